@@ -1,0 +1,22 @@
+"""Hierarchical Bayesian models, written in Pyro, fitted across clients whose data never meet."""
+
+from bayesfed.algorithms import PVI, SFVI, SFVIAvg
+from bayesfed.federation import Federation
+from bayesfed.guides import Flow, FullRank, MeanField
+from bayesfed.posterior import Posterior
+from bayesfed.runner import Round, fit
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Federation",
+    "fit",
+    "Posterior",
+    "Round",
+    "SFVI",
+    "SFVIAvg",
+    "PVI",
+    "MeanField",
+    "FullRank",
+    "Flow",
+]

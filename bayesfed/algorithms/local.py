@@ -1,0 +1,100 @@
+"""The local schedule that algorithms share: steps of a cohort on its own variables, given the server's draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from bayesfed import noise, optimizer
+from bayesfed.federation import Federation
+from bayesfed.partition import client_terms
+from bayesfed.plates import Batch
+from bayesfed.program import Program
+
+
+def local_steps(
+    program: Program,
+    draws: Mapping[str, Tensor],
+    params: Mapping[str, Tensor],
+    clients: optimizer.State,
+    batch: Callable[[int], Batch],
+    keys: Tensor,
+    *,
+    steps: int,
+    particles: int,
+    lr: float,
+) -> tuple[optimizer.State, dict[str, Tensor], Tensor]:
+    """Steps of K clients on their φ_i, with the gradients of their terms in what the server sent.
+
+    Args:
+        program: the model/guide pair.
+        draws: θ for every step, ``(steps · S, 1, 1, *event)``.
+        params: the global parameters (unconstrained).
+        clients: the K clients' φ_i and Adam moments.
+        batch: the cohort's rows at a step.
+        keys: int64 ``(K,)``: the clients' noise streams of this round.
+        steps: number of Adam steps.
+        particles: S.
+        lr: Adam's rate.
+
+    Returns:
+        The clients' next states; for each draw site and shared parameter the gradient, averaged over
+        the S particles and the steps, ``(K, ...)``; the mean term of each client over the steps ``(K,)``.
+    """
+    size = len(keys)
+    uploads: dict[str, list[Tensor]] = {name: [] for name in (*program.draws, *program.shared)}
+    terms = []
+    for step in range(steps):
+        theta = {
+            name: value[step * particles : (step + 1) * particles]
+            .expand(-1, size, *value.shape[2:])
+            .detach()
+            .requires_grad_()
+            for name, value in draws.items()
+        }
+        shared = {
+            name: params[name].expand(size, 1, *params[name].shape).detach().requires_grad_()
+            for name in program.shared
+        }
+        phi = {name: value.detach().requires_grad_() for name, value in clients["params"].items()}
+        supplied = program.noise(noise.fold(keys, step), particles, local=True)
+        term = client_terms(
+            program, {**params, **shared, **phi}, theta, batch(step), supplied, particles
+        ).mean(0)
+        leaves = {**theta, **shared, **phi}
+        grads = torch.autograd.grad(term.sum(), list(leaves.values()), allow_unused=True)
+        grad = {
+            name: torch.zeros_like(leaf) if g is None else g
+            for (name, leaf), g in zip(leaves.items(), grads, strict=True)
+        }
+        with torch.no_grad():
+            clients = optimizer.ascend(clients, {name: grad[name] for name in phi}, lr)
+        for name in theta:
+            uploads[name].append(grad[name].movedim(1, 0))
+        for name in shared:
+            uploads[name].append(grad[name].squeeze(1))
+        terms.append(term.detach())
+    upload = {name: torch.stack(parts, 1) / steps for name, parts in uploads.items()}
+    upload |= {name: upload[name].sum(1) for name in program.shared}
+    return clients, upload, torch.stack(terms).mean(0)
+
+
+def geometric(decay: float, done: float) -> float:
+    """The factor on the learning rates when a fraction ``done`` of the rounds is over."""
+    return float(decay**done)
+
+
+def batches(
+    federation: Federation, clients: Tensor, batch_size: int | None, keys: Tensor
+) -> Callable[[int], Batch]:
+    """The rows that each client uses at each local step: all, or ``batch_size`` drawn afresh."""
+    if batch_size is None or batch_size >= int(federation.lengths[clients].max()):
+        full = federation.batch(clients)
+        return lambda step: full
+    lengths = federation.lengths[clients]
+    streams = noise.fold(keys, noise.word("rows"))
+    return lambda step: federation.batch(
+        clients, noise.choose(noise.fold(streams, step), lengths, batch_size)
+    )

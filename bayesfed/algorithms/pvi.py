@@ -1,0 +1,256 @@
+"""PVI: partitioned variational inference, one Gaussian factor of q(θ) per client.
+
+    q(z) = t_0(z) Π_i t_i(z),   t_i(z) ∝ exp(h_iᵀ z − ½ zᵀ Λ_i z),   z = θ in unconstrained coordinates
+
+(Ashman et al. 2022, *Partitioned variational inference: a framework for probabilistic federated learning*).
+
+    server    sends q = (Λ, h), the sums of the factors' natural parameters
+    client i  divides its own factor out (the cavity), finds the best q_i against the cavity as prior,
+                  q_i = argmax E_q[ELBO term of its data given z] − KL(q ‖ cavity),
+              and uploads ρ times the change of natural parameters q_i / q, which also updates t_i
+    server    adds the changes; t_0, the prior's factor, is updated in the same way (exact if Gaussian)
+
+The local problem is solved by natural-gradient steps (Khan & Lin 2017, eq. 7): against the cavity the optimum
+fulfils  Λ_i* = Λ_cavity − E[∇²f],  h_i* = h_cavity + E[∇f] − E[∇²f] m  with f the client's term and m the mean
+of q_i; a step moves a fraction β there. With antithetic draws the expectations of a quadratic f are exact,
+and so is the posterior of a conjugate Gaussian model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bayesfed import noise, optimizer
+from bayesfed.algorithms.sfvi import hierarchical
+from bayesfed.federation import Federation, Model
+from bayesfed.guides.full_rank import FullRank, from_scale_tril
+from bayesfed.guides.mean_field import GLOBAL
+from bayesfed.partition import client_terms, log_prior, server_pass
+from bayesfed.plates import Batch
+from bayesfed.program import Params, Program
+
+Message = dict[str, Tensor]
+Upload = dict[str, Tensor]
+
+
+class Natural(NamedTuple):
+    """Natural parameters of Gaussians: ``precision`` Λ ``(..., D, D)`` and ``shift`` h = Λ m ``(..., D)``."""
+
+    precision: Tensor
+    shift: Tensor
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """The mean ``(..., D)`` and the lower Cholesky factor of the covariance ``(..., D, D)``."""
+        factor = torch.linalg.cholesky(self.precision)
+        loc = torch.cholesky_solve(self.shift[..., None], factor).squeeze(-1)
+        return loc, torch.linalg.cholesky(torch.cholesky_inverse(factor))
+
+
+class Server(NamedTuple):
+    """q and its prior factor t_0."""
+
+    q: Natural
+    prior: Natural
+
+
+@dataclass(frozen=True)
+class PVI:
+    """Partitioned variational inference with full-covariance Gaussian factors.
+
+    Attributes:
+        conditioned: whether local variables are conditioned on the globals.
+        damping: ρ; by default 1 / K, which keeps q proper whatever the factors. 1 is exact in one round
+            where the model is conjugate and Gaussian.
+        local_steps: natural-gradient steps, each with one Adam step on φ_i.
+        step: β, how far a natural-gradient step goes.
+        particles: S, draws per step (even: they come in antithetic pairs).
+        local_lr: Adam rate of the steps on φ_i.
+        lr_decay: the Adam rate falls geometrically to this fraction of its start.
+    """
+
+    conditioned: bool | None = None
+    damping: float | None = None
+    local_steps: int = 10
+    step: float = 0.3
+    particles: int = 8
+    local_lr: float = 0.05
+    lr_decay: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.particles % 2:
+            raise ValueError(f"particles is {self.particles}; PVI draws pairs, make it even")
+
+    def program(self, model: Model, federation: Federation) -> Program:
+        """The model with a full-rank Gaussian over its globals."""
+        program = hierarchical(model, federation, FullRank(), self.conditioned)
+        if not program.draws:
+            raise ValueError("PVI shares a posterior of global sites, and the model has none")
+        odd = [name for name in program.init if not name.startswith("global.")]
+        if odd:
+            raise ValueError(
+                f"PVI needs distributions: the model's global parameter {odd[0]!r} is a point; give it a "
+                "prior with pyro.sample, or use SFVI"
+            )
+        return program
+
+    def init(self, program: Program, federation: Federation) -> tuple[Server, optimizer.State]:
+        """q = t_0 = N(0, I) in the guide's coordinates (close to the prior); every t_i = 1."""
+        loc = program.init["global.loc"]
+        size, rows = len(loc), len(federation)
+        start = Natural(torch.eye(size, dtype=loc.dtype, device=loc.device), torch.zeros_like(loc))
+        clients = optimizer.init(program.init_locals(federation), rows=rows)
+        clients["factor"] = {
+            "precision": loc.new_zeros(rows, size, size),
+            "shift": loc.new_zeros(rows, size),
+        }
+        return Server(start, start), clients
+
+    def broadcast(self, program: Program, server: Server, key: Tensor, cohort: int) -> Message:
+        """q's natural parameters and the damping."""
+        damping = 1 / cohort if self.damping is None else self.damping
+        message = server.q._asdict() | {"damping": server.q.shift.new_tensor(damping)}
+        return message | self.params(program, server)
+
+    def client_update(
+        self,
+        program: Program,
+        message: Message,
+        clients: optimizer.State,
+        batch: Callable[[int], Batch],
+        keys: Tensor,
+        rate: float,
+    ) -> tuple[optimizer.State, Upload, Tensor]:
+        """K clients at once: their new states, their uploads ``(K, ...)`` and ELBO terms ``(K,)``."""
+        sent = Natural(message["precision"], message["shift"])
+        own = Natural(**clients["factor"])
+        cavity = Natural(*(q - t for q, t in zip(sent, own, strict=True)))
+        local = {part: tensors for part, tensors in clients.items() if part != "factor"}
+        q = Natural(*(x.expand_as(t).clone() for x, t in zip(sent, own, strict=True)))
+        params = {name: message[name] for name in program.init}
+        terms = []
+        for step in range(self.local_steps):
+            stream = noise.fold(keys, step)
+            supplied = program.noise(stream, self.particles, local=True)
+            loc, z = _antithetic(q, program, stream, self.particles)
+            phi = {n: v.detach().requires_grad_() for n, v in local["params"].items()}
+            f = client_terms(
+                program, params | phi, {GLOBAL: z}, batch(step), supplied, self.particles
+            )
+            if phi:
+                grads = torch.autograd.grad(
+                    f.mean(0).sum(), list(phi.values()), retain_graph=True, allow_unused=True
+                )
+                grad = {
+                    name: torch.zeros_like(phi[name]) if g is None else g
+                    for name, g in zip(phi, grads, strict=True)
+                }
+                with torch.no_grad():
+                    local = optimizer.ascend(local, grad, rate * self.local_lr)
+            factor = _factor(f, z, loc)
+            q = _towards(q, Natural(*(c + t for c, t in zip(cavity, factor, strict=True))), self.step)
+            terms.append(f.detach().mean(0))
+        change = {
+            name: message["damping"] * (new - old)
+            for name, new, old in zip(Natural._fields, q, sent, strict=True)
+        }
+        factor_state = {name: clients["factor"][name] + change[name] for name in change}
+        return local | {"factor": factor_state}, change, torch.stack(terms).mean(0)
+
+    def decode(
+        self,
+        program: Program,
+        server: Server,
+        total: Upload,
+        key: Tensor,
+        rate: float,
+        scale: float,
+    ) -> tuple[Server, Tensor]:
+        """q times the clients' changes and the prior factor's own; and the server's ELBO term ``()``."""
+        rows = Natural(*(x[None] for x in server.q))
+        loc, z = _antithetic(rows, program, key[None], max(self.particles, 64))
+        f = log_prior(program, self.params(program, server), {GLOBAL: z}, len(z))
+        fresh = Natural(*(x[0] for x in _factor(f[:, None], z, loc)))
+        damping = 1.0 if self.damping is None else self.damping
+        prior = Natural(
+            *(old + damping * (new - old) for old, new in zip(server.prior, fresh, strict=True))
+        )
+        q = Natural(
+            *(
+                old + total[name] + (new_prior - old_prior)
+                for name, old, new_prior, old_prior in zip(
+                    Natural._fields, server.q, prior, server.prior, strict=True
+                )
+            )
+        )
+        if torch.linalg.cholesky_ex(q.precision).info != 0:
+            raise FloatingPointError(
+                "PVI: the product of the clients' factors is no longer a proper Gaussian; lower damping "
+                "(or leave it out: 1 / K keeps q proper)"
+            )
+        server = Server(q, prior)
+        with torch.no_grad():
+            supplied = program.noise(key, 64, local=False)
+            term, _ = server_pass(program, self.params(program, server), supplied, 64)
+        return server, term.mean()
+
+    def params(self, program: Program, server: Server) -> Params:
+        """q as the guide's location and Cholesky factor."""
+        loc, scale_tril = server.q.moments()
+        return {"global.loc": loc} | from_scale_tril(scale_tril)
+
+
+def _antithetic(
+    q: Natural, program: Program, keys: Tensor, particles: int
+) -> tuple[Tensor, Tensor]:
+    """The means ``(K, D)`` of K Gaussians and draws ``(S, K, 1, D)`` in pairs around them."""
+    loc, scale_tril = q.moments()
+    (half,) = program.noise(keys, particles // 2, local=False)[GLOBAL]
+    offset = (scale_tril[:, None] @ half[..., None]).squeeze(-1)
+    z = loc[:, None] + torch.cat([offset, -offset])
+    return loc, z.detach().requires_grad_()
+
+
+def _factor(f: Tensor, z: Tensor, loc: Tensor) -> Natural:
+    """The Gaussian factor that stands for f at q: Λ = −E[∇²f], h = E[∇f] + Λ m.
+
+    Args:
+        f: ``(S, K)``, a function of the draws.
+        z: the draws ``(S, K, 1, D)``.
+        loc: the mean m of q, ``(K, D)``.
+    """
+    (grad,) = torch.autograd.grad(f.sum(), z, create_graph=True)
+    rows = []
+    for d in range(z.shape[-1]):
+        slope = grad[..., d].sum()
+        (row,) = (
+            torch.autograd.grad(slope, z, retain_graph=True, allow_unused=True)
+            if slope.requires_grad
+            else (None,)
+        )
+        rows.append(torch.zeros_like(z) if row is None else row)
+    hessian = torch.stack(rows, -1).mean(0).squeeze(1)
+    precision = -(hessian + hessian.mT) / 2
+    shift = grad.detach().mean(0).squeeze(1) + (precision @ loc[..., None]).squeeze(-1)
+    return Natural(precision, shift)
+
+
+def _towards(q: Natural, target: Natural, step: float) -> Natural:
+    """A step from q to the target; shorter, row by row, where q would lose its positive definiteness."""
+    size = torch.full(q.shift.shape[:1], step, dtype=q.shift.dtype, device=q.shift.device)
+    for _ in range(20):
+        precision = torch.lerp(q.precision, target.precision, size[:, None, None])
+        improper = torch.linalg.cholesky_ex(precision).info != 0
+        if not improper.any():
+            break
+        size = torch.where(improper, size / 2, size)
+    else:
+        size = torch.where(improper, 0.0, size)
+    return Natural(
+        torch.lerp(q.precision, target.precision, size[:, None, None]),
+        torch.lerp(q.shift, target.shift, size[:, None]),
+    )

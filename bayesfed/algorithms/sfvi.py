@@ -1,0 +1,158 @@
+"""SFVI: structured federated variational inference, for any model/guide pair.
+
+Maximises  E_q[log p(θ) − log q(θ)] + Σ_i E_q[log p(w_i, D_i | θ) − log q(w_i | θ)]  over the server's
+parameters λ of q(θ) and every client's φ_i of q(w_i | θ) (Hassan, Salomone & Mengersen 2023, *Federated
+variational inference methods for structured latent variable models*).
+
+    server    sends draws θ = T_λ(ε), and the global parameters that a client reads directly
+    client i  takes Adam steps on its own φ_i, then uploads the gradient of its term in the draws
+    server    adds the gradients, pulls them back through T_λ, adds its own term's, and steps on λ
+
+The paper's client uploads the gradient in λ; the chain rule splits it at θ, so the client needs neither
+λ nor the kind of q(θ), and uploads D numbers a draw whatever the size of λ. φ_i never leaves the client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import biject_to
+
+from bayesfed import optimizer
+from bayesfed.algorithms.local import local_steps
+from bayesfed.federation import Federation, Model
+from bayesfed.guides.flow import Flow
+from bayesfed.guides.full_rank import FullRank
+from bayesfed.guides.hierarchical import automatic
+from bayesfed.guides.mean_field import MeanField
+from bayesfed.partition import draw, server_pass
+from bayesfed.plates import Batch
+from bayesfed.program import Params, Program, build, sites
+
+Message = dict[str, Tensor]
+Upload = dict[str, Tensor]
+FULL_RANK_UP_TO = 50
+"""The largest number of global dimensions for which a bare ``SFVI()`` takes full rank."""
+
+
+@dataclass(frozen=True)
+class SFVI:
+    """Structured federated variational inference, any model.
+
+    Attributes:
+        global_guide: family of the globals: MeanField, FullRank or Flow. By default full rank where the
+            model has at most 50 global dimensions, else mean-field.
+        conditioned: whether local variables are conditioned on the globals (see
+            :class:`~bayesfed.guides.Hierarchical`). By default as full rank.
+        guide: a Pyro guide of your own instead of both.
+        local_steps: Adam steps on φ_i per round.
+        particles: S, ELBO draws per step.
+        lr: the server's Adam rate.
+        local_lr: the clients' Adam rate.
+        lr_decay: both rates fall geometrically to this fraction of their start.
+    """
+
+    global_guide: MeanField | FullRank | Flow | None = None
+    conditioned: bool | None = None
+    guide: Callable[[Any], Any] | None = None
+    local_steps: int = 10
+    particles: int = 8
+    lr: float = 0.05
+    local_lr: float = 0.05
+    lr_decay: float = 0.01
+
+    def program(self, model: Model, federation: Federation) -> Program:
+        """The model with the guide that these settings choose."""
+        if self.guide is not None:
+            return build(model, self.guide, federation)
+        return hierarchical(model, federation, self.global_guide, self.conditioned)
+
+    def init(self, program: Program, federation: Federation) -> tuple[optimizer.State, optimizer.State]:
+        """The server's state (λ) and the clients' (φ_i, a row each)."""
+        server = optimizer.init({n: v.clone() for n, v in program.init.items()})
+        return server, optimizer.init(program.init_locals(federation), rows=len(federation))
+
+    def broadcast(self, program: Program, server: optimizer.State, key: Tensor, cohort: int) -> Message:
+        """Draws of θ for every local step, ``(steps · S, 1, 1, ...)``, and the shared parameters."""
+        count = self.local_steps * self.particles
+        with torch.no_grad():
+            supplied = program.noise(key, count, local=False)
+            message = draw(program, server["params"], supplied, count)
+        return message | server["params"]
+
+    def client_update(
+        self,
+        program: Program,
+        message: Message,
+        clients: optimizer.State,
+        batch: Callable[[int], Batch],
+        keys: Tensor,
+        rate: float,
+    ) -> tuple[optimizer.State, Upload, Tensor]:
+        """K clients at once: their new states, their uploads ``(K, ...)`` and ELBO terms ``(K,)``."""
+        draws = {name: message[name] for name in program.draws}
+        params = {name: value for name, value in message.items() if name not in draws}
+        return local_steps(
+            program,
+            draws,
+            params,
+            clients,
+            batch,
+            keys,
+            steps=self.local_steps,
+            particles=self.particles,
+            lr=rate * self.local_lr,
+        )
+
+    def decode(
+        self,
+        program: Program,
+        server: optimizer.State,
+        total: Upload,
+        key: Tensor,
+        rate: float,
+        scale: float,
+    ) -> tuple[optimizer.State, Tensor]:
+        """The server's next state from the sum of the uploads, and its ELBO term ``()``.
+
+        ``scale`` is N / K: it makes the cohort's sum an unbiased estimate of the sum over all clients.
+        """
+        count = self.local_steps * self.particles
+        params = {n: v.detach().requires_grad_() for n, v in server["params"].items()}
+        supplied = program.noise(key, count, local=False)
+        term, draws = server_pass(program, params, supplied, count)
+        if not params:
+            return server, term.mean()
+        sent = {**draws, **{name: params[name] for name in program.shared}}
+        pulled = sum((total[n].reshape(v.shape) * v).sum() for n, v in sent.items())
+        surrogate = term.mean() + scale * pulled
+        grads = dict(zip(params, torch.autograd.grad(surrogate, list(params.values())), strict=True))
+        with torch.no_grad():
+            return optimizer.ascend(server, grads, rate * self.lr), term.mean().detach()
+
+    def params(self, program: Program, server: optimizer.State) -> Params:
+        """λ."""
+        return server["params"]
+
+
+def hierarchical(
+    model: Model,
+    federation: Federation,
+    family: MeanField | FullRank | Flow | None,
+    conditioned: bool | None,
+) -> Program:
+    """The model with the automatic guide; the accurate pair where None is left to choose."""
+    found = sites(model, federation)
+    dims = sum(
+        biject_to(site.support).inverse_shape(site.event_shape).numel()
+        for site in found.values()
+        if not site.local and not site.observed
+    )
+    small = dims <= FULL_RANK_UP_TO
+    family = family or (FullRank() if small else MeanField())
+    conditioned = small if conditioned is None else conditioned
+    return build(model, automatic(model, found, federation, family, conditioned), federation)

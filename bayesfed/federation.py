@@ -1,0 +1,473 @@
+"""The clients' data: ragged, stored once, flat, with offsets; never padded at rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from bayesfed import noise
+from bayesfed.plates import Batch, Fields
+
+Missing = Literal["fail", "drop"]
+
+
+@dataclass(frozen=True, eq=False)
+class Federation:
+    """N clients, each with its own rows of the same named fields.
+
+    Build one with :meth:`from_frame`, :meth:`from_arrays` or :meth:`from_partitioner`. A Pyro model
+    takes it as its only argument and opens its two plates, :meth:`clients` and :meth:`observations`.
+
+    Attributes:
+        fields: field name to a tensor of shape ``(rows, *event)``; client i owns the rows
+            ``offsets[i]:offsets[i + 1]``.
+        offsets: int64 tensor of shape ``(N + 1,)``.
+        names: the N clients' names, in order; they become ArviZ's ``client`` coordinate.
+        client_dim: what a client is called in the data, e.g. ``"county"`` (used in messages).
+
+    Example:
+        >>> import bayesfed as bf
+        >>> federation = bf.Federation.from_arrays(
+        ...     {"north": {"x": [1.0, 2.0], "y": [0.5, 1.5]}, "south": {"x": [3.0], "y": [2.0]}}
+        ... )
+        >>> federation
+        Federation: 2 clients, 3 rows (1 to 2 a client), fields x, y
+        >>> federation.lengths.tolist()
+        [2, 1]
+        >>> federation.select(["south"])["y"].tolist()
+        [2.0]
+    """
+
+    fields: Mapping[str, Tensor]
+    offsets: Tensor
+    names: tuple[str, ...]
+    client_dim: str = "client"
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise ValueError("a federation needs at least one client; none was given")
+        if len(set(self.names)) != len(self.names):
+            twice = next(n for n in self.names if self.names.count(n) > 1)
+            raise ValueError(f"client {twice!r} appears twice; clients' names must be unique")
+        empty = (self.lengths <= 0).nonzero().flatten().tolist()
+        if empty:
+            raise ValueError(
+                f"client {self.names[empty[0]]!r} is empty (no rows): leave it out of the federation"
+            )
+        for name, value in self.fields.items():
+            if value.shape[:1] != (self.rows,):
+                raise ValueError(
+                    f"field {name!r} has {value.shape[0]} rows, the clients have {self.rows} together"
+                )
+
+    # -- construction -----------------------------------------------------------------------------
+
+    @classmethod
+    def from_frame(
+        cls,
+        frame: pd.DataFrame,
+        *,
+        client: str,
+        fields: Sequence[str] | Mapping[str, str | Sequence[str]] | None = None,
+        missing: Missing = "fail",
+    ) -> Federation:
+        """One client per value of the column ``client``, in order of first appearance.
+
+        Args:
+            frame: one row per observation.
+            client: the column that says whose row it is.
+            fields: numeric columns to keep; by default all columns but ``client``. A mapping renames:
+                ``{"y": "log_radon", "x": ["floor", "uranium"]}`` makes a field ``y`` with a number
+                a row and a field ``x`` with a vector a row.
+            missing: what to do with a row that holds a NaN: ``"fail"`` or ``"drop"``.
+
+        Raises:
+            KeyError: a column is not there.
+            ValueError: a row has no client; a NaN under ``missing="fail"``; no row left for a client.
+            TypeError: a field is categorical, text or a date.
+
+        Example:
+            >>> import bayesfed as bf, pandas as pd
+            >>> frame = pd.DataFrame({"county": ["A", "B", "A"], "log_radon": [0.1, 0.7, 0.3]})
+            >>> bf.Federation.from_frame(frame, client="county", fields=["log_radon"]).names
+            ('A', 'B')
+        """
+        if fields is None:
+            fields = [c for c in frame.columns if c != client]
+        sources = fields if isinstance(fields, Mapping) else {name: name for name in fields}
+        wanted = [c for s in sources.values() for c in ([s] if isinstance(s, str) else s)]
+        for column in [client, *wanted]:
+            if column not in frame.columns:
+                raise KeyError(
+                    f"the frame has no column {column!r}; it has {', '.join(map(str, frame.columns))}"
+                )
+        nameless = frame[client].isna().to_numpy()
+        if nameless.any():
+            raise ValueError(
+                f"row {frame.index[nameless.argmax()]!r} has no client: column {client!r} is missing "
+                "there. Name its client or drop the row"
+            )
+        codes, names = pd.factorize(frame[client])
+        order = np.argsort(codes, kind="stable")
+        offsets = np.concatenate([[0], np.bincount(codes, minlength=len(names)).cumsum()])
+        column = {c: _to_tensor(c, frame[c].iloc[order].array, str(names[0])) for c in wanted}
+        columns = {
+            name: column[s] if isinstance(s, str) else torch.stack([column[c] for c in s], -1)
+            for name, s in sources.items()
+        }
+        return cls._checked(columns, offsets, tuple(map(str, names)), client, missing)
+
+    @classmethod
+    def from_arrays(
+        cls,
+        clients: Mapping[str, Mapping[str, Any]],
+        *,
+        client_dim: str = "client",
+        missing: Missing = "fail",
+    ) -> Federation:
+        """One mapping of field name to array per named client.
+
+        Arrays have shape ``(n_i, *event)`` and the same ``event`` shape for every client. Numbers
+        become torch's default floating type; torch tensors keep the type they have.
+
+        Raises:
+            TypeError: ``clients`` has no names, or a field holds text.
+            KeyError: a client lacks a field that others have, or has one that they lack.
+            ValueError: lengths differ within a client; a NaN under ``missing="fail"``.
+        """
+        if not isinstance(clients, Mapping):
+            raise TypeError(
+                "from_arrays takes one mapping per named client: {'hospital A': {'x': ..., 'y': ...}}, "
+                f"not a {type(clients).__name__}; clients need names"
+            )
+        if not clients:
+            raise ValueError("a federation needs at least one client; none was given")
+        names = list(clients)
+        expected = list(clients[names[0]])
+        per_client: dict[str, list[Tensor]] = {field: [] for field in expected}
+        lengths = []
+        for name, arrays in clients.items():
+            for field in set(expected) ^ set(arrays):
+                lacking = name if field in expected else names[0]
+                raise KeyError(f"client {lacking!r} has no field {field!r}, other clients have it")
+            tensors = {f: _to_tensor(f, arrays[f], str(name)) for f in expected}
+            sizes = {f: t.shape[0] if t.ndim else 0 for f, t in tensors.items()}
+            odd = [f for f in sizes if sizes[f] != sizes[expected[0]]]
+            if odd:
+                raise ValueError(
+                    f"client {name!r}: field {odd[0]!r} has length {sizes[odd[0]]}, "
+                    f"field {expected[0]!r} has length {sizes[expected[0]]}"
+                )
+            lengths.append(sizes[expected[0]] if expected else 0)
+            for field, tensor in tensors.items():
+                per_client[field].append(tensor)
+        for field, parts in per_client.items():
+            for name, part in zip(names, parts, strict=True):
+                if part.shape[1:] != parts[0].shape[1:]:
+                    raise ValueError(
+                        f"client {name!r}: field {field!r} has rows of shape {tuple(part.shape[1:])}, "
+                        f"those of client {names[0]!r} have {tuple(parts[0].shape[1:])}"
+                    )
+        columns = {field: torch.cat(parts) for field, parts in per_client.items()}
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        return cls._checked(columns, offsets, tuple(map(str, names)), client_dim, missing)
+
+    @classmethod
+    def from_partitioner(
+        cls,
+        dataset: Any,
+        partitioner: Any,
+        *,
+        fields: Sequence[str] | None = None,
+        missing: Missing = "fail",
+    ) -> Federation:
+        """One client per partition of a Hugging Face dataset, split by a flwr-datasets partitioner.
+
+        Args:
+            dataset: a ``datasets.Dataset``.
+            partitioner: any of ``flwr_datasets.partitioner`` (Dirichlet, pathological, shard, natural
+                id, ...), not yet bound to a dataset.
+            fields: columns to keep; by default all of them.
+            missing: see :meth:`from_frame`.
+
+        Clients are called by the partitioner's natural ids where it has them, else by number.
+        """
+        partitioner.dataset = dataset
+        ids = getattr(partitioner, "partition_id_to_natural_id", None) or {}
+        clients = {}
+        for number in range(partitioner.num_partitions):
+            rows = partitioner.load_partition(number).with_format("numpy")
+            keep = rows.column_names if fields is None else fields
+            for field in keep:
+                if field not in rows.column_names:
+                    raise KeyError(
+                        f"the dataset has no column {field!r}; it has {', '.join(rows.column_names)}"
+                    )
+            # ids exist in the mapping only after the first load
+            ids = ids or getattr(partitioner, "partition_id_to_natural_id", None) or {}
+            clients[str(ids.get(number, number))] = {field: rows[field][:] for field in keep}
+        dim = getattr(partitioner, "_partition_by", None) if ids else None
+        return cls.from_arrays(clients, client_dim=dim or "client", missing=missing)
+
+    @classmethod
+    def _checked(
+        cls,
+        columns: dict[str, Tensor],
+        offsets: np.ndarray,
+        names: tuple[str, ...],
+        client_dim: str,
+        missing: Missing,
+    ) -> Federation:
+        """Fail on NaN, or drop the rows that hold one, and build."""
+        if missing not in ("fail", "drop"):
+            raise ValueError(f"missing is {missing!r}; choose 'fail' or 'drop'")
+        if not columns:
+            raise ValueError("no fields were given: a federation needs at least one")
+        lengths = np.diff(offsets)
+        owner = torch.from_numpy(np.repeat(np.arange(len(names)), lengths))
+        bad = torch.zeros(int(offsets[-1]), dtype=torch.bool)
+        for field, value in columns.items():
+            if not value.is_floating_point() or len(value) != len(bad):
+                continue
+            nan = value.isnan().reshape(len(value), -1).any(-1)
+            if missing == "fail" and nan.any():
+                row = int(nan.nonzero()[0])
+                client = int(owner[row])
+                raise ValueError(
+                    f"client {names[client]!r}, row {row - int(offsets[client])}: field {field!r} is "
+                    "NaN. Mend the data, or pass missing='drop' to leave such rows out"
+                )
+            bad |= nan
+        if bad.any():
+            columns = {field: value[~bad] for field, value in columns.items()}
+            lengths = np.bincount(owner[~bad].numpy(), minlength=len(names))
+            offsets = np.concatenate([[0], lengths.cumsum()])
+        return cls(columns, torch.as_tensor(offsets, dtype=torch.int64), names, client_dim)
+
+    # -- what is in it ----------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of all clients together."""
+        return int(self.offsets[-1])
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """n_i, the number of rows of each client: int64, shape ``(N,)``."""
+        return self.offsets.diff()
+
+    @cached_property
+    def owner(self) -> Tensor:
+        """The client index of every row: int64, shape ``(rows,)``."""
+        return torch.repeat_interleave(
+            torch.arange(len(self), device=self.offsets.device), self.lengths
+        )
+
+    @cached_property
+    def streams(self) -> Tensor:
+        """What tells the clients' noise streams apart, from their names alone: int64, ``(N,)``."""
+        return noise.words(self.names).to(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the data lie."""
+        return self.offsets.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The floating type of the fields; torch's default where no field is floating."""
+        kinds = [v.dtype for v in self.fields.values() if v.is_floating_point()]
+        return kinds[0] if kinds else torch.get_default_dtype()
+
+    def event_shape(self, field: str) -> torch.Size:
+        """The shape of one row of a field: ``()`` for a number, ``(P,)`` for a vector."""
+        return self[field].shape[1:]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, field: str) -> Tensor:
+        return Fields(self.fields)[field]
+
+    def __repr__(self) -> str:
+        shortest, longest = int(self.lengths.min()), int(self.lengths.max())
+        fields = ", ".join(
+            name if value.ndim == 1 else f"{name}{list(value.shape[1:])}"
+            for name, value in self.fields.items()
+        )
+        where = "" if self.device.type == "cpu" else f", on {self.device}"
+        plural = "client" if len(self) == 1 else "clients"
+        return (
+            f"Federation: {len(self):,} {plural}, {self.rows:,} rows "
+            f"({shortest:,} to {longest:,} a client), fields {fields}{where}"
+        )
+
+    # -- other federations from this one ----------------------------------------------------------
+
+    def index(self, clients: Iterable[str]) -> Tensor:
+        """The positions of the named clients: int64. KeyError for a client that is not here."""
+        position = {name: i for i, name in enumerate(self.names)}
+        wanted = [clients] if isinstance(clients, str) else list(clients)
+        for name in wanted:
+            if str(name) not in position:
+                raise KeyError(f"no client {name!r} in this federation: {_shortened(self.names)}")
+        return torch.tensor([position[str(name)] for name in wanted], dtype=torch.int64)
+
+    def select(self, clients: Iterable[str]) -> Federation:
+        """The federation of the named clients only, in the order given."""
+        chosen = self.index(clients).tolist()
+        rows = torch.cat(
+            [torch.arange(int(self.offsets[i]), int(self.offsets[i + 1])) for i in chosen]
+            or [torch.empty(0, dtype=torch.int64)]
+        )
+        return self._take(rows, self.lengths[chosen], tuple(self.names[i] for i in chosen))
+
+    def hold_out(self, clients: Iterable[str]) -> tuple[Federation, Federation]:
+        """``(the others, the named clients)``: the second part takes no part in training."""
+        wanted = [clients] if isinstance(clients, str) else list(clients)
+        held = set(self.index(wanted).tolist())
+        return self.select([n for i, n in enumerate(self.names) if i not in held]), self.select(
+            wanted
+        )
+
+    def split(self, *, test: float, seed: int) -> tuple[Federation, Federation]:
+        """Split the rows *within* each client into ``(train, test)``.
+
+        Every client keeps at least one row in each part; ``test`` is the fraction of rows, in (0, 1).
+
+        Raises:
+            ValueError: ``test`` out of range, or a client with a single row.
+        """
+        if not 0 < test < 1:
+            raise ValueError(f"test is {test}; it is the fraction of rows to hold out, in (0, 1)")
+        generator = torch.Generator().manual_seed(seed)
+        train, held = [], []
+        for i, name in enumerate(self.names):
+            n = int(self.lengths[i])
+            if n < 2:
+                raise ValueError(f"client {name!r} has a single row: it cannot be split")
+            rows = torch.randperm(n, generator=generator) + self.offsets[i].cpu()
+            n_test = min(max(round(test * n), 1), n - 1)
+            held.append(rows[:n_test].sort().values)
+            train.append(rows[n_test:].sort().values)
+        return tuple(  # type: ignore[return-value]
+            self._take(torch.cat(p), torch.tensor([len(r) for r in p]), self.names)
+            for p in (train, held)
+        )
+
+    def to(
+        self, device: str | torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> Federation:
+        """The same data on another device, or with floating fields of another type."""
+
+        def move(value: Tensor) -> Tensor:
+            return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+
+        fields = {name: move(value) for name, value in self.fields.items()}
+        return replace(self, fields=fields, offsets=self.offsets.to(device=device))
+
+    def _take(self, rows: Tensor, lengths: Tensor, names: tuple[str, ...]) -> Federation:
+        rows = rows.to(self.device)
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(self.device)
+        fields = {name: value[rows] for name, value in self.fields.items()}
+        return Federation(fields, offsets, names, self.client_dim)
+
+    # -- what a model sees ------------------------------------------------------------------------
+
+    def batch(self, clients: Tensor | None = None, positions: Tensor | None = None) -> Batch:
+        """The dense view of some clients that a model runs on.
+
+        Args:
+            clients: int64 positions of K clients; by default all N.
+            positions: int64, shape ``(K, B)``: which of its own rows each client uses, with -1 for
+                none. By default every row (the full batch).
+
+        Returns:
+            A :class:`~bayesfed.plates.Batch` whose fields have shape ``(K, B, *event)``. Padding
+            repeats the client's first row, so that masked entries too lie in a field's support.
+        """
+        clients = torch.arange(len(self)) if clients is None else clients
+        clients = clients.to(self.device)
+        lengths = self.lengths[clients]
+        if positions is None:
+            longest = torch.arange(int(lengths.max()), device=self.device)
+            positions = torch.where(longest < lengths[:, None], longest, -1)
+        mask = positions >= 0
+        rows = self.offsets[clients, None] + positions.clamp(min=0)
+        scale = lengths[:, None] / mask.sum(-1, keepdim=True)
+        return Batch(
+            fields=Fields({name: value[rows] for name, value in self.fields.items()}),
+            mask=mask,
+            scale=scale.to(self.dtype),
+            index=clients,
+        )
+
+    def chunks(self, rows: int = 200_000) -> Iterator[Tensor]:
+        """Positions of consecutive clients, in chunks of at most ``rows`` padded rows (at least one)."""
+        start, longest = 0, 0
+        lengths = self.lengths.tolist()
+        for i, n in enumerate(lengths):
+            longest = max(longest, n)
+            if i > start and longest * (i + 1 - start) > rows:
+                yield torch.arange(start, i)
+                start, longest = i, n
+        yield torch.arange(start, len(lengths))
+
+    @cached_property
+    def _pooled(self) -> Batch:
+        return self.batch()
+
+    def head(self) -> Batch:
+        """Every client with its first row only, for what does not depend on the rows."""
+        return self.batch(positions=torch.zeros(len(self), 1, dtype=torch.int64))
+
+    def clients(self) -> AbstractContextManager[Any]:
+        """``pyro.plate("clients", N, dim=-2)``: the boundary between server and clients."""
+        return self._pooled.clients()
+
+    def observations(self) -> AbstractContextManager[Fields]:
+        """``pyro.plate("observations", dim=-1)``: all rows of every client, masked where ragged.
+
+        The padded copy that a pooled run needs is made at the first call and kept.
+        """
+        return self._pooled.observations()
+
+
+def _to_tensor(field: str, values: Any, client: str) -> Tensor:
+    """A field as a tensor; numbers become floating, torch tensors keep their type."""
+    if isinstance(values, Tensor):
+        return values.detach()
+    array = np.asarray(values)
+    if array.dtype == object or isinstance(getattr(values, "dtype", None), pd.CategoricalDtype):
+        try:
+            if isinstance(getattr(values, "dtype", None), pd.CategoricalDtype):
+                raise ValueError
+            array = pd.to_numeric(pd.Series(array)).to_numpy(dtype=float, na_value=np.nan)
+        except (ValueError, TypeError):
+            example = pd.unique(pd.Series(np.ravel(array)))[:3].tolist()
+            raise TypeError(
+                f"field {field!r} is categorical or text (e.g. {example}; client {client!r}): encode it "
+                f"as numbers first, e.g. frame[{field!r}].astype('category').cat.codes, or as dummies"
+            ) from None
+    if array.dtype.kind not in "biuf":
+        raise TypeError(
+            f"field {field!r} has type {array.dtype}: only numbers can be stored (client {client!r}); "
+            "encode it as numbers first"
+        )
+    return torch.as_tensor(np.array(array), dtype=torch.get_default_dtype())
+
+
+def _shortened(names: Sequence[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+
+
+Model = Callable[[Federation | Batch], Any]
+"""A Pyro program that opens the plates of what it is given."""

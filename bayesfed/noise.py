@@ -1,0 +1,167 @@
+"""Noise as an input: one counter-based stream per (seed, round, client).
+
+A stream is a key, an int64 scalar; the j-th number of a stream is a hash of (key, j). So noise does not
+depend on the order, chunking or device of the clients, a thousand small clients cost one tensor
+operation, and a client that runs alone draws what it would have drawn in a cohort (law 3).
+
+The hash is SplitMix64's finaliser (Steele, Lea & Flood 2014, *Fast splittable pseudorandom number
+generators*, OOPSLA) on 64-bit integers that wrap.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_GOLDEN = -0x61C8864680B583EB  # 2⁶⁴ / golden ratio, as a signed 64-bit integer
+_FACTORS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
+
+
+def _mix(x: Tensor) -> Tensor:
+    for shift, factor in zip((30, 27), _FACTORS, strict=True):
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def word(text: str) -> int:
+    """A signed 64-bit integer that stands for a name, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def words(names: Sequence[str]) -> Tensor:
+    """:func:`word` of each name: int64, shape ``(len(names),)``."""
+    return torch.tensor([word(name) for name in names], dtype=torch.int64)
+
+
+def key(seed: int) -> Tensor:
+    """The root key of a seed: int64, shape ``()``."""
+    return _mix(torch.tensor(seed, dtype=torch.int64) + _GOLDEN)
+
+
+def fold(keys: Tensor, data: Tensor | int) -> Tensor:
+    """Keys that depend on ``keys`` and ``data`` (int64, broadcast against each other)."""
+    data = torch.as_tensor(data, dtype=torch.int64, device=keys.device)
+    return _mix(_mix(keys + _GOLDEN) ^ (data * _FACTORS[0] + _GOLDEN))
+
+
+def uniform(keys: Tensor, shape: Sequence[int] = ()) -> Tensor:
+    """Uniform numbers in (0, 1): float64, shape ``keys.shape + shape``.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed import noise
+        >>> keys = noise.fold(noise.key(0), noise.words(["north", "south"]))
+        >>> bool(torch.equal(noise.uniform(keys, (3,))[1], noise.uniform(keys[1], (3,))))
+        True
+    """
+    count = math.prod(shape)
+    counter = torch.arange(1, count + 1, device=keys.device)
+    bits = (_mix(keys[..., None] + counter * _GOLDEN) >> 12) & ((1 << 52) - 1)
+    return ((bits.double() + 0.5) * 2.0**-52).reshape(*keys.shape, *shape)
+
+
+def choose(keys: Tensor, lengths: Tensor, count: int) -> Tensor:
+    """Without replacement, ``min(count, length)`` of ``range(length)`` for each key.
+
+    Args:
+        keys: int64, shape ``(K,)``.
+        lengths: int64, shape ``(K,)``.
+        count: how many to choose.
+
+    Returns:
+        int64 positions of shape ``(K, min(count, lengths.max()))``, ascending, -1 where there are
+        fewer.
+    """
+    longest = int(lengths.max())
+    order = uniform(keys, (longest,))
+    absent = torch.arange(longest, device=keys.device) >= lengths[:, None]
+    order = order.masked_fill(absent, torch.inf)
+    lowest = order.topk(min(count, longest), dim=-1, largest=False)
+    chosen = lowest.indices.masked_fill(lowest.values.isinf(), longest).sort(-1).values
+    return chosen.masked_fill(chosen == longest, -1)
+
+
+# -- lifting the random numbers out of a distribution ------------------------------------------------
+
+_KINDS = {
+    torch.ops.aten.normal.Tensor_Tensor: "normal",
+    torch.ops.aten.normal_.default: "normal",
+    torch.ops.aten.randn.default: "normal",
+    torch.ops.aten.randn_like.default: "normal",
+    torch.ops.aten.rand.default: "uniform",
+    torch.ops.aten.rand_like.default: "uniform",
+    torch.ops.aten.uniform_.default: "uniform",
+}
+_REFUSED = {
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "_standard_gamma",
+        "_sample_dirichlet",
+        "exponential_",
+        "cauchy_",
+        "bernoulli",
+        "poisson",
+        "multinomial",
+        "binomial",
+    )
+}
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One random tensor that a sample site needs: its kind and its shape behind the batch dims."""
+
+    kind: str
+    tail: tuple[int, ...]
+
+    def __call__(self, keys: Tensor, dtype: torch.dtype) -> Tensor:
+        """Noise of shape ``keys.shape + tail``."""
+        u = uniform(keys, self.tail)
+        return (torch.special.ndtri(u) if self.kind == "normal" else u).to(dtype)
+
+
+class Lifted(TorchDispatchMode):
+    """Run a distribution's ``rsample`` with its random tensors supplied, or recorded if none are."""
+
+    def __init__(self, supplied: Sequence[Tensor] | None, batch_dims: int) -> None:
+        super().__init__()
+        self.supplied = supplied
+        self.batch_dims = batch_dims
+        self.recorded: list[Draw] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _REFUSED:
+            raise NotImplementedError(
+                f"it draws with {func}, which cannot be written as a function of normal or uniform "
+                "noise. Use a guide distribution such as Normal, LogNormal or a transformed Normal"
+            )
+        if func not in _KINDS:
+            return func(*args, **(kwargs or {}))
+        kind = _KINDS[func]
+        template = args[0] if isinstance(args[0], Tensor) else None
+        shape = tuple(args[0]) if template is None else tuple(template.shape)
+        if self.supplied is None:
+            default = 0.0 if kind == "normal" else 0.5
+            drawn = torch.full(shape, default, dtype=torch.get_default_dtype())
+            self.recorded.append(Draw(kind, shape[self.batch_dims :]))
+        else:
+            drawn = self.supplied[len(self.recorded)].expand(shape)
+            self.recorded.append(Draw(kind, ()))
+        if func is torch.ops.aten.normal.Tensor_Tensor:
+            return args[0] + args[1] * drawn
+        if func is torch.ops.aten.uniform_.default:
+            low, high = (*args[1:], 0.0, 1.0)[:2] if len(args) != 2 else (args[1], 1.0)
+            return template.copy_(low + (high - low) * drawn)  # type: ignore[union-attr]
+        if func is torch.ops.aten.normal_.default:
+            loc, scale = (*args[1:], 0.0, 1.0)[:2] if len(args) != 2 else (args[1], 1.0)
+            return template.copy_(loc + scale * drawn)  # type: ignore[union-attr]
+        return drawn.to(template.dtype) if template is not None else drawn

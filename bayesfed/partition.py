@@ -1,0 +1,176 @@
+"""The ELBO, partitioned: one term per client and the server's.
+
+    ELBO = server_term(θ) + Σ_i client_term_i(θ, w_i, D_i)
+    server_term   = log p(θ) − log q(θ)
+    client_term_i = log p(w_i | θ) + log p(D_i | w_i, θ) − log q(w_i | θ)
+
+Each function is pure: its result depends on its arguments only, the noise being one of them. All K clients
+and S particles run as one batched pass of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from bayesfed import handlers
+from bayesfed.plates import Batch
+
+if TYPE_CHECKING:
+    from bayesfed.program import Program
+
+Draws = Mapping[str, Tensor]
+Noise = Mapping[str, Sequence[Tensor]]
+
+
+class Terms(NamedTuple):
+    """The two parts of the ELBO, per particle: ``server`` ``(S, 1)`` or ``(S, K)``, ``clients`` ``(S, K)``."""
+
+    server: Tensor
+    clients: Tensor
+
+
+def _run(
+    program: Program,
+    params: Mapping[str, Tensor],
+    values: Draws,
+    batch: Batch,
+    noise: Noise,
+    particles: int,
+) -> tuple[Any, Any]:
+    """Traces of the guide and of the model replayed against it."""
+    with (
+        handlers.trusted(),
+        handlers.Parameters(params),
+        handlers.Noise(noise),
+        handlers.Values(values),
+        handlers.particles(particles),
+    ):
+        guide = poutine.trace(program.guide).get_trace(batch)
+        model = poutine.trace(poutine.replay(program.model, trace=guide)).get_trace(batch)
+    return guide, model
+
+
+def _log_ratio(
+    guide: Any, model: Any, *, local: bool, skip: Sequence[str] = ()
+) -> Tensor | float:
+    """Σ log p − Σ log q over the local or the global sites: ``(S, K or 1)``; 0 where there are none."""
+
+    def wanted(name: str, node: Any) -> bool:
+        return (
+            name not in skip and not handlers.is_plate(node) and handlers.is_local(node) == local
+        )
+
+    total: Tensor | float = 0.0
+    for trace, sign in ((model, 1.0), (guide, -1.0)):
+        trace.compute_log_prob(wanted)
+        for name, node in trace.nodes.items():
+            if node["type"] == "sample" and wanted(name, node):
+                total = total + sign * node["log_prob"].sum(-1)
+    return total
+
+
+def _terms(value: Tensor | float, like: Tensor, particles: int, clients: int) -> Tensor:
+    """A log ratio as ``(S, clients)``."""
+    return torch.as_tensor(value, dtype=like.dtype, device=like.device).expand(particles, clients)
+
+
+def draw(
+    program: Program, params: Mapping[str, Tensor], noise: Noise, particles: int
+) -> dict[str, Tensor]:
+    """What the server sends: draws of the guide's global random sites.
+
+    Args:
+        program: the model/guide pair.
+        params: global parameters (unconstrained).
+        noise: of the global sites, see :meth:`~bayesfed.program.Program.noise`.
+        particles: S.
+
+    Returns:
+        Site name to draws of shape ``(S, 1, 1, *event)``.
+    """
+    with (
+        handlers.trusted(),
+        handlers.Parameters(params),
+        handlers.Noise(noise),
+        handlers.particles(particles),
+    ):
+        trace = poutine.trace(program.guide).get_trace(program.schema)
+    return {name: trace.nodes[name]["value"] for name in program.draws}
+
+
+def client_terms(
+    program: Program,
+    params: Mapping[str, Tensor],
+    values: Draws,
+    batch: Batch,
+    noise: Noise,
+    particles: int,
+) -> Tensor:
+    """The clients' ELBO terms given the server's draws.
+
+    Args:
+        program: the model/guide pair.
+        params: global parameters (each also with a row per client, ``(K, 1, ...)``) and the cohort's
+            local ones, ``(K, 1, ...)``; all unconstrained.
+        values: draws of the global random sites, ``(S, 1, 1, *event)`` or one per client,
+            ``(S, K, 1, *event)``.
+        batch: the cohort's data.
+        noise: of the local sites.
+        particles: S.
+
+    Returns:
+        ``(S, K)``. Rows of clients do not interact: the gradient of the sum is every client's own.
+    """
+    guide, model = _run(program, params, values, batch, noise, particles)
+    return _terms(_log_ratio(guide, model, local=True), batch.scale, particles, len(batch))
+
+
+def server_pass(
+    program: Program, params: Mapping[str, Tensor], noise: Noise, particles: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The server's ELBO term, log p(θ) − log q(θ), without any client's data, and its draws of θ.
+
+    Args:
+        program: the model/guide pair.
+        params: global parameters (unconstrained).
+        noise: of the global sites.
+        particles: S.
+
+    Returns:
+        The term, shape ``(S,)``, and the draws as :func:`draw` gives them, both differentiable.
+    """
+    guide, model = _run(program, params, {}, program.schema, noise, particles)
+    total = _log_ratio(guide, model, local=False)
+    draws = {name: guide.nodes[name]["value"] for name in program.draws}
+    return _terms(total, program.schema.scale, particles, 1).squeeze(-1), draws
+
+
+def log_prior(
+    program: Program, params: Mapping[str, Tensor], values: Draws, particles: int
+) -> Tensor:
+    """log p of given draws in the coordinates of the draws (Jacobian included): shape ``(S,)``."""
+    guide, model = _run(program, params, values, program.schema, {}, particles)
+    total = _log_ratio(guide, model, local=False, skip=program.draws)
+    return _terms(total, program.schema.scale, particles, 1).squeeze(-1)
+
+
+def elbo_terms(
+    program: Program,
+    params: Mapping[str, Tensor],
+    batch: Batch,
+    noise: Noise,
+    particles: int,
+    values: Draws | None = None,
+) -> Terms:
+    """Both parts in one pass; with parameters or noise that have a row per client, ``server`` is ``(S, K)``."""
+    guide, model = _run(program, params, values or {}, batch, noise, particles)
+    server = torch.as_tensor(
+        _log_ratio(guide, model, local=False), dtype=batch.scale.dtype, device=batch.scale.device
+    )
+    clients = _terms(_log_ratio(guide, model, local=True), batch.scale, particles, len(batch))
+    return Terms(server.expand(particles, server.shape[-1] if server.ndim else 1), clients)

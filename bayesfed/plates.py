@@ -1,0 +1,71 @@
+"""The two plates: a cohort of clients as one dense batch that a Pyro program runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.poutine.indep_messenger import IndepMessenger
+from torch import Tensor
+
+CLIENTS = "clients"
+OBSERVATIONS = "observations"
+
+
+class Fields(dict[str, Tensor]):
+    """What a client's rows hold: ``obs["x"]`` must be there, ``obs.get("y")`` may be None."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise KeyError(f"unknown field {name!r}: the federation has {', '.join(self) or 'no fields'}")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """K clients with B rows each, padded: what one execution of a model sees.
+
+    Attributes:
+        fields: field name to tensor of shape ``(K, B, *event)``.
+        mask: bool ``(K, B)``, False where a row is padding.
+        scale: ``(K, 1)``: n_i / b_i, so that a minibatch stands for all of the client's rows.
+        index: int64 ``(K,)``: the clients' positions in their federation.
+    """
+
+    fields: Fields
+    mask: Tensor
+    scale: Tensor
+    index: Tensor
+
+    def event_shape(self, field: str) -> torch.Size:
+        """The shape of one row of a field: ``()`` for a number, ``(P,)`` for a vector."""
+        return self.fields[field].shape[2:]
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def clients(self) -> IndepMessenger:
+        """``pyro.plate("clients", K, dim=-2)``: what is sampled inside never leaves a client."""
+        return pyro.plate(CLIENTS, len(self), dim=-2)
+
+    @contextmanager
+    def observations(self) -> Iterator[Fields]:
+        """``pyro.plate("observations", B, dim=-1)``, masked and scaled by n_i / b_i."""
+        with (
+            pyro.plate(OBSERVATIONS, self.mask.shape[1], dim=-1),
+            poutine.mask(mask=self.mask),
+            poutine.scale(scale=self.scale),
+        ):
+            yield self.fields
+
+    def head(self) -> Batch:
+        """The same clients with their first row only, for what does not depend on the rows."""
+        fields = Fields({name: value[:, :1] for name, value in self.fields.items()})
+        return replace(self, fields=fields, mask=self.mask[:, :1])
+
+    def drop(self, *names: str) -> Batch:
+        """The same batch without some fields: ``obs.get(name)`` is None, so the site is sampled."""
+        kept = {name: value for name, value in self.fields.items() if name not in names}
+        return replace(self, fields=Fields(kept))

@@ -1,0 +1,275 @@
+"""The fitted posterior: draws, predictions, log-likelihoods and new clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from bayesfed import handlers, noise, optimizer
+from bayesfed.algorithms.local import batches, geometric, local_steps
+from bayesfed.federation import Federation, Model
+from bayesfed.partition import client_terms, draw, server_pass
+from bayesfed.plates import Batch
+from bayesfed.program import Params, Program, Site
+
+if TYPE_CHECKING:
+    import arviz as az
+
+_NUMBERS = 4_000_000  # how many numbers a chunk of draws × clients × rows may hold
+
+
+@dataclass(frozen=True, eq=False)
+class Posterior:
+    """q(θ) Π_i q(w_i | θ), fitted to a federation.
+
+    Attributes:
+        program: the model and its guide.
+        federation: the clients that it was fitted to.
+        params: the guide's global parameters, unconstrained.
+        local_params: the guide's local parameters, unconstrained, a row per client.
+        history: per-round figures ``elbo``, ``seconds`` and ``clients``, each of shape ``(rounds,)``.
+        algorithm: the algorithm and its settings.
+        seed: the run's seed.
+    """
+
+    program: Program
+    federation: Federation
+    params: Params
+    local_params: Params
+    history: Mapping[str, Tensor]
+    algorithm: Any
+    seed: int
+
+    def __repr__(self) -> str:
+        globals_ = ", ".join(s.name for s in self.program.globals) or "none"
+        locals_ = ", ".join(s.name for s in self.program.locals) or "none"
+        rounds = len(self.history["elbo"])
+        return (
+            f"Posterior: {type(self.algorithm).__name__}, {rounds:,} rounds, "
+            f"{len(self.federation):,} clients; globals {globals_}; locals {locals_}"
+        )
+
+    def sample(self, num_samples: int = 1000, *, seed: int = 0) -> dict[str, Tensor]:
+        """Independent draws of every latent site.
+
+        Args:
+            num_samples: S.
+            seed: of the draws.
+
+        Returns:
+            Site name to draws: globals ``(S, *event)``, locals ``(S, N, *event)``.
+        """
+        key = noise.fold(noise.key(seed), noise.word("posterior")).to(self.federation.device)
+        program, federation = self.program, self.federation
+        with torch.no_grad():
+            theta = draw(
+                program, self.params, program.noise(key, num_samples, local=False), num_samples
+            )
+        needs_rows = getattr(program.guide, "needs_rows", True)
+        width = int(federation.lengths.max()) if needs_rows else 1
+        globals_: dict[str, Tensor] = {}
+        locals_: dict[str, list[Tensor]] = {site.name: [] for site in program.locals}
+        for chunk in torch.arange(len(federation)).split(max(1, _NUMBERS // (num_samples * width))):
+            first = None if needs_rows else torch.zeros(len(chunk), 1, dtype=torch.int64)
+            keys = noise.fold(key, federation.streams[chunk])
+            local = {name: value[chunk] for name, value in self.local_params.items()}
+            with (
+                torch.no_grad(),
+                handlers.trusted(),
+                handlers.Parameters({**self.params, **local}),
+                handlers.Noise(program.noise(keys, num_samples, local=True)),
+                handlers.Values(theta),
+                handlers.particles(num_samples),
+            ):
+                trace = poutine.trace(program.guide).get_trace(federation.batch(chunk, first))
+            for site in program.globals:
+                value = trace.nodes[site.name]["value"]
+                globals_[site.name] = value.expand(num_samples, 1, 1, *site.event_shape)[:, 0, 0]
+            for site in program.locals:
+                value = trace.nodes[site.name]["value"]
+                shape = (num_samples, len(chunk), 1, *site.event_shape)
+                locals_[site.name].append(value.expand(shape).squeeze(2))
+        return globals_ | {name: torch.cat(parts, 1) for name, parts in locals_.items()}
+
+    def predict(
+        self, federation: Federation | None = None, num_samples: int = 1000, *, seed: int = 0
+    ) -> dict[str, Tensor]:
+        """Draws from the posterior predictive.
+
+        Args:
+            federation: rows to predict, of clients that this posterior knows (:meth:`personalize` adds
+                new ones); the observed fields may be absent, if the model reads them with
+                ``obs.get``. By default the rows that it was fitted to.
+            num_samples: S.
+            seed: of the draws.
+
+        Returns:
+            Observed site to draws ``(S, rows, *event)``, rows in the federation's order; ``(S, N, *event)``
+            for a site outside the observations plate.
+        """
+        federation = self.federation if federation is None else federation
+        values = self.sample(num_samples, seed=seed)
+        parts: dict[str, list[Tensor]] = {site.name: [] for site in self.program.observed}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = poutine.uncondition(self.program.model)
+            for batch, nodes in self._replay(model, federation, values, num_samples):
+                for site in self.program.observed:
+                    parts[site.name].append(_by_row(nodes[site.name]["value"], site, batch, num_samples))
+        return {name: torch.cat(part, 1) for name, part in parts.items()}
+
+    def log_likelihood(
+        self, federation: Federation | None = None, num_samples: int = 1000, *, seed: int = 0
+    ) -> dict[str, Tensor]:
+        """log p(observation | draw) of every row, for the draws that :meth:`sample` gives.
+
+        Args:
+            federation: rows of clients that this posterior knows; by default those it was fitted to.
+            num_samples: S.
+            seed: of the draws.
+
+        Returns:
+            Observed site to ``(S, rows)``, or ``(S, N)`` for a site outside the observations plate.
+        """
+        federation = self.federation if federation is None else federation
+        values = self.sample(num_samples, seed=seed)
+        parts: dict[str, list[Tensor]] = {site.name: [] for site in self.program.observed}
+        for batch, nodes in self._replay(self.program.model, federation, values, num_samples):
+            for site in self.program.observed:
+                node = nodes[site.name]
+                log_prob = node["fn"].log_prob(node["value"])
+                plain = replace(site, event_shape=torch.Size())
+                parts[site.name].append(_by_row(log_prob, plain, batch, num_samples))
+        return {name: torch.cat(part, 1) for name, part in parts.items()}
+
+    def _replay(
+        self, model: Model, federation: Federation, values: Mapping[str, Tensor], num_samples: int
+    ) -> Iterator[tuple[Batch, Mapping[str, Any]]]:
+        """The model run with given draws on every row of a federation, a chunk of clients at a time."""
+        known = set(self.federation.names)
+        for name in federation.names:
+            if name not in known:
+                raise KeyError(
+                    f"client {name!r} took no part in the fit: use "
+                    "posterior.personalize(its data) first, which gives its local posterior"
+                )
+        position = self.federation.index(federation.names)
+        local = {site.name for site in self.program.locals}
+        for chunk in federation.chunks(max(1, _NUMBERS // num_samples)):
+            batch = federation.batch(chunk)
+            given = {
+                name: value[:, position[chunk], None] if name in local else value[:, None, None]
+                for name, value in values.items()
+            }
+            with (
+                torch.no_grad(),
+                handlers.trusted(),
+                handlers.Parameters(
+                    {**self.params, **{n: v[position[chunk]] for n, v in self.local_params.items()}}
+                ),
+                handlers.Values(given),
+                handlers.particles(num_samples),
+            ):
+                yield batch, poutine.trace(model).get_trace(batch).nodes
+
+    def elbo(self, num_samples: int = 1000, *, seed: int = 0) -> Tensor:
+        """The ELBO of all clients, one value per draw: shape ``(S,)``; its mean estimates the ELBO."""
+        key = noise.fold(noise.key(seed), noise.word("elbo")).to(self.federation.device)
+        program, federation = self.program, self.federation
+        with torch.no_grad():
+            supplied = program.noise(key, num_samples, local=False)
+            total, theta = server_pass(program, self.params, supplied, num_samples)
+            for chunk in federation.chunks(max(1, _NUMBERS // num_samples)):
+                keys = noise.fold(key, federation.streams[chunk])
+                local = {name: value[chunk] for name, value in self.local_params.items()}
+                supplied = program.noise(keys, num_samples, local=True)
+                batch, params = federation.batch(chunk), {**self.params, **local}
+                terms = client_terms(program, params, theta, batch, supplied, num_samples)
+                total = total + terms.sum(1)
+        return total
+
+    def personalize(
+        self,
+        federation: Federation,
+        *,
+        steps: int = 500,
+        lr: float = 0.05,
+        particles: int = 16,
+        batch_size: int | None = None,
+        seed: int = 0,
+    ) -> Posterior:
+        """The local posteriors of clients that took no part, q(θ) staying as it is.
+
+        Each client maximises its own ELBO term over its own φ_i; nothing leaves it and no other client is
+        asked.
+
+        Args:
+            federation: the new clients and their data.
+            steps: Adam steps.
+            lr: Adam's rate at the start; it falls to a hundredth.
+            particles: ELBO draws per step.
+            batch_size: rows per client and step; by default all.
+            seed: of the noise.
+
+        Returns:
+            A posterior over the new clients.
+        """
+        program = self.program
+        root = noise.fold(noise.key(seed), noise.word("personalize")).to(federation.device)
+        params = program.init_locals(federation)
+        if params:
+            state = optimizer.init(params, rows=len(federation))
+            for chunk in federation.chunks():
+                rows = optimizer.take(state, chunk)
+                for step in range(steps):
+                    key = noise.fold(root, step)
+                    keys = noise.fold(key, federation.streams[chunk])
+                    with torch.no_grad():
+                        supplied = program.noise(key, particles, local=False)
+                        theta = draw(program, self.params, supplied, particles)
+                    rows, _, _ = local_steps(
+                        program,
+                        theta,
+                        self.params,
+                        rows,
+                        batches(federation, chunk, batch_size, keys),
+                        keys,
+                        steps=1,
+                        particles=particles,
+                        lr=lr * geometric(0.01, step / steps),
+                    )
+                optimizer.put(state, chunk, rows)
+            params = state["params"]
+        return replace(self, federation=federation, local_params=params)
+
+    def to_arviz(self, num_samples: int = 1000, *, chains: int = 4, seed: int = 0) -> az.InferenceData:
+        """Everything as ArviZ's InferenceData; see :func:`bayesfed.inference_data.to_arviz`."""
+        from bayesfed.inference_data import to_arviz
+
+        return to_arviz(self, num_samples, chains=chains, seed=seed)
+
+    def save(self, path: str | Path) -> None:
+        """Write to one safetensors file, atomically; see :func:`bayesfed.checkpoint.save`."""
+        from bayesfed.checkpoint import save
+
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path, model: Model, federation: Federation, **kwargs: Any) -> Posterior:
+        """Read what :meth:`save` wrote; see :func:`bayesfed.checkpoint.load`."""
+        from bayesfed.checkpoint import load
+
+        return load(path, model, federation, **kwargs)
+
+
+def _by_row(value: Tensor, site: Site, batch: Batch, num_samples: int) -> Tensor:
+    """``(S, K, B, *event)`` to ``(S, rows, *event)``; a site with one value per client to ``(S, K, *event)``."""
+    width = batch.mask.shape[1] if site.per_row else 1
+    value = value.expand(num_samples, len(batch), width, *site.event_shape)
+    return value[:, batch.mask] if site.per_row else value.squeeze(2)

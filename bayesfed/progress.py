@@ -1,0 +1,30 @@
+"""The progress bar: round, ELBO and time left; quiet where the output is no terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+@contextmanager
+def rounds_shown(rounds: int, progress: bool | None) -> Iterator[Callable[[int, float], None]]:
+    """Yield ``show(rounds done, ELBO)``; ``progress=None`` shows a bar on a terminal only."""
+    console = Console(stderr=True)
+    if progress is False or (progress is None and not console.is_terminal):
+        yield lambda done, elbo: None
+        return
+    bar = Progress(
+        TextColumn("round"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("ELBO {task.fields[elbo]}"),
+        TimeRemainingColumn(),
+        console=console,
+        refresh_per_second=4,
+    )
+    with bar:
+        task = bar.add_task("rounds", total=rounds, elbo="")
+        yield lambda done, elbo: bar.update(task, completed=done, elbo=f"{elbo:,.2f}")

@@ -1,0 +1,228 @@
+"""Federated rounds in one process: choose a cohort, let it work as one batch, add its uploads, decode."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bayesfed import noise, optimizer
+from bayesfed.algorithms.local import batches, geometric
+from bayesfed.algorithms.sfvi import SFVI
+from bayesfed.diagnostics import check_data, check_finite
+from bayesfed.federation import Federation, Model
+from bayesfed.plates import Batch
+from bayesfed.posterior import Posterior
+from bayesfed.program import Params, Program
+from bayesfed.progress import rounds_shown
+
+_SERVER, _COHORT = -1, -2  # streams of a round that belong to no client
+
+
+class Algorithm(Protocol):
+    """What the runner needs of an algorithm; see :class:`~bayesfed.SFVI` for one written out."""
+
+    def program(self, model: Model, federation: Federation) -> Program:
+        """The model with the guide that the settings choose."""
+
+    def init(self, program: Program, federation: Federation) -> tuple[Any, optimizer.State]:
+        """The server's state and the clients', one row each."""
+
+    def broadcast(
+        self, program: Program, server: Any, key: Tensor, cohort: int
+    ) -> dict[str, Tensor]:
+        """What the server sends to each of the K clients of the cohort."""
+
+    def client_update(
+        self,
+        program: Program,
+        message: dict[str, Tensor],
+        clients: optimizer.State,
+        batch: Callable[[int], Batch],
+        keys: Tensor,
+        rate: float,
+    ) -> tuple[optimizer.State, dict[str, Tensor], Tensor]:
+        """The local work of K clients: new states, encoded uploads ``(K, ...)``, terms ``(K,)``."""
+
+    def decode(
+        self,
+        program: Program,
+        server: Any,
+        total: dict[str, Tensor],
+        key: Tensor,
+        rate: float,
+        scale: float,
+    ) -> tuple[Any, Tensor]:
+        """The server's next state from the sum of the uploads (scale = N / K), and its ELBO term."""
+
+    def params(self, program: Program, server: Any) -> Params:
+        """The guide's global parameters that the server's state stands for."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a callback sees after a round.
+
+    Attributes:
+        number: rounds done, from 1.
+        rounds: rounds to do.
+        elbo: estimate of the ELBO during the round.
+        client_terms: the cohort's ELBO terms, ``(K,)``.
+        cohort: names of the clients that took part.
+        seconds: time that the round took.
+    """
+
+    number: int
+    rounds: int
+    elbo: float
+    client_terms: Tensor
+    cohort: Sequence[str]
+    seconds: float
+
+
+def fit(
+    model: Model,
+    federation: Federation,
+    algorithm: Algorithm | None = None,
+    *,
+    rounds: int,
+    clients_per_round: int | float = 1.0,
+    batch_size: int | None = None,
+    chunk_size: int | None = None,
+    seed: int = 0,
+    device: str | torch.device | None = None,
+    progress: bool | None = None,
+    callbacks: Sequence[Callable[[Round], object]] = (),
+) -> Posterior:
+    """Fit a hierarchical model to clients whose data never meet.
+
+    Args:
+        model: a Pyro program that opens ``federation.clients()`` and ``federation.observations()``.
+        federation: the clients' data.
+        algorithm: by default :class:`~bayesfed.SFVI`.
+        rounds: number of rounds.
+        clients_per_round: cohort size: a number of clients (int) or a fraction of them in (0, 1] (float).
+            Cohorts are drawn uniformly without replacement and their sums scaled by N / K, so that
+            every round's gradient is unbiased.
+        batch_size: rows that a client uses in a local step, scaled by n_i / b_i; by default all.
+        chunk_size: clients that run as one batch; by default the whole cohort. It changes memory, not
+            results.
+        seed: of every stream of noise.
+        device: where to run; by default where the data lie.
+        progress: show a progress bar; by default where the output is a terminal.
+        callbacks: called with a :class:`Round` after each.
+
+    Returns:
+        The :class:`~bayesfed.Posterior`.
+
+    Raises:
+        ValueError: the model, the guide, the data or the schedule do not fit; the message names the
+            site, client or field.
+        FloatingPointError: a client's ELBO term or upload is not finite; the message names the client.
+
+    Example:
+        >>> import bayesfed as bf
+        >>> from bayesfed import datasets, models
+        >>> schools = datasets.eight_schools()
+        >>> posterior = bf.fit(models.eight_schools, schools, rounds=20, clients_per_round=0.5)
+        >>> posterior
+        Posterior: SFVI, 20 rounds, 8 clients; globals mu, tau; locals theta
+    """
+    algorithm = SFVI() if algorithm is None else algorithm
+    if device is not None:
+        federation = federation.to(device)
+    size = cohort_size(clients_per_round, len(federation))
+    for what, value in (("rounds", rounds), ("batch_size", batch_size), ("chunk_size", chunk_size)):
+        if value is not None and (isinstance(value, bool) or value != int(value) or value < 1):
+            raise ValueError(f"{what} is {value}; it must be a whole number of at least 1")
+    program = algorithm.program(model, federation)
+    check_data(program, federation)
+    server, clients = algorithm.init(program, federation)
+    scale = len(federation) / size
+    root = noise.key(seed).to(federation.device)
+    history: dict[str, list[float]] = {"elbo": [], "seconds": [], "clients": []}
+    with rounds_shown(rounds, progress) as show:
+        for number in range(rounds):
+            start = time.perf_counter()
+            key = noise.fold(root, number)
+            rate = geometric(getattr(algorithm, "lr_decay", 1.0), number / rounds)
+            cohort = noise.choose(
+                noise.fold(key, _COHORT)[None], torch.tensor([len(federation)]), size
+            )[0]
+            message = algorithm.broadcast(program, server, noise.fold(key, _SERVER), size)
+            total: dict[str, Tensor] = {}
+            terms = []
+            for chunk in cohort.split(chunk_size or size):
+                keys = noise.fold(key, federation.streams[chunk])
+                state, upload, term = algorithm.client_update(
+                    program,
+                    message,
+                    optimizer.take(clients, chunk),
+                    batches(federation, chunk, batch_size, keys),
+                    keys,
+                    rate,
+                )
+                names = [federation.names[i] for i in chunk.tolist()]
+                check_finite(term, upload, names, number + 1)
+                optimizer.put(clients, chunk, state)
+                terms.append(term)
+                for name, value in upload.items():
+                    total[name] = total.get(name, 0) + value.sum(0)
+            server, server_term = algorithm.decode(
+                program, server, total, noise.fold(key, _SERVER), rate, scale
+            )
+            client_terms = torch.cat(terms)
+            elbo = float(server_term + scale * client_terms.sum())
+            if not math.isfinite(elbo):
+                raise FloatingPointError(
+                    f"round {number + 1}: the server's ELBO term is {float(server_term)}; lower the "
+                    "learning rate or check the priors of the global sites"
+                )
+            seconds = time.perf_counter() - start
+            for column, value in (("elbo", elbo), ("seconds", seconds), ("clients", size)):
+                history[column].append(value)
+            show(number + 1, elbo)
+            if callbacks:
+                names = [federation.names[i] for i in cohort.tolist()]
+                done = Round(number + 1, rounds, elbo, client_terms, names, seconds)
+                for callback in callbacks:
+                    callback(done)
+    return Posterior(
+        program=program,
+        federation=federation,
+        params={n: v.detach() for n, v in algorithm.params(program, server).items()},
+        local_params=clients["params"],
+        history={name: torch.tensor(values) for name, values in history.items()},
+        algorithm=algorithm,
+        seed=seed,
+    )
+
+
+def cohort_size(clients_per_round: int | float, clients: int) -> int:
+    """K: the number of clients that ``clients_per_round`` means among N.
+
+    Example:
+        >>> from bayesfed.runner import cohort_size
+        >>> cohort_size(0.2, 85), cohort_size(3, 85), cohort_size(1.0, 85)
+        (17, 3, 85)
+    """
+    wanted = clients_per_round
+    if isinstance(wanted, bool) or not isinstance(wanted, int | float):
+        raise TypeError(f"clients_per_round is {wanted!r}; give a number of clients or a fraction")
+    if isinstance(wanted, float):
+        if not 0 < wanted <= 1:
+            raise ValueError(
+                f"clients_per_round is {wanted}; as a float it is a fraction in (0, 1], as an int a "
+                "number of clients"
+            )
+        return max(1, round(wanted * clients))
+    if not 1 <= wanted <= clients:
+        raise ValueError(
+            f"clients_per_round is {wanted}; it must be between 1 and the {clients} clients there are"
+        )
+    return wanted

@@ -1,0 +1,48 @@
+"""Sphinx configuration. The build needs no network: it fetches no inventories and no data."""
+
+import os
+from importlib.metadata import version as installed_version
+
+project = "bayesfed"
+author = "The bayesfed developers"
+copyright = "The bayesfed developers"
+release = installed_version("bayesfed")
+version = ".".join(release.split(".")[:2])
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "myst_nb",
+]
+exclude_patterns = ["_build", "jupyter_execute", "**.ipynb_checkpoints"]
+
+# Pages are MyST markdown; those with {code-cell} blocks are run on every build.
+myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+nb_execution_mode = "force"
+nb_execution_timeout = 300
+nb_execution_raise_on_error = True
+nb_execution_show_tb = True
+
+# ArviZ 0.x announces its 1.0 once a day, at import; in a page it would come and go.
+os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning:arviz")
+
+autosummary_generate = True
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+html_theme = "pydata_sphinx_theme"
+html_title = "bayesfed"
+html_theme_options = {
+    "navigation_with_keys": False,
+    "secondary_sidebar_items": ["page-toc"],
+    "show_prev_next": False,
+}

@@ -1,0 +1,35 @@
+"""A mean-field Normal over all global variables, in unconstrained space."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pyro
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+GLOBAL = "global"
+"""The auxiliary site that holds all global variables as one unconstrained vector z."""
+
+
+@dataclass(frozen=True)
+class MeanField:
+    """q(z) = N(loc, diag(scale²)): cheapest; ignores the correlations of the global variables.
+
+    Attributes:
+        init_scale: standard deviation at the start, in units of the prior's.
+    """
+
+    init_scale: float = 0.3
+
+    def __call__(self, init: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sample z; returns ``(z, loc, scale)``, each with last dimension D."""
+        loc = pyro.param("global.loc", init, event_dim=1)
+        log_scale = pyro.param(
+            "global.log_scale", torch.full_like(init, math.log(self.init_scale)), event_dim=1
+        )
+        scale = log_scale.exp()
+        q = dist.Normal(loc, scale).to_event(1)
+        return pyro.sample(GLOBAL, q, infer={"is_auxiliary": True}), loc, scale

@@ -1,0 +1,22 @@
+"""Hierarchical models, one per file, each a Pyro program a user could have written.
+
+- :func:`eight_schools`: normal means with known standard errors (Rubin, 1981).
+- :func:`varying_intercept`: linear regression, one intercept a client.
+- :func:`varying_slope`: linear regression, one intercept and one vector of slopes a client.
+- :func:`hierarchical_logistic`: logistic regression, one intercept and vector of slopes a client.
+- :func:`hierarchical_count`: Poisson regression with exposure, one intercept a client.
+"""
+
+from bayesfed.models.eight_schools import eight_schools
+from bayesfed.models.hierarchical_count import hierarchical_count
+from bayesfed.models.hierarchical_logistic import hierarchical_logistic
+from bayesfed.models.varying_intercept import varying_intercept
+from bayesfed.models.varying_slope import varying_slope
+
+__all__ = [
+    "eight_schools",
+    "varying_intercept",
+    "varying_slope",
+    "hierarchical_logistic",
+    "hierarchical_count",
+]
