@@ -32,7 +32,7 @@ def ascend(
     grads: Mapping[str, Tensor],
     lr: float,
     beta1: float = 0.9,
-    beta2: float = 0.99,
+    beta2: float = 0.999,
     eps: float = 1e-8,
 ) -> State:
     """One Adam step uphill (Kingma & Ba 2015, Algorithm 1, with the sign of maximisation)."""

@@ -12,7 +12,7 @@ from pyro import poutine
 from torch import Tensor
 
 from bayesfed import handlers, noise, optimizer
-from bayesfed.algorithms.local import batches, geometric, local_steps
+from bayesfed.algorithms.local import annealed, batches, local_steps
 from bayesfed.federation import Federation, Model
 from bayesfed.partition import client_terms, draw, server_pass
 from bayesfed.plates import Batch
@@ -242,7 +242,7 @@ class Posterior:
                         keys,
                         steps=1,
                         particles=particles,
-                        lr=lr * geometric(0.01, step / steps),
+                        lr=lr * annealed(0.01, step / steps),
                     )
                 optimizer.put(state, chunk, rows)
             params = state["params"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bayesfed import noise, optimizer
-from bayesfed.algorithms.local import batches, geometric
+from bayesfed.algorithms.local import annealed, batches
 from bayesfed.algorithms.sfvi import SFVI
 from bayesfed.diagnostics import check_data, check_finite
 from bayesfed.federation import Federation, Model
@@ -144,13 +144,14 @@ def fit(
     check_data(program, federation)
     server, clients = algorithm.init(program, federation)
     scale = len(federation) / size
+    known = torch.full((len(federation),), torch.nan, dtype=federation.dtype, device=federation.device)
     root = noise.key(seed).to(federation.device)
     history: dict[str, list[float]] = {"elbo": [], "seconds": [], "clients": []}
     with rounds_shown(rounds, progress) as show:
         for number in range(rounds):
             start = time.perf_counter()
             key = noise.fold(root, number)
-            rate = geometric(getattr(algorithm, "lr_decay", 1.0), number / rounds)
+            rate = annealed(getattr(algorithm, "lr_decay", 1.0), number / rounds)
             cohort = noise.choose(
                 noise.fold(key, _COHORT)[None], torch.tensor([len(federation)]), size
             )[0]
@@ -177,7 +178,7 @@ def fit(
                 program, server, total, noise.fold(key, _SERVER), rate, scale
             )
             client_terms = torch.cat(terms)
-            elbo = float(server_term + scale * client_terms.sum())
+            elbo = float(server_term + _sum_over_all(client_terms, known, cohort, scale))
             if not math.isfinite(elbo):
                 raise FloatingPointError(
                     f"round {number + 1}: the server's ELBO term is {float(server_term)}; lower the "
@@ -201,6 +202,18 @@ def fit(
         algorithm=algorithm,
         seed=seed,
     )
+
+
+def _sum_over_all(terms: Tensor, known: Tensor, cohort: Tensor, scale: float) -> Tensor:
+    """Estimate the sum over all clients from the cohort's terms, updating the last ``known`` ones.
+
+    Once every client has taken part only the changes are scaled, which is far less noisy.
+    """
+    before = known[cohort]
+    known[cohort] = terms
+    if known.isnan().any() or before.isnan().any():
+        return scale * terms.sum()
+    return known.sum() + (scale - 1) * (terms - before).sum()
 
 
 def cohort_size(clients_per_round: int | float, clients: int) -> int:

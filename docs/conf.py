@@ -27,11 +27,14 @@ nb_execution_timeout = 300
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 
-# ArviZ 0.x announces its 1.0 once a day, at import; in a page it would come and go.
-os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning:arviz")
+nb_render_markdown_format = "myst"  # tables that a cell displays
+
+# What would come and go in a page: ArviZ 0.x announces its 1.0 once a day, at import, and tqdm misses
+# a widget that no page needs.
+os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning:arviz,ignore:IProgress not found")
 
 autosummary_generate = True
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
@@ -42,7 +45,11 @@ napoleon_use_ivar = True
 html_theme = "pydata_sphinx_theme"
 html_title = "bayesfed"
 html_theme_options = {
+    "header_links_before_dropdown": 6,
+    "navbar_align": "left",
     "navigation_with_keys": False,
     "secondary_sidebar_items": ["page-toc"],
     "show_prev_next": False,
 }
+html_sidebars: dict[str, list[str]] = {"**": []}  # the pages have no subpages
+html_static_path = ["_static"]

@@ -10,6 +10,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
+from bayesfed.guides.landing import Landing
 from bayesfed.guides.mean_field import GLOBAL
 
 
@@ -27,7 +28,7 @@ class FullRank:
         """Sample z; returns ``(z, loc, scale)``, scale being the marginal standard deviations."""
         loc = pyro.param("global.loc", init, event_dim=1)
         tril = affine(init, self.init_scale)
-        q = dist.MultivariateNormal(loc, scale_tril=tril)
+        q = Landing(lambda loc, tril: dist.MultivariateNormal(loc, scale_tril=tril), loc, tril)
         z = pyro.sample(GLOBAL, q, infer={"is_auxiliary": True})
         return z, loc, tril.square().sum(-1).sqrt()
 

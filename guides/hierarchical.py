@@ -15,9 +15,12 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 
 from bayesfed.federation import Federation, Model
-from bayesfed.handlers import is_plate, origin, particles
-from bayesfed.program import Site
+from bayesfed.guides.landing import Landing
+from bayesfed.handlers import Noise, Parameters, is_plate, origin, particles, trusted
+from bayesfed.program import Params, Site
 
+CENTRE, SPREAD = "context.centre", "context.spread"
+_FAR = 3.0  # spreads of q(z) over which what a client learnt is trusted to go on linearly
 GlobalFamily = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -38,9 +41,9 @@ class Hierarchical:
 
     Globals: ``family`` gives q(z), z being all global variables, unconstrained and stacked.
     Locals, in unconstrained coordinates u, independent Normals; with ``conditioned=True`` each also
-    depends on what its client sees before it, z and its own earlier variables, stacked in c:
+    depends on what its client sees before it, z and its own earlier variables, standardised and stacked in c:
 
-        q(u_i | θ) ∝ p(u_i | θ) · N(u_i; a_i + A_i c, exp(−r_i − R_i c))
+        q(u_i | θ) ∝ p(u_i | θ) · N(u_i; a_i + e^{−r_i/2} A_i c, exp(−r_i − R_i c))
 
     The second factor stands for the client's likelihood and only its parameters (a, A, r, R) are learnt:
     where the prior of u_i is Normal and its likelihood too, this q holds the exact conditional posterior.
@@ -64,10 +67,44 @@ class Hierarchical:
 
     def __call__(self, federation: Any) -> None:
         """Sample every latent site of the model."""
-        z, loc, scale = self.sample_globals()
-        context = (z - loc.detach()) / scale.detach()
-        with _Guided(self, z, context):
+        z, _, _ = self.sample_globals()
+        with _Guided(self, z):
             self.model(federation.head())
+
+    def rebase(self, params: Params, local: Params) -> Params:
+        """Clients' parameters written around where q(z) is now, their q(w_i | θ) staying what it is.
+
+        c holds (z − m) / s with m and s of each client's own, so that what a client has learnt does not
+        change while it is away and others move q(z). Before it learns again, m and s become the mean and
+        spread of q(z), which makes its problem well conditioned: a' = a + e^{−r/2} A (m' − m) / s and
+        A' = A s' / s, up to three spreads away; r and R likewise.
+
+        Args:
+            params: the global parameters.
+            local: K clients' parameters.
+        """
+        if CENTRE not in local:
+            return local
+        with trusted(), Parameters(params), Noise({}):
+            _, loc, scale = self.sample_globals()
+        moved = ((loc - local[CENTRE]) / local[SPREAD]).clamp(-_FAR, _FAR)[..., None]
+        stretched = (scale / local[SPREAD]).clamp(max=_FAR)[..., None, :]
+        new, dims = dict(local), len(loc)
+        for name in self.locals:
+            a, r = local[f"{name}.loc"], local[f"{name}.log_precision"]
+            a_weight, r_weight = local[f"{name}.loc_weight"], local[f"{name}.log_precision_weight"]
+            new_r = r + (r_weight[..., :dims] @ moved).squeeze(-1)
+            shift = (-r / 2).exp() * (a_weight[..., :dims] @ moved).squeeze(-1)
+            narrower = ((new_r - r) / 2).exp()[..., None]
+            new[f"{name}.loc"], new[f"{name}.log_precision"] = a + shift, new_r
+            new[f"{name}.loc_weight"] = narrower * torch.cat(
+                [a_weight[..., :dims] * stretched, a_weight[..., dims:]], -1
+            )
+            new[f"{name}.log_precision_weight"] = torch.cat(
+                [r_weight[..., :dims] * stretched, r_weight[..., dims:]], -1
+            )
+        new[CENTRE], new[SPREAD] = loc.expand_as(local[CENTRE]), scale.expand_as(local[SPREAD])
+        return {name: value.detach() for name, value in new.items()}
 
     def sample_globals(self) -> tuple[Tensor, Tensor, Tensor]:
         """z and the location and scale that make it comparable across dimensions."""
@@ -89,7 +126,7 @@ def automatic(
     batch = federation.batch(torch.arange(1)).head()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        with particles(draws):
+        with trusted(), particles(draws):
             trace = poutine.trace(model).get_trace(batch)
     starts: dict[bool, dict[str, Start]] = {False: {}, True: {}}
     for site in sites.values():
@@ -105,12 +142,13 @@ def automatic(
 class _Guided(Messenger):
     """Run the model with every latent site drawn from the guide, the observed ones hidden."""
 
-    def __init__(self, guide: Hierarchical, z: Tensor, context: Tensor) -> None:
+    def __init__(self, guide: Hierarchical, z: Tensor) -> None:
         super().__init__()
         self.guide = guide
         sizes = [len(start.loc) for start in guide.globals.values()]
+        self.stacked = z
         self.z = dict(zip(guide.globals, z.split(sizes, -1) if sizes else [], strict=True))
-        self.context = [context]
+        self.context: list[Tensor] = []
         self.standardise: dict[str, tuple[Tensor, Tensor]] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
@@ -142,25 +180,45 @@ class _Guided(Messenger):
             return pyro.param(f"{name}.{what}", rows, event_dim=value.ndim)
 
         zeros = torch.zeros_like(start.loc)
-        loc = param("loc", zeros)
-        log_precision = param("log_precision", zeros)
-        if self.guide.conditioned:
-            self.standardise[name] = (
-                (start.loc + start.scale * loc).detach(),
-                (start.scale * (-log_precision / 2).exp()).detach(),
-            )
-            c = _stack(self.context)[..., None]
-            weights = zeros.new_zeros(len(zeros), c.shape[-2])
-            loc = loc + (param("loc_weight", weights) @ c).squeeze(-1)
-            log_precision = log_precision + (param("log_precision_weight", weights) @ c).squeeze(-1)
-        loc = start.loc + start.scale * loc
-        precision = log_precision.exp() / start.scale.square()
-        gaussian = _gaussian(prior) if self.guide.conditioned else None
-        if gaussian is not None:
-            prior_loc, prior_precision = gaussian[0], gaussian[1] ** -2
-            loc = (prior_precision * prior_loc + precision * loc) / (prior_precision + precision)
-            precision = prior_precision + precision
-        return _normal(prior, loc, precision.rsqrt())
+        params = [param("loc", zeros), param("log_precision", zeros + 4.0)]
+        if not self.guide.conditioned:
+            return Landing(lambda a, r: _normal(prior, *_factor(start, a, r)), *params)
+        if not self.context:
+            rows = (clients, 1, self.stacked.shape[-1])
+            centre = pyro.param(CENTRE, lambda: zeros.new_zeros(rows), event_dim=1)
+            spread = pyro.param(SPREAD, lambda: zeros.new_ones(rows), event_dim=1)
+            self.context.append((self.stacked - centre.detach()) / spread.detach())
+        loc, precision = _factor(start, *(p.detach() for p in params))
+        self.standardise[name] = loc, precision.rsqrt()
+        c = _stack(self.context)
+        weights = zeros.new_zeros(len(zeros), c.shape[-1])
+        params += [param("loc_weight", weights), param("log_precision_weight", weights)]
+
+        def conditional(a: Tensor, r: Tensor, a_weight: Tensor, r_weight: Tensor) -> Any:
+            a = a + (-r.detach() / 2).exp() * (a_weight @ c[..., None]).squeeze(-1)
+            r = r + (r_weight @ c[..., None]).squeeze(-1)
+            return _normal(prior, *_times(prior, *_factor(start, a, r)))
+
+        return Landing(conditional, *params)
+
+
+def _factor(start: Start, loc: Tensor, log_precision: Tensor) -> tuple[Tensor, Tensor]:
+    """Location and precision of N(u; a, e⁻ʳ), given in units of the prior's start.
+
+    The factor starts narrow, e^{−r/2} = 0.14 of the prior's spread: then a moves at once to where the client's
+    data want it. Starting wide, a first runs far beyond, the factor being too weak to pull, and must come back.
+    """
+    return start.loc + start.scale * loc, log_precision.exp() / start.scale.square()
+
+
+def _times(prior: Any, loc: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
+    """Location and precision of the factor times the prior, where that is Normal."""
+    gaussian = _gaussian(prior)
+    if gaussian is None:
+        return loc, precision
+    prior_loc, prior_precision = gaussian[0], gaussian[1] ** -2
+    total = prior_precision + precision
+    return (prior_precision * prior_loc + precision * loc) / total, total
 
 
 def _stack(parts: list[Tensor]) -> Tensor:
@@ -183,9 +241,9 @@ def _point(prior: Any, z: Tensor, start: Start) -> dist.Delta:
     return dist.Delta(value, log_density=-log_det, event_dim=len(prior.event_shape))
 
 
-def _normal(prior: Any, loc: Tensor, scale: Tensor) -> Any:
+def _normal(prior: Any, loc: Tensor, precision: Tensor) -> Any:
     """Independent Normals in the prior's unconstrained coordinates, seen in its support."""
-    shape = _unconstrained_shape(prior)
+    shape, scale = _unconstrained_shape(prior), precision.rsqrt()
     loc, scale = (x.reshape((*x.shape[:-1], *shape)) for x in torch.broadcast_tensors(loc, scale))
     q = dist.Normal(loc, scale).to_event(len(shape))
     support = prior.support

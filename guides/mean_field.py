@@ -10,6 +10,8 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
+from bayesfed.guides.landing import Landing
+
 GLOBAL = "global"
 """The auxiliary site that holds all global variables as one unconstrained vector z."""
 
@@ -31,5 +33,5 @@ class MeanField:
             "global.log_scale", torch.full_like(init, math.log(self.init_scale)), event_dim=1
         )
         scale = log_scale.exp()
-        q = dist.Normal(loc, scale).to_event(1)
+        q = Landing(lambda loc, scale: dist.Normal(loc, scale).to_event(1), loc, scale)
         return pyro.sample(GLOBAL, q, infer={"is_auxiliary": True}), loc, scale

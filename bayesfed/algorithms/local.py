@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -40,10 +41,12 @@ def local_steps(
         lr: Adam's rate.
 
     Returns:
-        The clients' next states; for each draw site and shared parameter the gradient, averaged over
-        the S particles and the steps, ``(K, ...)``; the mean term of each client over the steps ``(K,)``.
+        The clients' next states. For each draw site the gradients of the mean term in its draws,
+        ``(K, draws, *event)``, over the steps' second half, when φ_i has caught up with θ; likewise for
+        each shared parameter, ``(K, steps, ...)``. The clients' mean terms over those steps, ``(K,)``.
     """
     size = len(keys)
+    clients = rebased(program, params, clients)
     uploads: dict[str, list[Tensor]] = {name: [] for name in (*program.draws, *program.shared)}
     terms = []
     for step in range(steps):
@@ -71,19 +74,33 @@ def local_steps(
         }
         with torch.no_grad():
             clients = optimizer.ascend(clients, {name: grad[name] for name in phi}, lr)
+        if step < steps // 2:
+            continue
         for name in theta:
-            uploads[name].append(grad[name].movedim(1, 0))
+            uploads[name].append(grad[name].movedim(1, 0).squeeze(2))
         for name in shared:
-            uploads[name].append(grad[name].squeeze(1))
+            uploads[name].append(grad[name])
         terms.append(term.detach())
-    upload = {name: torch.stack(parts, 1) / steps for name, parts in uploads.items()}
-    upload |= {name: upload[name].sum(1) for name in program.shared}
+    upload = {name: torch.cat(parts, 1) / len(terms) for name, parts in uploads.items()}
     return clients, upload, torch.stack(terms).mean(0)
 
 
-def geometric(decay: float, done: float) -> float:
-    """The factor on the learning rates when a fraction ``done`` of the rounds is over."""
-    return float(decay**done)
+def rebased(
+    program: Program, params: Mapping[str, Tensor], clients: optimizer.State
+) -> optimizer.State:
+    """The clients' state, if their guide wants it written around the server's present parameters."""
+    if not hasattr(program.guide, "rebase"):
+        return clients
+    return clients | {"params": program.guide.rebase(dict(params), clients["params"])}
+
+
+def annealed(final: float, done: float) -> float:
+    """The factor on the learning rates when a fraction ``done`` of the rounds is over: 1 down to ``final``.
+
+    Half a cosine (Loshchilov & Hutter 2017, eq. 5): long at high rates, to get there, then long at low ones,
+    to average the noise of cohorts and minibatches out.
+    """
+    return final + (1 - final) * (1 + math.cos(math.pi * done)) / 2
 
 
 def batches(

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from bayesfed import noise, optimizer
+from bayesfed.algorithms.local import rebased
 from bayesfed.algorithms.sfvi import hierarchical
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.full_rank import FullRank, from_scale_tril
@@ -70,7 +71,7 @@ class PVI:
         step: β, how far a natural-gradient step goes.
         particles: S, draws per step (even: they come in antithetic pairs).
         local_lr: Adam rate of the steps on φ_i.
-        lr_decay: the Adam rate falls geometrically to this fraction of its start.
+        lr_decay: the Adam rate falls, as half a cosine, to this fraction of its start.
     """
 
     conditioned: bool | None = None
@@ -78,7 +79,7 @@ class PVI:
     local_steps: int = 10
     step: float = 0.3
     particles: int = 8
-    local_lr: float = 0.05
+    local_lr: float = 0.1
     lr_decay: float = 0.01
 
     def __post_init__(self) -> None:
@@ -129,9 +130,10 @@ class PVI:
         sent = Natural(message["precision"], message["shift"])
         own = Natural(**clients["factor"])
         cavity = Natural(*(q - t for q, t in zip(sent, own, strict=True)))
-        local = {part: tensors for part, tensors in clients.items() if part != "factor"}
-        q = Natural(*(x.expand_as(t).clone() for x, t in zip(sent, own, strict=True)))
         params = {name: message[name] for name in program.init}
+        local = {part: tensors for part, tensors in clients.items() if part != "factor"}
+        local = rebased(program, params, local)
+        q = Natural(*(x.expand_as(t).clone() for x, t in zip(sent, own, strict=True)))
         terms = []
         for step in range(self.local_steps):
             stream = noise.fold(keys, step)

@@ -8,8 +8,13 @@ variational inference methods for structured latent variable models*).
     client i  takes Adam steps on its own φ_i, then uploads the gradient of its term in the draws
     server    adds the gradients, pulls them back through T_λ, adds its own term's, and steps on λ
 
-The paper's client uploads the gradient in λ; the chain rule splits it at θ, so the client needs neither
-λ nor the kind of q(θ), and uploads D numbers a draw whatever the size of λ. φ_i never leaves the client.
+The paper's client uploads the gradient in λ; the chain rule splits it at θ, so the client needs neither λ
+nor the kind of q(θ), and uploads D numbers a draw whatever the size of λ. φ_i never leaves the client.
+
+Under partial participation N / K times the cohort's sum is unbiased but as noisy as clients differ. So each
+client uploads what has *changed*: the gradient less the mean gradient that it sent last, g_i. The server
+keeps Σ_i g_i, which is exact, and scales the changes only (SAGA; Defazio, Bach & Lacoste-Julien 2014, eq. 1).
+With all clients in every round nothing is different.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.distributions import biject_to
 
-from bayesfed import optimizer
+from bayesfed import noise, optimizer
 from bayesfed.algorithms.local import local_steps
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.flow import Flow
@@ -53,7 +58,7 @@ class SFVI:
         particles: S, ELBO draws per step.
         lr: the server's Adam rate.
         local_lr: the clients' Adam rate.
-        lr_decay: both rates fall geometrically to this fraction of their start.
+        lr_decay: both rates fall, as half a cosine, to this fraction of their start.
     """
 
     global_guide: MeanField | FullRank | Flow | None = None
@@ -62,7 +67,7 @@ class SFVI:
     local_steps: int = 10
     particles: int = 8
     lr: float = 0.05
-    local_lr: float = 0.05
+    local_lr: float = 0.1
     lr_decay: float = 0.01
 
     def program(self, model: Model, federation: Federation) -> Program:
@@ -72,12 +77,18 @@ class SFVI:
         return hierarchical(model, federation, self.global_guide, self.conditioned)
 
     def init(self, program: Program, federation: Federation) -> tuple[optimizer.State, optimizer.State]:
-        """The server's state (λ) and the clients' (φ_i, a row each)."""
+        """The server's state (λ, and the sum of what it knows of the clients) and the clients' (φ_i)."""
         server = optimizer.init({n: v.clone() for n, v in program.init.items()})
-        return server, optimizer.init(program.init_locals(federation), rows=len(federation))
+        clients = optimizer.init(program.init_locals(federation), rows=len(federation))
+        with torch.no_grad():
+            draws = draw(program, program.init, program.noise(noise.key(0), 1, local=False), 1)
+        known = {name: torch.zeros_like(value[0, 0, 0]) for name, value in draws.items()}
+        known |= {name: torch.zeros_like(program.init[name]) for name in program.shared}
+        sent = {n: v.expand(len(federation), *v.shape).clone() for n, v in known.items()}
+        return server | {"known": known}, clients | {"sent": sent}
 
     def broadcast(self, program: Program, server: optimizer.State, key: Tensor, cohort: int) -> Message:
-        """Draws of θ for every local step, ``(steps · S, 1, 1, ...)``, and the shared parameters."""
+        """Draws of θ for every local step, ``(steps · S, 1, 1, ...)``, and the global parameters."""
         count = self.local_steps * self.particles
         with torch.no_grad():
             supplied = program.noise(key, count, local=False)
@@ -94,19 +105,22 @@ class SFVI:
         rate: float,
     ) -> tuple[optimizer.State, Upload, Tensor]:
         """K clients at once: their new states, their uploads ``(K, ...)`` and ELBO terms ``(K,)``."""
-        draws = {name: message[name] for name in program.draws}
-        params = {name: value for name, value in message.items() if name not in draws}
-        return local_steps(
+        new, grads, term = local_steps(
             program,
-            draws,
-            params,
-            clients,
+            {name: message[name] for name in program.draws},
+            {name: message[name] for name in program.init},
+            {part: tensors for part, tensors in clients.items() if part != "sent"},
             batch,
             keys,
             steps=self.local_steps,
             particles=self.particles,
             lr=rate * self.local_lr,
         )
+        sent = {name: grad.sum(1) for name, grad in grads.items()}
+        upload = {f"change.{name}": sent[name] - clients["sent"][name] for name in sent}
+        for name, grad in grads.items():
+            upload[name] = grad - clients["sent"][name][:, None] / grad.shape[1]
+        return new | {"sent": sent}, upload, term
 
     def decode(
         self,
@@ -127,12 +141,17 @@ class SFVI:
         term, draws = server_pass(program, params, supplied, count)
         if not params:
             return server, term.mean()
-        sent = {**draws, **{name: params[name] for name in program.shared}}
-        pulled = sum((total[n].reshape(v.shape) * v).sum() for n, v in sent.items())
-        surrogate = term.mean() + scale * pulled
+        surrogate = term.mean()
+        known = {}
+        for name, before in server["known"].items():
+            grad = scale * total[name] + before / len(total[name])
+            at = params[name] if name in params else draws[name][-len(grad) :, 0, 0]
+            surrogate = surrogate + (grad * at).sum()
+            known[name] = before + total[f"change.{name}"]
         grads = dict(zip(params, torch.autograd.grad(surrogate, list(params.values())), strict=True))
         with torch.no_grad():
-            return optimizer.ascend(server, grads, rate * self.lr), term.mean().detach()
+            server = optimizer.ascend(server, grads, rate * self.lr, beta2=0.99)
+        return server | {"known": known}, term.mean().detach()
 
     def params(self, program: Program, server: optimizer.State) -> Params:
         """λ."""
