@@ -44,7 +44,8 @@ def ascend(
         square = beta2 * state["square"][name] + (1 - beta2) * grad.square()
         t = step.reshape(step.shape + (1,) * (value.ndim - step.ndim))
         corrected = mean / (1 - beta1**t)
-        new["params"][name] = value + lr * corrected / ((square / (1 - beta2**t)).sqrt() + eps)
+        direction = corrected / ((square / (1 - beta2**t)).sqrt() + eps)
+        new["params"][name] = value + lr * direction.clamp(-1.0, 1.0)
         new["mean"][name], new["square"][name] = mean, square
     return new
 

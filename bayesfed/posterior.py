@@ -199,7 +199,7 @@ class Posterior:
         federation: Federation,
         *,
         steps: int = 500,
-        lr: float = 0.05,
+        lr: float = 0.03,
         particles: int = 16,
         batch_size: int | None = None,
         seed: int = 0,

@@ -29,8 +29,8 @@ nb_execution_show_tb = True
 
 nb_render_markdown_format = "myst"  # tables that a cell displays
 
-# What would come and go in a page: ArviZ 0.x announces its 1.0 once a day, at import, and tqdm misses
-# a widget that no page needs.
+# What would come and go in a page: ArviZ 0.x announces its 1.0 once a day, at import, and tqdm
+# misses a widget that no page needs.
 os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning:arviz,ignore:IProgress not found")
 
 autosummary_generate = True

@@ -46,7 +46,6 @@ def local_steps(
         each shared parameter, ``(K, steps, ...)``. The clients' mean terms over those steps, ``(K,)``.
     """
     size = len(keys)
-    clients = rebased(program, params, clients)
     uploads: dict[str, list[Tensor]] = {name: [] for name in (*program.draws, *program.shared)}
     terms = []
     for step in range(steps):
@@ -83,15 +82,6 @@ def local_steps(
         terms.append(term.detach())
     upload = {name: torch.cat(parts, 1) / len(terms) for name, parts in uploads.items()}
     return clients, upload, torch.stack(terms).mean(0)
-
-
-def rebased(
-    program: Program, params: Mapping[str, Tensor], clients: optimizer.State
-) -> optimizer.State:
-    """The clients' state, if their guide wants it written around the server's present parameters."""
-    if not hasattr(program.guide, "rebase"):
-        return clients
-    return clients | {"params": program.guide.rebase(dict(params), clients["params"])}
 
 
 def annealed(final: float, done: float) -> float:

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from bayesfed import noise, optimizer
-from bayesfed.algorithms.local import rebased
 from bayesfed.algorithms.sfvi import hierarchical
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.full_rank import FullRank, from_scale_tril
@@ -35,6 +34,7 @@ from bayesfed.partition import client_terms, log_prior, server_pass
 from bayesfed.plates import Batch
 from bayesfed.program import Params, Program
 
+_FAR = 10.0
 Message = dict[str, Tensor]
 Upload = dict[str, Tensor]
 
@@ -67,7 +67,7 @@ class PVI:
         conditioned: whether local variables are conditioned on the globals.
         damping: ρ; by default 1 / K, which keeps q proper whatever the factors. 1 is exact in one round
             where the model is conjugate and Gaussian.
-        local_steps: natural-gradient steps, each with one Adam step on φ_i.
+        local_steps: Adam steps on φ_i; those of the second half come with a natural-gradient step on q_i.
         step: β, how far a natural-gradient step goes.
         particles: S, draws per step (even: they come in antithetic pairs).
         local_lr: Adam rate of the steps on φ_i.
@@ -79,7 +79,7 @@ class PVI:
     local_steps: int = 10
     step: float = 0.3
     particles: int = 8
-    local_lr: float = 0.1
+    local_lr: float = 0.03
     lr_decay: float = 0.01
 
     def __post_init__(self) -> None:
@@ -132,7 +132,6 @@ class PVI:
         cavity = Natural(*(q - t for q, t in zip(sent, own, strict=True)))
         params = {name: message[name] for name in program.init}
         local = {part: tensors for part, tensors in clients.items() if part != "factor"}
-        local = rebased(program, params, local)
         q = Natural(*(x.expand_as(t).clone() for x, t in zip(sent, own, strict=True)))
         terms = []
         for step in range(self.local_steps):
@@ -153,6 +152,8 @@ class PVI:
                 }
                 with torch.no_grad():
                     local = optimizer.ascend(local, grad, rate * self.local_lr)
+            if step < self.local_steps // 2:
+                continue  # φ_i catches up with q first
             factor = _factor(f, z, loc)
             q = _towards(q, Natural(*(c + t for c, t in zip(cavity, factor, strict=True))), self.step)
             terms.append(f.detach().mean(0))
@@ -242,17 +243,26 @@ def _factor(f: Tensor, z: Tensor, loc: Tensor) -> Natural:
 
 
 def _towards(q: Natural, target: Natural, step: float) -> Natural:
-    """A step from q to the target; shorter, row by row, where q would lose its positive definiteness."""
+    """A step from q to the target, shorter, row by row, where it would leave the region that q has seen.
+
+    That is where the precision would lose its positive definiteness or the mean would move by more than
+    ``_FAR`` standard deviations of q in any direction.
+    """
+    before, _ = q.moments()
     size = torch.full(q.shift.shape[:1], step, dtype=q.shift.dtype, device=q.shift.device)
-    for _ in range(20):
-        precision = torch.lerp(q.precision, target.precision, size[:, None, None])
-        improper = torch.linalg.cholesky_ex(precision).info != 0
-        if not improper.any():
+    for _ in range(30):
+        new = Natural(
+            torch.lerp(q.precision, target.precision, size[:, None, None]),
+            torch.lerp(q.shift, target.shift, size[:, None]),
+        )
+        factor, info = torch.linalg.cholesky_ex(new.precision)
+        moved = torch.cholesky_solve(new.shift[..., None], factor).squeeze(-1) - before
+        distance = (moved * (q.precision @ moved[..., None]).squeeze(-1)).sum(-1).sqrt()
+        stays = (info == 0) & (distance <= _FAR)
+        if stays.all():
             break
-        size = torch.where(improper, size / 2, size)
-    else:
-        size = torch.where(improper, 0.0, size)
+        size = torch.where(stays, size, size / 2)
     return Natural(
-        torch.lerp(q.precision, target.precision, size[:, None, None]),
-        torch.lerp(q.shift, target.shift, size[:, None]),
+        torch.where(stays[:, None, None], new.precision, q.precision),
+        torch.where(stays[:, None], new.shift, q.shift),
     )

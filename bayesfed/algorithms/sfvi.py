@@ -67,7 +67,7 @@ class SFVI:
     local_steps: int = 10
     particles: int = 8
     lr: float = 0.05
-    local_lr: float = 0.1
+    local_lr: float = 0.03
     lr_decay: float = 0.01
 
     def program(self, model: Model, federation: Federation) -> Program:

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from bayesfed import noise, optimizer
-from bayesfed.algorithms.local import rebased
 from bayesfed.algorithms.sfvi import hierarchical
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.full_rank import FullRank, from_scale_tril, scale_tril
@@ -65,8 +64,8 @@ class SFVIAvg:
     conditioned: bool | None = None
     local_steps: int = 10
     particles: int = 8
-    lr: float = 0.1
-    local_lr: float = 0.1
+    lr: float = 0.05
+    local_lr: float = 0.03
     lr_decay: float = 0.01
 
     def program(self, model: Model, federation: Federation) -> Program:
@@ -109,7 +108,6 @@ class SFVIAvg:
             name: value.expand(len(keys), 1, *value.shape).clone() for name, value in start.items()
         }
         square = {name: torch.zeros_like(value) for name, value in copies.items()}
-        clients = rebased(program, start, clients)
         terms = []
         for step in range(self.local_steps):
             lam = {name: value.detach().requires_grad_() for name, value in copies.items()}
