@@ -18,7 +18,8 @@ from torch import Tensor
 
 import bayesfed
 from bayesfed.federation import Federation, Model
-from bayesfed.guides.hierarchical import Hierarchical, Start
+from bayesfed.guides.hierarchical import Hierarchical
+from bayesfed.guides.local import Start
 from bayesfed.noise import key
 from bayesfed.partition import draw
 from bayesfed.posterior import Posterior

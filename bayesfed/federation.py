@@ -118,9 +118,9 @@ class Federation:
         codes, names = pd.factorize(frame[client])
         order = np.argsort(codes, kind="stable")
         offsets = np.concatenate([[0], np.bincount(codes, minlength=len(names)).cumsum()])
-        column = {c: _to_tensor(c, frame[c].iloc[order].array, str(names[0])) for c in wanted}
+        tensors = {c: _to_tensor(c, frame[c].iloc[order].array, str(names[0])) for c in wanted}
         columns = {
-            name: column[s] if isinstance(s, str) else torch.stack([column[c] for c in s], -1)
+            name: tensors[s] if isinstance(s, str) else torch.stack([tensors[c] for c in s], -1)
             for name, s in sources.items()
         }
         return cls._checked(columns, offsets, tuple(map(str, names)), client, missing)

@@ -85,12 +85,16 @@ def to_arviz(
     )
 
 
-def _labelled(name: str, value: Tensor, dims: tuple[str, ...]) -> tuple[tuple[str, ...], np.ndarray]:
+def _labelled(
+    name: str, value: Tensor, dims: tuple[str, ...]
+) -> tuple[tuple[str, ...], np.ndarray]:
     extra = tuple(f"{name}_dim_{j}" for j in range(value.ndim - len(dims)))
     return (*dims, *extra), value.detach().cpu().numpy()
 
 
-def _dataset(arrays: Mapping[str, tuple[tuple[str, ...], np.ndarray]], posterior: Posterior) -> xr.Dataset:
+def _dataset(
+    arrays: Mapping[str, tuple[tuple[str, ...], np.ndarray]], posterior: Posterior
+) -> xr.Dataset:
     federation = posterior.federation
     used = {
         dim: size

@@ -32,7 +32,9 @@ def _mix(x: Tensor) -> Tensor:
 
 def word(text: str) -> int:
     """A signed 64-bit integer that stands for a name, the same on every machine."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+    return int.from_bytes(
+        hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True
+    )
 
 
 def words(names: Sequence[str]) -> Tensor:
@@ -64,7 +66,7 @@ def uniform(keys: Tensor, shape: Sequence[int] = ()) -> Tensor:
     count = math.prod(shape)
     counter = torch.arange(1, count + 1, device=keys.device)
     bits = (_mix(keys[..., None] + counter * _GOLDEN) >> 12) & ((1 << 52) - 1)
-    return ((bits.double() + 0.5) * 2.0**-52).reshape(*keys.shape, *shape)
+    return ((bits.double() + 0.5) * 2.0**-52).reshape((*keys.shape, *shape))
 
 
 def choose(keys: Tensor, lengths: Tensor, count: int) -> Tensor:

@@ -55,15 +55,11 @@ def _run(
     return guide, model
 
 
-def _log_ratio(
-    guide: Any, model: Any, *, local: bool, skip: Sequence[str] = ()
-) -> Tensor | float:
+def _log_ratio(guide: Any, model: Any, *, local: bool, skip: Sequence[str] = ()) -> Tensor | float:
     """Σ log p − Σ log q over the local or the global sites: ``(S, K or 1)``; 0 where there are none."""
 
     def wanted(name: str, node: Any) -> bool:
-        return (
-            name not in skip and not handlers.is_plate(node) and handlers.is_local(node) == local
-        )
+        return name not in skip and not handlers.is_plate(node) and handlers.is_local(node) == local
 
     total: Tensor | float = 0.0
     for trace, sign in ((model, 1.0), (guide, -1.0)):

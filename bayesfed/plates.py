@@ -20,7 +20,9 @@ class Fields(dict[str, Tensor]):
     """What a client's rows hold: ``obs["x"]`` must be there, ``obs.get("y")`` may be None."""
 
     def __missing__(self, name: str) -> Tensor:
-        raise KeyError(f"unknown field {name!r}: the federation has {', '.join(self) or 'no fields'}")
+        raise KeyError(
+            f"unknown field {name!r}: the federation has {', '.join(self) or 'no fields'}"
+        )
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,9 @@ class Posterior:
             model = poutine.uncondition(self.program.model)
             for batch, nodes in self._replay(model, federation, values, num_samples):
                 for site in self.program.observed:
-                    parts[site.name].append(_by_row(nodes[site.name]["value"], site, batch, num_samples))
+                    parts[site.name].append(
+                        _by_row(nodes[site.name]["value"], site, batch, num_samples)
+                    )
         return {name: torch.cat(part, 1) for name, part in parts.items()}
 
     def log_likelihood(
@@ -248,7 +250,9 @@ class Posterior:
             params = state["params"]
         return replace(self, federation=federation, local_params=params)
 
-    def to_arviz(self, num_samples: int = 1000, *, chains: int = 4, seed: int = 0) -> az.InferenceData:
+    def to_arviz(
+        self, num_samples: int = 1000, *, chains: int = 4, seed: int = 0
+    ) -> az.InferenceData:
         """Everything as ArviZ's InferenceData; see :func:`bayesfed.inference_data.to_arviz`."""
         from bayesfed.inference_data import to_arviz
 
@@ -261,7 +265,9 @@ class Posterior:
         save(self, path)
 
     @classmethod
-    def load(cls, path: str | Path, model: Model, federation: Federation, **kwargs: Any) -> Posterior:
+    def load(
+        cls, path: str | Path, model: Model, federation: Federation, **kwargs: Any
+    ) -> Posterior:
         """Read what :meth:`save` wrote; see :func:`bayesfed.checkpoint.load`."""
         from bayesfed.checkpoint import load
 

@@ -165,9 +165,7 @@ class Program:
         """The model's observed sites."""
         return [s for s in self.sites.values() if s.observed]
 
-    def noise(
-        self, keys: Tensor, particles: int, *, local: bool
-    ) -> dict[str, list[Tensor]]:
+    def noise(self, keys: Tensor, particles: int, *, local: bool) -> dict[str, list[Tensor]]:
         """Noise for the guide's local (or global) sites.
 
         Args:
@@ -184,7 +182,9 @@ class Program:
             if (name in self.draws) == local:
                 continue
             site_keys = noise.fold(keys.reshape(-1), noise.word(name))
-            particle_keys = noise.fold(site_keys, torch.arange(particles, device=keys.device)[:, None])
+            particle_keys = noise.fold(
+                site_keys, torch.arange(particles, device=keys.device)[:, None]
+            )
             supplied[name] = [
                 draw(noise.fold(particle_keys, number)[:, :, None], self.schema.scale.dtype)
                 for number, draw in enumerate(draws)

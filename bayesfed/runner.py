@@ -137,14 +137,16 @@ def fit(
     if device is not None:
         federation = federation.to(device)
     size = cohort_size(clients_per_round, len(federation))
-    for what, value in (("rounds", rounds), ("batch_size", batch_size), ("chunk_size", chunk_size)):
-        if value is not None and (isinstance(value, bool) or value != int(value) or value < 1):
-            raise ValueError(f"{what} is {value}; it must be a whole number of at least 1")
+    for what, count in (("rounds", rounds), ("batch_size", batch_size), ("chunk_size", chunk_size)):
+        if count is not None and (isinstance(count, bool) or count != int(count) or count < 1):
+            raise ValueError(f"{what} is {count}; it must be a whole number of at least 1")
     program = algorithm.program(model, federation)
     check_data(program, federation)
     server, clients = algorithm.init(program, federation)
     scale = len(federation) / size
-    known = torch.full((len(federation),), torch.nan, dtype=federation.dtype, device=federation.device)
+    known = torch.full(
+        (len(federation),), torch.nan, dtype=federation.dtype, device=federation.device
+    )
     root = noise.key(seed).to(federation.device)
     history: dict[str, list[float]] = {"elbo": [], "seconds": [], "clients": []}
     with rounds_shown(rounds, progress) as show:
@@ -185,8 +187,8 @@ def fit(
                     "learning rate or check the priors of the global sites"
                 )
             seconds = time.perf_counter() - start
-            for column, value in (("elbo", elbo), ("seconds", seconds), ("clients", size)):
-                history[column].append(value)
+            for column, figure in (("elbo", elbo), ("seconds", seconds), ("clients", size)):
+                history[column].append(figure)
             show(number + 1, elbo)
             if callbacks:
                 names = [federation.names[i] for i in cohort.tolist()]

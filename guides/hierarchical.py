@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,8 @@ from bayesfed.guides.local import Start
 from bayesfed.handlers import is_plate, origin, particles, trusted
 from bayesfed.program import Site
 
+LOCAL = "local"
+"""The auxiliary site that holds the local variables of the block as one unconstrained vector a client."""
 GlobalFamily = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -41,6 +43,8 @@ class Hierarchical:
         conditioned: see above.
         globals: global latent sites, in order, and their start.
         locals: local latent sites and their start.
+        block: the local sites that share one Gaussian factor: all whose priors are Normal and depend on no
+            other local site.
     """
 
     model: Model
@@ -48,13 +52,19 @@ class Hierarchical:
     conditioned: bool
     globals: Mapping[str, Start]
     locals: Mapping[str, Start]
+    block: tuple[str, ...] = ()
     needs_rows = False
 
     def __call__(self, federation: Any) -> None:
         """Sample every latent site of the model."""
         z, loc, scale = self.sample_globals()
-        with _Guided(self, z, (z - loc.detach()) / scale.detach()):
-            self.model(federation.head())
+        head = federation.head()
+        priors = _Priors(self, z)
+        if self.block:
+            with priors:
+                self.model(head)
+        with _Guided(self, z, (z - loc.detach()) / scale.detach(), priors.found):
+            self.model(head)
 
     def sample_globals(self) -> tuple[Tensor, Tensor, Tensor]:
         """z and the location and scale that make it comparable across dimensions."""
@@ -86,71 +96,159 @@ def automatic(
         u = biject_to(node["fn"].support).inv(node["value"]).reshape(draws, -1).to(federation.dtype)
         low, middle, high = u.quantile(torch.tensor([0.16, 0.5, 0.84], dtype=u.dtype), dim=0)
         starts[site.local][site.name] = Start(middle, ((high - low) / 2).clamp(0.01, 100.0))
-    return Hierarchical(model, family, conditioned, starts[False], starts[True])
+    guide = Hierarchical(model, family, conditioned, starts[False], starts[True])
+    if not conditioned:
+        return guide
+    priors = _Priors(
+        guide, torch.cat([torch.zeros_like(s.loc) for s in guide.globals.values()] or [low[:0, 0]])
+    )
+    with trusted(), priors:
+        model(batch)
+    return replace(guide, block=priors.independent())
 
 
-class _Guided(Messenger):
-    """Run the model with every latent site drawn from the guide, the observed ones hidden."""
+class _Values(Messenger):
+    """Run the model for its own sake: the globals from z, nothing seen by the handlers outside."""
 
-    def __init__(self, guide: Hierarchical, z: Tensor, context: Tensor) -> None:
+    def __init__(self, guide: Hierarchical, z: Tensor) -> None:
         super().__init__()
         self.guide = guide
         sizes = [len(start.loc) for start in guide.globals.values()]
         self.z = dict(zip(guide.globals, z.split(sizes, -1) if sizes else [], strict=True))
+
+
+class _Priors(_Values):
+    """Note the Normal priors of the local sites given the globals, all local variables at their origin."""
+
+    def __init__(self, guide: Hierarchical, z: Tensor) -> None:
+        super().__init__(guide, z)
+        self.found: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def _pyro_sample(self, msg: Any) -> None:
+        name, fn = msg["name"], msg["fn"]
+        msg["stop"] = True
+        if is_plate(msg) or msg["value"] is not None:
+            return
+        if name in self.z:
+            msg["value"] = _point(fn, self.z[name], self.guide.globals[name])()
+        elif name in self.guide.locals:
+            prior = local.gaussian(fn)
+            if prior is not None:
+                self.found[name] = prior
+            msg["value"] = origin(fn).requires_grad_(torch.is_grad_enabled())
+        else:
+            msg["value"] = origin(fn)
+        msg["done"] = True
+
+    def independent(self) -> tuple[str, ...]:
+        """The sites whose prior depends on no other local site, if they are not too many together."""
+        names = tuple(
+            n for n, prior in self.found.items() if not any(x.requires_grad for x in prior)
+        )
+        size = sum(len(self.guide.locals[name].loc) for name in names)
+        return names if size <= local.FULL_UP_TO else ()
+
+
+class _Guided(_Values):
+    """Run the model with every latent site drawn from the guide, the observed ones hidden."""
+
+    def __init__(
+        self,
+        guide: Hierarchical,
+        z: Tensor,
+        context: Tensor,
+        priors: Mapping[str, tuple[Tensor, Tensor]],
+    ) -> None:
+        super().__init__(guide, z)
         self.context = [context]
+        self.priors = priors
         self.drawn_from: dict[str, Any] = {}
+        self.u: dict[str, Tensor] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
         name = msg["name"]
+        if name == LOCAL:
+            return
         if is_plate(msg):
             msg["stop"] = True  # its one row is nobody else's business
-            return
-        if name in self.z:
+        elif name in self.z:
             msg["fn"] = _point(msg["fn"], self.z[name], self.guide.globals[name])
+        elif name in self.guide.block:
+            if not self.u:
+                self._draw_block(msg["fn"].batch_shape[-2])
+            msg["fn"] = _point(msg["fn"], self.u[name])
         elif name in self.guide.locals:
-            msg["fn"] = self._local(name, msg["fn"])
+            start, prior = self.guide.locals[name], msg["fn"]
+            q = self._local(name, start, local.gaussian(prior), prior.batch_shape[-2])
+            msg["fn"] = Landing(lambda *p: local.seen(prior, q(*p)), *self.rows)
         else:
             if msg["value"] is None:
                 msg["value"] = origin(msg["fn"])
             msg["done"] = msg["stop"] = True
 
+    def _draw_block(self, clients: int) -> None:
+        """All local variables of the block at once, as one auxiliary site."""
+        block = self.guide.block
+        starts = [self.guide.locals[name] for name in block]
+        start = Start(*(torch.cat([getattr(s, f) for s in starts]) for f in ("loc", "scale")))
+        locs, scales = zip(*(self.priors[name] for name in block), strict=True)
+        q = self._local(LOCAL, start, (_stack(locs), _stack(scales)), clients)
+        one = Landing(lambda *p: _with_event(q(*p)), *self.rows)
+        u = pyro.sample(LOCAL, one, infer={"is_auxiliary": True})
+        self.u = dict(zip(block, u.split([len(s.loc) for s in starts], -1), strict=True))
+
     def _pyro_post_sample(self, msg: Any) -> None:
         if msg["name"] in self.drawn_from:
-            q = self.drawn_from[msg["name"]]
-            u = biject_to(msg["fn"].support).inv(msg["value"])
+            q, u = self.drawn_from[msg["name"]], msg["value"]
+            if msg["name"] != LOCAL:
+                u = biject_to(msg["fn"].support).inv(u)
             self.context.append(local.whiten(q, u.reshape(q.loc.shape)))
 
-    def _local(self, name: str, prior: Any) -> Any:
-        start, clients = self.guide.locals[name], prior.batch_shape[-2]
-
-        def param(what: str, value: Tensor) -> Tensor:
-            rows = value.expand(clients, 1, *value.shape).clone
-            return pyro.param(f"{name}.{what}", rows, event_dim=value.ndim)
-
-        if not self.guide.conditioned:
-            params = local.independent_start(start)
-            family = partial(local.independent, start)
-        else:
+    def _local(
+        self, name: str, start: Start, prior: tuple[Tensor, Tensor] | None, clients: int
+    ) -> Callable[..., Any]:
+        """q of K clients' variable as a function of its parameters, which ``rows`` then holds."""
+        if self.guide.conditioned:
             c = _stack(self.context)
             params = local.conditional_start(start, c.shape[-1])
-            family = partial(local.conditional, start, local.gaussian(prior), c)
-        rows = {what: param(what, value) for what, value in params.items()}
+            family = partial(local.conditional, start, prior, c)
+        else:
+            params, family = local.independent_start(start), partial(local.independent, start)
+        self.rows = [
+            pyro.param(
+                f"{name}.{what}",
+                value.expand(clients, 1, *value.shape).clone,
+                event_dim=value.ndim,
+            )
+            for what, value in params.items()
+        ]
+
+        def q(*rows: Tensor) -> Any:
+            return family(**dict(zip(params, rows, strict=True)))
+
         if self.guide.conditioned:
-            self.drawn_from[name] = family(**rows)
-        return Landing(lambda *p: local.seen(prior, family(**dict(zip(rows, p, strict=True)))), *rows.values())
+            self.drawn_from[name] = q(*self.rows)
+        return q
 
 
-def _stack(parts: list[Tensor]) -> Tensor:
+def _with_event(q: Any) -> Any:
+    return q.to_event(1) if isinstance(q, dist.Normal) else q
+
+
+def _stack(parts: Sequence[Tensor]) -> Tensor:
     batch = torch.broadcast_shapes(*(p.shape[:-1] for p in parts))
     return torch.cat([p.expand(*batch, p.shape[-1]) for p in parts], -1)
 
 
-def _point(prior: Any, z: Tensor, start: Start) -> dist.Delta:
+def _point(prior: Any, z: Tensor, start: Start | None = None) -> dist.Delta:
     """θ as a function of z, with log q(θ) − log q(z) = −log |det dθ/dz| as its density."""
     transform = biject_to(prior.support)
     batch = z.shape[:-1]
+    start = (
+        Start(torch.zeros_like(z[..., :1]), torch.ones_like(z[..., :1])) if start is None else start
+    )
     u = (start.loc + start.scale * z).reshape((*batch, *transform.inverse_shape(prior.event_shape)))
     value = transform(u)
     log_det = transform.log_abs_det_jacobian(u, value).reshape((*batch, -1)).sum(-1)
-    log_det = log_det + start.scale.log().sum()
+    log_det = log_det + start.scale.log().sum(-1)
     return dist.Delta(value, log_density=-log_det, event_dim=len(prior.event_shape))

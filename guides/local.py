@@ -128,7 +128,9 @@ def seen(prior: Any, q: Any) -> Any:
     shape = transform.inverse_shape(prior.event_shape)
     if isinstance(q, dist.Normal):
         batch = torch.broadcast_shapes(q.loc.shape, q.scale.shape)[:-1]
-        loc, scale = (x.expand(*batch, x.shape[-1]).reshape((*batch, *shape)) for x in (q.loc, q.scale))
+        loc, scale = (
+            x.expand(*batch, x.shape[-1]).reshape((*batch, *shape)) for x in (q.loc, q.scale)
+        )
         q = dist.Normal(loc, scale).to_event(len(shape))
     support = prior.support
     while isinstance(support, constraints.independent):

@@ -155,7 +155,9 @@ class PVI:
             if step < self.local_steps // 2:
                 continue  # φ_i catches up with q first
             factor = _factor(f, z, loc)
-            q = _towards(q, Natural(*(c + t for c, t in zip(cavity, factor, strict=True))), self.step)
+            q = _towards(
+                q, Natural(*(c + t for c, t in zip(cavity, factor, strict=True))), self.step
+            )
             terms.append(f.detach().mean(0))
         change = {
             name: message["damping"] * (new - old)

@@ -76,7 +76,9 @@ class SFVI:
             return build(model, self.guide, federation)
         return hierarchical(model, federation, self.global_guide, self.conditioned)
 
-    def init(self, program: Program, federation: Federation) -> tuple[optimizer.State, optimizer.State]:
+    def init(
+        self, program: Program, federation: Federation
+    ) -> tuple[optimizer.State, optimizer.State]:
         """The server's state (λ, and the sum of what it knows of the clients) and the clients' (φ_i)."""
         server = optimizer.init({n: v.clone() for n, v in program.init.items()})
         clients = optimizer.init(program.init_locals(federation), rows=len(federation))
@@ -87,7 +89,9 @@ class SFVI:
         sent = {n: v.expand(len(federation), *v.shape).clone() for n, v in known.items()}
         return server | {"known": known}, clients | {"sent": sent}
 
-    def broadcast(self, program: Program, server: optimizer.State, key: Tensor, cohort: int) -> Message:
+    def broadcast(
+        self, program: Program, server: optimizer.State, key: Tensor, cohort: int
+    ) -> Message:
         """Draws of θ for every local step, ``(steps · S, 1, 1, ...)``, and the global parameters."""
         count = self.local_steps * self.particles
         with torch.no_grad():
@@ -148,7 +152,9 @@ class SFVI:
             at = params[name] if name in params else draws[name][-len(grad) :, 0, 0]
             surrogate = surrogate + (grad * at).sum()
             known[name] = before + total[f"change.{name}"]
-        grads = dict(zip(params, torch.autograd.grad(surrogate, list(params.values())), strict=True))
+        grads = dict(
+            zip(params, torch.autograd.grad(surrogate, list(params.values())), strict=True)
+        )
         with torch.no_grad():
             server = optimizer.ascend(server, grads, rate * self.lr, beta2=0.99)
         return server | {"known": known}, term.mean().detach()

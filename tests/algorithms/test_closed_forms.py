@@ -96,7 +96,9 @@ def test_pvi_is_exact_whatever_the_split(split, algorithm, schedule):
     start, q = posterior.program.guide.globals["theta"], posterior.params
     loc = start.loc + start.scale * q["global.loc"]
     tril = start.scale[:, None] * scale_tril(q["global.log_scale"], q["global.tril"])
-    torch.testing.assert_close(loc, torch.linalg.solve(precision, x.T @ y / 0.49), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        loc, torch.linalg.solve(precision, x.T @ y / 0.49), atol=1e-5, rtol=0
+    )
     torch.testing.assert_close(tril @ tril.T, torch.linalg.inv(precision), atol=1e-5, rtol=0)
 
 

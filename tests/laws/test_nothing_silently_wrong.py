@@ -65,7 +65,9 @@ def test_global_site_inside_by_mistake():
         with federation.clients():
             pyro.sample("mu", dist.Normal(mu, 1.0))
 
-    with pytest.raises(ValueError, match="site 'mu' is sampled twice, outside it and inside the clients"):
+    with pytest.raises(
+        ValueError, match="site 'mu' is sampled twice, outside it and inside the clients"
+    ):
         fit(model)
 
 
@@ -127,7 +129,9 @@ def test_a_value_outside_the_support_names_client_and_row():
                 pyro.sample("y", dist.Poisson(alpha.exp()), obs=obs["y"])
 
     data = federation(north={"y": [1.0, 2.0, 3.0]}, south={"y": [1.0, -1.0]})
-    with pytest.raises(ValueError, match=r"client 'south', row 1: observed site 'y' is -1.0, outside"):
+    with pytest.raises(
+        ValueError, match=r"client 'south', row 1: observed site 'y' is -1.0, outside"
+    ):
         fit(model, data)
 
 
@@ -248,7 +252,9 @@ def test_fields_that_clients_do_not_share():
 
 
 def test_field_of_a_wrong_length():
-    with pytest.raises(ValueError, match="client 'west': field 'y' has length 1, field 'x' has length 2"):
+    with pytest.raises(
+        ValueError, match="client 'west': field 'y' has length 1, field 'x' has length 2"
+    ):
         federation(west={"x": [1.0, 2.0], "y": [1.0]})
 
 
@@ -280,7 +286,9 @@ def test_whole_numbers(what):
 
 def test_non_finite_elbo_names_client_and_round():
     data = federation(south={"y": [1.0, 1e30]})
-    with pytest.raises(FloatingPointError, match=r"round 1: the .* of client 'south' is not finite"):
+    with pytest.raises(
+        FloatingPointError, match=r"round 1: the .* of client 'south' is not finite"
+    ):
         fit(good, data)
 
 
@@ -288,5 +296,7 @@ def test_prediction_for_a_client_that_took_no_part():
     schools = datasets.eight_schools()
     others, school = schools.hold_out(["A"])
     posterior = bf.fit(models.eight_schools, others, rounds=2)
-    with pytest.raises(KeyError, match="client 'A' took no part in the fit: use posterior.personalize"):
+    with pytest.raises(
+        KeyError, match="client 'A' took no part in the fit: use posterior.personalize"
+    ):
         posterior.predict(school)

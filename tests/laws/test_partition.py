@@ -76,7 +76,11 @@ def make_federation(lengths, likelihood, seed):
 
 def pooled_elbo(program, federation, params, supplied, particles):
     """Pyro's own estimate on all data at once, with the parameters and noise that ours has."""
-    elbo = Trace_ELBO(num_particles=particles, vectorize_particles=particles > 1, max_plate_nesting=2 + (particles == 1))
+    elbo = Trace_ELBO(
+        num_particles=particles,
+        vectorize_particles=particles > 1,
+        max_plate_nesting=2 + (particles == 1),
+    )
 
     def once(fn):  # Pyro opens no plate for one particle
         def run(*args):
@@ -111,7 +115,8 @@ def test_terms_add_up_to_pyros_elbo(
     generator = torch.Generator().manual_seed(seed)
     start = program.init | program.init_locals(federation)
     params = {
-        n: v + 0.3 * torch.randn(v.shape, generator=generator, dtype=v.dtype) for n, v in start.items()
+        n: v + 0.3 * torch.randn(v.shape, generator=generator, dtype=v.dtype)
+        for n, v in start.items()
     }
     key = noise.key(seed)
     theirs = program.noise(key, particles, local=False)
@@ -150,7 +155,12 @@ def test_a_users_own_guide_adds_up_too():
 
     def guide(federation):
         loc = pyro.param("loc", torch.tensor(0.1))
-        pyro.sample("g0", dist.Normal(loc, pyro.param("scale", torch.tensor(0.5), constraint=dist.constraints.positive)))
+        pyro.sample(
+            "g0",
+            dist.Normal(
+                loc, pyro.param("scale", torch.tensor(0.5), constraint=dist.constraints.positive)
+            ),
+        )
         g1 = pyro.sample("g1", dist.LogNormal(loc, 0.3))
         with federation.clients() as index:
             a = pyro.param("a", lambda: torch.zeros(len(index), 1), event_dim=0)
@@ -191,9 +201,7 @@ def test_a_global_parameter_that_clients_read_is_shared():
     message = algorithm.broadcast(program, server, key, 3)
     keys = noise.fold(key, federation.streams)
     batch = federation.batch()
-    _, upload, _ = algorithm.client_update(
-        program, message, clients, lambda step: batch, keys, 1.0
-    )
+    _, upload, _ = algorithm.client_update(program, message, clients, lambda step: batch, keys, 1.0)
     params = {n: v.clone().requires_grad_() for n, v in program.init.items()}
     supplied = program.noise(key, 2, local=False)
     supplied |= program.noise(noise.fold(keys, 0), 2, local=True)

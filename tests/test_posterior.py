@@ -1,0 +1,332 @@
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import bayesfed as bf
+from tests.scenarios import conjugate_hierarchy, exact, ragged
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+QUICK = bf.SFVI(local_steps=2, particles=2)
+S = 4000
+# Four Monte Carlo errors, of a mean in sd (1/√S) and of a log sd (1/√2S), and as much again for what the
+# optimiser leaves.
+MEAN, SPREAD = 8 / S**0.5, 8 / (2 * S) ** 0.5
+
+
+@pytest.fixture(scope="module")
+def data():
+    return ragged(6, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def fitted(data):
+    """All clients but the last; the guide contains the exact posterior."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        others, _ = data.hold_out(data.names[-1])
+        return bf.fit(conjugate_hierarchy, others, bf.SFVI(local_steps=4), rounds=200)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def assert_law(draws, loc, sd):
+    """The draws have this mean and standard deviation, S being 4000."""
+    assert len(draws) == S
+    assert ((draws.mean(0) - loc).abs() / sd).max() < MEAN
+    assert (draws.std(0) / sd).log().abs().max() < SPREAD
+
+
+# -- sample ---------------------------------------------------------------------------------------
+
+
+def test_samples_have_the_exact_law(fitted):
+    truth, draws = exact(fitted.federation), fitted.sample(S)
+    assert list(draws) == ["mu", "alpha"]
+    assert draws["mu"].shape == (S,)
+    assert draws["alpha"].shape == (S, 5)
+    assert_law(draws["mu"], *map(torch.tensor, truth.mu))
+    assert_law(draws["alpha"], *truth.alpha)
+    # alpha_i | mu has slope 1 / (1 + 4 n_i) in mu; four errors of a slope, see MEAN
+    residual = draws["alpha"].std(0)
+    mu = draws["mu"] - draws["mu"].mean()
+    slope = (mu[:, None] * draws["alpha"]).sum(0) / mu.square().sum()
+    error = residual / truth.mu[1] / S**0.5
+    assert ((slope - 1 / (1 + 4 * fitted.federation.lengths)).abs() < 8 * error).all()
+
+
+def test_seeds_of_samples(fitted):
+    first, same, other = (fitted.sample(10, seed=seed) for seed in (1, 1, 2))
+    for name in first:
+        assert torch.equal(first[name], same[name])
+        assert not (first[name] == other[name]).any()
+        assert torch.equal(fitted.sample(20, seed=1)[name][:10], first[name])
+
+
+def test_draws_do_not_touch_torchs_generator(fitted):
+    state = torch.get_rng_state()
+    fitted.sample(3)
+    fitted.predict(num_samples=3)
+    fitted.log_likelihood(num_samples=3)
+    fitted.elbo(3)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_repr(fitted):
+    expected = "Posterior: SFVI, 200 rounds, 5 clients; globals mu; locals alpha"
+    assert repr(fitted) == expected
+
+
+# -- predict and log_likelihood -------------------------------------------------------------------
+
+
+def test_predictions_have_the_exact_law(fitted):
+    federation = fitted.federation
+    loc, sd = (x[federation.owner] for x in exact(federation).alpha)
+    y = fitted.predict(num_samples=S)["y"]
+    assert y.shape == (S, federation.rows)
+    assert_law(y, loc, (sd**2 + 0.25).sqrt())
+    noise = y - fitted.sample(S)["alpha"][:, federation.owner]
+    assert_law(noise, 0.0, torch.tensor(0.5))
+    assert torch.equal(fitted.predict(num_samples=9, seed=3)["y"], fitted.predict(None, 9, seed=3)["y"])
+
+
+def test_predictions_of_other_rows_of_some_clients(fitted):
+    """Rows in the order of the federation asked for; the observed field may be absent."""
+    names = fitted.federation.names
+    asked = bf.Federation.from_arrays(
+        {names[3]: {"age": [1.0, 2.0]}, names[0]: {"age": [3.0]}, names[1]: {"age": [4.0] * 4}}
+    )
+    y = fitted.predict(asked, S)["y"]
+    assert y.shape == (S, 7)
+    rows = torch.tensor([3, 3, 0, 1, 1, 1, 1])
+    loc, sd = (x[rows] for x in exact(fitted.federation).alpha)
+    assert_law(y, loc, (sd**2 + 0.25).sqrt())
+
+
+def test_test_rows_of_a_split():
+    data = bf.Federation.from_arrays({f"c{i}": {"y": torch.randn(3 + i)} for i in range(3)})
+    train, test = data.split(test=0.3, seed=0)
+    posterior = bf.fit(conjugate_hierarchy, train, QUICK, rounds=3)
+    assert posterior.predict(test, 10)["y"].shape == (10, test.rows)
+    found = posterior.log_likelihood(test, 10)["y"]
+    alpha = posterior.sample(10)["alpha"][:, test.owner]
+    torch.testing.assert_close(found, dist.Normal(alpha, 0.5).log_prob(test["y"]))
+
+
+def test_log_likelihood_is_that_of_the_draws(fitted):
+    federation = fitted.federation
+    found = fitted.log_likelihood(num_samples=50, seed=4)["y"]
+    alpha = fitted.sample(50, seed=4)["alpha"][:, federation.owner]
+    torch.testing.assert_close(found, dist.Normal(alpha, 0.5).log_prob(federation["y"]))
+    some = federation.select([federation.names[4], federation.names[1]])
+    alpha = fitted.sample(50)["alpha"][:, torch.tensor([4, 1])[some.owner]]
+    found = fitted.log_likelihood(some, 50)["y"]
+    torch.testing.assert_close(found, dist.Normal(alpha, 0.5).log_prob(some["y"]))
+
+
+@pytest.mark.parametrize("method", ["predict", "log_likelihood"])
+def test_unknown_clients_are_sent_to_personalize(fitted, data, method):
+    _, new = data.hold_out(data.names[-1])
+    with pytest.raises(KeyError, match=rf"{data.names[-1]!r} took no part in the fit: .*personalize"):
+        getattr(fitted, method)(new, 3)
+
+
+# -- elbo -----------------------------------------------------------------------------------------
+
+
+def test_elbo_is_below_the_evidence_and_close(fitted):
+    elbo = fitted.elbo(S)
+    assert elbo.shape == (S,)
+    evidence = exact(fitted.federation).log_evidence
+    error = float(elbo.std()) / S**0.5
+    # 0.05 nats is what 200 rounds leave
+    assert evidence - 0.05 < elbo.mean() < evidence + 4 * error + 1e-9
+    assert torch.equal(fitted.elbo(5, seed=1), fitted.elbo(5, seed=1))
+
+
+# -- personalize ----------------------------------------------------------------------------------
+
+
+def test_a_new_client_has_its_exact_conditional(fitted, data):
+    """alpha | mu, D ~ N((mu + 4 Σy) / p, 1/p), p = 1 + 4n; mu keeps its law N(m, v) of the others' data."""
+    _, new = data.hold_out(data.names[-1])
+    posterior = fitted.personalize(new, steps=300)
+    m, sd = exact(fitted.federation).mu
+    precision = 1 + 4 * new.rows
+    loc = (m + 4 * float(new["y"].sum())) / precision
+    variance = 1 / precision + sd**2 / precision**2
+    draws = posterior.sample(S)
+    assert draws["alpha"].shape == (S, 1)
+    assert_law(draws["alpha"], loc, torch.tensor(variance**0.5))
+    y = posterior.predict(new, S)["y"]
+    assert_law(y, loc, torch.tensor((variance + 0.25) ** 0.5))
+    assert posterior.federation.names == data.names[-1:]
+
+
+def test_personalize_leaves_the_globals_and_the_old_posterior_untouched(fitted, data):
+    before = {name: value.clone() for name, value in (fitted.params | fitted.local_params).items()}
+    _, new = data.hold_out(data.names[-1])
+    posterior = fitted.personalize(new, steps=3, batch_size=1)
+    after = fitted.params | fitted.local_params
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert all(torch.equal(posterior.params[n], fitted.params[n]) for n in fitted.params)
+    assert torch.equal(posterior.sample(20)["mu"], fitted.sample(20)["mu"])
+
+
+def test_new_clients_do_not_see_each_other(fitted):
+    new = ragged(3, seed=5)
+    both = fitted.personalize(new, steps=5)
+    for i, name in enumerate(new.names):
+        alone = fitted.personalize(new.select(name), steps=5)
+        for param, value in alone.local_params.items():
+            torch.testing.assert_close(value[0], both.local_params[param][i], rtol=1e-9, atol=1e-12)
+
+
+# -- other models and guides ----------------------------------------------------------------------
+
+
+def vectors(federation):
+    mu = pyro.sample("mu", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    corr = pyro.sample("corr", dist.LKJCholesky(2, 2.0))
+    with federation.clients():
+        w = pyro.sample("w", dist.MultivariateNormal(mu, scale_tril=corr))
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 0.3))
+        with federation.observations() as obs:
+            mean = (w[..., None, :] * obs["x"]).sum(-1)
+            pyro.sample("y", dist.Normal(mean, scale[..., None]).to_event(1), obs=obs.get("y"))
+
+
+def vector_data():
+    generator = torch.Generator().manual_seed(0)
+    return bf.Federation.from_arrays(
+        {
+            f"c{i}": {
+                "x": torch.randn(n, 3, 2, generator=generator),
+                "y": torch.randn(n, 3, generator=generator),
+            }
+            for i, n in enumerate([2, 1, 4, 1])
+        }
+    )
+
+
+@pytest.mark.parametrize("conditioned", [True, False])
+def test_events_of_many_dimensions(conditioned):
+    data = vector_data()
+    posterior = bf.fit(vectors, data, bf.SFVI(local_steps=2, particles=2, conditioned=conditioned), rounds=3)
+    draws = posterior.sample(7)
+    shapes = {name: tuple(value.shape) for name, value in draws.items()}
+    assert shapes == {"mu": (7, 2), "corr": (7, 2, 2), "w": (7, 4, 2), "scale": (7, 4)}
+    assert (draws["scale"] > 0).all()
+    torch.testing.assert_close(draws["corr"].square().sum(-1), torch.ones(7, 2))
+    assert posterior.predict(num_samples=7)["y"].shape == (7, 8, 3)
+    mean = (draws["w"][:, data.owner, None] * data["x"]).sum(-1)
+    law = dist.Normal(mean, draws["scale"][:, data.owner, None]).to_event(1)
+    found = posterior.log_likelihood(num_samples=7)["y"]
+    torch.testing.assert_close(found, law.log_prob(data["y"]))
+    new = posterior.personalize(data.select(["c2"]), steps=2).sample(3)
+    assert (new["w"].shape, new["scale"].shape) == ((3, 1, 2), (3, 1))
+
+
+def no_locals(federation):
+    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+    with federation.clients(), federation.observations() as obs:
+        pyro.sample("y", dist.Normal(mu, 0.5), obs=obs.get("y"))
+
+
+def test_a_model_without_local_sites(data, tmp_path):
+    posterior = bf.fit(no_locals, data, bf.SFVI(local_steps=2), rounds=200, clients_per_round=0.5)
+    draws = posterior.sample(S)
+    assert list(draws) == ["mu"]
+    precision = 0.25 + 4 * data.rows
+    assert_law(draws["mu"], 4 * data["y"].sum() / precision, torch.tensor(precision**-0.5))
+    assert posterior.predict(num_samples=5)["y"].shape == (5, data.rows)
+    new = posterior.personalize(ragged(2, seed=9))
+    assert torch.equal(new.sample(5)["mu"], posterior.sample(5)["mu"])
+    assert posterior.to_arviz(8).posterior["mu"].shape == (4, 2)
+    posterior.save(tmp_path / "p.safetensors")
+    again = bf.Posterior.load(tmp_path / "p.safetensors", no_locals, data)
+    assert torch.equal(again.sample(5)["mu"], posterior.sample(5)["mu"])
+
+
+def no_globals(federation):
+    with federation.clients():
+        alpha = pyro.sample("alpha", dist.Normal(0.3, 1.0))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Normal(alpha, 0.5), obs=obs.get("y"))
+
+
+@pytest.mark.parametrize("conditioned", [True, False])
+def test_a_model_without_global_sites(data, conditioned, tmp_path):
+    algorithm = bf.SFVI(conditioned=conditioned)
+    posterior = bf.fit(no_globals, data, algorithm, rounds=100)
+    draws = posterior.sample(S)
+    assert list(draws) == ["alpha"]
+    precision = 1 + 4 * data.lengths
+    sums = torch.zeros(len(data)).index_add(0, data.owner, data["y"])
+    assert_law(draws["alpha"], (0.3 + 4 * sums) / precision, precision**-0.5)
+    assert posterior.elbo(5).shape == (5,)
+    assert posterior.personalize(ragged(2, seed=9), steps=2).sample(5)["alpha"].shape == (5, 2)
+    posterior.save(tmp_path / "p.safetensors")
+    again = bf.Posterior.load(tmp_path / "p.safetensors", no_globals, data)
+    assert torch.equal(again.sample(5)["alpha"], posterior.sample(5)["alpha"])
+
+
+def one_value_a_client(federation):
+    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+    with federation.clients():
+        alpha = pyro.sample("alpha", dist.Normal(mu, 1.0))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Normal(alpha, 0.5), obs=obs["y"])
+        pyro.sample("survey", dist.Normal(alpha, 0.2), obs=obs["survey"][..., :1])
+
+
+def test_an_observed_site_outside_the_observations_plate():
+    data = bf.Federation.from_arrays(
+        {"a": {"y": [0.1, 0.3], "survey": [0.2, 0.2]}, "b": {"y": [1.0], "survey": [0.9]}}
+    )
+    posterior = bf.fit(one_value_a_client, data, QUICK, rounds=3)
+    assert {n: v.shape for n, v in posterior.predict(num_samples=6).items()} == {
+        "y": (6, 3),
+        "survey": (6, 2),
+    }
+    found = posterior.log_likelihood(num_samples=6)["survey"]
+    law = dist.Normal(posterior.sample(6)["alpha"], 0.2)
+    torch.testing.assert_close(found, law.log_prob(torch.tensor([0.2, 0.9])))
+
+
+def my_guide(federation):
+    positive = dist.constraints.positive
+    loc = pyro.param("loc", torch.tensor(0.0))
+    scale = pyro.param("scale", torch.tensor(1.0), constraint=positive)
+    mu = pyro.sample("mu", dist.Normal(loc, scale))
+    with federation.clients():
+        rows = torch.ones(len(federation), 1)
+        a = pyro.param("a", 0 * rows)
+        slope = pyro.param("slope", 0.5 * rows, constraint=dist.constraints.unit_interval)
+        spread = pyro.param("spread", rows, constraint=positive)
+        pyro.sample("alpha", dist.Normal(a + slope * mu, spread))
+
+
+def test_ones_own_guide_with_constrained_parameters(data):
+    algorithm = bf.SFVI(guide=my_guide, local_steps=5)
+    posterior = bf.fit(conjugate_hierarchy, data, algorithm, rounds=300)
+    truth, draws = exact(data), posterior.sample(S)
+    # hand-written guides have no sticking of the landing, so the optimiser leaves twice as much
+    assert abs(draws["mu"].mean() - truth.mu[0]) / truth.mu[1] < 2 * MEAN
+    assert abs((draws["mu"].std() / truth.mu[1]).log()) < 2 * SPREAD
+    assert ((draws["alpha"].mean(0) - truth.alpha[0]).abs() / truth.alpha[1]).max() < 2 * MEAN
+    assert (draws["alpha"].std(0) / truth.alpha[1]).log().abs().max() < 2 * SPREAD
+    assert (torch.sigmoid(posterior.local_params["slope"]) < 0.5).all()
+
+
+@pytest.mark.parametrize("algorithm", [QUICK, bf.SFVI(global_guide=bf.Flow()), bf.PVI()], ids=str)
+def test_what_is_saved_comes_back(data, tmp_path, algorithm):
+    posterior = bf.fit(conjugate_hierarchy, data, algorithm, rounds=2, clients_per_round=3)
+    posterior.save(tmp_path / "posterior.safetensors")
+    again = bf.Posterior.load(tmp_path / "posterior.safetensors", conjugate_hierarchy, data)
+    first, second = posterior.sample(30), again.sample(30)
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    assert all(torch.equal(value, again.history[name]) for name, value in posterior.history.items())
+    assert (again.algorithm, again.seed) == (posterior.algorithm, posterior.seed)
