@@ -1,5 +1,6 @@
 """Hierarchical Bayesian models, written in Pyro, fitted across clients whose data never meet."""
 
+from bayesfed import datasets, guides, models
 from bayesfed.algorithms import PVI, SFVI, SFVIAvg
 from bayesfed.federation import Federation
 from bayesfed.guides import Flow, FullRank, MeanField
@@ -19,4 +20,7 @@ __all__ = [
     "MeanField",
     "FullRank",
     "Flow",
+    "datasets",
+    "guides",
+    "models",
 ]

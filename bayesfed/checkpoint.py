@@ -56,7 +56,7 @@ def save(posterior: Posterior, path: str | Path) -> None:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     posterior.save(f"{folder}/schools.safetensors")
         ...     bf.Posterior.load(f"{folder}/schools.safetensors", models.eight_schools, schools)
-        Posterior: SFVI, 5 rounds, 8 clients; globals mu, tau; locals theta
+        Posterior: SFVI (FullRank globals, conditioned locals), 5 rounds, 8 clients; globals mu, tau; locals theta
     """
     parts: dict[str, Mapping[str, Tensor]] = {
         "params": posterior.params,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import statistics
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pyro import poutine
@@ -14,6 +18,38 @@ from bayesfed import handlers, noise
 if TYPE_CHECKING:
     from bayesfed.federation import Federation
     from bayesfed.program import Program
+
+
+def check_settings(algorithm: Any) -> None:
+    """Fail on a setting that cannot be: whole numbers must be at least 1, others positive and finite.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    if not dataclasses.is_dataclass(algorithm):
+        return
+    for field in dataclasses.fields(algorithm):
+        value = getattr(algorithm, field.name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"{field.name} is {value}; it must be a whole number of at least 1")
+        if not 0 < value < math.inf:
+            raise ValueError(f"{field.name} is {value}; it must be positive and finite")
+
+
+def warn_if_falling(elbo: Sequence[float]) -> None:
+    """Warn where a run of 50 rounds or more ends with a lower ELBO than it began with."""
+    tenth = len(elbo) // 10
+    if tenth < 5:
+        return
+    first, last = statistics.median(elbo[:tenth]), statistics.median(elbo[-tenth:])
+    if last < first:
+        warnings.warn(
+            f"the ELBO fell from {first:,.1f} to {last:,.1f}: the fit has diverged, do not use it. Lower "
+            "lr and local_lr, or standardise the fields",
+            stacklevel=3,
+        )
 
 
 def check_data(program: Program, federation: Federation) -> None:
@@ -41,7 +77,9 @@ def check_data(program: Program, federation: Federation) -> None:
             node = model.nodes[name]
             fn, value = node["fn"], node["value"]
             inside = fn.support.check(value)
-            inside = inside.reshape(1, len(chunk), *inside.shape[-1:])[0] | ~batch.mask
+            inside = inside.reshape(len(chunk), -1)
+            if program.sites[name].per_row:
+                inside = inside | ~batch.mask
             if not inside.all():
                 client, row = (~inside).nonzero()[0].tolist()
                 raise ValueError(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bayesfed import noise
-from bayesfed.plates import Batch, Fields
+from bayesfed.plates import Batch, Fields, UnknownName
 
 Missing = Literal["fail", "drop"]
 
@@ -106,7 +106,7 @@ class Federation:
         wanted = [c for s in sources.values() for c in ([s] if isinstance(s, str) else s)]
         for column in [client, *wanted]:
             if column not in frame.columns:
-                raise KeyError(
+                raise UnknownName(
                     f"the frame has no column {column!r}; it has {', '.join(map(str, frame.columns))}"
                 )
         nameless = frame[client].isna().to_numpy()
@@ -157,7 +157,9 @@ class Federation:
         for name, arrays in clients.items():
             for field in set(expected) ^ set(arrays):
                 lacking = name if field in expected else names[0]
-                raise KeyError(f"client {lacking!r} has no field {field!r}, other clients have it")
+                raise UnknownName(
+                    f"client {lacking!r} has no field {field!r}, other clients have it"
+                )
             tensors = {f: _to_tensor(f, arrays[f], str(name)) for f in expected}
             sizes = {f: t.shape[0] if t.ndim else 0 for f, t in tensors.items()}
             odd = [f for f in sizes if sizes[f] != sizes[expected[0]]]
@@ -208,7 +210,7 @@ class Federation:
             keep = rows.column_names if fields is None else fields
             for field in keep:
                 if field not in rows.column_names:
-                    raise KeyError(
+                    raise UnknownName(
                         f"the dataset has no column {field!r}; it has {', '.join(rows.column_names)}"
                     )
             # ids exist in the mapping only after the first load
@@ -318,7 +320,9 @@ class Federation:
         wanted = [clients] if isinstance(clients, str) else list(clients)
         for name in wanted:
             if str(name) not in position:
-                raise KeyError(f"no client {name!r} in this federation: {_shortened(self.names)}")
+                raise UnknownName(
+                    f"no client {name!r} in this federation: {_shortened(self.names)}"
+                )
         return torch.tensor([position[str(name)] for name in wanted], dtype=torch.int64)
 
     def select(self, clients: Iterable[str]) -> Federation:

@@ -151,12 +151,14 @@ class Lifted(TorchDispatchMode):
         kind = _KINDS[func]
         template = args[0] if isinstance(args[0], Tensor) else None
         shape = tuple(args[0]) if template is None else tuple(template.shape)
+        wanted = (kwargs or {}).get("dtype") or (
+            torch.get_default_dtype() if template is None else template.dtype
+        )
         if self.supplied is None:
-            default = 0.0 if kind == "normal" else 0.5
-            drawn = torch.full(shape, default, dtype=torch.get_default_dtype())
+            drawn = torch.full(shape, 0.0 if kind == "normal" else 0.5, dtype=wanted)
             self.recorded.append(Draw(kind, shape[self.batch_dims :]))
         else:
-            drawn = self.supplied[len(self.recorded)].expand(shape)
+            drawn = self.supplied[len(self.recorded)].expand(shape).to(wanted)
             self.recorded.append(Draw(kind, ()))
         if func is torch.ops.aten.normal.Tensor_Tensor:
             return args[0] + args[1] * drawn
@@ -166,4 +168,4 @@ class Lifted(TorchDispatchMode):
         if func is torch.ops.aten.normal_.default:
             loc, scale = (*args[1:], 0.0, 1.0)[:2] if len(args) != 2 else (args[1], 1.0)
             return template.copy_(loc + scale * drawn)  # type: ignore[union-attr]
-        return drawn.to(template.dtype) if template is not None else drawn
+        return drawn

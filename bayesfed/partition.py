@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from pyro import poutine
+from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from bayesfed import handlers
@@ -63,10 +64,11 @@ def _log_ratio(guide: Any, model: Any, *, local: bool, skip: Sequence[str] = ())
 
     total: Tensor | float = 0.0
     for trace, sign in ((model, 1.0), (guide, -1.0)):
-        trace.compute_log_prob(wanted)
         for name, node in trace.nodes.items():
             if node["type"] == "sample" and wanted(name, node):
-                total = total + sign * node["log_prob"].sum(-1)
+                log_prob = node["fn"].log_prob(node["value"])
+                log_prob = scale_and_mask(log_prob, node["scale"], node["mask"])
+                total = total + sign * log_prob.sum(-1)
     return total
 
 

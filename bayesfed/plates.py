@@ -16,11 +16,18 @@ CLIENTS = "clients"
 OBSERVATIONS = "observations"
 
 
+class UnknownName(KeyError):
+    """A client, field or column that is not there; unlike KeyError it prints its message as it is."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class Fields(dict[str, Tensor]):
     """What a client's rows hold: ``obs["x"]`` must be there, ``obs.get("y")`` may be None."""
 
     def __missing__(self, name: str) -> Tensor:
-        raise KeyError(
+        raise UnknownName(
             f"unknown field {name!r}: the federation has {', '.join(self) or 'no fields'}"
         )
 

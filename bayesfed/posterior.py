@@ -15,7 +15,7 @@ from bayesfed import handlers, noise, optimizer
 from bayesfed.algorithms.local import annealed, batches, local_steps
 from bayesfed.federation import Federation, Model
 from bayesfed.partition import client_terms, draw, server_pass
-from bayesfed.plates import Batch
+from bayesfed.plates import Batch, UnknownName
 from bayesfed.program import Params, Program, Site
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Posterior:
         locals_ = ", ".join(s.name for s in self.program.locals) or "none"
         rounds = len(self.history["elbo"])
         return (
-            f"Posterior: {type(self.algorithm).__name__}, {rounds:,} rounds, "
+            f"Posterior: {type(self.algorithm).__name__} ({self.program.guide_name}), {rounds:,} rounds, "
             f"{len(self.federation):,} clients; globals {globals_}; locals {locals_}"
         )
 
@@ -157,7 +157,7 @@ class Posterior:
         known = set(self.federation.names)
         for name in federation.names:
             if name not in known:
-                raise KeyError(
+                raise UnknownName(
                     f"client {name!r} took no part in the fit: use "
                     "posterior.personalize(its data) first, which gives its local posterior"
                 )

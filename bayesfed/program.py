@@ -151,6 +151,11 @@ class Program:
     clients: int
 
     @property
+    def guide_name(self) -> str:
+        """What the guide is, in words."""
+        return str(self.guide) if hasattr(self.guide, "family") else "a guide of your own"
+
+    @property
     def globals(self) -> list[Site]:
         """The model's global latent sites."""
         return [s for s in self.sites.values() if not s.local and not s.observed]
@@ -222,7 +227,6 @@ def build(model: Model, guide: Callable[[Any], Any], federation: Federation) -> 
     params, recorder = handlers.Parameters({}), handlers.Noise(None)
     with params, recorder, handlers.particles(1):
         guide_trace = poutine.trace(guide).get_trace(batch)
-        poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(batch)
     guide_sites = {
         name: node
         for name, node in guide_trace.nodes.items()
@@ -249,6 +253,8 @@ def build(model: Model, guide: Callable[[Any], Any], federation: Federation) -> 
                 f"the guide samples {name!r}, which the model does not; if it is auxiliary, say "
                 "infer={'is_auxiliary': True}"
             )
+    with params, recorder, handlers.particles(1):
+        poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(batch)
     init, constraint, local_params = {}, {}, []
     for name, seen in params.seen.items():
         constraint[name] = seen["constraint"]

@@ -10,14 +10,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 @contextmanager
-def rounds_shown(rounds: int, progress: bool | None) -> Iterator[Callable[[int, float], None]]:
-    """Yield ``show(rounds done, ELBO)``; ``progress=None`` shows a bar on a terminal only."""
+def rounds_shown(
+    title: str, rounds: int, progress: bool | None
+) -> Iterator[Callable[[int, float], None]]:
+    """Yield ``show(rounds done, ELBO)``; ``progress=None`` shows the bar on a terminal only."""
     console = Console(stderr=True)
     if progress is False or (progress is None and not console.is_terminal):
         yield lambda done, elbo: None
         return
     bar = Progress(
-        TextColumn("round"),
+        TextColumn(title + ", round"),
         MofNCompleteColumn(),
         BarColumn(),
         TextColumn("ELBO {task.fields[elbo]}"),

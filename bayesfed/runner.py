@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from bayesfed import noise, optimizer
 from bayesfed.algorithms.local import annealed, batches
 from bayesfed.algorithms.sfvi import SFVI
-from bayesfed.diagnostics import check_data, check_finite
+from bayesfed.diagnostics import check_data, check_finite, check_settings, warn_if_falling
 from bayesfed.federation import Federation, Model
 from bayesfed.plates import Batch
 from bayesfed.posterior import Posterior
@@ -131,7 +132,7 @@ def fit(
         >>> schools = datasets.eight_schools()
         >>> posterior = bf.fit(models.eight_schools, schools, rounds=20, clients_per_round=0.5)
         >>> posterior
-        Posterior: SFVI, 20 rounds, 8 clients; globals mu, tau; locals theta
+        Posterior: SFVI (FullRank globals, conditioned locals), 20 rounds, 8 clients; globals mu, tau; locals theta
     """
     algorithm = SFVI() if algorithm is None else algorithm
     if device is not None:
@@ -140,6 +141,7 @@ def fit(
     for what, count in (("rounds", rounds), ("batch_size", batch_size), ("chunk_size", chunk_size)):
         if count is not None and (isinstance(count, bool) or count != int(count) or count < 1):
             raise ValueError(f"{what} is {count}; it must be a whole number of at least 1")
+    check_settings(algorithm)
     program = algorithm.program(model, federation)
     check_data(program, federation)
     server, clients = algorithm.init(program, federation)
@@ -149,7 +151,9 @@ def fit(
     )
     root = noise.key(seed).to(federation.device)
     history: dict[str, list[float]] = {"elbo": [], "seconds": [], "clients": []}
-    with rounds_shown(rounds, progress) as show:
+    title = f"{type(algorithm).__name__} ({program.guide_name})"
+    numbers = size * min(batch_size or federation.rows, int(federation.lengths.max()))
+    with rounds_shown(title, rounds, progress) as show, threads(numbers):
         for number in range(rounds):
             start = time.perf_counter()
             key = noise.fold(root, number)
@@ -195,6 +199,7 @@ def fit(
                 done = Round(number + 1, rounds, elbo, client_terms, names, seconds)
                 for callback in callbacks:
                     callback(done)
+    warn_if_falling(history["elbo"])
     return Posterior(
         program=program,
         federation=federation,
@@ -204,6 +209,17 @@ def fit(
         algorithm=algorithm,
         seed=seed,
     )
+
+
+@contextmanager
+def threads(numbers: int) -> Iterator[None]:
+    """One thread for a cohort of few numbers, where handing them to others takes longer than the work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if numbers < 20_000 else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _sum_over_all(terms: Tensor, known: Tensor, cohort: Tensor, scale: float) -> Tensor:

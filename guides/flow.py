@@ -36,7 +36,7 @@ class Flow:
 
     def __call__(self, init: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sample z; returns ``(z, loc, scale)`` with the affine part's location and scale."""
-        spline = _spline(init.shape[-1], self.bins, self.bound, init.device)
+        spline = _spline(init.shape[-1], self.bins, self.bound, init.device, init.dtype)
         weights = {
             name: pyro.param(f"global.flow.{name}", start.to(init), event_dim=start.ndim)
             for name, start in spline.named_parameters()
@@ -66,10 +66,12 @@ class _Spline(nn.Module):
 
 
 @cache
-def _spline(size: int, bins: int, bound: float, device: torch.device) -> _Spline:
+def _spline(
+    size: int, bins: int, bound: float, device: torch.device, dtype: torch.dtype
+) -> _Spline:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return _Spline(size, bins, bound).to(device)
+        return _Spline(size, bins, bound).to(device=device, dtype=dtype)
 
 
 class _Pushforward(dist.TorchDistribution):

@@ -66,6 +66,10 @@ class Hierarchical:
         with _Guided(self, z, (z - loc.detach()) / scale.detach(), priors.found):
             self.model(head)
 
+    def __str__(self) -> str:
+        locals_ = "conditioned" if self.conditioned else "mean-field"
+        return f"{type(self.family).__name__} globals, {locals_} locals"
+
     def sample_globals(self) -> tuple[Tensor, Tensor, Tensor]:
         """z and the location and scale that make it comparable across dimensions."""
         if not self.globals:

@@ -134,10 +134,10 @@ PARTITIONERS = {
     "IidPartitioner": {"num_partitions": 6},
     "DirichletPartitioner": {"num_partitions": 5, "partition_by": "label", "alpha": 0.5},
     "PathologicalPartitioner": {
-        "num_partitions": 5,
+        "num_partitions": 10,
         "partition_by": "label",
         "num_classes_per_partition": 3,
-        "first_class_deterministic_assignment": True,  # so that no class is left out
+        "class_assignment_mode": "first-deterministic",  # so that no class is left out
     },
     "ShardPartitioner": {
         "num_partitions": 5,

@@ -89,7 +89,9 @@ def test_predictions_have_the_exact_law(fitted):
     assert_law(y, loc, (sd**2 + 0.25).sqrt())
     noise = y - fitted.sample(S)["alpha"][:, federation.owner]
     assert_law(noise, 0.0, torch.tensor(0.5))
-    assert torch.equal(fitted.predict(num_samples=9, seed=3)["y"], fitted.predict(None, 9, seed=3)["y"])
+    assert torch.equal(
+        fitted.predict(num_samples=9, seed=3)["y"], fitted.predict(None, 9, seed=3)["y"]
+    )
 
 
 def test_predictions_of_other_rows_of_some_clients(fitted):
@@ -129,7 +131,9 @@ def test_log_likelihood_is_that_of_the_draws(fitted):
 @pytest.mark.parametrize("method", ["predict", "log_likelihood"])
 def test_unknown_clients_are_sent_to_personalize(fitted, data, method):
     _, new = data.hold_out(data.names[-1])
-    with pytest.raises(KeyError, match=rf"{data.names[-1]!r} took no part in the fit: .*personalize"):
+    with pytest.raises(
+        KeyError, match=rf"{data.names[-1]!r} took no part in the fit: .*personalize"
+    ):
         getattr(fitted, method)(new, 3)
 
 
@@ -214,7 +218,9 @@ def vector_data():
 @pytest.mark.parametrize("conditioned", [True, False])
 def test_events_of_many_dimensions(conditioned):
     data = vector_data()
-    posterior = bf.fit(vectors, data, bf.SFVI(local_steps=2, particles=2, conditioned=conditioned), rounds=3)
+    posterior = bf.fit(
+        vectors, data, bf.SFVI(local_steps=2, particles=2, conditioned=conditioned), rounds=3
+    )
     draws = posterior.sample(7)
     shapes = {name: tuple(value.shape) for name, value in draws.items()}
     assert shapes == {"mu": (7, 2), "corr": (7, 2, 2), "w": (7, 4, 2), "scale": (7, 4)}
@@ -236,7 +242,8 @@ def no_locals(federation):
 
 
 def test_a_model_without_local_sites(data, tmp_path):
-    posterior = bf.fit(no_locals, data, bf.SFVI(local_steps=2), rounds=200, clients_per_round=0.5)
+    algorithm = bf.SFVI(local_steps=2, lr=0.1)
+    posterior = bf.fit(no_locals, data, algorithm, rounds=400, clients_per_round=0.5)
     draws = posterior.sample(S)
     assert list(draws) == ["mu"]
     precision = 0.25 + 4 * data.rows

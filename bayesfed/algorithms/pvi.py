@@ -47,9 +47,9 @@ class Natural(NamedTuple):
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """The mean ``(..., D)`` and the lower Cholesky factor of the covariance ``(..., D, D)``."""
-        factor = torch.linalg.cholesky(self.precision)
+        factor = torch.linalg.cholesky_ex(self.precision).L
         loc = torch.cholesky_solve(self.shift[..., None], factor).squeeze(-1)
-        return loc, torch.linalg.cholesky(torch.cholesky_inverse(factor))
+        return loc, torch.linalg.cholesky_ex(torch.cholesky_inverse(factor)).L
 
 
 class Server(NamedTuple):

@@ -8,8 +8,9 @@ variational inference methods for structured latent variable models*).
     client i  takes Adam steps on its own φ_i, then uploads the gradient of its term in the draws
     server    adds the gradients, pulls them back through T_λ, adds its own term's, and steps on λ
 
-The paper's client uploads the gradient in λ; the chain rule splits it at θ, so the client needs neither λ
-nor the kind of q(θ), and uploads D numbers a draw whatever the size of λ. φ_i never leaves the client.
+The paper's client uploads the gradient in λ; the chain rule splits it at θ, so a client uploads D numbers a
+draw whatever the kind of q(θ) and the size of λ. Of λ itself it only reads where q(θ) lies. φ_i never leaves
+the client.
 
 Under partial participation N / K times the cohort's sum is unbiased but as noisy as clients differ. So each
 client uploads what has *changed*: the gradient less the mean gradient that it sent last, g_i. The server

@@ -30,7 +30,7 @@ from bayesfed.algorithms.sfvi import hierarchical
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.full_rank import FullRank, from_scale_tril, scale_tril
 from bayesfed.guides.mean_field import MeanField
-from bayesfed.partition import elbo_terms
+from bayesfed.partition import elbo_terms, server_pass
 from bayesfed.plates import Batch
 from bayesfed.program import Params, Program
 
@@ -158,7 +158,7 @@ class SFVIAvg:
         params = decode(server.params, mean)
         supplied = program.noise(key, 64, local=False)
         with torch.no_grad():
-            term = elbo_terms(program, params, program.schema, supplied, 64).server
+            term, _ = server_pass(program, params, supplied, 64)
         return Server(params, square, server.rounds + 1), term.mean()
 
     def params(self, program: Program, server: Server) -> Params:

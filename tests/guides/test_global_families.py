@@ -1,0 +1,139 @@
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from torch.func import functional_call
+
+import bayesfed as bf
+from bayesfed import handlers
+from bayesfed.guides.full_rank import from_scale_tril, scale_tril
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def perturbed(family, size, by=0.3, seed=0):
+    """Parameters of a family, away from the start."""
+    recorder = handlers.Parameters({})
+    with recorder:
+        family(torch.zeros(size))
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: seen["value"] + by * torch.randn(seen["value"].shape, generator=generator)
+        for name, seen in recorder.seen.items()
+    }
+
+
+def run(family, size, params, draws, seed=0):
+    """``(z, log q(z), what the family returned, q)`` of a family run in Pyro."""
+    torch.manual_seed(seed)
+    with handlers.Parameters(params), handlers.particles(draws):
+        trace = poutine.trace(family).get_trace(torch.zeros(size))
+    node = trace.nodes["global"]
+    z = node["value"]
+    assert z.shape == (draws, 1, 1, size)
+    log_prob = node["fn"].log_prob(z)
+    assert log_prob.shape == (draws, 1, 1)
+    return z[:, 0, 0], log_prob[:, 0, 0], trace.nodes["_RETURN"]["value"], node["fn"]
+
+
+def test_scale_tril_comes_back():
+    generator = torch.Generator().manual_seed(0)
+    tril = torch.randn(5, 4, 4, generator=generator).tril(-1)
+    tril = tril + torch.diag_embed(torch.rand(5, 4, generator=generator) + 0.1)
+    params = from_scale_tril(tril)
+    assert params["global.log_scale"].shape == (5, 4)
+    back = scale_tril(params["global.log_scale"], params["global.tril"])
+    torch.testing.assert_close(back, tril)
+    again = from_scale_tril(back)
+    for name, value in params.items():
+        torch.testing.assert_close(again[name], value)
+
+
+def test_what_lies_above_the_diagonal_is_not_read():
+    log_scale, full = torch.tensor([0.1, -0.3]), torch.tensor([[5.0, 7.0], [0.5, -2.0]])
+    expected = torch.tensor([[1.0, 0.0], [0.5, 1.0]]) * log_scale.exp()[:, None]
+    torch.testing.assert_close(scale_tril(log_scale, full), expected)
+
+
+@pytest.mark.parametrize("family", [bf.MeanField(), bf.FullRank()], ids=str)
+def test_normal_families(family):
+    params = perturbed(family, 3)
+    loc, log_scale = params["global.loc"], params["global.log_scale"]
+    tril = scale_tril(log_scale, params.get("global.tril", torch.zeros(3, 3)))
+    z, log_prob, (same, at, scale), _ = run(family, 3, params, 4000)
+    law = dist.MultivariateNormal(loc, scale_tril=tril)
+    torch.testing.assert_close(log_prob, law.log_prob(z))
+    assert torch.equal(same[:, 0, 0], z)
+    assert torch.equal(at, loc)
+    torch.testing.assert_close(scale, law.stddev)
+    # four Monte Carlo errors of a mean and of a covariance, whitened
+    white = torch.linalg.solve(tril, (z - loc).T).T
+    assert white.mean(0).abs().max() < 4 / 4000**0.5
+    assert (white.T.cov() - torch.eye(3)).abs().max() < 4 * 2**0.5 / 4000**0.5
+
+
+@pytest.mark.parametrize("family", [bf.MeanField(0.5), bf.FullRank(0.5), bf.Flow(0.5)], ids=str)
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_start(family, size):
+    """Standard deviation init_scale; a Flow's spline starts near, not at, the identity."""
+    z, _, (_, loc, scale), _ = run(family, size, perturbed(family, size, by=0.0), 4000)
+    assert (loc == 0).all()
+    torch.testing.assert_close(scale, torch.full((size,), 0.5))
+    tolerance = 0.3 if isinstance(family, bf.Flow) else 4 / 8000**0.5
+    assert (z.std(0) / 0.5).log().abs().max() < tolerance
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_flows_density_integrates_to_one(size, seed):
+    """E_q[N(z) / q(z)] = 1, to four Monte Carlo errors; q is wider than N, so the weights are bounded."""
+    params = perturbed(bf.Flow(), size, by=0.2, seed=seed)
+    params["global.loc"] = torch.zeros(size)
+    params["global.log_scale"] = torch.full((size,), 2.5).log()
+    z, log_prob, _, _ = run(bf.Flow(), size, params, 20_000)
+    weights = (dist.Normal(0.0, 1.0).log_prob(z).sum(-1) - log_prob).exp()
+    error = float(weights.std()) / 20_000**0.5
+    assert error < 0.03
+    assert abs(float(weights.mean()) - 1) < 4 * error
+
+
+def test_a_flow_is_no_normal():
+    """Else the tests of its density test nothing: its noise has been bent."""
+    params = perturbed(bf.Flow(), 2, by=1.0)
+    z, log_prob, *_ = run(bf.Flow(), 2, params, 200)
+    tril = scale_tril(params["global.log_scale"], params["global.tril"])
+    plain = dist.MultivariateNormal(params["global.loc"], scale_tril=tril).log_prob(z)
+    assert (plain - log_prob).abs().max() > 0.5
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_flows_density_matches_finite_differences(size):
+    params = perturbed(bf.Flow(), size, by=0.3)
+    z, log_prob, _, q = run(bf.Flow(), size, params, 50)
+    spline, weights, loc, tril = q.parts
+    torch.manual_seed(0)
+    noise = torch.randn(50, 1, 1, size)[:, 0, 0]
+
+    def pushed(noise):
+        return loc + functional_call(spline, weights, (noise,))[0] @ tril.T
+
+    torch.testing.assert_close(pushed(noise), z)
+    step = 1e-6 * torch.eye(size)
+    columns = [(pushed(noise + d) - pushed(noise - d)) / 2e-6 for d in step]
+    log_det = torch.linalg.slogdet(torch.stack(columns, -1)).logabsdet
+    expected = dist.Normal(0.0, 1.0).log_prob(noise).sum(-1) - log_det
+    # segments may be a thousandth wide, and derivatives jump at their ends, so differences are off a little
+    torch.testing.assert_close(log_prob, expected, rtol=0, atol=1e-3)
+
+
+def test_a_flow_knows_the_density_of_its_last_draw_only():
+    *_, q = run(bf.Flow(), 2, perturbed(bf.Flow(), 2), 3)
+    with pytest.raises(NotImplementedError, match="its own last draw only"):
+        q.log_prob(torch.zeros(3, 1, 1, 2))
+
+
+def test_flows_of_one_size_do_not_share_parameters():
+    first, second = perturbed(bf.Flow(), 2, seed=1), perturbed(bf.Flow(), 2, seed=2)
+    before = run(bf.Flow(), 2, first, 5)[0]
+    assert not torch.equal(before, run(bf.Flow(), 2, second, 5)[0])
+    assert torch.equal(before, run(bf.Flow(), 2, first, 5)[0])

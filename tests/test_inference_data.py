@@ -1,0 +1,204 @@
+import arviz as az
+import matplotlib
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import bayesfed as bf
+from tests.scenarios import conjugate_hierarchy
+
+matplotlib.use("Agg")
+
+NAMES = ("north", "south", "Øst", "west")
+DRAWS = 800
+
+
+def federation():
+    generator = torch.Generator().manual_seed(0)
+    clients = {}
+    for i, name in enumerate(NAMES):
+        n = 5 + 2 * i
+        x = torch.randn(n, 2, generator=generator)
+        y = 0.7 * i + 0.5 * torch.randn(n, generator=generator)
+        clients[name] = {"x": x, "y": y}
+    return bf.Federation.from_arrays(clients, client_dim="county")
+
+
+def with_slopes(federation):
+    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with federation.clients():
+        alpha = pyro.sample("alpha", dist.Normal(mu, 1.0))
+        with federation.observations() as obs:
+            mean = alpha + (beta * obs["x"]).sum(-1)
+            pyro.sample("y", dist.Normal(mean, 0.5), obs=obs.get("y"))
+
+
+def fitted(model):
+    algorithm = bf.SFVI(local_steps=3, particles=4, lr=0.1, local_lr=0.1)
+    return bf.fit(model, federation(), algorithm, rounds=60, seed=3)
+
+
+@pytest.fixture(scope="module")
+def posterior():
+    torch.set_num_threads(1)
+    return fitted(with_slopes)
+
+
+@pytest.fixture(scope="module")
+def idata(posterior):
+    return posterior.to_arviz(DRAWS, seed=5)
+
+
+def test_groups_dims_and_coordinates(idata):
+    assert idata.groups() == [
+        "posterior",
+        "posterior_predictive",
+        "log_likelihood",
+        "prior",
+        "observed_data",
+        "constant_data",
+        "history",
+    ]
+    dims = {
+        group: {n: v.dims for n, v in idata[group].data_vars.items()} for group in idata.groups()
+    }
+    draw = ("chain", "draw")
+    latent = {"mu": draw, "beta": (*draw, "beta_dim_0"), "alpha": (*draw, "client")}
+    rows = {"y": (*draw, "observation")}
+    assert dims == {
+        "posterior": latent,
+        "posterior_predictive": rows,
+        "log_likelihood": rows,
+        "prior": latent,
+        "observed_data": {"y": ("observation",)},
+        "constant_data": {"x": ("observation", "x_dim_0")},
+        "history": {name: ("round",) for name in ("elbo", "seconds", "clients")},
+    }
+    assert dict(idata.posterior.sizes) == {"chain": 4, "draw": 200, "beta_dim_0": 2, "client": 4}
+    assert idata.posterior["client"].values.tolist() == list(NAMES)
+    owners = np.repeat(NAMES, [5, 7, 9, 11]).tolist()
+    for group in ("observed_data", "constant_data", "log_likelihood", "posterior_predictive"):
+        assert idata[group]["observation_client"].values.tolist() == owners
+        assert idata[group]["observation"].values.tolist() == list(range(32))
+
+
+def test_values_are_those_of_the_posterior(idata, posterior):
+    data = posterior.federation
+    for group, values in (
+        ("posterior", posterior.sample(DRAWS, seed=5)),
+        ("posterior_predictive", posterior.predict(num_samples=DRAWS, seed=5)),
+        ("log_likelihood", posterior.log_likelihood(num_samples=DRAWS, seed=5)),
+    ):
+        for name, value in values.items():
+            expected = value.reshape(4, 200, *value.shape[1:]).numpy()
+            assert np.array_equal(idata[group][name].values, expected)
+    assert np.array_equal(idata.observed_data["y"], data["y"])
+    assert np.array_equal(idata.constant_data["x"], data["x"])
+
+
+def test_history(idata, posterior):
+    assert idata.history["round"].values.tolist() == list(range(1, 61))
+    assert np.array_equal(idata.history["elbo"], posterior.history["elbo"])
+    assert (idata.history["clients"] == 4).all()
+    assert (idata.history["seconds"] > 0).all()
+    assert idata.history["elbo"][-1] > idata.history["elbo"][0]
+
+
+def test_attributes_say_where_it_comes_from(idata):
+    attrs = idata.posterior.attrs
+    assert {n: attrs[n] for n in ("inference_library", "algorithm", "seed")} == {
+        "inference_library": "bayesfed",
+        "algorithm": "SFVI",
+        "seed": 3,
+    }
+
+
+def test_prior_draws_are_the_models(idata):
+    """mu ~ N(0, 2), alpha_i ~ N(mu, 1), beta ~ N(0, 1); four Monte Carlo errors."""
+    prior = idata.prior
+    error = 4 / DRAWS**0.5
+    for value, sd in (
+        (prior["mu"], 2.0),
+        (prior["beta"][..., 0], 1.0),
+        (prior["alpha"][..., 2], 5**0.5),
+        (prior["alpha"][..., 1] - prior["mu"], 1.0),
+    ):
+        assert abs(float(value.mean())) < error * sd
+        assert abs(np.log(float(value.std()) / sd)) < error / 2**0.5
+    assert np.ptp(prior["alpha"].values, axis=-1).min() > 0  # clients differ in every draw
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+def test_chains_divide_the_draws(posterior, chains):
+    found = posterior.to_arviz(10, chains=chains).posterior
+    assert found["alpha"].shape == (chains, 10 // chains, 4)
+    with pytest.raises(ValueError, match=r"num_samples \(10\) must be a multiple of chains \(3\)"):
+        posterior.to_arviz(10, chains=3)
+
+
+def test_summary_names_the_clients(idata):
+    table = az.summary(idata)
+    assert list(table.index) == ["mu", "beta[0]", "beta[1]", *(f"alpha[{n}]" for n in NAMES)]
+    alpha = idata.posterior["alpha"].sel(client="Øst")
+    assert table.loc["alpha[Øst]", "mean"] == pytest.approx(float(alpha.mean()), abs=6e-4)
+    assert (table["r_hat"] < 1.05).all()  # independent draws
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Passing a dict or None:DeprecationWarning"
+)  # ArviZ to Matplotlib
+def test_plots(idata):
+    axes = az.plot_forest(idata, var_names=["alpha"])
+    labels = [label.get_text() for label in axes[0].get_yticklabels()]
+    assert [label for label in labels if "west" in label]
+    az.plot_ppc(idata, num_pp_samples=5)
+    matplotlib.pyplot.close("all")
+
+
+@pytest.mark.filterwarnings("ignore:The inplace keyword")  # ArviZ to pandas
+def test_model_comparison(idata):
+    """Slopes that are not there: leaving them out predicts as well, with fewer parameters."""
+    without = fitted(conjugate_hierarchy).to_arviz(DRAWS)
+    loo = az.loo(idata)
+    assert loo.n_data_points == 32
+    assert (
+        float(loo.pareto_k.max()) < 0.7 if hasattr(loo, "pareto_k") else np.isfinite(loo.elpd_loo)
+    )
+    ranks = az.compare({"with": idata, "without": without})
+    assert set(ranks.index) == {"with", "without"}
+    assert ranks.loc["with", "p_loo"] > ranks.loc["without", "p_loo"]
+
+
+def test_netcdf(idata, tmp_path):
+    idata.to_netcdf(tmp_path / "idata.nc")
+    again = az.from_netcdf(tmp_path / "idata.nc")
+    assert again.groups() == idata.groups()
+    assert again.posterior["client"].values.tolist() == list(NAMES)
+
+
+def test_the_observed_field_is_no_constant_whatever_its_name():
+    """A field that a site observes under another name, and a covariate that is not observed."""
+
+    def model(federation):
+        with federation.clients():
+            alpha = pyro.sample("alpha", dist.Normal(0.0, 1.0))
+            with federation.observations() as obs:
+                pyro.sample("height", dist.Normal(alpha + 0 * obs["age"], 1.0), obs=obs["cm"])
+
+    data = bf.Federation.from_arrays(
+        {"a": {"age": [1.0, 2.0], "cm": [3.0, 4.0]}, "b": {"age": [5.0], "cm": [6.0]}}
+    )
+    algorithm = bf.SFVI(local_steps=1, particles=1, conditioned=False)
+    idata = bf.fit(model, data, algorithm, rounds=1).to_arviz(4)
+    assert list(idata.constant_data.data_vars) == ["age"]
+    assert idata.observed_data["height"].values.tolist() == [3.0, 4.0, 6.0]
+
+
+def test_without_covariates_there_is_no_constant_data():
+    data = bf.Federation.from_arrays({"a": {"y": [1.0]}, "b": {"y": [2.0]}})
+    algorithm = bf.SFVI(local_steps=1, particles=1)
+    idata = bf.fit(conjugate_hierarchy, data, algorithm, rounds=1).to_arviz(4)
+    assert "constant_data" not in idata.groups()
