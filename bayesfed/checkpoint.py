@@ -40,7 +40,7 @@ def save(posterior: Posterior, path: str | Path) -> None:
     ``start.globals`` and ``start.locals`` (the origin and unit ``(2, P)`` of an automatic guide's
     coordinates) and ``witness`` (two draws of the globals). The metadata's entry ``bayesfed`` is
     JSON: ``format``, ``version``, ``algorithm`` (see :func:`bayesfed.settings.settings_of`),
-    ``seed`` and ``clients``.
+    ``seed``, ``clients`` and ``sites``.
 
     The data and the model are not in it, the clients' names and local posteriors are.
 
@@ -76,6 +76,7 @@ def save(posterior: Posterior, path: str | Path) -> None:
         "algorithm": settings_of(posterior.algorithm),
         "seed": posterior.seed,
         "clients": list(posterior.federation.names),
+        "sites": list(posterior.program.sites),
     }
     tensors = {
         f"{part}/{name}": value.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -130,6 +131,11 @@ def load(
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     program = algorithm.program(model, federation)
+    if list(program.sites) != metadata["sites"]:
+        raise ValueError(
+            f"{path} was fitted to a model with sites {', '.join(metadata['sites'])}; this one has "
+            f"{', '.join(program.sites)}"
+        )
     if isinstance(program.guide, Hierarchical):
         program = replace(program, guide=_started(program.guide, parts, federation))
     rows = torch.tensor([known[name] for name in federation.names])

@@ -39,12 +39,12 @@ def check_settings(algorithm: Any) -> None:
 
 
 def warn_if_falling(elbo: Sequence[float]) -> None:
-    """Warn where a run of 50 rounds or more ends with a lower ELBO than it began with."""
+    """Warn where a run of 50 rounds or more ends with a clearly lower ELBO than it began with."""
     tenth = len(elbo) // 10
     if tenth < 5:
         return
     first, last = statistics.median(elbo[:tenth]), statistics.median(elbo[-tenth:])
-    if last < first:
+    if last + 3 * statistics.stdev(elbo[-tenth:]) < first:
         warnings.warn(
             f"the ELBO fell from {first:,.1f} to {last:,.1f}: the fit has diverged, do not use it. Lower "
             "lr and local_lr, or standardise the fields",

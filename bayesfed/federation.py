@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from bayesfed import noise
+from bayesfed.ingest import Missing, to_tensor, without_missing
 from bayesfed.plates import Batch, Fields, UnknownName
-
-Missing = Literal["fail", "drop"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +117,7 @@ class Federation:
         codes, names = pd.factorize(frame[client])
         order = np.argsort(codes, kind="stable")
         offsets = np.concatenate([[0], np.bincount(codes, minlength=len(names)).cumsum()])
-        tensors = {c: _to_tensor(c, frame[c].iloc[order].array, str(names[0])) for c in wanted}
+        tensors = {c: to_tensor(c, frame[c].iloc[order].array, str(names[0])) for c in wanted}
         columns = {
             name: tensors[s] if isinstance(s, str) else torch.stack([tensors[c] for c in s], -1)
             for name, s in sources.items()
@@ -160,7 +159,7 @@ class Federation:
                 raise UnknownName(
                     f"client {lacking!r} has no field {field!r}, other clients have it"
                 )
-            tensors = {f: _to_tensor(f, arrays[f], str(name)) for f in expected}
+            tensors = {f: to_tensor(f, arrays[f], str(name)) for f in expected}
             sizes = {f: t.shape[0] if t.ndim else 0 for f, t in tensors.items()}
             odd = [f for f in sizes if sizes[f] != sizes[expected[0]]]
             if odd:
@@ -229,29 +228,7 @@ class Federation:
         missing: Missing,
     ) -> Federation:
         """Fail on NaN, or drop the rows that hold one, and build."""
-        if missing not in ("fail", "drop"):
-            raise ValueError(f"missing is {missing!r}; choose 'fail' or 'drop'")
-        if not columns:
-            raise ValueError("no fields were given: a federation needs at least one")
-        lengths = np.diff(offsets)
-        owner = torch.from_numpy(np.repeat(np.arange(len(names)), lengths))
-        bad = torch.zeros(int(offsets[-1]), dtype=torch.bool)
-        for field, value in columns.items():
-            if not value.is_floating_point() or len(value) != len(bad):
-                continue
-            nan = value.isnan().reshape(len(value), -1).any(-1)
-            if missing == "fail" and nan.any():
-                row = int(nan.nonzero()[0])
-                client = int(owner[row])
-                raise ValueError(
-                    f"client {names[client]!r}, row {row - int(offsets[client])}: field {field!r} is "
-                    "NaN. Mend the data, or pass missing='drop' to leave such rows out"
-                )
-            bad |= nan
-        if bad.any():
-            columns = {field: value[~bad] for field, value in columns.items()}
-            lengths = np.bincount(owner[~bad].numpy(), minlength=len(names))
-            offsets = np.concatenate([[0], lengths.cumsum()])
+        columns, offsets = without_missing(columns, offsets, names, missing)
         return cls(columns, torch.as_tensor(offsets, dtype=torch.int64), names, client_dim)
 
     # -- what is in it ----------------------------------------------------------------------------
@@ -443,30 +420,6 @@ class Federation:
         The padded copy that a pooled run needs is made at the first call and kept.
         """
         return self._pooled.observations()
-
-
-def _to_tensor(field: str, values: Any, client: str) -> Tensor:
-    """A field as a tensor; numbers become floating, torch tensors keep their type."""
-    if isinstance(values, Tensor):
-        return values.detach()
-    array = np.asarray(values)
-    if array.dtype == object or isinstance(getattr(values, "dtype", None), pd.CategoricalDtype):
-        try:
-            if isinstance(getattr(values, "dtype", None), pd.CategoricalDtype):
-                raise ValueError
-            array = pd.to_numeric(pd.Series(array)).to_numpy(dtype=float, na_value=np.nan)
-        except (ValueError, TypeError):
-            example = pd.unique(pd.Series(np.ravel(array)))[:3].tolist()
-            raise TypeError(
-                f"field {field!r} is categorical or text (e.g. {example}; client {client!r}): encode it "
-                f"as numbers first, e.g. frame[{field!r}].astype('category').cat.codes, or as dummies"
-            ) from None
-    if array.dtype.kind not in "biuf":
-        raise TypeError(
-            f"field {field!r} has type {array.dtype}: only numbers can be stored (client {client!r}); "
-            "encode it as numbers first"
-        )
-    return torch.as_tensor(np.array(array), dtype=torch.get_default_dtype())
 
 
 def _shortened(names: Sequence[str], most: int = 8) -> str:

@@ -59,6 +59,11 @@ class _Spline(nn.Module):
             else T.spline_autoregressive(size, [4 * size], count_bins=bins, bound=bound)
         )
 
+        if size == 1:  # Pyro starts this one far from the identity
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.mul_(0.1)
+
     def forward(self, noise: Tensor) -> tuple[Tensor, Tensor]:
         pushed = self.transform(noise)
         log_det = self.transform.log_abs_det_jacobian(noise, pushed)

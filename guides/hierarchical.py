@@ -104,7 +104,7 @@ def automatic(
     if not conditioned:
         return guide
     priors = _Priors(
-        guide, torch.cat([torch.zeros_like(s.loc) for s in guide.globals.values()] or [low[:0, 0]])
+        guide, torch.cat([torch.zeros_like(s.loc) for s in guide.globals.values()] or [low[:0]])
     )
     with trusted(), priors:
         model(batch)
@@ -206,7 +206,8 @@ class _Guided(_Values):
             q, u = self.drawn_from[msg["name"]], msg["value"]
             if msg["name"] != LOCAL:
                 u = biject_to(msg["fn"].support).inv(u)
-            self.context.append(local.whiten(q, u.reshape(q.loc.shape)))
+                u = u.reshape((*msg["value"].shape[: -msg["fn"].event_dim or None], -1))
+            self.context.append(local.whiten(q, u))
 
     def _local(
         self, name: str, start: Start, prior: tuple[Tensor, Tensor] | None, clients: int
@@ -251,7 +252,8 @@ def _point(prior: Any, z: Tensor, start: Start | None = None) -> dist.Delta:
     start = (
         Start(torch.zeros_like(z[..., :1]), torch.ones_like(z[..., :1])) if start is None else start
     )
-    u = (start.loc + start.scale * z).reshape((*batch, *transform.inverse_shape(prior.event_shape)))
+    shape = transform.inverse_shape(prior.shape())[len(prior.batch_shape) :]
+    u = (start.loc + start.scale * z).reshape((*batch, *shape))
     value = transform(u)
     log_det = transform.log_abs_det_jacobian(u, value).reshape((*batch, -1)).sum(-1)
     log_det = log_det + start.scale.log().sum(-1)

@@ -24,6 +24,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 from torch.distributions import biject_to, constraints
+from torch.distributions.transforms import ReshapeTransform
 
 FULL_UP_TO = 20
 """The largest variable whose factor has a full covariance; larger ones have W = 0."""
@@ -125,13 +126,15 @@ def whiten(q: Any, u: Tensor) -> Tensor:
 def seen(prior: Any, q: Any) -> Any:
     """q, over flat u, as a distribution over the prior's support."""
     transform = biject_to(prior.support)
-    shape = transform.inverse_shape(prior.event_shape)
+    shape = transform.inverse_shape(prior.shape())[len(prior.batch_shape) :]
     if isinstance(q, dist.Normal):
         batch = torch.broadcast_shapes(q.loc.shape, q.scale.shape)[:-1]
         loc, scale = (
             x.expand(*batch, x.shape[-1]).reshape((*batch, *shape)) for x in (q.loc, q.scale)
         )
         q = dist.Normal(loc, scale).to_event(len(shape))
+    elif shape != q.event_shape:
+        q = dist.TransformedDistribution(q, [ReshapeTransform(q.event_shape, shape)])
     support = prior.support
     while isinstance(support, constraints.independent):
         support = support.base_constraint

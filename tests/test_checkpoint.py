@@ -139,9 +139,11 @@ def test_another_model_is_noticed(tmp_path):
         pyro.sample("nu", dist.Normal(0.0, 1.0))
         models.eight_schools(federation)
 
-    with pytest.raises(ValueError, match=r"lacks parameter 'eta\."):
+    with pytest.raises(
+        ValueError, match="a model with sites mu, tau, theta, y; this one has mu, tau, eta, y"
+    ):
         bf.Posterior.load(tmp_path / "p", other_sites, schools())
-    with pytest.raises(ValueError, match=r"parameter 'global\.loc' has shape \(2,\).* need \(3,\)"):
+    with pytest.raises(ValueError, match="this one has nu, mu, tau, theta, y"):
         bf.Posterior.load(tmp_path / "p", more_globals, schools())
 
 

@@ -68,7 +68,7 @@ def test_cohorts_are_random_distinct_and_seeded():
             rounds=12,
             clients_per_round=2,
             seed=seed,
-            callbacks=[lambda r: rounds.append(tuple(r.cohort))],
+            callbacks=[lambda r, rounds=rounds: rounds.append(tuple(r.cohort))],
         )
         assert all(len(set(cohort)) == 2 for cohort in rounds)
         assert {name for cohort in rounds for name in cohort} <= set(ragged(6).names)

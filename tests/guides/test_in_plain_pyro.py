@@ -5,7 +5,6 @@ import math
 import pyro
 import pyro.distributions as dist
 import pytest
-import torch
 from pyro.infer import MCMC, NUTS, SVI, Trace_ELBO
 
 import bayesfed as bf
