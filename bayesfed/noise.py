@@ -90,6 +90,13 @@ def choose(keys: Tensor, lengths: Tensor, count: int) -> Tensor:
     return chosen.masked_fill(chosen == longest, -1)
 
 
+def shuffle(keys: Tensor, lengths: Tensor) -> Tensor:
+    """``range(length)`` in random order for each key: int64 ``(K, lengths.max())``, what is left over last."""
+    longest = int(lengths.max())
+    absent = torch.arange(longest, device=keys.device) >= lengths[:, None]
+    return uniform(keys, (longest,)).masked_fill(absent, torch.inf).argsort(-1)
+
+
 # -- lifting the random numbers out of a distribution ------------------------------------------------
 
 _KINDS = {

@@ -1,7 +1,7 @@
 """How close federated fits come to pooled NUTS on the same program: makes accuracy.md.
 
     python experiments/accuracy.py                  # all three problems, about half an hour
-    python experiments/accuracy.py "eight schools"  # one of them; its rows in accuracy.md are replaced
+    python experiments/accuracy.py "eight schools"  # one of them; its rows in accuracy.md are replaced as they come
 
 Radon needs its data, a JSON file with `county`, `x` (floor) and `y` (log radon): --radon PATH.
 
@@ -201,8 +201,8 @@ PROBLEMS = {
     "eight schools": Problem(
         models.eight_schools, lambda _: datasets.eight_schools(), None, False, 1000, "A"
     ),
-    "grunfeld": Problem(models.varying_slope, lambda _: datasets.grunfeld(), 10, True, 3000, "IBM"),
-    "radon": Problem(models.varying_intercept, radon, 5, False, 1500, "20"),
+    "grunfeld": Problem(models.varying_slope, lambda _: datasets.grunfeld(), 10, True, 2000, "IBM"),
+    "radon": Problem(models.varying_intercept, radon, 10, False, 1500, "20"),
 }
 GUIDES = {
     "default": bf.SFVI(),
@@ -258,16 +258,21 @@ def main() -> None:
     torch.set_num_threads(1)
     print("\n".join(HEADER))
     for name in args.problems:
-        table = []
         for row in rows(name, PROBLEMS[name], args.radon, args.draws):
             print(f"| {row} |", flush=True)
-            table.append(f"| {row} |")
-        path = HERE / "accuracy.md"
-        kept = path.read_text().splitlines() if path.exists() else []
-        kept = [line for line in kept[len(HEADER) :] if not line.startswith(f"| {name} ")]
-        fresh = path.with_suffix(".tmp")
-        fresh.write_text("\n".join([*HEADER, *kept, *table]) + "\n")
-        fresh.replace(path)
+            keep(HERE / "accuracy.md", f"| {row} |")
+
+
+def keep(path: Path, row: str) -> None:
+    """Put a row into the table in place of the one it repeats."""
+    old = path.read_text().splitlines()[len(HEADER) :] if path.exists() else []
+    same = row.split(" | ")[:3]
+    table = [line for line in old if line.split(" | ")[:3] != same]
+    order = [f"| {name}" for name in PROBLEMS]
+    table = sorted([*table, row], key=lambda line: order.index(line.split(" | ")[0]))
+    fresh = path.with_suffix(f".{same[0][2:]}.tmp")
+    fresh.write_text("\n".join([*HEADER, *table]) + "\n")
+    fresh.replace(path)
 
 
 if __name__ == "__main__":
