@@ -82,12 +82,12 @@ def main() -> None:
         return
     print("\n".join(HEADER))
     lines = []
-    sizes = [(1_000, 100, 50), (10_000, 100, 1500), (100_000, 100, 50), (10_000, 1_000, 50)]
+    sizes = [(1_000, 100, 50), (10_000, 100, 1000), (100_000, 100, 50), (10_000, 1_000, 50)]
     for clients, cohort, rounds in sizes:
         command = [sys.executable, __file__, "--one", str(clients), str(cohort), str(rounds)]
         ran = subprocess.run(command, check=True, capture_output=True, text=True)
         f = json.loads(ran.stdout.splitlines()[-1])
-        fitted = f"{f['mu']:.1f} | {f['sd']:.4f}" if rounds > 1000 else "(50 rounds only) | "
+        fitted = f"{f['mu']:.1f} | {f['sd']:.4f}" if rounds >= 1000 else "(50 rounds only) | "
         lines.append(
             f"| {clients:,} | {f['rows']:,} | {cohort:,} | {f['data']:.1f} | {f['locals']:.1f} | "
             f"{f['peak']:.0f} | {f['round']:.0f} | {f['all']:.0f} | {fitted} |"
