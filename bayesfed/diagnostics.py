@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pyro import poutine
 from torch import Tensor
 
-from bayesfed import handlers, noise
+from bayesfed import noise
+from bayesfed.partition import run
 
 if TYPE_CHECKING:
     from bayesfed.federation import Federation
@@ -59,21 +59,15 @@ def check_data(program: Program, federation: Federation) -> None:
         ValueError: an observed value lies outside its site's support (names site, client and row), or
             a client's observation has the wrong shape.
     """
-    local = [s.name for s in program.sites.values() if s.observed]
+    observed = [site.name for site in program.observed]
     server = program.noise(noise.key(0).to(federation.device), 1, local=False)
     for chunk in federation.chunks():
         batch = federation.batch(chunk)
         keys = noise.fold(noise.key(0).to(federation.device), federation.streams[chunk])
-        with (
-            torch.no_grad(),
-            handlers.trusted(),
-            handlers.Parameters(program.init),
-            handlers.Noise(server | program.noise(keys, 1, local=True)),
-            handlers.particles(1),
-        ):
-            guide = poutine.trace(program.guide).get_trace(batch)
-            model = poutine.trace(poutine.replay(program.model, trace=guide)).get_trace(batch)
-        for name in local:
+        supplied = server | program.noise(keys, 1, local=True)
+        with torch.no_grad():
+            _, model = run(program, program.init, {}, batch, supplied, 1)
+        for name in observed:
             node = model.nodes[name]
             fn, value = node["fn"], node["value"]
             inside = fn.support.check(value)

@@ -35,7 +35,7 @@ class Terms(NamedTuple):
     clients: Tensor
 
 
-def _run(
+def run(
     program: Program,
     params: Mapping[str, Tensor],
     values: Draws,
@@ -43,7 +43,7 @@ def _run(
     noise: Noise,
     particles: int,
 ) -> tuple[Any, Any]:
-    """Traces of the guide and of the model replayed against it."""
+    """Traces of the guide and of the model replayed against it, everything given from outside."""
     with (
         handlers.trusted(),
         handlers.Parameters(params),
@@ -124,7 +124,7 @@ def client_terms(
     Returns:
         ``(S, K)``. Rows of clients do not interact: the gradient of the sum is every client's own.
     """
-    guide, model = _run(program, params, values, batch, noise, particles)
+    guide, model = run(program, params, values, batch, noise, particles)
     return _terms(_log_ratio(guide, model, local=True), batch.scale, particles, len(batch))
 
 
@@ -142,7 +142,7 @@ def server_pass(
     Returns:
         The term, shape ``(S,)``, and the draws as :func:`draw` gives them, both differentiable.
     """
-    guide, model = _run(program, params, {}, program.schema, noise, particles)
+    guide, model = run(program, params, {}, program.schema, noise, particles)
     total = _log_ratio(guide, model, local=False)
     draws = {name: guide.nodes[name]["value"] for name in program.draws}
     return _terms(total, program.schema.scale, particles, 1).squeeze(-1), draws
@@ -152,7 +152,7 @@ def log_prior(
     program: Program, params: Mapping[str, Tensor], values: Draws, particles: int
 ) -> Tensor:
     """log p of given draws in the coordinates of the draws (Jacobian included): shape ``(S,)``."""
-    guide, model = _run(program, params, values, program.schema, {}, particles)
+    guide, model = run(program, params, values, program.schema, {}, particles)
     total = _log_ratio(guide, model, local=False, skip=program.draws)
     return _terms(total, program.schema.scale, particles, 1).squeeze(-1)
 
@@ -166,7 +166,7 @@ def elbo_terms(
     values: Draws | None = None,
 ) -> Terms:
     """Both parts in one pass; with parameters or noise that have a row per client, ``server`` is ``(S, K)``."""
-    guide, model = _run(program, params, values or {}, batch, noise, particles)
+    guide, model = run(program, params, values or {}, batch, noise, particles)
     server = torch.as_tensor(
         _log_ratio(guide, model, local=False), dtype=batch.scale.dtype, device=batch.scale.device
     )

@@ -108,7 +108,7 @@ class SFVIAvg:
             name: value.expand(len(keys), 1, *value.shape).clone() for name, value in start.items()
         }
         square = {name: torch.zeros_like(value) for name, value in copies.items()}
-        terms = []
+        terms = torch.zeros(len(keys))
         for step in range(self.local_steps):
             lam = {name: value.detach().requires_grad_() for name, value in copies.items()}
             phi = {n: v.detach().requires_grad_() for n, v in clients["params"].items()}
@@ -135,10 +135,11 @@ class SFVIAvg:
                     square[name] += grad[name].square() / self.local_steps
                     move = rate * self.lr * grad[name] / (size[name] + 1e-12)
                     copies[name] = copies[name] + torch.where(size[name] > 0, move, 0.0)
-            terms.append(term.detach())
+            if step == 0:
+                terms = term.detach()  # at λ itself, before the copies part
         upload = {f"square.{name}": value.squeeze(1) for name, value in square.items()}
         upload |= encode(start, {name: value.squeeze(1) for name, value in copies.items()})
-        return clients, upload, terms[0]  # at λ itself, before the copies part
+        return clients, upload, terms
 
     def decode(
         self,
