@@ -167,6 +167,68 @@ def randhie() -> Federation:
     return standardise(federation, ["x"])[0]
 
 
+def digits(clients: int = 20, classes: int = 3, seed: int = 0) -> tuple[Federation, Federation]:
+    """Handwritten digits, a few classes for each client: ``(train, test)``, for quick trials.
+
+    Each client has ``classes`` random digits, and of each the same number of images: 60 / ``classes``, or fewer
+    where a digit's images do not go round, which no two clients share. A third of a client's images, drawn at
+    random, are for the test, so by default most clients have 40 and 20.
+
+    Fields:
+        ``x``: shape ``(64,)``, an image of 8 × 8 pixels, flat, from 0 (paper) to 1 (ink).
+
+        ``y``: scalar, the digit: int64, 0 to 9.
+
+    Args:
+        clients: N; they are called "client 0", "client 1", ...
+        classes: digits per client, 1 to 10.
+        seed: of all random choices.
+
+    Source: E. Alpaydin and C. Kaynak (1998), "Optical recognition of handwritten digits", UCI
+    Machine Learning Repository, doi 10.24432/C50P49; its 1797 test images, as shipped by scikit-learn.
+
+    Raises:
+        ImportError: scikit-learn is not installed: ``pip install scikit-learn``.
+        ValueError: ``classes`` out of range, or so many clients that one has fewer than 3 images.
+
+    Example:
+        >>> from bayesfed import datasets
+        >>> train, test = datasets.digits(clients=5)
+        >>> train
+        Federation: 5 clients, 200 rows (40 to 40 a client), fields x[64], y
+        >>> test
+        Federation: 5 clients, 100 rows (20 to 20 a client), fields x[64], y
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError(
+            "this dataset comes with scikit-learn, which is not installed: pip install scikit-learn"
+        ) from error
+    if not 1 <= classes <= 10:
+        raise ValueError(f"classes is {classes}; a client has 1 to 10 of the ten digits")
+    images, labels = load_digits(return_X_y=True)
+    rng = np.random.default_rng(seed)
+    chosen = [rng.choice(10, size=classes, replace=False) for _ in range(clients)]
+    holders = np.bincount(np.concatenate(chosen), minlength=10) if chosen else np.zeros(10, int)
+    packs = [rng.permutation(np.flatnonzero(labels == digit)) for digit in range(10)]
+    share = [min(60 // classes, len(packs[d]) // max(1, holders[d])) for d in range(10)]
+    parts: list[dict[str, dict[str, Tensor]]] = [{}, {}]
+    for i, own in enumerate(chosen):
+        each = min(share[d] for d in own)
+        rows = rng.permutation(np.concatenate([packs[d][:each] for d in own]))
+        for d in own:
+            packs[d] = packs[d][each:]
+        if len(rows) < 3:
+            raise ValueError(f"{clients} clients are too many: client {i} has fewer than 3 images")
+        for part, taken in zip(parts, np.split(rows, [len(rows) - len(rows) // 3]), strict=True):
+            part[f"client {i}"] = {
+                "x": torch.as_tensor(images[taken] / 16, dtype=torch.get_default_dtype()),
+                "y": torch.as_tensor(labels[taken], dtype=torch.int64),
+            }
+    return Federation.from_arrays(parts[0]), Federation.from_arrays(parts[1])
+
+
 def standardise(
     federation: Federation, fields: Sequence[str]
 ) -> tuple[Federation, dict[str, tuple[Tensor, Tensor]]]:

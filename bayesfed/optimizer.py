@@ -31,13 +31,13 @@ def ascend(
     state: State,
     grads: Mapping[str, Tensor],
     lr: float,
+    eps: float = 1e-8,
     beta1: float = 0.9,
     beta2: float = 0.999,
-    eps: float = 1e-8,
 ) -> State:
     """One Adam step uphill (Kingma & Ba 2015, Algorithm 1, with the sign of maximisation)."""
     step = state["step"]["step"] + 1
-    new: State = {"params": {}, "mean": {}, "square": {}, "step": {"step": step}}
+    new: State = state | {"params": {}, "mean": {}, "square": {}, "step": {"step": step}}
     for name, value in state["params"].items():
         grad = grads[name]
         mean = beta1 * state["mean"][name] + (1 - beta1) * grad

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -78,3 +78,7 @@ class Batch:
         """The same batch without some fields: ``obs.get(name)`` is None, so the site is sampled."""
         kept = {name: value for name, value in self.fields.items() if name not in names}
         return replace(self, fields=Fields(kept))
+
+
+Rows = Callable[[int | None], Batch]
+"""The rows that a cohort uses at a local step; ``None`` asks for all of them."""

@@ -12,7 +12,7 @@ from pyro import poutine
 from torch import Tensor
 
 from bayesfed import handlers, noise, optimizer
-from bayesfed.algorithms.local import annealed, batches, local_steps
+from bayesfed.algorithms.local import annealed, batches, local_steps, moved, with_origin
 from bayesfed.federation import Federation, Model
 from bayesfed.partition import client_terms, draw, server_pass
 from bayesfed.plates import Batch, UnknownName
@@ -224,11 +224,11 @@ class Posterior:
         """
         program = self.program
         root = noise.fold(noise.key(seed), noise.word("personalize")).to(federation.device)
-        params = program.init_locals(federation)
-        if params:
-            state = optimizer.init(params, rows=len(federation))
+        state = with_origin(program, federation)
+        if program.local_params:
             for chunk in federation.chunks():
                 rows = optimizer.take(state, chunk)
+                rows = moved(program, self.params, rows, federation.batch(chunk))
                 for step in range(steps):
                     key = noise.fold(root, step)
                     keys = noise.fold(key, federation.streams[chunk])
@@ -247,8 +247,7 @@ class Posterior:
                         lr=lr * annealed(0.01, step / steps),
                     )
                 optimizer.put(state, chunk, rows)
-            params = state["params"]
-        return replace(self, federation=federation, local_params=params)
+        return replace(self, federation=federation, local_params=state["params"])
 
     def to_arviz(
         self, num_samples: int = 1000, *, chains: int = 4, seed: int = 0

@@ -196,6 +196,16 @@ class Program:
             ]
         return supplied
 
+    @property
+    def laplace_params(self) -> list[str]:
+        """The local parameters for which the guide has a closed form, its ``laplace`` method."""
+        return list(getattr(self.guide, "laplace_params", ()))
+
+    def laplace(self, params: Mapping[str, Tensor], phi: Params, batch: Batch) -> Params:
+        """The guide's closed form of its local parameters, for K clients ``(K, 1, ...)``."""
+        with handlers.trusted(), handlers.Parameters({**params, **phi}), handlers.Noise({}):
+            return self.guide.laplace(batch, phi)  # type: ignore[attr-defined]
+
     def init_locals(self, federation: Federation) -> Params:
         """Initial local parameters of every client: tensors of shape ``(N, ...)``."""
         parts: dict[str, list[Tensor]] = {name: [] for name in self.local_params}

@@ -17,7 +17,7 @@ from bayesfed.algorithms.local import annealed, batches
 from bayesfed.algorithms.sfvi import SFVI
 from bayesfed.diagnostics import check_data, check_finite, check_settings, warn_if_falling
 from bayesfed.federation import Federation, Model
-from bayesfed.plates import Batch
+from bayesfed.plates import Rows
 from bayesfed.posterior import Posterior
 from bayesfed.program import Params, Program
 from bayesfed.progress import rounds_shown
@@ -44,7 +44,7 @@ class Algorithm(Protocol):
         program: Program,
         message: dict[str, Tensor],
         clients: optimizer.State,
-        batch: Callable[[int], Batch],
+        batch: Rows,
         keys: Tensor,
         rate: float,
     ) -> tuple[optimizer.State, dict[str, Tensor], Tensor]:

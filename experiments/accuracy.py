@@ -201,8 +201,8 @@ PROBLEMS = {
     "eight schools": Problem(
         models.eight_schools, lambda _: datasets.eight_schools(), None, False, 1000, "A"
     ),
-    "grunfeld": Problem(models.varying_slope, lambda _: datasets.grunfeld(), 10, True, 3000, "IBM"),
-    "radon": Problem(models.varying_intercept, radon, 10, False, 1500, "20"),
+    "grunfeld": Problem(models.varying_slope, lambda _: datasets.grunfeld(), 10, True, 1000, "IBM"),
+    "radon": Problem(models.varying_intercept, radon, 10, False, 1000, "20"),
 }
 GUIDES = {
     "default": bf.SFVI(),

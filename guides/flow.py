@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from bayesfed.guides.full_rank import affine
+from bayesfed import natural
+from bayesfed.guides.full_rank import affine, from_scale_tril, scale_tril
 from bayesfed.guides.mean_field import GLOBAL
 
 
@@ -42,10 +43,18 @@ class Flow:
             for name, start in spline.named_parameters()
         }
         loc = pyro.param("global.loc", init, event_dim=1)
-        scale_tril = affine(init, self.init_scale)
-        q = _Pushforward(spline, weights, loc, scale_tril)
+        tril = affine(init, self.init_scale)
+        q = _Pushforward(spline, weights, loc, tril)
         z = pyro.sample(GLOBAL, q, infer={"is_auxiliary": True})
-        return z, loc, scale_tril.square().sum(-1).sqrt()
+        return z, loc, tril.square().sum(-1).sqrt()
+
+    def ascend(
+        self, params: Mapping[str, Tensor], z: Tensor, grads: Tensor, rate: float
+    ) -> dict[str, Tensor]:
+        """The affine part after a natural-gradient step; see :func:`bayesfed.natural.step`."""
+        root = scale_tril(params["global.log_scale"], params["global.tril"])
+        loc, root = natural.step(params["global.loc"], root, z, grads, rate, entropy=True)
+        return {"global.loc": loc} | from_scale_tril(root)
 
 
 class _Spline(nn.Module):

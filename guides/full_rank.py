@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pyro
@@ -10,6 +11,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
+from bayesfed import natural
 from bayesfed.guides.landing import Landing
 from bayesfed.guides.mean_field import GLOBAL
 
@@ -31,6 +33,14 @@ class FullRank:
         q = Landing(lambda loc, tril: dist.MultivariateNormal(loc, scale_tril=tril), loc, tril)
         z = pyro.sample(GLOBAL, q, infer={"is_auxiliary": True})
         return z, loc, tril.square().sum(-1).sqrt()
+
+    def ascend(
+        self, params: Mapping[str, Tensor], z: Tensor, grads: Tensor, rate: float
+    ) -> dict[str, Tensor]:
+        """The parameters after a natural-gradient step; see :func:`bayesfed.natural.step`."""
+        root = scale_tril(params["global.log_scale"], params["global.tril"])
+        loc, root = natural.step(params["global.loc"], root, z, grads, rate)
+        return {"global.loc": loc} | from_scale_tril(root)
 
 
 def affine(init: Tensor, init_scale: float) -> Tensor:

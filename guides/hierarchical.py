@@ -11,12 +11,13 @@ import pyro
 import pyro.distributions as dist
 import torch
 from pyro import poutine
+from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import biject_to
 
 from bayesfed.federation import Federation, Model
-from bayesfed.guides import local
+from bayesfed.guides import laplace, local
 from bayesfed.guides.landing import Landing
 from bayesfed.guides.local import Start
 from bayesfed.handlers import is_plate, origin, particles, trusted
@@ -65,6 +66,43 @@ class Hierarchical:
                 self.model(head)
         with _Guided(self, z, (z - loc.detach()) / scale.detach(), priors.found):
             self.model(head)
+
+    @property
+    def laplace_params(self) -> list[str]:
+        """The local parameters that :meth:`laplace` gives."""
+        if not self.block:
+            return []
+        size = sum(len(self.locals[name].loc) for name in self.block)
+        names = ["loc", "log_precision", "loc_weight", "precision_weight"]
+        return [f"{LOCAL}.{name}" for name in names + ["tril"] * (size > 1)]
+
+    def laplace(self, batch: Any, phi: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters of the block's factor from the likelihood's curvature, for K clients."""
+        _, loc, scale = self.sample_globals()
+        loc, scale = (x.detach().expand(len(batch), 1, -1) for x in (loc, scale))
+        starts = [self.locals[name] for name in self.block]
+        start = Start(*(torch.cat([getattr(s, f) for s in starts]) for f in ("loc", "scale")))
+        priors = _Priors(self, loc)
+        with priors:
+            self.model(batch.head())
+        locs, scales = zip(*(priors.found[name] for name in self.block), strict=True)
+        centre, spread = (_stack(x).detach().expand(len(batch), 1, -1) for x in (locs, scales))
+        prior = (centre - start.loc) / start.scale, (start.scale / spread).square()
+
+        def log_likelihood(u: Tensor, z: Tensor) -> Tensor:
+            sizes = [len(s.loc) for s in starts]
+            u = start.loc + start.scale * u
+            given = _Given(self, z, dict(zip(self.block, u.split(sizes, -1), strict=True)))
+            with given, particles(len(u)):
+                self.model(batch)
+            return given.total
+
+        found = laplace.factor(log_likelihood, prior, phi[f"{LOCAL}.loc"], loc)
+        for name in ("loc_weight", "precision_weight"):
+            weight = found[name] * scale[..., None, :]
+            rest = phi[f"{LOCAL}.{name}"].shape[-1] - weight.shape[-1]
+            found[name] = torch.nn.functional.pad(weight, (0, rest))
+        return {f"{LOCAL}.{name}": found[name] for name in found if f"{LOCAL}.{name}" in phi}
 
     def __str__(self) -> str:
         locals_ = "conditioned" if self.conditioned else "mean-field"
@@ -151,6 +189,31 @@ class _Priors(_Values):
         )
         size = sum(len(self.guide.locals[name].loc) for name in names)
         return names if size <= local.FULL_UP_TO else ()
+
+
+class _Given(_Values):
+    """Run the model with z and the block's variables given, and add up the likelihood: ``(S, K)``."""
+
+    def __init__(self, guide: Hierarchical, z: Tensor, u: Mapping[str, Tensor]) -> None:
+        super().__init__(guide, z)
+        self.u = u
+        self.total: Any = 0.0
+
+    def _pyro_sample(self, msg: Any) -> None:
+        name, fn = msg["name"], msg["fn"]
+        msg["stop"] = True
+        if is_plate(msg):
+            return
+        if msg["is_observed"]:
+            log_prob = scale_and_mask(fn.log_prob(msg["value"]), msg["scale"], msg["mask"])
+            self.total = self.total + log_prob.sum(-1)
+        elif name in self.z:
+            msg["value"] = _point(fn, self.z[name], self.guide.globals[name])()
+        elif name in self.u:
+            msg["value"] = _point(fn, self.u[name])()
+        else:
+            msg["value"] = origin(fn)
+        msg["done"] = True
 
 
 class _Guided(_Values):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pyro
@@ -10,6 +11,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
+from bayesfed import natural
 from bayesfed.guides.landing import Landing
 
 GLOBAL = "global"
@@ -35,3 +37,11 @@ class MeanField:
         scale = log_scale.exp()
         q = Landing(lambda loc, scale: dist.Normal(loc, scale).to_event(1), loc, scale)
         return pyro.sample(GLOBAL, q, infer={"is_auxiliary": True}), loc, scale
+
+    def ascend(
+        self, params: Mapping[str, Tensor], z: Tensor, grads: Tensor, rate: float
+    ) -> dict[str, Tensor]:
+        """The parameters after a natural-gradient step; see :func:`bayesfed.natural.step`."""
+        root = params["global.log_scale"].exp().diag()
+        loc, root = natural.step(params["global.loc"], root, z, grads, rate, diagonal=True)
+        return {"global.loc": loc, "global.log_scale": root.diagonal().log()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -11,8 +11,40 @@ from torch import Tensor
 from bayesfed import noise, optimizer
 from bayesfed.federation import Federation
 from bayesfed.partition import client_terms
-from bayesfed.plates import Batch
+from bayesfed.plates import Batch, Rows
 from bayesfed.program import Program
+
+EPS = 0.1
+"""Adam's ε for φ_i: an ELBO gradient of less than a tenth of a nat a unit is noise, not to be chased at full rate."""
+
+
+def with_origin(program: Program, federation: Federation) -> optimizer.State:
+    """Initial states of all clients: φ_i, Adam's moments and the origin of φ_i (see :func:`moved`)."""
+    clients = optimizer.init(program.init_locals(federation), rows=len(federation))
+    names = program.laplace_params
+    clients["origin"] = {name: clients["params"][name].clone() for name in names}
+    return clients
+
+
+def moved(
+    program: Program, params: Mapping[str, Tensor], clients: optimizer.State, rows: Batch
+) -> optimizer.State:
+    """φ_i, moved by the change of its closed-form origin since the client's last visit.
+
+    What gradient steps have learnt is kept as a correction to the origin; see
+    :mod:`bayesfed.guides.laplace`. Guides that have no closed form are left as they are.
+    """
+    if not program.laplace_params:
+        return clients
+    phi = clients["params"]
+    origin = program.laplace(params, phi, rows)
+    finite = torch.cat([value.flatten(1) for value in origin.values()], 1).isfinite().all(1)
+    shifted = {}
+    for name, before in clients["origin"].items():
+        keep = finite.reshape(-1, *[1] * (before.ndim - 1))
+        origin[name] = torch.where(keep, origin[name], before)
+        shifted[name] = phi[name] + origin[name] - before
+    return clients | {"params": phi | shifted, "origin": origin}
 
 
 def local_steps(
@@ -20,7 +52,7 @@ def local_steps(
     draws: Mapping[str, Tensor],
     params: Mapping[str, Tensor],
     clients: optimizer.State,
-    batch: Callable[[int], Batch],
+    batch: Rows,
     keys: Tensor,
     *,
     steps: int,
@@ -72,7 +104,7 @@ def local_steps(
             for (name, leaf), g in zip(leaves.items(), grads, strict=True)
         }
         with torch.no_grad():
-            clients = optimizer.ascend(clients, {name: grad[name] for name in phi}, lr)
+            clients = optimizer.ascend(clients, {name: grad[name] for name in phi}, lr, EPS)
         if step < steps // 2:
             continue
         for name in theta:
@@ -93,10 +125,10 @@ def annealed(final: float, done: float) -> float:
     return final + (1 - final) * (1 + math.cos(math.pi * done)) / 2
 
 
-def batches(
-    federation: Federation, clients: Tensor, batch_size: int | None, keys: Tensor
-) -> Callable[[int], Batch]:
-    """The rows that each client uses at each local step: all, or the next ``batch_size`` of a shuffled order.
+def batches(federation: Federation, clients: Tensor, batch_size: int | None, keys: Tensor) -> Rows:
+    """The rows that each client uses at a local step: all, or the next ``batch_size`` of a shuffled order.
+
+    ``None`` in place of the step asks for all.
 
     A round goes through a client's rows before it meets one again, which leaves less noise in the mean of its
     gradients than rows drawn afresh at each step.
@@ -108,7 +140,9 @@ def batches(
     order = noise.shuffle(noise.fold(keys, noise.word("rows")), lengths)
     slots = torch.arange(batch_size, device=keys.device)
 
-    def at(step: int) -> Batch:
+    def at(step: int | None) -> Batch:
+        if step is None:
+            return federation.batch(clients)
         nth = torch.where(
             lengths[:, None] > batch_size, (step * batch_size + slots) % lengths[:, None], slots
         )

@@ -18,7 +18,6 @@ and so is the posterior of a conjugate Gaussian model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,12 +25,13 @@ import torch
 from torch import Tensor
 
 from bayesfed import noise, optimizer
+from bayesfed.algorithms.local import EPS, moved, with_origin
 from bayesfed.algorithms.sfvi import hierarchical
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.full_rank import FullRank, from_scale_tril
 from bayesfed.guides.mean_field import GLOBAL
 from bayesfed.partition import client_terms, log_prior, server_pass
-from bayesfed.plates import Batch
+from bayesfed.plates import Rows
 from bayesfed.program import Params, Program
 
 _FAR = 10.0
@@ -104,7 +104,7 @@ class PVI:
         loc = program.init["global.loc"]
         size, rows = len(loc), len(federation)
         start = Natural(torch.eye(size, dtype=loc.dtype, device=loc.device), torch.zeros_like(loc))
-        clients = optimizer.init(program.init_locals(federation), rows=rows)
+        clients = with_origin(program, federation)
         clients["factor"] = {
             "precision": loc.new_zeros(rows, size, size),
             "shift": loc.new_zeros(rows, size),
@@ -122,7 +122,7 @@ class PVI:
         program: Program,
         message: Message,
         clients: optimizer.State,
-        batch: Callable[[int], Batch],
+        batch: Rows,
         keys: Tensor,
         rate: float,
     ) -> tuple[optimizer.State, Upload, Tensor]:
@@ -132,6 +132,7 @@ class PVI:
         cavity = Natural(*(q - t for q, t in zip(sent, own, strict=True)))
         params = {name: message[name] for name in program.init}
         local = {part: tensors for part, tensors in clients.items() if part != "factor"}
+        local = moved(program, params, local, batch(None))
         q = Natural(*(x.expand_as(t).clone() for x, t in zip(sent, own, strict=True)))
         terms = []
         for step in range(self.local_steps):
@@ -151,7 +152,7 @@ class PVI:
                     for name, g in zip(phi, grads, strict=True)
                 }
                 with torch.no_grad():
-                    local = optimizer.ascend(local, grad, rate * self.local_lr)
+                    local = optimizer.ascend(local, grad, rate * self.local_lr, EPS)
             if step < self.local_steps // 2:
                 continue  # φ_i catches up with q first
             factor = _factor(f, z, loc)

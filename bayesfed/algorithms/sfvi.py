@@ -5,8 +5,9 @@ parameters λ of q(θ) and every client's φ_i of q(w_i | θ) (Hassan, Salomone 
 variational inference methods for structured latent variable models*).
 
     server    sends draws θ = T_λ(ε), and the global parameters that a client reads directly
-    client i  takes Adam steps on its own φ_i, then uploads the gradient of its term in the draws
-    server    adds the gradients, pulls them back through T_λ, adds its own term's, and steps on λ
+    client i  moves φ_i with its closed form (guides/laplace.py), takes Adam steps on it, then uploads the
+              gradient of its term in the draws
+    server    adds the gradients and its own term's, and takes a natural-gradient step on λ (natural.py)
 
 The paper's client uploads the gradient in λ; the chain rule splits it at θ, so a client uploads D numbers a
 draw whatever the kind of q(θ) and the size of λ. Of λ itself it only reads where q(θ) lies. φ_i never leaves
@@ -29,14 +30,14 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from bayesfed import noise, optimizer
-from bayesfed.algorithms.local import local_steps
+from bayesfed.algorithms.local import local_steps, moved, with_origin
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.flow import Flow
 from bayesfed.guides.full_rank import FullRank
 from bayesfed.guides.hierarchical import automatic
-from bayesfed.guides.mean_field import MeanField
+from bayesfed.guides.mean_field import GLOBAL, MeanField
 from bayesfed.partition import draw, server_pass
-from bayesfed.plates import Batch
+from bayesfed.plates import Rows
 from bayesfed.program import Params, Program, build, sites
 
 Message = dict[str, Tensor]
@@ -57,7 +58,9 @@ class SFVI:
         guide: a Pyro guide of your own instead of both.
         local_steps: Adam steps on φ_i per round.
         particles: S, ELBO draws per step.
-        lr: the server's Adam rate.
+        lr: the server's rate of natural-gradient steps on a Gaussian q(θ); half of it is Adam's, on what else
+            there is (point globals, a guide of your own). A Flow's affine part takes natural-gradient steps
+            while the rate is above half, the spline resting; then all of it takes Adam's.
         local_lr: the clients' Adam rate.
         lr_decay: both rates fall, as half a cosine, to this fraction of their start.
     """
@@ -67,7 +70,7 @@ class SFVI:
     guide: Callable[[Any], Any] | None = None
     local_steps: int = 10
     particles: int = 8
-    lr: float = 0.05
+    lr: float = 0.1
     local_lr: float = 0.03
     lr_decay: float = 0.01
 
@@ -82,7 +85,7 @@ class SFVI:
     ) -> tuple[optimizer.State, optimizer.State]:
         """The server's state (λ, and the sum of what it knows of the clients) and the clients' (φ_i)."""
         server = optimizer.init({n: v.clone() for n, v in program.init.items()})
-        clients = optimizer.init(program.init_locals(federation), rows=len(federation))
+        clients = with_origin(program, federation)
         with torch.no_grad():
             draws = draw(program, program.init, program.noise(noise.key(0), 1, local=False), 1)
         known = {name: torch.zeros_like(value[0, 0, 0]) for name, value in draws.items()}
@@ -105,15 +108,17 @@ class SFVI:
         program: Program,
         message: Message,
         clients: optimizer.State,
-        batch: Callable[[int], Batch],
+        batch: Rows,
         keys: Tensor,
         rate: float,
     ) -> tuple[optimizer.State, Upload, Tensor]:
         """K clients at once: their new states, their uploads ``(K, ...)`` and ELBO terms ``(K,)``."""
+        params = {name: message[name] for name in program.init}
+        clients = moved(program, params, clients, batch(None))
         new, grads, term = local_steps(
             program,
             {name: message[name] for name in program.draws},
-            {name: message[name] for name in program.init},
+            params,
             {part: tensors for part, tensors in clients.items() if part != "sent"},
             batch,
             keys,
@@ -146,19 +151,30 @@ class SFVI:
         term, draws = server_pass(program, params, supplied, count)
         if not params:
             return server, term.mean()
-        surrogate = term.mean()
-        known = {}
+        gradient, known = {}, {}
         for name, before in server["known"].items():
-            grad = scale * total[name] + before / len(total[name])
+            gradient[name] = scale * total[name] + before / len(total[name])
+            known[name] = before + total[f"change.{name}"]
+        surrogate = term.mean()
+        for name, grad in gradient.items():
             at = params[name] if name in params else draws[name][-len(grad) :, 0, 0]
             surrogate = surrogate + (grad * at).sum()
-            known[name] = before + total[f"change.{name}"]
-        grads = dict(
-            zip(params, torch.autograd.grad(surrogate, list(params.values())), strict=True)
-        )
-        with torch.no_grad():
-            server = optimizer.ascend(server, grads, rate * self.lr, beta2=0.99)
-        return server | {"known": known}, term.mean().detach()
+        found = torch.autograd.grad(surrogate, list(params.values()), retain_graph=True)
+        family: Any = getattr(program.guide, "family", None)
+        travels = isinstance(family, Flow) and rate > 0.5
+        gaussian: Params = {}
+        if travels or isinstance(family, MeanField | FullRank):
+            (own,) = torch.autograd.grad(term.sum(), draws[GLOBAL])
+            used = len(gradient[GLOBAL])
+            z, own = (x[-used:, 0, 0].detach() for x in (draws[GLOBAL], own))
+            g = own + used * gradient[GLOBAL]
+            gaussian = family.ascend(server["params"], z, g, rate * self.lr)
+        if not travels:
+            with torch.no_grad():
+                grads = dict(zip(params, found, strict=True))
+                server = optimizer.ascend(server, grads, rate * self.lr / 2, beta2=0.99)
+        server = server | {"params": server["params"] | gaussian, "known": known}
+        return server, term.mean().detach()
 
     def params(self, program: Program, server: optimizer.State) -> Params:
         """λ."""

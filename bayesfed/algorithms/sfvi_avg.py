@@ -18,7 +18,6 @@ zero in the wrong place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,12 +25,13 @@ import torch
 from torch import Tensor
 
 from bayesfed import noise, optimizer
+from bayesfed.algorithms.local import EPS, moved, with_origin
 from bayesfed.algorithms.sfvi import hierarchical
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.full_rank import FullRank, from_scale_tril, scale_tril
 from bayesfed.guides.mean_field import MeanField
 from bayesfed.partition import elbo_terms, server_pass
-from bayesfed.plates import Batch
+from bayesfed.plates import Rows
 from bayesfed.program import Params, Program
 
 Message = dict[str, Tensor]
@@ -81,7 +81,7 @@ class SFVIAvg:
         """λ at its start, and the clients' φ_i, a row each."""
         params = {name: value.clone() for name, value in program.init.items()}
         square = {name: torch.zeros_like(value) for name, value in params.items()}
-        clients = optimizer.init(program.init_locals(federation), rows=len(federation))
+        clients = with_origin(program, federation)
         return Server(params, square, torch.zeros((), dtype=torch.int64)), clients
 
     def broadcast(self, program: Program, server: Server, key: Tensor, cohort: int) -> Message:
@@ -97,13 +97,14 @@ class SFVIAvg:
         program: Program,
         message: Message,
         clients: optimizer.State,
-        batch: Callable[[int], Batch],
+        batch: Rows,
         keys: Tensor,
         rate: float,
     ) -> tuple[optimizer.State, Upload, Tensor]:
         """K clients at once: their new states, their uploads ``(K, ...)`` and ELBO terms ``(K,)``."""
         start = {name: message[name] for name in program.init}
         size = {name: message[f"size.{name}"] for name in start}
+        clients = moved(program, start, clients, batch(None))
         copies = {
             name: value.expand(len(keys), 1, *value.shape).clone() for name, value in start.items()
         }
@@ -129,7 +130,7 @@ class SFVIAvg:
             }
             with torch.no_grad():
                 clients = optimizer.ascend(
-                    clients, {n: grad[n] / program.clients for n in phi}, rate * self.local_lr
+                    clients, {n: grad[n] / program.clients for n in phi}, rate * self.local_lr, EPS
                 )
                 for name in copies:
                     square[name] += grad[name].square() / self.local_steps

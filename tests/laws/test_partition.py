@@ -10,6 +10,7 @@ from pyro.infer import Trace_ELBO
 
 import bayesfed as bf
 from bayesfed import handlers, noise
+from bayesfed.algorithms.local import moved
 from bayesfed.algorithms.sfvi import hierarchical
 from bayesfed.partition import client_terms, elbo_terms, server_pass
 from bayesfed.program import build
@@ -205,6 +206,7 @@ def test_a_global_parameter_that_clients_read_is_shared():
     params = {n: v.clone().requires_grad_() for n, v in program.init.items()}
     supplied = program.noise(key, 2, local=False)
     supplied |= program.noise(noise.fold(keys, 0), 2, local=True)
-    loss = pooled_elbo(program, federation, params | clients["params"], supplied, 2)
+    phi = moved(program, program.init, clients, batch)["params"]  # where the gradient is taken
+    loss = pooled_elbo(program, federation, params | phi, supplied, 2)
     expected = torch.autograd.grad(loss, params["sigma"])[0]
     torch.testing.assert_close(upload["sigma"].sum(), expected, rtol=1e-10, atol=1e-12)

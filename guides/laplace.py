@@ -1,0 +1,117 @@
+"""A client's Gaussian factor in closed form: the curvature of its likelihood, at the centre of q(θ).
+
+    û = argmax log p(D_i | u, z̄) + log p(u | z̄)          a few Newton steps (Tierney & Kadane 1986)
+    H = −∇²_u log p(D_i | û, z̄) = C Cᵀ                   the factor's precision
+    a = û + H⁻¹ ∇_u log p(D_i | û, z̄)                    its location
+    C⁻¹ ∂²log p / ∂u∂z, ∂ log diag H / ∂z                 how they move with the globals (A and R)
+
+Exact where the likelihood is Gaussian in u. A client takes it at each visit as the origin of what it learns:
+φ_i moves by the change of this factor since the last visit, so that what it learnt by gradient steps is a
+correction, and neither a first visit nor a shift of q(θ) between two rare visits leaves it far from its optimum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+NEWTON_STEPS = 6
+WEAKEST = 1e-2
+"""The smallest eigenvalue of a factor's precision, in units of the prior's."""
+FURTHEST = 3.0
+"""How far a may lie from û along any axis of H, in units of the prior's spread: a flat likelihood with a slope would
+put it anywhere, so H is raised until it does not."""
+SIZES = (1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
+"""Fractions of a Newton step of which the best is taken."""
+
+
+def newton(objective: Callable[[Tensor], Tensor], precision: Tensor, u: Tensor) -> Tensor:
+    """The mode of ``objective``, climbed from u with K rows at once.
+
+    Args:
+        objective: of ``(S, K, 1, P)``; gives ``(S, K)``.
+        precision: what the objective's curvature is at least, diagonal: ``(K, 1, P)``.
+        u: where to start, ``(K, 1, P)``.
+    """
+    sizes = torch.tensor(SIZES, dtype=u.dtype, device=u.device).reshape(-1, 1, 1, 1)
+    for _ in range(NEWTON_STEPS):
+        grad, hessian = curvature(objective, u)
+        step = torch.linalg.solve_ex(positive(-hessian, precision), grad[..., None])[0].squeeze(-1)
+        with torch.no_grad():
+            tried = u + sizes * step
+            best = objective(tried).nan_to_num(-torch.inf).argmax(0)
+            u = tried.gather(0, best[None, :, None, None].expand(1, *u.shape))[0]
+    return u
+
+
+def curvature(f: Callable[[Tensor], Tensor], u: Tensor) -> tuple[Tensor, Tensor]:
+    """∇f ``(K, 1, P)`` and ∇²f ``(K, 1, P, P)`` at u ``(K, 1, P)``, f as in :func:`newton`."""
+    u = u.detach().requires_grad_()
+    (grad,) = torch.autograd.grad(f(u[None]).sum(), u, create_graph=True)
+    return grad, _rows(grad, u)
+
+
+def _rows(values: Tensor, x: Tensor) -> Tensor:
+    """The derivatives of ``(..., P)`` in x ``(..., D)``, rows apart: ``(..., P, D)``."""
+    parts = [
+        torch.autograd.grad(
+            value.sum(), x, create_graph=True, allow_unused=True, materialize_grads=True
+        )[0]
+        if value.requires_grad
+        else torch.zeros_like(x)
+        for value in values.unbind(-1)
+    ]
+    return torch.stack(parts, -2)
+
+
+def positive(precision: Tensor, least: Tensor) -> Tensor:
+    """The matrix with its eigenvalues, in units of the diagonal ``least``, raised to 1 where they are below."""
+    root = least.sqrt()
+    units = root[..., None] * root[..., None, :]
+    values, vectors = torch.linalg.eigh((precision / units).nan_to_num())
+    return (vectors * values.clamp(min=1.0)[..., None, :]) @ vectors.mT * units
+
+
+def factor(
+    log_likelihood: Callable[[Tensor, Tensor], Tensor],
+    prior: tuple[Tensor, Tensor],
+    u: Tensor,
+    z: Tensor,
+) -> dict[str, Tensor]:
+    """The parameters of :func:`~bayesfed.guides.local.conditional` for K clients, one unit of c being one of z.
+
+    Args:
+        log_likelihood: of u ``(S, K, 1, P)`` and z ``(K, 1, D)``; gives ``(S, K)``.
+        prior: location and precision of u's prior, ``(K, 1, P)``.
+        u: where to start, ``(K, 1, P)``.
+        z: the centre of q(θ), ``(K, 1, D)``.
+    """
+    loc, precision = prior
+
+    def joint(u: Tensor) -> Tensor:
+        return log_likelihood(u, z) - (precision * (u - loc).square()).sum((-2, -1)) / 2
+
+    mode = newton(joint, precision, u)
+    z = z.detach().requires_grad_()
+    grad, hessian = curvature(lambda u: log_likelihood(u, z), mode)
+    values, vectors = torch.linalg.eigh(-hessian.detach().nan_to_num())
+    pull = (vectors.mT @ grad.detach()[..., None]).squeeze(-1).abs()
+    least = (pull / FURTHEST).clamp(min=WEAKEST)  # so that a is not far from û
+    amount = (vectors * values.maximum(least)[..., None, :]) @ vectors.mT
+    root = torch.linalg.cholesky_ex(amount).L
+    further = torch.cholesky_solve(grad.detach()[..., None], root)
+    at_loc = grad + (hessian @ further).squeeze(-1)  # ∇ log p at a, to second order
+    moves = _rows(at_loc, z).detach()
+    width = root.diagonal(dim1=-2, dim2=-1)
+    widens = _rows(-hessian.diagonal(dim1=-2, dim2=-1), z).detach() / amount.diagonal(
+        dim1=-2, dim2=-1
+    ).unsqueeze(-1)
+    return {
+        "loc": mode + further.squeeze(-1),
+        "log_precision": 2 * width.log(),
+        "tril": (root / width[..., None]).tril(-1),
+        "loc_weight": torch.linalg.solve_triangular(root, moves, upper=False),
+        "precision_weight": widens,
+    }
