@@ -10,8 +10,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-_ONE = 1 - 2.0**-53
-"""The largest double below 1, so that a confidence of 1 falls into the last bin."""
+_ONE = 1 - 2.0**-24
+"""The largest single-precision number below 1: torchmetrics takes confidences in single precision."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ def classification(
 ) -> Report:
     """Accuracy, negative log-likelihood, Brier score, calibration error and entropy.
 
-    Columns of the report, all computed in float64:
+    Columns of the report, computed in float64 but for ``ece``, which torchmetrics computes in float32:
         ``accuracy``: fraction of rows whose most probable class is the label; the first of equals.
 
         ``nll``: mean of −log p(label), in nats; infinite where a label has probability 0.
@@ -44,7 +44,7 @@ def classification(
 
         ``ece``: expected calibration error of the most probable class, Σ_b n_b/n |accuracy_b −
         confidence_b| over ``bins`` equal bins of confidence (C. Guo et al., 2017, "On calibration of
-        modern neural networks", eq. 3), computed by torchmetrics. Bins are closed on the left, and the
+        modern neural networks", eq. 3). Bins are closed on the left, and the
         last one on both sides; the paper's are closed on the right. With few rows it is large even
         for a calibrated prediction.
 
@@ -70,8 +70,8 @@ def classification(
         >>> report.clients.round(3)
                 accuracy    nll  brier  ece  entropy  n
         client
-        north        0.5  0.570   0.40  0.4    0.587  2
-        south        1.0  0.693   0.50  0.5    0.693  1
+        north        0.5  0.570    0.4  0.4    0.587  2
+        south        1.0  0.693    0.5  0.5    0.693  1
         >>> float(report.overall["accuracy"].round(3))
         0.667
     """
@@ -246,7 +246,7 @@ def _rows_of(owner: Tensor, names: Sequence[str], n: int) -> tuple[Tensor, ...]:
             f"owner is {owner.dtype} of shape {tuple(owner.shape)}; it needs a client's position, "
             f"int64, for each of the {n} rows"
         )
-    if n and not (0 <= int(owner.min()) and int(owner.max()) < len(names)):
+    if n and not (int(owner.min()) >= 0 and int(owner.max()) < len(names)):
         raise ValueError(
             f"owner goes from {int(owner.min())} to {int(owner.max())}, there are {len(names)} names"
         )

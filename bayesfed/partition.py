@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from pyro import poutine
 from pyro.distributions.util import scale_and_mask
+from torch.distributions import Independent, Normal, kl_divergence
 from torch import Tensor
 
 from bayesfed import handlers
@@ -126,6 +127,68 @@ def client_terms(
     """
     guide, model = run(program, params, values, batch, noise, particles)
     return _terms(_log_ratio(guide, model, local=True), batch.scale, particles, len(batch))
+
+
+class Losses(NamedTuple):
+    """Per client, ``(K,)``: −E_q[log p(D_i | w_i)] of all n_i rows, KL(q(w_i) ‖ p(w_i | θ)), and n_i."""
+
+    nll: Tensor
+    divergence: Tensor
+    rows: Tensor
+
+
+def client_losses(
+    program: Program,
+    params: Mapping[str, Tensor],
+    batch: Batch,
+    noise: Noise,
+    particles: int,
+) -> Losses:
+    """The two parts of the negative ELBO term apart, the divergence in closed form where there is one.
+
+    For a point guide the divergence is −log p(w_i | θ). Arguments as in :func:`client_terms`, for a program
+    without global random sites.
+    """
+    guide, model = run(program, params, {}, batch, noise, particles)
+    zero = batch.scale.new_zeros(particles, len(batch))
+    nll, divergence = zero, zero
+    for site in program.observed:
+        node = model.nodes[site.name]
+        log_prob = node["fn"].log_prob(node["value"])
+        nll = nll - scale_and_mask(log_prob, node["scale"], node["mask"]).sum(-1)
+    for site in program.locals:
+        q, p = guide.nodes[site.name], model.nodes[site.name]
+        try:
+            gap = kl_divergence(q["fn"], p["fn"])
+        except NotImplementedError:
+            gap = q["fn"].log_prob(q["value"]) - p["fn"].log_prob(p["value"])
+        divergence = divergence + gap.sum(-1)
+    rows = (batch.scale * batch.mask.sum(-1, keepdim=True)).squeeze(-1)
+    return Losses(nll.mean(0), divergence.mean(0), rows)
+
+
+def local_priors(
+    program: Program, params: Mapping[str, Tensor], batch: Batch
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Location and scale ``(K, 1, *event)`` of the local sites' Normal priors given the parameters.
+
+    Raises:
+        ValueError: the prior of a local site is not Normal.
+    """
+    found = {}
+    with handlers.trusted(), handlers.Parameters(params), handlers.Noise({}):
+        nodes = poutine.trace(program.model).get_trace(batch.head()).nodes
+    for site in program.locals:
+        fn: Any = nodes[site.name]["fn"]
+        while isinstance(fn, Independent):
+            fn = fn.base_dist
+        if not isinstance(fn, Normal):
+            raise ValueError(
+                f"the prior of local site {site.name!r} is {type(fn).__name__}; this algorithm needs a Normal"
+            )
+        shape = (len(batch), 1, *site.event_shape)
+        found[site.name] = fn.loc.expand(shape), fn.scale.expand(shape)
+    return found
 
 
 def server_pass(

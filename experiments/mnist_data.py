@@ -57,7 +57,11 @@ def load(path: str | Path) -> Digits:
     """Read an npz file with ``train_images``, ``train_labels``, ``test_images`` and ``test_labels``."""
     with np.load(path) as file:
         return Digits(
-            *(file[f"{split}_{kind}"] for split in ("train", "test") for kind in ("images", "labels"))
+            *(
+                file[f"{split}_{kind}"]
+                for split in ("train", "test")
+                for kind in ("images", "labels")
+            )
         )
 
 
@@ -152,9 +156,7 @@ def extreme_skew(source: Source, seed: int = 0) -> Task:
         valid=_federation(
             data.train_x, data.train_y, [r for _, r in aside], [name for name, _ in aside]
         ),
-        test=_federation(
-            data.test_x, data.test_y, [np.arange(len(data.test_y))], ["everyone"]
-        ),
+        test=_federation(data.test_x, data.test_y, [np.arange(len(data.test_y))], ["everyone"]),
         classes=DIGITS,
     )
 
@@ -196,7 +198,9 @@ def _deal(rng: np.random.Generator, labels: np.ndarray, wanted: np.ndarray) -> l
         pool = rng.permutation(np.flatnonzero(labels == digit))
         ends = wanted[:, digit].cumsum()
         if ends[-1] > len(pool):
-            raise ValueError(f"{ends[-1]} images of digit {digit} are wanted, there are {len(pool)}")
+            raise ValueError(
+                f"{ends[-1]} images of digit {digit} are wanted, there are {len(pool)}"
+            )
         for hand, rows in zip(hands, np.split(pool, ends), strict=False):  # the last is left over
             hand.append(rows)
     return [rng.permutation(np.concatenate(hand)) for hand in hands]

@@ -3,6 +3,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_digits
 
 from bayesfed import datasets, models
 from bayesfed.federation import Federation
@@ -110,6 +111,51 @@ def test_without_statsmodels_the_error_names_the_extra(monkeypatch, dataset):
     monkeypatch.setitem(sys.modules, "statsmodels", None)
     with pytest.raises(ImportError, match=r"pip install 'bayesfed\[datasets\]'"):
         dataset()
+
+
+# -- digits ---------------------------------------------------------------------------------------
+
+
+def test_digits_are_the_shipped_images_dealt_once():
+    train, test = datasets.digits(clients=20, classes=3, seed=0)
+    assert train.names == test.names == tuple(f"client {i}" for i in range(20))
+    x, y = (torch.cat([part[field] for part in (train, test)]) for field in ("x", "y"))
+    assert (x.shape[1:], x.dtype, y.dtype) == ((64,), torch.float64, torch.int64)
+    shipped = load_digits()
+    label = {tuple(image): int(k) for image, k in zip(shipped.data, shipped.target, strict=True)}
+    assert len(label) == 1797  # no two images are the same
+    images = [tuple(image) for image in (16 * x).tolist()]
+    assert len(set(images)) == len(images)
+    assert [label[image] for image in images] == y.tolist()
+
+
+@pytest.mark.parametrize(("clients", "classes"), [(20, 3), (7, 10), (50, 1)])
+def test_digits_gives_each_client_so_many_classes(clients, classes):
+    train, test = datasets.digits(clients, classes, seed=1)
+    both = [part.select([name])["y"] for name in train.names for part in (train, test)]
+    for ours, held in zip(both[::2], both[1::2], strict=True):
+        count = torch.cat([ours, held]).bincount(minlength=10)
+        assert (count > 0).sum() == classes
+        assert len(count[count > 0].unique()) == 1
+        assert len(held) == (len(ours) + len(held)) // 3
+    assert train.lengths.max() == 40
+    assert test.lengths.max() == 20
+
+
+def test_digits_is_seeded():
+    first, again, other = (datasets.digits(4, seed=seed)[0]["x"] for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_digits_says_what_is_wrong(monkeypatch):
+    with pytest.raises(ValueError, match="classes is 11"):
+        datasets.digits(classes=11)
+    with pytest.raises(ValueError, match="5000 clients are too many: client 0 has fewer than 3"):
+        datasets.digits(clients=5000)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ImportError, match="pip install scikit-learn"):
+        datasets.digits()
 
 
 # -- standardise ----------------------------------------------------------------------------------

@@ -116,6 +116,49 @@ def local_steps(
     return clients, upload, torch.stack(terms).mean(0)
 
 
+def steps_taken(rows: Rows, epochs: int, steps: int | None) -> Tensor:
+    """How many steps each of K clients takes: ``steps``, or as many as its epochs have minibatches. ``(K,)``."""
+    first = rows(0)
+    if steps is not None:
+        return torch.full((len(first),), steps, device=first.mask.device)
+    count = (first.scale * first.mask.sum(-1, keepdim=True)).squeeze(-1).round()
+    return epochs * (count / first.mask.shape[1]).ceil().long()
+
+
+def copies(params: Mapping[str, Tensor], clients: int) -> dict[str, Tensor]:
+    """Each client's own copy of the server's parameters: ``(K, 1, ...)``."""
+    return {n: v.detach().expand(clients, 1, *v.shape).clone() for n, v in params.items()}
+
+
+def descended(
+    params: Mapping[str, Tensor],
+    grads: Mapping[str, Tensor],
+    lr: float,
+    active: Tensor,
+) -> dict[str, Tensor]:
+    """One gradient step downhill for the clients that are ``active`` ``(K,)``; the others stay."""
+    return {
+        name: torch.where(
+            active.reshape(-1, *[1] * (value.ndim - 1)), value - lr * grads[name], value
+        )
+        for name, value in params.items()
+    }
+
+
+def gradients(
+    loss: Tensor, params: Mapping[str, Tensor], *, create_graph: bool = False
+) -> dict[str, Tensor]:
+    """Of the summed losses ``(K,)`` in every client's parameters; zero in what they do not depend on."""
+    found = torch.autograd.grad(
+        loss.sum(),
+        list(params.values()),
+        create_graph=create_graph,
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return dict(zip(params, found, strict=True))
+
+
 def annealed(final: float, done: float) -> float:
     """The factor on the learning rates when a fraction ``done`` of the rounds is over: 1 down to ``final``.
 

@@ -1,0 +1,164 @@
+"""Bayesian networks: every client has weights of its own around a common centre, for all layers or for some."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from torch import Tensor, nn
+
+from bayesfed.network import apply, check_stateless, flatten
+
+WEIGHTS = "weights"
+"""The local site that holds a client's weights as one vector."""
+
+
+@dataclass(frozen=True)
+class Network:
+    r"""A hierarchical model of any ``torch.nn.Module``.
+
+    .. code-block:: text
+
+        client i    w_i ~ N(m, diag(σ²))          σ fixed, learnt (one for each weight) or one ρ_i a client
+        row j       y_ij ~ Categorical(softmax f(x_ij; w_i, v))    or    N(f(x_ij; w_i, v), noise²)
+
+    m, log σ and v, the weights that all clients share, are points: the server's parameters ``prior.loc``,
+    ``prior.log_scale`` and ``shared``. ρ_i is the client's own, ``prior.log_rho``.
+
+    Args:
+        module: any module without state; its present parameters are where m and v start.
+        local: which parameters are a client's own: ``"all"``, or beginnings of their names.
+        scale: σ, at the start or for good.
+        spread: ``"fixed"``, ``"learnt"`` (σ) or ``"client"`` (ρ_i).
+        likelihood: ``"categorical"`` or ``"normal"``.
+        noise: standard deviation of the normal likelihood.
+        x: the field of inputs ``(rows, *event)``.
+        y: the field of labels (int64) or targets ``(rows,)``.
+
+    Raises:
+        ValueError: the module keeps state; ``local`` names no parameter; an unknown spread or likelihood.
+
+    Example:
+        >>> from bayesfed import models
+        >>> head = models.Network(models.mlp(64, 32, 10), local=["2."])
+        >>> head.size, head.shared_size
+        (330, 2080)
+    """
+
+    module: nn.Module
+    local: str | Sequence[str] = "all"
+    scale: float = 1.0
+    spread: str = "fixed"
+    likelihood: str = "categorical"
+    noise: float = 1.0
+    x: str = "x"
+    y: str = "y"
+    names: tuple[str, ...] = field(init=False)
+    start: Tensor = field(init=False, repr=False)
+    shared_start: Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_stateless(self.module)
+        if self.spread not in ("fixed", "learnt", "client"):
+            raise ValueError(f"spread is {self.spread!r}: use 'fixed', 'learnt' or 'client'")
+        if self.likelihood not in ("categorical", "normal"):
+            raise ValueError(f"likelihood is {self.likelihood!r}: use 'categorical' or 'normal'")
+        every = [name for name, _ in self.module.named_parameters()]
+        wanted = ("",) if self.local == "all" else tuple(self.local)
+        names = tuple(name for name in every if name.startswith(wanted))
+        if not names:
+            raise ValueError(
+                f"local={self.local!r} begins no parameter's name; there are {', '.join(every)}"
+            )
+        rest = [name for name in every if name not in names]
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "start", flatten(self.module, names))
+        object.__setattr__(self, "shared_start", flatten(self.module, rest))
+
+    @property
+    def size(self) -> int:
+        """How many weights a client has for itself."""
+        return len(self.start)
+
+    @property
+    def shared_size(self) -> int:
+        """How many weights all clients share."""
+        return len(self.shared_start)
+
+    @property
+    def __name__(self) -> str:
+        return f"{type(self.module).__name__} network"
+
+    def __call__(self, federation: Any) -> None:
+        """The Pyro program."""
+        loc = pyro.param("prior.loc", self.start.clone, event_dim=1)
+        scale: Any = torch.tensor(self.scale, dtype=loc.dtype, device=loc.device)
+        if self.spread == "learnt":
+            start = torch.full_like(self.start, math.log(self.scale))
+            scale = pyro.param("prior.log_scale", start, event_dim=1).exp()
+        shared = None
+        if self.shared_size:
+            shared = pyro.param("shared", self.shared_start.clone, event_dim=1)
+        with federation.clients() as index:
+            if self.spread == "client":
+                start = torch.full((len(index), 1, 1), math.log(self.scale), dtype=loc.dtype)
+                scale = pyro.param("prior.log_rho", start.to(loc.device), event_dim=1).exp()
+            w = pyro.sample(WEIGHTS, dist.Normal(loc, scale * torch.ones_like(loc)).to_event(1))
+            with federation.observations() as obs:
+                if shared is not None:
+                    shared = shared.reshape(-1, 1, shared.shape[-1])
+                out = self.outputs(w, obs, shared)
+                if self.likelihood == "categorical":
+                    y = dist.Categorical(logits=out)
+                else:
+                    y = dist.Normal(out.squeeze(-1), self.noise)
+                pyro.sample(self.y, y, obs=obs.get(self.y))
+
+    def outputs(self, w: Tensor, obs: Any, shared: Tensor | None) -> Tensor:
+        """f(x; w, v) for every row: ``(..., K, B, C)``."""
+        return apply(self.module, w, obs[self.x], shared=shared, names=self.names)
+
+
+def mlp(*sizes: int) -> nn.Sequential:
+    """Layers of the given sizes with ReLU between them; ``mlp(784, 10)`` is a logistic regression.
+
+    Example:
+        >>> from bayesfed import models
+        >>> [name for name, _ in models.mlp(784, 100, 10).named_parameters()]
+        ['0.weight', '0.bias', '2.weight', '2.bias']
+    """
+    layers: list[nn.Module] = []
+    for before, after in zip(sizes, sizes[1:], strict=False):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def cnn(
+    shape: tuple[int, int, int], classes: int, channels: Sequence[int] = (32, 32), hidden: int = 128
+) -> nn.Sequential:
+    """Convolutions 5 × 5 with ReLU and 2 × 2 pooling, then one hidden layer and the head.
+
+    Args:
+        shape: of one image: channels, height, width; rows may be flat or not.
+        classes: number of outputs.
+        channels: of each convolution; two as in the FEMNIST benchmark, more for larger images.
+        hidden: width of the layer before the head.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed import models
+        >>> models.cnn((1, 28, 28), 62)(torch.zeros(5, 784)).shape
+        torch.Size([5, 62])
+    """
+    layers: list[nn.Module] = [nn.Flatten(), nn.Unflatten(1, shape)]
+    before, height, width = shape
+    for after in channels:
+        layers += [nn.Conv2d(before, after, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
+        before, height, width = after, height // 2, width // 2
+    layers += [nn.Flatten(), nn.Linear(before * height * width, hidden), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(hidden, classes))
