@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from bayesfed.federation import Federation
     from bayesfed.program import Program
 
+MAY_BE_ZERO = ("kl_weight", "prior_weight", "personal_steps", "head_epochs", "body_epochs")
+"""Settings by which a part is left out."""
+
 
 def check_settings(algorithm: Any) -> None:
     """Fail on a setting that cannot be: whole numbers must be at least 1, others positive and finite.
@@ -32,6 +35,8 @@ def check_settings(algorithm: Any) -> None:
         value = getattr(algorithm, field.name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
+        if field.name in MAY_BE_ZERO and value == 0:
+            continue
         if isinstance(value, int) and value < 1:
             raise ValueError(f"{field.name} is {value}; it must be a whole number of at least 1")
         if not 0 < value < math.inf:
@@ -39,14 +44,16 @@ def check_settings(algorithm: Any) -> None:
 
 
 def warn_if_falling(elbo: Sequence[float]) -> None:
-    """Warn where a run of 50 rounds or more ends with a clearly lower ELBO than it began with."""
+    """Warn where the last tenth of 50 rounds or more has a clearly lower ELBO than an earlier one."""
     tenth = len(elbo) // 10
     if tenth < 5:
         return
-    first, last = statistics.median(elbo[:tenth]), statistics.median(elbo[-tenth:])
-    if last + 3 * statistics.stdev(elbo[-tenth:]) < first:
+    tenths = [elbo[i * tenth : (i + 1) * tenth] for i in range(9)] + [elbo[-tenth:]]
+    best = max(tenths, key=statistics.median)
+    before, last = statistics.median(best), statistics.median(tenths[-1])
+    if last + 3 * max(statistics.stdev(best), statistics.stdev(tenths[-1])) < before:
         warnings.warn(
-            f"the ELBO fell from {first:,.1f} to {last:,.1f}: the fit has diverged, do not use it. Lower "
+            f"the ELBO fell from {before:,.1f} to {last:,.1f}: the fit has diverged, do not use it. Lower "
             "lr and local_lr, or standardise the fields",
             stacklevel=3,
         )

@@ -69,6 +69,16 @@ def uniform(keys: Tensor, shape: Sequence[int] = ()) -> Tensor:
     return ((bits.double() + 0.5) * 2.0**-52).reshape((*keys.shape, *shape))
 
 
+def _normal32(keys: Tensor, shape: Sequence[int]) -> Tensor:
+    """Normal numbers in single precision, two from each hash: less than half the time of double."""
+    count = math.prod(shape)
+    counter = torch.arange(1, (count + 1) // 2 + 1, device=keys.device)
+    bits = _mix(keys[..., None] + counter * _GOLDEN)
+    halves = torch.cat([bits >> 40, bits >> 8], -1)[..., :count] & ((1 << 24) - 1)
+    odd = (2 * halves - ((1 << 24) - 1)).float() * 2.0**-24  # in (-1, 1), symmetric, never 0 or ±1
+    return (torch.erfinv(odd) * math.sqrt(2)).reshape((*keys.shape, *shape))
+
+
 def choose(keys: Tensor, lengths: Tensor, count: int) -> Tensor:
     """Without replacement, ``min(count, length)`` of ``range(length)`` for each key.
 
@@ -132,6 +142,8 @@ class Draw:
 
     def __call__(self, keys: Tensor, dtype: torch.dtype) -> Tensor:
         """Noise of shape ``keys.shape + tail``."""
+        if self.kind == "normal" and dtype == torch.float32:
+            return _normal32(keys, self.tail)
         u = uniform(keys, self.tail)
         return (torch.special.ndtri(u) if self.kind == "normal" else u).to(dtype)
 

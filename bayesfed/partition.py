@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from pyro import poutine
 from pyro.distributions.util import scale_and_mask
-from torch.distributions import Independent, Normal, kl_divergence
 from torch import Tensor
+from torch.distributions import Independent, Normal, kl_divergence
 
 from bayesfed import handlers
 from bayesfed.plates import Batch

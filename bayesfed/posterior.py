@@ -12,7 +12,7 @@ from pyro import poutine
 from torch import Tensor
 
 from bayesfed import handlers, noise, optimizer
-from bayesfed.algorithms.local import annealed, batches, local_steps, moved, with_origin
+from bayesfed.algorithms.local import amortised, annealed, batches, local_steps, moved, with_origin
 from bayesfed.federation import Federation, Model
 from bayesfed.partition import client_terms, draw, server_pass
 from bayesfed.plates import Batch, UnknownName
@@ -150,6 +150,46 @@ class Posterior:
                 parts[site.name].append(_by_row(log_prob, plain, batch, num_samples))
         return {name: torch.cat(part, 1) for name, part in parts.items()}
 
+    def probabilities(
+        self, federation: Federation | None = None, num_samples: int = 100, *, seed: int = 0
+    ) -> dict[str, Tensor]:
+        """Class probabilities of every row, averaged over draws of the posterior.
+
+        Args:
+            federation: rows of clients that this posterior knows; by default those it was fitted to.
+            num_samples: S.
+            seed: of the draws.
+
+        Returns:
+            Observed categorical site to ``(rows, classes)``.
+
+        Raises:
+            ValueError: an observed site is not categorical.
+        """
+        federation = self.federation if federation is None else federation
+        parts: dict[str, list[Tensor]] = {site.name: [] for site in self.program.observed}
+        numbers = sum(site.event_shape.numel() for site in self.program.locals)
+        for chunk in torch.arange(len(federation)).split(
+            max(1, 4 * _NUMBERS // (num_samples * max(numbers, 1)))
+        ):
+            some = federation.select([federation.names[i] for i in chunk.tolist()])
+            position = self.federation.index(some.names)
+            few = replace(
+                self,
+                federation=self.federation.select(some.names),
+                local_params={name: value[position] for name, value in self.local_params.items()},
+            )
+            values = few.sample(num_samples, seed=seed)
+            for batch, nodes in few._replay(self.program.model, some, values, num_samples):
+                for site in self.program.observed:
+                    fn = nodes[site.name]["fn"]
+                    if not hasattr(fn, "probs"):
+                        raise ValueError(f"site {site.name!r} is {type(fn).__name__}: no classes")
+                    plain = replace(site, event_shape=fn.probs.shape[-1:])
+                    probs = _by_row(fn.probs, plain, batch, num_samples)
+                    parts[site.name].append(probs.mean(0))
+        return {name: torch.cat(part) for name, part in parts.items()}
+
     def _replay(
         self, model: Model, federation: Federation, values: Mapping[str, Tensor], num_samples: int
     ) -> Iterator[tuple[Batch, Mapping[str, Any]]]:
@@ -200,8 +240,8 @@ class Posterior:
         self,
         federation: Federation,
         *,
-        steps: int = 500,
-        lr: float = 0.03,
+        steps: int | None = None,
+        lr: float | None = None,
         particles: int = 16,
         batch_size: int | None = None,
         seed: int = 0,
@@ -213,9 +253,10 @@ class Posterior:
 
         Args:
             federation: the new clients and their data.
-            steps: Adam steps.
-            lr: Adam's rate at the start; it falls to a hundredth.
-            particles: ELBO draws per step.
+            steps: gradient steps; by default 500 Adam steps, or as many as an amortised algorithm's
+                ``personal_steps`` says.
+            lr: the rate of the steps; by default 0.03, falling to a hundredth, or the amortised algorithm's.
+            particles: ELBO draws per step; an amortised algorithm has its own.
             batch_size: rows per client and step; by default all.
             seed: of the noise.
 
@@ -224,6 +265,12 @@ class Posterior:
         """
         program = self.program
         root = noise.fold(noise.key(seed), noise.word("personalize")).to(federation.device)
+        if hasattr(self.algorithm, "personalize"):
+            local_params = amortised(
+                self.algorithm, program, self.params, federation, steps, lr, batch_size, root
+            )
+            return replace(self, federation=federation, local_params=local_params)
+        steps, lr = 500 if steps is None else steps, 0.03 if lr is None else lr
         state = with_origin(program, federation)
         if program.local_params:
             for chunk in federation.chunks():

@@ -216,6 +216,8 @@ class Program:
             recorder_batch = federation.batch(chunk, positions)
             with handlers.trusted(), recorder, handlers.Noise({}):
                 self.guide(recorder_batch)
+                if not parts.keys() <= recorder.seen.keys():  # the model has some too
+                    self.model(recorder_batch.head())
             for name in parts:
                 seen = recorder.seen[name]
                 value = transform_to(seen["constraint"]).inv(seen["value"])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bayesfed import noise, optimizer
-from bayesfed.algorithms.local import annealed, batches
+from bayesfed.algorithms.local import amortised, annealed, batches
 from bayesfed.algorithms.sfvi import SFVI
 from bayesfed.diagnostics import check_data, check_finite, check_settings, warn_if_falling
 from bayesfed.federation import Federation, Model
@@ -200,11 +200,18 @@ def fit(
                 for callback in callbacks:
                     callback(done)
     warn_if_falling(history["elbo"])
+    params = {n: v.detach() for n, v in algorithm.params(program, server).items()}
+    local_params = clients.get("params", {})
+    if hasattr(algorithm, "personalize"):
+        key = noise.fold(root, noise.word("personalize"))
+        local_params = amortised(
+            algorithm, program, params, federation, None, None, batch_size, key
+        )
     return Posterior(
         program=program,
         federation=federation,
-        params={n: v.detach() for n, v in algorithm.params(program, server).items()},
-        local_params=clients["params"],
+        params=params,
+        local_params=local_params,
         history={name: torch.tensor(values) for name, values in history.items()},
         algorithm=algorithm,
         seed=seed,

@@ -78,6 +78,9 @@ def factorised(model: Model, federation: Federation, *, point: bool) -> Factoris
                 f"site {site.name!r} is global: this algorithm holds what clients share as points; make "
                 "it a pyro.param, or use SFVI"
             )
-        if not dist.constraints.is_dependent(site.support) and "real" not in str(site.support).lower():
+        if (
+            not dist.constraints.is_dependent(site.support)
+            and "real" not in str(site.support).lower()
+        ):
             raise ValueError(f"site {site.name!r} is not over the reals ({site.support}); use SFVI")
     return Factorised({site.name: site.event_shape for site in latent}, point)

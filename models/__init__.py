@@ -5,11 +5,14 @@
 - :func:`varying_slope`: linear regression, one intercept and one vector of slopes a client.
 - :func:`hierarchical_logistic`: logistic regression, one intercept and vector of slopes a client.
 - :func:`hierarchical_count`: Poisson regression with exposure, one intercept a client.
+- :class:`Network`: any ``torch.nn.Module``, all or some of its weights a client's own; :func:`mlp` and
+  :func:`cnn` make the usual ones.
 """
 
 from bayesfed.models.eight_schools import eight_schools
 from bayesfed.models.hierarchical_count import hierarchical_count
 from bayesfed.models.hierarchical_logistic import hierarchical_logistic
+from bayesfed.models.network import Network, cnn, mlp
 from bayesfed.models.varying_intercept import varying_intercept
 from bayesfed.models.varying_slope import varying_slope
 
@@ -19,4 +22,7 @@ __all__ = [
     "varying_slope",
     "hierarchical_logistic",
     "hierarchical_count",
+    "Network",
+    "mlp",
+    "cnn",
 ]

@@ -77,13 +77,24 @@ def test_chunking_order_and_shape_do_not_matter():
     assert noise.uniform(keys[0]).shape == ()
 
 
-def test_the_floating_type_rounds_the_same_numbers():
+def test_uniform_numbers_are_the_same_in_both_floating_types():
     keys = noise.fold(noise.key(0), torch.arange(50))
-    for kind in ("normal", "uniform"):
-        draw = noise.Draw(kind, (20,))
-        single, double = draw(keys, torch.float32), draw(keys, torch.float64)
-        assert single.dtype == torch.float32
-        assert torch.equal(single, double.float())
+    draw = noise.Draw("uniform", (20,))
+    single, double = draw(keys, torch.float32), draw(keys, torch.float64)
+    assert single.dtype == torch.float32
+    assert torch.equal(single, double.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_normal_numbers_are_normal(dtype):
+    """Kolmogorov–Smirnov on 100,001 numbers, and no correlation between the two from one hash."""
+    from scipy.stats import kstest
+
+    drawn = noise.Draw("normal", (100_001,))(noise.key(3)[None], dtype)[0].double()
+    assert bool(drawn.isfinite().all())
+    assert kstest(drawn.numpy(), "norm").pvalue > 0.01
+    half = drawn[:50_000], drawn[50_001:100_001]
+    assert abs(float(torch.corrcoef(torch.stack(half))[0, 1])) < 4 / 50_000**0.5
 
 
 @pytest.mark.parametrize("local", [True, False])

@@ -11,11 +11,11 @@
     server    θ ← the mean of the θ_i
 
 The gradient in m is stiff where σ_θ is small: a step on λ KL / n_i contracts m − m_θ by η λ / (n_i σ_θ²), and
-beyond 2 it diverges. So m is stepped in units of σ_θ (its gradient is multiplied by σ_θ²), which leaves η λ / n_i;
-``whitened=False`` is the paper's plain step.
+beyond 2 it diverges. So locations are stepped in units of σ_θ (their gradients are multiplied by σ_θ²), which
+leaves η λ / n_i; ``whitened=False`` is the paper's plain step.
 
 Other parts make other methods, see :mod:`bayesfed.algorithms.family`: a point for q, the gradient of θ taken
-*through* the inner steps (MAML), φ uploaded in place of θ_i (FedAvg).
+through the inner steps (MAML), φ uploaded in place of θ_i (FedAvg).
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ from bayesfed.partition import client_losses, local_priors
 from bayesfed.plates import Batch, Rows
 from bayesfed.program import Params, Program, build
 
-ALTERNATING, FIRST_ORDER, SECOND_ORDER = "alternating", "first-order", "second-order"
+GRADIENTS = ("alternating", "first-order", "second-order")
+UPLOADS = ("prior", "posterior")
+MOST = 0.1
+"""How far a whitened step may move a log scale: at a rate that suits m, one outlying weight would throw ν far."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +46,17 @@ class FedABML:
 
     Attributes:
         point: q is a point instead of a mean-field Normal.
-        gradient: ``"alternating"``: φ goes on from step to step beside θ_i; ``"first-order"`` and
-            ``"second-order"``: each step of θ_i starts φ at θ_i again, takes ``inner_steps`` on one minibatch
-            and the gradient of the loss on the next one through them, second order or with the steps detached.
-        upload: ``"prior"`` (θ_i) or ``"posterior"`` (φ in the place of θ_i's location and scale; θ_i itself
-            then stands still).
+        gradient: ``"alternating"``: φ goes on from step to step beside θ_i. ``"first-order"`` and
+            ``"second-order"``: before each step of θ_i, φ starts at θ_i again; the gradient of the loss on the
+            next minibatch is taken through its steps, or with the steps detached.
+        upload: ``"prior"``: θ_i. ``"posterior"``: φ in place of θ_i's location and scale, θ_i itself standing
+            still; parameters that a client shares with the others (a body) then step together with φ.
         local_epochs: R, passes over a client's rows in a round.
         local_steps: R in minibatches, instead.
         inner_steps: k, steps on φ before each one on θ_i.
         lr: η.
         prior_lr: η'.
-        kl_weight: λ.
+        kl_weight: λ; 0 leaves the prior out.
         kl_per_row: whether the KL is divided by n_i, as the likelihood is. False weighs it against the mean
             loss, as FedProx, pFedMe and Ditto do.
         particles: s, draws of w per step.
@@ -63,7 +66,7 @@ class FedABML:
     """
 
     point: bool = False
-    gradient: str = ALTERNATING
+    gradient: str = "alternating"
     upload: str = "prior"
     local_epochs: int = 5
     local_steps: int | None = None
@@ -78,12 +81,9 @@ class FedABML:
     personal_steps: int = 50
 
     def __post_init__(self) -> None:
-        if self.gradient not in (ALTERNATING, FIRST_ORDER, SECOND_ORDER):
-            raise ValueError(
-                f"gradient is {self.gradient!r}: use 'alternating', 'first-order' or 'second-order'"
-            )
-        if self.upload not in ("prior", "posterior"):
-            raise ValueError(f"upload is {self.upload!r}: use 'prior' or 'posterior'")
+        for name, choices in (("gradient", GRADIENTS), ("upload", UPLOADS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: use one of {choices}")
 
     def program(self, model: Model, federation: Federation) -> Program:
         """The model with a factorised guide over its local sites."""
@@ -106,59 +106,152 @@ class FedABML:
         keys: Tensor,
         rate: float,
     ) -> tuple[optimizer.State, Params, Tensor]:
-        """K clients at once: no state, their uploads ``(K, ...)`` and their ELBO terms ``(K,)`` at the end."""
+        """K clients at once: no state, their uploads ``(K, ...)`` and ELBO terms ``(K,)`` at the end."""
         theta = copies(message, len(keys))
         phi = start(program, theta, batch(0))
+        units = self.units(program, theta, batch(0))
         steps = steps_taken(batch, self.local_epochs, self.local_steps)
-        term = torch.zeros(len(keys))
+        lr, prior_lr = rate * self.lr, rate * self.prior_lr
+        shared = [n for n in theta if not n.startswith("prior.")] if self._fits else []
         for step in range(int(steps.max())):
             active = step < steps
-            if self.gradient == ALTERNATING:
+            stream = noise.fold(keys, step)
+            if self.gradient == "alternating":
                 for inner in range(self.inner_steps):
-                    phi, theta = self.inner(
-                        program, phi, theta, batch(step), noise.fold(keys, 2 * step + 1 + 1000 * inner), rate, active
+                    own = _leaves(phi | {n: theta[n] for n in shared})
+                    loss = self.loss(
+                        program, theta | own, batch(step), noise.fold(stream, 1 + inner)
                     )
-                if self.upload == "posterior":
+                    moved = descended(
+                        own, scaled(gradients(loss, own), units), lr, active, self._most
+                    )
+                    phi = {n: moved[n].detach() for n in phi}
+                    theta = theta | {n: moved[n].detach() for n in shared}
+                if self._fits:
                     continue
-                leaves = {n: v.detach().requires_grad_() for n, v in theta.items()}
-                loss = self.loss(program, leaves | phi, batch(step), noise.fold(keys, 2 * step))
+                theta = _leaves(theta)
+                loss = self.loss(program, theta | phi, batch(step), noise.fold(stream, 0))
             else:
-                leaves = {n: v.detach().requires_grad_() for n, v in theta.items()}
-                adapted = start(program, leaves, batch(0))
-                second = self.gradient == SECOND_ORDER
+                theta = _leaves(theta)
+                adapted = start(program, theta, batch(0))
                 first = (self.inner_steps + 1) * step
                 for inner in range(self.inner_steps):
-                    fold = noise.fold(keys, 2 * (first + inner) + 1)
-                    loss = self.loss(program, leaves | adapted, batch(first + inner), fold)
-                    grads = gradients(loss, adapted, create_graph=True)
-                    scaled = self.scaled(program, leaves, grads, batch(0))
+                    rows, fold = batch(first + inner), noise.fold(stream, 1 + inner)
+                    loss = self.loss(program, theta | adapted, rows, fold)
+                    second = self.gradient == "second-order"
+                    grads = scaled(gradients(loss, adapted, create_graph=True), units)
                     adapted = {
-                        n: v - rate * self.lr * (scaled[n] if second else scaled[n].detach())
+                        n: v - lr * (grads[n] if second else grads[n].detach())
                         for n, v in adapted.items()
                     }
-                last = first + self.inner_steps
-                loss = self.loss(program, leaves | adapted, batch(last), noise.fold(keys, 2 * last))
-            grads = self.scaled(program, leaves, gradients(loss, leaves), batch(0), prior=True)
-            theta = descended(leaves, grads, rate * self.prior_lr, active)
-            theta = {name: value.detach() for name, value in theta.items()}
-        last_rows = batch(0)
-        with torch.no_grad():
-            losses = client_losses(
-                program, theta | phi, last_rows, program.noise(keys, self.particles, local=True), self.particles
+                rows = batch(first + self.inner_steps)
+                loss = self.loss(program, theta | adapted, rows, noise.fold(stream, 0))
+            moved = descended(
+                theta, scaled(gradients(loss, theta), units), prior_lr, active, self._most
             )
-            term = -(losses.nll + losses.divergence)
-        if self.upload == "posterior":
-            theta = theta | self.as_prior(program, phi, theta)
+            theta = {name: value.detach() for name, value in moved.items()}
+        with torch.no_grad():
+            supplied = program.noise(keys, self.particles, local=True)
+            losses = client_losses(program, theta | phi, batch(0), supplied, self.particles)
+        if self._fits:
+            theta = theta | _as_prior(phi)
         weight = losses.rows if self.weighted else torch.ones_like(losses.rows)
-        upload = {n: v.squeeze(1) * weight.reshape(-1, *[1] * (v.ndim - 2)) for n, v in theta.items()}
-        return {}, upload | {"weight": weight}, term
+        upload = {
+            name: theta[name].squeeze(1) * weight.reshape(-1, *[1] * (theta[name].ndim - 2))
+            for name in message
+        }
+        return {}, upload | {"weight": weight}, -(losses.nll + losses.divergence)
 
     def decode(
-        self, program: Program, server: Params, total: Params, key: Tensor, rate: float, scale: float
+        self,
+        program: Program,
+        server: Params,
+        total: Params,
+        key: Tensor,
+        rate: float,
+        scale: float,
     ) -> tuple[Params, Tensor]:
-        """The mean of the uploads; the server has no ELBO term of its own."""
-        return {n: total[n] / total["weight"] for n in server}, torch.zeros(())
+        """The mean of the uploads. The server has no ELBO term: θ is a point without a prior."""
+        return {name: total[name] / total["weight"] for name in server}, torch.zeros(())
 
     def params(self, program: Program, server: Params) -> Params:
         """θ."""
         return server
+
+    @property
+    def personal_lr(self) -> float:
+        """The rate of a client's own steps: η."""
+        return self.lr
+
+    def personalize(
+        self,
+        program: Program,
+        server: Params,
+        batch: Rows,
+        keys: Tensor,
+        steps: int,
+        lr: float,
+    ) -> Params:
+        """The posteriors of K clients: φ started at θ, then ``steps`` gradient steps (eq. 3.8)."""
+        theta = copies(server, len(keys))
+        phi = start(program, theta, batch(0))
+        units = self.units(program, theta, batch(0))
+        everyone = torch.ones(len(keys), dtype=torch.bool, device=keys.device)
+        for step in range(steps):
+            own = _leaves(phi)
+            loss = self.loss(program, theta | own, batch(step), noise.fold(keys, step))
+            grads = scaled(gradients(loss, own), units)
+            phi = descended(own, grads, lr, everyone, self._most)
+        return {name: value.detach() for name, value in phi.items()}
+
+    # -- the objective ------------------------------------------------------------------------------
+
+    @property
+    def _fits(self) -> bool:
+        """Whether what is uploaded is the posterior."""
+        return self.upload == "posterior"
+
+    @property
+    def _most(self) -> float | None:
+        return MOST if self.whitened else None
+
+    def loss(
+        self, program: Program, params: Mapping[str, Tensor], batch: Batch, keys: Tensor
+    ) -> Tensor:
+        """L_i of K clients, ``(K,)``."""
+        particles = 1 if self.point else self.particles
+        supplied = program.noise(keys, particles, local=True)
+        losses = client_losses(program, params, batch, supplied, particles)
+        divergence = losses.divergence / losses.rows if self.kl_per_row else losses.divergence
+        if self.kl_weight == 0:
+            return losses.nll / losses.rows
+        return losses.nll / losses.rows + self.kl_weight * divergence
+
+    def units(self, program: Program, theta: Params, batch: Batch) -> Params:
+        """σ_θ² for every location: what its gradient is multiplied by."""
+        if not self.whitened:
+            return {}
+        priors = local_priors(program, theta, batch)
+        units = {f"{n}.loc": scale.detach().square() for n, (_, scale) in priors.items()}
+        if len(priors) == 1 and "prior.loc" in theta:
+            units["prior.loc"] = next(iter(units.values()))
+        return units
+
+
+def start(program: Program, theta: Mapping[str, Tensor], batch: Batch) -> Params:
+    """φ at which q is the prior given θ; differentiable in θ."""
+    return program.guide.at(local_priors(program, theta, batch))  # type: ignore[attr-defined]
+
+
+def scaled(grads: Mapping[str, Tensor], units: Mapping[str, Tensor]) -> Params:
+    """The gradients, those that have a unit multiplied by it."""
+    return {name: grad * units[name] if name in units else grad for name, grad in grads.items()}
+
+
+def _leaves(params: Mapping[str, Tensor]) -> Params:
+    return {name: value.detach().requires_grad_() for name, value in params.items()}
+
+
+def _as_prior(phi: Mapping[str, Tensor]) -> Params:
+    """φ of a single site under the names of the prior's location and scale."""
+    return {f"prior.{name.rsplit('.', 1)[1]}": value for name, value in phi.items()}

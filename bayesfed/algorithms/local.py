@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from bayesfed import noise, optimizer
 from bayesfed.federation import Federation
 from bayesfed.partition import client_terms
 from bayesfed.plates import Batch, Rows
-from bayesfed.program import Program
+from bayesfed.program import Params, Program
 
 EPS = 0.1
 """Adam's ε for φ_i: an ELBO gradient of less than a tenth of a nat a unit is noise, not to be chased at full rate."""
@@ -135,14 +136,19 @@ def descended(
     grads: Mapping[str, Tensor],
     lr: float,
     active: Tensor,
+    most: float | None = None,
 ) -> dict[str, Tensor]:
-    """One gradient step downhill for the clients that are ``active`` ``(K,)``; the others stay."""
-    return {
-        name: torch.where(
-            active.reshape(-1, *[1] * (value.ndim - 1)), value - lr * grads[name], value
-        )
-        for name, value in params.items()
-    }
+    """One gradient step downhill for the clients that are ``active`` ``(K,)``; the others stay.
+
+    Log scales move by ``most`` in a step.
+    """
+    new = {}
+    for name, value in params.items():
+        step = lr * grads[name]
+        if most is not None and name.endswith("log_scale"):
+            step = step.clamp(-most, most)
+        new[name] = torch.where(active.reshape(-1, *[1] * (value.ndim - 1)), value - step, value)
+    return new
 
 
 def gradients(
@@ -157,6 +163,27 @@ def gradients(
         materialize_grads=True,
     )
     return dict(zip(params, found, strict=True))
+
+
+def amortised(
+    algorithm: Any,
+    program: Program,
+    params: Params,
+    federation: Federation,
+    steps: int | None,
+    lr: float | None,
+    batch_size: int | None,
+    key: Tensor,
+) -> Params:
+    """The local parameters of all clients as an algorithm's ``personalize`` makes them, in chunks."""
+    steps = algorithm.personal_steps if steps is None else steps
+    lr = algorithm.personal_lr if lr is None else lr
+    parts = []
+    for chunk in federation.chunks(20_000):
+        keys = noise.fold(key, federation.streams[chunk])
+        rows = batches(federation, chunk, batch_size, keys)
+        parts.append(algorithm.personalize(program, params, rows, keys, steps, lr))
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def annealed(final: float, done: float) -> float:
