@@ -1,7 +1,7 @@
 """Hierarchical Bayesian models, written in Pyro, fitted across clients whose data never meet."""
 
-from bayesfed import datasets, guides, models
-from bayesfed.algorithms import PVI, SFVI, SFVIAvg
+from bayesfed import datasets, guides, metrics, models
+from bayesfed.algorithms import FOLA, PVI, SFVI, CAFeMe, FedABML, PFedVEM, SFVIAvg
 from bayesfed.federation import Federation
 from bayesfed.guides import Flow, FullRank, MeanField
 from bayesfed.posterior import Posterior
@@ -17,10 +17,15 @@ __all__ = [
     "SFVI",
     "SFVIAvg",
     "PVI",
+    "FedABML",
+    "PFedVEM",
+    "FOLA",
+    "CAFeMe",
     "MeanField",
     "FullRank",
     "Flow",
     "datasets",
     "guides",
+    "metrics",
     "models",
 ]

@@ -22,12 +22,18 @@ from rich.text import Text
 
 import bayesfed
 from bayesfed import datasets, models, report, settings
+from bayesfed.algorithms import FAMILY
 from bayesfed.federation import Federation, Model
 from bayesfed.program import sites
 from bayesfed.runner import cohort_size, fit
 from bayesfed.settings import Experiment, SettingsError, choose, nearest
 
-MODELS: dict[str, Model] = {name: getattr(models, name) for name in models.__all__}
+MODELS: dict[str, Model] = {
+    name: function
+    for name, function in ((name, getattr(models, name)) for name in models.__all__)
+    if inspect.isfunction(function)
+    and list(inspect.signature(function).parameters) == ["federation"]
+}
 """Models by name."""
 DATASETS: dict[str, Callable[[], Federation]] = {
     name: function
@@ -371,9 +377,32 @@ def list_(
         for name, entry in registry.items():
             table.add_row(Text(name), Text(_first_line(entry)))
         console.print(table, "")
+        if kind is What.algorithms:
+            console.print(_family_table(), "")
         for name, entry in registry.items():
             if dataclasses.is_dataclass(entry):
                 console.print(_settings_table(name, entry), "")
+
+
+def _family_table() -> Table:
+    """The methods that are choices of parts: the algorithm of ours and the settings that differ."""
+    table = Table(title="special cases", title_justify="left", title_style="bold", box=None)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
+    table.add_column()
+    table.show_header = False
+    for name, make in FAMILY.items():
+        algorithm = make()
+        plain = type(algorithm)()
+        parts = [
+            f"{field.name}={getattr(algorithm, field.name)!r}"
+            for field in dataclasses.fields(algorithm)
+            if getattr(algorithm, field.name) != getattr(plain, field.name)
+        ]
+        table.add_row(
+            Text(name), Text(f"{type(plain).__name__}({', '.join(parts)})"), Text(_first_line(make))
+        )
+    return table
 
 
 def _first_line(entry: Any) -> str:

@@ -28,7 +28,7 @@ def step(
     rate: float,
     *,
     diagonal: bool = False,
-    entropy: bool = False,
+    entropy: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The next mean ``(D,)`` and Cholesky factor ``(D, D)``.
 
@@ -39,8 +39,9 @@ def step(
         grads: g at the draws, ``(S, D)``.
         rate: ρ.
         diagonal: whether q is mean-field: then S is taken diagonal.
-        entropy: whether the gradients lack those of −log q; then their part of S, the identity, is added.
-            So a pushforward m + L f(ε) steps too: the entropy of any q grows alike with L.
+        entropy: what to add for −log q, where the gradients lack its own: its part of S is the identity.
+            So a pushforward m + L f(ε) steps too: the entropy of any q grows alike with L. Less than 1 makes q
+            narrower, by a factor of about √entropy.
     """
     count = len(z)
     noise = torch.linalg.solve_triangular(scale_tril, (z - loc).mT, upper=False).mT
@@ -49,7 +50,7 @@ def step(
     centred = white - mean if count > 1 else white  # E[Lᵀg] times the mean of ε is noise only
     slope = centred.mT @ (noise - noise.mean(0) if count > 1 else noise) / max(count - 1, 1)
     if entropy:
-        slope = slope + torch.eye(len(loc), dtype=loc.dtype, device=loc.device)
+        slope = slope + entropy * torch.eye(len(loc), dtype=loc.dtype, device=loc.device)
     slope = torch.diag(slope.diagonal()) if diagonal else (slope + slope.mT) / 2
     values, vectors = torch.linalg.eigh(slope)
     newton = vectors @ ((vectors.mT @ mean) / (1 - values.clamp(max=0.0)))

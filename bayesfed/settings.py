@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from bayesfed import algorithms
+from bayesfed.diagnostics import MAY_BE_ZERO
 from bayesfed.guides import Flow, FullRank, MeanField
 
 if sys.version_info >= (3, 11):
@@ -56,11 +57,15 @@ def algorithm_of(
     Example:
         >>> from bayesfed.settings import algorithm_of
         >>> algorithm_of({"name": "SFVI", "global_guide": "Flow", "local_steps": 5}).global_guide
-        Flow(init_scale=0.3, bins=8, bound=4.0)
+        Flow(init_scale=0.3, bins=8, bound=2.5)
         >>> algorithm_of({"name": "SFVI", "local_step": 5})
         Traceback (most recent call last):
         bayesfed.settings.SettingsError: algorithm.local_step is unknown; did you mean ...
     """
+    named = {"name": settings} if isinstance(settings, str) else settings
+    if isinstance(named, Mapping) and named.get("name") in algorithms.FAMILY:  # a choice of parts
+        parts = settings_of(algorithms.FAMILY[named["name"]]())
+        settings = parts | {key: value for key, value in named.items() if key != "name"}
     return _built(settings, ALGORITHMS, where, guide)
 
 
@@ -170,7 +175,7 @@ def _schema(cls: type[Any]) -> type[BaseModel]:
         if field.name in _families(cls):  # built before, with errors of their own
             kind = Any
         elif kind is int:
-            kind = Annotated[int, Field(ge=1)]
+            kind = Annotated[int, Field(ge=0 if field.name in MAY_BE_ZERO else 1)]
         elif kind is float:
             kind = Annotated[float, Field(ge=0, allow_inf_nan=False)]
         default = field.default

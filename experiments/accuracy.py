@@ -216,7 +216,7 @@ HEADER = [
 ]
 
 
-def rows(name: str, problem: Problem, path: Path, draws: int) -> Iterator[str]:
+def rows(name: str, problem: Problem, path: Path, draws: int, only: str | None) -> Iterator[str]:
     federation = problem.load(path)
     slug = name.replace(" ", "_")
     reference = nuts(slug, problem.model, federation, problem.centred, draws, chains=2)
@@ -227,6 +227,8 @@ def rows(name: str, problem: Problem, path: Path, draws: int) -> Iterator[str]:
         batch = {"batch_size": problem.batch_size, "clients_per_round": 0.2}
         runs.append((f"20 %, {problem.batch_size} rows a step", batch))
     for guide, algorithm in GUIDES.items():
+        if only not in (None, guide):
+            continue
         everyone = [("all clients", {})] if guide == "default" else []
         for run, how in runs + everyone:
             posterior = bf.fit(problem.model, federation, algorithm, **schedule, **how)
@@ -236,6 +238,8 @@ def rows(name: str, problem: Problem, path: Path, draws: int) -> Iterator[str]:
             pooled = pooled_svi(posterior, 5000, seed=1)
             cells = compare(pooled.sample(20_000), reference, local)
             yield " | ".join([name, guide, "pooled SVI", *cells, elbo(pooled)])
+    if only is not None:
+        return
     others, client = federation.hold_out([problem.new_client])
     theta = nuts(f"{slug}_without", problem.model, others, problem.centred, draws, chains=2)
     posterior = bf.fit(problem.model, others, bf.SFVI(), clients_per_round=0.2, **schedule)
@@ -253,12 +257,13 @@ def main() -> None:
     parser.add_argument(
         "--radon", type=Path, default=HERE.parent.parent / "shared/data/radon_mn.json"
     )
+    parser.add_argument("--guide", choices=GUIDES, help="the rows of one guide only")
     parser.add_argument("--draws", type=int, default=1500, help="NUTS draws in each of two chains")
     args = parser.parse_args()
     torch.set_num_threads(1)
     print("\n".join(HEADER))
     for name in args.problems:
-        for row in rows(name, PROBLEMS[name], args.radon, args.draws):
+        for row in rows(name, PROBLEMS[name], args.radon, args.draws, args.guide):
             print(f"| {row} |", flush=True)
             keep(HERE / "accuracy.md", f"| {row} |")
 

@@ -1,8 +1,9 @@
 """Guides: variational families, each a Pyro program that a user could have written."""
 
+from bayesfed.guides.factorised import Factorised, factorised
 from bayesfed.guides.flow import Flow
 from bayesfed.guides.full_rank import FullRank
 from bayesfed.guides.hierarchical import Hierarchical
 from bayesfed.guides.mean_field import MeanField
 
-__all__ = ["Flow", "FullRank", "Hierarchical", "MeanField"]
+__all__ = ["Factorised", "factorised", "Flow", "FullRank", "Hierarchical", "MeanField"]

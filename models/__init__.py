@@ -7,11 +7,13 @@
 - :func:`hierarchical_count`: Poisson regression with exposure, one intercept a client.
 - :class:`Network`: any ``torch.nn.Module``, all or some of its weights a client's own; :func:`mlp` and
   :func:`cnn` make the usual ones.
+- :class:`Modulated`: a network whose hidden units are gated by what a client's rows look like (CAFeMe).
 """
 
 from bayesfed.models.eight_schools import eight_schools
 from bayesfed.models.hierarchical_count import hierarchical_count
 from bayesfed.models.hierarchical_logistic import hierarchical_logistic
+from bayesfed.models.modulated import Modulated
 from bayesfed.models.network import Network, cnn, mlp
 from bayesfed.models.varying_intercept import varying_intercept
 from bayesfed.models.varying_slope import varying_slope
@@ -23,6 +25,7 @@ __all__ = [
     "hierarchical_logistic",
     "hierarchical_count",
     "Network",
+    "Modulated",
     "mlp",
     "cnn",
 ]

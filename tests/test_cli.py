@@ -15,7 +15,8 @@ import torch
 
 import bayesfed as bf
 from bayesfed import cli, datasets, models, report
-from bayesfed.settings import read_experiment
+from bayesfed.algorithms import FAMILY
+from bayesfed.settings import ALGORITHMS, read_experiment
 
 SCHOOLS = """
 [model]
@@ -368,7 +369,8 @@ def test_list_shows_everything(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     assert cli.main(["list"]) == 0
     everything = capsys.readouterr().out
-    names = [*models.__all__, "SFVI", "SFVIAvg", "PVI", "MeanField", "FullRank", "Flow", "randhie"]
+    names = [*cli.MODELS, *ALGORITHMS, *FAMILY, "MeanField", "FullRank", "Flow", "randhie"]
+    assert "eight_schools" in cli.MODELS and "mlp" not in cli.MODELS
     assert all(name in everything for name in names)
     assert "standardise" not in everything
     assert cli.main(["list", "algorithms"]) == 0

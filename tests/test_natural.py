@@ -12,7 +12,7 @@ PRECISION = torch.tensor([[4.0, 1.2, 0.0], [1.2, 900.0, -20.0], [0.0, -20.0, 2.0
 CENTRE = torch.tensor([1.0, -3.0, 0.5], dtype=D)
 
 
-def climb(steps: int, rate: float, *, diagonal: bool = False, entropy: bool = False):
+def climb(steps: int, rate: float, *, diagonal: bool = False, entropy: float = 0.0):
     """From N(0, 0.3² I) towards N(CENTRE, PRECISION⁻¹), whose gradient is exact at every draw."""
     generator = torch.Generator().manual_seed(0)
     loc, root = torch.zeros(3, dtype=D), 0.3 * torch.eye(3, dtype=D)
@@ -36,7 +36,7 @@ def test_reaches_a_gaussian_whose_precisions_differ_by_500():
 
 def test_entropy_in_closed_form_agrees_within_its_noise():
     """S from 20 draws has a relative error of about (2/20)^½; a falling rate averages a hundred of them."""
-    loc, root = climb(400, 0.3, entropy=True)
+    loc, root = climb(400, 0.3, entropy=1.0)
     off = torch.linalg.cholesky(PRECISION).mT @ (loc - CENTRE)
     assert off.abs().max() < 0.2
     ratio = (root @ root.mT).diagonal() / torch.linalg.inv(PRECISION).diagonal()

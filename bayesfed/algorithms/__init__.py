@@ -1,7 +1,12 @@
 """Algorithms: pairings of a guide, a local schedule and an aggregation rule, one file each."""
 
+from bayesfed.algorithms.cafeme import CAFeMe
+from bayesfed.algorithms.family import FAMILY as FAMILY
+from bayesfed.algorithms.fedabml import FedABML
+from bayesfed.algorithms.fola import FOLA
+from bayesfed.algorithms.pfedvem import PFedVEM
 from bayesfed.algorithms.pvi import PVI
 from bayesfed.algorithms.sfvi import SFVI
 from bayesfed.algorithms.sfvi_avg import SFVIAvg
 
-__all__ = ["SFVI", "SFVIAvg", "PVI"]
+__all__ = ["SFVI", "SFVIAvg", "PVI", "FedABML", "PFedVEM", "FOLA", "CAFeMe"]

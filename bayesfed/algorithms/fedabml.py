@@ -84,6 +84,10 @@ class FedABML:
         for name, choices in (("gradient", GRADIENTS), ("upload", UPLOADS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: use one of {choices}")
+        if self._fits and self.gradient != "alternating":
+            raise ValueError(
+                "upload='posterior' uploads φ as it goes on: use gradient='alternating'"
+            )
 
     def program(self, model: Model, federation: Federation) -> Program:
         """The model with a factorised guide over its local sites."""
@@ -133,7 +137,10 @@ class FedABML:
                 loss = self.loss(program, theta | phi, batch(step), noise.fold(stream, 0))
             else:
                 theta = _leaves(theta)
-                adapted = start(program, theta, batch(0))
+                adapted = {  # a fixed scale has no gradient yet
+                    name: value if value.requires_grad else value.clone().requires_grad_()
+                    for name, value in start(program, theta, batch(0)).items()
+                }
                 first = (self.inner_steps + 1) * step
                 for inner in range(self.inner_steps):
                     rows, fold = batch(first + inner), noise.fold(stream, 1 + inner)
@@ -228,11 +235,19 @@ class FedABML:
         return losses.nll / losses.rows + self.kl_weight * divergence
 
     def units(self, program: Program, theta: Params, batch: Batch) -> Params:
-        """σ_θ² for every location: what its gradient is multiplied by."""
+        """σ_θ² for every location: what its gradient is multiplied by.
+
+        At most what it was at the start: where m_θ lags behind the clients a growing σ_θ would make the steps
+        grow, and these σ_θ, without end.
+        """
         if not self.whitened:
             return {}
         priors = local_priors(program, theta, batch)
-        units = {f"{n}.loc": scale.detach().square() for n, (_, scale) in priors.items()}
+        first = local_priors(program, copies(program.init, len(batch)), batch)
+        units = {
+            f"{name}.loc": torch.minimum(scale, first[name][1]).detach().square()
+            for name, (_, scale) in priors.items()
+        }
         if len(priors) == 1 and "prior.loc" in theta:
             units["prior.loc"] = next(iter(units.values()))
         return units
