@@ -42,8 +42,8 @@ def classification(
         ``brier``: mean of Σ_c (p_c − [label = c])², from 0 to 2 (G. W. Brier, 1950, Monthly Weather
         Review 78, eq. 2).
 
-        ``ece``: expected calibration error of the most probable class, Σ_b n_b/n |accuracy_b −
-        confidence_b| over ``bins`` equal bins of confidence (C. Guo et al., 2017, "On calibration of
+        ``ece``: expected calibration error of the most probable class, Σ_b n_b/n abs(accuracy_b −
+        confidence_b) over ``bins`` equal bins of confidence (C. Guo et al., 2017, "On calibration of
         modern neural networks", eq. 3). Bins are closed on the left, and the
         last one on both sides; the paper's are closed on the right. With few rows it is large even
         for a calibrated prediction.
@@ -132,7 +132,7 @@ def regression(
 
         ``nll``: mean of −log (1/S) Σ_s p(target | draw s), in nats; only with ``log_likelihood``.
 
-        ``calibration``: mean of |q̂_h − q_h| over the H levels q_h = (h − ½)/H, where q̂_h is the
+        ``calibration``: mean of abs(q̂_h − q_h) over the H levels q_h = (h − ½)/H, where q̂_h is the
         fraction of rows whose predictive distribution function at the target is at most q_h
         (V. Kuleshov et al., 2018, "Accurate uncertainties for deep learning using calibrated
         regression", section 3; the mean of absolute differences, where eq. 9 there sums squares, and
