@@ -216,29 +216,35 @@ HEADER = [
 ]
 
 
-def rows(name: str, problem: Problem, path: Path, draws: int, only: str | None) -> Iterator[str]:
+def rows(
+    name: str, problem: Problem, path: Path, draws: int, only: str | None, rounds: int | None
+) -> Iterator[str]:
     federation = problem.load(path)
     slug = name.replace(" ", "_")
     reference = nuts(slug, problem.model, federation, problem.centred, draws, chains=2)
     local = {s.name for s in sites(problem.model, federation).values() if s.local}
     schedule = {"rounds": problem.rounds, "seed": 1}
     runs = [("20 %", {"clients_per_round": 0.2})]
+    if rounds is not None:  # one more row a guide: minibatches, for longer
+        schedule["rounds"] = rounds
+        runs = []
     if problem.batch_size:
         batch = {"batch_size": problem.batch_size, "clients_per_round": 0.2}
-        runs.append((f"20 %, {problem.batch_size} rows a step", batch))
+        longer = "" if rounds is None else f", {rounds} rounds"
+        runs.append((f"20 %, {problem.batch_size} rows a step{longer}", batch))
     for guide, algorithm in GUIDES.items():
         if only not in (None, guide):
             continue
-        everyone = [("all clients", {})] if guide == "default" else []
+        everyone = [("all clients", {})] if guide == "default" and rounds is None else []
         for run, how in runs + everyone:
             posterior = bf.fit(problem.model, federation, algorithm, **schedule, **how)
             cells = compare(posterior.sample(20_000), reference, local)
             yield " | ".join([name, guide, run, *cells, elbo(posterior)])
-        if guide != "PVI":
+        if guide != "PVI" and rounds is None:
             pooled = pooled_svi(posterior, 5000, seed=1)
             cells = compare(pooled.sample(20_000), reference, local)
             yield " | ".join([name, guide, "pooled SVI", *cells, elbo(pooled)])
-    if only is not None:
+    if only is not None or rounds is not None:
         return
     others, client = federation.hold_out([problem.new_client])
     theta = nuts(f"{slug}_without", problem.model, others, problem.centred, draws, chains=2)
@@ -258,12 +264,15 @@ def main() -> None:
         "--radon", type=Path, default=HERE.parent.parent / "shared/data/radon_mn.json"
     )
     parser.add_argument("--guide", choices=GUIDES, help="the rows of one guide only")
+    parser.add_argument(
+        "--rounds", type=int, help="only the row with minibatches, for so many rounds"
+    )
     parser.add_argument("--draws", type=int, default=1500, help="NUTS draws in each of two chains")
     args = parser.parse_args()
     torch.set_num_threads(1)
     print("\n".join(HEADER))
     for name in args.problems:
-        for row in rows(name, PROBLEMS[name], args.radon, args.draws, args.guide):
+        for row in rows(name, PROBLEMS[name], args.radon, args.draws, args.guide, args.rounds):
             print(f"| {row} |", flush=True)
             keep(HERE / "accuracy.md", f"| {row} |")
 
