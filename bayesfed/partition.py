@@ -163,8 +163,7 @@ def client_losses(
         except NotImplementedError:
             gap = q["fn"].log_prob(q["value"]) - p["fn"].log_prob(p["value"])
         divergence = divergence + gap.sum(-1)
-    rows = (batch.scale * batch.mask.sum(-1, keepdim=True)).squeeze(-1)
-    return Losses(nll.mean(0), divergence.mean(0), rows)
+    return Losses(nll.mean(0), divergence.mean(0), batch.rows)
 
 
 def local_priors(

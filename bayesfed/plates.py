@@ -55,6 +55,11 @@ class Batch:
     def __len__(self) -> int:
         return len(self.index)
 
+    @property
+    def rows(self) -> Tensor:
+        """n_i, the rows that a client has in all: ``(K,)``, of the floating type."""
+        return self.scale.squeeze(-1) * self.mask.sum(-1)
+
     def clients(self) -> IndepMessenger:
         """``pyro.plate("clients", K, dim=-2)``: what is sampled inside never leaves a client."""
         return pyro.plate(CLIENTS, len(self), dim=-2)

@@ -68,6 +68,17 @@ class Hierarchical:
             self.model(head)
 
     @property
+    def block_start(self) -> Start:
+        """The start of the block's variables as one vector."""
+        starts = [self.locals[name] for name in self.block]
+        return Start(*(torch.cat([getattr(s, f) for s in starts]) for f in ("loc", "scale")))
+
+    def block_parts(self, u: Tensor) -> dict[str, Tensor]:
+        """The sites of the block from that vector, ``(..., P)``."""
+        sizes = [len(self.locals[name].loc) for name in self.block]
+        return dict(zip(self.block, u.split(sizes, -1), strict=True))
+
+    @property
     def laplace_params(self) -> list[str]:
         """The local parameters that :meth:`laplace` gives."""
         if not self.block:
@@ -80,8 +91,7 @@ class Hierarchical:
         """The parameters of the block's factor from the likelihood's curvature, for K clients."""
         _, loc, scale = self.sample_globals()
         loc, scale = (x.detach().expand(len(batch), 1, -1) for x in (loc, scale))
-        starts = [self.locals[name] for name in self.block]
-        start = Start(*(torch.cat([getattr(s, f) for s in starts]) for f in ("loc", "scale")))
+        start = self.block_start
         priors = _Priors(self, loc)
         with priors:
             self.model(batch.head())
@@ -90,9 +100,7 @@ class Hierarchical:
         prior = (centre - start.loc) / start.scale, (start.scale / spread).square()
 
         def log_likelihood(u: Tensor, z: Tensor) -> Tensor:
-            sizes = [len(s.loc) for s in starts]
-            u = start.loc + start.scale * u
-            given = _Given(self, z, dict(zip(self.block, u.split(sizes, -1), strict=True)))
+            given = _Given(self, z, self.block_parts(start.loc + start.scale * u))
             with given, particles(len(u)):
                 self.model(batch)
             return given.total
@@ -255,14 +263,11 @@ class _Guided(_Values):
 
     def _draw_block(self, clients: int) -> None:
         """All local variables of the block at once, as one auxiliary site."""
-        block = self.guide.block
-        starts = [self.guide.locals[name] for name in block]
-        start = Start(*(torch.cat([getattr(s, f) for s in starts]) for f in ("loc", "scale")))
-        locs, scales = zip(*(self.priors[name] for name in block), strict=True)
-        q = self._local(LOCAL, start, (_stack(locs), _stack(scales)), clients)
+        locs, scales = zip(*(self.priors[name] for name in self.guide.block), strict=True)
+        q = self._local(LOCAL, self.guide.block_start, (_stack(locs), _stack(scales)), clients)
         one = Landing(lambda *p: _with_event(q(*p)), *self.rows)
         u = pyro.sample(LOCAL, one, infer={"is_auxiliary": True})
-        self.u = dict(zip(block, u.split([len(s.loc) for s in starts], -1), strict=True))
+        self.u = self.guide.block_parts(u)
 
     def _pyro_post_sample(self, msg: Any) -> None:
         if msg["name"] in self.drawn_from:

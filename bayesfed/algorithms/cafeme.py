@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from bayesfed import noise, optimizer
-from bayesfed.algorithms.local import copies, gradients
+from bayesfed.algorithms.local import copies, gradients, leaves
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.factorised import factorised
 from bayesfed.models.modulated import Modulated
@@ -135,7 +135,7 @@ class CAFeMe:
         personal, held_out = split(batch(None), self.personal_fraction, keys)
         theta = copies(message, len(keys))
         for step in range(self.outer_steps):
-            theta = _leaves(theta)
+            theta = leaves(theta)
             adapted = self.adapted(
                 program, theta, personal, noise.fold(keys, step), self.inner_steps, self.inner_lr
             )
@@ -192,10 +192,9 @@ class CAFeMe:
         Returns:
             ``weights.loc`` ``(K, 1, D)`` and ``gates.loc`` ``(K, 1, G)``.
         """
-        alpha = lr
-        theta = _leaves(copies(server, len(keys)))
+        theta = leaves(copies(server, len(keys)))
         first = replace(self, second_order=False)
-        adapted = first.adapted(program, theta, batch(None), keys, steps, alpha)
+        adapted = first.adapted(program, theta, batch(None), keys, steps, lr)
         return {name: value.detach() for name, value in adapted.items()}
 
     def adapted(
@@ -262,9 +261,4 @@ def chosen(keys: Tensor, mask: Tensor, count: Tensor | int) -> Tensor:
 
 def with_rows(batch: Batch, mask: Tensor) -> Batch:
     """The batch with some of its rows only, which stand for all n_i."""
-    rows = batch.scale * batch.mask.sum(-1, keepdim=True)
-    return replace(batch, mask=mask, scale=rows / mask.sum(-1, keepdim=True))
-
-
-def _leaves(params: Params) -> Params:
-    return {name: value.detach().requires_grad_() for name, value in params.items()}
+    return replace(batch, mask=mask, scale=batch.rows[:, None] / mask.sum(-1, keepdim=True))

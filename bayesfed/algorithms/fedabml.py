@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from bayesfed import noise, optimizer
-from bayesfed.algorithms.local import copies, descended, gradients, steps_taken
+from bayesfed.algorithms.local import copies, descended, gradients, leaves, steps_taken
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.factorised import factorised
 from bayesfed.partition import client_losses, local_priors
@@ -122,7 +122,7 @@ class FedABML:
             stream = noise.fold(keys, step)
             if self.gradient == "alternating":
                 for inner in range(self.inner_steps):
-                    own = _leaves(phi | {n: theta[n] for n in shared})
+                    own = leaves(phi | {n: theta[n] for n in shared})
                     loss = self.loss(
                         program, theta | own, batch(step), noise.fold(stream, 1 + inner)
                     )
@@ -133,10 +133,10 @@ class FedABML:
                     theta = theta | {n: moved[n].detach() for n in shared}
                 if self._fits:
                     continue
-                theta = _leaves(theta)
+                theta = leaves(theta)
                 loss = self.loss(program, theta | phi, batch(step), noise.fold(stream, 0))
             else:
-                theta = _leaves(theta)
+                theta = leaves(theta)
                 adapted = {  # a fixed scale has no gradient yet
                     name: value if value.requires_grad else value.clone().requires_grad_()
                     for name, value in start(program, theta, batch(0)).items()
@@ -205,7 +205,7 @@ class FedABML:
         units = self.units(program, theta, batch(0))
         everyone = torch.ones(len(keys), dtype=torch.bool, device=keys.device)
         for step in range(steps):
-            own = _leaves(phi)
+            own = leaves(phi)
             loss = self.loss(program, theta | own, batch(step), noise.fold(keys, step))
             grads = scaled(gradients(loss, own), units)
             phi = descended(own, grads, lr, everyone, self._most)
@@ -261,10 +261,6 @@ def start(program: Program, theta: Mapping[str, Tensor], batch: Batch) -> Params
 def scaled(grads: Mapping[str, Tensor], units: Mapping[str, Tensor]) -> Params:
     """The gradients, those that have a unit multiplied by it."""
     return {name: grad * units[name] if name in units else grad for name, grad in grads.items()}
-
-
-def _leaves(params: Mapping[str, Tensor]) -> Params:
-    return {name: value.detach().requires_grad_() for name, value in params.items()}
 
 
 def _as_prior(phi: Mapping[str, Tensor]) -> Params:

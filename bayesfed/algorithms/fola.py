@@ -175,7 +175,7 @@ class FOLA:
         """K clients at once: their factors, their uploads ``(K, ...)`` and −n_i J_i ``(K,)`` at the end."""
         server = Server(*(message[name] for name in Server._fields))
         first = batch(0)
-        rows = (first.scale * first.mask.sum(-1, keepdim=True)).squeeze(-1)
+        rows = first.rows
         n = rows.reshape(-1, *[1] * server.loc.ndim)
         if self.cavity:
             own = clients["factor"]

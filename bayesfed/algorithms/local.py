@@ -93,17 +93,12 @@ def local_steps(
             name: params[name].expand(size, 1, *params[name].shape).detach().requires_grad_()
             for name in program.shared
         }
-        phi = {name: value.detach().requires_grad_() for name, value in clients["params"].items()}
+        phi = leaves(clients["params"])
         supplied = program.noise(noise.fold(keys, step), particles, local=True)
         term = client_terms(
             program, {**params, **shared, **phi}, theta, batch(step), supplied, particles
         ).mean(0)
-        leaves = {**theta, **shared, **phi}
-        grads = torch.autograd.grad(term.sum(), list(leaves.values()), allow_unused=True)
-        grad = {
-            name: torch.zeros_like(leaf) if g is None else g
-            for (name, leaf), g in zip(leaves.items(), grads, strict=True)
-        }
+        grad = gradients(term, {**theta, **shared, **phi})
         with torch.no_grad():
             clients = optimizer.ascend(clients, {name: grad[name] for name in phi}, lr, EPS)
         if step < steps // 2:
@@ -122,8 +117,12 @@ def steps_taken(rows: Rows, epochs: int, steps: int | None) -> Tensor:
     first = rows(0)
     if steps is not None:
         return torch.full((len(first),), steps, device=first.mask.device)
-    count = (first.scale * first.mask.sum(-1, keepdim=True)).squeeze(-1).round()
-    return epochs * (count / first.mask.shape[1]).ceil().long()
+    return epochs * (first.rows.round() / first.mask.shape[1]).ceil().long()
+
+
+def leaves(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same values, apart from what made them, to take gradients in."""
+    return {name: value.detach().requires_grad_() for name, value in params.items()}
 
 
 def copies(params: Mapping[str, Tensor], clients: int) -> dict[str, Tensor]:
@@ -152,13 +151,18 @@ def descended(
 
 
 def gradients(
-    loss: Tensor, params: Mapping[str, Tensor], *, create_graph: bool = False
+    loss: Tensor,
+    params: Mapping[str, Tensor],
+    *,
+    create_graph: bool = False,
+    retain_graph: bool | None = None,
 ) -> dict[str, Tensor]:
     """Of the summed losses ``(K,)`` in every client's parameters; zero in what they do not depend on."""
     found = torch.autograd.grad(
         loss.sum(),
         list(params.values()),
         create_graph=create_graph,
+        retain_graph=retain_graph,
         allow_unused=True,
         materialize_grads=True,
     )

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bayesfed import noise, optimizer
-from bayesfed.algorithms.local import copies, gradients, steps_taken
+from bayesfed.algorithms.local import copies, descended, gradients, leaves, steps_taken
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.factorised import factorised
 from bayesfed.partition import client_losses, local_priors
@@ -108,7 +108,7 @@ class PFedVEM:
             head_steps = body_steps
         for step in range(int(torch.maximum(head_steps, body_steps).max())):
             if step < int(head_steps.max()):
-                own = {n: state["params"][n].detach().requires_grad_() for n in head}
+                own = leaves({name: state["params"][name] for name in head})
                 rest = {n: v for n, v in state["params"].items() if n not in own}
                 params = theta | body | rest | own
                 grads = gradients(self.elbo(program, params, batch, keys, step), own)
@@ -147,16 +147,12 @@ class PFedVEM:
         """One step of gradient descent on the mean loss in each client's copy of the body."""
         if not body or step >= int(steps.max()):
             return body
-        own = {name: value.detach().requires_grad_() for name, value in body.items()}
+        own = leaves(body)
         supplied = program.noise(noise.fold(keys, -1 - step), self.draws, local=True)
         params = theta | own | state["params"]
         losses = client_losses(program, params, batch(step), supplied, self.draws)
         grads = gradients(losses.nll / losses.rows, own)
-        active = (step < steps)[:, None, None]
-        return {
-            name: torch.where(active, value - rate * self.body_lr * grads[name], value).detach()
-            for name, value in own.items()
-        }
+        return descended(body, grads, rate * self.body_lr, step < steps)
 
     @property
     def draws(self) -> int:

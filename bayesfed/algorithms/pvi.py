@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from bayesfed import noise, optimizer
-from bayesfed.algorithms.local import EPS, moved, with_origin
+from bayesfed.algorithms.local import EPS, gradients, leaves, moved, with_origin
 from bayesfed.algorithms.sfvi import hierarchical
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.full_rank import FullRank, from_scale_tril
@@ -139,18 +139,12 @@ class PVI:
             stream = noise.fold(keys, step)
             supplied = program.noise(stream, self.particles, local=True)
             loc, z = _antithetic(q, program, stream, self.particles)
-            phi = {n: v.detach().requires_grad_() for n, v in local["params"].items()}
+            phi = leaves(local["params"])
             f = client_terms(
                 program, params | phi, {GLOBAL: z}, batch(step), supplied, self.particles
             )
             if phi:
-                grads = torch.autograd.grad(
-                    f.mean(0).sum(), list(phi.values()), retain_graph=True, allow_unused=True
-                )
-                grad = {
-                    name: torch.zeros_like(phi[name]) if g is None else g
-                    for name, g in zip(phi, grads, strict=True)
-                }
+                grad = gradients(f.mean(0), phi, retain_graph=True)
                 with torch.no_grad():
                     local = optimizer.ascend(local, grad, rate * self.local_lr, EPS)
             if step < self.local_steps // 2:
