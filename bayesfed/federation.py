@@ -319,6 +319,17 @@ class Federation:
             wanted
         )
 
+    def pool(self, name: str = "everyone") -> Federation:
+        """All rows as those of a single client: what federated results are compared with.
+
+        Example:
+            >>> import bayesfed as bf
+            >>> bf.Federation.from_arrays({"a": {"y": [1.0]}, "b": {"y": [2.0, 3.0]}}).pool().lengths.tolist()
+            [3]
+        """
+        offsets = self.offsets[[0, -1]]
+        return Federation(self.fields, offsets, (name,))
+
     def split(self, *, test: float, seed: int) -> tuple[Federation, Federation]:
         """Split the rows *within* each client into ``(train, test)``.
 

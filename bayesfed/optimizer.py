@@ -1,4 +1,4 @@
-"""Adam as a pure function of (parameters, gradients, state), for the server or for a row per client.
+"""Optimisers as pure functions of (parameters, gradients, state), for the server or for a row per client.
 
 torch.optim keeps its state by parameter identity and one step count for all; a federation needs the
 state of each client apart, since a client steps only when it takes part.
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 State = dict[str, dict[str, Tensor]]
+RULES = ("sgd", "momentum", "adam")
+MOMENTUM = 0.9
 
 
 def init(params: Mapping[str, Tensor], rows: int | None = None) -> State:
@@ -48,6 +50,77 @@ def ascend(
         new["params"][name] = value + lr * direction.clamp(-1.0, 1.0)
         new["mean"][name], new["square"][name] = mean, square
     return new
+
+
+def check_rules(**rules: str) -> None:
+    """Refuse what is none of :data:`RULES`.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    for name, rule in rules.items():
+        if rule not in RULES:
+            raise ValueError(f"{name} is {rule!r}: use one of {RULES}")
+
+
+def begin(rule: str, params: Mapping[str, Tensor], rows: int | None = None) -> State:
+    """The state with which an optimiser starts; arguments as for :func:`init`."""
+    if rule == "adam":
+        return init(params, rows)
+    state: State = {"params": dict(params)}
+    if rule == "momentum":
+        state["velocity"] = {name: torch.zeros_like(value) for name, value in params.items()}
+    return state
+
+
+def descend(
+    rule: str,
+    state: State,
+    grads: Mapping[str, Tensor],
+    lr: float,
+    active: Tensor,
+    most: float | None = None,
+) -> State:
+    """One step downhill for the clients that are ``active`` ``(K,)``; the others stay.
+
+    Args:
+        rule: ``"sgd"``, ``"momentum"`` (heavy ball, 0.9) or ``"adam"``.
+        state: of K clients, a row each.
+        grads: the gradients.
+        lr: the rate.
+        active: bool ``(K,)``.
+        most: log scales move by this much at most.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed import optimizer
+        >>> state = optimizer.begin("sgd", {"w": torch.ones(2)})
+        >>> active = torch.tensor([True, False])
+        >>> optimizer.descend("sgd", state, {"w": torch.ones(2)}, 0.25, active)["params"]["w"].tolist()
+        [0.75, 1.0]
+    """
+    params = state["params"]
+    new: State
+    if rule == "adam":
+        new = ascend(state, {name: -grad for name, grad in grads.items()}, lr)
+    else:
+        velocity = {name: grads[name] for name in params}
+        if rule == "momentum":
+            velocity = {n: MOMENTUM * state["velocity"][n] + v for n, v in velocity.items()}
+        new = state | {"params": {n: v - lr * velocity[n] for n, v in params.items()}}
+        if rule == "momentum":
+            new["velocity"] = velocity
+    if most is not None:
+        for name, value in params.items():
+            if name.endswith("log_scale"):
+                new["params"][name] = value + (new["params"][name] - value).clamp(-most, most)
+    return {
+        part: {
+            name: torch.where(active.reshape(-1, *[1] * (v.ndim - 1)), v, state[part][name])
+            for name, v in tensors.items()
+        }
+        for part, tensors in new.items()
+    }
 
 
 def take(state: State, rows: Tensor) -> State:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +33,8 @@ class Network:
     Args:
         module: any module without state; its present parameters are where m and v start.
         local: which parameters are a client's own: ``"all"``, or beginnings of their names.
-        scale: σ, at the start or for good.
+        scale: σ, at the start or for good: one number, or one for each beginning of a local parameter's name, of
+            which the longest counts (``{"": 0.1, "2.bias": 0.3}``).
         spread: ``"fixed"``, ``"learnt"`` (σ) or ``"client"`` (ρ_i).
         likelihood: ``"categorical"`` or ``"normal"``.
         noise: standard deviation of the normal likelihood.
@@ -53,7 +53,7 @@ class Network:
 
     module: nn.Module
     local: str | Sequence[str] = "all"
-    scale: float = 1.0
+    scale: float | Mapping[str, float] = 1.0
     spread: str = "fixed"
     likelihood: str = "categorical"
     noise: float = 1.0
@@ -62,6 +62,7 @@ class Network:
     names: tuple[str, ...] = field(init=False)
     start: Tensor = field(init=False, repr=False)
     shared_start: Tensor = field(init=False, repr=False)
+    scales: Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_stateless(self.module)
@@ -80,6 +81,25 @@ class Network:
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "start", flatten(self.module, names))
         object.__setattr__(self, "shared_start", flatten(self.module, rest))
+        object.__setattr__(self, "scales", self._scales())
+
+    def _scales(self) -> Tensor:
+        """σ of every local weight, ``(D,)``."""
+        given = self.scale if isinstance(self.scale, Mapping) else {"": self.scale}
+        if self.spread == "client" and len(given) > 1:
+            raise ValueError(
+                "spread='client' has one ρ_i for all weights: give scale as one number"
+            )
+        params = dict(self.module.named_parameters())
+        parts = []
+        for name in self.names:
+            beginnings = [beginning for beginning in given if name.startswith(beginning)]
+            if not beginnings:
+                raise ValueError(
+                    f"scale gives no standard deviation for the local weights {name!r}"
+                )
+            parts.append(torch.full_like(params[name].detach(), given[max(beginnings, key=len)]))
+        return torch.cat([part.flatten() for part in parts])
 
     @property
     def size(self) -> int:
@@ -98,17 +118,16 @@ class Network:
     def __call__(self, federation: Any) -> None:
         """The Pyro program."""
         loc = pyro.param("prior.loc", self.start.clone, event_dim=1)
-        scale: Any = torch.tensor(self.scale, dtype=loc.dtype, device=loc.device)
+        scale = self.scales.to(loc)
         if self.spread == "learnt":
-            start = torch.full_like(self.start, math.log(self.scale))
-            scale = pyro.param("prior.log_scale", start, event_dim=1).exp()
+            scale = pyro.param("prior.log_scale", self.scales.log, event_dim=1).exp()
         shared = None
         if self.shared_size:
             shared = pyro.param("shared", self.shared_start.clone, event_dim=1)
         with federation.clients() as index:
             if self.spread == "client":
-                start = torch.full((len(index), 1, 1), math.log(self.scale), dtype=loc.dtype)
-                scale = pyro.param("prior.log_rho", start.to(loc.device), event_dim=1).exp()
+                start = scale[:1].log().expand(len(index), 1, 1)
+                scale = pyro.param("prior.log_rho", start.clone(), event_dim=1).exp()
             w = pyro.sample(WEIGHTS, dist.Normal(loc, scale * torch.ones_like(loc)).to_event(1))
             with federation.observations() as obs:
                 if shared is not None:

@@ -107,3 +107,43 @@ def test_a_zero_gradient_moves_nothing():
     params = start()
     state = optimizer.ascend(optimizer.init(params), {n: v * 0 for n, v in params.items()}, 0.1)
     assert all(torch.equal(value, params[name]) for name, value in state["params"].items())
+
+
+@pytest.mark.parametrize("rule", ["sgd", "momentum", "adam"])
+def test_descent_is_torchs(rule):
+    """Against torch.optim, on gradients that fall; a client that rests keeps its whole state."""
+    state = optimizer.begin(rule, start(), rows=3)
+    leaves = {name: value.clone().requires_grad_() for name, value in start().items()}
+    theirs = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+        "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        "adam": lambda p: torch.optim.Adam(p, lr=0.1),
+    }[rule](list(leaves.values()))
+    everyone = torch.ones(3, dtype=torch.bool)
+    for step in range(10):
+        grads = {n: -g * 0.8**step for n, g in gradients(state["params"]).items()}
+        for name, leaf in leaves.items():
+            leaf.grad = grads[name].clone()
+        theirs.step()
+        state = optimizer.descend(rule, state, grads, 0.1, everyone)
+        for name, leaf in leaves.items():
+            torch.testing.assert_close(state["params"][name], leaf.detach(), rtol=0, atol=1e-12)
+    active = torch.tensor([True, False, True])
+    after = optimizer.descend(rule, state, gradients(state["params"]), 0.1, active)
+    for part, tensors in state.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor[1], after[part][name][1])
+    assert not torch.equal(after["params"]["a"][0], state["params"]["a"][0])
+
+
+def test_log_scales_move_by_a_bounded_step():
+    params = {"w.loc": torch.zeros(1, 1), "w.log_scale": torch.zeros(1, 1)}
+    grads = {name: torch.ones(1, 1) for name in params}
+    state = optimizer.begin("sgd", params)
+    after = optimizer.descend("sgd", state, grads, 5.0, torch.tensor([True]), most=0.1)["params"]
+    assert after["w.loc"].item() == -5.0 and after["w.log_scale"].item() == -0.1
+
+
+def test_an_unknown_rule_is_refused():
+    with pytest.raises(ValueError, match="body_optimizer is 'sdg'"):
+        optimizer.check_rules(body_optimizer="sdg")

@@ -24,14 +24,16 @@ labels. Here the context is that of the client's labelled training rows, fixed w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from bayesfed import noise, optimizer
-from bayesfed.algorithms.local import copies, gradients, leaves
+from bayesfed.algorithms.local import copies, gradients, leaves, mean, weighted
 from bayesfed.federation import Federation, Model
+from bayesfed.guides.amortised import adapted
 from bayesfed.guides.factorised import factorised
 from bayesfed.models.modulated import Modulated
 from bayesfed.partition import client_losses
@@ -142,9 +144,11 @@ class CAFeMe:
             losses = client_losses(program, theta | adapted, held_out, {}, 1)
             grads = gradients(losses.nll / losses.rows, theta)
             theta = {name: value - rate * self.lr * grads[name] for name, value in theta.items()}
-        weight = losses.rows if self.weighted else torch.ones_like(losses.rows)
-        upload = {n: theta[n].detach().squeeze(1) * weight[:, None] for n in message}
-        return {}, upload | {"weight": weight}, -losses.nll.detach()
+        upload = weighted(
+            {name: value.detach() for name, value in theta.items()},
+            losses.rows if self.weighted else None,
+        )
+        return {}, upload, -losses.nll.detach()
 
     def decode(
         self,
@@ -156,7 +160,7 @@ class CAFeMe:
         scale: float,
     ) -> tuple[Params, Tensor]:
         """The mean of the uploads. The server has no ELBO term: ω is a point without a prior."""
-        return {name: total[name] / total["weight"] for name in server}, torch.zeros(())
+        return mean(server, total), torch.zeros(())
 
     def params(self, program: Program, server: Params) -> Params:
         """ω."""
@@ -192,19 +196,18 @@ class CAFeMe:
         Returns:
             ``weights.loc`` ``(K, 1, D)`` and ``gates.loc`` ``(K, 1, G)``.
         """
-        theta = leaves(copies(server, len(keys)))
-        first = replace(self, second_order=False)
-        adapted = first.adapted(program, theta, batch(None), keys, steps, lr)
-        return {name: value.detach() for name, value in adapted.items()}
+        theta = copies(server, len(keys))
+        own = self.adapted(program, theta, batch(None), keys, steps, lr)
+        return {name: value.detach() for name, value in own.items()}
 
     def adapted(
         self, program: Program, theta: Params, batch: Batch, keys: Tensor, steps: int, lr: float
     ) -> Params:
-        """Personalise (Algorithm 2): the guide's parameters of K clients, differentiable in their ω.
+        """Personalise (Algorithm 2): the guide's parameters of K clients, differentiable in what ω is.
 
         Args:
             program: the model/guide pair.
-            theta: ω per client: ``prior.loc``, ``(K, 1, D)``, which requires gradients.
+            theta: ω per client: ``prior.loc``, ``(K, 1, D)``.
             batch: D_pers.
             keys: int64 ``(K,)``.
             steps: S.
@@ -213,17 +216,20 @@ class CAFeMe:
         Returns:
             ``weights.loc`` ``(K, 1, D)`` and ``gates.loc`` ``(K, 1, G)``.
         """
-        weights = theta["prior.loc"]
-        for step in range(steps):
-            rows = batch
+
+        def loss(own: Mapping[str, Tensor], step: int) -> Tensor:
+            rows, weights = batch, own["weights.loc"]
             if self.support_rows is not None:
                 mask = chosen(noise.fold(keys, step), batch.mask, self.support_rows)
                 rows = with_rows(batch, mask)
             losses = client_losses(program, theta | _gated(program, weights, rows), rows, {}, 1)
-            loss, at = losses.nll / losses.rows, {"weights.loc": weights}
-            grad = gradients(loss, at, create_graph=self.second_order)["weights.loc"]
-            weights = weights - lr * grad
-        return _gated(program, weights, batch)
+            return losses.nll / losses.rows
+
+        order = "second" if self.second_order else "first"
+        if not theta["prior.loc"].requires_grad:
+            order = "detached"
+        own = adapted(loss, {"weights.loc": theta["prior.loc"]}, steps, lr, order=order)
+        return _gated(program, own["weights.loc"], batch)
 
 
 def _gated(program: Program, weights: Tensor, batch: Batch) -> Params:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bayesfed.algorithms.fedabml import FedABML
+from bayesfed.algorithms.fola import FOLA
 from bayesfed.algorithms.pfedvem import PFedVEM
 
 # -- the clients' posteriors are made from θ and forgotten; θ follows them ---------------------------
@@ -96,6 +97,26 @@ def fed_babu(**settings: Any) -> PFedVEM:
     return local_only(**{"head_epochs": 0} | settings)
 
 
+# -- one network for all ------------------------------------------------------------------------------
+
+
+def fed_curv(lam: float = 1.0, **settings: Any) -> FOLA:
+    """FedCurv (Shoham et al. 2019): λ Σ_{j≠i} (w − w_j)ᵀ F_j (w − w_j), F_j the Fisher at w_j; the server takes the mean.
+
+    Model: ``Network(module, spread="learnt", scale=1000.0)``: the scale stands for no prior.
+    """
+    parts = {"cavity": True, "aggregate": "mean", "online": False, "damping": 1.0}
+    return FOLA(**{**parts, "prior_weight": 2 * lam} | settings)
+
+
+def pooled(**settings: Any) -> FedABML:
+    """All rows in one place, for ``federation.pool()``: FedAvg of a single client is stochastic gradient descent.
+
+    Model: ``Network(module)``.
+    """
+    return fed_avg(**settings)
+
+
 def _abml(parts: dict[str, Any], settings: dict[str, Any]) -> FedABML:
     return FedABML(**{"point": True, "whitened": False} | parts | settings)
 
@@ -104,12 +125,17 @@ FAMILY: dict[str, Callable[..., Any]] = {
     "FedAvg": fed_avg,
     "FedProx": fed_prox,
     "PerFedAvg": per_fed_avg,
+    "MAML": per_fed_avg,
     "PFedMe": pfedme,
     "PFedBayes": pfedbayes,
     "PFedMAP": pfedmap,
+    "Ditto": pfedmap,
+    "MTL": pfedmap,
     "Local": local_only,
     "FedPer": fed_per,
     "FedRep": fed_rep,
     "FedBABU": fed_babu,
+    "FedCurv": fed_curv,
+    "Pooled": pooled,
 }
-"""Special cases by name. Pooled is FedAvg on a federation of one client."""
+"""Special cases by name."""

@@ -27,14 +27,15 @@ import torch
 from torch import Tensor
 
 from bayesfed import noise, optimizer
-from bayesfed.algorithms.local import copies, descended, gradients, leaves, steps_taken
+from bayesfed.algorithms.local import copies, gradients, leaves, mean, steps_taken, weighted
 from bayesfed.federation import Federation, Model
+from bayesfed.guides.amortised import adapted
 from bayesfed.guides.factorised import factorised
 from bayesfed.partition import client_losses, local_priors
 from bayesfed.plates import Batch, Rows
 from bayesfed.program import Params, Program, build
 
-GRADIENTS = ("alternating", "first-order", "second-order")
+GRADIENTS = {"alternating": "detached", "first-order": "first", "second-order": "second"}
 UPLOADS = ("prior", "posterior")
 MOST = 0.1
 """How far a whitened step may move a log scale: at a rate that suits m, one outlying weight would throw ν far."""
@@ -56,6 +57,9 @@ class FedABML:
         inner_steps: k, steps on φ before each one on θ_i.
         lr: η.
         prior_lr: η'.
+        optimizer: of φ: ``"sgd"`` (the paper's), ``"momentum"`` or ``"adam"``.
+        prior_optimizer: of θ_i, likewise.
+        lr_decay: what is left of the rates in the last round, on half a cosine.
         kl_weight: λ; 0 leaves the prior out.
         kl_per_row: whether the KL is divided by n_i, as the likelihood is. False weighs it against the mean
             loss, as FedProx, pFedMe and Ditto do.
@@ -73,6 +77,9 @@ class FedABML:
     inner_steps: int = 1
     lr: float = 1.0
     prior_lr: float = 1.0
+    optimizer: str = "sgd"
+    prior_optimizer: str = "sgd"
+    lr_decay: float = 1.0
     kl_weight: float = 1.0
     kl_per_row: bool = True
     particles: int = 5
@@ -81,9 +88,10 @@ class FedABML:
     personal_steps: int = 50
 
     def __post_init__(self) -> None:
-        for name, choices in (("gradient", GRADIENTS), ("upload", UPLOADS)):
+        for name, choices in (("gradient", tuple(GRADIENTS)), ("upload", UPLOADS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: use one of {choices}")
+        optimizer.check_rules(optimizer=self.optimizer, prior_optimizer=self.prior_optimizer)
         if self._fits and self.gradient != "alternating":
             raise ValueError(
                 "upload='posterior' uploads φ as it goes on: use gradient='alternating'"
@@ -111,63 +119,53 @@ class FedABML:
         rate: float,
     ) -> tuple[optimizer.State, Params, Tensor]:
         """K clients at once: no state, their uploads ``(K, ...)`` and ELBO terms ``(K,)`` at the end."""
-        theta = copies(message, len(keys))
-        phi = start(program, theta, batch(0))
-        units = self.units(program, theta, batch(0))
+        theta = optimizer.begin(self.prior_optimizer, copies(message, len(keys)))
+        phi = optimizer.begin(
+            self.optimizer,
+            start(program, theta["params"], batch(0))
+            | {name: theta["params"][name] for name in self._shared(program)},
+        )
+        units = self.units(program, theta["params"], batch(0))
         steps = steps_taken(batch, self.local_epochs, self.local_steps)
         lr, prior_lr = rate * self.lr, rate * self.prior_lr
-        shared = [n for n in theta if not n.startswith("prior.")] if self._fits else []
         for step in range(int(steps.max())):
             active = step < steps
             stream = noise.fold(keys, step)
             if self.gradient == "alternating":
                 for inner in range(self.inner_steps):
-                    own = leaves(phi | {n: theta[n] for n in shared})
-                    loss = self.loss(
-                        program, theta | own, batch(step), noise.fold(stream, 1 + inner)
+                    own = leaves(phi["params"])
+                    params, fold = theta["params"] | own, noise.fold(stream, 1 + inner)
+                    grads = gradients(self.loss(program, params, batch(step), fold), own)
+                    phi = optimizer.descend(
+                        self.optimizer, phi, scaled(grads, units), lr, active, self._most
                     )
-                    moved = descended(
-                        own, scaled(gradients(loss, own), units), lr, active, self._most
-                    )
-                    phi = {n: moved[n].detach() for n in phi}
-                    theta = theta | {n: moved[n].detach() for n in shared}
                 if self._fits:
                     continue
-                theta = leaves(theta)
-                loss = self.loss(program, theta | phi, batch(step), noise.fold(stream, 0))
-            else:
-                theta = leaves(theta)
-                adapted = {  # a fixed scale has no gradient yet
-                    name: value if value.requires_grad else value.clone().requires_grad_()
-                    for name, value in start(program, theta, batch(0)).items()
-                }
+                prior = leaves(theta["params"])
+                params, rows = prior | phi["params"], batch(step)
+            else:  # φ starts at θ_i again, and the next minibatch judges where it arrives
+                prior = leaves(theta["params"])
                 first = (self.inner_steps + 1) * step
-                for inner in range(self.inner_steps):
-                    rows, fold = batch(first + inner), noise.fold(stream, 1 + inner)
-                    loss = self.loss(program, theta | adapted, rows, fold)
-                    second = self.gradient == "second-order"
-                    grads = scaled(gradients(loss, adapted, create_graph=True), units)
-                    adapted = {
-                        n: v - lr * (grads[n] if second else grads[n].detach())
-                        for n, v in adapted.items()
-                    }
+                params = prior | self.adapted(
+                    program, prior, batch, stream, first, self.inner_steps, lr, units
+                )
                 rows = batch(first + self.inner_steps)
-                loss = self.loss(program, theta | adapted, rows, noise.fold(stream, 0))
-            moved = descended(
-                theta, scaled(gradients(loss, theta), units), prior_lr, active, self._most
+            loss = self.loss(program, params, rows, noise.fold(stream, 0))
+            theta = optimizer.descend(
+                self.prior_optimizer,
+                theta,
+                scaled(gradients(loss, prior), units),
+                prior_lr,
+                active,
+                self._most,
             )
-            theta = {name: value.detach() for name, value in moved.items()}
+        last = theta["params"] | phi["params"]
         with torch.no_grad():
-            supplied = program.noise(keys, self.particles, local=True)
-            losses = client_losses(program, theta | phi, batch(0), supplied, self.particles)
+            rows = batch(0).rows
+            term = -rows * self.loss(program, last, batch(0), keys)
         if self._fits:
-            theta = theta | _as_prior(phi)
-        weight = losses.rows if self.weighted else torch.ones_like(losses.rows)
-        upload = {
-            name: theta[name].squeeze(1) * weight.reshape(-1, *[1] * (theta[name].ndim - 2))
-            for name in message
-        }
-        return {}, upload | {"weight": weight}, -(losses.nll + losses.divergence)
+            last = last | _as_prior(phi["params"])
+        return {}, weighted({n: last[n] for n in message}, rows if self.weighted else None), term
 
     def decode(
         self,
@@ -179,7 +177,7 @@ class FedABML:
         scale: float,
     ) -> tuple[Params, Tensor]:
         """The mean of the uploads. The server has no ELBO term: θ is a point without a prior."""
-        return {name: total[name] / total["weight"] for name in server}, torch.zeros(())
+        return mean(server, total), torch.zeros(())
 
     def params(self, program: Program, server: Params) -> Params:
         """θ."""
@@ -201,15 +199,8 @@ class FedABML:
     ) -> Params:
         """The posteriors of K clients: φ started at θ, then ``steps`` gradient steps (eq. 3.8)."""
         theta = copies(server, len(keys))
-        phi = start(program, theta, batch(0))
         units = self.units(program, theta, batch(0))
-        everyone = torch.ones(len(keys), dtype=torch.bool, device=keys.device)
-        for step in range(steps):
-            own = leaves(phi)
-            loss = self.loss(program, theta | own, batch(step), noise.fold(keys, step))
-            grads = scaled(gradients(loss, own), units)
-            phi = descended(own, grads, lr, everyone, self._most)
-        return {name: value.detach() for name, value in phi.items()}
+        return self.adapted(program, theta, batch, keys, 0, steps, lr, units)
 
     # -- the objective ------------------------------------------------------------------------------
 
@@ -221,6 +212,33 @@ class FedABML:
     @property
     def _most(self) -> float | None:
         return MOST if self.whitened else None
+
+    def _shared(self, program: Program) -> list[str]:
+        """The parameters that step together with φ."""
+        return [name for name in program.init if self._fits and not name.startswith("prior.")]
+
+    def adapted(
+        self,
+        program: Program,
+        theta: Params,
+        batch: Rows,
+        keys: Tensor,
+        first: int,
+        steps: int,
+        lr: float,
+        units: Params,
+    ) -> Params:
+        """φ of K clients, ``steps`` gradient steps from θ_i, on the minibatches from the ``first`` on (eq. 3.8)."""
+
+        def loss(phi: Mapping[str, Tensor], step: int) -> Tensor:
+            rows, fold = batch(first + step), noise.fold(keys, 1 + step)
+            return self.loss(program, theta | dict(phi), rows, fold)
+
+        phi = start(program, theta, batch(0))
+        order = (
+            GRADIENTS[self.gradient] if any(v.requires_grad for v in theta.values()) else "detached"
+        )
+        return adapted(loss, phi, steps, lr, order=order, units=units, most=self._most)
 
     def loss(
         self, program: Program, params: Mapping[str, Tensor], batch: Batch, keys: Tensor
@@ -249,7 +267,7 @@ class FedABML:
             for name, (_, scale) in priors.items()
         }
         if len(priors) == 1 and "prior.loc" in theta:
-            units["prior.loc"] = next(iter(units.values()))
+            units["prior.loc"] = next(iter(units.values())).amin(-1, keepdim=True)
         return units
 
 
@@ -263,6 +281,7 @@ def scaled(grads: Mapping[str, Tensor], units: Mapping[str, Tensor]) -> Params:
     return {name: grad * units[name] if name in units else grad for name, grad in grads.items()}
 
 
-def _as_prior(phi: Mapping[str, Tensor]) -> Params:
+def _as_prior(phi: Params) -> Params:
     """φ of a single site under the names of the prior's location and scale."""
-    return {f"prior.{name.rsplit('.', 1)[1]}": value for name, value in phi.items()}
+    parts = ("loc", "log_scale")
+    return {f"prior.{n.rsplit('.', 1)[1]}": v for n, v in phi.items() if n.endswith(parts)}

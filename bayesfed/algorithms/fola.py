@@ -52,7 +52,6 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,22 +59,22 @@ import torch
 from torch import Tensor
 
 from bayesfed import optimizer
-from bayesfed.algorithms.local import gradients, steps_taken
+from bayesfed.algorithms.local import steps_taken
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.factorised import factorised
+from bayesfed.guides.fisher import FISHERS, Loss, slopes
 from bayesfed.partition import client_losses, local_priors
-from bayesfed.plates import Batch, Fields, Rows
+from bayesfed.plates import Batch, Rows
 from bayesfed.program import Params, Program, build
 
-FISHERS = ("per-sample", "batch", "hessian", "constant")
 LOC, LOG_SCALE = "prior.loc", "prior.log_scale"
-_NUMBERS = 20_000_000  # how many numbers the gradients of a chunk of rows may hold
 
 
 class Server(NamedTuple):
-    """The server's Gaussian, ``loc`` μ_S and ``precision`` Λ_S ``(D,)``; rounds done; rows n of all clients."""
+    """The server's Gaussian, ``loc`` μ_S and ``precision`` Λ_S ``(D,)``, and where clients start; rounds done; n."""
 
     loc: Tensor
+    start: Tensor
     precision: Tensor
     rounds: Tensor
     rows: Tensor
@@ -99,6 +98,8 @@ class FOLA:
             which is FedProx with μ = λ γ.
         online: F̄ is the mean over all steps. False: F̄ is taken at the last point, over all of the client's rows.
         cavity: leave a client's own factor out of its prior; see above. Clients keep 2 D numbers.
+        aggregate: ``"product"`` of the Gaussians. ``"mean"``, in ``cavity``: clients start at the mean of all w_i,
+            weighted by n_i, and h_i = F̄_i w_i; this is FedCurv (Shoham et al. 2019).
         damping: ρ, the fraction of a factor's change that ``cavity`` makes in a visit; by default 1 / K. 1 is exact
             in one round where the L_i are quadratic, with the diagonal for curvature.
         floor: least precision.
@@ -112,17 +113,22 @@ class FOLA:
     fisher: str = "per-sample"
     online: bool = True
     cavity: bool = False
+    aggregate: str = "product"
     damping: float | None = None
     floor: float = 1e-8
     personal_steps: int = 50
 
     def __post_init__(self) -> None:
-        if self.fisher not in FISHERS:
-            raise ValueError(f"fisher is {self.fisher!r}: use one of {FISHERS}")
+        if self.fisher not in (*FISHERS, "constant"):
+            raise ValueError(f"fisher is {self.fisher!r}: use one of {(*FISHERS, 'constant')}")
         if self.cavity and self.fisher == "constant":
             raise ValueError(
                 "cavity divides by what clients have learnt: fisher='constant' is nothing"
             )
+        if self.aggregate not in ("product", "mean"):
+            raise ValueError(f"aggregate is {self.aggregate!r}: use 'product' or 'mean'")
+        if self.aggregate == "mean" and not self.cavity:
+            raise ValueError("aggregate='mean' needs cavity=True: without, it is fisher='constant'")
 
     def program(self, model: Model, federation: Federation) -> Program:
         """The model with a point for the weights of every client.
@@ -150,7 +156,7 @@ class FOLA:
         rounds = torch.zeros((), dtype=torch.int64, device=loc.device)
         rows = loc.new_tensor(float(federation.lengths.sum()))
         server = Server(
-            loc, (-2 * program.init[LOG_SCALE]).exp().expand_as(loc).clone(), rounds, rows
+            loc, loc, (-2 * program.init[LOG_SCALE]).exp().expand_as(loc).clone(), rounds, rows
         )
         if not self.cavity:
             return server, {}
@@ -191,15 +197,19 @@ class FOLA:
         w, fisher = self._trained(program, server, centre, strength, batch, rate * self.lr)
         offset = w - server.loc
         with torch.no_grad():
-            nll = self._losses(program, server, w, first)
+            nll = self._loss(program, server)(w, first)
         prior = (strength * (w - centre).square()).flatten(1).sum(1) / 2
         term = -rows * (nll + prior)
         if self.cavity:
-            shift = fisher * offset + pull * (rest * offset - force)  # relative to μ_S
+            shift = fisher * offset  # relative to μ_S
+            if self.aggregate == "product":
+                shift = shift + pull * (rest * offset - force)
             new = {"precision": fisher, "shift": shift + fisher * server.loc}
             new = {name: value.lerp(new[name], message["damping"]) for name, value in own.items()}
             change = {name: share * (new[name] - value) for name, value in own.items()}
             change["shift"] = change["shift"] - change["precision"] * server.loc
+            if self.aggregate == "mean":
+                change |= {"start": n * w, "weight": rows}
             return {"factor": new}, change, term
         if self.fisher == "constant":
             precision = server.precision.expand_as(w)
@@ -225,11 +235,12 @@ class FOLA:
         else:
             precision = total["precision"] / total["weight"]
             loc = server.loc + total["shift"] / total["precision"]
-        return Server(loc, precision, server.rounds + 1, server.rows), torch.zeros(())
+        start = total["start"] / total["weight"] if self.aggregate == "mean" else loc
+        return Server(loc, start, precision, server.rounds + 1, server.rows), torch.zeros(())
 
     def params(self, program: Program, server: Server) -> Params:
         """μ_S and −½ log Λ_S under the names of the prior's location and log scale."""
-        return {LOC: server.loc, LOG_SCALE: -server.precision.log() / 2}
+        return {LOC: server.start, LOG_SCALE: -server.precision.log() / 2}
 
     @property
     def personal_lr(self) -> float:
@@ -247,11 +258,11 @@ class FOLA:
     ) -> Params:
         """Weights ``(K, 1, D)`` of K clients: ``steps`` steps on J_i from μ_S with the server's Gaussian as prior."""
         loc, precision = server[LOC], (-2 * server[LOG_SCALE]).exp()
-        state = Server(loc, precision, loc.new_ones(()), loc.new_ones(()))
+        state = Server(loc, loc, precision, loc.new_ones(()), loc.new_ones(()))
         strength = (self._weight * precision).expand(len(keys), *loc.shape)
         w = loc.expand_as(strength)
         for step in range(steps):
-            grad, _ = self._slopes(program, state, w, batch(step), "none")
+            grad, _ = slopes(self._loss(program, state), w, batch(step), None)
             w = _step(w, grad, loc, strength, lr)
         return {f"{program.locals[0].name}.loc": w.unsqueeze(1)}
 
@@ -272,82 +283,33 @@ class FOLA:
         lr: float,
     ) -> tuple[Tensor, Tensor]:
         """w_i and F̄_i of K clients, ``(K, D)``, from μ_S with a prior of that centre and precision ``(K, D)``."""
-        w = server.loc.expand_as(centre)
+        kind = None if self.fisher == "constant" else self.fisher
+        w = server.start.expand_as(centre)
         fisher = torch.zeros_like(centre)
+        loss = self._loss(program, server)
         steps = steps_taken(batch, self.local_epochs, self.local_steps)
         column = [-1] + [1] * server.loc.ndim
         for step in range(int(steps.max())):
             active = (step < steps).reshape(column)
-            kind = self.fisher if self.online else "none"
-            grad, curvature = self._slopes(program, server, w, batch(step), kind)
+            grad, curvature = slopes(loss, w, batch(step), kind if self.online else None)
             w = torch.where(active, _step(w, grad, centre, strength, lr), w)
             fisher = torch.where(active, fisher + curvature, fisher)
         if self.online:
             return w, fisher / steps.reshape(column)
-        return w, self._slopes(program, server, w, batch(None), self.fisher)[1]
+        return w, slopes(loss, w, batch(None), kind)[1]
 
-    def _losses(self, program: Program, server: Server, w: Tensor, batch: Batch) -> Tensor:
-        """L_i on a minibatch, ``(K,)``, at weights ``(K, D)``."""
-        own = {f"{program.locals[0].name}.loc": w.unsqueeze(1)}
-        losses = client_losses(program, self.params(program, server) | own, batch, {}, 1)
-        return losses.nll / losses.rows
+    def _loss(self, program: Program, server: Server) -> Loss:
+        """L_i of K clients on a minibatch, ``(K,)``, as a function of their weights ``(K, D)``."""
+        params, name = self.params(program, server), f"{program.locals[0].name}.loc"
 
-    def _slopes(
-        self, program: Program, server: Server, w: Tensor, batch: Batch, kind: str
-    ) -> tuple[Tensor, Tensor]:
-        """The gradients of L_i on a minibatch at weights ``(K, D)``, and their squares or the curvature."""
-        if kind == "per-sample":
-            return self._per_row(program, server, w, batch)
-        leaf = {"w": w.detach().requires_grad_()}
-        loss = self._losses(program, server, leaf["w"], batch)
-        grad = gradients(loss, leaf, create_graph=kind == "hessian")["w"]
-        if kind == "batch":
-            return grad, grad.square()
-        if kind == "hessian":
-            return grad.detach(), _diagonal(grad, leaf).clamp(min=0)
-        return grad, torch.zeros_like(grad)
+        def loss(w: Tensor, batch: Batch) -> Tensor:
+            losses = client_losses(program, params | {name: w.unsqueeze(1)}, batch, {}, 1)
+            return losses.nll / losses.rows
 
-    def _per_row(
-        self, program: Program, server: Server, w: Tensor, batch: Batch
-    ) -> tuple[Tensor, Tensor]:
-        """Means over a client's rows of the rows' gradients and of their squares, ``(K, D)``.
-
-        Every row is run as a client of its own, so this holds for whatever model.
-        """
-        owner, column = batch.mask.nonzero(as_tuple=True)
-        mean, square = torch.zeros_like(w), torch.zeros_like(w)
-        for chunk in torch.arange(len(owner), device=w.device).split(
-            max(1, _NUMBERS // w[0].numel())
-        ):
-            i, j = owner[chunk], column[chunk]
-            one = torch.ones_like(batch.scale[i])
-            rows = Batch(
-                fields=Fields(
-                    {name: value[i, j].unsqueeze(1) for name, value in batch.fields.items()}
-                ),
-                mask=one.bool(),
-                scale=one,
-                index=batch.index[i],
-            )
-            leaf = {"w": w.detach()[i].requires_grad_()}
-            grad = gradients(self._losses(program, server, leaf["w"], rows), leaf)["w"]
-            mean.index_add_(0, i, grad)
-            square.index_add_(0, i, grad.square())
-        count = batch.mask.sum(1).reshape(-1, *[1] * (w.ndim - 1))
-        return mean / count, square / count
+        return loss
 
 
 def _step(w: Tensor, grad: Tensor, centre: Tensor, strength: Tensor, lr: float) -> Tensor:
     """A step down a loss with gradient ``grad``, then the proximal step of the prior ½ strength (w − centre)²."""
     w = w - lr * grad
     return w + lr * strength / (1 + lr * strength) * (centre - w)
-
-
-def _diagonal(grad: Tensor, leaf: Mapping[str, Tensor]) -> Tensor:
-    """The Hessians' diagonals ``(K, D)`` from gradients ``(K, D)``: a backward pass for each of the D weights."""
-    columns = grad.flatten(1).unbind(1)
-    rows = [
-        gradients(c, leaf, create_graph=True)["w"].detach().flatten(1)[:, d]
-        for d, c in enumerate(columns)
-    ]
-    return torch.stack(rows, 1).reshape(grad.shape)

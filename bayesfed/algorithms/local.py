@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -130,24 +130,20 @@ def copies(params: Mapping[str, Tensor], clients: int) -> dict[str, Tensor]:
     return {n: v.detach().expand(clients, 1, *v.shape).clone() for n, v in params.items()}
 
 
-def descended(
-    params: Mapping[str, Tensor],
-    grads: Mapping[str, Tensor],
-    lr: float,
-    active: Tensor,
-    most: float | None = None,
-) -> dict[str, Tensor]:
-    """One gradient step downhill for the clients that are ``active`` ``(K,)``; the others stay.
+def weighted(params: Mapping[str, Tensor], rows: Tensor | None) -> dict[str, Tensor]:
+    """Upload of a mean: each client's copy ``(K, 1, ...)`` times n_i ``(K,)``, or 1, and these weights."""
+    first = next(iter(params.values()))
+    weight = first.new_ones(len(first)) if rows is None else rows
+    upload = {
+        name: value.squeeze(1) * weight.reshape(-1, *[1] * (value.ndim - 2))
+        for name, value in params.items()
+    }
+    return upload | {"weight": weight}
 
-    Log scales move by ``most`` in a step.
-    """
-    new = {}
-    for name, value in params.items():
-        step = lr * grads[name]
-        if most is not None and name.endswith("log_scale"):
-            step = step.clamp(-most, most)
-        new[name] = torch.where(active.reshape(-1, *[1] * (value.ndim - 1)), value - step, value)
-    return new
+
+def mean(names: Iterable[str], total: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The mean that a sum of :func:`weighted` uploads stands for."""
+    return {name: total[name] / total["weight"] for name in names}
 
 
 def gradients(

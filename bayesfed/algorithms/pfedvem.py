@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from bayesfed import noise, optimizer
-from bayesfed.algorithms.local import copies, descended, gradients, leaves, steps_taken
+from bayesfed.algorithms.local import copies, gradients, leaves, steps_taken
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.factorised import factorised
-from bayesfed.partition import client_losses, local_priors
-from bayesfed.plates import Rows
+from bayesfed.partition import Noise, client_losses, local_priors
+from bayesfed.plates import Batch, Rows
 from bayesfed.program import Params, Program, build
 
 RHO = "prior.log_rho"
@@ -44,8 +44,13 @@ class PFedVEM:
         head_epochs: passes over the rows for q(w_j) in a round; 0 leaves it where it starts (FedBABU).
         body_epochs: passes for the client's copy of the body, with w_j drawn from q.
         joint: both at once, on the same minibatches and for ``body_epochs`` (FedPer).
-        lr: rate of Adam for q(w_j); its moments stay with the client.
-        body_lr: rate of gradient descent on the body's mean loss.
+        head_steps: steps for q(w_j) in minibatches, in place of ``head_epochs``.
+        body_steps: likewise for the body.
+        lr: rate for q(w_j), in the mean over rows of the negative ELBO term.
+        body_lr: rate for the body, in the mean loss.
+        optimizer: of q(w_j): ``"adam"``, ``"momentum"`` or ``"sgd"``; its state stays with the client.
+        body_optimizer: of the body, likewise; its state is forgotten after the round.
+        lr_decay: what is left of the rates in the last round, on half a cosine.
         kl_weight: λ; 0 leaves the common w out (FedPer, FedRep, Local).
         particles: draws of w_j per step.
         init_scale: standard deviation of q(w_j) at the start.
@@ -55,9 +60,14 @@ class PFedVEM:
     point: bool = False
     head_epochs: int = 5
     body_epochs: int = 5
+    head_steps: int | None = None
+    body_steps: int | None = None
     joint: bool = False
     lr: float = 0.001
     body_lr: float = 0.01
+    optimizer: str = "adam"
+    body_optimizer: str = "sgd"
+    lr_decay: float = 1.0
     kl_weight: float = 1.0
     particles: int = 5
     init_scale: float = 0.1
@@ -66,6 +76,7 @@ class PFedVEM:
     def __post_init__(self) -> None:
         if not 0 < self.upload_fraction <= 1:
             raise ValueError(f"upload_fraction is {self.upload_fraction}; it lies in (0, 1]")
+        optimizer.check_rules(optimizer=self.optimizer, body_optimizer=self.body_optimizer)
 
     def program(self, model: Model, federation: Federation) -> Program:
         """The model with a factorised guide over its local sites."""
@@ -80,7 +91,7 @@ class PFedVEM:
         first = {name: value[:1] for name, value in local.items()}
         for site, (loc, _) in local_priors(program, copies(server, 1) | first, some).items():
             local[f"{site}.loc"] = loc[0].expand_as(local[f"{site}.loc"]).clone()
-        return server, optimizer.init(local, rows=len(federation))
+        return server, optimizer.begin(self.optimizer, local, rows=len(federation))
 
     def broadcast(self, program: Program, server: Params, key: Tensor, cohort: int) -> Params:
         """w and the body."""
@@ -97,75 +108,67 @@ class PFedVEM:
     ) -> tuple[optimizer.State, Params, Tensor]:
         """K clients at once: their q(w_j), their uploads ``(K, ...)`` and ELBO terms ``(K,)`` at the end."""
         theta = copies(message, len(keys))
-        body = {name: value for name, value in theta.items() if not name.startswith("prior.")}
+        shared = {name: value for name, value in theta.items() if not name.startswith("prior.")}
+        body = optimizer.begin(self.body_optimizer, shared)
         state = clients
         if RHO in state["params"]:
             state = state | {"params": state["params"] | {RHO: log_rho(state["params"], theta)}}
-        head = [name for name in state["params"] if name != RHO]
-        head_steps = steps_taken(batch, self.head_epochs, None)
-        body_steps = steps_taken(batch, self.body_epochs, None)
+        head_steps = steps_taken(batch, self.head_epochs, self.head_steps)
+        body_steps = steps_taken(batch, self.body_epochs, self.body_steps)
         if self.joint:
             head_steps = body_steps
-        for step in range(int(torch.maximum(head_steps, body_steps).max())):
-            if step < int(head_steps.max()):
-                own = leaves({name: state["params"][name] for name in head})
-                rest = {n: v for n, v in state["params"].items() if n not in own}
-                params = theta | body | rest | own
-                grads = gradients(self.elbo(program, params, batch, keys, step), own)
-                grads |= {name: torch.zeros_like(value) for name, value in rest.items()}
-                new = optimizer.ascend(state, grads, rate * self.lr)
-                state = _where(step < head_steps, new, state)
-            if self.joint:
-                body = self.body_step(
-                    program, theta, body, state, batch, keys, step, body_steps, rate
-                )
-        if not self.joint:
-            for step in range(int(body_steps.max())):
-                body = self.body_step(
-                    program, theta, body, state, batch, keys, step, body_steps, rate
-                )
+        for step in range(int(head_steps.max())):
+            supplied = program.noise(noise.fold(keys, step), self.draws, local=True)
+            own = leaves({n: value for n, value in state["params"].items() if n != RHO})
+            params = theta | body["params"] | state["params"] | own
+            loss = self.loss(program, params, batch(step), supplied)
+            grads = {n: torch.zeros_like(v) for n, v in state["params"].items()}
+            grads |= gradients(loss, own)
+            active = step < head_steps
+            state = optimizer.descend(self.optimizer, state, grads, rate * self.lr, active)
+            if self.joint and shared:
+                body = self.body_step(program, theta, body, state, batch, keys, step, active, rate)
+        for step in range(0 if self.joint or not shared else int(body_steps.max())):
+            active = step < body_steps
+            body = self.body_step(program, theta, body, state, batch, keys, step, active, rate)
         with torch.no_grad():
-            last = theta | body | state["params"]
+            last = theta | body["params"] | state["params"]
             losses = client_losses(
                 program, last, batch(0), program.noise(keys, 1, local=True), particles=1
             )
-        upload = self.encode(state["params"], theta | body, losses.rows, keys)
+        upload = self.encode(state["params"], theta | body["params"], losses.rows, keys)
         return state, upload, -(losses.nll + losses.divergence)
 
     def body_step(
         self,
         program: Program,
         theta: Params,
-        body: Params,
+        body: optimizer.State,
         state: optimizer.State,
         batch: Rows,
         keys: Tensor,
         step: int,
-        steps: Tensor,
+        active: Tensor,
         rate: float,
-    ) -> Params:
-        """One step of gradient descent on the mean loss in each client's copy of the body."""
-        if not body or step >= int(steps.max()):
-            return body
-        own = leaves(body)
+    ) -> optimizer.State:
+        """One step down the mean loss in each client's copy of the body."""
+        own = leaves(body["params"])
         supplied = program.noise(noise.fold(keys, -1 - step), self.draws, local=True)
         params = theta | own | state["params"]
         losses = client_losses(program, params, batch(step), supplied, self.draws)
         grads = gradients(losses.nll / losses.rows, own)
-        return descended(body, grads, rate * self.body_lr, step < steps)
+        return optimizer.descend(self.body_optimizer, body, grads, rate * self.body_lr, active)
 
     @property
     def draws(self) -> int:
         """Draws of w_j per step; a point needs one."""
         return 1 if self.point else self.particles
 
-    def elbo(
-        self, program: Program, params: Params, batch: Rows, keys: Tensor, step: int
-    ) -> Tensor:
-        """Each client's ELBO term, the KL weighed by λ: ``(K,)``."""
-        supplied = program.noise(noise.fold(keys, step), self.draws, local=True)
-        losses = client_losses(program, params, batch(step), supplied, self.draws)
-        return -losses.nll - (self.kl_weight * losses.divergence if self.kl_weight else 0.0)
+    def loss(self, program: Program, params: Params, batch: Batch, supplied: Noise) -> Tensor:
+        """Each client's negative ELBO term over its rows, the KL weighed by λ: ``(K,)``."""
+        losses = client_losses(program, params, batch, supplied, self.draws)
+        divergence = self.kl_weight * losses.divergence if self.kl_weight else 0.0
+        return (losses.nll + divergence) / losses.rows
 
     def encode(self, phi: Params, theta: Params, rows: Tensor, keys: Tensor) -> Params:
         """(τ_j μ_j, τ_j) and (n_j body, n_j), of those who upload."""
@@ -213,14 +216,3 @@ def log_rho(phi: Params, theta: Params) -> Tensor:
         if name.endswith(".log_scale"):
             spread = spread + (2 * value).exp()
     return spread.mean(-1, keepdim=True).log() / 2
-
-
-def _where(active: Tensor, new: optimizer.State, old: optimizer.State) -> optimizer.State:
-    """The new state of the clients that are active, the old one of the others."""
-    return {
-        part: {
-            name: torch.where(active.reshape(-1, *[1] * (v.ndim - 1)), v, old[part][name])
-            for name, v in tensors.items()
-        }
-        for part, tensors in new.items()
-    }

@@ -7,8 +7,10 @@ from torch.func import functional_call
 
 import bayesfed as bf
 from bayesfed import datasets, noise
+from bayesfed.algorithms.family import fed_curv
 from bayesfed.algorithms.fola import FOLA, Server
 from bayesfed.algorithms.local import batches
+from bayesfed.guides.fisher import slopes
 from bayesfed.models.network import Network, mlp
 from bayesfed.network import apply
 
@@ -149,11 +151,12 @@ def test_rows_of_a_network_one_by_one(float64, monkeypatch):
     program = algorithm.program(model, federation)
     server, _ = algorithm.init(program, federation)
     w = torch.stack([model.start, model.start + 0.1])
-    whole = algorithm._slopes(program, server, w, federation.batch(), "per-sample")
-    monkeypatch.setattr("bayesfed.algorithms.fola._NUMBERS", 3 * model.size)
-    chunked = algorithm._slopes(program, server, w, federation.batch(), "per-sample")
+    loss = algorithm._loss(program, server)
+    whole = slopes(loss, w, federation.batch(), "per-sample")
+    monkeypatch.setattr("bayesfed.guides.fisher._NUMBERS", 3 * model.size)
+    chunked = slopes(loss, w, federation.batch(), "per-sample")
     torch.testing.assert_close(chunked, whole)
-    plain = algorithm._slopes(program, server, w, federation.batch(), "batch")[0]
+    plain = slopes(loss, w, federation.batch(), "batch")[0]
     torch.testing.assert_close(whole[0], plain)
     for i, data in enumerate(clients.values()):
         squares = []
@@ -177,7 +180,7 @@ def test_the_prior_loss_has_a_gradient(float64):
     gamma, start = torch.tensor([0.5, 2.0, 40.0]), torch.tensor([1.0, -1.0, 2.0])
     algorithm = FOLA(lr=0.5, local_steps=150, prior_weight=weight, fisher="batch")
     program = algorithm.program(network(start), federation)
-    server = Server(start, gamma, torch.tensor(0), torch.tensor(27.0))
+    server = Server(start, start, gamma, torch.tensor(0), torch.tensor(27.0))
     _, _, upload = one_round(algorithm, program, federation, server, {})
     w = start + upload["shift"] / upload["precision"]
     for i in range(3):
@@ -384,3 +387,39 @@ def test_learns_digits(how, least):
     x, y = test.fields["x"], test.fields["y"]
     out = apply(module, posterior.params["prior.loc"][None, None], x[None])[0]
     assert float((out.argmax(-1) == y).float().mean()) > least
+
+
+# -- FedCurv ----------------------------------------------------------------------------------------------
+
+
+def test_offline_fisher_and_the_mean_are_fedcurv(float64):
+    """Three rounds against L_i + λ Σ_{j≠i} (w − w_j)ᵀ F_j (w − w_j) in plain torch, clients of equal size."""
+    lam, lr, steps = 0.3, 0.05, 4
+    rng = torch.Generator().manual_seed(3)
+    clients = {
+        f"client {i}": {
+            "x": torch.randn(8, 2, generator=rng),
+            "y": torch.randn(8, generator=rng),
+        }
+        for i in range(3)
+    }
+    federation = bf.Federation.from_arrays(clients)
+    algorithm = fed_curv(lam=lam, lr=lr, local_steps=steps, floor=1e-14)
+    server, _, _ = run(algorithm, network([0.2, -0.1], scale=1e6), federation, 3)
+
+    start, known = torch.tensor([0.2, -0.1]), [(torch.zeros(2), torch.zeros(2))] * 3
+    for _ in range(3):
+        trained = []
+        for i, data in enumerate(clients.values()):
+            fisher = sum(known[j][0] for j in range(3) if j != i)
+            pull = sum(known[j][0] * known[j][1] for j in range(3) if j != i)
+            w = start
+            for _ in range(steps):
+                each = (data["x"] @ w - data["y"])[:, None] * data["x"]
+                # the penalty's gradient at the point that the step arrives at, as FOLA's
+                w = (w - lr * each.mean(0) + 2 * lr * lam * pull) / (1 + 2 * lr * lam * fisher)
+            each = (data["x"] @ w - data["y"])[:, None] * data["x"]
+            trained.append((each.square().mean(0), w))
+        known, start = trained, torch.stack([w for _, w in trained]).mean(0)
+    torch.testing.assert_close(server.start, start, rtol=0, atol=1e-6)
+    assert (server.start - server.loc).abs().max() > 1e-3  # the product would be elsewhere
