@@ -55,22 +55,33 @@ class Posterior:
             f"{len(self.federation):,} clients; globals {globals_}; locals {locals_}"
         )
 
-    def sample(self, num_samples: int = 1000, *, seed: int = 0) -> dict[str, Tensor]:
+    def sample(
+        self, num_samples: int = 1000, *, seed: int = 0, centre: bool = False
+    ) -> dict[str, Tensor]:
         """Independent draws of every latent site.
 
         Args:
             num_samples: S.
             seed: of the draws.
+            centre: every draw is the centre of the guide (zero noise) instead, the posterior mean where it is Normal.
 
         Returns:
             Site name to draws: globals ``(S, *event)``, locals ``(S, N, *event)``.
         """
         key = noise.fold(noise.key(seed), noise.word("posterior")).to(self.federation.device)
         program, federation = self.program, self.federation
+
+        def noise_of(keys: Tensor, *, local: bool) -> dict[str, list[Tensor]]:
+            found = program.noise(keys, num_samples, local=local)
+            if centre:
+                for name, parts in found.items():
+                    middle = {"normal": 0.0, "uniform": 0.5}
+                    kinds = [middle[random.kind] for random in program.randomness[name]]
+                    found[name] = [torch.full_like(p, k) for p, k in zip(parts, kinds, strict=True)]
+            return found
+
         with torch.no_grad():
-            theta = draw(
-                program, self.params, program.noise(key, num_samples, local=False), num_samples
-            )
+            theta = draw(program, self.params, noise_of(key, local=False), num_samples)
         needs_rows = getattr(program.guide, "needs_rows", True)
         width = int(federation.lengths.max()) if needs_rows else 1
         globals_: dict[str, Tensor] = {}
@@ -83,7 +94,7 @@ class Posterior:
                 torch.no_grad(),
                 handlers.trusted(),
                 handlers.Parameters({**self.params, **local}),
-                handlers.Noise(program.noise(keys, num_samples, local=True)),
+                handlers.Noise(noise_of(keys, local=True)),
                 handlers.Values(theta),
                 handlers.particles(num_samples),
             ):
@@ -151,7 +162,12 @@ class Posterior:
         return {name: torch.cat(part, 1) for name, part in parts.items()}
 
     def probabilities(
-        self, federation: Federation | None = None, num_samples: int = 100, *, seed: int = 0
+        self,
+        federation: Federation | None = None,
+        num_samples: int = 100,
+        *,
+        seed: int = 0,
+        centre: bool = False,
     ) -> dict[str, Tensor]:
         """Class probabilities of every row, averaged over draws of the posterior.
 
@@ -159,6 +175,7 @@ class Posterior:
             federation: rows of clients that this posterior knows; by default those it was fitted to.
             num_samples: S.
             seed: of the draws.
+            centre: predict with the posterior's centre instead of draws, see :meth:`sample`.
 
         Returns:
             Observed categorical site to ``(rows, classes)``.
@@ -167,6 +184,7 @@ class Posterior:
             ValueError: an observed site is not categorical.
         """
         federation = self.federation if federation is None else federation
+        num_samples = 1 if centre else num_samples
         parts: dict[str, list[Tensor]] = {site.name: [] for site in self.program.observed}
         numbers = sum(site.event_shape.numel() for site in self.program.locals)
         for chunk in torch.arange(len(federation)).split(
@@ -179,7 +197,7 @@ class Posterior:
                 federation=self.federation.select(some.names),
                 local_params={name: value[position] for name, value in self.local_params.items()},
             )
-            values = few.sample(num_samples, seed=seed)
+            values = few.sample(num_samples, seed=seed, centre=centre)
             for batch, nodes in few._replay(self.program.model, some, values, num_samples):
                 for site in self.program.observed:
                     fn = nodes[site.name]["fn"]

@@ -76,6 +76,8 @@ class Round:
         client_terms: the cohort's ELBO terms, ``(K,)``.
         cohort: names of the clients that took part.
         seconds: time that the round took.
+        params: the guide's global parameters after the round, unconstrained; a network's centre is
+            ``params["prior.loc"]``.
     """
 
     number: int
@@ -84,6 +86,7 @@ class Round:
     client_terms: Tensor
     cohort: Sequence[str]
     seconds: float
+    params: Params
 
 
 def fit(
@@ -196,13 +199,14 @@ def fit(
             show(number + 1, elbo)
             if callbacks:
                 names = [federation.names[i] for i in cohort.tolist()]
-                done = Round(number + 1, rounds, elbo, client_terms, names, seconds)
+                params = algorithm.params(program, server)
+                done = Round(number + 1, rounds, elbo, client_terms, names, seconds, params)
                 for callback in callbacks:
                     callback(done)
     warn_if_falling(history["elbo"])
     params = {n: v.detach() for n, v in algorithm.params(program, server).items()}
     local_params = clients.get("params", {})
-    if hasattr(algorithm, "personalize"):
+    if not local_params and hasattr(algorithm, "personalize"):  # clients keep nothing: made anew
         key = noise.fold(root, noise.word("personalize"))
         local_params = amortised(
             algorithm, program, params, federation, None, None, batch_size, key

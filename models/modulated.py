@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from bayesfed.models.network import WEIGHTS, mlp
-from bayesfed.network import apply, flatten
+from bayesfed.network import apply, check_stateless, flatten
 
+ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid)
 GATES = "gates"
 """The local site that holds what multiplies a client's hidden units, before the sigmoid."""
 
 
-@dataclass(frozen=True, init=False, eq=False)
+@dataclass(frozen=True, eq=False)
 class Modulated:
     r"""A classifier f whose hidden units are gated by what a modulator g makes of the client's labelled rows.
 
@@ -30,67 +30,58 @@ class Modulated:
         row j       y_ij ~ Categorical(softmax f(x_ij; ψ_i, ζ_i)),    hidden layers a(·) ⊗ sigmoid(ζ_i)   (eq. 4.4)
         modulator   g(D; μ) = MLP(mean_b h(h_x(x_b) ⊕ onehot(y_b)))                                      (section 4.1)
 
-    f is an MLP of the given sizes with ReLU; m is a point, the server's parameter ``prior.loc``. As a program the
-    model does not know that ζ_i comes from g: whoever fits it passes ``gates`` of the client's own support rows
-    (:class:`~bayesfed.algorithms.cafeme.CAFeMe` does). So what is predicted for a row never depends on which
-    other rows are predicted with it. The prior of ζ_i is there because a program needs one; it enters no loss.
+    What follows an activation of f is gated, each unit or channel by one number; m is a point, the server's
+    parameter ``prior.loc``. As a program the model does not know that ζ_i comes from g: whoever fits it passes
+    ``gates`` of the client's own support rows (:class:`~bayesfed.algorithms.cafeme.CAFeMe` does). So what is
+    predicted for a row never depends on which other rows are predicted with it. The prior of ζ_i is there because
+    a program needs one; it enters no loss.
 
     Equations of Vettoruzzo, Bouguelia & Rögnvaldsson, "Personalized Federated Learning with Contextual
     Modulation and Meta-Learning".
 
     Args:
-        sizes: of f's layers: inputs, hidden ones (at least one), classes.
-        context: width of the modulator's hidden layers and of the context.
+        module: f, layers in sequence with an activation after every hidden one, such as
+            :func:`~bayesfed.models.mlp` and :func:`~bayesfed.models.cnn` make; its present parameters are where
+            ψ starts.
+        encoder: h_x, any module that makes a vector of an input; its last layer is linear. A ReLU follows it.
+        context: width of h and of the context.
         film: scale and shift the activations, (1 + ζ_a) ⊗ a(·) + ζ_b, with two numbers per unit, in place of
             the gates. The paper has ζ_a for 1 + ζ_a and found it unstable.
         scale: standard deviation of the weights' prior, for good.
-        x: the field of inputs ``(rows, *event)``; they are flattened.
+        x: the field of inputs ``(rows, *event)``.
         y: the field of labels, 0 to classes − 1, ``(rows,)``.
 
     Raises:
-        ValueError: fewer than three sizes.
+        ValueError: f has no hidden layer, or a module keeps state.
 
     Example:
-        >>> from bayesfed.models.modulated import Modulated
-        >>> model = Modulated(64, 32, 10, context=16)
+        >>> from bayesfed import models
+        >>> model = models.Modulated(models.mlp(64, 32, 10), models.mlp(64, 16), context=16)
         >>> model.size, model.base_size, model.gates_size
         (4970, 2410, 32)
     """
 
-    sizes: tuple[int, ...]
-    context: int
-    film: bool
-    scale: float
-    x: str
-    y: str
-    base: nn.Module = field(repr=False)
-    modulator: nn.Module = field(repr=False)
-    start: Tensor = field(repr=False)
+    module: nn.Sequential
+    encoder: nn.Module
+    context: int = 64
+    film: bool = False
+    scale: float = 1.0
+    x: str = "x"
+    y: str = "y"
+    classes: int = field(init=False)
+    base: nn.Module = field(init=False, repr=False)
+    modulator: nn.Module = field(init=False, repr=False)
+    start: Tensor = field(init=False, repr=False)
 
-    def __init__(
-        self,
-        *sizes: int,
-        context: int = 64,
-        film: bool = False,
-        scale: float = 1.0,
-        x: str = "x",
-        y: str = "y",
-    ) -> None:
-        if len(sizes) < 3:
-            raise ValueError(
-                f"sizes are {sizes}: give the inputs, at least one hidden layer (they are what is "
-                "modulated) and the classes"
-            )
-        base = _Base(sizes, film)
-        modulator = _Modulator(sizes, context, len(base.gates))
+    def __post_init__(self) -> None:
+        check_stateless(self.module)
+        check_stateless(self.encoder)
+        base = _Base(self.module, self.film)
+        classes = _width(list(self.module))
+        modulator = _Modulator(self.encoder, classes, self.context, len(base.gates))
         psi = flatten(base, [name for name, _ in base.named_parameters() if name != GATES])
         for name, value in {
-            "sizes": sizes,
-            "context": context,
-            "film": film,
-            "scale": scale,
-            "x": x,
-            "y": y,
+            "classes": classes,
             "base": base,
             "modulator": modulator,
             "start": torch.cat([psi, flatten(modulator)]),
@@ -114,7 +105,7 @@ class Modulated:
 
     @property
     def __name__(self) -> str:
-        return f"{'-'.join(map(str, self.sizes))} modulated network"
+        return f"modulated {type(self.module).__name__} network"
 
     def __call__(self, federation: Any) -> None:
         """The Pyro program."""
@@ -141,8 +132,8 @@ class Modulated:
 
         Example:
             >>> import torch
-            >>> from bayesfed.models.modulated import Modulated
-            >>> model = Modulated(3, 4, 2, context=5)
+            >>> from bayesfed.models import Modulated, mlp
+            >>> model = Modulated(mlp(3, 4, 2), mlp(3, 5), context=5)
             >>> w, gates = torch.zeros(7, 1, model.size), torch.zeros(7, 1, 4)
             >>> model.outputs(w, gates, torch.ones(7, 6, 3)).shape
             torch.Size([7, 6, 2])
@@ -167,50 +158,76 @@ class Modulated:
 
         Example:
             >>> import torch
-            >>> from bayesfed.models.modulated import Modulated
-            >>> model = Modulated(3, 4, 2, context=5)
+            >>> from bayesfed.models import Modulated, mlp
+            >>> model = Modulated(mlp(3, 4, 2), mlp(3, 5), context=5)
             >>> x, y = torch.ones(7, 6, 3), torch.zeros(7, 6)
             >>> model.gates(torch.zeros(7, 1, model.size), x, y, y == 0).shape
             torch.Size([7, 1, 4])
         """
         mu = weights[..., self.base_size :]
-        onehot = nn.functional.one_hot(y.long(), self.sizes[-1]).to(weights.dtype)
+        onehot = nn.functional.one_hot(y.long(), self.classes).to(weights.dtype)
         return apply(self.modulator, mu, x, onehot, mask.to(weights.dtype)).unsqueeze(-2)
 
 
 class _Base(nn.Module):
-    """f: an MLP with modulated hidden layers. ζ stands first among its parameters, ``(G,)``."""
+    """f: layers in sequence, modulated after each activation. ζ stands first among its parameters, ``(G,)``."""
 
-    def __init__(self, sizes: Sequence[int], film: bool) -> None:
+    def __init__(self, module: nn.Sequential, film: bool) -> None:
         super().__init__()
         self.film = film
-        self.widths = [width * (2 if film else 1) for width in sizes[1:-1]]
+        layers = list(module)
+        self.widths = [
+            (2 if film else 1) * _width(layers[:place])
+            for place, layer in enumerate(layers)
+            if isinstance(layer, ACTIVATIONS)
+        ]
+        if not self.widths:
+            raise ValueError(
+                "the module has no activation, and so no hidden layer to modulate; it must be an "
+                "nn.Sequential such as models.mlp(64, 32, 10)"
+            )
         self.gates = nn.Parameter(torch.zeros(sum(self.widths)))
-        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in itertools.pairwise(sizes))
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.flatten(1)
-        *hidden, head = self.layers
-        for layer, gates in zip(hidden, self.gates.split(self.widths), strict=True):
-            x = layer(x).relu()
+        parts = iter(self.gates.split(self.widths))
+        for layer in self.layers:
+            x = layer(x)
+            if not isinstance(layer, ACTIVATIONS):
+                continue
+            gates = next(parts).reshape(-1, *[1] * (x.ndim - 2))  # of a channel's whole map
             if self.film:
                 scale, shift = gates.chunk(2)
                 x = (1 + scale) * x + shift
             else:
                 x = x * gates.sigmoid()
-        return head(x)
+        return x
 
 
 class _Modulator(nn.Module):
     """g: rows ``(B, *event)``, one-hot labels ``(B, classes)`` and which count ``(B,)``, to ζ ``(G,)``."""
 
-    def __init__(self, sizes: Sequence[int], context: int, gates: int) -> None:
+    def __init__(self, encoder: nn.Module, classes: int, context: int, gates: int) -> None:
         super().__init__()
-        self.of_x = mlp(sizes[0], context)
-        self.of_row = mlp(context + sizes[-1], context, context)
+        self.of_x = encoder
+        self.of_row = mlp(_width(list(encoder.modules())) + classes, context, context)
         self.of_context = mlp(context, context, gates)
 
     def forward(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        rows = self.of_row(torch.cat([self.of_x(x.flatten(1)).relu(), y], -1))
+        rows = self.of_row(torch.cat([self.of_x(x).relu(), y], -1))
         context = (weight[:, None] * rows).sum(0) / weight.sum().clamp(min=1)
         return self.of_context(context)
+
+
+def _width(layers: Sequence[nn.Module]) -> int:
+    """Units or channels that come out of the last linear or convolutional layer of some.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for layer in reversed(layers):
+        if isinstance(layer, nn.Linear):
+            return layer.out_features
+        if isinstance(layer, nn.modules.conv._ConvNd):
+            return layer.out_channels
+    raise ValueError("no linear or convolutional layer comes before: the width is not known")

@@ -193,3 +193,30 @@ def test_a_label_that_the_network_has_no_output_for():
     data = federation(lambda n: torch.arange(n).sub(1).clamp(min=0))
     with pytest.raises(ValueError, match="client 'client 1', row 3: observed site 'y' is 2"):
         bf.fit(Network(models.mlp(3, 2).double()), data, FedABML(), rounds=1)
+
+
+# -- the prior's scale ----------------------------------------------------------------------------------
+
+
+def test_the_longest_beginning_of_a_name_gives_its_scale():
+    module = models.mlp(3, 2, 2)
+    network = Network(module, scale={"": 0.1, "2.": 0.5, "2.bias": 2.0})
+    by_hand = torch.tensor([0.1] * 8 + [0.5] * 4 + [2.0] * 2)
+    torch.testing.assert_close(network.scales.double(), by_hand, rtol=1e-6, atol=0)
+    learnt = Network(module, spread="learnt", scale={"0": 0.1, "2": 0.5})
+    with bf.handlers.Parameters({}) as seen:
+        trace = poutine.trace(learnt).get_trace(
+            bf.Federation.from_arrays(
+                {"a": {"x": torch.zeros(1, 3), "y": torch.zeros(1).long()}}
+            ).batch()
+        )
+    assert set(seen.seen) == {"prior.loc", "prior.log_scale"}
+    prior = trace.nodes[WEIGHTS]["fn"].base_dist
+    torch.testing.assert_close(prior.scale.flatten()[[0, -1]].double(), torch.tensor([0.1, 0.5]))
+
+
+def test_scales_that_leave_a_weight_out_are_refused():
+    with pytest.raises(ValueError, match="no standard deviation for the local weights '0.weight'"):
+        Network(models.mlp(3, 2, 2), scale={"2.": 1.0})
+    with pytest.raises(ValueError, match="one ρ_i for all weights"):
+        Network(models.mlp(3, 2, 2), spread="client", scale={"": 1.0, "2.": 0.1})

@@ -56,6 +56,13 @@ def test_samples_have_the_exact_law(fitted):
     assert ((slope - 1 / (1 + 4 * fitted.federation.lengths)).abs() < 8 * error).all()
 
 
+def test_the_centre_is_the_mean_of_a_normal_guide(fitted):
+    draws, centre = fitted.sample(S), fitted.sample(2, centre=True)
+    for name, values in draws.items():
+        assert torch.equal(centre[name][0], centre[name][1])
+        assert ((values.mean(0) - centre[name][0]).abs() < MEAN * values.std(0)).all()
+
+
 def test_seeds_of_samples(fitted):
     first, same, other = (fitted.sample(10, seed=seed) for seed in (1, 1, 2))
     for name in first:

@@ -66,11 +66,11 @@ class CAFeMe:
 
     Example:
         >>> import bayesfed as bf
-        >>> from bayesfed import datasets
+        >>> from bayesfed import datasets, models
         >>> from bayesfed.algorithms.cafeme import CAFeMe
-        >>> from bayesfed.models.modulated import Modulated
         >>> train, test = datasets.digits(clients=4)
-        >>> posterior = bf.fit(Modulated(64, 8, 10, context=4), train, CAFeMe(personal_steps=2), rounds=2)
+        >>> model = models.Modulated(models.mlp(64, 8, 10), models.mlp(64, 4), context=4)
+        >>> posterior = bf.fit(model, train, CAFeMe(personal_steps=2), rounds=2)
         >>> posterior.log_likelihood(test, num_samples=1)["y"].shape
         torch.Size([1, 80])
     """

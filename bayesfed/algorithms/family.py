@@ -101,7 +101,7 @@ def fed_babu(**settings: Any) -> PFedVEM:
 
 
 def fed_curv(lam: float = 1.0, **settings: Any) -> FOLA:
-    """FedCurv (Shoham et al. 2019): λ Σ_{j≠i} (w − w_j)ᵀ F_j (w − w_j), F_j the Fisher at w_j; the server takes the mean.
+    """FedCurv (Shoham et al. 2019): penalty λ Σ_{j≠i} (w − w_j)ᵀ F_j (w − w_j), F_j the Fisher at w_j; a mean.
 
     Model: ``Network(module, spread="learnt", scale=1000.0)``: the scale stands for no prior.
     """

@@ -18,6 +18,7 @@ The authors' code lets every client train in every round and a random tenth of t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -55,6 +56,7 @@ class PFedVEM:
         particles: draws of w_j per step.
         init_scale: standard deviation of q(w_j) at the start.
         upload_fraction: which part of the cohort uploads, drawn at random each round.
+        personal_steps: steps in which a client that took no part makes its q(w_j), ρ_j² anew before each.
     """
 
     point: bool = False
@@ -72,6 +74,7 @@ class PFedVEM:
     particles: int = 5
     init_scale: float = 0.1
     upload_fraction: float = 1.0
+    personal_steps: int = 50
 
     def __post_init__(self) -> None:
         if not 0 < self.upload_fraction <= 1:
@@ -118,14 +121,8 @@ class PFedVEM:
         if self.joint:
             head_steps = body_steps
         for step in range(int(head_steps.max())):
-            supplied = program.noise(noise.fold(keys, step), self.draws, local=True)
-            own = leaves({n: value for n, value in state["params"].items() if n != RHO})
-            params = theta | body["params"] | state["params"] | own
-            loss = self.loss(program, params, batch(step), supplied)
-            grads = {n: torch.zeros_like(v) for n, v in state["params"].items()}
-            grads |= gradients(loss, own)
-            active = step < head_steps
-            state = optimizer.descend(self.optimizer, state, grads, rate * self.lr, active)
+            active, fixed = step < head_steps, theta | body["params"]
+            state = self.head_step(program, fixed, state, batch, keys, step, active, rate * self.lr)
             if self.joint and shared:
                 body = self.body_step(program, theta, body, state, batch, keys, step, active, rate)
         for step in range(0 if self.joint or not shared else int(body_steps.max())):
@@ -138,6 +135,24 @@ class PFedVEM:
             )
         upload = self.encode(state["params"], theta | body["params"], losses.rows, keys)
         return state, upload, -(losses.nll + losses.divergence)
+
+    def head_step(
+        self,
+        program: Program,
+        fixed: Params,
+        state: optimizer.State,
+        batch: Rows,
+        keys: Tensor,
+        step: int,
+        active: Tensor,
+        lr: float,
+    ) -> optimizer.State:
+        """One step of each client's q(w_j)."""
+        supplied = program.noise(noise.fold(keys, step), self.draws, local=True)
+        own = leaves({name: value for name, value in state["params"].items() if name != RHO})
+        loss = self.loss(program, fixed | state["params"] | own, batch(step), supplied)
+        grads = {name: torch.zeros_like(value) for name, value in state["params"].items()}
+        return optimizer.descend(self.optimizer, state, grads | gradients(loss, own), lr, active)
 
     def body_step(
         self,
@@ -206,6 +221,35 @@ class PFedVEM:
     def params(self, program: Program, server: Params) -> Params:
         """w and the body."""
         return server
+
+    @property
+    def personal_lr(self) -> float:
+        """The rate of a new client's steps."""
+        return self.lr
+
+    def personalize(
+        self,
+        program: Program,
+        server: Params,
+        batch: Rows,
+        keys: Tensor,
+        steps: int,
+        lr: float,
+    ) -> Params:
+        """q(w_j) of K clients that took no part: steps from w, ρ_j² in closed form before each."""
+        theta = copies(server, len(keys))
+        phi = {name: theta["prior.loc"].new_zeros(len(keys), 1, 1) for name in program.local_params}
+        for site, (loc, _) in local_priors(program, theta | phi, batch(0)).items():
+            phi[f"{site}.loc"] = loc.clone()
+            if not self.point:
+                phi[f"{site}.log_scale"] = torch.full_like(loc, math.log(self.init_scale))
+        state = optimizer.begin(self.optimizer, phi, rows=len(keys))
+        active = torch.ones(len(keys), dtype=torch.bool, device=keys.device)
+        for step in range(steps):
+            if RHO in phi:
+                state["params"][RHO] = log_rho(state["params"], theta)
+            state = self.head_step(program, theta, state, batch, keys, step, active, lr)
+        return state["params"]
 
 
 def log_rho(phi: Params, theta: Params) -> Tensor:

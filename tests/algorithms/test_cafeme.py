@@ -10,14 +10,14 @@ from torch.nn.functional import cross_entropy, linear, one_hot
 import bayesfed as bf
 from bayesfed import datasets, models, noise
 from bayesfed.algorithms.cafeme import CAFeMe, chosen, split
-from bayesfed.models.modulated import Modulated
+from bayesfed.models import Modulated, mlp
 
 float64 = pytest.mark.usefixtures("float64")
 
 
 def small(**settings):
     torch.manual_seed(0)
-    return Modulated(3, 4, 5, 2, context=3, **settings)
+    return Modulated(mlp(3, 4, 5, 2), mlp(3, 3), context=3, **settings)
 
 
 def federation(*lengths):
@@ -80,13 +80,30 @@ def test_units_are_multiplied_by_the_sigmoids_of_their_gates():
 @float64
 def test_film_scales_and_shifts():
     torch.manual_seed(0)
-    model, data = Modulated(3, 4, 2, context=3, film=True), federation(6)
+    model, data = Modulated(mlp(3, 4, 2), mlp(3, 3), context=3, film=True), federation(6)
     gates = torch.randn(1, 1, 8)
     first, head = layers(model.start[: model.base_size], (3, 4), (4, 2))
     scale, shift = gates[0, 0].chunk(2)
     by_hand = linear((1 + scale) * linear(data["x"], *first).relu() + shift, *head)
     out = model.outputs(model.start[None, None], gates, data["x"][None])
     torch.testing.assert_close(out[0], by_hand, rtol=1e-12, atol=1e-12)
+
+
+@float64
+def test_a_gate_multiplies_the_whole_map_of_its_channel():
+    torch.manual_seed(0)
+    cnn = models.cnn((1, 4, 4), 2, channels=(3, 5), hidden=6)
+    model = Modulated(cnn, models.mlp(16, 4), context=3)
+    assert model.gates_size == 3 + 5 + 6
+    gates, x = torch.randn(1, 1, 14), torch.randn(7, 16)
+    flat, unflat, conv1, _, pool, conv2, _, _, flatten, hidden, _, head = cnn
+    zeta = gates.flatten().sigmoid()
+    out = pool(conv1(unflat(flat(x))).relu() * zeta[:3, None, None])
+    out = pool(conv2(out).relu() * zeta[3:8, None, None])
+    by_hand = head(hidden(flatten(out)).relu() * zeta[8:])
+    torch.testing.assert_close(
+        model.outputs(model.start[None, None], gates, x[None])[0], by_hand, rtol=1e-12, atol=1e-12
+    )
 
 
 @float64
@@ -283,7 +300,7 @@ def test_it_learns_to_learn_digits():
     """Five steps from the learnt ω against five from its start; 0.955 and 0.42 when this was written."""
     train, test = datasets.digits()
     torch.manual_seed(0)
-    model = Modulated(64, 32, 10, context=32)
+    model = Modulated(mlp(64, 32, 10), mlp(64, 32), context=32)
     posterior = bf.fit(
         model,
         train,
@@ -303,8 +320,8 @@ def test_it_learns_to_learn_digits():
 def test_messages():
     with pytest.raises(ValueError, match="personal_fraction is 1.0"):
         CAFeMe(personal_fraction=1.0)
-    with pytest.raises(ValueError, match="at least one hidden layer"):
-        Modulated(3, 2)
+    with pytest.raises(ValueError, match="no hidden layer to modulate"):
+        Modulated(mlp(3, 2), mlp(3, 2))
     with pytest.raises(TypeError, match="Modulated network"):
         CAFeMe().program(models.Network(nn.Linear(3, 2)), federation(3))
     with pytest.raises(ValueError, match="'client 1' has a single row"):

@@ -181,7 +181,9 @@ def test_a_client_makes_its_posterior_by_steps_from_the_prior():
         x, y = (data[f][data.owner == client] for f in ("x", "y"))
         theta = own = server["prior.loc"], server["prior.log_scale"]
         for step in range(4):
-            eps = program.noise(noise.fold(keys, 1 + step), 3, local=True)["weights"][0][:, client, 0]
+            eps = program.noise(noise.fold(keys, 1 + step), 3, local=True)["weights"][0][
+                :, client, 0
+            ]
             own = leaves(*own)
             loss = bayes_loss(own, theta, x, y, eps, 0.6 / len(x))
             own = [p - 0.2 * g for p, g in zip(own, grad(loss, *own), strict=True)]

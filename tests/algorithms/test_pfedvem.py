@@ -132,3 +132,28 @@ def test_learns_a_personal_head_on_digits():
         report = metrics.classification(probabilities, test["y"], test.owner, test.names)
         accuracy[rounds] = report.overall["accuracy"]
     assert accuracy[30] > max(0.85, accuracy[1] + 0.2)
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_new_client_gets_the_exact_mean_field_posterior():
+    """Linear regression under N(w, ρ² I): mean (XᵀX + I/ρ²)⁻¹ (Xᵀy + w/ρ²), variances 1 / diag of that precision.
+
+    Steps on draws in antithetic noise would be exact; with 200 draws the mean's Monte Carlo error is about
+    0.01 of a unit, to which 0.03 leaves room.
+    """
+    federation, rho = regression(), 0.7
+    torch.manual_seed(0)
+    model = Network(torch.nn.Linear(2, 1), likelihood="normal", scale=rho)
+    algorithm = PFedVEM(optimizer="sgd", lr=0.1, particles=200, init_scale=0.3)
+    posterior = bf.fit(model, federation, algorithm, rounds=1)
+    new = posterior.personalize(federation, steps=300, lr=0.2)
+    w = posterior.params["prior.loc"]
+    for i, name in enumerate(federation.names):
+        data = federation.select([name])
+        x = torch.cat([data["x"], torch.ones(len(data["y"]), 1)], 1)
+        precision = x.mT @ x + torch.eye(3) / rho**2
+        mean = torch.linalg.solve(precision, x.mT @ data["y"] + w / rho**2)
+        found = {part: new.local_params[f"weights.{part}"][i, 0] for part in ("loc", "log_scale")}
+        torch.testing.assert_close(found["loc"], mean, rtol=0, atol=0.03)
+        sd = precision.diagonal().rsqrt()
+        torch.testing.assert_close(found["log_scale"].exp(), sd, rtol=0.05, atol=0)

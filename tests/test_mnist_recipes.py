@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-PATH = Path(__file__).parents[1] / "experiments" / "mnist_data.py"
+PATH = Path(__file__).parents[1] / "experiments" / "mnist" / "recipes.py"
 SPEC = importlib.util.spec_from_file_location("mnist_data", PATH)
 recipes = importlib.util.module_from_spec(SPEC)
 sys.modules["mnist_data"] = recipes  # dataclasses look their module up

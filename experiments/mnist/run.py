@@ -1,0 +1,342 @@
+"""Personal classifiers on MNIST, every method tuned over the same small grid: makes the tables of this folder.
+
+    python experiments/mnist/run.py                                    # every recipe and method, hours on two cores
+    python experiments/mnist/run.py few_images --methods FedAvg FedABML --seeds 3 --jobs 2 --data PATH
+
+PATH is an MNIST npz with train_images, train_labels, test_images and test_labels. An MLP 784-100-10, 10 % of the
+clients in a round, 5 local epochs, batches of 50, 100 rounds, gradient descent throughout. Then every client takes some
+gradient steps on its own rows from what the server has; methods whose clients keep their networks have a column
+"kept" instead.
+A posterior's prediction is the mean over 20 draws of it, a point's is one.
+
+Rates of local and of personal steps are chosen from the same grid for every method, and where a method has
+one more setting, that from two values: on seed 0, by the NLL on validation images after the last number of steps. The
+table is of test images, mean ± standard error over the seeds: accuracy % / NLL / ECE of all clients' rows together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import recipes
+import torch
+
+import bayesfed as bf
+from bayesfed.algorithms import family
+from bayesfed.metrics import classification
+from bayesfed.models import Modulated, Network, mlp
+
+HERE = Path(__file__).parent
+DATA = HERE.parents[2] / "shared/data/mnist.npz"
+RATES = (0.1, 0.3, 0.7)
+PERSONAL = (0.1, 0.3)
+DRAWS = 20
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How clients get their images, and after how many personal steps they are judged."""
+
+    make: Callable[[Path, int], recipes.Task]
+    steps: tuple[int, ...] = (0, 5, 25, 50)
+
+
+RECIPES = {
+    "few_images": Recipe(recipes.few_images),
+    "small_shards": Recipe(recipes.small_shards),
+    "concept_drift": Recipe(recipes.concept_drift),
+    "new_clients": Recipe(recipes.new_clients, (0, 1, 5, 20, 50)),
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of the table.
+
+    Attributes:
+        make: from a point of the grid and the number of classes: the algorithm, the model, and the personal rate for
+            a plain rate of 1.
+        grid: its settings; the first is the local rate.
+        kept: clients keep their networks, and are judged by these.
+        rounds: of training; 0 for clients by themselves.
+        fraction: of the clients in a round.
+    """
+
+    make: Callable[..., tuple[Any, Any, float]]
+    grid: dict[str, tuple[float, ...]] = field(default_factory=lambda: {"rate": RATES})
+    kept: bool = False
+    rounds: int = 100
+    fraction: float = 0.1
+
+    def points(self) -> list[dict[str, float]]:
+        """Every combination of the grid's values."""
+        return [
+            dict(zip(self.grid, v, strict=True)) for v in itertools.product(*self.grid.values())
+        ]
+
+
+def network(classes: int, **settings: Any) -> Network:
+    return Network(mlp(784, 100, classes), **settings)
+
+
+def plain(parts: Callable[..., Any], classes: int, *, rate: float, **point: float) -> Any:
+    """A method of points without a prior, or with N(θ, I / λ)."""
+    return parts(lr=rate, **point), network(classes), 1.0
+
+
+def maml(classes: int, *, rate: float, inner: float) -> Any:
+    return family.per_fed_avg(lr=inner, prior_lr=rate), network(classes), 1.0
+
+
+def pfedme(classes: int, *, rate: float, lam: float) -> Any:
+    """θ_i goes all the way to where five steps have brought φ."""
+    return family.pfedme(lam=lam, lr=rate, prior_lr=1 / lam), network(classes), 1.0
+
+
+def abml(classes: int, *, rate: float, sigma: float) -> Any:
+    """Fixed σ; lr σ² is the plain rate of a location.
+
+    λ pulls φ back to θ_i by 0.002 of the way in a step, and θ_i goes all the way to φ: of n = 20 rows, whatever
+    rows a client has.
+    """
+    weight = 0.002 * 20 * sigma**2 / rate
+    algorithm = bf.FedABML(lr=rate / sigma**2, prior_lr=20 / weight, kl_weight=weight, particles=1)
+    return algorithm, network(classes, scale=sigma), 1 / sigma**2
+
+
+def pfedbayes(classes: int, *, rate: float, zeta: float) -> Any:
+    """The prior's scale is learnt, from 0.05."""
+    algorithm = family.pfedbayes(zeta=zeta, lr=rate / 0.05**2, prior_lr=20 / zeta, particles=1)
+    return algorithm, network(classes, spread="learnt", scale=0.05), 1 / 0.05**2
+
+
+def ditto(classes: int, *, rate: float, rho: float) -> Any:
+    algorithm = family.pfedmap(lr=rate, body_epochs=0, optimizer="sgd")
+    return algorithm, network(classes, scale=rho), 1.0
+
+
+def headed(parts: Callable[..., Any], classes: int, *, rate: float) -> Any:
+    """A personal last layer on a shared body."""
+    algorithm = parts(lr=rate, body_lr=rate, optimizer="sgd")
+    return algorithm, network(classes, local=["2."]), 1.0
+
+
+def vem(classes: int, *, rate: float, head: float, **settings: Any) -> Any:
+    """Adam for the head, as its authors' code has; ``rate`` is the body's."""
+    algorithm = bf.PFedVEM(lr=head, body_lr=rate, **settings)
+    return algorithm, network(classes, local=["2."], spread="client", scale=0.1), 1.0
+
+
+def cafeme(classes: int, *, rate: float, inner: float) -> Any:
+    """Five steps on ω_i in a round, as many as the others take; first order, as its authors' code."""
+    model = Modulated(mlp(784, 100, classes), mlp(784, 100), context=100)
+    algorithm = bf.CAFeMe(inner_lr=inner, lr=rate, outer_steps=5, second_order=False)
+    return algorithm, model, 1.0
+
+
+METHODS = {
+    "Local": Method(partial(plain, family.fed_avg), rounds=0),
+    "FedAvg": Method(partial(plain, family.fed_avg)),
+    "FedProx": Method(partial(plain, family.fed_prox), {"rate": RATES, "mu": (0.01, 0.1)}),
+    "Per-FedAvg": Method(maml, {"rate": RATES, "inner": PERSONAL}),
+    "pFedMe": Method(pfedme, {"rate": RATES, "lam": (0.1, 1.0)}),
+    "pFedBayes": Method(pfedbayes, {"rate": RATES, "zeta": (0.003, 0.03)}),
+    "Ditto": Method(ditto, {"rate": RATES, "rho": (0.2, 1.0)}, kept=True),
+    "FedPer": Method(partial(headed, family.fed_per), kept=True),
+    "FedRep": Method(partial(headed, family.fed_rep), kept=True),
+    "FedBABU": Method(partial(headed, family.fed_babu)),
+    "PFedVEM": Method(vem, {"rate": RATES, "head": (0.003, 0.01)}, kept=True),
+    "CAFeMe": Method(cafeme, {"rate": RATES, "inner": PERSONAL}),
+    "FedABML": Method(abml, {"rate": RATES, "sigma": (0.03, 0.1)}),
+}
+
+Scores = list[tuple[float, float, float]]
+
+
+def fitted(
+    task: recipes.Task, method: Method, point: dict[str, float], seed: int
+) -> tuple[Any, float]:
+    """The posterior, and the personal rate for a plain rate of 1."""
+    torch.manual_seed(seed)
+    algorithm, model, unit = method.make(task.classes, **point)
+    algorithm = replace(algorithm, personal_steps=0)  # of the end of the fit: scores() takes them
+    posterior = bf.fit(
+        model,
+        task.train,
+        algorithm,
+        rounds=max(method.rounds, 1),
+        clients_per_round=method.fraction,
+        batch_size=50,
+        seed=seed,
+        progress=False,
+    )
+    if method.rounds == 0:
+        posterior = replace(posterior, params=posterior.program.init)
+    return posterior, unit
+
+
+def scores(
+    posterior: Any, own: bf.Federation, rows: bf.Federation, rate: float, steps: Sequence[int]
+) -> Scores:
+    """(accuracy %, NLL, ECE) after each number of personal steps on a client's own rows; none: as kept."""
+    draws = 1 if getattr(posterior.algorithm, "point", True) else DRAWS
+    found = []
+    for count in steps or (None,):
+        personal = posterior
+        if count is not None:
+            personal = posterior.personalize(own, steps=count, lr=rate, batch_size=50)
+        probabilities = personal.probabilities(rows, draws)["y"]
+        overall = classification(probabilities, rows["y"], rows.owner, rows.names).overall
+        found.append((100 * overall["accuracy"], overall["nll"], overall["ece"]))
+    return found
+
+
+def some_of(federation: bf.Federation, count: int) -> bf.Federation:
+    """The first rows of each client."""
+    first = torch.arange(count)
+    rows = (federation.offsets[:-1, None] + first).flatten()
+    fields = {name: value[rows] for name, value in federation.fields.items()}
+    offsets = count * torch.arange(len(federation) + 1)
+    return bf.Federation(fields, offsets, federation.names)
+
+
+def tried(
+    data: Path, recipe: str, name: str, point: dict[str, float]
+) -> list[tuple[float, float, Scores]]:
+    """For each personal rate: validation NLL after the last number of steps, the rate, the scores.
+
+    Where new clients are what counts, old ones personalise with as few rows as these have.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of fits that diverge: their scores say so
+    method = METHODS[name]
+    task = RECIPES[recipe].make(data, 0)
+    own = task.train if task.new is None else some_of(task.train, 20)
+    last = () if method.kept else RECIPES[recipe].steps[-1:]
+    found = []
+    try:
+        posterior, unit = fitted(task, method, point, 0)
+        for rate in (math.nan,) if method.kept else PERSONAL:
+            values = scores(posterior, own, task.valid, rate * unit, last)
+            nll = values[0][1]
+            found.append((nll if math.isfinite(nll) else math.inf, rate, values))
+    except (FloatingPointError, ValueError):  # the second: probabilities that are not finite
+        found.append((math.inf, math.nan, [(math.nan, math.inf, math.nan)]))
+    return found
+
+
+def judged(
+    data: Path, recipe: str, name: str, point: dict[str, float], rate: float, seed: int
+) -> Scores:
+    """The test scores of a seed."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    method, steps = METHODS[name], RECIPES[recipe].steps
+    task = RECIPES[recipe].make(data, seed)
+    posterior, unit = fitted(task, method, point, seed)
+    own, rows = (task.train, task.test) if task.new is None else task.new
+    return scores(posterior, own, rows, rate * unit, () if method.kept else steps)
+
+
+def table(recipe: str, names: Sequence[str], data: Path, seeds: int, jobs: int) -> None:
+    """Tune and judge methods on a recipe, and put their rows into its table."""
+    path = HERE / f"{recipe}.md"
+    if RECIPES[recipe].make is recipes.new_clients:  # their networks are kept by those who trained
+        names = [name for name in names if not METHODS[name].kept]
+    with ProcessPoolExecutor(jobs) as pool:
+        best: dict[str, tuple[float, float, dict[str, float]]] = {}
+        start = time.perf_counter()
+        trials = {
+            pool.submit(tried, data, recipe, name, point): (name, point)
+            for name in names
+            for point in METHODS[name].points()
+        }
+        for trial in as_completed(trials):
+            name, point = trials[trial]
+            for nll, rate, values in trial.result():
+                shown = ", ".join(f"{key} {value:g}" for key, value in point.items())
+                print(
+                    f"{time.perf_counter() - start:5.0f} s  {recipe} {name}: {shown}, personal "
+                    f"{rate:g}: {values[0][0]:.2f} / {values[0][1]:.3f} / {values[0][2]:.3f}",
+                    flush=True,
+                )
+                if nll < best.get(name, (math.inf,))[0]:
+                    best[name] = (nll, rate, point)
+        runs = {
+            name: [
+                pool.submit(judged, data, recipe, name, best[name][2], best[name][1], seed)
+                for seed in range(seeds)
+            ]
+            for name in names
+            if name in best
+        }
+        for name, seeded in runs.items():
+            values = torch.tensor([run.result() for run in seeded], dtype=torch.float64)
+            row = _row(recipe, name, values, best[name])
+            print(row, flush=True)
+            keep(path, _header(recipe), row, list(METHODS))
+
+
+def _header(recipe: str) -> list[str]:
+    columns = [f"{count} steps" for count in RECIPES[recipe].steps]
+    return [
+        f"| method | {' | '.join(columns)} | kept | seeds | chosen of the grid |",
+        "| --- |" + " --- |" * (len(columns) + 3),
+    ]
+
+
+def _row(
+    recipe: str, name: str, values: torch.Tensor, best: tuple[float, float, dict[str, float]]
+) -> str:
+    """Of scores ``(seeds, steps, 3)``."""
+    seeds = len(values)
+    mean, error = values.mean(0).tolist(), (values.std(0) / seeds**0.5).tolist()
+    cells = [
+        f"{m[0]:.1f} ± {e[0]:.1f} / {m[1]:.3f} ± {e[1]:.3f} / {m[2]:.3f}"
+        for m, e in zip(mean, error, strict=True)
+    ]
+    nothing = ["–"] * len(RECIPES[recipe].steps)
+    cells = [*nothing, cells[0]] if METHODS[name].kept else [*cells, "–"]
+    grid = METHODS[name].grid
+    chosen = [f"{key} {value:g} of {grid[key]}" for key, value in best[2].items()]
+    if not METHODS[name].kept:
+        chosen.append(f"personal {best[1]:g} of {PERSONAL}")
+    return f"| {name} | {' | '.join(cells)} | {seeds} | {'; '.join(chosen)} |"
+
+
+def keep(path: Path, header: Sequence[str], row: str, order: Sequence[str]) -> None:
+    """Put a row into a table in place of the one that it repeats, atomically; ``order`` of the first cells."""
+    old = path.read_text().splitlines()[len(header) :] if path.exists() else []
+    kept = [line for line in old if line.split(" | ")[0] != row.split(" | ")[0]]
+    rows = sorted([*kept, row], key=lambda line: order.index(line.split(" | ")[0][2:]))
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text("\n".join([*header, *rows]) + "\n")
+    fresh.replace(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipes", nargs="*", default=list(RECIPES), metavar="recipe")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2, help="fits at a time")
+    parser.add_argument("--data", type=Path, default=DATA, help="the npz")
+    args = parser.parse_args()
+    for recipe in args.recipes:
+        table(recipe, args.methods, args.data, args.seeds, args.jobs)
+
+
+if __name__ == "__main__":
+    main()
