@@ -114,6 +114,8 @@ def descend(
         for name, value in params.items():
             if name.endswith("log_scale"):
                 new["params"][name] = value + (new["params"][name] - value).clamp(-most, most)
+    if bool(active.all()):
+        return new
     return {
         part: {
             name: torch.where(active.reshape(-1, *[1] * (v.ndim - 1)), v, state[part][name])

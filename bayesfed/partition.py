@@ -11,6 +11,8 @@ and S particles run as one batched pass of the program.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -129,12 +131,44 @@ def client_terms(
     return _terms(_log_ratio(guide, model, local=True), batch.scale, particles, len(batch))
 
 
-class Losses(NamedTuple):
-    """Per client, ``(K,)``: −E_q[log p(D_i | w_i)] of all n_i rows, KL(q(w_i) ‖ p(w_i | θ)), and n_i."""
+@dataclass(frozen=True, eq=False)
+class Losses:
+    """The two parts of the negative ELBO term apart, per client ``(K,)``.
+
+    Attributes:
+        nll: −E_q[log p(D_i | w_i)] of all n_i rows.
+        rows: n_i.
+    """
 
     nll: Tensor
-    divergence: Tensor
     rows: Tensor
+    _locals: Sequence[tuple[Any, Any]]
+
+    @cached_property
+    def divergence(self) -> Tensor:
+        """KL(q(w_i) ‖ p(w_i | θ)), in closed form where there is one; for a point −log p(w_i | θ)."""
+        total = torch.zeros_like(self.nll)
+        for q, p in self._locals:
+            try:
+                gap = kl_divergence(*_once(q["fn"], p["fn"]))
+            except NotImplementedError:
+                gap = q["fn"].log_prob(q["value"]) - p["fn"].log_prob(p["value"])
+            total = total + gap.sum(-1).mean(0)
+        return total
+
+
+def _once(*fns: Any) -> tuple[Any, ...]:
+    """Normals that are the same for every particle, with one particle; others as they are."""
+    found = []
+    for fn in fns:
+        base = fn.base_dist if isinstance(fn, Independent) else fn
+        parts = (base.loc, base.scale) if isinstance(base, Normal) else ()
+        if not parts or any(v.shape[0] > 1 and v.stride(0) for v in parts):
+            return fns
+        one = Normal(parts[0][:1], parts[1][:1], validate_args=False)
+        event = fn.reinterpreted_batch_ndims if isinstance(fn, Independent) else 0
+        found.append(Independent(one, event, validate_args=False) if event else one)
+    return tuple(found)
 
 
 def client_losses(
@@ -144,26 +178,18 @@ def client_losses(
     noise: Noise,
     particles: int,
 ) -> Losses:
-    """The two parts of the negative ELBO term apart, the divergence in closed form where there is one.
+    """The two parts of K clients' negative ELBO terms, for a program without global random sites.
 
-    For a point guide the divergence is −log p(w_i | θ). Arguments as in :func:`client_terms`, for a program
-    without global random sites.
+    Arguments as in :func:`client_terms`.
     """
     guide, model = run(program, params, {}, batch, noise, particles)
-    zero = batch.scale.new_zeros(particles, len(batch))
-    nll, divergence = zero, zero
+    nll = batch.scale.new_zeros(particles, len(batch))
     for site in program.observed:
         node = model.nodes[site.name]
         log_prob = node["fn"].log_prob(node["value"])
         nll = nll - scale_and_mask(log_prob, node["scale"], node["mask"]).sum(-1)
-    for site in program.locals:
-        q, p = guide.nodes[site.name], model.nodes[site.name]
-        try:
-            gap = kl_divergence(q["fn"], p["fn"])
-        except NotImplementedError:
-            gap = q["fn"].log_prob(q["value"]) - p["fn"].log_prob(p["value"])
-        divergence = divergence + gap.sum(-1)
-    return Losses(nll.mean(0), divergence.mean(0), batch.rows)
+    sites = [(guide.nodes[site.name], model.nodes[site.name]) for site in program.locals]
+    return Losses(nll.mean(0), batch.rows, sites)
 
 
 def local_priors(

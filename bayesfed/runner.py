@@ -114,8 +114,9 @@ def fit(
             Cohorts are drawn uniformly without replacement and their sums scaled by N / K, so that
             every round's gradient is unbiased.
         batch_size: rows that a client uses in a local step, scaled by n_i / b_i; by default all.
-        chunk_size: clients that run as one batch; by default the whole cohort. It changes memory, not
-            results.
+        chunk_size: clients that run as one batch, of similar numbers of rows; by default the whole cohort. It
+            changes memory and time, not results: where clients differ much in size, small chunks keep the small
+            ones from waiting for the large ones.
         seed: of every stream of noise.
         device: where to run; by default where the data lie.
         progress: show a progress bar; by default where the output is a terminal.
@@ -167,7 +168,8 @@ def fit(
             message = algorithm.broadcast(program, server, noise.fold(key, _SERVER), size)
             total: dict[str, Tensor] = {}
             terms = []
-            for chunk in cohort.split(chunk_size or size):
+            by_size = federation.lengths[cohort].argsort(stable=True)  # chunks of equal work
+            for chunk in cohort[by_size].split(chunk_size or size):
                 keys = noise.fold(key, federation.streams[chunk])
                 state, upload, term = algorithm.client_update(
                     program,
@@ -186,7 +188,7 @@ def fit(
             server, server_term = algorithm.decode(
                 program, server, total, noise.fold(key, _SERVER), rate, scale
             )
-            client_terms = torch.cat(terms)
+            client_terms = torch.cat(terms)[by_size.argsort()]
             elbo = float(server_term + _sum_over_all(client_terms, known, cohort, scale))
             if not math.isfinite(elbo):
                 raise FloatingPointError(

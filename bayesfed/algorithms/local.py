@@ -15,6 +15,7 @@ from bayesfed.partition import client_terms
 from bayesfed.plates import Batch, Rows
 from bayesfed.program import Params, Program
 
+_NUMBERS = 1_000_000  # how many numbers the weights of a chunk of clients may have
 EPS = 0.1
 """Adam's ε for φ_i: an ELBO gradient of less than a tenth of a nat a unit is noise, not to be chased at full rate."""
 
@@ -179,7 +180,9 @@ def amortised(
     steps = algorithm.personal_steps if steps is None else steps
     lr = algorithm.personal_lr if lr is None else lr
     parts = []
-    for chunk in federation.chunks(20_000):
+    numbers = sum(site.event_shape.numel() for site in program.locals)
+    together = max(1, _NUMBERS // (numbers * getattr(algorithm, "particles", 1)))
+    for chunk in (c for some in federation.chunks(20_000) for c in some.split(together)):
         keys = noise.fold(key, federation.streams[chunk])
         rows = batches(federation, chunk, batch_size, keys)
         parts.append(algorithm.personalize(program, params, rows, keys, steps, lr))

@@ -4,10 +4,10 @@
     python experiments/mnist/run.py few_images --methods FedAvg FedABML --seeds 3 --jobs 2 --data PATH
 
 PATH is an MNIST npz with train_images, train_labels, test_images and test_labels. An MLP 784-100-10, 10 % of the
-clients in a round, 5 local epochs, batches of 50, 100 rounds, gradient descent throughout. Then every client takes some
-gradient steps on its own rows from what the server has; methods whose clients keep their networks have a column
-"kept" instead.
-A posterior's prediction is the mean over 20 draws of it, a point's is one.
+clients in a round ("all train": all of them, and 10 % upload), 5 local epochs, batches of 50, 100 rounds, gradient descent
+but for the heads of PFedVEM. Then every client takes some gradient steps on its own rows from what the server has;
+methods whose clients keep their networks have a column "kept" instead. A posterior's prediction is the mean over 20
+draws of it, a point's is one.
 
 Rates of local and of personal steps are chosen from the same grid for every method, and where a method has
 one more setting, that from two values: on seed 0, by the NLL on validation images after the last number of steps. The
@@ -38,24 +38,24 @@ from bayesfed.models import Modulated, Network, mlp
 
 HERE = Path(__file__).parent
 DATA = HERE.parents[2] / "shared/data/mnist.npz"
-RATES = (0.1, 0.3, 0.7)
 PERSONAL = (0.1, 0.3)
 DRAWS = 20
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How clients get their images, and after how many personal steps they are judged."""
+    """How clients get their images, the rates that are tried, the personal steps after which they are judged."""
 
     make: Callable[[Path, int], recipes.Task]
+    rates: tuple[float, ...] = (0.3, 0.7)
     steps: tuple[int, ...] = (0, 5, 25, 50)
 
 
 RECIPES = {
-    "few_images": Recipe(recipes.few_images),
+    "few_images": Recipe(recipes.few_images, (0.1, 0.3, 0.7)),
     "small_shards": Recipe(recipes.small_shards),
     "concept_drift": Recipe(recipes.concept_drift),
-    "new_clients": Recipe(recipes.new_clients, (0, 1, 5, 20, 50)),
+    "new_clients": Recipe(recipes.new_clients, (0.1, 0.3), (0, 1, 5, 20, 50)),
 }
 
 
@@ -66,23 +66,22 @@ class Method:
     Attributes:
         make: from a point of the grid and the number of classes: the algorithm, the model, and the personal rate for
             a plain rate of 1.
-        grid: its settings; the first is the local rate.
+        grid: what is tried of its settings, beside the recipe's rates.
         kept: clients keep their networks, and are judged by these.
         rounds: of training; 0 for clients by themselves.
         fraction: of the clients in a round.
     """
 
     make: Callable[..., tuple[Any, Any, float]]
-    grid: dict[str, tuple[float, ...]] = field(default_factory=lambda: {"rate": RATES})
+    grid: dict[str, tuple[float, ...]] = field(default_factory=dict)
     kept: bool = False
     rounds: int = 100
     fraction: float = 0.1
 
-    def points(self) -> list[dict[str, float]]:
+    def points(self, recipe: Recipe) -> list[dict[str, float]]:
         """Every combination of the grid's values."""
-        return [
-            dict(zip(self.grid, v, strict=True)) for v in itertools.product(*self.grid.values())
-        ]
+        grid = {"rate": recipe.rates[: 1 if self.rounds == 0 else None], **self.grid}
+        return [dict(zip(grid, v, strict=True)) for v in itertools.product(*grid.values())]
 
 
 def network(classes: int, **settings: Any) -> Network:
@@ -110,7 +109,7 @@ def abml(classes: int, *, rate: float, sigma: float) -> Any:
     rows a client has.
     """
     weight = 0.002 * 20 * sigma**2 / rate
-    algorithm = bf.FedABML(lr=rate / sigma**2, prior_lr=20 / weight, kl_weight=weight, particles=1)
+    algorithm = bf.FedABML(lr=rate / sigma**2, prior_lr=20 / weight, kl_weight=weight, particles=3)
     return algorithm, network(classes, scale=sigma), 1 / sigma**2
 
 
@@ -147,17 +146,20 @@ def cafeme(classes: int, *, rate: float, inner: float) -> Any:
 METHODS = {
     "Local": Method(partial(plain, family.fed_avg), rounds=0),
     "FedAvg": Method(partial(plain, family.fed_avg)),
-    "FedProx": Method(partial(plain, family.fed_prox), {"rate": RATES, "mu": (0.01, 0.1)}),
-    "Per-FedAvg": Method(maml, {"rate": RATES, "inner": PERSONAL}),
-    "pFedMe": Method(pfedme, {"rate": RATES, "lam": (0.1, 1.0)}),
-    "pFedBayes": Method(pfedbayes, {"rate": RATES, "zeta": (0.003, 0.03)}),
-    "Ditto": Method(ditto, {"rate": RATES, "rho": (0.2, 1.0)}, kept=True),
+    "FedProx": Method(partial(plain, family.fed_prox), {"mu": (0.01, 0.1)}),
+    "Per-FedAvg": Method(maml, {"inner": PERSONAL}),
+    "pFedMe": Method(pfedme, {"lam": (0.1, 1.0)}),
+    "pFedBayes": Method(pfedbayes, {"zeta": (0.003, 0.03)}),
+    "Ditto": Method(ditto, {"rho": (0.2, 1.0)}, kept=True),
     "FedPer": Method(partial(headed, family.fed_per), kept=True),
     "FedRep": Method(partial(headed, family.fed_rep), kept=True),
     "FedBABU": Method(partial(headed, family.fed_babu)),
-    "PFedVEM": Method(vem, {"rate": RATES, "head": (0.003, 0.01)}, kept=True),
-    "CAFeMe": Method(cafeme, {"rate": RATES, "inner": PERSONAL}),
-    "FedABML": Method(abml, {"rate": RATES, "sigma": (0.03, 0.1)}),
+    "PFedVEM": Method(vem, {"head": (0.01, 0.03)}, kept=True),
+    "PFedVEM, all train": Method(
+        partial(vem, upload_fraction=0.1), {"head": (0.003, 0.01)}, kept=True, fraction=1.0
+    ),
+    "CAFeMe": Method(cafeme, {"inner": PERSONAL}),
+    "FedABML": Method(abml, {"sigma": (0.05, 0.07)}),
 }
 
 Scores = list[tuple[float, float, float]]
@@ -259,7 +261,7 @@ def table(recipe: str, names: Sequence[str], data: Path, seeds: int, jobs: int) 
         trials = {
             pool.submit(tried, data, recipe, name, point): (name, point)
             for name in names
-            for point in METHODS[name].points()
+            for point in METHODS[name].points(RECIPES[recipe])
         }
         for trial in as_completed(trials):
             name, point = trials[trial]
@@ -307,7 +309,7 @@ def _row(
     ]
     nothing = ["–"] * len(RECIPES[recipe].steps)
     cells = [*nothing, cells[0]] if METHODS[name].kept else [*cells, "–"]
-    grid = METHODS[name].grid
+    grid = {"rate": RECIPES[recipe].rates, **METHODS[name].grid}
     chosen = [f"{key} {value:g} of {grid[key]}" for key, value in best[2].items()]
     if not METHODS[name].kept:
         chosen.append(f"personal {best[1]:g} of {PERSONAL}")
