@@ -105,8 +105,8 @@ def fed_curv(lam: float = 1.0, **settings: Any) -> FOLA:
 
     Model: ``Network(module, spread="learnt", scale=1000.0)``: the scale stands for no prior.
     """
-    parts = {"cavity": True, "aggregate": "mean", "online": False, "damping": 1.0}
-    return FOLA(**{**parts, "prior_weight": 2 * lam} | settings)
+    parts: dict[str, Any] = {"cavity": True, "aggregate": "mean", "online": False, "damping": 1.0}
+    return FOLA(**parts | {"prior_weight": 2 * lam} | settings)
 
 
 def pooled(**settings: Any) -> FedABML:

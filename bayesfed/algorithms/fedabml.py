@@ -31,6 +31,7 @@ from bayesfed.algorithms.local import copies, gradients, leaves, mean, steps_tak
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.amortised import adapted
 from bayesfed.guides.factorised import factorised
+from bayesfed.optimizer import State
 from bayesfed.partition import client_losses, local_priors
 from bayesfed.plates import Batch, Rows
 from bayesfed.program import Params, Program, build
@@ -101,7 +102,7 @@ class FedABML:
         """The model with a factorised guide over its local sites."""
         return build(model, factorised(model, federation, point=self.point), federation)
 
-    def init(self, program: Program, federation: Federation) -> tuple[Params, optimizer.State]:
+    def init(self, program: Program, federation: Federation) -> tuple[Params, State]:
         """θ at the model's start. Clients keep nothing."""
         return {name: value.clone() for name, value in program.init.items()}, {}
 
@@ -113,11 +114,11 @@ class FedABML:
         self,
         program: Program,
         message: Params,
-        clients: optimizer.State,
+        clients: State,
         batch: Rows,
         keys: Tensor,
         rate: float,
-    ) -> tuple[optimizer.State, Params, Tensor]:
+    ) -> tuple[State, Params, Tensor]:
         """K clients at once: no state, their uploads ``(K, ...)`` and ELBO terms ``(K,)`` at the end."""
         theta = optimizer.begin(self.prior_optimizer, copies(message, len(keys)))
         phi = optimizer.begin(
@@ -143,6 +144,10 @@ class FedABML:
                     continue
                 prior = leaves(theta["params"])
                 params, rows = prior | phi["params"], batch(step)
+                if self._only_prior(program):
+                    loss = self.kl_weight * self.divergence(program, params, rows)
+                else:
+                    loss = self.loss(program, params, rows, noise.fold(stream, 0))
             else:  # φ starts at θ_i again, and the next minibatch judges where it arrives
                 prior = leaves(theta["params"])
                 first = (self.inner_steps + 1) * step
@@ -150,7 +155,7 @@ class FedABML:
                     program, prior, batch, stream, first, self.inner_steps, lr, units
                 )
                 rows = batch(first + self.inner_steps)
-            loss = self.loss(program, params, rows, noise.fold(stream, 0))
+                loss = self.loss(program, params, rows, noise.fold(stream, 0))
             theta = optimizer.descend(
                 self.prior_optimizer,
                 theta,
@@ -161,11 +166,11 @@ class FedABML:
             )
         last = theta["params"] | phi["params"]
         with torch.no_grad():
-            rows = batch(0).rows
-            term = -rows * self.loss(program, last, batch(0), keys)
+            n = batch(0).rows
+            term = -n * self.loss(program, last, batch(0), keys)
         if self._fits:
             last = last | _as_prior(phi["params"])
-        return {}, weighted({n: last[n] for n in message}, rows if self.weighted else None), term
+        return {}, weighted({n: last[n] for n in message}, n if self.weighted else None), term
 
     def decode(
         self,
@@ -247,10 +252,19 @@ class FedABML:
         particles = 1 if self.point else self.particles
         supplied = program.noise(keys, particles, local=True)
         losses = client_losses(program, params, batch, supplied, particles)
-        divergence = losses.divergence / losses.rows if self.kl_per_row else losses.divergence
         if self.kl_weight == 0:
             return losses.nll / losses.rows
-        return losses.nll / losses.rows + self.kl_weight * divergence
+        weight = self.kl_weight / (losses.rows if self.kl_per_row else 1.0)
+        return losses.nll / losses.rows + weight * losses.divergence
+
+    def divergence(self, program: Program, params: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """KL(q ‖ p) of K clients, over n_i or not, ``(K,)``: no network is run."""
+        found = client_losses(program, params, batch.head(), {}, 1).divergence
+        return found / batch.rows if self.kl_per_row else found
+
+    def _only_prior(self, program: Program) -> bool:
+        """Whether θ acts through the prior alone, so that the likelihood given φ does not depend on it."""
+        return all(name.startswith("prior.") for name in program.init)
 
     def units(self, program: Program, theta: Params, batch: Batch) -> Params:
         """σ_θ² for every location: what its gradient is multiplied by.

@@ -28,6 +28,7 @@ from bayesfed import noise, optimizer
 from bayesfed.algorithms.local import copies, gradients, leaves, steps_taken
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.factorised import factorised
+from bayesfed.optimizer import State
 from bayesfed.partition import Noise, client_losses, local_priors
 from bayesfed.plates import Batch, Rows
 from bayesfed.program import Params, Program, build
@@ -86,7 +87,7 @@ class PFedVEM:
         guide = factorised(model, federation, point=self.point)
         return build(model, replace(guide, scale=self.init_scale), federation)
 
-    def init(self, program: Program, federation: Federation) -> tuple[Params, optimizer.State]:
+    def init(self, program: Program, federation: Federation) -> tuple[Params, State]:
         """w and the body at the model's start; every q(w_j) around w."""
         local = program.init_locals(federation)
         server = {name: value.clone() for name, value in program.init.items()}
@@ -104,11 +105,11 @@ class PFedVEM:
         self,
         program: Program,
         message: Params,
-        clients: optimizer.State,
+        clients: State,
         batch: Rows,
         keys: Tensor,
         rate: float,
-    ) -> tuple[optimizer.State, Params, Tensor]:
+    ) -> tuple[State, Params, Tensor]:
         """K clients at once: their q(w_j), their uploads ``(K, ...)`` and ELBO terms ``(K,)`` at the end."""
         theta = copies(message, len(keys))
         shared = {name: value for name, value in theta.items() if not name.startswith("prior.")}
@@ -140,13 +141,13 @@ class PFedVEM:
         self,
         program: Program,
         fixed: Params,
-        state: optimizer.State,
+        state: State,
         batch: Rows,
         keys: Tensor,
         step: int,
         active: Tensor,
         lr: float,
-    ) -> optimizer.State:
+    ) -> State:
         """One step of each client's q(w_j)."""
         supplied = program.noise(noise.fold(keys, step), self.draws, local=True)
         own = leaves({name: value for name, value in state["params"].items() if name != RHO})
@@ -158,14 +159,14 @@ class PFedVEM:
         self,
         program: Program,
         theta: Params,
-        body: optimizer.State,
-        state: optimizer.State,
+        body: State,
+        state: State,
         batch: Rows,
         keys: Tensor,
         step: int,
         active: Tensor,
         rate: float,
-    ) -> optimizer.State:
+    ) -> State:
         """One step down the mean loss in each client's copy of the body."""
         own = leaves(body["params"])
         supplied = program.noise(noise.fold(keys, -1 - step), self.draws, local=True)

@@ -4,10 +4,10 @@
     python experiments/mnist/run.py few_images --methods FedAvg FedABML --seeds 3 --jobs 2 --data PATH
 
 PATH is an MNIST npz with train_images, train_labels, test_images and test_labels. An MLP 784-100-10, 10 % of the
-clients in a round ("all train": all of them, and 10 % upload), 5 local epochs, batches of 50, 100 rounds, gradient descent
-but for the heads of PFedVEM. Then every client takes some gradient steps on its own rows from what the server has;
-methods whose clients keep their networks have a column "kept" instead. A posterior's prediction is the mean over 20
-draws of it, a point's is one.
+clients in a round ("all train": all of them, and 10 % upload), 5 local epochs, batches of 50, 100 rounds, gradient
+descent but for the heads of PFedVEM. Then every client takes some gradient steps on its own rows from what the server
+has; methods whose clients keep their networks have a column "kept" instead. A posterior's prediction is the mean over
+20 draws of it, a point's is one.
 
 Rates of local and of personal steps are chosen from the same grid for every method, and where a method has
 one more setting, that from two values: on seed 0, by the NLL on validation images after the last number of steps. The
@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import joblib
 import recipes
 import torch
 
@@ -37,6 +38,7 @@ from bayesfed.metrics import classification
 from bayesfed.models import Modulated, Network, mlp
 
 HERE = Path(__file__).parent
+STORE = HERE.parents[1] / "runs/mnist"
 DATA = HERE.parents[2] / "shared/data/mnist.npz"
 PERSONAL = (0.1, 0.3)
 DRAWS = 20
@@ -253,13 +255,14 @@ def judged(
 def table(recipe: str, names: Sequence[str], data: Path, seeds: int, jobs: int) -> None:
     """Tune and judge methods on a recipe, and put their rows into its table."""
     path = HERE / f"{recipe}.md"
+    memory = joblib.Memory(STORE, verbose=0)
     if RECIPES[recipe].make is recipes.new_clients:  # their networks are kept by those who trained
         names = [name for name in names if not METHODS[name].kept]
     with ProcessPoolExecutor(jobs) as pool:
         best: dict[str, tuple[float, float, dict[str, float]]] = {}
         start = time.perf_counter()
         trials = {
-            pool.submit(tried, data, recipe, name, point): (name, point)
+            pool.submit(memory.cache(tried), data, recipe, name, point): (name, point)
             for name in names
             for point in METHODS[name].points(RECIPES[recipe])
         }
@@ -276,7 +279,9 @@ def table(recipe: str, names: Sequence[str], data: Path, seeds: int, jobs: int) 
                     best[name] = (nll, rate, point)
         runs = {
             name: [
-                pool.submit(judged, data, recipe, name, best[name][2], best[name][1], seed)
+                pool.submit(
+                    memory.cache(judged), data, recipe, name, best[name][2], best[name][1], seed
+                )
                 for seed in range(seeds)
             ]
             for name in names
@@ -335,7 +340,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2, help="fits at a time")
     parser.add_argument("--data", type=Path, default=DATA, help="the npz")
+    parser.add_argument(
+        "--resume", action="store_true", help="take fits that an earlier run of the same code made"
+    )
     args = parser.parse_args()
+    if not args.resume:
+        joblib.Memory(STORE, verbose=0).clear(warn=False)
     for recipe in args.recipes:
         table(recipe, args.methods, args.data, args.seeds, args.jobs)
 
