@@ -36,6 +36,7 @@ from bayesfed.federation import Federation, Model
 from bayesfed.guides.amortised import adapted
 from bayesfed.guides.factorised import factorised
 from bayesfed.models.modulated import Modulated
+from bayesfed.optimizer import State
 from bayesfed.partition import client_losses
 from bayesfed.plates import Batch, Rows
 from bayesfed.program import Params, Program, build
@@ -53,6 +54,7 @@ class CAFeMe:
     Attributes:
         inner_lr: α, of the steps by which a client personalises.
         lr: β, of the client's steps on its copy of ω.
+        optimizer: of these steps: ``"sgd"``, ``"momentum"`` or ``"adam"``; its state is forgotten after the round.
         inner_steps: S.
         second_order: take ∇_ω through the inner steps; False takes their gradients as constants.
         personal_fraction: share of a client's rows in D_pers, between 0 and 1; the split is drawn once a round.
@@ -77,6 +79,7 @@ class CAFeMe:
 
     inner_lr: float = 0.1
     lr: float = 0.1
+    optimizer: str = "sgd"
     inner_steps: int = 5
     second_order: bool = True
     personal_fraction: float = 0.5
@@ -86,6 +89,7 @@ class CAFeMe:
     personal_steps: int = 50
 
     def __post_init__(self) -> None:
+        optimizer.check_rules(optimizer=self.optimizer)
         if not 0 < self.personal_fraction < 1:
             raise ValueError(
                 f"personal_fraction is {self.personal_fraction}; it must lie between 0 and 1, so that "
@@ -112,7 +116,7 @@ class CAFeMe:
             )
         return build(model, factorised(model, federation, point=True), federation)
 
-    def init(self, program: Program, federation: Federation) -> tuple[Params, optimizer.State]:
+    def init(self, program: Program, federation: Federation) -> tuple[Params, State]:
         """ω at the model's start. Clients keep nothing."""
         return {name: value.clone() for name, value in program.init.items()}, {}
 
@@ -124,30 +128,28 @@ class CAFeMe:
         self,
         program: Program,
         message: Params,
-        clients: optimizer.State,
+        clients: State,
         batch: Rows,
         keys: Tensor,
         rate: float,
-    ) -> tuple[optimizer.State, Params, Tensor]:
+    ) -> tuple[State, Params, Tensor]:
         """K clients at once: no state, their uploads ``(K, ...)`` and terms ``(K,)``.
 
         A term is the log-likelihood of D_eval under the personalised network in the last step, scaled up to the
         client's n_i rows.
         """
         personal, held_out = split(batch(None), self.personal_fraction, keys)
-        theta = copies(message, len(keys))
+        state = optimizer.begin(self.optimizer, copies(message, len(keys)), rows=len(keys))
+        everyone = torch.ones_like(keys, dtype=torch.bool)
         for step in range(self.outer_steps):
-            theta = leaves(theta)
+            theta = leaves(state["params"])
             adapted = self.adapted(
                 program, theta, personal, noise.fold(keys, step), self.inner_steps, self.inner_lr
             )
             losses = client_losses(program, theta | adapted, held_out, {}, 1)
             grads = gradients(losses.nll / losses.rows, theta)
-            theta = {name: value - rate * self.lr * grads[name] for name, value in theta.items()}
-        upload = weighted(
-            {name: value.detach() for name, value in theta.items()},
-            losses.rows if self.weighted else None,
-        )
+            state = optimizer.descend(self.optimizer, state, grads, rate * self.lr, everyone)
+        upload = weighted(state["params"], losses.rows if self.weighted else None)
         return {}, upload, -losses.nll.detach()
 
     def decode(

@@ -120,11 +120,12 @@ class FedABML:
         rate: float,
     ) -> tuple[State, Params, Tensor]:
         """K clients at once: no state, their uploads ``(K, ...)`` and ELBO terms ``(K,)`` at the end."""
-        theta = optimizer.begin(self.prior_optimizer, copies(message, len(keys)))
+        theta = optimizer.begin(self.prior_optimizer, copies(message, len(keys)), rows=len(keys))
         phi = optimizer.begin(
             self.optimizer,
             start(program, theta["params"], batch(0))
             | {name: theta["params"][name] for name in self._shared(program)},
+            rows=len(keys),
         )
         units = self.units(program, theta["params"], batch(0))
         steps = steps_taken(batch, self.local_epochs, self.local_steps)

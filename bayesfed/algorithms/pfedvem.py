@@ -113,7 +113,7 @@ class PFedVEM:
         """K clients at once: their q(w_j), their uploads ``(K, ...)`` and ELBO terms ``(K,)`` at the end."""
         theta = copies(message, len(keys))
         shared = {name: value for name, value in theta.items() if not name.startswith("prior.")}
-        body = optimizer.begin(self.body_optimizer, shared)
+        body = optimizer.begin(self.body_optimizer, shared, rows=len(keys))
         state = clients
         if RHO in state["params"]:
             state = state | {"params": state["params"] | {RHO: log_rho(state["params"], theta)}}

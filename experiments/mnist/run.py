@@ -66,8 +66,8 @@ class Method:
     """A method of the table.
 
     Attributes:
-        make: from a point of the grid and the number of classes: the algorithm, the model, and the personal rate for
-            a plain rate of 1.
+        make: from the number of classes, a client's average number of rows and a point of the grid: the algorithm,
+            the model, and the personal rate for a plain rate of 1.
         grid: what is tried of its settings, beside the recipe's rates.
         kept: clients keep their networks, and are judged by these.
         rounds: of training; 0 for clients by themselves.
@@ -90,55 +90,58 @@ def network(classes: int, **settings: Any) -> Network:
     return Network(mlp(784, 100, classes), **settings)
 
 
-def plain(parts: Callable[..., Any], classes: int, *, rate: float, **point: float) -> Any:
+def plain(
+    parts: Callable[..., Any], classes: int, rows: float, *, rate: float, **point: float
+) -> Any:
     """A method of points without a prior, or with N(θ, I / λ)."""
     return parts(lr=rate, **point), network(classes), 1.0
 
 
-def maml(classes: int, *, rate: float, inner: float) -> Any:
+def maml(classes: int, rows: float, *, rate: float, inner: float) -> Any:
     return family.per_fed_avg(lr=inner, prior_lr=rate), network(classes), 1.0
 
 
-def pfedme(classes: int, *, rate: float, lam: float) -> Any:
+def pfedme(classes: int, rows: float, *, rate: float, lam: float) -> Any:
     """θ_i goes all the way to where five steps have brought φ."""
     return family.pfedme(lam=lam, lr=rate, prior_lr=1 / lam), network(classes), 1.0
 
 
-def abml(classes: int, *, rate: float, sigma: float) -> Any:
+def abml(classes: int, rows: float, *, rate: float, sigma: float) -> Any:
     """Fixed σ; lr σ² is the plain rate of a location.
 
-    λ pulls φ back to θ_i by 0.002 of the way in a step, and θ_i goes all the way to φ: of n = 20 rows, whatever
-    rows a client has.
+    In a client of average size λ pulls φ back to θ_i by 0.002 of the way in a step, and θ_i goes all the way to φ.
     """
-    weight = 0.002 * 20 * sigma**2 / rate
-    algorithm = bf.FedABML(lr=rate / sigma**2, prior_lr=20 / weight, kl_weight=weight, particles=3)
+    weight = 0.002 * rows * sigma**2 / rate
+    algorithm = bf.FedABML(
+        lr=rate / sigma**2, prior_lr=rows / weight, kl_weight=weight, particles=3
+    )
     return algorithm, network(classes, scale=sigma), 1 / sigma**2
 
 
-def pfedbayes(classes: int, *, rate: float, zeta: float) -> Any:
+def pfedbayes(classes: int, rows: float, *, rate: float, zeta: float) -> Any:
     """The prior's scale is learnt, from 0.05."""
-    algorithm = family.pfedbayes(zeta=zeta, lr=rate / 0.05**2, prior_lr=20 / zeta, particles=1)
+    algorithm = family.pfedbayes(zeta=zeta, lr=rate / 0.05**2, prior_lr=rows / zeta, particles=1)
     return algorithm, network(classes, spread="learnt", scale=0.05), 1 / 0.05**2
 
 
-def ditto(classes: int, *, rate: float, rho: float) -> Any:
+def ditto(classes: int, rows: float, *, rate: float, rho: float) -> Any:
     algorithm = family.pfedmap(lr=rate, body_epochs=0, optimizer="sgd")
     return algorithm, network(classes, scale=rho), 1.0
 
 
-def headed(parts: Callable[..., Any], classes: int, *, rate: float) -> Any:
+def headed(parts: Callable[..., Any], classes: int, rows: float, *, rate: float) -> Any:
     """A personal last layer on a shared body."""
     algorithm = parts(lr=rate, body_lr=rate, optimizer="sgd")
     return algorithm, network(classes, local=["2."]), 1.0
 
 
-def vem(classes: int, *, rate: float, head: float, **settings: Any) -> Any:
+def vem(classes: int, rows: float, *, rate: float, head: float, **settings: Any) -> Any:
     """Adam for the head, as its authors' code has; ``rate`` is the body's."""
     algorithm = bf.PFedVEM(lr=head, body_lr=rate, **settings)
     return algorithm, network(classes, local=["2."], spread="client", scale=0.1), 1.0
 
 
-def cafeme(classes: int, *, rate: float, inner: float) -> Any:
+def cafeme(classes: int, rows: float, *, rate: float, inner: float) -> Any:
     """Five steps on ω_i in a round, as many as the others take; first order, as its authors' code."""
     model = Modulated(mlp(784, 100, classes), mlp(784, 100), context=100)
     algorithm = bf.CAFeMe(inner_lr=inner, lr=rate, outer_steps=5, second_order=False)
@@ -164,6 +167,12 @@ METHODS = {
     "FedABML": Method(abml, {"sigma": (0.05, 0.07)}),
 }
 
+
+def is_kept(recipe: str, name: str) -> bool:
+    """Whether clients are judged by the networks that they kept; those who join later have none."""
+    return METHODS[name].kept and recipe != "new_clients"
+
+
 Scores = list[tuple[float, float, float]]
 
 
@@ -172,7 +181,7 @@ def fitted(
 ) -> tuple[Any, float]:
     """The posterior, and the personal rate for a plain rate of 1."""
     torch.manual_seed(seed)
-    algorithm, model, unit = method.make(task.classes, **point)
+    algorithm, model, unit = method.make(task.classes, task.train.rows / len(task.train), **point)
     algorithm = replace(algorithm, personal_steps=0)  # of the end of the fit: scores() takes them
     posterior = bf.fit(
         model,
@@ -226,11 +235,12 @@ def tried(
     method = METHODS[name]
     task = RECIPES[recipe].make(data, 0)
     own = task.train if task.new is None else some_of(task.train, 20)
-    last = () if method.kept else RECIPES[recipe].steps[-1:]
+    kept = is_kept(recipe, name)
+    last = () if kept else RECIPES[recipe].steps[-1:]
     found = []
     try:
         posterior, unit = fitted(task, method, point, 0)
-        for rate in (math.nan,) if method.kept else PERSONAL:
+        for rate in (math.nan,) if kept else PERSONAL:
             values = scores(posterior, own, task.valid, rate * unit, last)
             nll = values[0][1]
             found.append((nll if math.isfinite(nll) else math.inf, rate, values))
@@ -249,15 +259,13 @@ def judged(
     task = RECIPES[recipe].make(data, seed)
     posterior, unit = fitted(task, method, point, seed)
     own, rows = (task.train, task.test) if task.new is None else task.new
-    return scores(posterior, own, rows, rate * unit, () if method.kept else steps)
+    return scores(posterior, own, rows, rate * unit, () if is_kept(recipe, name) else steps)
 
 
 def table(recipe: str, names: Sequence[str], data: Path, seeds: int, jobs: int) -> None:
     """Tune and judge methods on a recipe, and put their rows into its table."""
     path = HERE / f"{recipe}.md"
     memory = joblib.Memory(STORE, verbose=0)
-    if RECIPES[recipe].make is recipes.new_clients:  # their networks are kept by those who trained
-        names = [name for name in names if not METHODS[name].kept]
     with ProcessPoolExecutor(jobs) as pool:
         best: dict[str, tuple[float, float, dict[str, float]]] = {}
         start = time.perf_counter()
@@ -313,10 +321,10 @@ def _row(
         for m, e in zip(mean, error, strict=True)
     ]
     nothing = ["–"] * len(RECIPES[recipe].steps)
-    cells = [*nothing, cells[0]] if METHODS[name].kept else [*cells, "–"]
+    cells = [*nothing, cells[0]] if is_kept(recipe, name) else [*cells, "–"]
     grid = {"rate": RECIPES[recipe].rates, **METHODS[name].grid}
     chosen = [f"{key} {value:g} of {grid[key]}" for key, value in best[2].items()]
-    if not METHODS[name].kept:
+    if not is_kept(recipe, name):
         chosen.append(f"personal {best[1]:g} of {PERSONAL}")
     return f"| {name} | {' | '.join(cells)} | {seeds} | {'; '.join(chosen)} |"
 

@@ -450,3 +450,12 @@ def test_fedavg_learns_digits():
     assert before["accuracy"] > 0.75
     assert after["accuracy"] > 0.92  # 400 rows: s.e. 0.013
     assert after["nll"] < 0.25
+
+
+@pytest.mark.parametrize("rule", ["momentum", "adam"])
+def test_other_optimisers_learn_digits(rule):
+    lr = {"momentum": 0.03, "adam": 0.01}[rule]
+    parts = {"point": True, "upload": "posterior", "kl_weight": 0.0, "whitened": False}
+    algorithm = FedABML(lr=lr, optimizer=rule, local_steps=10, **parts)
+    (found,) = digits_after(algorithm, digits_network(), (0,))
+    assert found["accuracy"] > 0.8
