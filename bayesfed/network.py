@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+Named = dict[str, Tensor]
+
 
 def check_stateless(module: nn.Module) -> None:
     """Refuse a module that keeps state or draws noise of its own.
@@ -78,26 +80,32 @@ def apply(
     rest = [name for name in params if name not in set(own)]
 
     def unpack(vector: Tensor, of: Sequence[str]) -> dict[str, Tensor]:
-        parts = vector.split([params[name].numel() for name in of])
-        return {n: p.reshape(params[n].shape) for n, p in zip(of, parts, strict=True)}
+        parts = vector.split([params[name].numel() for name in of], -1)  # before vmap: one gradient
+        shape = vector.shape[:-1]
+        return {n: p.reshape(*shape, *params[n].shape) for n, p in zip(of, parts, strict=True)}
 
-    def run(vector: Tensor, other: Tensor, x: Tensor, context: tuple[Tensor, ...]) -> Tensor:
-        return functional_call(module, unpack(vector, own) | unpack(other, rest), (x, *context))
+    def run(weights: Named, other: Named, x: Tensor, context: tuple[Tensor, ...]) -> Tensor:
+        return functional_call(module, weights | other, (x, *context))
 
-    other = weights.new_zeros(1, 0) if shared is None else shared.squeeze(-2)
     weights = weights.squeeze(-2)
-    batch = weights.shape[:-2]
+    batch, clients = weights.shape[:-2], weights.shape[-2]
     flat = weights.reshape(-1, *weights.shape[-2:])
-    if flat.shape[1] == 1 and len(other) == 1 and not context:  # one network for all rows
-        rows = x.flatten(0, 1)
-        out = vmap(lambda v: run(v, other[0], rows, ()))(flat[:, 0])
+    several = 1 if shared is None else len(shared)
+    other = unpack(weights.new_zeros(1, 0) if shared is None else shared.squeeze(-2), rest)
+    if clients == 1 and several == 1 and not context:  # one network for all rows
+        rows, one = x.flatten(0, 1), {name: value[0] for name, value in other.items()}
+        out = vmap(lambda w: run(w, one, rows, ()))(unpack(flat[:, 0], own))
         return out.reshape(*batch, *x.shape[:2], *out.shape[2:])
-    one = (0 if flat.shape[1] > 1 else None, 0 if len(other) > 1 else None)
-    per_client = vmap(run, in_dims=(*one, 0, 0))
-    other = other if len(other) > 1 else other[0]
+    per_client = vmap(run, in_dims=(0 if clients > 1 else None, 0 if several > 1 else None, 0, 0))
+    if several == 1:
+        other = {name: value[0] for name, value in other.items()}
 
-    def particle(v: Tensor) -> Tensor:
-        return per_client(v if len(v) > 1 else v[0], other, x, context)
+    def particle(w: Named) -> Tensor:
+        first = w if clients > 1 else {name: value[0] for name, value in w.items()}
+        return per_client(first, other, x, context)
 
-    out = vmap(particle)(flat) if len(flat) > 1 else particle(flat[0])[None]
+    if len(flat) == 1:
+        out = particle(unpack(flat[0], own))
+        return out.reshape(*batch, *out.shape)
+    out = vmap(particle)(unpack(flat, own))
     return out.reshape(*batch, *out.shape[1:])

@@ -191,5 +191,6 @@ class Lifted(TorchDispatchMode):
             return template.copy_(low + (high - low) * drawn)  # type: ignore[union-attr]
         if func is torch.ops.aten.normal_.default:
             loc, scale = (*args[1:], 0.0, 1.0)[:2] if len(args) != 2 else (args[1], 1.0)
-            return template.copy_(loc + scale * drawn)  # type: ignore[union-attr]
+            value = drawn if (loc, scale) == (0.0, 1.0) else loc + scale * drawn
+            return template.copy_(value)  # type: ignore[union-attr]
         return drawn

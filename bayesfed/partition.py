@@ -162,10 +162,12 @@ def _once(*fns: Any) -> tuple[Any, ...]:
     found = []
     for fn in fns:
         base = fn.base_dist if isinstance(fn, Independent) else fn
-        parts = (base.loc, base.scale) if isinstance(base, Normal) else ()
-        if not parts or any(v.shape[0] > 1 and v.stride(0) for v in parts):
+        if len(fn.batch_shape) < 3:  # none at all
+            found.append(fn)
+            continue
+        if not isinstance(base, Normal) or base.loc.stride(0) or base.scale.stride(0):
             return fns
-        one = Normal(parts[0][:1], parts[1][:1], validate_args=False)
+        one = Normal(base.loc[:1], base.scale[:1], validate_args=False)
         event = fn.reinterpreted_batch_ndims if isinstance(fn, Independent) else 0
         found.append(Independent(one, event, validate_args=False) if event else one)
     return tuple(found)
