@@ -19,16 +19,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import shelve
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import joblib
 import recipes
 import torch
 
@@ -38,7 +38,7 @@ from bayesfed.metrics import classification
 from bayesfed.models import Modulated, Network, mlp
 
 HERE = Path(__file__).parent
-STORE = HERE.parents[1] / "runs/mnist"
+STORE = HERE.parents[1] / "runs/mnist/fits"
 DATA = HERE.parents[2] / "shared/data/mnist.npz"
 PERSONAL = (0.1, 0.3)
 DRAWS = 20
@@ -118,6 +118,19 @@ def abml(classes: int, rows: float, *, rate: float, sigma: float) -> Any:
     return algorithm, network(classes, scale=sigma), 1 / sigma**2
 
 
+def bmaml(classes: int, rows: float, *, rate: float, inner: float) -> Any:
+    """FedABML with θ's gradient taken through φ's step, as Per-FedAvg's: σ = 0.05."""
+    weight, sigma = 0.002 * rows * 0.05**2 / rate, 0.05
+    algorithm = bf.FedABML(
+        gradient="second-order",
+        lr=inner / sigma**2,
+        prior_lr=rate / sigma**2,
+        kl_weight=weight,
+        particles=1,
+    )
+    return algorithm, network(classes, scale=sigma), 1 / sigma**2
+
+
 def pfedbayes(classes: int, rows: float, *, rate: float, zeta: float) -> Any:
     """The prior's scale is learnt, from 0.05."""
     algorithm = family.pfedbayes(zeta=zeta, lr=rate / 0.05**2, prior_lr=rows / zeta, particles=1)
@@ -171,6 +184,7 @@ METHODS = {
         partial(vem, upload_fraction=0.1), {"head": (0.003, 0.01)}, kept=True, fraction=1.0
     ),
     "CAFeMe": Method(cafeme, {"inner": (0.05, 0.1)}),
+    "FedABML, through the step": Method(bmaml, {"inner": PERSONAL}),
     "FedABML": Method(abml, {"sigma": (0.05, 0.07)}),
 }
 
@@ -269,44 +283,63 @@ def judged(
     return scores(posterior, own, rows, rate * unit, () if is_kept(recipe, name) else steps)
 
 
-def table(recipe: str, names: Sequence[str], data: Path, seeds: int, jobs: int) -> None:
+def table(
+    recipe: str, names: Sequence[str], data: Path, seeds: int, jobs: int, resume: bool
+) -> None:
     """Tune and judge methods on a recipe, and put their rows into its table."""
-    path = HERE / f"{recipe}.md"
-    memory = joblib.Memory(STORE, verbose=0)
-    with ProcessPoolExecutor(jobs) as pool:
-        best: dict[str, tuple[float, float, dict[str, float]]] = {}
-        start = time.perf_counter()
-        trials = {
-            pool.submit(memory.cache(tried), data, recipe, name, point): (name, point)
-            for name in names
-            for point in METHODS[name].points(RECIPES[recipe])
-        }
-        for trial in as_completed(trials):
-            name, point = trials[trial]
-            for nll, rate, values in trial.result():
-                shown = ", ".join(f"{key} {value:g}" for key, value in point.items())
-                print(
-                    f"{time.perf_counter() - start:5.0f} s  {recipe} {name}: {shown}, personal "
-                    f"{rate:g}: {values[0][0]:.2f} / {values[0][1]:.3f} / {values[0][2]:.3f}",
-                    flush=True,
-                )
-                if nll < best.get(name, (math.inf,))[0]:
-                    best[name] = (nll, rate, point)
-        runs = {
-            name: [
-                pool.submit(
-                    memory.cache(judged), data, recipe, name, best[name][2], best[name][1], seed
-                )
-                for seed in range(seeds)
-            ]
-            for name in names
-            if name in best
-        }
-        for name, seeded in runs.items():
-            values = torch.tensor([run.result() for run in seeded], dtype=torch.float64)
+    best: dict[str, tuple[float, float, dict[str, float]]] = {}
+    trials = [(name, point) for name in names for point in METHODS[name].points(RECIPES[recipe])]
+    start = time.perf_counter()
+    for (name, point), found in done(
+        tried, [(data, recipe, *trial) for trial in trials], jobs, resume
+    ):
+        for nll, rate, values in found:
+            shown = ", ".join(f"{key} {value:g}" for key, value in point.items())
+            print(
+                f"{time.perf_counter() - start:5.0f} s  {recipe} {name}: {shown}, personal "
+                f"{rate:g}: {values[0][0]:.2f} / {values[0][1]:.3f} / {values[0][2]:.3f}",
+                flush=True,
+            )
+            if nll < best.get(name, (math.inf,))[0]:
+                best[name] = (nll, rate, point)
+    of_seed: dict[str, dict[int, Scores]] = {name: {} for name in best}
+    runs = [(name, best[name][2], best[name][1], seed) for name in best for seed in range(seeds)]
+    for (name, *_, seed), found in done(
+        judged, [(data, recipe, *run) for run in runs], jobs, resume
+    ):
+        of_seed[name][seed] = found
+        if len(of_seed[name]) == seeds:
+            values = torch.tensor([of_seed[name][s] for s in range(seeds)], dtype=torch.float64)
             row = _row(recipe, name, values, best[name])
             print(row, flush=True)
-            keep(path, _header(recipe), row, list(METHODS))
+            keep(HERE / f"{recipe}.md", _header(recipe), row, list(METHODS))
+
+
+def done(
+    what: Callable[..., Any], calls: Sequence[tuple[Any, ...]], jobs: int, resume: bool
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Calls, less the data and the recipe, and their results as they come; all are stored.
+
+    Args:
+        what: the function.
+        calls: its arguments.
+        jobs: processes at a time.
+        resume: take the results that an earlier run has stored. Settings are the key, not the code.
+    """
+    STORE.parent.mkdir(parents=True, exist_ok=True)
+    with shelve.open(STORE) as store, ProcessPoolExecutor(jobs) as pool:
+        missing = {}
+        for call in calls:
+            key = repr((what.__name__, *call))
+            if resume and key in store:
+                yield call[2:], store[key]
+            else:
+                missing[pool.submit(what, *call)] = key, call
+        for future in as_completed(missing):
+            key, call = missing[future]
+            store[key] = future.result()
+            store.sync()
+            yield call[2:], store[key]
 
 
 def _header(recipe: str) -> list[str]:
@@ -359,10 +392,8 @@ def main() -> None:
         "--resume", action="store_true", help="take fits that an earlier run of the same code made"
     )
     args = parser.parse_args()
-    if not args.resume:
-        joblib.Memory(STORE, verbose=0).clear(warn=False)
     for recipe in args.recipes:
-        table(recipe, args.methods, args.data, args.seeds, args.jobs)
+        table(recipe, args.methods, args.data, args.seeds, args.jobs, args.resume)
 
 
 if __name__ == "__main__":
