@@ -35,7 +35,8 @@ def adapted(
         steps: k.
         lr: η.
         order: what the result is differentiable in. ``"second"``: in ``start``, through the steps. ``"first"``: in
-            ``start``, the steps' gradients taken as constants. ``"detached"``: in nothing.
+            ``start``, the steps' gradients taken as constants. ``"detached"``: in nothing, as always where
+            ``start`` requires no gradient.
         units: what the gradients of some parameters are multiplied by.
         most: log scales move by this much in a step; by default by any amount.
 
@@ -52,6 +53,8 @@ def adapted(
     """
     if order not in ORDERS:
         raise ValueError(f"order is {order!r}: use one of {ORDERS}")
+    if not any(value.requires_grad for value in start.values()):
+        order = "detached"
     phi = dict(start)
     for step in range(steps):
         if order == "detached":

@@ -199,8 +199,7 @@ class CAFeMe:
             ``weights.loc`` ``(K, 1, D)`` and ``gates.loc`` ``(K, 1, G)``.
         """
         theta = copies(server, len(keys))
-        own = self.adapted(program, theta, batch(None), keys, steps, lr)
-        return {name: value.detach() for name, value in own.items()}
+        return self.adapted(program, theta, batch(None), keys, steps, lr)
 
     def adapted(
         self, program: Program, theta: Params, batch: Batch, keys: Tensor, steps: int, lr: float
@@ -228,8 +227,6 @@ class CAFeMe:
             return losses.nll / losses.rows
 
         order = "second" if self.second_order else "first"
-        if not theta["prior.loc"].requires_grad:
-            order = "detached"
         own = adapted(loss, {"weights.loc": theta["prior.loc"]}, steps, lr, order=order)
         return _gated(program, own["weights.loc"], batch)
 

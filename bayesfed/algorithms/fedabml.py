@@ -241,9 +241,7 @@ class FedABML:
             return self.loss(program, theta | dict(phi), rows, fold)
 
         phi = start(program, theta, batch(0))
-        order = (
-            GRADIENTS[self.gradient] if any(v.requires_grad for v in theta.values()) else "detached"
-        )
+        order = GRADIENTS[self.gradient]
         return adapted(loss, phi, steps, lr, order=order, units=units, most=self._most)
 
     def loss(
