@@ -83,7 +83,12 @@ class Method:
     def points(self, recipe: Recipe) -> list[dict[str, float]]:
         """Every combination of the grid's values."""
         grid = {"rate": recipe.rates[: 1 if self.rounds == 0 else None], **self.grid}
-        return [dict(zip(grid, v, strict=True)) for v in itertools.product(*grid.values())]
+        return combinations(grid)
+
+
+def combinations(grid: dict[str, tuple[float, ...]]) -> list[dict[str, float]]:
+    """Every point of a grid."""
+    return [dict(zip(grid, v, strict=True)) for v in itertools.product(*grid.values())]
 
 
 def network(classes: int, **settings: Any) -> Network:
@@ -290,7 +295,7 @@ def table(
     best: dict[str, tuple[float, float, dict[str, float]]] = {}
     trials = [(name, point) for name in names for point in METHODS[name].points(RECIPES[recipe])]
     start = time.perf_counter()
-    for (name, point), found in done(
+    for (*_, name, point), found in done(
         tried, [(data, recipe, *trial) for trial in trials], jobs, resume
     ):
         for nll, rate, values in found:
@@ -304,7 +309,7 @@ def table(
                 best[name] = (nll, rate, point)
     of_seed: dict[str, dict[int, Scores]] = {name: {} for name in best}
     runs = [(name, best[name][2], best[name][1], seed) for name in best for seed in range(seeds)]
-    for (name, *_, seed), found in done(
+    for (_, _, name, *_, seed), found in done(
         judged, [(data, recipe, *run) for run in runs], jobs, resume
     ):
         of_seed[name][seed] = found
@@ -318,7 +323,7 @@ def table(
 def done(
     what: Callable[..., Any], calls: Sequence[tuple[Any, ...]], jobs: int, resume: bool
 ) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Calls, less the data and the recipe, and their results as they come; all are stored.
+    """Calls and their results as they come; all are stored.
 
     Args:
         what: the function.
@@ -332,14 +337,14 @@ def done(
         for call in calls:
             key = repr((what.__name__, *call))
             if resume and key in store:
-                yield call[2:], store[key]
+                yield call, store[key]
             else:
                 missing[pool.submit(what, *call)] = key, call
         for future in as_completed(missing):
             key, call = missing[future]
             store[key] = future.result()
             store.sync()
-            yield call[2:], store[key]
+            yield call, store[key]
 
 
 def _header(recipe: str) -> list[str]:

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import math
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +24,7 @@ from typing import Any
 
 import recipes
 import torch
-from run import DATA, HERE, keep, network
+from run import DATA, HERE, combinations, done, keep, network
 from torch.nn.functional import cross_entropy
 
 import bayesfed as bf
@@ -43,12 +41,6 @@ class Method:
 
     make: Callable[..., tuple[Any, Any]]
     grid: dict[str, tuple[Any, ...]]
-
-    def points(self) -> list[dict[str, Any]]:
-        """Every combination of the grid's values."""
-        return [
-            dict(zip(self.grid, v, strict=True)) for v in itertools.product(*self.grid.values())
-        ]
 
 
 def averaged(parts: Callable[..., Any], *, rate: float, **point: float) -> Any:
@@ -118,12 +110,14 @@ def curve(
     return found + [(math.nan, math.inf)] * (rounds - len(found))
 
 
-def tried(data: Path, name: str, point: dict[str, Any]) -> list[tuple[float, float]]:
+def skew_tried(data: Path, name: str, point: dict[str, Any]) -> list[tuple[float, float]]:
     task = recipes.extreme_skew(data, 0)
     return curve(name, point, task.train, task.valid, 3, 0)
 
 
-def judged(data: Path, name: str, point: dict[str, Any], seed: int) -> list[tuple[float, float]]:
+def skew_judged(
+    data: Path, name: str, point: dict[str, Any], seed: int
+) -> list[tuple[float, float]]:
     task = recipes.extreme_skew(data, seed)
     return curve(name, point, merged(task.train, task.valid), task.test, ROUNDS[-1], seed)
 
@@ -136,39 +130,37 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2, help="fits at a time")
     parser.add_argument("--data", type=Path, default=DATA, help="the npz")
+    parser.add_argument(
+        "--resume", action="store_true", help="take fits that an earlier run of the same code made"
+    )
     args = parser.parse_args()
     header = [
         f"| method | {' | '.join(f'{r} rounds' for r in ROUNDS)} | NLL | seeds | chosen of the grid |",
         "| --- |" + " --- |" * (len(ROUNDS) + 3),
     ]
     start = time.perf_counter()
-    with ProcessPoolExecutor(args.jobs) as pool:
-        trials = {
-            pool.submit(tried, args.data, name, point): (name, point)
-            for name in args.methods
-            for point in METHODS[name].points()
-        }
-        best: dict[str, tuple[float, dict[str, Any]]] = {}
-        for trial in as_completed(trials):
-            name, point = trials[trial]
-            accuracy, nll = trial.result()[-1]
-            shown = ", ".join(f"{key} {value:g}" for key, value in point.items())
-            print(
-                f"{time.perf_counter() - start:5.0f} s  {name}: {shown}: {accuracy:.1f} / {nll:.3f}",
-                flush=True,
-            )
-            if nll < best.get(name, (math.inf,))[0]:
-                best[name] = nll, point
-        runs = {
-            name: [
-                pool.submit(judged, args.data, name, best[name][1], seed)
-                for seed in range(args.seeds)
-            ]
-            for name in args.methods
-            if name in best
-        }
-        for name, seeded in runs.items():
-            values = torch.tensor([run.result() for run in seeded], dtype=torch.float64)
+    best: dict[str, tuple[float, dict[str, Any]]] = {}
+    trials = [
+        (args.data, name, point)
+        for name in args.methods
+        for point in combinations(METHODS[name].grid)
+    ]
+    for (_, name, point), found in done(skew_tried, trials, args.jobs, args.resume):
+        accuracy, nll = found[-1]
+        shown = ", ".join(f"{key} {value:g}" for key, value in point.items())
+        print(
+            f"{time.perf_counter() - start:5.0f} s  {name}: {shown}: {accuracy:.1f} / {nll:.3f}",
+            flush=True,
+        )
+        if nll < best.get(name, (math.inf,))[0]:
+            best[name] = nll, point
+    runs = [(args.data, name, best[name][1], seed) for name in best for seed in range(args.seeds)]
+    of_seed: dict[str, dict[int, Any]] = {name: {} for name in best}
+    for (_, name, _, seed), found in done(skew_judged, runs, args.jobs, args.resume):
+        of_seed[name][seed] = found
+        if len(of_seed[name]) == args.seeds:
+            seeded = [of_seed[name][s] for s in range(args.seeds)]
+            values = torch.tensor(seeded, dtype=torch.float64)
             mean, error = values.mean(0), values.std(0) / args.seeds**0.5
             cells = [f"{mean[r - 1, 0]:.1f} ± {error[r - 1, 0]:.1f}" for r in ROUNDS]
             cells.append(f"{mean[-1, 1]:.3f} ± {error[-1, 1]:.3f}")
