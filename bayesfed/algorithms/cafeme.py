@@ -38,7 +38,7 @@ from bayesfed.guides.factorised import factorised
 from bayesfed.models.modulated import Modulated
 from bayesfed.optimizer import State
 from bayesfed.partition import client_losses
-from bayesfed.plates import Batch, Rows
+from bayesfed.plates import Batch, Fields, Rows
 from bayesfed.program import Params, Program, build
 
 _SPLIT = noise.word("split")
@@ -266,4 +266,8 @@ def chosen(keys: Tensor, mask: Tensor, count: Tensor | int) -> Tensor:
 
 def with_rows(batch: Batch, mask: Tensor) -> Batch:
     """The batch with some of its rows only, which stand for all n_i."""
-    return replace(batch, mask=mask, scale=batch.rows[:, None] / mask.sum(-1, keepdim=True))
+    scale = batch.rows[:, None] / mask.sum(-1, keepdim=True)
+    first = (~mask).byte().argsort(dim=-1, stable=True)[:, : int(mask.sum(-1).max())]
+    client = torch.arange(len(batch), device=mask.device)[:, None]
+    fields = Fields({name: value[client, first] for name, value in batch.fields.items()})
+    return replace(batch, fields=fields, mask=mask[client, first], scale=scale)
