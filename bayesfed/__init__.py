@@ -1,7 +1,7 @@
 """Hierarchical Bayesian models, written in Pyro, fitted across clients whose data never meet."""
 
-from bayesfed import datasets, guides, metrics, models
-from bayesfed.algorithms import FOLA, PVI, SFVI, CAFeMe, FedABML, PFedVEM, SFVIAvg
+from bayesfed import datasets, guides, metrics, models, simulations
+from bayesfed.algorithms import FOLA, PACPFL, PVI, SFVI, CAFeMe, FedABML, PFedVEM, SFVIAvg
 from bayesfed.federation import Federation
 from bayesfed.guides import Flow, FullRank, MeanField
 from bayesfed.posterior import Posterior
@@ -21,6 +21,7 @@ __all__ = [
     "PFedVEM",
     "FOLA",
     "CAFeMe",
+    "PACPFL",
     "MeanField",
     "FullRank",
     "Flow",
@@ -28,4 +29,5 @@ __all__ = [
     "guides",
     "metrics",
     "models",
+    "simulations",
 ]

@@ -432,6 +432,10 @@ class Federation:
         """
         return self._pooled.observations()
 
+    def jointly(self) -> AbstractContextManager[tuple[Fields, Tensor]]:
+        """All rows of every client as one event of its own, see :meth:`Batch.jointly`."""
+        return self._pooled.jointly()
+
 
 def _shortened(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")

@@ -74,6 +74,15 @@ class Batch:
         ):
             yield self.fields
 
+    @contextmanager
+    def jointly(self) -> Iterator[tuple[Fields, Tensor]]:
+        """The rows of a client as one event, for a likelihood in which they depend on each other.
+
+        The fields ``(K, B, *event)`` and which rows count, ``(K, B)``; scaled by n_i / b_i.
+        """
+        with poutine.scale(scale=self.scale):
+            yield self.fields, self.mask
+
     def head(self) -> Batch:
         """The same clients with their first row only, for what does not depend on the rows."""
         fields = Fields({name: value[:, :1] for name, value in self.fields.items()})

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pyro import poutine
 from torch import Tensor
+from torch.distributions import MixtureSameFamily
 
 from bayesfed import handlers, noise, optimizer
 from bayesfed.algorithms.local import amortised, annealed, batches, local_steps, moved, with_origin
 from bayesfed.federation import Federation, Model
+from bayesfed.guides.particles import Particles
 from bayesfed.partition import client_terms, draw, server_pass
 from bayesfed.plates import Batch, UnknownName
 from bayesfed.program import Params, Program, Site
@@ -125,6 +127,11 @@ class Posterior:
             for a site outside the observations plate.
         """
         federation = self.federation if federation is None else federation
+        if self.conditions:
+            mixture = self.predictive(federation, num_samples, seed=seed)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                return {self.program.observed[0].name: mixture.sample((num_samples,))}
         values = self.sample(num_samples, seed=seed)
         parts: dict[str, list[Tensor]] = {site.name: [] for site in self.program.observed}
         with torch.random.fork_rng(devices=[]):
@@ -184,6 +191,11 @@ class Posterior:
             ValueError: an observed site is not categorical.
         """
         federation = self.federation if federation is None else federation
+        if self.conditions:
+            mixture = self.predictive(federation, num_samples, seed=seed)
+            each = mixture.component_distribution.probs
+            weight = mixture.mixture_distribution.probs[..., None]
+            return {self.program.observed[0].name: (weight * each).sum(-2)}
         num_samples = 1 if centre else num_samples
         parts: dict[str, list[Tensor]] = {site.name: [] for site in self.program.observed}
         numbers = sum(site.event_shape.numel() for site in self.program.locals)
@@ -212,13 +224,7 @@ class Posterior:
         self, model: Model, federation: Federation, values: Mapping[str, Tensor], num_samples: int
     ) -> Iterator[tuple[Batch, Mapping[str, Any]]]:
         """The model run with given draws on every row of a federation, a chunk of clients at a time."""
-        known = set(self.federation.names)
-        for name in federation.names:
-            if name not in known:
-                raise UnknownName(
-                    f"client {name!r} took no part in the fit: use "
-                    "posterior.personalize(its data) first, which gives its local posterior"
-                )
+        self.check_known(federation)
         position = self.federation.index(federation.names)
         local = {site.name for site in self.program.locals}
         for chunk in federation.chunks(max(1, _NUMBERS // num_samples)):
@@ -237,6 +243,31 @@ class Posterior:
                 handlers.particles(num_samples),
             ):
                 yield batch, poutine.trace(model).get_trace(batch).nodes
+
+    def check_known(self, federation: Federation) -> None:
+        """Fail on a client that took no part."""
+        known = set(self.federation.names)
+        for name in federation.names:
+            if name not in known:
+                raise UnknownName(
+                    f"client {name!r} took no part in the fit: use "
+                    "posterior.personalize(its data) first, which gives its local posterior"
+                )
+
+    def predictive(
+        self, federation: Federation | None = None, num_samples: int = 100, *, seed: int = 0
+    ) -> MixtureSameFamily:
+        """The predictive distribution of every row; see :func:`bayesfed.mixture.predictive`."""
+        from bayesfed.mixture import predictive
+
+        federation = self.federation if federation is None else federation
+        return predictive(self, federation, num_samples, seed=seed)
+
+    @property
+    def conditions(self) -> bool:
+        """Whether predictions condition on a client's own rows, rather than on draws of its variables."""
+        particles = isinstance(self.program.guide, Particles)
+        return particles or hasattr(self.program.model, "conditional")
 
     def elbo(self, num_samples: int = 1000, *, seed: int = 0) -> Tensor:
         """The ELBO of all clients, one value per draw: shape ``(S,)``; its mean estimates the ELBO."""

@@ -146,7 +146,9 @@ def fit(
         if count is not None and (isinstance(count, bool) or count != int(count) or count < 1):
             raise ValueError(f"{what} is {count}; it must be a whole number of at least 1")
     check_settings(algorithm)
-    program = algorithm.program(model, federation)
+    with torch.random.fork_rng(devices=[]):  # of particles, which start at draws of the prior
+        torch.manual_seed(seed)
+        program = algorithm.program(model, federation)
     check_data(program, federation)
     server, clients = algorithm.init(program, federation)
     scale = len(federation) / size

@@ -5,5 +5,6 @@ from bayesfed.guides.flow import Flow
 from bayesfed.guides.full_rank import FullRank
 from bayesfed.guides.hierarchical import Hierarchical
 from bayesfed.guides.mean_field import MeanField
+from bayesfed.guides.particles import Particles
 
-__all__ = ["Factorised", "factorised", "Flow", "FullRank", "Hierarchical", "MeanField"]
+__all__ = ["Factorised", "factorised", "Flow", "FullRank", "Hierarchical", "MeanField", "Particles"]

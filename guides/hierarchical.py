@@ -180,7 +180,7 @@ class _Priors(_Values):
         if is_plate(msg) or msg["value"] is not None:
             return
         if name in self.z:
-            msg["value"] = _point(fn, self.z[name], self.guide.globals[name])()
+            msg["value"] = point(fn, self.z[name], self.guide.globals[name])()
         elif name in self.guide.locals:
             prior = local.gaussian(fn)
             if prior is not None:
@@ -216,9 +216,9 @@ class _Given(_Values):
             log_prob = scale_and_mask(fn.log_prob(msg["value"]), msg["scale"], msg["mask"])
             self.total = self.total + log_prob.sum(-1)
         elif name in self.z:
-            msg["value"] = _point(fn, self.z[name], self.guide.globals[name])()
+            msg["value"] = point(fn, self.z[name], self.guide.globals[name])()
         elif name in self.u:
-            msg["value"] = _point(fn, self.u[name])()
+            msg["value"] = point(fn, self.u[name])()
         else:
             msg["value"] = origin(fn)
         msg["done"] = True
@@ -247,11 +247,11 @@ class _Guided(_Values):
         if is_plate(msg):
             msg["stop"] = True  # its one row is nobody else's business
         elif name in self.z:
-            msg["fn"] = _point(msg["fn"], self.z[name], self.guide.globals[name])
+            msg["fn"] = point(msg["fn"], self.z[name], self.guide.globals[name])
         elif name in self.guide.block:
             if not self.u:
                 self._draw_block(msg["fn"].batch_shape[-2])
-            msg["fn"] = _point(msg["fn"], self.u[name])
+            msg["fn"] = point(msg["fn"], self.u[name])
         elif name in self.guide.locals:
             start, prior = self.guide.locals[name], msg["fn"]
             q = self._local(name, start, local.gaussian(prior), prior.batch_shape[-2])
@@ -313,7 +313,7 @@ def _stack(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([p.expand(*batch, p.shape[-1]) for p in parts], -1)
 
 
-def _point(prior: Any, z: Tensor, start: Start | None = None) -> dist.Delta:
+def point(prior: Any, z: Tensor, start: Start | None = None) -> dist.Delta:
     """θ as a function of z, with log q(θ) − log q(z) = −log |det dθ/dz| as its density."""
     transform = biject_to(prior.support)
     batch = z.shape[:-1]

@@ -8,9 +8,11 @@
 - :class:`Network`: any ``torch.nn.Module``, all or some of its weights a client's own; :func:`mlp` and
   :func:`cnn` make the usual ones.
 - :class:`Modulated`: a network whose hidden units are gated by what a client's rows look like (CAFeMe).
+- :class:`GaussianProcess`: a function a client, their prior's mean and kernel global (PAC-PFL).
 """
 
 from bayesfed.models.eight_schools import eight_schools
+from bayesfed.models.gaussian_process import GaussianProcess
 from bayesfed.models.hierarchical_count import hierarchical_count
 from bayesfed.models.hierarchical_logistic import hierarchical_logistic
 from bayesfed.models.modulated import Modulated
@@ -26,6 +28,7 @@ __all__ = [
     "hierarchical_count",
     "Network",
     "Modulated",
+    "GaussianProcess",
     "mlp",
     "cnn",
 ]

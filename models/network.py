@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,8 +144,8 @@ class Network:
         return apply(self.module, w, obs[self.x], shared=shared, names=self.names)
 
 
-def mlp(*sizes: int) -> nn.Sequential:
-    """Layers of the given sizes with ReLU between them; ``mlp(784, 10)`` is a logistic regression.
+def mlp(*sizes: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
+    """Layers of the given sizes with an activation between them; ``mlp(784, 10)`` is a logistic regression.
 
     Example:
         >>> from bayesfed import models
@@ -154,7 +154,7 @@ def mlp(*sizes: int) -> nn.Sequential:
     """
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise(sizes):
-        layers += [nn.Linear(before, after), nn.ReLU()]
+        layers += [nn.Linear(before, after), activation()]
     return nn.Sequential(*layers[:-1])
 
 

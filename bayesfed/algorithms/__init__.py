@@ -4,9 +4,10 @@ from bayesfed.algorithms.cafeme import CAFeMe
 from bayesfed.algorithms.family import FAMILY as FAMILY
 from bayesfed.algorithms.fedabml import FedABML
 from bayesfed.algorithms.fola import FOLA
+from bayesfed.algorithms.pacpfl import PACPFL
 from bayesfed.algorithms.pfedvem import PFedVEM
 from bayesfed.algorithms.pvi import PVI
 from bayesfed.algorithms.sfvi import SFVI
 from bayesfed.algorithms.sfvi_avg import SFVIAvg
 
-__all__ = ["SFVI", "SFVIAvg", "PVI", "FedABML", "PFedVEM", "FOLA", "CAFeMe"]
+__all__ = ["SFVI", "SFVIAvg", "PVI", "FedABML", "PFedVEM", "FOLA", "CAFeMe", "PACPFL"]

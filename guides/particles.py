@@ -1,0 +1,135 @@
+"""Particles for the global variables, the model's own prior for the local ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro import poutine
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+from torch.distributions import biject_to
+
+from bayesfed.federation import Federation, Model
+from bayesfed.guides.hierarchical import point
+from bayesfed.handlers import is_plate, origin, particles, trusted
+from bayesfed.program import Site
+
+PARTICLES = "particles"
+"""The parameter that holds the k particles, unconstrained and stacked: ``(k, D)``."""
+PARTICLE = "particle"
+"""The auxiliary site that is one of them."""
+
+
+class OneOf(dist.TorchDistribution):
+    """One of k vectors ``(k, D)``, all equally probable.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed.guides.particles import OneOf
+        >>> OneOf(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).expand([5]).sample().shape
+        torch.Size([5, 2])
+    """
+
+    has_rsample = True
+    arg_constraints = {}  # noqa: RUF012  (torch's interface)
+    support = dist.constraints.real_vector
+
+    def __init__(self, vectors: Tensor, batch_shape: Sequence[int] = ()) -> None:
+        self.vectors = vectors
+        super().__init__(torch.Size(batch_shape), vectors.shape[-1:], validate_args=False)
+
+    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> OneOf:
+        """The same, over more draws."""
+        return OneOf(self.vectors, batch_shape)
+
+    def rsample(self, sample_shape: Sequence[int] = ()) -> Tensor:
+        """Draws, differentiable in the vectors."""
+        u = torch.rand(self._extended_shape(sample_shape)[:-1], device=self.vectors.device)
+        return self.vectors[(u * len(self.vectors)).long()]
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """−ln k; which of the vectors it is does not matter."""
+        return value.new_full(value.shape[:-1], -math.log(len(self.vectors)))
+
+
+@dataclass(frozen=True)
+class Particles:
+    """q(θ) = (1/k) Σ_κ δ(θ − θ_κ), and every local variable drawn from its prior given θ.
+
+    With the prior as local guide a client's term is ln p(D_i | w_i), so that logsumexp over L draws − ln L
+    estimates its log marginal likelihood (PAC-PFL, eq. 38).
+
+    Attributes:
+        model: the Pyro model.
+        sizes: how many numbers each global latent site has, unconstrained.
+        locals: the local latent sites.
+        start: the particles at first, ``(k, D)``.
+    """
+
+    model: Model
+    sizes: Mapping[str, int]
+    locals: tuple[str, ...]
+    start: Tensor
+    needs_rows = False
+
+    def __call__(self, federation: Any) -> None:
+        """Sample every latent site of the model."""
+        vectors = pyro.param(PARTICLES, self.start.clone, event_dim=2)
+        z = pyro.sample(PARTICLE, OneOf(vectors), infer={"is_auxiliary": True})
+        split = z.split(list(self.sizes.values()), -1)
+        with _FromPrior(dict(zip(self.sizes, split, strict=True)), self.locals):
+            self.model(federation.head())
+
+    def __str__(self) -> str:
+        return f"{len(self.start)} particles, locals from their prior"
+
+
+def from_prior(
+    model: Model, sites: Mapping[str, Site], federation: Federation, count: int
+) -> Particles:
+    """The :class:`Particles` guide of a model, at draws of its prior by torch's generator.
+
+    Raises:
+        ValueError: the model has no global latent site.
+    """
+    latent = [site for site in sites.values() if not site.local and not site.observed]
+    if not latent:
+        raise ValueError(
+            "the model has no global random variable for particles to stand for: give what clients share a "
+            "prior, such as Network(..., hyper_scale=0.4)"
+        )
+    with trusted(), particles(count):
+        nodes = poutine.trace(model).get_trace(federation.batch(torch.arange(1)).head()).nodes
+    parts = {
+        site.name: biject_to(nodes[site.name]["fn"].support).inv(nodes[site.name]["value"])
+        for site in latent
+    }
+    flat = {name: value.reshape(count, -1).detach() for name, value in parts.items()}
+    start = torch.cat(list(flat.values()), 1)
+    sizes = {name: value.shape[1] for name, value in flat.items()}
+    locals_ = tuple(site.name for site in sites.values() if site.local and not site.observed)
+    return Particles(model, sizes, locals_, start)
+
+
+class _FromPrior(Messenger):
+    """Run the model with its globals given, unconstrained; the local sites are drawn, the observed hidden."""
+
+    def __init__(self, z: Mapping[str, Tensor], locals_: Sequence[str]) -> None:
+        super().__init__()
+        self.z, self.locals = z, locals_
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if is_plate(msg):
+            msg["stop"] = True
+        elif msg["name"] in self.z:
+            msg["fn"] = point(msg["fn"], self.z[msg["name"]])
+        elif msg["name"] not in self.locals:
+            if msg["value"] is None:
+                msg["value"] = origin(msg["fn"])
+            msg["done"] = msg["stop"] = True

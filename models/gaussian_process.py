@@ -1,0 +1,234 @@
+"""A Gaussian process for every client, the mean and kernel of all of them drawn from one hyper-prior."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import gpytorch
+import pyro
+import pyro.distributions as dist
+import torch
+from linear_operator.utils.cholesky import psd_safe_cholesky
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from bayesfed.network import apply, check_stateless, flatten
+from bayesfed.plates import Batch
+
+PRIOR = "prior"
+"""The global site that holds the parameters φ of mean, kernel and noise: a prior over functions."""
+
+
+@dataclass(frozen=True, eq=False)
+class GaussianProcess:
+    r"""Functions f_i ~ GP(m_φ, k_φ), one a client, seen with noise; φ has a Gaussian hyper-prior.
+
+    .. code-block:: text
+
+        server      φ ~ N(centre, hyper_scale²)                    site ``prior``
+        client i    y_i ~ N(m_φ(X_i), k_φ(X_i, X_i) + σ_φ² I)      f_i is integrated out (PAC-PFL, eq. 33)
+
+    Any GPyTorch mean, kernel and Gaussian likelihood serve, and in place of the mean, or before the kernel,
+    any network: k_φ(x, x') = kernel(g_φ(x), g_φ(x')). Parameters that do not require a gradient stay as they
+    are. The centre is 0 for a network's weights, as in PAC-PFL, and the present value for a parameter of
+    GPyTorch's, before its constraint.
+
+    All S particles and K clients are leading dimensions of one batched Cholesky factorisation; rows that only
+    fill up a shorter client count for nothing.
+
+    Args:
+        mean: a :class:`gpytorch.means.Mean` or a module with one output; by default a constant.
+        kernel: a :class:`gpytorch.kernels.Kernel`; by default exp(−‖x − x'‖² / 2).
+        features: a module g_φ through which the kernel sees the inputs; by default they are seen as they are.
+        likelihood: a :class:`gpytorch.likelihoods.GaussianLikelihood`: the noise, by default of sd 0.4 at first.
+        hyper_scale: σ_P, the hyper-prior's standard deviation.
+        x: the field of inputs ``(rows, *event)``.
+        y: the field of targets ``(rows,)``.
+
+    Raises:
+        ValueError: a module keeps state, or draws noise of its own.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed import models
+        >>> tanh = torch.nn.Tanh
+        >>> model = models.GaussianProcess(
+        ...     models.mlp(1, 16, 16, 1, activation=tanh), features=models.mlp(1, 16, 16, 2, activation=tanh)
+        ... )
+        >>> model.size
+        660
+    """
+
+    mean: nn.Module = field(default_factory=gpytorch.means.ConstantMean)
+    kernel: gpytorch.kernels.Kernel | None = None
+    features: nn.Module | None = None
+    likelihood: gpytorch.likelihoods.GaussianLikelihood | None = None
+    hyper_scale: float = 1.0
+    x: str = "x"
+    y: str = "y"
+    parts: Mapping[str, nn.Module] = field(init=False, repr=False)
+    centre: Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        parts = {
+            "mean": self.mean,
+            "features": self.features,
+            "kernel": unit_kernel() if self.kernel is None else self.kernel,
+            "likelihood": noise_of(0.4) if self.likelihood is None else self.likelihood,
+        }
+        parts = {name: part for name, part in parts.items() if part is not None}
+        for part in parts.values():
+            if not isinstance(part, gpytorch.Module):
+                check_stateless(part)
+        object.__setattr__(self, "parts", parts)
+        centres = [
+            flatten(part, _free(part)) * isinstance(part, gpytorch.Module)
+            for part in parts.values()
+        ]
+        object.__setattr__(self, "centre", torch.cat(centres))
+
+    @property
+    def size(self) -> int:
+        """How many parameters φ has: P."""
+        return len(self.centre)
+
+    @property
+    def __name__(self) -> str:
+        return "Gaussian process"
+
+    def __call__(self, federation: Any) -> None:
+        """The Pyro program."""
+        scale = torch.full_like(self.centre, self.hyper_scale)
+        phi = pyro.sample(PRIOR, dist.Normal(self.centre, scale).to_event(1))
+        with federation.clients(), federation.jointly() as (obs, mask):
+            mean, tril = self.marginal(phi, obs[self.x], mask)
+            y = dist.MultivariateNormal(mean.unsqueeze(-2), scale_tril=tril.unsqueeze(-3))
+            seen = obs.get(self.y)
+            if seen is not None:
+                seen = torch.where(mask, seen, 0.0).unsqueeze(-2)
+            pyro.sample(self.y, y, obs=seen)
+
+    def marginal(self, phi: Tensor, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """m_φ(X_i), and the Cholesky factor of k_φ(X_i, X_i) + σ_φ² I.
+
+        Rows outside the mask are apart from the others: mean 0, variance 1 / 2π, density 1 at 0.
+
+        Args:
+            phi: ``(..., K or 1, 1, P)``, or ``(P,)``.
+            x: ``(K, B, *event)``.
+            mask: bool ``(K, B)``.
+
+        Returns:
+            ``(..., K, B)`` and ``(..., K, B, B)``.
+        """
+        mean, inputs = self._mean_and_inputs(phi, x)
+        covariance = self._covariance(phi, inputs, inputs)
+        variance = self.noise(phi) * mask + (~mask) / (2 * torch.pi)
+        covariance = covariance * (mask[:, None] & mask[..., None]) + torch.diag_embed(variance)
+        return mean * mask, psd_safe_cholesky(covariance)
+
+    def noise(self, phi: Tensor) -> Tensor:
+        """σ_φ², ``(..., K or 1, 1)``."""
+        return self._with("likelihood", phi, lambda part: part.noise)
+
+    def conditional(
+        self, phi: Tensor, own: Batch, x: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What each prior φ predicts for a client's rows, given the client's own (PAC-PFL, eq. 35).
+
+        Args:
+            phi: ``(..., K or 1, 1, P)``.
+            own: the labelled rows of K clients.
+            x: inputs to predict at, ``(K, Q, *event)``.
+
+        Returns:
+            Mean and variance of y, ``(..., K, Q)``, the noise included, and ln Z_i(φ) = ln p(y_i | X_i, φ) of the
+            client's own rows, ``(..., K)``.
+        """
+        y = torch.where(own.mask, own.fields[self.y], 0.0)
+        mean, tril = self.marginal(phi, own.fields[self.x], own.mask)
+        evidence = dist.MultivariateNormal(mean, scale_tril=tril).log_prob(y)
+        _, inputs = self._mean_and_inputs(phi, own.fields[self.x])
+        there, queries = self._mean_and_inputs(phi, x)
+        cross = self._covariance(phi, inputs, queries) * own.mask[..., None]
+        white = torch.linalg.solve_triangular(tril, cross, upper=False)
+        residual = torch.linalg.solve_triangular(tril, (y - mean)[..., None], upper=False)
+        there = there + (white * residual).sum(-2)
+        prior = self._variance(phi, queries)
+        return there, (prior - white.square().sum(-2)).clamp(min=0) + self.noise(phi), evidence
+
+    # -- the modules with parameters φ ------------------------------------------------------------
+
+    def _of(self, name: str, phi: Tensor) -> Tensor:
+        """The parameters of one part: ``(..., K or 1, 1, P_part)``."""
+        sizes = [len(flatten(part, _free(part))) for part in self.parts.values()]
+        split = (phi[None, None] if phi.ndim == 1 else phi).split(sizes, -1)
+        return dict(zip(self.parts, split, strict=True))[name]
+
+    def _with(self, name: str, phi: Tensor, what: Callable[[Any], Tensor]) -> Tensor:
+        """What is done with a part of GPyTorch's, its parameters having φ's dimensions in front."""
+        part, own = self.parts[name], self._of(name, phi).squeeze(-2)
+        free = {n: p for n, p in part.named_parameters() if p.requires_grad}
+        split = own.split([p.numel() for p in free.values()], -1)
+        values = {
+            f"part.{n}": value.reshape(*own.shape[:-1], *p.shape)
+            for (n, p), value in zip(free.items(), split, strict=True)
+        }
+        return functional_call(_Part(part), values, (what,))
+
+    def _mean_and_inputs(self, phi: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """m_φ(x) ``(..., K, B)`` and what the kernel sees of x, ``(..., K, B, F)``."""
+        x = x[..., None] if x.ndim == 2 else x
+        flat = x.flatten(2).expand(*_lead(phi), *x.shape[:2], -1)
+        if isinstance(self.mean, gpytorch.Module):
+            mean = self._with("mean", phi, lambda part: part(flat))
+        else:
+            mean = apply(self.mean, self._of("mean", phi), x).squeeze(-1)
+        if self.features is None:
+            return mean, flat
+        return mean, apply(self.features, self._of("features", phi), x)
+
+    def _covariance(self, phi: Tensor, x1: Tensor, x2: Tensor) -> Tensor:
+        """k_φ(x, x'), ``(..., K, B, B')``."""
+        return self._with("kernel", phi, lambda part: part(x1, x2).to_dense())
+
+    def _variance(self, phi: Tensor, x: Tensor) -> Tensor:
+        """k_φ(x, x), ``(..., K, B)``."""
+        return self._with("kernel", phi, lambda part: part(x, x, diag=True))
+
+
+class _Part(nn.Module):
+    """A module of GPyTorch's, whatever one does with it, for :func:`torch.func.functional_call`."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, what: Callable[[Any], Tensor]) -> Tensor:
+        return what(self.part)
+
+
+def unit_kernel() -> gpytorch.kernels.RBFKernel:
+    """exp(−‖x − x'‖² / 2), without parameters."""
+    kernel = gpytorch.kernels.RBFKernel()
+    kernel.lengthscale = 1.0
+    return kernel.requires_grad_(False)
+
+
+def noise_of(scale: float) -> gpytorch.likelihoods.GaussianLikelihood:
+    """Gaussian noise of this standard deviation at first."""
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    likelihood.noise = scale**2
+    return likelihood
+
+
+def _free(part: nn.Module) -> list[str]:
+    """The parameters that belong to φ."""
+    return [name for name, value in part.named_parameters() if value.requires_grad]
+
+
+def _lead(phi: Tensor) -> torch.Size:
+    """The dimensions of φ before those of the clients, the rows and its own."""
+    return phi.shape[:-3]

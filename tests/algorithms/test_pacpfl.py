@@ -1,0 +1,346 @@
+"""PAC-PFL: SVGD, the evidence of clients, conditioning."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import RenyiELBO
+from scipy.stats import norm
+from torch.distributions import Categorical, MixtureSameFamily, Normal
+
+import bayesfed as bf
+from bayesfed import models, noise, simulations
+from bayesfed.algorithms.pacpfl import stein
+from bayesfed.guides.particles import PARTICLES
+from bayesfed.mixture import globals_at, quantiles
+
+float64 = pytest.mark.usefixtures("float64")
+
+
+def line(federation):
+    """y = (μ + a_i) + noise, a client's a_i local: the evidence of a client is Gaussian."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+    with federation.clients():
+        a = pyro.sample("a", dist.Normal(mu, 0.5))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Normal(a, 1.0), obs=obs.get("y"))
+
+
+def shared(federation):
+    """No local variables: the posterior of μ is Gaussian, in closed form."""
+    mu = pyro.sample("mu", dist.Normal(1.0, 2.0))
+    with federation.clients(), federation.observations() as obs:
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=obs.get("y"))
+
+
+def positive(federation):
+    """A scale on the half line and a line's mean: two global sites, one constrained."""
+    sd = pyro.sample("sd", dist.HalfNormal(2.0))
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    with federation.clients(), federation.observations() as obs:
+        pyro.sample("y", dist.Normal(mu.sum(-1), sd), obs=obs.get("y"))
+
+
+def data(*lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return bf.Federation.from_arrays(
+        {
+            f"client {i}": {"y": 1 + torch.randn(n, generator=generator)}
+            for i, n in enumerate(lengths)
+        }
+    )
+
+
+def log_evidence_of_line(mu, y):
+    covariance = torch.eye(len(y)) + 0.25
+    return dist.MultivariateNormal(mu * torch.ones(len(y)), covariance).log_prob(y)
+
+
+# -- SVGD ---------------------------------------------------------------------------------------------
+
+
+@float64
+def test_one_particle_is_gradient_ascent():
+    """Of the log joint of a Gaussian model, against the closed form of each step."""
+    federation = data(3, 5)
+    y, lr = federation["y"], 0.01
+    posterior = bf.fit(
+        shared, federation, bf.PACPFL(particles=1, optimizer="sgd", lr=lr, lr_decay=1.0), rounds=7
+    )
+    torch.manual_seed(0)
+    mu = bf.PACPFL(particles=1).program(shared, federation).init[PARTICLES].squeeze()
+    for _ in range(7):
+        mu = mu + lr * ((y - mu).sum() - (mu - 1) / 4)
+    torch.testing.assert_close(posterior.params[PARTICLES].squeeze(), mu, rtol=1e-10, atol=1e-10)
+
+
+@float64
+def test_the_direction_is_that_of_the_paper():
+    """Eq. 39, term by term with autograd through the kernel."""
+    torch.manual_seed(1)
+    phi, score = torch.randn(4, 3), torch.randn(4, 3)
+    h = torch.pdist(phi).square().median() / math.log(4)
+    by_hand = torch.zeros(4, 3)
+    for target in range(4):
+        for source in range(4):
+            moving = phi[source].clone().requires_grad_()
+            kernel = (-(moving - phi[target]).square().sum() / h).exp()
+            (slope,) = torch.autograd.grad(kernel, moving)
+            by_hand[target] += (kernel.detach() * score[source] + slope) / 4
+    torch.testing.assert_close(stein(phi, score), by_hand, rtol=1e-12, atol=1e-12)
+
+
+@float64
+def test_many_particles_have_the_moments_of_a_gaussian():
+    """100 particles in two dimensions. SVGD's particles are spread more evenly than independent draws, whose
+    mean has a Monte Carlo error of 0.1 sd and whose covariance one of about 0.14: the tolerances."""
+    covariance = torch.tensor([[1.0, 0.6], [0.6, 2.0]])
+    target = dist.MultivariateNormal(torch.tensor([1.0, -2.0]), covariance)
+    torch.manual_seed(0)
+    phi = torch.randn(100, 2) * 0.1
+    for step in range(2000):
+        score = torch.linalg.solve(covariance, (target.loc - phi).T).T
+        phi = phi + (1.0 if step < 1500 else 0.3) * stein(phi, score)
+    assert (phi.mean(0) - target.loc).abs().max() < 0.1
+    assert (phi.T.cov() - covariance).abs().max() < 0.28
+
+
+def test_the_hyper_posterior_of_a_gaussian_model():
+    """50 particles of one mean: its mean to a tenth of the posterior's sd, its sd within 15 % (Monte Carlo: 10 %)."""
+    federation = data(6, 9, 4)
+    posterior = bf.fit(
+        shared, federation, bf.PACPFL(particles=50, lr=0.05), rounds=400, progress=False
+    )
+    precision = federation.rows + 1 / 4
+    mean, sd = float(federation["y"].sum() + 1 / 4) / precision, precision**-0.5
+    particles = posterior.params[PARTICLES].squeeze()
+    assert abs(float(particles.mean()) - mean) < 0.1 * sd
+    assert abs(float(particles.std()) / sd - 1) < 0.15
+
+
+# -- what clients send --------------------------------------------------------------------------------
+
+
+@float64
+def test_the_evidence_is_renyis_bound_at_alpha_zero():
+    """logsumexp − ln L of eq. 38 against Pyro's estimator with the same draws, one client at a time."""
+    federation, draws = data(3, 5), 6
+    algorithm = bf.PACPFL(particles=2, draws=draws)
+    program = algorithm.program(line, federation)
+    keys = noise.fold(noise.key(3), federation.streams)
+    particles = torch.tensor([[0.3], [-1.0]])
+    found = algorithm.evidence(
+        program, {PARTICLES: particles}, particles[:, None, None], federation.batch(), keys
+    )
+    supplied = program.noise(keys, 2 * draws, local=True)["a"][0]  # (2 L, K, 1)
+    for kappa, mu in enumerate(particles.squeeze()):
+        for k, name in enumerate(federation.names):
+            a = iter(mu + 0.5 * supplied[kappa * draws : (kappa + 1) * draws, k, 0])
+            own = federation.select([name])
+
+            def model(mu=mu, own=own):
+                a = pyro.sample("a", dist.Normal(mu, 0.5))
+                with pyro.plate("rows", own.rows):
+                    pyro.sample("y", dist.Normal(a, 1.0), obs=own["y"])
+
+            def guide(mu=mu, a=a):
+                class Given(dist.Normal):
+                    def rsample(self, sample_shape=()):
+                        return next(a)
+
+                pyro.sample("a", Given(mu, 0.5))
+
+            theirs = -RenyiELBO(alpha=0.0, num_particles=draws).loss(model, guide)
+            torch.testing.assert_close(float(found[kappa, k]), float(theirs), rtol=1e-9, atol=1e-9)
+
+
+@float64
+def test_the_evidence_nears_the_closed_form():
+    """A million draws of a client's variable: the standard error of ln Z is below 0.002."""
+    federation = data(3, 5)
+    algorithm = bf.PACPFL(particles=1, draws=100_000)
+    program = algorithm.program(line, federation)
+    phi = torch.tensor([[[[0.3]]]])
+    found = torch.stack(
+        [
+            algorithm.evidence(
+                program,
+                {PARTICLES: phi[:, 0, 0]},
+                phi,
+                federation.batch(),
+                noise.fold(noise.key(seed), federation.streams),
+            )[0].detach()
+            for seed in range(10)
+        ]
+    ).mean(0)
+    exact = torch.stack(
+        [log_evidence_of_line(0.3, federation.select([n])["y"]) for n in federation.names]
+    )
+    torch.testing.assert_close(found, exact, rtol=0, atol=0.008)
+
+
+@float64
+def test_a_client_uploads_the_gradient_of_each_particle():
+    federation = data(3, 5)
+    algorithm = bf.PACPFL(particles=2)
+    program = algorithm.program(shared, federation)
+    message = {PARTICLES: torch.tensor([[0.3], [-1.0]])}
+    keys = noise.fold(noise.key(0), federation.streams)
+    _, upload, terms = algorithm.client_update(
+        program, message, {}, lambda step: federation.batch(), keys, 1.0
+    )
+    for k, name in enumerate(federation.names):
+        y = federation.select([name])["y"]
+        by_hand = (y[:, None] - message[PARTICLES].T).sum(0)[:, None]
+        torch.testing.assert_close(upload["gradient"][k], by_hand, rtol=1e-10, atol=1e-10)
+        likelihood = Normal(message[PARTICLES], 1.0).log_prob(y).sum(1).mean()
+        torch.testing.assert_close(terms[k], likelihood, rtol=1e-10, atol=1e-10)
+
+
+@float64
+def test_tau_weighs_the_clients_and_a_flat_hyper_prior_weighs_nothing():
+    federation = data(4, 4)
+    y, lr = federation["y"], 0.01
+    for tau, flat in ((0.25, False), (1.0, True)):
+        algorithm = bf.PACPFL(
+            particles=1, optimizer="sgd", lr=lr, lr_decay=1.0, tau=tau, flat=flat
+        )
+        torch.manual_seed(0)
+        start = algorithm.program(shared, federation).init[PARTICLES].squeeze()
+        found = bf.fit(shared, federation, algorithm, rounds=1).params[PARTICLES].squeeze()
+        prior = 0.0 if flat else (start - 1) / 4
+        by_hand = start + lr * (tau * (y - start).sum() - prior)
+        torch.testing.assert_close(found, by_hand, rtol=1e-10, atol=1e-10)
+
+
+def test_tau_is_that_of_corollary_4_4():
+    algorithm = bf.PACPFL(lam=100.0, new_data_clients=3, upsilon=0.5)
+    by_hand = 100 / (100 + 10 * 24 * 3.5)
+    assert algorithm.temperature(clients=24, rows=10) == pytest.approx(by_hand)
+    assert bf.PACPFL(lam=100.0, beta=5.0, new_data_clients=3, upsilon=0.5).temperature(
+        24, 10
+    ) == pytest.approx(100 / (100 + 5 * 24 * 3.5))
+    with pytest.raises(ValueError, match="must exceed"):
+        bf.PACPFL(lam=3.0, new_data_clients=3).temperature(clients=24, rows=10)
+
+
+@float64
+def test_beta_tempers_the_likelihood():
+    """β = 1 counts a client's rows as one: E exp(mean log p), by quadrature."""
+    federation = data(4)
+    algorithm = bf.PACPFL(particles=1, draws=200_000, beta=1.0)
+    program = algorithm.program(line, federation)
+    phi = torch.tensor([[[[0.3]]]])
+    keys = noise.fold(noise.key(0), federation.streams)
+    found = algorithm.evidence(program, {PARTICLES: phi[0, 0]}, phi, federation.batch(), keys)
+    grid = torch.linspace(-5, 6, 20_001)
+    density = Normal(0.3, 0.5).log_prob(grid).exp()
+    mean = Normal(grid[:, None], 1.0).log_prob(federation["y"]).mean(1).exp()
+    exact = torch.trapezoid(density * mean, grid).log()
+    assert abs(float(found) - float(exact)) < 0.005  # standard error 0.001
+    with pytest.raises(ValueError, match="beta is for models with local"):
+        bf.PACPFL(beta=1.0).program(shared, federation)
+
+
+# -- conditioning -------------------------------------------------------------------------------------
+
+
+@float64
+def test_particles_count_by_their_evidence():
+    federation = data(4, 3)
+    posterior = bf.fit(shared, federation, bf.PACPFL(particles=3), rounds=1)
+    mixture = posterior.predictive(federation)
+    particles = posterior.params[PARTICLES].squeeze()
+    for k, name in enumerate(federation.names):
+        y = federation.select([name])["y"]
+        weight = Normal(particles[:, None], 1.0).log_prob(y).sum(1).softmax(0)
+        row = int(federation.offsets[k])
+        torch.testing.assert_close(mixture.mixture_distribution.probs[row], weight)
+        torch.testing.assert_close(mixture.mean[row], (weight * particles).sum())
+        second = (weight * (particles**2 + 1)).sum()
+        torch.testing.assert_close(mixture.variance[row], second - mixture.mean[row] ** 2)
+
+
+@float64
+def test_prior_draws_count_by_their_likelihood():
+    """A client's variable given μ: Gaussian in closed form, to four standard errors of the weighted draws."""
+    federation = data(4, 3)
+    posterior = bf.fit(line, federation, bf.PACPFL(particles=1), rounds=1)
+    mu = float(posterior.params[PARTICLES])
+    mixture = posterior.predictive(federation, 100_000)
+    for k, name in enumerate(federation.names):
+        y = federation.select([name])["y"]
+        precision = len(y) + 4
+        mean = (float(y.sum()) + 4 * mu) / precision
+        row = int(federation.offsets[k])
+        effective = 1 / float(mixture.mixture_distribution.probs[row].square().sum())
+        assert effective > 100
+        assert abs(float(mixture.mean[row]) - mean) < 4 / (precision * effective) ** 0.5
+        error = 4 * (2 / effective) ** 0.5 / precision
+        assert abs(float(mixture.variance[row]) - 1 - 1 / precision) < error
+
+
+def test_a_new_client_only_conditions():
+    train, test = simulations.polynomials(clients=6, rows=5, test_rows=20)
+    model = models.GaussianProcess()
+    posterior = bf.fit(model, train.select(train.names[:4]), bf.PACPFL(), rounds=3)
+    new = posterior.personalize(train.select(train.names[4:]))
+    assert torch.equal(new.params[PARTICLES], posterior.params[PARTICLES])
+    assert new.local_params == {}
+    mixture = new.predictive(test.select(train.names[4:]))
+    own = train.select(train.names[4:]).batch()
+    queries = test.select(train.names[4:]).batch().fields["x"]
+    phi = posterior.params[PARTICLES][:, None, None]
+    mean, variance, evidence = model.conditional(phi, own, queries)
+    weights = evidence.softmax(0)
+    torch.testing.assert_close(mixture.mean, (weights[..., None] * mean).sum(0).flatten())
+    with pytest.raises(KeyError, match="took no part"):
+        posterior.predictive(test)
+
+
+@float64
+def test_two_global_sites_one_constrained():
+    federation = data(4, 3)
+    posterior = bf.fit(positive, federation, bf.PACPFL(particles=3), rounds=2)
+    values = globals_at(posterior, posterior.params[PARTICLES])
+    assert values["sd"].shape == (3, 1, 1) and (values["sd"] > 0).all()
+    assert values["mu"].shape == (3, 1, 1, 2)
+    torch.testing.assert_close(values["sd"].flatten(), posterior.params[PARTICLES][:, 0].exp())
+    draws = posterior.sample(50)
+    assert {round(float(v), 9) for v in draws["sd"]} <= {
+        round(float(v), 9) for v in values["sd"].flatten()
+    }
+
+
+def test_quantiles_invert_the_distribution_function():
+    mixture = MixtureSameFamily(
+        Categorical(torch.tensor([[0.3, 0.7], [0.0, 1.0]])),
+        Normal(torch.tensor([[-2.0, 1.0], [0.0, 3.0]]), torch.tensor([[0.5, 2.0], [1.0, 0.1]])),
+    )
+    levels = torch.tensor([0.01, 0.5, 0.975])
+    found = quantiles(mixture, levels)
+    torch.testing.assert_close(
+        mixture.cdf(found), levels[:, None].expand(3, 2), rtol=1e-4, atol=1e-5
+    )
+    exact = torch.tensor(norm(3.0, 0.1).ppf(levels.numpy()), dtype=torch.float32)
+    torch.testing.assert_close(found[:, 1], exact, rtol=1e-4, atol=1e-4)
+
+
+def test_a_mixture_over_draws_has_the_mean_of_predictions():
+    federation = data(4, 3, 6)
+    posterior = bf.fit(line, federation, rounds=20)
+    mixture = posterior.predictive(federation, 400)
+    drawn = posterior.predict(federation, 4000)["y"]
+    error = 4 * (drawn.std(0) / 4000**0.5 + drawn.std(0) / 400**0.5)
+    assert ((mixture.mean - drawn.mean(0)).abs() < error).all()
+
+
+def test_a_model_without_global_variables_is_refused():
+    from bayesfed import datasets
+
+    train, _ = datasets.digits(clients=4)
+    with pytest.raises(ValueError, match="no global random variable"):
+        bf.PACPFL().program(models.Network(models.mlp(64, 10)), train)
+
