@@ -267,7 +267,7 @@ def test_particles_count_by_their_evidence():
 def test_prior_draws_count_by_their_likelihood():
     """A client's variable given μ: Gaussian in closed form, to four standard errors of the weighted draws."""
     federation = data(4, 3)
-    posterior = bf.fit(line, federation, bf.PACPFL(particles=1), rounds=1)
+    posterior = bf.fit(line, federation, bf.PACPFL(particles=1, lr=0.1), rounds=50)
     mu = float(posterior.params[PARTICLES])
     mixture = posterior.predictive(federation, 100_000)
     for k, name in enumerate(federation.names):
@@ -276,7 +276,7 @@ def test_prior_draws_count_by_their_likelihood():
         mean = (float(y.sum()) + 4 * mu) / precision
         row = int(federation.offsets[k])
         effective = 1 / float(mixture.mixture_distribution.probs[row].square().sum())
-        assert effective > 100
+        assert effective > 10_000
         assert abs(float(mixture.mean[row]) - mean) < 4 / (precision * effective) ** 0.5
         error = 4 * (2 / effective) ** 0.5 / precision
         assert abs(float(mixture.variance[row]) - 1 - 1 / precision) < error
