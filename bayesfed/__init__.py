@@ -5,6 +5,7 @@ from bayesfed.algorithms import FOLA, PACPFL, PVI, SFVI, CAFeMe, FedABML, PFedVE
 from bayesfed.federation import Federation
 from bayesfed.guides import Flow, FullRank, MeanField
 from bayesfed.posterior import Posterior
+from bayesfed.privacy import Privacy
 from bayesfed.runner import Round, fit
 
 __version__ = "0.1.0"
@@ -13,6 +14,7 @@ __all__ = [
     "Federation",
     "fit",
     "Posterior",
+    "Privacy",
     "Round",
     "SFVI",
     "SFVIAvg",

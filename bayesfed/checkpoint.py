@@ -40,7 +40,7 @@ def save(posterior: Posterior, path: str | Path) -> None:
     ``start.globals`` and ``start.locals`` (the origin and unit ``(2, P)`` of an automatic guide's
     coordinates) and ``witness`` (two draws of the globals). The metadata's entry ``bayesfed`` is
     JSON: ``format``, ``version``, ``algorithm`` (see :func:`bayesfed.settings.settings_of`),
-    ``seed``, ``clients`` and ``sites``.
+    ``seed``, ``epsilon``, ``clients`` and ``sites``.
 
     The data and the model are not in it, the clients' names and local posteriors are.
 
@@ -75,6 +75,7 @@ def save(posterior: Posterior, path: str | Path) -> None:
         "version": bayesfed.__version__,
         "algorithm": settings_of(posterior.algorithm),
         "seed": posterior.seed,
+        "epsilon": posterior.epsilon,
         "clients": list(posterior.federation.names),
         "sites": list(posterior.program.sites),
     }
@@ -159,6 +160,7 @@ def load(
         history=parts["history"],
         algorithm=algorithm,
         seed=metadata["seed"],
+        epsilon=metadata.get("epsilon"),
     )
 
 

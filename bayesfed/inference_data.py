@@ -114,6 +114,8 @@ def _dataset(
         "algorithm": type(posterior.algorithm).__name__,
         "seed": posterior.seed,
     }
+    if posterior.epsilon is not None:
+        attrs["epsilon"] = posterior.epsilon
     return xr.Dataset(dict(arrays), coords=coords, attrs=attrs)
 
 

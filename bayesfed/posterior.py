@@ -38,6 +38,7 @@ class Posterior:
         history: per-round figures ``elbo``, ``seconds`` and ``clients``, each of shape ``(rounds,)``.
         algorithm: the algorithm and its settings.
         seed: the run's seed.
+        epsilon: ε of differential privacy that the run has spent; None for a run without privacy.
     """
 
     program: Program
@@ -47,6 +48,7 @@ class Posterior:
     history: Mapping[str, Tensor]
     algorithm: Any
     seed: int
+    epsilon: float | None = None
 
     def __repr__(self) -> str:
         globals_ = ", ".join(s.name for s in self.program.globals) or "none"
@@ -55,6 +57,7 @@ class Posterior:
         return (
             f"Posterior: {type(self.algorithm).__name__} ({self.program.guide_name}), {rounds:,} rounds, "
             f"{len(self.federation):,} clients; globals {globals_}; locals {locals_}"
+            + ("" if self.epsilon is None else f"; ε = {self.epsilon:.3g}")
         )
 
     def sample(

@@ -19,10 +19,11 @@ from bayesfed.diagnostics import check_data, check_finite, check_settings, warn_
 from bayesfed.federation import Federation, Model
 from bayesfed.plates import Rows
 from bayesfed.posterior import Posterior
+from bayesfed.privacy import Privacy
 from bayesfed.program import Params, Program
 from bayesfed.progress import rounds_shown
 
-_SERVER, _COHORT = -1, -2  # streams of a round that belong to no client
+_SERVER, _COHORT, _PRIVACY = -1, -2, -3  # streams of a round that belong to no client
 
 
 class Algorithm(Protocol):
@@ -98,6 +99,7 @@ def fit(
     clients_per_round: int | float = 1.0,
     batch_size: int | None = None,
     chunk_size: int | None = None,
+    privacy: Privacy | None = None,
     seed: int = 0,
     device: str | torch.device | None = None,
     progress: bool | None = None,
@@ -117,6 +119,8 @@ def fit(
         chunk_size: clients that run as one batch, of similar numbers of rows; by default the whole cohort. It
             changes memory and time, not results: where clients differ much in size, small chunks keep the small
             ones from waiting for the large ones.
+        privacy: clip the uploads and add noise to their sums, see :class:`~bayesfed.Privacy`. The ε that the
+            run spends is shown with its progress and kept as ``posterior.epsilon``.
         seed: of every stream of noise.
         device: where to run; by default where the data lie.
         progress: show a progress bar; by default where the output is a terminal.
@@ -158,6 +162,11 @@ def fit(
     root = noise.key(seed).to(federation.device)
     history: dict[str, list[float]] = {"elbo": [], "seconds": [], "clients": []}
     title = f"{type(algorithm).__name__} ({program.guide_name})"
+    multiplier, epsilon = 0.0, None
+    if privacy is not None:
+        multiplier = privacy.multiplier(rounds, size, len(federation))
+        epsilon = privacy.spent(rounds, size, len(federation))
+        title += f", ε = {epsilon:.3g}"
     numbers = size * min(batch_size or federation.rows, int(federation.lengths.max()))
     with rounds_shown(title, rounds, progress) as show, threads(numbers):
         for number in range(rounds):
@@ -185,8 +194,12 @@ def fit(
                 check_finite(term, upload, names, number + 1)
                 optimizer.put(clients, chunk, state)
                 terms.append(term)
+                if privacy is not None:
+                    upload = privacy.clipped(upload)
                 for name, value in upload.items():
                     total[name] = total.get(name, 0) + value.sum(0)
+            if privacy is not None:
+                total = privacy.noisy(total, multiplier, noise.fold(key, _PRIVACY))
             server, server_term = algorithm.decode(
                 program, server, total, noise.fold(key, _SERVER), rate, scale
             )
@@ -223,6 +236,7 @@ def fit(
         history={name: torch.tensor(values) for name, values in history.items()},
         algorithm=algorithm,
         seed=seed,
+        epsilon=epsilon,
     )
 
 

@@ -57,7 +57,7 @@ RECIPES = {
     "few_images": Recipe(recipes.few_images, (0.1, 0.3, 0.7)),
     "small_shards": Recipe(recipes.small_shards, (0.1, 0.3, 0.7)),
     "concept_drift": Recipe(recipes.concept_drift),
-    "new_clients": Recipe(recipes.new_clients, (0.1, 0.3), (0, 1, 5, 20, 50)),
+    "new_clients": Recipe(recipes.new_clients, (0.1, 0.3, 0.7), (0, 1, 5, 20, 50)),
 }
 
 
@@ -160,15 +160,18 @@ def vem(classes: int, rows: float, *, rate: float, head: float, **settings: Any)
 
 
 def cafeme(classes: int, rows: float, *, rate: float, inner: float) -> Any:
-    """As many steps on ω_i in a round as the others take; one inner step, first order, on 20 rows."""
-    model = Modulated(mlp(784, 100, classes), mlp(784, 100), context=100)
+    """As many steps on ω_i in a round as the others take, each through one inner step on 20 rows; scale and shift.
+
+    Momentum makes ten times a rate of what it is.
+    """
+    model = Modulated(mlp(784, 100, classes), mlp(784, 100), context=100, film=True)
     algorithm = bf.CAFeMe(
         inner_lr=inner,
-        lr=rate,
+        lr=rate / 10,
+        optimizer="momentum",
         inner_steps=1,
         outer_steps=5 * math.ceil(rows / 50),
         support_rows=20,
-        second_order=False,
     )
     return algorithm, model, 1.0
 
@@ -188,7 +191,7 @@ METHODS = {
     "PFedVEM, all train": Method(
         partial(vem, upload_fraction=0.1), {"head": (0.003, 0.01)}, kept=True, fraction=1.0
     ),
-    "CAFeMe": Method(cafeme, {"inner": (0.05, 0.1)}),
+    "CAFeMe": Method(cafeme, {"inner": PERSONAL}),
     "FedABML, through the step": Method(bmaml, {"inner": PERSONAL}),
     "FedABML": Method(abml, {"sigma": (0.05, 0.07)}),
 }
