@@ -1,6 +1,6 @@
 """Hierarchical Bayesian models, written in Pyro, fitted across clients whose data never meet."""
 
-from bayesfed import datasets, guides, metrics, models, simulations
+from bayesfed import bounds, datasets, guides, metrics, models, simulations
 from bayesfed.algorithms import FOLA, PACPFL, PVI, SFVI, CAFeMe, FedABML, PFedVEM, SFVIAvg
 from bayesfed.federation import Federation
 from bayesfed.guides import Flow, FullRank, MeanField
@@ -27,6 +27,7 @@ __all__ = [
     "MeanField",
     "FullRank",
     "Flow",
+    "bounds",
     "datasets",
     "guides",
     "metrics",

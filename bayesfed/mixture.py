@@ -129,7 +129,7 @@ def _of_particles(posterior: Posterior, federation: Federation) -> Iterator[Part
     particles = posterior.params[PARTICLES]
     count = len(particles)
     phi = globals_at(posterior, particles)
-    for own, batch, keys in _chunks(posterior, federation, count):
+    for own, batch, _ in _chunks(posterior, federation, count):
         if hasattr(model, "conditional"):
             (name,) = phi
             yield _conditional(model, phi[name], own, batch, weighted=True)
@@ -196,7 +196,9 @@ def _chunks(
     position = posterior.federation.index(federation.names)
     key = noise.key(0).to(federation.device) if root is None else root
     together = max(1, _NUMBERS // (count * numbers))
-    for chunk in (c for some in federation.chunks(4_000_000 // count) for c in some.split(together)):
+    for chunk in (
+        c for some in federation.chunks(4_000_000 // count) for c in some.split(together)
+    ):
         own = posterior.federation.batch(position[chunk])
         yield own, federation.batch(chunk), noise.fold(key, federation.streams[chunk])
 

@@ -196,9 +196,9 @@ class Posterior:
         federation = self.federation if federation is None else federation
         if self.conditions:
             mixture = self.predictive(federation, num_samples, seed=seed)
-            each = mixture.component_distribution.probs
+            each: Any = mixture.component_distribution
             weight = mixture.mixture_distribution.probs[..., None]
-            return {self.program.observed[0].name: (weight * each).sum(-2)}
+            return {self.program.observed[0].name: (weight * each.probs).sum(-2)}
         num_samples = 1 if centre else num_samples
         parts: dict[str, list[Tensor]] = {site.name: [] for site in self.program.observed}
         numbers = sum(site.event_shape.numel() for site in self.program.locals)

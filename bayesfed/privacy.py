@@ -64,9 +64,7 @@ class Privacy:
 
     def __post_init__(self) -> None:
         if self.mechanism not in MECHANISMS:
-            raise ValueError(
-                f"mechanism is {self.mechanism!r}: use one of {', '.join(MECHANISMS)}"
-            )
+            raise ValueError(f"mechanism is {self.mechanism!r}: use one of {', '.join(MECHANISMS)}")
         if self.epsilon is not None and self.noise is not None:
             raise ValueError("give either epsilon, which sets the noise, or noise")
         if not self.clip > 0:
@@ -125,12 +123,15 @@ class Privacy:
             for name, value in upload.items()
         }
 
-    def noisy(self, total: Mapping[str, Tensor], multiplier: float, key: Tensor) -> dict[str, Tensor]:
+    def noisy(
+        self, total: Mapping[str, Tensor], multiplier: float, key: Tensor
+    ) -> dict[str, Tensor]:
         """A sum with noise of this multiple of 2 γ."""
         if multiplier == 0:
             return dict(total)
         return {
-            name: value + 2 * self.clip * multiplier * self._drawn(value, noise.fold(key, noise.word(name)))
+            name: value
+            + 2 * self.clip * multiplier * self._drawn(value, noise.fold(key, noise.word(name)))
             for name, value in total.items()
         }
 

@@ -14,6 +14,7 @@ from linear_operator.utils.cholesky import psd_safe_cholesky
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from bayesfed import noise
 from bayesfed.network import apply, check_stateless, flatten
 from bayesfed.plates import Batch
 
@@ -133,9 +134,7 @@ class GaussianProcess:
         """σ_φ², ``(..., K or 1, 1)``."""
         return self._with("likelihood", phi, lambda part: part.noise)
 
-    def conditional(
-        self, phi: Tensor, own: Batch, x: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def conditional(self, phi: Tensor, own: Batch, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What each prior φ predicts for a client's rows, given the client's own (PAC-PFL, eq. 35).
 
         Args:
@@ -158,6 +157,31 @@ class GaussianProcess:
         there = there + (white * residual).sum(-2)
         prior = self._variance(phi, queries)
         return there, (prior - white.square().sum(-2)).clamp(min=0) + self.noise(phi), evidence
+
+    def functions(
+        self, phi: Tensor, own: Batch, there: Batch, draws: int, keys: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """log p(y | f) under functions drawn from each prior, of one client's own rows and of further ones.
+
+        Args:
+            phi: ``(k, 1, 1, P)``.
+            own: rows of one client.
+            there: other rows of it.
+            draws: L.
+            keys: the client's noise stream, int64 ``(1,)``.
+
+        Returns:
+            ``(L, k, m)`` and ``(L, k, m')``.
+        """
+        x, y = (torch.cat([b.fields[name] for b in (own, there)], 1) for name in (self.x, self.y))
+        mean, inputs = self._mean_and_inputs(phi, x)
+        covariance = self._covariance(phi, inputs, inputs)[:, 0].double()  # nearly singular
+        scale = covariance.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+        tril = psd_safe_cholesky(covariance + 1e-6 * scale * torch.eye(x.shape[1]).to(covariance))
+        u = noise.uniform(keys, (draws, len(phi), x.shape[1]))[0]
+        f = mean[:, 0] + (tril @ torch.special.ndtri(u)[..., None]).squeeze(-1).to(mean)
+        log_prob = dist.Normal(f, self.noise(phi)[:, 0].sqrt()).log_prob(y[0])
+        return log_prob[..., : own.mask.shape[1]], log_prob[..., own.mask.shape[1] :]
 
     # -- the modules with parameters φ ------------------------------------------------------------
 

@@ -18,9 +18,7 @@ def test_an_upload_is_clipped_in_its_mechanisms_norm(mechanism):
     length = torch.linspace(0.01, 3, 50)
     upload = {"a": length[:, None, None] * torch.randn(50, 3, 2), "b": length * torch.randn(50)}
     clipped = bf.Privacy(clip=2.0, mechanism=mechanism).clipped(upload)
-    flat, before = (
-        torch.cat([v["a"].flatten(1), v["b"][:, None]], 1) for v in (clipped, upload)
-    )
+    flat, before = (torch.cat([v["a"].flatten(1), v["b"][:, None]], 1) for v in (clipped, upload))
     norm = before.norm(order, dim=1)
     assert (norm > 2).any() and (norm < 2).any()
     assert (flat.norm(order, dim=1) <= 2 * (1 + 1e-6)).all()

@@ -145,7 +145,12 @@ class PACPFL:
         return {}, {"gradient": gradient.squeeze(2).transpose(0, 1)}, evidence.detach().mean(0)
 
     def evidence(
-        self, program: Program, params: Mapping[str, Tensor], phi: Tensor, batch: Batch, keys: Tensor
+        self,
+        program: Program,
+        params: Mapping[str, Tensor],
+        phi: Tensor,
+        batch: Batch,
+        keys: Tensor,
     ) -> Tensor:
         """ln Z_i(φ_κ), ``(k, K)``, of particles ``(k, K or 1, 1, D)``."""
         draws = self.draws if program.locals else 1

@@ -145,9 +145,7 @@ def test_an_update_is_a_step_through_the_inner_steps(second_order, steps):
     algorithm = CAFeMe(inner_lr=0.7, lr=0.3, inner_steps=steps, second_order=second_order)
     program, keys = algorithm.program(model, data), keys_of(data)
     personal, held_out = split(data.batch(), 0.5, keys)
-    support, query = (
-        (part.fields["x"][0], part.fields["y"][0]) for part in (personal, held_out)
-    )
+    support, query = ((part.fields["x"][0], part.fields["y"][0]) for part in (personal, held_out))
 
     omega = model.start.clone().requires_grad_()
     inner = omega

@@ -204,9 +204,7 @@ def test_tau_weighs_the_clients_and_a_flat_hyper_prior_weighs_nothing():
     federation = data(4, 4)
     y, lr = federation["y"], 0.01
     for tau, flat in ((0.25, False), (1.0, True)):
-        algorithm = bf.PACPFL(
-            particles=1, optimizer="sgd", lr=lr, lr_decay=1.0, tau=tau, flat=flat
-        )
+        algorithm = bf.PACPFL(particles=1, optimizer="sgd", lr=lr, lr_decay=1.0, tau=tau, flat=flat)
         torch.manual_seed(0)
         start = algorithm.program(shared, federation).init[PARTICLES].squeeze()
         found = bf.fit(shared, federation, algorithm, rounds=1).params[PARTICLES].squeeze()
@@ -293,7 +291,7 @@ def test_a_new_client_only_conditions():
     own = train.select(train.names[4:]).batch()
     queries = test.select(train.names[4:]).batch().fields["x"]
     phi = posterior.params[PARTICLES][:, None, None]
-    mean, variance, evidence = model.conditional(phi, own, queries)
+    mean, _, evidence = model.conditional(phi, own, queries)
     weights = evidence.softmax(0)
     torch.testing.assert_close(mixture.mean, (weights[..., None] * mean).sum(0).flatten())
     with pytest.raises(KeyError, match="took no part"):
@@ -343,4 +341,3 @@ def test_a_model_without_global_variables_is_refused():
     train, _ = datasets.digits(clients=4)
     with pytest.raises(ValueError, match="no global random variable"):
         bf.PACPFL().program(models.Network(models.mlp(64, 10)), train)
-

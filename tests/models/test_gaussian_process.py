@@ -53,7 +53,12 @@ class Exact(gpytorch.models.ExactGP):
         likelihood = gpytorch.likelihoods.GaussianLikelihood()
         super().__init__(x, y, likelihood)
         self.model = model
-        parts = phi.split([sum(p.numel() for p in q.parameters() if p.requires_grad) for q in model.parts.values()])
+        parts = phi.split(
+            [
+                sum(p.numel() for p in q.parameters() if p.requires_grad)
+                for q in model.parts.values()
+            ]
+        )
         for part, values in zip(model.parts.values(), parts, strict=True):
             at = 0
             for p in part.parameters():
