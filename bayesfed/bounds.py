@@ -4,9 +4,9 @@
     server       mean of all clients' risks, (9);       a new client, Lemma 4.6
 
 Z_i = E_{w ~ P} exp(−(β / m_i) Σ ℓ(w, row)) is over the rows that the client conditions on; the risk is that of its
-Gibbs posterior ∝ P(w) exp(−(β / m_i) Σ ℓ). A log loss has no upper end, so :func:`clipped` gives it one. I pays for a prior
-that has seen the client's rows: sampled from the optimal hyper-posterior it is ε_i-private, ε_i = 2 β τ (b − a) / m_i
-(Lemma 4.5); for a prior that has seen none of them, ε_i = 0.
+Gibbs posterior ∝ P(w) exp(−(β / m_i) Σ ℓ). A log loss has no upper end, so :func:`clipped` gives it one. I pays for a
+prior that has seen the client's rows: sampled from the optimal hyper-posterior it is ε_i-private,
+ε_i = 2 β τ (b − a) / m_i (Lemma 4.5); for a prior that has seen none of them, ε_i = 0.
 
 Each function warns where its result is vacuous, above b, or where β or λ lies outside the range of its theorem.
 """

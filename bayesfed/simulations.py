@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
 import torch
 
 from bayesfed.federation import Federation
@@ -64,3 +69,146 @@ def polynomials(
         Federation.from_arrays(train).to(dtype=dtype),
         Federation.from_arrays(test).to(dtype=dtype),
     )
+
+
+# -- photovoltaics --------------------------------------------------------------------------------
+
+FEATURES = (
+    *(f"output {lag} h before" for lag in (1, 2, 3, 23, 24, 25)),
+    "global irradiance",
+    "direct normal irradiance",
+    "diffuse irradiance",
+    "temperature",
+    "wind speed",
+    "solar elevation",
+    "sine of the hour",
+    "cosine of the hour",
+    "day of the year",
+)
+"""The 15 inputs of :func:`photovoltaics`; weather is the station's, of the hour before."""
+
+
+def photovoltaics(
+    facing: str = "east-west",
+    clients: int = 48,
+    rows: int = 150,
+    seed: int = 0,
+    weather: str | Path | None = None,
+) -> tuple[Federation, Federation]:
+    """Houses with photovoltaic panels that forecast their output of the next hour: ``(train, test)``.
+
+    Each house is computed by pvlib (Hay-Davies sky, cell temperature, PVWatts) from one station's typical year. Its panels
+    face east or west, a coin toss, or south, give or take 15°; they are tilted by 15° to 40°. Over the house pass
+    clouds of its own, which scale all irradiance by exp(a) with a autoregressive from hour to hour (sd 0.2), and a
+    neighbour 30° wide in a random direction takes the direct light below 5° to 25°.
+
+    Hours with the sun higher than 10°, from 16 May on. Every third day is for the test, until the other days have
+    given the training rows; 15 August is the end.
+
+    Fields, standardised by each house's training rows:
+        ``x``: shape ``(15,)``, see :data:`FEATURES`.
+
+        ``y``: scalar, the output.
+
+    Args:
+        facing: ``"east-west"`` or ``"south"``.
+        clients: N; "house 0", "house 1", ...
+        rows: of each house, for training: 150 are two weeks, 610 two months.
+        seed: of the houses.
+        weather: a typical year of PVGIS (CSV) or of NSRDB (TMY3); by default the TMY3 file of Greensboro, North
+            Carolina, that pvlib ships.
+
+    Raises:
+        ImportError: pvlib is not installed: ``pip install 'bayesfed[photovoltaics]'``.
+        ValueError: an unknown direction, or more rows than there are.
+
+    Example:
+        >>> from bayesfed import simulations
+        >>> train, test = simulations.photovoltaics(clients=2, rows=150)
+        >>> train
+        Federation: 2 clients, 300 rows (150 to 150 a client), fields x[15], y
+    """
+    if facing not in ("east-west", "south"):
+        raise ValueError(f"facing is {facing!r}: use 'east-west' or 'south'")
+    station = _station(weather)
+    rng = np.random.default_rng(seed)
+    sides = np.where(rng.random(clients) < 0.5, 90.0, 270.0)
+    azimuths = rng.normal(sides if facing == "east-west" else 180.0, 15.0, size=clients)
+    day = station["day"].to_numpy()
+    bright = (station["elevation"] > 10).to_numpy()
+    season = bright & (day >= _day(5, 16)) & (day <= _day(8, 15))
+    train, test = (np.flatnonzero(season & days) for days in (day % 3 != 0, day % 3 == 0))
+    if rows > len(train):
+        raise ValueError(f"rows is {rows}; there are {len(train)} bright hours on training days")
+    train, test = train[:rows], test[test < train[rows - 1]]
+    parts: list[dict[str, dict[str, np.ndarray]]] = [{}, {}]
+    for i, azimuth in enumerate(azimuths):
+        output = _output(station, azimuth, rng)
+        lags = [np.roll(output, lag) for lag in (1, 2, 3, 23, 24, 25)]
+        before = [np.roll(station[c], 1) for c in ("ghi", "dni", "dhi", "temp_air", "wind_speed")]
+        hour = 2 * np.pi * station.index.hour / 24
+        x = np.stack([*lags, *before, station["elevation"], np.sin(hour), np.cos(hour), day], 1)
+        x = (x - x[train].mean(0)) / x[train].std(0)
+        y = (output - output[train].mean()) / output[train].std()
+        for part, taken in zip(parts, (train, test), strict=True):
+            part[f"house {i}"] = {"x": x[taken], "y": y[taken]}
+    first, second = (Federation.from_arrays(part, client_dim="house") for part in parts)
+    return first, second
+
+
+def _day(month: int, day: int) -> int:
+    """The day of a year without a 29th of February."""
+    return date(2018, month, day).timetuple().tm_yday
+
+
+def _station(weather: str | Path | None) -> pd.DataFrame:
+    """Hourly irradiance, temperature, wind and the sun's place, a row an hour of a year."""
+    try:
+        import pvlib
+    except ImportError as error:
+        raise ImportError(
+            "this simulation needs pvlib, which is not installed: pip install 'bayesfed[photovoltaics]'"
+        ) from error
+    path = Path(pvlib.__file__).parent / "data/723170TYA.CSV" if weather is None else Path(weather)
+    if "Latitude" in path.open(encoding="latin-1").readline():
+        data, meta = pvlib.iotools.read_pvgis_tmy(path)
+        place, shift = meta["inputs"], pd.Timedelta(0)
+    else:
+        data, place = pvlib.iotools.read_tmy3(path, coerce_year=2018, map_variables=True)
+        shift = pd.Timedelta(minutes=30)  # its hours end at their labels
+    columns = ["ghi", "dni", "dhi", "temp_air", "wind_speed"]
+    station = data[columns].astype(float)
+    at = station.index.map(lambda t: t.replace(year=2018)) - shift
+    sun = pvlib.solarposition.get_solarposition(at, place["latitude"], place["longitude"])
+    station.index = at
+    station["zenith"], station["elevation"] = sun["apparent_zenith"], sun["apparent_elevation"]
+    station["azimuth"], station["day"] = sun["azimuth"], at.dayofyear
+    return station
+
+
+def _output(station: pd.DataFrame, azimuth: float, rng: np.random.Generator) -> np.ndarray:
+    """What a house's panels give in every hour, per unit of their size."""
+    import pvlib
+
+    tilt, neighbour = rng.uniform(15, 40), rng.uniform(0, 360)
+    height = rng.uniform(5, 25)
+    steps = rng.normal(size=len(station))
+    clouds = np.zeros(len(station))
+    for hour, step in enumerate(steps):
+        clouds[hour] = 0.7 * clouds[hour - 1] + 0.2 * (1 - 0.7**2) ** 0.5 * step
+    sky = station[["ghi", "dni", "dhi"]].mul(np.exp(clouds - 0.02), axis=0)
+    apart = (station["azimuth"] - neighbour + 180) % 360 - 180
+    shaded = (apart.abs() < 15) & (station["elevation"] < height)
+    light = pvlib.irradiance.get_total_irradiance(
+        tilt,
+        azimuth,
+        station["zenith"],
+        station["azimuth"],
+        sky["dni"].where(~shaded, 0.0),
+        sky["ghi"],
+        sky["dhi"],
+        dni_extra=pvlib.irradiance.get_extra_radiation(station.index),
+        model="haydavies",
+    )["poa_global"].fillna(0.0)
+    cell = pvlib.temperature.faiman(light, station["temp_air"], station["wind_speed"])
+    return pvlib.pvsystem.pvwatts_dc(light, cell, 1.0, -0.004).clip(lower=0.0).to_numpy()

@@ -31,6 +31,7 @@ import torch
 from pyro import poutine
 from pyro.infer import MCMC, NUTS, SVI, Trace_ELBO
 from pyro.infer.reparam import LocScaleReparam
+from tables import keep
 
 import bayesfed as bf
 from bayesfed import datasets, models
@@ -274,19 +275,7 @@ def main() -> None:
     for name in args.problems:
         for row in rows(name, PROBLEMS[name], args.radon, args.draws, args.guide, args.rounds):
             print(f"| {row} |", flush=True)
-            keep(HERE / "accuracy.md", f"| {row} |")
-
-
-def keep(path: Path, row: str) -> None:
-    """Put a row into the table in place of the one it repeats."""
-    old = path.read_text().splitlines()[len(HEADER) :] if path.exists() else []
-    same = row.split(" | ")[:3]
-    table = [line for line in old if line.split(" | ")[:3] != same]
-    order = [f"| {name}" for name in PROBLEMS]
-    table = sorted([*table, row], key=lambda line: order.index(line.split(" | ")[0]))
-    fresh = path.with_suffix(f".{same[0][2:]}.tmp")
-    fresh.write_text("\n".join([*HEADER, *table]) + "\n")
-    fresh.replace(path)
+            keep(HERE / "accuracy.md", HEADER, f"| {row} |", list(PROBLEMS), columns=3)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,11 @@ table is of test images, mean ± standard error over the seeds: accuracy % / NLL
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
-import shelve
+import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +36,9 @@ from bayesfed.metrics import classification
 from bayesfed.models import Modulated, Network, mlp
 
 HERE = Path(__file__).parent
-STORE = HERE.parents[1] / "runs/mnist/fits"
+sys.path.append(str(HERE.parent))
+from tables import combinations, done, keep  # noqa: E402
+
 DATA = HERE.parents[2] / "shared/data/mnist.npz"
 PERSONAL = (0.1, 0.3)
 DRAWS = 20
@@ -84,11 +84,6 @@ class Method:
         """Every combination of the grid's values."""
         grid = {"rate": recipe.rates[: 1 if self.rounds == 0 else None], **self.grid}
         return combinations(grid)
-
-
-def combinations(grid: dict[str, tuple[float, ...]]) -> list[dict[str, float]]:
-    """Every point of a grid."""
-    return [dict(zip(grid, v, strict=True)) for v in itertools.product(*grid.values())]
 
 
 def network(classes: int, **settings: Any) -> Network:
@@ -323,33 +318,6 @@ def table(
             keep(HERE / f"{recipe}.md", _header(recipe), row, list(METHODS))
 
 
-def done(
-    what: Callable[..., Any], calls: Sequence[tuple[Any, ...]], jobs: int, resume: bool
-) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Calls and their results as they come; all are stored.
-
-    Args:
-        what: the function.
-        calls: its arguments.
-        jobs: processes at a time.
-        resume: take the results that an earlier run has stored. Settings are the key, not the code.
-    """
-    STORE.parent.mkdir(parents=True, exist_ok=True)
-    with shelve.open(STORE) as store, ProcessPoolExecutor(jobs) as pool:
-        missing = {}
-        for call in calls:
-            key = repr((what.__name__, *call))
-            if resume and key in store:
-                yield call, store[key]
-            else:
-                missing[pool.submit(what, *call)] = key, call
-        for future in as_completed(missing):
-            key, call = missing[future]
-            store[key] = future.result()
-            store.sync()
-            yield call, store[key]
-
-
 def _header(recipe: str) -> list[str]:
     columns = [f"{count} steps" for count in RECIPES[recipe].steps]
     return [
@@ -375,16 +343,6 @@ def _row(
     if not is_kept(recipe, name):
         chosen.append(f"personal {best[1]:g} of {PERSONAL}")
     return f"| {name} | {' | '.join(cells)} | {seeds} | {'; '.join(chosen)} |"
-
-
-def keep(path: Path, header: Sequence[str], row: str, order: Sequence[str]) -> None:
-    """Put a row into a table in place of the one that it repeats, atomically; ``order`` of the first cells."""
-    old = path.read_text().splitlines()[len(header) :] if path.exists() else []
-    kept = [line for line in old if line.split(" | ")[0] != row.split(" | ")[0]]
-    rows = sorted([*kept, row], key=lambda line: order.index(line.split(" | ")[0][2:]))
-    fresh = path.with_suffix(".tmp")
-    fresh.write_text("\n".join([*header, *rows]) + "\n")
-    fresh.replace(path)
 
 
 def main() -> None:
