@@ -29,7 +29,7 @@ def polynomials(
     of the first kind (ℓ = 0.3) where i is even and of the second (ℓ = 3) where it is odd. It sees
     y = f(x) + 0.05 ε at x from a standard normal truncated to [−0.8, 0.8].
 
-    Fields, all scalar: ``x``, ``y``.
+    Fields: ``x``, shape ``(1,)``, and ``y``, scalar.
 
     Args:
         clients: N; "client 0", "client 1", ...
@@ -44,7 +44,7 @@ def polynomials(
         >>> from bayesfed import simulations
         >>> train, test = simulations.polynomials()
         >>> train
-        Federation: 24 clients, 240 rows (10 to 10 a client), fields x, y
+        Federation: 24 clients, 240 rows (10 to 10 a client), fields x[1], y
     """
     generator = torch.Generator().manual_seed(seed)
     count = rows + test_rows
@@ -61,7 +61,7 @@ def polynomials(
     f = mean + (torch.linalg.cholesky(covariance + jitter) @ noise[0, ..., None]).squeeze(-1)
     y = f + 0.05 * noise[1]
     train, test = (
-        {f"client {i}": {"x": x[i, part], "y": y[i, part]} for i in range(clients)}
+        {f"client {i}": {"x": x[i, part, None], "y": y[i, part]} for i in range(clients)}
         for part in (slice(rows), slice(rows, None))
     )
     dtype = torch.get_default_dtype()

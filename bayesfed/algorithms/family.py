@@ -11,6 +11,7 @@ from typing import Any
 
 from bayesfed.algorithms.fedabml import FedABML
 from bayesfed.algorithms.fola import FOLA
+from bayesfed.algorithms.pacpfl import PACPFL
 from bayesfed.algorithms.pfedvem import PFedVEM
 
 # -- the clients' posteriors are made from θ and forgotten; θ follows them ---------------------------
@@ -117,6 +118,17 @@ def pooled(**settings: Any) -> FedABML:
     return fed_avg(**settings)
 
 
+# -- a hyper-posterior over priors ---------------------------------------------------------------------
+
+
+def pfedgp(**settings: Any) -> PACPFL:
+    """pFedGP (Achituve et al. 2021): one prior for all clients, maximum marginal likelihood.
+
+    Model: :class:`~bayesfed.models.GaussianProcess`. Theirs is a classifier on a tree; this is its regression.
+    """
+    return PACPFL(**{"particles": 1, "flat": True} | settings)
+
+
 def _abml(parts: dict[str, Any], settings: dict[str, Any]) -> FedABML:
     return FedABML(**{"point": True, "whitened": False} | parts | settings)
 
@@ -137,5 +149,6 @@ FAMILY: dict[str, Callable[..., Any]] = {
     "FedBABU": fed_babu,
     "FedCurv": fed_curv,
     "Pooled": pooled,
+    "PFedGP": pfedgp,
 }
 """Special cases by name."""

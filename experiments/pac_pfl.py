@@ -1,0 +1,281 @@
+"""Gaussian processes whose prior is federated, beside other ways to forecast: makes pac_pfl.md.
+
+    python experiments/pac_pfl.py                                            # everything: hours on two cores
+    python experiments/pac_pfl.py polynomials east-west-150 --methods PACPFL PFedGP --seeds 5 --jobs 2
+
+24 clients train, 24 more join later. Data sets: polynomials of two kinds, 10 rows a client; houses with photovoltaic
+panels, which face east or west or all south, with 150 or 610 hours (bayesfed.simulations). Cells are the mean over the
+clients of RSMSE (calibration error, H = 20), of test rows, first of the clients that trained, then of those that
+joined: mean ± 95 % interval over the seeds (t).
+
+Each method's settings are chosen from its grid on a federation of another seed, by the mean RSMSE of both groups. A
+prior is either two networks (16, 16, tanh), for the mean and before the kernel, or GPyTorch's: a linear mean, RBF with
+a length scale for each input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gpytorch
+import torch
+from scipy.stats import t as student
+from tables import combinations, done, keep
+from torch import Tensor, nn
+
+import bayesfed as bf
+from bayesfed import datasets, metrics, models, simulations
+from bayesfed.algorithms import family
+
+HERE = Path(__file__).parent
+OLD = 24
+TUNING = 1000  # the seed on which settings are chosen
+DRAWS = 500
+Task = tuple[bf.Federation, bf.Federation]
+
+
+def polynomials(seed: int) -> Task:
+    """Standardised, as the paper's, by the clients that train."""
+    train, test = simulations.polynomials(clients=2 * OLD, seed=seed)
+    _, constants = datasets.standardise(train.select(train.names[:OLD]), ["x", "y"])
+
+    def scaled(federation: bf.Federation) -> bf.Federation:
+        fields = {
+            name: ((federation[name] - loc) / scale).to(federation.dtype)
+            for name, (loc, scale) in constants.items()
+        }
+        return bf.Federation(fields, federation.offsets, federation.names)
+
+    return scaled(train), scaled(test)
+
+
+def houses(facing: str, rows: int, seed: int) -> Task:
+    return simulations.photovoltaics(facing, clients=2 * OLD, rows=rows, seed=seed)
+
+
+DATA: dict[str, Callable[[int], Task]] = {
+    "polynomials": polynomials,
+    "east-west-150": lambda seed: houses("east-west", 150, seed),
+    "south-150": lambda seed: houses("south", 150, seed),
+    "east-west-610": lambda seed: houses("east-west", 610, seed),
+    "south-610": lambda seed: houses("south", 610, seed),
+}
+
+
+def prior(kind: str, inputs: int, scale: float = 1.0) -> models.GaussianProcess:
+    """Networks for mean and kernel, or GPyTorch's."""
+    if kind == "networks":
+        return models.GaussianProcess(
+            models.mlp(inputs, 16, 16, 1, activation=nn.Tanh),
+            features=models.mlp(inputs, 16, 16, 2, activation=nn.Tanh),
+            hyper_scale=scale,
+        )
+    rbf = gpytorch.kernels.RBFKernel(ard_num_dims=inputs)
+    mean = gpytorch.means.LinearMean(inputs)
+    return models.GaussianProcess(mean, gpytorch.kernels.ScaleKernel(rbf), hyper_scale=scale)
+
+
+def inputs_of(federation: bf.Federation) -> int:
+    return federation["x"].reshape(federation.rows, -1).shape[1]
+
+
+Predict = Callable[[bf.Federation, bf.Federation], Tensor]
+"""From clients' own rows and those to predict: draws ``(S, rows)``."""
+
+
+def _conditioned(posterior: bf.Posterior) -> Predict:
+    return lambda own, rows: posterior.personalize(own).predict(rows, DRAWS)["y"]
+
+
+def pac_pfl(
+    train: bf.Federation, *, kind: str, scale: float, tau: float, particles: int = 4
+) -> Predict:
+    """τ is in units of 1 / n: 24 is the sum over clients, 1 their average."""
+    algorithm = bf.PACPFL(particles=particles, tau=tau / len(train), lr=RATE[kind])
+    model = prior(kind, inputs_of(train), scale)
+    return _conditioned(_fit(model, train, algorithm, 1000, 5, 150))
+
+
+def pfed_gp(train: bf.Federation, *, kind: str, rounds: int) -> Predict:
+    """One particle, flat hyper-prior; it starts at a draw from N(0, 0.4²)."""
+    algorithm = family.pfedgp(lr=RATE[kind])
+    return _conditioned(_fit(prior(kind, inputs_of(train), 0.4), train, algorithm, rounds, 5, 150))
+
+
+def vanilla(train: bf.Federation, *, kind: str, steps: int) -> Predict:
+    """Each client by itself maximises its evidence: 24 fits as one batch."""
+
+    def predict(own: bf.Federation, rows: bf.Federation) -> Tensor:
+        model, batch = prior(kind, inputs_of(own), 0.4), own.batch()
+        start = model.centre + 0.4 * torch.randn(len(own), 1, model.size)
+        phi = nn.Parameter(start)
+        optimizer = torch.optim.Adam([phi], lr=RATE[kind])
+        queries = rows.batch()
+        for _ in range(steps):
+            optimizer.zero_grad()
+            *_, evidence = model.conditional(phi, batch, queries.fields["x"][:, :1])
+            (-evidence.sum()).backward()
+            optimizer.step()
+        with torch.no_grad():
+            mean, variance, _ = model.conditional(phi, batch, queries.fields["x"])
+        mean, variance = mean[queries.mask], variance[queries.mask]
+        return mean + variance.sqrt() * torch.randn(DRAWS, len(mean))
+
+    return predict
+
+
+def pooled_gp(train: bf.Federation, *, kind: str, rounds: int) -> Predict:
+    """One process for all clients' rows; of more than 1000, a random 1000."""
+    everyone = train.pool()
+    rows = torch.randperm(everyone.rows)[:1000]
+    fields = {name: value[rows] for name, value in everyone.fields.items()}
+    some = bf.Federation(fields, torch.tensor([0, len(rows)]), everyone.names)
+    posterior = _fit(
+        prior(kind, inputs_of(train), 0.4), some, family.pfedgp(lr=RATE[kind]), rounds, 1, 300
+    )
+    return lambda own, rows: posterior.predict(rows.pool(), DRAWS)["y"]
+
+
+def mtl(train: bf.Federation, *, rho: float, noise: float) -> Predict:
+    """Networks of their own around a common mean."""
+    model = _network(train, noise, scale=rho)
+    algorithm = family.pfedmap(lr=0.01, optimizer="adam", head_epochs=5, body_epochs=0)
+    posterior = _fit(model, train, algorithm, 100, OLD, 50)
+
+    def predict(own: bf.Federation, rows: bf.Federation) -> Tensor:
+        known = own.names == train.names
+        personal = posterior if known else posterior.personalize(own, steps=200, lr=0.01)
+        return personal.predict(rows, DRAWS)["y"]
+
+    return predict
+
+
+def maml(train: bf.Federation, *, inner: float, noise: float) -> Predict:
+    algorithm = family.per_fed_avg(
+        lr=inner, prior_lr=0.003, prior_optimizer="adam", personal_steps=10
+    )
+    posterior = _fit(_network(train, noise), train, algorithm, 200, 5, 50)
+    return _conditioned(posterior)
+
+
+def _network(train: bf.Federation, noise: float, **settings: Any) -> models.Network:
+    module = models.mlp(inputs_of(train), 32, 32, 1, activation=nn.Tanh)
+    return models.Network(module, likelihood="normal", noise=noise, **settings)
+
+
+def _fit(
+    model: Any, train: bf.Federation, algorithm: Any, rounds: int, cohort: int, batch: int
+) -> bf.Posterior:
+    return bf.fit(
+        model,
+        train,
+        algorithm,
+        rounds=rounds,
+        clients_per_round=cohort,
+        batch_size=batch,
+        seed=int(torch.initial_seed()),
+        progress=False,
+    )
+
+
+RATE = {"networks": 0.01, "GPyTorch's": 0.03}
+KINDS = ("networks", "GPyTorch's")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to forecast, and what is tried of its settings."""
+
+    fit: Callable[..., Predict]
+    grid: dict[str, tuple[Any, ...]]
+
+
+METHODS = {
+    "PACPFL": Method(pac_pfl, {"kind": KINDS, "scale": (0.4, 1.0), "tau": (1.0, 24.0)}),
+    "PFedGP": Method(pfed_gp, {"kind": KINDS, "rounds": (300, 1000)}),
+    "MTL": Method(mtl, {"rho": (0.03, 0.3), "noise": (0.3, 0.6)}),
+    "MAML": Method(maml, {"inner": (0.01, 0.1), "noise": (0.3, 0.6)}),
+    "Vanilla GP": Method(vanilla, {"kind": KINDS, "steps": (100, 300)}),
+    "Pooled GP": Method(pooled_gp, {"kind": KINDS, "rounds": (100, 300)}),
+}
+
+
+def forecasts(name: str, method: str, point: dict[str, Any], seed: int) -> list[float]:
+    """RSMSE and calibration error of clients that trained, then of those that joined."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    warnings.simplefilter("ignore")
+    train, test = DATA[name](seed)
+    found = []
+    try:
+        predict = METHODS[method].fit(train.select(train.names[:OLD]), **point)
+        for names in (train.names[:OLD], train.names[OLD:]):
+            rows = test.select(names)
+            draws = predict(train.select(names), rows)
+            clients = metrics.regression(draws, rows["y"], rows.owner, rows.names).clients
+            found += [float(clients["rsmse"].mean()), float(clients["calibration"].mean())]
+    except (FloatingPointError, ValueError) as error:
+        print(f"{name} {method} {point}: {error}", flush=True)
+        return [math.inf] * 4
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("data", nargs="*", default=list(DATA), metavar="data")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=2, help="fits at a time")
+    parser.add_argument("--resume", action="store_true", help="take fits that are stored")
+    args = parser.parse_args()
+    start = time.perf_counter()
+    header = [
+        "| data | method | RSMSE (calibration error), trained | joined | seeds | chosen of the grid |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name in args.data:
+        best: dict[str, tuple[float, dict[str, Any]]] = {}
+        trials = [
+            (name, method, point, TUNING)
+            for method in args.methods
+            for point in combinations(METHODS[method].grid)
+        ]
+        for (_, method, point, _), found in done(forecasts, trials, args.jobs, args.resume):
+            print(
+                f"{time.perf_counter() - start:5.0f} s  {name} {method} {point}: "
+                + " ".join(f"{v:.3f}" for v in found),
+                flush=True,
+            )
+            if found[0] + found[2] < best.get(method, (math.inf,))[0]:
+                best[method] = found[0] + found[2], point
+        runs = [(name, m, best[m][1], seed) for m in best for seed in range(args.seeds)]
+        of_seed: dict[str, list[list[float]]] = {m: [] for m in best}
+        for (_, method, _, _), found in done(forecasts, runs, args.jobs, args.resume):
+            of_seed[method].append(found)
+            if len(of_seed[method]) < args.seeds:
+                continue
+            values = torch.tensor(of_seed[method], dtype=torch.float64)
+            mean = values.mean(0)
+            half = student.ppf(0.975, args.seeds - 1) * values.std(0) / args.seeds**0.5
+            cells = [
+                f"{mean[i]:.3f} ± {half[i]:.3f} ({mean[i + 1]:.3f} ± {half[i + 1]:.3f})"
+                for i in (0, 2)
+            ]
+            grid = METHODS[method].grid
+            chosen = [f"{key} {value} of {grid[key]}" for key, value in best[method][1].items()]
+            row = f"| {name} | {method} | {cells[0]} | {cells[1]} | {args.seeds} | {'; '.join(chosen)} |"
+            print(row, flush=True)
+            keep(HERE / "pac_pfl.md", header, row, list(DATA), columns=2)
+
+
+if __name__ == "__main__":
+    main()
