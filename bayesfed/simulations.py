@@ -99,8 +99,8 @@ def photovoltaics(
 
     Each house is computed by pvlib (Hay-Davies sky, cell temperature, PVWatts) from one station's typical year. Its panels
     face east or west, a coin toss, or south, give or take 15°; they are tilted by 15° to 40°. Over the house pass
-    clouds of its own, which scale all irradiance by exp(a) with a autoregressive from hour to hour (sd 0.2), and a
-    neighbour 30° wide in a random direction takes the direct light below 5° to 25°.
+    clouds of its own, which scale all irradiance by exp(a), a being autoregressive from hour to hour (sd 0.2); and
+    a neighbour 30° wide in a random direction takes the direct light below 5° to 25°.
 
     Hours with the sun higher than 10°, from 16 May on. Every third day is for the test, until the other days have
     given the training rows; 15 August is the end.
@@ -170,7 +170,9 @@ def _station(weather: str | Path | None) -> pd.DataFrame:
             "this simulation needs pvlib, which is not installed: pip install 'bayesfed[photovoltaics]'"
         ) from error
     path = Path(pvlib.__file__).parent / "data/723170TYA.CSV" if weather is None else Path(weather)
-    if "Latitude" in path.open(encoding="latin-1").readline():
+    with path.open(encoding="latin-1") as file:
+        is_pvgis = "Latitude" in file.readline()
+    if is_pvgis:
         data, meta = pvlib.iotools.read_pvgis_tmy(path)
         place, shift = meta["inputs"], pd.Timedelta(0)
     else:
@@ -182,7 +184,7 @@ def _station(weather: str | Path | None) -> pd.DataFrame:
     sun = pvlib.solarposition.get_solarposition(at, place["latitude"], place["longitude"])
     station.index = at
     station["zenith"], station["elevation"] = sun["apparent_zenith"], sun["apparent_elevation"]
-    station["azimuth"], station["day"] = sun["azimuth"], at.dayofyear
+    station["azimuth"], station["day"] = sun["azimuth"], at.day_of_year
     return station
 
 

@@ -28,7 +28,8 @@ class Network:
         row j       y_ij ~ Categorical(softmax f(x_ij; w_i, v))    or    N(f(x_ij; w_i, v), noise²)
 
     m, log σ and v, the weights that all clients share, are points: the server's parameters ``prior.loc``,
-    ``prior.log_scale`` and ``shared``. ρ_i is the client's own, ``prior.log_rho``.
+    ``prior.log_scale`` and ``shared``. ρ_i is the client's own, ``prior.log_rho``. With ``hyper_scale`` m and
+    log σ are random variables, sites of the same names, with a Gaussian hyper-prior around where they start.
 
     Args:
         module: any module without state; its present parameters are where m and v start.
@@ -38,6 +39,7 @@ class Network:
         spread: ``"fixed"``, ``"learnt"`` (σ) or ``"client"`` (ρ_i).
         likelihood: ``"categorical"`` or ``"normal"``.
         noise: standard deviation of the normal likelihood.
+        hyper_scale: standard deviation of the hyper-prior of m and log σ; by default they are points.
         x: the field of inputs ``(rows, *event)``.
         y: the field of labels (int64) or targets ``(rows,)``.
 
@@ -57,6 +59,7 @@ class Network:
     spread: str = "fixed"
     likelihood: str = "categorical"
     noise: float = 1.0
+    hyper_scale: float | None = None
     x: str = "x"
     y: str = "y"
     names: tuple[str, ...] = field(init=False)
@@ -70,6 +73,11 @@ class Network:
             raise ValueError(f"spread is {self.spread!r}: use 'fixed', 'learnt' or 'client'")
         if self.likelihood not in ("categorical", "normal"):
             raise ValueError(f"likelihood is {self.likelihood!r}: use 'categorical' or 'normal'")
+        if self.hyper_scale is not None and (self.local != "all" or self.spread == "client"):
+            raise ValueError(
+                "hyper_scale makes all weights' prior random: use it with local='all', and with spread 'fixed' or "
+                "'learnt'"
+            )
         every = [name for name, _ in self.module.named_parameters()]
         wanted = ("",) if self.local == "all" else tuple(self.local)
         names = tuple(name for name in every if name.startswith(wanted))
@@ -117,10 +125,10 @@ class Network:
 
     def __call__(self, federation: Any) -> None:
         """The Pyro program."""
-        loc = pyro.param("prior.loc", self.start.clone, event_dim=1)
+        loc = self._global("prior.loc", self.start)
         scale = self.scales.to(loc)
         if self.spread == "learnt":
-            scale = pyro.param("prior.log_scale", self.scales.log, event_dim=1).exp()
+            scale = self._global("prior.log_scale", self.scales.log()).exp()
         shared = None
         if self.shared_size:
             shared = pyro.param("shared", self.shared_start.clone, event_dim=1)
@@ -138,6 +146,12 @@ class Network:
                 else:
                     y = dist.Normal(out.squeeze(-1), self.noise)
                 pyro.sample(self.y, y, obs=obs.get(self.y))
+
+    def _global(self, name: str, start: Tensor) -> Tensor:
+        """A point, or a random variable around where it would start."""
+        if self.hyper_scale is None:
+            return pyro.param(name, start.clone, event_dim=1)
+        return pyro.sample(name, dist.Normal(start, self.hyper_scale).to_event(1))
 
     def outputs(self, w: Tensor, obs: Any, shared: Tensor | None) -> Tensor:
         """f(x; w, v) for every row: ``(..., K, B, C)``."""
