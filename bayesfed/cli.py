@@ -162,6 +162,8 @@ def run(
     ):
         console.print(line, soft_wrap=True, markup=False)
     schedule = config.schedule.model_dump()
+    if config.privacy is not None:
+        schedule["privacy"] = bayesfed.Privacy(**config.privacy.model_dump())
     try:
         with warnings.catch_warnings():
             # fit itself says which client's numbers are not finite
@@ -216,6 +218,9 @@ def _write(
         f"ELBO {float(last.mean()):,.2f} (mean of the last {len(last)} rounds); "
         f"{seconds:,.1f} s in {len(posterior.history['elbo']):,} rounds"
     )
+    if posterior.epsilon is not None and config.privacy is not None:
+        delta = f", δ = {config.privacy.delta:g}" if config.privacy.mechanism == "gaussian" else ""
+        console.print(f"privacy spent: ε = {posterior.epsilon:.3g}{delta}")
     for name, what in folder.written():
         line = Text(str(folder.path / name), style="bold").append(f"  {what}", style="dim")
         console.print(line, soft_wrap=True)
@@ -326,6 +331,8 @@ def _resolved(
 ) -> str:
     """The experiment with every setting, with paths as seen from the run's folder."""
     data: dict[str, dict[str, Any]] = config.model_dump()
+    if config.privacy is None:
+        del data["privacy"]
     data["algorithm"] = settings.settings_of(algorithm)
     named = config.algorithm.get("guide")
     if named is not None:

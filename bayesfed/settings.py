@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from bayesfed import algorithms
 from bayesfed.diagnostics import MAY_BE_ZERO
 from bayesfed.guides import Flow, FullRank, MeanField
+from bayesfed.privacy import Privacy
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -232,6 +233,21 @@ class Schedule(_Strict):
     progress: bool | None = None
 
 
+class PrivacySection(_Strict):
+    """The settings of :class:`bayesfed.Privacy`."""
+
+    clip: float
+    epsilon: float | None = None
+    noise: float | None = None
+    delta: float = 1e-5
+    mechanism: Literal["gaussian", "laplace"] = "gaussian"
+
+    @model_validator(mode="after")
+    def _possible(self) -> PrivacySection:
+        Privacy(**self.model_dump())
+        return self
+
+
 class Output(_Strict):
     """Where the results go, how many draws they hold and which local sites the plot shows."""
 
@@ -247,6 +263,7 @@ class Experiment(_Strict):
     data: DataSection
     algorithm: dict[str, Any] = Field(default_factory=dict)
     schedule: Schedule
+    privacy: PrivacySection | None = None
     output: Output = Field(default_factory=Output)
 
 

@@ -50,7 +50,9 @@ class OneOf(dist.TorchDistribution):
 
     def rsample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Draws, differentiable in the vectors."""
-        u = torch.rand(self._extended_shape(torch.Size(sample_shape))[:-1], device=self.vectors.device)
+        u = torch.rand(
+            self._extended_shape(torch.Size(sample_shape))[:-1], device=self.vectors.device
+        )
         return self.vectors[(u * len(self.vectors)).long()]
 
     def log_prob(self, value: Tensor) -> Tensor:

@@ -193,6 +193,15 @@ def test_ones_own_guide(towns):
     assert cli.main(["run", "a/config.toml", "--output", "b"]) == 0
 
 
+def test_a_private_run_says_what_it_spent(schools, capsys):
+    set_ = ["privacy.clip=1.0", "privacy.epsilon=3.0", "privacy.mechanism=laplace"]
+    assert cli.main(["run", schools, *(a for s in set_ for a in ("--set", s))]) == 0
+    assert "ε = 3" in capsys.readouterr().out
+    assert "[privacy]" in Path("runs/schools/config.toml").read_text()
+    code, message = fails(capsys, "run", schools, "--set", "privacy.clip=-1.0")
+    assert code == 2 and "clip is -1.0" in message
+
+
 def test_an_earlier_run_is_never_overwritten_unasked(schools):
     for _ in range(3):
         assert cli.main(["run", schools, "--set", "schedule.rounds=1"]) == 0

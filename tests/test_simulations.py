@@ -99,7 +99,8 @@ def test_a_file_of_pvgis_serves_too(tmp_path):
         "time(UTC),T2m,RH,G(h),Gb(n),Gd(h),IR(h),WS10m,WD10m,SP",
     ]
     rows = [
-        f"{time:%Y%m%d:%H%M},{10 + 5 * h:.2f},60.0,{700 * h * w:.1f},{800 * h * w:.1f},{100 * h:.1f},300.0,{1 + w:.2f},90.0,99000.0"
+        f"{time:%Y%m%d:%H%M},{10 + 5 * h:.2f},60.0,"
+        f"{700 * h * w:.1f},{800 * h * w:.1f},{100 * h:.1f},300.0,{1 + w:.2f},90.0,99000.0"
         for time, h, w in zip(times, height, wave, strict=True)
     ]
     tail = ["", "T2m: 2-m air temperature (degree Celsius)", "RH: relative humidity (%)"]

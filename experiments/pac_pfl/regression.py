@@ -1,7 +1,7 @@
-"""Gaussian processes whose prior is federated, beside other ways to forecast: makes pac_pfl.md.
+"""Gaussian processes whose prior is federated, beside other ways to forecast: makes regression.md.
 
-    python experiments/pac_pfl.py                                            # everything: hours on two cores
-    python experiments/pac_pfl.py polynomials east-west-150 --methods PACPFL PFedGP --seeds 5 --jobs 2
+    python experiments/pac_pfl/regression.py                                            # everything: hours on two cores
+    python experiments/pac_pfl/regression.py polynomials east-west-150 --methods PACPFL PFedGP --seeds 5 --jobs 2
 
 24 clients train, 24 more join later. Data sets: polynomials of two kinds, 10 rows a client; houses with photovoltaic
 panels, which face east or west or all south, with 150 or 610 hours (bayesfed.simulations). Cells are the mean over the
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -27,7 +28,6 @@ from typing import Any
 import gpytorch
 import torch
 from scipy.stats import t as student
-from tables import combinations, done, keep
 from torch import Tensor, nn
 
 import bayesfed as bf
@@ -35,16 +35,19 @@ from bayesfed import datasets, metrics, models, simulations
 from bayesfed.algorithms import family
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent))
+from tables import combinations, done, keep  # noqa: E402
+
 OLD = 24
 TUNING = 1000  # the seed on which settings are chosen
 DRAWS = 500
 Task = tuple[bf.Federation, bf.Federation]
 
 
-def polynomials(seed: int) -> Task:
+def polynomials(seed: int, old: int = OLD, new: int = OLD) -> Task:
     """Standardised, as the paper's, by the clients that train."""
-    train, test = simulations.polynomials(clients=2 * OLD, seed=seed)
-    _, constants = datasets.standardise(train.select(train.names[:OLD]), ["x", "y"])
+    train, test = simulations.polynomials(clients=old + new, seed=seed)
+    _, constants = datasets.standardise(train.select(train.names[:old]), ["x", "y"])
 
     def scaled(federation: bf.Federation) -> bf.Federation:
         fields = {
@@ -274,7 +277,7 @@ def main() -> None:
             chosen = [f"{key} {value} of {grid[key]}" for key, value in best[method][1].items()]
             row = f"| {name} | {method} | {cells[0]} | {cells[1]} | {args.seeds} | {'; '.join(chosen)} |"
             print(row, flush=True)
-            keep(HERE / "pac_pfl.md", header, row, list(DATA), columns=2)
+            keep(HERE / "regression.md", header, row, list(DATA), columns=2)
 
 
 if __name__ == "__main__":
