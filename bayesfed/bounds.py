@@ -97,7 +97,7 @@ def client(
     Example:
         >>> from bayesfed import bounds
         >>> round(bounds.client(-2.0, rows=100, beta=10.0, low=0.0, high=1.0, delta=0.1), 4)
-        0.6121
+        0.5121
     """
     seen = rows if seen is None else seen
     epsilon = 2 * beta * tau * (high - low) / seen if seen else 0.0

@@ -51,8 +51,8 @@ class Privacy:
         >>> import bayesfed as bf
         >>> privacy = bf.Privacy(clip=1.0, epsilon=2.0, mechanism="laplace")
         >>> round(privacy.multiplier(rounds=100, cohort=10, clients=100), 2)  # Laplace's scale over 2 γ
-        5.46
-        >>> round(bf.Privacy(clip=1.0, noise=5.46, mechanism="laplace").spent(100, 10, 100), 1)
+        5.43
+        >>> round(bf.Privacy(clip=1.0, noise=5.43, mechanism="laplace").spent(100, 10, 100), 1)
         2.0
     """
 

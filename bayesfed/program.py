@@ -153,7 +153,8 @@ class Program:
     @property
     def guide_name(self) -> str:
         """What the guide is, in words."""
-        return str(self.guide) if hasattr(self.guide, "family") else "a guide of your own"
+        named = type(self.guide).__str__ is not object.__str__
+        return str(self.guide) if named else "a guide of your own"
 
     @property
     def globals(self) -> list[Site]:

@@ -97,10 +97,10 @@ def photovoltaics(
 ) -> tuple[Federation, Federation]:
     """Houses with photovoltaic panels that forecast their output of the next hour: ``(train, test)``.
 
-    Each house is computed by pvlib (Hay-Davies sky, cell temperature, PVWatts) from one station's typical year. Its panels
-    face east or west, a coin toss, or south, give or take 15°; they are tilted by 15° to 40°. Over the house pass
-    clouds of its own, which scale all irradiance by exp(a), a being autoregressive from hour to hour (sd 0.2); and
-    a neighbour 30° wide in a random direction takes the direct light below 5° to 25°.
+    Each house is computed by pvlib (Hay-Davies sky, cell temperature, PVWatts) from one station's typical year. Its
+    panels face east or west, a coin toss, or south, give or take 15°; they are tilted by 15° to 40°. Over the house
+    pass clouds of its own, which scale all irradiance by exp(a), a being autoregressive from hour to hour (sd 0.2);
+    and a neighbour 30° wide in a random direction takes the direct light below 5° to 25°.
 
     Hours with the sun higher than 10°, from 16 May on. Every third day is for the test, until the other days have
     given the training rows; 15 August is the end.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from bayesfed import noise
+from bayesfed.gaussian import Gaussian
 from bayesfed.network import apply, check_stateless, flatten
 from bayesfed.plates import Batch
 
@@ -104,15 +105,15 @@ class GaussianProcess:
         scale = torch.full_like(self.centre, self.hyper_scale)
         phi = pyro.sample(PRIOR, dist.Normal(self.centre, scale).to_event(1))
         with federation.clients(), federation.jointly() as (obs, mask):
-            mean, tril = self.marginal(phi, obs[self.x], mask)
-            y = dist.MultivariateNormal(mean.unsqueeze(-2), scale_tril=tril.unsqueeze(-3))
+            mean, covariance = self.marginal(phi, obs[self.x], mask)
+            y = Gaussian(mean.unsqueeze(-2), covariance.unsqueeze(-3))
             seen = obs.get(self.y)
             if seen is not None:
                 seen = torch.where(mask, seen, 0.0).unsqueeze(-2)
             pyro.sample(self.y, y, obs=seen)
 
     def marginal(self, phi: Tensor, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """m_φ(X_i), and the Cholesky factor of k_φ(X_i, X_i) + σ_φ² I.
+        """m_φ(X_i), and k_φ(X_i, X_i) + σ_φ² I.
 
         Rows outside the mask are apart from the others: mean 0, variance 1 / 2π, density 1 at 0.
 
@@ -125,10 +126,10 @@ class GaussianProcess:
             ``(..., K, B)`` and ``(..., K, B, B)``.
         """
         mean, inputs = self._mean_and_inputs(phi, x)
-        covariance = self._covariance(phi, inputs, inputs)
+        covariance = self._covariance(phi, inputs, inputs) * (mask[:, None] & mask[..., None])
         variance = self.noise(phi) * mask + (~mask) / (2 * torch.pi)
-        covariance = covariance * (mask[:, None] & mask[..., None]) + torch.diag_embed(variance)
-        return mean * mask, psd_safe_cholesky(covariance)
+        covariance.diagonal(dim1=-2, dim2=-1).add_(variance)
+        return mean * mask, covariance
 
     def noise(self, phi: Tensor) -> Tensor:
         """σ_φ², ``(..., K or 1, 1)``."""
@@ -147,8 +148,8 @@ class GaussianProcess:
             client's own rows, ``(..., K)``.
         """
         y = torch.where(own.mask, own.fields[self.y], 0.0)
-        mean, tril = self.marginal(phi, own.fields[self.x], own.mask)
-        evidence = dist.MultivariateNormal(mean, scale_tril=tril).log_prob(y)
+        mean, covariance = self.marginal(phi, own.fields[self.x], own.mask)
+        evidence, tril = Gaussian(mean, covariance).log_prob(y), psd_safe_cholesky(covariance)
         _, inputs = self._mean_and_inputs(phi, own.fields[self.x])
         there, queries = self._mean_and_inputs(phi, x)
         cross = self._covariance(phi, inputs, queries) * own.mask[..., None]

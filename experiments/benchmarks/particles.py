@@ -1,0 +1,140 @@
+"""The gradient of ln Z for 24 clients × 150 rows × 4 particles: one batched pass against loops. Makes particles.md.
+
+    python experiments/benchmarks/particles.py             # a minute; on a machine that does nothing else
+
+Two loops over clients and particles: the same pass, one client and one particle at a time; and what one would write
+with GPyTorch alone, an ExactGP and its ExactMarginalLogLikelihood for each, backward, the parameters' gradients. All
+three are timed in turn in one process on one thread (as the runner would have it), each after a pass of its own that
+is not timed. Ratios are medians, with the least and the greatest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import gpytorch
+import torch
+from torch import Tensor, nn
+
+import bayesfed as bf
+from bayesfed import models, noise
+from bayesfed.guides.particles import PARTICLES
+
+CLIENTS, ROWS, COUNT, INPUTS = 24, 150, 4, 15
+
+
+class Exact(gpytorch.models.ExactGP):
+    """The same prior in GPyTorch alone."""
+
+    def __init__(self, x: Tensor, y: Tensor, likelihood: gpytorch.likelihoods.GaussianLikelihood):
+        super().__init__(x, y, likelihood)
+        self.mean = _network(1)
+        self.features = _network(2)
+        self.kernel = gpytorch.kernels.RBFKernel()
+        self.kernel.lengthscale = 1.0
+        self.kernel.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
+        """GPyTorch's interface."""
+        covariance = self.kernel(self.features(x))
+        return gpytorch.distributions.MultivariateNormal(self.mean(x).squeeze(-1), covariance)
+
+    def parts(self) -> list[nn.Parameter]:
+        """In the order of φ."""
+        every = [*self.mean.parameters(), *self.features.parameters()]
+        return [*every, *self.likelihood.parameters()]
+
+
+def _network(outputs: int) -> nn.Module:
+    return models.mlp(INPUTS, 16, 16, outputs, activation=nn.Tanh)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=15)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    arrays = {
+        f"client {i}": {"x": torch.randn(ROWS, INPUTS), "y": torch.randn(ROWS)}
+        for i in range(CLIENTS)
+    }
+    federation = bf.Federation.from_arrays(arrays)
+    model = models.GaussianProcess(_network(1), features=_network(2), hyper_scale=0.3)
+    algorithm = bf.PACPFL(particles=COUNT)
+    program = algorithm.program(model, federation)
+    particles = program.init[PARTICLES]
+    keys, batch = noise.fold(noise.key(0), federation.streams), federation.batch()
+
+    def batched() -> Tensor:
+        _, upload, _ = algorithm.client_update(
+            program, {PARTICLES: particles}, {}, lambda step: batch, keys, 1.0
+        )
+        return upload["gradient"]
+
+    def apart() -> Tensor:
+        found = torch.empty(CLIENTS, COUNT, particles.shape[1])
+        for i in range(CLIENTS):
+            own = federation.batch(torch.tensor([i]))
+            for k in range(COUNT):
+                message = {PARTICLES: particles[k : k + 1]}
+                _, upload, _ = algorithm.client_update(
+                    program, message, {}, lambda step, own=own: own, keys[i : i + 1], 1.0
+                )
+                found[i, k] = upload["gradient"][0, 0]
+        return found
+
+    def gpytorch_alone() -> Tensor:
+        found = torch.empty(CLIENTS, COUNT, particles.shape[1])
+        for i, name in enumerate(federation.names):
+            x, y = arrays[name]["x"], arrays[name]["y"]
+            exact = Exact(x, y, gpytorch.likelihoods.GaussianLikelihood())
+            evidence = gpytorch.mlls.ExactMarginalLogLikelihood(exact.likelihood, exact)
+            exact.train()
+            for k in range(COUNT):
+                nn.utils.vector_to_parameters(particles[k].clone(), exact.parts())
+                exact.zero_grad()
+                (evidence(exact(x), y) * ROWS).backward()
+                found[i, k] = torch.cat([p.grad.flatten() for p in exact.parts()])
+        return found
+
+    lines = [
+        "| loop | batched, ms | loop, ms | ratio | gradients differ by |",
+        "| --- |" + " --- |" * 4,
+    ]
+    scale = float(batched().abs().max())
+    times = [
+        (_seconds(batched), _seconds(apart), _seconds(gpytorch_alone)) for _ in range(args.repeats)
+    ]
+    fast = [t[0] for t in times]
+    for number, (name, loop) in enumerate(
+        (("the same pass, one by one", apart), ("GPyTorch alone", gpytorch_alone)), start=1
+    ):
+        slow = [t[number] for t in times]
+        ratios = [b / a for a, b in zip(fast, slow, strict=True)]
+        difference = float((batched() - loop()).abs().max()) / scale
+        lines.append(
+            f"| {name} | {1000 * statistics.median(fast):.0f} | {1000 * statistics.median(slow):.0f} | "
+            f"{statistics.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f}) | {difference:.0e} |"
+        )
+    print("\n".join(lines))
+    Path(__file__).with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+
+def _seconds(what: Callable[[], object]) -> float:
+    gc.collect()  # what the other one left behind
+    what()
+    start = time.perf_counter()
+    what()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()
