@@ -298,7 +298,7 @@ def prior_losses(
     for name in test.names:
         own, there = posterior.federation.select([name]).batch(), test.select([name]).batch()
         keys = noise.fold(root, test.streams[test.index([name])])
-        if hasattr(model, "conditional"):
+        if program.joint:
             (given,) = phi.values()
             log_prob = model.functions(given, own, there, draws, keys)
         else:

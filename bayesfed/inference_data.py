@@ -36,7 +36,8 @@ def to_arviz(
 
     Returns:
         Groups ``posterior``, ``posterior_predictive``, ``log_likelihood``, ``prior``, ``observed_data``,
-        ``constant_data`` and ``history`` (per round). Dims are ``chain``, ``draw``, ``client``,
+        ``constant_data`` and ``history`` (per round). Of a Gaussian process the log-likelihoods are those of all rows
+        of a client together. Dims are ``chain``, ``draw``, ``client``,
         ``observation`` (with the coordinate ``observation_client``), ``round`` and ``<site>_dim_<j>``.
 
     Raises:
@@ -59,7 +60,8 @@ def to_arviz(
         site.name: ("client",) if site.name in local else ()
         for site in (*program.globals, *program.locals)
     }
-    seen = {name: ("observation",) if rows else ("client",) for name, rows in per_row.items()}
+    weighed = {name: ("observation",) if rows else ("client",) for name, rows in per_row.items()}
+    seen = {name: ("observation",) for name in per_row} if program.joint else weighed
     observed = _observed(posterior)
     covariates = {
         name: _labelled(name, value, ("observation",))
@@ -69,7 +71,7 @@ def to_arviz(
     groups = {
         "posterior": draws(posterior.sample(num_samples, seed=seed), latent),
         "posterior_predictive": draws(posterior.predict(None, num_samples, seed=seed), seen),
-        "log_likelihood": draws(posterior.log_likelihood(None, num_samples, seed=seed), seen),
+        "log_likelihood": draws(posterior.log_likelihood(None, num_samples, seed=seed), weighed),
         "prior": draws(_prior(posterior, num_samples, seed), latent),
         "observed_data": _dataset(
             {n: _labelled(n, v, seen[n]) for n, v in observed.items()}, posterior
@@ -134,7 +136,9 @@ def _observed(posterior: Posterior) -> dict[str, Tensor]:
             nodes = poutine.trace(program.model).get_trace(batch).nodes
         for site in program.observed:
             value = nodes[site.name]["value"]
-            found[site.name].append(value[batch.mask] if site.per_row else value.squeeze(1))
+            value = value if site.per_row else value.squeeze(1)
+            rows = site.per_row or program.joint
+            found[site.name].append(value[batch.mask] if rows else value)
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 

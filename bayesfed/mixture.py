@@ -111,7 +111,7 @@ def _of_draws(
     """Equal weights for draws of the posterior."""
     values = posterior.sample(num_samples, seed=seed)
     model: Any = posterior.program.model
-    if hasattr(model, "conditional"):
+    if posterior.program.joint:
         phi = values[posterior.program.globals[0].name][:, None, None]
         for own, batch, _ in _chunks(posterior, federation, num_samples):
             yield _conditional(model, phi, own, batch, weighted=False)
@@ -130,7 +130,7 @@ def _of_particles(posterior: Posterior, federation: Federation) -> Iterator[Part
     count = len(particles)
     phi = globals_at(posterior, particles)
     for own, batch, _ in _chunks(posterior, federation, count):
-        if hasattr(model, "conditional"):
+        if program.joint:
             (name,) = phi
             yield _conditional(model, phi[name], own, batch, weighted=True)
             continue

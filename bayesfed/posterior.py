@@ -270,7 +270,7 @@ class Posterior:
     def conditions(self) -> bool:
         """Whether predictions condition on a client's own rows, rather than on draws of its variables."""
         particles = isinstance(self.program.guide, Particles)
-        return particles or hasattr(self.program.model, "conditional")
+        return particles or self.program.joint
 
     def elbo(self, num_samples: int = 1000, *, seed: int = 0) -> Tensor:
         """The ELBO of all clients, one value per draw: shape ``(S,)``; its mean estimates the ELBO."""

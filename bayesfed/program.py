@@ -157,6 +157,11 @@ class Program:
         return str(self.guide) if named else "a guide of your own"
 
     @property
+    def joint(self) -> bool:
+        """Whether the rows of a client depend on each other given all variables: a Gaussian process."""
+        return hasattr(self.model, "conditional")
+
+    @property
     def globals(self) -> list[Site]:
         """The model's global latent sites."""
         return [s for s in self.sites.values() if not s.local and not s.observed]

@@ -203,3 +203,32 @@ def test_without_covariates_there_is_no_constant_data():
     algorithm = bf.SFVI(local_steps=1, particles=1)
     idata = bf.fit(conjugate_hierarchy, data, algorithm, rounds=1).to_arviz(4)
     assert "constant_data" not in idata.groups()
+
+
+def test_a_gaussian_process_has_predictions_by_row_and_evidence_by_client():
+    data = bf.Federation.from_arrays(
+        {f"client {i}": {"x": torch.randn(n), "y": torch.randn(n)} for i, n in enumerate((3, 5, 2))}
+    )
+    posterior = bf.fit(bf.models.GaussianProcess(), data, bf.PACPFL(particles=2), rounds=2)
+    idata = posterior.to_arviz(8)
+    assert idata.posterior_predictive["y"].dims == ("chain", "draw", "observation")
+    assert idata.log_likelihood["y"].dims == ("chain", "draw", "client")
+    np.testing.assert_array_equal(idata.observed_data["y"], data["y"])
+    model, params = posterior.program.model, posterior.params["particles"]
+    *_, evidence = model.conditional(
+        params[:, None, None], data.batch(), torch.zeros(3, 1)
+    )
+    found = torch.tensor(idata.log_likelihood["y"].values).reshape(-1, 3)
+    for row in found:  # each draw is one of the particles
+        assert min((row - e).abs().max() for e in evidence) < 1e-4
+
+
+def test_a_posterior_with_particles_survives_the_file(tmp_path):
+    data = bf.Federation.from_arrays(
+        {f"client {i}": {"x": torch.randn(4), "y": torch.randn(4)} for i in range(3)}
+    )
+    model = bf.models.GaussianProcess()
+    posterior = bf.fit(model, data, bf.PACPFL(particles=3), rounds=2)
+    posterior.save(tmp_path / "particles.safetensors")
+    loaded = bf.Posterior.load(tmp_path / "particles.safetensors", model, data)
+    torch.testing.assert_close(loaded.predictive().mean, posterior.predictive().mean)
