@@ -47,7 +47,7 @@ class Gaussian(dist.TorchDistribution):
 
     def log_prob(self, value: Tensor) -> Tensor:
         """ln p, ``(...)``."""
-        return _LogDensity.apply(value - self.loc, self.covariance)  # type: ignore[no-any-return]
+        return _LogDensity.apply(value - self.loc, self.covariance)
 
     def rsample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Reparameterised draws."""

@@ -152,18 +152,8 @@ def _of_prior_draws(
     numbers = sum(site.event_shape.numel() for site in program.locals)
     root = noise.fold(noise.key(seed), noise.word("mixture")).to(federation.device)
     for own, batch, keys in _chunks(posterior, federation, count, numbers, root):
-        supplied = program.noise(keys, count, local=True)
         given = {PARTICLE: repeated[:, None, None]}
-        with (
-            torch.no_grad(),
-            handlers.trusted(),
-            handlers.Parameters(posterior.params),
-            handlers.Noise(supplied),
-            handlers.Values(given),
-            handlers.particles(count),
-        ):
-            nodes = poutine.trace(program.guide).get_trace(own).nodes
-        local = {site.name: nodes[site.name]["value"] for site in program.locals}
+        local = _local_draws(posterior, given, own, keys)
         with torch.no_grad():
             terms = client_terms(program, posterior.params, given | local, own, {}, count)
         yield _replayed(posterior, phi | local, terms, batch, count)
@@ -244,3 +234,66 @@ def _by_row(fn: Any, batch: Batch, count: int) -> tuple[type[Any], dict[str, Ten
         value = value.expand(count, *batch.mask.shape, *tail)
         params[name] = value[:, batch.mask].transpose(0, 1)
     return type(fn), params
+
+
+def resampled(
+    posterior: Posterior, theta: Mapping[str, Tensor], chunk: Tensor, key: Tensor
+) -> dict[str, Tensor]:
+    """Draws of clients' local variables given θ and their own rows, for a posterior with particles.
+
+    Of L draws from the prior given θ one is taken, with a probability in proportion to its likelihood (sampling
+    importance resampling, Rubin 1987): as L grows, a draw from the client's posterior given θ.
+
+    Args:
+        posterior: with particles.
+        theta: the auxiliary site of the particles, ``(S, 1, 1, D)``.
+        chunk: positions of K clients.
+        key: noise.
+
+    Returns:
+        Local site to ``(S, K, *event)``.
+    """
+    program, federation = posterior.program, posterior.federation
+    each = posterior.algorithm.draws
+    own, parts = federation.batch(chunk), []
+    numbers = sum(site.event_shape.numel() for site in program.locals)
+    together = max(1, _NUMBERS // (each * len(chunk) * max(numbers, own.mask.shape[1])))
+    for number, some in enumerate(theta[PARTICLE].split(together)):
+        keys = noise.fold(noise.fold(key, number), federation.streams[chunk])
+        repeated = {PARTICLE: some.repeat_interleave(each, 0)}
+        local = _local_draws(posterior, repeated, own, keys)
+        with torch.no_grad():
+            given = repeated | local
+            terms = client_terms(program, posterior.params, given, own, {}, each * len(some))
+        u = noise.uniform(noise.fold(keys, noise.word("resample")), (len(some), each))
+        gumbel = -(-u.log()).log().movedim(0, -1)  # (S, L, K)
+        chosen = (terms.unflatten(0, (len(some), each)) + gumbel).argmax(1)
+        draw = torch.arange(len(some), device=chunk.device)[:, None]
+        client = torch.arange(len(chunk), device=chunk.device)
+        parts.append(
+            {
+                name: value.squeeze(2).unflatten(0, (len(some), each))[draw, chosen, client]
+                for name, value in local.items()
+            }
+        )
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _local_draws(
+    posterior: Posterior, given: Mapping[str, Tensor], own: Batch, keys: Tensor
+) -> dict[str, Tensor]:
+    """The local sites drawn from their prior at particles ``(M, 1, 1, D)``: ``(M, K, 1, *event)``."""
+    program, count = posterior.program, len(given[PARTICLE])
+    with (
+        torch.no_grad(),
+        handlers.trusted(),
+        handlers.Parameters(posterior.params),
+        handlers.Noise(program.noise(keys, count, local=True)),
+        handlers.Values(given),
+        handlers.particles(count),
+    ):
+        nodes = poutine.trace(program.guide).get_trace(own).nodes
+    return {
+        site.name: nodes[site.name]["value"].expand(count, len(own), 1, *site.event_shape)
+        for site in program.locals
+    }

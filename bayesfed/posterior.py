@@ -15,7 +15,8 @@ from torch.distributions import MixtureSameFamily
 from bayesfed import handlers, noise, optimizer
 from bayesfed.algorithms.local import amortised, annealed, batches, local_steps, moved, with_origin
 from bayesfed.federation import Federation, Model
-from bayesfed.guides.particles import Particles
+from bayesfed.guides.particles import PARTICLE, Particles
+from bayesfed.mixture import globals_at, predictive, resampled
 from bayesfed.partition import client_terms, draw, server_pass
 from bayesfed.plates import Batch, UnknownName
 from bayesfed.program import Params, Program, Site
@@ -68,7 +69,8 @@ class Posterior:
         Args:
             num_samples: S.
             seed: of the draws.
-            centre: every draw is the centre of the guide (zero noise) instead, the posterior mean where it is Normal.
+            centre: every draw is the centre of the guide (zero noise) instead, the posterior mean where it is Normal;
+                of a posterior with particles one of them.
 
         Returns:
             Site name to draws: globals ``(S, *event)``, locals ``(S, N, *event)``.
@@ -93,6 +95,12 @@ class Posterior:
         locals_: dict[str, list[Tensor]] = {site.name: [] for site in program.locals}
         for chunk in torch.arange(len(federation)).split(max(1, _NUMBERS // (num_samples * width))):
             first = None if needs_rows else torch.zeros(len(chunk), 1, dtype=torch.int64)
+            if isinstance(program.guide, Particles) and program.locals:
+                for name, value in resampled(self, theta, chunk, key).items():
+                    locals_[name].append(value)
+                at = globals_at(self, theta[PARTICLE][:, 0, 0])
+                globals_ = {name: value[:, 0, 0] for name, value in at.items()}
+                continue
             keys = noise.fold(key, federation.streams[chunk])
             local = {name: value[chunk] for name, value in self.local_params.items()}
             with (
@@ -261,8 +269,6 @@ class Posterior:
         self, federation: Federation | None = None, num_samples: int = 100, *, seed: int = 0
     ) -> MixtureSameFamily:
         """The predictive distribution of every row; see :func:`bayesfed.mixture.predictive`."""
-        from bayesfed.mixture import predictive
-
         federation = self.federation if federation is None else federation
         return predictive(self, federation, num_samples, seed=seed)
 

@@ -153,7 +153,7 @@ class Program:
     @property
     def guide_name(self) -> str:
         """What the guide is, in words."""
-        named = type(self.guide).__str__ is not object.__str__
+        named = "__str__" in vars(type(self.guide))
         return str(self.guide) if named else "a guide of your own"
 
     @property

@@ -215,9 +215,7 @@ def test_a_gaussian_process_has_predictions_by_row_and_evidence_by_client():
     assert idata.log_likelihood["y"].dims == ("chain", "draw", "client")
     np.testing.assert_array_equal(idata.observed_data["y"], data["y"])
     model, params = posterior.program.model, posterior.params["particles"]
-    *_, evidence = model.conditional(
-        params[:, None, None], data.batch(), torch.zeros(3, 1)
-    )
+    *_, evidence = model.conditional(params[:, None, None], data.batch(), torch.zeros(3, 1))
     found = torch.tensor(idata.log_likelihood["y"].values).reshape(-1, 3)
     for row in found:  # each draw is one of the particles
         assert min((row - e).abs().max() for e in evidence) < 1e-4

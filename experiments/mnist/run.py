@@ -6,8 +6,8 @@
 PATH is an MNIST npz with train_images, train_labels, test_images and test_labels. An MLP 784-100-10, 10 % of the
 clients in a round ("all train": all of them, and 10 % upload), 5 local epochs, batches of 50, 100 rounds, gradient
 descent but for the heads of PFedVEM. Then every client takes some gradient steps on its own rows from what the server
-has; methods whose clients keep their networks have a column "kept" instead. A posterior's prediction is the mean over
-20 draws of it, a point's is one.
+has; methods whose clients keep their networks, or only condition (PACPFL: one step a round, 250 rounds), have a column
+"kept" instead. A posterior's prediction is the mean over 20 draws of it (60 with PACPFL), a point's is one.
 
 Rates of local and of personal steps are chosen from the same grid for every method, and where a method has
 one more setting, that from two values: on seed 0, by the NLL on validation images after the last number of steps. The
@@ -171,6 +171,12 @@ def cafeme(classes: int, rows: float, *, rate: float, inner: float) -> Any:
     return algorithm, model, 1.0
 
 
+def pacpfl(classes: int, rows: float, *, rate: float, scale: float) -> Any:
+    """Priors N(m, s²) over the weights; conditioning by 60 draws from them. ``rate`` / 100 is Adam's."""
+    algorithm = bf.PACPFL(particles=3, draws=3, lr=rate / 100)
+    return algorithm, network(classes, spread="learnt", scale=scale, hyper_scale=0.1), 1.0
+
+
 METHODS = {
     "Local": Method(partial(plain, family.fed_avg), rounds=0),
     "FedAvg": Method(partial(plain, family.fed_avg)),
@@ -188,6 +194,7 @@ METHODS = {
     ),
     "CAFeMe": Method(cafeme, {"inner": PERSONAL}),
     "FedABML, through the step": Method(bmaml, {"inner": PERSONAL}),
+    "PACPFL": Method(pacpfl, {"scale": (0.03,)}, kept=True, rounds=250),
     "FedABML": Method(abml, {"sigma": (0.05, 0.07)}),
 }
 
@@ -206,7 +213,8 @@ def fitted(
     """The posterior, and the personal rate for a plain rate of 1."""
     torch.manual_seed(seed)
     algorithm, model, unit = method.make(task.classes, task.train.rows / len(task.train), **point)
-    algorithm = replace(algorithm, personal_steps=0)  # of the end of the fit: scores() takes them
+    if hasattr(algorithm, "personal_steps"):
+        algorithm = replace(algorithm, personal_steps=0)  # scores() takes them
     posterior = bf.fit(
         model,
         task.train,
@@ -227,6 +235,8 @@ def scores(
 ) -> Scores:
     """(accuracy %, NLL, ECE) after each number of personal steps on a client's own rows; none: as kept."""
     draws = 1 if getattr(posterior.algorithm, "point", True) else DRAWS
+    if isinstance(posterior.algorithm, bf.PACPFL):
+        draws = 3 * DRAWS
     found = []
     for count in steps or (None,):
         personal = posterior
