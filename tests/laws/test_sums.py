@@ -14,6 +14,7 @@ ALGORITHMS = [
     bf.SFVIAvg(local_steps=3, particles=2),
     bf.SFVIAvg(global_guide=bf.MeanField(), local_steps=3, particles=2),
     bf.PVI(local_steps=3, particles=2),
+    bf.PACPFL(particles=3, draws=4),
 ]
 
 
