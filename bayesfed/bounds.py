@@ -100,7 +100,7 @@ def client(
         0.5121
     """
     seen = rows if seen is None else seen
-    epsilon = 2 * beta * tau * (high - low) / seen if seen else 0.0
+    epsilon = _epsilon(beta, tau, high - low, seen)
     if epsilon >= math.sqrt(2 * (high - low)):
         _warn(
             f"ε_i = {epsilon:.3g} is not below √(2 (b − a)) = {math.sqrt(2 * (high - low)):.3g}: the bound "
@@ -252,9 +252,8 @@ def report(
     for name, own, there in prior_losses(posterior, test, draws, seed, low, high):
         m = own.shape[-1]
         b = math.sqrt(m) if beta is None else beta
-        log_weight = -b * own.mean(-1)  # (L, k)
-        log_z = float((log_weight.logsumexp(0) - math.log(len(own))).mean())
-        weight = log_weight.softmax(0)
+        log_z = float(log_partition(own, b).mean())
+        weight = (-b * own.mean(-1)).softmax(0)  # (L, k)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", VacuousBound)
             bound = client(log_z, rows=m, beta=b, low=low, high=high, delta=delta, tau=tau)
@@ -263,7 +262,7 @@ def report(
                 "client": name,
                 "rows": m,
                 "beta": b,
-                "epsilon": 2 * b * tau * (high - low) / m,
+                "epsilon": _epsilon(b, tau, high - low, m),
                 "empirical": float((weight * own.mean(-1)).sum(0).mean()),
                 "risk": float((weight * there.mean(-1)).sum(0).mean()),
                 "bound": bound,
@@ -311,7 +310,8 @@ def prior_losses(
             log_prob = [
                 value.unflatten(0, (len(particles), draws)).transpose(0, 1) for value in log_prob
             ]
-        yield name, *((-value).clamp(low, high) for value in log_prob)
+        losses, held_out = (clipped(value, low, high) for value in log_prob)
+        yield name, losses, held_out
 
 
 def _log_prob(
@@ -323,6 +323,11 @@ def _log_prob(
         _, model = run(program, posterior.params, values, batch, supplied, count)
     node = model.nodes[program.observed[0].name]
     return node["fn"].log_prob(node["value"]).expand(count, 1, batch.mask.shape[1])[:, 0]
+
+
+def _epsilon(beta: float, tau: float, width: float, seen: int) -> float:
+    """ε_i of a prior from the optimal hyper-posterior (Lemma 4.5)."""
+    return 2 * beta * tau * width / seen if seen else 0.0
 
 
 def _check_ranges(beta: float, lam: float, n: int, least: float) -> None:

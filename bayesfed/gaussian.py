@@ -78,9 +78,4 @@ class _LogDensity(torch.autograd.Function):
         weight = grad[..., None, None]
         of_covariance = torch.addcmul(inverse * (-weight / 2), alpha * (weight / 2), alpha.mT)
         of_residual = -alpha.squeeze(-1) * grad[..., None]
-        return _summed(of_residual, residual), _summed(of_covariance, covariance)
-
-
-def _summed(grad: Tensor, like: Tensor) -> Tensor:
-    """Over the dimensions along which ``like`` was broadcast."""
-    return grad.sum_to_size(like.shape)
+        return of_residual.sum_to_size(residual.shape), of_covariance.sum_to_size(covariance.shape)

@@ -93,13 +93,15 @@ class Posterior:
         width = int(federation.lengths.max()) if needs_rows else 1
         globals_: dict[str, Tensor] = {}
         locals_: dict[str, list[Tensor]] = {site.name: [] for site in program.locals}
+        conditioned = isinstance(program.guide, Particles) and bool(program.locals)
+        if conditioned:
+            at = globals_at(self, theta[PARTICLE][:, 0, 0])
+            globals_ = {name: value[:, 0, 0] for name, value in at.items()}
         for chunk in torch.arange(len(federation)).split(max(1, _NUMBERS // (num_samples * width))):
             first = None if needs_rows else torch.zeros(len(chunk), 1, dtype=torch.int64)
-            if isinstance(program.guide, Particles) and program.locals:
+            if conditioned:
                 for name, value in resampled(self, theta, chunk, key).items():
                     locals_[name].append(value)
-                at = globals_at(self, theta[PARTICLE][:, 0, 0])
-                globals_ = {name: value[:, 0, 0] for name, value in at.items()}
                 continue
             keys = noise.fold(key, federation.streams[chunk])
             local = {name: value[chunk] for name, value in self.local_params.items()}

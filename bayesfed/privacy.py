@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -85,17 +86,7 @@ class Privacy:
         if self.mechanism == "laplace":
             a_round = math.log1p(math.expm1(self.epsilon / rounds) * clients / cohort)
             return 1 / a_round
-        import dp_accounting as dp  # here, since it takes as long to import as torch
-
-        return float(
-            dp.calibrate_dp_mechanism(
-                _accountant,
-                lambda scale: _event(scale, rounds, cohort, clients),
-                self.epsilon,
-                self.delta,
-                dp.LowerEndpointAndGuess(0.05, 1.0),
-            )
-        )
+        return _calibrated(self.epsilon, self.delta, rounds, cohort, clients)
 
     def spent(self, rounds: int, cohort: int, clients: int) -> float:
         """ε of so many rounds; infinite without noise.
@@ -141,6 +132,22 @@ class Privacy:
             return torch.special.ndtri(u).to(like.dtype)
         centred = u - 0.5
         return (-centred.sign() * torch.log1p(-2 * centred.abs())).to(like.dtype)
+
+
+@cache
+def _calibrated(epsilon: float, delta: float, rounds: int, cohort: int, clients: int) -> float:
+    """The Gaussian noise that spends ε: a search of seconds, once."""
+    _accountant()  # says what to install
+    import dp_accounting as dp  # here, since it takes as long to import as torch
+
+    scale = dp.calibrate_dp_mechanism(
+        _accountant,
+        lambda scale: _event(scale, rounds, cohort, clients),
+        epsilon,
+        delta,
+        dp.LowerEndpointAndGuess(0.05, 1.0),
+    )
+    return float(scale)
 
 
 def _accountant() -> Any:

@@ -149,7 +149,8 @@ class GaussianProcess:
         """
         y = torch.where(own.mask, own.fields[self.y], 0.0)
         mean, covariance = self.marginal(phi, own.fields[self.x], own.mask)
-        evidence, tril = Gaussian(mean, covariance).log_prob(y), psd_safe_cholesky(covariance)
+        tril = psd_safe_cholesky(covariance)
+        evidence = dist.MultivariateNormal(mean, scale_tril=tril).log_prob(y)
         _, inputs = self._mean_and_inputs(phi, own.fields[self.x])
         there, queries = self._mean_and_inputs(phi, x)
         cross = self._covariance(phi, inputs, queries) * own.mask[..., None]

@@ -7,11 +7,8 @@ from bayesfed.gaussian import Gaussian
 
 
 @pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
+def seeded(float64):
     torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def problem(*batch):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import statistics
 import time
 import warnings
 from collections.abc import Callable
@@ -152,7 +153,7 @@ def main() -> None:
     ]
     for (_, name, point, _), found in done(skew_tried, trials, args.jobs, args.resume):
         accuracy = found[-1][0]
-        nll = sum(found[r - 1][1] for r in ROUNDS if r <= TRIED) / 3
+        nll = statistics.mean(found[r - 1][1] for r in ROUNDS if r <= TRIED)
         shown = ", ".join(f"{key} {value:g}" for key, value in point.items())
         print(
             f"{time.perf_counter() - start:5.0f} s  {name}: {shown}: {accuracy:.1f} / {nll:.3f}",

@@ -13,11 +13,8 @@ PARTICLES = 3
 
 
 @pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
+def seeded(float64):
     torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def federation(dims=2):
