@@ -11,6 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from bayesfed.compile import tracing
+
 State = dict[str, dict[str, Tensor]]
 RULES = ("sgd", "momentum", "adam")
 MOMENTUM = 0.9
@@ -32,7 +34,7 @@ def init(params: Mapping[str, Tensor], rows: int | None = None) -> State:
 def ascend(
     state: State,
     grads: Mapping[str, Tensor],
-    lr: float,
+    lr: float | Tensor,
     eps: float = 1e-8,
     beta1: float = 0.9,
     beta2: float = 0.999,
@@ -77,7 +79,7 @@ def descend(
     rule: str,
     state: State,
     grads: Mapping[str, Tensor],
-    lr: float,
+    lr: float | Tensor,
     active: Tensor,
     most: float | None = None,
 ) -> State:
@@ -114,7 +116,7 @@ def descend(
         for name, value in params.items():
             if name.endswith("log_scale"):
                 new["params"][name] = value + (new["params"][name] - value).clamp(-most, most)
-    if bool(active.all()):
+    if not tracing() and bool(active.all()):
         return new
     return {
         part: {

@@ -59,25 +59,23 @@ def slopes(loss: Loss, w: Tensor, batch: Batch, kind: str | None) -> tuple[Tenso
 def _per_row(loss: Loss, w: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """Means over a client's rows of the rows' gradients and of their squares.
 
-    Every row is run as a client of its own, so this holds for whatever model.
+    Every row is run as a client of its own, so this holds for whatever model. Padding repeats a row, and counts for
+    nothing.
     """
-    owner, column = batch.mask.nonzero(as_tuple=True)
+    clients, width = batch.mask.shape
     mean, square = torch.zeros_like(w), torch.zeros_like(w)
-    for chunk in torch.arange(len(owner), device=w.device).split(max(1, _NUMBERS // w[0].numel())):
-        i, j = owner[chunk], column[chunk]
-        one = torch.ones_like(batch.scale[i])
-        rows = Batch(
-            fields=Fields({name: value[i, j].unsqueeze(1) for name, value in batch.fields.items()}),
-            mask=one.bool(),
-            scale=one,
-            index=batch.index[i],
-        )
-        leaf = w.detach()[i].requires_grad_()
+    for columns in torch.arange(width, device=w.device).split(max(1, _NUMBERS // w.numel())):
+        count = len(columns)
+        one = batch.scale.new_ones(clients * count, 1)
+        fields = {n: v[:, columns].flatten(0, 1)[:, None] for n, v in batch.fields.items()}
+        rows = Batch(Fields(fields), one.bool(), one, batch.index.repeat_interleave(count))
+        leaf = w.detach().repeat_interleave(count, 0).requires_grad_()
         (grad,) = torch.autograd.grad(loss(leaf, rows).sum(), leaf)
-        mean.index_add_(0, i, grad)
-        square.index_add_(0, i, grad.square())
-    count = batch.mask.sum(1).reshape(-1, *[1] * (w.ndim - 1))
-    return mean / count, square / count
+        grad = grad.unflatten(0, (clients, count))
+        grad = grad * batch.mask[:, columns].reshape(clients, count, *[1] * (w.ndim - 1))
+        mean, square = mean + grad.sum(1), square + grad.square().sum(1)
+    rows_of = batch.mask.sum(1).reshape(-1, *[1] * (w.ndim - 1))
+    return mean / rows_of, square / rows_of
 
 
 def _diagonal(grad: Tensor, leaf: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ labels. Here the context is that of the client's labelled training rows, fixed w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,6 +32,7 @@ from torch import Tensor
 
 from bayesfed import noise, optimizer
 from bayesfed.algorithms.local import copies, gradients, leaves, mean, weighted
+from bayesfed.compile import traceable
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.amortised import adapted
 from bayesfed.guides.factorised import factorised
@@ -140,17 +141,33 @@ class CAFeMe:
         """
         personal, held_out = split(batch(None), self.personal_fraction, keys)
         state = optimizer.begin(self.optimizer, copies(message, len(keys)), rows=len(keys))
-        everyone = torch.ones_like(keys, dtype=torch.bool)
         for step in range(self.outer_steps):
-            theta = leaves(state["params"])
-            adapted = self.adapted(
-                program, theta, personal, noise.fold(keys, step), self.inner_steps, self.inner_lr
-            )
-            losses = client_losses(program, theta | adapted, held_out, {}, 1)
-            grads = gradients(losses.nll / losses.rows, theta)
-            state = optimizer.descend(self.optimizer, state, grads, rate * self.lr, everyone)
-        upload = weighted(state["params"], losses.rows if self.weighted else None)
-        return {}, upload, -losses.nll.detach()
+            support = [
+                self.support(personal, noise.fold(keys, step), s) for s in range(self.inner_steps)
+            ]
+            state, term = self.step(program, state, personal, support, held_out, rate * self.lr)
+        upload = weighted(state["params"], held_out.rows if self.weighted else None)
+        return {}, upload, term
+
+    @traceable
+    def step(
+        self,
+        program: Program,
+        state: State,
+        personal: Batch,
+        support: list[Batch],
+        held_out: Batch,
+        lr: float,
+    ) -> tuple[State, Tensor]:
+        """A step of K clients' ω on D_eval, through the steps on D_pers; and their terms ``(K,)`` before it."""
+        theta = leaves(state["params"])
+        adapted = self.adapted(
+            program, theta, personal, support.__getitem__, self.inner_steps, self.inner_lr
+        )
+        losses = client_losses(program, theta | adapted, held_out, {}, 1)
+        grads = gradients(losses.nll / losses.rows, theta)
+        active = torch.ones_like(held_out.index, dtype=torch.bool)
+        return optimizer.descend(self.optimizer, state, grads, lr, active), -losses.nll.detach()
 
     def decode(
         self,
@@ -198,11 +215,27 @@ class CAFeMe:
         Returns:
             ``weights.loc`` ``(K, 1, D)`` and ``gates.loc`` ``(K, 1, G)``.
         """
-        theta = copies(server, len(keys))
-        return self.adapted(program, theta, batch(None), keys, steps, lr)
+        theta, rows = copies(server, len(keys)), batch(None)
+
+        def support(step: int) -> Batch:
+            return self.support(rows, keys, step)
+
+        return self.adapted(program, theta, rows, support, steps, lr)
+
+    def support(self, batch: Batch, keys: Tensor, step: int) -> Batch:
+        """The rows of D_pers that a step uses."""
+        if self.support_rows is None:
+            return batch
+        return with_rows(batch, chosen(noise.fold(keys, step), batch.mask, self.support_rows))
 
     def adapted(
-        self, program: Program, theta: Params, batch: Batch, keys: Tensor, steps: int, lr: float
+        self,
+        program: Program,
+        theta: Params,
+        batch: Batch,
+        support: Callable[[int], Batch],
+        steps: int,
+        lr: float,
     ) -> Params:
         """Personalise (Algorithm 2): the guide's parameters of K clients, differentiable in what ω is.
 
@@ -210,7 +243,7 @@ class CAFeMe:
             program: the model/guide pair.
             theta: ω per client: ``prior.loc``, ``(K, 1, D)``.
             batch: D_pers.
-            keys: int64 ``(K,)``.
+            support: the rows of D_pers that a step uses.
             steps: S.
             lr: α.
 
@@ -219,10 +252,7 @@ class CAFeMe:
         """
 
         def loss(own: Mapping[str, Tensor], step: int) -> Tensor:
-            rows, weights = batch, own["weights.loc"]
-            if self.support_rows is not None:
-                mask = chosen(noise.fold(keys, step), batch.mask, self.support_rows)
-                rows = with_rows(batch, mask)
+            rows, weights = support(step), own["weights.loc"]
             losses = client_losses(program, theta | _gated(program, weights, rows), rows, {}, 1)
             return losses.nll / losses.rows
 

@@ -20,7 +20,7 @@ through the inner steps (MAML), φ uploaded in place of θ_i (FedAvg).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,11 +28,12 @@ from torch import Tensor
 
 from bayesfed import noise, optimizer
 from bayesfed.algorithms.local import copies, gradients, leaves, mean, steps_taken, weighted
+from bayesfed.compile import traceable
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.amortised import adapted
 from bayesfed.guides.factorised import factorised
 from bayesfed.optimizer import State
-from bayesfed.partition import client_losses, local_priors
+from bayesfed.partition import Noise, client_losses, local_priors
 from bayesfed.plates import Batch, Rows
 from bayesfed.program import Params, Program, build
 
@@ -127,48 +128,27 @@ class FedABML:
             | {name: theta["params"][name] for name in self._shared(program)},
             rows=len(keys),
         )
-        units = self.units(program, theta["params"], batch(0))
+        units = self.units(program, message, batch(0))
         steps = steps_taken(batch, self.local_epochs, self.local_steps)
         lr, prior_lr = rate * self.lr, rate * self.prior_lr
         for step in range(int(steps.max())):
-            active = step < steps
             stream = noise.fold(keys, step)
+            inner = range(self.inner_steps)
+            supplied = [self.noise(program, noise.fold(stream, 1 + i)) for i in inner]
             if self.gradient == "alternating":
-                for inner in range(self.inner_steps):
-                    own = leaves(phi["params"])
-                    params, fold = theta["params"] | own, noise.fold(stream, 1 + inner)
-                    grads = gradients(self.loss(program, params, batch(step), fold), own)
-                    phi = optimizer.descend(
-                        self.optimizer, phi, scaled(grads, units), lr, active, self._most
-                    )
-                if self._fits:
-                    continue
-                prior = leaves(theta["params"])
-                params, rows = prior | phi["params"], batch(step)
-                if self._only_prior(program):
-                    loss = self.kl_weight * self.divergence(program, params, rows)
-                else:
-                    loss = self.loss(program, params, rows, noise.fold(stream, 0))
-            else:  # φ starts at θ_i again, and the next minibatch judges where it arrives
-                prior = leaves(theta["params"])
+                rows = [batch(step)]
+            else:
                 first = (self.inner_steps + 1) * step
-                params = prior | self.adapted(
-                    program, prior, batch, stream, first, self.inner_steps, lr, units
-                )
-                rows = batch(first + self.inner_steps)
-                loss = self.loss(program, params, rows, noise.fold(stream, 0))
-            theta = optimizer.descend(
-                self.prior_optimizer,
-                theta,
-                scaled(gradients(loss, prior), units),
-                prior_lr,
-                active,
-                self._most,
+                rows = [batch(first + i) for i in (*inner, self.inner_steps)]
+            if self.gradient != "alternating" or not (self._fits or self._only_prior(program)):
+                supplied.append(self.noise(program, noise.fold(stream, 0)))
+            theta, phi = self.step(
+                program, theta, phi, rows, supplied, units, step < steps, lr, prior_lr
             )
         last = theta["params"] | phi["params"]
         with torch.no_grad():
             n = batch(0).rows
-            term = -n * self.loss(program, last, batch(0), keys)
+            term = -n * self.loss(program, last, batch(0), self.noise(program, keys))
         if self._fits:
             last = last | _as_prior(phi["params"])
         return {}, weighted({n: last[n] for n in message}, n if self.weighted else None), term
@@ -205,8 +185,70 @@ class FedABML:
     ) -> Params:
         """The posteriors of K clients: φ started at θ, then ``steps`` gradient steps (eq. 3.8)."""
         theta = copies(server, len(keys))
-        units = self.units(program, theta, batch(0))
-        return self.adapted(program, theta, batch, keys, 0, steps, lr, units)
+
+        def supplied(step: int) -> Noise:
+            return self.noise(program, noise.fold(keys, 1 + step))
+
+        units = self.units(program, server, batch(0))
+        return self.adapted(program, theta, batch, supplied, steps, lr, units)
+
+    @traceable
+    def step(
+        self,
+        program: Program,
+        theta: State,
+        phi: State,
+        rows: list[Batch],
+        supplied: list[Noise],
+        units: Params,
+        active: Tensor,
+        lr: float,
+        prior_lr: float,
+    ) -> tuple[State, State]:
+        """A step on θ_i, ``inner_steps`` on φ before it: the next states of K clients.
+
+        Args:
+            program: the model/guide pair.
+            theta: θ_i and the state of its optimiser.
+            phi: φ and the state of its optimiser.
+            rows: the minibatch; where φ starts anew, one for each step on φ and one for θ_i.
+            supplied: noise for each step on φ, then for θ_i's where it needs some.
+            units: see :meth:`units`.
+            active: the clients that still have steps to take, ``(K,)``.
+            lr: η.
+            prior_lr: η'.
+        """
+        if self.gradient == "alternating":
+            for i in range(self.inner_steps):
+                own = leaves(phi["params"])
+                loss = self.loss(program, theta["params"] | own, rows[0], supplied[i])
+                grads = scaled(gradients(loss, own), units)
+                phi = optimizer.descend(self.optimizer, phi, grads, lr, active, self._most)
+            if self._fits:
+                return theta, phi
+            prior = leaves(theta["params"])
+            params = prior | phi["params"]
+            if self._only_prior(program):
+                loss = self.kl_weight * self.divergence(program, params, rows[0])
+            else:
+                loss = self.loss(program, params, rows[0], supplied[-1])
+        else:  # φ starts at θ_i again, and the next minibatch judges where it arrives
+            prior = leaves(theta["params"])
+            params = prior | self.adapted(
+                program,
+                prior,
+                rows.__getitem__,
+                supplied.__getitem__,
+                self.inner_steps,
+                lr,
+                units,
+            )
+            loss = self.loss(program, params, rows[-1], supplied[-1])
+        grads = scaled(gradients(loss, prior), units)
+        theta = optimizer.descend(
+            self.prior_optimizer, theta, grads, prior_lr, active, self._most
+        )
+        return theta, phi
 
     # -- the objective ------------------------------------------------------------------------------
 
@@ -227,29 +269,31 @@ class FedABML:
         self,
         program: Program,
         theta: Params,
-        batch: Rows,
-        keys: Tensor,
-        first: int,
+        rows: Callable[[int], Batch],
+        supplied: Callable[[int], Noise],
         steps: int,
         lr: float,
         units: Params,
     ) -> Params:
-        """φ of K clients, ``steps`` gradient steps from θ_i, on the minibatches from the ``first`` on (eq. 3.8)."""
+        """φ of K clients, ``steps`` gradient steps from θ_i, each with rows and noise of its own (eq. 3.8)."""
 
         def loss(phi: Mapping[str, Tensor], step: int) -> Tensor:
-            rows, fold = batch(first + step), noise.fold(keys, 1 + step)
-            return self.loss(program, theta | dict(phi), rows, fold)
+            return self.loss(program, theta | dict(phi), rows(step), supplied(step))
 
-        phi = start(program, theta, batch(0))
+        phi = start(program, theta, rows(0))
         order = GRADIENTS[self.gradient]
         return adapted(loss, phi, steps, lr, order=order, units=units, most=self._most)
 
+    def noise(self, program: Program, keys: Tensor) -> Noise:
+        """What the draws of one loss need."""
+        return program.noise(keys, 1 if self.point else self.particles, local=True)
+
+    @traceable
     def loss(
-        self, program: Program, params: Mapping[str, Tensor], batch: Batch, keys: Tensor
+        self, program: Program, params: Mapping[str, Tensor], batch: Batch, supplied: Noise
     ) -> Tensor:
         """L_i of K clients, ``(K,)``."""
         particles = 1 if self.point else self.particles
-        supplied = program.noise(keys, particles, local=True)
         losses = client_losses(program, params, batch, supplied, particles)
         if self.kl_weight == 0:
             return losses.nll / losses.rows
@@ -266,17 +310,17 @@ class FedABML:
         return all(name.startswith("prior.") for name in program.init)
 
     def units(self, program: Program, theta: Params, batch: Batch) -> Params:
-        """σ_θ² for every location: what its gradient is multiplied by.
+        """σ_θ² for every location: what its gradient is multiplied by. A row per client only where they differ.
 
         At most what it was at the start: where m_θ lags behind the clients a growing σ_θ would make the steps
         grow, and these σ_θ, without end.
         """
         if not self.whitened:
             return {}
-        priors = local_priors(program, theta, batch)
-        first = local_priors(program, copies(program.init, len(batch)), batch)
+        priors = local_priors(program, copies(theta, 1), batch)
+        first = local_priors(program, copies(program.init, 1), batch)
         units = {
-            f"{name}.loc": torch.minimum(scale, first[name][1]).detach().square()
+            f"{name}.loc": torch.minimum(_common(scale), _common(first[name][1])).square()
             for name, (_, scale) in priors.items()
         }
         if len(priors) == 1 and "prior.loc" in theta:
@@ -287,6 +331,11 @@ class FedABML:
 def start(program: Program, theta: Mapping[str, Tensor], batch: Batch) -> Params:
     """φ at which q is the prior given θ; differentiable in θ."""
     return program.guide.at(local_priors(program, theta, batch))  # type: ignore[attr-defined]
+
+
+def _common(scale: Tensor) -> Tensor:
+    """``(1, 1, ...)`` in place of ``(K, 1, ...)`` where the clients' are one and the same."""
+    return scale[:1] if scale.stride(0) == 0 else scale
 
 
 def scaled(grads: Mapping[str, Tensor], units: Mapping[str, Tensor]) -> Params:

@@ -60,6 +60,7 @@ from torch import Tensor
 
 from bayesfed import optimizer
 from bayesfed.algorithms.local import steps_taken
+from bayesfed.compile import traceable
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.factorised import factorised
 from bayesfed.guides.fisher import FISHERS, Loss, slopes
@@ -286,17 +287,35 @@ class FOLA:
         kind = None if self.fisher == "constant" else self.fisher
         w = server.start.expand_as(centre)
         fisher = torch.zeros_like(centre)
-        loss = self._loss(program, server)
         steps = steps_taken(batch, self.local_epochs, self.local_steps)
-        column = [-1] + [1] * server.loc.ndim
+        online = kind if self.online else None
         for step in range(int(steps.max())):
-            active = (step < steps).reshape(column)
-            grad, curvature = slopes(loss, w, batch(step), kind if self.online else None)
-            w = torch.where(active, _step(w, grad, centre, strength, lr), w)
-            fisher = torch.where(active, fisher + curvature, fisher)
+            w, fisher = self.step(
+                program, server, w, fisher, centre, strength, batch(step), online, step < steps, lr
+            )
         if self.online:
-            return w, fisher / steps.reshape(column)
-        return w, slopes(loss, w, batch(None), kind)[1]
+            return w, fisher / steps.reshape(-1, *[1] * server.loc.ndim)
+        return w, slopes(self._loss(program, server), w, batch(None), kind)[1]
+
+    @traceable
+    def step(
+        self,
+        program: Program,
+        server: Server,
+        w: Tensor,
+        fisher: Tensor,
+        centre: Tensor,
+        strength: Tensor,
+        batch: Batch,
+        kind: str | None,
+        active: Tensor,
+        lr: float,
+    ) -> tuple[Tensor, Tensor]:
+        """One step of w_i, and the sum of the curvatures so far, of the K clients that are active."""
+        grad, curvature = slopes(self._loss(program, server), w, batch, kind)
+        active = active.reshape(-1, *[1] * (w.ndim - 1))
+        w = torch.where(active, _step(w, grad, centre, strength, lr), w)
+        return w, torch.where(active, fisher + curvature, fisher)
 
     def _loss(self, program: Program, server: Server) -> Loss:
         """L_i of K clients on a minibatch, ``(K,)``, as a function of their weights ``(K, D)``."""

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from bayesfed import noise, optimizer
+from bayesfed.compile import traceable
 from bayesfed.federation import Federation
-from bayesfed.partition import client_terms
+from bayesfed.partition import Noise, client_terms
 from bayesfed.plates import Batch, Rows
 from bayesfed.program import Params, Program
 
@@ -79,38 +80,53 @@ def local_steps(
         ``(K, draws, *event)``, over the steps' second half, when φ_i has caught up with θ; likewise for
         each shared parameter, ``(K, steps, ...)``. The clients' mean terms over those steps, ``(K,)``.
     """
-    size = len(keys)
     uploads: dict[str, list[Tensor]] = {name: [] for name in (*program.draws, *program.shared)}
     terms = []
     for step in range(steps):
-        theta = {
-            name: value[step * particles : (step + 1) * particles]
-            .expand(-1, size, *value.shape[2:])
-            .detach()
-            .requires_grad_()
-            for name, value in draws.items()
-        }
-        shared = {
-            name: params[name].expand(size, 1, *params[name].shape).detach().requires_grad_()
-            for name in program.shared
-        }
-        phi = leaves(clients["params"])
+        theta = {n: v[step * particles : (step + 1) * particles] for n, v in draws.items()}
         supplied = program.noise(noise.fold(keys, step), particles, local=True)
-        term = client_terms(
-            program, {**params, **shared, **phi}, theta, batch(step), supplied, particles
-        ).mean(0)
-        grad = gradients(term, {**theta, **shared, **phi})
-        with torch.no_grad():
-            clients = optimizer.ascend(clients, {name: grad[name] for name in phi}, lr, EPS)
+        clients, grad, term = local_step(
+            program, theta, params, clients, batch(step), supplied, particles, lr
+        )
         if step < steps // 2:
             continue
-        for name in theta:
-            uploads[name].append(grad[name].movedim(1, 0).squeeze(2))
-        for name in shared:
+        for name in uploads:
             uploads[name].append(grad[name])
-        terms.append(term.detach())
+        terms.append(term)
     upload = {name: torch.cat(parts, 1) / len(terms) for name, parts in uploads.items()}
     return clients, upload, torch.stack(terms).mean(0)
+
+
+@traceable
+def local_step(
+    program: Program,
+    draws: Mapping[str, Tensor],
+    params: Mapping[str, Tensor],
+    clients: optimizer.State,
+    batch: Batch,
+    supplied: Noise,
+    particles: int,
+    lr: float,
+) -> tuple[optimizer.State, dict[str, Tensor], Tensor]:
+    """One Adam step of K clients on their φ_i, from draws ``(S, 1, 1, *event)`` of θ.
+
+    Returns:
+        The clients' next states; the gradients of their terms in the draws ``(K, S, *event)`` and in the shared
+        parameters ``(K, 1, ...)``; the terms ``(K,)``.
+    """
+    size = len(batch)
+    theta = leaves({n: v.expand(-1, size, *v.shape[2:]) for n, v in draws.items()})
+    shared = leaves({n: params[n].expand(size, 1, *params[n].shape) for n in program.shared})
+    phi = leaves(clients["params"])
+    term = client_terms(
+        program, {**params, **shared, **phi}, theta, batch, supplied, particles
+    ).mean(0)
+    grad = gradients(term, {**theta, **shared, **phi})
+    upload = {name: grad[name].movedim(1, 0).squeeze(2) for name in theta}
+    upload |= {name: grad[name] for name in shared}
+    with torch.no_grad():
+        clients = optimizer.ascend(clients, {name: grad[name] for name in phi}, lr, EPS)
+    return clients, upload, term.detach()
 
 
 def steps_taken(rows: Rows, epochs: int, steps: int | None) -> Tensor:

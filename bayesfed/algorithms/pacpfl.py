@@ -30,10 +30,11 @@ from torch import Tensor
 
 from bayesfed import optimizer
 from bayesfed.algorithms.local import gradients
+from bayesfed.compile import traceable
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.particles import PARTICLE, PARTICLES, from_prior
 from bayesfed.optimizer import State
-from bayesfed.partition import client_terms, log_prior
+from bayesfed.partition import Noise, client_terms, log_prior
 from bayesfed.plates import Batch, Rows
 from bayesfed.program import Params, Program, build, sites
 
@@ -138,11 +139,24 @@ class PACPFL:
         rate: float,
     ) -> tuple[State, Params, Tensor]:
         """K clients at once: no state, their gradients ``(K, k, D)`` and mean ln Z ``(K,)``."""
-        own = message[PARTICLES][:, None, None].expand(-1, len(keys), 1, -1)
+        supplied = self.noise(program, keys, len(message[PARTICLES]))
+        gradient, evidence = self.slope(program, message, batch(0), supplied)
+        return {}, {"gradient": gradient}, evidence.mean(0)
+
+    @traceable
+    def slope(
+        self, program: Program, message: Params, batch: Batch, supplied: Noise
+    ) -> tuple[Tensor, Tensor]:
+        """∇ ln Z_i(φ_κ) ``(K, k, D)`` and ln Z_i(φ_κ) ``(k, K)``."""
+        own = message[PARTICLES][:, None, None].expand(-1, len(batch), 1, -1)
         phi = {PARTICLE: own.detach().requires_grad_()}
-        evidence = self.evidence(program, message, phi[PARTICLE], batch(0), keys)
+        evidence = self.evidence(program, message, phi[PARTICLE], batch, supplied)
         gradient = gradients(evidence.sum(0), phi)[PARTICLE]
-        return {}, {"gradient": gradient.squeeze(2).transpose(0, 1)}, evidence.detach().mean(0)
+        return gradient.squeeze(2).transpose(0, 1), evidence.detach()
+
+    def noise(self, program: Program, keys: Tensor, particles: int) -> Noise:
+        """What L draws from the prior of each particle need."""
+        return program.noise(keys, particles * (self.draws if program.locals else 1), local=True)
 
     def evidence(
         self,
@@ -150,14 +164,13 @@ class PACPFL:
         params: Mapping[str, Tensor],
         phi: Tensor,
         batch: Batch,
-        keys: Tensor,
+        supplied: Noise,
     ) -> Tensor:
         """ln Z_i(φ_κ), ``(k, K)``, of particles ``(k, K or 1, 1, D)``."""
         draws = self.draws if program.locals else 1
         if self.beta is not None:
             batch = tempered(batch, self.beta)
         count = draws * len(phi)
-        supplied = program.noise(keys, count, local=True)
         repeated = phi.repeat_interleave(draws, 0)
         terms = client_terms(program, params, {PARTICLE: repeated}, batch, supplied, count)
         return terms.unflatten(0, (len(phi), draws)).logsumexp(1) - math.log(draws)

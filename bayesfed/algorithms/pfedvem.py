@@ -26,6 +26,7 @@ from torch import Tensor
 
 from bayesfed import noise, optimizer
 from bayesfed.algorithms.local import copies, gradients, leaves, steps_taken
+from bayesfed.compile import traceable
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.factorised import factorised
 from bayesfed.optimizer import State
@@ -121,59 +122,72 @@ class PFedVEM:
         body_steps = steps_taken(batch, self.body_epochs, self.body_steps)
         if self.joint:
             head_steps = body_steps
+        lr, body_lr = rate * self.lr, rate * self.body_lr
+
+        def body_after(step: int, active: Tensor) -> State:
+            supplied = self.noise(program, noise.fold(keys, -1 - step))
+            return self.body_step(
+                program, theta, body, state["params"], batch(step), supplied, active, body_lr
+            )
+
         for step in range(int(head_steps.max())):
             active, fixed = step < head_steps, theta | body["params"]
-            state = self.head_step(program, fixed, state, batch, keys, step, active, rate * self.lr)
+            supplied = self.noise(program, noise.fold(keys, step))
+            state = self.head_step(program, fixed, state, batch(step), supplied, active, lr)
             if self.joint and shared:
-                body = self.body_step(program, theta, body, state, batch, keys, step, active, rate)
+                body = body_after(step, active)
         for step in range(0 if self.joint or not shared else int(body_steps.max())):
-            active = step < body_steps
-            body = self.body_step(program, theta, body, state, batch, keys, step, active, rate)
+            body = body_after(step, step < body_steps)
+        last = theta | body["params"] | state["params"]
         with torch.no_grad():
-            last = theta | body["params"] | state["params"]
-            losses = client_losses(
-                program, last, batch(0), program.noise(keys, 1, local=True), particles=1
-            )
-        upload = self.encode(state["params"], theta | body["params"], losses.rows, keys)
-        return state, upload, -(losses.nll + losses.divergence)
+            term = self.term(program, last, batch(0), program.noise(keys, 1, local=True))
+        upload = self.encode(state["params"], theta | body["params"], batch(0).rows, keys)
+        return state, upload, term
 
+    @traceable
     def head_step(
         self,
         program: Program,
         fixed: Params,
         state: State,
-        batch: Rows,
-        keys: Tensor,
-        step: int,
+        batch: Batch,
+        supplied: Noise,
         active: Tensor,
         lr: float,
     ) -> State:
         """One step of each client's q(w_j)."""
-        supplied = program.noise(noise.fold(keys, step), self.draws, local=True)
         own = leaves({name: value for name, value in state["params"].items() if name != RHO})
-        loss = self.loss(program, fixed | state["params"] | own, batch(step), supplied)
+        loss = self.loss(program, fixed | state["params"] | own, batch, supplied)
         grads = {name: torch.zeros_like(value) for name, value in state["params"].items()}
         return optimizer.descend(self.optimizer, state, grads | gradients(loss, own), lr, active)
 
+    @traceable
     def body_step(
         self,
         program: Program,
         theta: Params,
         body: State,
-        state: State,
-        batch: Rows,
-        keys: Tensor,
-        step: int,
+        phi: Params,
+        batch: Batch,
+        supplied: Noise,
         active: Tensor,
-        rate: float,
+        lr: float,
     ) -> State:
         """One step down the mean loss in each client's copy of the body."""
         own = leaves(body["params"])
-        supplied = program.noise(noise.fold(keys, -1 - step), self.draws, local=True)
-        params = theta | own | state["params"]
-        losses = client_losses(program, params, batch(step), supplied, self.draws)
+        losses = client_losses(program, theta | own | phi, batch, supplied, self.draws)
         grads = gradients(losses.nll / losses.rows, own)
-        return optimizer.descend(self.body_optimizer, body, grads, rate * self.body_lr, active)
+        return optimizer.descend(self.body_optimizer, body, grads, lr, active)
+
+    @traceable
+    def term(self, program: Program, params: Params, batch: Batch, supplied: Noise) -> Tensor:
+        """K clients' ELBO terms, with one draw: ``(K,)``."""
+        losses = client_losses(program, params, batch, supplied, particles=1)
+        return -(losses.nll + losses.divergence)
+
+    def noise(self, program: Program, keys: Tensor) -> Noise:
+        """What the draws of one step need."""
+        return program.noise(keys, self.draws, local=True)
 
     @property
     def draws(self) -> int:
@@ -249,7 +263,8 @@ class PFedVEM:
         for step in range(steps):
             if RHO in phi:
                 state["params"][RHO] = log_rho(state["params"], theta)
-            state = self.head_step(program, theta, state, batch, keys, step, active, lr)
+            supplied = self.noise(program, noise.fold(keys, step))
+            state = self.head_step(program, theta, state, batch(step), supplied, active, lr)
         return state["params"]
 
 

@@ -27,11 +27,12 @@ from torch import Tensor
 from bayesfed import noise, optimizer
 from bayesfed.algorithms.local import EPS, gradients, leaves, moved, with_origin
 from bayesfed.algorithms.sfvi import hierarchical
+from bayesfed.compile import traceable
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.full_rank import FullRank, from_scale_tril
 from bayesfed.guides.mean_field import GLOBAL
-from bayesfed.partition import client_terms, log_prior, server_pass
-from bayesfed.plates import Rows
+from bayesfed.partition import Noise, client_terms, log_prior, server_pass
+from bayesfed.plates import Batch, Rows
 from bayesfed.program import Params, Program
 
 _FAR = 10.0
@@ -139,27 +140,45 @@ class PVI:
             stream = noise.fold(keys, step)
             supplied = program.noise(stream, self.particles, local=True)
             loc, z = _antithetic(q, program, stream, self.particles)
-            phi = leaves(local["params"])
-            f = client_terms(
-                program, params | phi, {GLOBAL: z}, batch(step), supplied, self.particles
+            late = step >= self.local_steps // 2  # φ_i catches up with q first
+            local, factor, term = self.local_step(
+                program, params, local, loc, z, batch(step), supplied, late, rate
             )
-            if phi:
-                grad = gradients(f.mean(0), phi, retain_graph=True)
-                with torch.no_grad():
-                    local = optimizer.ascend(local, grad, rate * self.local_lr, EPS)
-            if step < self.local_steps // 2:
-                continue  # φ_i catches up with q first
-            factor = _factor(f, z, loc)
+            if not late:
+                continue
             q = _towards(
                 q, Natural(*(c + t for c, t in zip(cavity, factor, strict=True))), self.step
             )
-            terms.append(f.detach().mean(0))
+            terms.append(term)
         change = {
             name: message["damping"] * (new - old)
             for name, new, old in zip(Natural._fields, q, sent, strict=True)
         }
         factor_state = {name: clients["factor"][name] + change[name] for name in change}
         return local | {"factor": factor_state}, change, torch.stack(terms).mean(0)
+
+    @traceable
+    def local_step(
+        self,
+        program: Program,
+        params: Params,
+        clients: optimizer.State,
+        loc: Tensor,
+        z: Tensor,
+        batch: Batch,
+        supplied: Noise,
+        late: bool,
+        rate: float,
+    ) -> tuple[optimizer.State, Natural, Tensor]:
+        """One step of K clients on φ_i; the Gaussians that stand for their terms at q (where late); the terms ``(K,)``."""
+        phi, z = leaves(clients["params"]), z.detach().requires_grad_()
+        f = client_terms(program, params | phi, {GLOBAL: z}, batch, supplied, self.particles)
+        if phi:
+            grad = gradients(f.mean(0), phi, retain_graph=True)
+            with torch.no_grad():
+                clients = optimizer.ascend(clients, grad, rate * self.local_lr, EPS)
+        factor = _factor(f, z, loc) if late else Natural(loc, loc)
+        return clients, factor, f.detach().mean(0)
 
     def decode(
         self,

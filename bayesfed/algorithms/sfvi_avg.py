@@ -25,13 +25,14 @@ import torch
 from torch import Tensor
 
 from bayesfed import noise, optimizer
-from bayesfed.algorithms.local import EPS, moved, with_origin
+from bayesfed.algorithms.local import EPS, gradients, leaves, moved, with_origin
 from bayesfed.algorithms.sfvi import hierarchical
+from bayesfed.compile import traceable
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.full_rank import FullRank, from_scale_tril, scale_tril
 from bayesfed.guides.mean_field import MeanField
-from bayesfed.partition import elbo_terms, server_pass
-from bayesfed.plates import Rows
+from bayesfed.partition import Noise, elbo_terms, server_pass
+from bayesfed.plates import Batch, Rows
 from bayesfed.program import Params, Program
 
 Message = dict[str, Tensor]
@@ -111,36 +112,46 @@ class SFVIAvg:
         square = {name: torch.zeros_like(value) for name, value in copies.items()}
         terms = torch.zeros(len(keys))
         for step in range(self.local_steps):
-            lam = {name: value.detach().requires_grad_() for name, value in copies.items()}
-            phi = {n: v.detach().requires_grad_() for n, v in clients["params"].items()}
             stream = noise.fold(keys, step)
             supplied = program.noise(stream, self.particles, local=True)
             supplied |= program.noise(stream, self.particles, local=False)
-            server, client = elbo_terms(
-                program, {**lam, **phi}, batch(step), supplied, self.particles
+            clients, copies, square, term = self.step(
+                program, clients, copies, square, size, batch(step), supplied, rate
             )
-            term = client.mean(0)
-            # φ_i climbs the client's own term; λ_i the ELBO of N clients like this one
-            leaves = [*lam.values(), *phi.values()]
-            objective = server.mean(0).sum() + program.clients * term.sum()
-            grads = torch.autograd.grad(objective, leaves, allow_unused=True)
-            grad = {
-                name: torch.zeros_like(leaf) if g is None else g
-                for (name, leaf), g in zip({**lam, **phi}.items(), grads, strict=True)
-            }
-            with torch.no_grad():
-                clients = optimizer.ascend(
-                    clients, {n: grad[n] / program.clients for n in phi}, rate * self.local_lr, EPS
-                )
-                for name in copies:
-                    square[name] += grad[name].square() / self.local_steps
-                    move = rate * self.lr * grad[name] / (size[name] + 1e-12)
-                    copies[name] = copies[name] + torch.where(size[name] > 0, move, 0.0)
             if step == 0:
-                terms = term.detach()  # at λ itself, before the copies part
+                terms = term  # at λ itself, before the copies part
         upload = {f"square.{name}": value.squeeze(1) for name, value in square.items()}
         upload |= encode(start, {name: value.squeeze(1) for name, value in copies.items()})
         return clients, upload, terms
+
+    @traceable
+    def step(
+        self,
+        program: Program,
+        clients: optimizer.State,
+        copies: Params,
+        square: Params,
+        size: Params,
+        batch: Batch,
+        supplied: Noise,
+        rate: float,
+    ) -> tuple[optimizer.State, Params, Params, Tensor]:
+        """One step of K clients on φ_i and λ_i; the mean of λ_i's squared gradients so far; the terms ``(K,)``."""
+        lam, phi = leaves(copies), leaves(clients["params"])
+        server, client = elbo_terms(program, {**lam, **phi}, batch, supplied, self.particles)
+        term = client.mean(0)
+        # φ_i climbs the client's own term; λ_i the ELBO of N clients like this one
+        objective = server.mean(0).sum() + program.clients * term.sum()
+        grad = gradients(objective, {**lam, **phi})
+        with torch.no_grad():
+            own = {name: grad[name] / program.clients for name in phi}
+            clients = optimizer.ascend(clients, own, rate * self.local_lr, EPS)
+            new, squared = {}, {}
+            for name, value in copies.items():
+                squared[name] = square[name] + grad[name].square() / self.local_steps
+                move = rate * self.lr * grad[name] / (size[name] + 1e-12)
+                new[name] = value + torch.where(size[name] > 0, move, 0.0)
+        return clients, new, squared, term.detach()
 
     def decode(
         self,

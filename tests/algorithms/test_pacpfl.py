@@ -131,10 +131,11 @@ def test_the_evidence_is_renyis_bound_at_alpha_zero():
     program = algorithm.program(line, federation)
     keys = noise.fold(noise.key(3), federation.streams)
     particles = torch.tensor([[0.3], [-1.0]])
+    supplied = algorithm.noise(program, keys, 2)
     found = algorithm.evidence(
-        program, {PARTICLES: particles}, particles[:, None, None], federation.batch(), keys
+        program, {PARTICLES: particles}, particles[:, None, None], federation.batch(), supplied
     )
-    supplied = program.noise(keys, 2 * draws, local=True)["a"][0]  # (2 L, K, 1)
+    supplied = supplied["a"][0]  # (2 L, K, 1)
     for kappa, mu in enumerate(particles.squeeze()):
         for k, name in enumerate(federation.names):
             a = iter(mu + 0.5 * supplied[kappa * draws : (kappa + 1) * draws, k, 0])
@@ -170,7 +171,7 @@ def test_the_evidence_nears_the_closed_form():
                 {PARTICLES: phi[:, 0, 0]},
                 phi,
                 federation.batch(),
-                noise.fold(noise.key(seed), federation.streams),
+                algorithm.noise(program, noise.fold(noise.key(seed), federation.streams), 1),
             )[0].detach()
             for seed in range(10)
         ]
@@ -232,7 +233,8 @@ def test_beta_tempers_the_likelihood():
     program = algorithm.program(line, federation)
     phi = torch.tensor([[[[0.3]]]])
     keys = noise.fold(noise.key(0), federation.streams)
-    found = algorithm.evidence(program, {PARTICLES: phi[0, 0]}, phi, federation.batch(), keys)
+    supplied = algorithm.noise(program, keys, 1)
+    found = algorithm.evidence(program, {PARTICLES: phi[0, 0]}, phi, federation.batch(), supplied)
     grid = torch.linspace(-5, 6, 20_001)
     density = Normal(0.3, 0.5).log_prob(grid).exp()
     mean = Normal(grid[:, None], 1.0).log_prob(federation["y"]).mean(1).exp()
@@ -311,7 +313,11 @@ def test_the_evidence_of_a_bayesian_network():
     m = torch.randn(3)
     keys = noise.fold(noise.key(0), federation.streams)
     found = algorithm.evidence(
-        program, {PARTICLES: m[None]}, m[None, None, None], federation.batch(), keys
+        program,
+        {PARTICLES: m[None]},
+        m[None, None, None],
+        federation.batch(),
+        algorithm.noise(program, keys, 1),
     )
     design = torch.cat([federation["x"], torch.ones(3, 1)], 1)
     covariance = 0.25 * design @ design.T + 0.49 * torch.eye(3)
