@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bayesfed.compile import traceable, tracing
+
 _GOLDEN = -0x61C8864680B583EB  # 2⁶⁴ / golden ratio, as a signed 64-bit integer
 _FACTORS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 
@@ -72,16 +74,20 @@ def uniform(keys: Tensor, shape: Sequence[int] = ()) -> Tensor:
 def _normal32(keys: Tensor, shape: Sequence[int]) -> Tensor:
     """Normal numbers in single precision, two from each hash: less than half the time of double."""
     count = math.prod(shape)
-    if (
-        count > 10_000 and keys.ndim and keys.device.type == "cpu"
-    ):  # a stream's numbers stay in cache
-        streams = [_normal32(stream, shape) for stream in keys.flatten()]
-        return torch.stack(streams).reshape((*keys.shape, *shape))
-    counter = torch.arange(1, (count + 1) // 2 + 1, device=keys.device)
-    bits = _mix(keys[..., None] + counter * _GOLDEN)
+    strides = torch.arange(1, (count + 1) // 2 + 1, device=keys.device) * _GOLDEN
+    odd = _odd(keys, strides, count)
+    return odd.erfinv_().mul_(math.sqrt(2)).reshape((*keys.shape, *shape))
+
+
+@traceable
+def _odd(keys: Tensor, strides: Tensor, count: int) -> Tensor:
+    """Uniform in (-1, 1), symmetric, never 0 or ±1: float32, ``keys.shape + (count,)``."""
+    if count > 10_000 and keys.ndim and keys.device.type == "cpu" and not tracing():
+        streams = [_odd(stream, strides, count) for stream in keys.flatten()]  # each stays in cache
+        return torch.stack(streams).reshape((*keys.shape, count))
+    bits = _mix(keys[..., None] + strides)
     halves = torch.cat([bits >> 40, bits >> 8], -1)[..., :count] & ((1 << 24) - 1)
-    odd = (2 * halves - ((1 << 24) - 1)).float() * 2.0**-24  # in (-1, 1), symmetric, never 0 or ±1
-    return (torch.erfinv(odd) * math.sqrt(2)).reshape((*keys.shape, *shape))
+    return (2 * halves - ((1 << 24) - 1)).float() * 2.0**-24
 
 
 def choose(keys: Tensor, lengths: Tensor, count: int) -> Tensor:

@@ -40,6 +40,7 @@ class Posterior:
         algorithm: the algorithm and its settings.
         seed: the run's seed.
         epsilon: ε of differential privacy that the run has spent; None for a run without privacy.
+        compiled: whether the run was compiled, and why; empty where it is not known.
     """
 
     program: Program
@@ -50,6 +51,7 @@ class Posterior:
     algorithm: Any
     seed: int
     epsilon: float | None = None
+    compiled: str = ""
 
     def __repr__(self) -> str:
         globals_ = ", ".join(s.name for s in self.program.globals) or "none"

@@ -12,11 +12,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 @contextmanager
 def rounds_shown(
     title: str, rounds: int, progress: bool | None
-) -> Iterator[Callable[[int, float], None]]:
-    """Yield ``show(rounds done, ELBO)``; ``progress=None`` shows the bar on a terminal only."""
+) -> Iterator[Callable[[int, float, str], None]]:
+    """Yield ``show(rounds done, ELBO, a note)``; ``progress=None`` shows the bar on a terminal only."""
     console = Console(stderr=True)
     if progress is False or (progress is None and not console.is_terminal):
-        yield lambda done, elbo: None
+        yield lambda done, elbo, note: None
         return
     bar = Progress(
         TextColumn(title + ", round"),
@@ -24,9 +24,12 @@ def rounds_shown(
         BarColumn(),
         TextColumn("ELBO {task.fields[elbo]}"),
         TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
         console=console,
         refresh_per_second=4,
     )
     with bar:
-        task = bar.add_task("rounds", total=rounds, elbo="")
-        yield lambda done, elbo: bar.update(task, completed=done, elbo=f"{elbo:,.2f}")
+        task = bar.add_task("rounds", total=rounds, elbo="", note="")
+        yield lambda done, elbo, note: bar.update(
+            task, completed=done, elbo=f"{elbo:,.2f}", note=note
+        )

@@ -15,6 +15,7 @@ from torch import Tensor
 from bayesfed import noise, optimizer
 from bayesfed.algorithms.local import amortised, annealed, batches
 from bayesfed.algorithms.sfvi import SFVI
+from bayesfed.compile import Compiler, Mode, using
 from bayesfed.diagnostics import check_data, check_finite, check_settings, warn_if_falling
 from bayesfed.federation import Federation, Model
 from bayesfed.plates import Rows
@@ -100,6 +101,7 @@ def fit(
     batch_size: int | None = None,
     chunk_size: int | None = None,
     privacy: Privacy | None = None,
+    compile: Mode = "auto",
     seed: int = 0,
     device: str | torch.device | None = None,
     progress: bool | None = None,
@@ -121,6 +123,9 @@ def fit(
             ones from waiting for the large ones.
         privacy: clip the uploads and add noise to their sums, see :class:`~bayesfed.Privacy`. The ε that the
             run spends is shown with its progress and kept as ``posterior.epsilon``.
+        compile: trace and compile the local steps: True, False, or ``"auto"``: where the run would take long
+            enough for that to pay, see :class:`~bayesfed.compile.Compiler`. What was chosen is shown with the
+            progress and kept as ``posterior.compiled``. Numbers differ by round-off.
         seed: of every stream of noise.
         device: where to run; by default where the data lie.
         progress: show a progress bar; by default where the output is a terminal.
@@ -168,7 +173,8 @@ def fit(
         epsilon = privacy.spent(rounds, size, len(federation))
         title += f", ε = {epsilon:.3g}"
     numbers = size * min(batch_size or federation.rows, int(federation.lengths.max()))
-    with rounds_shown(title, rounds, progress) as show, threads(numbers):
+    compiler = Compiler(compile)
+    with rounds_shown(title, rounds, progress) as show, threads(numbers), using(compiler):
         for number in range(rounds):
             start = time.perf_counter()
             key = noise.fold(root, number)
@@ -213,21 +219,23 @@ def fit(
             seconds = time.perf_counter() - start
             for column, figure in (("elbo", elbo), ("seconds", seconds), ("clients", size)):
                 history[column].append(figure)
-            show(number + 1, elbo)
+            if number == 0:
+                compiler.decide(rounds - 1)
+            show(number + 1, elbo, str(compiler))
             if callbacks:
                 names = [federation.names[i] for i in cohort.tolist()]
                 params = algorithm.params(program, server)
                 done = Round(number + 1, rounds, elbo, client_terms, names, seconds, params)
                 for callback in callbacks:
                     callback(done)
+        params = {n: v.detach() for n, v in algorithm.params(program, server).items()}
+        local_params = clients.get("params", {})
+        if not local_params and hasattr(algorithm, "personalize"):  # clients keep nothing: made anew
+            key = noise.fold(root, noise.word("personalize"))
+            local_params = amortised(
+                algorithm, program, params, federation, None, None, batch_size, key
+            )
     warn_if_falling(history["elbo"])
-    params = {n: v.detach() for n, v in algorithm.params(program, server).items()}
-    local_params = clients.get("params", {})
-    if not local_params and hasattr(algorithm, "personalize"):  # clients keep nothing: made anew
-        key = noise.fold(root, noise.word("personalize"))
-        local_params = amortised(
-            algorithm, program, params, federation, None, None, batch_size, key
-        )
     return Posterior(
         program=program,
         federation=federation,
@@ -237,6 +245,7 @@ def fit(
         algorithm=algorithm,
         seed=seed,
         epsilon=epsilon,
+        compiled=str(compiler),
     )
 
 

@@ -165,7 +165,7 @@ class Modulated:
             torch.Size([7, 1, 4])
         """
         mu = weights[..., self.base_size :]
-        onehot = nn.functional.one_hot(y.long(), self.classes).to(weights.dtype)
+        onehot = (y[..., None] == torch.arange(self.classes, device=y.device)).to(weights.dtype)
         return apply(self.modulator, mu, x, onehot, mask.to(weights.dtype)).unsqueeze(-2)
 
 

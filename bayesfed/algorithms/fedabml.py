@@ -20,7 +20,7 @@ through the inner steps (MAML), φ uploaded in place of θ_i (FedAvg).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -185,12 +185,12 @@ class FedABML:
     ) -> Params:
         """The posteriors of K clients: φ started at θ, then ``steps`` gradient steps (eq. 3.8)."""
         theta = copies(server, len(keys))
-
-        def supplied(step: int) -> Noise:
-            return self.noise(program, noise.fold(keys, 1 + step))
-
         units = self.units(program, server, batch(0))
-        return self.adapted(program, theta, batch, supplied, steps, lr, units)
+        phi = start(program, theta, batch(0))
+        for step in range(steps):
+            supplied = self.noise(program, noise.fold(keys, 1 + step))
+            phi = self.personal_step(program, theta, phi, batch(step), supplied, lr, units)
+        return phi
 
     @traceable
     def step(
@@ -234,14 +234,9 @@ class FedABML:
                 loss = self.loss(program, params, rows[0], supplied[-1])
         else:  # φ starts at θ_i again, and the next minibatch judges where it arrives
             prior = leaves(theta["params"])
+            phi_0 = start(program, prior, rows[0])
             params = prior | self.adapted(
-                program,
-                prior,
-                rows.__getitem__,
-                supplied.__getitem__,
-                self.inner_steps,
-                lr,
-                units,
+                program, prior, phi_0, rows[:-1], supplied, lr, units
             )
             loss = self.loss(program, params, rows[-1], supplied[-1])
         grads = scaled(gradients(loss, prior), units)
@@ -265,24 +260,37 @@ class FedABML:
         """The parameters that step together with φ."""
         return [name for name in program.init if self._fits and not name.startswith("prior.")]
 
+    @traceable
+    def personal_step(
+        self,
+        program: Program,
+        theta: Params,
+        phi: Params,
+        batch: Batch,
+        supplied: Noise,
+        lr: float,
+        units: Params,
+    ) -> Params:
+        """One gradient step of K clients on φ, θ standing still."""
+        return self.adapted(program, theta, phi, [batch], [supplied], lr, units)
+
     def adapted(
         self,
         program: Program,
         theta: Params,
-        rows: Callable[[int], Batch],
-        supplied: Callable[[int], Noise],
-        steps: int,
+        phi: Params,
+        rows: Sequence[Batch],
+        supplied: Sequence[Noise],
         lr: float,
         units: Params,
     ) -> Params:
-        """φ of K clients, ``steps`` gradient steps from θ_i, each with rows and noise of its own (eq. 3.8)."""
+        """φ of K clients after a gradient step on each of the minibatches (eq. 3.8)."""
 
         def loss(phi: Mapping[str, Tensor], step: int) -> Tensor:
-            return self.loss(program, theta | dict(phi), rows(step), supplied(step))
+            return self.loss(program, theta | dict(phi), rows[step], supplied[step])
 
-        phi = start(program, theta, rows(0))
         order = GRADIENTS[self.gradient]
-        return adapted(loss, phi, steps, lr, order=order, units=units, most=self._most)
+        return adapted(loss, phi, len(rows), lr, order=order, units=units, most=self._most)
 
     def noise(self, program: Program, keys: Tensor) -> Noise:
         """What the draws of one loss need."""

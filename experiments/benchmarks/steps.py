@@ -1,0 +1,346 @@
+"""One step of a cohort: draws, gradient, optimiser. Ours compiled and eager, torch batched by hand, torch in a loop.
+
+    python experiments/benchmarks/steps.py                          # some minutes, on a machine that does nothing else
+    python experiments/benchmarks/steps.py "MLP" --repeats 5        # one problem
+
+Every client has a mean-field posterior over its weights, one draw a step and plain gradient descent; the radon-like
+model has the server's draws of four globals (8 of them), one intercept a client, and Adam. "Hand" is what one would
+write in torch for this very model, all clients as one batch, in place; "loop" the same for one client after
+another. All do the same mathematics: "differ by" compares gradients with the same noise, to the largest of them.
+Times are medians of rounds in which the contenders take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+import torch.nn.functional as F
+from timing import interleaved, limits, ratios, write
+from torch import Tensor, nn
+
+import bayesfed as bf
+from bayesfed import models, noise
+from bayesfed.algorithms.fedabml import start
+from bayesfed.algorithms.local import copies, local_step
+from bayesfed.compile import Compiler, using
+
+LR = 0.01
+
+
+@dataclass
+class Problem:
+    """Contenders, and gradients of ours and by hand with the same noise."""
+
+    ours: Callable[[], object]
+    hand: Callable[[], object]
+    loop: Callable[[], object]
+    difference: Callable[[], float]
+    flop: float  # of matrix products
+    numbers: int  # that a step must read or write at least: parameters twice, rows once
+
+
+def bayesian_network(
+    module: nn.Module,
+    forward: Callable[[Tensor, Tensor], Tensor],
+    forward_one: Callable[[Tensor, Tensor], Tensor],
+    clients: int,
+    rows: int,
+    inputs: int,
+    classes: int,
+    flop_per_row: float,
+) -> Problem:
+    """q(w_i) = N(loc, e^{2 log_scale}) of every client around N(m, s²), as FedABML steps on it."""
+    x, y = torch.rand(clients * rows, inputs), torch.randint(0, classes, (clients * rows,))
+    offsets = torch.arange(0, clients * rows + 1, rows)
+    federation = bf.Federation({"x": x, "y": y}, offsets, [f"{i}" for i in range(clients)])
+    model = models.Network(module, spread="learnt", scale=0.05)
+    algorithm = bf.FedABML(particles=1, whitened=False)
+    program = algorithm.program(model, federation)
+    batch = federation.batch()
+    theta = copies(program.init, clients)
+    keys = noise.fold(noise.key(0), federation.streams)
+    state = {"phi": start(program, theta, batch), "step": 0}
+
+    def ours() -> dict[str, Tensor]:
+        state["step"] += 1
+        supplied = algorithm.noise(program, noise.fold(keys, state["step"]))
+        state["phi"] = algorithm.personal_step(
+            program, theta, state["phi"], batch, supplied, LR, {}
+        )
+        return state["phi"]
+
+    m, log_s = theta["prior.loc"][:, 0], theta["prior.log_scale"][:, 0]
+    loc, log_scale = m.clone(), log_s.clone()
+    images, labels = batch.fields["x"], batch.fields["y"]
+
+    def slope(eps: Tensor, loc: Tensor, log_scale: Tensor) -> tuple[Tensor, ...]:
+        a, b = loc.detach().requires_grad_(), log_scale.detach().requires_grad_()
+        logits = forward(a + b.exp() * eps, images)
+        nll = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        kl = log_s - b + ((2 * b).exp() + (a - m) ** 2) / (2 * (2 * log_s).exp()) - 0.5
+        return torch.autograd.grad((nll + kl.sum()) / rows, (a, b))
+
+    def hand() -> None:
+        grads = slope(torch.randn_like(loc), loc, log_scale)
+        loc.sub_(grads[0], alpha=LR)
+        log_scale.sub_(grads[1], alpha=LR)
+
+    def loop() -> None:
+        for i in range(clients):
+            a, b = loc[i].detach().requires_grad_(), log_scale[i].detach().requires_grad_()
+            logits = forward_one(a + b.exp() * torch.randn_like(a), images[i])
+            nll = F.cross_entropy(logits, labels[i], reduction="sum")
+            s = log_s[i]
+            kl = s - b + ((2 * b).exp() + (a - m[i]) ** 2) / (2 * (2 * s).exp()) - 0.5
+            grads = torch.autograd.grad((nll + kl.sum()) / rows, (a, b))
+            loc[i].sub_(grads[0], alpha=LR)
+            log_scale[i].sub_(grads[1], alpha=LR)
+
+    def difference() -> float:
+        phi = start(program, theta, batch)
+        supplied = algorithm.noise(program, keys)
+        new = algorithm.personal_step(program, theta, phi, batch, supplied, 1.0, {})
+        grads = slope(supplied["weights"][0][0, :, 0], m, log_s)
+        worst = 0.0
+        for name, grad in zip(("loc", "log_scale"), grads, strict=True):
+            own = (phi[f"weights.{name}"] - new[f"weights.{name}"])[:, 0]
+            worst = max(worst, float((own - grad).abs().max() / grad.abs().max()))
+        return worst
+
+    size = clients * model.size
+    return Problem(
+        ours, hand, loop, difference, clients * rows * flop_per_row, 6 * size + x.numel()
+    )
+
+
+def _layers(w: Tensor, sizes: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+    """Weights ``(..., out, in)`` and biases ``(..., out)`` of an MLP."""
+    found, at = [], 0
+    for before, after in zip(sizes, sizes[1:], strict=False):
+        weight = w[..., at : at + before * after].unflatten(-1, (after, before))
+        at += before * after
+        found.append((weight, w[..., at : at + after]))
+        at += after
+    return found
+
+
+def mlp(clients: int, rows: int, *sizes: int) -> Problem:
+    def forward(w: Tensor, x: Tensor) -> Tensor:
+        for number, (weight, bias) in enumerate(_layers(w, sizes)):
+            x = torch.relu(x) if number else x
+            x = torch.baddbmm(bias[:, None], x, weight.mT)
+        return x
+
+    def forward_one(w: Tensor, x: Tensor) -> Tensor:
+        for number, (weight, bias) in enumerate(_layers(w, sizes)):
+            x = torch.relu(x) if number else x
+            x = F.linear(x, weight, bias)
+        return x
+
+    pairs = [a * b for a, b in zip(sizes, sizes[1:], strict=False)]
+    flop = 2 * (3 * sum(pairs) - pairs[0])  # forward, and backward but for the images
+    return bayesian_network(
+        models.mlp(*sizes), forward, forward_one, clients, rows, sizes[0], sizes[-1], flop
+    )
+
+
+def cnn(clients: int, rows: int) -> Problem:
+    """Two convolutions and two layers, 28 × 28; by hand, clients are groups of channels."""
+    module = models.cnn((1, 28, 28), 10, channels=(8, 16), hidden=32)
+    shapes = [p.shape for p in module.parameters()]
+
+    def parts(w: Tensor) -> list[Tensor]:
+        sizes = [shape.numel() for shape in shapes]
+        split = w.split(sizes, -1)
+        return [p.unflatten(-1, shape) for p, shape in zip(split, shapes, strict=True)]
+
+    def forward(w: Tensor, x: Tensor) -> Tensor:
+        k = len(x)
+        p = parts(w)
+        h = x.transpose(0, 1).unflatten(-1, (28, 28))  # rows, clients, 28, 28
+        for weight, bias in ((p[0], p[1]), (p[2], p[3])):
+            h = F.conv2d(h, weight.flatten(0, 1), bias.flatten(), padding=2, groups=k)
+            h = F.max_pool2d(torch.relu(h), 2)
+        h = h.unflatten(1, (k, -1)).transpose(0, 1).flatten(2)
+        h = torch.relu(torch.baddbmm(p[5][:, None], h, p[4].mT))
+        return torch.baddbmm(p[7][:, None], h, p[6].mT)
+
+    def forward_one(w: Tensor, x: Tensor) -> Tensor:
+        p = parts(w)
+        h = x.unflatten(-1, (1, 28, 28))
+        for weight, bias in ((p[0], p[1]), (p[2], p[3])):
+            h = F.max_pool2d(torch.relu(F.conv2d(h, weight, bias, padding=2)), 2)
+        return F.linear(torch.relu(F.linear(h.flatten(1), p[4], p[5])), p[6], p[7])
+
+    first, second = 2 * 25 * 8 * 784, 2 * 25 * 8 * 16 * 196
+    rest = 2 * (16 * 49 * 32 + 320)
+    flop = 2 * first + 3 * (second + rest)
+    return bayesian_network(module, forward, forward_one, clients, rows, 784, 10, flop)
+
+
+GLOBALS = ("mu", "log_tau", "slope", "log_sigma")
+
+
+def radon(clients: int, rows: int, draws: int = 8) -> Problem:
+    """Varying intercepts: gradients in q(alpha_i) and, for the server, in its draws of the globals."""
+
+    def model(federation: Any) -> None:
+        mu, log_tau, slope, log_sigma = (pyro.sample(n, dist.Normal(0.0, 2.0)) for n in GLOBALS)
+        with federation.clients():
+            alpha = pyro.sample("alpha", dist.Normal(mu, log_tau.exp()))
+            with federation.observations() as obs:
+                mean = alpha + slope * obs["floor"]
+                y = dist.Normal(mean, log_sigma.exp())
+                pyro.sample("log_radon", y, obs=obs.get("log_radon"))
+
+    def guide(federation: Any) -> None:
+        for name in GLOBALS:
+            loc = pyro.param(f"{name}.loc", torch.tensor(0.0))
+            pyro.sample(name, dist.Normal(loc, 0.1))
+        with federation.clients() as index:
+            loc = pyro.param("alpha.loc", torch.zeros(len(index), 1))
+            log_scale = pyro.param("alpha.log_scale", torch.zeros(len(index), 1))
+            pyro.sample("alpha", dist.Normal(loc, log_scale.exp()))
+
+    offsets = torch.arange(0, clients * rows + 1, rows)
+    fields = {
+        "floor": torch.rand(clients * rows).round(),
+        "log_radon": torch.randn(clients * rows),
+    }
+    federation = bf.Federation(fields, offsets, [f"{i}" for i in range(clients)])
+    algorithm = bf.SFVI(guide=guide, particles=draws)
+    program = algorithm.program(model, federation)
+    batch = federation.batch()
+    keys = noise.fold(noise.key(0), federation.streams)
+    _, first = algorithm.init(program, federation)
+    first = {part: first[part] for part in ("params", "mean", "square", "step")}
+    theta = {name: torch.randn(draws, 1, 1) * 0.1 for name in GLOBALS}
+    state: dict[str, Any] = {"clients": first, "step": 0}
+
+    def ours() -> object:
+        state["step"] += 1
+        supplied = program.noise(noise.fold(keys, state["step"]), draws, local=True)
+        state["clients"], grads, term = local_step(
+            program, theta, program.init, state["clients"], batch, supplied, draws, LR
+        )
+        return grads, term
+
+    loc, log_scale = torch.zeros(clients, 1), torch.zeros(clients, 1)
+    adam = torch.optim.Adam([loc, log_scale], lr=LR, eps=0.1)
+    x, y = batch.fields["floor"], batch.fields["log_radon"]
+    half_log_tau = 0.9189385332046727
+
+    def slope(
+        eps: Tensor, loc: Tensor, log_scale: Tensor, x: Tensor, y: Tensor
+    ) -> tuple[Tensor, ...]:
+        a, b = loc.detach().requires_grad_(), log_scale.detach().requires_grad_()
+        g = [theta[n].expand(-1, len(loc), -1).detach().requires_grad_() for n in GLOBALS]
+        mu, log_tau, beta, log_sigma = g
+        alpha = a + b.exp() * eps
+        likelihood = -0.5 * ((y - alpha - beta * x) / log_sigma.exp()) ** 2 - log_sigma
+        prior = -0.5 * ((alpha - mu) / log_tau.exp()) ** 2 - log_tau
+        q = -0.5 * ((alpha - a) / b.exp()) ** 2 - b
+        term = (likelihood - half_log_tau).sum(-1) + (prior - q).sum(-1)
+        return torch.autograd.grad(term.mean(0).sum(), (a, b, *g))
+
+    def hand() -> None:
+        grads = slope(torch.randn(draws, clients, 1), loc, log_scale, x, y)
+        loc.grad, log_scale.grad = -grads[0], -grads[1]
+        adam.step()
+
+    own = [
+        [loc[i : i + 1].clone().requires_grad_(), log_scale[i : i + 1].clone().requires_grad_()]
+        for i in range(clients)
+    ]
+    optimizers = [torch.optim.Adam(pair, lr=LR, eps=0.1) for pair in own]
+
+    def loop() -> None:
+        for i, (pair, optimizer) in enumerate(zip(own, optimizers, strict=True)):
+            grads = slope(torch.randn(draws, 1, 1), *pair, x[i : i + 1], y[i : i + 1])
+            pair[0].grad, pair[1].grad = -grads[0], -grads[1]
+            optimizer.step()
+
+    def difference() -> float:
+        supplied = program.noise(keys, draws, local=True)
+        _, grads, _ = local_step(program, theta, program.init, first, batch, supplied, draws, LR)
+        zeros = torch.zeros(clients, 1)
+        by_hand = slope(supplied["alpha"][0], zeros, zeros, x, y)[2:]
+        return max(
+            float((grads[n].squeeze() - g.squeeze().T).abs().max() / g.abs().max())
+            for n, g in zip(GLOBALS, by_hand, strict=True)
+        )
+
+    return Problem(ours, hand, loop, difference, 0.0, 2 * clients * rows + 8 * clients)
+
+
+PROBLEMS: dict[str, tuple[Callable[[], Problem], int]] = {
+    "MLP 784-100-10, 64 clients × 50": (lambda: mlp(64, 50, 784, 100, 10), 2),
+    "logistic 784-10, 200 × 50": (lambda: mlp(200, 50, 784, 10), 2),
+    "logistic 8-2, 1000 × 10": (lambda: mlp(1000, 10, 8, 2), 1),
+    "CNN 8-16-32, 20 × 20": (lambda: cnn(20, 20), 2),
+    "radon, 1000 × 10, 8 draws": (lambda: radon(1000, 10), 1),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("problems", nargs="*", help="beginnings of their names; by default all")
+    parser.add_argument("--repeats", type=int, default=15)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    rows = [
+        "| one step of | compiled, ms | eager, ms | hand, ms | loop, ms | compiled / hand | eager / hand "
+        "| loop / compiled | of the machine's limit | compile, s | threads | differ by |",
+        "| --- |" + " --- |" * 11,
+    ]
+    flops, bandwidth = limits()
+    for name, (make, threads) in PROBLEMS.items():
+        if args.problems and not name.startswith(tuple(args.problems)):
+            continue
+        torch.manual_seed(0)
+        torch.set_num_threads(threads)
+        problem, compiler = make(), Compiler(True)
+
+        def compiled(problem: Problem = problem, compiler: Compiler = compiler) -> object:
+            with using(compiler):
+                return problem.ours()
+
+        with using(compiler):
+            difference = problem.difference()
+        contenders = {
+            "compiled": compiled,
+            "eager": problem.ours,
+            "hand": problem.hand,
+            "loop": problem.loop,
+        }
+        times = interleaved(contenders, args.repeats)
+        cells = [f"{1000 * statistics.median(times[c]):.3g}" for c in contenders]
+        for of, to in (("compiled", "hand"), ("eager", "hand"), ("loop", "compiled")):
+            middle, low, high = ratios(times, of, to)
+            cells.append(f"{middle:.2g} ({low:.2g} to {high:.2g})")
+        least = problem.flop / flops + 4 * problem.numbers / bandwidth
+        cells.append(f"{100 * least / statistics.median(times['compiled']):.0f} %")
+        cells += [f"{compiler.seconds:.0f}", str(threads), f"{difference:.0e}"]
+        rows.append(f"| {name} | " + " | ".join(cells) + " |")
+        print(rows[-1], flush=True)
+    rows.append(
+        f"\nLimit: matrix products at {flops / 1e9:.0f} GFLOP/s and memory at {bandwidth / 1e9:.0f} GB/s, as measured "
+        "here with two threads, one after the other: parameters read, their gradients and new values written, rows "
+        "read once."
+    )
+    write(Path(__file__), rows)
+
+
+if __name__ == "__main__":
+    main()

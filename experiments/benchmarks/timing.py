@@ -1,0 +1,78 @@
+"""Timing of contenders in turn, in one process, and tables of the ratios."""
+
+from __future__ import annotations
+
+import gc
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+
+def interleaved(
+    contenders: Mapping[str, Callable[[], object]],
+    repeats: int,
+    at_least: float = 0.05,
+    once: Sequence[str] = (),
+) -> dict[str, list[float]]:
+    """Seconds a call of each contender, ``repeats`` of each, taken in turn.
+
+    A time is the mean over as many calls as take about ``at_least`` seconds, after one that is not timed: what the
+    others left in caches and memory is not charged to it. Contenders named in ``once`` are called a single time.
+    """
+    calls = {}
+    for name, run in contenders.items():
+        run()
+        start = time.perf_counter()
+        run()
+        spent = time.perf_counter() - start
+        calls[name] = 1 if name in once else max(1, round(at_least / spent))
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(repeats):
+        for name, run in contenders.items():
+            gc.collect()
+            if name not in once:
+                run()
+            start = time.perf_counter()
+            for _ in range(calls[name]):
+                run()
+            times[name].append((time.perf_counter() - start) / calls[name])
+    return times
+
+
+def ratios(times: Mapping[str, Sequence[float]], of: str, to: str) -> tuple[float, float, float]:
+    """The median of the rounds' ratios, with the least and the greatest."""
+    found = [a / b for a, b in zip(times[of], times[to], strict=True)]
+    return statistics.median(found), min(found), max(found)
+
+
+def machine() -> str:
+    """The processor, its cores, and the version of torch."""
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        name = names[0].split(":")[1].strip() if names else name
+    return (
+        f"{name}, {torch.get_num_threads()} threads, "
+        f"{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
+    )
+
+
+def limits() -> tuple[float, float]:
+    """What the machine reaches: float32 matrix products in FLOP a second, copies in bytes a second."""
+    a = torch.randn(2048, 2048)
+    big = torch.randn(64_000_000)
+    copy = torch.empty_like(big)
+    times = interleaved({"matmul": lambda: a @ a, "copy": lambda: copy.copy_(big)}, 9, 0.2)
+    return 2 * 2048**3 / min(times["matmul"]), 2 * big.nbytes / min(times["copy"])
+
+
+def write(path: Path, rows: Sequence[str]) -> None:
+    """Print a table and keep it beside the script, with the machine that made it."""
+    text = "\n".join(rows)
+    print(text)
+    path.with_suffix(".md").write_text(f"{text}\n\nMachine: {machine()}.\n")
