@@ -216,7 +216,9 @@ class Compiler:
             return None
         try:
             with torch.no_grad():
-                compiled = torch._inductor.compile(graph, inputs)  # type: ignore[attr-defined]
+                from bayesfed import inductor  # seconds to import
+
+                compiled = inductor.compiled(graph, inputs)
                 found = compiled(*inputs)
         except Exception as error:  # no C++ compiler, or an operation that Inductor lacks
             self._refuse(name, f"Inductor could not compile it: {_first_line(error)}")

@@ -71,19 +71,29 @@ def uniform(keys: Tensor, shape: Sequence[int] = ()) -> Tensor:
     return ((bits.double() + 0.5) * 2.0**-52).reshape((*keys.shape, *shape))
 
 
-def _normal32(keys: Tensor, shape: Sequence[int]) -> Tensor:
+Path = Sequence[Tensor | int]
+"""What keys are folded with, one after the other."""
+
+
+def _normal32(keys: Tensor, path: Path, shape: Sequence[int]) -> Tensor:
     """Normal numbers in single precision, two from each hash: less than half the time of double."""
     count = math.prod(shape)
     strides = torch.arange(1, (count + 1) // 2 + 1, device=keys.device) * _GOLDEN
-    odd = _odd(keys, strides, count)
-    return odd.erfinv_().mul_(math.sqrt(2)).reshape((*keys.shape, *shape))
+    odd = _odd(keys, list(path), strides, count)
+    return odd.erfinv_().mul_(math.sqrt(2)).reshape((*odd.shape[:-1], *shape))
 
 
 @traceable
-def _odd(keys: Tensor, strides: Tensor, count: int) -> Tensor:
-    """Uniform in (-1, 1), symmetric, never 0 or ±1: float32, ``keys.shape + (count,)``."""
+def _odd(keys: Tensor, path: list[Tensor | int], strides: Tensor, count: int) -> Tensor:
+    """Uniform in (-1, 1), symmetric, never 0 or ±1: float32, the shape of the folded keys ``+ (count,)``.
+
+    ``strides`` is an argument so that compiled code multiplies no index by a large constant: a C++ compiler may take
+    it that integers do not overflow, and conclude that the loop is short.
+    """
+    for data in path:
+        keys = fold(keys, data)
     if count > 10_000 and keys.ndim and keys.device.type == "cpu" and not tracing():
-        streams = [_odd(stream, strides, count) for stream in keys.flatten()]  # each stays in cache
+        streams = [_odd(stream, [], strides, count) for stream in keys.flatten()]  # stay in cache
         return torch.stack(streams).reshape((*keys.shape, count))
     bits = _mix(keys[..., None] + strides)
     halves = torch.cat([bits >> 40, bits >> 8], -1)[..., :count] & ((1 << 24) - 1)
@@ -151,10 +161,12 @@ class Draw:
     kind: str
     tail: tuple[int, ...]
 
-    def __call__(self, keys: Tensor, dtype: torch.dtype) -> Tensor:
-        """Noise of shape ``keys.shape + tail``."""
+    def __call__(self, keys: Tensor, dtype: torch.dtype, path: Path = ()) -> Tensor:
+        """Noise of the keys, folded along ``path`` first: their shape ``+ tail``."""
         if self.kind == "normal" and dtype == torch.float32:
-            return _normal32(keys, self.tail)
+            return _normal32(keys, path, self.tail)
+        for data in path:
+            keys = fold(keys, data)
         u = uniform(keys, self.tail)
         return (torch.special.ndtri(u) if self.kind == "normal" else u).to(dtype)
 

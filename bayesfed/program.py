@@ -192,12 +192,9 @@ class Program:
         for name, draws in self.randomness.items():
             if (name in self.draws) == local:
                 continue
-            site_keys = noise.fold(keys.reshape(-1), noise.word(name))
-            particle_keys = noise.fold(
-                site_keys, torch.arange(particles, device=keys.device)[:, None]
-            )
+            path = noise.word(name), torch.arange(particles, device=keys.device)[:, None, None]
             supplied[name] = [
-                draw(noise.fold(particle_keys, number)[:, :, None], self.schema.scale.dtype)
+                draw(keys.reshape(-1, 1), self.schema.scale.dtype, (*path, number))
                 for number, draw in enumerate(draws)
             ]
         return supplied

@@ -1,0 +1,71 @@
+"""A graph compiled by Inductor, with the matrix products as the batches of small networks of a cohort need them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._inductor
+from torch import Tensor
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph, GraphModule, Node
+
+aten = torch.ops.aten
+SMALL = 512
+"""Multiplications of a product that is none for BLAS."""
+
+
+def compiled(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., list[Tensor]]:
+    """The graph as a function of tensors like these."""
+    options = {"post_grad_custom_pre_pass": Products()}
+    return torch._inductor.compile(graph, list(inputs), options=options)  # type: ignore[no-any-return]
+
+
+class Products(CustomGraphPass):
+    """Batched matrix products of a cohort's small networks.
+
+    A gradient XᵀD of many inputs and few outputs is taken as (DᵀX)ᵀ: BLAS is up to four times as fast where there are
+    more columns than rows, and the layout is that of the weights, so that the optimiser reads it in order. Products
+    of a few numbers are multiplications and a sum, without BLAS.
+    """
+
+    def __call__(self, graph: Graph) -> None:
+        for node in list(graph.find_nodes(op="call_function", target=aten.bmm.default)):
+            left, right = node.args
+            inner = left.meta["val"].shape[2]
+            _, rows, columns = node.meta["val"].shape
+            with graph.inserting_before(node):
+                if rows * columns * inner <= SMALL:
+                    pairs = _call(
+                        graph,
+                        aten.mul.Tensor,
+                        _call(graph, aten.unsqueeze.default, left, 3),
+                        _call(graph, aten.unsqueeze.default, right, 1),
+                    )
+                    product = _call(graph, aten.sum.dim_IntList, pairs, [2])
+                elif columns < rows:
+                    wide = _call(graph, aten.bmm.default, *(_mt(graph, m) for m in (right, left)))
+                    product = _mt(graph, wide)
+                else:
+                    continue
+            node.replace_all_uses_with(product)
+            graph.erase_node(node)
+
+    def uuid(self) -> str:
+        """What a cached graph depends on."""
+        return "bayesfed: products, 2"
+
+
+def _mt(graph: Graph, matrix: Any) -> Node:
+    return _call(graph, aten.permute.default, matrix, [0, 2, 1])
+
+
+def _call(graph: Graph, target: Any, *args: Any) -> Node:
+    """A new node, with what it would return as Inductor wants to know it."""
+    node = graph.call_function(target, args)
+    values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in args]
+    node.meta["val"] = target(*values)
+    return node
+
+
