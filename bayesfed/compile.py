@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bayesfed.plates import Batch, Fields
@@ -126,7 +125,6 @@ class Compiler:
     seconds: float = 0.0
     reason: str = ""
     _work: dict[Any, _Work] = field(default_factory=dict)
-    _keep: list[Any] = field(default_factory=list)
     _refused: set[str] = field(default_factory=set)
     _decided: bool = False
 
@@ -139,21 +137,19 @@ class Compiler:
         """The function's result."""
         if self.mode is False or tracing():
             return function(*args)
-        leaves, spec = pytree.tree_flatten(tuple(args))
-        if torch.is_grad_enabled() and any(
-            isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves
-        ):
+        tensors: list[Tensor] = []
+        form = _form(tuple(args), tensors)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return function(*args)  # a graph ends gradients
-        key = (function, torch.get_num_threads(), spec, *map(_signature, leaves))
+        key = function, torch.get_num_threads(), form
         if not self._decided:
             return self._counted(key, function, args)
         if key not in self.graphs:
             started = time.perf_counter()
-            self.graphs[key] = self._compiled(function, leaves, spec)
-            self._keep.append([leaf for leaf in leaves if not isinstance(leaf, Tensor | float)])
+            self.graphs[key] = self._compiled(function, form, tensors)
             self.seconds += time.perf_counter() - started
         graph = self.graphs[key]
-        return function(*args) if graph is None else graph(leaves)
+        return function(*args) if graph is None else graph(tensors)
 
     def decide(self, rounds: int) -> None:
         """After the first round: whether to compile the ``rounds`` that are left."""
@@ -183,53 +179,42 @@ class Compiler:
         return result
 
     def _compiled(
-        self, function: Callable[..., Any], leaves: list[Any], spec: Any
-    ) -> Callable[[list[Any]], Any] | None:
+        self, function: Callable[..., Any], form: Any, tensors: list[Tensor]
+    ) -> Callable[[list[Tensor]], Any] | None:
         name = function.__qualname__
         if name in self._refused:
             return None
         if sum(key[0] is function for key in self.graphs) >= GRAPHS:
-            self._refuse(
-                name, f"its shapes differ too much from call to call ({GRAPHS} graphs are made)"
-            )
-            return None
-        dynamic = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor | float)]
-        out: list[Any] = []
+            shapes = f"its shapes differ too much from call to call ({GRAPHS} graphs are made)"
+            return self._refuse(name, shapes)
+        forms: list[Any] = []
 
         def flat(*inputs: Tensor) -> list[Tensor]:
-            filled = list(leaves)
-            for i, value in zip(dynamic, inputs, strict=True):
-                filled[i] = value
+            found: list[Tensor] = []
             with torch.enable_grad():
-                result = function(*pytree.tree_unflatten(filled, spec))
-            found, shape = pytree.tree_flatten(result)
-            out[:] = [shape]
+                forms[:] = [_form(function(*_filled(form, iter(inputs))), found)]
             return [x.detach() for x in found]
 
-        inputs = _inputs(leaves, dynamic)
         try:
             with torch.no_grad():
-                graph = make_fx(flat)(*inputs)
+                graph = make_fx(flat)(*tensors)
                 _check_pure(graph)
         except Exception as error:  # whatever a model may do that cannot be traced
-            self._refuse(name, _where(error))
-            return None
+            return self._refuse(name, _where(error))
         try:
             with torch.no_grad():
                 from bayesfed import inductor  # seconds to import
 
-                compiled = inductor.compiled(graph, inputs)
-                found = compiled(*inputs)
+                compiled = inductor.compiled(graph, tensors)
+                found = compiled(*tensors)
         except Exception as error:  # no C++ compiler, or an operation that Inductor lacks
-            self._refuse(name, f"Inductor could not compile it: {_first_line(error)}")
-            return None
-        if not _agree(found, flat(*inputs)):
-            self._refuse(name, "what Inductor made of it gives other numbers")
-            return None
+            return self._refuse(name, f"Inductor could not compile it: {_first_line(error)}")
+        if not _agree(found, flat(*tensors)):
+            return self._refuse(name, "what Inductor made of it gives other numbers")
 
-        def run(leaves: list[Any]) -> Any:
+        def run(tensors: list[Tensor]) -> Any:
             with torch.no_grad():
-                return pytree.tree_unflatten(compiled(*_inputs(leaves, dynamic)), out[0])
+                return _filled(forms[0], iter(compiled(*tensors)))
 
         return run
 
@@ -238,21 +223,54 @@ class Compiler:
         warnings.warn(f"{name} runs eagerly: {why}", stacklevel=2)
 
 
-def _inputs(leaves: list[Any], dynamic: Sequence[int]) -> list[Tensor]:
-    """The tensors of a call; a float is a tensor without dimensions."""
-    return [
-        leaf if isinstance(leaf, Tensor) else torch.tensor(leaf, dtype=torch.float64)
-        for leaf in (leaves[i] for i in dynamic)
-    ]
+class _Same:
+    """An argument that must be the same object for a graph to be of use."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
-def _signature(leaf: Any) -> Any:
-    """What a graph depends on."""
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
-    if isinstance(leaf, float):
-        return float
-    return leaf if isinstance(leaf, int | str | type(None)) else id(leaf)
+def _form(value: Any, tensors: list[Tensor]) -> Any:
+    """What a graph depends on: nesting, shapes and whatever is no tensor. The tensors are appended to ``tensors``.
+
+    A float is a tensor without dimensions.
+    """
+    kind = type(value)
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return Tensor, value.shape, value.stride(), value.dtype, value.device
+    if kind is float:
+        return _form(torch.tensor(value, dtype=torch.float64), tensors)
+    if kind is dict or kind is Fields:
+        return kind, tuple(value), *[_form(v, tensors) for v in value.values()]
+    if kind is Batch:
+        parts = (value.fields, value.mask, value.scale, value.index)
+        return kind, *[_form(v, tensors) for v in parts]
+    if issubclass(kind, list | tuple):
+        return kind, *[_form(v, tensors) for v in value]
+    if kind in (int, bool, str, type(None)):
+        return kind, value
+    return _Same, _Same(value)
+
+
+def _filled(form: Any, tensors: Iterator[Tensor]) -> Any:
+    """A value of that form, with these tensors."""
+    kind, *parts = form
+    if kind is Tensor:
+        return next(tensors)
+    if kind is dict or kind is Fields:
+        return kind(zip(parts[0], [_filled(part, tensors) for part in parts[1:]], strict=True))
+    if kind is list or kind is tuple:
+        return kind([_filled(part, tensors) for part in parts])
+    if kind is Batch or issubclass(kind, tuple):
+        return kind(*[_filled(part, tensors) for part in parts])
+    return parts[0].value if kind is _Same else parts[0]
 
 
 def _agree(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
@@ -310,13 +328,3 @@ class _Counter(TorchDispatchMode):
         if isinstance(result, Tensor) and not func.is_view:
             self.bytes += result.numel() * result.element_size()
         return result
-
-
-pytree.register_pytree_node(
-    Batch,
-    lambda batch: (
-        [dict(batch.fields), batch.mask, batch.scale, batch.index],
-        None,
-    ),
-    lambda parts, _: Batch(Fields(parts[0]), *parts[1:]),  # type: ignore[index,misc]
-)

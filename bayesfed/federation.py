@@ -374,6 +374,11 @@ class Federation:
 
     # -- what a model sees ------------------------------------------------------------------------
 
+    @property
+    def numbers_per_row(self) -> int:
+        """How many numbers the fields of one row hold."""
+        return sum(value[:1].numel() for value in self.fields.values())
+
     def batch(self, clients: Tensor | None = None, positions: Tensor | None = None) -> Batch:
         """The dense view of some clients that a model runs on.
 
@@ -392,15 +397,21 @@ class Federation:
         if positions is None:
             longest = torch.arange(int(lengths.max()), device=self.device)
             positions = torch.where(longest < lengths[:, None], longest, -1)
+        return self.gather(clients, *self.locate(clients, positions))
+
+    def locate(self, clients: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of the flat storage and mask ``(..., K, B)`` and scale ``(..., K, 1)`` of clients' own positions."""
         mask = positions >= 0
         rows = self.offsets[clients, None] + positions.clamp(min=0)
-        scale = lengths[:, None] / mask.sum(-1, keepdim=True)
-        return Batch(
-            fields=Fields({name: value[rows] for name, value in self.fields.items()}),
-            mask=mask,
-            scale=scale.to(self.dtype),
-            index=clients,
-        )
+        return rows, mask, (self.lengths[clients, None] / mask.sum(-1, keepdim=True)).to(self.dtype)
+
+    def gather(self, clients: Tensor, rows: Tensor, mask: Tensor, scale: Tensor) -> Batch:
+        """The batch of K clients' located rows ``(K, B)``."""
+        fields = {  # index_select is several times as fast as value[rows]
+            name: value.index_select(0, rows.flatten()).unflatten(0, rows.shape)
+            for name, value in self.fields.items()
+        }
+        return Batch(fields=Fields(fields), mask=mask, scale=scale, index=clients)
 
     def chunks(self, rows: int = 200_000) -> Iterator[Tensor]:
         """Positions of consecutive clients, in chunks of at most ``rows`` padded rows (at least one)."""

@@ -200,6 +200,12 @@ class Program:
         return supplied
 
     @property
+    def size(self) -> int:
+        """How many numbers the global parameters and one client's variables are."""
+        variables = sum(site.event_shape.numel() for site in self.locals)
+        return variables + sum(value.numel() for value in self.init.values())
+
+    @property
     def laplace_params(self) -> list[str]:
         """The local parameters for which the guide has a closed form, its ``laplace`` method."""
         return list(getattr(self.guide, "laplace_params", ()))

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 def rounds_shown(
     title: str, rounds: int, progress: bool | None
 ) -> Iterator[Callable[[int, float, str], None]]:
-    """Yield ``show(rounds done, ELBO, a note)``; ``progress=None`` shows the bar on a terminal only."""
+    """Yield ``show(rounds done, ELBO, a note, printed above the bar when it changes)``; ``progress=None`` shows the bar on a terminal only."""
     console = Console(stderr=True)
     if progress is False or (progress is None and not console.is_terminal):
         yield lambda done, elbo, note: None
@@ -24,12 +24,18 @@ def rounds_shown(
         BarColumn(),
         TextColumn("ELBO {task.fields[elbo]}"),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
         console=console,
         refresh_per_second=4,
     )
     with bar:
-        task = bar.add_task("rounds", total=rounds, elbo="", note="")
-        yield lambda done, elbo, note: bar.update(
-            task, completed=done, elbo=f"{elbo:,.2f}", note=note
-        )
+        task = bar.add_task("rounds", total=rounds, elbo="")
+        said = ""
+
+        def show(done: int, elbo: float, note: str) -> None:
+            nonlocal said
+            if note != said:
+                console.print(note, style="dim", highlight=False)
+                said = note
+            bar.update(task, completed=done, elbo=f"{elbo:,.2f}")
+
+        yield show

@@ -172,7 +172,8 @@ def fit(
         multiplier = privacy.multiplier(rounds, size, len(federation))
         epsilon = privacy.spent(rounds, size, len(federation))
         title += f", ε = {epsilon:.3g}"
-    numbers = size * min(batch_size or federation.rows, int(federation.lengths.max()))
+    rows = min(batch_size or federation.rows, int(federation.lengths.max()))
+    numbers = size * (rows * federation.numbers_per_row + program.size)
     compiler = Compiler(compile)
     with rounds_shown(title, rounds, progress) as show, threads(numbers), using(compiler):
         for number in range(rounds):
@@ -253,7 +254,7 @@ def fit(
 def threads(numbers: int) -> Iterator[None]:
     """One thread for a cohort of few numbers, where handing them to others takes longer than the work."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1 if numbers < 20_000 else before)
+    torch.set_num_threads(1 if numbers < 200_000 else before)
     try:
         yield
     finally:

@@ -132,16 +132,15 @@ class FedABML:
         steps = steps_taken(batch, self.local_epochs, self.local_steps)
         lr, prior_lr = rate * self.lr, rate * self.prior_lr
         for step in range(int(steps.max())):
-            stream = noise.fold(keys, step)
             inner = range(self.inner_steps)
-            supplied = [self.noise(program, noise.fold(stream, 1 + i)) for i in inner]
+            supplied = [self.noise(program, keys, step, 1 + i) for i in inner]
             if self.gradient == "alternating":
                 rows = [batch(step)]
             else:
                 first = (self.inner_steps + 1) * step
                 rows = [batch(first + i) for i in (*inner, self.inner_steps)]
             if self.gradient != "alternating" or not (self._fits or self._only_prior(program)):
-                supplied.append(self.noise(program, noise.fold(stream, 0)))
+                supplied.append(self.noise(program, keys, step, 0))
             theta, phi = self.step(
                 program, theta, phi, rows, supplied, units, step < steps, lr, prior_lr
             )
@@ -188,7 +187,7 @@ class FedABML:
         units = self.units(program, server, batch(0))
         phi = start(program, theta, batch(0))
         for step in range(steps):
-            supplied = self.noise(program, noise.fold(keys, 1 + step))
+            supplied = self.noise(program, keys, 1 + step)
             phi = self.personal_step(program, theta, phi, batch(step), supplied, lr, units)
         return phi
 
@@ -292,9 +291,13 @@ class FedABML:
         order = GRADIENTS[self.gradient]
         return adapted(loss, phi, len(rows), lr, order=order, units=units, most=self._most)
 
-    def noise(self, program: Program, keys: Tensor) -> Noise:
-        """What the draws of one loss need."""
-        return program.noise(keys, 1 if self.point else self.particles, local=True)
+    def noise(self, program: Program, keys: Tensor, *path: int) -> Noise:
+        """What the draws of one loss need; a point needs nothing."""
+        if self.point:
+            return {}
+        for data in path:
+            keys = noise.fold(keys, data)
+        return program.noise(keys, self.particles, local=True)
 
     @traceable
     def loss(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from bayesfed.partition import Noise, client_terms
 from bayesfed.plates import Batch, Rows
 from bayesfed.program import Params, Program
 
+_TOGETHER = 16  # steps whose rows are found at once
 _NUMBERS = 1_000_000  # how many numbers the weights of a chunk of clients may have
 EPS = 0.1
 """Adam's ε for φ_i: an ELBO gradient of less than a tenth of a nat a unit is noise, not to be chased at full rate."""
@@ -226,16 +228,22 @@ def batches(federation: Federation, clients: Tensor, batch_size: int | None, key
     if batch_size is None or batch_size >= int(lengths.max()):
         full = federation.batch(clients)
         return lambda step: full
-    order = noise.shuffle(noise.fold(keys, noise.word("rows")), lengths)
+    order = noise.shuffle(noise.fold(keys, noise.word("rows")), lengths)[None]
     slots = torch.arange(batch_size, device=keys.device)
+    own = lengths[:, None]
+
+    @lru_cache(maxsize=2)
+    def located(block: int) -> tuple[Tensor, ...]:
+        """Where the rows of some steps are, ``(steps, K, batch_size)``."""
+        steps = block * _TOGETHER + torch.arange(_TOGETHER, device=keys.device)[:, None, None]
+        nth = torch.where(own > batch_size, (steps * batch_size + slots) % own, slots)
+        rows = order.expand(_TOGETHER, -1, -1).gather(2, nth.clamp(max=order.shape[2] - 1))
+        return federation.locate(clients, torch.where(nth < own, rows, -1))
 
     def at(step: int | None) -> Batch:
         if step is None:
             return federation.batch(clients)
-        nth = torch.where(
-            lengths[:, None] > batch_size, (step * batch_size + slots) % lengths[:, None], slots
-        )
-        rows = order.gather(1, nth.clamp(max=order.shape[1] - 1))
-        return federation.batch(clients, torch.where(nth < lengths[:, None], rows, -1))
+        rows, mask, scale = (x[step % _TOGETHER] for x in located(step // _TOGETHER))
+        return federation.gather(clients, rows, mask, scale)
 
     return at

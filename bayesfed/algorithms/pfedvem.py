@@ -125,14 +125,14 @@ class PFedVEM:
         lr, body_lr = rate * self.lr, rate * self.body_lr
 
         def body_after(step: int, active: Tensor) -> State:
-            supplied = self.noise(program, noise.fold(keys, -1 - step))
+            supplied = self.noise(program, keys, -1 - step)
             return self.body_step(
                 program, theta, body, state["params"], batch(step), supplied, active, body_lr
             )
 
         for step in range(int(head_steps.max())):
             active, fixed = step < head_steps, theta | body["params"]
-            supplied = self.noise(program, noise.fold(keys, step))
+            supplied = self.noise(program, keys, step)
             state = self.head_step(program, fixed, state, batch(step), supplied, active, lr)
             if self.joint and shared:
                 body = body_after(step, active)
@@ -185,9 +185,11 @@ class PFedVEM:
         losses = client_losses(program, params, batch, supplied, particles=1)
         return -(losses.nll + losses.divergence)
 
-    def noise(self, program: Program, keys: Tensor) -> Noise:
-        """What the draws of one step need."""
-        return program.noise(keys, self.draws, local=True)
+    def noise(self, program: Program, keys: Tensor, step: int) -> Noise:
+        """What the draws of one step need; a point needs nothing."""
+        if self.point:
+            return {}
+        return program.noise(noise.fold(keys, step), self.draws, local=True)
 
     @property
     def draws(self) -> int:
@@ -263,7 +265,7 @@ class PFedVEM:
         for step in range(steps):
             if RHO in phi:
                 state["params"][RHO] = log_rho(state["params"], theta)
-            supplied = self.noise(program, noise.fold(keys, step))
+            supplied = self.noise(program, keys, step)
             state = self.head_step(program, theta, state, batch(step), supplied, active, lr)
         return state["params"]
 
