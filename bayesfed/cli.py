@@ -217,6 +217,7 @@ def _write(
     console.print(
         f"ELBO {float(last.mean()):,.2f} (mean of the last {len(last)} rounds); "
         f"{seconds:,.1f} s in {len(posterior.history['elbo']):,} rounds"
+        + (f", {posterior.compiled}" if posterior.compiled else "")
     )
     if posterior.epsilon is not None and config.privacy is not None:
         delta = f", δ = {config.privacy.delta:g}" if config.privacy.mechanism == "gaussian" else ""

@@ -41,7 +41,8 @@ WORTH = 30.0
 GRAPHS = 16
 """Graphs of one function: where shapes differ more than that, the rest run eagerly."""
 _OPERATION, _BYTES = 15e-6, 4e9  # what an operation costs through Pyro and autograd; bytes a second
-_LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (torch, pyro)) + (
+_LIBRARIES = (
+    *tuple(str(Path(module.__file__).parent) for module in (torch, pyro)),
     str(Path(__file__).parent),
 )
 
@@ -191,7 +192,7 @@ class Compiler:
 
         def flat(*inputs: Tensor) -> list[Tensor]:
             found: list[Tensor] = []
-            with torch.enable_grad():
+            with torch.enable_grad(), pyro.validation_enabled(False):
                 forms[:] = [_form(function(*_filled(form, iter(inputs))), found)]
             return [x.detach() for x in found]
 
@@ -202,14 +203,17 @@ class Compiler:
         except Exception as error:  # whatever a model may do that cannot be traced
             return self._refuse(name, _where(error))
         try:
-            with torch.no_grad():
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Inductor's, at itself
                 from bayesfed import inductor  # seconds to import
 
                 compiled = inductor.compiled(graph, tensors)
                 found = compiled(*tensors)
         except Exception as error:  # no C++ compiler, or an operation that Inductor lacks
             return self._refuse(name, f"Inductor could not compile it: {_first_line(error)}")
-        if not _agree(found, flat(*tensors)):
+        with using(None):
+            expected = flat(*tensors)
+        if not _agree(found, expected):
             return self._refuse(name, "what Inductor made of it gives other numbers")
 
         def run(tensors: list[Tensor]) -> Any:
@@ -291,7 +295,10 @@ def _check_pure(graph: GraphModule) -> None:
     """Refuse a graph that draws numbers: a compiled step would not draw the run's."""
     for node in graph.graph.nodes:
         target = node.target
-        if isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
+        if (
+            isinstance(target, torch._ops.OpOverload)
+            and torch.Tag.nondeterministic_seeded in target.tags
+        ):
             raise ValueError(
                 f"it draws random numbers of its own ({target}); a guide's sites are given theirs"
             )
@@ -300,7 +307,7 @@ def _check_pure(graph: GraphModule) -> None:
 def _where(error: Exception) -> str:
     """The line of the user's that an error comes from, and what it says."""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [f for f in frames if not f.filename.startswith(_LIBRARIES)]
+    theirs = [f for f in frames if f.line and not f.filename.startswith(_LIBRARIES)]
     if theirs:
         frame = theirs[-1]
         place = f"{Path(frame.filename).name}, line {frame.lineno}, cannot be traced ({frame.line})"

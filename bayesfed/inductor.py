@@ -31,6 +31,7 @@ class Products(CustomGraphPass):
     """
 
     def __call__(self, graph: Graph) -> None:
+        """Rewrite the products, in place."""
         for node in list(graph.find_nodes(op="call_function", target=aten.bmm.default)):
             left, right = node.args
             inner = left.meta["val"].shape[2]
@@ -67,5 +68,3 @@ def _call(graph: Graph, target: Any, *args: Any) -> Node:
     values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in args]
     node.meta["val"] = target(*values)
     return node
-
-

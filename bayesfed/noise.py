@@ -79,13 +79,13 @@ def _normal32(keys: Tensor, path: Path, shape: Sequence[int]) -> Tensor:
     """Normal numbers in single precision, two from each hash: less than half the time of double."""
     count = math.prod(shape)
     strides = torch.arange(1, (count + 1) // 2 + 1, device=keys.device) * _GOLDEN
-    odd = _odd(keys, list(path), strides, count)
-    return odd.erfinv_().mul_(math.sqrt(2)).reshape((*odd.shape[:-1], *shape))
+    drawn = _normals(keys, list(path), strides, count)
+    return drawn.reshape((*drawn.shape[:-1], *shape))
 
 
 @traceable
-def _odd(keys: Tensor, path: list[Tensor | int], strides: Tensor, count: int) -> Tensor:
-    """Uniform in (-1, 1), symmetric, never 0 or ±1: float32, the shape of the folded keys ``+ (count,)``.
+def _normals(keys: Tensor, path: list[Tensor | int], strides: Tensor, count: int) -> Tensor:
+    """The shape of the folded keys ``+ (count,)``.
 
     ``strides`` is an argument so that compiled code multiplies no index by a large constant: a C++ compiler may take
     it that integers do not overflow, and conclude that the loop is short.
@@ -93,11 +93,31 @@ def _odd(keys: Tensor, path: list[Tensor | int], strides: Tensor, count: int) ->
     for data in path:
         keys = fold(keys, data)
     if count > 10_000 and keys.ndim and keys.device.type == "cpu" and not tracing():
-        streams = [_odd(stream, [], strides, count) for stream in keys.flatten()]  # stay in cache
+        streams = [_normals(key, [], strides, count) for key in keys.flatten()]  # stay in cache
         return torch.stack(streams).reshape((*keys.shape, count))
     bits = _mix(keys[..., None] + strides)
     halves = torch.cat([bits >> 40, bits >> 8], -1)[..., :count] & ((1 << 24) - 1)
-    return (2 * halves - ((1 << 24) - 1)).float() * 2.0**-24
+    odd = (2 * halves - ((1 << 24) - 1)).float() * 2.0**-24  # in (-1, 1), symmetric, never 0 or ±1
+    return (_erfinv(odd) if tracing() else odd.erfinv_()) * math.sqrt(2)
+
+
+_CENTRE = (2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087)
+_CENTRE += (-0.00125372503, -0.00417768164, 0.246640727, 1.50140941)
+_TAIL = (-0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773)
+_TAIL += (-0.0076224613, 0.00943887047, 1.00167406, 2.83297682)
+
+
+def _erfinv(x: Tensor) -> Tensor:
+    """erf⁻¹ as polynomials, which a compiler makes vectors of, to 3e-7 of its value.
+
+    Source: M. Giles (2010), "Approximating the erfinv function", GPU Computing Gems, single precision.
+    """
+    w = -((1 - x) * (1 + x)).log()
+    centre, tail = torch.full_like(x, _CENTRE[0]), torch.full_like(x, _TAIL[0])
+    near, far = w - 2.5, w.sqrt() - 3
+    for a, b in zip(_CENTRE[1:], _TAIL[1:], strict=True):
+        centre, tail = a + centre * near, b + tail * far
+    return torch.where(w < 5, centre, tail) * x
 
 
 def choose(keys: Tensor, lengths: Tensor, count: int) -> Tensor:

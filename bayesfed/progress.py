@@ -13,7 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 def rounds_shown(
     title: str, rounds: int, progress: bool | None
 ) -> Iterator[Callable[[int, float, str], None]]:
-    """Yield ``show(rounds done, ELBO, a note, printed above the bar when it changes)``; ``progress=None`` shows the bar on a terminal only."""
+    """Yield ``show(rounds done, ELBO, a note)``; the note is printed above the bar when it changes.
+
+    ``progress=None`` shows the bar on a terminal only.
+    """
     console = Console(stderr=True)
     if progress is False or (progress is None and not console.is_terminal):
         yield lambda done, elbo, note: None

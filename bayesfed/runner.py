@@ -231,7 +231,9 @@ def fit(
                     callback(done)
         params = {n: v.detach() for n, v in algorithm.params(program, server).items()}
         local_params = clients.get("params", {})
-        if not local_params and hasattr(algorithm, "personalize"):  # clients keep nothing: made anew
+        if not local_params and hasattr(
+            algorithm, "personalize"
+        ):  # clients keep nothing: made anew
             key = noise.fold(root, noise.word("personalize"))
             local_params = amortised(
                 algorithm, program, params, federation, None, None, batch_size, key

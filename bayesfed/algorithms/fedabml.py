@@ -234,14 +234,10 @@ class FedABML:
         else:  # φ starts at θ_i again, and the next minibatch judges where it arrives
             prior = leaves(theta["params"])
             phi_0 = start(program, prior, rows[0])
-            params = prior | self.adapted(
-                program, prior, phi_0, rows[:-1], supplied, lr, units
-            )
+            params = prior | self.adapted(program, prior, phi_0, rows[:-1], supplied, lr, units)
             loss = self.loss(program, params, rows[-1], supplied[-1])
         grads = scaled(gradients(loss, prior), units)
-        theta = optimizer.descend(
-            self.prior_optimizer, theta, grads, prior_lr, active, self._most
-        )
+        theta = optimizer.descend(self.prior_optimizer, theta, grads, prior_lr, active, self._most)
         return theta, phi
 
     # -- the objective ------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ class PVI:
         late: bool,
         rate: float,
     ) -> tuple[optimizer.State, Natural, Tensor]:
-        """One step of K clients on φ_i; the Gaussians that stand for their terms at q (where late); the terms ``(K,)``."""
+        """One step of K clients on φ_i; where late, the Gaussians that stand for their terms at q; the terms."""
         phi, z = leaves(clients["params"]), z.detach().requires_grad_()
         f = client_terms(program, params | phi, {GLOBAL: z}, batch, supplied, self.particles)
         if phi:

@@ -285,9 +285,7 @@ def main() -> None:
         cells = [f"{1000 * statistics.median(t):.0f}" for t in (compiled[0], eager[0], compiled[1])]
         for ours, loop, *_ in (compiled, eager):
             found = [b / a for a, b in zip(ours, loop, strict=True)]
-            cells.append(
-                f"{statistics.median(found):.1f} ({min(found):.1f} to {max(found):.1f})"
-            )
+            cells.append(f"{statistics.median(found):.1f} ({min(found):.1f} to {max(found):.1f})")
         unit = statistics.median(a / b for a, b in zip(compiled[0], compiled[2], strict=True))
         cells += [f"{unit:.2f}", make().public or "–", compiled[3].split(", ")[-1]]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")

@@ -13,6 +13,7 @@ Times are medians of rounds in which the contenders take turns.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import warnings
 from collections.abc import Callable
@@ -125,7 +126,7 @@ def bayesian_network(
 def _layers(w: Tensor, sizes: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
     """Weights ``(..., out, in)`` and biases ``(..., out)`` of an MLP."""
     found, at = [], 0
-    for before, after in zip(sizes, sizes[1:], strict=False):
+    for before, after in itertools.pairwise(sizes):
         weight = w[..., at : at + before * after].unflatten(-1, (after, before))
         at += before * after
         found.append((weight, w[..., at : at + after]))
@@ -146,7 +147,7 @@ def mlp(clients: int, rows: int, *sizes: int) -> Problem:
             x = F.linear(x, weight, bias)
         return x
 
-    pairs = [a * b for a, b in zip(sizes, sizes[1:], strict=False)]
+    pairs = [a * b for a, b in itertools.pairwise(sizes)]
     flop = 2 * (3 * sum(pairs) - pairs[0])  # forward, and backward but for the images
     return bayesian_network(
         models.mlp(*sizes), forward, forward_one, clients, rows, sizes[0], sizes[-1], flop
