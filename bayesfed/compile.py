@@ -33,7 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bayesfed.plates import Batch, Fields
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 Mode = Literal["auto"] | bool
 
 WORTH = 30.0
@@ -42,7 +43,7 @@ GRAPHS = 16
 """Graphs of one function: where shapes differ more than that, the rest run eagerly."""
 _OPERATION, _BYTES = 15e-6, 4e9  # what an operation costs through Pyro and autograd; bytes a second
 _LIBRARIES = (
-    *tuple(str(Path(module.__file__).parent) for module in (torch, pyro)),
+    *tuple(module.__path__[0] for module in (torch, pyro)),
     str(Path(__file__).parent),
 )
 
@@ -73,7 +74,7 @@ def traceable(function: Callable[P, R]) -> Callable[P, R]:
         compiler = _active.get()
         if compiler is None or kwargs:
             return function(*args, **kwargs)
-        return compiler(function, args)  # type: ignore[no-any-return]
+        return compiler(function, args)
 
     return run
 
@@ -187,7 +188,8 @@ class Compiler:
             return None
         if sum(key[0] is function for key in self.graphs) >= GRAPHS:
             shapes = f"its shapes differ too much from call to call ({GRAPHS} graphs are made)"
-            return self._refuse(name, shapes)
+            self._refuse(name, shapes)
+            return None
         forms: list[Any] = []
 
         def flat(*inputs: Tensor) -> list[Tensor]:
@@ -201,7 +203,8 @@ class Compiler:
                 graph = make_fx(flat)(*tensors)
                 _check_pure(graph)
         except Exception as error:  # whatever a model may do that cannot be traced
-            return self._refuse(name, _where(error))
+            self._refuse(name, _where(error))
+            return None
         try:
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Inductor's, at itself
@@ -210,11 +213,13 @@ class Compiler:
                 compiled = inductor.compiled(graph, tensors)
                 found = compiled(*tensors)
         except Exception as error:  # no C++ compiler, or an operation that Inductor lacks
-            return self._refuse(name, f"Inductor could not compile it: {_first_line(error)}")
+            self._refuse(name, f"Inductor could not compile it: {_first_line(error)}")
+            return None
         with using(None):
             expected = flat(*tensors)
         if not _agree(found, expected):
-            return self._refuse(name, "what Inductor made of it gives other numbers")
+            self._refuse(name, "what Inductor made of it gives other numbers")
+            return None
 
         def run(tensors: list[Tensor]) -> Any:
             with torch.no_grad():

@@ -19,7 +19,7 @@ SMALL = 512
 def compiled(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., list[Tensor]]:
     """The graph as a function of tensors like these."""
     options = {"post_grad_custom_pre_pass": Products()}
-    return torch._inductor.compile(graph, list(inputs), options=options)  # type: ignore[no-any-return]
+    return torch._inductor.compile(graph, list(inputs), options=options)
 
 
 class Products(CustomGraphPass):

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributions import Independent, Normal, kl_divergence
 
 from bayesfed import handlers
+from bayesfed.compile import traceable
 from bayesfed.plates import Batch
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def _terms(value: Tensor | float, like: Tensor, particles: int, clients: int) ->
     return torch.as_tensor(value, dtype=like.dtype, device=like.device).expand(particles, clients)
 
 
+@traceable
 def draw(
     program: Program, params: Mapping[str, Tensor], noise: Noise, particles: int
 ) -> dict[str, Tensor]:

@@ -30,13 +30,14 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from bayesfed import noise, optimizer
-from bayesfed.algorithms.local import local_steps, moved, with_origin
+from bayesfed.algorithms.local import leaves, local_steps, moved, with_origin
+from bayesfed.compile import traceable
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.flow import Flow
 from bayesfed.guides.full_rank import FullRank
 from bayesfed.guides.hierarchical import automatic
 from bayesfed.guides.mean_field import GLOBAL, MeanField
-from bayesfed.partition import draw, server_pass
+from bayesfed.partition import Noise, draw, server_pass
 from bayesfed.plates import Rows
 from bayesfed.program import Params, Program, build, sites
 
@@ -145,9 +146,24 @@ class SFVI:
 
         ``scale`` is N / K: it makes the cohort's sum an unbiased estimate of the sum over all clients.
         """
+        supplied = program.noise(key, self.local_steps * self.particles, local=False)
+        travels = isinstance(getattr(program.guide, "family", None), Flow) and rate > 0.5
+        return self.server_step(program, server, total, supplied, travels, rate, scale)
+
+    @traceable
+    def server_step(
+        self,
+        program: Program,
+        server: optimizer.State,
+        total: Upload,
+        supplied: Noise,
+        travels: bool,
+        rate: float,
+        scale: float,
+    ) -> tuple[optimizer.State, Tensor]:
+        """A step on λ; ``travels``: only the affine part of a flow moves."""
         count = self.local_steps * self.particles
-        params = {n: v.detach().requires_grad_() for n, v in server["params"].items()}
-        supplied = program.noise(key, count, local=False)
+        params = leaves(server["params"])
         term, draws = server_pass(program, params, supplied, count)
         if not params:
             return server, term.mean()
@@ -161,7 +177,6 @@ class SFVI:
             surrogate = surrogate + (grad * at).sum()
         found = torch.autograd.grad(surrogate, list(params.values()), retain_graph=True)
         family: Any = getattr(program.guide, "family", None)
-        travels = isinstance(family, Flow) and rate > 0.5
         gaussian: Params = {}
         if travels or isinstance(family, MeanField | FullRank):
             (own,) = torch.autograd.grad(term.sum(), draws[GLOBAL])
