@@ -18,7 +18,10 @@ SMALL = 512
 
 def compiled(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., list[Tensor]]:
     """The graph as a function of tensors like these."""
-    options = {"post_grad_custom_pre_pass": Products()}
+    options: dict[str, Any] = {"post_grad_custom_pre_pass": Products()}
+    if graph.graph.find_nodes(op="call_function", target=aten.__rshift__.Scalar):
+        # a hash reads each of its intermediates twice: inlining them all would take ten times as long to compile
+        options["realize_opcount_threshold"] = 10
     return torch._inductor.compile(graph, list(inputs), options=options)
 
 

@@ -105,9 +105,7 @@ def main() -> None:
             )
             times[compile] = [s / STEPS for s in posterior.history["seconds"].tolist()[2:]]
             if compile:
-                ratios = [
-                    b / a for a, b in zip(times[True], times["numpyro"][2:], strict=True)
-                ]
+                ratios = [b / a for a, b in zip(times[True], times["numpyro"][2:], strict=True)]
         middle = [1000 * statistics.median(times[k]) for k in ("numpyro", True, False)]
         lines.append(
             f"| {groups} × {rows} | "

@@ -1,0 +1,144 @@
+"""A FedAvg round in Flower's simulation, and the same round here. Makes against_flower.md.
+
+    pip install 'bayesfed[benchmarks]'
+    python experiments/benchmarks/against_flower.py            # some minutes, on a machine that does nothing else
+
+10 clients with 600 images train an MLP 784-100-10 for 5 epochs of batches of 50, 1000 clients with 10 rows a
+logistic regression 8-2 for one epoch. Flower's simulation engine runs its clients in Ray's workers, as many as there
+are cores, each with one thread; a client's data are made once in a worker. After each of Flower's rounds two of ours run
+in the same process, compiled, and the second is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import statistics
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+import flwr
+import torch
+from flower_clients import client_app, rows_of
+from flwr.app import ArrayRecord, Context, MetricRecord
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+from flwr.simulation import run_simulation
+from timing import write
+
+import bayesfed as bf
+from bayesfed import models, noise
+from bayesfed.algorithms import family
+from bayesfed.algorithms.local import batches
+from bayesfed.compile import Compiler, using
+
+SETTINGS = {
+    "MLP 784-100-10, 10 clients × 600": (10, 600, (784, 100, 10), 5, 50),
+    "logistic 8-2, 1000 clients × 10": (1000, 10, (8, 2), 1, 10),
+}
+
+
+def our_round(clients: int, rows: int, sizes: tuple[int, ...], epochs: int, batch: int) -> Any:
+    parts = [rows_of(i, rows, sizes[0], sizes[-1]) for i in range(clients)]
+    fields = {"x": torch.cat([x for x, _ in parts]), "y": torch.cat([y for _, y in parts])}
+    offsets = torch.arange(0, clients * rows + 1, rows)
+    federation = bf.Federation(fields, offsets, [f"{i}" for i in range(clients)])
+    algorithm = family.fed_avg(local_epochs=epochs)
+    program = algorithm.program(models.Network(models.mlp(*sizes)), federation)
+    state: dict[str, Any] = {"round": 0, "server": algorithm.init(program, federation)[0]}
+    everyone, compiler = torch.arange(clients), Compiler(True)
+
+    def round_() -> None:
+        state["round"] += 1
+        keys = noise.fold(noise.fold(noise.key(0), state["round"]), federation.streams)
+        with using(compiler):
+            rows_at = batches(federation, everyone, batch, keys)
+            _, upload, _ = algorithm.client_update(program, state["server"], {}, rows_at, keys, 1.0)
+            total = {name: value.sum(0) for name, value in upload.items()}
+            state["server"], _ = algorithm.decode(
+                program, state["server"], total, keys[0], 1.0, 1.0
+            )
+
+    return round_
+
+
+def compared(
+    clients: int, rows: int, sizes: tuple[int, ...], epochs: int, batch: int, rounds: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of Flower's rounds and of ours; without the first, in which workers load torch."""
+    threads = 1 if clients > 100 else torch.get_num_threads()
+    ours = our_round(clients, rows, sizes, epochs, batch)
+    theirs: list[float] = []
+    own: list[float] = []
+    sums: set[float] = set()
+    started = 0.0
+
+    def between(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        nonlocal started
+        now = time.perf_counter()
+        if server_round > 0:
+            sums.add(sum(float(v.sum()) for v in arrays.to_torch_state_dict().values()))
+            theirs.append(now - started)
+            time.sleep(0.5)  # until Ray's workers rest
+            torch.set_num_threads(threads)  # of this thread, which is Flower's server
+            ours()
+            begin = time.perf_counter()
+            ours()
+            own.append(time.perf_counter() - begin)
+        started = time.perf_counter()
+        return MetricRecord({"round": server_round})
+
+    server = ServerApp()
+
+    @server.main()
+    def run(grid: Grid, context: Context) -> None:
+        FedAvg(fraction_evaluate=0.0, min_available_nodes=clients).start(
+            grid=grid,
+            initial_arrays=ArrayRecord(models.mlp(*sizes).state_dict()),
+            num_rounds=rounds,
+            evaluate_fn=between,
+        )
+
+    run_simulation(
+        server_app=server,
+        client_app=client_app(rows, sizes, epochs, batch),
+        num_supernodes=clients,
+        backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}},
+    )
+    if len(sums) < rounds:
+        raise RuntimeError("Flower's clients failed: its rounds changed nothing")
+    return theirs[1:], own[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=6)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    lines = [
+        "| a FedAvg round of | Flower's simulation, ms | ours, ms | Flower / ours |",
+        "| --- |" + " --- |" * 3,
+    ]
+    for name, settings in SETTINGS.items():
+        theirs, own = compared(*settings, args.rounds)
+        found = [a / b for a, b in zip(theirs, own, strict=True)]
+        lines.append(
+            f"| {name} | {1000 * statistics.median(theirs):.0f} | {1000 * statistics.median(own):.1f} | "
+            f"{statistics.median(found):.1f} ({min(found):.1f} to {max(found):.1f}) |"
+        )
+        print(lines[-1], flush=True)
+    lines.append(f"\nFlower {flwr.__version__}.")
+    write(Path(__file__), lines)
+
+
+if __name__ == "__main__":
+    main()
