@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from bayesfed.privacy import Privacy
 from bayesfed.program import Params, Program
 from bayesfed.progress import rounds_shown
 
+_CHUNK, _SMALL = 250_000_000, 1_000_000
+"""Numbers of a chunk: a gigabyte in single precision; so few that another chunk would cost more than padding."""
 _SERVER, _COHORT, _PRIVACY = -1, -2, -3  # streams of a round that belong to no client
 
 
@@ -99,7 +101,7 @@ def fit(
     rounds: int,
     clients_per_round: int | float = 1.0,
     batch_size: int | None = None,
-    chunk_size: int | None = None,
+    chunk_size: int | Literal["auto"] | None = None,
     privacy: Privacy | None = None,
     compile: Mode = "auto",
     seed: int = 0,
@@ -120,7 +122,8 @@ def fit(
         batch_size: rows that a client uses in a local step, scaled by n_i / b_i; by default all.
         chunk_size: clients that run as one batch, of similar numbers of rows; by default the whole cohort. It
             changes memory and time, not results: where clients differ much in size, small chunks keep the small
-            ones from waiting for the large ones.
+            ones from waiting for the large ones. ``"auto"``: chunks of about a gigabyte, in which padding and
+            waiting are at most a fifth of the work.
         privacy: clip the uploads and add noise to their sums, see :class:`~bayesfed.Privacy`. The ε that the
             run spends is shown with its progress and kept as ``posterior.epsilon``.
         compile: trace and compile the local steps: True, False, or ``"auto"``: where the run would take long
@@ -152,7 +155,11 @@ def fit(
         federation = federation.to(device)
     size = cohort_size(clients_per_round, len(federation))
     for what, count in (("rounds", rounds), ("batch_size", batch_size), ("chunk_size", chunk_size)):
-        if count is not None and (isinstance(count, bool) or count != int(count) or count < 1):
+        if isinstance(count, str) and (what, count) != ("chunk_size", "auto"):
+            raise ValueError(f"{what} is {count!r}; it must be a whole number of at least 1")
+        if not isinstance(count, str | None) and (
+            isinstance(count, bool) or count != int(count) or count < 1
+        ):
             raise ValueError(f"{what} is {count}; it must be a whole number of at least 1")
     check_settings(algorithm)
     with torch.random.fork_rng(devices=[]):  # of particles, which start at draws of the prior
@@ -174,6 +181,8 @@ def fit(
         title += f", ε = {epsilon:.3g}"
     rows = min(batch_size or federation.rows, int(federation.lengths.max()))
     numbers = size * (rows * federation.numbers_per_row + program.size)
+    draws = getattr(algorithm, "particles", 1)
+    weight = 8 * draws * program.size + rows * (2 * federation.numbers_per_row + draws)
     compiler = Compiler(compile)
     with rounds_shown(title, rounds, progress) as show, threads(numbers), using(compiler):
         for number in range(rounds):
@@ -187,7 +196,8 @@ def fit(
             total: dict[str, Tensor] = {}
             terms = []
             by_size = federation.lengths[cohort].argsort(stable=True)  # chunks of equal work
-            for chunk in cohort[by_size].split(chunk_size or size):
+            sizes = chunks(federation.lengths[cohort[by_size]], chunk_size, weight)
+            for chunk in cohort[by_size].split(sizes):
                 keys = noise.fold(key, federation.streams[chunk])
                 state, upload, term = algorithm.client_update(
                     program,
@@ -250,6 +260,35 @@ def fit(
         epsilon=epsilon,
         compiled=str(compiler),
     )
+
+
+def chunks(lengths: Tensor, chunk_size: int | Literal["auto"] | None, weight: int) -> list[int]:
+    """How many clients run together, in order; clients are sorted by their numbers of rows.
+
+    Args:
+        lengths: numbers of rows, ascending.
+        chunk_size: see :func:`fit`.
+        weight: about how many numbers a client's step holds.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed.runner import chunks
+        >>> lengths = torch.tensor([10, 10, 11, 500, 510])
+        >>> chunks(lengths, None, 1), chunks(lengths, 2, 1), chunks(lengths, "auto", 1_000_000)
+        ([5], [2, 2, 1], [3, 2])
+    """
+    if chunk_size != "auto":
+        size = chunk_size or len(lengths)
+        return [len(part) for part in lengths.split(size)]
+    found, count, rows = [], 0, 0
+    for n in lengths.tolist():
+        heavy = (count + 1) * weight > _CHUNK
+        idle = (count + 1) * n > 1.25 * (rows + n) and count * weight > _SMALL
+        if count and (heavy or idle):
+            found.append(count)
+            count = rows = 0
+        count, rows = count + 1, rows + n
+    return [*found, count]
 
 
 @contextmanager

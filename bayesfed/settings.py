@@ -227,7 +227,7 @@ class Schedule(_Strict):
     rounds: Annotated[int, Field(ge=1)]
     clients_per_round: int | float = 1.0
     batch_size: Annotated[int, Field(ge=1)] | None = None
-    chunk_size: Annotated[int, Field(ge=1)] | None = None
+    chunk_size: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
     compile: Literal["auto"] | bool = "auto"
     seed: int = 0
     device: str | None = None

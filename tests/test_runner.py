@@ -3,8 +3,11 @@ import io
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import bayesfed as bf
+from bayesfed import runner
 from bayesfed.runner import cohort_size
 from tests.scenarios import conjugate_hierarchy, ragged
 
@@ -262,3 +265,32 @@ def test_a_round_cannot_be_changed():
     fit(rounds=1, callbacks=[rounds.append])
     with pytest.raises(dataclasses.FrozenInstanceError):
         rounds[0].elbo = 0.0
+
+
+# -- chunks ---------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.integers(1, 5000), min_size=1, max_size=60).map(sorted),
+    st.integers(1, 300_000_000),
+)
+def test_automatic_chunks_waste_little_and_fit_into_memory(lengths, weight):
+    sizes = runner.chunks(torch.tensor(lengths), "auto", weight)
+    assert sum(sizes) == len(lengths)
+    at = 0
+    for size in sizes:
+        own = lengths[at : at + size]
+        at += size
+        assert size == 1 or size * weight <= runner._CHUNK
+        padded = size * max(own)
+        last_was_small = (size - 1) * weight <= runner._SMALL
+        assert padded <= 1.25 * sum(own) or last_was_small
+
+
+def test_automatic_chunks_change_nothing():
+    same(fit(), fit(chunk_size="auto"), rtol=1e-6, atol=1e-6)
+
+
+def test_chunk_sizes_that_are_none():
+    with pytest.raises(ValueError, match="chunk_size is 'some'"):
+        fit(chunk_size="some")

@@ -1,12 +1,12 @@
 """A FedAvg round in Flower's simulation, and the same round here. Makes against_flower.md.
 
     pip install 'bayesfed[benchmarks]'
-    python experiments/benchmarks/against_flower.py            # some minutes, on a machine that does nothing else
+    python experiments/benchmarks/against_flower.py       # some minutes, on a machine that does nothing else
 
-10 clients with 600 images train an MLP 784-100-10 for 5 epochs of batches of 50, 1000 clients with 10 rows a
-logistic regression 8-2 for one epoch. Flower's simulation engine runs its clients in Ray's workers, as many as there
-are cores, each with one thread; a client's data are made once in a worker. After each of Flower's rounds two of ours run
-in the same process, compiled, and the second is timed.
+10 clients with 600 images train an MLP 784-100-10 for 5 epochs of batches of 50, 1000 clients with 10 rows a logistic
+regression 8-2 for one epoch. Flower's simulation engine runs its clients in Ray's workers, as many as there are cores,
+each with one thread; a client's data are made once in a worker. After each of Flower's rounds two of ours run in the
+same process, compiled, and the second is timed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A gradient of the ELBO of one hierarchical model: SFVI's rounds against NumPyro's SVI (JAX, jitted). Makes against_numpyro.md.
+"""A gradient of a hierarchical model's ELBO: rounds of SFVI against NumPyro's jitted SVI. Makes against_numpyro.md.
 
     pip install 'bayesfed[benchmarks]'
-    python experiments/benchmarks/against_numpyro.py            # some minutes, on a machine that does nothing else
+    python experiments/benchmarks/against_numpyro.py      # some minutes, on a machine that does nothing else
 
-Varying intercepts, all groups in every step, mean-field guides, 8 draws. NumPyro holds all rows in one place and runs its
-steps in one compiled loop; ours are rounds of 10 local steps, in which the clients' parameters are stepped and the
-server's gradient is summed, and the time is a round's over 10. They take turns in one process.
+Varying intercepts, all groups in every step, mean-field guides, 8 draws. NumPyro holds all rows in one place and runs
+its steps in one compiled loop. Ours are rounds of 10 local steps, in which the clients' parameters are stepped and the
+server's gradient is summed; the time is a round's over 10. They take turns in one process.
 """
 
 from __future__ import annotations
