@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bayesfed.plates import Batch, Fields
@@ -197,7 +198,7 @@ class Compiler:
 
         def flat(*inputs: Tensor) -> list[Tensor]:
             found: list[Tensor] = []
-            with torch.enable_grad(), pyro.validation_enabled(False):
+            with torch.enable_grad(), pyro.validation_enabled(False), _SameStorage():
                 forms[:] = [_form(function(*_filled(form, iter(inputs))), found)]
             return [x.detach() for x in found]
 
@@ -233,6 +234,18 @@ class Compiler:
     def _refuse(self, name: str, why: str) -> None:
         self._refused.add(name)
         warnings.warn(f"{name} runs eagerly: {why}", stacklevel=2)
+
+
+class _SameStorage(TorchFunctionMode):
+    """``torch.equal`` as whether both are the same numbers in memory: GPyTorch's kernels ask it to save work."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not torch.equal:
+            return func(*args, **(kwargs or {}))
+        one, other = ((x.data_ptr(), x.shape, x.stride()) for x in args)
+        return one == other
 
 
 class _Same:

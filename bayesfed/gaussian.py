@@ -11,6 +11,8 @@ import torch
 from linear_operator.utils.cholesky import psd_safe_cholesky
 from torch import Tensor
 
+from bayesfed.compile import tracing
+
 
 class Gaussian(dist.TorchDistribution):
     """N(mean, covariance) for many small dense covariances, batched in front.
@@ -56,12 +58,20 @@ class Gaussian(dist.TorchDistribution):
         return self.loc + (psd_safe_cholesky(self.covariance) @ noise[..., None]).squeeze(-1)
 
 
+def _cholesky(covariance: Tensor) -> Tensor:
+    """The factor; where a graph is traced, which cannot try again with more jitter, NaN if there is none."""
+    if not tracing():
+        return psd_safe_cholesky(covariance)
+    factor, info = torch.linalg.cholesky_ex(covariance)
+    return torch.where((info > 0)[..., None, None], torch.nan, factor)
+
+
 class _LogDensity(torch.autograd.Function):
     """ln N(residual; 0, covariance), differentiable twice."""
 
     @staticmethod
     def forward(ctx: Any, residual: Tensor, covariance: Tensor) -> Tensor:
-        factor = psd_safe_cholesky(covariance)
+        factor = _cholesky(covariance)
         inverse = torch.cholesky_inverse(factor)
         alpha = (inverse @ residual[..., None]).squeeze(-1)
         ctx.save_for_backward(residual, covariance, inverse)

@@ -13,7 +13,7 @@ from torch import nn
 
 import bayesfed as bf
 from bayesfed import compile as compiling
-from bayesfed import models, noise
+from bayesfed import models, noise, simulations
 from bayesfed.algorithms import family
 from bayesfed.compile import Compiler, traceable, using
 
@@ -125,6 +125,21 @@ def test_compiled_and_eager_agree(name, data):
 @pytest.mark.parametrize("name", CASES)
 def test_traced_and_eager_agree(name, data, only_traced):
     agree(name, data)
+
+
+def test_gaussian_processes_are_traced(only_traced):
+    """GPyTorch's kernels ask whether their inputs are equal, its Cholesky whether it failed."""
+    train, _ = simulations.polynomials(clients=3, rows=4)
+    fits = []
+    for mode in (False, True):
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = models.GaussianProcess()
+            fits.append(bf.fit(model, train, bf.PACPFL(particles=2), rounds=2, compile=mode))
+    assert "1 graphs" in fits[1].compiled
+    expected, found = (fit.params["particles"] for fit in fits)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
 def test_chunks_of_traced_clients_sum_to_the_same(data, only_traced):

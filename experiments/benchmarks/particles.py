@@ -2,27 +2,26 @@
 
     python experiments/benchmarks/particles.py             # a minute; on a machine that does nothing else
 
-Two loops over clients and particles: the same pass, one client and one particle at a time; and what one would write
-with GPyTorch alone, an ExactGP and its ExactMarginalLogLikelihood for each, backward, the parameters' gradients. All
-three are timed in turn in one process on one thread (as the runner would have it), each after a pass of its own that
-is not timed. Ratios are medians, with the least and the greatest.
+The pass, compiled and eager, beside two loops over clients and particles: the same pass, one client and one particle
+at a time; and what one would write with GPyTorch alone, an ExactGP and its ExactMarginalLogLikelihood for each,
+backward, the parameters' gradients. All are timed in turn in one process on one thread. Ratios are medians, with the
+least and the greatest.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import gpytorch
 import torch
+from timing import interleaved, ratios, write
 from torch import Tensor, nn
 
 import bayesfed as bf
 from bayesfed import models, noise
+from bayesfed.compile import Compiler, using
 from bayesfed.guides.particles import PARTICLES
 
 CLIENTS, ROWS, COUNT, INPUTS = 24, 150, 4, 15
@@ -105,35 +104,33 @@ def main() -> None:
                 found[i, k] = torch.cat([p.grad.flatten() for p in exact.parts()])
         return found
 
+    compiler = Compiler(True)
+
+    def compiled() -> Tensor:
+        with using(compiler):
+            return batched()
+
+    contenders = {
+        "compiled": compiled,
+        "batched": batched,
+        "the same pass, one by one": apart,
+        "GPyTorch alone": gpytorch_alone,
+    }
+    expected = batched()
+    scale = float(expected.abs().max())
+    times = interleaved(contenders, args.repeats)
     lines = [
-        "| loop | batched, ms | loop, ms | ratio | gradients differ by |",
+        "| gradient | ms | times the compiled | times the batched | differs by |",
         "| --- |" + " --- |" * 4,
     ]
-    scale = float(batched().abs().max())
-    times = [
-        (_seconds(batched), _seconds(apart), _seconds(gpytorch_alone)) for _ in range(args.repeats)
-    ]
-    fast = [t[0] for t in times]
-    for number, (name, loop) in enumerate(
-        (("the same pass, one by one", apart), ("GPyTorch alone", gpytorch_alone)), start=1
-    ):
-        slow = [t[number] for t in times]
-        ratios = [b / a for a, b in zip(fast, slow, strict=True)]
-        difference = float((batched() - loop()).abs().max()) / scale
-        lines.append(
-            f"| {name} | {1000 * statistics.median(fast):.0f} | {1000 * statistics.median(slow):.0f} | "
-            f"{statistics.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f}) | {difference:.0e} |"
-        )
-    print("\n".join(lines))
-    Path(__file__).with_suffix(".md").write_text("\n".join(lines) + "\n")
-
-
-def _seconds(what: Callable[[], object]) -> float:
-    gc.collect()  # what the other one left behind
-    what()
-    start = time.perf_counter()
-    what()
-    return time.perf_counter() - start
+    for name, run in contenders.items():
+        cells = [f"{1000 * statistics.median(times[name]):.0f}"]
+        for to in ("compiled", "batched"):
+            middle, low, high = ratios(times, name, to)
+            cells.append(f"{middle:.1f} ({low:.1f} to {high:.1f})")
+        cells.append(f"{float((run() - expected).abs().max()) / scale:.0e}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    write(Path(__file__), lines)
 
 
 if __name__ == "__main__":
