@@ -131,7 +131,7 @@ class Compiler:
     seconds: float = 0.0
     reason: str = ""
     _work: dict[Any, _Work] = field(default_factory=dict)
-    _refused: set[str] = field(default_factory=set)
+    _refused: dict[str, str] = field(default_factory=dict)
     _decided: bool = False
 
     def __post_init__(self) -> None:
@@ -232,8 +232,9 @@ class Compiler:
         return run
 
     def _refuse(self, name: str, why: str) -> None:
-        self._refused.add(name)
-        warnings.warn(f"{name} runs eagerly: {why}", stacklevel=2)
+        if why not in self._refused.values():  # several steps of a model meet the same obstacle
+            warnings.warn(f"{name} runs eagerly: {why}", stacklevel=2)
+        self._refused[name] = why
 
 
 class _SameStorage(TorchFunctionMode):
