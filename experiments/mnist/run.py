@@ -171,10 +171,13 @@ def cafeme(classes: int, rows: float, *, rate: float, inner: float) -> Any:
     return algorithm, model, 1.0
 
 
-def pacpfl(classes: int, rows: float, *, rate: float, scale: float) -> Any:
-    """Priors N(m, s²) over the weights; conditioning by 60 draws from them. ``rate`` / 100 is Adam's."""
-    algorithm = bf.PACPFL(particles=3, draws=3, lr=rate / 100)
-    return algorithm, network(classes, spread="learnt", scale=scale, hyper_scale=0.1), 1.0
+def pacpfl(classes: int, rows: float, *, rate: float, tau: float) -> Any:
+    """Priors N(m, s²) over the weights; conditioning by 60 draws from them. ``rate`` / 100 is Adam's.
+
+    Particles start at draws of the hyper-prior, N(start, 0.1²); τ = 20 counts as a hyper-prior that is √20 as wide.
+    """
+    algorithm = bf.PACPFL(particles=3, draws=3, lr=rate / 100, tau=tau)
+    return algorithm, network(classes, spread="learnt", scale=0.02, hyper_scale=0.1), 1.0
 
 
 METHODS = {
@@ -194,7 +197,7 @@ METHODS = {
     ),
     "CAFeMe": Method(cafeme, {"inner": PERSONAL}),
     "FedABML, through the step": Method(bmaml, {"inner": PERSONAL}),
-    "PACPFL": Method(pacpfl, {"scale": (0.03,)}, kept=True, rounds=250),
+    "PACPFL": Method(pacpfl, {"tau": (1.0, 20.0)}, kept=True, rounds=250),
     "FedABML": Method(abml, {"sigma": (0.05, 0.07)}),
 }
 
