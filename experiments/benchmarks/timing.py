@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import platform
 import statistics
 import time
@@ -57,7 +58,7 @@ def machine() -> str:
         names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
         name = names[0].split(":")[1].strip() if names else name
     return (
-        f"{name}, {torch.get_num_threads()} threads, "
+        f"{name}, {os.cpu_count()} cores, "
         f"{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
     )
 
