@@ -38,8 +38,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Mode = Literal["auto"] | bool
 
-WORTH = 30.0
-"""Seconds of eager work from which compiling pays: it takes three to ten for each kind of step."""
+WORTH = 60.0
+"""Seconds of eager work from which compiling pays: it takes some twenty for all steps of a model, at first."""
 GRAPHS = 16
 """Graphs of one function: where shapes differ more than that, the rest run eagerly."""
 _OPERATION, _BYTES = (
