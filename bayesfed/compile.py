@@ -28,7 +28,7 @@ import pyro
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -95,8 +95,6 @@ def using(compiler: Compiler | None) -> Iterator[Compiler | None]:
 
 def tracing() -> bool:
     """Whether a graph is being traced, so that no branch may depend on numbers."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
     return get_proxy_mode() is not None
 
 
@@ -105,12 +103,12 @@ class _Work:
     """What one call of a step costs eagerly, and how often it was called in the first round."""
 
     operations: int
-    numbers: int
+    bytes: int
     calls: int = 0
 
     @property
     def seconds(self) -> float:
-        return self.calls * (self.operations * _OPERATION + self.numbers / _BYTES)
+        return self.calls * (self.operations * _OPERATION + self.bytes / _BYTES)
 
 
 @dataclass

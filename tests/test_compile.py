@@ -279,7 +279,7 @@ def test_the_count_of_work_does_not_depend_on_the_clock():
         compiler = Compiler("auto")
         with using(compiler):
             descend(torch.ones(1000, 1000), 0.1)
-        counts.append([(w.operations, w.numbers, w.calls) for w in compiler._work.values()])
+        counts.append([(w.operations, w.bytes, w.calls) for w in compiler._work.values()])
     assert counts[0] == counts[1] == [(2, 8_000_000, 1)]
 
 

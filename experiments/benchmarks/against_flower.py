@@ -30,7 +30,7 @@ from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
-from timing import write
+from timing import ratio, write
 
 import bayesfed as bf
 from bayesfed import models, noise
@@ -130,10 +130,9 @@ def main() -> None:
     ]
     for name, settings in SETTINGS.items():
         theirs, own = compared(*settings, args.rounds)
-        found = [a / b for a, b in zip(theirs, own, strict=True)]
         lines.append(
             f"| {name} | {1000 * statistics.median(theirs):.0f} | {1000 * statistics.median(own):.1f} | "
-            f"{statistics.median(found):.1f} ({min(found):.1f} to {max(found):.1f}) |"
+            f"{ratio(theirs, own)} |"
         )
         print(lines[-1], flush=True)
     lines.append(f"\nFlower {flwr.__version__}.")

@@ -23,7 +23,7 @@ import numpyro.distributions as dist
 import torch
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
-from timing import write
+from timing import ratio, write
 
 import bayesfed as bf
 from bayesfed import models
@@ -86,7 +86,7 @@ def main() -> None:
             jax.block_until_ready(steps(start))
             times["numpyro"].append((time.perf_counter() - begin) / STEPS)
 
-        ratios = []
+        cell = ""
         for compile in (True, False):
             algorithm = bf.SFVI(
                 global_guide=bf.MeanField(),
@@ -105,12 +105,10 @@ def main() -> None:
             )
             times[compile] = [s / STEPS for s in posterior.history["seconds"].tolist()[2:]]
             if compile:
-                ratios = [b / a for a, b in zip(times[True], times["numpyro"][2:], strict=True)]
+                cell = ratio(times["numpyro"][2:], times[True], ".2f")
         middle = [1000 * statistics.median(times[k]) for k in ("numpyro", True, False)]
         lines.append(
-            f"| {groups} × {rows} | "
-            + " | ".join(f"{m:.2f}" for m in middle)
-            + f" | {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
+            f"| {groups} × {rows} | " + " | ".join(f"{m:.2f}" for m in middle) + f" | {cell} |"
         )
         print(lines[-1], flush=True)
     lines.append(f"\nNumPyro {numpyro.__version__}, jax {jax.__version__}.")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import gpytorch
 import torch
-from timing import interleaved, ratios, write
+from timing import interleaved, ratio, write
 from torch import Tensor, nn
 
 import bayesfed as bf
@@ -126,8 +126,7 @@ def main() -> None:
     for name, run in contenders.items():
         cells = [f"{1000 * statistics.median(times[name]):.0f}"]
         for to in ("compiled", "batched"):
-            middle, low, high = ratios(times, name, to)
-            cells.append(f"{middle:.1f} ({low:.1f} to {high:.1f})")
+            cells.append(ratio(times[name], times[to]))
         cells.append(f"{float((run() - expected).abs().max()) / scale:.0e}")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     write(Path(__file__), lines)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timing import limits, write
+from timing import limits, ratio, write
 from torch import Tensor, nn
 
 import bayesfed as bf
@@ -284,8 +284,7 @@ def main() -> None:
         eager = timed(make(), federation, max(3, args.rounds // 2), False)
         cells = [f"{1000 * statistics.median(t):.0f}" for t in (compiled[0], eager[0], compiled[1])]
         for ours, loop, *_ in (compiled, eager):
-            found = [b / a for a, b in zip(ours, loop, strict=True)]
-            cells.append(f"{statistics.median(found):.1f} ({min(found):.1f} to {max(found):.1f})")
+            cells.append(ratio(loop, ours))
         unit = statistics.median(a / b for a, b in zip(compiled[0], compiled[2], strict=True))
         cells += [f"{unit:.2f}", make().public or "–", compiled[3].split(", ")[-1]]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")

@@ -25,7 +25,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 import torch.nn.functional as F
-from timing import interleaved, limits, ratios, write
+from timing import interleaved, limits, ratio, write
 from torch import Tensor, nn
 
 import bayesfed as bf
@@ -328,8 +328,7 @@ def main() -> None:
         times = interleaved(contenders, args.repeats)
         cells = [f"{1000 * statistics.median(times[c]):.3g}" for c in contenders]
         for of, to in (("compiled", "hand"), ("eager", "hand"), ("loop", "compiled")):
-            middle, low, high = ratios(times, of, to)
-            cells.append(f"{middle:.2g} ({low:.2g} to {high:.2g})")
+            cells.append(ratio(times[of], times[to], ".2g"))
         least = problem.flop / flops + 4 * problem.numbers / bandwidth
         cells.append(f"{100 * least / statistics.median(times['compiled']):.0f} %")
         cells += [f"{compiler.seconds:.0f}", str(threads), f"{difference:.0e}"]

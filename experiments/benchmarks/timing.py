@@ -17,12 +17,11 @@ def interleaved(
     contenders: Mapping[str, Callable[[], object]],
     repeats: int,
     at_least: float = 0.05,
-    once: Sequence[str] = (),
 ) -> dict[str, list[float]]:
     """Seconds a call of each contender, ``repeats`` of each, taken in turn.
 
     A time is the mean over as many calls as take about ``at_least`` seconds, after one that is not timed: what the
-    others left in caches and memory is not charged to it. Contenders named in ``once`` are called a single time.
+    others left in caches and memory is not charged to it.
     """
     calls = {}
     for name, run in contenders.items():
@@ -30,13 +29,12 @@ def interleaved(
         start = time.perf_counter()
         run()
         spent = time.perf_counter() - start
-        calls[name] = 1 if name in once else max(1, round(at_least / spent))
+        calls[name] = max(1, round(at_least / spent))
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(repeats):
         for name, run in contenders.items():
             gc.collect()
-            if name not in once:
-                run()
+            run()
             start = time.perf_counter()
             for _ in range(calls[name]):
                 run()
@@ -44,10 +42,11 @@ def interleaved(
     return times
 
 
-def ratios(times: Mapping[str, Sequence[float]], of: str, to: str) -> tuple[float, float, float]:
-    """The median of the rounds' ratios, with the least and the greatest."""
-    found = [a / b for a, b in zip(times[of], times[to], strict=True)]
-    return statistics.median(found), min(found), max(found)
+def ratio(of: Sequence[float], to: Sequence[float], digits: str = ".1f") -> str:
+    """The median of the rounds' ratios, with the least and the greatest, as a cell of a table."""
+    found = [a / b for a, b in zip(of, to, strict=True)]
+    middle, low, high = statistics.median(found), min(found), max(found)
+    return f"{middle:{digits}} ({low:{digits}} to {high:{digits}})"
 
 
 def machine() -> str:
