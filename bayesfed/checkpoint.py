@@ -142,7 +142,9 @@ def load(
     rows = torch.tensor([known[name] for name in federation.names])
     local_params = {name: value[rows] for name, value in parts["local_params"].items()}
     _same_shapes(path, parts["params"], program.init)
-    _same_shapes(path, local_params, program.init_locals(federation))
+    for start in program.starts(federation):
+        shapes = {n: v[start.index] for n, v in local_params.items()}
+        _same_shapes(path, shapes, program.init_locals(start))
     here = federation.device
     params = {name: value.to(here) for name, value in parts["params"].items()}
     for name, value in _witness(program, params).items():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bayesfed import noise
+from bayesfed.arrow import Column, columns
 from bayesfed.ingest import Missing, to_tensor, without_missing
 from bayesfed.plates import Batch, Fields, UnknownName
 
@@ -22,12 +23,12 @@ from bayesfed.plates import Batch, Fields, UnknownName
 class Federation:
     """N clients, each with its own rows of the same named fields.
 
-    Build one with :meth:`from_frame`, :meth:`from_arrays` or :meth:`from_partitioner`. A Pyro model
+    Build one with :meth:`from_frame`, :meth:`from_arrays`, :meth:`from_partitioner` or :meth:`from_arrow`. A Pyro model
     takes it as its only argument and opens its two plates, :meth:`clients` and :meth:`observations`.
 
     Attributes:
-        fields: field name to a tensor of shape ``(rows, *event)``; client i owns the rows
-            ``offsets[i]:offsets[i + 1]``.
+        fields: field name to a tensor of shape ``(rows, *event)``, or to a column on disk (:meth:`from_arrow`);
+            client i owns the rows ``offsets[i]:offsets[i + 1]``. ``federation[name]`` always is a tensor.
         offsets: int64 tensor of shape ``(N + 1,)``.
         names: the N clients' names, in order; they become ArviZ's ``client`` coordinate.
         client_dim: what a client is called in the data, e.g. ``"county"`` (used in messages).
@@ -45,7 +46,7 @@ class Federation:
         [2.0]
     """
 
-    fields: Mapping[str, Tensor]
+    fields: Mapping[str, Tensor | Column]
     offsets: Tensor
     names: tuple[str, ...]
     client_dim: str = "client"
@@ -219,6 +220,45 @@ class Federation:
         return cls.from_arrays(clients, client_dim=dim or "client", missing=missing)
 
     @classmethod
+    def from_arrow(
+        cls,
+        source: Any,
+        *,
+        client: str,
+        fields: Sequence[str] | None = None,
+        missing: Missing = "fail",
+    ) -> Federation:
+        """One client per value of the column ``client`` of data on disk, which stay there.
+
+        A step reads the rows that it uses from the mapped file; ``federation[name]`` reads a whole field. It is
+        fastest where a client's rows lie together.
+
+        Args:
+            source: an Arrow file (IPC file or stream), a folder of ``*.arrow`` files as ``save_to_disk`` of a
+                ``datasets.Dataset`` makes, such a dataset, or a ``pyarrow.Table``.
+            client: the column that says whose row it is.
+            fields: columns to keep, of numbers or of lists of numbers of one length; by default all but
+                ``client``.
+            missing: what to do with a row that holds a null or a NaN: ``"fail"`` or ``"drop"``.
+
+        Raises:
+            FileNotFoundError: no such file.
+            KeyError: a column is not there.
+            ValueError: a row has no client; a missing number under ``missing="fail"``; no row left for a client.
+            TypeError: a field holds something else than numbers, or rows of different shapes.
+            ImportError: pyarrow is missing: ``pip install 'bayesfed[arrow]'``.
+
+        Example:
+            >>> import bayesfed as bf, pyarrow as pa
+            >>> table = pa.table({"county": ["A", "B", "A"], "log_radon": [0.1, 0.7, 0.3]})
+            >>> federation = bf.Federation.from_arrow(table, client="county")
+            >>> federation, federation["log_radon"].tolist()
+            (Federation: 2 clients, 3 rows (1 to 2 a client), fields log_radon on disk, [0.1, 0.3, 0.7])
+        """
+        found, offsets, names = columns(source, client, fields, missing)
+        return cls(found, torch.as_tensor(offsets, dtype=torch.int64), names, client)
+
+    @classmethod
     def _checked(
         cls,
         columns: dict[str, Tensor],
@@ -268,18 +308,20 @@ class Federation:
 
     def event_shape(self, field: str) -> torch.Size:
         """The shape of one row of a field: ``()`` for a number, ``(P,)`` for a vector."""
-        return self[field].shape[1:]
+        return Fields(self.fields)[field].shape[1:]
 
     def __len__(self) -> int:
         return len(self.names)
 
     def __getitem__(self, field: str) -> Tensor:
-        return Fields(self.fields)[field]
+        value = Fields(self.fields)[field]
+        return value.read() if isinstance(value, Column) else value
 
     def __repr__(self) -> str:
         shortest, longest = int(self.lengths.min()), int(self.lengths.max())
         fields = ", ".join(
-            name if value.ndim == 1 else f"{name}{list(value.shape[1:])}"
+            (name if value.ndim == 1 else f"{name}{list(value.shape[1:])}")
+            + (" on disk" if isinstance(value, Column) else "")
             for name, value in self.fields.items()
         )
         where = "" if self.device.type == "cpu" else f", on {self.device}"
@@ -360,7 +402,7 @@ class Federation:
     ) -> Federation:
         """The same data on another device, or with floating fields of another type."""
 
-        def move(value: Tensor) -> Tensor:
+        def move(value: Tensor | Column) -> Tensor | Column:
             return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
 
         fields = {name: move(value) for name, value in self.fields.items()}
@@ -377,7 +419,7 @@ class Federation:
     @property
     def numbers_per_row(self) -> int:
         """How many numbers the fields of one row hold."""
-        return sum(value[:1].numel() for value in self.fields.values())
+        return sum(value.shape[1:].numel() for value in self.fields.values())
 
     def batch(self, clients: Tensor | None = None, positions: Tensor | None = None) -> Batch:
         """The dense view of some clients that a model runs on.

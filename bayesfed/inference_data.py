@@ -65,7 +65,7 @@ def to_arviz(
     observed = _observed(posterior)
     covariates = {
         name: _labelled(name, value, ("observation",))
-        for name, value in federation.fields.items()
+        for name, value in ((name, federation[name]) for name in federation.fields)
         if not any(value is data or _same(value, data) for data in observed.values())
     }
     groups = {

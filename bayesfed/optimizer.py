@@ -133,7 +133,7 @@ def take(state: State, rows: Tensor) -> State:
 
 
 def put(state: State, rows: Tensor, values: State) -> None:
-    """Store the state of some rows, in place."""
-    for part, tensors in state.items():
-        for name, tensor in tensors.items():
-            tensor[rows] = values[part][name]
+    """Store what is given of some rows, in place."""
+    for part, tensors in values.items():
+        for name, value in tensors.items():
+            state[part][name][rows] = value

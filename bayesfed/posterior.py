@@ -12,7 +12,7 @@ from pyro import poutine
 from torch import Tensor
 from torch.distributions import MixtureSameFamily
 
-from bayesfed import handlers, noise, optimizer
+from bayesfed import handlers, noise
 from bayesfed.algorithms.local import amortised, annealed, batches, local_steps, moved, with_origin
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.particles import PARTICLE, Particles
@@ -20,6 +20,7 @@ from bayesfed.mixture import globals_at, predictive, resampled
 from bayesfed.partition import client_terms, draw, server_pass
 from bayesfed.plates import Batch, UnknownName
 from bayesfed.program import Params, Program, Site
+from bayesfed.states import States
 
 if TYPE_CHECKING:
     import arviz as az
@@ -327,17 +328,17 @@ class Posterior:
         """
         program = self.program
         root = noise.fold(noise.key(seed), noise.word("personalize")).to(federation.device)
+        states = States(len(federation), device=federation.device)
         if hasattr(self.algorithm, "personalize"):
-            local_params = amortised(
+            for chunk, found in amortised(
                 self.algorithm, program, self.params, federation, steps, lr, batch_size, root
-            )
-            return replace(self, federation=federation, local_params=local_params)
-        steps, lr = 500 if steps is None else steps, 0.03 if lr is None else lr
-        state = with_origin(program, federation)
-        if program.local_params:
+            ):
+                states.begin(chunk, found)
+        elif program.local_params:
+            steps, lr = 500 if steps is None else steps, 0.03 if lr is None else lr
             for chunk in federation.chunks():
-                rows = optimizer.take(state, chunk)
-                rows = moved(program, self.params, rows, federation.batch(chunk))
+                batch = federation.batch(chunk)
+                rows = moved(program, self.params, with_origin(program, batch), batch)
                 for step in range(steps):
                     key = noise.fold(root, step)
                     keys = noise.fold(key, federation.streams[chunk])
@@ -355,8 +356,9 @@ class Posterior:
                         particles=particles,
                         lr=lr * annealed(0.01, step / steps),
                     )
-                optimizer.put(state, chunk, rows)
-        return replace(self, federation=federation, local_params=state["params"])
+                states.begin(chunk, rows)
+        local_params = states.tensors.get("params", {})
+        return replace(self, federation=federation, local_params=local_params)
 
     def to_arviz(
         self, num_samples: int = 1000, *, chains: int = 4, seed: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,8 @@ from bayesfed import handlers, noise
 from bayesfed.federation import Federation, Model
 from bayesfed.partition import client_terms, draw
 from bayesfed.plates import CLIENTS, OBSERVATIONS, Batch, Fields
+
+_NUMBERS = 20_000_000  # how many numbers the variables of clients that start together may be
 
 Params = dict[str, Tensor]
 """Parameter name to unconstrained tensor; local ones have one row per client in front."""
@@ -215,23 +217,32 @@ class Program:
         with handlers.trusted(), handlers.Parameters({**params, **phi}), handlers.Noise({}):
             return self.guide.laplace(batch, phi)  # type: ignore[attr-defined]
 
-    def init_locals(self, federation: Federation) -> Params:
-        """Initial local parameters of every client: tensors of shape ``(N, ...)``."""
-        parts: dict[str, list[Tensor]] = {name: [] for name in self.local_params}
-        for chunk in federation.chunks():
-            needs_rows = getattr(self.guide, "needs_rows", True)
-            positions = None if needs_rows else torch.zeros(len(chunk), 1, dtype=torch.int64)
-            recorder = handlers.Parameters(self.init)
-            recorder_batch = federation.batch(chunk, positions)
-            with handlers.trusted(), recorder, handlers.Noise({}):
-                self.guide(recorder_batch)
-                if not parts.keys() <= recorder.seen.keys():  # the model has some too
-                    self.model(recorder_batch.head())
-            for name in parts:
-                seen = recorder.seen[name]
-                value = transform_to(seen["constraint"]).inv(seen["value"])
-                parts[name].append(value.detach())
-        return {name: torch.cat(values).contiguous() for name, values in parts.items()}
+    def init_locals(self, batch: Batch) -> Params:
+        """Initial local parameters of K clients: tensors of shape ``(K, ...)``."""
+        recorder = handlers.Parameters(self.init)
+        with handlers.trusted(), recorder, handlers.Noise({}):
+            self.guide(batch)
+            if not set(self.local_params) <= recorder.seen.keys():  # the model has some too
+                self.model(batch.head())
+        found = {}
+        for name in self.local_params:
+            seen = recorder.seen[name]
+            value = transform_to(seen["constraint"]).inv(seen["value"])
+            found[name] = value.detach().contiguous()
+        return found
+
+    def starts(self, federation: Federation) -> Iterator[Batch]:
+        """All clients, some at a time, with as many of their rows as the guide's start needs."""
+        if getattr(self.guide, "needs_rows", True):
+            parts = [part for c in federation.chunks() for part in c.split(self._together)]
+            yield from (federation.batch(part) for part in parts)
+            return
+        for part in torch.arange(len(federation)).split(self._together):
+            yield federation.batch(part, torch.zeros(len(part), 1, dtype=torch.int64))
+
+    @property
+    def _together(self) -> int:
+        return max(1, _NUMBERS // self.size)
 
 
 def build(model: Model, guide: Callable[[Any], Any], federation: Federation) -> Program:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -18,11 +19,12 @@ from bayesfed.algorithms.sfvi import SFVI
 from bayesfed.compile import Compiler, Mode, using
 from bayesfed.diagnostics import check_data, check_finite, check_settings, warn_if_falling
 from bayesfed.federation import Federation, Model
-from bayesfed.plates import Rows
+from bayesfed.plates import Batch, Rows
 from bayesfed.posterior import Posterior
 from bayesfed.privacy import Privacy
 from bayesfed.program import Params, Program
 from bayesfed.progress import rounds_shown
+from bayesfed.states import States
 
 _CHUNK, _SMALL = 250_000_000, 1_000_000
 """Numbers of a chunk: a gigabyte in single precision; so few that another chunk would cost more than padding."""
@@ -35,8 +37,11 @@ class Algorithm(Protocol):
     def program(self, model: Model, federation: Federation) -> Program:
         """The model with the guide that the settings choose."""
 
-    def init(self, program: Program, federation: Federation) -> tuple[Any, optimizer.State]:
-        """The server's state and the clients', one row each."""
+    def init(self, program: Program, federation: Federation) -> Any:
+        """The server's state."""
+
+    def init_clients(self, program: Program, server: Any, batch: Batch) -> optimizer.State:
+        """The first states of K clients, a row each; ``{}`` where clients keep nothing."""
 
     def broadcast(
         self, program: Program, server: Any, key: Tensor, cohort: int
@@ -102,6 +107,7 @@ def fit(
     clients_per_round: int | float = 1.0,
     batch_size: int | None = None,
     chunk_size: int | Literal["auto"] | None = None,
+    states: str | Path | None = None,
     privacy: Privacy | None = None,
     compile: Mode = "auto",
     seed: int = 0,
@@ -124,6 +130,9 @@ def fit(
             changes memory and time, not results: where clients differ much in size, small chunks keep the small
             ones from waiting for the large ones. ``"auto"``: chunks of about a gigabyte, in which padding and
             waiting are at most a fifth of the work.
+        states: a folder for what the clients keep, in files mapped into memory, for more clients than fit into it:
+            only the cohort's rows are in memory. The posterior reads its ``local_params`` from there, so keep the
+            folder as long as the posterior. By default in memory.
         privacy: clip the uploads and add noise to their sums, see :class:`~bayesfed.Privacy`. The ε that the
             run spends is shown with its progress and kept as ``posterior.epsilon``.
         compile: trace and compile the local steps: True, False, or ``"auto"``: where the run would take long
@@ -166,7 +175,10 @@ def fit(
         torch.manual_seed(seed)
         program = algorithm.program(model, federation)
     check_data(program, federation)
-    server, clients = algorithm.init(program, federation)
+    server = algorithm.init(program, federation)
+    kept = States(len(federation), states, federation.device)
+    for batch in program.starts(federation):
+        kept.begin(batch.index, algorithm.init_clients(program, server, batch))
     scale = len(federation) / size
     known = torch.full(
         (len(federation),), torch.nan, dtype=federation.dtype, device=federation.device
@@ -202,14 +214,14 @@ def fit(
                 state, upload, term = algorithm.client_update(
                     program,
                     message,
-                    optimizer.take(clients, chunk),
+                    kept.take(chunk),
                     batches(federation, chunk, batch_size, keys),
                     keys,
                     rate,
                 )
                 names = [federation.names[i] for i in chunk.tolist()]
                 check_finite(term, upload, names, number + 1)
-                optimizer.put(clients, chunk, state)
+                kept.put(chunk, state)
                 terms.append(term)
                 if privacy is not None:
                     upload = privacy.clipped(upload)
@@ -240,20 +252,18 @@ def fit(
                 for callback in callbacks:
                     callback(done)
         params = {n: v.detach() for n, v in algorithm.params(program, server).items()}
-        local_params = clients.get("params", {})
-        if not local_params and hasattr(
-            algorithm, "personalize"
-        ):  # clients keep nothing: made anew
+        if "params" not in kept.tensors and hasattr(algorithm, "personalize"):  # made anew
             key = noise.fold(root, noise.word("personalize"))
-            local_params = amortised(
+            for chunk, found in amortised(
                 algorithm, program, params, federation, None, None, batch_size, key
-            )
+            ):
+                kept.begin(chunk, found)
     warn_if_falling(history["elbo"])
     return Posterior(
         program=program,
         federation=federation,
         params=params,
-        local_params=local_params,
+        local_params=kept.tensors.get("params", {}),
         history={name: torch.tensor(values) for name, values in history.items()},
         algorithm=algorithm,
         seed=seed,

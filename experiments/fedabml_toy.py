@@ -138,7 +138,7 @@ def distances(method: Method, seed: int) -> tuple[Tensor, float]:
     federation = problem.federation
     model = quadratic(problem.start, method.scale, learnt=method.learnt)
     program = algorithm.program(model, federation)
-    server, _ = algorithm.init(program, federation)
+    server = algorithm.init(program, federation)
     batch, found = federation.batch(), []
     for r in range(1, ROUNDS[-1] + 1):
         key = noise.fold(noise.key(seed), r)

@@ -77,7 +77,8 @@ def distances(federation: bf.Federation, algorithm: FOLA) -> dict[int, tuple[flo
     nn.init.zeros_(line.weight)
     model = Network(line, spread="learnt", scale=1e3, likelihood="normal")
     program = algorithm.program(model, federation)
-    server, clients = algorithm.init(program, federation)
+    server = algorithm.init(program, federation)
+    clients = algorithm.init_clients(program, server, federation.batch())
     everyone, found = torch.arange(CLIENTS), {}
     for r in range(1, ROUNDS[-1] + 1):
         key = noise.fold(noise.key(0), r)

@@ -84,7 +84,7 @@ def test_who_is_absent_keeps_its_parameters():
     data = ragged(6)
     algorithm = bf.SFVI(**QUICK)
     program = algorithm.program(conjugate_hierarchy, data)
-    start = program.init_locals(data)
+    start = program.init_locals(data.batch())
     took_part = []
     posterior = fit(
         data, rounds=1, clients_per_round=2, callbacks=[lambda r: took_part.extend(r.cohort)]

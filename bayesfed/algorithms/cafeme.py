@@ -117,9 +117,13 @@ class CAFeMe:
             )
         return build(model, factorised(model, federation, point=True), federation)
 
-    def init(self, program: Program, federation: Federation) -> tuple[Params, State]:
-        """ω at the model's start. Clients keep nothing."""
-        return {name: value.clone() for name, value in program.init.items()}, {}
+    def init(self, program: Program, federation: Federation) -> Params:
+        """ω at the model's start."""
+        return {name: value.clone() for name, value in program.init.items()}
+
+    def init_clients(self, program: Program, server: Params, batch: Batch) -> State:
+        """Clients keep nothing."""
+        return {}
 
     def broadcast(self, program: Program, server: Params, key: Tensor, cohort: int) -> Params:
         """ω."""

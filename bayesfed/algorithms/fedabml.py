@@ -103,9 +103,13 @@ class FedABML:
         """The model with a factorised guide over its local sites."""
         return build(model, factorised(model, federation, point=self.point), federation)
 
-    def init(self, program: Program, federation: Federation) -> tuple[Params, State]:
-        """θ at the model's start. Clients keep nothing."""
-        return {name: value.clone() for name, value in program.init.items()}, {}
+    def init(self, program: Program, federation: Federation) -> Params:
+        """θ at the model's start."""
+        return {name: value.clone() for name, value in program.init.items()}
+
+    def init_clients(self, program: Program, server: Params, batch: Batch) -> State:
+        """Clients keep nothing."""
+        return {}
 
     def broadcast(self, program: Program, server: Params, key: Tensor, cohort: int) -> Params:
         """θ."""

@@ -151,18 +151,21 @@ class FOLA:
             raise ValueError(f"the site's prior must be Normal({LOC}, exp({LOG_SCALE})) itself")
         return program
 
-    def init(self, program: Program, federation: Federation) -> tuple[Server, optimizer.State]:
-        """N(start, γ⁻¹); in ``cavity`` every client's factor is 1."""
+    def init(self, program: Program, federation: Federation) -> Server:
+        """N(start, γ⁻¹)."""
         loc = program.init[LOC].clone()
         rounds = torch.zeros((), dtype=torch.int64, device=loc.device)
         rows = loc.new_tensor(float(federation.lengths.sum()))
-        server = Server(
+        return Server(
             loc, loc, (-2 * program.init[LOG_SCALE]).exp().expand_as(loc).clone(), rounds, rows
         )
+
+    def init_clients(self, program: Program, server: Server, batch: Batch) -> optimizer.State:
+        """In ``cavity`` every client's factor is 1, else clients keep nothing."""
         if not self.cavity:
-            return server, {}
-        zeros = loc.new_zeros(len(federation), *loc.shape)
-        return server, {"factor": {"precision": zeros, "shift": zeros.clone()}}
+            return {}
+        zeros = server.loc.new_zeros(len(batch), *server.loc.shape)
+        return {"factor": {"precision": zeros, "shift": zeros.clone()}}
 
     def broadcast(self, program: Program, server: Server, key: Tensor, cohort: int) -> Params:
         """μ_S, Λ_S, the number of the round, n and the damping."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -24,9 +24,9 @@ EPS = 0.1
 """Adam's ε for φ_i: an ELBO gradient of less than a tenth of a nat a unit is noise, not to be chased at full rate."""
 
 
-def with_origin(program: Program, federation: Federation) -> optimizer.State:
-    """Initial states of all clients: φ_i, Adam's moments and the origin of φ_i (see :func:`moved`)."""
-    clients = optimizer.init(program.init_locals(federation), rows=len(federation))
+def with_origin(program: Program, batch: Batch) -> optimizer.State:
+    """Initial states of K clients: φ_i, Adam's moments and the origin of φ_i (see :func:`moved`)."""
+    clients = optimizer.init(program.init_locals(batch), rows=len(batch))
     names = program.laplace_params
     clients["origin"] = {name: clients["params"][name].clone() for name in names}
     return clients
@@ -194,18 +194,16 @@ def amortised(
     lr: float | None,
     batch_size: int | None,
     key: Tensor,
-) -> Params:
-    """The local parameters of all clients as an algorithm's ``personalize`` makes them, in chunks."""
+) -> Iterator[tuple[Tensor, optimizer.State]]:
+    """The local parameters of all clients as an algorithm's ``personalize`` makes them, some at a time."""
     steps = algorithm.personal_steps if steps is None else steps
     lr = algorithm.personal_lr if lr is None else lr
-    parts = []
     numbers = sum(site.event_shape.numel() for site in program.locals)
     together = max(1, _NUMBERS // (numbers * getattr(algorithm, "particles", 1)))
     for chunk in (c for some in federation.chunks(20_000) for c in some.split(together)):
         keys = noise.fold(key, federation.streams[chunk])
         rows = batches(federation, chunk, batch_size, keys)
-        parts.append(algorithm.personalize(program, params, rows, keys, steps, lr))
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        yield chunk, {"params": algorithm.personalize(program, params, rows, keys, steps, lr)}
 
 
 def annealed(final: float, done: float) -> float:

@@ -119,11 +119,15 @@ class PACPFL:
         self.temperature(len(federation), federation.rows / len(federation))
         return program
 
-    def init(self, program: Program, federation: Federation) -> tuple[State, State]:
-        """Particles drawn from the hyper-prior. Clients keep nothing."""
+    def init(self, program: Program, federation: Federation) -> State:
+        """Particles drawn from the hyper-prior."""
         start = {name: value.clone() for name, value in program.init.items()}
         rows = torch.tensor(federation.rows / len(federation))
-        return optimizer.begin(self.optimizer, start) | {"rows": {"rows": rows}}, {}
+        return optimizer.begin(self.optimizer, start) | {"rows": {"rows": rows}}
+
+    def init_clients(self, program: Program, server: State, batch: Batch) -> State:
+        """Clients keep nothing."""
+        return {}
 
     def broadcast(self, program: Program, server: State, key: Tensor, cohort: int) -> Params:
         """The particles."""

@@ -88,15 +88,17 @@ class PFedVEM:
         guide = factorised(model, federation, point=self.point)
         return build(model, replace(guide, scale=self.init_scale), federation)
 
-    def init(self, program: Program, federation: Federation) -> tuple[Params, State]:
-        """w and the body at the model's start; every q(w_j) around w."""
-        local = program.init_locals(federation)
-        server = {name: value.clone() for name, value in program.init.items()}
-        some = federation.batch(torch.arange(1))
-        first = {name: value[:1] for name, value in local.items()}
-        for site, (loc, _) in local_priors(program, copies(server, 1) | first, some).items():
-            local[f"{site}.loc"] = loc[0].expand_as(local[f"{site}.loc"]).clone()
-        return server, optimizer.begin(self.optimizer, local, rows=len(federation))
+    def init(self, program: Program, federation: Federation) -> Params:
+        """w and the body at the model's start."""
+        return {name: value.clone() for name, value in program.init.items()}
+
+    def init_clients(self, program: Program, server: Params, batch: Batch) -> State:
+        """Every q(w_j) around w."""
+        local = program.init_locals(batch)
+        theta = copies(server, len(batch))
+        for site, (loc, _) in local_priors(program, theta | local, batch).items():
+            local[f"{site}.loc"] = loc.expand_as(local[f"{site}.loc"]).clone()
+        return optimizer.begin(self.optimizer, local, rows=len(batch))
 
     def broadcast(self, program: Program, server: Params, key: Tensor, cohort: int) -> Params:
         """w and the body."""

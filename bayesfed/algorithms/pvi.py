@@ -100,17 +100,17 @@ class PVI:
             )
         return program
 
-    def init(self, program: Program, federation: Federation) -> tuple[Server, optimizer.State]:
-        """q = t_0 = N(0, I) in the guide's coordinates (close to the prior); every t_i = 1."""
+    def init(self, program: Program, federation: Federation) -> Server:
+        """q = t_0 = N(0, I) in the guide's coordinates (close to the prior)."""
         loc = program.init["global.loc"]
-        size, rows = len(loc), len(federation)
-        start = Natural(torch.eye(size, dtype=loc.dtype, device=loc.device), torch.zeros_like(loc))
-        clients = with_origin(program, federation)
-        clients["factor"] = {
-            "precision": loc.new_zeros(rows, size, size),
-            "shift": loc.new_zeros(rows, size),
-        }
-        return Server(start, start), clients
+        unit = torch.eye(len(loc), dtype=loc.dtype, device=loc.device)
+        start = Natural(unit, torch.zeros_like(loc))
+        return Server(start, start)
+
+    def init_clients(self, program: Program, server: Server, batch: Batch) -> optimizer.State:
+        """φ_i, and t_i = 1."""
+        factor = {n: v.new_zeros(len(batch), *v.shape) for n, v in server.q._asdict().items()}
+        return with_origin(program, batch) | {"factor": factor}
 
     def broadcast(self, program: Program, server: Server, key: Tensor, cohort: int) -> Message:
         """q's natural parameters and the damping."""

@@ -38,7 +38,7 @@ from bayesfed.guides.full_rank import FullRank
 from bayesfed.guides.hierarchical import automatic
 from bayesfed.guides.mean_field import GLOBAL, MeanField
 from bayesfed.partition import Noise, draw, server_pass
-from bayesfed.plates import Rows
+from bayesfed.plates import Batch, Rows
 from bayesfed.program import Params, Program, build, sites
 
 Message = dict[str, Tensor]
@@ -81,18 +81,21 @@ class SFVI:
             return build(model, self.guide, federation)
         return hierarchical(model, federation, self.global_guide, self.conditioned)
 
-    def init(
-        self, program: Program, federation: Federation
-    ) -> tuple[optimizer.State, optimizer.State]:
-        """The server's state (λ, and the sum of what it knows of the clients) and the clients' (φ_i)."""
+    def init(self, program: Program, federation: Federation) -> optimizer.State:
+        """λ, and the sum of what the server knows of the clients."""
         server = optimizer.init({n: v.clone() for n, v in program.init.items()})
-        clients = with_origin(program, federation)
         with torch.no_grad():
             draws = draw(program, program.init, program.noise(noise.key(0), 1, local=False), 1)
         known = {name: torch.zeros_like(value[0, 0, 0]) for name, value in draws.items()}
         known |= {name: torch.zeros_like(program.init[name]) for name in program.shared}
-        sent = {n: v.expand(len(federation), *v.shape).clone() for n, v in known.items()}
-        return server | {"known": known}, clients | {"sent": sent}
+        return server | {"known": known}
+
+    def init_clients(
+        self, program: Program, server: optimizer.State, batch: Batch
+    ) -> optimizer.State:
+        """φ_i, and what the client has sent: nothing yet."""
+        sent = {n: v.new_zeros(len(batch), *v.shape) for n, v in server["known"].items()}
+        return with_origin(program, batch) | {"sent": sent}
 
     def broadcast(
         self, program: Program, server: optimizer.State, key: Tensor, cohort: int

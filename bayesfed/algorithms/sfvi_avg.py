@@ -78,12 +78,15 @@ class SFVIAvg:
             )
         return hierarchical(model, federation, self.global_guide, self.conditioned)
 
-    def init(self, program: Program, federation: Federation) -> tuple[Server, optimizer.State]:
-        """λ at its start, and the clients' φ_i, a row each."""
+    def init(self, program: Program, federation: Federation) -> Server:
+        """λ at its start."""
         params = {name: value.clone() for name, value in program.init.items()}
         square = {name: torch.zeros_like(value) for name, value in params.items()}
-        clients = with_origin(program, federation)
-        return Server(params, square, torch.zeros((), dtype=torch.int64)), clients
+        return Server(params, square, torch.zeros((), dtype=torch.int64))
+
+    def init_clients(self, program: Program, server: Server, batch: Batch) -> optimizer.State:
+        """φ_i, a row each."""
+        return with_origin(program, batch)
 
     def broadcast(self, program: Program, server: Server, key: Tensor, cohort: int) -> Message:
         """λ, and what one step divides a gradient by (0 in the first round, which only measures)."""

@@ -51,7 +51,7 @@ def our_round(clients: int, rows: int, sizes: tuple[int, ...], epochs: int, batc
     federation = bf.Federation(fields, offsets, [f"{i}" for i in range(clients)])
     algorithm = family.fed_avg(local_epochs=epochs)
     program = algorithm.program(models.Network(models.mlp(*sizes)), federation)
-    state: dict[str, Any] = {"round": 0, "server": algorithm.init(program, federation)[0]}
+    state: dict[str, Any] = {"round": 0, "server": algorithm.init(program, federation)}
     everyone, compiler = torch.arange(clients), Compiler(True)
 
     def round_() -> None:

@@ -246,7 +246,7 @@ def test_the_server_takes_the_mean():
     for weighted, weight in ((False, [0.5, 0.5]), (True, [0.25, 0.75])):
         algorithm = CAFeMe(weighted=weighted)
         program = algorithm.program(model, data)
-        server, _ = algorithm.init(program, data)
+        server = algorithm.init(program, data)
         _, upload, _ = algorithm.client_update(program, server, {}, lambda step: batch, keys, 1.0)
         total = {name: value.sum(0) for name, value in upload.items()}
         after, _ = algorithm.decode(program, server, total, keys[0], 1.0, 1.0)

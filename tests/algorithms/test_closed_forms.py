@@ -110,7 +110,8 @@ def test_partial_participation_is_unbiased():
 
     data, algorithm = ragged(4), bf.SFVI(local_steps=1, particles=4)
     program = algorithm.program(conjugate_hierarchy, data)
-    server, clients = algorithm.init(program, data)
+    server = algorithm.init(program, data)
+    clients = algorithm.init_clients(program, server, data.batch())
     key = noise.key(0)
     message = algorithm.broadcast(program, server, key, 2)
 

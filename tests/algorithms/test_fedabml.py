@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy, linear
 
 import bayesfed as bf
-from bayesfed import datasets, metrics, models, noise, optimizer
+from bayesfed import datasets, metrics, models, noise
 from bayesfed.algorithms.fedabml import MOST, FedABML
 from bayesfed.algorithms.local import batches
 from bayesfed.models.network import Network
@@ -37,13 +37,13 @@ class Round:
     def __init__(self, algorithm, model, data=None, batch_size=None):
         self.data = federation() if data is None else data
         self.program = algorithm.program(model, self.data)
-        self.server, clients = algorithm.init(self.program, self.data)
+        self.server = algorithm.init(self.program, self.data)
         self.keys = noise.fold(noise.key(3), self.data.streams)
         everyone = torch.arange(len(self.data))
         self.rows = batches(self.data, everyone, batch_size, self.keys)
         message = algorithm.broadcast(self.program, self.server, noise.key(4), len(self.data))
         state, self.upload, self.terms = algorithm.client_update(
-            self.program, message, optimizer.take(clients, everyone), self.rows, self.keys, 1.0
+            self.program, message, {}, self.rows, self.keys, 1.0
         )
         assert state == {}
         total = {name: value.sum(0) for name, value in self.upload.items()}
@@ -173,7 +173,7 @@ def test_a_client_makes_its_posterior_by_steps_from_the_prior():
     algorithm = FedABML(lr=0.5, kl_weight=0.6, particles=3, whitened=False)
     data, model = federation(), network(spread="learnt", scale=0.3)
     program = algorithm.program(model, data)
-    server, _ = algorithm.init(program, data)
+    server = algorithm.init(program, data)
     keys = noise.fold(noise.key(3), data.streams)
     rows = batches(data, torch.arange(3), None, keys)
     phi = algorithm.personalize(program, server, rows, keys, 4, 0.2)

@@ -59,7 +59,8 @@ def one_round(algorithm, program, federation, server, clients, batch_size=None, 
 
 def run(algorithm, model, federation, rounds, **how):
     program = algorithm.program(model, federation)
-    server, clients = algorithm.init(program, federation)
+    server = algorithm.init(program, federation)
+    clients = algorithm.init_clients(program, server, federation.batch())
     for _ in range(rounds):
         server, clients, upload = one_round(algorithm, program, federation, server, clients, **how)
     return server, clients, upload
@@ -94,7 +95,8 @@ def test_one_step_by_hand(float64, fisher, online, squares):
     gamma = 4.0
     algorithm = FOLA(lr=0.1, local_steps=1, fisher=fisher, online=online)
     program = algorithm.program(network([0.0], scale=gamma**-0.5), federation)
-    server, clients = algorithm.init(program, federation)
+    server = algorithm.init(program, federation)
+    clients = algorithm.init_clients(program, server, federation.batch())
     w = torch.tensor([0.3, 0.2]) / (1 + 0.1 * gamma)
     if not online:
         squares[1] = float(((2 * w[1] - 1) * 2) ** 2)
@@ -117,7 +119,7 @@ def test_squares_of_rows_are_averaged_over_each_clients_own_steps(float64):
     federation, lr = separate(), 0.05
     algorithm = FOLA(lr=lr, local_epochs=1)
     program = algorithm.program(network([0.1, -0.2, 0.3]), federation)
-    server, _ = algorithm.init(program, federation)
+    server = algorithm.init(program, federation)
     _, _, upload = run(algorithm, network([0.1, -0.2, 0.3]), federation, 1, batch_size=2)
     key = noise.fold(noise.key(0), server.rounds)
     rows = batches(federation, torch.arange(3), 2, noise.fold(key, federation.streams))
@@ -149,7 +151,7 @@ def test_rows_of_a_network_one_by_one(float64, monkeypatch):
     algorithm = FOLA()
     model = Network(module, spread="learnt")
     program = algorithm.program(model, federation)
-    server, _ = algorithm.init(program, federation)
+    server = algorithm.init(program, federation)
     w = torch.stack([model.start, model.start + 0.1])
     loss = algorithm._loss(program, server)
     whole = slopes(loss, w, federation.batch(), "per-sample")

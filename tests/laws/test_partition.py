@@ -114,7 +114,7 @@ def test_terms_add_up_to_pyros_elbo(
     model = make_model(global_kinds, local_kinds, likelihood)
     program = hierarchical(model, federation, family, conditioned)
     generator = torch.Generator().manual_seed(seed)
-    start = program.init | program.init_locals(federation)
+    start = program.init | program.init_locals(federation.batch())
     params = {
         n: v + 0.3 * torch.randn(v.shape, generator=generator, dtype=v.dtype)
         for n, v in start.items()
@@ -197,7 +197,8 @@ def test_a_global_parameter_that_clients_read_is_shared():
     algorithm = bf.SFVI(local_steps=1, particles=2)
     program = algorithm.program(model, federation)
     assert program.shared == ("sigma",)
-    server, clients = algorithm.init(program, federation)
+    server = algorithm.init(program, federation)
+    clients = algorithm.init_clients(program, server, federation.batch())
     key = noise.key(0)
     message = algorithm.broadcast(program, server, key, 3)
     keys = noise.fold(key, federation.streams)
