@@ -68,7 +68,7 @@ def check_data(program: Program, federation: Federation) -> None:
     """
     observed = [site.name for site in program.observed]
     server = program.noise(noise.key(0).to(federation.device), 1, local=False)
-    for chunk in federation.chunks():
+    for chunk in program.chunks(federation):
         batch = federation.batch(chunk)
         keys = noise.fold(noise.key(0).to(federation.device), federation.streams[chunk])
         supplied = server | program.noise(keys, 1, local=True)

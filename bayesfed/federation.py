@@ -308,14 +308,18 @@ class Federation:
 
     def event_shape(self, field: str) -> torch.Size:
         """The shape of one row of a field: ``()`` for a number, ``(P,)`` for a vector."""
-        return Fields(self.fields)[field].shape[1:]
+        return self._stored(field).shape[1:]
 
     def __len__(self) -> int:
         return len(self.names)
 
     def __getitem__(self, field: str) -> Tensor:
-        value = Fields(self.fields)[field]
+        value = self._stored(field)
         return value.read() if isinstance(value, Column) else value
+
+    def _stored(self, field: str) -> Tensor | Column:
+        fields: Any = self.fields
+        return Fields(fields)[field]
 
     def __repr__(self) -> str:
         shortest, longest = int(self.lengths.min()), int(self.lengths.max())

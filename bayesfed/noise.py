@@ -122,25 +122,23 @@ def _erfinv(x: Tensor) -> Tensor:
     return torch.where(w < 5, centre, tail) * x
 
 
-def choose(keys: Tensor, lengths: Tensor, count: int) -> Tensor:
-    """Without replacement, ``min(count, length)`` of ``range(length)`` for each key.
+def subset(key: Tensor, count: int, size: int) -> Tensor:
+    """Without replacement, ``size`` of ``range(count)``: int64, ascending, in time that does not grow with ``count``.
 
-    Args:
-        keys: int64, shape ``(K,)``.
-        lengths: int64, shape ``(K,)``.
-        count: how many to choose.
-
-    Returns:
-        int64 positions of shape ``(K, min(count, lengths.max()))``, ascending, -1 where there are
-        fewer.
+    Example:
+        >>> from bayesfed import noise
+        >>> noise.subset(noise.key(0), 1_000_000, 3).tolist()
+        [387124, 652448, 701212]
     """
-    longest = int(lengths.max())
-    order = uniform(keys, (longest,))
-    absent = torch.arange(longest, device=keys.device) >= lengths[:, None]
-    order = order.masked_fill(absent, torch.inf)
-    lowest = order.topk(min(count, longest), dim=-1, largest=False)
-    chosen = lowest.indices.masked_fill(lowest.values.isinf(), longest).sort(-1).values
-    return chosen.masked_fill(chosen == longest, -1)
+    if count <= 100 * size:
+        return uniform(key, (count,)).topk(size, largest=False).indices.sort().values
+    drawn = size
+    while True:  # numbers with replacement, of which each counts once: twice as many as needed nearly always do
+        drawn *= 2
+        values, order = (uniform(key, (drawn,)) * count).long().sort(stable=True)
+        new = torch.cat([values.new_ones(1).bool(), values[1:] != values[:-1]])
+        if int(new.sum()) >= size:
+            return values[new][order[new].argsort()[:size]].sort().values
 
 
 def shuffle(keys: Tensor, lengths: Tensor) -> Tensor:

@@ -336,7 +336,7 @@ class Posterior:
                 states.begin(chunk, found)
         elif program.local_params:
             steps, lr = 500 if steps is None else steps, 0.03 if lr is None else lr
-            for chunk in federation.chunks():
+            for chunk in program.chunks(federation, copies=particles):
                 batch = federation.batch(chunk)
                 rows = moved(program, self.params, with_origin(program, batch), batch)
                 for step in range(steps):

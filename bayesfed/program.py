@@ -17,7 +17,10 @@ from bayesfed.federation import Federation, Model
 from bayesfed.partition import client_terms, draw
 from bayesfed.plates import CLIENTS, OBSERVATIONS, Batch, Fields
 
-_NUMBERS = 20_000_000  # how many numbers the variables of clients that start together may be
+_ROWS, _NUMBERS = (
+    200_000,
+    4_000_000,
+)  # rows, and numbers of their variables, of clients that are looked at together
 
 Params = dict[str, Tensor]
 """Parameter name to unconstrained tensor; local ones have one row per client in front."""
@@ -231,18 +234,18 @@ class Program:
             found[name] = value.detach().contiguous()
         return found
 
+    def chunks(self, federation: Federation, copies: int = 1) -> Iterator[Tensor]:
+        """Positions of all clients, some at a time, that ``copies`` of their rows and variables are not too many."""
+        numbers = max(1, sum(site.event_shape.numel() for site in self.locals))
+        for some in federation.chunks(max(1, _ROWS // copies)):
+            yield from some.split(max(1, _NUMBERS // (copies * numbers)))
+
     def starts(self, federation: Federation) -> Iterator[Batch]:
         """All clients, some at a time, with as many of their rows as the guide's start needs."""
-        if getattr(self.guide, "needs_rows", True):
-            parts = [part for c in federation.chunks() for part in c.split(self._together)]
-            yield from (federation.batch(part) for part in parts)
-            return
-        for part in torch.arange(len(federation)).split(self._together):
-            yield federation.batch(part, torch.zeros(len(part), 1, dtype=torch.int64))
-
-    @property
-    def _together(self) -> int:
-        return max(1, _NUMBERS // self.size)
+        whole = getattr(self.guide, "needs_rows", True)
+        for some in self.chunks(federation):
+            rows = None if whole else torch.zeros(len(some), 1, dtype=torch.int64)
+            yield federation.batch(some, rows)
 
 
 def build(model: Model, guide: Callable[[Any], Any], federation: Federation) -> Program:

@@ -201,9 +201,7 @@ def fit(
             start = time.perf_counter()
             key = noise.fold(root, number)
             rate = annealed(getattr(algorithm, "lr_decay", 1.0), number / rounds)
-            cohort = noise.choose(
-                noise.fold(key, _COHORT)[None], torch.tensor([len(federation)]), size
-            )[0]
+            cohort = noise.subset(noise.fold(key, _COHORT), len(federation), size)
             message = algorithm.broadcast(program, server, noise.fold(key, _SERVER), size)
             total: dict[str, Tensor] = {}
             terms = []

@@ -146,39 +146,32 @@ def test_numbers_are_uniform_normal_and_uncorrelated(layout):
 # -- choosing -------------------------------------------------------------------------------------
 
 
-def test_choose_is_without_replacement_ascending_and_padded():
-    lengths = torch.tensor([5, 2, 1, 3])
-    keys = noise.fold(noise.key(0), torch.arange(4))
-    chosen = noise.choose(keys, lengths, 3)
-    assert chosen.shape == (4, 3)
-    for row, n in zip(chosen.tolist(), lengths.tolist(), strict=True):
-        real = [p for p in row if p >= 0]
-        assert real == sorted(set(real))
-        assert len(real) == min(3, n)
-        assert all(p < n for p in real)
-        assert row[len(real) :] == [-1] * (3 - len(real))
-    everything = noise.choose(keys, lengths, 9)
-    assert everything.shape == (4, 5)
-    assert everything[3].tolist() == [0, 1, 2, -1, -1]
+@pytest.mark.parametrize(("count", "size"), [(5, 5), (5, 2), (1000, 10), (301, 3), (10**6, 40)])
+def test_a_subset_is_without_replacement_and_ascending(count, size):
+    for seed in range(20):
+        chosen = noise.subset(noise.key(seed), count, size).tolist()
+        assert chosen == sorted(set(chosen))
+        assert len(chosen) == size
+        assert chosen[0] >= 0
+        assert chosen[-1] < count
 
 
-def test_choosing_does_not_depend_on_the_rest_of_the_cohort():
-    keys = noise.fold(noise.key(0), torch.arange(3))
-    together = noise.choose(keys, torch.tensor([4, 9, 6]), 3)
-    for i, n in enumerate([4, 9, 6]):
-        assert (
-            noise.choose(keys[i : i + 1], torch.tensor([n]), 3)[0].tolist() == together[i].tolist()
+@pytest.mark.parametrize(("count", "size", "rounds"), [(5, 2, 5000), (201, 2, 2000)])
+def test_every_subset_is_equally_likely(count, size, rounds):
+    """All pairs of few, every member of many, so inclusion is unbiased: chi-square at level 1/1000."""
+    chosen = torch.stack(
+        [noise.subset(noise.fold(noise.key(4), r), count, size) for r in range(rounds)]
+    )
+    if count == 5:
+        seen = (chosen[:, 0] * 5 + chosen[:, 1]).bincount()
+        seen = seen[seen > 0]
+        assert len(seen) == 10
+    else:
+        seen = chosen.flatten().bincount(minlength=count)
+        gaps = (chosen[:, 1] - chosen[:, 0]).double()  # of two of range(n): mean (n + 1) / 3
+        assert gaps.mean() == pytest.approx(
+            (count + 1) / 3, abs=4 * float(gaps.std()) / rounds**0.5
         )
-
-
-def test_every_subset_is_equally_likely():
-    """All C(5, 2) = 10 pairs, so inclusion is unbiased too: chi-square at level 1/1000."""
-    rounds = 5000
-    keys = noise.fold(noise.key(4), torch.arange(rounds))
-    pairs = noise.choose(keys, torch.full((rounds,), 5), 2)
-    counts = (pairs[:, 0] * 5 + pairs[:, 1]).bincount(minlength=25)
-    seen = counts[counts > 0]
-    assert len(seen) == 10
     assert stats.chisquare(seen.numpy()).pvalue > LEVEL
 
 

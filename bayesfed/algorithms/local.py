@@ -19,7 +19,6 @@ from bayesfed.program import Params, Program
 
 _LITTLE = 50_000  # numbers of a batch that a step takes no longer for than for fewer
 _TOGETHER = 16  # steps whose rows are found at once
-_NUMBERS = 1_000_000  # how many numbers the weights of a chunk of clients may have
 EPS = 0.1
 """Adam's ε for φ_i: an ELBO gradient of less than a tenth of a nat a unit is noise, not to be chased at full rate."""
 
@@ -198,9 +197,7 @@ def amortised(
     """The local parameters of all clients as an algorithm's ``personalize`` makes them, some at a time."""
     steps = algorithm.personal_steps if steps is None else steps
     lr = algorithm.personal_lr if lr is None else lr
-    numbers = sum(site.event_shape.numel() for site in program.locals)
-    together = max(1, _NUMBERS // (numbers * getattr(algorithm, "particles", 1)))
-    for chunk in (c for some in federation.chunks(20_000) for c in some.split(together)):
+    for chunk in program.chunks(federation, copies=4 * getattr(algorithm, "particles", 1)):
         keys = noise.fold(key, federation.streams[chunk])
         rows = batches(federation, chunk, batch_size, keys)
         yield chunk, {"params": algorithm.personalize(program, params, rows, keys, steps, lr)}

@@ -2,23 +2,30 @@
 
     python experiments/benchmarks/growth.py             # some minutes, on a machine that does nothing else
 
-Logistic regressions 8-2 on 10 rows a client, PFedVEM, which keeps a posterior for every client, and FedAvg. Times:
-federations of all sizes take turns in one process, the median over rounds, after some that compile. Memory: the peak
-resident size of a process that fits one federation, less what it held when the data lay in memory.
+Every line is a run in a process of its own; lines of one table take turns, and a time is the median over rounds of the
+median over turns. Data lie in an Arrow file, what clients keep in mapped files, both in a temporary folder. Memory is
+what the process must have of its own at the end of a round (on Linux, ``RssAnon``; pages of mapped files the system
+takes back when it needs them), less what it had before the fit. "Before and after" is what is no round: reading names,
+checking data, first states. PFedVEM keeps a posterior for every client, FedAvg nothing until the end. The last line is
+100,000 clients of 9,993 weights each (100-97-2).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
+import re
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
 import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import torch
 from timing import write
 
@@ -26,87 +33,119 @@ import bayesfed as bf
 from bayesfed import models
 from bayesfed.algorithms import family
 
-ROWS, COHORT = 10, 50
+ROWS, INPUTS, COHORT, ROUNDS = 10, 8, 50, 30
 CLIENTS = (100, 1_000, 10_000, 100_000)
 COHORTS = (10, 50, 250, 1250)
 
 
-def federation(clients: int) -> bf.Federation:
-    torch.manual_seed(0)
-    total = clients * ROWS
-    fields = {"x": torch.randn(total, 8), "y": torch.randint(0, 2, (total,))}
-    offsets = torch.arange(0, total + 1, ROWS)
-    return bf.Federation(fields, offsets, [f"{i}" for i in range(clients)])
-
-
-def settings(name: str) -> tuple[Any, Any]:
-    if name == "PFedVEM":
-        algorithm = bf.PFedVEM(head_steps=10, particles=5)
-        return algorithm, models.Network(models.mlp(8, 2), spread="client", scale=0.1)
-    return family.fed_avg(local_steps=10, personal_steps=1), models.Network(models.mlp(8, 2))
-
-
-def rounds(name: str, data: bf.Federation, cohort: int, count: int) -> list[float]:
-    """Seconds of the rounds but for the first two."""
-    algorithm, model = settings(name)
-    posterior = bf.fit(
-        model,
-        data,
-        algorithm,
-        rounds=count,
-        clients_per_round=cohort,
-        compile=True,
-        progress=False,
+def stored(folder: Path, clients: int, inputs: int) -> Path:
+    """An Arrow file of that many clients, written once, ten thousand of them at a time."""
+    path = folder / f"{clients}x{inputs}.arrow"
+    if path.exists():
+        return path
+    generator = np.random.default_rng(0)
+    schema = pa.schema(
+        [("client", pa.int32()), ("x", pa.list_(pa.float32(), inputs)), ("y", pa.int8())]
     )
-    return posterior.history["seconds"].tolist()[2:]
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        for some in np.array_split(np.arange(clients), max(1, clients // 10_000)):
+            rows = len(some) * ROWS
+            x = generator.standard_normal(rows * inputs, dtype=np.float32)
+            columns = [
+                pa.array(np.repeat(some, ROWS).astype(np.int32)),
+                pa.FixedSizeListArray.from_arrays(pa.array(x), inputs),
+                pa.array(generator.integers(0, 2, rows).astype(np.int8)),
+            ]
+            writer.write_batch(pa.record_batch(columns, schema=schema))
+    return path
 
 
-def peak(name: str, clients: int, cohort: int) -> float:
-    """MB, in a process of its own."""
-    command = [sys.executable, __file__, "--one", json.dumps([name, clients, cohort])]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+def owned() -> float:
+    """Memory of this process that is no file's, MB."""
+    return int(re.findall(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[0]) / 1024
 
 
-def one(name: str, clients: int, cohort: int) -> None:
-    rounds(name, federation(cohort), cohort, 3)  # what compiling takes is not a round's
-    data = federation(clients)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    rounds(name, data, cohort, 5)
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+def one(name: str, path: str, cohort: int, hidden: list[int], rounds: int) -> dict[str, float]:
+    """The figures of one run."""
+    torch.manual_seed(0)
+    started = time.perf_counter()
+    data = bf.Federation.from_arrow(path, client="client")
+    network = models.mlp(data.event_shape("x")[0], *hidden, 2)
+    if name == "PFedVEM":
+        algorithm: Any = bf.PFedVEM(head_steps=10, particles=5)
+        model = models.Network(network, spread="client", scale=0.1)
+    else:
+        algorithm = family.fed_avg(local_steps=10, personal_steps=1)
+        model = models.Network(network)
+    peaks: list[float] = []
+    with tempfile.TemporaryDirectory(dir=Path(path).parent) as states:
+        before = owned()
+        posterior = bf.fit(
+            model,
+            data,
+            algorithm,
+            rounds=rounds,
+            clients_per_round=cohort,
+            states=states,
+            progress=False,
+            callbacks=[lambda done: peaks.append(owned() - before)],
+        )
+        seconds = posterior.history["seconds"].tolist()
+        return {
+            "ms": 1000 * statistics.median(seconds[2:]),
+            "MB": max(peaks),
+            "start": time.perf_counter() - started - sum(seconds),
+            "disk": sum(f.stat().st_blocks * 512 for f in Path(states).iterdir()) / 2**20,
+        }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=42)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     if args.one:
-        one(*json.loads(args.one))
+        print(json.dumps(one(*json.loads(args.one))))
         return
     lines = [
-        "| algorithm | clients | cohort | ms a round | to the first line | peak memory of a fit, MB |",
-        "| --- |" + " --- |" * 5,
+        "| algorithm | clients | cohort | ms a round | to the first line | memory, MB | before and after, s "
+        "| states, MB |",
+        "| --- |" + " --- |" * 7,
     ]
-    grid = [(clients, COHORT) for clients in CLIENTS]
-    grid += [(10_000, cohort) for cohort in COHORTS]
-    for name in ("PFedVEM", "FedAvg"):
-        times: dict[tuple[int, int], list[float]] = {point: [] for point in grid}
-        federations = {clients: federation(clients) for clients in CLIENTS}
-        for _ in range(args.repeats):
-            for clients, cohort in times:
-                times[clients, cohort] += rounds(name, federations[clients], cohort, args.rounds)
-        first = statistics.median(times[grid[0]])
-        for clients, cohort in grid:
-            middle = statistics.median(times[clients, cohort])
-            lines.append(
-                f"| {name} | {clients:,} | {cohort:,} | {1000 * middle:.2f} | {middle / first:.2f} | "
-                f"{peak(name, clients, cohort):.0f} |"
-            )
-            print(lines[-1], flush=True)
+    grid: list[tuple[int, int, int, list[int]]] = [(n, COHORT, INPUTS, []) for n in CLIENTS]
+    grid += [(10_000, cohort, INPUTS, []) for cohort in COHORTS]
+    with tempfile.TemporaryDirectory() as folder:
+
+        def run(name: str, clients: int, cohort: int, inputs: int, hidden: list[int]) -> Any:
+            path = str(stored(Path(folder), clients, inputs))
+            task = json.dumps([name, path, cohort, hidden, ROUNDS])
+            command = [sys.executable, __file__, "--one", task]
+            return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+
+        for name, turns, points in (
+            ("PFedVEM", args.turns, grid),
+            ("FedAvg", args.turns, grid),
+            ("PFedVEM", 1, [(100_000, COHORT, 100, [97])]),
+        ):
+            found: list[list[dict[str, float]]] = [[] for _ in points]
+            for _ in range(turns):
+                for runs, point in zip(found, points, strict=True):
+                    runs.append(run(name, *point))
+            middle = [
+                {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+                for runs in found
+            ]
+            for (clients, cohort, _, hidden), figures in zip(points, middle, strict=True):
+                what = f"{name}, 9,993 weights" if hidden else name
+                lines.append(
+                    f"| {what} | {clients:,} | {cohort:,} | {figures['ms']:.1f} | "
+                    f"{figures['ms'] / middle[0]['ms']:.2f} | {figures['MB']:.0f} | "
+                    f"{figures['start']:.1f} | {figures['disk']:.0f} |"
+                )
+                print(lines[-1], flush=True)
     write(Path(__file__), lines)
 
 
