@@ -75,7 +75,7 @@ class States:
                 part: {n: v.new_zeros(self._clients, *v.shape[1:]) for n, v in found.items()}
                 for part, found in new.items()
             }
-        elif new:
+        elif new and self._folder is not None:
             self.tensors |= self._file(self._folder / f"{'-'.join(new)}.npy", new)
         filled = {p: {n: v for n, v in found.items() if v.any()} for p, found in state.items()}
         if self._folder is not None:

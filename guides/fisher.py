@@ -8,10 +8,15 @@ A loss here is a function ``(w, batch) -> (K,)`` of the weights ``(K, D)`` of K 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from bayesfed.plates import Batch, Fields
 
@@ -59,9 +64,22 @@ def slopes(loss: Loss, w: Tensor, batch: Batch, kind: str | None) -> tuple[Tenso
 def _per_row(loss: Loss, w: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """Means over a client's rows of the rows' gradients and of their squares.
 
-    Every row is run as a client of its own, so this holds for whatever model. Padding repeats a row, and counts for
-    nothing.
+    Where every weight belongs to one linear layer, these squares need no gradients of rows: see :class:`_Linear`.
     """
+    leaf = w.detach().requires_grad_()
+    with _Layers() as layers:
+        mean = loss(leaf, batch)
+    if layers.numbers != w.shape[-1] or not layers.plain:
+        return _row_by_row(loss, w, batch)
+    (grad,) = torch.autograd.grad(mean.sum(), leaf, retain_graph=True)
+    rows = batch.mask.sum(1)
+    with _squared():
+        (square,) = torch.autograd.grad((mean * rows).sum(), leaf)
+    return grad, square / rows.reshape(-1, *[1] * (w.ndim - 1))
+
+
+def _row_by_row(loss: Loss, w: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The same with every row run as a client of its own, for whatever model. Padding counts for nothing."""
     clients, width = batch.mask.shape
     mean, square = torch.zeros_like(w), torch.zeros_like(w)
     for columns in torch.arange(width, device=w.device).split(max(1, _NUMBERS // w.numel())):
@@ -76,6 +94,79 @@ def _per_row(loss: Loss, w: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         mean, square = mean + grad.sum(1), square + grad.square().sum(1)
     rows_of = batch.mask.sum(1).reshape(-1, *[1] * (w.ndim - 1))
     return mean / rows_of, square / rows_of
+
+
+class _Linear(torch.autograd.Function):
+    """x Wᵀ + b, whose gradients in W and b may be taken as the sums of the rows' squares.
+
+    A row's gradient in W is the outer product δ ⊗ x, so that Σ (δ ⊗ x)² = (δ²)ᵀ x².
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, bias = inputs
+        ctx.save_for_backward(x, weight)
+        ctx.biased = bias is not None
+
+    @staticmethod
+    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        back = delta @ weight if ctx.needs_input_grad[0] else None
+        if _squares.get():
+            x, delta = x.square(), delta.square()
+        return back, delta.mT @ x, delta.sum(0) if ctx.biased else None
+
+
+_squares: ContextVar[bool] = ContextVar("squares", default=False)
+
+
+@contextmanager
+def _squared() -> Iterator[None]:
+    token = _squares.set(True)
+    try:
+        yield
+    finally:
+        _squares.reset(token)
+
+
+class _Layers(TorchFunctionMode):
+    """Linear layers by :class:`_Linear`.
+
+    Attributes:
+        numbers: of their weights and biases, together.
+        plain: whether every layer takes a vector a row, and nothing else reads what a layer has read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers, self.plain = 0, True
+        self._own: list[Tensor] = []
+        self._others: list[Any] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not nn.functional.linear or kwargs:
+            self._others += tree_leaves(args)
+            return func(*args, **(kwargs or {}))
+        x, weight, bias = (*args, None)[:3]
+        own = [weight] if bias is None else [weight, bias]
+        self.numbers += sum(value.numel() for value in own)
+        self._own += own
+        self.plain &= x.ndim == 2
+        return _Linear.apply(x, weight, bias)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        read = {id(value) for value in self._others}
+        self.plain &= not any(id(value) in read for value in self._own)
+        self._own, self._others = [], []
 
 
 def _diagonal(grad: Tensor, leaf: Tensor) -> Tensor:
