@@ -90,25 +90,28 @@ def check_data(program: Program, federation: Federation) -> None:
                 )
 
 
-def check_finite(
-    terms: Tensor, upload: Mapping[str, Tensor], names: Sequence[str], number: int
-) -> None:
+def finite(terms: Tensor, upload: Mapping[str, Tensor]) -> Tensor:
+    """Whether all that K clients send is a number: bool ``(K,)``, of terms ``(K,)`` and tensors ``(K, ...)``."""
+    found = terms.isfinite()
+    for value in upload.values():
+        found = found & value.reshape(len(terms), -1).isfinite().all(-1)
+    return found
+
+
+def check_finite(sound: Tensor, terms: Tensor, names: Sequence[str], number: int) -> None:
     """Fail on a client whose ELBO term or upload is NaN or infinite.
 
     Args:
+        sound: see :func:`finite`, ``(K,)``.
         terms: the clients' ELBO terms ``(K,)``.
-        upload: what they send, ``(K, ...)`` each.
         names: the K clients.
         number: the round, for the message.
 
     Raises:
         FloatingPointError: names the first such client.
     """
-    finite = terms.isfinite()
-    for value in upload.values():
-        finite = finite & value.reshape(len(terms), -1).isfinite().all(-1)
-    if not finite.all():
-        client = int((~finite).nonzero()[0])
+    if not sound.all():
+        client = int((~sound).nonzero()[0])
         what = f"ELBO term ({float(terms[client])})"
         if terms[client].isfinite():
             what = "upload"

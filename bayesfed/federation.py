@@ -29,7 +29,7 @@ class Federation:
     Attributes:
         fields: field name to a tensor of shape ``(rows, *event)``, or to a column on disk (:meth:`from_arrow`);
             client i owns the rows ``offsets[i]:offsets[i + 1]``. ``federation[name]`` always is a tensor.
-        offsets: int64 tensor of shape ``(N + 1,)``.
+        offsets: int64 tensor of shape ``(N + 1,)``, on the CPU wherever the fields lie.
         names: the N clients' names, in order; they become ArviZ's ``client`` coordinate.
         client_dim: what a client is called in the data, e.g. ``"county"`` (used in messages).
 
@@ -52,6 +52,7 @@ class Federation:
     client_dim: str = "client"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "offsets", self.offsets.cpu())
         if not self.names:
             raise ValueError("a federation needs at least one client; none was given")
         if len(set(self.names)) != len(self.names):
@@ -280,15 +281,18 @@ class Federation:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """n_i, the number of rows of each client: int64, shape ``(N,)``."""
+        """n_i, the number of rows of each client: int64, shape ``(N,)``, on the CPU."""
         return self.offsets.diff()
 
     @cached_property
     def owner(self) -> Tensor:
         """The client index of every row: int64, shape ``(rows,)``."""
-        return torch.repeat_interleave(
-            torch.arange(len(self), device=self.offsets.device), self.lengths
-        )
+        return torch.repeat_interleave(torch.arange(len(self)), self.lengths).to(self.device)
+
+    @cached_property
+    def _spans(self) -> tuple[Tensor, Tensor]:
+        """Offsets and lengths where the fields lie."""
+        return self.offsets.to(self.device), self.lengths.to(self.device)
 
     @cached_property
     def streams(self) -> Tensor:
@@ -298,7 +302,7 @@ class Federation:
     @property
     def device(self) -> torch.device:
         """Where the data lie."""
-        return self.offsets.device
+        return next((value.device for value in self.fields.values()), self.offsets.device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -409,12 +413,11 @@ class Federation:
         def move(value: Tensor | Column) -> Tensor | Column:
             return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
 
-        fields = {name: move(value) for name, value in self.fields.items()}
-        return replace(self, fields=fields, offsets=self.offsets.to(device=device))
+        return replace(self, fields={name: move(value) for name, value in self.fields.items()})
 
     def _take(self, rows: Tensor, lengths: Tensor, names: tuple[str, ...]) -> Federation:
         rows = rows.to(self.device)
-        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(self.device)
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         fields = {name: value[rows] for name, value in self.fields.items()}
         return Federation(fields, offsets, names, self.client_dim)
 
@@ -438,18 +441,19 @@ class Federation:
             repeats the client's first row, so that masked entries too lie in a field's support.
         """
         clients = torch.arange(len(self)) if clients is None else clients
-        clients = clients.to(self.device)
-        lengths = self.lengths[clients]
         if positions is None:
-            longest = torch.arange(int(lengths.max()), device=self.device)
-            positions = torch.where(longest < lengths[:, None], longest, -1)
-        return self.gather(clients, *self.locate(clients, positions))
+            lengths = self.lengths[clients.cpu()]
+            positions = torch.arange(int(lengths.max()))
+            positions = torch.where(positions < lengths[:, None], positions, -1)
+        clients = clients.to(self.device)
+        return self.gather(clients, *self.locate(clients, positions.to(self.device)))
 
     def locate(self, clients: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of the flat storage and mask ``(..., K, B)`` and scale ``(..., K, 1)`` of clients' own positions."""
+        offsets, lengths = (values[clients, None] for values in self._spans)
         mask = positions >= 0
-        rows = self.offsets[clients, None] + positions.clamp(min=0)
-        return rows, mask, (self.lengths[clients, None] / mask.sum(-1, keepdim=True)).to(self.dtype)
+        rows = offsets + positions.clamp(min=0)
+        return rows, mask, (lengths / mask.sum(-1, keepdim=True)).to(self.dtype)
 
     def gather(self, clients: Tensor, rows: Tensor, mask: Tensor, scale: Tensor) -> Batch:
         """The batch of K clients' located rows ``(K, B)``."""

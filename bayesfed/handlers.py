@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pyro
@@ -26,10 +26,15 @@ def particles(count: int) -> Any:
 
 
 @contextmanager
-def trusted() -> Iterator[None]:
-    """Without Pyro's checks of arguments, which the first pass of a program has made."""
-    with pyro.validation_enabled(False):
+def trusted(device: torch.device) -> Iterator[None]:
+    """Without Pyro's checks of arguments, which the first pass of a program has made, and :func:`on` a device."""
+    with pyro.validation_enabled(False), on(device):
         yield
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """New tensors on that device: a model's own constants go where its data are."""
+    return nullcontext() if device.type == "cpu" else device
 
 
 def is_plate(message: Mapping[str, Any]) -> bool:
@@ -76,7 +81,7 @@ class Parameters(Messenger):
         elif init:
             with torch.no_grad():
                 value = init[0]() if callable(init[0]) else init[0]
-            value = value.detach()
+            value = value.detach().to(torch.get_default_device())
         else:
             raise ValueError(f"parameter {name!r} has no initial value: pyro.param(name, init)")
         self.seen[name] = {

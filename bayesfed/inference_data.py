@@ -129,7 +129,7 @@ def _observed(posterior: Posterior) -> dict[str, Tensor]:
         batch = federation.batch(chunk)
         with (
             torch.no_grad(),
-            handlers.trusted(),
+            handlers.trusted(batch.device),
             handlers.Parameters(program.init),
             handlers.Noise({}),
         ):
@@ -150,10 +150,11 @@ def _prior(posterior: Posterior, num_samples: int, seed: int) -> dict[str, Tenso
     """Draws of the latent sites from the model alone."""
     program = posterior.program
     values: dict[str, Tensor] = {}
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), handlers.trusted():
+    head = posterior.federation.head()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), handlers.trusted(head.device):
         torch.manual_seed(seed)
         with handlers.Parameters(posterior.params), handlers.particles(num_samples):
-            nodes = poutine.trace(program.model).get_trace(posterior.federation.head()).nodes
+            nodes = poutine.trace(program.model).get_trace(head).nodes
     for site in (*program.globals, *program.locals):
         clients = len(posterior.federation) if site.local else 1
         shape = (num_samples, clients, 1, *site.event_shape)

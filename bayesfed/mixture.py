@@ -164,7 +164,7 @@ def globals_at(posterior: Posterior, particles: Tensor) -> dict[str, Tensor]:
     program = posterior.program
     with (
         torch.no_grad(),
-        handlers.trusted(),
+        handlers.trusted(program.schema.device),
         handlers.Parameters(posterior.params),
         handlers.Noise({}),
         handlers.Values({PARTICLE: particles[:, None, None]}),
@@ -209,7 +209,7 @@ def _replayed(
     program = posterior.program
     with (
         torch.no_grad(),
-        handlers.trusted(),
+        handlers.trusted(batch.device),
         handlers.Parameters(posterior.params),
         handlers.Values(values),
         handlers.particles(count),
@@ -286,7 +286,7 @@ def _local_draws(
     program, count = posterior.program, len(given[PARTICLE])
     with (
         torch.no_grad(),
-        handlers.trusted(),
+        handlers.trusted(own.device),
         handlers.Parameters(posterior.params),
         handlers.Noise(program.noise(keys, count, local=True)),
         handlers.Values(given),

@@ -144,7 +144,7 @@ def subset(key: Tensor, count: int, size: int) -> Tensor:
 def shuffle(keys: Tensor, lengths: Tensor) -> Tensor:
     """``range(length)`` in random order for each key: int64 ``(K, lengths.max())``, what is left over last."""
     longest = int(lengths.max())
-    absent = torch.arange(longest, device=keys.device) >= lengths[:, None]
+    absent = (torch.arange(longest) >= lengths[:, None]).to(keys.device)
     return uniform(keys, (longest,)).masked_fill(absent, torch.inf).argsort(-1)
 
 
@@ -217,7 +217,8 @@ class Lifted(TorchDispatchMode):
             torch.get_default_dtype() if template is None else template.dtype
         )
         if self.supplied is None:
-            drawn = torch.full(shape, 0.0 if kind == "normal" else 0.5, dtype=wanted)
+            device = None if template is None else template.device
+            drawn = torch.full(shape, 0.0 if kind == "normal" else 0.5, dtype=wanted, device=device)
             self.recorded.append(Draw(kind, shape[self.batch_dims :]))
         else:
             drawn = self.supplied[len(self.recorded)].expand(shape).to(wanted)

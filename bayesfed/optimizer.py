@@ -116,7 +116,7 @@ def descend(
         for name, value in params.items():
             if name.endswith("log_scale"):
                 new["params"][name] = value + (new["params"][name] - value).clamp(-most, most)
-    if not tracing() and bool(active.all()):
+    if not tracing() and active.device.type == "cpu" and bool(active.all()):
         return new
     return {
         part: {

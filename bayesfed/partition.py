@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import pyro
 import torch
 from pyro import poutine
 from pyro.distributions.util import scale_and_mask
@@ -49,7 +50,7 @@ def run(
 ) -> tuple[Any, Any]:
     """Traces of the guide and of the model replayed against it, everything given from outside."""
     with (
-        handlers.trusted(),
+        handlers.trusted(batch.device),
         handlers.Parameters(params),
         handlers.Noise(noise),
         handlers.Values(values),
@@ -67,12 +68,13 @@ def _log_ratio(guide: Any, model: Any, *, local: bool, skip: Sequence[str] = ())
         return name not in skip and not handlers.is_plate(node) and handlers.is_local(node) == local
 
     total: Tensor | float = 0.0
-    for trace, sign in ((model, 1.0), (guide, -1.0)):
-        for name, node in trace.nodes.items():
-            if node["type"] == "sample" and wanted(name, node):
-                log_prob = node["fn"].log_prob(node["value"])
-                log_prob = scale_and_mask(log_prob, node["scale"], node["mask"])
-                total = total + sign * log_prob.sum(-1)
+    with pyro.validation_enabled(False):
+        for trace, sign in ((model, 1.0), (guide, -1.0)):
+            for name, node in trace.nodes.items():
+                if node["type"] == "sample" and wanted(name, node):
+                    log_prob = node["fn"].log_prob(node["value"])
+                    log_prob = scale_and_mask(log_prob, node["scale"], node["mask"])
+                    total = total + sign * log_prob.sum(-1)
     return total
 
 
@@ -97,7 +99,7 @@ def draw(
         Site name to draws of shape ``(S, 1, 1, *event)``.
     """
     with (
-        handlers.trusted(),
+        handlers.trusted(program.schema.device),
         handlers.Parameters(params),
         handlers.Noise(noise),
         handlers.particles(particles),
@@ -188,10 +190,11 @@ def client_losses(
     """
     guide, model = run(program, params, {}, batch, noise, particles)
     nll = batch.scale.new_zeros(particles, len(batch))
-    for site in program.observed:
-        node = model.nodes[site.name]
-        log_prob = node["fn"].log_prob(node["value"])
-        nll = nll - scale_and_mask(log_prob, node["scale"], node["mask"]).sum(-1)
+    with pyro.validation_enabled(False):
+        for site in program.observed:
+            node = model.nodes[site.name]
+            log_prob = node["fn"].log_prob(node["value"])
+            nll = nll - scale_and_mask(log_prob, node["scale"], node["mask"]).sum(-1)
     sites = [(guide.nodes[site.name], model.nodes[site.name]) for site in program.locals]
     return Losses(nll.mean(0), batch.rows, sites)
 
@@ -205,7 +208,7 @@ def local_priors(
         ValueError: the prior of a local site is not Normal.
     """
     found = {}
-    with handlers.trusted(), handlers.Parameters(params), handlers.Noise({}):
+    with handlers.trusted(batch.device), handlers.Parameters(params), handlers.Noise({}):
         nodes = poutine.trace(program.model).get_trace(batch.head()).nodes
     for site in program.locals:
         fn: Any = nodes[site.name]["fn"]

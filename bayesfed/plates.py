@@ -60,6 +60,11 @@ class Batch:
         """n_i, the rows that a client has in all: ``(K,)``, of the floating type."""
         return self.scale.squeeze(-1) * self.mask.sum(-1)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the rows lie."""
+        return self.mask.device
+
     def clients(self) -> IndepMessenger:
         """``pyro.plate("clients", K, dim=-2)``: what is sampled inside never leaves a client."""
         return pyro.plate(CLIENTS, len(self), dim=-2)
@@ -94,5 +99,38 @@ class Batch:
         return replace(self, fields=Fields(kept))
 
 
-Rows = Callable[[int | None], Batch]
-"""The rows that a cohort uses at a local step; ``None`` asks for all of them."""
+@dataclass(frozen=True)
+class Rows:
+    """The rows that K clients use at their local steps: ``rows(step)`` is a minibatch, ``rows(None)`` all of them.
+
+    Attributes:
+        at: makes these batches.
+        lengths: n_i, int64 ``(K,)``, on the CPU: how long the work is must be known without waiting for a device.
+        width: rows of a minibatch.
+    """
+
+    at: Callable[[int | None], Batch]
+    lengths: Tensor
+    width: int
+
+    def __call__(self, step: int | None) -> Batch:
+        """The minibatch of a step."""
+        return self.at(step)
+
+    def schedule(self, epochs: int, steps: int | None = None) -> Tensor:
+        """Which clients take each step: bool ``(steps, K)``, on the CPU.
+
+        Args:
+            epochs: passes over a client's rows, in minibatches.
+            steps: so many steps for every client, instead.
+
+        Example:
+            >>> import torch
+            >>> from bayesfed.plates import Rows
+            >>> Rows(lambda step: None, torch.tensor([5, 2]), width=2).schedule(epochs=1).tolist()
+            [[True, True], [True, False], [True, False]]
+        """
+        last = epochs * ((self.lengths + self.width - 1) // self.width)
+        if steps is not None:
+            last = torch.full_like(last, steps)
+        return torch.arange(int(last.max()))[:, None] < last

@@ -110,7 +110,7 @@ class Posterior:
             local = {name: value[chunk] for name, value in self.local_params.items()}
             with (
                 torch.no_grad(),
-                handlers.trusted(),
+                handlers.trusted(federation.device),
                 handlers.Parameters({**self.params, **local}),
                 handlers.Noise(noise_of(keys, local=True)),
                 handlers.Values(theta),
@@ -251,7 +251,7 @@ class Posterior:
             }
             with (
                 torch.no_grad(),
-                handlers.trusted(),
+                handlers.trusted(batch.device),
                 handlers.Parameters(
                     {**self.params, **{n: v[position[chunk]] for n, v in self.local_params.items()}}
                 ),

@@ -78,7 +78,7 @@ def sites(model: Model, federation: Federation) -> dict[str, Site]:
     batch = federation.batch(torch.arange(1), torch.zeros(1, 1, dtype=torch.int64))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        with handlers.Parameters({}), _Watch():
+        with handlers.on(batch.device), handlers.Parameters({}), _Watch():
             trace = poutine.trace(model).get_trace(batch)
     found = {}
     for name, node in trace.nodes.items():
@@ -217,13 +217,14 @@ class Program:
 
     def laplace(self, params: Mapping[str, Tensor], phi: Params, batch: Batch) -> Params:
         """The guide's closed form of its local parameters, for K clients ``(K, 1, ...)``."""
-        with handlers.trusted(), handlers.Parameters({**params, **phi}), handlers.Noise({}):
+        given = handlers.Parameters({**params, **phi})
+        with handlers.trusted(batch.device), given, handlers.Noise({}):
             return self.guide.laplace(batch, phi)  # type: ignore[attr-defined]
 
     def init_locals(self, batch: Batch) -> Params:
         """Initial local parameters of K clients: tensors of shape ``(K, ...)``."""
         recorder = handlers.Parameters(self.init)
-        with handlers.trusted(), recorder, handlers.Noise({}):
+        with handlers.trusted(batch.device), recorder, handlers.Noise({}):
             self.guide(batch)
             if not set(self.local_params) <= recorder.seen.keys():  # the model has some too
                 self.model(batch.head())
@@ -260,7 +261,7 @@ def build(model: Model, guide: Callable[[Any], Any], federation: Federation) -> 
     first = torch.arange(min(2, len(federation)))
     batch = federation.batch(first, torch.zeros(len(first), 1, dtype=torch.int64))
     params, recorder = handlers.Parameters({}), handlers.Noise(None)
-    with params, recorder, handlers.particles(1):
+    with handlers.on(batch.device), params, recorder, handlers.particles(1):
         guide_trace = poutine.trace(guide).get_trace(batch)
     guide_sites = {
         name: node
@@ -288,7 +289,7 @@ def build(model: Model, guide: Callable[[Any], Any], federation: Federation) -> 
                 f"the guide samples {name!r}, which the model does not; if it is auxiliary, say "
                 "infer={'is_auxiliary': True}"
             )
-    with params, recorder, handlers.particles(1):
+    with handlers.on(batch.device), params, recorder, handlers.particles(1):
         poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(batch)
     init, constraint, local_params = {}, {}, []
     for name, seen in params.seen.items():
@@ -321,12 +322,14 @@ def build(model: Model, guide: Callable[[Any], Any], federation: Federation) -> 
         randomness=recorder.draws,
         clients=len(federation),
     )
-    return _with_shared(program, batch, noise.fold(noise.key(0), federation.streams[batch.index]))
+    root = noise.key(0).to(batch.device)
+    return _with_shared(program, batch, noise.fold(root, federation.streams[batch.index]))
 
 
 def _with_shared(program: Program, batch: Batch, keys: Tensor) -> Program:
     """Find the global parameters that a client's term reads other than through the draws."""
-    values = draw(program, program.init, program.noise(noise.key(0), 1, local=False), 1)
+    root = noise.key(0).to(batch.device)
+    values = draw(program, program.init, program.noise(root, 1, local=False), 1)
     values = {name: value.detach() for name, value in values.items()}
     leaves = {name: value.clone().requires_grad_() for name, value in program.init.items()}
     terms = client_terms(program, leaves, values, batch, program.noise(keys, 1, local=True), 1)

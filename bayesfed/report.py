@@ -166,7 +166,7 @@ def population_means(posterior: Posterior) -> dict[str, str]:
     """
     program = posterior.program
     batch = posterior.federation.batch(torch.arange(1)).head()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), handlers.trusted():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), handlers.trusted(batch.device):
         torch.manual_seed(0)
         with handlers.Parameters(posterior.params):
             nodes = poutine.trace(program.model).get_trace(batch).nodes

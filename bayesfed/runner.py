@@ -13,11 +13,11 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from bayesfed import noise, optimizer
+from bayesfed import noise, optimizer, processes
 from bayesfed.algorithms.local import amortised, annealed, batches
 from bayesfed.algorithms.sfvi import SFVI
 from bayesfed.compile import Compiler, Mode, using
-from bayesfed.diagnostics import check_data, check_finite, check_settings, warn_if_falling
+from bayesfed.diagnostics import check_data, check_finite, check_settings, finite, warn_if_falling
 from bayesfed.federation import Federation, Model
 from bayesfed.plates import Batch, Rows
 from bayesfed.posterior import Posterior
@@ -28,6 +28,7 @@ from bayesfed.states import States
 
 _CHUNK, _SMALL = 250_000_000, 1_000_000
 """Numbers of a chunk: a gigabyte in single precision; so few that another chunk would cost more than padding."""
+_FOUND = "terms and whether they are finite"  # the clients', beside their uploads
 _SERVER, _COHORT, _PRIVACY = -1, -2, -3  # streams of a round that belong to no client
 
 
@@ -110,6 +111,7 @@ def fit(
     states: str | Path | None = None,
     privacy: Privacy | None = None,
     compile: Mode = "auto",
+    group: processes.Group | None = None,
     seed: int = 0,
     device: str | torch.device | None = None,
     progress: bool | None = None,
@@ -138,6 +140,8 @@ def fit(
         compile: trace and compile the local steps: True, False, or ``"auto"``: where the run would take long
             enough for that to pay, see :class:`~bayesfed.compile.Compiler`. What was chosen is shown with the
             progress and kept as ``posterior.compiled``. Numbers differ by round-off.
+        group: processes of ``torch.distributed``, each running this same call, among which the cohort is split: one
+            for each GPU, started by ``torchrun``, with ``group=torch.distributed.group.WORLD``.
         seed: of every stream of noise.
         device: where to run; by default where the data lie.
         progress: show a progress bar; by default where the output is a terminal.
@@ -171,6 +175,8 @@ def fit(
         ):
             raise ValueError(f"{what} is {count}; it must be a whole number of at least 1")
     check_settings(algorithm)
+    if group is not None and states is not None:
+        raise ValueError("states are files of one process: leave out states, or group")
     with torch.random.fork_rng(devices=[]):  # of particles, which start at draws of the prior
         torch.manual_seed(seed)
         program = algorithm.program(model, federation)
@@ -180,9 +186,7 @@ def fit(
     for batch in program.starts(federation):
         kept.begin(batch.index, algorithm.init_clients(program, server, batch))
     scale = len(federation) / size
-    known = torch.full(
-        (len(federation),), torch.nan, dtype=federation.dtype, device=federation.device
-    )
+    known = torch.full((len(federation),), torch.nan, dtype=federation.dtype)
     root = noise.key(seed).to(federation.device)
     history: dict[str, list[float]] = {"elbo": [], "seconds": [], "clients": []}
     title = f"{type(algorithm).__name__} ({program.guide_name})"
@@ -195,43 +199,29 @@ def fit(
     numbers = size * (rows * federation.numbers_per_row + program.size)
     draws = getattr(algorithm, "particles", 1)
     weight = 8 * draws * program.size + rows * (2 * federation.numbers_per_row + draws)
+    work = _Cohort(
+        algorithm, program, federation, kept, batch_size, chunk_size, weight, privacy, group
+    )
     compiler = Compiler(compile)
+    mine = processes.own(torch.arange(len(federation)), group)
+    if group is not None and group.rank():
+        progress = False
     with rounds_shown(title, rounds, progress) as show, threads(numbers), using(compiler):
         for number in range(rounds):
             start = time.perf_counter()
             key = noise.fold(root, number)
             rate = annealed(getattr(algorithm, "lr_decay", 1.0), number / rounds)
-            cohort = noise.subset(noise.fold(key, _COHORT), len(federation), size)
+            cohort = noise.subset(noise.fold(key, _COHORT), len(federation), size).cpu()
             message = algorithm.broadcast(program, server, noise.fold(key, _SERVER), size)
-            total: dict[str, Tensor] = {}
-            terms = []
-            by_size = federation.lengths[cohort].argsort(stable=True)  # chunks of equal work
-            sizes = chunks(federation.lengths[cohort[by_size]], chunk_size, weight)
-            for chunk in cohort[by_size].split(sizes):
-                keys = noise.fold(key, federation.streams[chunk])
-                state, upload, term = algorithm.client_update(
-                    program,
-                    message,
-                    kept.take(chunk),
-                    batches(federation, chunk, batch_size, keys),
-                    keys,
-                    rate,
-                )
-                names = [federation.names[i] for i in chunk.tolist()]
-                check_finite(term, upload, names, number + 1)
-                kept.put(chunk, state)
-                terms.append(term)
-                if privacy is not None:
-                    upload = privacy.clipped(upload)
-                for name, value in upload.items():
-                    total[name] = total.get(name, 0) + value.sum(0)
+            total, client_terms, sound = work(message, cohort, key, rate)
+            names = [federation.names[i] for i in cohort.tolist()]
+            check_finite(sound, client_terms, names, number + 1)
             if privacy is not None:
                 total = privacy.noisy(total, multiplier, noise.fold(key, _PRIVACY))
             server, server_term = algorithm.decode(
                 program, server, total, noise.fold(key, _SERVER), rate, scale
             )
-            client_terms = torch.cat(terms)[by_size.argsort()]
-            elbo = float(server_term + _sum_over_all(client_terms, known, cohort, scale))
+            elbo = float(server_term) + float(_sum_over_all(client_terms, known, cohort, scale))
             if not math.isfinite(elbo):
                 raise FloatingPointError(
                     f"round {number + 1}: the server's ELBO term is {float(server_term)}; lower the "
@@ -244,7 +234,6 @@ def fit(
                 compiler.decide(rounds - 1)
             show(number + 1, elbo, str(compiler))
             if callbacks:
-                names = [federation.names[i] for i in cohort.tolist()]
                 params = algorithm.params(program, server)
                 done = Round(number + 1, rounds, elbo, client_terms, names, seconds, params)
                 for callback in callbacks:
@@ -253,21 +242,83 @@ def fit(
         if "params" not in kept.tensors and hasattr(algorithm, "personalize"):  # made anew
             key = noise.fold(root, noise.word("personalize"))
             for chunk, found in amortised(
-                algorithm, program, params, federation, None, None, batch_size, key
+                algorithm, program, params, federation, None, None, batch_size, key, mine
             ):
                 kept.begin(chunk, found)
+        local_params = kept.tensors.get("params", {})
+        if group is not None:
+            for value in local_params.values():
+                value[~mine] = 0
+            local_params = processes.summed(local_params, group)
     warn_if_falling(history["elbo"])
     return Posterior(
         program=program,
         federation=federation,
         params=params,
-        local_params=kept.tensors.get("params", {}),
+        local_params=local_params,
         history={name: torch.tensor(values) for name, values in history.items()},
         algorithm=algorithm,
         seed=seed,
         epsilon=epsilon,
         compiled=str(compiler),
     )
+
+
+@dataclass(frozen=True)
+class _Cohort:
+    """The work of a cohort in a round, some clients at a time."""
+
+    algorithm: Algorithm
+    program: Program
+    federation: Federation
+    kept: States
+    batch_size: int | None
+    chunk_size: int | Literal["auto"] | None
+    weight: int
+    privacy: Privacy | None
+    group: processes.Group | None
+
+    def __call__(
+        self, message: dict[str, Tensor], cohort: Tensor, key: Tensor, rate: float
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """The sum of the uploads; on the CPU the terms ``(K,)`` and whether all that was sent is finite ``(K,)``."""
+        mine = processes.own(cohort, self.group)
+        idle = (
+            not mine.any()
+        )  # then a client is run for nothing: what it would send has the right shapes
+        at = torch.zeros(1, dtype=torch.int64) if idle else mine.nonzero().flatten()
+        lengths = self.federation.lengths[cohort[at]]
+        by_size = lengths.argsort(stable=True)  # chunks of equal work
+        at = at[by_size]
+        total: dict[str, Tensor] = {}
+        terms, sound = [], []
+        for some in at.split(chunks(lengths[by_size], self.chunk_size, self.weight)):
+            chunk = cohort[some]
+            keys = noise.fold(key, self.federation.streams[chunk])
+            state, upload, term = self.algorithm.client_update(
+                self.program,
+                message,
+                self.kept.take(chunk),
+                batches(self.federation, chunk, self.batch_size, keys),
+                keys,
+                rate,
+            )
+            terms.append(term)
+            sound.append(finite(term, upload))
+            if not idle:
+                self.kept.put(chunk, state)
+            if self.privacy is not None:
+                upload = self.privacy.clipped(upload)
+            for name, value in upload.items():
+                total[name] = total.get(name, 0) + value.sum(0)
+        found = torch.zeros(2, len(cohort), dtype=terms[0].dtype, device=terms[0].device)
+        if idle:
+            total = {name: torch.zeros_like(value) for name, value in total.items()}
+        else:
+            found[:, at] = torch.stack([torch.cat(terms), 1.0 * ~torch.cat(sound)])
+        total = processes.summed(total | {_FOUND: found}, self.group)
+        client_terms, unsound = total.pop(_FOUND).cpu()
+        return total, client_terms, unsound == 0
 
 
 def chunks(lengths: Tensor, chunk_size: int | Literal["auto"] | None, weight: int) -> list[int]:

@@ -136,7 +136,7 @@ def automatic(
     batch = federation.batch(torch.arange(1)).head()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        with trusted(), particles(draws):
+        with trusted(batch.device), particles(draws):
             trace = poutine.trace(model).get_trace(batch)
     starts: dict[bool, dict[str, Start]] = {False: {}, True: {}}
     for site in sites.values():
@@ -144,7 +144,7 @@ def automatic(
             continue
         node = trace.nodes[site.name]
         u = biject_to(node["fn"].support).inv(node["value"]).reshape(draws, -1).to(federation.dtype)
-        low, middle, high = u.quantile(torch.tensor([0.16, 0.5, 0.84], dtype=u.dtype), dim=0)
+        low, middle, high = u.quantile(u.new_tensor([0.16, 0.5, 0.84]), dim=0)
         starts[site.local][site.name] = Start(middle, ((high - low) / 2).clamp(0.01, 100.0))
     guide = Hierarchical(model, family, conditioned, starts[False], starts[True])
     if not conditioned:
@@ -152,7 +152,7 @@ def automatic(
     priors = _Priors(
         guide, torch.cat([torch.zeros_like(s.loc) for s in guide.globals.values()] or [low[:0]])
     )
-    with trusted(), priors:
+    with trusted(batch.device), priors:
         model(batch)
     return replace(guide, block=priors.independent())
 

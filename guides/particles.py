@@ -106,8 +106,9 @@ def from_prior(
             "the model has no global random variable for particles to stand for: give what clients share a "
             "prior, such as Network(..., hyper_scale=0.4)"
         )
-    with trusted(), particles(count):
-        nodes = poutine.trace(model).get_trace(federation.batch(torch.arange(1)).head()).nodes
+    head = federation.batch(torch.arange(1)).head()
+    with trusted(head.device), particles(count):
+        nodes = poutine.trace(model).get_trace(head).nodes
     parts = {
         site.name: biject_to(nodes[site.name]["fn"].support).inv(nodes[site.name]["value"])
         for site in latent

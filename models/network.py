@@ -151,6 +151,7 @@ class Network:
         """A point, or a random variable around where it would start."""
         if self.hyper_scale is None:
             return pyro.param(name, start.clone, event_dim=1)
+        start = start.to(torch.get_default_device())
         return pyro.sample(name, dist.Normal(start, self.hyper_scale).to_event(1))
 
     def outputs(self, w: Tensor, obs: Any, shared: Tensor | None) -> Tensor:

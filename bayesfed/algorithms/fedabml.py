@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from bayesfed import noise, optimizer
-from bayesfed.algorithms.local import copies, gradients, leaves, mean, steps_taken, weighted
+from bayesfed.algorithms.local import copies, gradients, leaves, mean, weighted
 from bayesfed.compile import traceable
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.amortised import adapted
@@ -133,9 +133,9 @@ class FedABML:
             rows=len(keys),
         )
         units = self.units(program, message, batch(0))
-        steps = steps_taken(batch, self.local_epochs, self.local_steps)
+        schedule = batch.schedule(self.local_epochs, self.local_steps).to(keys.device)
         lr, prior_lr = rate * self.lr, rate * self.prior_lr
-        for step in range(int(steps.max())):
+        for step, active in enumerate(schedule):
             inner = range(self.inner_steps)
             supplied = [self.noise(program, keys, step, 1 + i) for i in inner]
             if self.gradient == "alternating":
@@ -145,9 +145,7 @@ class FedABML:
                 rows = [batch(first + i) for i in (*inner, self.inner_steps)]
             if self.gradient != "alternating" or not (self._fits or self._only_prior(program)):
                 supplied.append(self.noise(program, keys, step, 0))
-            theta, phi = self.step(
-                program, theta, phi, rows, supplied, units, step < steps, lr, prior_lr
-            )
+            theta, phi = self.step(program, theta, phi, rows, supplied, units, active, lr, prior_lr)
         last = theta["params"] | phi["params"]
         with torch.no_grad():
             n = batch(0).rows

@@ -59,7 +59,6 @@ import torch
 from torch import Tensor
 
 from bayesfed import optimizer
-from bayesfed.algorithms.local import steps_taken
 from bayesfed.compile import traceable
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.factorised import factorised
@@ -290,14 +289,14 @@ class FOLA:
         kind = None if self.fisher == "constant" else self.fisher
         w = server.start.expand_as(centre)
         fisher = torch.zeros_like(centre)
-        steps = steps_taken(batch, self.local_epochs, self.local_steps)
+        schedule = batch.schedule(self.local_epochs, self.local_steps).to(w.device)
         online = kind if self.online else None
-        for step in range(int(steps.max())):
+        for step, active in enumerate(schedule):
             w, fisher = self.step(
-                program, server, w, fisher, centre, strength, batch(step), online, step < steps, lr
+                program, server, w, fisher, centre, strength, batch(step), online, active, lr
             )
         if self.online:
-            return w, fisher / steps.reshape(-1, *[1] * server.loc.ndim)
+            return w, fisher / schedule.sum(0).reshape(-1, *[1] * server.loc.ndim)
         return w, slopes(self._loss(program, server), w, batch(None), kind)[1]
 
     @traceable

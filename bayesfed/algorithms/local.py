@@ -131,14 +131,6 @@ def local_step(
     return clients, upload, term.detach()
 
 
-def steps_taken(rows: Rows, epochs: int, steps: int | None) -> Tensor:
-    """How many steps each of K clients takes: ``steps``, or as many as its epochs have minibatches. ``(K,)``."""
-    first = rows(0)
-    if steps is not None:
-        return torch.full((len(first),), steps, device=first.mask.device)
-    return epochs * (first.rows.round() / first.mask.shape[1]).ceil().long()
-
-
 def leaves(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The same values, apart from what made them, to take gradients in."""
     return {name: value.detach().requires_grad_() for name, value in params.items()}
@@ -193,11 +185,15 @@ def amortised(
     lr: float | None,
     batch_size: int | None,
     key: Tensor,
+    wanted: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, optimizer.State]]:
-    """The local parameters of all clients as an algorithm's ``personalize`` makes them, some at a time."""
+    """The local parameters of the clients ``wanted`` (bool ``(N,)``, by default all), some at a time."""
     steps = algorithm.personal_steps if steps is None else steps
     lr = algorithm.personal_lr if lr is None else lr
-    for chunk in program.chunks(federation, copies=4 * getattr(algorithm, "particles", 1)):
+    for some in program.chunks(federation, copies=4 * getattr(algorithm, "particles", 1)):
+        chunk = some if wanted is None else some[wanted[some]]
+        if not len(chunk):
+            continue
         keys = noise.fold(key, federation.streams[chunk])
         rows = batches(federation, chunk, batch_size, keys)
         yield chunk, {"params": algorithm.personalize(program, params, rows, keys, steps, lr)}
@@ -236,12 +232,13 @@ def batches(federation: Federation, clients: Tensor, batch_size: int | None, key
     """
     lengths = federation.lengths[clients]
     if batch_size is None or batch_size >= int(lengths.max()):
-        slots = torch.arange(width(federation, lengths), device=keys.device)
+        slots = torch.arange(width(federation, lengths))
         full = federation.batch(clients, torch.where(slots < lengths[:, None], slots, -1))
-        return lambda step: full
+        return Rows(lambda step: full, lengths, len(slots))
     order = noise.shuffle(noise.fold(keys, noise.word("rows")), lengths)[None]
+    here = clients.to(keys.device)
     slots = torch.arange(batch_size, device=keys.device)
-    own = lengths[:, None]
+    own = lengths[:, None].to(keys.device)
 
     @lru_cache(maxsize=2)
     def located(block: int) -> tuple[Tensor, ...]:
@@ -249,12 +246,12 @@ def batches(federation: Federation, clients: Tensor, batch_size: int | None, key
         steps = block * _TOGETHER + torch.arange(_TOGETHER, device=keys.device)[:, None, None]
         nth = torch.where(own > batch_size, (steps * batch_size + slots) % own, slots)
         rows = order.expand(_TOGETHER, -1, -1).gather(2, nth.clamp(max=order.shape[2] - 1))
-        return federation.locate(clients, torch.where(nth < own, rows, -1))
+        return federation.locate(here, torch.where(nth < own, rows, -1))
 
     def at(step: int | None) -> Batch:
         if step is None:
             return federation.batch(clients)
         rows, mask, scale = (x[step % _TOGETHER] for x in located(step // _TOGETHER))
-        return federation.gather(clients, rows, mask, scale)
+        return federation.gather(here, rows, mask, scale)
 
-    return at
+    return Rows(at, lengths, batch_size)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from bayesfed import noise, optimizer
-from bayesfed.algorithms.local import copies, gradients, leaves, steps_taken
+from bayesfed.algorithms.local import copies, gradients, leaves
 from bayesfed.compile import traceable
 from bayesfed.federation import Federation, Model
 from bayesfed.guides.factorised import factorised
@@ -120,10 +120,10 @@ class PFedVEM:
         state = clients
         if RHO in state["params"]:
             state = state | {"params": state["params"] | {RHO: log_rho(state["params"], theta)}}
-        head_steps = steps_taken(batch, self.head_epochs, self.head_steps)
-        body_steps = steps_taken(batch, self.body_epochs, self.body_steps)
+        body_schedule = batch.schedule(self.body_epochs, self.body_steps).to(keys.device)
+        head_schedule = batch.schedule(self.head_epochs, self.head_steps).to(keys.device)
         if self.joint:
-            head_steps = body_steps
+            head_schedule = body_schedule
         lr, body_lr = rate * self.lr, rate * self.body_lr
 
         def body_after(step: int, active: Tensor) -> State:
@@ -132,14 +132,15 @@ class PFedVEM:
                 program, theta, body, state["params"], batch(step), supplied, active, body_lr
             )
 
-        for step in range(int(head_steps.max())):
-            active, fixed = step < head_steps, theta | body["params"]
+        for step, active in enumerate(head_schedule):
+            fixed = theta | body["params"]
             supplied = self.noise(program, keys, step)
             state = self.head_step(program, fixed, state, batch(step), supplied, active, lr)
             if self.joint and shared:
                 body = body_after(step, active)
-        for step in range(0 if self.joint or not shared else int(body_steps.max())):
-            body = body_after(step, step < body_steps)
+        if shared and not self.joint:
+            for step, active in enumerate(body_schedule):
+                body = body_after(step, active)
         last = theta | body["params"] | state["params"]
         with torch.no_grad():
             term = self.term(program, last, batch(0), program.noise(keys, 1, local=True))
@@ -230,11 +231,10 @@ class PFedVEM:
     ) -> tuple[Params, Tensor]:
         """The next w and body; as they were where nobody uploaded."""
         new = dict(server)
-        if float(total["rows"]) > 0:
-            for name in server:
-                if name in total:
-                    weight = total["tau"] if name.startswith("prior.") else total["rows"]
-                    new[name] = total[name] / weight
+        for name in server:
+            if name in total:
+                weight = total["tau"] if name.startswith("prior.") else total["rows"]
+                new[name] = torch.where(weight > 0, total[name] / weight, server[name])
         return new, torch.zeros(())
 
     def params(self, program: Program, server: Params) -> Params:

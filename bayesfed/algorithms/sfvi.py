@@ -85,7 +85,8 @@ class SFVI:
         """λ, and the sum of what the server knows of the clients."""
         server = optimizer.init({n: v.clone() for n, v in program.init.items()})
         with torch.no_grad():
-            draws = draw(program, program.init, program.noise(noise.key(0), 1, local=False), 1)
+            key = noise.key(0).to(federation.device)
+            draws = draw(program, program.init, program.noise(key, 1, local=False), 1)
         known = {name: torch.zeros_like(value[0, 0, 0]) for name, value in draws.items()}
         known |= {name: torch.zeros_like(program.init[name]) for name in program.shared}
         return server | {"known": known}

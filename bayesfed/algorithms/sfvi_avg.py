@@ -82,7 +82,8 @@ class SFVIAvg:
         """λ at its start."""
         params = {name: value.clone() for name, value in program.init.items()}
         square = {name: torch.zeros_like(value) for name, value in params.items()}
-        return Server(params, square, torch.zeros((), dtype=torch.int64))
+        rounds = torch.zeros((), dtype=torch.int64, device=federation.device)
+        return Server(params, square, rounds)
 
     def init_clients(self, program: Program, server: Server, batch: Batch) -> optimizer.State:
         """φ_i, a row each."""
@@ -113,7 +114,7 @@ class SFVIAvg:
             name: value.expand(len(keys), 1, *value.shape).clone() for name, value in start.items()
         }
         square = {name: torch.zeros_like(value) for name, value in copies.items()}
-        terms = torch.zeros(len(keys))
+        terms = torch.zeros(len(keys), device=keys.device)
         for step in range(self.local_steps):
             stream = noise.fold(keys, step)
             supplied = program.noise(stream, self.particles, local=True)
@@ -185,7 +186,7 @@ class SFVIAvg:
 def encode(start: Params, copies: Params) -> Upload:
     """The copies, ``(K, ...)``, as locations and optimal transport maps from the server's Gaussian."""
     count = len(next(iter(copies.values())))
-    upload = {"count": torch.ones(count, dtype=start["global.loc"].dtype)}
+    upload = {"count": start["global.loc"].new_ones(count)}
     for name, value in copies.items():
         if name not in ("global.log_scale", "global.tril"):
             upload[name] = value
