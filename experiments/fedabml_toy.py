@@ -24,6 +24,7 @@ from torch import Tensor
 import bayesfed as bf
 from bayesfed import noise
 from bayesfed.algorithms.fedabml import FedABML
+from bayesfed.plates import Rows
 
 HERE = Path(__file__).parent
 ROUNDS = (1, 5, 10, 20, 50)
@@ -140,11 +141,12 @@ def distances(method: Method, seed: int) -> tuple[Tensor, float]:
     program = algorithm.program(model, federation)
     server = algorithm.init(program, federation)
     batch, found = federation.batch(), []
+    rows = Rows(lambda step: batch, federation.lengths, int(federation.lengths.max()))
     for r in range(1, ROUNDS[-1] + 1):
         key = noise.fold(noise.key(seed), r)
         keys = noise.fold(key, federation.streams)
         rate = 1 / r if method.annealed else 1.0
-        _, upload, _ = algorithm.client_update(program, server, {}, lambda step: batch, keys, rate)
+        _, upload, _ = algorithm.client_update(program, server, {}, rows, keys, rate)
         total = {name: value.sum(0) for name, value in upload.items()}
         server, _ = algorithm.decode(program, server, total, key, rate, 1.0)
         found.append((server["prior.loc"] - problem.target).norm())

@@ -143,7 +143,7 @@ class CAFeMe:
         A term is the log-likelihood of D_eval under the personalised network in the last step, scaled up to the
         client's n_i rows.
         """
-        personal, held_out = split(batch(None), self.personal_fraction, keys)
+        personal, held_out = split(batch(None), batch.lengths, self.personal_fraction, keys)
         state = optimizer.begin(self.optimizer, copies(message, len(keys)), rows=len(keys))
         for step in range(self.outer_steps):
             support = [
@@ -230,7 +230,8 @@ class CAFeMe:
         """The rows of D_pers that a step uses."""
         if self.support_rows is None:
             return batch
-        return with_rows(batch, chosen(noise.fold(keys, step), batch.mask, self.support_rows))
+        rows = chosen(noise.fold(keys, step), batch.mask, self.support_rows)
+        return with_rows(batch, rows, min(self.support_rows, rows.shape[1]))
 
     def adapted(
         self,
@@ -274,22 +275,24 @@ def _gated(program: Program, weights: Tensor, batch: Batch) -> Params:
     return {"weights.loc": weights, "gates.loc": gates}
 
 
-def split(batch: Batch, share: float, keys: Tensor) -> tuple[Batch, Batch]:
+def split(batch: Batch, lengths: Tensor, share: float, keys: Tensor) -> tuple[Batch, Batch]:
     """D_pers, with ``share`` of each client's rows drawn at random (at least one), and D_eval, with the others.
+
+    The batch holds all rows; ``lengths`` are their numbers ``(K,)``, on the CPU.
 
     Example:
         >>> import bayesfed as bf
         >>> from bayesfed import noise
         >>> from bayesfed.algorithms.cafeme import split
         >>> data = bf.Federation.from_arrays({"a": {"y": [1.0, 2.0, 3.0]}, "b": {"y": [4.0, 5.0]}})
-        >>> personal, held_out = split(data.batch(), 0.5, noise.fold(noise.key(0), data.streams))
+        >>> personal, held_out = split(data.batch(), data.lengths, 0.5, noise.fold(noise.key(0), data.streams))
         >>> personal.mask.sum(1).tolist(), held_out.mask.sum(1).tolist()
         ([2, 1], [1, 1])
     """
-    lengths = batch.mask.sum(-1)
     count = (share * lengths).round().long().clamp(min=1).minimum(lengths - 1)
-    mask = chosen(noise.fold(keys, _SPLIT), batch.mask, count[:, None])
-    return with_rows(batch, mask), with_rows(batch, batch.mask & ~mask)
+    mask = chosen(noise.fold(keys, _SPLIT), batch.mask, count[:, None].to(keys.device))
+    personal = with_rows(batch, mask, int(count.max()))
+    return personal, with_rows(batch, batch.mask & ~mask, int((lengths - count).max()))
 
 
 def chosen(keys: Tensor, mask: Tensor, count: Tensor | int) -> Tensor:
@@ -298,10 +301,10 @@ def chosen(keys: Tensor, mask: Tensor, count: Tensor | int) -> Tensor:
     return mask & (order.argsort(-1).argsort(-1) < count)
 
 
-def with_rows(batch: Batch, mask: Tensor) -> Batch:
-    """The batch with some of its rows only, which stand for all n_i."""
+def with_rows(batch: Batch, mask: Tensor, most: int) -> Batch:
+    """The batch with some of its rows only, at most so many of a client, which stand for all n_i."""
     scale = batch.rows[:, None] / mask.sum(-1, keepdim=True)
-    first = (~mask).byte().argsort(dim=-1, stable=True)[:, : int(mask.sum(-1).max())]
+    first = (~mask).byte().argsort(dim=-1, stable=True)[:, :most]
     client = torch.arange(len(batch), device=mask.device)[:, None]
     fields = Fields({name: value[client, first] for name, value in batch.fields.items()})
     return replace(batch, fields=fields, mask=mask[client, first], scale=scale)

@@ -11,6 +11,7 @@ import bayesfed as bf
 from bayesfed import datasets, models, noise
 from bayesfed.algorithms.cafeme import CAFeMe, chosen, split
 from bayesfed.models import Modulated, mlp
+from bayesfed.plates import Rows
 
 float64 = pytest.mark.usefixtures("float64")
 
@@ -28,6 +29,10 @@ def federation(*lengths):
             for i, n in enumerate(lengths)
         }
     )
+
+
+def whole(data):
+    return Rows(lambda step: data.batch(), data.lengths, int(data.lengths.max()))
 
 
 def keys_of(data):
@@ -144,7 +149,7 @@ def test_an_update_is_a_step_through_the_inner_steps(second_order, steps):
     model, data = small(), federation(7)
     algorithm = CAFeMe(inner_lr=0.7, lr=0.3, inner_steps=steps, second_order=second_order)
     program, keys = algorithm.program(model, data), keys_of(data)
-    personal, held_out = split(data.batch(), 0.5, keys)
+    personal, held_out = split(data.batch(), data.lengths, 0.5, keys)
     support, query = ((part.fields["x"][0], part.fields["y"][0]) for part in (personal, held_out))
 
     omega = model.start.clone().requires_grad_()
@@ -156,9 +161,7 @@ def test_an_update_is_a_step_through_the_inner_steps(second_order, steps):
     (grad,) = torch.autograd.grad(loss_by_hand(model, inner, query, support), omega)
 
     message = {"prior.loc": model.start}
-    _, upload, term = algorithm.client_update(
-        program, message, {}, lambda step: data.batch(), keys, 1.0
-    )
+    _, upload, term = algorithm.client_update(program, message, {}, whole(data), keys, 1.0)
     moved = upload["prior.loc"][0]
     torch.testing.assert_close(moved, model.start - 0.3 * grad, rtol=0, atol=1e-10)
     assert (moved - model.start).abs().max() > 1e-3
@@ -176,7 +179,7 @@ def test_the_two_orders_differ():
         program = algorithm.program(model, data)
         message = {"prior.loc": model.start}
         _, upload, _ = algorithm.client_update(
-            program, message, {}, lambda step: data.batch(), keys_of(data), 1.0
+            program, message, {}, whole(data), keys_of(data), 1.0
         )
         found.append(upload["prior.loc"])
     assert (found[0] - found[1]).abs().max() > 1e-4
@@ -194,7 +197,7 @@ def rows_of(batch, client):
 def test_the_two_sets_are_disjoint_and_all_there_is(share):
     data = federation(2, 3, 7, 40)
     batch = data.batch()
-    personal, held_out = split(batch, share, keys_of(data))
+    personal, held_out = split(batch, data.lengths, share, keys_of(data))
     for client, name in enumerate(data.names):
         dealt = rows_of(personal, client) + rows_of(held_out, client)
         assert sorted(dealt) == sorted(map(tuple, data.select([name])["x"].tolist()))
@@ -204,10 +207,10 @@ def test_the_two_sets_are_disjoint_and_all_there_is(share):
             part.scale[:, 0] * part.mask.sum(1), data.lengths.to(part.scale.dtype)
         )
     assert abs(int(personal.mask[3].sum()) - 40 * share) <= 1
-    again, _ = split(batch, share, noise.fold(keys_of(data), 1))
+    again, _ = split(batch, data.lengths, share, noise.fold(keys_of(data), 1))
     assert share != 0.5 or rows_of(again, 3) != rows_of(personal, 3)
     alone = data.select(["client 2"])
-    apart, _ = split(alone.batch(), share, keys_of(alone))
+    apart, _ = split(alone.batch(), alone.lengths, share, keys_of(alone))
     assert rows_of(apart, 0) == rows_of(personal, 2)
 
 
@@ -247,7 +250,7 @@ def test_the_server_takes_the_mean():
         algorithm = CAFeMe(weighted=weighted)
         program = algorithm.program(model, data)
         server = algorithm.init(program, data)
-        _, upload, _ = algorithm.client_update(program, server, {}, lambda step: batch, keys, 1.0)
+        _, upload, _ = algorithm.client_update(program, server, {}, whole(data), keys, 1.0)
         total = {name: value.sum(0) for name, value in upload.items()}
         after, _ = algorithm.decode(program, server, total, keys[0], 1.0, 1.0)
         own = upload["prior.loc"] / upload["weight"][:, None]

@@ -1,0 +1,116 @@
+"""A cohort split among processes gives the run of one process: the sum of law 2 is all that passes between them."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import bayesfed as bf
+from bayesfed import models
+from bayesfed.algorithms import family
+
+RUNS = {  # a cohort of 1 leaves a process without work
+    "SFVI": (bf.SFVI(local_steps=2, particles=2), "varying", 5),
+    "PFedVEM": (bf.PFedVEM(head_steps=2, body_steps=1, particles=2), "client", 3),
+    "FedABML": (bf.FedABML(local_steps=2, particles=2, personal_steps=2), "learnt", 1),
+    "FedAvg": (family.fed_avg(local_epochs=2, personal_steps=2), "points", 4),
+}
+
+
+def federation():
+    generator = torch.Generator().manual_seed(0)
+
+    def client(n):
+        x = torch.randn(n, 3, generator=generator, dtype=torch.float64)
+        return {"x": x, "y": (x.sum(1) > 0).double()}
+
+    return bf.Federation.from_arrays({f"client {n}": client(n) for n in (4, 9, 5, 7, 6)})
+
+
+def fit(name, group=None, **settings):
+    algorithm, kind, cohort = RUNS[name]
+    torch.manual_seed(1)
+    network = models.mlp(3, 2).double()
+    model = {
+        "varying": lambda: models.varying_intercept,
+        "client": lambda: models.Network(network, spread="client", scale=0.5),
+        "learnt": lambda: models.Network(network, spread="learnt", scale=0.5),
+        "points": lambda: models.Network(network),
+    }[kind]()
+    return bf.fit(
+        model,
+        federation(),
+        algorithm,
+        rounds=4,
+        clients_per_round=cohort,
+        chunk_size=2,
+        group=group,
+        progress=False,
+        **settings,
+    )
+
+
+def one_process(rank, folder):
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    found = {}
+    for name in RUNS:
+        posterior = fit(name, dist.group.WORLD)
+        found[name] = {
+            "elbo": posterior.history["elbo"],
+            **posterior.params,
+            **posterior.local_params,
+        }
+    bad = federation()
+    bad.fields["x"][-1] = 1e300  # of the last client, which process 0 has: its square overflows
+    try:
+        bf.fit(
+            models.varying_intercept, bad, bf.SFVI(local_steps=1), rounds=1, group=dist.group.WORLD
+        )
+    except FloatingPointError as error:
+        found["error"] = str(error)
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def runs():
+    with tempfile.TemporaryDirectory() as folder:
+        before = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        mp.start_processes(one_process, args=(folder,), nprocs=2, start_method="spawn")
+        os.environ.pop("OMP_NUM_THREADS") if before is None else os.environ.update(
+            OMP_NUM_THREADS=before
+        )
+        yield [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_run_as_one(name, runs, float64):
+    alone = fit(name)
+    expected = {"elbo": alone.history["elbo"], **alone.params, **alone.local_params}
+    assert expected.keys() == runs[0][name].keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(runs[0][name][key], value, rtol=1e-9, atol=1e-11)
+        assert torch.equal(runs[1][name][key], runs[0][name][key])
+
+
+def test_every_process_hears_of_a_bad_client(runs):
+    assert runs[0]["error"] == runs[1]["error"]
+    assert runs[0]["error"].startswith("round 1: the ELBO term (nan) of client 'client 6'")
+
+
+def test_files_are_of_one_process(tmp_path):
+    with pytest.raises(ValueError, match="leave out states, or group"):
+        bf.fit(
+            models.varying_intercept,
+            federation(),
+            rounds=1,
+            group=object(),  # type: ignore[arg-type]
+            states=tmp_path,
+        )
