@@ -287,7 +287,9 @@ class Federation:
     @cached_property
     def owner(self) -> Tensor:
         """The client index of every row: int64, shape ``(rows,)``."""
-        return torch.repeat_interleave(torch.arange(len(self)), self.lengths).to(self.device)
+        return torch.repeat_interleave(torch.arange(len(self), device="cpu"), self.lengths).to(
+            self.device
+        )
 
     @cached_property
     def _spans(self) -> tuple[Tensor, Tensor]:
@@ -440,10 +442,10 @@ class Federation:
             A :class:`~bayesfed.plates.Batch` whose fields have shape ``(K, B, *event)``. Padding
             repeats the client's first row, so that masked entries too lie in a field's support.
         """
-        clients = torch.arange(len(self)) if clients is None else clients
+        clients = torch.arange(len(self), device="cpu") if clients is None else clients
         if positions is None:
             lengths = self.lengths[clients.cpu()]
-            positions = torch.arange(int(lengths.max()))
+            positions = torch.arange(int(lengths.max()), device="cpu")
             positions = torch.where(positions < lengths[:, None], positions, -1)
         clients = clients.to(self.device)
         return self.gather(clients, *self.locate(clients, positions.to(self.device)))

@@ -37,6 +37,13 @@ def on(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext() if device.type == "cpu" else device
 
 
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """New tensors on the CPU, whatever ``torch.set_default_device`` says: schedules are made there."""
+    with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+        yield
+
+
 def is_plate(message: Mapping[str, Any]) -> bool:
     """Whether a sample message is only a plate that opens."""
     return isinstance(message["fn"], _Subsample)

@@ -144,7 +144,7 @@ def subset(key: Tensor, count: int, size: int) -> Tensor:
 def shuffle(keys: Tensor, lengths: Tensor) -> Tensor:
     """``range(length)`` in random order for each key: int64 ``(K, lengths.max())``, what is left over last."""
     longest = int(lengths.max())
-    absent = (torch.arange(longest) >= lengths[:, None]).to(keys.device)
+    absent = (torch.arange(longest, device="cpu") >= lengths[:, None]).to(keys.device)
     return uniform(keys, (longest,)).masked_fill(absent, torch.inf).argsort(-1)
 
 

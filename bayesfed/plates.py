@@ -133,4 +133,4 @@ class Rows:
         last = epochs * ((self.lengths + self.width - 1) // self.width)
         if steps is not None:
             last = torch.full_like(last, steps)
-        return torch.arange(int(last.max()))[:, None] < last
+        return torch.arange(int(last.max()), device="cpu")[:, None] < last

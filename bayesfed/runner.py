@@ -19,8 +19,10 @@ from bayesfed.algorithms.sfvi import SFVI
 from bayesfed.compile import Compiler, Mode, using
 from bayesfed.diagnostics import check_data, check_finite, check_settings, finite, warn_if_falling
 from bayesfed.federation import Federation, Model
+from bayesfed.handlers import on_cpu
 from bayesfed.plates import Batch, Rows
 from bayesfed.posterior import Posterior
+from bayesfed.precision import Precision, products
 from bayesfed.privacy import Privacy
 from bayesfed.program import Params, Program
 from bayesfed.progress import rounds_shown
@@ -99,6 +101,7 @@ class Round:
     params: Params
 
 
+@on_cpu()
 def fit(
     model: Model,
     federation: Federation,
@@ -111,6 +114,7 @@ def fit(
     states: str | Path | None = None,
     privacy: Privacy | None = None,
     compile: Mode = "auto",
+    precision: Precision = "full",
     group: processes.Group | None = None,
     seed: int = 0,
     device: str | torch.device | None = None,
@@ -140,6 +144,8 @@ def fit(
         compile: trace and compile the local steps: True, False, or ``"auto"``: where the run would take long
             enough for that to pay, see :class:`~bayesfed.compile.Compiler`. What was chosen is shown with the
             progress and kept as ``posterior.compiled``. Numbers differ by round-off.
+        precision: of the clients' matrix products: ``"full"``, ``"tf32"`` or ``"bf16"``, see
+            :func:`bayesfed.precision.products`.
         group: processes of ``torch.distributed``, each running this same call, among which the cohort is split: one
             for each GPU, started by ``torchrun``, with ``group=torch.distributed.group.WORLD``.
         seed: of every stream of noise.
@@ -175,6 +181,8 @@ def fit(
         ):
             raise ValueError(f"{what} is {count}; it must be a whole number of at least 1")
     check_settings(algorithm)
+    with products(precision, federation.device):
+        pass  # known, before any work
     if group is not None and states is not None:
         raise ValueError("states are files of one process: leave out states, or group")
     with torch.random.fork_rng(devices=[]):  # of particles, which start at draws of the prior
@@ -213,7 +221,8 @@ def fit(
             rate = annealed(getattr(algorithm, "lr_decay", 1.0), number / rounds)
             cohort = noise.subset(noise.fold(key, _COHORT), len(federation), size).cpu()
             message = algorithm.broadcast(program, server, noise.fold(key, _SERVER), size)
-            total, client_terms, sound = work(message, cohort, key, rate)
+            with products(precision, federation.device):
+                total, client_terms, sound = work(message, cohort, key, rate)
             names = [federation.names[i] for i in cohort.tolist()]
             check_finite(sound, client_terms, names, number + 1)
             if privacy is not None:

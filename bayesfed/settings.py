@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from bayesfed import algorithms
 from bayesfed.diagnostics import MAY_BE_ZERO
 from bayesfed.guides import Flow, FullRank, MeanField
+from bayesfed.precision import Precision
 from bayesfed.privacy import Privacy
 
 if sys.version_info >= (3, 11):
@@ -229,6 +230,7 @@ class Schedule(_Strict):
     batch_size: Annotated[int, Field(ge=1)] | None = None
     chunk_size: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
     compile: Literal["auto"] | bool = "auto"
+    precision: Precision = "full"
     seed: int = 0
     device: str | None = None
     progress: bool | None = None

@@ -293,6 +293,40 @@ PROBLEMS: dict[str, tuple[Callable[[], Problem], int]] = {
 }
 
 
+def measured(
+    problem: Problem, repeats: int, finish: Callable[[], object] = lambda: None
+) -> tuple[dict[str, list[float]], Compiler, float]:
+    """Seconds of the contenders, the compiler, and how far ours are from hand-written gradients.
+
+    ``finish`` waits for a device.
+    """
+    compiler = Compiler(True)
+
+    def compiled() -> object:
+        with using(compiler):
+            return problem.ours()
+
+    def finished(run: Callable[[], object]) -> Callable[[], object]:
+        return lambda: (run(), finish())
+
+    with using(compiler):
+        difference = problem.difference()
+    contenders = {"compiled": compiled, "eager": problem.ours}
+    contenders |= {"hand": problem.hand, "loop": problem.loop}
+    runs = {name: finished(run) for name, run in contenders.items()}
+    return interleaved(runs, repeats), compiler, difference
+
+
+def cells(times: dict[str, list[float]], problem: Problem, flops: float, bandwidth: float) -> str:
+    """The columns of times, ratios and the part of the limit that is reached."""
+    found = [f"{1000 * statistics.median(of):.3g}" for of in times.values()]
+    for of, to in (("compiled", "hand"), ("eager", "hand"), ("loop", "compiled")):
+        found.append(ratio(times[of], times[to], ".2g"))
+    least = problem.flop / flops + 4 * problem.numbers / bandwidth
+    found.append(f"{100 * least / statistics.median(times['compiled']):.0f} %")
+    return " | ".join(found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -312,28 +346,12 @@ def main() -> None:
             continue
         torch.manual_seed(0)
         torch.set_num_threads(threads)
-        problem, compiler = make(), Compiler(True)
-
-        def compiled(problem: Problem = problem, compiler: Compiler = compiler) -> object:
-            with using(compiler):
-                return problem.ours()
-
-        with using(compiler):
-            difference = problem.difference()
-        contenders = {
-            "compiled": compiled,
-            "eager": problem.ours,
-            "hand": problem.hand,
-            "loop": problem.loop,
-        }
-        times = interleaved(contenders, args.repeats)
-        cells = [f"{1000 * statistics.median(times[c]):.3g}" for c in contenders]
-        for of, to in (("compiled", "hand"), ("eager", "hand"), ("loop", "compiled")):
-            cells.append(ratio(times[of], times[to], ".2g"))
-        least = problem.flop / flops + 4 * problem.numbers / bandwidth
-        cells.append(f"{100 * least / statistics.median(times['compiled']):.0f} %")
-        cells += [f"{compiler.seconds:.0f}", str(threads), f"{difference:.0e}"]
-        rows.append(f"| {name} | " + " | ".join(cells) + " |")
+        problem = make()
+        times, compiler, difference = measured(problem, args.repeats)
+        rows.append(
+            f"| {name} | {cells(times, problem, flops, bandwidth)} | {compiler.seconds:.0f} | {threads} | "
+            f"{difference:.0e} |"
+        )
         print(rows[-1], flush=True)
     rows.append(
         f"\nLimit: matrix products at {flops / 1e9:.0f} GFLOP/s and memory at {bandwidth / 1e9:.0f} GB/s, as measured "

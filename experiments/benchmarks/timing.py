@@ -59,16 +59,21 @@ def machine() -> str:
     return (
         f"{name}, {os.cpu_count()} cores, "
         f"{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
+        + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "")
     )
 
 
-def limits() -> tuple[float, float]:
-    """What the machine reaches: float32 matrix products in FLOP a second, copies in bytes a second."""
-    a = torch.randn(2048, 2048)
+def limits(size: int = 2048, finish: Callable[[], object] = lambda: None) -> tuple[float, float]:
+    """What the machine reaches: float32 matrix products in FLOP a second, copies in bytes a second.
+
+    Products are of matrices of that size; ``finish`` waits for a device.
+    """
+    a = torch.randn(size, size)
     big = torch.randn(64_000_000)
     copy = torch.empty_like(big)
-    times = interleaved({"matmul": lambda: a @ a, "copy": lambda: copy.copy_(big)}, 9, 0.2)
-    return 2 * 2048**3 / min(times["matmul"]), 2 * big.nbytes / min(times["copy"])
+    runs = {"matmul": lambda: (a @ a, finish()), "copy": lambda: (copy.copy_(big), finish())}
+    times = interleaved(runs, 9, 0.2)
+    return 2 * size**3 / min(times["matmul"]), 2 * big.nbytes / min(times["copy"])
 
 
 def write(path: Path, rows: Sequence[str]) -> None:

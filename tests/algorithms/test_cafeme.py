@@ -245,7 +245,7 @@ def test_a_client_does_the_same_alone_and_in_a_cohort(support_rows):
 @float64
 def test_the_server_takes_the_mean():
     model, data = small(), federation(2, 6)
-    batch, keys = data.batch(), keys_of(data)
+    keys = keys_of(data)
     for weighted, weight in ((False, [0.5, 0.5]), (True, [0.25, 0.75])):
         algorithm = CAFeMe(weighted=weighted)
         program = algorithm.program(model, data)

@@ -75,3 +75,17 @@ def test_a_cohorts_work_asks_for_no_number(name, batch_size, monkeypatch):
     if name != "PVI":  # whose server refuses a q that is no distribution
         total = {name: value.sum(0) for name, value in upload.items()}
         algorithm.decode(program, server, total, key, 1.0, 1.0)
+
+
+def test_a_default_device_is_no_matter():
+    """With another default device the schedule stays on the CPU, and the model where its data are."""
+    data, algorithm = federation(), bf.SFVI(local_steps=2)
+
+    def fit():
+        return bf.fit(models.hierarchical_logistic, data, algorithm, rounds=2, progress=False)
+
+    expected = fit()
+    with torch.device("meta"):
+        found = fit()
+    for name, value in expected.params.items():
+        assert torch.equal(found.params[name], value)
