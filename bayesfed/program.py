@@ -186,7 +186,8 @@ class Program:
 
         Args:
             keys: int64, ``(K,)`` for K clients, or ``()`` for the server. K keys with ``local=False``
-                give each client draws of the global sites of its own.
+                give each client draws of the global sites of its own. More dimensions in front, such as
+                steps, stand in front of the result.
             particles: S.
             local: for the local sites, else for the global ones.
 
@@ -194,12 +195,13 @@ class Program:
             Site name to tensors of shape ``(S, K, 1, ...)``, or ``(S, 1, 1, ...)`` for the server.
         """
         supplied = {}
+        streams = keys.reshape(1, 1) if keys.ndim == 0 else keys[..., None, :, None]
         for name, draws in self.randomness.items():
             if (name in self.draws) == local:
                 continue
             path = noise.word(name), torch.arange(particles, device=keys.device)[:, None, None]
             supplied[name] = [
-                draw(keys.reshape(-1, 1), self.schema.scale.dtype, (*path, number))
+                draw(streams, self.schema.scale.dtype, (*path, number))
                 for number, draw in enumerate(draws)
             ]
         return supplied

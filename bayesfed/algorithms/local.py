@@ -19,6 +19,7 @@ from bayesfed.program import Params, Program
 
 _LITTLE = 50_000  # numbers of a batch that a step takes no longer for than for fewer
 _TOGETHER = 16  # steps whose rows are found at once
+_DRAWN = 1_000_000  # numbers of noise that are drawn at once
 EPS = 0.1
 """Adam's ε for φ_i: an ELBO gradient of less than a tenth of a nat a unit is noise, not to be chased at full rate."""
 
@@ -84,9 +85,8 @@ def local_steps(
     """
     uploads: dict[str, list[Tensor]] = {name: [] for name in (*program.draws, *program.shared)}
     terms = []
-    for step in range(steps):
+    for step, supplied in enumerate(noise_of_steps(program, keys, steps, particles)):
         theta = {n: v[step * particles : (step + 1) * particles] for n, v in draws.items()}
-        supplied = program.noise(noise.fold(keys, step), particles, local=True)
         clients, grad, term = local_step(
             program, theta, params, clients, batch(step), supplied, particles, lr
         )
@@ -97,6 +97,16 @@ def local_steps(
         terms.append(term)
     upload = {name: torch.cat(parts, 1) / len(terms) for name, parts in uploads.items()}
     return clients, upload, torch.stack(terms).mean(0)
+
+
+def noise_of_steps(program: Program, keys: Tensor, steps: int, particles: int) -> Iterator[Noise]:
+    """The noise of K clients' local sites at each step, drawn for several steps at once where it is little."""
+    numbers = len(keys) * particles * max(1, sum(s.event_shape.numel() for s in program.locals))
+    together = max(1, min(steps, _DRAWN // numbers))
+    for some in torch.arange(steps, device=keys.device).split(together):
+        drawn = program.noise(noise.fold(keys, some[:, None]), particles, local=True)
+        for i in range(len(some)):
+            yield {name: [part[i] for part in parts] for name, parts in drawn.items()}
 
 
 @traceable
