@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from bayesfed.program import Params, Program
 _LITTLE = 50_000  # numbers of a batch that a step takes no longer for than for fewer
 _TOGETHER = 16  # steps whose rows are found at once
 _DRAWN = 1_000_000  # numbers of noise that are drawn at once
+_KEPT = 25_000_000  # numbers of minibatches that are kept for the next epoch
 EPS = 0.1
 """Adam's ε for φ_i: an ELBO gradient of less than a tenth of a nat a unit is noise, not to be chased at full rate."""
 
@@ -264,4 +265,9 @@ def batches(federation: Federation, clients: Tensor, batch_size: int | None, key
         rows, mask, scale = (x[step % _TOGETHER] for x in located(step // _TOGETHER))
         return federation.gather(here, rows, mask, scale)
 
-    return Rows(at, lengths, batch_size)
+    period, rest = divmod(int(lengths[0]), batch_size)
+    kept = int(lengths.sum()) * federation.numbers_per_row <= _KEPT
+    if rest or not kept or (lengths != lengths[0]).any():
+        return Rows(at, lengths, batch_size)
+    again = cache(at)  # every epoch has the minibatches of the first
+    return Rows(lambda step: again(step if step is None else step % period), lengths, batch_size)
