@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -26,6 +26,8 @@ from bayesfed.precision import Precision, products
 from bayesfed.privacy import Privacy
 from bayesfed.program import Params, Program
 from bayesfed.progress import rounds_shown
+from bayesfed.resume import Run
+from bayesfed.settings import settings_of
 from bayesfed.states import States
 
 _CHUNK, _SMALL = 250_000_000, 1_000_000
@@ -112,6 +114,7 @@ def fit(
     batch_size: int | None = None,
     chunk_size: int | Literal["auto"] | None = None,
     states: str | Path | None = None,
+    resume: str | Path | None = None,
     privacy: Privacy | None = None,
     compile: Mode = "auto",
     precision: Precision = "full",
@@ -139,6 +142,8 @@ def fit(
         states: a folder for what the clients keep, in files mapped into memory, for more clients than fit into it:
             only the cohort's rows are in memory. The posterior reads its ``local_params`` from there, so keep the
             folder as long as the posterior. By default in memory.
+        resume: a file that keeps the run after its rounds (it is written in at most a twentieth of the time). Where it
+            is there already the run goes on from it, to the very numbers of one that never stopped.
         privacy: clip the uploads and add noise to their sums, see :class:`~bayesfed.Privacy`. The ε that the
             run spends is shown with its progress and kept as ``posterior.epsilon``.
         compile: trace and compile the local steps: True, False, or ``"auto"``: where the run would take long
@@ -158,7 +163,7 @@ def fit(
 
     Raises:
         ValueError: the model, the guide, the data or the schedule do not fit; the message names the
-            site, client or field.
+            site, client or field. ``resume`` is a file of another run.
         FloatingPointError: a client's ELBO term or upload is not finite; the message names the client.
 
     Example:
@@ -183,8 +188,12 @@ def fit(
     check_settings(algorithm)
     with products(precision, federation.device):
         pass  # known, before any work
-    if group is not None and states is not None:
-        raise ValueError("states are files of one process: leave out states, or group")
+    if group is not None and (states is not None or resume is not None):
+        raise ValueError("files are of one process: leave out states and resume, or group")
+    if states is not None and resume is not None:
+        raise ValueError(
+            "states change during a round, so resume cannot go on from them: leave out one"
+        )
     with torch.random.fork_rng(devices=[]):  # of particles, which start at draws of the prior
         torch.manual_seed(seed)
         program = algorithm.program(model, federation)
@@ -196,7 +205,7 @@ def fit(
     scale = len(federation) / size
     known = torch.full((len(federation),), torch.nan, dtype=federation.dtype)
     root = noise.key(seed).to(federation.device)
-    history: dict[str, list[float]] = {"elbo": [], "seconds": [], "clients": []}
+    history = torch.zeros(3, rounds, dtype=torch.float64)
     title = f"{type(algorithm).__name__} ({program.guide_name})"
     multiplier, epsilon = 0.0, None
     if privacy is not None:
@@ -210,12 +219,33 @@ def fit(
     work = _Cohort(
         algorithm, program, federation, kept, batch_size, chunk_size, weight, privacy, group
     )
-    compiler = Compiler(compile)
+    compiler, done = Compiler(compile), 0
+    run = None
+    if resume is not None:
+        run = Run(
+            Path(resume),
+            {
+                "algorithm": settings_of(algorithm),
+                "rounds": rounds,
+                "cohort": size,
+                "batch_size": batch_size,
+                "chunk_size": chunk_size,
+                "privacy": privacy and asdict(privacy),
+                "precision": precision,
+                "seed": seed,
+                "rows": federation.lengths.tolist(),
+                "clients": list(federation.names),
+            },
+        )
+        before = run.read((server, kept.tensors, known, history))
+        if before is not None:
+            (server, kept.tensors, known, history), notes = before
+            done, compiler = notes["rounds"], Compiler(notes["compiled"])
     mine = processes.own(torch.arange(len(federation)), group)
     if group is not None and group.rank():
         progress = False
     with rounds_shown(title, rounds, progress) as show, threads(numbers), using(compiler):
-        for number in range(rounds):
+        for number in range(done, rounds):
             start = time.perf_counter()
             key = noise.fold(root, number)
             rate = annealed(getattr(algorithm, "lr_decay", 1.0), number / rounds)
@@ -237,16 +267,20 @@ def fit(
                     "learning rate or check the priors of the global sites"
                 )
             seconds = time.perf_counter() - start
-            for column, figure in (("elbo", elbo), ("seconds", seconds), ("clients", size)):
-                history[column].append(figure)
+            figures = [elbo, seconds, size]
+            history[:, number] = torch.tensor(figures, dtype=torch.float64)
             if number == 0:
                 compiler.decide(rounds - 1)
+            if run is not None:
+                notes = {"rounds": number + 1, "compiled": compiler.mode is not False}
+                state = server, kept.tensors, known, history
+                run.write(state, notes, last=number + 1 == rounds)
             show(number + 1, elbo, str(compiler))
             if callbacks:
                 params = algorithm.params(program, server)
-                done = Round(number + 1, rounds, elbo, client_terms, names, seconds, params)
+                report = Round(number + 1, rounds, elbo, client_terms, names, seconds, params)
                 for callback in callbacks:
-                    callback(done)
+                    callback(report)
         params = {n: v.detach() for n, v in algorithm.params(program, server).items()}
         if "params" not in kept.tensors and hasattr(algorithm, "personalize"):  # made anew
             key = noise.fold(root, noise.word("personalize"))
@@ -259,13 +293,15 @@ def fit(
             for value in local_params.values():
                 value[~mine] = 0
             local_params = processes.summed(local_params, group)
-    warn_if_falling(history["elbo"])
+    warn_if_falling(history[0].tolist())
     return Posterior(
         program=program,
         federation=federation,
         params=params,
         local_params=local_params,
-        history={name: torch.tensor(values) for name, values in history.items()},
+        history=dict(
+            zip(("elbo", "seconds", "clients"), history.to(torch.get_default_dtype()), strict=True)
+        ),
         algorithm=algorithm,
         seed=seed,
         epsilon=epsilon,

@@ -1,0 +1,133 @@
+"""Law 4: a run that stopped after any round goes on to the very numbers of one that never stopped."""
+
+import json
+
+import pytest
+import torch
+
+import bayesfed as bf
+from bayesfed import models, resume
+from bayesfed.algorithms import family
+
+ROUNDS = 4
+CASES = {
+    "SFVI": lambda: (bf.SFVI(local_steps=2, particles=2), models.hierarchical_logistic),
+    "SFVIAvg": lambda: (bf.SFVIAvg(local_steps=2, particles=2), models.hierarchical_logistic),
+    "PVI": lambda: (bf.PVI(local_steps=2, particles=4), models.hierarchical_logistic),
+    "FedABML": lambda: (bf.FedABML(particles=2), network(spread="learnt", scale=0.5)),
+    "PFedVEM": lambda: (bf.PFedVEM(particles=2), network(spread="client", scale=0.5)),
+    "FOLA": lambda: (bf.FOLA(), network(spread="learnt", scale=1.0)),
+    "FedCurv": lambda: (family.fed_curv(), network(spread="learnt", scale=1000.0)),
+    "PACPFL": lambda: (bf.PACPFL(particles=2, draws=2), network(hyper_scale=0.4, scale=0.3)),
+    "CAFeMe": lambda: (bf.CAFeMe(inner_steps=1, outer_steps=2), modulated()),
+}
+
+
+class Stopped(Exception):
+    pass
+
+
+def network(**settings):
+    torch.manual_seed(0)
+    return models.Network(models.mlp(3, 2), **settings)
+
+
+def modulated():
+    torch.manual_seed(0)
+    return models.Modulated(models.mlp(3, 3, 2), models.mlp(3, 2), context=3)
+
+
+def federation():
+    generator = torch.Generator().manual_seed(0)
+
+    def client(n):
+        x = torch.randn(n, 3, generator=generator)
+        return {"x": x, "y": (x.sum(1) > 0).float()}
+
+    return bf.Federation.from_arrays({f"c{n}": client(n) for n in (4, 9, 5, 7, 6)})
+
+
+def fit(name, path=None, stop=None, **settings):
+    algorithm, model = CASES[name]()
+
+    def after(done):
+        if done.number == stop:
+            raise Stopped
+
+    how = {"rounds": ROUNDS, "clients_per_round": 3, "compile": False} | settings
+    return bf.fit(
+        model, federation(), algorithm, resume=path, callbacks=[after], progress=False, **how
+    )
+
+
+def same(one, other):
+    for part in ("params", "local_params"):
+        for name, value in getattr(other, part).items():
+            assert torch.equal(getattr(one, part)[name], value), name
+    for column in ("elbo", "clients"):
+        assert torch.equal(one.history[column], other.history[column])
+
+
+@pytest.fixture
+def every_round(monkeypatch):
+    monkeypatch.setattr(resume, "_SHARE", float("inf"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_goes_on_to_the_same_numbers(name, tmp_path, every_round):
+    whole = fit(name)
+    for stop in range(1, ROUNDS + 1):
+        path = tmp_path / f"{stop}.safetensors"
+        with pytest.raises(Stopped):
+            fit(name, path, stop)
+        same(fit(name, path), whole)
+        same(fit(name, path), whole)  # a run that is over is read
+
+
+def test_a_run_that_is_written_now_and_then_goes_on_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(resume, "_SHARE", 1e-9)  # after the first round, and never again
+    path = tmp_path / "run.safetensors"
+    with pytest.raises(Stopped):
+        fit("PFedVEM", path, 3)
+    assert notes(path)["rounds"] == 1
+    same(fit("PFedVEM", path), fit("PFedVEM"))
+    assert notes(path)["rounds"] == ROUNDS
+
+
+def test_a_compiled_run_goes_on_compiled(tmp_path, every_round, monkeypatch):
+    monkeypatch.setattr("bayesfed.compile.WORTH", 0.0)
+    whole = fit("FedABML", compile="auto")
+    path = tmp_path / "run.safetensors"
+    with pytest.raises(Stopped):
+        fit("FedABML", path, 2, compile="auto")
+    assert notes(path)["compiled"]
+    again = fit("FedABML", path, compile="auto")
+    assert "graphs" in again.compiled
+    same(again, whole)
+
+
+def notes(path):
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return json.loads(file.metadata()["bayesfed run"])["notes"]
+
+
+def test_another_call_does_not_go_on(tmp_path):
+    path = tmp_path / "run.safetensors"
+    fit("SFVI", path)
+    with pytest.raises(ValueError, match=r"is a run with seed 0, this one has 1"):
+        fit("SFVI", path, seed=1)
+    with pytest.raises(ValueError, match=r"is a run with algorithm"):
+        fit("PVI", path)
+    with pytest.raises(ValueError, match=r"is a run with privacy null"):
+        fit("SFVI", path, privacy=bf.Privacy(clip=1.0))
+    other = tmp_path / "posterior.safetensors"
+    fit("SFVI").save(other)
+    with pytest.raises(ValueError, match="no run of bayesfed's"):
+        fit("SFVI", other)
+    other.write_bytes(b"short")
+    with pytest.raises(ValueError, match="not a whole safetensors file"):
+        fit("SFVI", other)
+    with pytest.raises(ValueError, match="leave out one"):
+        fit("SFVI", path, states=tmp_path / "states")
