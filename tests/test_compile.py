@@ -305,3 +305,49 @@ def test_a_module_of_the_users_own(data, only_traced):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         bf.fit(model, data, algorithm, rounds=1, compile=True)
+
+
+# -- laws 1 and 3, compiled; 2 holds of any uploads, 4 is in tests/laws/test_resume.py --------------------
+
+
+@needs_compiler
+def test_terms_add_up_to_pyros_elbo_compiled(float64):
+    from bayesfed.algorithms.sfvi import hierarchical
+    from bayesfed.partition import client_terms, server_pass
+    from tests.laws.test_partition import make_federation, make_model, pooled_elbo
+
+    federation = make_federation([3, 1, 4], "Normal", 0)
+    model = make_model(["real", "positive"], ["real", "positive"], "Normal")
+    program = hierarchical(model, federation, bf.FullRank(), True)
+    params = program.init | program.init_locals(federation.batch())
+    key, particles = noise.key(0), 3
+    theirs = program.noise(key, particles, local=False)
+    ours = program.noise(noise.fold(key, federation.streams), particles, local=True)
+
+    @traceable
+    def terms(program, params, theirs, ours, batch, particles):
+        shared = {name: params[name] for name in program.init}
+        server, values = server_pass(program, shared, theirs, particles)
+        return server, client_terms(program, params, values, batch, ours, particles)
+
+    with using(Compiler(True)) as compiler:
+        server, clients = terms(program, params, theirs, ours, federation.batch(), particles)
+    assert len(compiler.graphs) == 1
+    assert None not in compiler.graphs.values()
+    expected = pooled_elbo(program, federation, params, theirs | ours, particles)
+    found = (server + clients.sum(1)).mean()
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["FedABML", "PFedVEM", "FOLA", "SFVI"])
+def test_chunks_change_nothing_compiled(name, data, only_traced, float64):
+    algorithm, model = CASES[name]()
+    settings = {"rounds": 2, "clients_per_round": 4, "batch_size": 4, "compile": True}
+    data = data.to(dtype=torch.float64)
+    whole = bf.fit(model, data, algorithm, **settings)
+    parts = bf.fit(model, data, algorithm, chunk_size=3, **settings)
+    assert "graphs" in parts.compiled
+    for part in ("params", "local_params"):
+        for key, value in getattr(whole, part).items():
+            found = getattr(parts, part)[key]
+            torch.testing.assert_close(found, value, rtol=1e-6, atol=1e-9)
