@@ -289,7 +289,7 @@ def prior_losses(
     """
     program = posterior.program
     model: Any = program.model
-    posterior.check_known(test)
+    posterior.check_known(test.names)
     particles = posterior.params[PARTICLES]
     count = draws * len(particles)
     phi = globals_at(posterior, particles)

@@ -182,7 +182,7 @@ def _chunks(
     root: Tensor | None = None,
 ) -> Iterator[tuple[Batch, Batch, Tensor]]:
     """Some clients at a time: their own rows, the rows to predict, their noise streams."""
-    posterior.check_known(federation)
+    posterior.check_known(federation.names)
     position = posterior.federation.index(federation.names)
     key = noise.key(0).to(federation.device) if root is None else root
     together = max(1, _NUMBERS // (count * numbers))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,6 +126,23 @@ class Posterior:
                 locals_[site.name].append(value.expand(shape).squeeze(2))
         return globals_ | {name: torch.cat(parts, 1) for name, parts in locals_.items()}
 
+    def select(self, clients: Iterable[str]) -> Posterior:
+        """The posterior of some clients only, by name.
+
+        Raises:
+            KeyError: a client took no part in the fit.
+        """
+        names = tuple(str(name) for name in clients)
+        if names == self.federation.names:
+            return self
+        self.check_known(names)
+        position = self.federation.index(names)
+        return replace(
+            self,
+            federation=self.federation.select(names),
+            local_params={name: value[position] for name, value in self.local_params.items()},
+        )
+
     def predict(
         self, federation: Federation | None = None, num_samples: int = 1000, *, seed: int = 0
     ) -> dict[str, Tensor]:
@@ -148,12 +165,13 @@ class Posterior:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 return {self.program.observed[0].name: mixture.sample((num_samples,))}
-        values = self.sample(num_samples, seed=seed)
+        few = self.select(federation.names)
+        values = few.sample(num_samples, seed=seed)
         parts: dict[str, list[Tensor]] = {site.name: [] for site in self.program.observed}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = poutine.uncondition(self.program.model)
-            for batch, nodes in self._replay(model, federation, values, num_samples):
+            for batch, nodes in few._replay(model, federation, values, num_samples):
                 for site in self.program.observed:
                     parts[site.name].append(
                         _by_row(nodes[site.name]["value"], site, batch, num_samples)
@@ -174,9 +192,10 @@ class Posterior:
             Observed site to ``(S, rows)``, or ``(S, N)`` for a site outside the observations plate.
         """
         federation = self.federation if federation is None else federation
-        values = self.sample(num_samples, seed=seed)
+        few = self.select(federation.names)
+        values = few.sample(num_samples, seed=seed)
         parts: dict[str, list[Tensor]] = {site.name: [] for site in self.program.observed}
-        for batch, nodes in self._replay(self.program.model, federation, values, num_samples):
+        for batch, nodes in few._replay(self.program.model, federation, values, num_samples):
             for site in self.program.observed:
                 node = nodes[site.name]
                 log_prob = node["fn"].log_prob(node["value"])
@@ -219,12 +238,7 @@ class Posterior:
             max(1, 4 * _NUMBERS // (num_samples * max(numbers, 1)))
         ):
             some = federation.select([federation.names[i] for i in chunk.tolist()])
-            position = self.federation.index(some.names)
-            few = replace(
-                self,
-                federation=self.federation.select(some.names),
-                local_params={name: value[position] for name, value in self.local_params.items()},
-            )
+            few = self.select(some.names)
             values = few.sample(num_samples, seed=seed, centre=centre)
             for batch, nodes in few._replay(self.program.model, some, values, num_samples):
                 for site in self.program.observed:
@@ -240,7 +254,7 @@ class Posterior:
         self, model: Model, federation: Federation, values: Mapping[str, Tensor], num_samples: int
     ) -> Iterator[tuple[Batch, Mapping[str, Any]]]:
         """The model run with given draws on every row of a federation, a chunk of clients at a time."""
-        self.check_known(federation)
+        self.check_known(federation.names)
         position = self.federation.index(federation.names)
         local = {site.name for site in self.program.locals}
         for chunk in federation.chunks(max(1, _NUMBERS // num_samples)):
@@ -260,10 +274,10 @@ class Posterior:
             ):
                 yield batch, poutine.trace(model).get_trace(batch).nodes
 
-    def check_known(self, federation: Federation) -> None:
+    def check_known(self, clients: Iterable[str]) -> None:
         """Fail on a client that took no part."""
         known = set(self.federation.names)
-        for name in federation.names:
+        for name in clients:
             if name not in known:
                 raise UnknownName(
                     f"client {name!r} took no part in the fit: use "
