@@ -97,7 +97,7 @@ class Federation:
 
         Example:
             >>> import bayesfed as bf, pandas as pd
-            >>> frame = pd.DataFrame({"county": ["A", "B", "A"], "log_radon": [0.1, 0.7, 0.3]})
+            >>> frame = pd.DataFrame({"county": ["A", "B", "A"], "log_radon": [0.5, 0.75, 0.25]})
             >>> bf.Federation.from_frame(frame, client="county", fields=["log_radon"]).names
             ('A', 'B')
         """
@@ -251,10 +251,10 @@ class Federation:
 
         Example:
             >>> import bayesfed as bf, pyarrow as pa
-            >>> table = pa.table({"county": ["A", "B", "A"], "log_radon": [0.1, 0.7, 0.3]})
+            >>> table = pa.table({"county": ["A", "B", "A"], "log_radon": [0.5, 0.75, 0.25]})
             >>> federation = bf.Federation.from_arrow(table, client="county")
             >>> federation, federation["log_radon"].tolist()
-            (Federation: 2 clients, 3 rows (1 to 2 a client), fields log_radon on disk, [0.1, 0.3, 0.7])
+            (Federation: 2 clients, 3 rows (1 to 2 a client), fields log_radon on disk, [0.5, 0.25, 0.75])
         """
         found, offsets, names = columns(source, client, fields, missing)
         return cls(found, torch.as_tensor(offsets, dtype=torch.int64), names, client)

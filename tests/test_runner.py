@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bayesfed as bf
-from bayesfed import runner
+from bayesfed import cohort
 from bayesfed.runner import cohort_size
 from tests.scenarios import conjugate_hierarchy, ragged
 
@@ -275,15 +275,15 @@ def test_a_round_cannot_be_changed():
     st.integers(1, 300_000_000),
 )
 def test_automatic_chunks_waste_little_and_fit_into_memory(lengths, weight):
-    sizes = runner.chunks(torch.tensor(lengths), "auto", weight)
+    sizes = cohort.chunks(torch.tensor(lengths), "auto", weight)
     assert sum(sizes) == len(lengths)
     at = 0
     for size in sizes:
         own = lengths[at : at + size]
         at += size
-        assert size == 1 or size * weight <= runner._CHUNK
+        assert size == 1 or size * weight <= cohort._CHUNK
         padded = size * max(own)
-        last_was_small = (size - 1) * weight <= runner._SMALL
+        last_was_small = (size - 1) * weight <= cohort._SMALL
         assert padded <= 1.25 * sum(own) or last_was_small
 
 

@@ -106,7 +106,7 @@ def test_every_process_hears_of_a_bad_client(runs):
 
 
 def test_files_are_of_one_process(tmp_path):
-    with pytest.raises(ValueError, match="leave out states, or group"):
+    with pytest.raises(ValueError, match="leave out states and resume, or group"):
         bf.fit(
             models.varying_intercept,
             federation(),
