@@ -97,7 +97,7 @@ class Federation:
 
         Example:
             >>> import bayesfed as bf, pandas as pd
-            >>> frame = pd.DataFrame({"county": ["A", "B", "A"], "log_radon": [0.5, 0.75, 0.25]})
+            >>> frame = pd.DataFrame({"county": ["A", "B", "A"], "log_radon": [0.1, 0.7, 0.3]})
             >>> bf.Federation.from_frame(frame, client="county", fields=["log_radon"]).names
             ('A', 'B')
         """
