@@ -17,10 +17,8 @@ from bayesfed.federation import Federation, Model
 from bayesfed.partition import client_terms, draw
 from bayesfed.plates import CLIENTS, OBSERVATIONS, Batch, Fields
 
-_ROWS, _NUMBERS = (
-    200_000,
-    4_000_000,
-)  # rows, and numbers of their variables, of clients that are looked at together
+_ROWS, _NUMBERS = 200_000, 4_000_000
+"""Rows, and numbers of their variables, of clients that are looked at together."""
 
 Params = dict[str, Tensor]
 """Parameter name to unconstrained tensor; local ones have one row per client in front."""

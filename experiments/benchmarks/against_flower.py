@@ -72,7 +72,7 @@ def compared(
     clients: int, rows: int, sizes: tuple[int, ...], epochs: int, batch: int, rounds: int
 ) -> tuple[list[float], list[float]]:
     """Seconds of Flower's rounds and of ours; without the first, in which workers load torch."""
-    threads = 1 if clients > 100 else torch.get_num_threads()
+    threads = 1 if clients > 100 else os.cpu_count() or 1
     ours = our_round(clients, rows, sizes, epochs, batch)
     theirs: list[float] = []
     own: list[float] = []
@@ -124,6 +124,9 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("flwr").setLevel(logging.ERROR)
+    torch.set_num_threads(
+        1
+    )  # of the main thread: OpenMP's workers there would slow those of Flower's server
     lines = [
         "| a FedAvg round of | Flower's simulation, ms | ours, ms | Flower / ours |",
         "| --- |" + " --- |" * 3,

@@ -28,8 +28,8 @@ FIGURES = ("accuracy", "nll", "ece")
 METHODS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "FedAvg": lambda: (family.fed_avg(local_epochs=5), models.Network(models.mlp(64, 50, 10))),
     "FedABML": lambda: (
-        bf.FedABML(lr=0.3),
-        models.Network(models.mlp(64, 50, 10), spread="learnt", scale=0.1),
+        bf.FedABML(kl_weight=0.1),
+        models.Network(models.mlp(64, 10), spread="learnt", scale=0.5),
     ),
     "PFedVEM": lambda: (
         bf.PFedVEM(lr=0.01),
@@ -82,7 +82,7 @@ def main() -> None:
             full = [run["full"][0][figure] for run in runs]
             gaps = [run["bf16"][0][figure] - run["full"][0][figure] for run in runs]
             error = statistics.stdev(gaps) / len(gaps) ** 0.5
-            cells += [f"{statistics.mean(full):.4f}", f"{statistics.mean(gaps):+.4f} ± {error:.4f}"]
+            cells += [f"{statistics.mean(full):.4f}", f"{statistics.mean(gaps):+.5f} ± {error:.5f}"]
         times = statistics.median(run["bf16"][1] / run["full"][1] for run in runs)
         lines.append(f"| {name} | " + " | ".join(cells) + f" | {times:.2f} |")
         print(lines[-1], flush=True)
