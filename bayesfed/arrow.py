@@ -81,7 +81,7 @@ class Column:
         return self.index_select(0, torch.arange(len(self.order)))
 
 
-def columns(
+def of_table(
     source: Any, client: str, fields: Sequence[str] | None, missing: Missing
 ) -> tuple[dict[str, Column], np.ndarray, tuple[str, ...]]:
     """Fields, offsets and names of the clients of an Arrow table; see :meth:`bayesfed.Federation.from_arrow`."""

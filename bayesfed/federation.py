@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from bayesfed import noise
-from bayesfed.arrow import Column, columns
-from bayesfed.ingest import Missing, to_tensor, without_missing
+from bayesfed.arrow import Column, of_table
+from bayesfed.ingest import Missing, of_arrays, of_frame, without_missing
 from bayesfed.plates import Batch, Fields, UnknownName
 
 
@@ -101,30 +101,8 @@ class Federation:
             >>> bf.Federation.from_frame(frame, client="county", fields=["log_radon"]).names
             ('A', 'B')
         """
-        if fields is None:
-            fields = [c for c in frame.columns if c != client]
-        sources = fields if isinstance(fields, Mapping) else {name: name for name in fields}
-        wanted = [c for s in sources.values() for c in ([s] if isinstance(s, str) else s)]
-        for column in [client, *wanted]:
-            if column not in frame.columns:
-                raise UnknownName(
-                    f"the frame has no column {column!r}; it has {', '.join(map(str, frame.columns))}"
-                )
-        nameless = frame[client].isna().to_numpy()
-        if nameless.any():
-            raise ValueError(
-                f"row {frame.index[nameless.argmax()]!r} has no client: column {client!r} is missing "
-                "there. Name its client or drop the row"
-            )
-        codes, names = pd.factorize(frame[client])
-        order = np.argsort(codes, kind="stable")
-        offsets = np.concatenate([[0], np.bincount(codes, minlength=len(names)).cumsum()])
-        tensors = {c: to_tensor(c, frame[c].iloc[order].array, str(names[0])) for c in wanted}
-        columns = {
-            name: tensors[s] if isinstance(s, str) else torch.stack([tensors[c] for c in s], -1)
-            for name, s in sources.items()
-        }
-        return cls._checked(columns, offsets, tuple(map(str, names)), client, missing)
+        columns, offsets, names = of_frame(frame, client, fields)
+        return cls._checked(columns, offsets, names, client, missing)
 
     @classmethod
     def from_arrays(
@@ -144,44 +122,8 @@ class Federation:
             KeyError: a client lacks a field that others have, or has one that they lack.
             ValueError: lengths differ within a client; a NaN under ``missing="fail"``.
         """
-        if not isinstance(clients, Mapping):
-            raise TypeError(
-                "from_arrays takes one mapping per named client: {'hospital A': {'x': ..., 'y': ...}}, "
-                f"not a {type(clients).__name__}; clients need names"
-            )
-        if not clients:
-            raise ValueError("a federation needs at least one client; none was given")
-        names = list(clients)
-        expected = list(clients[names[0]])
-        per_client: dict[str, list[Tensor]] = {field: [] for field in expected}
-        lengths = []
-        for name, arrays in clients.items():
-            for field in set(expected) ^ set(arrays):
-                lacking = name if field in expected else names[0]
-                raise UnknownName(
-                    f"client {lacking!r} has no field {field!r}, other clients have it"
-                )
-            tensors = {f: to_tensor(f, arrays[f], str(name)) for f in expected}
-            sizes = {f: t.shape[0] if t.ndim else 0 for f, t in tensors.items()}
-            odd = [f for f in sizes if sizes[f] != sizes[expected[0]]]
-            if odd:
-                raise ValueError(
-                    f"client {name!r}: field {odd[0]!r} has length {sizes[odd[0]]}, "
-                    f"field {expected[0]!r} has length {sizes[expected[0]]}"
-                )
-            lengths.append(sizes[expected[0]] if expected else 0)
-            for field, tensor in tensors.items():
-                per_client[field].append(tensor)
-        for field, parts in per_client.items():
-            for name, part in zip(names, parts, strict=True):
-                if part.shape[1:] != parts[0].shape[1:]:
-                    raise ValueError(
-                        f"client {name!r}: field {field!r} has rows of shape {tuple(part.shape[1:])}, "
-                        f"those of client {names[0]!r} have {tuple(parts[0].shape[1:])}"
-                    )
-        columns = {field: torch.cat(parts) for field, parts in per_client.items()}
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        return cls._checked(columns, offsets, tuple(map(str, names)), client_dim, missing)
+        columns, offsets, names = of_arrays(clients)
+        return cls._checked(columns, offsets, names, client_dim, missing)
 
     @classmethod
     def from_partitioner(
@@ -256,8 +198,8 @@ class Federation:
             >>> federation, federation["log_radon"].tolist()
             (Federation: 2 clients, 3 rows (1 to 2 a client), fields log_radon on disk, [0.5, 0.25, 0.75])
         """
-        found, offsets, names = columns(source, client, fields, missing)
-        return cls(found, torch.as_tensor(offsets, dtype=torch.int64), names, client)
+        columns, offsets, names = of_table(source, client, fields, missing)
+        return cls(columns, torch.as_tensor(offsets, dtype=torch.int64), names, client)
 
     @classmethod
     def _checked(

@@ -34,7 +34,7 @@ def trusted(device: torch.device) -> Iterator[None]:
 
 def on(device: torch.device) -> AbstractContextManager[object]:
     """New tensors on that device: a model's own constants go where its data are."""
-    return nullcontext() if device.type == "cpu" else device
+    return nullcontext() if torch.get_default_device() == device else device
 
 
 @contextmanager

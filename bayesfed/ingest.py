@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -9,7 +10,85 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from bayesfed.plates import UnknownName
+
 Missing = Literal["fail", "drop"]
+
+
+Stored = tuple[dict[str, Tensor], np.ndarray, tuple[str, ...]]
+"""Field name to ``(rows, *event)``, client by client; where each client's rows start, ``(N + 1,)``; the N names."""
+
+
+def of_frame(
+    frame: pd.DataFrame,
+    client: str,
+    fields: Sequence[str] | Mapping[str, str | Sequence[str]] | None,
+) -> Stored:
+    """The rows of a data frame, sorted by client; see :meth:`bayesfed.Federation.from_frame`."""
+    if fields is None:
+        fields = [c for c in frame.columns if c != client]
+    sources = fields if isinstance(fields, Mapping) else {name: name for name in fields}
+    wanted = [c for s in sources.values() for c in ([s] if isinstance(s, str) else s)]
+    for column in [client, *wanted]:
+        if column not in frame.columns:
+            raise UnknownName(
+                f"the frame has no column {column!r}; it has {', '.join(map(str, frame.columns))}"
+            )
+    nameless = frame[client].isna().to_numpy()
+    if nameless.any():
+        raise ValueError(
+            f"row {frame.index[nameless.argmax()]!r} has no client: column {client!r} is missing "
+            "there. Name its client or drop the row"
+        )
+    codes, names = pd.factorize(frame[client])
+    order = np.argsort(codes, kind="stable")
+    offsets = np.concatenate([[0], np.bincount(codes, minlength=len(names)).cumsum()])
+    tensors = {c: to_tensor(c, frame[c].iloc[order].array, str(names[0])) for c in wanted}
+    columns = {
+        name: tensors[s] if isinstance(s, str) else torch.stack([tensors[c] for c in s], -1)
+        for name, s in sources.items()
+    }
+    return columns, offsets, tuple(map(str, names))
+
+
+def of_arrays(clients: Mapping[str, Mapping[str, Any]]) -> Stored:
+    """The clients' arrays, one after the other; see :meth:`bayesfed.Federation.from_arrays`."""
+    if not isinstance(clients, Mapping):
+        raise TypeError(
+            "from_arrays takes one mapping per named client: {'hospital A': {'x': ..., 'y': ...}}, "
+            f"not a {type(clients).__name__}; clients need names"
+        )
+    if not clients:
+        raise ValueError("a federation needs at least one client; none was given")
+    names = list(clients)
+    expected = list(clients[names[0]])
+    per_client: dict[str, list[Tensor]] = {field: [] for field in expected}
+    lengths = []
+    for name, arrays in clients.items():
+        for field in set(expected) ^ set(arrays):
+            lacking = name if field in expected else names[0]
+            raise UnknownName(f"client {lacking!r} has no field {field!r}, other clients have it")
+        tensors = {f: to_tensor(f, arrays[f], str(name)) for f in expected}
+        sizes = {f: t.shape[0] if t.ndim else 0 for f, t in tensors.items()}
+        odd = [f for f in sizes if sizes[f] != sizes[expected[0]]]
+        if odd:
+            raise ValueError(
+                f"client {name!r}: field {odd[0]!r} has length {sizes[odd[0]]}, "
+                f"field {expected[0]!r} has length {sizes[expected[0]]}"
+            )
+        lengths.append(sizes[expected[0]] if expected else 0)
+        for field, tensor in tensors.items():
+            per_client[field].append(tensor)
+    for field, parts in per_client.items():
+        for name, part in zip(names, parts, strict=True):
+            if part.shape[1:] != parts[0].shape[1:]:
+                raise ValueError(
+                    f"client {name!r}: field {field!r} has rows of shape {tuple(part.shape[1:])}, "
+                    f"those of client {names[0]!r} have {tuple(parts[0].shape[1:])}"
+                )
+    columns = {field: torch.cat(parts) for field, parts in per_client.items()}
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return columns, offsets, tuple(map(str, names))
 
 
 def to_tensor(field: str, values: Any, client: str) -> Tensor:

@@ -127,10 +127,17 @@ class Posterior:
         return globals_ | {name: torch.cat(parts, 1) for name, parts in locals_.items()}
 
     def select(self, clients: Iterable[str]) -> Posterior:
-        """The posterior of some clients only, by name.
+        """The posterior of some clients only, by name; their draws stay as they are among all.
 
         Raises:
             KeyError: a client took no part in the fit.
+
+        Example:
+            >>> import bayesfed as bf
+            >>> from bayesfed import datasets, models
+            >>> posterior = bf.fit(models.eight_schools, datasets.eight_schools(), rounds=2)
+            >>> posterior.select(["C", "A"]).sample(100)["theta"].shape
+            torch.Size([100, 2])
         """
         names = tuple(str(name) for name in clients)
         if names == self.federation.names:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, get_args
 
 import torch
@@ -11,8 +11,7 @@ import torch
 Precision = Literal["full", "tf32", "bf16"]
 
 
-@contextmanager
-def products(precision: Precision, device: torch.device) -> Iterator[None]:
+def products(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
     """Single-precision products in ``"tf32"`` (8 + 10 bits, on GPUs that have it), or ``"bf16"`` (8 + 7 bits).
 
     ``"full"`` is whatever torch is set to. ``"bf16"`` is ``torch.autocast``; double precision is never lowered.
@@ -30,12 +29,14 @@ def products(precision: Precision, device: torch.device) -> Iterator[None]:
     if precision not in get_args(Precision):
         raise ValueError(f"precision is {precision!r}: use one of {get_args(Precision)}")
     if precision == "bf16":
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            yield
-        return
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+    return _tf32() if precision == "tf32" else nullcontext()
+
+
+@contextmanager
+def _tf32() -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
-    if precision == "tf32":
-        torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("high")
     try:
         yield
     finally:

@@ -184,8 +184,7 @@ def fit(
         ):
             raise ValueError(f"{what} is {count}; it must be a whole number of at least 1")
     check_settings(algorithm)
-    with products(precision, federation.device):
-        pass  # known, before any work
+    products(precision, federation.device)  # refuses others
     if group is not None and (states is not None or resume is not None):
         raise ValueError("files are of one process: leave out states and resume, or group")
     if states is not None and resume is not None:
