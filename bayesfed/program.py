@@ -17,7 +17,7 @@ from bayesfed.federation import Federation, Model
 from bayesfed.partition import client_terms, draw
 from bayesfed.plates import CLIENTS, OBSERVATIONS, Batch, Fields
 
-_ROWS, _NUMBERS = 200_000, 4_000_000
+_ROWS, _NUMBERS = 50_000, 4_000_000
 """Rows, and numbers of their variables, of clients that are looked at together."""
 
 Params = dict[str, Tensor]
