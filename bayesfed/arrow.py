@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfed.ingest import Missing
-from bayesfed.plates import UnknownName
+from bayesfed.ingest import Missing, check_columns, check_missing
 
 _ROWS = 100_000  # rows that are looked at together
 
@@ -85,15 +84,10 @@ def of_table(
     source: Any, client: str, fields: Sequence[str] | None, missing: Missing
 ) -> tuple[dict[str, Column], np.ndarray, tuple[str, ...]]:
     """Fields, offsets and names of the clients of an Arrow table; see :meth:`bayesfed.Federation.from_arrow`."""
-    if missing not in ("fail", "drop"):
-        raise ValueError(f"missing is {missing!r}; choose 'fail' or 'drop'")
+    check_missing(missing)
     table = _table(source)
     wanted = [c for c in table.column_names if c != client] if fields is None else list(fields)
-    for column in [client, *wanted]:
-        if column not in table.column_names:
-            raise UnknownName(
-                f"the table has no column {column!r}; it has {', '.join(table.column_names)}"
-            )
+    check_columns("table", [client, *wanted], table.column_names)
     owners = table[client].combine_chunks().dictionary_encode()
     if owners.null_count:
         row = int(np.flatnonzero(owners.is_null())[0])

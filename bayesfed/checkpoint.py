@@ -80,12 +80,9 @@ def save(posterior: Posterior, path: str | Path) -> None:
         "sites": list(posterior.program.sites),
     }
     tensors = {
-        f"{part}/{name}": value.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for part, values in parts.items()
-        for name, value in values.items()
+        f"{part}/{name}": value for part, values in parts.items() for name, value in values.items()
     }
-    with atomically(Path(path)) as temporary:
-        temporary.write_bytes(serialised(tensors, {_METADATA: json.dumps(metadata)}))
+    write_tensors(Path(path), tensors, _METADATA, metadata)
 
 
 def load(
@@ -166,6 +163,32 @@ def load(
     )
 
 
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], name: str, metadata: Mapping[str, Any]
+) -> None:
+    """Write one safetensors file, atomically, with JSON under a name in its metadata."""
+    plain = {
+        key: value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for key, value in tensors.items()
+    }
+    with atomically(path) as temporary:
+        temporary.write_bytes(serialised(plain, {name: json.dumps(metadata)}))
+
+
+def read_tensors(path: Path, name: str) -> tuple[dict[str, Tensor], Any]:
+    """The tensors of a safetensors file, and the JSON under a name in its metadata: None where there is none.
+
+    Raises:
+        ValueError: it is no such file.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = json.loads((file.metadata() or {}).get(name, "null"))
+            return {key: file.get_tensor(key) for key in file.keys()}, metadata  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
+
+
 @contextmanager
 def atomically(path: Path) -> Iterator[Path]:
     """A temporary path in the folder of ``path`` that takes its place if nothing is raised."""
@@ -189,14 +212,10 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
         "history": {},
         "witness": {},
     }
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = json.loads((file.metadata() or {}).get(_METADATA, "null"))
-            for full in file.keys():  # noqa: SIM118  (not a mapping)
-                part, _, name = full.partition("/")
-                parts.setdefault(part, {})[name] = file.get_tensor(full)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
+    tensors, metadata = read_tensors(path, _METADATA)
+    for full, value in tensors.items():
+        part, _, name = full.partition("/")
+        parts.setdefault(part, {})[name] = value
     if metadata is None:
         raise ValueError(f"{path} is a safetensors file, but not one of bayesfed's")
     if metadata["format"] != FORMAT:

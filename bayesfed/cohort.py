@@ -43,9 +43,8 @@ class Cohort:
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """The sum of the uploads; on the CPU the terms ``(K,)`` and whether all that was sent is finite ``(K,)``."""
         mine = processes.own(cohort, self.group)
-        idle = (
-            not mine.any()
-        )  # then a client is run for nothing: what it would send has the right shapes
+        # a process without clients runs one for nothing: what it would send has the right shapes
+        idle = not mine.any()
         at = torch.zeros(1, dtype=torch.int64) if idle else mine.nonzero().flatten()
         lengths = self.federation.lengths[cohort[at]]
         by_size = lengths.argsort(stable=True)  # chunks of equal work

@@ -42,10 +42,8 @@ WORTH = 60.0
 """Seconds of eager work from which compiling pays: it takes some twenty for all steps of a model, at first."""
 GRAPHS = 16
 """Graphs of one function: where shapes differ more than that, the rest run eagerly."""
-_OPERATION, _BYTES = (
-    6e-6,
-    1.5e10,
-)  # what an operation costs through Pyro and autograd; bytes a second
+_OPERATION, _BYTES = 6e-6, 1.5e10
+"""Seconds that an operation costs through Pyro and autograd; bytes a second."""
 _LIBRARIES = (
     *tuple(module.__path__[0] for module in (torch, pyro)),
     str(Path(__file__).parent),

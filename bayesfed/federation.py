@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bayesfed import noise
 from bayesfed.arrow import Column, of_table
-from bayesfed.ingest import Missing, of_arrays, of_frame, without_missing
+from bayesfed.ingest import Missing, check_columns, of_arrays, of_frame, without_missing
 from bayesfed.plates import Batch, Fields, UnknownName
 
 
@@ -151,11 +151,7 @@ class Federation:
         for number in range(partitioner.num_partitions):
             rows = partitioner.load_partition(number).with_format("numpy")
             keep = rows.column_names if fields is None else fields
-            for field in keep:
-                if field not in rows.column_names:
-                    raise UnknownName(
-                        f"the dataset has no column {field!r}; it has {', '.join(rows.column_names)}"
-                    )
+            check_columns("dataset", keep, rows.column_names)
             # ids exist in the mapping only after the first load
             ids = ids or getattr(partitioner, "partition_id_to_natural_id", None) or {}
             clients[str(ids.get(number, number))] = {field: rows[field][:] for field in keep}

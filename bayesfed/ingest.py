@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -29,11 +29,7 @@ def of_frame(
         fields = [c for c in frame.columns if c != client]
     sources = fields if isinstance(fields, Mapping) else {name: name for name in fields}
     wanted = [c for s in sources.values() for c in ([s] if isinstance(s, str) else s)]
-    for column in [client, *wanted]:
-        if column not in frame.columns:
-            raise UnknownName(
-                f"the frame has no column {column!r}; it has {', '.join(map(str, frame.columns))}"
-            )
+    check_columns("frame", [client, *wanted], frame.columns)
     nameless = frame[client].isna().to_numpy()
     if nameless.any():
         raise ValueError(
@@ -91,6 +87,22 @@ def of_arrays(clients: Mapping[str, Mapping[str, Any]]) -> Stored:
     return columns, offsets, tuple(map(str, names))
 
 
+def check_columns(what: str, wanted: Iterable[str], there: Iterable[Any]) -> None:
+    """Fail on a column that is not there, saying which are."""
+    columns = list(there)
+    for column in wanted:
+        if column not in columns:
+            raise UnknownName(
+                f"the {what} has no column {column!r}; it has {', '.join(map(str, columns))}"
+            )
+
+
+def check_missing(missing: str) -> None:
+    """Refuse what is no way to treat missing numbers."""
+    if missing not in ("fail", "drop"):
+        raise ValueError(f"missing is {missing!r}; choose 'fail' or 'drop'")
+
+
 def to_tensor(field: str, values: Any, client: str) -> Tensor:
     """A field as a tensor; numbers become floating, torch tensors keep their type."""
     if isinstance(values, Tensor):
@@ -129,8 +141,7 @@ def without_missing(
     Returns:
         The columns and offsets that are left.
     """
-    if missing not in ("fail", "drop"):
-        raise ValueError(f"missing is {missing!r}; choose 'fail' or 'drop'")
+    check_missing(missing)
     if not columns:
         raise ValueError("no fields were given: a federation needs at least one")
     lengths = np.diff(offsets)

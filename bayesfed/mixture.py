@@ -109,7 +109,8 @@ def _of_draws(
     posterior: Posterior, federation: Federation, num_samples: int, seed: int
 ) -> Iterator[Part]:
     """Equal weights for draws of the posterior."""
-    values = posterior.sample(num_samples, seed=seed)
+    few = posterior.select(federation.names)
+    values = few.sample(num_samples, seed=seed)
     model: Any = posterior.program.model
     if posterior.program.joint:
         phi = values[posterior.program.globals[0].name][:, None, None]
@@ -117,7 +118,7 @@ def _of_draws(
             yield _conditional(model, phi, own, batch, weighted=False)
         return
     (site,) = posterior.program.observed
-    for batch, nodes in posterior._replay(model, federation, values, num_samples):
+    for batch, nodes in few._replay(model, federation, values, num_samples):
         family, params = _by_row(nodes[site.name]["fn"], batch, num_samples)
         rows = int(batch.mask.sum())
         yield batch.scale.new_zeros(rows, num_samples), family, params
@@ -149,7 +150,7 @@ def _of_prior_draws(
     count = each * len(particles)
     repeated = particles.repeat_interleave(each, 0)
     phi = globals_at(posterior, repeated)
-    numbers = sum(site.event_shape.numel() for site in program.locals)
+    numbers = program.variables
     root = noise.fold(noise.key(seed), noise.word("mixture")).to(federation.device)
     for own, batch, keys in _chunks(posterior, federation, count, numbers, root):
         given = {PARTICLE: repeated[:, None, None]}
@@ -256,8 +257,7 @@ def resampled(
     program, federation = posterior.program, posterior.federation
     each = posterior.algorithm.draws
     own, parts = federation.batch(chunk), []
-    numbers = sum(site.event_shape.numel() for site in program.locals)
-    together = max(1, _NUMBERS // (each * len(chunk) * max(numbers, own.mask.shape[1])))
+    together = max(1, _NUMBERS // (each * len(chunk) * max(program.variables, own.mask.shape[1])))
     for number, some in enumerate(theta[PARTICLE].split(together)):
         keys = noise.fold(noise.fold(key, number), federation.streams[chunk])
         repeated = {PARTICLE: some.repeat_interleave(each, 0)}

@@ -240,7 +240,7 @@ class Posterior:
             return {self.program.observed[0].name: (weight * each.probs).sum(-2)}
         num_samples = 1 if centre else num_samples
         parts: dict[str, list[Tensor]] = {site.name: [] for site in self.program.observed}
-        numbers = sum(site.event_shape.numel() for site in self.program.locals)
+        numbers = self.program.variables
         for chunk in torch.arange(len(federation)).split(
             max(1, 4 * _NUMBERS // (num_samples * max(numbers, 1)))
         ):
@@ -260,21 +260,19 @@ class Posterior:
     def _replay(
         self, model: Model, federation: Federation, values: Mapping[str, Tensor], num_samples: int
     ) -> Iterator[tuple[Batch, Mapping[str, Any]]]:
-        """The model run with given draws on every row of a federation, a chunk of clients at a time."""
-        self.check_known(federation.names)
-        position = self.federation.index(federation.names)
+        """The model run with given draws on every row of these very clients, a chunk of them at a time."""
         local = {site.name for site in self.program.locals}
         for chunk in federation.chunks(max(1, _NUMBERS // num_samples)):
             batch = federation.batch(chunk)
             given = {
-                name: value[:, position[chunk], None] if name in local else value[:, None, None]
+                name: value[:, chunk, None] if name in local else value[:, None, None]
                 for name, value in values.items()
             }
             with (
                 torch.no_grad(),
                 handlers.trusted(batch.device),
                 handlers.Parameters(
-                    {**self.params, **{n: v[position[chunk]] for n, v in self.local_params.items()}}
+                    {**self.params, **{n: v[chunk] for n, v in self.local_params.items()}}
                 ),
                 handlers.Values(given),
                 handlers.particles(num_samples),

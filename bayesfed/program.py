@@ -207,8 +207,12 @@ class Program:
     @property
     def size(self) -> int:
         """How many numbers the global parameters and one client's variables are."""
-        variables = sum(site.event_shape.numel() for site in self.locals)
-        return variables + sum(value.numel() for value in self.init.values())
+        return self.variables + sum(value.numel() for value in self.init.values())
+
+    @property
+    def variables(self) -> int:
+        """How many numbers one client's variables are."""
+        return sum(site.event_shape.numel() for site in self.locals)
 
     @property
     def laplace_params(self) -> list[str]:
@@ -237,9 +241,9 @@ class Program:
 
     def chunks(self, federation: Federation, copies: int = 1) -> Iterator[Tensor]:
         """Positions of all clients, some at a time, that ``copies`` of their rows and variables are not too many."""
-        numbers = max(1, sum(site.event_shape.numel() for site in self.locals))
+        together = max(1, _NUMBERS // (copies * max(1, self.variables)))
         for some in federation.chunks(max(1, _ROWS // copies)):
-            yield from some.split(max(1, _NUMBERS // (copies * numbers)))
+            yield from some.split(together)
 
     def starts(self, federation: Federation) -> Iterator[Batch]:
         """All clients, some at a time, with as many of their rows as the guide's start needs."""

@@ -9,12 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as serialised
-from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-from bayesfed.checkpoint import atomically
+from bayesfed.checkpoint import read_tensors, write_tensors
 
 _METADATA = "bayesfed run"
 _SHARE = 0.05
@@ -43,12 +40,7 @@ class Run:
         """
         if not self.path.exists():
             return None
-        try:
-            with safe_open(self.path, framework="pt") as file:
-                metadata = json.loads((file.metadata() or {}).get(_METADATA, "null"))
-                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{self.path} is not a whole safetensors file: {error}") from None
+        found, metadata = read_tensors(self.path, _METADATA)
         if metadata is None:
             raise ValueError(f"{self.path} is a safetensors file, but no run of bayesfed's")
         now = json.loads(json.dumps(dict(self.settings)))
@@ -69,16 +61,11 @@ class Run:
         if not last and begin - self._written < self._cost / _SHARE:
             return
         leaves, _ = tree_flatten_with_path(state)
-        tensors = {keystr(path): _plain(leaf) for path, leaf in leaves}
+        tensors = {keystr(path): leaf for path, leaf in leaves}
         metadata = {"settings": dict(self.settings), "notes": dict(notes)}
-        with atomically(self.path) as temporary:
-            temporary.write_bytes(serialised(tensors, {_METADATA: json.dumps(metadata)}))
+        write_tensors(self.path, tensors, _METADATA, metadata)
         self._written = time.perf_counter()
         self._cost = self._written - begin
-
-
-def _plain(value: Tensor) -> Tensor:
-    return value.detach().cpu().contiguous().clone()
 
 
 def _short(value: Any) -> str:

@@ -102,7 +102,7 @@ def local_steps(
 
 def noise_of_steps(program: Program, keys: Tensor, steps: int, particles: int) -> Iterator[Noise]:
     """The noise of K clients' local sites at each step, drawn for several steps at once where it is little."""
-    numbers = len(keys) * particles * max(1, sum(s.event_shape.numel() for s in program.locals))
+    numbers = len(keys) * particles * max(1, program.variables)
     together = max(1, min(steps, _DRAWN // numbers))
     for some in torch.arange(steps, device=keys.device).split(together):
         drawn = program.noise(noise.fold(keys, some[:, None]), particles, local=True)

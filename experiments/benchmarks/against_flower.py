@@ -11,7 +11,6 @@ same process, compiled, and the second is timed.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import statistics
@@ -30,7 +29,7 @@ from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
-from timing import ratio, write
+from timing import command, ratio, write
 
 import bayesfed as bf
 from bayesfed import models, noise
@@ -117,9 +116,7 @@ def compared(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--rounds", type=int, default=6)
     args = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -10,7 +10,6 @@ server's gradient is summed; the time is a round's over 10. They take turns in o
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 import warnings
@@ -23,7 +22,7 @@ import numpyro.distributions as dist
 import torch
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
-from timing import ratio, write
+from timing import command, ratio, write
 
 import bayesfed as bf
 from bayesfed import models
@@ -54,9 +53,7 @@ def pooled(group: jax.Array, x: jax.Array, y: jax.Array, groups: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     args = parser.parse_args()
     warnings.simplefilter("ignore")

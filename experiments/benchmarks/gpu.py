@@ -8,7 +8,6 @@ are our compiled step with its products in lower precision.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import warnings
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import torch
 from steps import cells, cnn, measured, mlp, radon
-from timing import limits, write
+from timing import command, limits, write
 
 from bayesfed.precision import products
 
@@ -30,9 +29,7 @@ PROBLEMS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("problems", nargs="*", help="beginnings of their names; by default all")
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()

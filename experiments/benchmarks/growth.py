@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from timing import write
+from timing import command, write
 
 import bayesfed as bf
 from bayesfed import models
@@ -100,9 +100,7 @@ def one(name: str, path: str, cohort: int, hidden: list[int], rounds: int) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()

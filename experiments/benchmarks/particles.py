@@ -10,13 +10,12 @@ least and the greatest.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from pathlib import Path
 
 import gpytorch
 import torch
-from timing import interleaved, ratio, write
+from timing import command, interleaved, ratio, write
 from torch import Tensor, nn
 
 import bayesfed as bf
@@ -54,9 +53,7 @@ def _network(outputs: int) -> nn.Module:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
     torch.manual_seed(0)

@@ -9,7 +9,6 @@ machine: a CPU without bf16 units has nothing to gain. TF32, which no CPU has, i
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import warnings
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import write
+from timing import command, write
 
 import bayesfed as bf
 from bayesfed import datasets, metrics, models
@@ -64,9 +63,7 @@ def fitted(name: str, seed: int, precision: Any) -> tuple[dict[str, float], floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -12,7 +12,6 @@ which makes it comparable with the last column: what public code takes for such 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import time
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timing import limits, ratio, write
+from timing import command, limits, ratio, write
 from torch import Tensor, nn
 
 import bayesfed as bf
@@ -264,9 +263,7 @@ def timed(row: Row, federation: bf.Federation, rounds: int, compile: bool) -> tu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("rows", nargs="*", help="beginnings of their names; by default all")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()

@@ -12,7 +12,6 @@ Times are medians of rounds in which the contenders take turns.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import warnings
@@ -25,7 +24,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 import torch.nn.functional as F
-from timing import interleaved, limits, ratio, write
+from timing import command, interleaved, limits, ratio, write
 from torch import Tensor, nn
 
 import bayesfed as bf
@@ -328,9 +327,7 @@ def cells(times: dict[str, list[float]], problem: Problem, flops: float, bandwid
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("problems", nargs="*", help="beginnings of their names; by default all")
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()

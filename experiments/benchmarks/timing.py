@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import platform
@@ -47,6 +48,13 @@ def ratio(of: Sequence[float], to: Sequence[float], digits: str = ".1f") -> str:
     found = [a / b for a, b in zip(of, to, strict=True)]
     middle, low, high = statistics.median(found), min(found), max(found)
     return f"{middle:{digits}} ({low:{digits}} to {high:{digits}})"
+
+
+def command(doc: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is the script's docstring, as it stands."""
+    return argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def machine() -> str:
