@@ -153,7 +153,7 @@ def distances(method: Method, seed: int) -> tuple[Tensor, float]:
     rows = Rows(lambda step: batch, federation.lengths, int(federation.lengths.max()))
     for r in range(1, ROUNDS[-1] + 1):
         key = noise.fold(noise.key(seed), r)
-        keys = noise.fold(key, federation.streams)
+        keys = noise.fold(key, federation.stream_ids)
         rate = 1 / r if method.annealed else annealed(algorithm.lr_decay, (r - 1) / ROUNDS[-1])
         turn = Turn(program, key, len(federation), rate)
         job = Job(program, algorithm.broadcast(turn, server), {}, rows, keys, rate)

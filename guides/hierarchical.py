@@ -17,7 +17,7 @@ from torch.distributions import biject_to
 
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import laplace
-from bayesfed.elbo.handlers import Until, given, is_plate, origin, particles
+from bayesfed.elbo.handlers import Until, draws_plate, given, is_plate, origin
 from bayesfed.elbo.landing import StickingTheLanding
 from bayesfed.elbo.program import Site, prior_draws
 from bayesfed.guides import local
@@ -103,7 +103,7 @@ class Hierarchical:
 
         def log_likelihood(u: Tensor, z: Tensor) -> Tensor:
             likelihood = _Likelihood(self, z, self.block_parts(start.loc + start.scale * u))
-            with likelihood, particles(len(u)):
+            with likelihood, draws_plate(len(u)):
                 self.model(batch)
             return likelihood.total
 

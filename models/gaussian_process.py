@@ -34,7 +34,7 @@ class GaussianProcess:
     are. The centre is 0 for a network's weights, as in PAC-PFL, and the present value for a parameter of
     GPyTorch's, before its constraint.
 
-    All S particles and K clients are leading dimensions of one batched Cholesky factorisation; rows that only
+    All S draws and K clients are leading dimensions of one batched Cholesky factorisation; rows that only
     fill up a shorter client count for nothing. Predictions condition on a client's own rows (PAC-PFL, eq. 35).
 
     Args:

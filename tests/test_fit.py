@@ -12,7 +12,7 @@ from bayesfed.engine.cohort import cohort_size
 from tests.laws.cases import CASES, federation
 from tests.scenarios import conjugate_hierarchy, ragged
 
-QUICK = {"local_steps": 1, "particles": 1}
+QUICK = {"local_steps": 1, "draws": 1}
 
 
 class Watched(bf.SFVI):
@@ -168,7 +168,7 @@ def test_minibatches(seen):
     data = bf.Federation.from_arrays(
         {f"c{n}": {"y": 100.0 * n + torch.arange(n)} for n in (1, 3, 20)}
     )
-    fit(data, Watched(local_steps=3, particles=1), rounds=2, batch_size=4)
+    fit(data, Watched(local_steps=3, draws=1), rounds=2, batch_size=4)
     drawn = set()
     for steps in seen:
         for batch in steps:

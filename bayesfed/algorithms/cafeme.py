@@ -247,7 +247,7 @@ def split(batch: Batch, lengths: Tensor, share: float, keys: Tensor) -> tuple[Ba
         >>> from bayesfed.elbo import noise
         >>> from bayesfed.algorithms.cafeme import split
         >>> data = bf.Federation.from_arrays({"a": {"y": [1.0, 2.0, 3.0]}, "b": {"y": [4.0, 5.0]}})
-        >>> personal, held_out = split(data.batch(), data.lengths, 0.5, noise.fold(noise.key(0), data.streams))
+        >>> personal, held_out = split(data.batch(), data.lengths, 0.5, noise.fold(noise.key(0), data.stream_ids))
         >>> personal.mask.sum(1).tolist(), held_out.mask.sum(1).tolist()
         ([2, 1], [1, 1])
     """

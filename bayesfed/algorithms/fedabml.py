@@ -74,7 +74,7 @@ class FedABML(Algorithm):
         lr_decay: what is left of η' in the last round, on half a cosine: while it is high θ_i runs ahead to suit
             its own client, as it falls θ comes to where all agree. η stays: every round makes φ anew.
         kl_weight: λ.
-        particles: s, draws of w in a step.
+        draws: s, draws of w in a step.
         natural: natural-gradient steps, as above; otherwise plain ones.
         weighted: the server's mean is weighted by n_i.
         personal_steps: steps on φ in which a client makes its posterior in the end.
@@ -98,7 +98,7 @@ class FedABML(Algorithm):
     shared_lr: Rate = 0.1
     lr_decay: float = 0.03
     kl_weight: Rate = 1.0
-    particles: int = 5
+    draws: int = 5
     natural: bool = True
     weighted: bool = False
     personal_steps: Times = 50
@@ -213,7 +213,7 @@ class FedABML(Algorithm):
         self, program: Program, params: Mapping[str, Tensor], batch: Batch, drawn: Noise
     ) -> Tensor:
         """L_i of K clients, ``(K,)``."""
-        losses = client_losses(program, params, batch, drawn, self.particles)
+        losses = client_losses(program, params, batch, drawn, self.draws)
         of_prior = self.kl_weight * losses.divergence + losses.hyper / program.clients
         return (losses.nll + of_prior) / losses.rows
 
@@ -221,14 +221,14 @@ class FedABML(Algorithm):
         self, program: Program, params: Mapping[str, Tensor], batch: Batch, drawn: Noise
     ) -> Tensor:
         """L_i without the likelihood, ``(K,)``, from one row."""
-        losses = client_losses(program, params, batch.head(), drawn, self.particles)
+        losses = client_losses(program, params, batch.head(), drawn, self.draws)
         return (self.kl_weight * losses.divergence + losses.hyper / program.clients) / batch.rows
 
     def noise(self, program: Program, keys: Tensor, *path: int) -> Noise:
         """What the draws of one loss need."""
         for data in path:
             keys = noise.fold(keys, data)
-        return program.noise(keys, self.particles, local=True)
+        return program.noise(keys, self.draws, local=True)
 
     # -- its steps ----------------------------------------------------------------------------------
 

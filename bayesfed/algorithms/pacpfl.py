@@ -130,7 +130,7 @@ class PACPFL(Algorithm):
                 "PACPFL draws a client's variables from their prior, by noise from outside. Give the site another "
                 f"prior, or take SFVI, whose guide is not the prior: {str(error).splitlines()[0]}"
             ) from None
-        if not guide.sizes and not (self.particles == 1 and program.shared):
+        if not guide.sizes and not (self.particles == 1 and program.direct):
             raise ValueError(
                 "no global of the model is random, and so there is nothing that particles could differ in: give the "
                 "globals a prior, such as Network(..., hyper_scale=0.4), or, where they are pyro.param, take PFedGP: "

@@ -76,7 +76,7 @@ class PFedVEM(Algorithm):
         optimizer: of q(w_i): ``"adam"``, ``"momentum"`` or ``"sgd"``; its state stays with the client.
         lr_decay: what is left of the rates in the last round, on half a cosine.
         kl_weight: λ.
-        particles: draws of w_i per step.
+        draws: draws of w_i per step.
         init_scale: standard deviation of q(w_i) at the start.
         upload_fraction: which part of the cohort uploads, drawn at random each round.
         personal_steps: steps in which a client that took no part makes its q(w_i), ρ_i anew before each.
@@ -102,7 +102,7 @@ class PFedVEM(Algorithm):
     optimizer: str = "adam"
     lr_decay: Rate = 0.1
     kl_weight: float = 1.0
-    particles: int = 5
+    draws: int = 5
     init_scale: Rate = 0.3
     upload_fraction: float = 1.0
     personal_steps: Times = 50
@@ -148,31 +148,31 @@ class PFedVEM(Algorithm):
         program, size, first = job.program, len(job), job.rows(0)
         known = closed_forms(program)
         theta = copies({name: job.message[name] for name in program.init}, size)
-        shared = {name: theta[name] for name in known.others(theta)}
+        body = {name: theta[name] for name in known.others(theta)}
         state = self.own_spreads(program, theta, job.clients, first)
         if program.locals:
             for step, active in enumerate(self.schedule(job, self.head_epochs, self.head_steps)):
                 supplied, lr = self.noise(program, job.keys, step), job.rate * self.lr
                 state = self.e_step(program, theta, state, job.rows(step), supplied, active, lr)
         squares: Params = {}
-        if shared:
-            body = optimizer.begin("sgd", shared)
-            before = {n: job.message[f"{n}: square"] for n in shared}
+        if body:
+            moving = optimizer.begin("sgd", body)
+            before = {n: job.message[f"{n}: square"] for n in body}
             schedule = self.schedule(job, self.body_epochs, self.body_steps)
-            squares = {n: torch.zeros_like(job.counts) for n in shared}
+            squares = {n: torch.zeros_like(job.counts) for n in body}
             for step, active in enumerate(schedule):
                 supplied, lr = self.noise(program, job.keys, -1 - step), job.rate * self.body_lr
                 phi, batch = state["params"], job.rows(step)
-                body, found = self.m_step(
-                    program, theta, body, phi, before, batch, supplied, active, lr
+                moving, found = self.m_step(
+                    program, theta, moving, phi, before, batch, supplied, active, lr
                 )
                 squares = {n: v + active * found[n] / schedule.sum(0) for n, v in squares.items()}
-            shared = body["params"]
+            body = moving["params"]
         with torch.no_grad():
             supplied = program.noise(job.keys, 1, local=True)
-            term = self.term(program, theta | shared | state["params"], first, supplied)
+            term = self.term(program, theta | body | state["params"], first, supplied)
         squares = {f"{name}: square": v[:, None] for name, v in squares.items()}
-        return Work(shared | squares, term, state)
+        return Work(body | squares, term, state)
 
     def own_spreads(self, program: Program, theta: Params, state: State, batch: Batch) -> State:
         """The clients' states with their ρ_i in closed form; a point has none."""
@@ -255,7 +255,7 @@ class PFedVEM(Algorithm):
     @property
     def drawn(self) -> int:
         """Draws of w_i per step; a point needs one."""
-        return 1 if self.point else self.particles
+        return 1 if self.point else self.draws
 
     def encode(self, job: Job, work: Work) -> Upload:
         """The sums that m and ρ follow from, and (n_i body_i, n_i), of those who upload."""

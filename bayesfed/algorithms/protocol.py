@@ -102,13 +102,13 @@ class Algorithm:
     lr_decay: float = 1.0
     """What is left of the learning rates in the last round, on half a cosine."""
     particles: int = 1
-    """Draws that a step holds in memory."""
+    """Values of θ that stand side by side."""
+    draws: int = 1
+    """Draws in a step. Where draws are weighed: of how many w_i one is taken for a draw of θ."""
     personal_steps: int = 50
     """Steps in which a client makes its own variables from θ."""
     weighs: bool = False
     """Whether a draw of (θ, w_i) counts for client i by its ELBO term, as where w_i is drawn from its prior."""
-    draws: int = 1
-    """Where draws are weighed: of how many w_i one is taken for a draw of θ."""
 
     def program(self, model: Model, federation: Federation) -> Program:
         """The model with the guide that the settings choose; refuses a model that lacks a structure it needs."""

@@ -72,7 +72,7 @@ class PVI(Structured):
             where the model is conjugate and Gaussian.
         local_steps: Adam steps on φ_i; those of the second half come with a natural-gradient step on q_i.
         step: β, how far a natural-gradient step goes.
-        particles: S, draws per step (even: they come in antithetic pairs).
+        draws: S, draws per step (even: they come in antithetic pairs).
         local_lr: Adam rate of the steps on φ_i.
         lr_decay: the Adam rate falls, as half a cosine, to this fraction of its start.
 
@@ -87,13 +87,13 @@ class PVI(Structured):
     damping: float | None = None
     local_steps: int = 10
     step: float = 0.3
-    particles: int = 8
+    draws: int = 8
     local_lr: float = 0.03
     lr_decay: float = 0.01
 
     def __post_init__(self) -> None:
-        if self.particles % 2:
-            raise ValueError(f"particles is {self.particles}; PVI draws pairs, make it even")
+        if self.draws % 2:
+            raise ValueError(f"draws is {self.draws}; PVI draws pairs, make it even")
 
     def program(self, model: Model, federation: Federation) -> Program:
         """The model with a full-rank Gaussian over its globals."""
@@ -148,8 +148,8 @@ class PVI(Structured):
         terms = []
         for step in range(self.local_steps):
             stream = noise.fold(job.keys, step)
-            supplied = program.noise(stream, self.particles, local=True)
-            loc, z = _antithetic(q, program, stream, self.particles)
+            supplied = program.noise(stream, self.draws, local=True)
+            loc, z = _antithetic(q, program, stream, self.draws)
             late = step >= self.local_steps // 2  # φ_i catches up with q first
             local, factor, term = self.local_step(
                 program, params, local, loc, z, job.rows(step), supplied, late, job.rate
@@ -186,8 +186,8 @@ class PVI(Structured):
     ) -> tuple[State, Natural, Tensor]:
         """One step of K clients on φ_i; where late, the Gaussians that stand for their terms at q; the terms."""
         phi, z = leaves(clients["params"]), z.detach().requires_grad_()
-        (site,) = program.draws
-        f = client_terms(program, params | phi, {site: z}, batch, supplied, self.particles)
+        (site,) = program.random
+        f = client_terms(program, params | phi, {site: z}, batch, supplied, self.draws)
         if phi:
             grad = gradients(f.mean(0), phi, retain_graph=True)
             with torch.no_grad():
@@ -198,9 +198,9 @@ class PVI(Structured):
     def decode(self, turn: Turn, server: Server, total: Upload) -> tuple[Server, Tensor]:
         """q times the clients' changes and the prior factor's own."""
         program, key = turn.program, turn.key
-        (site,) = program.draws
+        (site,) = program.random
         rows = Natural(*(x[None] for x in server.q))
-        loc, z = _antithetic(rows, program, key[None], max(self.particles, 64))
+        loc, z = _antithetic(rows, program, key[None], max(self.draws, 64))
         f = log_prior(program, self.params(server), {site: z}, len(z))
         fresh = Natural(*(x[0] for x in _factor(f[:, None], z, loc)))
         damping = 1.0 if self.damping is None else self.damping
@@ -231,13 +231,11 @@ class PVI(Structured):
         return FullRank().at(*server.q.moments())
 
 
-def _antithetic(
-    q: Natural, program: Program, keys: Tensor, particles: int
-) -> tuple[Tensor, Tensor]:
+def _antithetic(q: Natural, program: Program, keys: Tensor, draws: int) -> tuple[Tensor, Tensor]:
     """The means ``(K, D)`` of K Gaussians and draws ``(S, K, 1, D)`` in pairs around them."""
     loc, scale_tril = q.moments()
-    (site,) = program.draws
-    (half,) = program.noise(keys, particles // 2, local=False)[site]
+    (site,) = program.random
+    (half,) = program.noise(keys, draws // 2, local=False)[site]
     offset = (scale_tril[:, None] @ half[..., None]).squeeze(-1)
     z = loc[:, None] + torch.cat([offset, -offset])
     return loc, z.detach().requires_grad_()

@@ -63,7 +63,7 @@ class SFVI(Structured):
             :class:`~bayesfed.guides.Hierarchical`). By default as full rank.
         guide: a Pyro guide of your own instead of both.
         local_steps: Adam steps on φ_i per round.
-        particles: S, ELBO draws per step.
+        draws: S, ELBO draws per step.
         lr: the server's rate of natural-gradient steps on a Gaussian q(θ); half of it is Adam's, on what else
             there is (point globals, a guide of your own). A Flow's affine part takes natural-gradient steps
             while the rate is above half, the spline resting; then all of it takes Adam's.
@@ -81,7 +81,7 @@ class SFVI(Structured):
     conditioned: bool | None = None
     guide: Callable[[Any], Any] | None = None
     local_steps: int = 10
-    particles: int = 8
+    draws: int = 8
     lr: float = 0.1
     local_lr: float = 0.03
     lr_decay: float = 0.01
@@ -97,9 +97,9 @@ class SFVI(Structured):
         server = optimizer.init({n: v.clone() for n, v in program.init.items()})
         with torch.no_grad():
             key = noise.key(0).to(program.schema.device)
-            draws = draw(program, program.init, program.noise(key, 1, local=False), 1)
-        known = {name: torch.zeros_like(value[0, 0, 0]) for name, value in draws.items()}
-        known |= {name: torch.zeros_like(program.init[name]) for name in program.shared}
+            theta = draw(program, program.init, program.noise(key, 1, local=False), 1)
+        known = {name: torch.zeros_like(value[0, 0, 0]) for name, value in theta.items()}
+        known |= {name: torch.zeros_like(program.init[name]) for name in program.direct}
         return server | {"known": known}
 
     def start_clients(self, program: Program, server: State, batch: Batch) -> State:
@@ -109,7 +109,7 @@ class SFVI(Structured):
 
     def broadcast(self, turn: Turn, server: State) -> Params:
         """Draws of θ for every local step, ``(steps · S, 1, 1, ...)``, and the global parameters."""
-        count = self.local_steps * self.particles
+        count = self.local_steps * self.draws
         with torch.no_grad():
             supplied = turn.program.noise(turn.key, count, local=False)
             message = draw(turn.program, server["params"], supplied, count)
@@ -122,13 +122,13 @@ class SFVI(Structured):
         params = {name: job.message[name] for name in program.init}
         clients, grads, terms = local_steps(
             program,
-            {name: job.message[name] for name in program.draws},
+            {name: job.message[name] for name in program.random},
             params,
             moved(program, params, kept, job.rows(None)),
             job.rows,
             job.keys,
             steps=self.local_steps,
-            particles=self.particles,
+            draws=self.draws,
             lr=job.rate * self.local_lr,
         )
         sent = {name: grad.sum(1) for name, grad in grads.items()}
@@ -145,8 +145,8 @@ class SFVI(Structured):
     def decode(self, turn: Turn, server: State, total: Upload) -> tuple[State, Tensor]:
         """A step on λ."""
         program, rate = turn.program, turn.rate
-        supplied = program.noise(turn.key, self.local_steps * self.particles, local=False)
-        automatic = self.guide is None and bool(program.draws)
+        supplied = program.noise(turn.key, self.local_steps * self.draws, local=False)
+        automatic = self.guide is None and bool(program.random)
         natural = automatic and family_of(program).natural(rate)
         return self.server_step(program, server, total, supplied, natural, rate, turn.scale)
 
@@ -162,9 +162,9 @@ class SFVI(Structured):
         scale: float,
     ) -> tuple[State, Tensor]:
         """A step on λ, where ``natural`` a natural-gradient one on the family's own parameters."""
-        count = self.local_steps * self.particles
+        count = self.local_steps * self.draws
         params = leaves(server["params"])
-        term, draws = server_pass(program, params, supplied, count)
+        term, theta = server_pass(program, params, supplied, count)
         if not params:
             return server, term.mean()
         gradient, known = {}, {}
@@ -174,14 +174,14 @@ class SFVI(Structured):
             known[name] = before + total[f"change.{name}"]
         surrogate = term.mean()
         for name, grad in gradient.items():
-            at = params[name] if name in params else draws[name][-len(grad) :, 0, 0]
+            at = params[name] if name in params else theta[name][-len(grad) :, 0, 0]
             surrogate = surrogate + (grad * at).sum()
         ascended: Params = {}
         if natural:
-            (site,) = program.draws
-            (own,) = torch.autograd.grad(term.sum(), draws[site], retain_graph=True)
+            (site,) = program.random
+            (own,) = torch.autograd.grad(term.sum(), theta[site], retain_graph=True)
             used = len(gradient[site])
-            z, own = (x[-used:, 0, 0].detach() for x in (draws[site], own))
+            z, own = (x[-used:, 0, 0].detach() for x in (theta[site], own))
             g = own + used * gradient[site]
             ascended = family_of(program).ascend(server["params"], z, g, rate * self.lr)
         if rest := {name: value for name, value in params.items() if name not in ascended}:

@@ -66,7 +66,7 @@ class SFVIAvg(Structured):
         global_guide: MeanField or FullRank.
         conditioned: whether local variables are conditioned on the globals.
         local_steps: steps on (λ_i, φ_i) per round.
-        particles: S, ELBO draws per step.
+        draws: S, ELBO draws per step.
         lr: rate of the steps on λ_i.
         local_lr: Adam rate of the steps on φ_i.
         lr_decay: both rates fall, as half a cosine, to this fraction of their start.
@@ -81,7 +81,7 @@ class SFVIAvg(Structured):
     global_guide: MeanField | FullRank | None = None
     conditioned: bool | None = None
     local_steps: int = 10
-    particles: int = 8
+    draws: int = 8
     lr: float = 0.05
     local_lr: float = 0.03
     lr_decay: float = 0.01
@@ -118,7 +118,7 @@ class SFVIAvg(Structured):
         own = copies(start, len(job))
         square = {name: torch.zeros_like(value) for name, value in own.items()}
         terms = []
-        streams = noise_of_steps(program, job.keys, self.local_steps, self.particles, shared=False)
+        streams = noise_of_steps(program, job.keys, self.local_steps, self.draws, theta=True)
         for step, supplied in enumerate(streams):
             clients, own, square, term = self.step(
                 program, clients, own, square, size, job.rows(step), supplied, job.rate
@@ -141,7 +141,7 @@ class SFVIAvg(Structured):
     ) -> tuple[State, Params, Params, Tensor]:
         """One step of K clients on φ_i and λ_i; the mean of λ_i's squared gradients so far; the terms ``(K,)``."""
         lam, phi = leaves(own), leaves(clients["params"])
-        server, client = elbo_terms(program, {**lam, **phi}, batch, supplied, self.particles)
+        server, client = elbo_terms(program, {**lam, **phi}, batch, supplied, self.draws)
         term = client.mean(0)
         # φ_i climbs the client's own term; λ_i the ELBO of N clients like this one
         objective = server.mean(0).sum() + program.clients * term.sum()
@@ -160,7 +160,7 @@ class SFVIAvg(Structured):
         """The copies of q(θ) as optimal transport maps; the model's own parameters as they are."""
         start = {name: job.message[name] for name in job.program.init}
         found = work.found
-        if job.program.draws:
+        if job.program.random:
             found = family_of(job.program).moved(start, found)
         return weighted(found) if found else {}
 
@@ -172,7 +172,7 @@ class SFVIAvg(Structured):
             for name, value in server.square.items()
         }
         params = {name: found[name] for name in server.params if name in found}
-        if turn.program.draws:
+        if turn.program.random:
             params = family_of(turn.program).carried(server.params, found)
         supplied = turn.program.noise(turn.key, 64, local=False)
         with torch.no_grad():

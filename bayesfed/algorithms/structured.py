@@ -49,7 +49,7 @@ class Structured(Algorithm):
         clients = moved(program, params, begun(program, rows), rows)
         steps = self.personal_steps if steps is None else steps
         lr = self.local_lr if lr is None else lr
-        streams = noise_of_steps(program, job.keys, steps, PERSONAL_DRAWS, shared=False)
+        streams = noise_of_steps(program, job.keys, steps, PERSONAL_DRAWS, theta=True)
         for step, supplied in enumerate(streams):
             rate = lr * annealed(PERSONAL_DECAY, step / steps)
             clients = personal_step(program, params, clients, job.rows(step), supplied, rate)
@@ -111,40 +111,40 @@ def moved(
 
 def local_steps(
     program: Program,
-    draws: Mapping[str, Tensor],
+    theta: Mapping[str, Tensor],
     params: Mapping[str, Tensor],
     clients: optimizer.State,
     batch: Rows,
     keys: Tensor,
     *,
     steps: int,
-    particles: int,
+    draws: int,
     lr: float,
 ) -> tuple[optimizer.State, dict[str, Tensor], Tensor]:
     """Steps of K clients on their φ_i, with the gradients of their terms in what the server sent.
 
     Args:
         program: the model/guide pair.
-        draws: θ for every step, ``(steps · S, 1, 1, *event)``.
+        theta: draws for every step, ``(steps · S, 1, 1, *event)``.
         params: the global parameters (unconstrained).
         clients: the K clients' φ_i and Adam moments.
         batch: the cohort's rows at a step.
         keys: int64 ``(K,)``: the clients' noise streams of this round.
         steps: number of Adam steps.
-        particles: S.
+        draws: S.
         lr: Adam's rate.
 
     Returns:
-        The clients' next states. For each draw site the gradients of the mean term in its draws,
+        The clients' next states. For each random site the gradients of the mean term in its draws,
         ``(K, draws, *event)``, over the steps' second half, when φ_i has caught up with θ; likewise for
-        each shared parameter, ``(K, steps, ...)``. The clients' mean terms over those steps, ``(K,)``.
+        each parameter that is read directly, ``(K, steps, ...)``. The clients' mean terms over those steps, ``(K,)``.
     """
-    uploads: dict[str, list[Tensor]] = {name: [] for name in (*program.draws, *program.shared)}
+    uploads: dict[str, list[Tensor]] = {name: [] for name in (*program.random, *program.direct)}
     terms = []
-    for step, supplied in enumerate(noise_of_steps(program, keys, steps, particles)):
-        theta = {n: v[step * particles : (step + 1) * particles] for n, v in draws.items()}
+    for step, supplied in enumerate(noise_of_steps(program, keys, steps, draws)):
+        now = {n: v[step * draws : (step + 1) * draws] for n, v in theta.items()}
         clients, grad, term = local_step(
-            program, theta, params, clients, batch(step), supplied, particles, lr
+            program, now, params, clients, batch(step), supplied, draws, lr
         )
         if step < steps // 2:
             continue
@@ -156,25 +156,25 @@ def local_steps(
 
 
 def noise_of_steps(
-    program: Program, keys: Tensor, steps: int, particles: int, *, shared: bool = True
+    program: Program, keys: Tensor, steps: int, draws: int, *, theta: bool = False
 ) -> Iterator[Noise]:
     """The noise of K clients at each step, drawn for several steps at once where it is little.
 
-    That of their local sites, and where no θ is ``shared`` that of the global ones, for draws of each client's own.
+    That of their local sites, and with ``theta`` that of the global ones, for draws of each client's own.
     """
-    wanted = (True,) if shared else (True, False)
+    wanted = (True, False) if theta else (True,)
     numbers = sum(
         math.prod(draw.tail)
-        for name, draws in program.randomness.items()
-        if (name not in program.draws) in wanted
-        for draw in draws
+        for name, parts in program.randomness.items()
+        if (name not in program.random) in wanted
+        for draw in parts
     )
-    together = max(1, min(steps, _DRAWN // (len(keys) * particles * max(1, numbers))))
+    together = max(1, min(steps, _DRAWN // (len(keys) * draws * max(1, numbers))))
     for some in torch.arange(steps, device=keys.device).split(together):
         streams = noise.fold(keys, some[:, None])
         drawn: dict[str, list[Tensor]] = {}
         for local in wanted:
-            drawn |= program.noise(streams, particles, local=local)
+            drawn |= program.noise(streams, draws, local=local)
         for i in range(len(some)):
             yield {name: [part[i] for part in parts] for name, parts in drawn.items()}
 
@@ -182,30 +182,28 @@ def noise_of_steps(
 @traceable
 def local_step(
     program: Program,
-    draws: Mapping[str, Tensor],
+    theta: Mapping[str, Tensor],
     params: Mapping[str, Tensor],
     clients: optimizer.State,
     batch: Batch,
     supplied: Noise,
-    particles: int,
+    draws: int,
     lr: float,
 ) -> tuple[optimizer.State, dict[str, Tensor], Tensor]:
     """One Adam step of K clients on their φ_i, from draws ``(S, 1, 1, *event)`` of θ.
 
     Returns:
-        The clients' next states; the gradients of their terms in the draws ``(K, S, *event)`` and in the shared
+        The clients' next states; the gradients of their terms in the draws ``(K, S, *event)`` and in the direct
         parameters ``(K, 1, ...)``; the terms ``(K,)``.
     """
     size = len(batch)
-    theta = leaves({n: v.expand(-1, size, *v.shape[2:]) for n, v in draws.items()})
-    shared = leaves({n: params[n].expand(size, 1, *params[n].shape) for n in program.shared})
+    theta = leaves({n: v.expand(-1, size, *v.shape[2:]) for n, v in theta.items()})
+    direct = leaves({n: params[n].expand(size, 1, *params[n].shape) for n in program.direct})
     phi = leaves(clients["params"])
-    term = client_terms(
-        program, {**params, **shared, **phi}, theta, batch, supplied, particles
-    ).mean(0)
-    grad = gradients(term, {**theta, **shared, **phi})
+    term = client_terms(program, {**params, **direct, **phi}, theta, batch, supplied, draws).mean(0)
+    grad = gradients(term, {**theta, **direct, **phi})
     upload = {name: grad[name].movedim(1, 0).squeeze(2) for name in theta}
-    upload |= {name: grad[name] for name in shared}
+    upload |= {name: grad[name] for name in direct}
     with torch.no_grad():
         clients = optimizer.ascend(clients, {name: grad[name] for name in phi}, lr, EPS)
     return clients, upload, term.detach()

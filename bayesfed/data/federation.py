@@ -235,7 +235,7 @@ class Federation:
         return self.offsets.to(self.device), self.lengths.to(self.device)
 
     @cached_property
-    def streams(self) -> Tensor:
+    def stream_ids(self) -> Tensor:
         """What tells the clients' noise streams apart, from their names alone: int64, ``(N,)``."""
         return words(self.names).to(self.device)
 

@@ -18,12 +18,12 @@ from bayesfed.data.batch import CLIENTS
 from bayesfed.elbo.moments import moments
 from bayesfed.elbo.noise import Draw, Lifted
 
-PARTICLES = "particles"
+DRAWS = "draws"
 
 
-def particles(count: int) -> Any:
-    """The plate of ELBO particles (or posterior draws), to the left of the two others."""
-    return pyro.plate(PARTICLES, count, dim=-3)
+def draws_plate(count: int) -> Any:
+    """The plate of draws, to the left of the two others."""
+    return pyro.plate(DRAWS, count, dim=-3)
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def given(
         if values is not None:
             stack.enter_context(Values(values))
         if draws is not None:
-            stack.enter_context(particles(draws))
+            stack.enter_context(draws_plate(draws))
         yield found
 
 

@@ -91,7 +91,7 @@ def apply(
     other = weights.new_zeros(1, 0) if shared is None else shared.squeeze(-2)
     batch = torch.broadcast_shapes(weights.shape[:-2], other.shape[:-2])
     clients, several = weights.shape[-2], other.shape[-2]
-    mine, rest_of = (_particles(value, batch) for value in (weights, other))
+    mine, rest_of = (_draws(value, batch) for value in (weights, other))
     if clients == 1 and several == 1 and not context:  # one network for all rows
         rows = x.flatten(0, 1)
         one = unpack(mine[:, 0], own), unpack(rest_of[:, 0], rest)
@@ -99,30 +99,30 @@ def apply(
         return out.reshape(*batch, *x.shape[:2], *out.shape[2:])
     per_client = vmap(run, in_dims=(0 if clients > 1 else None, 0 if several > 1 else None, 0, 0))
 
-    def particle(w: Named, v: Named) -> Tensor:
+    def draw(w: Named, v: Named) -> Tensor:
         first = w if clients > 1 else {name: value[0] for name, value in w.items()}
         second = v if several > 1 else {name: value[0] for name, value in v.items()}
         return per_client(first, second, x, context)
 
-    out = _over(particle, unpack(mine, own), unpack(rest_of, rest))
+    out = _over(draw, unpack(mine, own), unpack(rest_of, rest))
     return out.reshape(*batch, *out.shape[1:])
 
 
-def _particles(value: Tensor, batch: Sequence[int]) -> Tensor:
-    """``(..., K, D)`` as ``(P, K, D)``, P being 1 where all particles have the same."""
+def _draws(value: Tensor, batch: Sequence[int]) -> Tensor:
+    """``(..., K, D)`` as ``(P, K, D)``, P being 1 where all draws have the same."""
     if value.ndim == 2 or all(size == 1 for size in value.shape[:-2]):
         return value.reshape(1, *value.shape[-2:])
     return value.expand(*batch, *value.shape[-2:]).reshape(-1, *value.shape[-2:])
 
 
-def _over(particle: Callable[[Named, Named], Tensor], w: Named, v: Named) -> Tensor:
-    """A function of two sets of weights for every particle: ``(P, ...)``."""
+def _over(draw: Callable[[Named, Named], Tensor], w: Named, v: Named) -> Tensor:
+    """A function of two sets of weights for every draw: ``(P, ...)``."""
     counts = [len(next(iter(part.values()))) if part else 1 for part in (w, v)]
     if max(counts) == 1:
-        return particle(*({n: x[0] for n, x in part.items()} for part in (w, v)))[None]
+        return draw(*({n: x[0] for n, x in part.items()} for part in (w, v)))[None]
     dims = tuple(0 if count > 1 else None for count in counts)
     parts = [
         part if count > 1 else {n: x[0] for n, x in part.items()}
         for part, count in zip((w, v), counts, strict=True)
     ]
-    return vmap(particle, in_dims=dims)(*parts)
+    return vmap(draw, in_dims=dims)(*parts)

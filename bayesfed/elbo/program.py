@@ -178,8 +178,8 @@ class Program:
         model: the Pyro model.
         guide: the Pyro guide.
         sites: the model's sites by name.
-        draws: the guide's global random sites: the server draws them and sends them to the clients.
-        shared: global parameters that a client's term reads directly, and so are sent too.
+        random: the guide's global random sites: the server draws them and sends them to the clients.
+        direct: global parameters that a client's term reads directly, and so are sent too.
         constraints: constraint of every parameter.
         init: unconstrained initial value of every global parameter.
         schema: one client with one row of zeros: what a server without data runs the program on.
@@ -195,8 +195,8 @@ class Program:
     model: Model
     guide: Callable[[Any], Any]
     sites: Mapping[str, Site]
-    draws: tuple[str, ...]
-    shared: tuple[str, ...]
+    random: tuple[str, ...]
+    direct: tuple[str, ...]
     local_params: tuple[str, ...]
     constraints: Mapping[str, Any]
     init: Params
@@ -239,28 +239,28 @@ class Program:
         """The model's observed sites."""
         return [s for s in self.sites.values() if s.observed]
 
-    def noise(self, keys: Tensor, particles: int, *, local: bool) -> dict[str, list[Tensor]]:
+    def noise(self, keys: Tensor, draws: int, *, local: bool) -> dict[str, list[Tensor]]:
         """Noise for the guide's local (or global) sites.
 
         Args:
             keys: int64, ``(K,)`` for K clients, or ``()`` for the server. K keys with ``local=False``
                 give each client draws of the global sites of its own. More dimensions in front, such as
                 steps, stand in front of the result.
-            particles: S.
+            draws: S.
             local: for the local sites, else for the global ones.
 
         Returns:
             Site name to tensors of shape ``(S, K, 1, ...)``, or ``(S, 1, 1, ...)`` for the server.
         """
         supplied = {}
-        streams = keys.reshape(1, 1) if keys.ndim == 0 else keys[..., None, :, None]
-        for name, draws in self.randomness.items():
-            if (name in self.draws) == local:
+        keys = keys.reshape(1, 1) if keys.ndim == 0 else keys[..., None, :, None]
+        for name, parts in self.randomness.items():
+            if (name in self.random) == local:
                 continue
-            path = noise.word(name), torch.arange(particles, device=keys.device)[:, None, None]
+            path = noise.word(name), torch.arange(draws, device=keys.device)[:, None, None]
             supplied[name] = [
-                draw(streams, self.schema.scale.dtype, (*path, number))
-                for number, draw in enumerate(draws)
+                draw(keys, self.schema.scale.dtype, (*path, number))
+                for number, draw in enumerate(parts)
             ]
         return supplied
 
@@ -327,7 +327,7 @@ def build(model: Model, guide: Callable[[Any], Any], federation: Federation) -> 
     first = torch.arange(min(2, len(federation)))
     batch = federation.batch(first, torch.zeros(len(first), 1, dtype=torch.int64))
     params, recorder = handlers.Parameters({}), handlers.Noise(None)
-    with handlers.on(batch.device), params, recorder, handlers.particles(1):
+    with handlers.on(batch.device), params, recorder, handlers.draws_plate(1):
         guide_trace = poutine.trace(guide).get_trace(batch)
     guide_sites = {
         name: node
@@ -355,7 +355,7 @@ def build(model: Model, guide: Callable[[Any], Any], federation: Federation) -> 
                 f"the guide samples {name!r}, which the model does not; if it is auxiliary, say "
                 "infer={'is_auxiliary': True}"
             )
-    with handlers.on(batch.device), params, recorder, handlers.particles(1):
+    with handlers.on(batch.device), params, recorder, handlers.draws_plate(1):
         poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(batch)
     init, constraint, local_params = {}, {}, []
     for name, seen in params.seen.items():
@@ -370,7 +370,7 @@ def build(model: Model, guide: Callable[[Any], Any], federation: Federation) -> 
             local_params.append(name)
         else:
             init[name] = transform_to(seen["constraint"]).inv(value).detach().clone()
-    draws = tuple(
+    random = tuple(
         n for n, s in guide_sites.items() if not handlers.is_local(s) and not handlers.is_point(s)
     )
     schema = federation.batch(torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1).long())
@@ -379,8 +379,8 @@ def build(model: Model, guide: Callable[[Any], Any], federation: Federation) -> 
         model=model,
         guide=guide,
         sites=found,
-        draws=draws,
-        shared=(),
+        random=random,
+        direct=(),
         local_params=tuple(local_params),
         constraints=constraint,
         init=init,
@@ -389,9 +389,9 @@ def build(model: Model, guide: Callable[[Any], Any], federation: Federation) -> 
         clients=len(federation),
         rows=federation.rows,
     )
-    keys = noise.fold(noise.key(0).to(batch.device), federation.streams[batch.index])
+    keys = noise.fold(noise.key(0).to(batch.device), federation.stream_ids[batch.index])
     program = _with_shared(program, batch, keys)
-    return program if draws else _with_anchors(program, batch, keys)
+    return program if random else _with_anchors(program, batch, keys)
 
 
 def _with_shared(program: Program, batch: Batch, keys: Tensor) -> Program:
@@ -405,7 +405,7 @@ def _with_shared(program: Program, batch: Batch, keys: Tensor) -> Program:
         return program
     grads = torch.autograd.grad(terms.sum(), list(leaves.values()), allow_unused=True)
     read = tuple(name for name, grad in zip(leaves, grads, strict=True) if grad is not None)
-    return replace(program, shared=read)
+    return replace(program, direct=read)
 
 
 def _with_anchors(program: Program, batch: Batch, keys: Tensor) -> Program:

@@ -5,7 +5,7 @@
     client_term_i = log p(w_i | θ) + log p(D_i | w_i, θ) − log q(w_i | θ)
 
 Each function is pure: its result depends on its arguments only, the noise being one of them. All K clients
-and S particles run as one batched pass of the program.
+and S draws run as one batched pass of the program.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Noise = Mapping[str, Sequence[Tensor]]
 
 
 class Terms(NamedTuple):
-    """The two parts of the ELBO, per particle: ``server`` ``(S, 1)`` or ``(S, K)``, ``clients`` ``(S, K)``."""
+    """The two parts of the ELBO, per draw: ``server`` ``(S, 1)`` or ``(S, K)``, ``clients`` ``(S, K)``."""
 
     server: Tensor
     clients: Tensor
@@ -47,10 +47,10 @@ def run(
     values: Draws,
     batch: Batch,
     noise: Noise,
-    particles: int,
+    draws: int,
 ) -> tuple[Any, Any]:
     """Traces of the guide and of the model replayed against it, everything given from outside."""
-    with handlers.given(batch.device, params, noise, values, particles):
+    with handlers.given(batch.device, params, noise, values, draws):
         guide = poutine.trace(program.guide).get_trace(batch)
         model = poutine.trace(poutine.replay(program.model, trace=guide)).get_trace(batch)
     return guide, model
@@ -73,14 +73,14 @@ def _log_ratio(guide: Any, model: Any, *, local: bool, skip: Sequence[str] = ())
     return total
 
 
-def _terms(value: Tensor | float, like: Tensor, particles: int, clients: int) -> Tensor:
+def _terms(value: Tensor | float, like: Tensor, draws: int, clients: int) -> Tensor:
     """A log ratio as ``(S, clients)``."""
-    return torch.as_tensor(value, dtype=like.dtype, device=like.device).expand(particles, clients)
+    return torch.as_tensor(value, dtype=like.dtype, device=like.device).expand(draws, clients)
 
 
 @traceable
 def draw(
-    program: Program, params: Mapping[str, Tensor], noise: Noise, particles: int
+    program: Program, params: Mapping[str, Tensor], noise: Noise, draws: int
 ) -> dict[str, Tensor]:
     """What the server sends: draws of the guide's global random sites.
 
@@ -88,14 +88,14 @@ def draw(
         program: the model/guide pair.
         params: global parameters (unconstrained).
         noise: of the global sites, see :meth:`~bayesfed.elbo.program.Program.noise`.
-        particles: S.
+        draws: S.
 
     Returns:
         Site name to draws of shape ``(S, 1, 1, *event)``.
     """
-    with handlers.given(program.schema.device, params, noise, draws=particles):
+    with handlers.given(program.schema.device, params, noise, draws=draws):
         trace = poutine.trace(program.guide).get_trace(program.schema)
-    return {name: trace.nodes[name]["value"] for name in program.draws}
+    return {name: trace.nodes[name]["value"] for name in program.random}
 
 
 def client_terms(
@@ -104,7 +104,7 @@ def client_terms(
     values: Draws,
     batch: Batch,
     noise: Noise,
-    particles: int,
+    draws: int,
 ) -> Tensor:
     """The clients' ELBO terms given the server's draws.
 
@@ -116,13 +116,13 @@ def client_terms(
             ``(S, K, 1, *event)``.
         batch: the cohort's data.
         noise: of the local sites.
-        particles: S.
+        draws: S.
 
     Returns:
         ``(S, K)``. Rows of clients do not interact: the gradient of the sum is every client's own.
     """
-    guide, model = run(program, params, values, batch, noise, particles)
-    return _terms(_log_ratio(guide, model, local=True), batch.scale, particles, len(batch))
+    guide, model = run(program, params, values, batch, noise, draws)
+    return _terms(_log_ratio(guide, model, local=True), batch.scale, draws, len(batch))
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,12 +164,12 @@ class Losses:
     def hyper(self) -> Tensor:
         """−log p(θ), in unconstrained coordinates; 0 where no global is random."""
         found = _log_ratio(*self._traces, local=False)
-        found = found[:1] if isinstance(found, Tensor) else found  # points: alike for all particles
+        found = found[:1] if isinstance(found, Tensor) else found  # points: alike for all draws
         return -_terms(found, self.rows, 1, len(self.rows))[0]
 
 
 def _once(*fns: Any) -> tuple[Any, ...]:
-    """Normals that are the same for every particle, with one particle; others as they are."""
+    """Normals that are the same for every draw, with one draw; others as they are."""
     found = []
     for fn in fns:
         base = fn.base_dist if isinstance(fn, Independent) else fn
@@ -189,14 +189,14 @@ def client_losses(
     params: Mapping[str, Tensor],
     batch: Batch,
     noise: Noise,
-    particles: int,
+    draws: int,
 ) -> Losses:
     """The parts of K clients' negative ELBO terms, for a guide whose globals are points.
 
     Arguments as in :func:`client_terms`.
     """
-    guide, model = run(program, params, {}, batch, noise, particles)
-    nll = batch.scale.new_zeros(particles, len(batch))
+    guide, model = run(program, params, {}, batch, noise, draws)
+    nll = batch.scale.new_zeros(draws, len(batch))
     with pyro.validation_enabled(False):
         for site in program.observed:
             node = model.nodes[site.name]
@@ -229,7 +229,7 @@ def local_priors(
 
 
 def server_pass(
-    program: Program, params: Mapping[str, Tensor], noise: Noise, particles: int
+    program: Program, params: Mapping[str, Tensor], noise: Noise, draws: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The server's ELBO term, log p(θ) − log q(θ), without any client's data, and its draws of θ.
 
@@ -237,24 +237,22 @@ def server_pass(
         program: the model/guide pair.
         params: global parameters (unconstrained).
         noise: of the global sites.
-        particles: S.
+        draws: S.
 
     Returns:
         The term, shape ``(S,)``, and the draws as :func:`draw` gives them, both differentiable.
     """
-    guide, model = run(program, params, {}, program.schema, noise, particles)
+    guide, model = run(program, params, {}, program.schema, noise, draws)
     total = _log_ratio(guide, model, local=False)
-    draws = {name: guide.nodes[name]["value"] for name in program.draws}
-    return _terms(total, program.schema.scale, particles, 1).squeeze(-1), draws
+    theta = {name: guide.nodes[name]["value"] for name in program.random}
+    return _terms(total, program.schema.scale, draws, 1).squeeze(-1), theta
 
 
-def log_prior(
-    program: Program, params: Mapping[str, Tensor], values: Draws, particles: int
-) -> Tensor:
+def log_prior(program: Program, params: Mapping[str, Tensor], values: Draws, draws: int) -> Tensor:
     """log p of given draws in the coordinates of the draws (Jacobian included): shape ``(S,)``."""
-    guide, model = run(program, params, values, program.schema, {}, particles)
-    total = _log_ratio(guide, model, local=False, skip=program.draws)
-    return _terms(total, program.schema.scale, particles, 1).squeeze(-1)
+    guide, model = run(program, params, values, program.schema, {}, draws)
+    total = _log_ratio(guide, model, local=False, skip=program.random)
+    return _terms(total, program.schema.scale, draws, 1).squeeze(-1)
 
 
 def elbo_terms(
@@ -262,13 +260,13 @@ def elbo_terms(
     params: Mapping[str, Tensor],
     batch: Batch,
     noise: Noise,
-    particles: int,
+    draws: int,
     values: Draws | None = None,
 ) -> Terms:
     """Both parts in one pass; with parameters or noise that have a row per client, ``server`` is ``(S, K)``."""
-    guide, model = run(program, params, values or {}, batch, noise, particles)
+    guide, model = run(program, params, values or {}, batch, noise, draws)
     server = torch.as_tensor(
         _log_ratio(guide, model, local=False), dtype=batch.scale.dtype, device=batch.scale.device
     )
-    clients = _terms(_log_ratio(guide, model, local=True), batch.scale, particles, len(batch))
-    return Terms(server.expand(particles, server.shape[-1] if server.ndim else 1), clients)
+    clients = _terms(_log_ratio(guide, model, local=True), batch.scale, draws, len(batch))
+    return Terms(server.expand(draws, server.shape[-1] if server.ndim else 1), clients)

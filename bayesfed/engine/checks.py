@@ -52,7 +52,7 @@ def check_data(program: Program, federation: Federation) -> None:
     server = program.noise(noise.key(0).to(federation.device), 1, local=False)
     for chunk in program.chunks(federation):
         batch = federation.batch(chunk)
-        keys = noise.fold(noise.key(0).to(federation.device), federation.streams[chunk])
+        keys = noise.fold(noise.key(0).to(federation.device), federation.stream_ids[chunk])
         supplied = server | program.noise(keys, 1, local=True)
         with torch.no_grad():
             _, model = run(program, program.init, {}, batch, supplied, 1)

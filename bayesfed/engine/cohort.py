@@ -52,7 +52,7 @@ class Cohort:
         terms, sound = [], []
         for some in at.split(chunks(lengths[by_size], self.execution.chunk_size, self.weight)):
             chunk = cohort[some]
-            keys = noise.fold(key, self.federation.streams[chunk])
+            keys = noise.fold(key, self.federation.stream_ids[chunk])
             rows = batches(self.federation, chunk, self.batch_size, keys)
             job = Job(self.program, message, self.kept.take(chunk), rows, keys, rate)
             work = self.algorithm.work(job)
@@ -78,7 +78,10 @@ class Cohort:
     def weight(self) -> int:
         """About how many numbers a client's step holds."""
         rows = min(self.batch_size or self.federation.rows, int(self.federation.lengths.max()))
-        draws, per_row = self.algorithm.particles, self.federation.numbers_per_row
+        draws, per_row = (
+            self.algorithm.particles * self.algorithm.draws,
+            self.federation.numbers_per_row,
+        )
         return 8 * draws * self.program.size + rows * (2 * per_row + draws)
 
 

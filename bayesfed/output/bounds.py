@@ -305,7 +305,7 @@ def prior_losses(
         batches = few.federation.batch(chunk), test.batch(chunk)
         found = of_clients(few, theta, size, chunk, key, each)
         if site.joint:
-            keys = noise.fold(key, few.federation.streams[chunk])
+            keys = noise.fold(key, few.federation.stream_ids[chunk])
             log_probs = functions(few, found, chunk, *batches, draws // each, keys)
         else:
             nodes = [

@@ -120,7 +120,7 @@ def sampled(
             some = {name: value[at : at + size] for name, value in theta.items()}
             found = of_clients(posterior, some, size, chunk, own, each, weigh=True, centre=centre)
             parts.append(
-                found.picked(size, 1, noise.fold(own, posterior.federation.streams[chunk]))
+                found.picked(size, 1, noise.fold(own, posterior.federation.stream_ids[chunk]))
             )
             at += size
         whole = {name: torch.cat([part.values[name] for part in parts]) for name in parts[0].values}
@@ -137,7 +137,7 @@ def weighted(
     """
     program, key = posterior.program, key_of(posterior, seed)
     theta, size = finite(posterior) or (_of_server(posterior, num_samples, key), num_samples)
-    random = program.randomness.keys() - set(program.draws)
+    random = program.randomness.keys() - set(program.random)
     each = max(1, num_samples // size) if random else 1
     weigh = posterior.algorithm.weighs
     for chunk in chunks(posterior, size * each, *federations, numbers=numbers):
@@ -170,7 +170,7 @@ def of_clients(
     program, federation, count = posterior.program, posterior.federation, each * size
     rows = None if weigh or program.needs_rows else torch.zeros(len(chunk), 1, dtype=torch.int64)
     own, params = federation.batch(chunk, rows), params_of(posterior, chunk)
-    keys = noise.fold(key, federation.streams[chunk])
+    keys = noise.fold(key, federation.stream_ids[chunk])
     given = {name: value.repeat_interleave(each, 0) for name, value in theta.items()}
     supplied = _noise(program, keys, count, local=True, centre=centre)
     with torch.no_grad(), handlers.given(own.device, params, supplied, given, count):
@@ -194,11 +194,11 @@ def finite(posterior: Posterior) -> tuple[Params, int] | None:
     One, and no site, where θ is a point.
     """
     program = posterior.program
-    if not program.draws:
+    if not program.random:
         return {}, 1
-    if len(program.draws) > 1:
+    if len(program.random) > 1:
         return None
-    (name,) = program.draws
+    (name,) = program.random
     device = program.schema.device
     with torch.no_grad(), handlers.given(device, posterior.params, {}, draws=1):
         fn: Any = poutine.trace(program.guide).get_trace(program.schema).nodes[name]["fn"]

@@ -152,7 +152,7 @@ def _same(value: Tensor, data: Tensor) -> bool:
 def _prior(posterior: Posterior, num_samples: int, seed: int) -> dict[str, Tensor]:
     """Draws of the latent sites from the model alone, some clients at a time."""
     program, federation = posterior.program, posterior.federation
-    shared: dict[str, Tensor] = {}
+    common: dict[str, Tensor] = {}
     parts: dict[str, list[Tensor]] = {site.name: [] for site in program.locals}
     names = [site.name for site in (*program.globals, *program.locals)]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -160,7 +160,7 @@ def _prior(posterior: Posterior, num_samples: int, seed: int) -> dict[str, Tenso
         for chunk in chunks(posterior, num_samples):
             head = federation.batch(chunk, torch.zeros(len(chunk), 1, dtype=torch.int64))
             params = params_of(posterior, chunk)
-            given = {name: value[:, None, None] for name, value in shared.items()}
+            given = {name: value[:, None, None] for name, value in common.items()}
             with (
                 handlers.given(head.device, params, values=given, draws=num_samples),
                 poutine.trace() as tracer,
@@ -173,5 +173,5 @@ def _prior(posterior: Posterior, num_samples: int, seed: int) -> dict[str, Tenso
                 if site.local:
                     parts[site.name].append(value)
                 else:
-                    shared[site.name] = value.squeeze(1)
-    return shared | {name: torch.cat(values, 1) for name, values in parts.items()}
+                    common[site.name] = value.squeeze(1)
+    return common | {name: torch.cat(values, 1) for name, values in parts.items()}

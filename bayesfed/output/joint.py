@@ -64,7 +64,9 @@ def predict(posterior: Posterior, federation: Federation, num_samples: int, seed
     parts = []
     for chunk, draws, batch, mean, variance in laws(posterior, federation, num_samples, seed):
         weights = draws.log_probabilities(len(chunk)).to(mean)
-        keys = noise.fold(key_of(posterior, seed, "predict"), posterior.federation.streams[chunk])
+        keys = noise.fold(
+            key_of(posterior, seed, "predict"), posterior.federation.stream_ids[chunk]
+        )
         found = Draws({"mean": mean, "variance": variance}, draws.count, weights)
         values = found.picked(1, num_samples, keys).values
         y = values["mean"] + values["variance"].sqrt() * torch.randn_like(values["mean"])
@@ -128,18 +130,18 @@ def functions(
     y = _by_client(nodes[site.name]["value"], draws.count, rows)[:, 0]
     mean, covariance = law(posterior, draws, chunk, _joined(rows, rows))
     mean, covariance = mean[:, 0, :size], covariance[:, 0].double()
-    seen, shared = covariance[:, :size, :size], covariance[:, :size, size:]
-    noisy = (seen - shared).diagonal(dim1=-2, dim2=-1)
+    seen, common = covariance[:, :size, :size], covariance[:, :size, size:]
+    noisy = (seen - common).diagonal(dim1=-2, dim2=-1)
     scale = seen.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
-    rest = seen - shared - torch.diag_embed(noisy)
+    rest = seen - common - torch.diag_embed(noisy)
     if (rest.abs() > 1e-3 * scale).any() or (noisy <= 0).any():
         raise NotGaussian(
             f"site {site.name!r} is not a function plus noise that is independent between rows: "
             "there is no loss of a row by itself"
         )
-    shared = seen - torch.diag_embed(noisy)
-    jitter = 1e-6 * scale * torch.eye(size).to(shared)  # it is nearly singular
-    factor = psd_safe_cholesky(shared + jitter)
+    common = seen - torch.diag_embed(noisy)
+    jitter = 1e-6 * scale * torch.eye(size).to(common)  # it is nearly singular
+    factor = psd_safe_cholesky(common + jitter)
     u = noise.uniform(keys, (count, draws.count, size))[0]
     f = mean + (factor @ torch.special.ndtri(u)[..., None]).squeeze(-1).to(mean)
     log_prob = torch.distributions.Normal(f, noisy.sqrt().to(mean)).log_prob(y)

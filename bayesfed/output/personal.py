@@ -31,11 +31,11 @@ def personal(
     """
     if not program.local_params:
         return
-    for some in program.chunks(federation, copies=4 * algorithm.particles):
+    for some in program.chunks(federation, copies=4 * algorithm.particles * algorithm.draws):
         chunk = some if wanted is None else some[wanted[some]]
         if not len(chunk):
             continue
-        keys = noise.fold(key.to(federation.device), federation.streams[chunk])
+        keys = noise.fold(key.to(federation.device), federation.stream_ids[chunk])
         rows = batches(federation, chunk, batch_size, keys)
         found = algorithm.personalize(Job(program, params, {}, rows, keys), steps, lr)
         if not set(program.local_params) <= found.keys():

@@ -142,7 +142,7 @@ class Posterior:
             for chunk, draws in kind(few, num_samples, seed, federation):
                 batch = federation.batch(chunk)
                 if self.algorithm.weighs:
-                    streams = few.federation.streams[chunk]
+                    streams = few.federation.stream_ids[chunk]
                     keys = noise.fold(key_of(self, seed, "predict"), streams)
                     draws = draws.picked(1, num_samples, keys)
                 nodes = replayed(few, model, draws, chunk, batch)
@@ -241,7 +241,7 @@ class Posterior:
             supplied = program.noise(key, num_samples, local=False)
             total, theta = server_pass(program, self.params, supplied, num_samples)
             for chunk in chunks(self, num_samples, federation):
-                keys = noise.fold(key, federation.streams[chunk])
+                keys = noise.fold(key, federation.stream_ids[chunk])
                 supplied = program.noise(keys, num_samples, local=True)
                 batch, params = federation.batch(chunk), params_of(self, chunk)
                 terms = client_terms(program, params, theta, batch, supplied, num_samples)

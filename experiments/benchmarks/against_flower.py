@@ -56,7 +56,7 @@ def our_round(clients: int, rows: int, sizes: tuple[int, ...], epochs: int, batc
 
     def round_() -> None:
         state["round"] += 1
-        keys = noise.fold(noise.fold(noise.key(0), state["round"]), federation.streams)
+        keys = noise.fold(noise.fold(noise.key(0), state["round"]), federation.stream_ids)
         with using(compiler):
             rows_at = batches(federation, everyone, batch, keys)
             turn = Turn(program, keys[0], clients)

@@ -89,7 +89,7 @@ def main() -> None:
                 global_guide=bf.MeanField(),
                 conditioned=False,
                 local_steps=STEPS,
-                particles=DRAWS,
+                draws=DRAWS,
             )
             posterior = bf.fit(
                 models.varying_intercept,

@@ -71,7 +71,7 @@ def one(name: str, path: str, cohort: int, hidden: list[int], rounds: int) -> di
     data = bf.Federation.from_arrow(path, client="client")
     network = models.mlp(data.event_shape("x")[0], *hidden, 2)
     if name == "PFedVEM":
-        algorithm: Any = bf.PFedVEM(head_steps=10, particles=5)
+        algorithm: Any = bf.PFedVEM(head_steps=10, draws=5)
         model = models.Network(network, spread="client", scale=0.1)
     else:
         algorithm = bf.FedAvg(local_steps=10, personal_steps=1)

@@ -91,7 +91,7 @@ def case(model: Any, federation: bf.Federation, rows: int) -> Case:
         torch.arange(len(federation)), torch.arange(rows).expand(len(federation), -1)
     )
     found = sites(model, federation)
-    with handlers.Parameters({}), handlers.particles(DRAWS), torch.no_grad():
+    with handlers.Parameters({}), handlers.draws_plate(DRAWS), torch.no_grad():
         torch.manual_seed(0)
         nodes = poutine.trace(model).get_trace(batch).nodes
     values = {}
@@ -102,7 +102,7 @@ def case(model: Any, federation: bf.Federation, rows: int) -> Case:
             values[site.name] = nodes[site.name]["value"].expand(shape).clone()
 
     def batched(given: dict[str, Tensor]) -> Tensor:
-        with handlers.particles(DRAWS):
+        with handlers.draws_plate(DRAWS):
             return log_joint(model, given, batch)
 
     def one(theta: Any, w: Any, fields: Any, mask: Tensor, scale: Tensor) -> Tensor:

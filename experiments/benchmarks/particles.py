@@ -70,7 +70,7 @@ def main() -> None:
     algorithm = bf.PACPFL(particles=COUNT)
     program = algorithm.program(model, federation)
     particles = program.init[PARTICLES]
-    keys, batch = noise.fold(noise.key(0), federation.streams), federation.batch()
+    keys, batch = noise.fold(noise.key(0), federation.stream_ids), federation.batch()
 
     def gradient(particles: Tensor, batch: Batch, keys: Tensor) -> Tensor:
         rows = Rows(lambda step: batch, federation.lengths[batch.index], ROWS)

@@ -65,11 +65,11 @@ def bayesian_network(
     offsets = torch.arange(0, clients * rows + 1, rows)
     federation = bf.Federation({"x": x, "y": y}, offsets, [f"{i}" for i in range(clients)])
     model = models.Network(module, spread="learnt", scale=0.05)
-    algorithm = bf.FedABML(particles=1, natural=False)
+    algorithm = bf.FedABML(draws=1, natural=False)
     program = algorithm.program(model, federation)
     batch = federation.batch()
     theta, widest = copies(program.init, clients), widths(program, batch)
-    keys = noise.fold(noise.key(0), federation.streams)
+    keys = noise.fold(noise.key(0), federation.stream_ids)
     state = {"phi": start(program, theta, batch), "step": 0}
     rate = torch.full((clients,), LR)
 
@@ -220,10 +220,10 @@ def radon(clients: int, rows: int, draws: int = 8) -> Problem:
         "log_radon": torch.randn(clients * rows),
     }
     federation = bf.Federation(fields, offsets, [f"{i}" for i in range(clients)])
-    algorithm = bf.SFVI(guide=guide, particles=draws)
+    algorithm = bf.SFVI(guide=guide, draws=draws)
     program = algorithm.program(model, federation)
     batch = federation.batch()
-    keys = noise.fold(noise.key(0), federation.streams)
+    keys = noise.fold(noise.key(0), federation.stream_ids)
     first = algorithm.start_clients(program, algorithm.start(program), batch)
     first = {part: first[part] for part in ("params", "mean", "square", "step")}
     theta = {name: torch.randn(draws, 1, 1) * 0.1 for name in GLOBALS}

@@ -120,7 +120,7 @@ def pfedme(classes: int, rows: float, *, rate: float, lam: float) -> Any:
 
 def abml(parts: Callable[..., Any], classes: int, rows: float, *, rate: float, lam: float) -> Any:
     """Rates are those of natural steps: η is ``rate``, η' of θ_i a half."""
-    algorithm = parts(lr=rate, prior_lr=0.5, kl_weight=lam, particles=3)
+    algorithm = parts(lr=rate, prior_lr=0.5, kl_weight=lam, draws=3)
     return algorithm, network(classes, spread="learnt", scale=0.1)
 
 

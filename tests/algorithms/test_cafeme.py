@@ -40,7 +40,7 @@ def whole(data):
 
 
 def keys_of(data):
-    return noise.fold(noise.key(3), data.streams)
+    return noise.fold(noise.key(3), data.stream_ids)
 
 
 def update(algorithm, program, theta, data, keys=None):

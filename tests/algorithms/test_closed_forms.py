@@ -119,7 +119,7 @@ def test_pvi_is_exact_whatever_the_split(split, algorithm, schedule):
 
 def test_partial_participation_is_unbiased():
     """Over all cohorts of 2 of 4 clients, the mean of N/K × the cohort's sum is the sum over all clients."""
-    data, algorithm = ragged(4), bf.SFVI(local_steps=1, particles=4)
+    data, algorithm = ragged(4), bf.SFVI(local_steps=1, draws=4)
     program = algorithm.program(conjugate_hierarchy, data)
     server = algorithm.start(program)
     clients = algorithm.start_clients(program, server, data.batch())
@@ -128,7 +128,7 @@ def test_partial_participation_is_unbiased():
 
     def upload(cohort):
         cohort = torch.tensor(cohort)
-        keys, state = noise.fold(key, data.streams[cohort]), optimizer.take(clients, cohort)
+        keys, state = noise.fold(key, data.stream_ids[cohort]), optimizer.take(clients, cohort)
         job = Job(program, message, state, batches(data, cohort, None, keys), keys)
         return algorithm.encode(job, algorithm.work(job))["global"].sum(0)
 
@@ -232,7 +232,7 @@ def test_parameters_beside_random_variables(algorithm):
 
 @pytest.mark.parametrize("spread", ["fixed", "learnt", "client", "none"])
 @pytest.mark.parametrize(
-    "algorithm", [bf.SFVI(local_steps=2, particles=2), bf.SFVIAvg(local_steps=2, particles=2)]
+    "algorithm", [bf.SFVI(local_steps=2, draws=2), bf.SFVIAvg(local_steps=2, draws=2)]
 )
 def test_networks_whose_globals_are_parameters(algorithm, spread):
     """With a spread of any kind or no local weights at all; no model leaves anything in Pyro's own store."""
@@ -254,12 +254,12 @@ def test_networks_whose_globals_are_parameters(algorithm, spread):
 def test_rates_in_double_precision_leave_single_precision_alone():
     """In a traced step rates are tensors in double precision, and a number times such a rate would be one too."""
     torch.set_default_dtype(torch.float32)
-    data, algorithm = balanced(), bf.SFVI(local_steps=1, particles=2)
+    data, algorithm = balanced(), bf.SFVI(local_steps=1, draws=2)
     program = algorithm.program(empirical, data)
     server, key = algorithm.start(program), noise.key(0)
     clients = algorithm.start_clients(program, server, data.batch())
     message = algorithm.broadcast(Turn(program, key, 12), server)
-    keys = noise.fold(key, data.streams)
+    keys = noise.fold(key, data.stream_ids)
     job = Job(program, message, clients, batches(data, torch.arange(12), None, keys), keys)
     total = {name: x.sum(0) for name, x in algorithm.encode(job, algorithm.work(job)).items()}
     rate = torch.ones((), dtype=torch.float64)

@@ -40,7 +40,7 @@ def minibatches(data, rounds, steps):
     found = []
     for number in range(rounds):
         key = noise.fold(noise.key(0), number)
-        keys = noise.fold(key, data.streams)
+        keys = noise.fold(key, data.stream_ids)
         order = data.lengths.argsort(stable=True)
         rows = batches(data, order, BATCH, keys[order])
         of_round = {}

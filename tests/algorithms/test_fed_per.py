@@ -39,7 +39,7 @@ def network(**settings):
 
 def minibatches(data, key, steps):
     """The rows of each step by client, without padding, as the runner gives them."""
-    keys, order, found = noise.fold(key, data.streams), data.lengths.argsort(stable=True), {}
+    keys, order, found = noise.fold(key, data.stream_ids), data.lengths.argsort(stable=True), {}
     rows = batches(data, order, BATCH, keys[order])
     for k, client in enumerate(order.tolist()):
         kept = []

@@ -44,7 +44,7 @@ class Round:
         self.algorithm = algorithm
         self.program = algorithm.program(model, self.data)
         self.server = algorithm.start(self.program)
-        self.keys = noise.fold(noise.key(3), self.data.streams)
+        self.keys = noise.fold(noise.key(3), self.data.stream_ids)
         everyone = torch.arange(len(self.data))
         self.rows = batches(self.data, everyone, batch_size, self.keys)
         turn = Turn(self.program, noise.key(4), len(self.data))
@@ -66,7 +66,7 @@ class Round:
         keys = self.keys
         for data in path:
             keys = noise.fold(keys, data)
-        supplied = self.program.noise(keys, self.algorithm.particles, local=True)
+        supplied = self.program.noise(keys, self.algorithm.draws, local=True)
         return supplied["weights"][0][:, client, 0]
 
 
@@ -201,7 +201,7 @@ def test_a_hyper_prior_counts_by_one_over_the_number_of_clients():
 @float64
 def test_a_client_makes_its_posterior_by_steps_from_the_prior():
     """Eq. 3.8."""
-    algorithm = bf.FedABML(natural=False, kl_weight=0.6, particles=3)
+    algorithm = bf.FedABML(natural=False, kl_weight=0.6, draws=3)
     done = Round(algorithm, network(spread="learnt", scale=0.3))
     made = algorithm.personalize(done.job, 4, 0.2)
     for client, n in enumerate(LENGTHS):
@@ -247,9 +247,9 @@ def test_the_posterior_is_exact_whatever_its_scale(scale):
     torch.manual_seed(0)
     y = scale * torch.randn(1, 3) + 0.1 * torch.randn(4, 3)
     data = bf.Federation.from_arrays({"a": {"y": y}})
-    algorithm = bf.FedABML(particles=20)
+    algorithm = bf.FedABML(draws=20)
     program = algorithm.program(conjugate(scale), data)
-    keys = noise.fold(noise.key(0), data.streams)
+    keys = noise.fold(noise.key(0), data.stream_ids)
     rows = batches(data, torch.arange(1), None, keys)
     phi = algorithm.personalize(Job(program, program.init, {}, rows, keys), 200)
     precision = scale**-2 + 4 * 0.1**-2
@@ -511,7 +511,7 @@ def test_neither_chunks_nor_the_order_of_clients_matter(settings, batch_size):
         ("lr", -1.0),
         ("prior_lr", float("nan")),
         ("kl_weight", 0.0),
-        ("particles", 0),
+        ("draws", 0),
         ("local_epochs", 0),
         ("local_steps", 0),
         ("inner_steps", 0),

@@ -59,7 +59,7 @@ def one_round(algorithm, program, federation, server, clients, batch_size=None):
     """The next server, the next states of the clients and their uploads."""
     key = noise.fold(noise.key(0), server.rounds)
     turn = Turn(program, key, len(federation))
-    keys = noise.fold(key, federation.streams)
+    keys = noise.fold(key, federation.stream_ids)
     rows = batches(federation, torch.arange(len(federation)), batch_size, keys)
     job = Job(program, algorithm.broadcast(turn, server), clients, rows, keys)
     work = algorithm.work(job)
@@ -136,7 +136,7 @@ def test_squares_of_rows_are_averaged_over_each_clients_own_steps(float64):
         server = algorithm.start(algorithm.program(model, federation))
         _, _, upload = run(algorithm, model, federation, 1, batch_size=2)
         key = noise.fold(noise.key(0), server.rounds)
-        keys = noise.fold(key, federation.streams)
+        keys = noise.fold(key, federation.stream_ids)
         rows = batches(federation, torch.arange(3), 2, keys)
         for i, steps in enumerate((3, 5, 6)):
             w, total = server.loc, torch.zeros(3, 3)

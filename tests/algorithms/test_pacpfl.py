@@ -58,7 +58,7 @@ def data(*lengths, seed=0):
 
 def update(algorithm, program, message, federation, keys=None):
     """Uploads and terms of all clients."""
-    keys = noise.fold(noise.key(0), federation.streams) if keys is None else keys
+    keys = noise.fold(noise.key(0), federation.stream_ids) if keys is None else keys
     rows = Rows(lambda step: federation.batch(), federation.lengths, int(federation.lengths.max()))
     job = Job(program, message, {}, rows, keys)
     work = algorithm.work(job)
@@ -141,7 +141,7 @@ def test_the_evidence_is_renyis_bound_at_alpha_zero():
     federation, draws = data(3, 5), 6
     algorithm = bf.PACPFL(particles=2, draws=draws)
     program = algorithm.program(line, federation)
-    keys = noise.fold(noise.key(3), federation.streams)
+    keys = noise.fold(noise.key(3), federation.stream_ids)
     particles = torch.tensor([[0.3], [-1.0]])
     supplied = algorithm.noise(program, keys, 2)
     found = algorithm.evidence(
@@ -183,7 +183,7 @@ def test_the_evidence_nears_the_closed_form():
                 {PARTICLES: phi[:, 0, 0]},
                 phi,
                 federation.batch(),
-                algorithm.noise(program, noise.fold(noise.key(seed), federation.streams), 1),
+                algorithm.noise(program, noise.fold(noise.key(seed), federation.stream_ids), 1),
             )[0].detach()
             for seed in range(10)
         ]
@@ -200,7 +200,7 @@ def test_a_client_uploads_the_gradient_of_each_particle():
     algorithm = bf.PACPFL(particles=2)
     program = algorithm.program(shared, federation)
     message = {PARTICLES: torch.tensor([[0.3], [-1.0]])}
-    keys = noise.fold(noise.key(0), federation.streams)
+    keys = noise.fold(noise.key(0), federation.stream_ids)
     upload, terms = update(algorithm, program, message, federation, keys)
     for k, name in enumerate(federation.names):
         y = federation.select([name])["y"]
@@ -242,7 +242,7 @@ def test_beta_tempers_the_likelihood():
     algorithm = bf.PACPFL(particles=1, draws=200_000, beta=1.0)
     program = algorithm.program(line, federation)
     phi = torch.tensor([[[[0.3]]]])
-    keys = noise.fold(noise.key(0), federation.streams)
+    keys = noise.fold(noise.key(0), federation.stream_ids)
     supplied = algorithm.noise(program, keys, 1)
     found = algorithm.evidence(program, {PARTICLES: phi[0, 0]}, phi, federation.batch(), supplied)
     grid = torch.linspace(-5, 6, 20_001)
@@ -448,7 +448,7 @@ def test_the_evidence_of_a_bayesian_network():
     algorithm = bf.PACPFL(particles=1, draws=200_000)
     program = algorithm.program(model, federation)
     m = torch.randn(3)
-    keys = noise.fold(noise.key(0), federation.streams)
+    keys = noise.fold(noise.key(0), federation.stream_ids)
     found = algorithm.evidence(
         program,
         {PARTICLES: m[None]},

@@ -40,7 +40,7 @@ class Round:
         data = federation()
         program = algorithm.program(model, data)
         self.server = algorithm.start(program)
-        keys = noise.fold(noise.key(3), data.streams)
+        keys = noise.fold(noise.key(3), data.stream_ids)
         self.rows = batches(data, torch.arange(3), batch_size, keys)
         turn = Turn(program, noise.key(4), 3)
         self.job = Job(program, algorithm.broadcast(turn, self.server), {}, self.rows, keys)

@@ -68,7 +68,7 @@ def wide(loc, scale, hyper=False):
 
 
 def job(program, federation, message, clients=None):
-    keys = noise.fold(noise.fold(noise.key(0), 0), federation.streams)
+    keys = noise.fold(noise.fold(noise.key(0), 0), federation.stream_ids)
     rows = batches(federation, torch.arange(len(federation)), None, keys)
     return Job(program, message, clients or {}, rows, keys)
 
@@ -431,7 +431,7 @@ def test_as_it_ships_against_plain_torch():
 
     def negative_elbo(data, params, rho, v, keys, step):
         supplied = algorithm.noise(posterior.program, keys, step)["weights"][0]
-        w = params[0] + params[1].exp() * supplied.reshape(algorithm.particles, model.size)
+        w = params[0] + params[1].exp() * supplied.reshape(algorithm.draws, model.size)
         hidden = torch.relu(data["x"] @ v[:6].reshape(3, 2).T + v[6:])
         mean = w[:, :3] @ hidden.T + w[:, 3:]
         nll = -dist.Normal(mean, 1.0).log_prob(data["y"]).sum(1).mean()
@@ -440,7 +440,7 @@ def test_as_it_ships_against_plain_torch():
 
     square = None
     for number in range(3):
-        keys = noise.fold(noise.fold(noise.key(0), number), federation.streams)
+        keys = noise.fold(noise.fold(noise.key(0), number), federation.stream_ids)
         rhos, bodies, squares, slower = [], [], [], rate(algorithm, number / 3)
         for i, name in enumerate(federation.names):
             data, params, key = federation.select([name]), phi[i], keys[i : i + 1]
@@ -490,7 +490,7 @@ def test_all_train_and_some_upload():
     tau = (-2 * params[own]).exp()[:, 0]
     mu = params["weights.loc"][:, 0]
     assert (mu != model.start).all()
-    keys = noise.fold(noise.fold(noise.key(0), 0), federation.streams)
+    keys = noise.fold(noise.fold(noise.key(0), 0), federation.stream_ids)
     chosen = noise.uniform(noise.fold(keys, noise.word("upload"))) < 0.5
     assert 0 < chosen.sum() < 8
     expected = (tau * mu)[chosen].sum(0) / tau[chosen].sum()
@@ -568,7 +568,7 @@ def test_a_new_client_gets_the_exact_mean_field_posterior():
     federation, rho = regression(), 0.7
     torch.manual_seed(0)
     model = Network(torch.nn.Linear(2, 1), likelihood="normal", scale=rho)
-    algorithm = PFedVEM(optimizer="sgd", lr=0.1, particles=200, init_scale=0.3)
+    algorithm = PFedVEM(optimizer="sgd", lr=0.1, draws=200, init_scale=0.3)
     posterior = bf.fit(model, federation, algorithm, rounds=1)
     new = posterior.personalize(federation, steps=300, lr=0.2)
     (centre,) = closed_forms(posterior.program).centres

@@ -29,7 +29,7 @@ dataset = "eight_schools"
 [algorithm]
 name = "SFVI"
 local_steps = 1
-particles = 2
+draws = 2
 [schedule]
 rounds = 3
 [output]

@@ -49,7 +49,7 @@ def test_every_algorithm_goes_to_json_and_back(name):
     [
         bf.SFVI(global_guide=bf.Flow(bins=16, init_scale=0.1), conditioned=False, local_steps=3),
         bf.SFVI(global_guide=bf.FullRank(), lr=1),
-        bf.SFVIAvg(global_guide=bf.MeanField(init_scale=1.0), particles=1),
+        bf.SFVIAvg(global_guide=bf.MeanField(init_scale=1.0), draws=1),
         bf.PVI(damping=0.5, step=0.1),
     ],
 )
@@ -129,7 +129,7 @@ def test_what_is_not_plain_data_is_refused():
         ),
         ({"name": "SFVI", "global_guide": 3}, "algorithm.global_guide is 3; it must be a name or"),
         ({"name": "SFVI", "guide": 3}, "algorithm.guide is 3; it must be a Pyro guide"),
-        ({"name": "PVI", "particles": 7}, "algorithm: particles is 7"),
+        ({"name": "PVI", "draws": 7}, "algorithm: draws is 7"),
         ({"name": "FOLA", "damping": 1.5}, "algorithm.damping is 1.5; it must be at most 1"),
     ],
 )

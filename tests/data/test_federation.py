@@ -221,8 +221,8 @@ def test_to_changes_floating_fields_only():
 def test_streams_belong_to_names():
     federation = ragged(4)
     backwards = federation.select(federation.names[::-1])
-    assert torch.equal(backwards.streams, federation.streams.flip(0))
-    assert len(federation.streams.unique()) == 4
+    assert torch.equal(backwards.streams, federation.stream_ids.flip(0))
+    assert len(federation.stream_ids.unique()) == 4
 
 
 # -- other federations from this one --------------------------------------------------------------

@@ -101,10 +101,10 @@ def test_normal_numbers_are_normal(dtype):
 def test_a_program_draws_the_same_noise_alone_and_in_a_cohort(local):
     data = ragged(5)
     program = bf.SFVI().program(conjugate_hierarchy, data)
-    keys = noise.fold(noise.key(7), data.streams)
+    keys = noise.fold(noise.key(7), data.stream_ids)
     together = program.noise(keys, 3, local=local)
     assert together
-    assert all((name in program.draws) != local for name in together)
+    assert all((name in program.random) != local for name in together)
     for i in range(5):
         alone = program.noise(keys[i], 3, local=local)
         for name, values in alone.items():

@@ -26,7 +26,7 @@ def perturbed(family, size, by=0.3, seed=0):
 def run(family, size, params, draws, seed=0):
     """``(z, log q(z), what the family returned, q)`` of a family run in Pyro."""
     torch.manual_seed(seed)
-    with handlers.Parameters(params), handlers.particles(draws):
+    with handlers.Parameters(params), handlers.draws_plate(draws):
         trace = poutine.trace(family).get_trace(torch.zeros(size))
     node = trace.nodes["global"]
     z = node["value"]

@@ -18,7 +18,7 @@ SMALL = {
     "inner_steps": 1,
     "outer_steps": 2,
     "particles": 2,
-    "draws": 3,
+    "draws": 2,
 }
 """As little work as shows what an algorithm does."""
 

@@ -48,7 +48,7 @@ def test_a_cohorts_work_asks_for_no_number(name, batch_size, monkeypatch):
     )
     turn = Turn(program, noise.key(0).to(META), len(data))
     everyone = torch.arange(len(data))
-    keys = noise.fold(turn.key, data.streams[everyone])
+    keys = noise.fold(turn.key, data.stream_ids[everyone])
     job = Job(program, message, clients, batches(data, everyone, batch_size, keys), keys)
     work = algorithm.work(job)
     upload = algorithm.encode(job, work)

@@ -94,20 +94,20 @@ def make_federation(lengths, likelihood, seed):
     return bf.Federation.from_arrays(clients)
 
 
-def pooled_elbo(program, federation, params, supplied, particles):
+def pooled_elbo(program, federation, params, supplied, draws):
     """Pyro's own estimate on all data at once, with the parameters and noise that ours has."""
     elbo = Trace_ELBO(
-        num_particles=particles,
-        vectorize_particles=particles > 1,
-        max_plate_nesting=2 + (particles == 1),
+        num_particles=draws,
+        vectorize_particles=draws > 1,
+        max_plate_nesting=2 + (draws == 1),
     )
 
     def once(fn):  # Pyro opens no plate for one particle
         def run(*args):
-            with handlers.particles(1):
+            with handlers.draws_plate(1):
                 return fn(*args)
 
-        return run if particles == 1 else fn
+        return run if draws == 1 else fn
 
     # the handlers must lie outside Pyro's plate of particles, so they wrap the whole estimate
     with handlers.Parameters(params), handlers.Noise(supplied):
@@ -122,7 +122,7 @@ def pooled_elbo(program, federation, params, supplied, particles):
     local_kinds=st.lists(st.sampled_from(sorted(LOCALS)), min_size=1, max_size=3),
     likelihood=st.sampled_from(sorted(LIKELIHOODS)),
     lengths=st.lists(st.integers(1, 5), min_size=1, max_size=4),
-    particles=st.integers(1, 3),
+    draws=st.integers(1, 3),
     guide=st.sampled_from(
         [
             *(
@@ -136,7 +136,7 @@ def pooled_elbo(program, federation, params, supplied, particles):
     seed=st.integers(0, 1000),
 )
 def test_terms_add_up_to_pyros_elbo(
-    parameter_kinds, global_kinds, local_kinds, likelihood, lengths, particles, guide, seed
+    parameter_kinds, global_kinds, local_kinds, likelihood, lengths, draws, guide, seed
 ):
     federation = make_federation(lengths, likelihood, seed)
     model = make_model(global_kinds, local_kinds, likelihood, parameter_kinds)
@@ -145,10 +145,10 @@ def test_terms_add_up_to_pyros_elbo(
         program = build(model, factorised(model, federation, local_point=choice), federation)
     else:
         program = hierarchical(model, federation, family, choice)
-    check_partition(program, federation, particles, seed)
+    check_partition(program, federation, draws, seed)
 
 
-def check_partition(program, federation, particles, seed):
+def check_partition(program, federation, draws, seed):
     """Law 1 at parameters away from the start; and one client alone gives what it gives among all."""
     generator = torch.Generator().manual_seed(seed)
     start = program.init | program.init_locals(federation.batch())
@@ -157,14 +157,14 @@ def check_partition(program, federation, particles, seed):
         for n, v in start.items()
     }
     key = noise.key(seed)
-    theirs = program.noise(key, particles, local=False)
-    ours = program.noise(noise.fold(key, federation.streams), particles, local=True)
-    expected = pooled_elbo(program, federation, params, theirs | ours, particles)
+    theirs = program.noise(key, draws, local=False)
+    ours = program.noise(noise.fold(key, federation.stream_ids), draws, local=True)
+    expected = pooled_elbo(program, federation, params, theirs | ours, draws)
 
     shared = {n: params[n] for n in program.init}
-    server, values = server_pass(program, shared, theirs, particles)
-    clients = client_terms(program, params, values, federation.batch(), ours, particles)
-    assert clients.shape == (particles, len(federation))
+    server, values = server_pass(program, shared, theirs, draws)
+    clients = client_terms(program, params, values, federation.batch(), ours, draws)
+    assert clients.shape == (draws, len(federation))
     found = (server + clients.sum(1)).mean()
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-9)
 
@@ -176,12 +176,12 @@ def check_partition(program, federation, particles, seed):
             shared | local,
             values,
             federation.batch(row),
-            program.noise(noise.fold(key, federation.streams[row]), particles, local=True),
-            particles,
+            program.noise(noise.fold(key, federation.stream_ids[row]), draws, local=True),
+            draws,
         )
         torch.testing.assert_close(alone[:, 0], clients[:, i], rtol=1e-11, atol=1e-9)
 
-    both = elbo_terms(program, params, federation.batch(), theirs | ours, particles)
+    both = elbo_terms(program, params, federation.batch(), theirs | ours, draws)
     torch.testing.assert_close(both.server.mean() + both.clients.sum(1).mean(), expected)
 
 
@@ -204,13 +204,13 @@ def test_a_users_own_guide_adds_up_too():
             pyro.sample("l0", dist.Normal(a + 0.1 * g1, 0.2))
 
     program = build(model, guide, federation)
-    assert set(program.draws) == {"g0", "g1"}
+    assert set(program.random) == {"g0", "g1"}
     assert program.local_params == ("a",)
     assert set(program.init) == {"loc", "scale"}
     key = noise.key(3)
     params = program.init | {"a": torch.tensor([[0.3], [-0.2], [0.7]])}
     theirs = program.noise(key, 2, local=False)
-    ours = program.noise(noise.fold(key, federation.streams), 2, local=True)
+    ours = program.noise(noise.fold(key, federation.stream_ids), 2, local=True)
     expected = pooled_elbo(program, federation, params, theirs | ours, 2)
     server, values = server_pass(program, program.init, theirs, 2)
     clients = client_terms(program, params, values, federation.batch(), ours, 2)
@@ -230,14 +230,14 @@ def test_a_global_parameter_that_clients_read_is_shared():
             with federation.observations() as obs:
                 pyro.sample("y", dist.Normal(alpha, sigma), obs=obs["y"])
 
-    algorithm = bf.SFVI(local_steps=1, particles=2)
+    algorithm = bf.SFVI(local_steps=1, draws=2)
     program = algorithm.program(model, federation)
-    assert program.shared == ("sigma",)
+    assert program.direct == ("sigma",)
     server = algorithm.start(program)
     clients = algorithm.start_clients(program, server, federation.batch())
     key = noise.key(0)
     message = algorithm.broadcast(Turn(program, key, 3), server)
-    keys = noise.fold(key, federation.streams)
+    keys = noise.fold(key, federation.stream_ids)
     job = Job(program, message, clients, batches(federation, torch.arange(3), None, keys), keys)
     upload = algorithm.encode(job, algorithm.work(job))
     params = {n: v.clone().requires_grad_() for n, v in program.init.items()}

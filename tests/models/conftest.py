@@ -69,8 +69,8 @@ def check_sites(ragged: Federation) -> Callable[[Model, Shapes, Shapes], None]:
 
 
 @pytest.fixture
-def check_particles(ragged: Federation) -> Callable[[Model], None]:
-    """Three particles at once have the log densities of three runs."""
+def check_draws(ragged: Federation) -> Callable[[Model], None]:
+    """Three draws at once have the log densities of three runs."""
 
     def check(model: Model) -> None:
         minibatch = ragged.batch(torch.tensor([2, 0]), torch.tensor([[1, -1], [0, 3]]))
@@ -84,9 +84,7 @@ def check_particles(ragged: Federation) -> Callable[[Model], None]:
                 if not runs[0].nodes[name]["cond_indep_stack"]:  # global: (3, 1, 1, *event)
                     stacked = stacked[:, None, None]
                 values[name] = stacked
-            together = poutine.trace(particles(model, poutine.condition, data=values)).get_trace(
-                data
-            )
+            together = poutine.trace(three(model, poutine.condition, data=values)).get_trace(data)
             together.compute_log_prob()
             for i, run in enumerate(runs):
                 run.compute_log_prob()
@@ -100,17 +98,17 @@ def check_particles(ragged: Federation) -> Callable[[Model], None]:
                         atol=1e-12,
                     )
         # and three prior draws of everything, y too
-        drawn = poutine.trace(particles(model)).get_trace(minibatch.drop("y"))
+        drawn = poutine.trace(three(model)).get_trace(minibatch.drop("y"))
         assert drawn.nodes["y"]["value"].shape == (3, 2, 2)
 
     return check
 
 
-def particles(model: Model, handler: Callable[..., Model] | None = None, **kwargs: object) -> Model:
+def three(model: Model, handler: Callable[..., Model] | None = None, **kwargs: object) -> Model:
     """The model under a leading plate of three, and under a handler."""
 
     def run(data: Federation | Batch) -> None:
-        with pyro.plate("particles", 3, dim=-3):
+        with pyro.plate("draws", 3, dim=-3):
             model(data)
 
     return handler(run, **kwargs) if handler else run

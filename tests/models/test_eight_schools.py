@@ -11,8 +11,8 @@ def test_sites(check_sites):
     check_sites(eight_schools, {"mu": (), "tau": ()}, {"theta": ()})
 
 
-def test_particles_together_are_particles_apart(check_particles):
-    check_particles(eight_schools)
+def test_draws_together_are_draws_apart(check_draws):
+    check_draws(eight_schools)
 
 
 def test_log_joint_by_hand(log_joint):

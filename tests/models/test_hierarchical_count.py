@@ -12,8 +12,8 @@ def test_sites(check_sites):
     check_sites(hierarchical_count, {"mu": (), "tau": (), "beta": (2,)}, {"alpha": ()})
 
 
-def test_particles_together_are_particles_apart(check_particles):
-    check_particles(hierarchical_count)
+def test_draws_together_are_draws_apart(check_draws):
+    check_draws(hierarchical_count)
 
 
 @pytest.mark.parametrize("exposure", [None, (2.5, 1.0, 0.3)], ids=["without", "with exposure"])

@@ -15,8 +15,8 @@ def test_sites(check_sites):
     )
 
 
-def test_particles_together_are_particles_apart(check_particles):
-    check_particles(hierarchical_logistic)
+def test_draws_together_are_draws_apart(check_draws):
+    check_draws(hierarchical_logistic)
 
 
 def test_log_joint_by_hand(log_joint):

@@ -10,8 +10,8 @@ def test_sites(check_sites):
     check_sites(varying_intercept, {"mu": (), "tau": (), "beta": (2,), "sigma": ()}, {"alpha": ()})
 
 
-def test_particles_together_are_particles_apart(check_particles):
-    check_particles(varying_intercept)
+def test_draws_together_are_draws_apart(check_draws):
+    check_draws(varying_intercept)
 
 
 def test_log_joint_by_hand(log_joint):

@@ -14,8 +14,8 @@ def test_sites(check_sites):
     )
 
 
-def test_particles_together_are_particles_apart(check_particles):
-    check_particles(varying_slope)
+def test_draws_together_are_draws_apart(check_draws):
+    check_draws(varying_slope)
 
 
 def test_log_joint_by_hand(log_joint):

@@ -116,7 +116,7 @@ def test_predictions_of_several_sites_hang_together(data):
 
 ALGORITHMS = [
     bf.FedAvg(),
-    bf.SFVI(local_steps=1, particles=1),
+    bf.SFVI(local_steps=1, draws=1),
     bf.PACPFL(particles=2, draws=3),
     bf.FedABML(),
 ]

@@ -38,7 +38,7 @@ def with_slopes(federation):
 
 
 def fitted(model):
-    algorithm = bf.SFVI(local_steps=3, particles=4, lr=0.1, local_lr=0.1)
+    algorithm = bf.SFVI(local_steps=3, draws=4, lr=0.1, local_lr=0.1)
     return bf.fit(model, federation(), algorithm, rounds=60, seed=3)
 
 
@@ -193,7 +193,7 @@ def test_the_observed_field_is_no_constant_whatever_its_name():
     data = bf.Federation.from_arrays(
         {"a": {"age": [1.0, 2.0], "cm": [3.0, 4.0]}, "b": {"age": [5.0], "cm": [6.0]}}
     )
-    algorithm = bf.SFVI(local_steps=1, particles=1, conditioned=False)
+    algorithm = bf.SFVI(local_steps=1, draws=1, conditioned=False)
     idata = bf.fit(model, data, algorithm, rounds=1).to_arviz(4)
     assert list(idata.constant_data.data_vars) == ["age"]
     assert idata.observed_data["height"].values.tolist() == [3.0, 4.0, 6.0]
@@ -201,7 +201,7 @@ def test_the_observed_field_is_no_constant_whatever_its_name():
 
 def test_without_covariates_there_is_no_constant_data():
     data = bf.Federation.from_arrays({"a": {"y": [1.0]}, "b": {"y": [2.0]}})
-    algorithm = bf.SFVI(local_steps=1, particles=1)
+    algorithm = bf.SFVI(local_steps=1, draws=1)
     idata = bf.fit(conjugate_hierarchy, data, algorithm, rounds=1).to_arviz(4)
     assert "constant_data" not in idata.groups()
 

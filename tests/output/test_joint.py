@@ -110,7 +110,7 @@ def test_particles_are_weighed_by_the_joint_density():
 def test_predictions_are_those_of_the_model_with_levels():
     """The mean over draws of q(μ), fitted alike; 4000 draws have an error of 0.016 sd of a row."""
     own, there = data(), data(seed=1)
-    algorithm = bf.SFVI(local_steps=4, particles=4)
+    algorithm = bf.SFVI(local_steps=4, draws=4)
     one = bf.fit(integrated(), own, algorithm, rounds=60, **QUIET)
     other = bf.fit(explicit, own, algorithm, rounds=60, **QUIET)
     first, second = (p.predict(there, 4000)["y"] for p in (one, other))
@@ -156,7 +156,7 @@ def test_a_function_is_what_two_observations_of_a_row_share():
     theta, chunk, key = finite(posterior), torch.tensor([2]), noise.key(0)
     draws = of_clients(posterior, *theta, chunk, key)
     batch = own.batch(chunk)
-    keys = noise.fold(key, own.streams[chunk])
+    keys = noise.fold(key, own.stream_ids[chunk])
     first, again = joint.functions(posterior, draws, chunk, batch, batch, 4000, keys)
     assert first.shape == (4000, 2, 6)
     torch.testing.assert_close(first, again, rtol=0.02, atol=0.02)  # the jitter is 1e-3 sd

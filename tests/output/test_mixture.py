@@ -46,7 +46,7 @@ def test_a_mixture_is_the_mean_density_over_draws(name):
         y = law(torch.zeros(2 + i)).sample()
         clients[f"c{i}"] = {"x": torch.zeros(2 + i), "y": y}
     data = bf.Federation.from_arrays(clients)
-    posterior = bf.fit(model_of(law), data, bf.SFVI(local_steps=1, particles=1), rounds=1, **QUIET)
+    posterior = bf.fit(model_of(law), data, bf.SFVI(local_steps=1, draws=1), rounds=1, **QUIET)
     found = posterior.predictive(num_samples=30, seed=3).log_prob(data["y"])
     draws = posterior.log_likelihood(num_samples=30, seed=3)["y"]
     torch.testing.assert_close(found, draws.logsumexp(0) - math.log(30), rtol=1e-9, atol=1e-9)

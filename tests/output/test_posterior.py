@@ -8,7 +8,7 @@ from tests.scenarios import conjugate_hierarchy, exact, ragged
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-QUICK = bf.SFVI(local_steps=2, particles=2)
+QUICK = bf.SFVI(local_steps=2, draws=2)
 S = 4000
 # Four Monte Carlo errors, of a mean in sd (1/√S) and of a log sd (1/√2S), and as much again for what the
 # optimiser leaves.
@@ -26,7 +26,7 @@ def fitted(data):
     torch.set_default_dtype(torch.float64)
     try:
         others, _ = data.hold_out(data.names[-1])
-        return bf.fit(conjugate_hierarchy, others, bf.SFVI(local_steps=4, particles=4), rounds=150)
+        return bf.fit(conjugate_hierarchy, others, bf.SFVI(local_steps=4, draws=4), rounds=150)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -226,7 +226,7 @@ def vector_data():
 def test_events_of_many_dimensions(conditioned):
     data = vector_data()
     posterior = bf.fit(
-        vectors, data, bf.SFVI(local_steps=2, particles=2, conditioned=conditioned), rounds=3
+        vectors, data, bf.SFVI(local_steps=2, draws=2, conditioned=conditioned), rounds=3
     )
     draws = posterior.sample(7)
     shapes = {name: tuple(value.shape) for name, value in draws.items()}

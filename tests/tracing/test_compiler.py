@@ -70,7 +70,7 @@ def modulated():
 
 CASES = {
     "FedABML": lambda: (
-        bf.FedABML(local_steps=3, particles=2),
+        bf.FedABML(local_steps=3, draws=2),
         network(spread="learnt", scale=0.1),
     ),
     "FedAvg": lambda: (bf.FedAvg(local_steps=2), network()),
@@ -82,9 +82,9 @@ CASES = {
     "FOLA": lambda: (small(bf.FOLA()), network(spread="learnt", scale=0.1)),
     "PACPFL": lambda: (bf.PACPFL(particles=2, draws=3), network(hyper_scale=0.1, scale=0.1)),
     "CAFeMe": lambda: (bf.CAFeMe(inner_steps=1, outer_steps=2), modulated()),
-    "SFVI": lambda: (bf.SFVI(local_steps=2, particles=2), regression),
-    "SFVIAvg": lambda: (bf.SFVIAvg(local_steps=2, particles=2), regression),
-    "PVI": lambda: (bf.PVI(local_steps=2, particles=4), regression),
+    "SFVI": lambda: (bf.SFVI(local_steps=2, draws=2), regression),
+    "SFVIAvg": lambda: (bf.SFVIAvg(local_steps=2, draws=2), regression),
+    "PVI": lambda: (bf.PVI(local_steps=2, draws=4), regression),
 }
 
 
@@ -236,7 +236,7 @@ def test_a_model_with_a_branch_fits(data, only_traced):
                 spread = 0.3 if bool((alpha < 100).all()) else 0.4
                 pyro.sample("target", dist.Normal(alpha, spread), obs=obs.get("x")[..., 1])
 
-    algorithm = bf.SFVI(local_steps=1, particles=2)
+    algorithm = bf.SFVI(local_steps=1, draws=2)
     with pytest.warns(UserWarning, match="step runs eagerly: test_compiler.py.*spread") as warned:
         found = fit(branching, data, algorithm, rounds=2, compile=True)
     assert len(warned) == 1  # though other steps meet the same line
@@ -314,7 +314,7 @@ def test_a_module_of_the_users_own(data, only_traced):
 
     torch.manual_seed(0)
     model = models.Network(Gated(), scale=0.1)
-    algorithm = bf.FedABML(local_steps=1, particles=1)
+    algorithm = bf.FedABML(local_steps=1, draws=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fit(model, data, algorithm, rounds=1, compile=True)
@@ -333,21 +333,21 @@ def test_terms_add_up_to_pyros_elbo_compiled(float64):
     model = make_model(["real", "positive"], ["real", "positive"], "Normal")
     program = hierarchical(model, federation, bf.FullRank(), True)
     params = program.init | program.init_locals(federation.batch())
-    key, particles = noise.key(0), 3
-    theirs = program.noise(key, particles, local=False)
-    ours = program.noise(noise.fold(key, federation.streams), particles, local=True)
+    key, draws = noise.key(0), 3
+    theirs = program.noise(key, draws, local=False)
+    ours = program.noise(noise.fold(key, federation.stream_ids), draws, local=True)
 
     @traceable
-    def terms(program, params, theirs, ours, batch, particles):
+    def terms(program, params, theirs, ours, batch, draws):
         shared = {name: params[name] for name in program.init}
-        server, values = server_pass(program, shared, theirs, particles)
-        return server, client_terms(program, params, values, batch, ours, particles)
+        server, values = server_pass(program, shared, theirs, draws)
+        return server, client_terms(program, params, values, batch, ours, draws)
 
     with using(Compiler(True)) as compiler:
-        server, clients = terms(program, params, theirs, ours, federation.batch(), particles)
+        server, clients = terms(program, params, theirs, ours, federation.batch(), draws)
     assert len(compiler.graphs) == 1
     assert None not in compiler.graphs.values()
-    expected = pooled_elbo(program, federation, params, theirs | ours, particles)
+    expected = pooled_elbo(program, federation, params, theirs | ours, draws)
     found = (server + clients.sum(1)).mean()
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-9)
 
