@@ -3,11 +3,8 @@ import io
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import bayesfed as bf
-from bayesfed.engine import cohort
 from bayesfed.engine.cohort import cohort_size
 from tests.laws.cases import CASES, federation
 from tests.scenarios import conjugate_hierarchy, ragged
@@ -271,23 +268,6 @@ def test_a_round_cannot_be_changed():
 
 
 # -- chunks ---------------------------------------------------------------------------------------
-
-
-@given(
-    st.lists(st.integers(1, 5000), min_size=1, max_size=60).map(sorted),
-    st.integers(1, 300_000_000),
-)
-def test_automatic_chunks_waste_little_and_fit_into_memory(lengths, weight):
-    sizes = cohort.chunks(torch.tensor(lengths), "auto", weight)
-    assert sum(sizes) == len(lengths)
-    at = 0
-    for size in sizes:
-        own = lengths[at : at + size]
-        at += size
-        assert size == 1 or size * weight <= cohort._CHUNK
-        padded = size * max(own)
-        last_was_small = (size - 1) * weight <= cohort._SMALL
-        assert padded <= 1.25 * sum(own) or last_was_small
 
 
 def test_automatic_chunks_change_nothing():

@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from bayesfed.data.batch import Batch, Fields
+from bayesfed.data.chunks import GRADIENTS
 
 Loss = Callable[[Tensor, Batch], Tensor]
-_NUMBERS = 20_000_000  # how many numbers the gradients of a chunk of rows may hold
 
 
 def slopes(
@@ -100,7 +100,7 @@ def _row_by_row(loss: Loss, w: Tensor, batch: Batch, full: bool) -> tuple[Tensor
     """The same with every row run as a client of its own, for whatever model. Padding counts for nothing."""
     clients, width = batch.mask.shape
     mean, square = torch.zeros_like(w), _squares_of(torch.zeros_like(w), full)
-    for columns in torch.arange(width, device=w.device).split(max(1, _NUMBERS // w.numel())):
+    for columns in torch.arange(width, device=w.device).split(max(1, GRADIENTS // w.numel())):
         count = len(columns)
         one = batch.scale.new_ones(clients * count, 1)
         fields = {n: v[:, columns].flatten(0, 1)[:, None] for n, v in batch.fields.items()}

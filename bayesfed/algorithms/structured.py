@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +14,14 @@ from bayesfed.algorithms import optimizer
 from bayesfed.algorithms.protocol import Algorithm, Job
 from bayesfed.algorithms.schedules import annealed, gradients, leaves
 from bayesfed.data.batch import Batch, Rows
+from bayesfed.data.chunks import NOISE
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.elbo.program import Params, Program, Site, build, sites
 from bayesfed.elbo.terms import Noise, client_terms
 from bayesfed.guides.family import Family
 from bayesfed.guides.full_rank import FullRank
-from bayesfed.guides.hierarchical import Hierarchical, automatic
+from bayesfed.guides.hierarchical import automatic
 from bayesfed.guides.mean_field import MeanField
 from bayesfed.tracing.compiler import traceable
 
@@ -30,7 +31,6 @@ EPS = 0.1
 """Adam's ε for φ_i: an ELBO gradient of less than a tenth of a nat a unit is noise, not to be chased at full rate."""
 PERSONAL_DRAWS, PERSONAL_DECAY = 16, 0.01
 """Draws of θ and w_i in a step of ``personalize``, and what is left of its rate at the end."""
-_DRAWN = 1_000_000  # numbers of noise that are drawn at once
 
 
 class Structured(Algorithm):
@@ -78,7 +78,7 @@ def dimensions(found: Mapping[str, Site]) -> int:
 
 def family_of(program: Program) -> Family:
     """The family of q(z) in a program of :func:`hierarchical`."""
-    return cast(Hierarchical, program.guide).family
+    return program.guide.family
 
 
 def begun(program: Program, batch: Batch) -> optimizer.State:
@@ -169,7 +169,7 @@ def noise_of_steps(
         if (name not in program.random) in wanted
         for draw in parts
     )
-    together = max(1, min(steps, _DRAWN // (len(keys) * draws * max(1, numbers))))
+    together = max(1, min(steps, NOISE // (len(keys) * draws * max(1, numbers))))
     for some in torch.arange(steps, device=keys.device).split(together):
         streams = noise.fold(keys, some[:, None])
         drawn: dict[str, list[Tensor]] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -402,17 +402,6 @@ class Federation:
             for name, value in self.fields.items()
         }
         return Batch(fields=Fields(fields), mask=mask, scale=scale, index=clients)
-
-    def chunks(self, rows: int = 200_000) -> Iterator[Tensor]:
-        """Positions of consecutive clients, in chunks of at most ``rows`` padded rows (at least one)."""
-        start, longest = 0, 0
-        lengths = self.lengths.tolist()
-        for i, n in enumerate(lengths):
-            longest = max(longest, n)
-            if i > start and longest * (i + 1 - start) > rows:
-                yield torch.arange(start, i)
-                start, longest = i, n
-        yield torch.arange(start, len(lengths))
 
     @cached_property
     def _pooled(self) -> Batch:

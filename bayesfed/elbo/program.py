@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributions import transform_to
 
 from bayesfed.data.batch import CLIENTS, OBSERVATIONS, Batch, Fields
+from bayesfed.data.chunks import chunks, weight
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.moments import Moments
 from bayesfed.elbo.terms import client_losses, client_terms, draw, local_priors, run
 
-_ROWS, _NUMBERS = 50_000, 4_000_000
 """Rows, and numbers of their variables, of clients that are looked at together."""
 
 CONTEXT = "context"
@@ -176,7 +176,7 @@ class Program:
 
     Attributes:
         model: the Pyro model.
-        guide: the Pyro guide.
+        guide: the Pyro guide; what it offers beside being called is known to the algorithm that has chosen it.
         sites: the model's sites by name.
         random: the guide's global random sites: the server draws them and sends them to the clients.
         direct: global parameters that a client's term reads directly, and so are sent too.
@@ -193,7 +193,7 @@ class Program:
     """
 
     model: Model
-    guide: Callable[[Any], Any]
+    guide: Any
     sites: Mapping[str, Site]
     random: tuple[str, ...]
     direct: tuple[str, ...]
@@ -282,7 +282,7 @@ class Program:
     def laplace(self, params: Mapping[str, Tensor], phi: Params, batch: Batch) -> Params:
         """The guide's closed form of its local parameters, for K clients ``(K, 1, ...)``."""
         with handlers.given(batch.device, {**params, **phi}, noise={}):
-            return self.guide.laplace(batch, phi)  # type: ignore[attr-defined]
+            return self.guide.laplace(batch, phi)
 
     def init_locals(self, batch: Batch) -> Params:
         """Initial local parameters of K clients: tensors of shape ``(K, ...)``."""
@@ -299,9 +299,9 @@ class Program:
 
     def chunks(self, federation: Federation, copies: int = 1) -> Iterator[Tensor]:
         """Positions of all clients, some at a time, that ``copies`` of their rows and variables are not too many."""
-        together = max(1, _NUMBERS // (copies * max(1, self.variables)))
-        for some in federation.chunks(max(1, _ROWS // copies)):
-            yield from some.split(together)
+        return chunks(
+            federation.lengths, *weight(self.variables, federation.numbers_per_row, copies)
+        )
 
     @property
     def needs_rows(self) -> bool:

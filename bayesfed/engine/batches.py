@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from bayesfed.data.batch import Batch, Rows
+from bayesfed.data.chunks import KEPT
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
 
 _LITTLE = 50_000  # numbers of a batch that a step takes no longer for than for fewer
 _TOGETHER = 16  # steps whose rows are found at once
-_KEPT = 25_000_000  # numbers of minibatches that are kept for the next epoch
 
 
 def width(federation: Federation, lengths: Tensor) -> int:
@@ -64,7 +64,7 @@ def batches(federation: Federation, clients: Tensor, batch_size: int | None, key
         return federation.gather(here, rows, mask, scale)
 
     period, rest = divmod(int(lengths[0]), batch_size)
-    kept = int(lengths.sum()) * federation.numbers_per_row <= _KEPT
+    kept = int(lengths.sum()) * federation.numbers_per_row <= KEPT
     if rest or not kept or (lengths != lengths[0]).any():
         return Rows(at, lengths, batch_size)
     again = cache(at)  # every epoch has the minibatches of the first

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from bayesfed.algorithms.protocol import Algorithm, Job
+from bayesfed.data.chunks import ROUND, chunks
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
 from bayesfed.elbo.program import Program
@@ -19,8 +20,6 @@ from bayesfed.engine.execution import Execution
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.states import States
 
-_CHUNK, _SMALL = 250_000_000, 1_000_000
-"""Numbers of a chunk: a gigabyte in single precision; so few that another chunk would cost more than padding."""
 _FOUND = "terms and whether they are finite"  # the clients', beside their uploads
 
 
@@ -50,7 +49,8 @@ class Cohort:
         at = at[by_size]
         total: dict[str, Tensor] = {}
         terms, sound = [], []
-        for some in at.split(chunks(lengths[by_size], self.execution.chunk_size, self.weight)):
+        for positions in self.together(lengths[by_size]):
+            some = at[positions]
             chunk = cohort[some]
             keys = noise.fold(key, self.federation.stream_ids[chunk])
             rows = batches(self.federation, chunk, self.batch_size, keys)
@@ -74,6 +74,12 @@ class Cohort:
         client_terms, unsound = total.pop(_FOUND).cpu()
         return total, client_terms, unsound == 0
 
+    def together(self, lengths: Tensor) -> Iterable[Tensor]:
+        """Positions of clients that run together; they are sorted by their numbers of rows, ``lengths``."""
+        if self.execution.chunk_size == "auto":
+            return chunks(lengths, self.weight, 0, ROUND, padding=1.25)
+        return torch.arange(len(lengths)).split(self.execution.chunk_size or len(lengths))
+
     @property
     def weight(self) -> int:
         """About how many numbers a client's step holds."""
@@ -83,35 +89,6 @@ class Cohort:
             self.federation.numbers_per_row,
         )
         return 8 * draws * self.program.size + rows * (2 * per_row + draws)
-
-
-def chunks(lengths: Tensor, chunk_size: int | Literal["auto"] | None, weight: int) -> list[int]:
-    """How many clients run together, in order; clients are sorted by their numbers of rows.
-
-    Args:
-        lengths: numbers of rows, ascending.
-        chunk_size: see :func:`fit`.
-        weight: about how many numbers a client's step holds.
-
-    Example:
-        >>> import torch
-        >>> from bayesfed.engine.cohort import chunks
-        >>> lengths = torch.tensor([10, 10, 11, 500, 510])
-        >>> chunks(lengths, None, 1), chunks(lengths, 2, 1), chunks(lengths, "auto", 1_000_000)
-        ([5], [2, 2, 1], [3, 2])
-    """
-    if chunk_size != "auto":
-        size = chunk_size or len(lengths)
-        return [len(part) for part in lengths.split(size)]
-    found, count, rows = [], 0, 0
-    for n in lengths.tolist():
-        heavy = (count + 1) * weight > _CHUNK
-        idle = (count + 1) * n > 1.25 * (rows + n) and count * weight > _SMALL
-        if count and (heavy or idle):
-            found.append(count)
-            count = rows = 0
-        count, rows = count + 1, rows + n
-    return [*found, count]
 
 
 def cohort_size(clients_per_round: int | float, clients: int) -> int:

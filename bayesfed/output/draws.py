@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +19,8 @@ from pyro import poutine
 from torch import Tensor
 
 from bayesfed.data.batch import Batch
+from bayesfed.data.chunks import PASS, weight
+from bayesfed.data.chunks import chunks as cut
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.program import Params, Program
@@ -28,8 +29,6 @@ from bayesfed.elbo.terms import client_terms, draw
 if TYPE_CHECKING:
     from bayesfed.output.posterior import Posterior
 
-_ROWS, _NUMBERS = 4_000_000, 16_000_000
-"""Draws × rows, and draws × numbers of the clients' variables, that are held together."""
 _MIDDLE = {"normal": 0.0, "uniform": 0.5}
 Chunks = Iterator[tuple[Tensor, "Draws"]]
 """Positions of some clients, and their draws."""
@@ -111,7 +110,7 @@ def sampled(
             yield chunk, of_clients(posterior, theta, num_samples, chunk, key, centre=centre)
         return
     each = algorithm.draws
-    together = max(1, _NUMBERS // (each * max(1, program.variables)))
+    together = max(1, PASS // (each * max(1, program.variables)))
     blocks = [min(together, num_samples - at) for at in range(0, num_samples, together)]
     for chunk in chunks(posterior, each * blocks[0], *federations):
         parts, at = [], 0
@@ -240,11 +239,9 @@ def chunks(
     program, own = posterior.program, posterior.federation
     if posterior.algorithm.weighs or program.needs_rows:
         federations = (own, *federations)
-    most = max(1, _ROWS // count)
-    cuts = {int(some[0]) for federation in federations for some in federation.chunks(most)}
-    together = max(1, _NUMBERS // (count * max(numbers, program.variables)))
-    for start, end in pairwise([*sorted(cuts | {0}), len(own)]):
-        yield from torch.arange(start, end).split(together)
+    lengths = sum((f.lengths for f in federations), torch.zeros_like(own.lengths))
+    size = max(numbers, program.variables)
+    return cut(lengths, *weight(size, own.numbers_per_row, count))
 
 
 def _of_server(posterior: Posterior, count: int, key: Tensor, centre: bool = False) -> Params:

@@ -132,7 +132,7 @@ def _observed(posterior: Posterior) -> dict[str, Tensor]:
     """The data that the observed sites condition on, flat: site name to ``(rows, *event)``."""
     program, federation = posterior.program, posterior.federation
     found: dict[str, list[Tensor]] = {site.name: [] for site in program.observed}
-    for chunk in federation.chunks():
+    for chunk in program.chunks(federation):
         batch = federation.batch(chunk)
         params = params_of(posterior, chunk)
         with torch.no_grad(), handlers.given(batch.device, params, {}):

@@ -221,7 +221,7 @@ def test_to_changes_floating_fields_only():
 def test_streams_belong_to_names():
     federation = ragged(4)
     backwards = federation.select(federation.names[::-1])
-    assert torch.equal(backwards.streams, federation.stream_ids.flip(0))
+    assert torch.equal(backwards.stream_ids, federation.stream_ids.flip(0))
     assert len(federation.stream_ids.unique()) == 4
 
 
@@ -295,14 +295,6 @@ def test_minibatch_positions():
     assert batch.fields["id"].tolist() == [[0, 2], [5, 4]]
     assert batch.mask.tolist() == [[True, True], [True, False]]
     assert batch.scale.tolist() == [[1.5], [5.0]]  # n_i / b_i = 3 / 2 and 5 / 1
-
-
-def test_chunks_are_consecutive_and_fit():
-    federation = numbered(1, 1, 1, 5, 1, 9, 1)
-    chunks = list(federation.chunks(rows=6))
-    assert [c.tolist() for c in chunks] == [[0, 1, 2], [3], [4], [5], [6]]
-    assert [c.tolist() for c in federation.chunks()] == [list(range(7))]
-    assert [c.tolist() for c in numbered(9).chunks(rows=1)] == [[0]]
 
 
 @pytest.mark.usefixtures("float64")
