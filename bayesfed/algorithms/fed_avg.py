@@ -19,14 +19,14 @@ from torch import Tensor
 
 from bayesfed.algorithms import optimizer
 from bayesfed.algorithms.optimizer import State, clipped
-from bayesfed.algorithms.points import against, centre, loss_of, squared, zeros
+from bayesfed.algorithms.points import against, centre, sharing, squared, zeros
 from bayesfed.algorithms.protocol import Algorithm, Job, Turn, Upload, Work, mean, weighted
 from bayesfed.algorithms.schedules import copies, gradients, leaves
 from bayesfed.algorithms.settings import Rate, Times
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.program import Params, Program, build
-from bayesfed.elbo.terms import client_losses
+from bayesfed.elbo.terms import centred_losses, client_losses
 from bayesfed.guides.factorised import factorised
 from bayesfed.tracing.compiler import traceable
 
@@ -70,8 +70,13 @@ class FedAvg(Algorithm):
         optimizer.check_rules(optimizer=self.optimizer)
 
     def program(self, model: Model, federation: Federation) -> Program:
-        """The model with points for all its variables."""
-        return build(model, factorised(model, federation, local_point=True), federation)
+        """The model with points for all its variables.
+
+        Raises:
+            ValueError: clients share nothing.
+        """
+        program = build(model, factorised(model, federation, local_point=True), federation)
+        return sharing(program, type(self).__name__)
 
     def work(self, job: Job) -> Work:
         """Steps of K clients on their θ_i."""
@@ -95,7 +100,9 @@ class FedAvg(Algorithm):
     ) -> State:
         """One step of the clients that are active."""
         own = leaves(theta["params"])
-        loss = mean_loss(program, own, batch) + self.proximal / 2 * squared(own, server)
+        loss = mean_loss(program, own, batch)
+        if self.proximal:
+            loss = loss + self.proximal / 2 * squared(own, server)
         grads = clipped(gradients(loss, own), STEEPEST)
         return optimizer.descend(self.optimizer, theta, grads, lr, active)
 
@@ -132,7 +139,7 @@ class FedNova(FedAvg):
         """The mean moves and the numbers of steps, weighted by n_i."""
         taken = job.rows.schedule(self.local_epochs, self.local_steps).sum(0).to(job.counts)
         move = {
-            name: (job.message[name] - value) / taken.reshape(-1, *[1] * (value.ndim - 1))
+            name: (job.message[name] - value) / against(taken, value)
             for name, value in work.found.items()
         }
         return weighted(move | {"steps": taken[:, None]}, job.counts)
@@ -173,22 +180,15 @@ class Scaffold(FedAvg):
         at, lr = copies(theta, len(job)), job.rate * self.lr
         schedule = job.rows.schedule(self.local_epochs, self.local_steps).to(job.keys.device)
         for step, active in enumerate(schedule):
-            at = self.corrected(job.program, theta, at, drift, job.rows(step), active, lr)
-        taken = (lr * schedule.sum(0)).reshape(-1, 1)
-        new = {n: -drift[n] + (theta[n] - v) / against(taken, v) for n, v in at.items()}
+            at = self.corrected(job.program, at, drift, job.rows(step), active, lr)
+        taken = lr * schedule.sum(0)
+        new = {n: (theta[n] - v) / against(taken, v) - drift[n] for n, v in at.items()}
         change = {f"control.{n}": new[n] - own[n] for n in new}
         return Work(at | change, log_likelihood(job, at), {"control": new})
 
     @traceable
     def corrected(
-        self,
-        program: Program,
-        server: Params,
-        at: Params,
-        drift: Params,
-        batch: Batch,
-        active: Tensor,
-        lr: float,
+        self, program: Program, at: Params, drift: Params, batch: Batch, active: Tensor, lr: float
     ) -> Params:
         """One corrected step of the clients that are active."""
         own = leaves(at)
@@ -213,7 +213,8 @@ class Scaffold(FedAvg):
 
 def mean_loss(program: Program, theta: Mapping[str, Tensor], batch: Batch) -> Tensor:
     """L_i of K clients that stand at the centre of their priors, ``(K,)``; θ shared or a copy each."""
-    return loss_of(program, {**theta, **centre(program, theta, batch)}, batch)
+    losses = centred_losses(program, theta, batch)
+    return (losses.nll + losses.hyper / program.clients) / losses.rows
 
 
 def log_likelihood(job: Job, theta: Params) -> Tensor:

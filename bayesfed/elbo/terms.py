@@ -196,14 +196,34 @@ def client_losses(
     Arguments as in :func:`client_terms`.
     """
     guide, model = run(program, params, {}, batch, noise, draws)
+    sites = [(guide.nodes[site.name], model.nodes[site.name]) for site in program.locals]
+    return Losses(_nll(program, model, batch, draws), batch.rows, sites, (guide, model))
+
+
+def centred_losses(program: Program, params: Mapping[str, Tensor], batch: Batch) -> Losses:
+    """The losses of K clients that stand at the centre of their priors, differentiable in the parameters.
+
+    One run of the model: what :func:`local_priors` and then :func:`client_losses` would need two for.
+    """
+    names = [site.name for site in program.globals]
+    origin = handlers.given(batch.device, params, noise={}, draws=1)
+    with origin, poutine.trace() as guide, handlers.Until(names):
+        program.guide(batch)
+    with handlers.given(batch.device, params, draws=1), handlers.Centred():
+        replayed = poutine.replay(program.model, trace=guide.trace)
+        model = poutine.trace(replayed).get_trace(batch)
+    return Losses(_nll(program, model, batch, 1), batch.rows, (), (guide.trace, model))
+
+
+def _nll(program: Program, model: Any, batch: Batch, draws: int) -> Tensor:
+    """−log p(D_i | w_i, θ) of all n_i rows, the mean over draws: ``(K,)``."""
     nll = batch.scale.new_zeros(draws, len(batch))
     with pyro.validation_enabled(False):
         for site in program.observed:
             node = model.nodes[site.name]
             log_prob = node["fn"].log_prob(node["value"])
             nll = nll - scale_and_mask(log_prob, node["scale"], node["mask"]).sum(-1)
-    sites = [(guide.nodes[site.name], model.nodes[site.name]) for site in program.locals]
-    return Losses(nll.mean(0), batch.rows, sites, (guide, model))
+    return nll.mean(0)
 
 
 def local_priors(

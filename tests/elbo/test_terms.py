@@ -1,0 +1,76 @@
+"""Losses of points against the densities of the program itself."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+
+import bayesfed as bf
+from bayesfed import datasets, models
+from bayesfed.elbo.terms import centred_losses, client_losses, local_priors
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def rates(federation):
+    """A local site whose prior is no Normal, on a level of its own."""
+    shape = pyro.sample("shape", dist.LogNormal(0.0, 1.0))
+    with federation.clients():
+        middle = pyro.sample("middle", dist.Normal(shape, 1.0))
+        rate = pyro.sample("rate", dist.Gamma(shape, torch.exp(-middle)))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Exponential(rate), obs=obs.get("y"))
+
+
+def waits():
+    generator = torch.Generator().manual_seed(0)
+    return bf.Federation.from_arrays(
+        {f"{n} rows": {"y": torch.rand(n, generator=generator) + 0.1} for n in (2, 5)}
+    )
+
+
+CASES = {
+    "varying_slope": lambda: (models.varying_slope, datasets.grunfeld()),
+    "no Normal prior": lambda: (rates, waits()),
+    "network": lambda: (
+        models.Network(models.mlp(64, 3, 10), hyper_scale=1.0),
+        datasets.digits(clients=3)[0],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_clients_at_the_centre_of_their_priors(case):
+    """One run of the model has the losses and gradients of the two that go by the priors' moments."""
+    model, data = case()
+    program = bf.FedAvg().program(model, data)
+    batch = data.batch()
+    theta = {n: (v + 0.1).requires_grad_() for n, v in program.init.items()}
+    found = centred_losses(program, theta, batch)
+    middle = program.guide.at(local_priors(program, theta, batch))
+    expected = client_losses(program, theta | middle, batch, {}, 1)
+    torch.testing.assert_close(found.nll, expected.nll)
+    torch.testing.assert_close(found.hyper, expected.hyper)
+    ours, theirs = (
+        torch.autograd.grad(losses.nll.sum(), list(theta.values()), allow_unused=True)
+        for losses in (found, expected)
+    )
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_losses_are_the_densities_of_the_program():
+    """The likelihood and the hyper-prior of a pooled run of the model at the same values."""
+    data = waits()
+    program = bf.FedAvg().program(rates, data)
+    found = centred_losses(program, program.init, data.batch())
+    shape = program.init["shape.loc"].exp()
+    middle = shape.expand(2, 1)
+    rate = torch.exp(local_priors(program, program.init, data.batch())["rate"].loc)
+    values = {"shape": shape, "middle": middle, "rate": rate}
+    trace = poutine.trace(poutine.condition(rates, values)).get_trace(data)
+    trace.compute_log_prob()
+    torch.testing.assert_close(found.nll, -trace.nodes["y"]["log_prob"].sum(-1))
+    # in the coordinate log(shape) the density has the factor shape
+    hyper = -(trace.nodes["shape"]["log_prob"] + shape.log())
+    torch.testing.assert_close(found.hyper, hyper.expand(2))
