@@ -212,7 +212,7 @@ class CAFeMe(Algorithm):
         def with_context(own: Mapping[str, Tensor], rows: Batch) -> Params:
             """ζ = g_μ'(D')."""
             made = contexts(program, {**theta, **own}, rows)
-            return {**own, **program.guide.at(made)}  # type: ignore[attr-defined]
+            return {**own, **program.guide.at(made)}
 
         def loss(own: Mapping[str, Tensor], step: int) -> Tensor:
             """L_{D'}(f_ψ' | ζ)."""
@@ -233,8 +233,8 @@ def beginning(program: Program, theta: Params, batch: Batch) -> Params:
         priors = local_priors(program, theta, batch)
     made = {site.name: priors.pop(site.name) for site in program.contexts}
     guide = program.guide
-    own = program.init_locals(batch) | guide.at(priors)  # type: ignore[attr-defined]
-    return {name: own[name] for name in own if name not in guide.at(made)}  # type: ignore[attr-defined]
+    own = program.init_locals(batch) | guide.at(priors)
+    return {name: own[name] for name in own if name not in guide.at(made)}
 
 
 def split(batch: Batch, lengths: Tensor, share: float, keys: Tensor) -> tuple[Batch, Batch]:

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from bayesfed.algorithms import optimizer
 from bayesfed.algorithms.fed_avg import FedAvg
 from bayesfed.algorithms.optimizer import State
-from bayesfed.algorithms.points import centre, squared
+from bayesfed.algorithms.points import centre, everyone, squared
 from bayesfed.algorithms.protocol import Job, Work
 from bayesfed.algorithms.schedules import copies, gradients, leaves
 from bayesfed.data.batch import Batch
@@ -69,22 +68,23 @@ class Ditto(FedAvg):
 
     def start_clients(self, program: Program, server: Params, batch: Batch) -> State:
         """Every w_i at the centre of its prior."""
-        return {
-            "params": {
-                n: v.clone() for n, v in centre(program, copies(server, len(batch)), batch).items()
-            }
-        }
+        at = centre(program, copies(server, len(batch)), batch)
+        return {"params": {name: value.clone() for name, value in at.items()}}
 
     def work(self, job: Job) -> Work:
         """Steps of K clients on their θ_i, and on their w_i."""
+        schedule = job.rows.schedule(self.local_epochs, self.local_steps)
+        own = self.own_steps(job, job.clients["params"], schedule, job.rate * self.lr)
+        return super().work(job)._replace(clients={"params": own})
+
+    def own_steps(self, job: Job, own: Params | None, schedule: Tensor, lr: float) -> Params:
+        """w_i of K clients after their steps, by default from the centre of their prior."""
         program, theta = job.program, copies(job.message, len(job))
         middle = centre(program, theta, job.rows(0))
-        own = optimizer.begin(self.optimizer, job.clients["params"], rows=len(job))
-        schedule = job.rows.schedule(self.local_epochs, self.local_steps).to(job.keys.device)
-        for step, active in enumerate(schedule):
-            lr, batch = job.rate * self.lr, job.rows(step)
-            own = self.own_step(program, theta, middle, own, batch, active, lr)
-        return super().work(job)._replace(clients={"params": own["params"]})
+        state = optimizer.begin(self.optimizer, own or middle, rows=len(job))
+        for step, active in enumerate(schedule.to(job.keys.device)):
+            state = self.own_step(program, theta, middle, state, job.rows(step), active, lr)
+        return state["params"]
 
     @traceable
     def own_step(
@@ -105,11 +105,5 @@ class Ditto(FedAvg):
 
     def personalize(self, job: Job, steps: int | None = None, lr: float | None = None) -> Params:
         """w_i of K clients that took no part: the same steps, from the centre of their prior."""
-        program, theta = job.program, copies(job.message, len(job))
-        middle = centre(program, theta, job.rows(0))
-        own = optimizer.begin(self.optimizer, middle, rows=len(job))
-        active = torch.ones(len(job), dtype=torch.bool, device=job.keys.device)
-        lr = self.lr if lr is None else lr
-        for step in range(self.personal_steps if steps is None else steps):
-            own = self.own_step(program, theta, middle, own, job.rows(step), active, lr)
-        return own["params"]
+        schedule = everyone(job, self.personal_steps if steps is None else steps)
+        return self.own_steps(job, None, schedule, self.lr if lr is None else lr)

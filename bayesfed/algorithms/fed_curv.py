@@ -21,7 +21,7 @@ from torch import Tensor
 from bayesfed.algorithms.curvature import Loss, layered, slopes
 from bayesfed.algorithms.fed_avg import FedAvg, log_likelihood, mean_loss
 from bayesfed.algorithms.optimizer import State
-from bayesfed.algorithms.points import centre, zeros
+from bayesfed.algorithms.points import against, centre, zeros
 from bayesfed.algorithms.protocol import Job, Turn, Upload, Work, mean, weighted
 from bayesfed.algorithms.schedules import copies, gradients, leaves
 from bayesfed.data.batch import Batch
@@ -103,7 +103,7 @@ class FedCurv(FedAvg):
         weight, found = 2 * lr * self.lam, {}
         for name, value in theta.items():
             moved = (value - lr * grads[name] + weight * pull[name]) / (1 + weight * fisher[name])
-            found[name] = torch.where(active.reshape(-1, *[1] * (value.ndim - 1)), moved, value)
+            found[name] = torch.where(against(active, value), moved, value)
         return found
 
     def curvature(self, job: Job, theta: Params) -> Params:

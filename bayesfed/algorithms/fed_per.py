@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bayesfed.algorithms import optimizer
 from bayesfed.algorithms.optimizer import State
-from bayesfed.algorithms.points import centre, loss_of
+from bayesfed.algorithms.points import beginning, everyone, loss_of
 from bayesfed.algorithms.protocol import Algorithm, Job, Turn, Upload, Work, mean, weighted
 from bayesfed.algorithms.schedules import copies, gradients, leaves
 from bayesfed.algorithms.settings import Rate, Times
@@ -93,7 +93,7 @@ class FedPer(Algorithm):
 
     def start_clients(self, program: Program, server: Params, batch: Batch) -> State:
         """Every head at its start."""
-        return {"params": heads(program, server, batch)}
+        return {"params": beginning(program, copies(server, len(batch)), batch)}
 
     def passes(self, program: Program) -> Iterator[tuple[list[str], int]]:
         """What is stepped on together in a round, and for how many epochs."""
@@ -101,19 +101,24 @@ class FedPer(Algorithm):
 
     def work(self, job: Job) -> Work:
         """Steps of K clients on their heads and on their copies of the body."""
-        program, kept = job.program, job.clients.get("params")
-        at = copies(job.message, len(job)) | (kept or heads(program, job.message, job.rows(0)))
+        program, at = job.program, copies(job.message, len(job))
+        kept = job.clients.get("params")
+        at |= kept or beginning(program, at, job.rows(0))
         for names, epochs in self.passes(program):
-            free = optimizer.begin(self.optimizer, {n: at[n] for n in names}, rows=len(job))
-            schedule = job.rows.schedule(epochs).to(job.keys.device)
-            for step, active in enumerate(schedule):
-                free = self.step(program, at, free, job.rows(step), active, job.rate * self.lr)
-            at |= free["params"]
+            free = {name: at[name] for name in names}
+            at |= self.stepped(job, at, free, job.rows.schedule(epochs), job.rate * self.lr)
         with torch.no_grad():
             term = job.counts * self.term(program, at, job.rows(0))
         found = {name: at[name] for name in body(program)}
         own = {name: at[name] for name in program.local_params}
         return Work(found, term, {"params": own} if kept else {})
+
+    def stepped(self, job: Job, at: Params, free: Params, schedule: Tensor, lr: float) -> Params:
+        """What is free of K clients, after its steps."""
+        state = optimizer.begin(self.optimizer, free, rows=len(job))
+        for step, active in enumerate(schedule.to(job.keys.device)):
+            state = self.step(job.program, at, state, job.rows(step), active, lr)
+        return state["params"]
 
     @traceable
     def step(
@@ -143,14 +148,10 @@ class FedPer(Algorithm):
 
     def personalize(self, job: Job, steps: int | None = None, lr: float | None = None) -> Params:
         """Heads of K clients that took no part: steps from the centre of the prior, the body as it is."""
-        program, theta = job.program, copies(job.message, len(job))
-        own = heads(program, job.message, job.rows(0))
-        free = optimizer.begin(self.optimizer, own, rows=len(job))
-        active = torch.ones(len(job), dtype=torch.bool, device=job.keys.device)
-        lr = self.lr if lr is None else lr
-        for step in range(self.personal_steps if steps is None else steps):
-            free = self.step(program, theta, free, job.rows(step), active, lr)
-        return free["params"]
+        theta = copies(job.message, len(job))
+        own = beginning(job.program, theta, job.rows(0))
+        schedule = everyone(job, self.personal_steps if steps is None else steps)
+        return self.stepped(job, theta, own, schedule, self.lr if lr is None else lr)
 
 
 @dataclass(frozen=True)
@@ -212,10 +213,3 @@ class Local(FedPer):
 def body(program: Program) -> list[str]:
     """The global parameters that the likelihood reads, given the clients' own variables."""
     return [name for name in program.init if name not in program.unread]
-
-
-def heads(program: Program, theta: Params, batch: Batch) -> Params:
-    """K clients' heads at the centre of their prior, with what else is their own as it starts."""
-    own = program.init_locals(batch)
-    found = centre(program, copies(theta, len(batch)) | own, batch)
-    return own | {name: value.detach().clone() for name, value in found.items()}

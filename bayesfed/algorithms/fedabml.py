@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from bayesfed.algorithms.optimizer import clipped, kept
+from bayesfed.algorithms.points import against, beginning
 from bayesfed.algorithms.protocol import Algorithm, Job, Turn, Upload, Work, mean, weighted
 from bayesfed.algorithms.schedules import copies, gradients, leaves
 from bayesfed.algorithms.settings import Rate, Times
@@ -118,10 +119,12 @@ class FedABML(Algorithm):
     def work(self, job: Job) -> Work:
         """Algorithm 1 for K clients."""
         program, theta = job.program, copies(job.message, len(job))
-        phi, widest = start(program, theta, job.rows(0)), widths(program, job.rows(0))
+        phi, widest = beginning(program, theta, job.rows(0)), widths(program, job.rows(0))
         schedule = job.rows.schedule(self.local_epochs, self.local_steps).to(job.keys.device)
         steps = schedule.sum(0).to(job.counts)
-        prior_lr, shared_lr = job.rate * self.prior_lr, job.rate * self.shared_lr
+        prior_lr, shared_lr = (
+            torch.full_like(steps, job.rate * lr) for lr in (self.prior_lr, self.shared_lr)
+        )
         for r, active in enumerate(schedule):
             lr = self.falling(self.lr, r / steps)
             drawn = [self.noise(program, job.keys, r, i) for i in range(self.inner_steps + 1)]
@@ -149,7 +152,7 @@ class FedABML(Algorithm):
     def personalize(self, job: Job, steps: int | None = None, lr: float | None = None) -> Params:
         """φ of K clients: steps from the prior at θ (eq. 3.8)."""
         program, theta = job.program, copies(job.message, len(job))
-        phi, widest = start(program, theta, job.rows(0)), widths(program, job.rows(0))
+        phi, widest = beginning(program, theta, job.rows(0)), widths(program, job.rows(0))
         lr, steps = self.lr if lr is None else lr, self.personal_steps if steps is None else steps
         for step in range(steps):
             drawn, done = self.noise(program, job.keys, 1 + step), torch.full_like(job.counts, step)
@@ -168,8 +171,8 @@ class FedABML(Algorithm):
         drawn: list[Noise],
         active: Tensor,
         lr: Tensor,
-        prior_lr: float,
-        shared_lr: float,
+        prior_lr: Tensor,
+        shared_lr: Tensor,
     ) -> tuple[Params, Params]:
         """k steps on φ and one on θ_i, of the clients that are active."""
         new = phi
@@ -238,22 +241,22 @@ class FedABML(Algorithm):
         grads: Params,
         known: Fisher,
         batch: Batch,
-        lr: Tensor | float,
-        shared_lr: Tensor | float,
+        lr: Tensor,
+        shared_lr: Tensor,
     ) -> Params:
         """What a step takes off the parameters: at rate ``lr`` those whose Fisher information is known."""
         rest = {name: grad for name, grad in grads.items() if name not in known}
         if not self.natural:
-            plain = {name: _each(lr, grads[name]) * grads[name] for name in known}
-            return plain | {name: _each(shared_lr, grad) * grad for name, grad in rest.items()}
+            plain = {name: against(lr, grads[name]) * grads[name] for name in known}
+            return plain | {name: against(shared_lr, grad) * grad for name, grad in rest.items()}
         nats = batch.rows / self.kl_weight
         found = {}
         if rest:
-            rest = {n: _each(nats, g) * g if n in program.unread else g for n, g in rest.items()}
-            found = {n: _each(shared_lr, g) * g for n, g in clipped(rest).items()}
+            rest = {n: against(nats, g) * g if n in program.unread else g for n, g in rest.items()}
+            found = {n: against(shared_lr, g) * g for n, g in clipped(rest).items()}
         for name, (unit, is_log_scale) in known.items():
-            step = {name: unit * _each(nats, unit) * grads[name]}
-            move = unit * _each(lr, unit) * (step if is_log_scale else clipped(step))[name]
+            step = {name: unit * against(nats, unit) * grads[name]}
+            move = unit * against(lr, unit) * (step if is_log_scale else clipped(step))[name]
             found[name] = move.clamp(-MOST, MOST) if is_log_scale else move
         return found
 
@@ -261,13 +264,6 @@ class FedABML(Algorithm):
         """η of K clients when a part of the steps is over, ``(K,)``."""
         left = LEFT if self.natural else 1.0
         return lr * (left + (1 - left) * (1 + (math.pi * done.clamp(max=1.0)).cos()) / 2)
-
-
-def start(program: Program, theta: Params, batch: Batch) -> Params:
-    """φ of K clients at which q is the prior; parameters of the model that are a client's own where it starts them."""
-    own = program.init_locals(batch)
-    at = _guide(program).at(local_priors(program, theta | own, batch))
-    return own | {name: value.detach().contiguous() for name, value in at.items()}
 
 
 def widths(program: Program, batch: Batch) -> Params:
@@ -280,7 +276,7 @@ def widths(program: Program, batch: Batch) -> Params:
 
 def fisher_of_posterior(program: Program, phi: Params, widest: Params) -> Fisher:
     """Of q(w | φ) in its locations and log scales."""
-    guide = _guide(program)
+    guide: Factorised = program.guide
     scales = {n: torch.minimum(at.scale, widest[n]) for n, at in guide.moments(phi).items()}
     by_name = guide.at({name: Moments(scale, scale, True) for name, scale in scales.items()})
     return {
@@ -334,18 +330,6 @@ def check_spreads(program: Program, theta: Params) -> None:
                 "are too high",
                 stacklevel=2,
             )
-
-
-def _guide(program: Program) -> Factorised:
-    assert isinstance(program.guide, Factorised)
-    return program.guide
-
-
-def _each(per_client: Tensor | float, like: Tensor) -> Tensor | float:
-    """Numbers ``(K,)``, or one, against values ``(K, ...)``."""
-    if not isinstance(per_client, Tensor) or per_client.ndim == 0:
-        return per_client
-    return per_client.reshape(-1, *[1] * (like.ndim - 1))
 
 
 def _summed(value: Tensor, like: Tensor) -> Tensor:

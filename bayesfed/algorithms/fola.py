@@ -47,7 +47,7 @@ curvature or more: with Hessians, but not in a network, whose weights are correl
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, NamedTuple, cast
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -55,6 +55,7 @@ from torch import Tensor
 
 from bayesfed.algorithms.curvature import Loss, layered, slopes
 from bayesfed.algorithms.optimizer import State
+from bayesfed.algorithms.points import against
 from bayesfed.algorithms.protocol import Algorithm, Job, Turn, Upload, Work
 from bayesfed.algorithms.settings import Rate, Times
 from bayesfed.data.batch import Batch
@@ -223,11 +224,11 @@ class FOLA(Algorithm):
         share = n / message["rows"]
         if own.cavity:
             factor = job.clients["factor"]
-            rest = precision - _like(share, precision) * factor["precision"]
+            rest = precision - against(share, precision) * factor["precision"]
             rest = definite(rest, matrix=rest.ndim == 3)
             force = -share * (factor["shift"] - times(factor["precision"], loc))  # Λ (m − μ_S)
             pull = (1.0 if self.prior_weight is None else self.prior_weight) / share
-            centre, strength = loc + solve(rest, force), _like(pull, precision) * rest
+            centre, strength = loc + solve(rest, force), against(pull, precision) * rest
         else:
             ahead = r - 1 if self.prior_weight is None else self.prior_weight
             strength, centre = ahead * precision[:1], loc
@@ -241,7 +242,7 @@ class FOLA(Algorithm):
         if not own.cavity:
             mine = fisher / r + (r - 1) / r * precision
             found = {
-                "precision": _like(n, precision) * mine,
+                "precision": against(n, precision) * mine,
                 "shift": n * times(mine, offset),
                 "weight": n[:, 0],
             }
@@ -249,7 +250,7 @@ class FOLA(Algorithm):
         shift = times(fisher, offset) + pull * (times(rest, offset) - force)  # relative to μ_S
         new = {"precision": fisher, "shift": shift + times(fisher, loc), "excess": fisher - hessian}
         new = {name: v.lerp(new[name], message["damping"]) for name, v in factor.items()}
-        change = {name: _like(share, v) * (new[name] - v) for name, v in factor.items()}
+        change = {name: against(share, v) * (new[name] - v) for name, v in factor.items()}
         change["shift"] = change["shift"] - times(change["precision"], loc)
         return Work(change, terms, {"factor": new})
 
@@ -286,7 +287,7 @@ class FOLA(Algorithm):
                 )
             if online:
                 count = active_steps.sum(0).to(theta)[:, None]
-                return theta, self._kept(fisher / _like(count, fisher))
+                return theta, self._kept(fisher / against(count, fisher))
         return theta, self._kept(slopes(_loss(guide), theta, job.rows(None), kind, full=full)[1])
 
     def _kept(self, fisher: Tensor) -> Tensor:
@@ -357,7 +358,7 @@ def _step(
     active = active[:, None]
     return (
         torch.where(active, moved, theta),
-        torch.where(_like(active, fisher), fisher + curvature, fisher),
+        torch.where(against(active, fisher), fisher + curvature, fisher),
     )
 
 
@@ -396,14 +397,9 @@ def _own_loss(guide: Laplace, theta: Tensor) -> Loss:
 
 def _guide(program: Program) -> Laplace:
     """The guide that :meth:`FOLA.program` has chosen."""
-    return cast(Laplace, program.guide)
+    return program.guide
 
 
 def _dependent(program: Program) -> bool:
     """Whether the rows of a client depend on each other given θ."""
     return program.joint or _guide(program).integrated
-
-
-def _like(per_client: Tensor, value: Tensor) -> Tensor:
-    """Numbers ``(K, 1)`` against values ``(K, ...)``."""
-    return per_client.reshape(-1, *[1] * (value.ndim - 1))

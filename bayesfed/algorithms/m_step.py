@@ -203,4 +203,4 @@ def moved(
 
 def posteriors(program: Program, phi: Params) -> dict[str, Moments]:
     """μ_i and s_i of each site."""
-    return program.guide.moments(phi)  # type: ignore[attr-defined]
+    return program.guide.moments(phi)

@@ -45,6 +45,7 @@ from bayesfed.algorithms.m_step import (
     statistics,
 )
 from bayesfed.algorithms.optimizer import State
+from bayesfed.algorithms.points import against, centre
 from bayesfed.algorithms.protocol import Algorithm, Job, Turn, Upload, Work, mean, weighted
 from bayesfed.algorithms.schedules import copies, gradients, leaves
 from bayesfed.algorithms.settings import Rate, Times
@@ -52,7 +53,7 @@ from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.elbo.program import Params, Program, build
-from bayesfed.elbo.terms import Noise, client_losses, local_priors
+from bayesfed.elbo.terms import Noise, client_losses
 from bayesfed.guides.factorised import factorised
 from bayesfed.tracing.compiler import traceable
 
@@ -138,9 +139,8 @@ class PFedVEM(Algorithm):
     def at_centre(self, program: Program, theta: Params, batch: Batch) -> State:
         """States of K clients whose q(w_i) is at the centre of its prior."""
         theta, local = copies(theta, len(batch)), program.init_locals(batch)
-        centre = program.guide.at(local_priors(program, theta | local, batch))  # type: ignore[attr-defined]
-        scales = program.guide.log_scales  # type: ignore[attr-defined]
-        local |= {name: v.detach().clone() for name, v in centre.items() if name not in scales}
+        at, scales = centre(program, theta | local, batch), program.guide.log_scales
+        local |= {name: v.detach().clone() for name, v in at.items() if name not in scales}
         return optimizer.begin(self.optimizer, local, rows=len(batch))
 
     def work(self, job: Job) -> Work:
@@ -221,8 +221,8 @@ class PFedVEM(Algorithm):
         squares = {n: g.square().flatten(1).mean(1) for n, g in grads.items()}
         for name, grad in grads.items():
             square = torch.where(before[name] > 0, before[name], squares[name])
-            unit = square.clamp(min=1e-30).sqrt().reshape(-1, *[1] * (grad.ndim - 1))
-            grads[name] = (grad / unit).clamp(-LONGEST, LONGEST)
+            unit = square.clamp(min=1e-30).sqrt()
+            grads[name] = (grad / against(unit, grad)).clamp(-LONGEST, LONGEST)
         return optimizer.descend("sgd", body, grads, lr, active), squares
 
     def loss(
@@ -264,7 +264,7 @@ class PFedVEM(Algorithm):
         theta = copies({n: job.message[n] for n in job.program.init}, len(job)) | work.found
         with torch.no_grad():
             sums = statistics(job.program, theta, work.clients["params"], job.rows(0))
-        upload = {name: chosen.reshape(-1, *[1] * (v.ndim - 1)) * v for name, v in sums.items()}
+        upload = {name: against(chosen, v) * v for name, v in sums.items()}
         if work.found:
             upload |= weighted(work.found, chosen * job.counts)
         return upload | {"uploads": chosen}

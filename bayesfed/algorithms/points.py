@@ -7,20 +7,33 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from bayesfed.algorithms.protocol import Job
 from bayesfed.data.batch import Batch
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.terms import client_losses, local_priors
 
 
 def centre(program: Program, theta: Mapping[str, Tensor], batch: Batch) -> Params:
-    """The centre of p(w_i | θ) of K clients, ``(K, 1, ...)``; differentiable in θ."""
-    return program.guide.at(local_priors(program, theta, batch))  # type: ignore[attr-defined]
+    """The centre of p(w_i | θ) of K clients, ``(K, 1, ...)``, differentiable in θ; for Normals q(w_i) = p(w_i | θ)."""
+    return program.guide.at(local_priors(program, theta, batch))
+
+
+def beginning(program: Program, theta: Params, batch: Batch) -> Params:
+    """K clients' variables at that centre, apart from θ, with what else is their own as it starts; θ a copy each."""
+    own = program.init_locals(batch)
+    found = centre(program, theta | own, batch)
+    return own | {name: value.detach().clone() for name, value in found.items()}
 
 
 def loss_of(program: Program, params: Mapping[str, Tensor], batch: Batch) -> Tensor:
     """(−log p(D_i | w_i, θ) − log p(θ) / N) / n_i of K clients, ``(K,)``, of points for θ and w_i."""
     losses = client_losses(program, params, batch, {}, 1)
     return (losses.nll + losses.hyper / program.clients) / losses.rows
+
+
+def everyone(job: Job, steps: int) -> Tensor:
+    """A schedule of which all K clients take every step, ``(steps, K)``."""
+    return torch.ones(steps, len(job), dtype=torch.bool)
 
 
 def squared(own: Params, other: Params) -> Tensor | float:
