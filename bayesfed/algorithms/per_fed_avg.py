@@ -40,8 +40,43 @@ from bayesfed.guides.factorised import factorised
 from bayesfed.tracing.compiler import traceable
 
 
+class Personal(Algorithm):
+    """What both share: points for all variables, and a client's own made from θ by steps on its loss."""
+
+    lr: float
+    personal_steps: int
+
+    def program(self, model: Model, federation: Federation) -> Program:
+        """The model with points for all its variables."""
+        return build(model, factorised(model, federation, local_point=True), federation)
+
+    def encode(self, job: Job, work: Work) -> Upload:
+        """The θ_i, each client counting alike."""
+        return weighted(work.found)
+
+    def personalize(self, job: Job, steps: int | None = None, lr: float | None = None) -> Params:
+        """The points of K clients: steps from the centre."""
+        theta, lr = copies(job.message, len(job)), self.lr if lr is None else lr
+        start = centre(job.program, theta, job.rows(0))
+        own = {name: value.detach() for name, value in start.items()}
+        for step in range(self.personal_steps if steps is None else steps):
+            own = self.personal_step(job.program, theta, own, job.rows(step), lr)
+        return own
+
+    @traceable
+    def personal_step(
+        self, program: Program, theta: Params, own: Params, batch: Batch, lr: float
+    ) -> Params:
+        """One step of K clients on their own variables."""
+        return adapted(lambda w, _: self.loss(program, theta, dict(w), batch), own, 1, lr, most=1.0)
+
+    def loss(self, program: Program, theta: Params, own: Params, batch: Batch) -> Tensor:
+        """What their steps descend: f, and −log p(θ) / (N n_i), ``(K,)``."""
+        return loss_of(program, theta | own, batch)
+
+
 @dataclass(frozen=True)
-class PerFedAvg(Algorithm):
+class PerFedAvg(Personal):
     """Personalised FedAvg: a θ that is good after a few steps of a client's own.
 
     Attributes:
@@ -80,10 +115,6 @@ class PerFedAvg(Algorithm):
     def __post_init__(self) -> None:
         optimizer.check_rules(prior_optimizer=self.prior_optimizer)
 
-    def program(self, model: Model, federation: Federation) -> Program:
-        """The model with points for all its variables."""
-        return build(model, factorised(model, federation, local_point=True), federation)
-
     def work(self, job: Job) -> Work:
         """Steps of K clients on their θ_i, k + 1 minibatches each."""
         theta = optimizer.begin(self.prior_optimizer, copies(job.message, len(job)), rows=len(job))
@@ -97,10 +128,6 @@ class PerFedAvg(Algorithm):
         with torch.enable_grad():
             loss = self.adapted_loss(job.program, theta["params"], rows, lr)
         return Work(theta["params"], -job.counts * loss)
-
-    def encode(self, job: Job, work: Work) -> Upload:
-        """The θ_i, each client counting alike."""
-        return weighted(work.found)
 
     @traceable
     def step(
@@ -135,26 +162,9 @@ class PerFedAvg(Algorithm):
         phi = self.adapted(program, theta, rows[:-1], lr, "detached")
         return loss_of(program, theta | phi, rows[-1]).detach()
 
-    def personalize(self, job: Job, steps: int | None = None, lr: float | None = None) -> Params:
-        """The points of K clients: steps from the centre."""
-        theta, lr = copies(job.message, len(job)), self.lr if lr is None else lr
-        own = _detached(centre(job.program, theta, job.rows(0)))
-        for step in range(self.personal_steps if steps is None else steps):
-            own = self.personal_step(job.program, theta, own, job.rows(step), lr)
-        return own
-
-    @traceable
-    def personal_step(
-        self, program: Program, theta: Params, own: Params, batch: Batch, lr: float
-    ) -> Params:
-        """One step of K clients on their own variables."""
-        return adapted(
-            lambda phi, _: loss_of(program, {**theta, **phi}, batch), own, 1, lr, most=1.0
-        )
-
 
 @dataclass(frozen=True)
-class PFedMe(Algorithm):
+class PFedMe(Personal):
     """pFedMe: personal points near θ, and θ drawn towards them (a Moreau envelope of the clients' losses).
 
     Attributes:
@@ -188,14 +198,11 @@ class PFedMe(Algorithm):
     lr_decay: float = 1.0
     personal_steps: Times = 50
 
-    def program(self, model: Model, federation: Federation) -> Program:
-        """The model with points for all its variables."""
-        return build(model, factorised(model, federation, local_point=True), federation)
-
     def work(self, job: Job) -> Work:
         """Steps of K clients on their w_i and θ_i."""
         theta = copies(job.message, len(job))
-        own = _detached(centre(job.program, theta, job.rows(0)))
+        start = centre(job.program, theta, job.rows(0))
+        own = {name: value.detach() for name, value in start.items()}
         schedule = job.rows.schedule(self.local_epochs, self.local_steps).to(job.keys.device)
         lr, prior_lr = self.lr, job.rate * self.prior_lr
         for step, active in enumerate(schedule):
@@ -203,10 +210,6 @@ class PFedMe(Algorithm):
         with torch.no_grad():
             loss = self.loss(job.program, theta, own, job.rows(0))
         return Work(theta, -job.counts * loss)
-
-    def encode(self, job: Job, work: Work) -> Upload:
-        """The θ_i, each client counting alike."""
-        return weighted(work.found)
 
     @traceable
     def step(
@@ -233,22 +236,3 @@ class PFedMe(Algorithm):
         """h, and −log p(θ) / (N n_i), ``(K,)``."""
         near = squared(own, centre(program, theta, batch))
         return loss_of(program, theta | own, batch) + self.lam / 2 * near
-
-    def personalize(self, job: Job, steps: int | None = None, lr: float | None = None) -> Params:
-        """The w_i of K clients: steps on h from the centre."""
-        theta, lr = copies(job.message, len(job)), self.lr if lr is None else lr
-        own = _detached(centre(job.program, theta, job.rows(0)))
-        for step in range(self.personal_steps if steps is None else steps):
-            own = self.personal_step(job.program, theta, own, job.rows(step), lr)
-        return own
-
-    @traceable
-    def personal_step(
-        self, program: Program, theta: Params, own: Params, batch: Batch, lr: float
-    ) -> Params:
-        """One step of K clients on their w_i."""
-        return adapted(lambda w, _: self.loss(program, theta, dict(w), batch), own, 1, lr, most=1.0)
-
-
-def _detached(params: Mapping[str, Tensor]) -> Params:
-    return {name: value.detach() for name, value in params.items()}
