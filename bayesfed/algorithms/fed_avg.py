@@ -161,21 +161,18 @@ class Scaffold(FedAvg):
         if self.optimizer != "sgd" or self.proximal:
             raise ValueError("SCAFFOLD corrects plain steps: leave out optimizer and proximal")
 
-    def start(self, program: Program) -> State:
+    def start(self, program: Program) -> Params:
         """θ, and c = 0."""
-        return {"theta": super().start(program), "control": zeros(program.init)}
+        theta = super().start(program)
+        return theta | {f"control.{name}": v for name, v in zeros(theta).items()}
 
-    def start_clients(self, program: Program, server: State, batch: Batch) -> State:
+    def start_clients(self, program: Program, server: Params, batch: Batch) -> State:
         """c_i = 0."""
-        return {"control": zeros(copies(server["theta"], len(batch)))}
-
-    def broadcast(self, turn: Turn, server: State) -> Params:
-        """θ and c."""
-        return server["theta"] | {f"control.{n}": v for n, v in server["control"].items()}
+        return {"control": zeros(copies(self.params(server), len(batch)))}
 
     def work(self, job: Job) -> Work:
         """Steps of K clients along ∇L_i + c − c_i, and their next c_i."""
-        theta, own = {n: job.message[n] for n in job.program.init}, job.clients["control"]
+        theta, own = self.params(job.message), job.clients["control"]
         drift = {name: job.message[f"control.{name}"] - own[name] for name in theta}
         at, lr = copies(theta, len(job)), job.rate * self.lr
         schedule = job.rows.schedule(self.local_epochs, self.local_steps).to(job.keys.device)
@@ -199,16 +196,15 @@ class Scaffold(FedAvg):
         """θ_i and the change of c_i, each client counting alike."""
         return weighted(work.found)
 
-    def decode(self, turn: Turn, server: State, total: Upload) -> tuple[State, Tensor]:
+    def decode(self, turn: Turn, server: Params, total: Upload) -> tuple[Params, Tensor]:
         """θ ← mean θ_i;  c ← c + (K / N) mean of the changes."""
-        new = mean(server["theta"], total)
-        change = mean([f"control.{n}" for n in new], total)
-        control = {n: v + change[f"control.{n}"] / turn.scale for n, v in server["control"].items()}
-        return {"theta": new, "control": control}, torch.zeros(())
+        new, theta = mean(server, total), self.params(server)
+        control = {n: v + new[n] / turn.scale for n, v in server.items() if n not in theta}
+        return new | control, torch.zeros(())
 
-    def params(self, server: State) -> Params:
+    def params(self, server: Params) -> Params:
         """θ."""
-        return server["theta"]
+        return {name: v for name, v in server.items() if f"control.{name}" in server}
 
 
 def mean_loss(program: Program, theta: Mapping[str, Tensor], batch: Batch) -> Tensor:
