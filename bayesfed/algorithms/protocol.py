@@ -109,6 +109,8 @@ class Algorithm:
     """Steps in which a client makes its own variables from θ."""
     weighs: bool = False
     """Whether a draw of (θ, w_i) counts for client i by its ELBO term, as where w_i is drawn from its prior."""
+    beta: float | None = None
+    """Where draws are weighed: for how many rows those of a client count, by default for as many as there are."""
 
     def program(self, model: Model, federation: Federation) -> Program:
         """The model with the guide that the settings choose; refuses a model that lacks a structure it needs."""
@@ -145,6 +147,10 @@ class Algorithm:
     def weighed(self, program: Program, batch: Batch) -> Batch:
         """The rows as they count for the weight of a draw: each once; a tempered likelihood scales them."""
         return batch
+
+    def temperature(self, clients: int, rows: float) -> float:
+        """How much the clients' likelihoods, of so many rows on average, count against the prior of θ: in full."""
+        return 1.0
 
     def personalize(self, job: Job, steps: int | None = None, lr: float | None = None) -> Params:
         """The local parameters ``(K, 1, ...)`` of K clients, made from θ (``job.message``) and their own rows.

@@ -22,7 +22,6 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from bayesfed.algorithms.pacpfl import PACPFL
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
 from bayesfed.output.draws import finite, key_of, of_clients, replayed
@@ -245,7 +244,7 @@ def report(
     """
     found: list[dict[str, object]] = []
     algorithm, federation = posterior.algorithm, posterior.federation
-    if not isinstance(algorithm, PACPFL):
+    if not algorithm.weighs:
         raise TypeError(
             f"{type(algorithm).__name__} has no particles, which stand for priors: use PACPFL"
         )
