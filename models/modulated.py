@@ -67,7 +67,7 @@ class Modulated:
     encoder: nn.Module
     context: int = 64
     film: bool = False
-    scale: float = 1.0
+    scale: float = 0.3
     hyper_scale: float | None = None
     x: str = "x"
     y: str = "y"

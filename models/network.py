@@ -56,7 +56,7 @@ class Network:
 
     module: nn.Module
     local: str | Sequence[str] = "all"
-    scale: float | Mapping[str, float] = 1.0
+    scale: float | Mapping[str, float] = 0.3
     spread: str = "fixed"
     likelihood: str = "categorical"
     noise: float = 1.0
