@@ -13,6 +13,21 @@ from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.terms import client_losses, local_priors
 
 
+def sharing(program: Program, name: str) -> Program:
+    """The program, if there is anything that its clients share.
+
+    Raises:
+        ValueError: there is not; says what the algorithm of that name lacks, and which others do without it.
+    """
+    if not program.init:
+        raise ValueError(
+            f"{name} learns what clients share, and the model shares nothing: it has no site and no pyro.param outside "
+            "`with federation.clients():`. Use Local for a point of each client's own, SFVI for a posterior; or "
+            "sample outside what clients have in common, such as the location of a local prior"
+        )
+    return program
+
+
 def centre(program: Program, theta: Mapping[str, Tensor], batch: Batch) -> Params:
     """The centre of p(w_i | θ) of K clients, ``(K, 1, ...)``, differentiable in θ; for Normals q(w_i) = p(w_i | θ)."""
     return program.guide.at(local_priors(program, theta, batch))
