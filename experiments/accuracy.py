@@ -35,7 +35,7 @@ from tables import keep
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.elbo.program import sites
+from bayesfed.elbo.sites import sites
 
 warnings.simplefilter("ignore", FutureWarning)
 HERE = Path(__file__).parent

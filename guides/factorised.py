@@ -15,7 +15,7 @@ from torch.distributions import biject_to, transforms
 
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.moments import Moments, moments
-from bayesfed.elbo.program import prior_draws, sites
+from bayesfed.elbo.sites import prior_draws, sites
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import laplace
 from bayesfed.elbo.handlers import Until, draws_plate, given, is_plate, origin
 from bayesfed.elbo.landing import StickingTheLanding
-from bayesfed.elbo.program import Site, prior_draws
+from bayesfed.elbo.sites import Site, prior_draws
 from bayesfed.guides import local
 from bayesfed.guides.family import Family
 from bayesfed.guides.local import Start

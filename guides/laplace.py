@@ -17,7 +17,7 @@ from bayesfed.elbo.laplace import NEWTON_STEPS, SIZES, newton
 from bayesfed.elbo.lifted import lifted
 from bayesfed.elbo.moments import Moments
 from bayesfed.elbo.precisions import FLOOR, definite, solve, times
-from bayesfed.elbo.program import sites
+from bayesfed.elbo.sites import sites
 from bayesfed.guides.factorised import Factorised, factorised
 from bayesfed.guides.full_rank import FullRank
 from bayesfed.guides.hierarchical import Hierarchical, automatic

@@ -16,7 +16,7 @@ from torch.distributions import biject_to
 
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.handlers import Until, is_plate, origin
-from bayesfed.elbo.program import Site, prior_draws
+from bayesfed.elbo.sites import Site, prior_draws
 from bayesfed.guides.hierarchical import point
 
 PARTICLES = "particles"

@@ -42,8 +42,9 @@ from bayesfed.algorithms.settings import Times
 from bayesfed.data.batch import Batch, Fields
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
+from bayesfed.elbo.build import build
 from bayesfed.elbo.context import Encoded, contexts
-from bayesfed.elbo.program import Params, Program, build
+from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.terms import client_losses, local_priors
 from bayesfed.guides.factorised import factorised
 from bayesfed.tracing.compiler import traceable

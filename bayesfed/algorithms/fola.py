@@ -60,9 +60,10 @@ from bayesfed.algorithms.protocol import Algorithm, Job, Turn, Upload, Work
 from bayesfed.algorithms.settings import Rate, Times
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
+from bayesfed.elbo.build import build
 from bayesfed.elbo.handlers import given
 from bayesfed.elbo.precisions import definite, inverse, solve, times
-from bayesfed.elbo.program import Params, Program, build
+from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.laplace import Laplace, gaussian, laplace
 from bayesfed.tracing.compiler import traceable
 

@@ -37,7 +37,9 @@ from bayesfed.algorithms.protocol import Algorithm, Job, Turn, Upload, Work
 from bayesfed.algorithms.schedules import copies, gradients, leaves
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
-from bayesfed.elbo.program import Params, Program, build, sites
+from bayesfed.elbo.build import build
+from bayesfed.elbo.program import Params, Program
+from bayesfed.elbo.sites import sites
 from bayesfed.elbo.terms import Noise, client_terms, log_prior
 from bayesfed.guides.particles import PARTICLE, PARTICLES, from_prior
 from bayesfed.tracing.compiler import traceable

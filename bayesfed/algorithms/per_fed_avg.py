@@ -29,13 +29,14 @@ from torch import Tensor
 
 from bayesfed.algorithms import optimizer
 from bayesfed.algorithms.optimizer import State, clipped
-from bayesfed.algorithms.points import centre, loss_of, squared
+from bayesfed.algorithms.points import centre, loss_of, sharing, squared
 from bayesfed.algorithms.protocol import Algorithm, Job, Upload, Work, weighted
 from bayesfed.algorithms.schedules import adapted, copies, gradients, leaves
 from bayesfed.algorithms.settings import Rate, Times
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
-from bayesfed.elbo.program import Params, Program, build
+from bayesfed.elbo.build import build
+from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.factorised import factorised
 from bayesfed.tracing.compiler import traceable
 
@@ -47,8 +48,13 @@ class Personal(Algorithm):
     personal_steps: int
 
     def program(self, model: Model, federation: Federation) -> Program:
-        """The model with points for all its variables."""
-        return build(model, factorised(model, federation, local_point=True), federation)
+        """The model with points for all its variables.
+
+        Raises:
+            ValueError: clients share nothing.
+        """
+        program = build(model, factorised(model, federation, local_point=True), federation)
+        return sharing(program, type(self).__name__)
 
     def encode(self, job: Job, work: Work) -> Upload:
         """The θ_i, each client counting alike."""

@@ -52,7 +52,8 @@ from bayesfed.algorithms.settings import Rate, Times
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
-from bayesfed.elbo.program import Params, Program, build
+from bayesfed.elbo.build import build
+from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.terms import Noise, client_losses
 from bayesfed.guides.factorised import factorised
 from bayesfed.tracing.compiler import traceable

@@ -32,7 +32,8 @@ from bayesfed.algorithms.structured import EPS, Structured, begun, dimensions, h
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
-from bayesfed.elbo.program import Params, Program, sites
+from bayesfed.elbo.program import Params, Program
+from bayesfed.elbo.sites import sites
 from bayesfed.elbo.terms import Noise, client_terms, log_prior, server_pass
 from bayesfed.guides.full_rank import FullRank
 from bayesfed.tracing.compiler import traceable

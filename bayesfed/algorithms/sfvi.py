@@ -44,7 +44,8 @@ from bayesfed.algorithms.structured import (
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
-from bayesfed.elbo.program import Params, Program, build
+from bayesfed.elbo.build import build
+from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.terms import Noise, draw, server_pass
 from bayesfed.guides.flow import Flow
 from bayesfed.guides.full_rank import FullRank

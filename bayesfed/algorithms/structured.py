@@ -17,7 +17,9 @@ from bayesfed.data.batch import Batch, Rows
 from bayesfed.data.chunks import NOISE
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
-from bayesfed.elbo.program import Params, Program, Site, build, sites
+from bayesfed.elbo.build import build
+from bayesfed.elbo.program import Params, Program
+from bayesfed.elbo.sites import Site, sites
 from bayesfed.elbo.terms import Noise, client_terms
 from bayesfed.guides.family import Family
 from bayesfed.guides.full_rank import FullRank

@@ -25,7 +25,7 @@ from bayesfed.cli.experiment import Experiment, read_experiment
 from bayesfed.cli.forest import forest, population_means
 from bayesfed.cli.listing import DATASETS, MODELS, What, show
 from bayesfed.data.federation import Federation, Model
-from bayesfed.elbo.program import sites
+from bayesfed.elbo.sites import sites
 from bayesfed.engine.cohort import cohort_size
 from bayesfed.fit import fit
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from bayesfed.data.batch import Batch
 from bayesfed.elbo import handlers
 from bayesfed.elbo.moments import Moments, unconstrained
-from bayesfed.elbo.program import CONTEXT, Program
+from bayesfed.elbo.program import Program
+from bayesfed.elbo.sites import CONTEXT
 
 
 class Encoded(Messenger):

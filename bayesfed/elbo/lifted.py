@@ -64,7 +64,7 @@ def lifted(model: Model, federation: Federation, precision: float) -> Lifted:
     Example:
         >>> import pyro, pyro.distributions as dist, torch, bayesfed as bf
         >>> from bayesfed.elbo.lifted import lifted
-        >>> from bayesfed.elbo.program import sites
+        >>> from bayesfed.elbo.sites import sites
         >>> def model(federation):
         ...     mu = pyro.param("mu", torch.tensor(0.5))
         ...     with federation.clients(), federation.observations() as obs:

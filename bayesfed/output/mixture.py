@@ -11,7 +11,7 @@ from torch.distributions import Categorical, Independent, MixtureSameFamily, Nor
 
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation
-from bayesfed.elbo.program import Site
+from bayesfed.elbo.sites import Site
 from bayesfed.output import joint
 from bayesfed.output.draws import Draws, replayed, weighted
 

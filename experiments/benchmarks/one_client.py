@@ -29,7 +29,7 @@ import bayesfed as bf
 from bayesfed import datasets, models, simulations
 from bayesfed.data.batch import Fields
 from bayesfed.elbo import handlers
-from bayesfed.elbo.program import sites
+from bayesfed.elbo.sites import sites
 from bayesfed.tracing import inductor
 from bayesfed.tracing.compiler import _SameStorage
 

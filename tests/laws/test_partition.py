@@ -12,7 +12,7 @@ import bayesfed as bf
 from bayesfed.algorithms.protocol import Job, Turn
 from bayesfed.algorithms.structured import hierarchical, moved
 from bayesfed.elbo import handlers, noise
-from bayesfed.elbo.program import build
+from bayesfed.elbo.build import build
 from bayesfed.elbo.terms import client_terms, elbo_terms, server_pass
 from bayesfed.engine.batches import batches
 from bayesfed.guides import factorised
