@@ -21,7 +21,14 @@ from bayesfed.elbo import noise
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params, Program
 from bayesfed.engine import processes
-from bayesfed.engine.checks import Schedule, check_data, check_finite, warn_if_falling
+from bayesfed.engine.checks import (
+    Schedule,
+    check_data,
+    check_finite,
+    check_growth,
+    warn_if_falling,
+    warn_of_spreads,
+)
 from bayesfed.engine.cohort import Cohort, cohort_size
 from bayesfed.engine.execution import Execution, threads
 from bayesfed.engine.privacy import Privacy
@@ -237,6 +244,7 @@ def step(run: Run) -> Round:
     if run.done == 1:
         run.compiler.decide(run.rounds - 1)
     params = algorithm.params(server)
+    check_growth(run.program, params)
     return Round(run.done, run.rounds, elbo, terms, names, seconds, params)
 
 
@@ -265,7 +273,8 @@ def finish(run: Run) -> Posterior:
                 value[~mine] = 0
             local_params = processes.summed(local_params, group)
     history = run.history[:, : run.done].to(torch.get_default_dtype())
-    warn_if_falling(run.history[0, : run.done].tolist())
+    warn_if_falling(run.history[0, : run.done].tolist(), run.federation.rows)
+    warn_of_spreads(run.program, run.federation, params, local_params)
     return Posterior(
         program=run.program,
         federation=run.federation,

@@ -30,7 +30,6 @@ where priors alone do, bounded by :func:`~bayesfed.algorithms.optimizer.clipped`
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -38,15 +37,16 @@ import torch
 from torch import Tensor
 
 from bayesfed.algorithms.optimizer import clipped, kept
-from bayesfed.algorithms.points import against, beginning
-from bayesfed.algorithms.protocol import Algorithm, Job, Turn, Upload, Work, mean, weighted
+from bayesfed.algorithms.points import against, beginning, sharing
+from bayesfed.algorithms.protocol import Algorithm, Job, Upload, Work, weighted
 from bayesfed.algorithms.schedules import copies, gradients, leaves
 from bayesfed.algorithms.settings import Rate, Times
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
+from bayesfed.elbo.build import build
 from bayesfed.elbo.moments import Moments
-from bayesfed.elbo.program import Params, Program, build
+from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.terms import Noise, client_losses, local_priors
 from bayesfed.guides.factorised import Factorised, factorised
 from bayesfed.tracing.compiler import traceable
@@ -57,8 +57,6 @@ LEFT = 0.03
 """What is left of η at the end of a round."""
 Fisher = dict[str, tuple[Tensor, bool]]
 """By parameter: one over the root of its Fisher information, ``(K, 1, ...)``, and whether it is a log scale."""
-TOO_FAR = math.log(1000.0)
-"""What a learnt log scale may move in a fit: beyond it, it has diverged."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +111,13 @@ class FedABML(Algorithm):
                 )
 
     def program(self, model: Model, federation: Federation) -> Program:
-        """The model with a point for θ and Normals for its local sites."""
-        return build(model, factorised(model, federation), federation)
+        """The model with a point for θ and Normals for its local sites.
+
+        Raises:
+            ValueError: clients share nothing.
+        """
+        program = build(model, factorised(model, federation), federation)
+        return sharing(program, type(self).__name__)
 
     def work(self, job: Job) -> Work:
         """Algorithm 1 for K clients."""
@@ -138,16 +141,6 @@ class FedABML(Algorithm):
     def encode(self, job: Job, work: Work) -> Upload:
         """The θ_i."""
         return weighted(work.found, job.counts if self.weighted else None)
-
-    def decode(self, turn: Turn, server: Params, total: Upload) -> tuple[Params, Tensor]:
-        """Their mean.
-
-        Raises:
-            FloatingPointError: a prior's scale has diverged.
-        """
-        new = mean(server, total)
-        check_spreads(turn.program, new)
-        return new, torch.zeros(())
 
     def personalize(self, job: Job, steps: int | None = None, lr: float | None = None) -> Params:
         """φ of K clients: steps from the prior at θ (eq. 3.8)."""
@@ -306,30 +299,6 @@ def fisher_of_prior(
         if anchor.log_scale is not None:
             log_scales.add(anchor.log_scale)
     return {name: (value**-0.5, name in log_scales) for name, value in precision.items()}
-
-
-def check_spreads(program: Program, theta: Params) -> None:
-    """Fail where the scale of a local prior has exploded; warn where it has collapsed.
-
-    Raises:
-        FloatingPointError: names the site and the parameter.
-    """
-    for site, anchor in program.anchors.items():
-        name = anchor.log_scale
-        if name is None or name not in theta:
-            continue
-        moved = theta[name] - program.init[name]
-        what = f"the scale of local site {site!r} (parameter {name!r})"
-        if float(moved.max()) > TOO_FAR:
-            raise FloatingPointError(
-                f"{what} has grown {float(moved.max().exp()):.0f}-fold: the fit has diverged. Lower lr and prior_lr"
-            )
-        if float(moved.min()) < -TOO_FAR:
-            warnings.warn(
-                f"{what} has fallen below a thousandth of what it was: the clients do not differ, or lr and prior_lr "
-                "are too high",
-                stacklevel=2,
-            )
 
 
 def _summed(value: Tensor, like: Tensor) -> Tensor:

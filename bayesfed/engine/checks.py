@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from bayesfed.algorithms.settings import Count, Strict
+from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
-from bayesfed.elbo.program import Program
-from bayesfed.elbo.terms import run
+from bayesfed.elbo.moments import Moments
+from bayesfed.elbo.program import Params, Program
+from bayesfed.elbo.terms import local_priors, run
+
+TOO_FAR = 1000.0
+"""By what factor the scale of a local prior may change in a fit: beyond it, it has diverged or collapsed."""
+FAR = 10.0
+"""By what factor it may fall where the clients' differences no longer hold it up."""
 
 
 class Schedule(Strict):
@@ -25,20 +34,105 @@ class Schedule(Strict):
     seed: int = 0
 
 
-def warn_if_falling(elbo: Sequence[float]) -> None:
-    """Warn where the last tenth of 50 rounds or more has a clearly lower ELBO than an earlier one."""
+def warn_if_falling(elbo: Sequence[float], rows: int) -> None:
+    """Warn where the last tenth of 50 rounds or more has a clearly lower ELBO than an earlier one.
+
+    Clearly: by more than three times what it changes from round to round where it is highest, and by more than a nat
+    for each row or a tenth of what the fit had gained since its first round. A fall by less than one nat in all is
+    none: a fit that has converged has hardly any noise, and one whose rates decay may lose a little of what its
+    clients had gained.
+    """
     tenth = len(elbo) // 10
     if tenth < 5:
         return
     tenths = [elbo[i * tenth : (i + 1) * tenth] for i in range(9)] + [elbo[-tenth:]]
     best = max(tenths, key=statistics.median)
     before, last = statistics.median(best), statistics.median(tenths[-1])
-    if last + 3 * max(statistics.stdev(best), statistics.stdev(tenths[-1])) < before:
+    noise = statistics.median(abs(b - a) for a, b in pairwise(best))
+    if before - last > max(3 * noise, min((before - elbo[0]) / 10, rows), 1.0):
         warnings.warn(
             f"the ELBO fell from {before:,.1f} to {last:,.1f}: the fit has diverged, do not use it. Lower "
             "lr and local_lr, or standardise the fields",
             stacklevel=3,
         )
+
+
+def check_growth(program: Program, params: Params) -> None:
+    """Fail where the scale of a Normal local prior has grown without bound, whatever parameters it stands on.
+
+    Raises:
+        FloatingPointError: names the site and the parameters.
+    """
+    own = program.init_locals(program.schema) if _learnt(program) else {}
+    before = _log_scales(program, program.init | own, program.schema)
+    for site, now in _log_scales(program, params | own, program.schema).items():
+        grown = float((now - before[site]).max().exp())
+        if grown > TOO_FAR:
+            raise FloatingPointError(
+                f"{_scale_of(program, site)} has grown {grown:.0f}-fold: the fit has diverged. Lower the learning "
+                "rates, or give it a prior"
+            )
+
+
+def warn_of_spreads(
+    program: Program, federation: Federation, params: Params, local_params: Params
+) -> None:
+    """Warn where the scale of a Normal local prior has collapsed, or that of a client's own has grown without bound.
+
+    Collapsed: it has fallen 1000-fold; or tenfold, and the clients' q(w_i) lie no further from the centre than they
+    are wide, so that what is left of the scale comes from the clients' uncertainty and not from their differences.
+    """
+    found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {site: [] for site in _learnt(program)}
+    for chunk in program.chunks(federation) if found else ():
+        batch = federation.batch(chunk, torch.zeros(len(chunk), 1, dtype=torch.int64))
+        phi = {name: local_params[name][chunk] for name in program.local_params}
+        before = _log_scales(program, program.init | program.init_locals(batch), batch)
+        now, q = local_priors(program, params | phi, batch), _posteriors(program, phi)
+        for site, moves in found.items():
+            moved = now[site].scale.log() - before[site]
+            at = q.get(site, now[site]._replace(scale=torch.zeros_like(moved)))
+            moves.append((moved, (at.loc - now[site].loc).square(), at.scale.square()))
+    for site, moves in found.items():
+        moved, apart, wide = (torch.cat(some) for some in zip(*moves, strict=True))
+        fallen, blurred = float((-moved).max().exp()), apart.mean(0) < wide.mean(0)
+        if fallen > TOO_FAR or (blurred & (moved < -math.log(FAR)).any(0)).any():
+            warnings.warn(
+                f"{_scale_of(program, site)} has fallen to 1/{fallen:.0f} of what it was: the clients hardly differ "
+                "in it, or the approximation, which takes their variables for independent, cannot tell. Compare "
+                "with SFVI, give it a prior that keeps it off zero, or make the variable a global one",
+                stacklevel=3,
+            )
+        elif (grown := float(moved.max().exp())) > TOO_FAR:
+            warnings.warn(
+                f"{_scale_of(program, site)} has grown {grown:.0f}-fold: the fit has diverged",
+                stacklevel=3,
+            )
+
+
+def _learnt(program: Program) -> list[str]:
+    """The local sites with a Normal prior whose scale depends on parameters; of a program whose globals are points."""
+    return [site for site, anchor in program.anchors.items() if not anchor.fixed]
+
+
+@torch.no_grad()
+def _log_scales(program: Program, params: Params, batch: Batch) -> Params:
+    """By such a site, the log of its prior's scale, ``(K, 1, *shape)``."""
+    learnt = _learnt(program)
+    priors = local_priors(program, params, batch) if learnt else {}
+    return {site: priors[site].scale.log() for site in learnt}
+
+
+def _posteriors(program: Program, phi: Params) -> Mapping[str, Moments]:
+    """Where the q(w_i) lie, of a guide that has them in closed form."""
+    of = getattr(program.guide, "moments", None)
+    return of(phi) if of else {}
+
+
+def _scale_of(program: Program, site: str) -> str:
+    anchor = program.anchors[site]
+    names = [anchor.log_scale] if anchor.log_scale else sorted(program.reads[site] - {anchor.loc})
+    which = ", ".join(repr(name) for name in names)
+    return f"the scale of local site {site!r} (parameter{'s'[: len(names) > 1]} {which})"
 
 
 def check_data(program: Program, federation: Federation) -> None:

@@ -311,22 +311,6 @@ def test_plain_rates_that_diverge_end_in_an_error(rates):
         bf.fit(model, train, algorithm, rounds=20, batch_size=10, execution=EAGER)
 
 
-def test_a_spread_that_explodes_or_collapses_is_named():
-    algorithm, model = bf.FedABML(), network(spread="learnt", scale=0.3)
-    program = algorithm.program(model, federation())
-    turn, theta = Turn(program, noise.key(0), 3), dict(program.init)
-    who = r"the scale of local site 'weights' \(parameter 'prior.scale'\) has"
-    for factor in (1e4, 1e-4):
-        theta["prior.scale"] = program.init["prior.scale"] + math.log(factor)
-        total = {name: value * 3 for name, value in theta.items()} | {"weight": torch.tensor(3.0)}
-        if factor > 1:
-            with pytest.raises(FloatingPointError, match=f"{who} grown 10000-fold"):
-                algorithm.decode(turn, theta, total)
-        else:
-            with pytest.warns(UserWarning, match=f"{who} fallen below a thousandth"):
-                algorithm.decode(turn, theta, total)
-
-
 # -- models of all kinds -------------------------------------------------------------------------------
 
 
