@@ -29,6 +29,13 @@ def good(federation):
             pyro.sample("y", dist.Normal(alpha, 1.0), obs=obs.get("y"))
 
 
+def separate(federation):
+    with federation.clients():
+        alpha = pyro.sample("alpha", dist.Normal(0.0, 1.0))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Normal(alpha, 1.0), obs=obs.get("y"))
+
+
 def fit(model, data=None, algorithm=None, **kwargs):
     return bf.fit(model, data or federation(), algorithm, **{"rounds": 2, **kwargs})
 
@@ -184,6 +191,22 @@ def test_guide_that_cannot_be_reparameterised():
 
     with pytest.raises(NotImplementedError, match="site 'alpha' of the guide.*transformed Normal"):
         fit(good, algorithm=bf.SFVI(guide=guide))
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [bf.FedAvg, bf.FedNova, bf.Scaffold, bf.PerFedAvg, bf.PFedMe, bf.Ditto, bf.FedCurv, bf.FedABML],
+)
+def test_nothing_that_clients_share(algorithm):
+    with pytest.raises(
+        ValueError, match=f"{algorithm.__name__} learns what clients share.*Use Local"
+    ):
+        fit(separate, algorithm=algorithm())
+
+
+@pytest.mark.parametrize("algorithm", [bf.Local, bf.PFedVEM, bf.SFVI])
+def test_what_does_without_anything_shared(algorithm):
+    assert fit(separate, algorithm=algorithm()).local_params
 
 
 def test_algorithms_refuse_guides_that_they_cannot_average():
