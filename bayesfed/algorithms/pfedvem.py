@@ -25,6 +25,10 @@ That is variational EM for any hierarchical model, its M-step as exact as the st
   before, one number for each parameter, which the server keeps: steps fit any unit, as Adam's do, but as it is the
   same number for all clients they still pull by the size of their gradients, so that where steps end is the maximum.
 
+As in the paper q(w_i) has no correlations, and where rows make them (an intercept with a slope) its variances, and ρ
+with them, come out too small: in ``varying_slope`` on Grunfeld's firms a slope's ρ is .033 after 200 rounds and .013 in
+the end, where the exact marginal likelihood under the same priors has its maximum at .18. A fit warns of that.
+
 The authors' code lets every client train in every round and a random tenth of them upload: that is
 ``clients_per_round=1.0`` with ``upload_fraction=0.1``. ``clients_per_round=0.1`` alone trains the cohort only.
 """

@@ -79,8 +79,8 @@ def warn_of_spreads(
 ) -> None:
     """Warn where the scale of a Normal local prior has collapsed, or that of a client's own has grown without bound.
 
-    Collapsed: it has fallen 1000-fold; or tenfold, and the clients' q(w_i) lie no further from the centre than they
-    are wide, so that what is left of the scale comes from the clients' uncertainty and not from their differences.
+    Collapsed: it has fallen 1000-fold; or tenfold for all clients, and their q(w_i) lie no further from the centre than
+    they are wide, so that what is left of the scale comes from the clients' uncertainty, not from their differences.
     """
     found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {site: [] for site in _learnt(program)}
     for chunk in program.chunks(federation) if found else ():
@@ -95,7 +95,7 @@ def warn_of_spreads(
     for site, moves in found.items():
         moved, apart, wide = (torch.cat(some) for some in zip(*moves, strict=True))
         fallen, blurred = float((-moved).max().exp()), apart.mean(0) < wide.mean(0)
-        if fallen > TOO_FAR or (blurred & (moved < -math.log(FAR)).any(0)).any():
+        if fallen > TOO_FAR or (blurred & (moved < -math.log(FAR)).all(0)).any():
             warnings.warn(
                 f"{_scale_of(program, site)} has fallen to 1/{fallen:.0f} of what it was: the clients hardly differ "
                 "in it, or the approximation, which takes their variables for independent, cannot tell. Compare "

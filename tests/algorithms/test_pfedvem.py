@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pyro
@@ -228,7 +229,9 @@ def test_rho_adapts_to_how_far_clients_are():
             torch.nn.Linear(2, 1), likelihood="normal", noise=0.3, spread="client", scale=1.0
         )
         algorithm = PFedVEM(head_steps=10, lr=0.02)
-        posterior = bf.fit(model, federation, algorithm, rounds=60)
+        fallen = pytest.warns(UserWarning, match="has fallen to 1/")
+        with nullcontext() if gap else fallen:  # the clients do not differ, and that is said
+            posterior = bf.fit(model, federation, algorithm, rounds=60)
         (own,) = closed_forms(posterior.program).own
         spread[gap] = float(posterior.local_params[own].exp().mean())
     assert spread[0.0] < 0.3 < spread[2.0]
