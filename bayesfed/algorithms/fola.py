@@ -102,6 +102,11 @@ class FOLA(Algorithm):
     Where θ has at most 50 numbers the settings that are None mean Laplace's method of the pooled posterior: whole
     Hessians, J_i to its least point by Newton's method, and the cavity. Beyond, they mean the paper's method.
 
+    Draws of a network's weights predict worse than their centre, a known trait of diagonal Laplace approximations: of
+    digits (8 clients with 40 rows, 64-32-10, γ = 1) the centre names .90, one draw .19, 100 draws .36 to .57, 500 about
+    .75, as does one in plain torch at the same point. Use ``probabilities(..., centre=True)``, or a larger γ (10: 100
+    draws .84, the centre .88).
+
     Attributes:
         lr: η; None is 0.1, or Newton's method (on all rows of a client) where θ is small.
         prior_weight: λ; None is r − 1 (in ``cavity``: 1).
