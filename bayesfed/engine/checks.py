@@ -85,8 +85,9 @@ def warn_of_spreads(
     found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {site: [] for site in _learnt(program)}
     for chunk in program.chunks(federation) if found else ():
         batch = federation.batch(chunk, torch.zeros(len(chunk), 1, dtype=torch.int64))
-        phi = {name: local_params[name][chunk] for name in program.local_params}
-        before = _log_scales(program, program.init | program.init_locals(batch), batch)
+        start = program.init_locals(batch)
+        phi = start | {name: value[chunk] for name, value in local_params.items()}
+        before = _log_scales(program, program.init | start, batch)
         now, q = local_priors(program, params | phi, batch), _posteriors(program, phi)
         for site, moves in found.items():
             moved = now[site].scale.log() - before[site]
