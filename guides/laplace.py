@@ -198,14 +198,14 @@ class Laplace(Hierarchical):
             grad, prior = self.prior_slopes(u, batch, full)
             precision = definite(likelihood + prior / rows, matrix=full)
             step = solve(precision, grad / rows + pull - times(likelihood, u - z))
+            if float((step * times(precision, step)).sum() * rows) < 1e-6:  # in nats
+                return u + step, precision
             with torch.no_grad():
                 tried = u + torch.tensor(SIZES, dtype=u.dtype, device=u.device)[:, None] * step
                 gap = tried - z
                 force = gap @ likelihood if full else gap * likelihood
                 value = self.log_prior(tried, batch) / rows + gap @ pull - (gap * force).sum(-1) / 2
                 u = tried[value.nan_to_num(-torch.inf).argmax()]
-            if float((step * times(precision, step)).sum() * rows) < 1e-6:  # in nats
-                break
         _, prior = self.prior_slopes(u, batch, full)
         return u, definite(likelihood + prior / rows, matrix=full)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bayesfed.algorithms import optimizer
-from bayesfed.algorithms.optimizer import State, clipped
+from bayesfed.algorithms.optimizer import State
 from bayesfed.algorithms.points import against, centre, sharing, squared, zeros
 from bayesfed.algorithms.protocol import Algorithm, Job, Turn, Upload, Work, mean, weighted
 from bayesfed.algorithms.schedules import copies, gradients, leaves
@@ -32,7 +32,7 @@ from bayesfed.guides.factorised import factorised
 from bayesfed.tracing.compiler import traceable
 
 STEEPEST = 100.0
-"""The steepest gradient that is followed, root mean square over θ: beyond, a step leaves where the gradient holds."""
+"""The steepest slope that is followed, of each number by itself: beyond, a step leaves where the gradient holds."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class FedAvg(Algorithm):
         loss = mean_loss(program, own, batch)
         if self.proximal:
             loss = loss + self.proximal / 2 * squared(own, server)
-        grads = clipped(gradients(loss, own), STEEPEST)
+        grads = bounded(gradients(loss, own))
         return optimizer.descend(self.optimizer, theta, grads, lr, active)
 
     def personalize(self, job: Job, steps: int | None = None, lr: float | None = None) -> Params:
@@ -125,7 +125,7 @@ class FedAvg(Algorithm):
         at = leaves(own)
         losses = client_losses(program, theta | at, batch, {}, 1)
         loss = losses.nll / losses.rows + self.proximal / 2 * squared(at, start)
-        grads = clipped(gradients(loss, at), STEEPEST)
+        grads = bounded(gradients(loss, at))
         return {name: own[name] - lr * grads[name] for name in own}
 
 
@@ -206,6 +206,11 @@ class Scaffold(FedAvg):
     def params(self, server: Params) -> Params:
         """θ."""
         return {name: v for name, v in server.items() if f"control.{name}" in server}
+
+
+def bounded(grads: Params) -> Params:
+    """Gradients of which no number exceeds :data:`STEEPEST`: networks never come near, hierarchies of few rows do."""
+    return {name: grad.clamp(-STEEPEST, STEEPEST) for name, grad in grads.items()}
 
 
 def mean_loss(program: Program, theta: Mapping[str, Tensor], batch: Batch) -> Tensor:
