@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -40,7 +41,8 @@ from bayesfed.output.posterior import Posterior
 from bayesfed.tracing.compiler import Compiler, using
 from bayesfed.tracing.precision import products
 
-_SERVER, _COHORT, _PRIVACY = -1, -2, -3  # streams of a round that belong to no client
+_SERVER, _COHORT = -1, -2  # streams of a round that belong to no client
+_MADE = "personal"  # what clients that keep nothing make of θ in the end
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,18 @@ class Run:
         """ε that all rounds spend."""
         if self.privacy is None:
             return None
-        return self.privacy.spent(self.rounds, self.size, len(self.federation))
+        return self.privacy.spent(self.rounds, *self.sampling)
+
+    @property
+    def sampling(self) -> tuple[int, int]:
+        """K of N clients, as privacy counts them: K = N where clients keep something from round to round."""
+        clients, memory = len(self.federation), self.clients.tensors.keys() - {_MADE}
+        return (clients if memory else self.size), clients
+
+    @property
+    def multiplier(self) -> float:
+        """Scale of the noise over the sensitivity; 0 without."""
+        return 0.0 if self.privacy is None else self.privacy.multiplier(self.rounds, *self.sampling)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -217,7 +230,7 @@ def step(run: Run) -> Round:
     key = noise.fold(noise.key(run.seed).to(federation.device), run.done)
     rate = annealed(algorithm.lr_decay, run.done / run.rounds)
     turn = Turn(run.program, noise.fold(key, _SERVER), run.size, rate)
-    cohort = noise.subset(noise.fold(key, _COHORT), len(federation), run.size).cpu()
+    cohort = _cohort(run, key)
     work = Cohort(
         algorithm, run.program, federation, run.clients, run.batch_size, run.execution, run.privacy
     )
@@ -228,8 +241,8 @@ def step(run: Run) -> Round:
         names = [federation.names[i] for i in cohort.tolist()]
         check_finite(sound, terms, names, run.done + 1)
         if run.privacy is not None:
-            multiplier = run.privacy.multiplier(run.rounds, run.size, len(federation))
-            total = run.privacy.noisy(total, multiplier, noise.fold(key, _PRIVACY))
+            total = run.privacy.noisy(total, run.multiplier, run.done)
+            total = {n: processes.told(v, run.execution.group) for n, v in total.items()}
         server, server_term = algorithm.decode(turn, run.server, total)
     elbo = float(server_term) + float(_sum_over_all(terms, run.known, cohort, turn.scale))
     if not math.isfinite(elbo):
@@ -248,6 +261,14 @@ def step(run: Run) -> Round:
     return Round(run.done, run.rounds, elbo, terms, names, seconds, params)
 
 
+def _cohort(run: Run, key: Tensor) -> Tensor:
+    """The clients of the next round; in secret where that is what privacy rests on."""
+    clients = len(run.federation)
+    if run.privacy is None or not run.multiplier:
+        return noise.subset(noise.fold(key, _COHORT), clients, run.size).cpu()
+    return processes.told(run.privacy.cohort(run.done, clients, run.size), run.execution.group)
+
+
 @on_cpu()
 def finish(run: Run) -> Posterior:
     """The posterior that a run has come to; clients that keep nothing make their variables from θ here.
@@ -260,7 +281,7 @@ def finish(run: Run) -> Posterior:
         mine = processes.own(torch.arange(len(run.federation)), group)
         made, kept = "params", run.clients.tensors
         if made not in kept:
-            made, key = "personal", noise.fold(noise.key(run.seed), noise.word("personalize"))
+            made, key = _MADE, noise.fold(noise.key(run.seed), noise.word("personalize"))
             for chunk, found in personal(
                 run.algorithm, run.program, params, run.federation, run.batch_size, key, mine
             ):
@@ -360,13 +381,20 @@ def fit(
         if (before := file.read(run.state)) is not None:
             (run.server, run.clients.tensors, run.known, run.history), notes = before
             run.done, run.compiler = notes["rounds"], Compiler(notes["compiled"])
+            if run.done < rounds and run.multiplier and privacy and privacy.seed is None:
+                warnings.warn(
+                    f"the run goes on after round {run.done} with noise and cohorts drawn anew: those of a private run "
+                    "are kept nowhere, so it ends elsewhere than one that never stopped. Its ε is the same",
+                    stacklevel=2,
+                )
     alone = group is None or not group.rank()
     with rounds_shown(run.title, rounds, progress if alone else False) as show:
         while run.done < rounds:
             report = step(run)
             if file is not None:
                 notes = {"rounds": run.done, "compiled": run.compiler.mode is not False}
-                file.write(run.state, notes, last=run.done == rounds)
+                due = run.done == rounds or run.multiplier > 0  # what has been told is spent
+                file.write(run.state, notes, last=due)
             show(run.done, report.elbo, str(run.compiler))
             for callback in callbacks:
                 callback(report)

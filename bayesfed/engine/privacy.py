@@ -7,16 +7,27 @@ data: then the clipped sum differs by at most 2 γ. What is private is the sums 
 global parameters and all that the server sends; a client's own posterior is as private as the client keeps it. The
 ELBO that a run shows and stores comes from the clients' terms, which are *not* noisy: keep ``history`` to yourself.
 
+Noise and cohorts come from the operating system's entropy, are written nowhere and cannot be drawn again: not from
+``seed``, nor from a file. A run that goes on from a file draws anew.
+
 ``"laplace"`` clips in L1 and is ε-DP (Dwork & Roth 2014, Theorem 3.6): ε' = 2 γ / scale a round; a cohort drawn
 without replacement from N gives ln(1 + (K / N)(e^ε' − 1)) (Balle, Barthe & Gaboardi 2018, Theorem 9), and rounds add
 up. PAC-PFL's private variant clips in L2 and adds Laplace noise, which in more than one dimension is not ε-DP.
 
 ``"gaussian"`` clips in L2 and is (ε, δ)-DP by dp-accounting's Rényi accountant for cohorts without replacement.
+
+That a cohort is drawn in secret only helps where a client's upload does not depend on which cohorts it was in before.
+Clients that keep something from round to round, as under SFVI, are accounted for as if they took part in every round.
+
+The noise is drawn in double precision and rounded: the attack on floating-point numbers of Mironov (2012) is not
+guarded against.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -28,10 +39,10 @@ from torch import Tensor
 
 from bayesfed.algorithms.settings import Rate, check
 from bayesfed.elbo import noise
-from bayesfed.elbo.noise import uniform
 
 NORMS = {"gaussian": 2, "laplace": 1}
 """The norm in which a mechanism clips."""
+_COHORT = -1
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,8 @@ class Privacy:
         noise: scale of the noise (standard deviation, or Laplace's scale) over the sensitivity 2 γ.
         delta: δ of the Gaussian mechanism.
         mechanism: ``"gaussian"`` or ``"laplace"``.
+        seed: noise and cohorts that can be drawn again, for tests: whoever knows the seed can take the noise off, so
+            that ε is infinite. By default they come from the operating system's entropy.
 
     Raises:
         ValueError: an unknown mechanism, both ``epsilon`` and ``noise``, or a number out of range.
@@ -64,6 +77,7 @@ class Privacy:
     noise: float | None = None
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     mechanism: Literal["gaussian", "laplace"] = "gaussian"
+    seed: Annotated[int, Field(ge=0)] | None = None
 
     def __post_init__(self) -> None:
         check(self)
@@ -82,16 +96,19 @@ class Privacy:
         return _calibrated(self.epsilon, self.delta, rounds, cohort, clients)
 
     def spent(self, rounds: int, cohort: int, clients: int) -> float:
-        """ε of so many rounds; infinite without noise.
+        """ε of so many rounds; infinite without noise, or with noise that a seed tells.
 
         Raises:
             ImportError: the Gaussian mechanism needs dp-accounting.
         """
         scale = self.multiplier(rounds, cohort, clients)
-        if scale == 0:
+        if scale == 0 or self.seed is not None:
             return math.inf
         if self.mechanism == "laplace":
-            return rounds * math.log1p(cohort / clients * math.expm1(1 / scale))
+            a_round, share = 1 / scale, cohort / clients
+            if a_round > 50:  # e^ε' alone counts, and may be too large
+                return rounds * (a_round + math.log(share))
+            return rounds * math.log1p(share * math.expm1(a_round))
         accountant = _accountant()
         accountant.compose(_event(scale, rounds, cohort, clients))
         return float(accountant.get_epsilon(self.delta))
@@ -107,24 +124,43 @@ class Privacy:
             for name, value in upload.items()
         }
 
+    def cohort(self, number: int, clients: int, size: int) -> Tensor:
+        """Positions of the clients of a round, ascending, int64 ``(K,)``."""
+        if self.seed is None:
+            return torch.tensor(sorted(secrets.SystemRandom().sample(range(clients), size)))
+        return noise.subset(noise.fold(self._key(number), _COHORT), clients, size)
+
     def noisy(
-        self, total: Mapping[str, Tensor], multiplier: float, key: Tensor
+        self, total: Mapping[str, Tensor], multiplier: float, number: int
     ) -> dict[str, Tensor]:
-        """A sum with noise of this multiple of 2 γ."""
+        """The sum of a round with noise of this multiple of 2 γ."""
         if multiplier == 0:
             return dict(total)
-        return {
-            name: value
-            + 2 * self.clip * multiplier * self._drawn(value, noise.fold(key, noise.word(name)))
-            for name, value in total.items()
-        }
+        scale = 2 * self.clip * multiplier
+        return {name: v + scale * self._drawn(v, name, number) for name, v in total.items()}
 
-    def _drawn(self, like: Tensor, key: Tensor) -> Tensor:
-        u = uniform(key, like.shape)
+    def _drawn(self, like: Tensor, name: str, number: int) -> Tensor:
+        """Noise of unit scale."""
+        if self.seed is None:
+            u = _entropy(like.shape)
+        else:
+            u = noise.uniform(noise.fold(self._key(number), noise.word(name)), like.shape)
         if self.mechanism == "gaussian":
-            return torch.special.ndtri(u).to(like.dtype)
+            return torch.special.ndtri(u).to(like)
         centred = u - 0.5
-        return (-centred.sign() * torch.log1p(-2 * centred.abs())).to(like.dtype)
+        return (-centred.sign() * torch.log1p(-2 * centred.abs())).to(like)
+
+    def _key(self, number: int) -> Tensor:
+        """Of a round, where there is a seed."""
+        assert self.seed is not None
+        return noise.fold(noise.fold(noise.key(self.seed), noise.word("privacy")), number)
+
+
+def _entropy(shape: torch.Size) -> Tensor:
+    """Uniform numbers in (0, 1), in double precision, from the operating system's cryptographic generator."""
+    count = shape.numel()
+    bits = torch.frombuffer(bytearray(os.urandom(8 * max(1, count))), dtype=torch.int64)[:count]
+    return (((bits >> 11) & ((1 << 53) - 1)).double() + 0.5).mul(2.0**-53).reshape(shape)
 
 
 @cache

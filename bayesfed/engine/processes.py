@@ -30,6 +30,15 @@ def own(clients: Tensor, group: Group | None) -> Tensor:
     return clients % group.size() == group.rank()
 
 
+def told(value: Tensor, group: Group | None) -> Tensor:
+    """What the first process has, in all of them."""
+    if group is None:
+        return value
+    found = value.contiguous()
+    dist.broadcast(found, group=group, group_src=0)
+    return found
+
+
 def summed(values: Mapping[str, Tensor], group: Group | None) -> dict[str, Tensor]:
     """The sum over processes, the same in all of them."""
     if group is None:
