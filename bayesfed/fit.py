@@ -28,6 +28,7 @@ from bayesfed.engine.checks import (
     check_finite,
     check_growth,
     warn_if_falling,
+    warn_of_infinities,
     warn_of_spreads,
 )
 from bayesfed.engine.cohort import Cohort, cohort_size
@@ -295,6 +296,7 @@ def finish(run: Run) -> Posterior:
             local_params = processes.summed(local_params, group)
     history = run.history[:, : run.done].to(torch.get_default_dtype())
     warn_if_falling(run.history[0, : run.done].tolist(), run.federation.rows)
+    warn_of_infinities(run.federation.names, local_params)
     warn_of_spreads(run.program, run.federation, params, local_params)
     return Posterior(
         program=run.program,

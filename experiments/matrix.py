@@ -179,6 +179,8 @@ def cells(pairs: list[tuple[np.ndarray, np.ndarray]]) -> list[str]:
 def against(posterior: bf.Posterior, reference: Mapping[str, np.ndarray]) -> list[str]:
     """The cells of a hierarchy."""
     draws = posterior.sample(4000)
+    if not all(value.isfinite().all() for value in draws.values()):
+        raise FloatingPointError("draws that are not finite")
     local = {site.name for site in posterior.program.locals}
     parts: dict[bool, list[Any]] = {False: [], True: []}
     for name, ref in reference.items():
@@ -299,7 +301,7 @@ def row(model: str, algorithm: str) -> str:
                 found = [process_cell(posterior, test)]
     except (ValueError, TypeError, NotImplementedError) as error:
         return " | ".join([model, algorithm, f"refused: {error}", *[""] * (wide - 1)])
-    except FloatingPointError as error:
+    except ArithmeticError as error:
         return " | ".join([model, algorithm, f"failed: {error}", *[""] * (wide - 1)])
     return " | ".join([model, algorithm, *found, seconds])
 

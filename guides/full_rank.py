@@ -55,15 +55,17 @@ class FullRank(Family):
     def moved(self, start: Params, copies: Params) -> dict[str, Tensor]:
         """The slopes are A_i = Σ^{-½} (Σ^{½} Σ_i Σ^{½})^{½} Σ^{-½}."""
         rest = {name: value for name, value in copies.items() if name not in (LOG_SCALE, TRIL)}
-        root, inverse = _roots(_covariance(self.normal(start)[1]))
-        covariance = _covariance(self.normal(copies)[1])
-        return rest | {SLOPE: inverse @ _roots(root @ covariance @ root)[0] @ inverse}
+        before, now = self.normal(start)[1], self.normal(copies)[1]
+        root, inverse = _roots(_covariance(before))
+        slope = inverse @ _roots(root @ _covariance(now) @ root)[0] @ inverse
+        return rest | {SLOPE: slope.to(before)}
 
     def carried(self, start: Params, moved: Params) -> dict[str, Tensor]:
         """Σ ← A Σ A."""
         rest = {name: moved[name] for name in start if name in moved}
-        covariance = moved[SLOPE] @ _covariance(self.normal(start)[1]) @ moved[SLOPE]
-        return rest | from_scale_tril(torch.linalg.cholesky(covariance))
+        before, slope = self.normal(start)[1], moved[SLOPE].double()
+        covariance = slope @ _covariance(before) @ slope
+        return rest | from_scale_tril(torch.linalg.cholesky(covariance).to(before))
 
 
 def affine(init: Tensor, init_scale: float) -> Tensor:
@@ -86,7 +88,8 @@ def from_scale_tril(scale_tril: Tensor) -> dict[str, Tensor]:
 
 
 def _covariance(tril: Tensor) -> Tensor:
-    return tril @ tril.mT
+    """In double precision: roots of a product lose half of the digits twice."""
+    return tril.double() @ tril.mT.double()
 
 
 def _roots(covariance: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfed.data.ingest import Missing, check_columns, check_missing
+from bayesfed.data.ingest import (
+    Missing,
+    check_columns,
+    check_missing,
+    check_precision,
+    say_dropped,
+)
 
 _ROWS = 100_000  # rows that are looked at together
 
@@ -107,6 +113,15 @@ def of_table(
                     "data, or pass missing='drop' to leave such rows out"
                 )
             keep[row] = False
+        for part in parts[name]:
+            for rows in part.split(_ROWS):
+                check_precision(name, rows, "the table")
+                if rows.is_floating_point() and rows.isinf().any():
+                    raise ValueError(
+                        f"the table: field {name!r} holds an infinite number. Mend the data"
+                    )
+    if not keep.all():
+        say_dropped(codes[~keep], names, len(keep))
     order = codes.argsort(stable=True)
     order = order[keep[order]]
     lengths = codes[keep].bincount(minlength=len(names))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -112,25 +113,56 @@ def to_tensor(field: str, values: Any, client: str) -> Tensor:
         try:
             if isinstance(getattr(values, "dtype", None), pd.CategoricalDtype):
                 raise ValueError
+            if any(isinstance(value, str) for value in np.ravel(array)):
+                raise ValueError  # "02139" is no 2139, unless the user says so
             array = pd.to_numeric(pd.Series(array)).to_numpy(dtype=float, na_value=np.nan)
         except (ValueError, TypeError):
             example = pd.unique(pd.Series(np.ravel(array)))[:3].tolist()
             raise TypeError(
-                f"field {field!r} is categorical or text (e.g. {example}; client {client!r}): encode it "
-                f"as numbers first, e.g. frame[{field!r}].astype('category').cat.codes, or as dummies"
+                f"field {field!r} is categorical or text (e.g. {example}; client {client!r}): make numbers of it "
+                f"first. Quantities: frame[{field!r}].astype(float). Categories: pandas.get_dummies, or "
+                f"frame[{field!r}].astype('category').cat.codes, which makes -1 of what is missing: leave that "
+                "out before, frame.dropna()"
             ) from None
     if array.dtype.kind not in "biuf":
         raise TypeError(
             f"field {field!r} has type {array.dtype}: only numbers can be stored (client {client!r}); "
             "encode it as numbers first"
         )
-    return torch.as_tensor(np.array(array), dtype=torch.get_default_dtype())
+    made = torch.from_numpy(np.array(array))
+    check_precision(field, made, f"client {client!r}")
+    return made.to(torch.get_default_dtype())
+
+
+def check_precision(field: str, values: Tensor, where: str) -> None:
+    """Fail on numbers that are others in torch's default floating type, such as identifiers and seconds since 1970.
+
+    Whole numbers may not change at all; others by no more than a ten-thousandth of their range.
+
+    Raises:
+        ValueError: they do; the message names the field and says what to do.
+    """
+    dtype = torch.get_default_dtype()
+    if not len(values) or values.dtype in (torch.bool, dtype):
+        return
+    whole, exact = not values.is_floating_point(), values.double()
+    error = (exact - exact.to(dtype)).abs().nan_to_num(0.0, 0.0)
+    finite = exact[exact.isfinite()]
+    span = float(finite.max() - finite.min()) if len(finite) else 0.0
+    if (whole and error.any()) or (span > 0 and float(error.max()) > 1e-4 * span):
+        largest = int(error.flatten().argmax())
+        before, after = (float(v.flatten()[largest]) for v in (exact, exact.to(dtype)))
+        raise ValueError(
+            f"{where}: field {field!r} has numbers that {str(dtype)[6:]} cannot tell from their neighbours, such as "
+            f"{before:.17g}, which becomes {after:.17g}. Subtract what they have in common (a first date), leave out "
+            "what is a name and no quantity, or call torch.set_default_dtype(torch.float64)"
+        )
 
 
 def without_missing(
     columns: dict[str, Tensor], offsets: np.ndarray, names: tuple[str, ...], missing: Missing
 ) -> tuple[dict[str, Tensor], np.ndarray]:
-    """Fail on a NaN, naming client and row, or drop the rows that hold one.
+    """Fail on a NaN, naming client and row, or drop the rows that hold one and say how many; fail on infinity.
 
     Args:
         columns: field name to ``(rows, *event)``, client by client.
@@ -150,7 +182,14 @@ def without_missing(
     for field, value in columns.items():
         if not value.is_floating_point() or len(value) != len(bad):
             continue
-        nan = value.isnan().reshape(len(value), -1).any(-1)
+        nan, infinite = (x.reshape(len(value), -1).any(-1) for x in (value.isnan(), value.isinf()))
+        if infinite.any():
+            row = int(infinite.nonzero()[0])
+            client = int(owner[row])
+            raise ValueError(
+                f"client {names[client]!r}, row {row - int(offsets[client])}: field {field!r} is infinite. Mend the "
+                "data (the logarithm of 0, a division by 0?) or leave the row out"
+            )
         if missing == "fail" and nan.any():
             row = int(nan.nonzero()[0])
             client = int(owner[row])
@@ -160,7 +199,19 @@ def without_missing(
             )
         bad |= nan
     if bad.any():
+        say_dropped(owner[bad], names, len(bad))
         columns = {field: value[~bad] for field, value in columns.items()}
         lengths = np.bincount(owner[~bad].numpy(), minlength=len(names))
         offsets = np.concatenate([[0], lengths.cumsum()])
     return columns, offsets
+
+
+def say_dropped(owners: Tensor, names: Sequence[str], rows: int) -> None:
+    """Warn of rows that are left out: whose they were, of how many in all."""
+    clients, counts = owners.unique(return_counts=True)
+    most = counts.argsort(descending=True)[:3].tolist()
+    worst = ", ".join(f"{names[int(clients[i])]!r} {int(counts[i])}" for i in most)
+    warnings.warn(
+        f"missing='drop' leaves out {len(owners)} of {rows} rows, of {len(clients)} clients (most of {worst})",
+        stacklevel=5,
+    )

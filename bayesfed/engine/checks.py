@@ -109,6 +109,20 @@ def warn_of_spreads(
             )
 
 
+def warn_of_infinities(names: Sequence[str], local_params: Params) -> None:
+    """Warn of clients whose own parameters are not finite."""
+    sound = torch.ones(len(names), dtype=torch.bool)
+    for value in local_params.values():
+        sound &= value.reshape(len(names), -1).isfinite().all(1).cpu()
+    if not sound.all():
+        lost = [names[i] for i in (~sound).nonzero().flatten().tolist()]
+        warnings.warn(
+            f"the variables of {len(lost)} clients are not finite, such as {lost[0]!r}: their steps have diverged. "
+            "What is global can be used. Lower lr, or give personalize() fewer steps at a lower rate",
+            stacklevel=3,
+        )
+
+
 def _learnt(program: Program) -> list[str]:
     """The local sites with a Normal prior whose scale depends on parameters; of a program whose globals are points."""
     return [site for site, anchor in program.anchors.items() if not anchor.fixed]

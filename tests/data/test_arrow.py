@@ -122,10 +122,14 @@ def test_missing_numbers_fail_or_are_dropped():
     data = pa.table({"who": ["a", "a", "b", "b"], "y": [1.0, None, float("nan"), 4.0]})
     with pytest.raises(ValueError, match="client 'a', row 1 of the table: field 'y' is missing"):
         bf.Federation.from_arrow(data, client="who")
-    kept = bf.Federation.from_arrow(data, client="who", missing="drop")
+    with pytest.warns(UserWarning, match="leaves out 2 of 4 rows, of 2 clients"):
+        kept = bf.Federation.from_arrow(data, client="who", missing="drop")
     assert kept["y"].tolist() == [1.0, 4.0]
     whole = pa.table({"who": ["a", "b"], "y": pa.array([1, None])})
-    with pytest.raises(ValueError, match="client 'b' is empty"):
+    with (
+        pytest.warns(UserWarning, match="leaves out 1 of 2 rows"),
+        pytest.raises(ValueError, match="client 'b' is empty"),
+    ):
         bf.Federation.from_arrow(whole, client="who", missing="drop")
 
 

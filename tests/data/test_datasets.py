@@ -204,7 +204,7 @@ def test_standardise_keeps_single_precision_and_computes_in_double(three):
     assert constants["x"][0].dtype == torch.float64
 
 
-@pytest.mark.parametrize("entry", [0.0, 0.1, 1e200, float("inf")])
+@pytest.mark.parametrize("entry", [0.0, 0.1, 1e200])
 def test_standardise_refuses_what_has_no_standard_deviation(entry):
     clients = {"a": {"x": [[1.0, entry], [2.0, entry]]}, "b": {"x": [[3.0, entry]]}}
     with pytest.raises(ValueError, match="field 'x' cannot be standardised"):

@@ -12,7 +12,12 @@ from torch.distributions import constraints
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.elbo.build import build
-from bayesfed.engine.checks import check_growth, warn_if_falling, warn_of_spreads
+from bayesfed.engine.checks import (
+    check_growth,
+    warn_if_falling,
+    warn_of_infinities,
+    warn_of_spreads,
+)
 from bayesfed.guides.factorised import factorised
 
 ROUNDS, ROWS = 200, 80
@@ -167,3 +172,12 @@ def test_where_mean_field_loses_a_spread_of_real_data_it_is_said():
     """τ of the first slope: 0.18 at the mode of the marginal posterior, 0.013 at that with a factorised q(w_i)."""
     with pytest.warns(UserWarning, match="local site 'beta' .* has fallen"):
         bf.fit(models.varying_slope, datasets.grunfeld(), bf.PFedVEM(), rounds=200)
+
+
+def test_clients_whose_own_parameters_are_not_finite_are_named():
+    own = {"w": torch.ones(3, 1, 2), "v": torch.tensor([[0.0], [math.nan], [math.inf]])}
+    with pytest.warns(UserWarning, match="variables of 2 clients are not finite, such as 'b'"):
+        warn_of_infinities(["a", "b", "c"], own)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_infinities(["a"], {"w": torch.ones(1, 2)})

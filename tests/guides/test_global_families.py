@@ -186,3 +186,17 @@ def test_flows_of_one_size_do_not_share_parameters():
     before = run(bf.Flow(), 2, first, 5)[0]
     assert not torch.equal(before, run(bf.Flow(), 2, second, 5)[0])
     assert torch.equal(before, run(bf.Flow(), 2, first, 5)[0])
+
+
+def test_maps_between_narrow_gaussians_in_single_precision():
+    """Scales from 1 to 1e-4 and a correlation of .99: a covariance of condition 1e9, a hundred times what it holds."""
+    full = bf.FullRank()
+    rows = [[1.0, 0.0, 0.0], [0.99e-2, 0.14e-2, 0.0], [0.3e-4, 0.2e-4, 1e-4]]
+    tril = torch.tensor(rows, dtype=torch.float32)
+    stretched = torch.tensor([[1.1], [0.9], [1.05]], dtype=torch.float32) * tril
+    start = full.at(torch.zeros(3), tril)
+    moved = full.moved(start, full.at(torch.zeros(1, 3), stretched[None]))
+    carried = full.carried(start, {name: value[0] for name, value in moved.items()})
+    assert carried["global.tril"].dtype == torch.float32
+    found = full.normal(carried)[1]
+    torch.testing.assert_close(found @ found.T, stretched @ stretched.T, rtol=2e-3, atol=0)

@@ -1,0 +1,93 @@
+"""Numbers that would become others without a word."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import bayesfed as bf
+
+WHO = {"who": ["a", "a", "b"]}
+
+
+def from_frame(**columns):
+    return bf.Federation.from_frame(pd.DataFrame(WHO | columns), client="who")
+
+
+def from_arrow(**columns):
+    pa = pytest.importorskip("pyarrow")
+    return bf.Federation.from_arrow(pa.table(WHO | columns), client="who")
+
+
+def from_arrays(**columns):
+    return bf.Federation.from_arrays({"a": {name: np.array(v) for name, v in columns.items()}})
+
+
+WAYS = pytest.mark.parametrize("build", [from_frame, from_arrow, from_arrays])
+
+
+@pytest.mark.parametrize("build", [from_frame, from_arrays])
+@pytest.mark.parametrize("codes", [["02139", "10001", "2139"], ["1", "2", "3"], [1, "2", 3.0]])
+def test_text_is_no_number(build, codes):
+    with pytest.raises(TypeError, match=r"'code' is categorical or text.*astype\(float\)"):
+        build(code=pd.Series(codes, dtype=object))
+
+
+def test_the_advice_for_categories_says_what_becomes_of_missing_ones():
+    with pytest.raises(TypeError, match="makes -1 of what is missing"):
+        from_frame(sex=["m", None, "f"])
+
+
+@WAYS
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1_700_000_000, 1_700_000_050, 1_700_000_100],
+        [16_777_217, 16_777_216, 5],
+        [1.7e9, 1.7e9 + 50.0, 1.7e9 + 100.0],
+    ],
+    ids=["seconds", "identifiers", "fractional seconds"],
+)
+def test_numbers_that_single_precision_merges_are_named(build, values):
+    with pytest.raises(ValueError, match=r"'stamp' has numbers that float32 cannot tell"):
+        build(stamp=values)
+    torch.set_default_dtype(torch.float64)
+    try:
+        kept = build(stamp=values)["stamp"]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert kept.tolist() == values
+
+
+@WAYS
+@pytest.mark.parametrize(
+    "values",
+    [
+        [0.1, 0.2, 0.3],
+        [1e6, 1.2e6, 3.3e6],
+        [0.1, 0.1, 0.1],
+        [2**24, 3, -(2**24)],
+        [True, False, True],
+        [1e-30, 0.0, 2.0],
+    ],
+    ids=["fractions", "dollars", "constant", "whole", "boolean", "small"],
+)
+def test_numbers_that_it_holds_are_kept(build, values):
+    np.testing.assert_allclose(
+        build(x=values)["x"].numpy(), np.array(values, dtype=float), rtol=1e-7
+    )
+
+
+@WAYS
+def test_infinity_is_no_number(build):
+    with pytest.raises(ValueError, match="field 'x' (is infinite|holds an infinite number)"):
+        build(x=[1.0, float("inf"), 2.0])
+
+
+def test_dropped_rows_are_counted():
+    frame = pd.DataFrame({"who": list("aaabbc"), "x": [1.0, np.nan, np.nan, 2.0, np.nan, 3.0]})
+    with pytest.warns(
+        UserWarning, match=r"leaves out 3 of 6 rows, of 2 clients \(most of 'a' 2, 'b' 1\)"
+    ):
+        kept = bf.Federation.from_frame(frame, client="who", missing="drop")
+    assert kept["x"].tolist() == [1.0, 2.0, 3.0]
