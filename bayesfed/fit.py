@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from bayesfed.engine.checks import (
     warn_if_falling,
     warn_of_infinities,
     warn_of_spreads,
+    warn_of_unseen,
 )
 from bayesfed.engine.cohort import Cohort, cohort_size
 from bayesfed.engine.execution import Execution, threads
@@ -43,6 +45,8 @@ from bayesfed.tracing.compiler import Compiler, using
 from bayesfed.tracing.precision import products
 
 _SERVER, _COHORT = -1, -2  # streams of a round that belong to no client
+UNSEEN_STEPS = 50
+"""Steps in which clients that were in no cohort make their variables from θ in the end."""
 _MADE = "personal"  # what clients that keep nothing make of θ in the end
 
 
@@ -272,24 +276,33 @@ def _cohort(run: Run, key: Tensor) -> Tensor:
 
 @on_cpu()
 def finish(run: Run) -> Posterior:
-    """The posterior that a run has come to; clients that keep nothing make their variables from θ here.
+    """The posterior that a run has come to.
 
-    A run may go on afterwards. With clients' states in files a posterior of before reads the new ones.
+    Clients that keep nothing, or were in no cohort, make their variables from θ here. A run may go on afterwards. With
+    clients' states in files a posterior of before reads the new ones.
     """
     with threads(run.numbers), using(run.compiler):
         params = {name: value.detach() for name, value in run.algorithm.params(run.server).items()}
         group = run.execution.group
         mine = processes.own(torch.arange(len(run.federation)), group)
-        made, kept = "params", run.clients.tensors
+        made, kept, unseen = "params", run.clients.tensors, run.known.isnan()
+        key = noise.fold(noise.key(run.seed), noise.word("personalize"))
+        of_clients = partial(
+            personal, run.algorithm, run.program, params, run.federation, run.batch_size, key
+        )
         if made not in kept:
-            made, key = _MADE, noise.fold(noise.key(run.seed), noise.word("personalize"))
-            for chunk, found in personal(
-                run.algorithm, run.program, params, run.federation, run.batch_size, key, mine
-            ):
+            made, unseen = _MADE, torch.zeros_like(unseen)
+            for chunk, found in of_clients(mine):
                 run.clients.begin(chunk, {made: found})
         local_params = dict(run.clients.tensors.get(made, {}))
-        if run.done < run.rounds and run.execution.states is None:  # the next step changes them
-            local_params = {name: value.clone() for name, value in local_params.items()}
+        if run.execution.states is not None:
+            warn_of_unseen(run.federation.names, unseen)
+        else:
+            if run.done < run.rounds or unseen.any():  # the next step changes them
+                local_params = {name: value.clone() for name, value in local_params.items()}
+            for chunk, found in of_clients(mine & unseen, UNSEEN_STEPS):
+                for name in local_params:
+                    local_params[name][chunk] = found[name]
         if group is not None:
             for value in local_params.values():
                 value[~mine] = 0

@@ -1,6 +1,8 @@
 import dataclasses
 import io
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 
@@ -85,12 +87,10 @@ def test_who_is_absent_keeps_its_parameters():
     algorithm = bf.SFVI(**QUICK)
     program = algorithm.program(conjugate_hierarchy, data)
     start = program.init_locals(data.batch())
-    took_part = []
-    posterior = fit(
-        data, rounds=1, clients_per_round=2, callbacks=[lambda r: took_part.extend(r.cohort)]
-    )
+    run = bf.start(conjugate_hierarchy, data, algorithm, rounds=1, clients_per_round=2)
+    took_part = bf.step(run).cohort
     moved = torch.zeros(6, dtype=torch.bool)
-    for name, value in posterior.local_params.items():
+    for name, value in run.clients.tensors["params"].items():
         moved |= (value != start[name]).reshape(6, -1).any(1)
     assert [data.names[i] for i in moved.nonzero().flatten()] == sorted(took_part)
 
@@ -274,6 +274,58 @@ def test_automatic_chunks_change_nothing():
     same(fit(), fit(chunk_size="auto"), rtol=1e-6, atol=1e-6)
 
 
+# -- clients that were in no cohort -----------------------------------------------------------------------------
+
+
+def far_apart():
+    generator = torch.Generator().manual_seed(0)
+    return bf.Federation.from_arrays(
+        {f"c{i}": {"y": 5.0 * (-1) ** i + torch.randn(6, generator=generator)} for i in range(20)}
+    )
+
+
+def unit_noise(federation):
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    tau = pyro.sample("tau", dist.HalfNormal(5.0))
+    with federation.clients():
+        a = pyro.sample("a", dist.Normal(mu, tau))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Normal(a, 1.0), obs=obs.get("y"))
+
+
+@pytest.mark.parametrize("algorithm", [bf.SFVI(), bf.PVI()], ids=str)
+def test_clients_that_were_in_no_cohort_have_posteriors_too(algorithm):
+    """Six rows of unit noise: a mean within .41 of theirs, whatever else; eight of 20 clients are visited."""
+    data = far_apart()
+    how = {"rounds": 8, "clients_per_round": 1, "progress": False}
+    run = bf.start(
+        unit_noise, data, algorithm, **{k: how[k] for k in ("rounds", "clients_per_round")}
+    )
+    for _ in range(8):
+        bf.step(run)
+    assert run.known.isnan().sum() >= 12
+    kept = {name: value.clone() for name, value in run.clients.tensors["params"].items()}
+    a = bf.finish(run).sample(2000)["a"]
+    own = torch.stack([data.select([name])["y"].mean() for name in data.names])
+    unseen = run.known.isnan()
+    assert ((a.mean(0) - own).abs()[unseen] < 1.5).all()  # at the start they are 5 off
+    assert (a.std(0)[unseen] > 0.2).all()
+    for name, value in run.clients.tensors["params"].items():
+        assert torch.equal(value, kept[name])  # the run may go on
+
+
+def test_clients_that_were_in_no_cohort_are_named_where_states_lie_in_files(tmp_path):
+    with pytest.warns(UserWarning, match=r"of 20 clients were in no cohort, such as 'c"):
+        bf.fit(
+            unit_noise,
+            far_apart(),
+            bf.SFVI(),
+            rounds=2,
+            clients_per_round=1,
+            execution=bf.Execution(states=tmp_path / "states"),
+        )
+
+
 # -- start, step, finish --------------------------------------------------------------------------
 
 
@@ -300,6 +352,9 @@ def test_steps_by_hand_are_a_fit(name):
         assert all(torch.equal(one.params[name], other.params[name]) for name in one.params)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.*clients were in no cohort"
+)  # told of where states lie in files
 @pytest.mark.parametrize("files", [False, True])
 @pytest.mark.parametrize("name", ["SFVI", "FedAvg of a network", "FedABML of a network"])
 def test_a_run_may_be_finished_and_go_on(name, files, tmp_path):

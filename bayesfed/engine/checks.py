@@ -109,6 +109,17 @@ def warn_of_spreads(
             )
 
 
+def warn_of_unseen(names: Sequence[str], unseen: Tensor) -> None:
+    """Warn of clients that were in no cohort, whose variables are where they start: bool ``(N,)``."""
+    if unseen.any():
+        first = names[int(unseen.nonzero()[0])]
+        warnings.warn(
+            f"{int(unseen.sum())} of {len(names)} clients were in no cohort, such as {first!r}: what is kept of their "
+            "variables is a start that knows no data. Run more rounds, or take personalize() for them",
+            stacklevel=3,
+        )
+
+
 def warn_of_infinities(names: Sequence[str], local_params: Params) -> None:
     """Warn of clients whose own parameters are not finite."""
     sound = torch.ones(len(names), dtype=torch.bool)

