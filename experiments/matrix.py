@@ -160,6 +160,7 @@ def exact(federation: bf.Federation) -> tuple[dict[str, Tensor], dict[str, np.nd
 
 def spread(draws: np.ndarray, reference: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Shifts of the means in the reference's sds, and ratios of sds, of every entry that varies."""
+    draws, reference = draws.astype(np.float64), reference.astype(np.float64)
     sd = np.ravel(reference.std(0))
     free = sd > 1e-6  # not the corner of a Cholesky factor
     shift = np.ravel(np.abs(draws.mean(0) - reference.mean(0)))
