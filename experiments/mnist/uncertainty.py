@@ -26,7 +26,7 @@ import bayesfed as bf
 
 CHOSEN = {
     "FedAvg": ({"rate": 0.7}, 0.3),
-    "FedABML": ({"rate": 0.3, "lam": 1.0}, 0.3),
+    "FedABML": ({"rate": 0.3, "lam": 0.1}, 0.3),
 }
 """Point of the grid, and the personal rate, of few_images.md."""
 KINDS = ("own digits", "unseen digits", "own digits, turned")
