@@ -35,6 +35,7 @@ from bayesfed.engine.checks import (
 )
 from bayesfed.engine.cohort import Cohort, cohort_size
 from bayesfed.engine.execution import Execution, threads
+from bayesfed.engine.independence import check_independence
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.progress import rounds_shown
 from bayesfed.engine.resume import Checkpoint
@@ -199,6 +200,7 @@ def start(
         torch.manual_seed(seed)
         program = algorithm.program(model, federation)
     check_data(program, federation)
+    check_independence(program, federation, shuffled=batch_size is not None)
     server = algorithm.start(program)
     kept = States(len(federation), execution.states, federation.device)
     for batch in program.starts(federation):

@@ -166,7 +166,7 @@ def test_a_fit_is_the_same_from_disk(tmp_path):
     columns = frame_like()
     columns["y"] = columns["flag"].astype(np.uint8)
     model = bf.models.Network(bf.models.mlp(3, 2), spread="client", scale=0.3)
-    settings = {"rounds": 3, "clients_per_round": 4, "batch_size": 16, "progress": False}
+    settings = {"rounds": 3, "clients_per_round": 6, "batch_size": 16, "progress": False}
     how = bf.PFedVEM(head_steps=3, draws=2)
     memory = bf.fit(model, in_memory(columns), how, **settings)
     disk = bf.fit(

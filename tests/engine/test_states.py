@@ -60,8 +60,8 @@ def test_a_run_is_the_same_in_files(tmp_path, algorithm):
             models.eight_schools,
             schools,
             algorithm,
-            rounds=4,
-            clients_per_round=3,
+            rounds=5,
+            clients_per_round=5,
             execution=bf.Execution(states=states),
             progress=False,
         )
