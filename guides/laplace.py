@@ -97,14 +97,12 @@ class Laplace(Hierarchical):
     def centre(self, z: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Location and scale of the clients' priors at ``(1, K or 1, 1, D)``: ``(K, P)``."""
         found = joint.evaluated(self.model, joint.split(z, self.sizes[0]), batch).centres
-        shape = (1, len(batch), 1, -1)
-        parts = [
-            [
-                v.detach().expand(*shape[:3], *v.shape[3:]).reshape(len(batch), -1)
-                for v in found[n][:2]
-            ]
-            for n in self.locals
-        ]
+        parts = []
+        for name, site in self.apart.locals.items():
+            shape = (1, len(batch), 1, *site.start.shape)
+            parts.append(
+                [v.detach().expand(shape).reshape(len(batch), -1) for v in found[name][:2]]
+            )
         loc, scale = (torch.cat(part, 1) for part in zip(*parts, strict=True))
         return loc, scale
 

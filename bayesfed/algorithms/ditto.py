@@ -19,7 +19,7 @@ from torch import Tensor
 from bayesfed.algorithms import optimizer
 from bayesfed.algorithms.fed_avg import FedAvg
 from bayesfed.algorithms.optimizer import State
-from bayesfed.algorithms.points import centre, everyone, squared
+from bayesfed.algorithms.points import centre, everyone, owning, squared
 from bayesfed.algorithms.protocol import Job, Work
 from bayesfed.algorithms.schedules import copies, gradients, leaves
 from bayesfed.data.batch import Batch
@@ -58,13 +58,7 @@ class Ditto(FedAvg):
         Raises:
             ValueError: nothing is a client's own.
         """
-        program = super().program(model, federation)
-        if not program.locals:
-            raise ValueError(
-                "Ditto needs variables of a client's own, and the model samples none: use FedAvg, or move a site "
-                "inside `with federation.clients():`"
-            )
-        return program
+        return owning(super().program(model, federation), type(self).__name__)
 
     def start_clients(self, program: Program, server: Params, batch: Batch) -> State:
         """Every w_i at the centre of its prior."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bayesfed.algorithms import optimizer
 from bayesfed.algorithms.optimizer import State
-from bayesfed.algorithms.points import beginning, everyone, loss_of
+from bayesfed.algorithms.points import beginning, everyone, loss_of, owning
 from bayesfed.algorithms.protocol import Algorithm, Job, Turn, Upload, Work, mean, weighted
 from bayesfed.algorithms.schedules import copies, gradients, leaves
 from bayesfed.algorithms.settings import Rate, Times
@@ -71,11 +71,7 @@ class FedPer(Algorithm):
             ValueError: nothing is a client's own; or what clients share does not fit the algorithm.
         """
         program = build(model, factorised(model, federation, local_point=True), federation)
-        if not program.locals:
-            raise ValueError(
-                f"{type(self).__name__} needs variables of a client's own, and the model samples none: use FedAvg, or "
-                "move a site inside `with federation.clients():`"
-            )
+        owning(program, type(self).__name__)
         self.check(program)
         return program
 

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from bayesfed.algorithms.optimizer import clipped, kept
-from bayesfed.algorithms.points import against, beginning, sharing
+from bayesfed.algorithms.points import against, beginning, owning, sharing
 from bayesfed.algorithms.protocol import Algorithm, Job, Upload, Work, weighted
 from bayesfed.algorithms.schedules import copies, gradients, leaves
 from bayesfed.algorithms.settings import Rate, Times
@@ -114,10 +114,10 @@ class FedABML(Algorithm):
         """The model with a point for θ and Normals for its local sites.
 
         Raises:
-            ValueError: clients share nothing.
+            ValueError: clients share nothing, or have nothing of their own.
         """
         program = build(model, factorised(model, federation), federation)
-        return sharing(program, type(self).__name__)
+        return owning(sharing(program, type(self).__name__), type(self).__name__)
 
     def work(self, job: Job) -> Work:
         """Algorithm 1 for K clients."""

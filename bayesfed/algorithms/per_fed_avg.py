@@ -29,7 +29,7 @@ from torch import Tensor
 
 from bayesfed.algorithms import optimizer
 from bayesfed.algorithms.optimizer import State, clipped
-from bayesfed.algorithms.points import centre, loss_of, sharing, squared
+from bayesfed.algorithms.points import centre, loss_of, owning, sharing, squared
 from bayesfed.algorithms.protocol import Algorithm, Job, Upload, Work, weighted
 from bayesfed.algorithms.schedules import adapted, copies, gradients, leaves
 from bayesfed.algorithms.settings import Rate, Times
@@ -51,10 +51,10 @@ class Personal(Algorithm):
         """The model with points for all its variables.
 
         Raises:
-            ValueError: clients share nothing.
+            ValueError: clients share nothing, or have nothing of their own.
         """
         program = build(model, factorised(model, federation, local_point=True), federation)
-        return sharing(program, type(self).__name__)
+        return owning(sharing(program, type(self).__name__), type(self).__name__)
 
     def encode(self, job: Job, work: Work) -> Upload:
         """The θ_i, each client counting alike."""

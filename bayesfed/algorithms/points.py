@@ -28,6 +28,20 @@ def sharing(program: Program, name: str) -> Program:
     return program
 
 
+def owning(program: Program, name: str) -> Program:
+    """The program, if its clients have variables of their own.
+
+    Raises:
+        ValueError: they have none; says what would do.
+    """
+    if not program.locals:
+        raise ValueError(
+            f"{name} needs variables of a client's own, and the model samples none: use FedAvg, or move a site inside "
+            "`with federation.clients():`"
+        )
+    return program
+
+
 def centre(program: Program, theta: Mapping[str, Tensor], batch: Batch) -> Params:
     """The centre of p(w_i | θ) of K clients, ``(K, 1, ...)``, differentiable in θ; for Normals q(w_i) = p(w_i | θ)."""
     return program.guide.at(local_priors(program, theta, batch))
