@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 import bayesfed as bf
 from bayesfed import models
-from bayesfed.algorithms.fedabml import start, widths
+from bayesfed.algorithms.fedabml import widths
+from bayesfed.algorithms.points import beginning
 from bayesfed.algorithms.schedules import copies
 from bayesfed.algorithms.structured import local_step
 from bayesfed.elbo import noise
@@ -70,7 +71,7 @@ def bayesian_network(
     batch = federation.batch()
     theta, widest = copies(program.init, clients), widths(program, batch)
     keys = noise.fold(noise.key(0), federation.stream_ids)
-    state = {"phi": start(program, theta, batch), "step": 0}
+    state = {"phi": beginning(program, theta, batch), "step": 0}
     rate = torch.full((clients,), LR)
 
     def ours() -> dict[str, Tensor]:
@@ -109,7 +110,7 @@ def bayesian_network(
             log_scale[i].sub_(grads[1], alpha=LR)
 
     def difference() -> float:
-        phi = start(program, theta, batch)
+        phi = beginning(program, theta, batch)
         supplied = algorithm.noise(program, keys)
         new = algorithm.inner_step(program, theta, phi, widest, batch, supplied, rate / LR)
         grads = slope(supplied["weights"][0][0, :, 0], m, log_s)
