@@ -311,8 +311,9 @@ def finish(run: Run) -> Posterior:
             local_params = processes.summed(local_params, group)
     history = run.history[:, : run.done].to(torch.get_default_dtype())
     warn_if_falling(run.history[0, : run.done].tolist(), run.federation.rows)
-    warn_of_infinities(run.federation.names, local_params)
-    warn_of_spreads(run.program, run.federation, params, local_params)
+    if run.execution.states is None:  # files of all clients are not read through
+        warn_of_infinities(run.federation.names, local_params)
+        warn_of_spreads(run.program, run.federation, params, local_params)
     return Posterior(
         program=run.program,
         federation=run.federation,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bayesfed.algorithms.settings import Count, Strict
 from bayesfed.data.batch import Batch
+from bayesfed.data.chunks import PASS
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
 from bayesfed.elbo.moments import Moments
@@ -81,28 +82,34 @@ def warn_of_spreads(
     Collapsed: it has fallen 1000-fold; or tenfold for all clients, and their q(w_i) lie no further from the centre than
     they are wide, so that what is left of the scale comes from the clients' uncertainty, not from their differences.
     """
-    found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {site: [] for site in _learnt(program)}
-    for chunk in program.chunks(federation) if found else ():
+    learnt = _learnt(program)
+    least: Params = {}  # by site, of each number: what its log scale has moved, over the clients
+    most: Params = {}
+    blur: Params = {}  # and Σ_i (width of q(w_i)² − distance of q(w_i) from the centre²)
+    for chunk in program.chunks(federation) if learnt else ():
         batch = federation.batch(chunk, torch.zeros(len(chunk), 1, dtype=torch.int64))
         start = program.init_locals(batch)
         phi = start | {name: value[chunk] for name, value in local_params.items()}
         before = _log_scales(program, program.init | start, batch)
         now, q = local_priors(program, params | phi, batch), _posteriors(program, phi)
-        for site, moves in found.items():
+        for site in learnt:
             moved = now[site].scale.log() - before[site]
             at = q.get(site, now[site]._replace(scale=torch.zeros_like(moved)))
-            moves.append((moved, (at.loc - now[site].loc).square(), at.scale.square()))
-    for site, moves in found.items():
-        moved, apart, wide = (torch.cat(some) for some in zip(*moves, strict=True))
-        fallen, blurred = float((-moved).max().exp()), apart.mean(0) < wide.mean(0)
-        if fallen > TOO_FAR or (blurred & (moved < -math.log(FAR)).all(0)).any():
+            wider = (at.scale.square() - (at.loc - now[site].loc).square()).sum(0)
+            low, high = moved.amin(0), moved.amax(0)
+            least[site] = torch.minimum(low, least.get(site, low))
+            most[site] = torch.maximum(high, most.get(site, high))
+            blur[site] = wider + blur.get(site, torch.zeros_like(wider))
+    for site in learnt:
+        fallen = float((-least[site]).max().exp())
+        if fallen > TOO_FAR or ((blur[site] > 0) & (most[site] < -math.log(FAR))).any():
             warnings.warn(
                 f"{_scale_of(program, site)} has fallen to 1/{fallen:.0f} of what it was: the clients hardly differ "
                 "in it, or the approximation, which takes their variables for independent, cannot tell. Compare "
                 "with SFVI, give it a prior that keeps it off zero, or make the variable a global one",
                 stacklevel=3,
             )
-        elif (grown := float(moved.max().exp())) > TOO_FAR:
+        elif (grown := float(most[site].max().exp())) > TOO_FAR:
             warnings.warn(
                 f"{_scale_of(program, site)} has grown {grown:.0f}-fold: the fit has diverged",
                 stacklevel=3,
@@ -124,7 +131,9 @@ def warn_of_infinities(names: Sequence[str], local_params: Params) -> None:
     """Warn of clients whose own parameters are not finite."""
     sound = torch.ones(len(names), dtype=torch.bool)
     for value in local_params.values():
-        sound &= value.reshape(len(names), -1).isfinite().all(1).cpu()
+        flat = value.reshape(len(names), -1)
+        together = max(1, PASS // max(1, flat.shape[1]))
+        sound &= torch.cat([part.isfinite().all(1) for part in flat.split(together)]).cpu()
     if not sound.all():
         lost = [names[i] for i in (~sound).nonzero().flatten().tolist()]
         warnings.warn(
