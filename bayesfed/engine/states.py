@@ -68,7 +68,7 @@ class States:
         return found
 
     def begin(self, clients: Tensor, state: optimizer.State) -> None:
-        """Keep the first states of K clients, or a part that they did not have. Zeros of new parts are not written."""
+        """Keep the first states of K clients, or a part that they did not have. Zeros go over other numbers only."""
         new = {part: found for part, found in state.items() if part not in self.tensors}
         if new and self._folder is None:
             self.tensors |= {
@@ -77,13 +77,15 @@ class States:
             }
         elif new and self._folder is not None:
             self.tensors |= self._file(self._folder / f"{'-'.join(new)}.npy", new)
-        filled = {
-            part: {n: v for n, v in found.items() if part not in new or v.any()}
-            for part, found in state.items()
-        }
         if self._folder is not None:
             clients = clients.cpu()
-            filled = {p: {n: v.cpu() for n, v in found.items()} for p, found in filled.items()}
+            state = {p: {n: v.cpu() for n, v in found.items()} for p, found in state.items()}
+        filled = {
+            part: {
+                n: v for n, v in found.items() if v.any() or self.tensors[part][n][clients].any()
+            }
+            for part, found in state.items()
+        }
         optimizer.put(self.tensors, clients, filled)
         self._let_go()
 

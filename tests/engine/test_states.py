@@ -91,3 +91,15 @@ def test_local_posteriors_made_at_the_end_are_kept_there_too(tmp_path):
     assert np.array_equal(
         np.load(tmp_path / "personal.npy")[f"personal.{name}"], posterior.local_params[name]
     )
+
+
+def test_zeros_take_no_disk_whichever_clients_come_first(tmp_path):
+    """Four megabytes for each client, in chunks, of which a part is zero."""
+    states = States(8, tmp_path)
+    for some in torch.arange(8).split(3):
+        size = (len(some), 1_000_000)
+        states.begin(some, {"params": {"w": torch.ones(size), "m": torch.zeros(size)}})
+    used = sum(file.stat().st_blocks * 512 for file in tmp_path.iterdir())
+    assert used < 1.2 * 8 * 4_000_000
+    states.begin(torch.tensor([2]), {"params": {"w": torch.zeros(1, 1_000_000)}})
+    assert states.take(torch.tensor([1, 2]))["params"]["w"].sum(1).tolist() == [1e6, 0.0]
