@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -106,20 +106,13 @@ def of_table(
     parts = {name: [_numbers(name, c) for c in found] for name, found in chunks.items()}
     keep = torch.ones(len(codes), dtype=torch.bool)
     for name in wanted:
-        for row in _missing(parts[name], chunks[name]):
+        for row in _missing(name, parts[name], chunks[name]):
             if missing == "fail":
                 raise ValueError(
                     f"client {names[codes[row]]!r}, row {row} of the table: field {name!r} is missing. Mend the "
                     "data, or pass missing='drop' to leave such rows out"
                 )
             keep[row] = False
-        for part in parts[name]:
-            for rows in part.split(_ROWS):
-                check_precision(name, rows, "the table")
-                if rows.is_floating_point() and rows.isinf().any():
-                    raise ValueError(
-                        f"the table: field {name!r} holds an infinite number. Mend the data"
-                    )
     if not keep.all():
         say_dropped(codes[~keep], names, len(keep))
     order = codes.argsort(stable=True)
@@ -205,17 +198,19 @@ def _numbers(field: str, array: Any) -> Tensor:
         return torch.from_numpy(numbers)
 
 
-def _missing(parts: Sequence[Tensor], chunks: Sequence[Any]) -> list[int]:
-    """The rows of the table that are null or hold a NaN."""
-    found, start = [], 0
+def _missing(field: str, parts: Sequence[Tensor], chunks: Sequence[Any]) -> Iterator[int]:
+    """The rows of the table that are null or hold a NaN, in one pass that refuses what is no number of ours."""
+    start = 0
     for part, array in zip(parts, chunks, strict=True):
         if array.null_count:
-            found += (start + np.flatnonzero(array.is_null())).tolist()
-        if part.is_floating_point():
-            for rows in part.split(_ROWS):
+            yield from (start + np.flatnonzero(array.is_null())).tolist()
+        for rows in part.split(_ROWS):
+            if rows.is_floating_point():
                 bad = rows.isnan().reshape(len(rows), -1).any(1)
-                found += (start + bad.nonzero().flatten()).tolist()
-                start += len(rows)
-        else:
-            start += len(part)
-    return found
+                yield from (start + bad.nonzero().flatten()).tolist()
+            check_precision(field, rows, "the table")
+            if rows.is_floating_point() and rows.isinf().any():
+                raise ValueError(
+                    f"the table: field {field!r} holds an infinite number. Mend the data"
+                )
+            start += len(rows)
