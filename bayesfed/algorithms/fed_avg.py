@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bayesfed.algorithms import optimizer
 from bayesfed.algorithms.optimizer import State
-from bayesfed.algorithms.points import against, centre, sharing, squared, zeros
+from bayesfed.algorithms.points import a_row, against, centre, sharing, squared, zeros
 from bayesfed.algorithms.protocol import Algorithm, Job, Turn, Upload, Work, mean, weighted
 from bayesfed.algorithms.schedules import copies, gradients, leaves
 from bayesfed.algorithms.settings import Rate, Times
@@ -215,8 +215,7 @@ def bounded(grads: Params) -> Params:
 
 def mean_loss(program: Program, theta: Mapping[str, Tensor], batch: Batch) -> Tensor:
     """L_i of K clients that stand at the centre of their priors, ``(K,)``; θ shared or a copy each."""
-    losses = centred_losses(program, theta, batch)
-    return (losses.nll + losses.hyper / program.clients) / losses.rows
+    return a_row(program, centred_losses(program, theta, batch))
 
 
 def log_likelihood(job: Job, theta: Params) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from bayesfed.algorithms.protocol import Job
 from bayesfed.data.batch import Batch
 from bayesfed.elbo.program import Params, Program
-from bayesfed.elbo.terms import client_losses, local_priors
+from bayesfed.elbo.terms import Losses, client_losses, local_priors
 
 
 def sharing(program: Program, name: str) -> Program:
@@ -56,7 +56,11 @@ def beginning(program: Program, theta: Params, batch: Batch) -> Params:
 
 def loss_of(program: Program, params: Mapping[str, Tensor], batch: Batch) -> Tensor:
     """(−log p(D_i | w_i, θ) − log p(θ) / N) / n_i of K clients, ``(K,)``, of points for θ and w_i."""
-    losses = client_losses(program, params, batch, {}, 1)
+    return a_row(program, client_losses(program, params, batch, {}, 1))
+
+
+def a_row(program: Program, losses: Losses) -> Tensor:
+    """(nll − log p(θ) / N) / n_i of K clients' losses, ``(K,)``."""
     return (losses.nll + losses.hyper / program.clients) / losses.rows
 
 
