@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,11 @@ from bayesfed.engine import processes
 from bayesfed.engine.checks import (
     Schedule,
     check_data,
-    check_finite,
     check_growth,
+    refusal,
     warn_if_falling,
     warn_of_infinities,
+    warn_of_refused,
     warn_of_spreads,
     warn_of_unseen,
 )
@@ -46,6 +47,8 @@ from bayesfed.tracing.compiler import Compiler, using
 from bayesfed.tracing.precision import products
 
 _SERVER, _COHORT = -1, -2  # streams of a round that belong to no client
+PATIENCE = 10
+"""Of the uploads of how many rounds more than half must count."""
 UNSEEN_STEPS = 50
 """Steps in which clients that were in no cohort make their variables from θ in the end."""
 _MADE = "personal"  # what clients that keep nothing make of θ in the end
@@ -58,9 +61,10 @@ class Round:
     Attributes:
         number: rounds done, from 1.
         rounds: rounds to do.
-        elbo: estimate of the ELBO during the round.
-        client_terms: the cohort's ELBO terms, ``(K,)``.
-        cohort: names of the clients that took part.
+        elbo: estimate of the ELBO during the round; NaN where privacy keeps it.
+        client_terms: the ELBO terms of the clients whose uploads count, ``(K,)``; NaN likewise.
+        cohort: names of these clients.
+        refused: names of those whose uploads do not count, as they are not finite.
         seconds: time that the round took.
         params: the guide's global parameters after the round, unconstrained.
     """
@@ -70,8 +74,21 @@ class Round:
     elbo: float
     client_terms: Tensor
     cohort: Sequence[str]
+    refused: Sequence[str]
     seconds: float
     params: Params
+
+
+class Stopped(FloatingPointError):
+    """A run that cannot go on.
+
+    Attributes:
+        run: as it was before the round that failed: ``bf.finish(error.run)`` is the posterior that it has come to.
+    """
+
+    def __init__(self, message: str, run: Run) -> None:
+        super().__init__(f"round {run.done + 1}: {message}")
+        self.run = run
 
 
 @dataclass
@@ -91,7 +108,9 @@ class Run:
         server: the server's state.
         clients: what the clients keep.
         known: the clients' last ELBO terms, ``(N,)``, NaN where a client has not taken part.
-        history: ELBO, seconds and cohort size of each round, ``(3, rounds)``.
+        refused: how many uploads of each client did not count, int64 ``(N,)``.
+        clip: γ of ``privacy``, ``()``.
+        history: ELBO, seconds and number of uploads that count of each round, ``(3, rounds)``.
         done: rounds done.
         compiler: what compiles the steps.
     """
@@ -108,6 +127,8 @@ class Run:
     server: Any
     clients: States
     known: Tensor
+    refused: Tensor
+    clip: Tensor
     history: Tensor
     done: int = 0
     compiler: Compiler = field(default_factory=Compiler)
@@ -115,7 +136,7 @@ class Run:
     @property
     def state(self) -> Any:
         """All tensors that rounds change."""
-        return self.server, self.clients.tensors, self.known, self.history
+        return self.server, self.clients.tensors, self.known, self.refused, self.clip, self.history
 
     @property
     def title(self) -> str:
@@ -205,7 +226,7 @@ def start(
     kept = States(len(federation), execution.states, federation.device)
     for batch in program.starts(federation):
         kept.begin(batch.index, algorithm.start_clients(program, server, batch))
-    return Run(
+    run = Run(
         program=program,
         federation=federation,
         algorithm=algorithm,
@@ -218,9 +239,14 @@ def start(
         server=server,
         clients=kept,
         known=torch.full((len(federation),), torch.nan, dtype=federation.dtype),
+        refused=torch.zeros(len(federation), dtype=torch.int64),
+        clip=(privacy or Privacy()).first_clip(),
         history=torch.zeros(3, rounds, dtype=torch.float64),
         compiler=Compiler(execution.compile),
     )
+    if run.multiplier and algorithm.no_noise:
+        raise ValueError(f"{type(algorithm).__name__} cannot be private: {algorithm.no_noise}")
+    return run
 
 
 @on_cpu()
@@ -229,43 +255,75 @@ def step(run: Run) -> Round:
 
     Raises:
         ValueError: the run has done all its rounds.
-        FloatingPointError: see :func:`fit`.
+        Stopped: see :func:`fit`.
     """
     if run.done == run.rounds:
         raise ValueError(f"the run has done its {run.rounds} rounds: start one with more")
     begin, algorithm, federation = time.perf_counter(), run.algorithm, run.federation
     key = noise.fold(noise.key(run.seed).to(federation.device), run.done)
     rate = annealed(algorithm.lr_decay, run.done / run.rounds)
-    turn = Turn(run.program, noise.fold(key, _SERVER), run.size, rate)
-    cohort = _cohort(run, key)
+    noisy = run.multiplier > 0
+    turn = Turn(run.program, noise.fold(key, _SERVER), run.size, rate, noisy)
+    cohort, clip = _cohort(run, key), float(run.clip)
     work = Cohort(
-        algorithm, run.program, federation, run.clients, run.batch_size, run.execution, run.privacy
+        algorithm,
+        run.program,
+        federation,
+        run.clients,
+        run.batch_size,
+        run.execution,
+        run.privacy,
+        clip,
+        noisy,
     )
     with threads(run.numbers), using(run.compiler):
         message = algorithm.broadcast(turn, run.server)
         with products(run.execution.precision, federation.device):
             total, terms, sound = work(message, cohort, key, rate)
-        names = [federation.names[i] for i in cohort.tolist()]
-        check_finite(sound, terms, names, run.done + 1)
+        taken, sound = (
+            sound,
+            sound | noisy,
+        )  # where uploads are private, so is whether they were finite
+        names = [federation.names[i] for i in cohort[sound].tolist()]
+        refused = [federation.names[i] for i in cohort[~sound].tolist()]
+        if _too_many(run, len(refused)):
+            raise Stopped(refusal(refused, terms[~sound]), run)
         if run.privacy is not None:
-            total = run.privacy.noisy(total, run.multiplier, run.done)
+            total = run.privacy.noisy(total, clip, run.multiplier, run.done)
             total = {n: processes.told(v, run.execution.group) for n, v in total.items()}
-        server, server_term = algorithm.decode(turn, run.server, total)
-    elbo = float(server_term) + float(_sum_over_all(terms, run.known, cohort, turn.scale))
-    if not math.isfinite(elbo):
-        raise FloatingPointError(
-            f"round {run.done + 1}: the server's ELBO term is {float(server_term)}; lower the "
-            "learning rate or check the priors of the global sites"
+            next_clip = run.privacy.adapted(total, run.clip, run.multiplier, run.size)
+        else:
+            next_clip = run.clip
+        server, server_term = run.server, torch.zeros(())
+        if names:
+            turn = replace(turn, cohort=len(names))
+            server, server_term = algorithm.decode(turn, run.server, total)
+    if not math.isfinite(server_term):
+        raise Stopped(
+            f"the server's ELBO term is {float(server_term)}; lower the learning rate or check the priors of the "
+            "global sites",
+            run,
         )
+    summed = _sum_over_all(terms[taken], run.known, cohort[taken])
+    elbo = math.nan if noisy or not names else float(server_term) + float(summed)
     seconds = time.perf_counter() - begin
-    run.server = server
-    run.history[:, run.done] = torch.tensor([elbo, seconds, run.size], dtype=torch.float64)
+    run.server, run.clip = server, next_clip
+    run.refused[cohort[~sound]] += 1
+    run.history[:, run.done] = torch.tensor([elbo, seconds, len(names)], dtype=torch.float64)
     run.done += 1
     if run.done == 1:
         run.compiler.decide(run.rounds - 1)
     params = algorithm.params(server)
     check_growth(run.program, params)
-    return Round(run.done, run.rounds, elbo, terms, names, seconds, params)
+    terms = torch.full_like(terms, math.nan) if noisy else terms[sound]
+    return Round(run.done, run.rounds, elbo, terms, names, refused, seconds, params)
+
+
+def _too_many(run: Run, refused: int) -> bool:
+    """Whether, of the uploads of the last rounds with this one, half or more do not count."""
+    counted = run.history[2, max(0, run.done - PATIENCE + 1) : run.done]
+    missing = refused + float((run.size - counted).sum())
+    return refused > 0 and 2 * missing >= run.size * (1 + len(counted))
 
 
 def _cohort(run: Run, key: Tensor) -> Tensor:
@@ -310,6 +368,7 @@ def finish(run: Run) -> Posterior:
                 value[~mine] = 0
             local_params = processes.summed(local_params, group)
     history = run.history[:, : run.done].to(torch.get_default_dtype())
+    warn_of_refused(run.federation.names, run.refused)
     warn_if_falling(run.history[0, : run.done].tolist(), run.federation.rows)
     if run.execution.states is None:  # files of all clients are not read through
         warn_of_infinities(run.federation.names, local_params)
@@ -368,7 +427,9 @@ def fit(
     Raises:
         ValueError: the model, the guide, the data or the schedule do not fit; the message names the
             site, client or field. ``resume`` is a file of another run.
-        FloatingPointError: a client's ELBO term or upload is not finite; the message names the client.
+        Stopped: half of the uploads of the last rounds, or more, are not finite (fewer are left out, counted, and named
+            in the end), or the server's ELBO term is not. It holds the run as it was before that round.
+        FloatingPointError: the scale of a local prior has grown without bound.
 
     Example:
         >>> import bayesfed as bf
@@ -397,7 +458,8 @@ def fit(
             )
         file = Checkpoint(Path(resume), run.settings)
         if (before := file.read(run.state)) is not None:
-            (run.server, run.clients.tensors, run.known, run.history), notes = before
+            state, notes = before
+            run.server, run.clients.tensors, run.known, run.refused, run.clip, run.history = state
             run.done, run.compiler = notes["rounds"], Compiler(notes["compiled"])
             if run.done < rounds and run.multiplier and privacy and privacy.seed is None:
                 warnings.warn(
@@ -419,13 +481,14 @@ def fit(
         return finish(run)
 
 
-def _sum_over_all(terms: Tensor, known: Tensor, cohort: Tensor, scale: float) -> Tensor:
+def _sum_over_all(terms: Tensor, known: Tensor, cohort: Tensor) -> Tensor:
     """Estimate the sum over all clients from the cohort's terms, updating the last ``known`` ones.
 
     Once every client has taken part only the changes are scaled, which is far less noisy.
     """
     before = known[cohort]
     known[cohort] = terms
+    scale = len(known) / max(1, len(cohort))
     if known.isnan().any() or before.isnan().any():
         return scale * terms.sum()
     return known.sum() + (scale - 1) * (terms - before).sum()

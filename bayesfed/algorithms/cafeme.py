@@ -36,7 +36,7 @@ from torch import Tensor
 
 from bayesfed.algorithms import optimizer
 from bayesfed.algorithms.optimizer import State
-from bayesfed.algorithms.protocol import Algorithm, Job, Upload, Work, weighted
+from bayesfed.algorithms.protocol import Algorithm, Job, Upload, Work, moves, weighted
 from bayesfed.algorithms.schedules import adapted, copies, gradients, leaves
 from bayesfed.algorithms.settings import Times
 from bayesfed.data.batch import Batch, Fields
@@ -167,8 +167,8 @@ class CAFeMe(Algorithm):
         return omega, -losses.nll.detach()
 
     def encode(self, job: Job, work: Work) -> Upload:
-        """The ω_i, each client counting alike, or by its n_i."""
-        return weighted(work.found, job.counts if self.weighted else None)
+        """ω_i − ω, each client counting alike, or by its n_i."""
+        return weighted(moves(job, work.found), job.weight if self.weighted else None)
 
     def personalize(self, job: Job, steps: int | None = None, lr: float | None = None) -> Params:
         """Personalise (Algorithm 2), with all of a client's rows as D_pers.

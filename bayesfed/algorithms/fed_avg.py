@@ -1,8 +1,8 @@
 """FedAvg: one set of weights for all clients, the mean of what they make of it; and rules that differ by lines.
 
     server    sends θ
-    client i  θ_i = θ; steps on its rows,  θ_i ← θ_i − η ∇L_i(θ_i);  uploads n_i θ_i and n_i
-    server    θ ← Σ n_i θ_i / Σ n_i                                     (McMahan et al. 2017, Algorithm 1)
+    client i  θ_i = θ; steps on its rows,  θ_i ← θ_i − η ∇L_i(θ_i);  uploads n_i (θ_i − θ) and n_i
+    server    θ ← θ + Σ n_i (θ_i − θ) / Σ n_i                           (McMahan et al. 2017, Algorithm 1)
 
 L_i(θ) = (−log p(D_i | w_i = centre of p(w_i | θ), θ) − log p(θ) / N) / n_i: in a hierarchical model every client
 stands at the centre of its prior, so that θ is fitted as if clients did not differ. In ``personalize`` a client's own
@@ -20,7 +20,17 @@ from torch import Tensor
 from bayesfed.algorithms import optimizer
 from bayesfed.algorithms.optimizer import State
 from bayesfed.algorithms.points import a_row, against, centre, sharing, squared, zeros
-from bayesfed.algorithms.protocol import Algorithm, Job, Turn, Upload, Work, mean, weighted
+from bayesfed.algorithms.protocol import (
+    Algorithm,
+    Job,
+    Turn,
+    Upload,
+    Work,
+    mean,
+    moved,
+    moves,
+    weighted,
+)
 from bayesfed.algorithms.schedules import copies, gradients, leaves
 from bayesfed.algorithms.settings import Rate, Times
 from bayesfed.data.batch import Batch
@@ -133,22 +143,22 @@ class FedAvg(Algorithm):
 class FedNova(FedAvg):
     """FedAvg of clients that take different numbers of steps τ_i (Wang et al. 2020, eq. 8).
 
-    What is averaged is a step's mean move, (θ − θ_i) / τ_i; the server makes as many such steps as clients on average.
+    What is averaged is a step's mean move, (θ_i − θ) / τ_i; the server makes as many such steps as clients on average.
     """
+
+    no_noise = "it weighs clients by their numbers of rows and of steps: use FedAvg"
 
     def encode(self, job: Job, work: Work) -> Upload:
         """The mean moves and the numbers of steps, weighted by n_i."""
         taken = job.rows.schedule(self.local_epochs, self.local_steps).sum(0).to(job.counts)
-        move = {
-            name: (job.message[name] - value) / against(taken, value)
-            for name, value in work.found.items()
-        }
+        move = {n: v / against(taken, v) for n, v in moves(job, work.found).items()}
         return weighted(move | {"steps": taken[:, None]}, job.counts)
 
     def decode(self, turn: Turn, server: Params, total: Upload) -> tuple[Params, Tensor]:
-        """θ − τ̄ Σ π_i (θ − θ_i) / τ_i."""
-        move = mean([*server, "steps"], total)
-        return {n: v - move["steps"] * move[n] for n, v in server.items()}, torch.zeros(())
+        """θ + τ̄ Σ π_i (θ_i − θ) / τ_i."""
+        move = mean(turn, total)
+        steps = move.pop("steps")
+        return moved(server, {n: steps * v for n, v in move.items()}), torch.zeros(())
 
 
 @dataclass(frozen=True)
@@ -157,6 +167,9 @@ class Scaffold(FedAvg):
 
     Option II: c_i ← c_i − c + (θ − θ_i) / (steps · η). Clients keep c_i; c is the mean of all.
     """
+
+    remembered = ("control",)
+    no_noise = "noise would add up in the control variate: use FedAvg"
 
     def __post_init__(self) -> None:
         if self.optimizer != "sgd" or self.proximal:
@@ -182,7 +195,7 @@ class Scaffold(FedAvg):
         taken = lr * schedule.sum(0)
         new = {n: (theta[n] - v) / against(taken, v) - drift[n] for n, v in at.items()}
         change = {f"control.{n}": new[n] - own[n] for n in new}
-        return Work(at | change, log_likelihood(job, at), {"control": new})
+        return Work(moves(job, at) | change, log_likelihood(job, at), {"control": new})
 
     @traceable
     def corrected(
@@ -194,14 +207,14 @@ class Scaffold(FedAvg):
         return {n: v - lr * against(1.0 * active, v) * (grads[n] + drift[n]) for n, v in at.items()}
 
     def encode(self, job: Job, work: Work) -> Upload:
-        """θ_i and the change of c_i, each client counting alike."""
+        """θ_i − θ and the change of c_i, each client counting alike."""
         return weighted(work.found)
 
     def decode(self, turn: Turn, server: Params, total: Upload) -> tuple[Params, Tensor]:
         """θ ← mean θ_i;  c ← c + (K / N) mean of the changes."""
-        new, theta = mean(server, total), self.params(server)
-        control = {n: v + new[n] / turn.scale for n, v in server.items() if n not in theta}
-        return new | control, torch.zeros(())
+        theta = self.params(server)
+        move = {n: v if n in theta else v / turn.scale for n, v in mean(turn, total).items()}
+        return moved(server, move), torch.zeros(())
 
     def params(self, server: Params) -> Params:
         """θ."""

@@ -22,7 +22,7 @@ from bayesfed.algorithms.curvature import Loss, layered, slopes
 from bayesfed.algorithms.fed_avg import FedAvg, log_likelihood, mean_loss
 from bayesfed.algorithms.optimizer import State
 from bayesfed.algorithms.points import against, centre, zeros
-from bayesfed.algorithms.protocol import Job, Turn, Upload, Work, mean, weighted
+from bayesfed.algorithms.protocol import Job, Turn, Upload, Work, mean, moved, moves, weighted
 from bayesfed.algorithms.schedules import copies, gradients, leaves
 from bayesfed.data.batch import Batch
 from bayesfed.elbo.program import Params, Program
@@ -48,6 +48,8 @@ class FedCurv(FedAvg):
     """
 
     lam: float = 1.0
+    remembered = ("fisher", "pull")
+    no_noise = "noise would add up in the sums of the clients' curvatures: use FedAvg"
 
     def start(self, program: Program) -> State:
         """θ, and no penalty."""
@@ -114,19 +116,20 @@ class FedCurv(FedAvg):
         return _apart(slopes(loss, flat, job.rows(None), kind)[1], theta)
 
     def encode(self, job: Job, work: Work) -> Upload:
-        """θ_i weighted by n_i, and the changes of the other two as they are."""
+        """θ_i − θ weighted by n_i, and the changes of the other two as they are."""
         theta = {name: v for name, v in work.found.items() if name.startswith("theta.")}
         rest = {name: v.squeeze(1) for name, v in work.found.items() if name not in theta}
-        return weighted(theta, job.counts) | rest
+        return weighted(moves(job, theta), job.counts) | rest
 
     def decode(self, turn: Turn, server: State, total: Upload) -> tuple[State, Tensor]:
         """The mean of θ_i, and the sums with what has changed of them."""
-        theta = mean([f"theta.{name}" for name in server["theta"]], total)
+        by = mean(turn, total)
+        theta = moved(server["theta"], {name: by[f"theta.{name}"] for name in server["theta"]})
         sums = {
             part: {name: value + total[f"{part}.{name}"] for name, value in server[part].items()}
             for part in ("fisher", "pull")
         }
-        return {"theta": {n: theta[f"theta.{n}"] for n in server["theta"]}} | sums, torch.zeros(())
+        return {"theta": theta} | sums, torch.zeros(())
 
     def params(self, server: State) -> Params:
         """θ."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from bayesfed.algorithms import optimizer
 from bayesfed.algorithms.optimizer import State
 from bayesfed.algorithms.points import beginning, everyone, loss_of, owning
-from bayesfed.algorithms.protocol import Algorithm, Job, Turn, Upload, Work, mean, weighted
+from bayesfed.algorithms.protocol import Algorithm, Job, Work
 from bayesfed.algorithms.schedules import copies, gradients, leaves
 from bayesfed.algorithms.settings import Rate, Times
 from bayesfed.data.batch import Batch
@@ -135,14 +135,6 @@ class FedPer(Algorithm):
         """L_i of K clients, ``(K,)``."""
         return loss_of(program, params, batch)
 
-    def encode(self, job: Job, work: Work) -> Upload:
-        """The bodies, weighted by n_i."""
-        return weighted(work.found, job.counts)
-
-    def decode(self, turn: Turn, server: Params, total: Upload) -> tuple[Params, Tensor]:
-        """The mean body."""
-        return server | mean(body(turn.program), total), torch.zeros(())
-
     def personalize(self, job: Job, steps: int | None = None, lr: float | None = None) -> Params:
         """Heads of K clients that took no part: steps from the centre of the prior, the body as it is."""
         theta = copies(job.message, len(job))
@@ -201,10 +193,6 @@ class Local(FedPer):
                 f"Local has every client by itself, but the likelihood reads {shared[0]!r}, which all clients share: "
                 "sample it inside `with federation.clients():`, or use FedPer"
             )
-
-    def encode(self, job: Job, work: Work) -> Upload:
-        """Nothing of interest: how many clients there are."""
-        return {"clients": torch.ones_like(job.counts)}
 
 
 def body(program: Program) -> list[str]:

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from bayesfed.algorithms.optimizer import clipped, kept
 from bayesfed.algorithms.points import against, beginning, owning, sharing
-from bayesfed.algorithms.protocol import Algorithm, Job, Upload, Work, weighted
+from bayesfed.algorithms.protocol import Algorithm, Job, Upload, Work, moves, weighted
 from bayesfed.algorithms.schedules import copies, gradients, leaves
 from bayesfed.algorithms.settings import Rate, Times
 from bayesfed.data.batch import Batch
@@ -139,8 +139,8 @@ class FedABML(Algorithm):
         return Work(theta, -job.counts * loss)
 
     def encode(self, job: Job, work: Work) -> Upload:
-        """The θ_i."""
-        return weighted(work.found, job.counts if self.weighted else None)
+        """θ_i − θ, each client counting alike, or by its n_i."""
+        return weighted(moves(job, work.found), job.weight if self.weighted else None)
 
     def personalize(self, job: Job, steps: int | None = None, lr: float | None = None) -> Params:
         """φ of K clients: steps from the prior at θ (eq. 3.8)."""

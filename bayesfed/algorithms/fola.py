@@ -145,6 +145,10 @@ class FOLA(Algorithm):
     damping: Annotated[float, Field(gt=0, le=1)] | None = None
     gamma: Rate = 1.0
     personal_steps: Times = 50
+    remembered = ("factor",)
+    no_noise = (
+        "it sums precisions, weighted by numbers of rows, which noise makes improper: use SFVI"
+    )
 
     # -- server ---------------------------------------------------------------------------------------
 

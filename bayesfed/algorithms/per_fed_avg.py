@@ -30,7 +30,7 @@ from torch import Tensor
 from bayesfed.algorithms import optimizer
 from bayesfed.algorithms.optimizer import State, clipped
 from bayesfed.algorithms.points import centre, loss_of, owning, sharing, squared
-from bayesfed.algorithms.protocol import Algorithm, Job, Upload, Work, weighted
+from bayesfed.algorithms.protocol import Algorithm, Job, Upload, Work, moves, weighted
 from bayesfed.algorithms.schedules import adapted, copies, gradients, leaves
 from bayesfed.algorithms.settings import Rate, Times
 from bayesfed.data.batch import Batch
@@ -57,8 +57,8 @@ class Personal(Algorithm):
         return owning(sharing(program, type(self).__name__), type(self).__name__)
 
     def encode(self, job: Job, work: Work) -> Upload:
-        """The θ_i, each client counting alike."""
-        return weighted(work.found)
+        """θ_i − θ, each client counting alike."""
+        return weighted(moves(job, work.found))
 
     def personalize(self, job: Job, steps: int | None = None, lr: float | None = None) -> Params:
         """The points of K clients: steps from the centre."""

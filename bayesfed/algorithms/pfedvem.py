@@ -113,6 +113,8 @@ class PFedVEM(Algorithm):
     upload_fraction: float = 1.0
     personal_steps: Times = 50
 
+    no_noise = "its rule divides a sum by a sum of confidences, both noisy: use FedABML, or Ditto for points"
+
     def __post_init__(self) -> None:
         if not 0 < self.upload_fraction <= 1:
             raise ValueError(f"upload_fraction is {self.upload_fraction}; it lies in (0, 1]")
@@ -281,7 +283,8 @@ class PFedVEM(Algorithm):
             return server, torch.zeros(())
         body, new, squares = known.others(theta), dict(theta), server["square"]
         if body:
-            found = mean([*body, *(f"{name}: square" for name in body)], total)
+            named = [*body, *(f"{name}: square" for name in body), "weight"]
+            found = mean(turn, {name: total[name] for name in named})
             new |= {name: found[name] for name in body}
             squares = {
                 name: _remembered(before, found[f"{name}: square"])

@@ -6,13 +6,13 @@
     server    state, term = decode(turn, state, total)
 
 What most algorithms leave alone has a default: θ is the guide's global parameters at a point, clients keep nothing and
-upload their own copy of θ, the server takes the mean of the copies. :mod:`bayesfed.algorithms.fed_avg` is that case.
-All K clients of a job are rows of the same tensors.
+upload by how much their own copy of θ has moved, the server moves by the mean. :mod:`bayesfed.algorithms.fed_avg` is
+that case. All K clients of a job are rows of the same tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,6 +38,8 @@ class Job:
         rows: their rows at a step.
         keys: their noise streams of this round, int64 ``(K,)``.
         rate: by what the learning rates are multiplied this round.
+        private: the sum of the uploads will be noisy. Then the server does not learn n_i, and nothing is to rest on
+            what clients remember of their uploads, of which the server has noisy sums only.
     """
 
     program: Program
@@ -46,6 +48,7 @@ class Job:
     rows: Rows
     keys: Tensor
     rate: float = 1.0
+    private: bool = False
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -54,6 +57,11 @@ class Job:
     def counts(self) -> Tensor:
         """n_i, ``(K,)``."""
         return self.rows.lengths.to(self.program.schema.scale)
+
+    @property
+    def weight(self) -> Tensor | None:
+        """By what a client counts in a mean over rows: n_i, where the server may know it."""
+        return None if self.private else self.counts
 
 
 class Work(NamedTuple):
@@ -78,14 +86,16 @@ class Turn:
     Attributes:
         program: the model/guide pair.
         key: the server's noise stream of this round, int64 ``()``.
-        cohort: K, how many clients take part.
+        cohort: K, how many clients take part; once they have worked, how many uploads count.
         rate: by what the learning rates are multiplied this round.
+        private: the sum is noisy.
     """
 
     program: Program
     key: Tensor
     cohort: int
     rate: float = 1.0
+    private: bool = False
 
     @property
     def scale(self) -> float:
@@ -111,6 +121,10 @@ class Algorithm:
     """Whether a draw of (θ, w_i) counts for client i by its ELBO term, as where w_i is drawn from its prior."""
     beta: float | None = None
     """Where draws are weighed: for how many rows those of a client count, by default for as many as there are."""
+    remembered: tuple[str, ...] = ()
+    """The parts of a client's state whose change it uploads: they change by what the server took of it."""
+    no_noise: str = ""
+    """Why the rule fails where its sum is noisy, and what to take instead; empty where it does not."""
 
     def program(self, model: Model, federation: Federation) -> Program:
         """The model with the guide that the settings choose; refuses a model that lacks a structure it needs."""
@@ -133,12 +147,12 @@ class Algorithm:
         raise NotImplementedError
 
     def encode(self, job: Job, work: Work) -> Upload:
-        """What K clients upload, ``(K, ...)`` each: their θ_i, weighted by n_i."""
-        return weighted(work.found, job.counts)
+        """What K clients upload, ``(K, ...)`` each: θ_i − θ, weighted by n_i."""
+        return weighted(moves(job, work.found), job.weight)
 
     def decode(self, turn: Turn, server: Any, total: Upload) -> tuple[Any, Tensor]:
-        """The server's next state from the sum of the uploads, and its ELBO term ``()``: the mean, and 0."""
-        return mean(server, total), torch.zeros(())
+        """The server's next state from the sum of the uploads, and its ELBO term ``()``: θ and the mean, and 0."""
+        return moved(server, mean(turn, total)), torch.zeros(())
 
     def params(self, server: Any) -> Params:
         """The guide's global parameters that the server's state stands for."""
@@ -163,17 +177,31 @@ class Algorithm:
         return {}
 
 
-def weighted(copies: Mapping[str, Tensor], weight: Tensor | None = None) -> Upload:
-    """Upload of a mean: each client's copy ``(K, 1, ...)`` times its weight ``(K,)``, by default 1; and the weights."""
-    first = next(iter(copies.values()))
-    weight = first.new_ones(len(first)) if weight is None else weight
+def moves(job: Job, copies: Mapping[str, Tensor]) -> Params:
+    """By how much the clients' copies ``(K, 1, ...)`` of what was sent have moved."""
+    return {name: value - job.message[name] for name, value in copies.items()}
+
+
+def weighted(values: Mapping[str, Tensor], weight: Tensor | None = None) -> Upload:
+    """Upload of a mean of values ``(K, 1, ...)``: each client's times its weight ``(K,)``, and the weights.
+
+    Without weights clients count alike, and the server knows how many there are.
+    """
+    if weight is None:
+        return {name: value.squeeze(1) for name, value in values.items()}
     upload = {
         name: value.squeeze(1) * weight.reshape(-1, *[1] * (value.ndim - 2))
-        for name, value in copies.items()
+        for name, value in values.items()
     }
     return upload | {"weight": weight}
 
 
-def mean(names: Iterable[str], total: Mapping[str, Tensor]) -> Params:
-    """The mean that a sum of :func:`weighted` uploads stands for."""
-    return {name: total[name] / total["weight"] for name in names}
+def mean(turn: Turn, total: Mapping[str, Tensor]) -> Params:
+    """The means that a sum of :func:`weighted` uploads stands for."""
+    weight = total.get("weight", turn.cohort)
+    return {name: value / weight for name, value in total.items() if name != "weight"}
+
+
+def moved(server: Params, by: Mapping[str, Tensor]) -> Params:
+    """The server's parameters, some of them moved."""
+    return server | {name: server[name] + move for name, move in by.items()}

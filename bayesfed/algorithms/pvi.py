@@ -91,6 +91,8 @@ class PVI(Structured):
     draws: int = 8
     local_lr: float = 0.03
     lr_decay: float = 0.01
+    remembered = ("factor",)
+    no_noise = "clients take out of q what they remember of their uploads, and noise would add up in it: use SFVI"
 
     def __post_init__(self) -> None:
         if self.draws % 2:

@@ -18,6 +18,9 @@ Under partial participation N / K times the cohort's sum is unbiased but as nois
 client uploads what has *changed*: the gradient less the mean gradient that it sent last, g_i. The server
 keeps Σ_i g_i, which is exact, and scales the changes only (SAGA; Defazio, Bach & Lacoste-Julien 2014, eq. 1).
 With all clients in every round nothing is different.
+
+Where the sum is noisy, Σ_i g_i would add up the noise of all rounds, and a clipped change would not be what the client
+remembers. Then clients upload the gradient itself and remember nothing: the cohort's sum times N / K is unbiased.
 """
 
 from __future__ import annotations
@@ -86,6 +89,7 @@ class SFVI(Structured):
     lr: float = 0.1
     local_lr: float = 0.03
     lr_decay: float = 0.01
+    remembered = ("sent",)
 
     def program(self, model: Model, federation: Federation) -> Program:
         """The model with the guide that these settings choose."""
@@ -136,7 +140,9 @@ class SFVI(Structured):
         return Work(grads, terms, clients | {"sent": sent})
 
     def encode(self, job: Job, work: Work) -> Upload:
-        """The gradients less their last mean, and by how much that changes."""
+        """The gradients less their last mean, and by how much that changes; the gradients, where it may not count."""
+        if job.private:
+            return work.found
         before, upload = job.clients["sent"], {}
         for name, grad in work.found.items():
             upload[name] = grad - before[name][:, None] / grad.shape[1]
@@ -172,7 +178,7 @@ class SFVI(Structured):
         for name, before in server["known"].items():
             # a number times a traced rate, which is in double precision, would be so too
             gradient[name] = (scale * total[name]).to(before.dtype) + before / len(total[name])
-            known[name] = before + total[f"change.{name}"]
+            known[name] = before + total.get(f"change.{name}", 0.0)
         surrogate = term.mean()
         for name, grad in gradient.items():
             at = params[name] if name in params else theta[name][-len(grad) :, 0, 0]

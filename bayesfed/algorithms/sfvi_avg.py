@@ -85,6 +85,7 @@ class SFVIAvg(Structured):
     lr: float = 0.05
     local_lr: float = 0.03
     lr_decay: float = 0.01
+    no_noise = "it averages maps and squares of gradients, which noise makes improper: use SFVI"
 
     def program(self, model: Model, federation: Federation) -> Program:
         """The model with the guide that these settings choose."""
@@ -157,16 +158,19 @@ class SFVIAvg(Structured):
         return clients, new, squared, term.detach()
 
     def encode(self, job: Job, work: Work) -> Upload:
-        """The copies of q(θ) as optimal transport maps; the model's own parameters as they are."""
+        """The copies of q(θ) as optimal transport maps, less the map that leaves it where it is; the rest as moves."""
         start = {name: job.message[name] for name in job.program.init}
-        found = work.found
-        if job.program.random:
-            found = family_of(job.program).moved(start, found)
-        return weighted(found) if found else {}
+        found, still = (
+            maps(job.program, start, work.found),
+            maps(job.program, start, copies(start, 1)),
+        )
+        return weighted({n: v - still[n] if n in still else v for n, v in found.items()})
 
     def decode(self, turn: Turn, server: Server, total: Upload) -> tuple[Server, Tensor]:
         """The barycentre."""
-        found = mean([name for name in total if name != "weight"], total)
+        still = maps(turn.program, server.params, copies(server.params, 1))
+        found = mean(turn, total)
+        found |= {name: value[0, 0] + found[name] for name, value in still.items()}
         square = {
             name: 0.9 * value + 0.1 * found[f"square.{name}"]
             for name, value in server.square.items()
@@ -182,3 +186,8 @@ class SFVIAvg(Structured):
     def params(self, server: Server) -> Params:
         """λ."""
         return server.params
+
+
+def maps(program: Program, start: Params, found: Params) -> Params:
+    """Copies of λ ``(K, 1, ...)`` as optimal transport maps from its start; the model's own parameters as they are."""
+    return family_of(program).moved(start, found) if program.random else dict(found)

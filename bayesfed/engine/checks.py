@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from bayesfed.algorithms.optimizer import State
 from bayesfed.algorithms.settings import Count, Strict
 from bayesfed.data.batch import Batch
 from bayesfed.data.chunks import PASS
@@ -42,6 +43,9 @@ def warn_if_falling(elbo: Sequence[float], rows: int) -> None:
     none: a fit that has converged has hardly any noise, and one whose rates decay may lose a little of what its
     clients had gained.
     """
+    elbo = [
+        value for value in elbo if not math.isnan(value)
+    ]  # privacy keeps them, or no upload counted
     tenth = len(elbo) // 10
     if tenth < 5:
         return
@@ -200,32 +204,40 @@ def check_data(program: Program, federation: Federation) -> None:
                 )
 
 
-def finite(terms: Tensor, upload: Mapping[str, Tensor]) -> Tensor:
-    """Whether all that K clients send is a number: bool ``(K,)``, of terms ``(K,)`` and tensors ``(K, ...)``."""
+def finite(terms: Tensor, upload: Mapping[str, Tensor], kept: State) -> Tensor:
+    """Whether all that K clients send and keep is finite: bool ``(K,)``, of terms ``(K,)`` and tensors ``(K, ...)``."""
     found = terms.isfinite()
-    for value in upload.values():
+    for value in (*upload.values(), *(v for part in kept.values() for v in part.values())):
         found = found & value.reshape(len(terms), -1).isfinite().all(-1)
     return found
 
 
-def check_finite(sound: Tensor, terms: Tensor, names: Sequence[str], number: int) -> None:
-    """Fail on a client whose ELBO term or upload is NaN or infinite.
+def warn_of_refused(names: Sequence[str], refused: Tensor) -> None:
+    """Warn of clients whose uploads did not count, ``refused`` int64 ``(N,)`` times."""
+    if (
+        most := refused.sort(descending=True, stable=True)
+        .indices[: int((refused > 0).sum())]
+        .tolist()
+    ):
+        some = ", ".join(f"{names[i]!r} ({int(refused[i])})" for i in most[:5])
+        warnings.warn(
+            f"{int(refused.sum())} uploads of {len(most)} clients were not finite and were left out: {some}"
+            f"{', ...' if len(most) > 5 else ''}. Look for extreme values among their rows, standardise the fields, or "
+            "lower the learning rates",
+            stacklevel=3,
+        )
+
+
+def refusal(names: Sequence[str], terms: Tensor) -> str:
+    """What became of the round of clients whose uploads do not count, and what may help.
 
     Args:
-        sound: see :func:`finite`, ``(K,)``.
-        terms: the clients' ELBO terms ``(K,)``.
-        names: the K clients.
-        number: the round, for the message.
-
-    Raises:
-        FloatingPointError: names the first such client.
+        names: the clients.
+        terms: their ELBO terms.
     """
-    if not sound.all():
-        client = int((~sound).nonzero()[0])
-        what = f"ELBO term ({float(terms[client])})"
-        if terms[client].isfinite():
-            what = "upload"
-        raise FloatingPointError(
-            f"round {number}: the {what} of client {names[client]!r} is not finite. Look for extreme "
-            "values among its rows, standardise the fields, or lower the learning rates"
-        )
+    what = f"ELBO term ({float(terms[0])})" if not terms[0].isfinite() else "upload"
+    others = "" if len(names) == 1 else f" and of {len(names) - 1} others"
+    return (
+        f"the {what} of client {names[0]!r}{others} is not finite. Look for extreme values among its rows, standardise "
+        "the fields, or lower the learning rates"
+    )

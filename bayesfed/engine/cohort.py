@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bayesfed.algorithms.optimizer import State
+from bayesfed.algorithms.points import against
 from bayesfed.algorithms.protocol import Algorithm, Job
 from bayesfed.data.chunks import ROUND, chunks
 from bayesfed.data.federation import Federation
@@ -25,7 +27,15 @@ _FOUND = "terms and whether they are finite"  # the clients', beside their uploa
 
 @dataclass(frozen=True)
 class Cohort:
-    """The work of a cohort in a round, some clients at a time."""
+    """The work of a cohort in a round, some clients at a time.
+
+    What a client sends that is not finite counts for nothing, and it keeps what it had; what it remembers of its
+    uploads changes by as much as was taken of them.
+
+    Attributes:
+        clip: γ of ``privacy`` in this round.
+        noisy: the sum will be noisy.
+    """
 
     algorithm: Algorithm
     program: Program
@@ -34,11 +44,13 @@ class Cohort:
     batch_size: int | None
     execution: Execution
     privacy: Privacy | None
+    clip: float = 0.0
+    noisy: bool = False
 
     def __call__(
         self, message: dict[str, Tensor], cohort: Tensor, key: Tensor, rate: float
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """The sum of the uploads; on the CPU the terms ``(K,)`` and whether all that was sent is finite ``(K,)``."""
+        """The sum of the uploads that count; on the CPU the terms ``(K,)`` and whether a client's counts ``(K,)``."""
         group = self.execution.group
         mine = processes.own(cohort, group)
         # a process without clients runs one for nothing: what it would send has the right shapes
@@ -54,15 +66,21 @@ class Cohort:
             chunk = cohort[some]
             keys = noise.fold(key, self.federation.stream_ids[chunk])
             rows = batches(self.federation, chunk, self.batch_size, keys)
-            job = Job(self.program, message, self.kept.take(chunk), rows, keys, rate)
+            job = Job(self.program, message, self.kept.take(chunk), rows, keys, rate, self.noisy)
             work = self.algorithm.work(job)
             upload = self.algorithm.encode(job, work)
+            good = finite(work.terms, upload, work.clients)
             terms.append(work.terms)
-            sound.append(finite(work.terms, upload))
+            sound.append(good)
+            taken = good.to(work.terms)
+            upload = {n: torch.where(against(good, v), v, 0.0) for n, v in upload.items()}
+            if self.privacy is not None and upload:
+                upload, factor = self.privacy.clipped(upload, self.clip)
+                taken = taken * factor
+            if self.noisy:
+                taken = torch.zeros_like(taken)
             if not idle:
-                self.kept.put(chunk, work.clients)
-            if self.privacy is not None:
-                upload = self.privacy.clipped(upload)
+                self.kept.put(chunk, self.after(job.clients, work.clients, good, taken))
             for name, value in upload.items():
                 total[name] = total.get(name, 0) + value.sum(0)
         found = torch.zeros(2, len(cohort), dtype=terms[0].dtype, device=terms[0].device)
@@ -73,6 +91,16 @@ class Cohort:
         total = processes.summed(total | {_FOUND: found}, group)
         client_terms, unsound = total.pop(_FOUND).cpu()
         return total, client_terms, unsound == 0
+
+    def after(self, before: State, now: State, good: Tensor, taken: Tensor) -> State:
+        """What K clients keep: as before where not ``good`` ``(K,)``, uploads as they were ``taken`` ``(K,)``."""
+        kept: State = {}
+        for part, values in now.items():
+            old = before[part]
+            if part in self.algorithm.remembered and (self.privacy is not None):
+                values = {n: torch.lerp(old[n], v, against(taken, v)) for n, v in values.items()}
+            kept[part] = {n: torch.where(against(good, v), v, old[n]) for n, v in values.items()}
+        return kept
 
     def together(self, lengths: Tensor) -> Iterable[Tensor]:
         """Positions of clients that run together; they are sorted by their numbers of rows, ``lengths``."""

@@ -4,8 +4,13 @@
 
 An upload is all that a client encodes, as one vector. Two federations are neighbours if they differ in one client's
 data: then the clipped sum differs by at most 2 γ. What is private is the sums of all rounds, and so the posterior's
-global parameters and all that the server sends; a client's own posterior is as private as the client keeps it. The
-ELBO that a run shows and stores comes from the clients' terms, which are *not* noisy: keep ``history`` to yourself.
+global parameters and all that the server sends; a client's own posterior is as private as the client keeps it. With
+noise nothing else is sent: no numbers of rows, no ELBO terms (the history has NaN for them), and in place of an upload
+that is not finite, zeros. ``docs/privacy.md`` lists what leaves a client.
+
+*The clip* follows the median of the clients' norms where none is given (Andrew et al. 2021, Algorithm 1): each client
+sends whether its norm was below γ, as ±½, and  γ ← γ exp(−η (b̄ − ½))  with b̄ the noisy share that was. That takes
+a part :data:`SHARE` of the privacy of each round.
 
 Noise and cohorts come from the operating system's entropy, are written nowhere and cannot be drawn again: not from
 ``seed``, nor from a file. A run that goes on from a file draws anew.
@@ -42,6 +47,10 @@ from bayesfed.elbo import noise
 
 NORMS = {"gaussian": 2, "laplace": 1}
 """The norm in which a mechanism clips."""
+SHARE = 0.05
+"""What of a round's privacy goes into the share of clients below an adaptive clip."""
+FIRST_CLIP = 0.1
+_SHORT = "whether the norm is below the clip"
 _COHORT = -1
 
 
@@ -49,10 +58,12 @@ _COHORT = -1
 class Privacy:
     """How uploads are clipped and how noisy their sum is.
 
-    Give either ``epsilon``, which sets the noise, or ``noise``. With neither, uploads are clipped only.
+    Give either ``epsilon``, which sets the noise, or ``noise``. With neither, uploads are clipped only, which limits
+    what a single client can do to the others.
 
     Attributes:
-        clip: γ, the largest norm of an upload.
+        clip: γ, the largest norm of an upload; by default it follows the median of the clients' norms. A smaller one
+            needs less noise, and lets each client say less.
         epsilon: what all rounds together may spend.
         noise: scale of the noise (standard deviation, or Laplace's scale) over the sensitivity 2 γ.
         delta: δ of the Gaussian mechanism.
@@ -72,7 +83,7 @@ class Privacy:
         2.0
     """
 
-    clip: Annotated[float, Field(gt=0)]
+    clip: Annotated[float, Field(gt=0)] | None = None
     epsilon: Rate | None = None
     noise: float | None = None
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
@@ -83,7 +94,7 @@ class Privacy:
         check(self)
         if self.epsilon is not None and self.noise is not None:
             raise ValueError("give either epsilon, which sets the noise, or noise")
-        if math.isinf(self.clip) and (self.epsilon is not None or self.noise):
+        if self.clip == math.inf and (self.epsilon is not None or self.noise):
             raise ValueError("noise needs a finite clip, which is what its scale is relative to")
 
     def multiplier(self, rounds: int, cohort: int, clients: int) -> float:
@@ -113,16 +124,38 @@ class Privacy:
         accountant.compose(_event(scale, rounds, cohort, clients))
         return float(accountant.get_epsilon(self.delta))
 
-    def clipped(self, upload: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """K uploads ``(K, ...)``, each of norm γ at most over all its tensors."""
+    def first_clip(self) -> Tensor:
+        """γ in the first round, ``()``."""
+        return torch.tensor(FIRST_CLIP if self.clip is None else self.clip, dtype=torch.float64)
+
+    def clipped(
+        self, upload: Mapping[str, Tensor], clip: float
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """K uploads ``(K, ...)``, each of norm γ at most over all its tensors; and the factors that made them so."""
         order = NORMS[self.mechanism]
         flat = torch.cat([value.reshape(len(value), -1) for value in upload.values()], 1)
         norm = torch.linalg.vector_norm(flat, order, dim=1)
-        factor = (self.clip / norm.clamp(min=1e-30)).clamp(max=1.0)
-        return {
+        factor = (clip / norm.clamp(min=1e-30)).clamp(max=1.0)
+        clipped = {
             name: value * factor.reshape(-1, *[1] * (value.ndim - 1))
             for name, value in upload.items()
         }
+        if self.clip is None:
+            clipped[_SHORT] = (norm <= clip).to(norm) - 0.5
+        return clipped, factor
+
+    def adapted(
+        self, total: dict[str, Tensor], clip: Tensor, multiplier: float, cohort: int
+    ) -> Tensor:
+        """γ of the next round; takes what it is made of from the (noisy) sum of K uploads.
+
+        The step is smaller where the noise of b̄ would shake γ by more than a fifth.
+        """
+        if self.clip is not None:
+            return clip
+        short = total.pop(_SHORT).double().cpu() / cohort
+        shake = multiplier / self._part(SHARE) / cohort
+        return clip * torch.exp(-min(1.0, 0.2 / max(shake, 1e-30)) * short.clamp(-0.5, 0.5))
 
     def cohort(self, number: int, clients: int, size: int) -> Tensor:
         """Positions of the clients of a round, ascending, int64 ``(K,)``."""
@@ -131,13 +164,25 @@ class Privacy:
         return noise.subset(noise.fold(self._key(number), _COHORT), clients, size)
 
     def noisy(
-        self, total: Mapping[str, Tensor], multiplier: float, number: int
+        self, total: Mapping[str, Tensor], clip: float, multiplier: float, number: int
     ) -> dict[str, Tensor]:
-        """The sum of a round with noise of this multiple of 2 γ."""
+        """The sum of a round with noise of this multiple of 2 γ, and of 1 for what a client says of its norm."""
         if multiplier == 0:
             return dict(total)
-        scale = 2 * self.clip * multiplier
-        return {name: v + scale * self._drawn(v, name, number) for name, v in total.items()}
+        rest = 1.0 if self.clip is not None else self._part(1 - SHARE)
+        scales = {_SHORT: multiplier / self._part(SHARE)}
+        scale = 2 * clip * multiplier / rest
+        return {
+            name: value + scales.get(name, scale) * self._drawn(value, name, number)
+            for name, value in total.items()
+        }
+
+    def _part(self, share: float) -> float:
+        """By what a release of its own that takes this share of a round's privacy has less noise's inverse scale.
+
+        The inverse scales of releases side by side add up with Laplace noise, their squares with Gaussian noise.
+        """
+        return share if self.mechanism == "laplace" else math.sqrt(share)
 
     def _drawn(self, like: Tensor, name: str, number: int) -> Tensor:
         """Noise of unit scale."""

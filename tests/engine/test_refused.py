@@ -1,0 +1,105 @@
+"""Uploads that are not finite: left out, counted and named; the clients keep what they had; the run goes on."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import bayesfed as bf
+from bayesfed import models
+from tests.laws.cases import federation, small
+
+pytestmark = pytest.mark.usefixtures("float64")
+VICTIM = 2
+
+
+@dataclass(frozen=True)
+class Spoilt(bf.Scaffold):
+    """Of one client nothing is a number, neither what it sends nor what it would keep."""
+
+    def work(self, job):
+        work, clients = super().work(job), job.rows(0).index
+        bad = (clients == VICTIM).to(work.terms)
+
+        def spoilt(value):
+            return torch.where(bad.reshape(-1, *[1] * (value.ndim - 1)) > 0, torch.nan, value)
+
+        found = {name: spoilt(value) for name, value in work.found.items()}
+        kept = {n: {k: spoilt(v) for k, v in part.items()} for n, part in work.clients.items()}
+        return work._replace(found=found, clients=kept)
+
+
+def started(algorithm, **settings):
+    settings = {"rounds": 3, "seed": 1} | settings
+    quick = bf.Execution(compile=False)
+    return bf.start(
+        models.hierarchical_logistic, federation(), small(algorithm), execution=quick, **settings
+    )
+
+
+def test_a_round_without_a_client_is_a_round_of_the_others():
+    """By hand: c_i and θ_i of the four others, whose mean is over four."""
+    run, whole = started(Spoilt()), started(bf.Scaffold())
+    report = bf.step(run)
+    assert report.refused == ["client 5"] and len(report.cohort) == len(report.client_terms) == 4
+    bf.step(whole)
+    control = whole.clients.tensors["control"]
+    others = torch.arange(5) != VICTIM
+    for name, value in control.items():
+        assert torch.equal(run.clients.tensors["control"][name][others], value[others])
+        assert not run.clients.tensors["control"][name][VICTIM].any()
+        mean = value[others].mean(0)[0]
+        torch.testing.assert_close(
+            run.server[f"control.{name}"], mean * 4 / 5, rtol=1e-9, atol=1e-12
+        )
+
+
+def test_they_are_counted_and_named_in_the_end():
+    run = started(Spoilt())
+    for _ in range(3):
+        bf.step(run)
+    with pytest.warns(UserWarning, match=r"3 uploads of 1 clients .* left out: 'client 5' \(3\)"):
+        posterior = bf.finish(run)
+    assert posterior.history["clients"].tolist() == [4, 4, 4]
+    assert all(value.isfinite().all() for value in posterior.params.values())
+    assert posterior.history["elbo"].isfinite().all()
+
+
+def test_a_round_in_which_nothing_counts_changes_nothing():
+    """One client a round: of ten rounds the victim's are less than half."""
+    run = started(Spoilt(), rounds=30, clients_per_round=1)
+    seen = []
+    for _ in range(30):
+        before = {name: value.clone() for name, value in run.server.items()}
+        seen.append(bf.step(run))
+        if seen[-1].refused:
+            assert all(torch.equal(run.server[name], value) for name, value in before.items())
+            assert torch.isnan(torch.tensor(seen[-1].elbo))
+    assert 0 < sum(bool(report.refused) for report in seen) < 15
+
+
+@dataclass(frozen=True)
+class Late(bf.FedAvg):
+    """From the third round on most clients fail."""
+
+    def work(self, job):
+        work = super().work(job)
+        bad = (job.rows(0).index < 3) & (job.rate < 0.99)
+        return work._replace(terms=torch.where(bad, torch.nan, work.terms))
+
+
+def test_a_run_stops_where_too_many_fail_and_what_it_has_is_there():
+    """Three of five, 3/5 of the last ten rounds' uploads only after many: rates are 1, .97 … , so from round 3."""
+    run = started(Late(lr_decay=0.5), rounds=60)
+    before = {}
+    with pytest.raises(
+        bf.Stopped, match=r"round \d+: the ELBO term \(nan\) of client 'client 4' and of 2 others"
+    ) as stopped:
+        while True:
+            before = {name: value.clone() for name, value in run.server.items()}
+            bf.step(run)
+    assert stopped.value.run is run and 5 < run.done < 60
+    with pytest.warns(UserWarning, match="uploads of 3 clients"):
+        posterior = bf.finish(stopped.value.run)
+    assert len(posterior.history["elbo"]) == run.done
+    assert all(torch.equal(posterior.params[name], value) for name, value in before.items())
