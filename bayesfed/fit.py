@@ -289,6 +289,8 @@ def step(run: Run) -> Round:
         if _too_many(run, len(refused)):
             raise Stopped(refusal(refused, terms[~sound]), run)
         if run.privacy is not None:
+            if run.done == 0:
+                run.privacy.warn_if_loud(total, run.multiplier, run.size)
             total = run.privacy.noisy(total, clip, run.multiplier, run.done)
             total = {n: processes.told(v, run.execution.group) for n, v in total.items()}
             next_clip = run.privacy.adapted(total, run.clip, run.multiplier, run.size)

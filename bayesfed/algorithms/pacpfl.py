@@ -96,6 +96,13 @@ class PACPFL(Algorithm):
     def __post_init__(self) -> None:
         optimizer.check_rules(optimizer=self.optimizer)
 
+    @property
+    def no_noise(self) -> str:
+        """Where τ is made of the clients' numbers of rows, these would be told."""
+        if self.tau is not None or self.lam is None or self.beta is not None:
+            return ""
+        return "lam makes τ of the clients' mean number of rows, which would be told: use tau, or beta beside lam"
+
     def temperature(self, clients: int, rows: float) -> float:
         """τ for n clients with so many rows each, on average (Corollary 4.4).
 

@@ -33,6 +33,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -50,6 +51,8 @@ NORMS = {"gaussian": 2, "laplace": 1}
 SHARE = 0.05
 """What of a round's privacy goes into the share of clients below an adaptive clip."""
 FIRST_CLIP = 0.1
+LOUD = 3.0
+"""From how many times the longest sum of uploads on noise is warned of."""
 _SHORT = "whether the norm is below the clip"
 _COHORT = -1
 
@@ -166,16 +169,31 @@ class Privacy:
     def noisy(
         self, total: Mapping[str, Tensor], clip: float, multiplier: float, number: int
     ) -> dict[str, Tensor]:
-        """The sum of a round with noise of this multiple of 2 γ, and of 1 for what a client says of its norm."""
+        """The sum of a round with noise of this multiple of the sensitivity."""
         if multiplier == 0:
             return dict(total)
-        rest = 1.0 if self.clip is not None else self._part(1 - SHARE)
-        scales = {_SHORT: multiplier / self._part(SHARE)}
-        scale = 2 * clip * multiplier / rest
         return {
-            name: value + scales.get(name, scale) * self._drawn(value, name, number)
+            name: value + self.scale(name, clip, multiplier) * self._drawn(value, name, number)
             for name, value in total.items()
         }
+
+    def warn_if_loud(self, total: Mapping[str, Tensor], multiplier: float, cohort: int) -> None:
+        """Warn where the noise of a round is much longer than the uploads of all K clients can be together."""
+        numbers = sum(value.numel() for name, value in total.items() if name != _SHORT)
+        length = numbers if self.mechanism == "laplace" else math.sqrt(numbers)
+        if (times := 2 * multiplier * length / cohort) > LOUD:
+            warnings.warn(
+                f"the noise that privacy adds to a round's sum is about {times:.1f} times as long as the uploads of its "
+                f"{cohort} clients can be together ({numbers:,} numbers each): it will drown what they say. Take more "
+                "clients or fewer rounds, a larger ε, or a model with fewer global parameters",
+                stacklevel=3,
+            )
+
+    def scale(self, name: str, clip: float, multiplier: float) -> float:
+        """Of the noise of a part of the upload: the sensitivity is 2 γ, and 1 of what a client says of its norm."""
+        if name == _SHORT:
+            return multiplier / self._part(SHARE)
+        return 2 * clip * multiplier / (1.0 if self.clip is not None else self._part(1 - SHARE))
 
     def _part(self, share: float) -> float:
         """By what a release of its own that takes this share of a round's privacy has less noise's inverse scale.

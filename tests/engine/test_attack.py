@@ -1,0 +1,65 @@
+"""The membership game of ``experiments/attack.py``: what a run claims is not exceeded, and faults are found."""
+
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import bayesfed as bf
+
+PATH = Path(__file__).parents[2] / "experiments" / "attack.py"
+SPEC = importlib.util.spec_from_file_location("attack", PATH)
+attack = importlib.util.module_from_spec(SPEC)
+sys.modules["attack"] = attack  # dataclasses look their module up
+SPEC.loader.exec_module(attack)
+
+TRIALS = 80
+"""Of which half give a bound: at most ln(.88 / .12) = 1.9, in which an ε of 1 has room to be exceeded."""
+
+
+def measured(name, trials=TRIALS):
+    zeros, ones = map(list, zip(*attack.played(name, 0, trials), strict=True))
+    return attack.lower_bound(zeros, ones, 0.0)
+
+
+@pytest.mark.parametrize("name", ["FedAvg, Laplace", "PACPFL, Laplace", "SFVI, Laplace"])
+def test_what_is_claimed_is_not_exceeded(name):
+    """In one of 200 runs of an honest mechanism the limits are passed, and then by little."""
+    assert attack.GAMES[name].start(0).epsilon == pytest.approx(1.0)
+    assert measured(name, 40) <= 1.0
+
+
+def test_the_adversary_has_power():
+    """Of a mechanism that tells a lot, most is found: ε = 100, of which 80 trials can show 1.9."""
+    loud = dataclasses.replace(
+        attack.GAMES["FedAvg, Laplace"],
+        privacy=bf.Privacy(clip=0.5, noise=0.02, mechanism="laplace"),
+    )
+    starts = loud.start(0), loud.start(1)
+    pairs = [[attack.ratio(loud, starts, bit) for _ in range(TRIALS)] for bit in (0, 1)]
+    assert attack.lower_bound(*pairs, 0.0) > 1.5
+
+
+def by_seed(self, like, name, number, drawn=bf.Privacy._drawn):
+    return drawn(dataclasses.replace(self, seed=0), like, name, number)
+
+
+def faint(self, like, name, number, drawn=bf.Privacy._drawn):
+    return drawn(self, like, name, number) / 8
+
+
+def whole(self, upload, clip):
+    return dict(upload), torch.ones(len(next(iter(upload.values()))))
+
+
+@pytest.mark.parametrize(
+    ("fault", "instead"),
+    [("_drawn", by_seed), ("_drawn", faint), ("clipped", whole)],
+    ids=["noise of the run's seed", "an eighth of the noise", "no clipping"],
+)
+def test_faults_are_found(fault, instead, monkeypatch):
+    monkeypatch.setattr(bf.Privacy, fault, instead)
+    assert measured("PACPFL, Laplace") > 1.0
