@@ -8,8 +8,8 @@ that may be: they differ in one client's rows, chosen so that its uploads lie at
 every noisy sum of a run, works out what either federation would have sent in that round, and takes the likelihood
 ratio of the whole transcript: by Neyman and Pearson no test does better. Where cohorts are secret, the ratio is of
 mixtures over them. It also tries the noise that the run's seed would give. A test at a threshold with true positive
-rate p and false positive rate q shows ε ≥ ln((p - δ) / q). p and q are taken by Clopper and Pearson's 99 % limits on one
-half of the trials, at the threshold that is best on the other half.
+rate p and false positive rate q shows ε ≥ ln((p - δ) / q). p and q are taken by Clopper and Pearson's 99 % limits on
+one half of the trials, at the threshold that is best on the other half.
 """
 
 from __future__ import annotations

@@ -183,9 +183,9 @@ class Privacy:
         length = numbers if self.mechanism == "laplace" else math.sqrt(numbers)
         if (times := 2 * multiplier * length / cohort) > LOUD:
             warnings.warn(
-                f"the noise that privacy adds to a round's sum is about {times:.1f} times as long as the uploads of its "
-                f"{cohort} clients can be together ({numbers:,} numbers each): it will drown what they say. Take more "
-                "clients or fewer rounds, a larger ε, or a model with fewer global parameters",
+                f"the noise that privacy adds to a round's sum is about {times:.1f} times as long as the uploads of "
+                f"its {cohort} clients can be together ({numbers:,} numbers each): it will drown what they say. Take "
+                "more clients or fewer rounds, a larger ε, or a model with fewer global parameters",
                 stacklevel=3,
             )
 
