@@ -3,8 +3,8 @@
     python experiments/bad_clients.py               # minutes on two cores
 
 The logistic regression of ``private.py`` with 100 clients, all of which take part in 30 rounds; ten of them change
-every upload that they send. Cells are the distance of μ_β from the truth (root mean square), beside that with good clients
-only: as it is, and with ``privacy=Privacy()``, which clips uploads to the median of their norms and adds no noise.
+every upload that they send. Cells are the distance of μ_β from the truth (root mean square), beside that with good
+clients only: as it is, and with ``privacy=Privacy()``, which clips uploads to the median of their norms, without noise.
 "refused": how many of the ten were left out in every round. What is not refused gets through: a million times as much
 moves the model wherever nothing clips it, and nothing tells an upload of the opposite sign from one of a client that is
 different.
