@@ -16,6 +16,7 @@ attack = importlib.util.module_from_spec(SPEC)
 sys.modules["attack"] = attack  # dataclasses look their module up
 SPEC.loader.exec_module(attack)
 
+pytestmark = pytest.mark.filterwarnings("ignore:the noise that privacy adds")
 TRIALS = 80
 """Of which half give a bound: at most ln(.88 / .12) = 1.9, in which an ε of 1 has room to be exceeded."""
 

@@ -21,6 +21,8 @@ from bayesfed.guides.particles import PARTICLES
 from tests.laws.cases import CASES, SPECIAL, federation
 from tests.scenarios import conjugate_hierarchy, exact, ragged
 
+pytestmark = pytest.mark.filterwarnings("ignore:the noise that privacy adds")
+
 
 @pytest.mark.parametrize("mechanism", ["gaussian", "laplace"])
 def test_an_upload_is_clipped_in_its_mechanisms_norm(mechanism):
@@ -447,3 +449,15 @@ def test_memory_leaks_more_than_the_formula_for_secret_cohorts():
     worst = max(loss(choices) for choices in itertools.product((-1, 1), repeat=6))
     privacy = bf.Privacy(clip=1.0, noise=1.0, mechanism="laplace")
     assert privacy.spent(2, 2, 3) < worst <= privacy.spent(2, 3, 3)
+
+
+def test_noise_that_drowns_the_signal_is_said():
+    """Eight clients send 16 numbers each of norm γ at most, 8 γ together; noise of scale 2 γ each has that length."""
+    data, total = datasets.eight_schools(), {"a": torch.zeros(16)}
+    privacy = bf.Privacy(clip=1.0)
+    with pytest.warns(UserWarning, match=r"about 1\.0 times as long .* 8 clients .*16 numbers"):
+        privacy.warn_if_loud(total, 1.0, 8)
+    privacy.warn_if_loud(total, 0.5, 8)
+    loud = bf.Privacy(clip=1.0, noise=30.0, mechanism="laplace")
+    with pytest.warns(UserWarning, match="the result may be off by more than it says"):
+        bf.fit(models.eight_schools, data, bf.FedAvg(), rounds=2, privacy=loud)
