@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,32 @@ def read_tensors(path: Path, name: str) -> tuple[dict[str, Tensor], Any]:
 
 @contextmanager
 def atomically(path: Path) -> Iterator[Path]:
-    """A temporary path in the folder of ``path`` that takes its place if nothing is raised."""
+    """A temporary path in the folder of ``path`` that takes its place if nothing is raised.
+
+    A process that is killed leaves the temporary file, and at ``path`` what was there before: see :func:`sweep`.
+    """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         yield temporary
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        _keep_name(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sweep(path: Path) -> None:
+    """Remove what processes that were killed have left of ``path``, of which nobody else may be a writer."""
+    for temporary in path.parent.glob(f".{glob.escape(path.name)}.{'?' * 8}"):
+        temporary.unlink(missing_ok=True)
+
+
+def _keep_name(folder: Path) -> None:
+    """Put a folder's names on the disk, where the system can."""
+    with suppress(PermissionError):  # Windows opens no folders
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
