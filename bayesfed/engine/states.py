@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import mmap
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bayesfed.algorithms import optimizer
+from bayesfed.engine.journal import Journal, refuse_others
 
 
 class States:
@@ -18,13 +19,14 @@ class States:
 
     In a folder they are a NumPy file with a record per client, whose fields are called ``<part>.<name>``:
     ``np.load(file, mmap_mode="r")["params.weights.loc"]``. Of it only the records at work are in memory, and what was
-    never written but with zeros takes no disk where the file system knows holes.
+    never written but with zeros takes no disk where the file system knows holes. With a journal they can be put back to
+    what they were when :meth:`written` was last called.
 
     Attributes:
         tensors: by part and name, ``(N, ...)`` each; none before the first state is there.
 
     Raises:
-        FileExistsError: the folder holds states already.
+        FileExistsError: there is no journal, and the folder holds states already.
 
     Example:
         >>> import tempfile, torch
@@ -42,16 +44,15 @@ class States:
         clients: int,
         folder: str | Path | None = None,
         device: str | torch.device = "cpu",
+        journal: Journal | None = None,
     ) -> None:
         self.tensors: optimizer.State = {}
         self._clients, self._device = clients, torch.device(device)
         self._folder = None if folder is None else Path(folder)
-        self._files: list[Any] = []
-        if self._folder is not None:
-            if next(self._folder.glob("*.npy"), None):
-                raise FileExistsError(
-                    f"{self._folder} holds clients' states of another run: delete them or choose another folder"
-                )
+        self._journal = journal
+        self._files: dict[str, Any] = {}
+        if self._folder is not None and journal is None:
+            refuse_others(self._folder)
             self._folder.mkdir(parents=True, exist_ok=True)
 
     def take(self, clients: Tensor) -> optimizer.State:
@@ -59,7 +60,7 @@ class States:
         if self._folder is None:
             return optimizer.take(self.tensors, clients)
         found: optimizer.State = {}
-        for file in self._files:
+        for file in self._files.values():
             records = file[clients.numpy(force=True)]
             for field in records.dtype.names:
                 part, name = field.split(".", 1)
@@ -76,7 +77,7 @@ class States:
                 for part, found in new.items()
             }
         elif new and self._folder is not None:
-            self.tensors |= self._file(self._folder / f"{'-'.join(new)}.npy", new)
+            self.tensors |= self._file(self._folder, new, "w+")
         if self._folder is not None:
             clients = clients.cpu()
             state = {p: {n: v.cpu() for n, v in found.items()} for p, found in state.items()}
@@ -89,32 +90,68 @@ class States:
         optimizer.put(self.tensors, clients, filled)
         self._let_go()
 
+    def reopen(self, state: optimizer.State, done: int) -> None:
+        """Take the files of states of this form as they were after so many rounds.
+
+        Raises:
+            ValueError: there are no such files.
+        """
+        assert self._folder is not None and self._journal is not None
+        if state:
+            self.tensors |= self._file(self._folder, state, "r+")
+        for name, file in self._files.items():
+            self._journal.undo(name, file, done)
+        self.flush()
+        self._let_go()
+        self._journal.begin(done)
+
+    def flush(self) -> None:
+        """Wait until the files are on the disk."""
+        for file in self._files.values():
+            file.flush()
+
+    def written(self, done: int) -> None:
+        """The run is kept as it is after so many rounds: from now on it is these states that it may come back to."""
+        if self._journal is not None:
+            self._journal.begin(done)
+
     def put(self, clients: Tensor, state: optimizer.State) -> None:
         """Keep the states of K clients."""
         if self._folder is None:
             optimizer.put(self.tensors, clients, state)
             return
-        for file in self._files:
+        at = clients.numpy(force=True)
+        for stem, file in self._files.items():
             records = np.empty(len(clients), file.dtype)
             if records.dtype.names[0].split(".", 1)[0] not in state:  # made by ``finish``
                 continue
             for field in records.dtype.names:
                 part, name = field.split(".", 1)
                 records[field] = state[part][name].numpy(force=True)
-            file[clients.numpy(force=True)] = records
+            if self._journal is not None:
+                self._journal.note(stem, file, at)
+            file[at] = records
         self._let_go()
 
-    def _file(self, path: Path, state: optimizer.State) -> optimizer.State:
-        """Tensors of zeros in a new file, with the parts and names of a state."""
+    def _file(
+        self, folder: Path, state: optimizer.State, mode: Literal["w+", "r+"]
+    ) -> optimizer.State:
+        """The tensors of a file with the parts and names of a state: a new one of zeros, or one that is there."""
         kinds = [
             (f"{part}.{name}", value.numpy(force=True).dtype, value.shape[1:])
             for part, found in state.items()
             for name, value in found.items()
         ]
-        records = np.lib.format.open_memmap(
-            path, mode="w+", dtype=np.dtype(kinds, align=True), shape=(self._clients,)
-        )
-        self._files.append(records)
+        stem, dtype = "-".join(state), np.dtype(kinds, align=True)
+        path = folder / f"{stem}.npy"
+        if mode == "w+":
+            path.unlink(missing_ok=True)  # who has mapped an earlier one keeps it
+        elif not path.exists():
+            raise ValueError(f"{path} is gone: begin anew, with another file and another folder")
+        records = np.lib.format.open_memmap(path, mode, dtype, (self._clients,))
+        if (records.dtype, records.shape) != (dtype, (self._clients,)):
+            raise ValueError(f"{path} does not hold what these clients keep: it has been changed")
+        self._files[stem] = records
         return {
             part: {name: torch.from_numpy(np.asarray(records[f"{part}.{name}"])) for name in found}
             for part, found in state.items()
@@ -122,6 +159,6 @@ class States:
 
     def _let_go(self) -> None:
         """The pages stay in the files, the process lets them go."""
-        for file in self._files:
+        for file in self._files.values():
             if hasattr(file.base, "madvise"):
                 file.base.madvise(mmap.MADV_DONTNEED)
