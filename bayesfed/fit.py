@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -39,7 +38,7 @@ from bayesfed.engine.execution import Execution, threads
 from bayesfed.engine.independence import check_independence
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.progress import rounds_shown
-from bayesfed.engine.resume import Checkpoint
+from bayesfed.engine.resume import Checkpoint, begin, keep
 from bayesfed.engine.states import States
 from bayesfed.output.personal import personal
 from bayesfed.output.posterior import Posterior
@@ -113,6 +112,7 @@ class Run:
         history: ELBO, seconds and number of uploads that count of each round, ``(3, rounds)``.
         done: rounds done.
         compiler: what compiles the steps.
+        file: where the run is kept after its rounds, if anywhere.
     """
 
     program: Program
@@ -132,11 +132,14 @@ class Run:
     history: Tensor
     done: int = 0
     compiler: Compiler = field(default_factory=Compiler)
+    file: Checkpoint | None = None
 
     @property
-    def state(self) -> Any:
-        """All tensors that rounds change."""
-        return self.server, self.clients.tensors, self.known, self.refused, self.clip, self.history
+    def state(self) -> dict[str, Any]:
+        """All tensors that rounds change, by attribute, but those that are in files of their own."""
+        kept = {} if self.execution.states is not None else self.clients.tensors
+        names = ("server", "known", "refused", "clip", "history")
+        return {name: getattr(self, name) for name in names} | {"clients": kept}
 
     @property
     def title(self) -> str:
@@ -164,18 +167,20 @@ class Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a run that goes on from this one must have in common with it."""
+        """What a run that goes on from this one must have in common with it, beside model and data."""
+        spread = self.privacy is not None and self.privacy.epsilon is not None
         return {
             "algorithm": settings_of(self.algorithm),
-            "rounds": self.rounds,
             "cohort": self.size,
             "batch_size": self.batch_size,
             "chunk_size": self.execution.chunk_size,
             "privacy": self.privacy and asdict(self.privacy),
+            # of the rounds that are over: told with noise for as many as there were to be
+            "rounds for its epsilon": self.rounds if spread else None,
             "precision": self.execution.precision,
+            "type": str(self.federation.dtype),
+            "states in files": self.execution.states is not None,
             "seed": self.seed,
-            "rows": self.federation.lengths.tolist(),
-            "clients": list(self.federation.names),
         }
 
     @property
@@ -197,8 +202,9 @@ def start(
     privacy: Privacy | None = None,
     seed: int = 0,
     execution: Execution | None = None,
+    resume: str | Path | None = None,
 ) -> Run:
-    """A run before its first round; arguments and errors as for :func:`fit`.
+    """A run before its first round, or where its file ends; arguments and errors as for :func:`fit`.
 
     Example:
         >>> import bayesfed as bf
@@ -211,6 +217,10 @@ def start(
     """
     algorithm = SFVI() if algorithm is None else algorithm
     execution = Execution() if execution is None else execution
+    if resume is not None and execution.group is not None:
+        raise ValueError(
+            "a file to resume from holds the whole run: leave out resume, or the execution's group"
+        )
     if execution.device is not None:
         federation = federation.to(execution.device)
     size = cohort_size(clients_per_round, len(federation))
@@ -222,10 +232,6 @@ def start(
         program = algorithm.program(model, federation)
     check_data(program, federation)
     check_independence(program, federation, shuffled=batch_size is not None)
-    server = algorithm.start(program)
-    kept = States(len(federation), execution.states, federation.device)
-    for batch in program.starts(federation):
-        kept.begin(batch.index, algorithm.start_clients(program, server, batch))
     run = Run(
         program=program,
         federation=federation,
@@ -236,22 +242,25 @@ def start(
         privacy=privacy,
         seed=seed,
         execution=execution,
-        server=server,
-        clients=kept,
+        server=algorithm.start(program),
+        clients=States(len(federation), device=federation.device),
         known=torch.full((len(federation),), torch.nan, dtype=federation.dtype),
         refused=torch.zeros(len(federation), dtype=torch.int64),
         clip=(privacy or Privacy()).first_clip(),
         history=torch.zeros(3, rounds, dtype=torch.float64),
         compiler=Compiler(execution.compile),
     )
-    if run.multiplier and algorithm.no_noise:
+    if algorithm.no_noise and run.multiplier:
         raise ValueError(f"{type(algorithm).__name__} cannot be private: {algorithm.no_noise}")
+    if resume is not None:
+        run.file = Checkpoint(Path(resume), run.settings, program, federation)
+    begin(run)
     return run
 
 
 @on_cpu()
 def step(run: Run) -> Round:
-    """One round: a cohort's work, the sum of its uploads, the server's next state. Changes ``run``.
+    """One round: a cohort's work, the sum of its uploads, the server's next state. Changes ``run``, and its file.
 
     Raises:
         ValueError: the run has done all its rounds.
@@ -317,6 +326,8 @@ def step(run: Run) -> Round:
         run.compiler.decide(run.rounds - 1)
     params = algorithm.params(server)
     check_growth(run.program, params)
+    if run.file is not None:
+        keep(run, run.file)
     terms = torch.full_like(terms, math.nan) if noisy else terms[sound]
     return Round(run.done, run.rounds, elbo, terms, names, refused, seconds, params)
 
@@ -419,7 +430,10 @@ def fit(
         seed: of every stream of noise.
         execution: chunks, files, compilation, precision, processes and device: see :class:`~bayesfed.Execution`.
         resume: a file that keeps the run after its rounds (it is written in at most a twentieth of the time). Where it
-            is there already the run goes on from it, to the very numbers of one that never stopped.
+            is there already the run goes on from it, to the very numbers of one that never stopped. It may be given
+            other ``rounds``, at least as many as it has done, but where they set the noise (``Privacy(epsilon=)``): the
+            learning rates of the rounds to come are then those of a run of that length, and the numbers differ from
+            those of one that was that long from the start unless the algorithm's ``lr_decay`` is 1.
         progress: show a progress bar; by default where the output is a terminal.
         callbacks: called with a :class:`Round` after each.
 
@@ -428,7 +442,8 @@ def fit(
 
     Raises:
         ValueError: the model, the guide, the data or the schedule do not fit; the message names the
-            site, client or field. ``resume`` is a file of another run.
+            site, client or field. ``resume`` is a file of another run: its settings, model, priors or data differ.
+        FileExistsError: the folder of the execution's states holds those of another run.
         Stopped: half of the uploads of the last rounds, or more, are not finite (fewer are left out, counted, and named
             in the end), or the server's ELBO term is not. It holds the run as it was before that round.
         FloatingPointError: the scale of a local prior has grown without bound.
@@ -451,32 +466,13 @@ def fit(
         privacy=privacy,
         seed=seed,
         execution=execution,
+        resume=resume,
     )
-    group, file = run.execution.group, None
-    if resume is not None:
-        if group is not None or run.execution.states is not None:
-            raise ValueError(
-                "a file to resume from holds the whole run: leave out resume, or the execution's states and group"
-            )
-        file = Checkpoint(Path(resume), run.settings)
-        if (before := file.read(run.state)) is not None:
-            state, notes = before
-            run.server, run.clients.tensors, run.known, run.refused, run.clip, run.history = state
-            run.done, run.compiler = notes["rounds"], Compiler(notes["compiled"])
-            if run.done < rounds and run.multiplier and privacy and privacy.seed is None:
-                warnings.warn(
-                    f"the run goes on after round {run.done} with noise and cohorts drawn anew: those of a private run "
-                    "are kept nowhere, so it ends elsewhere than one that never stopped. Its ε is the same",
-                    stacklevel=2,
-                )
+    group = run.execution.group
     alone = group is None or not group.rank()
     with rounds_shown(run.title, rounds, progress if alone else False) as show:
         while run.done < rounds:
             report = step(run)
-            if file is not None:
-                notes = {"rounds": run.done, "compiled": run.compiler.mode is not False}
-                due = run.done == rounds or run.multiplier > 0  # what has been told is spent
-                file.write(run.state, notes, last=due)
             show(run.done, report.elbo, str(run.compiler))
             for callback in callbacks:
                 callback(report)

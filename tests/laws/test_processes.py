@@ -91,7 +91,7 @@ def test_files_are_of_one_process(tmp_path):
     try:
         with pytest.raises(ValueError, match="leave out states, or group"):
             bf.Execution(states=tmp_path, group=dist.group.WORLD)
-        with pytest.raises(ValueError, match="leave out resume, or the execution's states and"):
+        with pytest.raises(ValueError, match="leave out resume, or the execution's group"):
             bf.fit(
                 models.varying_intercept,
                 federation(),
