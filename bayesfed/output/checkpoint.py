@@ -13,20 +13,19 @@ from torch import Tensor
 
 from bayesfed.algorithms.registry import algorithm_of
 from bayesfed.algorithms.settings import settings_of
+from bayesfed.data import digest as rows
 from bayesfed.data.federation import Federation, Model
-from bayesfed.elbo.noise import key
-from bayesfed.elbo.program import Params, Program
-from bayesfed.elbo.terms import draw
+from bayesfed.elbo import digest as densities
+from bayesfed.elbo.program import Params
 from bayesfed.engine.files import read_tensors, write_tensors
 
 if TYPE_CHECKING:
     from bayesfed.output.posterior import Posterior
 
-FORMAT = 1
+FORMAT = 2
 """Version of the file's layout."""
 _METADATA = "bayesfed"
 _VERSION = version("bayesfed")
-_WITNESS = 2  # draws of the globals that a loaded posterior must reproduce
 
 
 @runtime_checkable
@@ -46,11 +45,13 @@ def save(posterior: Posterior, path: str | Path) -> None:
     Tensors are called ``<part>/<name>``. The parts are ``params`` and ``local_params``
     (unconstrained; local ones have a row per client), ``history`` (one number a round),
     ``start.globals`` and ``start.locals`` (the coordinates of a guide that is :class:`Placed`: origin
-    and unit ``(2, P)``) and ``witness`` (two draws of the globals). The metadata's entry ``bayesfed`` is
-    JSON: ``format``, ``version``, ``algorithm`` (see :func:`bayesfed.algorithms.settings.settings_of`),
+    and unit ``(2, P)``), ``data`` and ``program`` (by which :func:`load` knows data, model and guide again, see
+    :mod:`bayesfed.data.digest` and :mod:`bayesfed.elbo.digest`). The metadata's entry ``bayesfed`` is JSON: ``format``,
+    ``version``, ``algorithm`` (see :func:`bayesfed.algorithms.settings.settings_of`),
     ``seed``, ``epsilon``, ``clients`` and ``sites``.
 
-    The data and the model are not in it, the clients' names and local posteriors are.
+    The data and the model are not in it, the clients' names and local posteriors are. A guess of a small client's rows
+    can be confirmed by its hashes: such a file is for those who may see the data.
 
     Raises:
         TypeError: the algorithm's settings are not plain data.
@@ -70,7 +71,12 @@ def save(posterior: Posterior, path: str | Path) -> None:
         "params": posterior.params,
         "local_params": posterior.local_params,
         "history": dict(posterior.history),
-        "witness": _witness(posterior.program, posterior.params),
+        "data": rows.digest(posterior.federation),
+        "program": densities.digest(
+            posterior.program,
+            posterior.federation,
+            densities.witnesses(len(posterior.federation)),
+        ),
     }
     program = posterior.program
     if isinstance(program.guide, Placed):
@@ -98,6 +104,7 @@ def load(
     federation: Federation,
     *,
     guide: Callable[[Any], Any] | None = None,
+    other_rows: bool = False,
 ) -> dict[str, Any]:
     """Read what :func:`save` wrote.
 
@@ -105,8 +112,10 @@ def load(
         path: the file.
         model: the model that was fitted.
         federation: clients of the fit, all or some, in any order: local posteriors are matched by
-            the clients' names. It may hold other rows.
+            the clients' names.
         guide: the Pyro guide, where the fit had one of your own.
+        other_rows: the federation holds other rows of these clients, say those to predict where the rows of the fit
+            are not at hand. Its numbers then are those of the old posterior on the new rows.
 
     Returns:
         The fields of the :class:`~bayesfed.Posterior` of the federation's clients, on the federation's device.
@@ -114,7 +123,8 @@ def load(
     Raises:
         FileNotFoundError: no such file.
         ValueError: the file is no checkpoint or one of a later version; a client is not in it; the
-            model, the guide or the federation's fields are not those of the fit.
+            model, its priors, the guide or the data are not those of the fit; ``other_rows``, but predictions need
+            those of the fit.
     """
     metadata, parts = _read(Path(path))
     known = {name: row for row, name in enumerate(metadata["clients"])}
@@ -146,26 +156,39 @@ def load(
     if isinstance(program.guide, Placed):
         found = {name: value.to(federation.device) for name, value in starts.items()}
         program = replace(program, guide=program.guide.placed(found))
-    rows = torch.tensor([known[name] for name in federation.names])
-    local_params = {name: value[rows] for name, value in parts["local_params"].items()}
+    position = torch.tensor([known[name] for name in federation.names])
+    local_params = {name: value[position] for name, value in parts["local_params"].items()}
     _same_shapes(path, parts["params"], program.init)
     for start in program.starts(federation):
         shapes = {n: v[start.index] for n, v in local_params.items()}
         _same_shapes(path, shapes, program.init_locals(start))
-    here = federation.device
-    params = {name: value.to(here) for name, value in parts["params"].items()}
-    for name, value in _witness(program, params).items():
-        if not torch.allclose(value.cpu(), parts["witness"][name], rtol=1e-3, atol=1e-5):
+    if not other_rows:
+        before = {name: value[position] for name, value in parts["data"].items()}
+        changed = rows.difference(before, rows.digest(federation), federation.names)
+        if changed is not None:
             raise ValueError(
-                f"{path}: with this model the draws of {name!r} differ from those that were saved. "
-                "The model or the guide has changed since, or a package has (saved with bayesfed "
-                f"{metadata['version']})"
+                f"{path} is a posterior of other data: {changed}. Load it with the rows of the fit, then predict "
+                "others, or fit again. If other rows of the clients are meant, say other_rows=True"
             )
+    elif algorithm.weighs or program.joint:
+        raise ValueError(
+            f"{path}: predictions of this posterior need the rows of the fit. Load it with them, then predict others"
+        )
+    seen = [metadata["clients"][row] for row in densities.witnesses(len(known)).tolist()]
+    here = [] if other_rows else [name for name in seen if name in federation.names]
+    before = densities.of_clients(parts["program"], [seen.index(name) for name in here])
+    now = densities.digest(program, federation, federation.index(here))
+    changed = densities.difference(program, before, now)
+    if changed is not None:
+        raise ValueError(
+            f"{path} is a posterior of another model: {changed} (saved with bayesfed {metadata['version']}). Load it "
+            "with the model of the fit, or fit again"
+        )
     return {
         "program": program,
         "federation": federation,
-        "params": params,
-        "local_params": {name: value.to(here) for name, value in local_params.items()},
+        "params": {n: value.to(federation.device) for n, value in parts["params"].items()},
+        "local_params": {n: value.to(federation.device) for n, value in local_params.items()},
         "history": parts["history"],
         "algorithm": algorithm,
         "seed": metadata["seed"],
@@ -177,12 +200,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
     """The metadata, and the tensors by part and name."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path}")
-    parts: dict[str, dict[str, Tensor]] = {
-        "params": {},
-        "local_params": {},
-        "history": {},
-        "witness": {},
-    }
+    parts: dict[str, dict[str, Tensor]] = {"params": {}, "local_params": {}, "history": {}}
     tensors, metadata = read_tensors(path, _METADATA)
     for full, value in tensors.items():
         part, _, name = full.partition("/")
@@ -195,15 +213,6 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
             f"this is bayesfed {version('bayesfed')}, which reads format {FORMAT}"
         )
     return metadata, parts
-
-
-def _witness(program: Program, params: Params) -> dict[str, Tensor]:
-    """A few draws of the globals: what a model that only looks the same would not reproduce."""
-    device = program.schema.mask.device
-    with torch.no_grad():
-        supplied = program.noise(key(0).to(device), _WITNESS, local=False)
-        values = draw(program, params, supplied, _WITNESS)
-    return {name: value.cpu() for name, value in values.items()}
 
 
 def _same_shapes(path: str | Path, saved: Params, expected: Params) -> None:

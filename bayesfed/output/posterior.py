@@ -299,6 +299,8 @@ class Posterior:
         federation: Federation,
         *,
         guide: Callable[[Any], Any] | None = None,
+        other_rows: bool = False,
     ) -> Posterior:
         """Read what :meth:`save` wrote; see :func:`bayesfed.output.checkpoint.load`."""
-        return cls(**checkpoint.load(path, model, federation, guide=guide))
+        found = checkpoint.load(path, model, federation, guide=guide, other_rows=other_rows)
+        return cls(**found)

@@ -107,7 +107,8 @@ def test_the_file_is_plain_and_says_what_it_holds(tmp_path):
         "history",
         "start.globals",
         "start.locals",
-        "witness",
+        "data",
+        "program",
     }
     assert tensors["history/elbo"].shape == (3,)
     raw = (tmp_path / "p").read_bytes()
@@ -115,7 +116,7 @@ def test_the_file_is_plain_and_says_what_it_holds(tmp_path):
     metadata = json.loads(header["__metadata__"]["bayesfed"])
     assert metadata["clients"] == list("ABCDEFGH")
     assert metadata["algorithm"]["name"] == "SFVI"
-    assert (metadata["format"], metadata["version"], metadata["seed"]) == (1, bf.__version__, 4)
+    assert (metadata["format"], metadata["version"], metadata["seed"]) == (2, bf.__version__, 4)
 
 
 def test_an_unknown_client_is_named(tmp_path):
@@ -159,8 +160,43 @@ def test_a_guide_that_only_looks_the_same_is_noticed(tmp_path):
             rows = pyro.param("rows", torch.zeros(len(federation), 1))
             pyro.sample("theta", dist.Normal(rows, 1.0))
 
-    with pytest.raises(ValueError, match=r"draws of 'mu' differ from those that were saved"):
+    with pytest.raises(ValueError, match="of another model: the guide of 'mu', or a prior that it"):
         bf.Posterior.load(tmp_path / "p", models.eight_schools, schools(), guide=wider)
+
+
+def test_other_rows_are_taken_where_they_are_meant(tmp_path):
+    """Local posteriors are matched by name; the model is still looked at, on a row of zeros."""
+
+    def model(scale):
+        def heights(federation):
+            mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+            with federation.clients():
+                a = pyro.sample("a", dist.Normal(mu, 1.0))
+                with federation.observations() as obs:
+                    pyro.sample("y", dist.Normal(a + obs["x"], scale), obs=obs.get("y"))
+
+        return heights
+
+    def data(start):
+        rows = {n: torch.arange(start, start + 3.0) + i for i, n in enumerate("abc")}
+        return bf.Federation.from_arrays({n: {"x": -v, "y": v} for n, v in rows.items()})
+
+    posterior = bf.fit(model(1.0), data(0.0), bf.SFVI(local_steps=1), rounds=2)
+    posterior.save(tmp_path / "p")
+    other = data(5.0).select(["c", "a"])
+    with pytest.raises(ValueError, match=r"'x' of client 'c' \(and 1 more\).*say other_rows=True"):
+        bf.Posterior.load(tmp_path / "p", model(1.0), other)
+    loaded = bf.Posterior.load(tmp_path / "p", model(1.0), other, other_rows=True)
+    expected = posterior.predict(other, num_samples=20)["y"]
+    assert torch.equal(loaded.predict(num_samples=20)["y"], expected)
+    with pytest.raises(ValueError, match="another model: the likelihood of 'y' has changed"):
+        bf.Posterior.load(tmp_path / "p", model(1.1), other, other_rows=True)
+
+
+def test_other_rows_do_not_weigh_draws(tmp_path):
+    fitted(bf.PACPFL(particles=2)).save(tmp_path / "p")
+    with pytest.raises(ValueError, match="predictions of this posterior need the rows of the fit"):
+        bf.Posterior.load(tmp_path / "p", models.eight_schools, schools(), other_rows=True)
 
 
 def test_another_type_is_noticed(tmp_path):
@@ -187,7 +223,7 @@ def test_files_that_are_no_checkpoints(tmp_path):
         load("other")
     later = {"bayesfed": json.dumps({"format": 9, "version": "8.0", "clients": []})}
     save_file({"a": torch.zeros(1)}, tmp_path / "later", later)
-    with pytest.raises(ValueError, match=r"format 9, written by bayesfed 8\.0; .*reads format 1"):
+    with pytest.raises(ValueError, match=r"format 9, written by bayesfed 8\.0; .*reads format 2"):
         load("later")
 
 
