@@ -120,13 +120,19 @@ def run(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier run in the folder.")
     ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in the folder, or begin it there.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Fit the model of an experiment file and write a folder of results.
 
     The folder is --output, else [output] folder, else runs/<name of the file>, seen from where you
-    stand. If it holds anything already, the run goes to <folder>-2, -3, ... instead.
+    stand. If it holds anything already, the run goes to <folder>-2, -3, ... instead. A run that was stopped goes
+    on with --resume and the same experiment, which may have more rounds.
     """
+    if overwrite and resume:
+        raise click.UsageError("give either --resume or --overwrite")
     config = read_experiment(experiment, overrides or ())
     base = experiment.parent
     model = _model(config.model.name, base)
@@ -135,14 +141,17 @@ def run(
     shown = _shown_sites(config, model, federation)
     cohort_size(config.schedule.clients_per_round, len(federation))
     wanted = output or Path(config.output.folder or Path("runs") / experiment.stem)
-    folder = report.RunFolder(wanted, overwrite=overwrite)
+    folder = report.RunFolder(wanted, overwrite=overwrite, go_on=resume)
     folder.config = _resolved(config, algorithm, base, folder.path, wanted, experiment.name)
     console = Console(highlight=False)
     algorithm_name, rounds = type(algorithm).__name__, config.schedule.rounds
+    if folder.path != wanted and (wanted / report.RUN).exists():
+        console.print(f"{wanted} holds a run, with which --resume would go on", soft_wrap=True)
     for line in (
         f"{config.model.name} on {config.data.dataset or config.data.csv}",
         f"{everyone!r}" + (f"; {len(held)} held out" if held else ""),
-        f"{algorithm_name}, {rounds:,} rounds, results in {folder.path}",
+        f"{algorithm_name}, {rounds:,} rounds, "
+        + (f"going on in {folder.path}" if folder.run.exists() else f"results in {folder.path}"),
     ):
         console.print(line, soft_wrap=True, markup=False)
     try:
@@ -156,8 +165,11 @@ def run(
                 **config.schedule.model_dump(),
                 privacy=config.privacy,
                 execution=config.execution,
+                resume=folder.run,
                 callbacks=[folder.record],
             )
+        if not folder.rounds:  # all of them were done before
+            folder.begin(rounds)
         personal = posterior.personalize(held) if held else None
         _write(folder, posterior, personal, config, shown, console)
     except BaseException as error:
@@ -166,7 +178,9 @@ def run(
         if folder.rounds:
             kept = f"; the rounds so far ({folder.rounds}) are in {folder.path / 'history.csv'}"
         if isinstance(error, KeyboardInterrupt):
-            raise RunError(f"interrupted{kept}", 130) from error
+            there = "" if folder.path == wanted else f"--output {folder.path} "
+            again = f"; {there}--resume goes on" if folder.run.exists() else ""
+            raise RunError(f"interrupted{kept}{again}", 130) from error
         if folder.rounds and isinstance(error, Exception) and not debug:
             raise RunError(f"{_message(error)}{kept}") from error
         raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import csv
+import errno
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bayesfed.engine.files import atomically
+from bayesfed.engine import resume
+from bayesfed.engine.files import atomically, sweep
 from bayesfed.fit import Round
 from bayesfed.output.inference_data import az  # type: ignore[attr-defined]
 
@@ -29,8 +30,10 @@ FILES = {
     "held_out.nc": "their draws, predictions and data",
     "summary.csv": "mean, sd and 94 % interval of every variable",
     "forest.png": "the clients beside the population",
+    "run.safetensors": "the run, for bayesfed run --resume",
 }
 """The files of a run folder, in the order in which they are named."""
+RUN = "run.safetensors"
 _MOST_ROWS = 40
 
 
@@ -38,36 +41,58 @@ class RunFolder:
     """The folder of one run. Nothing is written before the first round is done.
 
     A folder that holds anything is never written to: the run goes to ``<folder>-2``, ``-3``, ...
-    With ``overwrite`` the files of the earlier run are removed after the first round.
+    With ``overwrite`` the files of the earlier run are removed after the first round, ``run.safetensors`` at once.
+    With ``go_on`` the run is that of the folder, or a new one if there is nothing in it.
 
     Attributes:
         path: the folder; it exists.
         rounds: rounds recorded so far.
+
+    Raises:
+        FileExistsError: the folder holds something, but no run to go on with.
     """
 
-    def __init__(self, wanted: Path, *, overwrite: bool = False) -> None:
+    def __init__(self, wanted: Path, *, overwrite: bool = False, go_on: bool = False) -> None:
         self.path, number = wanted, 1
-        while not overwrite and self.path.is_dir() and any(self.path.iterdir()):
+        while not (overwrite or go_on) and _used(self.path):
             number += 1
             self.path = wanted.with_name(f"{wanted.name}-{number}")
+        if go_on and _used(wanted) and not self.run.exists():
+            raise FileExistsError(
+                errno.EEXIST, f"there is no {RUN} to go on with: leave out --resume", str(wanted)
+            )
         self._ours = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
+        if overwrite:
+            self.run.unlink(missing_ok=True)
         self.rounds = 0
         self.config = ""
 
+    @property
+    def run(self) -> Path:
+        """Where the run is kept after its rounds."""
+        return self.path / RUN
+
     def record(self, done: Round) -> None:
-        """Append a round to ``history.csv``; on the first, write ``config.toml`` too."""
+        """Append a round to ``history.csv``; before the first, :meth:`begin`."""
         if not self.rounds:
-            for name in FILES:
-                (self.path / name).unlink(missing_ok=True)
-            self.write("config.toml", self.config)
-            self._append("round", "elbo", "seconds", "clients")
-        self._append(done.number, done.elbo, f"{done.seconds:.6f}", len(done.cohort))
+            self.begin(done.number - 1)
+        row = (done.number, done.elbo, done.seconds, len(done.cohort))
+        with (self.path / "history.csv").open("a", encoding="utf-8") as file:
+            file.write(_line(*row))
         self.rounds = done.number
 
-    def _append(self, *row: object) -> None:
-        with (self.path / "history.csv").open("a", newline="", encoding="utf-8") as file:
-            csv.writer(file, lineterminator="\n").writerow(row)
+    def begin(self, done: int) -> None:
+        """Write ``config.toml`` and the history of rounds that were done before; remove what was made of the run."""
+        for name in FILES.keys() - {RUN}:
+            sweep(self.path / name)
+            if name != "history.csv":
+                (self.path / name).unlink(missing_ok=True)
+        self.write("config.toml", self.config)
+        before = resume.history(self.run)[:done] if done else []
+        rows = (_line(number, *row) for number, row in enumerate(before, 1))
+        self.write("history.csv", "".join(["round,elbo,seconds,clients\n", *rows]))
+        self.rounds = done
 
     def write(self, name: str, text: str) -> None:
         """Write a text file, atomically."""
@@ -76,7 +101,7 @@ class RunFolder:
 
     def abandon(self) -> None:
         """Remove the folder, if it is this run's and still empty."""
-        if self._ours and not self.rounds:
+        if self._ours and not any(self.path.iterdir()):
             self.path.rmdir()
 
     def write_draws(self, name: str, idata: az.InferenceData) -> None:
@@ -87,6 +112,15 @@ class RunFolder:
     def written(self) -> Iterator[tuple[str, str]]:
         """The files that are there, each with what it is."""
         return ((name, what) for name, what in FILES.items() if (self.path / name).exists())
+
+
+def _used(folder: Path) -> bool:
+    """Whether a folder holds more than a killed process may leave before anything is written."""
+    return folder.is_dir() and any(not file.name.startswith(".") for file in folder.iterdir())
+
+
+def _line(number: int, elbo: float, seconds: float, clients: float) -> str:
+    return f"{number},{elbo},{seconds:.6f},{clients:.0f}\n"
 
 
 # -- numbers --------------------------------------------------------------------------------------

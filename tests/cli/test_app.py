@@ -12,6 +12,7 @@ import pandas as pd
 import pyro.distributions as dist
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import bayesfed as bf
 from bayesfed import datasets, models
@@ -130,6 +131,7 @@ def test_a_run_leaves_everything(schools, capsys):
         "history.csv",
         "posterior.nc",
         "posterior.safetensors",
+        "run.safetensors",
         "summary.csv",
     ]
     history = rows(f"{folder}/history.csv")
@@ -231,7 +233,75 @@ def test_a_killed_run_leaves_its_history(schools):
         process.wait()
     done = rows(history)
     assert [int(r["round"]) for r in done] == list(range(1, len(done) + 1))
-    assert sorted(os.listdir("runs/schools")) == ["config.toml", "history.csv"]
+    left = [name for name in os.listdir("runs/schools") if not name.startswith(".")]
+    assert sorted(left) == ["config.toml", "history.csv", "run.safetensors"]
+
+
+def killed_after(rounds, *arguments):
+    """``bayesfed run`` in a process that is killed once so many rounds are in its history."""
+    command = [sys.executable, "-m", "bayesfed.cli.app", "run", *arguments]
+    with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
+        history, end = "runs/schools/history.csv", time.monotonic() + 120
+        while not (os.path.exists(history) and len(rows(history)) >= rounds):
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+
+
+def numbers(folder):
+    """What the rounds of a run came to, and its posterior."""
+    history = [(r["round"], r["elbo"], r["clients"]) for r in rows(f"{folder}/history.csv")]
+    tensors = load_file(f"{folder}/posterior.safetensors")
+    tensors.pop("history/seconds")
+    return history, {name: value.numpy().tobytes() for name, value in tensors.items()}
+
+
+def test_a_killed_run_goes_on(schools, capsys):
+    """To what a run that never stopped has; states in files, and a history that ends in the middle of a line."""
+    set_ = ["schedule.rounds=40", "schedule.clients_per_round=3", "execution.states=states"]
+    set_ = [argument for key in set_ for argument in ("--set", key)]
+    killed_after(3, schools, *set_, "--resume")  # there is nothing to go on with: it begins
+    with open("runs/schools/history.csv", "a") as file:
+        file.write("99,-3")
+    Path("runs/schools/.forest.png.0123abcd").touch()
+    assert cli.main(["run", schools, *set_, "--resume"]) == 0
+    assert "going on in runs/schools" in capsys.readouterr().out
+    assert not list(Path("runs/schools").glob(".*"))
+    assert cli.main(["run", schools, *set_[:4], "--output", "whole"]) == 0
+    assert numbers("runs/schools") == numbers("whole")
+    assert cli.main(["run", schools, *set_, "--resume"]) == 0  # there is nothing left to do
+    assert numbers("runs/schools") == numbers("whole")
+
+
+def test_a_run_goes_on_with_more_rounds(schools, capsys):
+    steady = ["--set", "algorithm.lr_decay=1.0"]
+    assert cli.main(["run", schools, *steady, "--resume"]) == 0
+    longer = [*steady, "--set", "schedule.rounds=5"]
+    assert cli.main(["run", schools, *longer]) == 0
+    assert "runs/schools holds a run, with which --resume would go on" in capsys.readouterr().out
+    assert cli.main(["run", schools, *longer, "--resume"]) == 0
+    assert sorted(os.listdir("runs")) == ["schools", "schools-2"]
+    assert numbers("runs/schools") == numbers("runs/schools-2")
+    assert "rounds = 5" in Path("runs/schools/config.toml").read_text()
+    code, error = fails(capsys, "run", schools, *steady, "--resume")
+    assert code == 2 and "is a run of 5 rounds already" in error
+    code, error = fails(capsys, "run", schools, *longer, "--set", "schedule.seed=1", "--resume")
+    assert code == 2 and "is a run with seed 0, this one has 1" in error
+    assert numbers("runs/schools") == numbers("runs/schools-2")
+
+
+def test_a_folder_without_a_run(schools, capsys):
+    os.makedirs("out")
+    Path("out/notes.txt").touch()
+    code, error = fails(capsys, "run", schools, "--output", "out", "--resume")
+    assert (code, error) == (
+        2,
+        "out: there is no run.safetensors to go on with: leave out --resume",
+    )
+    code, error = fails(capsys, "run", schools, "--overwrite", "--resume")
+    assert (code, error) == (2, "give either --resume or --overwrite")
 
 
 def test_ctrl_c_says_what_is_kept(schools, capsys, monkeypatch):
@@ -245,7 +315,10 @@ def test_ctrl_c_says_what_is_kept(schools, capsys, monkeypatch):
     monkeypatch.setattr(report.RunFolder, "record", interrupt)
     code, error = fails(capsys, "run", schools)
     assert code == 130
-    assert error == "interrupted; the rounds so far (2) are in runs/schools/history.csv"
+    assert (
+        error
+        == "interrupted; the rounds so far (2) are in runs/schools/history.csv; --resume goes on"
+    )
     assert len(rows("runs/schools/history.csv")) == 2
 
 
