@@ -210,7 +210,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
     if metadata["format"] != FORMAT:
         raise ValueError(
             f"{path} has format {metadata['format']}, written by bayesfed {metadata['version']}; "
-            f"this is bayesfed {version('bayesfed')}, which reads format {FORMAT}"
+            f"this is bayesfed {_VERSION}, which reads format {FORMAT}: fit again, or take that version"
         )
     return metadata, parts
 
