@@ -36,10 +36,12 @@ from bayesfed.engine.checks import (
 from bayesfed.engine.cohort import Cohort, cohort_size
 from bayesfed.engine.execution import Execution, threads
 from bayesfed.engine.independence import check_independence
+from bayesfed.engine.moving import path, record, to_go, warn_if_moving
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.progress import rounds_shown
 from bayesfed.engine.resume import Checkpoint, begin, keep
 from bayesfed.engine.states import States
+from bayesfed.engine.units import warn_of_units
 from bayesfed.output.personal import personal
 from bayesfed.output.posterior import Posterior
 from bayesfed.tracing.compiler import Compiler, using
@@ -110,6 +112,7 @@ class Run:
         refused: how many uploads of each client did not count, int64 ``(N,)``.
         clip: γ of ``privacy``, ``()``.
         history: ELBO, seconds and number of uploads that count of each round, ``(3, rounds)``.
+        path: where q(θ) has been, see :mod:`bayesfed.engine.moving`.
         done: rounds done.
         compiler: what compiles the steps.
         file: where the run is kept after its rounds, if anywhere.
@@ -130,6 +133,7 @@ class Run:
     refused: Tensor
     clip: Tensor
     history: Tensor
+    path: Tensor
     done: int = 0
     compiler: Compiler = field(default_factory=Compiler)
     file: Checkpoint | None = None
@@ -138,7 +142,7 @@ class Run:
     def state(self) -> dict[str, Any]:
         """All tensors that rounds change, by attribute, but those that are in files of their own."""
         kept = {} if self.execution.states is not None else self.clients.tensors
-        names = ("server", "known", "refused", "clip", "history")
+        names = ("server", "known", "refused", "clip", "history", "path")
         return {name: getattr(self, name) for name in names} | {"clients": kept}
 
     @property
@@ -232,6 +236,7 @@ def start(
         program = algorithm.program(model, federation)
     check_data(program, federation)
     check_independence(program, federation, shuffled=batch_size is not None)
+    warn_of_units(program, federation)
     run = Run(
         program=program,
         federation=federation,
@@ -248,6 +253,7 @@ def start(
         refused=torch.zeros(len(federation), dtype=torch.int64),
         clip=(privacy or Privacy()).first_clip(),
         history=torch.zeros(3, rounds, dtype=torch.float64),
+        path=path(program),
         compiler=Compiler(execution.compile),
     )
     if algorithm.no_noise and run.multiplier:
@@ -325,6 +331,7 @@ def step(run: Run) -> Round:
     if run.done == 1:
         run.compiler.decide(run.rounds - 1)
     params = algorithm.params(server)
+    record(run.path, params, algorithm.lr_decay, run.done - 1, run.rounds)
     check_growth(run.program, params)
     if run.file is not None:
         keep(run, run.file)
@@ -383,6 +390,10 @@ def finish(run: Run) -> Posterior:
     history = run.history[:, : run.done].to(torch.get_default_dtype())
     warn_of_refused(run.federation.names, run.refused)
     warn_if_falling(run.history[0, : run.done].tolist(), run.federation.rows)
+    moving = to_go(
+        run.program, run.path, params, run.algorithm.lr_decay, run.done, run.rounds
+    )
+    warn_if_moving(moving, run.done)
     if run.execution.states is None:  # files of all clients are not read through
         warn_of_infinities(run.federation.names, local_params)
         warn_of_spreads(run.program, run.federation, params, local_params)
@@ -396,6 +407,7 @@ def finish(run: Run) -> Posterior:
         seed=run.seed,
         epsilon=run.epsilon,
         compiled=str(run.compiler),
+        moving=moving,
     )
 
 

@@ -52,6 +52,18 @@ def annealed(final: float, done: float) -> float:
     return final + (1 - final) * (1 + math.cos(math.pi * done)) / 2
 
 
+def elapsed(final: float, done: float) -> float:
+    """The part of all steps, measured by their rates, that is over with a fraction ``done`` of the rounds: ∫ annealed.
+
+    Example:
+        >>> from bayesfed.algorithms.schedules import elapsed
+        >>> elapsed(0.01, 0.0), round(elapsed(0.01, 0.5), 2), elapsed(0.01, 1.0), elapsed(1.0, 0.25)
+        (0.0, 0.81, 1.0, 0.25)
+    """
+    area = final * done + (1 - final) * (done + math.sin(math.pi * done) / math.pi) / 2
+    return area / (final + (1 - final) / 2)
+
+
 def adapted(
     loss: Callable[[Params, int], Tensor],
     start: Params,

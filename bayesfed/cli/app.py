@@ -214,7 +214,7 @@ def _write(
         title=f"{config.model.name} on {config.data.dataset or config.data.csv}: "
         f"{type(posterior.algorithm).__name__}, {config.schedule.rounds:,} rounds",
     )
-    report.print_summary(table, console)
+    report.print_summary(table, console, posterior.caveat)
     last = posterior.history["elbo"][-20:]
     seconds = float(posterior.history["seconds"].sum())
     console.print(

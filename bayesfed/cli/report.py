@@ -158,8 +158,10 @@ def rounded(row: Sequence[float], sd: float) -> list[str]:
     return [f"{value:.{decimals}f}" for value in row]
 
 
-def print_summary(table: pd.DataFrame, console: Console) -> None:
-    """Print a :func:`summary`, its first 40 rows."""
+def print_summary(table: pd.DataFrame, console: Console, caveat: str = "") -> None:
+    """Print a :func:`summary`, its first 40 rows, under what must be known before it is used."""
+    if caveat:
+        console.print(Text(caveat, style="yellow"))
     shown = Table(box=None, header_style="bold", pad_edge=False)
     shown.add_column("")
     for column in ("mean", "sd", "3 %", "97 %"):

@@ -125,6 +125,8 @@ def _dataset(
     }
     if posterior.epsilon is not None:
         attrs["epsilon"] = posterior.epsilon
+    if posterior.caveat:
+        attrs["caveat"] = posterior.caveat
     return xr.Dataset(dict(arrays), coords=coords, attrs=attrs)
 
 

@@ -18,6 +18,7 @@ from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.terms import client_terms, server_pass
+from bayesfed.engine.moving import caveat
 from bayesfed.engine.states import States
 from bayesfed.output import checkpoint, joint
 from bayesfed.output.draws import chunks, key_of, params_of, replayed, sampled, weighted
@@ -42,6 +43,9 @@ class Posterior:
         seed: the run's seed.
         epsilon: ε of differential privacy that the run has spent; None for a run without privacy.
         compiled: whether the run was compiled, and why; empty where it is not known.
+        moving: how far q(θ) had still to go in the end, by global site: in standard deviations of q, or in its log
+            standard deviation, at least, where that is more than a quarter. None where there were too few rounds to
+            tell. Points are never said to move.
     """
 
     program: Program
@@ -53,6 +57,12 @@ class Posterior:
     seed: int
     epsilon: float | None = None
     compiled: str = ""
+    moving: Mapping[str, float] | None = None
+
+    @property
+    def caveat(self) -> str:
+        """What must be known before its numbers are used: whether q(θ) was still moving. Empty if it was not."""
+        return caveat(self.moving, len(self.history["elbo"]))
 
     def __repr__(self) -> str:
         globals_ = ", ".join(s.name for s in self.program.globals) or "none"
@@ -62,6 +72,7 @@ class Posterior:
             f"Posterior: {type(self.algorithm).__name__} ({self.program.guide_name}), {rounds:,} rounds, "
             f"{len(self.federation):,} clients; globals {globals_}; locals {locals_}"
             + ("" if self.epsilon is None else f"; ε = {self.epsilon:.3g}")
+            + (self.caveat and f"\n{self.caveat}")
         )
 
     def sample(
