@@ -36,7 +36,7 @@ from bayesfed.engine.checks import (
 from bayesfed.engine.cohort import Cohort, cohort_size
 from bayesfed.engine.execution import Execution, threads
 from bayesfed.engine.independence import check_independence
-from bayesfed.engine.moving import path, record, to_go, warn_if_moving
+from bayesfed.engine.moving import caveat, path, record, to_go, to_rise, warn_if_moving
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.progress import rounds_shown
 from bayesfed.engine.resume import Checkpoint, begin, keep
@@ -390,10 +390,10 @@ def finish(run: Run) -> Posterior:
     history = run.history[:, : run.done].to(torch.get_default_dtype())
     warn_of_refused(run.federation.names, run.refused)
     warn_if_falling(run.history[0, : run.done].tolist(), run.federation.rows)
-    moving = to_go(
-        run.program, run.path, params, run.algorithm.lr_decay, run.done, run.rounds
-    )
-    warn_if_moving(moving, run.done)
+    final, elbo = run.algorithm.lr_decay, run.history[0, : run.done]
+    moving = to_go(run.program, run.path, params, final, run.done, run.rounds)
+    rising = to_rise(elbo, run.federation.rows, final, run.rounds)
+    warn_if_moving(caveat(moving, rising, run.done), moving)
     if run.execution.states is None:  # files of all clients are not read through
         warn_of_infinities(run.federation.names, local_params)
         warn_of_spreads(run.program, run.federation, params, local_params)
@@ -408,6 +408,7 @@ def finish(run: Run) -> Posterior:
         epsilon=run.epsilon,
         compiled=str(run.compiler),
         moving=moving,
+        rising=rising,
     )
 
 

@@ -1,9 +1,11 @@
-"""Whether q(θ) was still moving at the end of a run, beyond its noise.
+"""Whether a fit was still moving at the end of its run, beyond its noise: q(θ), and by the ELBO what clients keep.
 
 Rates that fall make every fit look still in the end. So time is counted in what the rates add up to: twelve windows of
-equal ∫ rate, of which the last six are kept as means of the guide's parameters. Taken two and two they give three
-places of q in a row, with two moves between them; a move that shrinks by r from one to the next has still to go
-|move| · r^{3/2} / (1 − r) from the end of the run (Aitken's extrapolation; the end is half a move past the last place).
+equal ∫ rate, of which the last six are kept as means of the guide's parameters. Three places of q in a row have two
+moves between them; of a move that shrinks by r from one to the next |move| · r^{3/2} / (1 − r) is left when the run
+ends (Aitken's extrapolation; the end is half a move past the last place). It is worked out from the last three windows
+and from the six, two and two, and the lesser counts: of a guide that went over to another kind of steps, and of noise,
+one of them may see what is no drift. The ELBO of a round is taken likewise.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ from bayesfed.elbo.program import Params, Program
 
 WINDOWS, KEPT = 12, 6
 SHARPEST = 0.8
-"""The largest r: of a move that does not shrink nobody knows where it ends, so what is said is a lower bound."""
+"""The largest r over two windows: where a move that does not shrink will end nobody knows, so it is a lower bound."""
 FAR, TOO_FAR = 0.25, 1.0
-"""How far q(θ) may have to go, in its standard deviations, or its log standard deviation: to be said, to be warned of."""
+"""How far q(θ) may have to go, in its standard deviations or its log standard deviation: beyond it said, warned of."""
+NATS, NATS_A_ROW = 0.3, 0.001
+"""By how much the ELBO may still have to rise before it is said."""
 _DRAWS, _NUMBERS = 64, 2**22
 
 
@@ -43,13 +47,17 @@ def record(where: Tensor, params: Params, final: float, number: int, rounds: int
     row = where[window % KEPT]
     if window != before:
         row.zero_()
-    weight = elapsed(final, (number + 1) / rounds) - elapsed(final, number / rounds)
+    weight = _weight(final, number, rounds)
     row[0] += weight
     row[1:] += weight * torch.cat([value.detach().reshape(-1) for value in params.values()])
 
 
 def _window(final: float, number: int, rounds: int) -> int:
     return -1 if number < 0 else int(WINDOWS * elapsed(final, number / rounds))
+
+
+def _weight(final: float, number: int, rounds: int) -> float:
+    return elapsed(final, (number + 1) / rounds) - elapsed(final, number / rounds)
 
 
 @torch.no_grad()
@@ -95,6 +103,28 @@ def to_go(
     return found
 
 
+def to_rise(elbo: Tensor, rows: int, final: float, rounds: int) -> float | None:
+    """How many nats the ELBO had still to rise, 0 where that is little; None where it cannot be told.
+
+    Args:
+        elbo: of the rounds done, ``(done,)``.
+        rows: of all clients.
+        final: what is left of the rates in the end.
+        rounds: rounds that there were to be.
+    """
+    numbers = range(len(elbo))
+    if not numbers:
+        return None
+    window = torch.tensor([_window(final, n, rounds) for n in numbers])
+    weight = torch.tensor([_weight(final, n, rounds) for n in numbers], dtype=elbo.dtype)
+    last = [window == w for w in range(int(window[-1]) - KEPT + 1, int(window[-1]) + 1)]
+    if not all(some.any() for some in last):
+        return None
+    means = torch.stack([(elbo * weight)[some].sum() / weight[some].sum() for some in last])
+    nats = left(means[:, None]) if means[-1] > means[-3] else 0.0
+    return nats if nats > NATS + NATS_A_ROW * rows else 0.0
+
+
 def left(values: Tensor) -> float:
     """How far numbers at six windows ``(6, P)`` have still to go, root mean square.
 
@@ -106,17 +136,26 @@ def left(values: Tensor) -> float:
         >>> round(left(decay), 2), round(left(windows), 1), left(torch.ones(6, 1))
         (0.05, 7.2, 0.0)
     """
-    first, second, third = values.unflatten(0, (3, 2)).mean(1)
-    bends = values[:-2] - 2 * values[1:-1] + values[2:]  # of noise the variance is 6 σ²
-    sigma2 = bends.square().mean() / 6
-    move, before = (x.square().mean() for x in (third - second, second - first))
-    move = (move - 4 * sigma2).clamp(min=0.0).sqrt()
-    shrinks = float((move / before.sqrt().clamp(min=1e-30)).clamp(max=SHARPEST))
+    bends = (
+        values.diff(n=2, dim=0).square().mean() / 6
+    )  # of a window's mean, where there is nothing but noise
+    sigma2 = torch.minimum(bends, values.diff(n=3, dim=0).square().mean() / 20)
+    return min(
+        _extrapolated(values[-3:], torch.zeros(()).to(sigma2), SHARPEST**0.5),
+        _extrapolated(values.unflatten(0, (3, 2)).mean(1), sigma2, SHARPEST),
+    )
+
+
+def _extrapolated(places: Tensor, variance: Tensor, most: float) -> float:
+    """How far is left after three places ``(3, P)``, whose differences have that variance."""
+    before, move = (places[1:] - places[:-1]).square().mean(1)
+    move = (move - 4 * variance).clamp(min=0.0).sqrt()
+    shrinks = float((move / before.sqrt().clamp(min=1e-30)).clamp(max=most))
     return float(move) * shrinks**1.5 / (1 - shrinks)
 
 
 def _moments(program: Program, params: Params) -> dict[str, tuple[Tensor, Tensor]]:
-    """Mean and standard deviation of the global sites' unconstrained coordinates, ``(D,)`` each, always at the same draws."""
+    """Mean and standard deviation of the global sites, unconstrained, ``(D,)`` each, always at the same draws."""
     size = max(1, sum(site.event_shape.numel() for site in program.globals))
     draws = max(8, min(_DRAWS, _NUMBERS // size))
     device = program.schema.device
@@ -137,21 +176,24 @@ def _moments(program: Program, params: Params) -> dict[str, tuple[Tensor, Tensor
     return found
 
 
-def caveat(moving: Mapping[str, float] | None, rounds: int) -> str:
+def caveat(moving: Mapping[str, float] | None, rising: float | None, rounds: int) -> str:
     """What is to be said of a fit that has not settled, in words; empty of one that has."""
-    if moving is None:
-        return f"{rounds:,} rounds are too few to tell whether q(θ) still moves"
-    if not moving:
-        return ""
+    if moving is None or rising is None:
+        return f"{rounds:,} rounds are too few to tell whether the fit still moves"
     worst = sorted(moving, key=lambda name: -moving[name])
-    some = ", ".join(f"{name} {moving[name]:.1f}" for name in worst[:4])
-    more = f" and {len(worst) - 4} more" if len(worst) > 4 else ""
-    return f"q(θ) was still moving after {rounds:,} rounds, with so many of its sds to go, or more: {some}{more}"
+    said = [f"{name} {moving[name]:.1f} sd" for name in worst[:4]]
+    if len(worst) > 4:
+        said.append(f"{len(worst) - 4} more")
+    if rising:
+        said.append(f"the ELBO {rising:,.1f} nats")
+    if not said:
+        return ""
+    return f"still moving after {rounds:,} rounds, at least this far to go: {', '.join(said)}"
 
 
-def warn_if_moving(moving: Mapping[str, float] | None, rounds: int) -> None:
-    """Warn of a fit that has clearly not settled."""
+def warn_if_moving(said: str, moving: Mapping[str, float] | None) -> None:
+    """Warn, with a :func:`caveat`, of a fit that has clearly not settled."""
     if moving and max(moving.values()) > TOO_FAR:
         warnings.warn(
-            f"{caveat(moving, rounds)}. Give it more rounds or a higher lr; standardise the fields", stacklevel=3
+            f"{said}. Give it more rounds or a higher lr; standardise the fields", stacklevel=3
         )

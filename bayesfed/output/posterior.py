@@ -46,6 +46,7 @@ class Posterior:
         moving: how far q(θ) had still to go in the end, by global site: in standard deviations of q, or in its log
             standard deviation, at least, where that is more than a quarter. None where there were too few rounds to
             tell. Points are never said to move.
+        rising: how many nats the ELBO had still to rise in the end, at least, where that is no trifle; None as above.
     """
 
     program: Program
@@ -58,11 +59,12 @@ class Posterior:
     epsilon: float | None = None
     compiled: str = ""
     moving: Mapping[str, float] | None = None
+    rising: float | None = None
 
     @property
     def caveat(self) -> str:
-        """What must be known before its numbers are used: whether q(θ) was still moving. Empty if it was not."""
-        return caveat(self.moving, len(self.history["elbo"]))
+        """What must be known before its numbers are used: whether it was still moving. Empty if it was not."""
+        return caveat(self.moving, self.rising, len(self.history["elbo"]))
 
     def __repr__(self) -> str:
         globals_ = ", ".join(s.name for s in self.program.globals) or "none"
