@@ -218,6 +218,7 @@ def start(
         [1, 2]
         >>> bf.finish(run)
         Posterior: SFVI (FullRank globals, conditioned locals), 2 rounds, 8 clients; globals mu, tau; locals theta
+        2 rounds are too few to tell whether the fit still moves
     """
     algorithm = SFVI() if algorithm is None else algorithm
     execution = Execution() if execution is None else execution
@@ -468,6 +469,7 @@ def fit(
         >>> posterior = bf.fit(models.eight_schools, schools, rounds=20, clients_per_round=0.5)
         >>> posterior
         Posterior: SFVI (FullRank globals, conditioned locals), 20 rounds, 8 clients; globals mu, tau; locals theta
+        20 rounds are too few to tell whether the fit still moves
     """
     run = start(
         model,

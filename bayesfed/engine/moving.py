@@ -25,6 +25,8 @@ from bayesfed.elbo.program import Params, Program
 WINDOWS, KEPT = 12, 6
 SHARPEST = 0.8
 """The largest r over two windows: where a move that does not shrink will end nobody knows, so it is a lower bound."""
+ENOUGH = 20.0
+"""Rounds at full rate, or more at lower ones, with less of which nothing can be told."""
 FAR, TOO_FAR = 0.25, 1.0
 """How far q(θ) may have to go, in its standard deviations or its log standard deviation: beyond it said, warned of."""
 NATS, NATS_A_ROW = 0.3, 0.001
@@ -56,6 +58,13 @@ def _window(final: float, number: int, rounds: int) -> int:
     return -1 if number < 0 else int(WINDOWS * elapsed(final, number / rounds))
 
 
+def _wanted(final: float, done: int, rounds: int) -> range | None:
+    """The windows to look at; None where there are too few rounds."""
+    last = _window(final, done - 1, rounds)
+    at_full_rate = rounds * (1 + final) / 2 * elapsed(final, done / rounds)
+    return range(last - KEPT + 1, last + 1) if last >= KEPT and at_full_rate >= ENOUGH else None
+
+
 def _weight(final: float, number: int, rounds: int) -> float:
     return elapsed(final, (number + 1) / rounds) - elapsed(final, number / rounds)
 
@@ -79,10 +88,8 @@ def to_go(
     """
     if where.shape[1] == 1:
         return {}
-    last = _window(final, done - 1, rounds)
-    begun = {_window(final, number, rounds) for number in range(done)}
-    wanted = range(last - KEPT + 1, last + 1)
-    if not begun.issuperset(wanted):
+    wanted = _wanted(final, done, rounds)
+    if wanted is None:
         return None
     places = []
     for window in wanted:
@@ -112,14 +119,12 @@ def to_rise(elbo: Tensor, rows: int, final: float, rounds: int) -> float | None:
         final: what is left of the rates in the end.
         rounds: rounds that there were to be.
     """
-    numbers = range(len(elbo))
-    if not numbers:
+    wanted, numbers = _wanted(final, len(elbo), rounds), range(len(elbo))
+    if wanted is None:
         return None
     window = torch.tensor([_window(final, n, rounds) for n in numbers])
     weight = torch.tensor([_weight(final, n, rounds) for n in numbers], dtype=elbo.dtype)
-    last = [window == w for w in range(int(window[-1]) - KEPT + 1, int(window[-1]) + 1)]
-    if not all(some.any() for some in last):
-        return None
+    last = [window == w for w in wanted]
     means = torch.stack([(elbo * weight)[some].sum() / weight[some].sum() for some in last])
     nats = left(means[:, None]) if means[-1] > means[-3] else 0.0
     return nats if nats > NATS + NATS_A_ROW * rows else 0.0
@@ -134,7 +139,7 @@ def left(values: Tensor) -> float:
         >>> windows = torch.arange(6.0)[:, None]
         >>> decay = torch.exp(-windows / 2)  # at the end of the last window it has exp(-5.5 / 2) = .064 to go
         >>> round(left(decay), 2), round(left(windows), 1), left(torch.ones(6, 1))
-        (0.05, 7.2, 0.0)
+        (0.06, 7.2, 0.0)
     """
     bends = (
         values.diff(n=2, dim=0).square().mean() / 6
