@@ -49,9 +49,8 @@ def record(where: Tensor, params: Params, final: float, number: int, rounds: int
     row = where[window % KEPT]
     if window != before:
         row.zero_()
-    weight = _weight(final, number, rounds)
-    row[0] += weight
-    row[1:] += weight * torch.cat([value.detach().reshape(-1) for value in params.values()])
+    now = [value.detach().reshape(-1) for value in params.values()]
+    row.add_(torch.cat([row.new_ones(1), *now]), alpha=_weight(final, number, rounds))
 
 
 def _window(final: float, number: int, rounds: int) -> int:
