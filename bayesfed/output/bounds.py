@@ -5,9 +5,13 @@
 
 Z_i = E_{w ~ P} exp(−(β / m_i) Σ ℓ(w, row)) is over the rows that the client conditions on; the risk is that of its
 Gibbs posterior ∝ P(w) exp(−(β / m_i) Σ ℓ). A log loss has no upper end, so :func:`clipped` gives it one. I pays for a
-prior that has seen the client's rows: sampled from the optimal hyper-posterior it is ε_i-private,
-ε_i = 2 β' τ (b − a) / m_i (Lemma 4.5), β' being the β of the hyper-posterior, with which the prior was trained: one row
-changes ln Z_β' by at most β' (b − a) / m_i. For a prior that has seen none of the rows, ε_i = 0.
+prior that has seen the client's rows: sampled from the optimal hyper-posterior Q* it is ε_i-private,
+ε_i = 2 β' τ (b − a) / m_i (Lemma 4.5), β' being the β of Q*, with which the prior was trained: one row changes ln Z_β'
+by at most β' (b − a) / m_i. For a prior that has seen none of the rows, ε_i = 0.
+
+All three are of one loss, in Z and in Q* alike, and of a prior that is *sampled*. Particles of PACPFL that have seen
+the rows are neither: their loss was not cut off, and SVGD is deterministic, so that no ε_i is theirs (PAC-PFL, 8.4).
+For them the bound says what would hold of samples from the Q* that they stand for.
 
 Each function warns where its result is vacuous, above b, or where β or λ lies outside the range of its theorem.
 """
@@ -90,9 +94,9 @@ def client(
         low: a, the least loss.
         high: b, the greatest.
         delta: δ.
-        tau: τ of the hyper-posterior that the prior comes from; 0 for a prior that has seen no data.
-        trained: β' of that hyper-posterior; by default β.
-        seen: m_i, how many of the rows the hyper-posterior has seen; by default all.
+        tau: τ of the Q* that the prior is sampled from; 0 for a prior that has seen no data.
+        trained: β' of that Q*; by default β.
+        seen: m_i, how many of the rows Q* has seen; by default all.
 
     Example:
         >>> from bayesfed import bounds
@@ -101,18 +105,8 @@ def client(
     """
     seen = rows if seen is None else seen
     epsilon = _epsilon(beta if trained is None else trained, tau, high - low, seen)
-    if epsilon >= math.sqrt(2 * (high - low)):
-        _warn(
-            f"ε_i = {epsilon:.3g} is not below √(2 (b − a)) = {math.sqrt(2 * (high - low)):.3g}: the bound "
-            "does not get below b, whatever the data; lower beta or tau"
-        )
-    bound = (
-        -log_z
-        + beta**2 * (high - low) ** 2 / (8 * rows)
-        + privacy_cost(epsilon, seen, delta)
-        + math.log(1 / delta)
-    ) / beta
-    return _checked(bound, "client", low, high)
+    paid = beta**2 * (high - low) ** 2 / (8 * rows) + privacy_cost(epsilon, seen, delta)
+    return _bound("client", -log_z / beta, (paid + math.log(1 / delta)) / beta, low, high)
 
 
 def server(
@@ -129,6 +123,10 @@ def server(
     upsilon: float = 1e-4,
 ) -> float:
     """A bound on the mean risk of all n clients that holds with probability 1 − δ (Theorem 4.2, Lemma 4.3).
+
+    Δ_i = (b − a) min(1, e^x − e^−x) / n, x = 2 β (b − a) m̃_i / (m_i + m̃_i): how far new rows move a client's risk. The
+    theorem has b (e^x − e^−x), by eq. 21, which is right for a ≥ 0 only. New rows move the risk of ℓ − a as far as that
+    of ℓ, so b − a may stand for b: it is right for any a, and for a > 0 tighter.
 
     Args:
         log_z: E_{P~Q} ln Z_β of each client.
@@ -147,25 +145,19 @@ def server(
     """
     if len(rows) != len(log_z) or (new_rows is not None and len(new_rows) != len(rows)):
         raise ValueError("log_z, rows and new_rows need one number for each client")
-    n = len(rows)
+    n, width = len(rows), high - low
     if new_rows is None:
-        changed, gaps = n, [(high - low) / n] * n
+        changed, gaps = n, [width / n] * n
     else:
         changed = sum(extra > 0 for extra in new_rows)
-        gaps = []
-        for m, extra in zip(rows, new_rows, strict=True):
-            power = 2 * beta * extra / (m + extra) * (high - low)
-            growth = high * 2 * math.sinh(min(power, 700.0))
-            gaps.append(min(high - low, growth) / n)
-    _check_ranges(beta, lam, n, changed + upsilon)
-    bound = (
-        -sum(log_z) / (n * beta)
-        + (1 / (n * beta) + (changed + upsilon) / lam) * kl
-        + beta * (high - low) ** 2 / (8 * n) * sum(1 / m for m in rows)
-        + lam * sum(gap**2 for gap in gaps) / (8 * (changed + upsilon))
-        + math.log(1 / delta) / math.sqrt(n)
-    )
-    return _checked(bound, "server", low, high)
+        powers = [
+            2 * beta * width * extra / (m + extra) for m, extra in zip(rows, new_rows, strict=True)
+        ]
+        gaps = [width * min(1.0, 2 * math.sinh(min(power, 1.0))) / n for power in powers]
+    least = changed + upsilon
+    data = -sum(log_z) / (n * beta) + (1 / (n * beta) + least / lam) * kl
+    paid = _paid(rows, gaps, beta, lam, least, width, delta)
+    return _bound("server", data, paid, low, high)
 
 
 def new_client(
@@ -193,16 +185,10 @@ def new_client(
         delta: δ.
         upsilon: υ.
     """
-    n = len(rows)
-    _check_ranges(beta, lam, n, changed + upsilon)
-    bound = (
-        -(1 / (n * beta) + (changed + upsilon) / lam) * log_z
-        + (high - low) ** 2
-        / (8 * n)
-        * (beta * sum(1 / m for m in rows) + lam / (changed + upsilon))
-        + math.log(1 / delta) / math.sqrt(n)
-    )
-    return _checked(bound, "new client's", low, high)
+    n, width, least = len(rows), high - low, changed + upsilon
+    data = -(1 / (n * beta) + least / lam) * log_z
+    paid = _paid(rows, [width / n] * n, beta, lam, least, width, delta)
+    return _bound("new client's", data, paid, low, high)
 
 
 def report(
@@ -220,8 +206,10 @@ def report(
     """Each client's bound beside its risk on test rows, for the clipped log loss of a PAC-PFL posterior.
 
     Hypotheses are drawn from the priors that the particles are, and weighed by exp(−β mean loss) on the client's
-    rows: Monte Carlo, so risks have an error that few effective draws make large, and ln Z is on the low side. ε_i is
-    that of priors drawn from the optimal hyper-posterior of the clipped loss, which the particles stand for.
+    rows: Monte Carlo, so risks have an error that few effective draws make large, and ln Z is on the low side.
+
+    Of particles that have seen the rows no theorem speaks: SVGD is deterministic, and their loss was not cut off
+    (PAC-PFL, 8.4). Their bound is that of priors sampled from the Q* of the clipped loss, whose ε_i it pays.
 
     Args:
         posterior: of :class:`~bayesfed.PACPFL`.
@@ -236,7 +224,8 @@ def report(
 
     Returns:
         One row a client: ``rows`` m_i, ``beta``, ``epsilon`` ε_i, ``empirical`` and ``risk`` of the Gibbs posterior on
-        its own and on the test rows, ``bound``, and ``vacuous``.
+        its own and on the test rows, ``bound``, ``vacuous``, and ``covered``: the theorem is of these very particles,
+        as they have not seen the rows.
 
     Raises:
         TypeError: the posterior has no particles.
@@ -272,6 +261,7 @@ def report(
                 "risk": float((weight * there.mean(-1)).sum(0).mean()),
                 "bound": bound,
                 "vacuous": bound >= high,
+                "covered": not seen,
             }
         )
     table = pd.DataFrame(found).set_index("client")
@@ -326,18 +316,41 @@ def _epsilon(trained: float, tau: float, width: float, seen: int) -> float:
     return 2 * trained * tau * width / seen if seen else 0.0
 
 
-def _check_ranges(beta: float, lam: float, n: int, least: float) -> None:
+def _paid(
+    rows: Sequence[int],
+    gaps: Sequence[float],
+    beta: float,
+    lam: float,
+    least: float,
+    width: float,
+    delta: float,
+) -> float:
+    """What Theorem 4.2 and Lemma 4.6 pay whatever the losses; ``least`` is n₂ + υ, ``gaps`` are Δ_i."""
+    n = len(rows)
     if beta < 1 / n:
         _warn(f"beta is {beta:g}, below 1 / n = {1 / n:g}: the theorem does not apply")
     if lam <= least:
         _warn(f"lam is {lam:g}, not above n₂ + υ = {least:g}: the theorem does not apply")
+    return (
+        beta * width**2 / (8 * n) * sum(1 / m for m in rows)
+        + lam * sum(gap**2 for gap in gaps) / (8 * least)
+        + math.log(1 / delta) / math.sqrt(n)
+    )
 
 
-def _checked(bound: float, what: str, low: float, high: float) -> float:
-    if bound >= high:
-        why = "; no data help where b − a is 8 or more" if high - low >= 8 else ""
-        _warn(f"the {what} bound {bound:.3g} is vacuous: the loss never exceeds {high:g}{why}")
-    return bound
+def _bound(what: str, data: float, paid: float, low: float, high: float) -> float:
+    """The sum of what depends on the losses, at least a, and of what does not.
+
+    With β = m_i, b − a ≥ 8 and ε_i ≥ √(2 (b − a)) are the cases that PAC-PFL has (8.3.1) of the second being too much.
+    """
+    if data + paid >= high:
+        why = ""
+        if paid >= high - low:
+            why = f", and would be for any data: {paid:.3g} is paid before there is a loss"
+        _warn(
+            f"the {what} bound {data + paid:.3g} is vacuous: the loss never exceeds {high:g}{why}"
+        )
+    return data + paid
 
 
 def _warn(message: str) -> None:
