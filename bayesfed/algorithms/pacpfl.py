@@ -2,7 +2,7 @@
 
     φ ~ P, the hyper-prior; given φ, a client's hypothesis (function, weights) has the prior P_φ.
     Z_i(φ) = E_{w ~ P_φ} exp(−(β / n_i) Σ_{rows of D_i} ℓ(w, row)),   ℓ = −log p: with β = n_i the marginal likelihood
-    Q*(φ) ∝ P(φ) exp(τ Σ_i ln Z_i(φ)),   τ = λ / (λ + β n (n₂ + υ))                            (Corollary 4.4)
+    Q*(φ) ∝ P(φ) exp(τ Σ_i ln Z_i(φ)),   τ = λ / (λ + β n (n₂ + υ)) < 1                        (Corollary 4.4)
 
     server    has k particles φ_κ, at first drawn from P; sends them
     client i  uploads ∇_φκ ln Z_i(φ_κ) for each, on a minibatch                                 (Algorithm 2)
@@ -19,7 +19,8 @@ Globals that are ``pyro.param`` are points η beside the particles: they take pl
 mean_κ (∇_η ln P(φ_κ) + τ Σ_i ∇_η ln Z_i(φ_κ)), the gradient of ln E_P exp(τ Σ_i ln Z_i): maximum marginal likelihood.
 
 The pseudo-code of the paper averages the gradients over the cohort, its derivation sums them over all n clients;
-this is the sum. τ = (their τ) / n is the average.
+this is the sum. τ = (their τ) / n is the average. A τ above 1 counts every row more than once: there is no λ for it, and
+no bound that its Q* would be the minimum of.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class PACPFL(Algorithm):
         particles: k.
         draws: L, draws from the prior for a client's marginal likelihood; models without local random
             variables need none.
-        tau: τ; by default from ``lam``, ``beta``, ``new_data_clients`` and ``upsilon``.
+        tau: τ; by default from ``lam``, ``beta``, ``new_data_clients`` and ``upsilon``. Above 1 it is outside the
+            theorem: a hyper-prior weakened at will.
         lam: λ of the server's bound; by default so large that τ = 1: the hierarchical Bayesian posterior.
         beta: β, where it is not n_i, in training and in what is predicted. For models with local random variables
             only.
