@@ -37,6 +37,12 @@ class GaussianProcess:
     All S draws and K clients are leading dimensions of one batched Cholesky factorisation; rows that only
     fill up a shorter client count for nothing. Predictions condition on a client's own rows (PAC-PFL, eq. 35).
 
+    ln Z is no sum over rows. Of a minibatch of b it is n/b times that of the b rows: their own likelihood, so that its
+    gradient is 0 on average where the data come from (a composite likelihood), but of what rows say together only
+    the part within a minibatch. Read to the letter, PAC-PFL's Algorithm 2, ln Z_{m_i} of b rows, has every row m_i/b
+    times under one function; that points to the optimum of all rows from afar, and past it to a noise of 0. All rows
+    in a step, where they can be had, are better than either.
+
     Args:
         mean: a :class:`gpytorch.means.Mean` or a module with one output; by default a constant.
         kernel: a :class:`gpytorch.kernels.Kernel`; by default exp(−‖x − x'‖² / 2).

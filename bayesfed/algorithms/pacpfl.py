@@ -19,8 +19,8 @@ Globals that are ``pyro.param`` are points η beside the particles: they take pl
 mean_κ (∇_η ln P(φ_κ) + τ Σ_i ∇_η ln Z_i(φ_κ)), the gradient of ln E_P exp(τ Σ_i ln Z_i): maximum marginal likelihood.
 
 The pseudo-code of the paper averages the gradients over the cohort, its derivation sums them over all n clients;
-this is the sum. τ = (their τ) / n is the average. A τ above 1 counts every row more than once: there is no λ for it, and
-no bound that its Q* would be the minimum of.
+this is the sum. τ = (their τ) / n is the average. A τ above 1 counts every row more than once:
+there is no λ for it, and no bound that its Q* would be the minimum of.
 """
 
 from __future__ import annotations

@@ -83,7 +83,8 @@ class Batch:
     def jointly(self) -> Iterator[tuple[Fields, Tensor]]:
         """The rows of a client as one event, for a likelihood in which they depend on each other.
 
-        The fields ``(K, B, *event)`` and which rows count, ``(K, B)``; scaled by n_i / b_i.
+        The fields ``(K, B, *event)`` and which rows count, ``(K, B)``. The log density of a minibatch counts n_i / b_i
+        times: not that of all rows on average, but a likelihood still (see :class:`~bayesfed.models.GaussianProcess`).
         """
         with poutine.scale(scale=self.scale):
             yield self.fields, self.mask
