@@ -125,7 +125,8 @@ class CAFeMe(Algorithm):
                 f"client {name!r} has a single row; CAFeMe needs one to personalise with and one to "
                 "evaluate on: leave the client out and personalise it afterwards"
             )
-        contexts(program, program.init, program.schema)  # refuses encoders that give other shapes
+        params = program.init | program.init_locals(program.schema)
+        contexts(program, params, program.schema)  # refuses encoders that give other shapes
         return program
 
     def work(self, job: Job) -> Work:
@@ -212,7 +213,7 @@ class CAFeMe(Algorithm):
 
         def with_context(own: Mapping[str, Tensor], rows: Batch) -> Params:
             """ζ = g_μ'(D')."""
-            made = contexts(program, {**theta, **own}, rows)
+            made = contexts(program, {**theta, **start, **own}, rows)
             return {**own, **program.guide.at(made)}
 
         def loss(own: Mapping[str, Tensor], step: int) -> Tensor:
@@ -221,6 +222,7 @@ class CAFeMe(Algorithm):
             losses = client_losses(program, theta | with_context(own, rows), rows, {}, 1)
             return losses.nll / losses.rows
 
+        start = program.init_locals(batch)  # ζ' own parameters, until it is made
         own = beginning(program, theta, batch)
         if own:
             order = "second" if self.second_order else "first"
@@ -230,11 +232,12 @@ class CAFeMe(Algorithm):
 
 def beginning(program: Program, theta: Params, batch: Batch) -> Params:
     """(ψ', μ') before the first step: the clients' variables but ζ, at the centre of their priors given θ."""
+    start = program.init_locals(batch)
     with Encoded(batch):  # a prior may depend on ζ
-        priors = local_priors(program, theta, batch)
+        priors = local_priors(program, theta | start, batch)
     made = {site.name: priors.pop(site.name) for site in program.contexts}
     guide = program.guide
-    own = program.init_locals(batch) | guide.at(priors)
+    own = start | guide.at(priors)
     return {name: own[name] for name in own if name not in guide.at(made)}
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from bayesfed.algorithms import optimizer
 from bayesfed.algorithms.fed_avg import FedAvg
 from bayesfed.algorithms.optimizer import State
-from bayesfed.algorithms.points import centre, everyone, owning, squared
+from bayesfed.algorithms.points import beginning, everyone, owning, squared
 from bayesfed.algorithms.protocol import Job, Work
 from bayesfed.algorithms.schedules import copies, gradients, leaves
 from bayesfed.data.batch import Batch
@@ -62,8 +62,7 @@ class Ditto(FedAvg):
 
     def start_clients(self, program: Program, server: Params, batch: Batch) -> State:
         """Every w_i at the centre of its prior."""
-        at = centre(program, copies(server, len(batch)), batch)
-        return {"params": {name: value.clone() for name, value in at.items()}}
+        return {"params": beginning(program, copies(server, len(batch)), batch)}
 
     def work(self, job: Job) -> Work:
         """Steps of K clients on their θ_i, and on their w_i."""
@@ -74,7 +73,7 @@ class Ditto(FedAvg):
     def own_steps(self, job: Job, own: Params | None, schedule: Tensor, lr: float) -> Params:
         """w_i of K clients after their steps, by default from the centre of their prior."""
         program, theta = job.program, copies(job.message, len(job))
-        middle = centre(program, theta, job.rows(0))
+        middle = beginning(program, theta, job.rows(0))
         state = optimizer.begin(self.optimizer, own or middle, rows=len(job))
         for step, active in enumerate(schedule.to(job.keys.device)):
             state = self.own_step(program, theta, middle, state, job.rows(step), active, lr)

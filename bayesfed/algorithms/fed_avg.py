@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bayesfed.algorithms import optimizer
 from bayesfed.algorithms.optimizer import State
-from bayesfed.algorithms.points import a_row, against, centre, sharing, squared, zeros
+from bayesfed.algorithms.points import a_row, against, at_rest, centre, sharing, squared, zeros
 from bayesfed.algorithms.protocol import (
     Algorithm,
     Job,
@@ -133,7 +133,7 @@ class FedAvg(Algorithm):
     ) -> Params:
         """One step of K clients on their own variables."""
         at = leaves(own)
-        losses = client_losses(program, theta | at, batch, {}, 1)
+        losses = client_losses(program, at_rest(program, theta | at, batch), batch, {}, 1)
         loss = losses.nll / losses.rows + self.proximal / 2 * squared(at, start)
         grads = bounded(gradients(loss, at))
         return {name: own[name] - lr * grads[name] for name in own}
@@ -228,7 +228,7 @@ def bounded(grads: Params) -> Params:
 
 def mean_loss(program: Program, theta: Mapping[str, Tensor], batch: Batch) -> Tensor:
     """L_i of K clients that stand at the centre of their priors, ``(K,)``; θ shared or a copy each."""
-    return a_row(program, centred_losses(program, theta, batch))
+    return a_row(program, centred_losses(program, at_rest(program, theta, batch), batch))
 
 
 def log_likelihood(job: Job, theta: Params) -> Tensor:

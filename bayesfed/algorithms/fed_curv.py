@@ -21,7 +21,7 @@ from torch import Tensor
 from bayesfed.algorithms.curvature import Loss, layered, slopes
 from bayesfed.algorithms.fed_avg import FedAvg, log_likelihood, mean_loss
 from bayesfed.algorithms.optimizer import State
-from bayesfed.algorithms.points import against, centre, zeros
+from bayesfed.algorithms.points import against, at_rest, centre, zeros
 from bayesfed.algorithms.protocol import Job, Turn, Upload, Work, mean, moved, moves, weighted
 from bayesfed.algorithms.schedules import copies, gradients, leaves
 from bayesfed.data.batch import Batch
@@ -141,7 +141,8 @@ def _stacked(program: Program, like: Mapping[str, Tensor]) -> Loss:
 
     def loss(flat: Tensor, batch: Batch) -> Tensor:
         theta = _apart(flat, like)
-        losses = client_losses(program, theta | centre(program, theta, batch), batch, {}, 1)
+        at = at_rest(program, theta | centre(program, theta, batch), batch)
+        losses = client_losses(program, at, batch, {}, 1)
         return losses.nll / losses.rows
 
     return loss

@@ -44,7 +44,16 @@ def owning(program: Program, name: str) -> Program:
 
 def centre(program: Program, theta: Mapping[str, Tensor], batch: Batch) -> Params:
     """The centre of p(w_i | θ) of K clients, ``(K, 1, ...)``, differentiable in θ; for Normals q(w_i) = p(w_i | θ)."""
-    return program.guide.at(local_priors(program, theta, batch))
+    return program.guide.at(local_priors(program, at_rest(program, theta, batch), batch))
+
+
+def at_rest(program: Program, params: Mapping[str, Tensor], batch: Batch) -> Params:
+    """The parameters, with those of K clients' own that points leave where they start, such as a spread of each."""
+    missing = [name for name in program.resting if name not in params]
+    if not missing:
+        return dict(params)
+    own = program.init_locals(batch)
+    return {**params, **{name: own[name] for name in missing}}
 
 
 def beginning(program: Program, theta: Params, batch: Batch) -> Params:
@@ -56,7 +65,7 @@ def beginning(program: Program, theta: Params, batch: Batch) -> Params:
 
 def loss_of(program: Program, params: Mapping[str, Tensor], batch: Batch) -> Tensor:
     """(−log p(D_i | w_i, θ) − log p(θ) / N) / n_i of K clients, ``(K,)``, of points for θ and w_i."""
-    return a_row(program, client_losses(program, params, batch, {}, 1))
+    return a_row(program, client_losses(program, at_rest(program, params, batch), batch, {}, 1))
 
 
 def a_row(program: Program, losses: Losses) -> Tensor:

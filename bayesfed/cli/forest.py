@@ -40,7 +40,7 @@ def population_means(posterior: Posterior) -> dict[str, str]:
     batch = posterior.federation.batch(torch.arange(1)).head()
     with torch.no_grad(), torch.random.fork_rng(devices=[]), handlers.trusted(batch.device):
         torch.manual_seed(0)
-        with handlers.Parameters(posterior.params):
+        with handlers.Parameters(posterior.params, program.local_params):
             nodes = poutine.trace(program.model).get_trace(batch).nodes
     found = {}
     for local in program.locals:

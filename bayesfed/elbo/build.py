@@ -32,9 +32,10 @@ def build(model: Model, guide: Callable[[Any], Any], federation: Federation) -> 
     found = sites(model, federation)
     first = torch.arange(min(2, len(federation)))
     batch = federation.batch(first, torch.zeros(len(first), 1, dtype=torch.int64))
-    params, recorder = handlers.Parameters({}), handlers.Noise(None)
+    params, recorder = handlers.Parameters(), handlers.Noise(None)
     with handlers.on(batch.device), params, recorder, handlers.draws_plate(1):
         guide_trace = poutine.trace(guide).get_trace(batch)
+    guides = set(params.seen)
     guide_sites = {
         name: node
         for name, node in guide_trace.nodes.items()
@@ -88,6 +89,7 @@ def build(model: Model, guide: Callable[[Any], Any], federation: Federation) -> 
         random=random,
         direct=(),
         local_params=tuple(local_params),
+        resting=tuple(name for name in local_params if name not in guides),
         constraints=constraint,
         init=init,
         schema=Batch(Fields(zeros), schema.mask, torch.ones_like(schema.scale), schema.index),
@@ -106,7 +108,8 @@ def _with_direct(program: Program, batch: Batch, keys: Tensor) -> Program:
     values = draw(program, program.init, program.noise(root, 1, local=False), 1)
     values = {name: value.detach() for name, value in values.items()}
     leaves = {name: value.clone().requires_grad_() for name, value in program.init.items()}
-    terms = client_terms(program, leaves, values, batch, program.noise(keys, 1, local=True), 1)
+    params, supplied = leaves | program.init_locals(batch), program.noise(keys, 1, local=True)
+    terms = client_terms(program, params, values, batch, supplied, 1)
     if not terms.requires_grad:
         return program
     grads = torch.autograd.grad(terms.sum(), list(leaves.values()), allow_unused=True)

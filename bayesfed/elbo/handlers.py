@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -52,15 +52,18 @@ def given(
     noise: Mapping[str, Sequence[Tensor]] | None = None,
     values: Mapping[str, Tensor] | None = None,
     draws: int | None = None,
+    starting: Collection[str] = (),
 ) -> Iterator[Parameters]:
     """Run programs on a device with whatever is given from outside: the one place where handlers are opened.
 
     Args:
         device: where new tensors go.
-        params: values of ``pyro.param``, unconstrained; others take their initial value.
+        params: values of ``pyro.param``, unconstrained; by default all take their initial value.
         noise: of latent sites; those without stand at the origin. By default sites are drawn by torch's generator.
         values: of latent sites.
         draws: how many of everything, by a plate to the left of the two others; by default no such plate.
+        starting: parameters that take their initial value where ``params`` has none, such as a client's own in a run
+            that has no client.
 
     Example:
         >>> import torch
@@ -75,7 +78,7 @@ def given(
     """
     with ExitStack() as stack:
         stack.enter_context(trusted(device))
-        found = stack.enter_context(Parameters({} if params is None else params))
+        found = stack.enter_context(Parameters(params, starting))
         if noise is not None:
             stack.enter_context(Noise(noise))
         if values is not None:
@@ -109,23 +112,33 @@ def is_point(message: Mapping[str, Any]) -> bool:
 
 
 class Parameters(Messenger):
-    """Answer ``pyro.param`` from ``values`` (unconstrained), never from the global store.
+    """Answer ``pyro.param`` from ``values`` (unconstrained), never from the global store; all are noted in ``seen``.
 
-    A parameter that ``values`` lacks takes its initial value; all of them are noted in ``seen``.
+    Where there are no values at all, as when a program is looked at for the first time, parameters take their initial
+    value; so do those of ``starting``. Any other that ``values`` lacks is an error.
     """
 
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, values: Mapping[str, Tensor] | None = None, starting: Collection[str] = ()
+    ) -> None:
         super().__init__()
         self.values = values
+        self.starting = starting
         self.seen: dict[str, dict[str, Any]] = {}
 
     def _pyro_param(self, msg: Any) -> None:
         name, *init = msg["args"]
         constraint = msg["kwargs"].get("constraint") or constraints.real
-        if name in self.values:
+        if self.values is not None and name in self.values:
             value = self.values[name]
             if constraint is not constraints.real:
                 value = transform_to(constraint)(value)
+        elif self.values is not None and name not in self.starting:
+            raise RuntimeError(
+                f"parameter {name!r} is given no value, only {', '.join(self.values) or 'none'} are: what runs the "
+                "program must supply it. A model has the same parameters whatever its data: no pyro.param "
+                "under a condition"
+            )
         elif init:
             with torch.no_grad():
                 value = init[0]() if callable(init[0]) else init[0]

@@ -76,7 +76,7 @@ def lifted(model: Model, federation: Federation, precision: float) -> Lifted:
     batch = federation.batch(torch.arange(1)).head()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        with handlers.on(batch.device), poutine.block(), handlers.Parameters({}) as found:
+        with handlers.on(batch.device), poutine.block(), handlers.Parameters() as found:
             model(batch)
     starts, priors = {}, {}
     for name, seen in found.seen.items():

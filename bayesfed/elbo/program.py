@@ -52,6 +52,7 @@ class Program:
         rows: Σ n_i.
         unread: global parameters that the likelihood does not depend on, given the local variables.
         anchors: by local site with a Normal prior, the parameters that are its location and its log scale.
+        resting: the local parameters that the model has, not the guide, such as a spread of each client's own.
         reads: by local or observed site, the parameters that its law depends on, also through the site's parents in
             the clients plate; of a program whose globals are points.
     """
@@ -69,6 +70,7 @@ class Program:
     clients: int
     rows: int
     unread: frozenset[str] = frozenset()
+    resting: tuple[str, ...] = ()
     anchors: Mapping[str, Anchor] = field(default_factory=dict)
     reads: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
@@ -150,9 +152,10 @@ class Program:
 
     def init_locals(self, batch: Batch) -> Params:
         """Initial local parameters of K clients: tensors of shape ``(K, ...)``."""
-        with handlers.given(batch.device, self.init, noise={}) as recorder:
+        at = handlers.given(batch.device, self.init, noise={}, starting=self.local_params)
+        with at as recorder:
             self.guide(batch)
-            if not set(self.local_params) <= recorder.seen.keys():  # the model has some too
+            if self.resting:
                 self.model(batch.head())
         found = {}
         for name in self.local_params:

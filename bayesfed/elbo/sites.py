@@ -76,7 +76,7 @@ def sites(model: Model, federation: Federation) -> dict[str, Site]:
         batch = federation.batch(torch.arange(1), torch.zeros(1, rows, dtype=torch.int64))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            with handlers.on(batch.device), handlers.Parameters({}), _Watch():
+            with handlers.on(batch.device), handlers.Parameters(), _Watch():
                 return poutine.trace(model).get_trace(batch)
 
     trace, longer = traced(1), None

@@ -48,9 +48,10 @@ def run(
     batch: Batch,
     noise: Noise,
     draws: int,
+    starting: Sequence[str] = (),
 ) -> tuple[Any, Any]:
     """Traces of the guide and of the model replayed against it, everything given from outside."""
-    with handlers.given(batch.device, params, noise, values, draws):
+    with handlers.given(batch.device, params, noise, values, draws, starting):
         guide = poutine.trace(program.guide).get_trace(batch)
         model = poutine.trace(poutine.replay(program.model, trace=guide)).get_trace(batch)
     return guide, model
@@ -93,7 +94,8 @@ def draw(
     Returns:
         Site name to draws of shape ``(S, 1, 1, *event)``.
     """
-    with handlers.given(program.schema.device, params, noise, draws=draws):
+    own = program.local_params
+    with handlers.given(program.schema.device, params, noise, draws=draws, starting=own):
         trace = poutine.trace(program.guide).get_trace(program.schema)
     return {name: trace.nodes[name]["value"] for name in program.random}
 
@@ -233,10 +235,11 @@ def local_priors(
 
     The tensors are ``(K, 1, *shape)``, differentiable in the parameters.
     """
+    above, names = ([site.name for site in sites] for sites in (program.globals, program.locals))
     with handlers.given(batch.device, params, noise={}):
-        guide = poutine.trace(program.guide).get_trace(batch.head())
-        given = {site.name: guide.nodes[site.name]["value"] for site in program.globals}
-        names = [site.name for site in program.locals]
+        with poutine.trace() as guide, handlers.Until(above):
+            program.guide(batch.head())
+        given = {name: guide.trace.nodes[name]["value"] for name in above}
         with handlers.Until(names), handlers.Values(given), handlers.Centred() as centred:
             program.model(batch.head())
     found = {}
@@ -262,7 +265,8 @@ def server_pass(
     Returns:
         The term, shape ``(S,)``, and the draws as :func:`draw` gives them, both differentiable.
     """
-    guide, model = run(program, params, {}, program.schema, noise, draws)
+    own = program.local_params
+    guide, model = run(program, params, {}, program.schema, noise, draws, own)
     total = _log_ratio(guide, model, local=False)
     theta = {name: guide.nodes[name]["value"] for name in program.random}
     return _terms(total, program.schema.scale, draws, 1).squeeze(-1), theta
@@ -270,7 +274,8 @@ def server_pass(
 
 def log_prior(program: Program, params: Mapping[str, Tensor], values: Draws, draws: int) -> Tensor:
     """log p of given draws in the coordinates of the draws (Jacobian included): shape ``(S,)``."""
-    guide, model = run(program, params, values, program.schema, {}, draws)
+    own = program.local_params
+    guide, model = run(program, params, values, program.schema, {}, draws, own)
     total = _log_ratio(guide, model, local=False, skip=program.random)
     return _terms(total, program.schema.scale, draws, 1).squeeze(-1)
 

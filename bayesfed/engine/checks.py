@@ -187,7 +187,7 @@ def check_data(program: Program, federation: Federation) -> None:
         keys = noise.fold(noise.key(0).to(federation.device), federation.stream_ids[chunk])
         supplied = server | program.noise(keys, 1, local=True)
         with torch.no_grad():
-            _, model = run(program, program.init, {}, batch, supplied, 1)
+            _, model = run(program, program.init, {}, batch, supplied, 1, program.local_params)
         for name in observed:
             node = model.nodes[name]
             fn, value = node["fn"], node["value"]

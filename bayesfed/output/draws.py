@@ -198,8 +198,9 @@ def finite(posterior: Posterior) -> tuple[Params, int] | None:
     if len(program.random) > 1:
         return None
     (name,) = program.random
-    device = program.schema.device
-    with torch.no_grad(), handlers.given(device, posterior.params, {}, draws=1):
+    device, own = program.schema.device, program.local_params
+    server = handlers.given(device, posterior.params, {}, draws=1, starting=own)
+    with torch.no_grad(), server:
         fn: Any = poutine.trace(program.guide).get_trace(program.schema).nodes[name]["fn"]
     if not fn.has_enumerate_support:
         return None

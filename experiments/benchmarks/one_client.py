@@ -70,7 +70,7 @@ class OneClient:
 
 def log_joint(model: Any, given: Mapping[str, Tensor], data: Any) -> Tensor:
     """log p of the local and the observed sites, summed."""
-    with pyro.validation_enabled(False), handlers.Parameters({}), handlers.Values(given):
+    with pyro.validation_enabled(False), handlers.Parameters(), handlers.Values(given):
         trace = poutine.trace(model).get_trace(data)
         trace.compute_log_prob()
     nodes = [node for node in trace.nodes.values() if node["type"] == "sample"]
@@ -91,7 +91,7 @@ def case(model: Any, federation: bf.Federation, rows: int) -> Case:
         torch.arange(len(federation)), torch.arange(rows).expand(len(federation), -1)
     )
     found = sites(model, federation)
-    with handlers.Parameters({}), handlers.draws_plate(DRAWS), torch.no_grad():
+    with handlers.Parameters(), handlers.draws_plate(DRAWS), torch.no_grad():
         torch.manual_seed(0)
         nodes = poutine.trace(model).get_trace(batch).nodes
     values = {}

@@ -43,3 +43,21 @@ def test_a_mode_of_many_variables_is_made_for_a_new_client():
         .isfinite()
         .all()
     )
+
+
+@pytest.mark.parametrize(
+    "name", ["FedAvg", "Ditto", "PerFedAvg", "PFedMe", "FedPer", "FedCurv", "PFedVEM", "SFVI"]
+)
+def test_a_parameter_of_the_clients_own_is_theirs_under_every_algorithm(name):
+    """A spread ρ_i: points leave it where it starts, at 0.3, and hand it over; PFedVEM and SFVI fit it."""
+    train, test = datasets.digits(clients=3)
+    model = models.Network(models.mlp(64, 3, 10), local=["2."], spread="client")
+    algorithm = FAMILY[name]() if name in FAMILY else getattr(bf, name)()
+    how = {"progress": False, "execution": bf.Execution(compile=False)}
+    posterior = bf.fit(model, train, algorithm, rounds=2, **how)
+    start = posterior.program.init_locals(train.batch())["prior.rho"]
+    fitted = name in ("PFedVEM", "SFVI")
+    assert torch.equal(posterior.local_params["prior.rho"], start) != fitted
+    assert posterior.probabilities(test, 2)["y"].isfinite().all()
+    new = posterior.personalize(train.select(train.names[:1]), steps=1)
+    assert new.probabilities(test.select(train.names[:1]), 2)["y"].isfinite().all()

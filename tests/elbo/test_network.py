@@ -243,7 +243,7 @@ def test_the_longest_beginning_of_a_name_gives_its_scale():
     by_hand = torch.tensor([0.1] * 8 + [0.5] * 4 + [2.0] * 2)
     torch.testing.assert_close(network.scales.double(), by_hand, rtol=1e-6, atol=0)
     learnt = Network(module, spread="learnt", scale={"0": 0.1, "2": 0.5})
-    with handlers.Parameters({}) as seen:
+    with handlers.Parameters() as seen:
         trace = poutine.trace(learnt).get_trace(
             bf.Federation.from_arrays(
                 {"a": {"x": torch.zeros(1, 3), "y": torch.zeros(1).long()}}

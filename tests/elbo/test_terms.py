@@ -8,7 +8,14 @@ from pyro import poutine
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.elbo.terms import centred_losses, client_losses, local_priors
+from bayesfed.elbo import noise
+from bayesfed.elbo.terms import (
+    centred_losses,
+    client_losses,
+    elbo_terms,
+    local_priors,
+    server_pass,
+)
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -74,3 +81,43 @@ def test_losses_are_the_densities_of_the_program():
     # in the coordinate log(shape) the density has the factor shape
     hyper = -(trace.nodes["shape"]["log_prob"] + shape.log())
     torch.testing.assert_close(found.hyper, hyper.expand(2))
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        bf.SFVI(),
+        bf.SFVI(global_guide=bf.MeanField(), conditioned=False),
+        bf.PFedVEM(),
+    ],
+    ids=["full rank", "mean field", "points"],
+)
+def test_a_parameter_that_is_left_out_is_named(algorithm):
+    """Of the model's own and of the guide's, a client's or all clients': never its initial value in silence."""
+
+    def model(federation):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        slope = pyro.param("slope", torch.tensor(0.5))
+        with federation.clients() as index:
+            ones = torch.ones(len(index), 1)
+            spread = pyro.param("spread", ones, constraint=dist.constraints.positive, event_dim=0)
+            a = pyro.sample("a", dist.Normal(mu, spread))
+            with federation.observations() as obs:
+                pyro.sample("y", dist.Normal(a + slope, 1.0), obs=obs.get("y"))
+
+    data = waits()
+    program, batch = algorithm.program(model, data), data.batch()
+    params = program.init | program.init_locals(batch)
+    server = program.noise(noise.key(0), 1, local=False)
+    supplied = server | program.noise(noise.fold(noise.key(0), data.stream_ids), 1, local=True)
+    assert {"slope", "spread"} < params.keys()
+    elbo_terms(program, params, batch, supplied, 1)
+    for left_out in params:
+        rest = {name: value for name, value in params.items() if name != left_out}
+        with pytest.raises(RuntimeError, match=f"parameter '{left_out}' is given no value"):
+            elbo_terms(program, rest, batch, supplied, 1)
+    for left_out in program.init:  # the server has no client's parameters, and needs none
+        rest = {name: value for name, value in program.init.items() if name != left_out}
+        with pytest.raises(RuntimeError, match=f"parameter '{left_out}' is given no value"):
+            server_pass(program, rest, server, 1)
+    server_pass(program, program.init, server, 1)

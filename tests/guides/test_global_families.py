@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 def perturbed(family, size, by=0.3, seed=0):
     """Parameters of a family, away from the start."""
-    recorder = handlers.Parameters({})
+    recorder = handlers.Parameters()
     with recorder:
         family(torch.zeros(size))
     generator = torch.Generator().manual_seed(seed)
