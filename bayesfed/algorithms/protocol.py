@@ -123,8 +123,11 @@ class Algorithm:
     """Where draws are weighed: for how many rows those of a client count, by default for as many as there are."""
     remembered: tuple[str, ...] = ()
     """The parts of a client's state whose change it uploads: they change by what the server took of it."""
-    no_noise: str = ""
-    """Why the rule fails where its sum is noisy, and what to take instead; empty where it does not."""
+
+    @property
+    def no_noise(self) -> str:
+        """Why the rule fails where its sum is noisy, and what to take instead; empty where it does not."""
+        return ""
 
     def program(self, model: Model, federation: Federation) -> Program:
         """The model with the guide that the settings choose; refuses a model that lacks a structure it needs."""
