@@ -161,6 +161,7 @@ def test_chunks_change_memory_not_results(seen, chunk_size):
     same(whole, chunked, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.filterwarnings("ignore:field 'y' is about")  # numbers that say whose they are
 def test_minibatches(seen):
     data = bf.Federation.from_arrays(
         {f"c{n}": {"y": 100.0 * n + torch.arange(n)} for n in (1, 3, 20)}
@@ -409,5 +410,6 @@ def test_a_run_knows_itself():
     assert (run.size, run.done, run.rounds) == (3, 0, 4)
     assert run.settings["algorithm"]["name"] == "SFVI"
     assert run.known.isnan().all()
-    bf.step(run)
+    with pytest.warns(UserWarning, match="the noise that privacy adds"):
+        bf.step(run)
     assert int((~run.known.isnan()).sum()) == 3

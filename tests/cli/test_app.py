@@ -199,6 +199,7 @@ def test_ones_own_guide(towns):
     assert cli.main(["run", "a/config.toml", "--output", "b"]) == 0
 
 
+@pytest.mark.filterwarnings("ignore:the noise that privacy adds")
 def test_a_private_run_says_what_it_spent(schools, capsys):
     set_ = ["privacy.clip=1.0", "privacy.epsilon=3.0", "privacy.mechanism=laplace"]
     assert cli.main(["run", schools, *(a for s in set_ for a in ("--set", s))]) == 0

@@ -291,7 +291,6 @@ def test_overrides_are_toml_or_else_text(tmp_path):
         ("execution.chunk_size=0", "execution.chunk_size is 0; it must be at least 1 or 'auto'"),
         ("execution.chunks=2", "execution.chunks is unknown; did you mean 'chunk_size'?"),
         ("execution=fast", 'execution is "fast"; it must be a table'),
-        ("privacy.epsilon=1.0", "privacy.clip is missing"),
         ("privacy={clip = 0.0}", "privacy.clip is 0.0; it must be more than 0"),
         ("privacy={clip = 1.0, delta = 1.0}", "privacy.delta is 1.0; it must be less than 1"),
         ("privacy={clip = 1.0, mechanism = 'x'}", "mechanism is \"x\"; it must be 'gaussian' or"),

@@ -334,6 +334,7 @@ def test_executions_that_are_none(settings, message):
     assert str(caught.value) == message
 
 
+@pytest.mark.filterwarnings("ignore:field 'y' is about 2e")  # and are said so at the start
 def test_non_finite_elbo_names_client_and_round():
     data = federation(south={"y": [1.0, 1e30]})
     with pytest.raises(
