@@ -51,8 +51,9 @@ class Round:
         message = algorithm.broadcast(turn, self.server)
         self.job = Job(self.program, message, {}, self.rows, self.keys)
         self.work = algorithm.work(self.job)
-        self.upload = algorithm.encode(self.job, self.work)
-        total = {name: value.sum(0) for name, value in self.upload.items()}
+        upload = algorithm.encode(self.job, self.work)
+        self.copies = {name: v + upload[name] for name, v in self.server.items()}
+        total = {name: value.sum(0) for name, value in upload.items()}
         self.after, _ = algorithm.decode(turn, self.server, total)
 
     def xy(self, client, step):
@@ -159,7 +160,7 @@ def test_algorithm_one_as_it_ships(batch_size, spread):
         found = {"prior.loc": loc} | ({"prior.scale": log_scale} if spread == "learnt" else {})
         assert found.keys() == done.server.keys()
         for name, by_hand in found.items():
-            torch.testing.assert_close(done.upload[name][client], by_hand, rtol=0, atol=1e-9)
+            torch.testing.assert_close(done.copies[name][client], by_hand, rtol=0, atol=1e-9)
         assert (loc - theta[0]).abs().max() > 1e-2  # it moved
         assert rms(loc - phi[0]) > 0.05 * rms(loc - theta[0])  # and is not φ: that would be FedAvg
         uploads.append(loc)
@@ -177,7 +178,7 @@ def test_the_two_gradient_lines_of_the_paper():
     for client in range(3):
         by_hand, _ = algorithm_one(done, client, theta, 3, 0.3)
         for name, value in zip(("prior.loc", "prior.scale"), by_hand, strict=True):
-            torch.testing.assert_close(done.upload[name][client], value, rtol=0, atol=1e-9)
+            torch.testing.assert_close(done.copies[name][client], value, rtol=0, atol=1e-9)
 
 
 @float64
@@ -193,9 +194,9 @@ def test_a_hyper_prior_counts_by_one_over_the_number_of_clients():
 
     for client in range(3):
         (loc, log_scale), _ = algorithm_one(done, client, start, 5, 0.3, hyper=hyper)
-        upload = done.upload
-        torch.testing.assert_close(upload["prior.loc.loc"][client], loc, rtol=0, atol=1e-9)
-        torch.testing.assert_close(upload["prior.scale.loc"][client], log_scale, rtol=0, atol=1e-9)
+        copies = done.copies
+        torch.testing.assert_close(copies["prior.loc.loc"][client], loc, rtol=0, atol=1e-9)
+        torch.testing.assert_close(copies["prior.scale.loc"][client], log_scale, rtol=0, atol=1e-9)
 
 
 @float64
@@ -220,7 +221,7 @@ def test_a_client_makes_its_posterior_by_steps_from_the_prior():
 @float64
 def test_the_mean_may_be_weighted_by_rows():
     plain, weighted = (Round(bf.FedABML(weighted=on), network()) for on in (False, True))
-    copies = plain.upload["prior.loc"]
+    copies = plain.copies["prior.loc"]
     n = torch.tensor(LENGTHS, dtype=copies.dtype)[:, None]
     torch.testing.assert_close(plain.after["prior.loc"], copies.mean(0))
     torch.testing.assert_close(weighted.after["prior.loc"], (n * copies).sum(0) / n.sum())
@@ -290,7 +291,7 @@ def test_no_log_scale_moves_further_than_its_bound():
     """A client of 9 rows that all speak against the start: a step of half Newton's would be longer."""
     model = network(spread="learnt", scale=1.0)
     done = Round(bf.FedABML(local_steps=3, lr=1.0, prior_lr=1.9, kl_weight=0.1), model)
-    moved = (done.upload["prior.scale"] - done.server["prior.scale"]).abs().max()
+    moved = (done.copies["prior.scale"] - done.server["prior.scale"]).abs().max()
     assert 2 * MOST < moved < 3 * MOST + 1e-9
 
 

@@ -45,8 +45,9 @@ class Round:
         turn = Turn(program, noise.key(4), 3)
         self.job = Job(program, algorithm.broadcast(turn, self.server), {}, self.rows, keys)
         work = algorithm.work(self.job)
-        self.upload = algorithm.encode(self.job, work)
-        total = {name: value.sum(0) for name, value in self.upload.items()}
+        upload = algorithm.encode(self.job, work)
+        self.copies = {name: v + upload[name] for name, v in self.server.items()}
+        total = {name: value.sum(0) for name, value in upload.items()}
         self.after, _ = algorithm.decode(turn, self.server, total)
 
     def xy(self, client, step):
@@ -83,16 +84,16 @@ def test_per_fed_avg(second_order, batch_size):
             phi = w - 0.1 * (inner if second_order else inner.detach())
             (outer,) = torch.autograd.grad(mean_nll(phi, *done.xy(client, 2 * step + 1)), w)
             w = (w - 0.1 * outer).detach()
-        torch.testing.assert_close(done.upload["prior.loc"][client], w, rtol=0, atol=1e-9)
+        torch.testing.assert_close(done.copies["prior.loc"][client], w, rtol=0, atol=1e-9)
         assert (w - done.server["prior.loc"]).abs().max() > 1e-2
-    expected = done.upload["prior.loc"].mean(0)
+    expected = done.copies["prior.loc"].mean(0)
     torch.testing.assert_close(done.after["prior.loc"], expected, rtol=0, atol=1e-12)
 
 
 @float64
 def test_the_orders_differ():
     first, second = (
-        Round(PerFedAvg(second_order=on, lr=0.8), network(), None).upload["prior.loc"]
+        Round(PerFedAvg(second_order=on, lr=0.8), network(), None).copies["prior.loc"]
         for on in (False, True)
     )
     assert (first - second).abs().max() > 1e-3
@@ -129,9 +130,9 @@ def test_pfedme(batch_size):
                 (grad,) = torch.autograd.grad(mean_nll(w, x, y), w)
                 w = (w - algorithm.lr * (grad + algorithm.lam * (w - theta))).detach()
             theta = theta - algorithm.prior_lr * algorithm.lam * (theta - w)
-        torch.testing.assert_close(done.upload["prior.loc"][client], theta, rtol=0, atol=1e-9)
+        torch.testing.assert_close(done.copies["prior.loc"][client], theta, rtol=0, atol=1e-9)
         assert (theta - w).norm() > 0.01 * (theta - done.server["prior.loc"]).norm()
-    expected = done.upload["prior.loc"].mean(0)
+    expected = done.copies["prior.loc"].mean(0)
     torch.testing.assert_close(done.after["prior.loc"], expected, rtol=0, atol=1e-12)
 
 
