@@ -84,7 +84,8 @@ class Stopped(FloatingPointError):
     """A run that cannot go on.
 
     Attributes:
-        run: as it was before the round that failed: ``bf.finish(error.run)`` is the posterior that it has come to.
+        run: as it was before the round that failed, but for what clients of that round keep: ``bf.finish(error.run)``
+            is the posterior that it has come to.
     """
 
     def __init__(self, message: str, run: Run) -> None:
