@@ -24,7 +24,7 @@ from bayesfed.elbo.program import Params, Program
 
 WINDOWS, KEPT = 12, 6
 SHARPEST = 0.8
-"""The largest r over two windows: where a move that does not shrink will end nobody knows, so it is a lower bound."""
+"""The largest r over two windows: where a move that does not shrink will end nobody knows."""
 ENOUGH = 20.0
 """Rounds at full rate, or more at lower ones, with less of which nothing can be told."""
 FAR, TOO_FAR = 0.25, 1.0
@@ -192,7 +192,7 @@ def caveat(moving: Mapping[str, float] | None, rising: float | None, rounds: int
         said.append(f"the ELBO {rising:,.1f} nats")
     if not said:
         return ""
-    return f"still moving after {rounds:,} rounds, at least this far to go: {', '.join(said)}"
+    return f"still moving after {rounds:,} rounds, about this far from where it was going: {', '.join(said)}"
 
 
 def warn_if_moving(said: str, moving: Mapping[str, float] | None) -> None:

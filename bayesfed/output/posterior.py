@@ -43,10 +43,10 @@ class Posterior:
         seed: the run's seed.
         epsilon: ε of differential privacy that the run has spent; None for a run without privacy.
         compiled: whether the run was compiled, and why; empty where it is not known.
-        moving: how far q(θ) had still to go in the end, by global site: in standard deviations of q, or in its log
-            standard deviation, at least, where that is more than a quarter. None where there were too few rounds to
-            tell. Points are never said to move.
-        rising: how many nats the ELBO had still to rise in the end, at least, where that is no trifle; None as above.
+        moving: about how far q(θ) had still to go in the end, by global site: in standard deviations of q, or in its
+            log standard deviation, where that is more than a quarter. None where there were too few rounds to tell.
+            Points are never said to move.
+        rising: about how many nats the ELBO had still to rise in the end, where that is no trifle; None as above.
     """
 
     program: Program

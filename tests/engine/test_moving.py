@@ -123,7 +123,7 @@ def test_clients_that_are_not_done_are_seen_by_the_elbo():
     found = moving.to_rise(elbos(300, 0.4, 0.6, 0.3), 29, 0.01, 300)
     assert 0.35 < found < 1.2
     assert moving.caveat({}, found, 300) == (
-        f"still moving after 300 rounds, at least this far to go: the ELBO {found:.1f} nats"
+        f"still moving after 300 rounds, about this far from where it was going: the ELBO {found:.1f} nats"
     )
 
 
