@@ -395,7 +395,8 @@ def finish(run: Run) -> Posterior:
     final, elbo = run.algorithm.lr_decay, run.history[0, : run.done]
     moving = to_go(run.program, run.path, params, final, run.done, run.rounds)
     rising = to_rise(elbo, run.federation.rows, final, run.rounds)
-    warn_if_moving(caveat(moving, rising, run.done), moving)
+    if run.algorithm.particles == 1:  # of a few particles the standard deviation is no measure
+        warn_if_moving(caveat(moving, rising, run.done), moving)
     if run.execution.states is None:  # files of all clients are not read through
         warn_of_infinities(run.federation.names, local_params)
         warn_of_spreads(run.program, run.federation, params, local_params)

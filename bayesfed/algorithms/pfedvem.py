@@ -50,7 +50,16 @@ from bayesfed.algorithms.m_step import (
 )
 from bayesfed.algorithms.optimizer import State
 from bayesfed.algorithms.points import against, centre
-from bayesfed.algorithms.protocol import Algorithm, Job, Turn, Upload, Work, mean, weighted
+from bayesfed.algorithms.protocol import (
+    WEIGHT,
+    Algorithm,
+    Job,
+    Turn,
+    Upload,
+    Work,
+    mean,
+    weighted,
+)
 from bayesfed.algorithms.schedules import copies, gradients, leaves
 from bayesfed.algorithms.settings import Rate, Times
 from bayesfed.data.batch import Batch
@@ -283,7 +292,7 @@ class PFedVEM(Algorithm):
             return server, torch.zeros(())
         body, new, squares = known.others(theta), dict(theta), server["square"]
         if body:
-            named = [*body, *(f"{name}: square" for name in body), "weight"]
+            named = [*body, *(f"{name}: square" for name in body), WEIGHT]
             found = mean(turn, {name: total[name] for name in named})
             new |= {name: found[name] for name in body}
             squares = {

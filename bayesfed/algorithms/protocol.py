@@ -25,6 +25,8 @@ from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.program import Params, Program
 
 Upload = dict[str, Tensor]
+WEIGHT = "by what it counts"
+"""Beside the parts of an upload, one of which may be a parameter called "weight"."""
 
 
 @dataclass(frozen=True)
@@ -196,13 +198,13 @@ def weighted(values: Mapping[str, Tensor], weight: Tensor | None = None) -> Uplo
         name: value.squeeze(1) * weight.reshape(-1, *[1] * (value.ndim - 2))
         for name, value in values.items()
     }
-    return upload | {"weight": weight}
+    return upload | {WEIGHT: weight}
 
 
 def mean(turn: Turn, total: Mapping[str, Tensor]) -> Params:
     """The means that a sum of :func:`weighted` uploads stands for."""
-    weight = total.get("weight", turn.cohort)
-    return {name: value / weight for name, value in total.items() if name != "weight"}
+    weight = total.get(WEIGHT, turn.cohort)
+    return {name: value / weight for name, value in total.items() if name != WEIGHT}
 
 
 def moved(server: Params, by: Mapping[str, Tensor]) -> Params:

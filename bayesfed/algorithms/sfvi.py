@@ -62,9 +62,9 @@ class SFVI(Structured):
 
     Attributes:
         global_guide: family of the globals: MeanField, FullRank or Flow. By default full rank where the
-            model has at most 50 global dimensions, else mean-field.
+            model has at most 100 global dimensions, else mean-field, with a warning.
         conditioned: whether local variables are conditioned on the globals (see
-            :class:`~bayesfed.guides.Hierarchical`). By default as full rank.
+            :class:`~bayesfed.guides.Hierarchical`). By default up to 50 global dimensions.
         guide: a Pyro guide of your own instead of both.
         local_steps: Adam steps on φ_i per round.
         draws: S, ELBO draws per step.

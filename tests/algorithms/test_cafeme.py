@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, linear, one_hot
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.algorithms.cafeme import CAFeMe, chosen, split
-from bayesfed.algorithms.protocol import Job, Turn
+from bayesfed.algorithms.protocol import WEIGHT, Job, Turn
 from bayesfed.data.batch import Rows
 from bayesfed.elbo import noise
 from bayesfed.models import Modulated, mlp
@@ -262,7 +262,7 @@ def test_the_server_takes_the_mean():
         upload, _ = update(algorithm, program, server, data)
         total = {name: value.sum(0) for name, value in upload.items()}
         after, _ = algorithm.decode(Turn(program, keys[0], 2), server, total)
-        own = upload["prior.loc"] / (upload["weight"][:, None] if weighted else 1.0)
+        own = upload["prior.loc"] / (upload[WEIGHT][:, None] if weighted else 1.0)
         expected = server["prior.loc"] + torch.tensor(weight) @ own
         torch.testing.assert_close(after["prior.loc"], expected, rtol=0, atol=1e-12)
 

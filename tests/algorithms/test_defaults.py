@@ -1,5 +1,9 @@
 """Algorithms as they come, on a network as it comes."""
 
+from dataclasses import replace
+
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 
@@ -28,3 +32,29 @@ def test_defaults_learn_digits(name):
     )
     right = posterior.probabilities(test, 50)["y"].argmax(1) == test["y"]
     assert right.float().mean() >= WELL
+
+
+def coefficients(size):
+    """Regression with so many coefficients."""
+
+    def model(federation):
+        beta = pyro.sample("beta", dist.Normal(0.0, 1.0).expand([size]).to_event(1))
+        with federation.clients():
+            a = pyro.sample("a", dist.Normal(0.0, 1.0))
+            with federation.observations() as obs:
+                pyro.sample("y", dist.Normal(a + beta.sum(-1), 1.0), obs=obs.get("y"))
+
+    return model, bf.Federation.from_arrays({"a": {"y": [1.0]}, "b": {"y": [0.5, 2.0]}})
+
+
+@pytest.mark.parametrize("algorithm", [bf.SFVI(), bf.SFVIAvg()], ids=["SFVI", "SFVIAvg"])
+def test_mean_field_is_never_taken_in_silence(algorithm):
+    """Up to 100 global dimensions the default is full rank; above, who has chosen nothing is told."""
+    known = algorithm.program(*coefficients(100))
+    assert (known.guide.family, known.guide.conditioned) == (bf.FullRank(), False)
+    assert algorithm.program(*coefficients(50)).guide.conditioned
+    with pytest.warns(UserWarning, match="the 101 global dimensions .* too small.*FullRank"):
+        assert algorithm.program(*coefficients(101)).guide.family == bf.MeanField()
+    for family in (bf.FullRank(), bf.MeanField()):  # warnings are errors
+        chosen = replace(algorithm, global_guide=family)
+        assert chosen.program(*coefficients(101)).guide.family == family

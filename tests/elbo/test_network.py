@@ -206,7 +206,7 @@ def test_a_spread_of_the_clients_own():
     data = federation(lambda n: torch.arange(n) % 2)
     model = Network(models.mlp(3, 2).double(), spread="client", scale=0.2)
     rho = torch.tensor([0.1, 3.0]).reshape(2, 1, 1)
-    with handlers.Parameters({"prior.rho": rho.log()}):
+    with handlers.Parameters({"prior.rho": rho.log()}, starting=["prior.loc"]):
         prior = poutine.trace(model).get_trace(data).nodes[WEIGHTS]["fn"].base_dist
     close(prior.scale, rho.expand(2, 1, 8))
 

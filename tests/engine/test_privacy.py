@@ -13,7 +13,7 @@ from scipy.stats import kstest
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.algorithms.protocol import Job, Turn
+from bayesfed.algorithms.protocol import WEIGHT, Job, Turn
 from bayesfed.elbo import noise
 from bayesfed.engine.batches import batches
 from bayesfed.engine.privacy import NORMS
@@ -266,10 +266,10 @@ def test_numbers_of_rows_are_not_sent_under_noise(name):
         job = Job(run.program, message, run.clients.take(every), rows, keys, private=private)
         uploads[private] = algorithm.encode(job, algorithm.work(job))
     counts = data.lengths.to(data.dtype)
-    assert "weight" not in uploads[True]
+    assert WEIGHT not in uploads[True]
     assert not any(torch.equal(value.flatten(), counts) for value in uploads[True].values())
-    if "weight" in uploads[False]:
-        assert torch.equal(uploads[False]["weight"], counts)
+    if WEIGHT in uploads[False]:
+        assert torch.equal(uploads[False][WEIGHT], counts)
         for name, value in uploads[True].items():  # the same moves, of equal weight
             weighed = value * counts.reshape(-1, *[1] * (value.ndim - 1))
             torch.testing.assert_close(uploads[False][name], weighed)
