@@ -444,6 +444,7 @@ def test_an_encoder_alone_is_learnt():
 
 @pytest.mark.parametrize("hyper_scale", [None, 0.3])
 @pytest.mark.parametrize("name", ["FedAvg", "FedABML", "SFVI"])
+@pytest.mark.filterwarnings("ignore:the 143 global dimensions")
 def test_to_other_algorithms_gates_are_variables_of_the_client(name, hyper_scale):
     data = federation(4, 5)
     posterior = bf.fit(small(hyper_scale=hyper_scale), data, getattr(bf, name)(), rounds=1)
