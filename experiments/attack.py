@@ -43,6 +43,7 @@ from tables import done, keep
 HERE = Path(__file__).parent
 CONFIDENCE = 0.99
 FAR = 50.0
+SURE = 1e6
 
 
 def shared(federation: Any) -> None:
@@ -170,7 +171,7 @@ def ratio(game: Game, starts: Sequence[bf.Run], bit: int) -> float:
 
 
 def lower_bound(zeros: list[float], ones: list[float], delta: float) -> float:
-    """On ε, from the ratios of runs of either federation."""
+    """On ε, from the ratios of runs of either federation, at the middle of the widest gap that shows most."""
     half = len(zeros) // 2
 
     def shown(q: int, p: int, n: int) -> float:
@@ -182,9 +183,16 @@ def lower_bound(zeros: list[float], ones: list[float], delta: float) -> float:
     def above(values: list[float], level: float) -> int:
         return sum(value > level for value in values)
 
-    levels = sorted({*zeros[:half], *ones[:half]})
-    best = max(levels, key=lambda v: shown(above(zeros[:half], v), above(ones[:half], v), half))
-    rest = len(zeros) - half
+    seen = sorted({max(-SURE, min(SURE, value)) for value in zeros[:half] + ones[:half]})
+    gaps = list(itertools.pairwise(seen)) or [(seen[0], seen[0])]
+    low, high = max(
+        gaps,
+        key=lambda gap: (
+            shown(above(zeros[:half], gap[0]), above(ones[:half], gap[0]), half),
+            gap[1] - gap[0],
+        ),
+    )
+    best, rest = (low + high) / 2, len(zeros) - half
     return max(0.0, shown(above(zeros[half:], best), above(ones[half:], best), rest))
 
 
