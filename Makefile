@@ -45,7 +45,7 @@ layers: $(DEV) shape  ## import-linter: no import upward, no circles
 
 docs: $(DEV)  ## build the documentation into docs/_build/html; warnings are errors
 	@rm -rf docs/generated
-	$(BIN)/python -m sphinx -E -W --keep-going -q -b html -d docs/_build/doctrees docs docs/_build/html
+	$(BIN)/python -m sphinx -j 2 -E -W --keep-going -q -b html -d docs/_build/doctrees docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
 clean:  ## remove what the other targets made; the virtual environment stays

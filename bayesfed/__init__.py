@@ -27,7 +27,8 @@ from bayesfed.data import datasets, simulations
 from bayesfed.data.federation import Federation
 from bayesfed.engine.execution import Execution
 from bayesfed.engine.privacy import Privacy
-from bayesfed.fit import Round, Run, Stopped, finish, fit, start, step
+from bayesfed.engine.run import Round, Run, Stopped
+from bayesfed.fit import finish, fit, start, step
 from bayesfed.guides import Flow, FullRank, MeanField
 from bayesfed.output import bounds, metrics
 from bayesfed.output.posterior import Posterior

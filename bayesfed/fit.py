@@ -5,22 +5,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesfed.algorithms.protocol import Algorithm, Turn
 from bayesfed.algorithms.schedules import annealed
-from bayesfed.algorithms.settings import check, settings_of, validated
+from bayesfed.algorithms.settings import check, validated
 from bayesfed.algorithms.sfvi import SFVI
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.elbo.handlers import on_cpu
-from bayesfed.elbo.program import Params, Program
 from bayesfed.engine import processes
 from bayesfed.engine.checks import (
     Schedule,
@@ -40,6 +38,7 @@ from bayesfed.engine.moving import caveat, path, record, to_go, to_rise, warn_if
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.progress import rounds_shown
 from bayesfed.engine.resume import Checkpoint, begin, keep
+from bayesfed.engine.run import MADE, Round, Run, Stopped
 from bayesfed.engine.states import States
 from bayesfed.engine.units import warn_of_units
 from bayesfed.output.personal import personal
@@ -52,147 +51,6 @@ PATIENCE = 10
 """Of the uploads of how many rounds more than half must count."""
 UNSEEN_STEPS = 50
 """Steps in which clients that were in no cohort make their variables from θ in the end."""
-_MADE = "personal"  # what clients that keep nothing make of θ in the end
-
-
-@dataclass(frozen=True)
-class Round:
-    """What a callback sees after a round.
-
-    Attributes:
-        number: rounds done, from 1.
-        rounds: rounds to do.
-        elbo: estimate of the ELBO during the round; NaN where privacy keeps it.
-        client_terms: the ELBO terms of the clients whose uploads count, ``(K,)``; NaN likewise.
-        cohort: names of these clients.
-        refused: names of those whose uploads do not count, as they are not finite.
-        seconds: time that the round took.
-        params: the guide's global parameters after the round, unconstrained.
-    """
-
-    number: int
-    rounds: int
-    elbo: float
-    client_terms: Tensor
-    cohort: Sequence[str]
-    refused: Sequence[str]
-    seconds: float
-    params: Params
-
-
-class Stopped(FloatingPointError):
-    """A run that cannot go on.
-
-    Attributes:
-        run: as it was before the round that failed, but for what clients of that round keep: ``bf.finish(error.run)``
-            is the posterior that it has come to.
-    """
-
-    def __init__(self, message: str, run: Run) -> None:
-        super().__init__(f"round {run.done + 1}: {message}")
-        self.run = run
-
-
-@dataclass
-class Run:
-    """A run between two rounds.
-
-    Attributes:
-        program: the model/guide pair.
-        federation: the clients' data.
-        algorithm: the algorithm.
-        rounds: how many rounds there are to be.
-        size: K, clients in a cohort.
-        batch_size: rows of a local step, None for all.
-        privacy: what happens to uploads, if anything.
-        seed: of every stream of noise.
-        execution: how it runs.
-        server: the server's state.
-        clients: what the clients keep.
-        known: the clients' last ELBO terms, ``(N,)``, NaN where a client has not taken part.
-        refused: how many uploads of each client did not count, int64 ``(N,)``.
-        clip: γ of ``privacy``, ``()``.
-        history: ELBO, seconds and number of uploads that count of each round, ``(3, rounds)``.
-        path: where q(θ) has been, see :mod:`bayesfed.engine.moving`.
-        done: rounds done.
-        compiler: what compiles the steps.
-        file: where the run is kept after its rounds, if anywhere.
-    """
-
-    program: Program
-    federation: Federation
-    algorithm: Algorithm
-    rounds: int
-    size: int
-    batch_size: int | None
-    privacy: Privacy | None
-    seed: int
-    execution: Execution
-    server: Any
-    clients: States
-    known: Tensor
-    refused: Tensor
-    clip: Tensor
-    history: Tensor
-    path: Tensor
-    done: int = 0
-    compiler: Compiler = field(default_factory=Compiler)
-    file: Checkpoint | None = None
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """All tensors that rounds change, by attribute, but those that are in files of their own."""
-        kept = {} if self.execution.states is not None else self.clients.tensors
-        names = ("server", "known", "refused", "clip", "history", "path")
-        return {name: getattr(self, name) for name in names} | {"clients": kept}
-
-    @property
-    def title(self) -> str:
-        """The run in words."""
-        title = f"{type(self.algorithm).__name__} ({self.program.guide_name})"
-        return title if self.epsilon is None else f"{title}, ε = {self.epsilon:.3g}"
-
-    @property
-    def epsilon(self) -> float | None:
-        """ε that all rounds spend."""
-        if self.privacy is None:
-            return None
-        return self.privacy.spent(self.rounds, *self.sampling)
-
-    @property
-    def sampling(self) -> tuple[int, int]:
-        """K of N clients, as privacy counts them: K = N where clients keep something from round to round."""
-        clients, memory = len(self.federation), self.clients.tensors.keys() - {_MADE}
-        return (clients if memory else self.size), clients
-
-    @property
-    def multiplier(self) -> float:
-        """Scale of the noise over the sensitivity; 0 without."""
-        return 0.0 if self.privacy is None else self.privacy.multiplier(self.rounds, *self.sampling)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What a run that goes on from this one must have in common with it, beside model and data."""
-        spread = self.privacy is not None and self.privacy.epsilon is not None
-        return {
-            "algorithm": settings_of(self.algorithm),
-            "cohort": self.size,
-            "batch_size": self.batch_size,
-            "chunk_size": self.execution.chunk_size,
-            "privacy": self.privacy and asdict(self.privacy),
-            # of the rounds that are over: told with noise for as many as there were to be
-            "rounds for its epsilon": self.rounds if spread else None,
-            "precision": self.execution.precision,
-            "type": str(self.federation.dtype),
-            "states in files": self.execution.states is not None,
-            "seed": self.seed,
-        }
-
-    @property
-    def numbers(self) -> int:
-        """About how many numbers a step of the cohort touches."""
-        rows = min(self.batch_size or self.federation.rows, int(self.federation.lengths.max()))
-        return self.size * (rows * self.federation.numbers_per_row + self.program.size)
 
 
 @on_cpu()
@@ -233,8 +91,7 @@ def start(
     schedule = {"rounds": rounds, "clients_per_round": clients_per_round, "batch_size": batch_size}
     validated(Schedule, schedule | {"seed": seed})
     check(algorithm)
-    with torch.random.fork_rng(devices=[]):  # of particles, which start at draws of the prior
-        torch.manual_seed(seed)
+    with noise.seeded(seed):  # particles start at draws of the prior
         program = algorithm.program(model, federation)
     check_data(program, federation)
     check_independence(program, federation, shuffled=batch_size is not None)
@@ -373,7 +230,7 @@ def finish(run: Run) -> Posterior:
             personal, run.algorithm, run.program, params, run.federation, run.batch_size, key
         )
         if made not in kept:
-            made, unseen = _MADE, torch.zeros_like(unseen)
+            made, unseen = MADE, torch.zeros_like(unseen)
             for chunk, found in of_clients(mine):
                 run.clients.begin(chunk, {made: found})
         local_params = dict(run.clients.tensors.get(made, {}))

@@ -21,7 +21,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from pyro import poutine
 
-from bayesfed.elbo import handlers
+from bayesfed.elbo import handlers, noise
 from bayesfed.engine.files import atomically
 from bayesfed.output.inference_data import az  # type: ignore[attr-defined]
 from bayesfed.output.posterior import Posterior
@@ -38,10 +38,9 @@ def population_means(posterior: Posterior) -> dict[str, str]:
     """
     program = posterior.program
     batch = posterior.federation.batch(torch.arange(1)).head()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), handlers.trusted(batch.device):
-        torch.manual_seed(0)
-        with handlers.Parameters(posterior.params, program.local_params):
-            nodes = poutine.trace(program.model).get_trace(batch).nodes
+    params = handlers.Parameters(posterior.params, program.local_params)
+    with torch.no_grad(), noise.seeded(0), handlers.trusted(batch.device), params:
+        nodes = poutine.trace(program.model).get_trace(batch).nodes
     found = {}
     for local in program.locals:
         prior = nodes[local.name]["fn"]

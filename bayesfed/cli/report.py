@@ -18,7 +18,7 @@ from rich.text import Text
 
 from bayesfed.engine import resume
 from bayesfed.engine.files import atomically, sweep
-from bayesfed.fit import Round
+from bayesfed.engine.run import Round
 from bayesfed.output.inference_data import az  # type: ignore[attr-defined]
 
 FILES = {

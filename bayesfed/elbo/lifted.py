@@ -14,7 +14,7 @@ from torch.distributions import biject_to, constraints
 from torch.distributions.transforms import ComposeTransform
 
 from bayesfed.data.federation import Federation, Model
-from bayesfed.elbo import handlers
+from bayesfed.elbo import handlers, noise
 
 
 class _Onto(ComposeTransform):
@@ -74,10 +74,9 @@ def lifted(model: Model, federation: Federation, precision: float) -> Lifted:
         (['mu', 'y'], {'mu': tensor(0.5000)})
     """
     batch = federation.batch(torch.arange(1)).head()
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        with handlers.on(batch.device), poutine.block(), handlers.Parameters() as found:
-            model(batch)
+    found = handlers.Parameters()
+    with noise.seeded(0), torch.no_grad(), handlers.on(batch.device), poutine.block(), found:
+        model(batch)
     starts, priors = {}, {}
     for name, seen in found.seen.items():
         if seen["local"]:

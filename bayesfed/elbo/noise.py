@@ -11,7 +11,8 @@ generators*, OOPSLA) on 64-bit integers that wrap.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,25 @@ def _mix(x: Tensor) -> Tensor:
     for shift, factor in zip((30, 27), _FACTORS, strict=True):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Torch's own random state as after a seed, for programs that draw by it; as it was afterwards, on every device.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed.elbo import noise
+        >>> before = torch.get_rng_state()
+        >>> with noise.seeded(0):
+        ...     draw = torch.rand(3)
+        >>> bool(torch.equal(before, torch.get_rng_state()))
+        True
+    """
+    started = torch.cuda.is_initialized()
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if started else ()):
+        (torch.manual_seed if started else torch.default_generator.manual_seed)(seed)
+        yield
 
 
 def key(seed: int) -> Tensor:

@@ -12,7 +12,7 @@ from pyro.poutine.messenger import Messenger
 
 from bayesfed.data.batch import CLIENTS, OBSERVATIONS
 from bayesfed.data.federation import Federation, Model
-from bayesfed.elbo import handlers
+from bayesfed.elbo import handlers, noise
 
 CONTEXT = "context"
 """The mark of a local site that is made from rows, ``infer={"context": encode}``: see :mod:`bayesfed.elbo.context`."""
@@ -74,10 +74,8 @@ def sites(model: Model, federation: Federation) -> dict[str, Site]:
 
     def traced(rows: int) -> Any:
         batch = federation.batch(torch.arange(1), torch.zeros(1, rows, dtype=torch.int64))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            with handlers.on(batch.device), handlers.Parameters(), _Watch():
-                return poutine.trace(model).get_trace(batch)
+        with noise.seeded(0), handlers.on(batch.device), handlers.Parameters(), _Watch():
+            return poutine.trace(model).get_trace(batch)
 
     trace, longer = traced(1), None
     found = {}
@@ -138,9 +136,7 @@ def prior_draws(
     """The latent sites, traced at ``count`` draws of the prior on one client: ``(count, 1, 1, *event)``."""
     latent = [site.name for site in found.values() if not site.observed]
     batch = federation.batch(torch.arange(1)).head()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        with torch.no_grad(), handlers.given(batch.device, draws=count):
-            with poutine.trace() as tracer, handlers.Until(latent):
-                model(batch)
-            return tracer.trace.nodes
+    with noise.seeded(seed), torch.no_grad(), handlers.given(batch.device, draws=count):
+        with poutine.trace() as tracer, handlers.Until(latent):
+            model(batch)
+        return tracer.trace.nodes

@@ -24,7 +24,7 @@ from bayesfed.engine.states import States
 from bayesfed.tracing.compiler import Compiler
 
 if TYPE_CHECKING:
-    from bayesfed.fit import Run
+    from bayesfed.engine.run import Run
 
 _METADATA = "bayesfed run"
 _FORMAT = 2

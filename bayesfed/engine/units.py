@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bayesfed.data.batch import Batch, Fields
 from bayesfed.data.federation import Federation
-from bayesfed.elbo import handlers
+from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.program import Program
 
 SHIFTED, LARGE = 30.0, 100.0
@@ -79,8 +79,7 @@ def _cost(program: Program, batch: Batch) -> float:
     """The median over draws of the prior of −log p(row); infinite where the program cannot do with such rows."""
     params = program.init | program.init_locals(batch)
     try:
-        with torch.random.fork_rng(devices=[]), handlers.given(batch.device, params, draws=DRAWS):
-            torch.manual_seed(0)
+        with noise.seeded(0), handlers.given(batch.device, params, draws=DRAWS):
             nodes = poutine.trace(program.model).get_trace(batch).nodes
     except (IndexError, ValueError, RuntimeError):  # what is an index is no quantity
         return float("inf")

@@ -16,6 +16,7 @@ from bayesfed.algorithms.settings import settings_of
 from bayesfed.data import digest as rows
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import digest as densities
+from bayesfed.elbo import noise
 from bayesfed.elbo.program import Params
 from bayesfed.engine.files import read_tensors, write_tensors
 
@@ -148,7 +149,7 @@ def load(
         algorithm = algorithm_of(metadata["algorithm"], guide=guide)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    with torch.random.fork_rng(devices=[]):  # particles start at draws of the prior
+    with noise.seeded(0):  # particles start at draws of the prior
         program = algorithm.program(model, federation)
     if list(program.sites) != metadata["sites"]:
         raise ValueError(

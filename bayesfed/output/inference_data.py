@@ -12,7 +12,7 @@ import xarray as xr
 from pyro import poutine
 from torch import Tensor
 
-from bayesfed.elbo import handlers
+from bayesfed.elbo import handlers, noise
 from bayesfed.output.draws import chunks, params_of
 from bayesfed.output.joint import NotGaussian
 
@@ -157,8 +157,7 @@ def _prior(posterior: Posterior, num_samples: int, seed: int) -> dict[str, Tenso
     common: dict[str, Tensor] = {}
     parts: dict[str, list[Tensor]] = {site.name: [] for site in program.locals}
     names = [site.name for site in (*program.globals, *program.locals)]
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with torch.no_grad(), noise.seeded(seed):
         for chunk in chunks(posterior, num_samples):
             head = federation.batch(chunk, torch.zeros(len(chunk), 1, dtype=torch.int64))
             params = params_of(posterior, chunk)

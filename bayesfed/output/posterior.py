@@ -145,8 +145,7 @@ class Posterior:
         """
         federation = self.federation if federation is None else federation
         few, model = self.select(federation.names), poutine.uncondition(self.program.model)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with noise.seeded(seed):
             if self.program.joint:
                 (site,) = self.program.observed
                 return {site.name: joint.predict(few, federation, num_samples, seed)}

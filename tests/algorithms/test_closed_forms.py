@@ -35,7 +35,7 @@ def test_the_exact_posterior_and_evidence(algorithm, clients_per_round):
         conjugate_hierarchy,
         data,
         algorithm,
-        rounds=300,
+        rounds=150,
         clients_per_round=clients_per_round,
         execution=bf.Execution(  # one of the two compiled, where it can be
             compile=COMPILER and clients_per_round < 1 and algorithm != FLOW
@@ -61,7 +61,7 @@ def test_minibatches_have_the_same_answer(minibatch):
         conjugate_hierarchy,
         data,
         bf.SFVI(),
-        rounds=400,
+        rounds=200,
         clients_per_round=0.5,
         batch_size=minibatch,
         execution=bf.Execution(compile=COMPILER),
@@ -75,7 +75,7 @@ def test_mean_field_is_as_good_as_its_family():
     data = ragged()
     truth = exact(data)
     algorithm = bf.SFVI(global_guide=bf.MeanField(), conditioned=False)
-    draws = bf.fit(conjugate_hierarchy, data, algorithm, rounds=500).sample(4000)
+    draws = bf.fit(conjugate_hierarchy, data, algorithm, rounds=250).sample(4000)
     expected = (0.25 + len(data)) ** -0.5
     assert abs(float(draws["mu"].std()) / expected - 1) < 0.09
     expected = (1 + data.lengths / 0.25) ** -0.5

@@ -458,7 +458,7 @@ def test_noise_that_drowns_the_signal_is_said():
     with pytest.warns(UserWarning, match=r"about 1\.0 times as long .* 8 clients .*16 numbers"):
         privacy.warn_if_loud(total, 1.0, 8)
     privacy.warn_if_loud(total, 0.5, 8)
-    loud = bf.Privacy(clip=1.0, noise=30.0, mechanism="laplace")
+    loud = bf.Privacy(clip=1.0, noise=3.0, mechanism="laplace")
     run = bf.start(models.eight_schools, data, bf.FedAvg(), rounds=2, privacy=loud)
     with pytest.warns(UserWarning, match="the result may be off by more than it says"):
         bf.step(run)

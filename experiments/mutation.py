@@ -1,0 +1,244 @@
+"""Do the tests find faults? Small changes of the code, and what of them the tests notice. Makes mutation.md.
+
+    pip install mutmut pytest-cov
+    python experiments/mutation.py --measure        # first: the suite with coverage, half an hour on two cores
+    python experiments/mutation.py                  # hours on two cores
+    python experiments/mutation.py --folders bounds --sample 40
+
+The changes are mutmut's: an operator for another, a number plus one, an argument dropped, an assignment of None, a
+condition forced. Words are left alone (strings, annotations, what is raised or warned of). A mutant is drawn at random
+from all of a folder's, and meets the tests that run its line, quickest first, in a fork of a process that has imported
+everything but bayesfed, until one fails. It survives when all of them pass that fit into ``LIMIT`` seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import importlib.machinery
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "experiments/mutation.md"
+STORE = ROOT / "runs/mutation"
+LIMIT = 90.0
+FOLDERS = {
+    "privacy": ["bayesfed/engine/privacy.py"],
+    "bounds": ["bayesfed/output/bounds.py"],
+    "partition": ["bayesfed/elbo/terms.py", "bayesfed/engine/cohort.py"],
+    "rules": ["bayesfed/algorithms/protocol.py", "bayesfed/algorithms/schedules.py"],
+    "algorithms": ["bayesfed/algorithms/*.py"],
+    "guides": ["guides/*.py"],
+}
+
+
+def files(folder: str) -> list[str]:
+    """The modules of a folder; the rules' own are not counted among the algorithms."""
+    found = [path for pattern in FOLDERS[folder] for path in sorted(ROOT.glob(pattern))]
+    names = [str(path.relative_to(ROOT)) for path in found if path.name != "__init__.py"]
+    return [name for name in names if folder == "rules" or name not in FOLDERS["rules"]]
+
+
+def mutants(name: str) -> Iterator[tuple[int, str]]:
+    """Line numbers and changed sources of a module."""
+    import libcst as cst
+    from libcst.metadata import MetadataWrapper, PositionProvider
+    from mutmut.mutation.mutators import mutation_operators, operator_string
+
+    skipped = cst.Annotation | cst.Raise | cst.Decorator | cst.Import | cst.ImportFrom
+    wrapper = MetadataWrapper(cst.parse_module((ROOT / name).read_text()))
+    lines = wrapper.resolve(PositionProvider)
+
+    class Visitor(cst.CSTVisitor):
+        def __init__(self) -> None:
+            self.found: list[tuple[int, cst.CSTNode, cst.CSTNode]] = []
+
+        def on_visit(self, node: cst.CSTNode) -> bool:
+            warned = isinstance(node, cst.Call) and cst.Module([]).code_for_node(
+                node.func
+            ).endswith("warn")
+            if isinstance(node, skipped) or warned:
+                return False
+            for kind, operator in mutation_operators:
+                if isinstance(node, kind) and operator is not operator_string:
+                    line = lines[node].start.line
+                    self.found.extend((line, node, new) for new in operator(node))
+            return True
+
+    visitor = Visitor()
+    wrapper.module.visit(visitor)
+    for line, node, new in visitor.found:
+        changed = wrapper.module.deep_replace(node, new)
+        yield line, changed.code  # type: ignore[union-attr]
+
+
+def measure() -> None:
+    """Which test runs which line, and how long each test takes."""
+    STORE.mkdir(parents=True, exist_ok=True)
+    where = {"COVERAGE_FILE": str(STORE / "coverage"), "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "--numprocesses", "2", "--dist", "loadfile"),
+            *("--cov=bayesfed", "--cov=guides", "--cov-context=test", "--cov-report="),
+            *("--junitxml", str(STORE / "times.xml"), "--ignore=tests/test_packaging.py"),
+        ],
+        cwd=ROOT,
+        env=os.environ | where,
+        check=True,
+    )
+
+
+def times() -> dict[str, float]:
+    """Seconds of each test, by its node id as coverage writes it."""
+    found = {}
+    for case in ElementTree.parse(STORE / "times.xml").iter("testcase"):
+        parts = case.attrib["classname"].split(".")
+        path = "/".join(parts) + ".py"
+        found[f"{path}::{case.attrib['name']}"] = float(case.attrib["time"])
+    return found
+
+
+class Runs:
+    """Which tests run a line."""
+
+    def __init__(self) -> None:
+        from coverage import CoverageData
+
+        self.data = CoverageData(str(STORE / "coverage"))
+        self.data.read()
+        self.times = times()
+        self.lines: dict[str, dict[int, list[str]]] = {}
+
+    def of(self, name: str, line: int) -> tuple[list[str], float]:
+        """Tests of a line, quickest first, and their seconds; where only the import runs it, the whole module's."""
+        if name not in self.lines:
+            self.lines[name] = self.data.contexts_by_lineno(str(ROOT / name))
+        contexts = set(self.lines[name].get(line, []))
+        if not contexts - {""}:
+            contexts = {context for each in self.lines[name].values() for context in each}
+        tests = {context.split("|")[0] for context in contexts} & self.times.keys()
+        found, seconds = [], 0.0
+        for test in sorted(tests, key=self.times.__getitem__):
+            if not found or seconds + self.times[test] < LIMIT:
+                found.append(test)
+                seconds += self.times[test]
+        return found, seconds
+
+
+def child(name: str, source: str, tests: list[str]) -> int:
+    """In the fork: import the changed module in place of the one on disk, and run tests until one fails."""
+    import pytest
+
+    path = str(ROOT / name)
+    loader = importlib.machinery.SourceFileLoader
+    get_code = loader.get_code
+
+    def changed(self: Any, fullname: str) -> Any:
+        if self.get_filename(fullname) == path:
+            return compile(source, path, "exec", dont_inherit=True)
+        return get_code(self, fullname)
+
+    loader.get_code = changed  # type: ignore[method-assign]
+    quiet = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:cov", "--no-header"]
+    return int(pytest.main([*quiet, *tests]))
+
+
+def started(name: str, source: str, tests: list[str]) -> int:
+    """The process of a mutant, of whose tests one failed where it ends with another status than 0."""
+    pid = os.fork()
+    if pid == 0:
+        code = 70
+        with contextlib.suppress(BaseException):
+            os.setsid()
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, 1)
+            os.dup2(null, 2)
+            code = child(name, source, tests)
+        os._exit(code)
+    return pid
+
+
+def verdicts(chosen: list[Any], runs: Runs, jobs: int) -> Iterator[tuple[Any, str]]:
+    """Mutants as they end: killed, survived, or of a line that no test runs."""
+    waiting, running = list(chosen), {}
+    while waiting or running:
+        if waiting and len(running) < jobs:
+            name, line, source = mutant = waiting.pop()
+            tests, seconds = runs.of(name, line)
+            if not tests:
+                yield mutant, "no test"
+                continue
+            running[started(name, source, tests)] = mutant, time.monotonic() + 60 + 3 * seconds
+        for pid, (mutant, end) in list(running.items()):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if not done and time.monotonic() > end:  # a loop without an end
+                os.killpg(pid, signal.SIGKILL)
+                done, status = os.waitpid(pid, 0)
+            if done:
+                del running[pid]
+                yield mutant, "survived" if status == 0 else "killed"
+        time.sleep(0.05)
+
+
+def difference(name: str, source: str) -> str:
+    """The changed lines of a mutant."""
+    lines = difflib.unified_diff(
+        (ROOT / name).read_text().splitlines(), source.splitlines(), n=0, lineterm=""
+    )
+    return "\n".join(line for line in list(lines)[3:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folders", nargs="+", choices=FOLDERS, default=list(FOLDERS))
+    parser.add_argument("--sample", type=int, default=100, help="mutants of each folder")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument(
+        "--measure", action="store_true", help="run the suite with coverage, and stop"
+    )
+    asked = parser.parse_args()
+    if asked.measure:
+        measure()
+        return
+    os.environ["OMP_NUM_THREADS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    import arviz  # noqa: F401
+    import gpytorch  # noqa: F401
+    import pandas  # noqa: F401
+    import pydantic  # noqa: F401
+    import pyro  # noqa: F401
+    import torch
+    import xarray  # noqa: F401
+
+    torch.set_num_threads(1)
+    runs = Runs()
+    for folder in asked.folders:
+        every = [(name, *mutant) for name in files(folder) for mutant in mutants(name)]
+        chosen = random.Random(asked.seed).sample(every, min(asked.sample, len(every)))
+        count: Counter[str] = Counter()
+        found = STORE / f"{folder}.jsonl"
+        found.unlink(missing_ok=True)
+        for (name, line, source), verdict in verdicts(chosen, runs, asked.jobs):
+            count[verdict] += 1
+            entry = {"file": name, "line": line, "verdict": verdict}
+            with found.open("a") as out:
+                out.write(json.dumps(entry | {"change": difference(name, source)}) + "\n")
+        print(folder, len(every), dict(count), flush=True)
+
+
+if __name__ == "__main__":
+    main()
