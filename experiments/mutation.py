@@ -7,7 +7,7 @@
 
 The changes are mutmut's: an operator for another, a number plus one, an argument dropped, an assignment of None, a
 condition forced. Words are left alone (strings, annotations, what is raised or warned of). A mutant is drawn at random
-from all of a folder's, and meets the tests that run its line, quickest first, in a fork of a process that has imported
+from all of a folder's, and meets the tests that run its line, its module's own first, in a fork of a process that has imported
 everything but bayesfed, until one fails. It survives when all of them pass that fit into ``LIMIT`` seconds.
 """
 
@@ -26,9 +26,13 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parent))
+from tables import keep
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "experiments/mutation.md"
@@ -43,6 +47,81 @@ FOLDERS = {
     "guides": ["guides/*.py"],
 }
 
+ALGORITHMS = "bayesfed/algorithms"
+FAULTS = {
+    "no noise": (
+        "bayesfed/engine/privacy.py",
+        "value + self.scale(name, clip, multiplier) * self._drawn(value, name, number)",
+        "value",
+    ),
+    "no clipping": (
+        "bayesfed/engine/privacy.py",
+        "(clip / norm.clamp(min=1e-30)).clamp(max=1.0)",
+        "torch.ones_like(norm)",
+    ),
+    "the same noise each round": (
+        "bayesfed/engine/privacy.py",
+        "os.urandom(8 * max(1, count))",
+        "bytes(range(8)) * max(1, count)",
+    ),
+    "the same seeded noise each round": (
+        "bayesfed/engine/privacy.py",
+        'noise.word("privacy")), number)',
+        'noise.word("privacy")), 0)',
+    ),
+    "FedAvg: clients count alike": (
+        f"{ALGORITHMS}/protocol.py",
+        "weighted(moves(job, work.found), job.weight)",
+        "weighted(moves(job, work.found))",
+    ),
+    "pFedMe: one inner step": (
+        f"{ALGORITHMS}/per_fed_avg.py",
+        "for _ in range(self.inner_steps):",
+        "for _ in range(1):",
+    ),
+    "FedProx: the penalty per row": (
+        f"{ALGORITHMS}/fed_avg.py",
+        "self.proximal / 2 * squared(own, server)",
+        "self.proximal / 2 * squared(own, server) / batch.rows",
+    ),
+    "pFedBayes: no ζ": (
+        f"{ALGORITHMS}/fedabml.py",
+        "self.kl_weight * losses.divergence + losses.hyper / program.clients",
+        "losses.divergence + losses.hyper / program.clients",
+    ),
+    "FedRep: as FedPer": (
+        f"{ALGORITHMS}/fed_per.py",
+        "yield list(program.local_params), self.head_epochs\n        yield body(program), self.local_epochs",
+        "yield [*program.local_params, *body(program)], self.local_epochs",
+    ),
+    "FedBABU: the head is trained": (
+        f"{ALGORITHMS}/fed_per.py",
+        '"""The body."""\n        yield body(program), self.local_epochs',
+        '"""The body."""\n        yield [*program.local_params, *body(program)], self.local_epochs',
+    ),
+    "PFedVEM: the body's rate times ten": (
+        f"{ALGORITHMS}/pfedvem.py",
+        "job.rate * self.body_lr",
+        "10 * job.rate * self.body_lr",
+    ),
+    "PFedVEM: personalised without ρ": (
+        f"{ALGORITHMS}/pfedvem.py",
+        "state = self.own_spreads(program, theta, state, first)\n            supplied",
+        "supplied",
+    ),
+    "CAFeMe: one support for all steps": (
+        f"{ALGORITHMS}/cafeme.py",
+        "self.support(personal, own, inner)",
+        "self.support(personal, own, 0)",
+    ),
+    "CAFeMe: one support, personalising": (
+        f"{ALGORITHMS}/cafeme.py",
+        "self.support(rows, job.keys, step)",
+        "self.support(rows, job.keys, 0)",
+    ),
+}
+"""Deliberate faults, most of which no test noticed once: a file, what is in it, and what stands there instead."""
+
 
 def files(folder: str) -> list[str]:
     """The modules of a folder; the rules' own are not counted among the algorithms."""
@@ -51,8 +130,8 @@ def files(folder: str) -> list[str]:
     return [name for name in names if folder == "rules" or name not in FOLDERS["rules"]]
 
 
-def mutants(name: str) -> Iterator[tuple[int, str]]:
-    """Line numbers and changed sources of a module."""
+def mutants(name: str) -> Iterator[tuple[int, Callable[[], str]]]:
+    """Line numbers of a module, and what makes its changed sources."""
     import libcst as cst
     from libcst.metadata import MetadataWrapper, PositionProvider
     from mutmut.mutation.mutators import mutation_operators, operator_string
@@ -80,8 +159,24 @@ def mutants(name: str) -> Iterator[tuple[int, str]]:
     visitor = Visitor()
     wrapper.module.visit(visitor)
     for line, node, new in visitor.found:
-        changed = wrapper.module.deep_replace(node, new)
-        yield line, changed.code  # type: ignore[union-attr]
+        yield line, partial(_source, wrapper.module, node, new)
+
+
+def _source(module: Any, node: Any, new: Any) -> str:
+    return str(module.deep_replace(node, new).code)
+
+
+def faults() -> Iterator[tuple[str, tuple[str, int, str]]]:
+    """The deliberate faults, as mutants.
+
+    Raises:
+        ValueError: the code has changed.
+    """
+    for what, (name, old, new) in FAULTS.items():
+        source = (ROOT / name).read_text()
+        if old not in source:
+            raise ValueError(f"{name} has no {old!r} any more: write the fault {what!r} anew")
+        yield what, (name, source[: source.index(old)].count("\n") + 1, source.replace(old, new))
 
 
 def measure() -> None:
@@ -122,15 +217,16 @@ class Runs:
         self.lines: dict[str, dict[int, list[str]]] = {}
 
     def of(self, name: str, line: int) -> tuple[list[str], float]:
-        """Tests of a line, quickest first, and their seconds; where only the import runs it, the whole module's."""
+        """Tests of a line and their seconds: the module's own first, quickest first; where only the import runs it,
+        the tests of the whole module."""
         if name not in self.lines:
             self.lines[name] = self.data.contexts_by_lineno(str(ROOT / name))
         contexts = set(self.lines[name].get(line, []))
         if not contexts - {""}:
             contexts = {context for each in self.lines[name].values() for context in each}
         tests = {context.split("|")[0] for context in contexts} & self.times.keys()
-        found, seconds = [], 0.0
-        for test in sorted(tests, key=self.times.__getitem__):
+        own, found, seconds = f"/test_{Path(name).stem}.py::", [], 0.0
+        for test in sorted(tests, key=lambda test: (own not in test, self.times[test])):
             if not found or seconds + self.times[test] < LIMIT:
                 found.append(test)
                 seconds += self.times[test]
@@ -226,18 +322,38 @@ def main() -> None:
 
     torch.set_num_threads(1)
     runs = Runs()
+    header = [
+        "| folder | mutants | drawn | killed | survived | in a line that no test runs |",
+        "| --- " * 6 + "|",
+    ]
+    order = ["deliberate faults", *FOLDERS]
+
+    def row(name: str, every: int, count: Counter[str]) -> None:
+        drawn = sum(count.values())
+        killed = f"{count['killed']} ({count['killed'] / drawn:.0%})"
+        cells = [name, every, drawn, killed, count["survived"], count["no test"]]
+        line = f"| {' | '.join(map(str, cells))} |"
+        print(line, flush=True)
+        keep(TABLE, header, line, order)
+
+    named = dict(faults())
+    of = {mutant: what for what, mutant in named.items()}
+    found = {of[mutant]: verdict for mutant, verdict in verdicts([*of], runs, asked.jobs)}
+    print(*(f"{found[what]}: {what}" for what in FAULTS), sep="\n")
+    row("deliberate faults", len(FAULTS), Counter(found.values()))
     for folder in asked.folders:
         every = [(name, *mutant) for name in files(folder) for mutant in mutants(name)]
-        chosen = random.Random(asked.seed).sample(every, min(asked.sample, len(every)))
+        drawn = random.Random(asked.seed).sample(every, min(asked.sample, len(every)))
+        chosen = [(name, line, source()) for name, line, source in drawn]
         count: Counter[str] = Counter()
-        found = STORE / f"{folder}.jsonl"
-        found.unlink(missing_ok=True)
+        kept = STORE / f"{folder}.jsonl"
+        kept.unlink(missing_ok=True)
         for (name, line, source), verdict in verdicts(chosen, runs, asked.jobs):
             count[verdict] += 1
             entry = {"file": name, "line": line, "verdict": verdict}
-            with found.open("a") as out:
+            with kept.open("a") as out:
                 out.write(json.dumps(entry | {"change": difference(name, source)}) + "\n")
-        print(folder, len(every), dict(count), flush=True)
+        row(folder, len(every), count)
 
 
 if __name__ == "__main__":
