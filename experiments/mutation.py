@@ -7,8 +7,8 @@
 
 The changes are mutmut's: an operator for another, a number plus one, an argument dropped, an assignment of None, a
 condition forced. Words are left alone (strings, annotations, what is raised or warned of). A mutant is drawn at random
-from all of a folder's, and meets the tests that run its line, its module's own first, in a fork of a process that has imported
-everything but bayesfed, until one fails. It survives when all of them pass that fit into ``LIMIT`` seconds.
+from all of a folder's, and meets the tests that run its line, its module's own first, in a fork of a process that has
+imported everything but bayesfed, until one fails. It survives when all of them pass that fit into ``LIMIT`` seconds.
 """
 
 from __future__ import annotations
@@ -217,8 +217,10 @@ class Runs:
         self.lines: dict[str, dict[int, list[str]]] = {}
 
     def of(self, name: str, line: int) -> tuple[list[str], float]:
-        """Tests of a line and their seconds: the module's own first, quickest first; where only the import runs it,
-        the tests of the whole module."""
+        """Tests of a line, its module's own first, quickest first, and their seconds.
+
+        Where only the import runs the line, those of the whole module.
+        """
         if name not in self.lines:
             self.lines[name] = self.data.contexts_by_lineno(str(ROOT / name))
         contexts = set(self.lines[name].get(line, []))
