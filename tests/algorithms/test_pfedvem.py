@@ -590,3 +590,19 @@ def test_a_new_client_gets_the_exact_mean_field_posterior():
 def test_refuses_a_fraction_that_is_none():
     with pytest.raises(ValueError, match="upload_fraction is 0"):
         PFedVEM(upload_fraction=0)
+
+
+def test_personalising_takes_every_clients_own_spread_in_closed_form():
+    """ρ_i² = (tr Σ_i + ‖μ_i − m‖²) / D before each step: s² at the start, and after one step what that has made."""
+    federation = regression()
+    model = Network(torch.nn.Linear(2, 1), likelihood="normal", spread="client", scale=0.9)
+    algorithm = bf.PFedVEM(init_scale=0.3, body_epochs=0)
+    posterior = bf.fit(model, federation, algorithm, rounds=1, progress=False)
+    m = posterior.params["prior.loc"]
+    for steps in (1, 2):
+        found = posterior.personalize(federation, steps=steps).local_params
+        if steps == 1:
+            expected = torch.full((3,), 0.3)
+        torch.testing.assert_close(found["prior.rho"].exp().flatten(), expected)
+        square = (found["weights.loc"] - m).square() + (2 * found["weights.log_scale"]).exp()
+        expected = square.flatten(1).mean(1).sqrt()

@@ -309,6 +309,25 @@ def test_an_adaptive_clip_comes_to_the_median(mechanism, multiplier):
     assert sum(found[30:]) / 30 == pytest.approx(3.0, abs=0.3 if multiplier else 0.1)
 
 
+def test_an_adaptive_clip_moves_by_a_half_at_most():
+    """γ ← γ exp(−(b̄ − ½)), b̄ being the part of the clients that a noisy sum says is short, cut off at 0 and 1."""
+    privacy = bf.Privacy(seed=0)
+    clipped, _ = privacy.clipped({"a": torch.ones(4, 2)}, 0.5)
+    (short,) = clipped.keys() - {"a"}
+    for told, by in ((-40.0, 0.5), (-1.0, 0.25), (0.0, 0.0), (1.0, -0.25), (40.0, -0.5)):
+        total = {short: torch.tensor(told)}
+        clip = privacy.adapted(total, torch.tensor(2.0, dtype=torch.float64), 0.0, 4)
+        assert float(clip) == pytest.approx(2.0 * math.exp(by), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.parametrize("mechanism", ["gaussian", "laplace"])
+def test_noise_has_the_type_of_what_it_is_added_to(mechanism, seed):
+    privacy = bf.Privacy(clip=1.0, noise=1.0, mechanism=mechanism, seed=seed)
+    for dtype in (torch.float32, torch.float64):
+        assert privacy.noisy({"a": torch.zeros(3, dtype=dtype)}, 1.0, 1.0, 0)["a"].dtype == dtype
+
+
 @pytest.mark.parametrize("mechanism", ["gaussian", "laplace"])
 def test_an_adaptive_clip_takes_its_share_of_the_noise(mechanism):
     """What two releases tell together is what one would with the noise that is accounted for: the inverse scales add

@@ -24,7 +24,12 @@ def test_the_client_bound_by_hand():
         found = bounds.client(
             -3.0, rows=100, beta=5.0, low=0.0, high=2.0, delta=0.05, tau=0.1, seen=80
         )
+        unseen = bounds.client(
+            -3.0, rows=100, beta=5.0, low=0.0, high=2.0, delta=0.05, tau=0.1, seen=0
+        )
     assert found == pytest.approx(by_hand, rel=1e-12)
+    by_hand = (3.0 + 25 * 4 / 800 + math.log(2) + math.log(20)) / 5
+    assert unseen == pytest.approx(by_hand, rel=1e-12)
 
 
 def test_the_server_bound_by_hand():
@@ -73,7 +78,7 @@ def test_the_server_bound_by_hand():
 def test_the_new_clients_bound_by_hand():
     by_hand = (
         (1 / (3 * 2.0) + 1.1 / 30) * 4.0
-        + 1 / 24 * (2.0 * (1 / 10 + 1 / 20 + 1 / 30) + 30 / 1.1)
+        + 4 / 24 * (2.0 * (1 / 10 + 1 / 20 + 1 / 30) + 30 / 1.1)
         + math.log(10) / math.sqrt(3)
     )
     with pytest.warns(VacuousBound):
@@ -84,7 +89,7 @@ def test_the_new_clients_bound_by_hand():
             beta=2.0,
             lam=30.0,
             low=0.0,
-            high=1.0,
+            high=2.0,
             delta=0.1,
             upsilon=0.1,
         )
@@ -305,8 +310,11 @@ def test_the_report_stands_beside_the_risk():
     )  # the particles were fitted with β = m_i, whatever β the bound takes
     assert table["epsilon"].to_list() == pytest.approx([epsilon] * 4)
     new = bounds.report(posterior, test, low=-1.0, high=3.0, draws=200, seen=False, beta=30.0)
-    assert (new["epsilon"] == 0).all()
+    assert (new["epsilon"] == 0).all() and (new["beta"] == 30).all()
     assert new["covered"].all() and not table["covered"].any()  # particles are no sample from Q*
+    for _, own, there in bounds.prior_losses(posterior, test, 200, 0, -1.0, 0.5):
+        for losses in (own, there):
+            assert losses.min() >= -1 and losses.max() == 0.5  # cut off, of rows seen and not seen
     with pytest.raises(TypeError, match="no particles"):
         bounds.report(
             bf.fit(models.varying_intercept, bf.datasets.grunfeld(), rounds=1),
@@ -333,4 +341,10 @@ def test_the_report_goes_by_the_beta_of_the_training():
         warnings.simplefilter("ignore", VacuousBound)
         table = bounds.report(posterior, rows, low=0.0, high=4.0, draws=100)
     assert table["beta"].to_list() == [3.0, 4.0]
+    for name, own, there in bounds.prior_losses(posterior, rows, 100, 0, 0.0, 4.0):
+        gibbs = (-table["beta"][name] * own.mean(-1)).softmax(0)  # of each particle's hypotheses
+        for column, losses in (("empirical", own), ("risk", there)):
+            of_particles = (gibbs * losses.mean(-1)).sum(0)
+            assert len(of_particles) == 2
+            assert table[column][name] == pytest.approx(float(of_particles.mean()), rel=1e-5)
     assert table["epsilon"].to_list() == pytest.approx([0.24 / 9, 0.24 / 16])
