@@ -231,6 +231,30 @@ def test_support_rows_are_some_of_those_that_may_be():
     assert torch.equal(some.sum(1), mask.sum(1).clamp(max=4))
 
 
+def test_every_inner_step_has_support_of_its_own():
+    """Of 20 rows, 16 of which are D_pers; twelve single rows of 16 are one and the same once in 10^13 trials."""
+    seen = []
+
+    class Watched(CAFeMe):
+        def support(self, batch, keys, step):
+            found = super().support(batch, keys, step)
+            seen.append(found.fields["x"][found.mask])
+            return found
+
+    model, data = small(), federation(20)
+    algorithm = Watched(support_rows=1, personal_fraction=0.8, inner_steps=12, outer_steps=2)
+    program = algorithm.program(model, data)
+    theta = algorithm.start(program)
+    job = Job(program, theta, {}, whole(data), keys_of(data))
+    for visit, calls in ((algorithm.work, 2), (lambda job: algorithm.personalize(job, 12), 1)):
+        seen.clear()
+        visit(job)
+        assert len(seen) == 12 * calls
+        for call in range(calls):
+            rows = torch.stack(seen[12 * call : 12 * call + 12])
+            assert rows.shape == (12, 1, 3) and len(rows.unique(dim=0)) > 1
+
+
 @float64
 @pytest.mark.parametrize("support_rows", [None, 2])
 def test_a_client_does_the_same_alone_and_in_a_cohort(support_rows):
