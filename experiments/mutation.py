@@ -181,15 +181,20 @@ def faults() -> Iterator[tuple[str, tuple[str, int, str]]]:
         yield what, (name, source[: source.index(old)].count("\n") + 1, source.replace(old, new))
 
 
-def measure() -> None:
-    """Which test runs which line, and how long each test takes."""
+def measure(tests: list[str]) -> None:
+    """Which test runs which line, and how long each test takes; of some tests beside what is known, or of all."""
     STORE.mkdir(parents=True, exist_ok=True)
+    if not tests:
+        for old in STORE.glob("times*.xml"):
+            old.unlink()
+    number = len([*STORE.glob("times*.xml")])
     where = {"COVERAGE_FILE": str(STORE / "coverage"), "OMP_NUM_THREADS": "1"}
     subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "--numprocesses", "2", "--dist", "loadfile"),
             *("--cov=bayesfed", "--cov=guides", "--cov-context=test", "--cov-report="),
-            *("--junitxml", str(STORE / "times.xml"), "--ignore=tests/test_packaging.py"),
+            *("--junitxml", str(STORE / f"times{number}.xml"), "--ignore=tests/test_packaging.py"),
+            *(["--cov-append", *tests] if tests else []),
         ],
         cwd=ROOT,
         env=os.environ | where,
@@ -200,10 +205,10 @@ def measure() -> None:
 def times() -> dict[str, float]:
     """Seconds of each test, by its node id as coverage writes it."""
     found = {}
-    for case in ElementTree.parse(STORE / "times.xml").iter("testcase"):
-        parts = case.attrib["classname"].split(".")
-        path = "/".join(parts) + ".py"
-        found[f"{path}::{case.attrib['name']}"] = float(case.attrib["time"])
+    for file in sorted(STORE.glob("times*.xml")):
+        for case in ElementTree.parse(file).iter("testcase"):
+            path = case.attrib["classname"].replace(".", "/") + ".py"
+            found[f"{path}::{case.attrib['name']}"] = float(case.attrib["time"])
     return found
 
 
@@ -310,11 +315,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument(
-        "--measure", action="store_true", help="run the suite with coverage, and stop"
+        "--measure", nargs="*", metavar="TEST", help="run the suite, or new tests, with coverage"
     )
     asked = parser.parse_args()
-    if asked.measure:
-        measure()
+    if asked.measure is not None:
+        measure(asked.measure)
         return
     os.environ["OMP_NUM_THREADS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     import arviz  # noqa: F401
