@@ -40,34 +40,33 @@ STORE = ROOT / "runs/mutation"
 LIMIT = 90.0
 APART = ("laws/test_processes", "laws/test_resume", "tracing/test_compiler", "cli/test_app")
 """Tests that start processes or compilers of their own, which a fork cannot."""
+PRIVACY, ALGORITHMS = "bayesfed/engine/privacy.py", "bayesfed/algorithms"
 FOLDERS = {
-    "privacy": ["bayesfed/engine/privacy.py"],
+    "privacy": [PRIVACY],
     "bounds": ["bayesfed/output/bounds.py"],
     "partition": ["bayesfed/elbo/terms.py", "bayesfed/engine/cohort.py"],
-    "rules": ["bayesfed/algorithms/protocol.py", "bayesfed/algorithms/schedules.py"],
-    "algorithms": ["bayesfed/algorithms/*.py"],
+    "rules": [f"{ALGORITHMS}/protocol.py", f"{ALGORITHMS}/schedules.py"],
+    "algorithms": [f"{ALGORITHMS}/*.py"],
     "guides": ["guides/*.py"],
 }
-
-ALGORITHMS = "bayesfed/algorithms"
 FAULTS = {
     "no noise": (
-        "bayesfed/engine/privacy.py",
+        PRIVACY,
         "value + self.scale(name, clip, multiplier) * self._drawn(value, name, number)",
         "value",
     ),
     "no clipping": (
-        "bayesfed/engine/privacy.py",
+        PRIVACY,
         "(clip / norm.clamp(min=1e-30)).clamp(max=1.0)",
         "torch.ones_like(norm)",
     ),
     "the same noise each round": (
-        "bayesfed/engine/privacy.py",
+        PRIVACY,
         "os.urandom(8 * max(1, count))",
         "bytes(range(8)) * max(1, count)",
     ),
     "the same seeded noise each round": (
-        "bayesfed/engine/privacy.py",
+        PRIVACY,
         'noise.word("privacy")), number)',
         'noise.word("privacy")), 0)',
     ),
@@ -346,8 +345,7 @@ def main() -> None:
         print(line, flush=True)
         keep(TABLE, header, line, order)
 
-    named = dict(faults())
-    of = {mutant: what for what, mutant in named.items()}
+    of = {mutant: what for what, mutant in faults()}
     found = {of[mutant]: verdict for mutant, verdict in verdicts([*of], runs, asked.jobs)}
     print(*(f"{found[what]}: {what}" for what in FAULTS), sep="\n")
     row("deliberate faults", len(FAULTS), Counter(found.values()))

@@ -108,15 +108,12 @@ def adapted(
             name: value if value.requires_grad else value.clone().requires_grad_()
             for name, value in phi.items()
         }
-        grads = torch.autograd.grad(
-            loss(leaves, step).sum(),
-            list(leaves.values()),
+        found = gradients(
+            loss(leaves, step),
+            leaves,
             create_graph=order == "second",
             retain_graph=order != "detached",
-            allow_unused=True,
-            materialize_grads=True,
         )
-        found = dict(zip(leaves, grads, strict=True))
         if most is not None:
             found = clipped(found, most)
         phi = {name: value - lr * found[name] for name, value in leaves.items()}

@@ -598,11 +598,9 @@ def test_personalising_takes_every_clients_own_spread_in_closed_form():
     model = Network(torch.nn.Linear(2, 1), likelihood="normal", spread="client", scale=0.9)
     algorithm = bf.PFedVEM(init_scale=0.3, body_epochs=0)
     posterior = bf.fit(model, federation, algorithm, rounds=1, progress=False)
-    m = posterior.params["prior.loc"]
+    m, expected = posterior.params["prior.loc"], torch.full((3,), 0.3)
     for steps in (1, 2):
         found = posterior.personalize(federation, steps=steps).local_params
-        if steps == 1:
-            expected = torch.full((3,), 0.3)
         torch.testing.assert_close(found["prior.rho"].exp().flatten(), expected)
         square = (found["weights.loc"] - m).square() + (2 * found["weights.log_scale"]).exp()
         expected = square.flatten(1).mean(1).sqrt()
