@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+import torch
 from torch import Tensor
+
+from bayesfed.elbo.natural import Direction, Site
 
 GLOBAL = "global"
 """The auxiliary site that holds z; the names of the family's parameters begin with it."""
@@ -29,8 +32,21 @@ class Family:
         """Whether it takes natural-gradient steps when this is left of the learning rate, else Adam's."""
         return True
 
-    def ascend(self, params: Params, z: Tensor, grads: Tensor, rate: float) -> dict[str, Tensor]:
-        """All its parameters after a natural-gradient step; arguments as for :func:`bayesfed.elbo.natural.step`."""
+    def blank(self, params: Params) -> Site:
+        """The site of a term that is not there."""
+        loc = params[f"{GLOBAL}.loc"]
+        return Site(torch.zeros_like(loc), loc.new_zeros(len(loc), len(loc)))
+
+    def site(self, params: Params, z: Tensor, grads: Tensor, before: Site) -> Site:
+        """Sites of K terms; arguments as for :func:`bayesfed.elbo.natural.site`."""
+        raise NotImplementedError
+
+    def direction(self, params: Params, of: Site) -> Direction:
+        """Where a natural-gradient step goes; see :func:`bayesfed.elbo.natural.direction`."""
+        raise NotImplementedError
+
+    def ascend(self, params: Params, to: Direction, rate: float | Tensor) -> dict[str, Tensor]:
+        """All its parameters after a step; see :func:`bayesfed.elbo.natural.step`."""
         raise NotImplementedError
 
     def moved(self, start: Params, copies: Params) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from bayesfed.elbo import natural
+from bayesfed.elbo.natural import Direction, Site
 from bayesfed.guides.family import GLOBAL, Family, Params
 from bayesfed.guides.full_rank import TRIL, affine, from_scale_tril, scale_tril
 from bayesfed.guides.mean_field import LOC, LOG_SCALE
@@ -56,16 +57,27 @@ class Flow(Family):
         """The affine part travels first; then all of it takes Adam's steps."""
         return rate > 0.5
 
-    def ascend(self, params: Params, z: Tensor, grads: Tensor, rate: float) -> dict[str, Tensor]:
-        """The affine part after a natural-gradient step, see :func:`bayesfed.elbo.natural.step`; the spline rests.
+    def site(self, params: Params, z: Tensor, grads: Tensor, before: Site) -> Site:
+        """Sites of K terms, as if q were the affine part's Gaussian."""
+        return natural.site(*_affine_part(params), z, grads, before)
+
+    def direction(self, params: Params, of: Site) -> Direction:
+        """Where a natural-gradient step on the affine part goes.
 
         It is left narrower than the posterior: a spline can widen the bulk, but too few draws fall beyond its
         bound to draw in tails that are too long.
         """
+        return natural.direction(*_affine_part(params), of, entropy=0.5)
+
+    def ascend(self, params: Params, to: Direction, rate: float | Tensor) -> dict[str, Tensor]:
+        """The parameters after a step on the affine part; the spline rests."""
         spline = {name: value for name, value in params.items() if name.startswith(SPLINE)}
-        root = scale_tril(params[LOG_SCALE], params[TRIL])
-        loc, root = natural.step(params[LOC], root, z, grads, rate, entropy=0.2)
+        loc, root = natural.step(*_affine_part(params), to, rate)
         return spline | {LOC: loc} | from_scale_tril(root)
+
+
+def _affine_part(params: Params) -> tuple[Tensor, Tensor]:
+    return params[LOC], scale_tril(params[LOG_SCALE], params[TRIL])
 
 
 class _Spline(nn.Module):

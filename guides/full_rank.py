@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bayesfed.elbo import natural
 from bayesfed.elbo.landing import StickingTheLanding
+from bayesfed.elbo.natural import Direction, Site
 from bayesfed.guides.family import GLOBAL, Family, Params
 from bayesfed.guides.mean_field import LOC, LOG_SCALE, SLOPE
 
@@ -40,9 +41,17 @@ class FullRank(Family):
         z = pyro.sample(GLOBAL, q, infer={"is_auxiliary": True})
         return z, loc, tril.square().sum(-1).sqrt()
 
-    def ascend(self, params: Params, z: Tensor, grads: Tensor, rate: float) -> dict[str, Tensor]:
-        """The parameters after a natural-gradient step; see :func:`bayesfed.elbo.natural.step`."""
-        return self.at(*natural.step(*self.normal(params), z, grads, rate))
+    def site(self, params: Params, z: Tensor, grads: Tensor, before: Site) -> Site:
+        """Sites of K terms, with the whole slope."""
+        return natural.site(*self.normal(params), z, grads, before)
+
+    def direction(self, params: Params, of: Site) -> Direction:
+        """Where a natural-gradient step goes."""
+        return natural.direction(*self.normal(params), of)
+
+    def ascend(self, params: Params, to: Direction, rate: float | Tensor) -> dict[str, Tensor]:
+        """The parameters after a step."""
+        return self.at(*natural.step(*self.normal(params), to, rate))
 
     def normal(self, params: Params) -> tuple[Tensor, Tensor]:
         """The location and L."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bayesfed.elbo import natural
 from bayesfed.elbo.landing import StickingTheLanding
+from bayesfed.elbo.natural import Direction, Site
 from bayesfed.guides.family import GLOBAL, Family, Params
 
 LOC, LOG_SCALE, SLOPE = f"{GLOBAL}.loc", f"{GLOBAL}.log_scale", f"{GLOBAL}.slope"
@@ -39,10 +40,25 @@ class MeanField(Family):
         q = StickingTheLanding(lambda loc, scale: dist.Normal(loc, scale).to_event(1), loc, scale)
         return pyro.sample(GLOBAL, q, infer={"is_auxiliary": True}), loc, scale
 
-    def ascend(self, params: Params, z: Tensor, grads: Tensor, rate: float) -> dict[str, Tensor]:
-        """The parameters after a natural-gradient step; see :func:`bayesfed.elbo.natural.diagonal_step`."""
-        loc, scale = natural.diagonal_step(params[LOC], params[LOG_SCALE].exp(), z, grads, rate)
-        return {LOC: loc, LOG_SCALE: scale.log()}
+    def blank(self, params: Params) -> Site:
+        """Diagonal, too."""
+        return Site(torch.zeros_like(params[LOC]), torch.zeros_like(params[LOC]))
+
+    def site(self, params: Params, z: Tensor, grads: Tensor, before: Site) -> Site:
+        """Sites of K terms, with the diagonal of the slope."""
+        return natural.diagonal_site(*self.normal(params), z, grads)
+
+    def direction(self, params: Params, of: Site) -> Direction:
+        """Where a natural-gradient step goes."""
+        return natural.diagonal_direction(*self.normal(params), of)
+
+    def ascend(self, params: Params, to: Direction, rate: float | Tensor) -> dict[str, Tensor]:
+        """The parameters after a step."""
+        return self.at(*natural.diagonal_step(*self.normal(params), to, rate))
+
+    def normal(self, params: Params) -> tuple[Tensor, Tensor]:
+        """The location and the scales."""
+        return params[LOC], params[LOG_SCALE].exp()
 
     def at(self, loc: Tensor, scale: Tensor) -> dict[str, Tensor]:
         """The parameters of N(loc, diag(scale²))."""

@@ -5,22 +5,27 @@ parameters λ of q(θ) and every client's φ_i of q(w_i | θ) (Hassan, Salomone 
 variational inference methods for structured latent variable models*).
 
     server    sends draws θ = T_λ(ε), and the global parameters that a client reads directly
-    client i  moves φ_i with its closed form (elbo/laplace.py), takes Adam steps on it, then uploads the
-              gradient of its term in the draws
-    server    adds the gradients and its own term's, and takes a natural-gradient step on λ (elbo/natural.py)
+    client i  moves φ_i with its closed form (elbo/laplace.py), takes Adam steps on it, and makes of the gradients of its
+              term in the draws a site, ∇f_i(z) ≈ h_i + H_i z; uploads by how much that has changed
+    server    keeps Σ_i h_i and Σ_i H_i, adds its own term's, and takes a natural-gradient step on λ (elbo/natural.py)
 
-The paper's client uploads the gradient in λ; the chain rule splits it at θ, so a client uploads D numbers a
-draw whatever the kind of q(θ) and the size of λ. Of λ itself it only reads where q(θ) lies. φ_i never leaves
-the client. A model's global ``pyro.param`` are points: the server sends them, clients upload the gradient in them, and
-the server takes Adam steps.
+The paper's client uploads the gradient in λ; the chain rule splits it at θ, so that what a client uploads does not depend
+on the size of λ. Of λ itself it only reads where q(θ) lies. φ_i never leaves the client.
 
-Under partial participation N / K times the cohort's sum is unbiased but as noisy as clients differ. So each
-client uploads what has *changed*: the gradient less the mean gradient that it sent last, g_i. The server
-keeps Σ_i g_i, which is exact, and scales the changes only (SAGA; Defazio, Bach & Lacoste-Julien 2014, eq. 1).
-With all clients in every round nothing is different.
+The steps are Newton's where q(θ) is Gaussian, of rate 1 at first: as long as one goes on where the last one went, there is
+way to go; each time one goes back, noise has the upper hand, and the rate falls (Kesten 1958, *Accelerated stochastic
+approximation*). Under partial participation what clients said at their last visit stands, and those who have not been seen
+are taken to be like those who have.
 
-Where the sum is noisy, Σ_i g_i would add up the noise of all rounds, and a clipped change would not be what the client
-remembers. Then clients upload the gradient itself and remember nothing: the cohort's sum times N / K is unbiased.
+What has no Gaussian takes Adam's steps along gradients: a Flow's spline, a guide of one's own, a model's global
+``pyro.param``, which are points. There clients upload, for each draw, what their site does not say of the gradient (for
+a guide of one's own the mean gradient that it sent last), of which the server takes N / K times the sum: unbiased, and
+less noisy as clients differ less in how they change than in where they are (SAGA; Defazio, Bach & Lacoste-Julien 2014,
+eq. 1). With all clients in every round nothing is different.
+
+Where the sum is noisy, what the server keeps would add up the noise of all rounds, and a clipped change would not be what
+the client remembers. Then clients upload the gradients themselves and remember nothing: the cohort's sum times N / K is
+unbiased.
 """
 
 from __future__ import annotations
@@ -46,14 +51,21 @@ from bayesfed.algorithms.structured import (
 )
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
-from bayesfed.elbo import noise
+from bayesfed.elbo import natural, noise
 from bayesfed.elbo.build import build
+from bayesfed.elbo.natural import Direction, Site
 from bayesfed.elbo.program import Params, Program
-from bayesfed.elbo.terms import Noise, draw, server_pass
+from bayesfed.elbo.terms import Noise, draw, log_prior, server_pass
+from bayesfed.guides.family import GLOBAL
 from bayesfed.guides.flow import Flow
 from bayesfed.guides.full_rank import FullRank
 from bayesfed.guides.mean_field import MeanField
 from bayesfed.tracing.compiler import traceable
+
+PULL, SLOPE, SEEN = f"{GLOBAL}.pull", f"{GLOBAL}.slope", f"{GLOBAL}.seen"
+"""A client's site, or the sum over clients; and whether, or how many, have been seen."""
+TURN = 0.25
+"""What a turn adds to what the first rate is divided by: 1 + turns / 4."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +79,12 @@ class SFVI(Structured):
             :class:`~bayesfed.guides.Hierarchical`). By default up to 50 global dimensions.
         guide: a Pyro guide of your own instead of both.
         local_steps: Adam steps on φ_i per round.
-        draws: S, ELBO draws per step.
-        lr: the server's rate of natural-gradient steps on a Gaussian q(θ); half of it is Adam's, on what else
+        draws: S, ELBO draws per step; the curvature is that of S / 2 pairs.
+        lr: the first rate of natural-gradient steps on a Gaussian q(θ); a twentieth of it is Adam's, on what else
             there is (point globals, a guide of your own). A Flow's affine part takes natural-gradient steps
-            while the rate is above half, the spline resting; then all of it takes Adam's.
+            in the first half of the rounds, the spline resting; then all of it takes Adam's.
         local_lr: the clients' Adam rate.
-        lr_decay: both rates fall, as half a cosine, to this fraction of their start.
+        lr_decay: Adam's rates fall, as half a cosine, to this fraction of their start.
 
     Example:
         >>> import bayesfed as bf
@@ -86,8 +98,8 @@ class SFVI(Structured):
     conditioned: bool | None = None
     guide: Callable[[Any], Any] | None = None
     local_steps: int = 10
-    draws: int = 8
-    lr: float = 0.1
+    draws: int = 16
+    lr: float = 1.0
     local_lr: float = 0.03
     lr_decay: float = 0.01
     remembered = ("sent",)
@@ -101,11 +113,18 @@ class SFVI(Structured):
     def start(self, program: Program) -> State:
         """λ with Adam's moments, and the sum of what the server knows of the clients."""
         server = optimizer.init({n: v.clone() for n, v in program.init.items()})
-        with torch.no_grad():
-            key = noise.key(0).to(program.schema.device)
-            theta = draw(program, program.init, program.noise(key, 1, local=False), 1)
-        known = {name: torch.zeros_like(value[0, 0, 0]) for name, value in theta.items()}
-        known |= {name: torch.zeros_like(program.init[name]) for name in program.direct}
+        known = {name: torch.zeros_like(program.init[name]) for name in program.direct}
+        if self._automatic(program):
+            family = family_of(program)
+            pull, slope = nothing = family.blank(program.init)
+            known |= {PULL: pull, SLOPE: slope, SEEN: pull.new_zeros(())}
+            server["prior"] = nothing._asdict()
+            server["before"] = {"loc": pull, "spread": slope, "turns": pull.new_zeros(())}
+        else:
+            with torch.no_grad():
+                supplied = program.noise(noise.key(0).to(program.schema.device), 1, local=False)
+                theta = draw(program, program.init, supplied, 1)
+            known |= {name: torch.zeros_like(value[0, 0, 0]) for name, value in theta.items()}
         return server | {"known": known}
 
     def start_clients(self, program: Program, server: State, batch: Batch) -> State:
@@ -115,10 +134,9 @@ class SFVI(Structured):
 
     def broadcast(self, turn: Turn, server: State) -> Params:
         """Draws of θ for every local step, ``(steps · S, 1, 1, ...)``, and the global parameters."""
-        count = self.local_steps * self.draws
         with torch.no_grad():
-            supplied = turn.program.noise(turn.key, count, local=False)
-            message = draw(turn.program, server["params"], supplied, count)
+            count = self.local_steps * self.draws
+            message = draw(turn.program, server["params"], self._noise(turn), count)
         return message | server["params"]
 
     def work(self, job: Job) -> Work:
@@ -138,25 +156,40 @@ class SFVI(Structured):
             lr=job.rate * self.local_lr,
         )
         sent = {name: grad.sum(1) for name, grad in grads.items()}
+        if self._automatic(program):
+            grad, before = grads[GLOBAL], job.clients["sent"]
+            z = job.message[GLOBAL][-grad.shape[1] :, 0, 0]
+            old = Site(before[PULL], before[SLOPE])
+            pull, slope = family_of(program).site(params, z, grad.shape[1] * grad, old)
+            del sent[GLOBAL]
+            sent |= {PULL: pull, SLOPE: slope, SEEN: pull.new_ones(len(job))}
         return Work(grads, terms, clients | {"sent": sent})
 
     def encode(self, job: Job, work: Work) -> Upload:
-        """The gradients less their last mean, and by how much that changes; the gradients, where it may not count."""
+        """The change of what the client has sent, and what that does not say of the gradients where they are used;
+        the gradients, where the sum is noisy."""
         if job.private:
             return work.found
         before, upload = job.clients["sent"], {}
+        for name, now in work.clients["sent"].items():
+            upload[f"change.{name}"] = now - before[name]
         for name, grad in work.found.items():
-            upload[name] = grad - before[name][:, None] / grad.shape[1]
-            upload[f"change.{name}"] = work.clients["sent"][name] - before[name]
+            if name not in before:
+                if self._natural(job.program, job.rate):
+                    continue
+                z = job.message[name][-grad.shape[1] :, 0, 0]
+                said = natural.at(Site(before[PULL], before[SLOPE]), z)
+            else:
+                said = before[name][:, None]
+            upload[name] = grad - said / grad.shape[1]
         return upload
 
     def decode(self, turn: Turn, server: State, total: Upload) -> tuple[State, Tensor]:
         """A step on λ."""
-        program, rate = turn.program, turn.rate
-        supplied = program.noise(turn.key, self.local_steps * self.draws, local=False)
-        automatic = self.guide is None and bool(program.random)
-        natural = automatic and family_of(program).natural(rate)
-        return self.server_step(program, server, total, supplied, natural, rate, turn.scale)
+        steps = self._natural(turn.program, turn.rate)
+        return self.server_step(
+            turn.program, server, total, self._noise(turn), steps, turn.rate, turn.scale
+        )
 
     @traceable
     def server_step(
@@ -165,33 +198,39 @@ class SFVI(Structured):
         server: State,
         total: Upload,
         supplied: Noise,
-        natural: bool,
+        steps: bool,
         rate: float,
         scale: float,
     ) -> tuple[State, Tensor]:
-        """A step on λ, where ``natural`` a natural-gradient one on the family's own parameters."""
+        """A step on λ, where ``steps`` a natural-gradient one on the family's own parameters."""
         count = self.local_steps * self.draws
         params = leaves(server["params"])
         term, theta = server_pass(program, params, supplied, count)
         if not params:
             return server, term.mean()
-        gradient, known = {}, {}
-        for name, before in server["known"].items():
-            # a number times a traced rate, which is in double precision, would be so too
-            gradient[name] = (scale * total[name]).to(before.dtype) + before / len(total[name])
-            known[name] = before + total.get(f"change.{name}", 0.0)
+        before = server["known"]
+        known = {name: value + total.get(f"change.{name}", 0.0) for name, value in before.items()}
         surrogate = term.mean()
-        for name, grad in gradient.items():
-            at = params[name] if name in params else theta[name][-len(grad) :, 0, 0]
+        for name in (*program.random, *program.direct):
+            if name == GLOBAL and steps:
+                continue
+            used = len(total[name])
+            if name in params:
+                at, said = params[name], before[name]
+            else:
+                at = theta[name][-used:, 0, 0]
+                said = (
+                    before[name]
+                    if name in before
+                    else natural.at(Site(before[PULL], before[SLOPE]), at.detach())
+                )
+            # a number times a traced rate, which is in double precision, would be so too
+            grad = (scale * total[name]).to(at.dtype) + said / used
             surrogate = surrogate + (grad * at).sum()
+        server = server | {"known": known}
         ascended: Params = {}
-        if natural:
-            (site,) = program.random
-            (own,) = torch.autograd.grad(term.sum(), theta[site], retain_graph=True)
-            used = len(gradient[site])
-            z, own = (x[-used:, 0, 0].detach() for x in (theta[site], own))
-            g = own + used * gradient[site]
-            ascended = family_of(program).ascend(server["params"], z, g, rate * self.lr)
+        if steps:
+            server, ascended = self._ascended(program, server, total, theta[GLOBAL], scale)
         if rest := {name: value for name, value in params.items() if name not in ascended}:
             found = gradients(surrogate, rest)
             with torch.no_grad():
@@ -199,10 +238,53 @@ class SFVI(Structured):
                     "params": rest,
                     **{part: server[part] for part in ("mean", "square", "step")},
                 }
-                adam = optimizer.ascend(adam, found, rate * self.lr / 2, beta2=0.99)
+                adam = optimizer.ascend(adam, found, rate * self.lr / 20, beta2=0.99)
             server = {part: tensors | adam.get(part, {}) for part, tensors in server.items()}
-        server = server | {"params": server["params"] | ascended, "known": known}
+        server = server | {"params": server["params"] | ascended}
         return server, term.mean().detach()
+
+    def _ascended(
+        self, program: Program, server: State, total: Upload, draws: Tensor, scale: float
+    ) -> tuple[State, Params]:
+        """The server's state and the family's parameters after a natural-gradient step."""
+        family, params, known = family_of(program), server["params"], server["known"]
+        used = self.draws * (self.local_steps - self.local_steps // 2)
+        values = {GLOBAL: draws[-used:].detach().requires_grad_()}
+        of_prior = log_prior(program, params, values, used)
+        (grad,) = torch.autograd.grad(of_prior.sum(), values[GLOBAL])
+        z = values[GLOBAL][:, 0, 0].detach()
+        with torch.no_grad():
+            old = Site(*(value[None] for value in server["prior"].values()))
+            prior = Site(*(v[0] for v in family.site(params, z, grad[None, :, 0, 0], old)))
+            if GLOBAL in total:  # noisy: it knows nothing of before
+                noisy = (used * scale * total[GLOBAL]).to(z.dtype)[None]
+                blank = Site(*(v[None] for v in family.blank(params)))
+                clients = Site(*(v[0] for v in family.site(params, z, noisy, blank)))
+            else:  # those who have not been seen yet are taken to be like those who have
+                everyone = program.clients / known[SEEN]
+                clients = Site(everyone * known[PULL], everyone * known[SLOPE])
+            to = family.direction(params, Site(*(a + b for a, b in zip(prior, clients, strict=True))))
+            last = server["before"]
+            back = natural.agreement(Direction(last["loc"], last["spread"]), to) < 0
+            turns = last["turns"] + back.to(z.dtype)
+            ascended = family.ascend(params, to, self.lr / (1 + TURN * turns))
+        state = {"prior": prior._asdict(), "before": to._asdict() | {"turns": turns}}
+        return server | state, ascended
+
+    def _automatic(self, program: Program) -> bool:
+        """Whether q(θ) is a family's."""
+        return self.guide is None and bool(program.random)
+
+    def _natural(self, program: Program, rate: float) -> bool:
+        """Whether q(θ) takes natural-gradient steps when this is left of the learning rate."""
+        return self._automatic(program) and family_of(program).natural(rate)
+
+    def _noise(self, turn: Turn) -> dict[str, list[Tensor]]:
+        """Of the round's draws of θ; of a family's in pairs."""
+        supplied = turn.program.noise(turn.key, self.local_steps * self.draws, local=False)
+        if not self._automatic(turn.program):
+            return supplied
+        return supplied | {GLOBAL: [natural.paired(part) for part in supplied[GLOBAL]]}
 
     def params(self, server: State) -> Params:
         """λ."""

@@ -1,74 +1,162 @@
-"""A natural-gradient step on a Gaussian q(z) = N(m, L Lᵀ), from gradients at its draws.
+"""Natural-gradient steps on a Gaussian q(z) = N(m, L Lᵀ), from gradients at its draws.
 
-In the coordinates ε = L⁻¹(z − m) the steepest ascent of the ELBO is, with g(z) the gradient of its integrand
-(Khan & Rue 2023, *The Bayesian learning rule*, eqs. 11–12; E[∇g] by Stein's lemma)
+What clients and the server have seen of a term f of the ELBO at the draws of a round is a quadratic, a *site*
 
-    S = Lᵀ E[∇g] L = E[Lᵀ g εᵀ],    Σ ← L exp(ρ S) Lᵀ,    m ← m + ρ L (I − S)⁻¹ Lᵀ E[g].
+    ∇f(z) ≈ h + H z,     H = E[∇²f],  h = E[∇f] − H m.
 
-S is zero at the optimum, and I − S the curvature of the model's own log density, so that m takes a Newton step
-where q is still wider than the posterior. Its eigenvalues are clipped to ±1 for Σ and to at most 0 for m. A step
-is of the size of q whatever the data, so one rate serves eight clients and ten thousand; Adam on log-scales, by
-contrast, cannot narrow q faster than its memory of the first, huge gradients fades.
+Sites add up, and where all terms of the ELBO but −log q are one site, the steepest ascent of q is, in the coordinates
+ε = L⁻¹(z − m) (Khan & Rue 2023, *The Bayesian learning rule*, eqs. 11–12),
+
+    S = I + Lᵀ H L,    m ← m + ρ L (I − S)⁻¹ Lᵀ (h + H m),    Σ ← L (I − ρ S)⁻¹ Lᵀ where S < 0, L exp(ρ S) Lᵀ where S > 0.
+
+S is zero at the optimum, and I − S is the curvature of the model's own log density, so that at ρ = 1 a quadratic ELBO takes
+one step. Everything is of the size of q whatever the data, so one rate serves eight clients and ten thousand.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 FARTHEST = 1.0
 """How far a step of rate 1 may move m, in units of the prior's spread."""
+NARROWEST, WIDEST = 30.0, 1.0
+"""The largest eigenvalues of −S and of S that a step follows."""
 
 
-def step(
-    loc: Tensor,
-    scale_tril: Tensor,
-    z: Tensor,
-    grads: Tensor,
-    rate: float,
-    *,
-    entropy: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """The next mean ``(D,)`` and Cholesky factor ``(D, D)``.
+class Site(NamedTuple):
+    """h ``(..., D)`` and H ``(..., D, D)``, or its diagonal ``(..., D)``."""
+
+    pull: Tensor
+    slope: Tensor
+
+
+class Direction(NamedTuple):
+    """A step of rate 1 in the coordinates of q: that of m ``(D,)``, and S ``(D, D)`` or its diagonal."""
+
+    loc: Tensor
+    spread: Tensor
+
+
+def paired(noise: Tensor) -> Tensor:
+    """Standard normal draws ``(S, ..., D)`` made to sum to nothing and to be orthogonal, D at a time.
+
+    Each pair of draws becomes ±ε, whose lengths stay; the sites of quadratics are then exact (Ren, Zhao & Ermon 2019,
+    *Adaptive antithetic sampling for variance reduction*; Yu et al. 2016, *Orthogonal random features*).
+
+    Example:
+        >>> import torch
+        >>> from bayesfed.elbo.natural import paired
+        >>> draws = paired(torch.randn(8, 4))
+        >>> bool((draws[::2] + draws[1::2] == 0).all()), bool((draws[::2] @ draws[::2].T).triu(1).abs().max() < 1e-5)
+        (True, True)
+    """
+    flat = noise.reshape(len(noise), noise.shape[-1])
+    blocks = []
+    for block in flat[: len(flat) // 2].split(max(1, flat.shape[1])):
+        frame = torch.linalg.qr(block.mT).Q.mT
+        blocks.append(frame * torch.linalg.vector_norm(block, dim=1, keepdim=True))
+    half = torch.cat(blocks) if blocks else flat[:0]
+    pairs = torch.stack([half, -half], 1).flatten(0, 1)
+    return torch.cat([pairs, flat[len(pairs) :]]).reshape(noise.shape)
+
+
+def site(loc: Tensor, scale_tril: Tensor, z: Tensor, grads: Tensor, before: Site) -> Site:
+    """Sites of K terms, from their gradients at the draws of q.
+
+    Fewer draws than dimensions see few directions: in the others a site keeps the slope that it had, and changes by as
+    little as makes it right (Powell 1970, the symmetric update).
 
     Args:
         loc: m, ``(D,)``.
         scale_tril: L, ``(D, D)``.
         z: draws of q, ``(S, D)``.
-        grads: g at the draws, ``(S, D)``.
-        rate: ρ.
-        entropy: what to add for −log q, where the gradients lack its own: its part of S is the identity.
-            So a pushforward m + L f(ε) steps too: the entropy of any q grows alike with L. Less than 1 makes q
-            narrower, by a factor of about √entropy.
+        grads: ∇f at the draws, ``(K, S, D)``.
+        before: the terms' sites, ``(K, ...)``.
     """
-    count = len(z)
     noise = torch.linalg.solve_triangular(scale_tril, (z - loc).mT, upper=False).mT
-    white = grads @ scale_tril
-    mean = white.mean(0)
-    centred = white - mean if count > 1 else white  # E[Lᵀg] times the mean of ε is noise only
-    slope = centred.mT @ (noise - noise.mean(0) if count > 1 else noise) / max(count - 1, 1)
-    if entropy:
-        slope = slope + entropy * torch.eye(len(loc), dtype=loc.dtype, device=loc.device)
-    values, vectors = torch.linalg.eigh((slope + slope.mT) / 2)
-    newton = vectors @ ((vectors.mT @ mean) / (1 - values.clamp(max=0.0)))
-    move = _bounded(scale_tril @ newton)
-    half = vectors * (rate / 2 * values.clamp(-1.0, 1.0)).exp()
-    root = scale_tril @ half  # Σ = root rootᵀ
+    old = scale_tril.mT @ before.slope @ scale_tril
+    rest = grads @ scale_tril - noise @ old  # what the old slopes do not explain
+    centred = noise - noise.mean(0) if len(z) > 1 else noise
+    values, vectors = torch.linalg.eigh(centred.mT @ centred)
+    seen = values > 1e-4 * values[-1]
+    inverse = vectors * torch.where(seen, 1 / values.clamp(min=1e-30), 0.0) @ vectors.mT
+    span = vectors * seen.to(values) @ vectors.mT
+    change = (rest - rest.mean(1, keepdim=True)).mT @ centred @ inverse
+    middle = span @ (change + change.mT) / 2 @ span
+    slope = old + change + change.mT - middle
+    inner = rest.mean(1) - (change @ noise.mean(0)) # Lᵀ ∇f at m, but for what the old slopes say
+    down = torch.linalg.solve_triangular(scale_tril.mT, inner.mT, upper=True).mT
+    back = torch.linalg.solve_triangular(scale_tril.mT, slope, upper=True)
+    slope = torch.linalg.solve_triangular(scale_tril, back, upper=False, left=False)
+    slope = (slope + slope.mT) / 2
+    return Site(down - slope @ loc, slope)
+
+
+def diagonal_site(loc: Tensor, scale: Tensor, z: Tensor, grads: Tensor) -> Site:
+    """The same for a mean-field q, L = diag(scale): H is taken diagonal."""
+    noise, white = (z - loc) / scale, grads * scale
+    mean, middle = white.mean(1), noise.mean(0)
+    centred = noise - middle
+    slope = ((white - mean[:, None]) * centred).sum(1) / centred.square().sum(0).clamp(min=1e-30)
+    slope, pull = slope / scale.square(), (mean - slope * middle) / scale
+    return Site(pull - slope * loc, slope)
+
+
+def at(site: Site, z: Tensor) -> Tensor:
+    """What a site says of ∇f at draws ``(S, D)``: ``(..., S, D)``."""
+    if site.slope.ndim == site.pull.ndim:
+        return site.pull[..., None, :] + site.slope[..., None, :] * z
+    return site.pull[..., None, :] + z @ site.slope
+
+
+def direction(loc: Tensor, scale_tril: Tensor, of: Site, entropy: float = 1.0) -> Direction:
+    """Where a step goes, from the site of all terms but −log q.
+
+    Args:
+        loc: m.
+        scale_tril: L.
+        of: the site.
+        entropy: what −log q adds to S, in identities. So a pushforward m + L f(ε) steps too: the entropy of any q grows
+            alike with L. Less than 1 makes q narrower, by a factor of about √entropy.
+    """
+    unit = torch.eye(len(loc), dtype=loc.dtype, device=loc.device)
+    spread = scale_tril.mT @ of.slope @ scale_tril + entropy * unit
+    values, vectors = torch.linalg.eigh((spread + spread.mT) / 2)
+    mean = vectors.mT @ (scale_tril.mT @ (of.pull + of.slope @ loc))
+    return Direction(vectors @ (mean / (1 - values.clamp(max=0.0))), (vectors * values) @ vectors.mT)
+
+
+def step(loc: Tensor, scale_tril: Tensor, to: Direction, rate: float | Tensor) -> tuple[Tensor, Tensor]:
+    """The next mean ``(D,)`` and Cholesky factor ``(D, D)``."""
+    values, vectors = torch.linalg.eigh((to.spread + to.spread.mT) / 2)
+    root = scale_tril @ (vectors * _widening(values, rate))
     new, failed = torch.linalg.cholesky_ex(root @ root.mT)  # not finite rather than wrong
-    return loc + rate * move, torch.where(failed == 0, new, torch.nan)
+    return loc + rate * _bounded(scale_tril @ to.loc), torch.where(failed == 0, new, torch.nan)
 
 
-def diagonal_step(
-    loc: Tensor, scale: Tensor, z: Tensor, grads: Tensor, rate: float
-) -> tuple[Tensor, Tensor]:
-    """The same for a mean-field q, L = diag(scale): S is taken diagonal. The next mean and scales ``(D,)``."""
-    noise, white, count = (z - loc) / scale, grads * scale, len(z)
-    mean = white.mean(0)
-    if count > 1:
-        noise, white = noise - noise.mean(0), white - mean
-    slope = (white * noise).sum(0) / max(count - 1, 1)
-    move = _bounded(scale * mean / (1 - slope.clamp(max=0.0)))
-    return loc + rate * move, scale * (rate / 2 * slope.clamp(-1.0, 1.0)).exp()
+def diagonal_direction(loc: Tensor, scale: Tensor, of: Site) -> Direction:
+    """The same for a mean-field q."""
+    spread = 1 + scale.square() * of.slope
+    return Direction(scale * (of.pull + of.slope * loc) / (1 - spread.clamp(max=0.0)), spread)
+
+
+def diagonal_step(loc: Tensor, scale: Tensor, to: Direction, rate: float | Tensor) -> tuple[Tensor, Tensor]:
+    """The next mean and scales ``(D,)``."""
+    return loc + rate * _bounded(scale * to.loc), scale * _widening(to.spread, rate)
+
+
+def agreement(one: Direction, other: Direction) -> Tensor:
+    """The inner product of two directions in Fisher's metric, ``()``: negative where the second goes back."""
+    return (one.loc * other.loc).sum() + (one.spread * other.spread).sum() / 2
+
+
+def _widening(values: Tensor, rate: float | Tensor) -> Tensor:
+    """By what the standard deviations along the eigenvectors of S are multiplied."""
+    down, up = values.clamp(-NARROWEST, 0.0), values.clamp(0.0, WIDEST)
+    return (1 - rate * down).rsqrt() * (rate / 2 * up).exp()
 
 
 def _bounded(move: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ def test_partial_participation_is_unbiased():
         cohort = torch.tensor(cohort)
         keys, state = noise.fold(key, data.stream_ids[cohort]), optimizer.take(clients, cohort)
         job = Job(program, message, state, batches(data, cohort, None, keys), keys)
-        return algorithm.encode(job, algorithm.work(job))["global"].sum(0)
+        return algorithm.encode(job, algorithm.work(job))["change.global.pull"].sum(0)
 
     cohorts = [2 * upload(pair) for pair in combinations(range(4), 2)]
     torch.testing.assert_close(torch.stack(cohorts).mean(0), upload([0, 1, 2, 3]))

@@ -15,6 +15,7 @@ from bayesfed.engine import moving
 from bayesfed.output.inference_data import to_arviz
 
 EAGER = bf.Execution(compile=False)
+SLOW = bf.SFVI(local_steps=1, lr=0.01)
 
 
 def levels():
@@ -35,11 +36,11 @@ def hierarchy(width):
     return model
 
 
-def fit(width, rounds, **how):
+def fit(width, rounds, algorithm=SLOW, **how):
     return bf.fit(
         hierarchy(width),
         levels(),
-        bf.SFVI(local_steps=1),
+        algorithm,
         rounds=rounds,
         execution=EAGER,
         **how,
@@ -92,10 +93,10 @@ def test_the_means_of_windows_are_those_of_the_rounds():
 
 
 def test_a_wide_prior_is_not_done_after_eighty_rounds():
-    """sd 3.6 where .6 is exact, and tables that looked like any others."""
+    """sd .9 where .6 is exact, and tables that look like any others."""
     with pytest.warns(UserWarning, match=r"still moving after 80 rounds.*mu \d\.\d sd"):
         posterior = fit(100.0, 80)
-    assert posterior.sample(2000)["mu"].std() > 2
+    assert posterior.sample(2000)["mu"].std() > 0.8
     assert posterior.moving["mu"] > 1
     assert repr(posterior).endswith(posterior.caveat)
     assert to_arviz(posterior, 8)["posterior"].attrs["caveat"] == posterior.caveat
@@ -105,7 +106,7 @@ def test_a_wide_prior_is_not_done_after_eighty_rounds():
     ("width", "cohort", "rounds"), [(5.0, 1.0, 120), (5.0, 2, 150), (100.0, 1.0, 200)]
 )
 def test_a_fit_that_is_done_says_nothing(width, cohort, rounds):
-    posterior = fit(width, rounds, clients_per_round=cohort)
+    posterior = fit(width, rounds, bf.SFVI(local_steps=1), clients_per_round=cohort)
     assert posterior.caveat == ""
     assert "\n" not in repr(posterior)
     assert "caveat" not in to_arviz(posterior, 8)["posterior"].attrs
@@ -156,7 +157,7 @@ def test_a_few_rounds_are_too_few_to_tell(algorithm, rounds):
 
 
 def test_a_run_that_is_finished_early_goes_by_the_rounds_that_it_did():
-    run = bf.start(hierarchy(40.0), levels(), bf.SFVI(local_steps=1), rounds=80, execution=EAGER)
+    run = bf.start(hierarchy(40.0), levels(), SLOW, rounds=80, execution=EAGER)
     for _ in range(20):
         bf.step(run)
     assert "too few" in bf.finish(run).caveat

@@ -5,6 +5,7 @@ from pyro import poutine
 from torch.func import functional_call
 
 import bayesfed as bf
+from bayesfed.elbo.natural import Site
 from bayesfed.elbo import handlers
 from bayesfed.guides.full_rank import from_scale_tril, scale_tril
 
@@ -107,7 +108,9 @@ def test_families_say_which_steps_they_take():
     assert bf.Flow().natural(1.0)
     assert not bf.Flow().natural(0.3)
     flow, z = perturbed(bf.Flow(), 2), torch.randn(5, 2)
-    new = bf.Flow().ascend(flow, z, -z, 0.1)
+    of = bf.Flow().site(flow, z, -z[None], Site(*(v[None] for v in bf.Flow().blank(flow))))
+    to = bf.Flow().direction(flow, Site(*(v[0] for v in of)))
+    new = bf.Flow().ascend(flow, to, 0.1)
     assert new.keys() == flow.keys()
     changed = {name for name, value in new.items() if not torch.equal(value, flow[name])}
     assert changed == {"global.loc", "global.log_scale", "global.tril"}  # the spline rests

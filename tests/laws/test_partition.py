@@ -13,6 +13,7 @@ from bayesfed.algorithms.protocol import Job, Turn
 from bayesfed.algorithms.structured import hierarchical, moved
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.build import build
+from bayesfed.elbo.natural import paired
 from bayesfed.elbo.terms import client_terms, elbo_terms, server_pass
 from bayesfed.engine.batches import batches
 from bayesfed.guides import factorised
@@ -241,7 +242,8 @@ def test_a_global_parameter_that_clients_read_is_shared():
     job = Job(program, message, clients, batches(federation, torch.arange(3), None, keys), keys)
     upload = algorithm.encode(job, algorithm.work(job))
     params = {n: v.clone().requires_grad_() for n, v in program.init.items()}
-    supplied = program.noise(key, 2, local=False)
+    of_theta = program.noise(key, 2, local=False)
+    supplied = {name: [paired(part) for part in parts] for name, parts in of_theta.items()}
     supplied |= program.noise(noise.fold(keys, 0), 2, local=True)
     phi = moved(program, program.init, clients, federation.batch())[
         "params"

@@ -102,7 +102,10 @@ def fit(model, data, algorithm, compile="auto", chunk_size=None, **settings):
 
 
 def agree(name, data):
-    """Single precision: parameters after two rounds, with the same noise, to 1e-5 of the largest."""
+    """Single precision: parameters after two rounds, with the same noise, to 1e-4 of the largest.
+
+    In double precision they are the same; SFVI's local weights, next to nothing yet, show 3e-5 here.
+    """
     fits = {}
     for mode in (False, True):
         algorithm, model = CASES[name]()
@@ -117,7 +120,7 @@ def agree(name, data):
         expected, found = (getattr(fits[mode], part) for mode in (False, True))
         for key, value in expected.items():
             size = float(value.abs().max()) + 1e-3
-            torch.testing.assert_close(found[key], value, rtol=0, atol=1e-5 * size, msg=key)
+            torch.testing.assert_close(found[key], value, rtol=0, atol=1e-4 * size, msg=key)
 
 
 @needs_compiler
