@@ -32,7 +32,7 @@ from tables import done, keep
 HERE = Path(__file__).parent
 SLOPES = torch.tensor([1.0, -1.0, 0.5])
 ALGORITHMS: dict[str, Any] = {
-    "SFVI": lambda: bf.SFVI(lr=0.3),
+    "SFVI": lambda: bf.SFVI(),
     "FedAvg": lambda: bf.FedAvg(lr=0.3),
     "PerFedAvg": lambda: bf.PerFedAvg(lr=0.1, prior_lr=0.3),
     "PFedMe": lambda: bf.PFedMe(),

@@ -45,7 +45,9 @@ class Family:
         """Where a natural-gradient step goes; see :func:`bayesfed.elbo.natural.direction`."""
         raise NotImplementedError
 
-    def ascend(self, params: Params, to: Direction, rate: float | Tensor) -> dict[str, Tensor]:
+    def ascend(
+        self, params: Params, to: Direction, rate: float | Tensor, *, noisy: bool = False
+    ) -> dict[str, Tensor]:
         """All its parameters after a step; see :func:`bayesfed.elbo.natural.step`."""
         raise NotImplementedError
 

@@ -69,10 +69,12 @@ class Flow(Family):
         """
         return natural.direction(*_affine_part(params), of, entropy=0.5)
 
-    def ascend(self, params: Params, to: Direction, rate: float | Tensor) -> dict[str, Tensor]:
+    def ascend(
+        self, params: Params, to: Direction, rate: float | Tensor, *, noisy: bool = False
+    ) -> dict[str, Tensor]:
         """The parameters after a step on the affine part; the spline rests."""
         spline = {name: value for name, value in params.items() if name.startswith(SPLINE)}
-        loc, root = natural.step(*_affine_part(params), to, rate)
+        loc, root = natural.step(*_affine_part(params), to, rate, noisy=noisy)
         return spline | {LOC: loc} | from_scale_tril(root)
 
 

@@ -49,9 +49,11 @@ class FullRank(Family):
         """Where a natural-gradient step goes."""
         return natural.direction(*self.normal(params), of)
 
-    def ascend(self, params: Params, to: Direction, rate: float | Tensor) -> dict[str, Tensor]:
+    def ascend(
+        self, params: Params, to: Direction, rate: float | Tensor, *, noisy: bool = False
+    ) -> dict[str, Tensor]:
         """The parameters after a step."""
-        return self.at(*natural.step(*self.normal(params), to, rate))
+        return self.at(*natural.step(*self.normal(params), to, rate, noisy=noisy))
 
     def normal(self, params: Params) -> tuple[Tensor, Tensor]:
         """The location and L."""

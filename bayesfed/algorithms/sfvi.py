@@ -5,27 +5,27 @@ parameters λ of q(θ) and every client's φ_i of q(w_i | θ) (Hassan, Salomone 
 variational inference methods for structured latent variable models*).
 
     server    sends draws θ = T_λ(ε), and the global parameters that a client reads directly
-    client i  moves φ_i with its closed form (elbo/laplace.py), takes Adam steps on it, and makes of the gradients of its
-              term in the draws a site, ∇f_i(z) ≈ h_i + H_i z; uploads by how much that has changed
+    client i  moves φ_i with its closed form (elbo/laplace.py), takes Adam steps on it, and makes of the
+              gradients of its term in the draws a site, ∇f_i(z) ≈ h_i + H_i z; uploads by how much that has changed
     server    keeps Σ_i h_i and Σ_i H_i, adds its own term's, and takes a natural-gradient step on λ (elbo/natural.py)
 
-The paper's client uploads the gradient in λ; the chain rule splits it at θ, so that what a client uploads does not depend
-on the size of λ. Of λ itself it only reads where q(θ) lies. φ_i never leaves the client.
+The paper's client uploads the gradient in λ; the chain rule splits it at θ, so that what a client uploads does not
+depend on the size of λ. Of λ itself it only reads where q(θ) lies. φ_i never leaves the client.
 
-The steps are Newton's where q(θ) is Gaussian, of rate 1 at first: as long as one goes on where the last one went, there is
-way to go; each time one goes back, noise has the upper hand, and the rate falls (Kesten 1958, *Accelerated stochastic
-approximation*). Under partial participation what clients said at their last visit stands, and those who have not been seen
-are taken to be like those who have.
+The steps are Newton's where q(θ) is Gaussian, of rate 1 at first: as long as one goes on where the last one went,
+there is way to go; each time one goes back, noise has the upper hand, and the rate falls (Kesten 1958, *Accelerated
+stochastic approximation*). Under partial participation what clients said at their last visit stands, and those who
+have not been seen are taken to be like those who have.
 
 What has no Gaussian takes Adam's steps along gradients: a Flow's spline, a guide of one's own, a model's global
-``pyro.param``, which are points. There clients upload, for each draw, what their site does not say of the gradient (for
-a guide of one's own the mean gradient that it sent last), of which the server takes N / K times the sum: unbiased, and
-less noisy as clients differ less in how they change than in where they are (SAGA; Defazio, Bach & Lacoste-Julien 2014,
-eq. 1). With all clients in every round nothing is different.
+``pyro.param``, which are points. There clients upload, for each draw, what their site does not say of the gradient
+(for a guide of one's own the mean gradient that it sent last), of which the server takes N / K times the sum:
+unbiased, and less noisy as clients differ less in how they change than in where they are (SAGA; Defazio, Bach &
+Lacoste-Julien 2014, eq. 1). With all clients in every round nothing is different.
 
-Where the sum is noisy, what the server keeps would add up the noise of all rounds, and a clipped change would not be what
-the client remembers. Then clients upload the gradients themselves and remember nothing: the cohort's sum times N / K is
-unbiased.
+Where the sum is noisy, what the server keeps would add up the noise of all rounds, and a clipped change would not
+be what the client remembers. Then clients upload the gradients themselves and remember nothing: the cohort's sum
+times N / K is unbiased.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ PULL, SLOPE, SEEN = f"{GLOBAL}.pull", f"{GLOBAL}.slope", f"{GLOBAL}.seen"
 """A client's site, or the sum over clients; and whether, or how many, have been seen."""
 TURN = 0.25
 """What a turn adds to what the first rate is divided by: 1 + turns / 4."""
+NOISY = 0.3
+"""What is taken of the rate where sums are noisy; there it falls as half a cosine."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,8 @@ class SFVI(Structured):
             draws=self.draws,
             lr=job.rate * self.local_lr,
         )
+        if job.private:
+            return Work(grads, terms, clients | {"sent": job.clients["sent"]})
         sent = {name: grad.sum(1) for name, grad in grads.items()}
         if self._automatic(program):
             grad, before = grads[GLOBAL], job.clients["sent"]
@@ -166,8 +170,7 @@ class SFVI(Structured):
         return Work(grads, terms, clients | {"sent": sent})
 
     def encode(self, job: Job, work: Work) -> Upload:
-        """The change of what the client has sent, and what that does not say of the gradients where they are used;
-        the gradients, where the sum is noisy."""
+        """Changes of what clients have sent, and what that leaves unsaid of the gradients that are used; or these."""
         if job.private:
             return work.found
         before, upload = job.clients["sent"], {}
@@ -230,7 +233,7 @@ class SFVI(Structured):
         server = server | {"known": known}
         ascended: Params = {}
         if steps:
-            server, ascended = self._ascended(program, server, total, theta[GLOBAL], scale)
+            server, ascended = self._ascended(program, server, total, theta[GLOBAL], rate, scale)
         if rest := {name: value for name, value in params.items() if name not in ascended}:
             found = gradients(surrogate, rest)
             with torch.no_grad():
@@ -244,11 +247,17 @@ class SFVI(Structured):
         return server, term.mean().detach()
 
     def _ascended(
-        self, program: Program, server: State, total: Upload, draws: Tensor, scale: float
+        self,
+        program: Program,
+        server: State,
+        total: Upload,
+        draws: Tensor,
+        rate: float,
+        scale: float,
     ) -> tuple[State, Params]:
         """The server's state and the family's parameters after a natural-gradient step."""
         family, params, known = family_of(program), server["params"], server["known"]
-        used = self.draws * (self.local_steps - self.local_steps // 2)
+        used, noisy = self.draws * (self.local_steps - self.local_steps // 2), GLOBAL in total
         values = {GLOBAL: draws[-used:].detach().requires_grad_()}
         of_prior = log_prior(program, params, values, used)
         (grad,) = torch.autograd.grad(of_prior.sum(), values[GLOBAL])
@@ -256,18 +265,21 @@ class SFVI(Structured):
         with torch.no_grad():
             old = Site(*(value[None] for value in server["prior"].values()))
             prior = Site(*(v[0] for v in family.site(params, z, grad[None, :, 0, 0], old)))
-            if GLOBAL in total:  # noisy: it knows nothing of before
-                noisy = (used * scale * total[GLOBAL]).to(z.dtype)[None]
+            if noisy:  # it knows nothing of before
+                grads = (used * scale * total[GLOBAL]).to(z.dtype)[None]
                 blank = Site(*(v[None] for v in family.blank(params)))
-                clients = Site(*(v[0] for v in family.site(params, z, noisy, blank)))
+                clients = Site(*(v[0] for v in family.site(params, z, grads, blank)))
             else:  # those who have not been seen yet are taken to be like those who have
                 everyone = program.clients / known[SEEN]
                 clients = Site(everyone * known[PULL], everyone * known[SLOPE])
-            to = family.direction(params, Site(*(a + b for a, b in zip(prior, clients, strict=True))))
+            to = family.direction(
+                params, Site(*(a + b for a, b in zip(prior, clients, strict=True)))
+            )
             last = server["before"]
             back = natural.agreement(Direction(last["loc"], last["spread"]), to) < 0
             turns = last["turns"] + back.to(z.dtype)
-            ascended = family.ascend(params, to, self.lr / (1 + TURN * turns))
+            pace = NOISY * rate if noisy else 1 / (1 + TURN * turns)
+            ascended = family.ascend(params, to, self.lr * pace, noisy=noisy)
         state = {"prior": prior._asdict(), "before": to._asdict() | {"turns": turns}}
         return server | state, ascended
 

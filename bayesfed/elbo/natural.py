@@ -7,10 +7,14 @@ What clients and the server have seen of a term f of the ELBO at the draws of a 
 Sites add up, and where all terms of the ELBO but −log q are one site, the steepest ascent of q is, in the coordinates
 ε = L⁻¹(z − m) (Khan & Rue 2023, *The Bayesian learning rule*, eqs. 11–12),
 
-    S = I + Lᵀ H L,    m ← m + ρ L (I − S)⁻¹ Lᵀ (h + H m),    Σ ← L (I − ρ S)⁻¹ Lᵀ where S < 0, L exp(ρ S) Lᵀ where S > 0.
+    S = I + Lᵀ H L,    m ← m + ρ L (I − S)⁻¹ Lᵀ (h + H m),
+    Σ ← L (I − ρ S)⁻¹ Lᵀ where S < 0,   L exp(ρ S) Lᵀ where S > 0.
 
-S is zero at the optimum, and I − S is the curvature of the model's own log density, so that at ρ = 1 a quadratic ELBO takes
-one step. Everything is of the size of q whatever the data, so one rate serves eight clients and ten thousand.
+S is zero at the optimum, and I − S is the curvature of the model's own log density, so that at ρ = 1 a quadratic ELBO
+takes one step. Everything is of the size of q whatever the data, so one rate serves eight clients and ten thousand.
+
+Where the sites are noisy, as under differential privacy, Σ ← L exp(ρ S) Lᵀ with the eigenvalues of S in ±1: noise then
+widens as much as it narrows.
 """
 
 from __future__ import annotations
@@ -87,7 +91,7 @@ def site(loc: Tensor, scale_tril: Tensor, z: Tensor, grads: Tensor, before: Site
     change = (rest - rest.mean(1, keepdim=True)).mT @ centred @ inverse
     middle = span @ (change + change.mT) / 2 @ span
     slope = old + change + change.mT - middle
-    inner = rest.mean(1) - (change @ noise.mean(0)) # Lᵀ ∇f at m, but for what the old slopes say
+    inner = rest.mean(1) - change @ noise.mean(0)  # Lᵀ ∇f at m, but for what the old slopes say
     down = torch.linalg.solve_triangular(scale_tril.mT, inner.mT, upper=True).mT
     back = torch.linalg.solve_triangular(scale_tril.mT, slope, upper=True)
     slope = torch.linalg.solve_triangular(scale_tril, back, upper=False, left=False)
@@ -126,13 +130,17 @@ def direction(loc: Tensor, scale_tril: Tensor, of: Site, entropy: float = 1.0) -
     spread = scale_tril.mT @ of.slope @ scale_tril + entropy * unit
     values, vectors = torch.linalg.eigh((spread + spread.mT) / 2)
     mean = vectors.mT @ (scale_tril.mT @ (of.pull + of.slope @ loc))
-    return Direction(vectors @ (mean / (1 - values.clamp(max=0.0))), (vectors * values) @ vectors.mT)
+    return Direction(
+        vectors @ (mean / (1 - values.clamp(max=0.0))), (vectors * values) @ vectors.mT
+    )
 
 
-def step(loc: Tensor, scale_tril: Tensor, to: Direction, rate: float | Tensor) -> tuple[Tensor, Tensor]:
+def step(
+    loc: Tensor, scale_tril: Tensor, to: Direction, rate: float | Tensor, *, noisy: bool = False
+) -> tuple[Tensor, Tensor]:
     """The next mean ``(D,)`` and Cholesky factor ``(D, D)``."""
     values, vectors = torch.linalg.eigh((to.spread + to.spread.mT) / 2)
-    root = scale_tril @ (vectors * _widening(values, rate))
+    root = scale_tril @ (vectors * _widening(values, rate, noisy))
     new, failed = torch.linalg.cholesky_ex(root @ root.mT)  # not finite rather than wrong
     return loc + rate * _bounded(scale_tril @ to.loc), torch.where(failed == 0, new, torch.nan)
 
@@ -143,9 +151,11 @@ def diagonal_direction(loc: Tensor, scale: Tensor, of: Site) -> Direction:
     return Direction(scale * (of.pull + of.slope * loc) / (1 - spread.clamp(max=0.0)), spread)
 
 
-def diagonal_step(loc: Tensor, scale: Tensor, to: Direction, rate: float | Tensor) -> tuple[Tensor, Tensor]:
+def diagonal_step(
+    loc: Tensor, scale: Tensor, to: Direction, rate: float | Tensor, *, noisy: bool = False
+) -> tuple[Tensor, Tensor]:
     """The next mean and scales ``(D,)``."""
-    return loc + rate * _bounded(scale * to.loc), scale * _widening(to.spread, rate)
+    return loc + rate * _bounded(scale * to.loc), scale * _widening(to.spread, rate, noisy)
 
 
 def agreement(one: Direction, other: Direction) -> Tensor:
@@ -153,8 +163,10 @@ def agreement(one: Direction, other: Direction) -> Tensor:
     return (one.loc * other.loc).sum() + (one.spread * other.spread).sum() / 2
 
 
-def _widening(values: Tensor, rate: float | Tensor) -> Tensor:
+def _widening(values: Tensor, rate: float | Tensor, noisy: bool) -> Tensor:
     """By what the standard deviations along the eigenvectors of S are multiplied."""
+    if noisy:
+        return (rate / 2 * values.clamp(-WIDEST, WIDEST)).exp()
     down, up = values.clamp(-NARROWEST, 0.0), values.clamp(0.0, WIDEST)
     return (1 - rate * down).rsqrt() * (rate / 2 * up).exp()
 

@@ -5,8 +5,8 @@ from pyro import poutine
 from torch.func import functional_call
 
 import bayesfed as bf
-from bayesfed.elbo.natural import Site
 from bayesfed.elbo import handlers
+from bayesfed.elbo.natural import Site
 from bayesfed.guides.full_rank import from_scale_tril, scale_tril
 
 pytestmark = pytest.mark.usefixtures("float64")
