@@ -67,7 +67,7 @@ PULL, SLOPE, SEEN = f"{GLOBAL}.pull", f"{GLOBAL}.slope", f"{GLOBAL}.seen"
 TURN = 0.25
 """What a turn adds to what the first rate is divided by: 1 + turns / 4."""
 NOISY = 0.3
-"""What is taken of the rate where sums are noisy; there it falls as half a cosine."""
+"""What is taken of the rate where sums are noisy, whatever the turns."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class SFVI(Structured):
             there is (point globals, a guide of your own). A Flow's affine part takes natural-gradient steps
             in the first half of the rounds, the spline resting; then all of it takes Adam's.
         local_lr: the clients' Adam rate.
-        lr_decay: Adam's rates fall, as half a cosine, to this fraction of their start.
+        lr_decay: all rates fall, as half a cosine, to this fraction of their start.
 
     Example:
         >>> import bayesfed as bf
@@ -278,7 +278,7 @@ class SFVI(Structured):
             last = server["before"]
             back = natural.agreement(Direction(last["loc"], last["spread"]), to) < 0
             turns = last["turns"] + back.to(z.dtype)
-            pace = NOISY * rate if noisy else 1 / (1 + TURN * turns)
+            pace = rate * (NOISY if noisy else 1 / (1 + TURN * turns))
             ascended = family.ascend(params, to, self.lr * pace, noisy=noisy)
         state = {"prior": prior._asdict(), "before": to._asdict() | {"turns": turns}}
         return server | state, ascended

@@ -15,7 +15,7 @@ from bayesfed.engine import moving
 from bayesfed.output.inference_data import to_arviz
 
 EAGER = bf.Execution(compile=False)
-SLOW = bf.SFVI(local_steps=1, lr=0.01)
+SLOW = bf.SFVI(local_steps=1, lr=0.002)
 
 
 def levels():
@@ -93,10 +93,10 @@ def test_the_means_of_windows_are_those_of_the_rounds():
 
 
 def test_a_wide_prior_is_not_done_after_eighty_rounds():
-    """sd .9 where .6 is exact, and tables that look like any others."""
+    """sd 2.7 where .6 is exact, and tables that look like any others."""
     with pytest.warns(UserWarning, match=r"still moving after 80 rounds.*mu \d\.\d sd"):
-        posterior = fit(100.0, 80)
-    assert posterior.sample(2000)["mu"].std() > 0.8
+        posterior = fit(100.0, 80, bf.SFVI(local_steps=1, lr=0.004))
+    assert posterior.sample(2000)["mu"].std() > 2
     assert posterior.moving["mu"] > 1
     assert repr(posterior).endswith(posterior.caveat)
     assert to_arviz(posterior, 8)["posterior"].attrs["caveat"] == posterior.caveat
