@@ -23,6 +23,8 @@ class Family:
 
     gaussian: ClassVar[bool] = False
     """Whether q(z) is Normal."""
+    whole: ClassVar[bool] = True
+    """Whether its steps need the curvature whole, else its diagonal."""
 
     def __call__(self, init: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sample z; returns ``(z, loc, scale)``, each with last dimension D, of which ``init`` is a start for loc."""
@@ -41,7 +43,7 @@ class Family:
         """Sites of K terms; arguments as for :func:`bayesfed.elbo.natural.site`."""
         raise NotImplementedError
 
-    def direction(self, params: Params, of: Site) -> Direction:
+    def direction(self, params: Params, of: Site, z: Tensor) -> Direction:
         """Where a natural-gradient step goes; see :func:`bayesfed.elbo.natural.direction`."""
         raise NotImplementedError
 

@@ -61,13 +61,13 @@ class Flow(Family):
         """Sites of K terms, as if q were the affine part's Gaussian."""
         return natural.site(*_affine_part(params), z, grads, before)
 
-    def direction(self, params: Params, of: Site) -> Direction:
+    def direction(self, params: Params, of: Site, z: Tensor) -> Direction:
         """Where a natural-gradient step on the affine part goes.
 
         It is left narrower than the posterior: a spline can widen the bulk, but too few draws fall beyond its
         bound to draw in tails that are too long.
         """
-        return natural.direction(*_affine_part(params), of, entropy=0.5)
+        return natural.direction(*_affine_part(params), of, z, entropy=0.5)
 
     def ascend(
         self, params: Params, to: Direction, rate: float | Tensor, *, noisy: bool = False

@@ -45,9 +45,9 @@ class FullRank(Family):
         """Sites of K terms, with the whole slope."""
         return natural.site(*self.normal(params), z, grads, before)
 
-    def direction(self, params: Params, of: Site) -> Direction:
+    def direction(self, params: Params, of: Site, z: Tensor) -> Direction:
         """Where a natural-gradient step goes."""
-        return natural.direction(*self.normal(params), of)
+        return natural.direction(*self.normal(params), of, z)
 
     def ascend(
         self, params: Params, to: Direction, rate: float | Tensor, *, noisy: bool = False

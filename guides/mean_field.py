@@ -29,6 +29,7 @@ class MeanField(Family):
 
     init_scale: float = 0.3
     gaussian: ClassVar[bool] = True
+    whole: ClassVar[bool] = False
 
     def __call__(self, init: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sample z; returns ``(z, loc, scale)``, each with last dimension D."""
@@ -48,7 +49,7 @@ class MeanField(Family):
         """Sites of K terms, with the diagonal of the slope."""
         return natural.diagonal_site(*self.normal(params), z, grads)
 
-    def direction(self, params: Params, of: Site) -> Direction:
+    def direction(self, params: Params, of: Site, z: Tensor) -> Direction:
         """Where a natural-gradient step goes."""
         return natural.diagonal_direction(*self.normal(params), of)
 

@@ -30,6 +30,7 @@ times N / K is unbiased.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +82,8 @@ class SFVI(Structured):
             :class:`~bayesfed.guides.Hierarchical`). By default up to 50 global dimensions.
         guide: a Pyro guide of your own instead of both.
         local_steps: Adam steps on φ_i per round.
-        draws: S, ELBO draws per step; the curvature is that of S / 2 pairs.
+        draws: S, ELBO draws per step; more where q(θ) has correlations and more dimensions than a round has pairs of
+            draws, since a step needs the curvature in all of them.
         lr: the first rate of natural-gradient steps on a Gaussian q(θ); a twentieth of it is Adam's, on what else
             there is (point globals, a guide of your own). A Flow's affine part takes natural-gradient steps
             in the first half of the rounds, the spline resting; then all of it takes Adam's.
@@ -137,7 +139,7 @@ class SFVI(Structured):
     def broadcast(self, turn: Turn, server: State) -> Params:
         """Draws of θ for every local step, ``(steps · S, 1, 1, ...)``, and the global parameters."""
         with torch.no_grad():
-            count = self.local_steps * self.draws
+            count = self.local_steps * self._draws(turn.program)
             message = draw(turn.program, server["params"], self._noise(turn), count)
         return message | server["params"]
 
@@ -154,7 +156,7 @@ class SFVI(Structured):
             job.rows,
             job.keys,
             steps=self.local_steps,
-            draws=self.draws,
+            draws=self._draws(program),
             lr=job.rate * self.local_lr,
         )
         if job.private:
@@ -206,7 +208,7 @@ class SFVI(Structured):
         scale: float,
     ) -> tuple[State, Tensor]:
         """A step on λ, where ``steps`` a natural-gradient one on the family's own parameters."""
-        count = self.local_steps * self.draws
+        count = self.local_steps * self._draws(program)
         params = leaves(server["params"])
         term, theta = server_pass(program, params, supplied, count)
         if not params:
@@ -257,7 +259,7 @@ class SFVI(Structured):
     ) -> tuple[State, Params]:
         """The server's state and the family's parameters after a natural-gradient step."""
         family, params, known = family_of(program), server["params"], server["known"]
-        used, noisy = self.draws * (self.local_steps - self.local_steps // 2), GLOBAL in total
+        used, noisy = self._draws(program) * self._late, GLOBAL in total
         values = {GLOBAL: draws[-used:].detach().requires_grad_()}
         of_prior = log_prior(program, params, values, used)
         (grad,) = torch.autograd.grad(of_prior.sum(), values[GLOBAL])
@@ -273,7 +275,7 @@ class SFVI(Structured):
                 everyone = program.clients / known[SEEN]
                 clients = Site(everyone * known[PULL], everyone * known[SLOPE])
             to = family.direction(
-                params, Site(*(a + b for a, b in zip(prior, clients, strict=True)))
+                params, Site(*(a + b for a, b in zip(prior, clients, strict=True))), z
             )
             last = server["before"]
             back = natural.agreement(Direction(last["loc"], last["spread"]), to) < 0
@@ -291,9 +293,21 @@ class SFVI(Structured):
         """Whether q(θ) takes natural-gradient steps when this is left of the learning rate."""
         return self._automatic(program) and family_of(program).natural(rate)
 
+    @property
+    def _late(self) -> int:
+        """In how many of the local steps the gradients are used."""
+        return self.local_steps - self.local_steps // 2
+
+    def _draws(self, program: Program) -> int:
+        """S: pairs in all directions, where the curvature of all is wanted."""
+        if not self._automatic(program) or not family_of(program).whole:
+            return self.draws
+        return max(self.draws, 2 * math.ceil(len(program.init[f"{GLOBAL}.loc"]) / self._late))
+
     def _noise(self, turn: Turn) -> dict[str, list[Tensor]]:
         """Of the round's draws of θ; of a family's in pairs."""
-        supplied = turn.program.noise(turn.key, self.local_steps * self.draws, local=False)
+        count = self.local_steps * self._draws(turn.program)
+        supplied = turn.program.noise(turn.key, count, local=False)
         if not self._automatic(turn.program):
             return supplied
         return supplied | {GLOBAL: [natural.paired(part) for part in supplied[GLOBAL]]}

@@ -31,8 +31,8 @@ from bayesfed.tracing.compiler import traceable
 FULL_RANK_UP_TO = 100
 """The largest number of global dimensions for which full rank is taken where nothing is chosen.
 
-A step sees the curvature in as many directions as it has draws, 40 under SFVI as it comes: with correlated columns 300
-rounds have the sds of 60 and of 100 coefficients to 4 %; those of 200 are still four times too large.
+SFVI's clients keep and send D × D numbers, and its rounds have 2 D draws: with correlated columns ten rounds have the
+posterior of 100 coefficients, and of 200, which take eight times as long.
 """
 CONDITIONED_UP_TO = 50
 """The same for local variables that are conditioned on them, whose weights every client keeps."""
@@ -74,8 +74,8 @@ def hierarchical(
     if family is None and size > FULL_RANK_UP_TO:
         warnings.warn(
             f"the {size} global dimensions are taken to be independent (mean-field): where they are correlated their "
-            "standard deviations come out too small. global_guide=FullRank() has the correlations, given rounds enough "
-            f"(300 do for {FULL_RANK_UP_TO}); global_guide=MeanField() chooses this one",
+            "standard deviations come out too small. global_guide=FullRank() has the correlations, for "
+            f"{size} × {size} numbers a client; global_guide=MeanField() chooses this one",
             stacklevel=4,
         )
     family = family or (FullRank() if size <= FULL_RANK_UP_TO else MeanField())

@@ -80,15 +80,10 @@ def site(loc: Tensor, scale_tril: Tensor, z: Tensor, grads: Tensor, before: Site
         grads: ∇f at the draws, ``(K, S, D)``.
         before: the terms' sites, ``(K, ...)``.
     """
-    noise = torch.linalg.solve_triangular(scale_tril, (z - loc).mT, upper=False).mT
+    noise, inverse, span = _seen(loc, scale_tril, z)
     old = scale_tril.mT @ before.slope @ scale_tril
     rest = grads @ scale_tril - noise @ old  # what the old slopes do not explain
-    centred = noise - noise.mean(0) if len(z) > 1 else noise
-    values, vectors = torch.linalg.eigh(centred.mT @ centred)
-    seen = values > 1e-4 * values[-1]
-    inverse = vectors * torch.where(seen, 1 / values.clamp(min=1e-30), 0.0) @ vectors.mT
-    span = vectors * seen.to(values) @ vectors.mT
-    change = (rest - rest.mean(1, keepdim=True)).mT @ centred @ inverse
+    change = (rest - rest.mean(1, keepdim=True)).mT @ (noise - noise.mean(0)) @ inverse
     middle = span @ (change + change.mT) / 2 @ span
     slope = old + change + change.mT - middle
     inner = rest.mean(1) - change @ noise.mean(0)  # Lᵀ ∇f at m, but for what the old slopes say
@@ -97,6 +92,16 @@ def site(loc: Tensor, scale_tril: Tensor, z: Tensor, grads: Tensor, before: Site
     slope = torch.linalg.solve_triangular(scale_tril, back, upper=False, left=False)
     slope = (slope + slope.mT) / 2
     return Site(down - slope @ loc, slope)
+
+
+def _seen(loc: Tensor, scale_tril: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Draws in the coordinates of q, the inverse of their Gram matrix, and the projection on what they span."""
+    noise = torch.linalg.solve_triangular(scale_tril, (z - loc).mT, upper=False).mT
+    centred = noise - noise.mean(0)
+    values, vectors = torch.linalg.eigh(centred.mT @ centred)
+    seen = (values > 1e-4 * values[-1]) & (values > 0)
+    inverse = vectors * torch.where(seen, 1 / values.clamp(min=1e-30), 0.0) @ vectors.mT
+    return noise, inverse, vectors * seen.to(values) @ vectors.mT
 
 
 def diagonal_site(loc: Tensor, scale: Tensor, z: Tensor, grads: Tensor) -> Site:
@@ -116,20 +121,24 @@ def at(site: Site, z: Tensor) -> Tensor:
     return site.pull[..., None, :] + z @ site.slope
 
 
-def direction(loc: Tensor, scale_tril: Tensor, of: Site, entropy: float = 1.0) -> Direction:
-    """Where a step goes, from the site of all terms but −log q.
+def direction(
+    loc: Tensor, scale_tril: Tensor, of: Site, z: Tensor, entropy: float = 1.0
+) -> Direction:
+    """Where a step goes, from the site of all terms but −log q: nowhere that the draws have not seen.
 
     Args:
         loc: m.
         scale_tril: L.
         of: the site.
+        z: the draws that it was made from.
         entropy: what −log q adds to S, in identities. So a pushforward m + L f(ε) steps too: the entropy of any q grows
             alike with L. Less than 1 makes q narrower, by a factor of about √entropy.
     """
     unit = torch.eye(len(loc), dtype=loc.dtype, device=loc.device)
-    spread = scale_tril.mT @ of.slope @ scale_tril + entropy * unit
+    _, _, span = _seen(loc, scale_tril, z)
+    spread = span @ (scale_tril.mT @ of.slope @ scale_tril + entropy * unit) @ span
     values, vectors = torch.linalg.eigh((spread + spread.mT) / 2)
-    mean = vectors.mT @ (scale_tril.mT @ (of.pull + of.slope @ loc))
+    mean = vectors.mT @ (span @ (scale_tril.mT @ (of.pull + of.slope @ loc)))
     return Direction(
         vectors @ (mean / (1 - values.clamp(max=0.0))), (vectors * values) @ vectors.mT
     )

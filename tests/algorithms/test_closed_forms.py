@@ -84,6 +84,35 @@ def test_mean_field_is_as_good_as_its_family():
     assert abs(float(draws["mu"].mean()) - truth.mu[0]) < 0.13 * truth.mu[1]
 
 
+@pytest.mark.parametrize("clients_per_round", [1.0, 0.3])
+def test_a_hundred_correlated_coefficients_take_a_dozen_rounds(clients_per_round):
+    """Condition number 4e4; rounds of few draws saw 40 directions of 100, and took 300."""
+    size = 100
+    generator = torch.Generator().manual_seed(0)
+    mix = torch.randn(size, size, generator=generator) / size**0.5 + torch.eye(size)
+    x = torch.randn(20, 50, size, generator=generator) @ mix
+    y = x @ torch.randn(size, generator=generator) + torch.randn(20, 50, generator=generator)
+
+    def model(federation):
+        b = pyro.sample("b", dist.Normal(torch.zeros(size), 1.0).to_event(1))
+        with federation.clients(), federation.observations() as obs:
+            pyro.sample("y", dist.Normal((b * obs["x"]).sum(-1), 1.0), obs=obs["y"])
+
+    data = bf.Federation.from_arrays({f"c{i}": {"x": x[i], "y": y[i]} for i in range(20)})
+    posterior = bf.fit(model, data, rounds=20, clients_per_round=clients_per_round, execution=EAGER)
+    flat = x.reshape(-1, size).double()
+    precision = torch.eye(size) + flat.T @ flat
+    mean = torch.linalg.solve(precision, flat.T @ y.reshape(-1).double())
+    start, (loc, root) = (
+        posterior.program.guide.globals["b"],
+        bf.FullRank().normal(posterior.params),
+    )
+    sd = torch.linalg.inv(precision).diagonal().sqrt()
+    assert ((start.loc + start.scale * loc - mean).abs() / sd).max() < 0.05
+    ratio = (start.scale[:, None] * root).square().sum(1).sqrt() / sd
+    assert (ratio - 1).abs().max() < 0.02
+
+
 def linear(federation):
     theta = pyro.sample("theta", dist.Normal(torch.zeros(2), 3.0).to_event(1))
     with federation.clients(), federation.observations() as obs:

@@ -87,7 +87,7 @@ def climb(steps: int, *, diagonal: bool = False, entropy: float = 1.0):
             loc, scale = natural.diagonal_step(loc, scale, to, 1.0)
             root = scale.diag()
         else:
-            to = natural.direction(loc, root, TRUE, entropy)
+            to = natural.direction(loc, root, TRUE, draws(8, 0, loc, root), entropy)
             loc, root = natural.step(loc, root, to, 1.0)
     return loc, root
 
@@ -116,7 +116,7 @@ def test_mean_field_takes_the_diagonal_of_the_precision():
 
 def test_a_step_at_the_optimum_stays_there():
     root = torch.linalg.cholesky(torch.linalg.inv(PRECISION))
-    to = natural.direction(CENTRE, root, TRUE)
+    to = natural.direction(CENTRE, root, TRUE, draws(8, 0, CENTRE, root))
     loc, new = natural.step(CENTRE, root, to, 0.5)
     torch.testing.assert_close(loc, CENTRE)
     torch.testing.assert_close(new @ new.mT, root @ root.mT)
@@ -125,7 +125,7 @@ def test_a_step_at_the_optimum_stays_there():
 @pytest.mark.parametrize("size", [1e3, 1e8])
 def test_however_large_the_gradient_a_step_is_bounded(size):
     of = natural.Site(torch.ones(3, dtype=D) * size, -size * torch.eye(3, dtype=D))
-    loc, root = natural.step(LOC, ROOT, natural.direction(LOC, ROOT, of), 0.1)
+    loc, root = natural.step(LOC, ROOT, natural.direction(LOC, ROOT, of, draws(8, 0)), 0.1)
     assert loc.abs().max() <= 0.1 * natural.FARTHEST
     assert root.diagonal().min() >= 0.3 * (1 + 0.1 * natural.NARROWEST) ** -0.5 - 1e-12
 
@@ -134,7 +134,19 @@ def test_directions_agree_where_the_second_goes_on_and_not_where_it_goes_back():
     """On a quadratic, after half a step and after one and a half; in Fisher's metric, whatever the units."""
     root = 0.9 * torch.linalg.cholesky(torch.linalg.inv(PRECISION))
     start = CENTRE + 0.1 * root.sum(1)
-    first = natural.direction(start, root, TRUE)
+    first = natural.direction(start, root, TRUE, draws(8, 0, start, root))
     for rate, sign in ((0.5, 1), (1.5, -1)):
-        there = natural.direction(*natural.step(start, root, first, rate), TRUE)
+        q = natural.step(start, root, first, rate)
+        there = natural.direction(*q, TRUE, draws(8, 1, *q))
         assert natural.agreement(first, there).sign() == sign
+
+
+def test_a_step_goes_nowhere_that_the_draws_have_not_seen():
+    """A pair of draws: q moves and narrows along it, in its own coordinates, and stays what it was across."""
+    z = draws(2, 0)
+    to = natural.direction(LOC, ROOT, TRUE, z)
+    along = torch.linalg.solve_triangular(ROOT, (z[0] - LOC)[:, None], upper=False)[:, 0]
+    along = along / along.norm()
+    torch.testing.assert_close(to.loc, (to.loc @ along) * along)
+    torch.testing.assert_close(to.spread, (along @ to.spread @ along) * along.outer(along))
+    assert to.loc.norm() > 0.1

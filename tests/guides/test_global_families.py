@@ -109,7 +109,7 @@ def test_families_say_which_steps_they_take():
     assert not bf.Flow().natural(0.3)
     flow, z = perturbed(bf.Flow(), 2), torch.randn(5, 2)
     of = bf.Flow().site(flow, z, -z[None], Site(*(v[None] for v in bf.Flow().blank(flow))))
-    to = bf.Flow().direction(flow, Site(*(v[0] for v in of)))
+    to = bf.Flow().direction(flow, Site(*(v[0] for v in of)), z)
     new = bf.Flow().ascend(flow, to, 0.1)
     assert new.keys() == flow.keys()
     changed = {name for name, value in new.items() if not torch.equal(value, flow[name])}
