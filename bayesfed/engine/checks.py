@@ -38,7 +38,7 @@ class Schedule(Strict):
 def warn_if_falling(elbo: Sequence[float], rows: int) -> None:
     """Warn where the last tenth of 50 rounds or more has a clearly lower ELBO than an earlier one.
 
-    Clearly: by more than three times its standard deviation, the median of those in each tenth, and by more than a nat
+    Clearly: by more than three times its standard deviation, there and in most tenths, and by more than a nat
     for each row or a tenth of what the fit had gained since its first round. A fall by less than one nat in all is
     none: a fit that has converged has hardly any noise, and one whose rates decay may lose a little of what its
     clients had gained.
@@ -52,7 +52,7 @@ def warn_if_falling(elbo: Sequence[float], rows: int) -> None:
     tenths = [elbo[i * tenth : (i + 1) * tenth] for i in range(9)] + [elbo[-tenth:]]
     best = max(tenths, key=statistics.median)
     before, last = statistics.median(best), statistics.median(tenths[-1])
-    spread = statistics.median(statistics.stdev(some) for some in tenths)
+    spread = max(statistics.stdev(best), statistics.median(statistics.stdev(t) for t in tenths))
     if before - last > max(3 * spread, min((before - elbo[0]) / 10, rows), 1.0):
         warnings.warn(
             f"the ELBO fell from {before:,.1f} to {last:,.1f}: the fit has diverged, do not use it. Lower "

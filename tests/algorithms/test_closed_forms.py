@@ -86,7 +86,7 @@ def test_mean_field_is_as_good_as_its_family():
 
 @pytest.mark.parametrize("clients_per_round", [1.0, 0.3])
 def test_a_hundred_correlated_coefficients_take_a_dozen_rounds(clients_per_round):
-    """Condition number 4e4; rounds of few draws saw 40 directions of 100, and took 300."""
+    """Condition number 4e3; rounds of few draws saw 40 directions of 100, and took 300."""
     size = 100
     generator = torch.Generator().manual_seed(0)
     mix = torch.randn(size, size, generator=generator) / size**0.5 + torch.eye(size)
