@@ -17,8 +17,8 @@ from torch.func import functional_call
 from bayesfed.elbo import natural
 from bayesfed.elbo.natural import Direction, Site
 from bayesfed.guides.family import GLOBAL, Family, Params
-from bayesfed.guides.full_rank import TRIL, affine, from_scale_tril, scale_tril
-from bayesfed.guides.mean_field import LOC, LOG_SCALE
+from bayesfed.guides.full_rank import FullRank, affine
+from bayesfed.guides.mean_field import LOC
 
 SPLINE = f"{GLOBAL}.flow."
 """How the names of the spline's parameters begin."""
@@ -59,7 +59,7 @@ class Flow(Family):
 
     def site(self, params: Params, z: Tensor, grads: Tensor, before: Site) -> Site:
         """Sites of K terms, as if q were the affine part's Gaussian."""
-        return natural.site(*_affine_part(params), z, grads, before)
+        return FullRank().site(params, z, grads, before)
 
     def direction(self, params: Params, of: Site, z: Tensor) -> Direction:
         """Where a natural-gradient step on the affine part goes.
@@ -67,19 +67,14 @@ class Flow(Family):
         It is left narrower than the posterior: a spline can widen the bulk, but too few draws fall beyond its
         bound to draw in tails that are too long.
         """
-        return natural.direction(*_affine_part(params), of, z, entropy=0.5)
+        return natural.direction(*FullRank().normal(params), of, z, entropy=0.5)
 
     def ascend(
         self, params: Params, to: Direction, rate: float | Tensor, *, noisy: bool = False
     ) -> dict[str, Tensor]:
         """The parameters after a step on the affine part; the spline rests."""
         spline = {name: value for name, value in params.items() if name.startswith(SPLINE)}
-        loc, root = natural.step(*_affine_part(params), to, rate, noisy=noisy)
-        return spline | {LOC: loc} | from_scale_tril(root)
-
-
-def _affine_part(params: Params) -> tuple[Tensor, Tensor]:
-    return params[LOC], scale_tril(params[LOG_SCALE], params[TRIL])
+        return spline | FullRank().ascend(params, to, rate, noisy=noisy)
 
 
 class _Spline(nn.Module):
