@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from bayesfed.algorithms.protocol import Algorithm, Turn
-from bayesfed.algorithms.schedules import annealed
 from bayesfed.algorithms.settings import check, validated
 from bayesfed.algorithms.sfvi import SFVI
 from bayesfed.data.federation import Federation, Model
@@ -39,6 +38,7 @@ from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.progress import rounds_shown
 from bayesfed.engine.resume import Checkpoint, begin, keep
 from bayesfed.engine.run import MADE, Round, Run, Stopped
+from bayesfed.engine.settling import BOUND, USUAL, place, settling
 from bayesfed.engine.states import States
 from bayesfed.engine.units import warn_of_units
 from bayesfed.output.personal import personal
@@ -59,7 +59,7 @@ def start(
     federation: Federation,
     algorithm: Algorithm | None = None,
     *,
-    rounds: int,
+    rounds: int | None = None,
     clients_per_round: int | float = 1.0,
     batch_size: int | None = None,
     privacy: Privacy | None = None,
@@ -96,25 +96,38 @@ def start(
     check_data(program, federation)
     check_independence(program, federation, shuffled=batch_size is not None)
     warn_of_units(program, federation)
+    server = algorithm.start(program)
+    most = BOUND if rounds is None else rounds
     run = Run(
         program=program,
         federation=federation,
         algorithm=algorithm,
-        rounds=rounds,
+        rounds=most,
         size=size,
         batch_size=batch_size,
         privacy=privacy,
         seed=seed,
         execution=execution,
-        server=algorithm.start(program),
+        server=server,
         clients=States(len(federation), device=federation.device),
         known=torch.full((len(federation),), torch.nan, dtype=federation.dtype),
         refused=torch.zeros(len(federation), dtype=torch.int64),
         clip=(privacy or Privacy()).first_clip(),
-        history=torch.zeros(3, rounds, dtype=torch.float64),
+        history=torch.zeros(3, most, dtype=torch.float64),
         path=path(program),
         compiler=Compiler(execution.compile),
     )
+    if rounds is None:
+        if privacy is not None:
+            raise ValueError("rounds: privacy is told for a number of rounds, give one")
+        turn = Turn(program, noise.key(0), size)
+        if algorithm.pace(turn, server) is not None:
+            levels, params = algorithm.levels(program), algorithm.params(server)
+            run.settling = settling(program, params, levels, federation.rows)
+        if run.settling is None:
+            raise ValueError(
+                f"rounds: {type(algorithm).__name__} has no q(θ) here whose width says when it is done, give a number"
+            )
     if algorithm.no_noise and run.multiplier:
         raise ValueError(f"{type(algorithm).__name__} cannot be private: {algorithm.no_noise}")
     if resume is not None:
@@ -135,7 +148,7 @@ def step(run: Run) -> Round:
         raise ValueError(f"the run has done its {run.rounds} rounds: start one with more")
     begin, algorithm, federation = time.perf_counter(), run.algorithm, run.federation
     key = noise.fold(noise.key(run.seed).to(federation.device), run.done)
-    rate = annealed(algorithm.lr_decay, run.done / run.rounds)
+    rate = run.rate
     noisy = run.multiplier > 0
     turn = Turn(run.program, noise.fold(key, _SERVER), run.size, rate, noisy)
     cohort, clip = _cohort(run, key), float(run.clip)
@@ -188,9 +201,17 @@ def step(run: Run) -> Round:
     run.history[:, run.done] = torch.tensor([elbo, seconds, len(names)], dtype=torch.float64)
     run.done += 1
     if run.done == 1:
-        run.compiler.decide(run.rounds - 1)
+        run.compiler.decide((run.rounds if run.settling is None else USUAL) - 1)
     params = algorithm.params(server)
-    record(run.path, params, algorithm.lr_decay, run.done - 1, run.rounds)
+    if run.settling is None:
+        record(run.path, params, algorithm.lr_decay, run.done - 1, run.rounds)
+    else:
+        pace = algorithm.pace(turn, server)
+        assert pace is not None
+        where = place(run.program, params, run.settling.sites)
+        run.settling.record(where, pace, run.history[0, : run.done], cohort[taken])
+        if run.settling.settled:
+            run.rounds = run.done
     check_growth(run.program, params)
     if run.file is not None:
         keep(run, run.file)
@@ -250,8 +271,11 @@ def finish(run: Run) -> Posterior:
     warn_of_refused(run.federation.names, run.refused)
     warn_if_falling(run.history[0, : run.done].tolist(), run.federation.rows)
     final, elbo = run.algorithm.lr_decay, run.history[0, : run.done]
-    moving = to_go(run.program, run.path, params, final, run.done, run.rounds)
-    rising = to_rise(elbo, run.federation.rows, final, run.rounds)
+    if run.settling is None:
+        moving = to_go(run.program, run.path, params, final, run.done, run.rounds)
+        rising = to_rise(elbo, run.federation.rows, final, run.rounds)
+    else:
+        moving, rising = run.settling.to_go(run.done), 0.0
     if run.algorithm.particles == 1:  # of a few particles the standard deviation is no measure
         warn_if_moving(caveat(moving, rising, run.done), moving)
     if run.execution.states is None:  # files of all clients are not read through
@@ -269,6 +293,7 @@ def finish(run: Run) -> Posterior:
         compiled=str(run.compiler),
         moving=moving,
         rising=rising,
+        settled=None if run.settling is None else run.settling.settled,
     )
 
 
@@ -277,7 +302,7 @@ def fit(
     federation: Federation,
     algorithm: Algorithm | None = None,
     *,
-    rounds: int,
+    rounds: int | None = None,
     clients_per_round: int | float = 1.0,
     batch_size: int | None = None,
     privacy: Privacy | None = None,
@@ -293,7 +318,8 @@ def fit(
         model: a Pyro program that opens ``federation.clients()`` and ``federation.observations()``.
         federation: the clients' data.
         algorithm: by default :class:`~bayesfed.SFVI`.
-        rounds: number of rounds.
+        rounds: number of rounds. By default the run stops by itself, when q(θ) moves no more, after 500 at most: see
+            :mod:`bayesfed.engine.settling`. So it can under SFVI, SFVIAvg and PVI, without privacy.
         clients_per_round: cohort size: a number of clients (int) or a fraction of them in (0, 1] (float).
             Cohorts are drawn uniformly without replacement and their sums scaled by N / K, so that
             every round's gradient is unbiased.
@@ -345,7 +371,7 @@ def fit(
     group = run.execution.group
     alone = group is None or not group.rank()
     with rounds_shown(run.title, rounds, progress if alone else False) as show:
-        while run.done < rounds:
+        while run.done < run.rounds:
             report = step(run)
             show(run.done, report.elbo, str(run.compiler))
             for callback in callbacks:

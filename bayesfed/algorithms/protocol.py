@@ -163,6 +163,17 @@ class Algorithm:
         """The guide's global parameters that the server's state stands for."""
         return server
 
+    def pace(self, turn: Turn, server: Any) -> float | None:
+        """What part of the way to where q(θ) is drawn the last round has gone; None where that is not known.
+
+        A run without a number of rounds stops by it.
+        """
+        return None
+
+    def levels(self, program: Program) -> tuple[float, ...]:
+        """At what rates q(θ) is to settle, one after the other, in a run without a number of rounds."""
+        return (1.0,)
+
     def weighed(self, program: Program, batch: Batch) -> Batch:
         """The rows as they count for the weight of a draw: each once; a tempered likelihood scales them."""
         return batch

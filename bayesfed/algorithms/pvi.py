@@ -234,6 +234,12 @@ class PVI(Structured):
         """q as the guide's location and Cholesky factor."""
         return FullRank().at(*server.q.moments())
 
+    def pace(self, turn: Turn, server: Server) -> float | None:
+        """What the cohort has of all clients' changes, times ρ and how far a client goes."""
+        late = self.local_steps - self.local_steps // 2
+        damping = 1 / turn.cohort if self.damping is None else self.damping
+        return damping * (1 - (1 - self.step) ** late) / turn.scale
+
 
 def _antithetic(q: Natural, program: Program, keys: Tensor, draws: int) -> tuple[Tensor, Tensor]:
     """The means ``(K, D)`` of K Gaussians and draws ``(S, K, 1, D)`` in pairs around them."""

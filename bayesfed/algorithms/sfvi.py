@@ -315,3 +315,14 @@ class SFVI(Structured):
     def params(self, server: State) -> Params:
         """λ."""
         return server["params"]
+
+    def pace(self, turn: Turn, server: State) -> float | None:
+        """The rate of natural-gradient steps; Adam's, which goes its rate's length where all gradients agree."""
+        if not self._natural(turn.program, turn.rate):
+            return turn.rate * self.lr / 20
+        return turn.rate * self.lr / (1 + TURN * float(server["before"]["turns"]))
+
+    def levels(self, program: Program) -> tuple[float, ...]:
+        """Once for each kind of steps."""
+        both = self._natural(program, 1.0) != self._natural(program, 0.5)
+        return (1.0, 0.5) if both else (1.0,)

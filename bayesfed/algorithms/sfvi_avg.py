@@ -188,6 +188,10 @@ class SFVIAvg(Structured):
         """λ."""
         return server.params
 
+    def pace(self, turn: Turn, server: Server) -> float | None:
+        """The length of all its steps where gradients agree."""
+        return turn.rate * self.lr * self.local_steps
+
 
 def maps(program: Program, start: Params, found: Params) -> Params:
     """Copies of λ ``(K, 1, ...)`` as optimal transport maps from its start; the model's own parameters as they are."""

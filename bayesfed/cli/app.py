@@ -27,6 +27,7 @@ from bayesfed.cli.listing import DATASETS, MODELS, What, show
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.sites import sites
 from bayesfed.engine.cohort import cohort_size
+from bayesfed.engine.settling import BOUND
 from bayesfed.fit import fit
 
 app = typer.Typer(
@@ -144,13 +145,14 @@ def run(
     folder = report.RunFolder(wanted, overwrite=overwrite, go_on=resume)
     folder.config = _resolved(config, algorithm, base, folder.path, wanted, experiment.name)
     console = Console(highlight=False)
-    algorithm_name, rounds = type(algorithm).__name__, config.schedule.rounds
+    rounds = config.schedule.rounds
+    length = f"at most {BOUND}" if rounds is None else f"{rounds:,}"
     if folder.path != wanted and (wanted / report.RUN).exists():
         console.print(f"{wanted} holds a run, with which --resume would go on", soft_wrap=True)
     for line in (
         f"{config.model.name} on {config.data.dataset or config.data.csv}",
         f"{everyone!r}" + (f"; {len(held)} held out" if held else ""),
-        f"{algorithm_name}, {rounds:,} rounds, "
+        f"{type(algorithm).__name__}, {length} rounds, "
         + (f"going on in {folder.path}" if folder.run.exists() else f"results in {folder.path}"),
     ):
         console.print(line, soft_wrap=True, markup=False)
@@ -169,7 +171,7 @@ def run(
                 callbacks=[folder.record],
             )
         if not folder.rounds:  # all of them were done before
-            folder.begin(rounds)
+            folder.begin(len(posterior.history["elbo"]))
         personal = posterior.personalize(held) if held else None
         _write(folder, posterior, personal, config, shown, console)
     except BaseException as error:
@@ -212,7 +214,7 @@ def _write(
         held_out=draws.get("held_out"),
         client_dim=posterior.federation.client_dim,
         title=f"{config.model.name} on {config.data.dataset or config.data.csv}: "
-        f"{type(posterior.algorithm).__name__}, {config.schedule.rounds:,} rounds",
+        f"{type(posterior.algorithm).__name__}, {len(posterior.history['elbo']):,} rounds",
     )
     report.print_summary(table, console, posterior.caveat)
     last = posterior.history["elbo"][-20:]
@@ -220,6 +222,7 @@ def _write(
     console.print(
         f"ELBO {float(last.mean()):,.2f} (mean of the last {len(last)} rounds); "
         f"{seconds:,.1f} s in {len(posterior.history['elbo']):,} rounds"
+        + (", then it had settled" if posterior.settled else "")
         + (f", {posterior.compiled}" if posterior.compiled else "")
     )
     if posterior.epsilon is not None and config.privacy is not None:

@@ -68,7 +68,7 @@ class Experiment(Strict):
     model: ModelSection
     data: DataSection
     algorithm: dict[str, Any] = Field(default_factory=dict)
-    schedule: ScheduleSection
+    schedule: ScheduleSection = Field(default_factory=ScheduleSection)
     execution: InstanceOf[Execution]
     privacy: InstanceOf[Privacy] | None = None
     output: Output = Field(default_factory=Output)

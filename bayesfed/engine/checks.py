@@ -29,7 +29,7 @@ FAR = 10.0
 class Schedule(Strict):
     """How long a run is, and how much of it a round: the same arguments of :func:`bayesfed.fit`."""
 
-    rounds: Count
+    rounds: Count | None = None
     clients_per_round: int | float = 1.0
     batch_size: Count | None = None
     seed: int = 0

@@ -95,7 +95,7 @@ def to_go(
         weight, *_ = row = where[window % KEPT]
         parts = (row[1:] / weight).split([value.numel() for value in params.values()])
         places.append(
-            _moments(program, {n: p.view_as(params[n]) for n, p in zip(params, parts, strict=True)})
+            moments(program, {n: p.view_as(params[n]) for n, p in zip(params, parts, strict=True)})
         )
     found = {}
     for name in places[0]:
@@ -158,7 +158,7 @@ def _extrapolated(places: Tensor, variance: Tensor, most: float) -> float:
     return float(move) * shrinks**1.5 / (1 - shrinks)
 
 
-def _moments(program: Program, params: Params) -> dict[str, tuple[Tensor, Tensor]]:
+def moments(program: Program, params: Params) -> dict[str, tuple[Tensor, Tensor]]:
     """Mean and standard deviation of the global sites, unconstrained, ``(D,)`` each, always at the same draws."""
     size = max(1, sum(site.event_shape.numel() for site in program.globals))
     draws = max(8, min(_DRAWS, _NUMBERS // size))

@@ -11,11 +11,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @contextmanager
 def rounds_shown(
-    title: str, rounds: int, progress: bool | None
+    title: str, rounds: int | None, progress: bool | None
 ) -> Iterator[Callable[[int, float, str], None]]:
     """Yield ``show(rounds done, ELBO, a note)``; the note is printed above the bar when it changes.
 
-    ``progress=None`` shows the bar on a terminal only.
+    ``progress=None`` shows the bar on a terminal only, ``rounds=None`` one whose end is not known.
     """
     console = Console(stderr=True)
     if progress is False or (progress is None and not console.is_terminal):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from bayesfed.engine.run import Run
 
 _METADATA = "bayesfed run"
-_FORMAT = 2
+_FORMAT = 3
 _DATA, _PROGRAM = "data/", "program/"
 _SHARE = 0.05
 """The part of a run's time that writing may take."""
@@ -171,8 +171,12 @@ def begin(run: Run) -> None:
         run.history[:, : run.done] = state.pop("history")[:, : run.done]
         if clients := state.pop("clients"):
             kept.tensors = clients
+        for name, value in state.pop("settling", {}).items():
+            setattr(run.settling, name, value)
         for name, value in state.items():
             setattr(run, name, value)
+        if run.settling is not None and run.settling.settled:
+            run.rounds = run.done
         if run.done:
             run.compiler = Compiler(before.compiled)
         if run.done < run.rounds and run.multiplier and run.privacy and run.privacy.seed is None:

@@ -9,12 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from bayesfed.algorithms.protocol import Algorithm
+from bayesfed.algorithms.schedules import annealed
 from bayesfed.algorithms.settings import settings_of
 from bayesfed.data.federation import Federation
 from bayesfed.elbo.program import Params, Program
 from bayesfed.engine.execution import Execution
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.resume import Checkpoint
+from bayesfed.engine.settling import Settling
 from bayesfed.engine.states import States
 from bayesfed.tracing.compiler import Compiler
 
@@ -28,7 +30,7 @@ class Round:
 
     Attributes:
         number: rounds done, from 1.
-        rounds: rounds to do.
+        rounds: rounds to do; at most, where the run stops by itself.
         elbo: estimate of the ELBO during the round; NaN where privacy keeps it.
         client_terms: the ELBO terms of the clients whose uploads count, ``(K,)``; NaN likewise.
         cohort: names of these clients.
@@ -68,7 +70,7 @@ class Run:
         program: the model/guide pair.
         federation: the clients' data.
         algorithm: the algorithm.
-        rounds: how many rounds there are to be.
+        rounds: how many rounds there are to be; where it stops by itself, at most, and once it has, those that it took.
         size: K, clients in a cohort.
         batch_size: rows of a local step, None for all.
         privacy: what happens to uploads, if anything.
@@ -81,6 +83,7 @@ class Run:
         clip: γ of ``privacy``, ``()``.
         history: ELBO, seconds and number of uploads that count of each round, ``(3, rounds)``.
         path: where q(θ) has been, see :mod:`bayesfed.engine.moving`.
+        settling: by what it stops by itself, see :mod:`bayesfed.engine.settling`; None where rounds were given.
         done: rounds done.
         compiler: what compiles the steps.
         file: where the run is kept after its rounds, if anywhere.
@@ -102,6 +105,7 @@ class Run:
     clip: Tensor
     history: Tensor
     path: Tensor
+    settling: Settling | None = None
     done: int = 0
     compiler: Compiler = field(default_factory=Compiler)
     file: Checkpoint | None = None
@@ -111,7 +115,16 @@ class Run:
         """All tensors that rounds change, by attribute, but those that are in files of their own."""
         kept = {} if self.execution.states is not None else self.clients.tensors
         names = ("server", "known", "refused", "clip", "history", "path")
-        return {name: getattr(self, name) for name in names} | {"clients": kept}
+        state = {name: getattr(self, name) for name in names} | {"clients": kept}
+        return state if self.settling is None else state | {"settling": self.settling.state}
+
+    @property
+    def rate(self) -> float:
+        """By what the learning rates of the next round are multiplied."""
+        final = self.algorithm.lr_decay
+        if self.settling is None:
+            return annealed(final, self.done / self.rounds)
+        return self.settling.rate(final, self.done)
 
     @property
     def title(self) -> str:
@@ -152,6 +165,7 @@ class Run:
             "precision": self.execution.precision,
             "type": str(self.federation.dtype),
             "states in files": self.execution.states is not None,
+            "rounds": "as given" if self.settling is None else "until it has settled",
             "seed": self.seed,
         }
 

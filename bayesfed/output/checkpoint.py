@@ -49,7 +49,7 @@ def save(posterior: Posterior, path: str | Path) -> None:
     and unit ``(2, P)``), ``data`` and ``program`` (by which :func:`load` knows data, model and guide again, see
     :mod:`bayesfed.data.digest` and :mod:`bayesfed.elbo.digest`). The metadata's entry ``bayesfed`` is JSON: ``format``,
     ``version``, ``algorithm`` (see :func:`bayesfed.algorithms.settings.settings_of`),
-    ``seed``, ``epsilon``, ``moving``, ``rising``, ``clients`` and ``sites``.
+    ``seed``, ``epsilon``, ``moving``, ``rising``, ``settled``, ``clients`` and ``sites``.
 
     The data and the model are not in it, the clients' names and local posteriors are. A guess of a small client's rows
     can be confirmed by its hashes: such a file is for those who may see the data.
@@ -93,6 +93,7 @@ def save(posterior: Posterior, path: str | Path) -> None:
         "epsilon": posterior.epsilon,
         "moving": posterior.moving and dict(posterior.moving),
         "rising": posterior.rising,
+        "settled": posterior.settled,
         "clients": list(posterior.federation.names),
         "sites": list(posterior.program.sites),
     }
@@ -199,6 +200,7 @@ def load(
         "epsilon": metadata.get("epsilon"),
         "moving": metadata.get("moving", {}),
         "rising": metadata.get("rising", 0.0),
+        "settled": metadata.get("settled"),
     }
 
 

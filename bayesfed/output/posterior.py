@@ -47,6 +47,8 @@ class Posterior:
             log standard deviation, where that is more than a quarter. None where there were too few rounds to tell.
             Points are never said to move.
         rising: about how many nats the ELBO had still to rise in the end, where that is no trifle; None as above.
+        settled: whether the run stopped by itself, as q(θ) moved no more, or went on to the bound on its rounds. None
+            where it was given a number of rounds.
     """
 
     program: Program
@@ -60,6 +62,7 @@ class Posterior:
     compiled: str = ""
     moving: Mapping[str, float] | None = None
     rising: float | None = None
+    settled: bool | None = None
 
     @property
     def caveat(self) -> str:
@@ -70,8 +73,9 @@ class Posterior:
         globals_ = ", ".join(s.name for s in self.program.globals) or "none"
         locals_ = ", ".join(s.name for s in self.program.locals) or "none"
         rounds = len(self.history["elbo"])
+        ended = "settled in " if self.settled else ""
         return (
-            f"Posterior: {type(self.algorithm).__name__} ({self.program.guide_name}), {rounds:,} rounds, "
+            f"Posterior: {type(self.algorithm).__name__} ({self.program.guide_name}), {ended}{rounds:,} rounds, "
             f"{len(self.federation):,} clients; globals {globals_}; locals {locals_}"
             + ("" if self.epsilon is None else f"; ε = {self.epsilon:.3g}")
             + (self.caveat and f"\n{self.caveat}")
