@@ -123,7 +123,8 @@ def start(
         turn = Turn(program, noise.key(0), size)
         if algorithm.pace(turn, server) is not None:
             levels, params = algorithm.levels(program), algorithm.params(server)
-            run.settling = settling(program, params, levels, federation.rows)
+            share = size / len(federation)
+            run.settling = settling(program, params, levels, federation.rows, share)
         if run.settling is None:
             raise ValueError(
                 f"rounds: {type(algorithm).__name__} has no q(θ) here whose width says when it is done, give a number"

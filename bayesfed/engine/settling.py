@@ -29,7 +29,7 @@ from bayesfed.engine.moving import NATS, NATS_A_ROW, moments
 
 BOUND, USUAL = 500, 60
 """The most rounds, and as many as there are to be expected."""
-STILL, NOISE, MOVED, FAR = 0.1, 0.1, 0.1, 0.25
+STILL, NOISE, MOVED, FAR = 0.1, 0.05, 0.1, 0.25
 """In standard deviations of q(θ), or in its log standard deviation."""
 LEAST, COOLING = 3, 4
 """The least numbers of rounds in which q(θ) must be still, and in which the rates fall."""
@@ -50,6 +50,7 @@ class Settling:
             and whether the run is done. ``(4,)``.
         sites: how many of the coordinates are of each global site.
         nats: by how much the ELBO may rise and yet be still.
+        share: of the clients that take part in a round.
     """
 
     levels: Sequence[float]
@@ -59,6 +60,7 @@ class Settling:
     marks: Tensor
     sites: dict[str, int]
     nats: float
+    share: float
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -132,12 +134,13 @@ class Settling:
             self.marks[1:3] = torch.tensor([done, 0])
 
     def _seen(self, done: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the last rounds: the mean full step less its noise, that noise, the sum of all moves; ``(2, P)`` each."""
+        """Of the last rounds: the mean full step less its noise, that of where it leads, all moves; ``(2, P)`` each."""
         places = self._at(slice(done - window, done + 1), done)
         steps = places.diff(dim=0) / self.paces[done - window : done, None, None]
-        variance = steps.var(0) / window
-        step = (steps.mean(0).square() - variance).clamp(min=0).sqrt()
-        return step, variance.sqrt(), (places[-1] - places[0]).abs()
+        step = (steps.mean(0).square() - steps.var(0) / window).clamp(min=0).sqrt()
+        # what a client has said stands until its next visit, and its noise with it
+        noise = (places[:-1] + steps).var(0) / max(1.0, window * self.share)
+        return step, noise.sqrt(), (places[-1] - places[0]).abs()
 
     def _at(self, rounds: slice, done: int) -> Tensor:
         """Places in units of the q(θ) of now, ``(rounds, 2, P)``."""
@@ -154,7 +157,7 @@ class Settling:
 
 
 def settling(
-    program: Program, params: Params, levels: Sequence[float], rows: int
+    program: Program, params: Params, levels: Sequence[float], rows: int, share: float
 ) -> Settling | None:
     """A run's before its first round, with so many rows in all; None where q(θ) has no width anywhere."""
     if not program.random:
@@ -176,6 +179,7 @@ def settling(
         marks=torch.zeros(4, dtype=torch.int64),
         sites=sites,
         nats=NATS + NATS_A_ROW * rows,
+        share=share,
     )
 
 

@@ -22,7 +22,7 @@ def fresh(clients=1, sites=None, levels=(1.0,)):
     places = torch.zeros(settling.BOUND + 1, 2, size)
     places[0, 1] = 1.0
     marks, visits = torch.zeros(4, dtype=torch.int64), torch.zeros(clients, dtype=torch.int64)
-    return Settling(levels, places, torch.ones(settling.BOUND), visits, marks, sites, 0.3)
+    return Settling(levels, places, torch.ones(settling.BOUND), visits, marks, sites, 0.3, 1.0)
 
 
 def stops(of, mean, *, sd=1.0, pace=1.0, elbo=0.0, cohort=lambda n: torch.tensor([0]), rounds=400):
