@@ -1,13 +1,14 @@
 """How close federated fits come to pooled NUTS on the same program: makes accuracy.md.
 
+    pip install 'bayesfed[benchmarks]'
     python experiments/accuracy.py                  # all three problems, about half an hour
     python experiments/accuracy.py "eight schools"  # one of them; its rows in accuracy.md are replaced as they come
 
-Radon needs its data, a JSON file with `county`, `x` (floor) and `y` (log radon): --radon PATH.
-
-For every latent variable (each entry of each site, global and local) the posterior mean is compared in units
-of NUTS' posterior standard deviation, and the standard deviations by their ratio; a row holds the largest
-shift and the range of the ratios. NUTS' draws are kept in runs/reference/.
+Fits without a number of rounds, which stop by themselves, after so many rounds. For every latent variable (each entry
+of each site, global and local) the posterior mean is compared in units of NUTS' posterior standard deviation, and the
+standard deviations by their ratio; a row holds the largest shift and the range of the ratios. The problems and their
+references are those of problems.py. Radon needs its data, a JSON file with `county`, `x` (floor) and `y` (log radon):
+--radon PATH.
 
 Rows "pooled SVI" are pyro.infer.SVI with the same guide on all data at once: where such a row has the same
 error, the family is the limit and not the federation. Rows "new client" fit without one client, personalise
@@ -17,91 +18,23 @@ it, and compare with its posterior given NUTS' draws of the globals from the oth
 from __future__ import annotations
 
 import argparse
-import json
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyro
 import torch
-from pyro import poutine
-from pyro.infer import MCMC, NUTS, SVI, Trace_ELBO
-from pyro.infer.reparam import LocScaleReparam
+from problems import PROBLEMS, reference
+from pyro.infer import SVI, Trace_ELBO
 from tables import keep
 
 import bayesfed as bf
-from bayesfed import datasets, models
 from bayesfed.elbo.sites import sites
 
 warnings.simplefilter("ignore", FutureWarning)
 HERE = Path(__file__).parent
-RUNS = HERE.parent / "runs" / "reference"
-
-
-def radon(path: Path) -> bf.Federation:
-    raw = json.loads(path.read_text())
-    import pandas as pd
-
-    frame = pd.DataFrame({"county": raw["county"], "floor": raw["x"], "log_radon": raw["y"]})
-    return bf.Federation.from_frame(
-        frame, client="county", fields={"x": ["floor"], "y": "log_radon"}
-    )
-
-
-def nuts(
-    name: str, model, federation, centred: bool, draws: int, chains: int
-) -> dict[str, np.ndarray]:
-    """Draws ``(S, ...)`` of pooled NUTS on the same program.
-
-    With ``centred=False`` Pyro's LocScaleReparam makes the local sites non-centred: the same posterior, and
-    easier to walk where a client has few rows.
-    """
-    path = RUNS / f"{name}.npz"
-    if path.exists():
-        return dict(np.load(path))
-    local = [s.name for s in sites(model, federation).values() if s.local and not s.observed]
-    config = {} if centred else {site: LocScaleReparam(0.0) for site in local}
-    free = poutine.reparam(model, config=config)
-    parts, start = [], time.perf_counter()
-    for chain in range(chains):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(chain)
-        kernel = NUTS(free, target_accept_prob=0.9, jit_compile=True, ignore_jit_warnings=True)
-        mcmc = MCMC(kernel, num_samples=draws, warmup_steps=1000, disable_progbar=True)
-        mcmc.run(federation)
-        latent = mcmc.get_samples()
-        parts.append(_constrained(model, federation, free, latent, local))
-    merged = {k: np.stack([p[k] for p in parts]) for k in parts[0]}
-    import arviz as az
-
-    r_hat = float(az.rhat(az.convert_to_dataset(merged)).to_array().max())
-    ess = float(az.ess(az.convert_to_dataset(merged)).to_array().min())
-    print(
-        f"{name}: NUTS {time.perf_counter() - start:.0f} s, r_hat {r_hat:.3f}, ess {ess:.0f}",
-        flush=True,
-    )
-    result = {k: v.reshape(-1, *v.shape[2:]) for k, v in merged.items()}
-    RUNS.mkdir(parents=True, exist_ok=True)
-    np.savez(path, **result)
-    return result
-
-
-def _constrained(model, federation, free, latent, local) -> dict[str, np.ndarray]:
-    """All sites' values, the non-centred ones put back, one pass of the program per draw."""
-    found: dict[str, list] = {}
-    names = [s.name for s in sites(model, federation).values() if not s.observed]
-    with torch.no_grad():
-        for i in range(len(next(iter(latent.values())))):
-            given = {k: v[i] for k, v in latent.items()}
-            trace = poutine.trace(poutine.condition(free, given)).get_trace(federation)
-            for name in names:
-                value = trace.nodes[name]["value"]
-                found.setdefault(name, []).append(value.squeeze(1) if name in local else value)
-    return {k: torch.stack(v).numpy() for k, v in found.items()}
 
 
 def compare(
@@ -187,23 +120,17 @@ def pooled_svi(posterior: bf.Posterior, steps: int, seed: int) -> bf.Posterior:
 
 
 @dataclass(frozen=True)
-class Problem:
-    """A model, its data, and how it is fitted here."""
+class Schedule:
+    """How a problem is fitted here beside the runs of all rows, and who is left out."""
 
-    model: Callable[[Any], None]
-    load: Callable[[Path], bf.Federation]
-    batch_size: int | None
-    centred: bool
-    rounds: int
     new_client: str
+    batch_size: int | None = 10
 
 
-PROBLEMS = {
-    "eight schools": Problem(
-        models.eight_schools, lambda _: datasets.eight_schools(), None, False, 1000, "A"
-    ),
-    "grunfeld": Problem(models.varying_slope, lambda _: datasets.grunfeld(), 10, True, 1000, "IBM"),
-    "radon": Problem(models.varying_intercept, radon, 10, False, 1000, "20"),
+SCHEDULES = {
+    "eight schools": Schedule("A", None),
+    "grunfeld": Schedule("IBM"),
+    "radon": Schedule("20"),
 }
 GUIDES = {
     "default": bf.SFVI(),
@@ -212,70 +139,67 @@ GUIDES = {
     "PVI": bf.PVI(),
 }
 HEADER = [
-    "| problem | guide | run | mean, globals | sd ratio | mean, locals | sd ratio | ELBO |",
-    "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    "| problem | guide | run | rounds | mean, globals | sd ratio | mean, locals | sd ratio | ELBO |",
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
 ]
 
 
-def rows(
-    name: str, problem: Problem, path: Path, draws: int, only: str | None, rounds: int | None
-) -> Iterator[str]:
-    federation = problem.load(path)
-    slug = name.replace(" ", "_")
-    reference = nuts(slug, problem.model, federation, problem.centred, draws, chains=2)
-    local = {s.name for s in sites(problem.model, federation).values() if s.local}
-    schedule = {"rounds": problem.rounds, "seed": 1}
-    runs = [("20 %", {"clients_per_round": 0.2})]
-    if rounds is not None:  # one more row a guide: minibatches, for longer
-        schedule["rounds"] = rounds
-        runs = []
-    if problem.batch_size:
-        batch = {"batch_size": problem.batch_size, "clients_per_round": 0.2}
-        longer = "" if rounds is None else f", {rounds} rounds"
-        runs.append((f"20 %, {problem.batch_size} rows a step{longer}", batch))
-    for guide, algorithm in GUIDES.items():
-        if only not in (None, guide):
-            continue
-        everyone = [("all clients", {})] if guide == "default" and rounds is None else []
-        for run, how in runs + everyone:
-            posterior = bf.fit(problem.model, federation, algorithm, **schedule, **how)
-            cells = compare(posterior.sample(20_000), reference, local)
-            yield " | ".join([name, guide, run, *cells, elbo(posterior)])
-        if guide != "PVI" and rounds is None:
+def rounds_of(posterior: bf.Posterior) -> str:
+    """After how many rounds it stopped."""
+    rounds = len(posterior.history["elbo"])
+    return f"{rounds}" if posterior.settled else f"{rounds}, not settled"
+
+
+def rows(name: str, guides: list[str], path: Path) -> Iterator[str]:
+    """Its rows, as they come."""
+    problem, schedule = PROBLEMS[name], SCHEDULES[name]
+    federation = problem.data(path)
+    truth = reference(name, problem, federation)
+    latent = {site.name for site in sites(problem.model, federation).values() if not site.observed}
+    truth = {name: draws for name, draws in truth.items() if name in latent}
+    some = {"clients_per_round": 0.2}
+    runs: list[tuple[str, dict[str, float]]] = [("all clients", {}), ("20 %", some)]
+    if schedule.batch_size:
+        batch = some | {"batch_size": schedule.batch_size}
+        runs.append((f"20 %, {schedule.batch_size} rows a step", batch))
+    for guide in guides:
+        for run, how in runs:
+            posterior = bf.fit(problem.model, federation, GUIDES[guide], seed=1, **how)
+            local = {site.name for site in posterior.program.locals}
+            cells = compare(posterior.sample(20_000), truth, local)
+            yield " | ".join([name, guide, run, rounds_of(posterior), *cells, elbo(posterior)])
+        if guide != "PVI":
             pooled = pooled_svi(posterior, 5000, seed=1)
-            cells = compare(pooled.sample(20_000), reference, local)
-            yield " | ".join([name, guide, "pooled SVI", *cells, elbo(pooled)])
-    if only is not None or rounds is not None:
+            cells = compare(pooled.sample(20_000), truth, local)
+            yield " | ".join([name, guide, "pooled SVI", "", *cells, elbo(pooled)])
+    if "default" not in guides:
         return
-    others, client = federation.hold_out([problem.new_client])
-    theta = nuts(f"{slug}_without", problem.model, others, problem.centred, draws, chains=2)
-    posterior = bf.fit(problem.model, others, bf.SFVI(), clients_per_round=0.2, **schedule)
+    others, client = federation.hold_out([schedule.new_client])
+    theta = reference(f"{name} without {schedule.new_client}", problem, others)
+    posterior = bf.fit(problem.model, others, seed=1, **some)
     new = posterior.personalize(client)
-    theta = {k: v for k, v in theta.items() if k not in local}
-    cells = compare(new.sample(20_000), given_globals(theta, client), local)
-    yield " | ".join([name, "default", f"new client {problem.new_client}", *cells, ""])
+    of_client = given_globals({k: theta[k] for k in latent - local}, client)
+    cells = compare(new.sample(20_000), of_client, local)
+    run = f"new client {schedule.new_client}"
+    yield " | ".join([name, "default", run, rounds_of(posterior), *cells, ""])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("problems", nargs="*", default=list(PROBLEMS), metavar="problem")
+    parser.add_argument("problems", nargs="*", default=list(SCHEDULES), metavar="problem")
     parser.add_argument(
         "--radon", type=Path, default=HERE.parent.parent / "shared/data/radon_mn.json"
     )
-    parser.add_argument("--guide", choices=GUIDES, help="the rows of one guide only")
-    parser.add_argument(
-        "--rounds", type=int, help="only the row with minibatches, for so many rounds"
-    )
-    parser.add_argument("--draws", type=int, default=1500, help="NUTS draws in each of two chains")
+    parser.add_argument("--guides", nargs="*", choices=GUIDES, default=list(GUIDES))
     args = parser.parse_args()
     torch.set_num_threads(1)
     print("\n".join(HEADER))
     for name in args.problems:
-        for row in rows(name, PROBLEMS[name], args.radon, args.draws, args.guide, args.rounds):
+        for row in rows(name, args.guides, args.radon):
             print(f"| {row} |", flush=True)
-            keep(HERE / "accuracy.md", HEADER, f"| {row} |", list(PROBLEMS), columns=3)
+            keep(HERE / "accuracy.md", HEADER, f"| {row} |", list(SCHEDULES), columns=3)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ and the mean of these is how far there is to go, noise aside. q(θ) has settled 
 and since the oldest of the clients' last visits (every one must have been seen),
 
     the mean full step, less its own noise, is short (:data:`STILL`),
-    that noise is small (:data:`NOISE`), and
+    the noise of where full steps lead is small (:data:`NOISE`),
     all moves together are short (:data:`MOVED`): what is slow is not yet still, and
     the ELBO has not risen, beyond its noise: what clients keep, which nobody else sees, is still too.
 

@@ -1,0 +1,328 @@
+"""Small hierarchies with a posterior to compare with: what rounds_to_truth.py and seconds_to_truth.py fit.
+
+Each is a model of bayesfed's on its data and the same model in NumPyro on the pooled rows, whose NUTS is the reference.
+The data: eight schools; Grunfeld's ten firms; radon in 85 counties (a JSON file with `county`, `x` and `y`); 200 rows
+of each of the six plans of the RAND experiment and of eight Chinese cities; three simulated sets of ten clients and
+114 rows, negative binomial with exposure, Weibull with censoring, Student-t; and 10,000 simulated clients.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import arviz as az
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as ndist
+import pandas as pd
+import pyro
+import pyro.distributions as dist
+import scale
+import torch
+from numpyro.infer import MCMC, NUTS
+from numpyro.infer.reparam import LocScaleReparam
+from torch import Tensor
+
+import bayesfed as bf
+from bayesfed import datasets, models
+
+RUNS = Path(__file__).parents[1] / "runs" / "reference"
+
+
+# -- models that the package does not ship ---------------------------------------------------------
+
+
+def negative_binomial(federation: Any) -> None:
+    """Counts with exposure, more varied than Poisson's."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+    tau = pyro.sample("tau", dist.HalfNormal(1.0))
+    beta = pyro.sample("beta", dist.Normal(0.0, 1.0))
+    size = pyro.sample("size", dist.LogNormal(0.0, 1.0))
+    with federation.clients():
+        alpha = pyro.sample("alpha", dist.Normal(mu, tau))
+        with federation.observations() as obs:
+            log_mean = alpha + beta * obs["x"] + obs["exposure"].log()
+            counts = dist.NegativeBinomial(size, logits=log_mean - size.log())
+            pyro.sample("y", counts, obs=obs.get("y"))
+
+
+class CensoredWeibull(dist.TorchDistribution):
+    """Times of which some are known only to be longer: the density, or where censored what is beyond."""
+
+    arg_constraints = {}  # noqa: RUF012  (torch's interface)
+    support = dist.constraints.positive
+
+    def __init__(self, scale: Tensor, shape: Tensor, censored: Tensor) -> None:
+        self.parts = torch.broadcast_tensors(scale, shape, censored)
+        super().__init__(self.parts[0].shape, validate_args=False)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> CensoredWeibull:
+        """The same of more rows."""
+        return CensoredWeibull(*(part.expand(batch_shape) for part in self.parts))
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Times as if none were censored."""
+        scale, shape, _ = self.parts
+        return dist.Weibull(scale, shape).sample(sample_shape)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Of the time, or where censored of a longer one."""
+        scale, shape, censored = self.parts
+        hazard = (value / scale) ** shape
+        return (1 - censored) * (
+            shape.log() - scale.log() + (shape - 1) * (value / scale).log()
+        ) - hazard
+
+
+def weibull(federation: Any) -> None:
+    """Survival with censoring, a frailty for each client."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+    tau = pyro.sample("tau", dist.HalfNormal(1.0))
+    beta = pyro.sample("beta", dist.Normal(0.0, 1.0))
+    shape = pyro.sample("shape", dist.LogNormal(0.0, 0.5))
+    with federation.clients():
+        alpha = pyro.sample("alpha", dist.Normal(mu, tau))
+        with federation.observations() as obs:
+            scale = (alpha + beta * obs["x"]).exp()
+            pyro.sample("t", CensoredWeibull(scale, shape, obs["censored"]), obs=obs.get("t"))
+
+
+def student_t(federation: Any) -> None:
+    """Regression with heavy tails, an intercept for each client."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+    tau = pyro.sample("tau", dist.HalfNormal(1.0))
+    beta = pyro.sample("beta", dist.Normal(0.0, 1.0))
+    sigma = pyro.sample("sigma", dist.HalfNormal(1.0))
+    with federation.clients():
+        alpha = pyro.sample("alpha", dist.Normal(mu, tau))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.StudentT(4.0, alpha + beta * obs["x"], sigma), obs=obs.get("y"))
+
+
+def simulated(kind: str) -> bf.Federation:
+    """Ten clients with 7 to 16 rows."""
+    generator, clients = np.random.default_rng(0), {}
+    for i in range(10):
+        n = 7 + i if i < 9 else 15
+        alpha, x = 0.5 + 0.6 * generator.normal(), generator.normal(size=n)
+        rows: dict[str, Any] = {"x": x}
+        if kind == "counts":
+            exposure = generator.uniform(0.5, 3.0, n)
+            rate = exposure * np.exp(alpha + 0.4 * x) * generator.gamma(2.0, 0.5, n)
+            rows |= {"exposure": exposure, "y": generator.poisson(rate)}
+        elif kind == "times":
+            t = np.exp(alpha + 0.4 * x) * generator.weibull(1.5, n)
+            end = generator.uniform(1.0, 5.0, n)
+            rows |= {"t": np.minimum(t, end), "censored": (t > end) * 1.0}
+        else:
+            rows |= {"y": alpha + 0.4 * x + 0.5 * generator.standard_t(4, n)}
+        clients[f"client {i}"] = rows
+    return bf.Federation.from_arrays(clients)
+
+
+def radon(path: Path) -> bf.Federation:
+    """Log radon by floor in 85 counties."""
+    raw = json.loads(path.read_text())
+    frame = pd.DataFrame({"county": raw["county"], "floor": raw["x"], "log_radon": raw["y"]})
+    return bf.Federation.from_frame(
+        frame, client="county", fields={"x": ["floor"], "y": "log_radon"}
+    )
+
+
+def thinned(federation: bf.Federation, rows: int) -> bf.Federation:
+    """At most so many rows of each client, spread evenly over those it has."""
+    parts = {}
+    for i, name in enumerate(federation.names):
+        start, end = int(federation.offsets[i]), int(federation.offsets[i + 1])
+        at = torch.linspace(start, end - 1, min(rows, end - start)).long()
+        parts[name] = {field: federation[field][at] for field in federation.fields}
+    return bf.Federation.from_arrays(parts)
+
+
+def many(_: Path) -> bf.Federation:
+    """10,000 clients of 5 to 50 rows, as in scale.py."""
+    return scale.draw(10_000)
+
+
+# -- the same models in NumPyro, of all rows, `of` the client that each is of ----------------------
+
+
+def _half(scale: float, shape: Any = ()) -> Any:
+    return ndist.HalfNormal(scale).expand(shape).to_event(len(shape))
+
+
+def _intercept(clients: int, mu_scale: float = 2.0) -> Any:
+    mu = numpyro.sample("mu", ndist.Normal(0.0, mu_scale))
+    tau = numpyro.sample("tau", ndist.HalfNormal(1.0))
+    with numpyro.plate("clients", clients):
+        return numpyro.sample("alpha", ndist.Normal(mu, tau))
+
+
+def n_eight_schools(rows: Any, of: Any, clients: int) -> None:
+    mu = numpyro.sample("mu", ndist.Normal(0.0, 5.0))
+    tau = numpyro.sample("tau", ndist.HalfCauchy(5.0))
+    with numpyro.plate("clients", clients):
+        theta = numpyro.sample("theta", ndist.Normal(mu, tau))
+    numpyro.sample("y", ndist.Normal(theta[of], rows["sigma"]), obs=rows["y"])
+
+
+def n_varying_intercept(rows: Any, of: Any, clients: int) -> None:
+    width = rows["x"].shape[1:]
+    alpha = _intercept(clients)
+    beta = numpyro.sample("beta", ndist.Normal(0.0, 2.0).expand(width).to_event(1))
+    sigma = numpyro.sample("sigma", ndist.HalfNormal(1.0))
+    numpyro.sample("y", ndist.Normal(alpha[of] + rows["x"] @ beta, sigma), obs=rows["y"])
+
+
+def _slopes(rows: Any, of: Any, clients: int, scale: float) -> Any:
+    width = rows["x"].shape[1:]
+    mu_alpha = numpyro.sample("mu_alpha", ndist.Normal(0.0, scale))
+    tau_alpha = numpyro.sample("tau_alpha", ndist.HalfNormal(1.0))
+    mu_beta = numpyro.sample("mu_beta", ndist.Normal(0.0, scale).expand(width).to_event(1))
+    tau_beta = numpyro.sample("tau_beta", _half(1.0, width))
+    with numpyro.plate("clients", clients):
+        alpha = numpyro.sample("alpha", ndist.Normal(mu_alpha, tau_alpha))
+        beta = numpyro.sample("beta", ndist.Normal(mu_beta, tau_beta).to_event(1))
+    return alpha[of] + (beta[of] * rows["x"]).sum(-1)
+
+
+def n_varying_slope(rows: Any, of: Any, clients: int) -> None:
+    sigma = numpyro.sample("sigma", ndist.HalfNormal(1.0))
+    mean = _slopes(rows, of, clients, 2.0)
+    numpyro.sample("y", ndist.Normal(mean, sigma), obs=rows["y"])
+
+
+def n_logistic(rows: Any, of: Any, clients: int) -> None:
+    numpyro.sample("y", ndist.Bernoulli(logits=_slopes(rows, of, clients, 2.5)), obs=rows["y"])
+
+
+def n_count(rows: Any, of: Any, clients: int) -> None:
+    width = rows["x"].shape[1:]
+    alpha = _intercept(clients, 5.0)
+    beta = numpyro.sample("beta", ndist.Normal(0.0, 1.0).expand(width).to_event(1))
+    numpyro.sample("y", ndist.Poisson(jnp.exp(alpha[of] + rows["x"] @ beta)), obs=rows["y"])
+
+
+def n_negative_binomial(rows: Any, of: Any, clients: int) -> None:
+    alpha = _intercept(clients)
+    beta = numpyro.sample("beta", ndist.Normal(0.0, 1.0))
+    size = numpyro.sample("size", ndist.LogNormal(0.0, 1.0))
+    mean = rows["exposure"] * jnp.exp(alpha[of] + beta * rows["x"])
+    numpyro.sample("y", ndist.NegativeBinomial2(mean, size), obs=rows["y"])
+
+
+def n_weibull(rows: Any, of: Any, clients: int) -> None:
+    alpha = _intercept(clients)
+    beta = numpyro.sample("beta", ndist.Normal(0.0, 1.0))
+    shape = numpyro.sample("shape", ndist.LogNormal(0.0, 0.5))
+    law = ndist.Weibull(jnp.exp(alpha[of] + beta * rows["x"]), shape)
+    beyond = -((rows["t"] / law.scale) ** shape)
+    numpyro.factor("t", jnp.where(rows["censored"] == 1, beyond, law.log_prob(rows["t"])).sum())
+
+
+def n_student_t(rows: Any, of: Any, clients: int) -> None:
+    alpha = _intercept(clients)
+    beta = numpyro.sample("beta", ndist.Normal(0.0, 1.0))
+    sigma = numpyro.sample("sigma", ndist.HalfNormal(1.0))
+    law = ndist.StudentT(4.0, alpha[of] + beta * rows["x"], sigma)
+    numpyro.sample("y", law, obs=rows["y"])
+
+
+# -- the problems ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model, its twin, its data, whether NUTS walks over its local sites centred, and where it need not walk.
+
+    ``exact`` gives NUTS' draws of the globals alone, the local sites integrated out.
+    """
+
+    model: Callable[[Any], None]
+    twin: Callable[[Any, Any, int], None]
+    data: Callable[[Path], bf.Federation]
+    centred: bool = False
+    exact: Callable[[bf.Federation], dict[str, Tensor]] | None = None
+
+
+PROBLEMS = {
+    "eight schools": Problem(
+        models.eight_schools, n_eight_schools, lambda _: datasets.eight_schools()
+    ),
+    "grunfeld": Problem(
+        models.varying_slope, n_varying_slope, lambda _: datasets.grunfeld(), centred=True
+    ),
+    "radon": Problem(models.varying_intercept, n_varying_intercept, radon),
+    "count": Problem(
+        models.hierarchical_count,
+        n_count,
+        lambda _: thinned(datasets.randhie(), 200),
+        centred=True,
+    ),
+    "logistic": Problem(
+        models.hierarchical_logistic,
+        n_logistic,
+        lambda _: thinned(datasets.china_smoking(), 200),
+    ),
+    "negative binomial": Problem(
+        negative_binomial, n_negative_binomial, lambda _: simulated("counts")
+    ),
+    "censored Weibull": Problem(weibull, n_weibull, lambda _: simulated("times")),
+    "Student-t": Problem(student_t, n_student_t, lambda _: simulated("heavy")),
+    "10,000 clients": Problem(
+        models.varying_intercept, n_varying_intercept, many, centred=True, exact=scale.exact
+    ),
+}
+
+
+def sampler(problem: Problem, warmup: int, draws: int, chains: int) -> MCMC:
+    """NumPyro's NUTS on the twin."""
+    local = [] if problem.centred else ["theta", "alpha", "beta"]
+    config = {site: LocScaleReparam(0.0) for site in local}
+
+    def centring(site: dict[str, Any]) -> Any:
+        inside = any(frame.name == "clients" for frame in site["cond_indep_stack"])
+        return config.get(site["name"]) if inside else None
+
+    model = numpyro.handlers.reparam(problem.twin, config=centring)
+    kernel = NUTS(model, target_accept_prob=0.9)
+    return MCMC(
+        kernel,
+        num_warmup=warmup,
+        num_samples=draws,
+        num_chains=chains,
+        chain_method="sequential",
+        progress_bar=False,
+    )
+
+
+def pooled(federation: bf.Federation) -> tuple[dict[str, Any], Any, int]:
+    """All rows, and the client that each is of."""
+    rows = {name: jnp.asarray(federation[name].numpy()) for name in federation.fields}
+    return rows, jnp.asarray(federation.owner.numpy()), len(federation)
+
+
+def reference(name: str, problem: Problem, federation: bf.Federation) -> dict[str, np.ndarray]:
+    """Draws of NUTS, four chains of 2000, by site; kept in runs/reference/."""
+    path = RUNS / f"problem_{name.replace(' ', '_').replace(',', '')}.npz"
+    if not path.exists() and problem.exact is not None:
+        RUNS.mkdir(parents=True, exist_ok=True)
+        np.savez(path, **{k: v.numpy() for k, v in problem.exact(federation).items()})
+    if not path.exists():
+        mcmc = sampler(problem, 1500, 2000, 4)
+        mcmc.run(jax.random.PRNGKey(0), *pooled(federation))
+        idata = az.from_dict(posterior=mcmc.get_samples(group_by_chain=True))
+        print(
+            f"{name}: NUTS' r_hat {float(az.rhat(idata).to_array().max()):.3f}, "
+            f"ess {float(az.ess(idata).to_array().min()):.0f}",
+            flush=True,
+        )
+        RUNS.mkdir(parents=True, exist_ok=True)
+        np.savez(path, **{k: np.asarray(v) for k, v in mcmc.get_samples().items()})
+    return dict(np.load(path))
