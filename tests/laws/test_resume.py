@@ -235,7 +235,7 @@ def test_rates_that_fall_are_those_of_the_longer_run(tmp_path, every_round, monk
         rates.append(done)
         return annealed(final, done)
 
-    monkeypatch.setattr(sys.modules["bayesfed.fit"], "annealed", watched)
+    monkeypatch.setattr(sys.modules["bayesfed.engine.run"], "annealed", watched)
     path = tmp_path / "run"
     fit("SFVI", path, rounds=2)
     fit("SFVI", path, rounds=4)
