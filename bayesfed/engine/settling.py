@@ -117,8 +117,8 @@ class Settling:
             return False
         step, noise, moved = self._seen(done, window)
         return (
-            max(self._by_site(step).values()) < STILL
-            and max(self._by_site(moved).values()) < MOVED
+            self._within(step, STILL)
+            and self._within(moved, MOVED)
             and float(noise.square().mean().sqrt()) < NOISE
             and _risen(elbo[-window:]) < self.nats
         )
@@ -128,7 +128,7 @@ class Settling:
         window = max(LEAST, _cooling(cooling))
         before = self._at(slice(cooling - window + 1, cooling + 1), done).mean(0)
         moved = (self._at(slice(done, done + 1), done)[0] - before).abs()
-        if max(self._by_site(moved).values()) < FAR:
+        if self._within(moved, FAR):
             self.marks[3] = 1
         else:
             self.marks[1:3] = torch.tensor([done, 0])
@@ -146,6 +146,10 @@ class Settling:
         """Places in units of the q(θ) of now, ``(rounds, 2, P)``."""
         means, scales = self.places[rounds].unbind(1)
         return torch.stack([means / self.places[done, 1], scales.clamp(min=1e-30).log()], 1)
+
+    def _within(self, lengths: Tensor, most: float) -> bool:
+        """Whether they are less at every site; what is no number is not."""
+        return all(length < most for length in self._by_site(lengths).values())
 
     def _by_site(self, lengths: Tensor) -> dict[str, float]:
         """Root mean square over each site's coordinates; of means or of log standard deviations, whichever is more."""

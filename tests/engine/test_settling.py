@@ -105,6 +105,14 @@ def test_one_coordinate_that_moves_is_enough():
     assert list(of.to_go(49)) == ["beta"]
 
 
+def test_what_is_no_number_is_not_still():
+    of = fresh(sites={"mu": 1, "beta": 1})
+    for n in range(1, 20):
+        where = torch.tensor([[0.0, math.nan], [1.0, 1.0]])
+        of.record(where, 1.0, torch.zeros(n, dtype=torch.float64), torch.tensor([0]))
+    assert not of.settled
+
+
 def test_a_run_that_moves_while_its_rates_fall_goes_on():
     of = fresh()
     done = stops(of, lambda n: 0.0 if n < 5 else 2.0)
