@@ -166,15 +166,16 @@ def settling(
     """A run's before its first round, with so many rows in all; None where q(θ) has no width anywhere."""
     if not program.random:
         return None
+    found = moments(program, params)
     sites = {
         name: min(len(means), COORDINATES)
-        for name, (means, scales) in moments(program, params).items()
+        for name, (means, scales) in found.items()
         if (scales > 0).all()
     }
     if not sites:
         return None
     places = torch.zeros(BOUND + 1, 2, sum(sites.values()))
-    places[0] = place(program, params, sites)
+    places[0] = _chosen(found, sites)
     return Settling(
         levels=levels,
         places=places,
@@ -189,7 +190,11 @@ def settling(
 
 def place(program: Program, params: Params, sites: Mapping[str, int]) -> Tensor:
     """Means and standard deviations of some coordinates of each site, ``(2, P)``."""
-    found, parts = moments(program, params), []
+    return _chosen(moments(program, params), sites)
+
+
+def _chosen(found: Mapping[str, tuple[Tensor, Tensor]], sites: Mapping[str, int]) -> Tensor:
+    parts = []
     for name, count in sites.items():
         means, scales = found[name]
         some = torch.linspace(0, len(means) - 1, count).long()
