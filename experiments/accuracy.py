@@ -28,7 +28,7 @@ import pyro
 import torch
 from problems import PROBLEMS, reference
 from pyro.infer import SVI, Trace_ELBO
-from tables import keep
+from tables import keep, rounds_of
 
 import bayesfed as bf
 from bayesfed.elbo.sites import sites
@@ -142,12 +142,6 @@ HEADER = [
     "| problem | guide | run | rounds | mean, globals | sd ratio | mean, locals | sd ratio | ELBO |",
     "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
 ]
-
-
-def rounds_of(posterior: bf.Posterior) -> str:
-    """After how many rounds it stopped."""
-    rounds = len(posterior.history["elbo"])
-    return f"{rounds}" if posterior.settled else f"{rounds}, not settled"
 
 
 def rows(name: str, guides: list[str], path: Path) -> Iterator[str]:

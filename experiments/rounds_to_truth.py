@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from problems import PROBLEMS, reference
-from tables import keep
+from tables import keep, rounds_of
 from torch import Tensor
 from torch.distributions import biject_to
 
@@ -127,11 +127,10 @@ def rows(name: str, cohorts: list[float], seeds: int, data: Path) -> Iterator[st
                 **quiet,
             )
             seconds = time.perf_counter() - start
-            stopped = f"{len(path)}" if posterior.settled else f"{len(path)}, not settled"
             cells = [
                 stays(path, truth),
                 stays(path, limit),
-                stopped,
+                rounds_of(posterior),
                 cell(path[-1], truth),
                 cell(path[-1], limit),
                 f"{seconds:.1f}",

@@ -47,6 +47,12 @@ def done(
             yield call, future.result()
 
 
+def rounds_of(posterior: Any) -> str:
+    """After how many rounds a fit stopped by itself, or that it did not."""
+    rounds = len(posterior.history["elbo"])
+    return f"{rounds}" if posterior.settled else f"{rounds}, not settled"
+
+
 def keep(
     path: Path, header: Sequence[str], row: str, order: Sequence[str], columns: int = 1
 ) -> None:
