@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bayesfed.data.names import word as word
 from bayesfed.data.names import words as words
-from bayesfed.tracing.compiler import traceable, tracing
+from bayesfed.tracing.compiler import compiling, traceable
 
 _GOLDEN = -0x61C8864680B583EB  # 2⁶⁴ / golden ratio, as a signed 64-bit integer
 _FACTORS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
@@ -101,13 +101,13 @@ def _normals(keys: Tensor, path: list[Tensor | int], strides: Tensor, count: int
     """
     for data in path:
         keys = fold(keys, data)
-    if count > 10_000 and keys.ndim and keys.device.type == "cpu" and not tracing():
+    if count > 10_000 and keys.ndim and keys.device.type == "cpu" and not compiling():
         streams = [_normals(key, [], strides, count) for key in keys.flatten()]  # stay in cache
         return torch.stack(streams).reshape((*keys.shape, count))
     bits = _mix(keys[..., None] + strides)
     halves = torch.cat([bits >> 40, bits >> 8], -1)[..., :count] & ((1 << 24) - 1)
     odd = (2 * halves - ((1 << 24) - 1)).float() * 2.0**-24  # in (-1, 1), symmetric, never 0 or ±1
-    return (_erfinv(odd) if tracing() else odd.erfinv_()) * math.sqrt(2)
+    return (_erfinv(odd) if compiling() else odd.erfinv_()) * math.sqrt(2)
 
 
 # fmt: off

@@ -20,8 +20,8 @@ _TOGETHER = 16  # steps whose rows are found at once
 def width(federation: Federation, lengths: Tensor) -> int:
     """How many rows a full batch of clients of these lengths is padded to.
 
-    Few widths are few shapes to compile: that of the longest client of all where this is little work, else the next
-    of a ladder with steps of a fifth.
+    Few widths are few shapes to trace and compile: that of the longest client of all where this is little work, else
+    the next of a ladder with steps of a fifth.
     """
     own, found = int(lengths.max()), int(federation.lengths.max())
     if found * len(lengths) * federation.numbers_per_row <= _LITTLE:
@@ -40,10 +40,11 @@ def batches(federation: Federation, clients: Tensor, batch_size: int | None, key
     gradients than rows drawn afresh at each step.
     """
     lengths = federation.lengths[clients]
+    places = torch.arange(width(federation, lengths))
+    places = torch.where(places < lengths[:, None], places, -1)
     if batch_size is None or batch_size >= int(lengths.max()):
-        slots = torch.arange(width(federation, lengths))
-        full = federation.batch(clients, torch.where(slots < lengths[:, None], slots, -1))
-        return Rows(lambda step: full, lengths, len(slots))
+        full = federation.batch(clients, places)
+        return Rows(lambda step: full, lengths, places.shape[1])
     order = noise.shuffle(noise.fold(keys, noise.word("rows")), lengths)[None]
     here = clients.to(keys.device)
     slots = torch.arange(batch_size, device=keys.device)
@@ -59,7 +60,7 @@ def batches(federation: Federation, clients: Tensor, batch_size: int | None, key
 
     def at(step: int | None) -> Batch:
         if step is None:
-            return federation.batch(clients)
+            return federation.batch(clients, places)
         rows, mask, scale = (x[step % _TOGETHER] for x in located(step // _TOGETHER))
         return federation.gather(here, rows, mask, scale)
 

@@ -27,9 +27,9 @@ class Execution:
         states: a folder for what the clients keep, in files mapped into memory, for more clients than fit into it:
             only the cohort's rows are in memory. The posterior reads its ``local_params`` from there, so keep the
             folder as long as the posterior. By default in memory.
-        compile: trace and compile the local steps: True, False, or ``"auto"``: where the run would take long
-            enough for that to pay, see :class:`~bayesfed.tracing.compiler.Compiler`. What was chosen is shown with
-            the progress and kept as ``posterior.compiled``.
+        compile: the steps: True compiles all, False none, ``"auto"`` traces or compiles those where that pays, see
+            :class:`~bayesfed.tracing.compiler.Compiler`. What was chosen is shown with the progress and kept as
+            ``posterior.compiled``.
         precision: of the clients' matrix products: ``"full"``, ``"tf32"`` or ``"bf16"``, see
             :func:`bayesfed.tracing.precision.products`.
         group: processes of ``torch.distributed``, each running the same call, among which the cohort is split: one

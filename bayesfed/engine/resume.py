@@ -38,12 +38,12 @@ class Written(NamedTuple):
 
     Attributes:
         done: rounds that it had done.
-        compiled: whether its steps were compiled.
+        compiled: whether its steps were compiled, or which.
         tensors: its state, by place.
     """
 
     done: int
-    compiled: bool
+    compiled: bool | list[str]
     tensors: dict[str, Tensor]
 
     def state(self, form: Any) -> Any:
@@ -105,7 +105,9 @@ class Checkpoint:
         self.name = metadata["name"]
         return Written(metadata["done"], metadata["compiled"], found)
 
-    def write(self, state: Any, done: int, *, compiled: bool, due: bool, kept: States) -> None:
+    def write(
+        self, state: Any, done: int, *, compiled: bool | list[str], due: bool, kept: States
+    ) -> None:
         """Write the state, atomically, unless that would take more than a twentieth of the time."""
         begin = time.perf_counter()
         if not due and begin - self._written < self._cost / _SHARE:
@@ -178,7 +180,8 @@ def begin(run: Run) -> None:
         if run.settling is not None and run.settling.settled:
             run.rounds = run.done
         if run.done:
-            run.compiler = Compiler(before.compiled)
+            how = before.compiled
+            run.compiler = Compiler(how) if isinstance(how, bool) else Compiler(chosen=set(how))
         if run.done < run.rounds and run.multiplier and run.privacy and run.privacy.seed is None:
             warnings.warn(
                 f"the run goes on after round {run.done} with noise and cohorts drawn anew: those of a private run "
@@ -192,7 +195,8 @@ def begin(run: Run) -> None:
 def keep(run: Run, file: Checkpoint) -> None:
     """Keep a run after a round; always where it is over, and where noise has been told, which is spent."""
     due = run.done in (0, run.rounds) or run.multiplier > 0
-    compiled = run.compiler.mode is not False
+    how = run.compiler
+    compiled = sorted(how.chosen) if how.mode == "auto" else how.mode
     file.write(run.state, run.done, compiled=compiled, due=due, kept=run.clients)
 
 

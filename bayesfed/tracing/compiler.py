@@ -1,13 +1,14 @@
-"""Steps of a round, each traced once through Pyro's handlers into a flat graph of ATen operations, and compiled.
+"""Steps of a round, each written down once as a flat graph of ATen operations, and compiled where that pays.
 
 A step is a pure function of tensors: loss, gradients, optimiser. Run eagerly, each of its operations costs Python,
-Pyro's handlers and a pass over memory; traced with ``make_fx`` and compiled by Inductor, the handlers are gone and
-elementwise operations share their passes. What differs from call to call must be an argument: noise, rows, rates.
+Pyro's handlers, autograd and a pass over memory. Traced, it is the list of its operations, without handlers and
+autograd; compiled by Inductor, elementwise operations share their passes too. What differs from call to call must be
+an argument: noise, rows, rates.
 
     @traceable
     def step(self, program, state, batch, noise, lr): ...
 
-runs as it is written, unless a :class:`Compiler` is in use (:func:`bayesfed.fit` has one). Then it is compiled once for
+runs as it is written, unless a :class:`Compiler` is in use (:func:`bayesfed.fit` has one). Then there is a graph for
 every combination of shapes; a float becomes an argument of the graph, what is neither tensor nor float a part of it.
 """
 
@@ -28,28 +29,29 @@ import pyro
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bayesfed.data.batch import Batch, Fields
+from bayesfed.tracing.recorder import Recorder
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Mode = Literal["auto"] | bool
 
-WORTH = 60.0
-"""Seconds of eager work from which compiling pays: it takes some twenty for all steps of a model, at first."""
-GRAPHS = 16
-"""Graphs of one function: where shapes differ more than that, the rest run eagerly."""
-_OPERATION, _BYTES = 6e-6, 1.5e10
-"""Seconds that an operation costs through Pyro and autograd; bytes a second."""
+GRAPHS, TRACED = 16, 4
+"""Compiled, and merely traced graphs of one function: where shapes differ more than that, the rest run eagerly."""
+_OPERATION, _TRACED, _BYTES = 12e-6, 5e-6, 1.5e10
+"""Seconds that an operation costs through Pyro and autograd, and in a graph that is run as it is; bytes a second."""
+_COMPILING, _COMPILING_ONE = 20.0, 0.03
+"""Seconds that Inductor takes for a graph at first, and for each of its operations."""
 _LIBRARIES = (
     *tuple(module.__path__[0] for module in (torch, pyro)),
     str(Path(__file__).parents[1]),
 )
 
 _active: ContextVar[Compiler | None] = ContextVar("compiler", default=None)
+_recording: ContextVar[bool] = ContextVar("recording", default=False)
+_inductor: ContextVar[bool] = ContextVar("for Inductor", default=False)
 
 
 def traceable(function: Callable[P, R]) -> Callable[P, R]:
@@ -93,45 +95,56 @@ def using(compiler: Compiler | None) -> Iterator[Compiler | None]:
 
 def tracing() -> bool:
     """Whether a graph is being traced, so that no branch may depend on numbers."""
-    return get_proxy_mode() is not None
+    return _recording.get()
+
+
+def compiling() -> bool:
+    """Whether it is traced for Inductor, which does best with long formulas of simple operations."""
+    return _inductor.get()
 
 
 @dataclass
 class _Work:
-    """What one call of a step costs eagerly, and how often it was called in the first round."""
+    """What one call of a step costs, and how often it was called in the first round."""
 
     operations: int
     bytes: int
     calls: int = 0
 
     @property
+    def small(self) -> bool:
+        """Whether it is what operations cost each, not what they write, that takes the time."""
+        return self.operations * _OPERATION > self.bytes / _BYTES
+
+    @property
     def seconds(self) -> float:
-        return self.calls * (self.operations * _OPERATION + self.bytes / _BYTES)
+        """In a round, traced where that is any use."""
+        each = _TRACED if self.small else _OPERATION
+        return self.calls * (self.operations * each + self.bytes / _BYTES)
 
 
 @dataclass
 class Compiler:
-    """Compiled steps of one run.
+    """Traced and compiled steps of one run.
 
     Attributes:
-        mode: True compiles every step at its first call. ``"auto"`` runs the first round eagerly and counts its
-            operations and the bytes that they write; it compiles what follows if the whole run would take more than
-            about :data:`WORTH` seconds of that. The count depends on shapes only, so a run always chooses alike.
-        graphs: by function, what is static and shapes: the compiled graph, or None where there is none.
+        mode: True compiles every step at its first call, False runs all eagerly. ``"auto"`` takes what is cheapest by
+            the operations of a step's first call and the bytes that they write: where operations cost more than what
+            they write the graph is run as it is, and after the first round a step is compiled if the rest of the run
+            would take it longer than that does. The count depends on shapes only, so a run always chooses alike.
+        graphs: by function, what is static and shapes: the graph, or None where the function runs eagerly.
         seconds: spent on tracing and compiling.
-        reason: why it compiles or does not.
+        reason: what was chosen, and why.
+        chosen: the names of the functions that ``"auto"`` compiles.
     """
 
     mode: Mode = "auto"
     graphs: dict[Any, Callable[..., Any] | None] = field(default_factory=dict)
     seconds: float = 0.0
     reason: str = ""
+    chosen: set[str] = field(default_factory=set)
     _work: dict[Any, _Work] = field(default_factory=dict)
     _refused: dict[str, str] = field(default_factory=dict)
-    _decided: bool = False
-
-    def __post_init__(self) -> None:
-        self._decided = self.mode is True
 
     def __call__(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
         """The function's result."""
@@ -145,65 +158,87 @@ class Compiler:
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return function(*args)  # a graph ends gradients
         key = function, torch.get_num_threads(), form
-        if not self._decided:
-            return self._counted(key, function, args)
         if key not in self.graphs:
             started = time.perf_counter()
-            self.graphs[key] = self._compiled(function, form, tensors)
+            compiles = self.mode is True or function.__qualname__ in self.chosen
+            self.graphs[key] = (self._compiled if compiles else self._traced)(key, tensors)
             self.seconds += time.perf_counter() - started
+        if key in self._work:
+            self._work[key].calls += 1
         graph = self.graphs[key]
         return function(*args) if graph is None else graph(tensors)
 
     def decide(self, rounds: int) -> None:
-        """After the first round: whether to compile the ``rounds`` that are left."""
-        if self._decided or self.mode is False:
+        """After the first round: what to compile for the ``rounds`` that are left."""
+        if self.mode != "auto":
             return
-        seconds = rounds * sum(work.seconds for work in self._work.values())
-        if seconds < WORTH:
-            self.mode = False
-        self._decided = True
-        about = f"about {seconds:.0f} s of work" if seconds >= 1 else "less than a second of work"
-        self.reason = f"{'eager' if self.mode is False else 'compiled'}: {about}"
+        total = 0.0
+        for function in {key[0] for key in self._work}:
+            works = [work for key, work in self._work.items() if key[0] is function]
+            seconds = rounds * sum(work.seconds for work in works)
+            total += seconds
+            if seconds > _COMPILING + _COMPILING_ONE * max(work.operations for work in works):
+                self.chosen.add(function.__qualname__)
+        traced = any(self.graphs.values())
+        self.graphs = {k: v for k, v in self.graphs.items() if k[0].__qualname__ not in self.chosen}
+        chosen = "compiled" if self.chosen else "traced" if traced else "eager"
+        about = f"about {total:.0f} s of work" if total >= 1 else "less than a second of work"
+        self.reason = f"{chosen}: {about}"
 
     def __str__(self) -> str:
-        if not self.graphs:
-            return self.reason
         made = sum(graph is not None for graph in self.graphs.values())
-        return f"{self.reason or 'compiled'}, {made} graphs in {self.seconds:.0f} s"
+        return (
+            f"{self.reason or 'compiled'}, {made} graphs in {self.seconds:.0f} s"
+            if made
+            else self.reason
+        )
 
-    def _counted(self, key: Any, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-        if key in self._work:
-            result = function(*args)
-        else:
-            with _Counter() as counter:
-                result = function(*args)
-            self._work[key] = _Work(counter.operations, counter.bytes)
-        self._work[key].calls += 1
-        return result
+    def _traced(self, key: Any, tensors: list[Tensor]) -> Callable[[list[Tensor]], Any] | None:
+        """The graph as it is, checked at its second call: at other numbers than those that it was traced with.
 
-    def _compiled(
-        self, function: Callable[..., Any], form: Any, tensors: list[Tensor]
-    ) -> Callable[[list[Tensor]], Any] | None:
-        name = function.__qualname__
+        Of shapes beyond the first few the function itself, run as if it were traced: whichever shapes came first, the
+        numbers are the same.
+        """
+        if self._too_many(key, TRACED):
+            others = [graph for other, graph in self.graphs.items() if other[0] is key[0]]
+            return None if None in others else functools.partial(_as_if_traced, key)
+        recorder = Recorder()
+        try:
+            graph, form, _ = _recorded(recorder, key, tensors)
+        except Exception:  # not to be traced, or wrong: run eagerly it will say what it is
+            return None
+        finally:
+            self._work[key] = _Work(recorder.operations, recorder.bytes)
+        if not self._work[key].small:
+            return None
+        calls = 0
+
+        def run(tensors: list[Tensor]) -> Any:
+            nonlocal calls
+            calls += 1
+            with torch.no_grad():
+                found = graph(*tensors)
+            if calls == 2 and not _agree(found, expected := _eager(key, tensors), 1e-3):
+                why = "what it does depends on more than its arguments"
+                self._refuse(key[0].__qualname__, why)
+                self.graphs[key] = None
+                found = expected
+            return _filled(form, iter(found))
+
+        return run
+
+    def _compiled(self, key: Any, tensors: list[Tensor]) -> Callable[[list[Tensor]], Any] | None:
+        """The graph as Inductor makes it, checked at once."""
+        name = key[0].__qualname__
         if name in self._refused:
             return None
-        if sum(key[0] is function for key in self.graphs) >= GRAPHS:
+        if self._too_many(key, GRAPHS):
             shapes = f"its shapes differ too much from call to call ({GRAPHS} graphs are made)"
             self._refuse(name, shapes)
             return None
-        forms: list[Any] = []
-
-        def flat(*inputs: Tensor) -> list[Tensor]:
-            found: list[Tensor] = []
-            with torch.enable_grad(), pyro.validation_enabled(False), _SameStorage():
-                forms[:] = [_form(function(*_filled(form, iter(inputs))), found)]
-            return [x.detach() for x in found]
-
         try:
-            with torch.no_grad():
-                # a tensor that is given twice must not become one input: at the next call it may be two
-                graph = make_fx(flat)(*(tensor.detach() for tensor in tensors))
-                _check_pure(graph)
+            with _set(_inductor):
+                graph, form, expected = _recorded(Recorder(), key, tensors)
         except Exception as error:  # whatever a model may do that cannot be traced
             self._refuse(name, _where(error))
             return None
@@ -217,8 +252,6 @@ class Compiler:
         except Exception as error:  # no C++ compiler, or an operation that Inductor lacks
             self._refuse(name, f"Inductor could not compile it: {_first_line(error)}")
             return None
-        with using(None):
-            expected = flat(*tensors)
         lowered = torch.is_autocast_enabled(tensors[0].device.type)
         if not _agree(found, expected, 0.05 if lowered else 1e-3):
             self._refuse(name, "what Inductor made of it gives other numbers")
@@ -226,14 +259,57 @@ class Compiler:
 
         def run(tensors: list[Tensor]) -> Any:
             with torch.no_grad():
-                return _filled(forms[0], iter(compiled(*tensors)))
+                return _filled(form, iter(compiled(*tensors)))
 
         return run
+
+    def _too_many(self, key: Any, most: int) -> bool:
+        return sum(other[0] is key[0] for other in self.graphs) >= most
 
     def _refuse(self, name: str, why: str) -> None:
         if why not in self._refused.values():  # several steps of a model meet the same obstacle
             warnings.warn(f"{name} runs eagerly: {why}", stacklevel=2)
         self._refused[name] = why
+
+
+def _recorded(
+    recorder: Recorder, key: Any, tensors: Sequence[Tensor]
+) -> tuple[GraphModule, Any, list[Tensor]]:
+    """The graph of a function at these tensors, the form of its results, and these."""
+    # a tensor that is given twice must not become one input: at the next call it may be two
+    inputs = [tensor.detach() for tensor in tensors]
+    with _set(_recording), recorder.of(inputs):
+        results, form = _flat(key, inputs)
+    return recorder.graph(results, to_compile=compiling()), form, results
+
+
+@contextmanager
+def _set(flag: ContextVar[bool]) -> Iterator[None]:
+    token = flag.set(True)
+    try:
+        yield
+    finally:
+        flag.reset(token)
+
+
+def _as_if_traced(key: Any, tensors: Sequence[Tensor]) -> Any:
+    with _set(_recording):
+        found, form = _flat(key, tensors)
+    return _filled(form, iter(found))
+
+
+def _eager(key: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+    with using(None):
+        return _flat(key, tensors)[0]
+
+
+def _flat(key: Any, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+    """A function's results as a list, and their form."""
+    function, _, form = key
+    found: list[Tensor] = []
+    with torch.enable_grad(), pyro.validation_enabled(False), _SameStorage():
+        made = _form(function(*_filled(form, iter(tensors))), found)
+    return [x.detach() for x in found], made
 
 
 class _SameStorage(TorchFunctionMode):
@@ -318,19 +394,6 @@ def _size(x: Tensor) -> float:
     return float(x.abs().nan_to_num(0, 0).max())
 
 
-def _check_pure(graph: GraphModule) -> None:
-    """Refuse a graph that draws numbers: a compiled step would not draw the run's."""
-    for node in graph.graph.nodes:
-        target = node.target
-        if (
-            isinstance(target, torch._ops.OpOverload)
-            and torch.Tag.nondeterministic_seeded in target.tags
-        ):
-            raise ValueError(
-                f"it draws random numbers of its own ({target}); a guide's sites are given theirs"
-            )
-
-
 def _where(error: Exception) -> str:
     """The line of the user's that an error comes from, and what it says."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -345,20 +408,3 @@ def _where(error: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-class _Counter(TorchDispatchMode):
-    """Counts operations and the bytes that they write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations = self.bytes = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.operations += 1
-        if isinstance(result, Tensor) and not func.is_view:
-            self.bytes += result.numel() * result.element_size()
-        return result

@@ -94,7 +94,8 @@ def test_a_run_that_is_written_now_and_then_goes_on_too(tmp_path, monkeypatch):
 
 
 def test_a_compiled_run_goes_on_compiled(tmp_path, every_round, monkeypatch):
-    monkeypatch.setattr("bayesfed.tracing.compiler.WORTH", 0.0)
+    monkeypatch.setattr("bayesfed.tracing.compiler._COMPILING", 0.0)
+    monkeypatch.setattr("bayesfed.tracing.compiler._COMPILING_ONE", 0.0)
     monkeypatch.setattr("bayesfed.tracing.inductor.compiled", lambda graph, inputs: graph)
     whole = fit("FedAvg of a network", compile="auto")
     path = tmp_path / "run.safetensors"

@@ -240,7 +240,7 @@ def test_a_model_with_a_branch_fits(data, only_traced):
                 pyro.sample("target", dist.Normal(alpha, spread), obs=obs.get("x")[..., 1])
 
     algorithm = bf.SFVI(local_steps=1, draws=2)
-    with pytest.warns(UserWarning, match="step runs eagerly: test_compiler.py.*spread") as warned:
+    with pytest.warns(UserWarning, match="runs eagerly: test_compiler.py.*spread") as warned:
         found = fit(branching, data, algorithm, rounds=2, compile=True)
     assert len(warned) == 1  # though other steps meet the same line
     expected = fit(branching, data, algorithm, rounds=2, compile=False)
@@ -283,25 +283,70 @@ def test_gradients_pass_through_a_step_that_is_not_compiled():
     assert not compiler.graphs
 
 
-@pytest.mark.parametrize("worth", [0.0, 1e9])
-def test_auto_chooses_by_the_work(worth, data, monkeypatch, only_traced):
-    monkeypatch.setattr(compiling, "WORTH", worth)
+@pytest.mark.parametrize("seconds", [0.0, 1e9])
+def test_auto_chooses_by_the_work(seconds, data, monkeypatch, only_traced):
+    monkeypatch.setattr(compiling, "_COMPILING", seconds)
+    monkeypatch.setattr(compiling, "_COMPILING_ONE", 0.0)
     algorithm, model = CASES["FedABML"]()
     posterior = fit(model, data, algorithm, rounds=3, batch_size=4)
-    assert posterior.compiled.startswith("compiled" if worth == 0 else "eager")
+    assert posterior.compiled.startswith("compiled" if seconds == 0 else "traced")
     assert "work" in posterior.compiled
-    assert ("graphs" in posterior.compiled) == (worth == 0)
+    assert "graphs" in posterior.compiled
 
 
-def test_the_count_of_work_does_not_depend_on_the_clock():
+def test_where_numbers_take_the_time_nothing_is_traced():
     """Two runs choose alike: the count is of operations and bytes."""
-    counts = []
     for _ in range(2):
         compiler = Compiler("auto")
         with using(compiler):
-            descend(torch.ones(1000, 1000), 0.1)
-        counts.append([(w.operations, w.bytes, w.calls) for w in compiler._work.values()])
-    assert counts[0] == counts[1] == [(2, 8_000_000, 1)]
+            for _ in range(3):
+                descend(torch.ones(1000, 1000), 0.1)
+        (work,) = compiler._work.values()
+        assert 8_000_000 <= work.bytes < 9_000_000
+        assert (work.calls, list(compiler.graphs.values())) == (3, [None])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_runs_that_are_traced_by_themselves_agree(name, data, monkeypatch):
+    """As ``agree``, with ``"auto"``; small enough that every step is traced."""
+    monkeypatch.setattr(compiling, "_BYTES", 1e30)
+    fits = {}
+    for mode in (False, "auto"):
+        algorithm, model = CASES[name]()
+        fits[mode] = fit(
+            model, data, algorithm, rounds=3, clients_per_round=3, batch_size=4, compile=mode
+        )
+    assert fits["auto"].compiled.startswith("traced")
+    for part in ("params", "local_params"):
+        expected, found = (getattr(fits[mode], part) for mode in (False, "auto"))
+        for key, value in expected.items():
+            size = float(value.abs().max()) + 1e-3
+            torch.testing.assert_close(found[key], value, rtol=0, atol=1e-4 * size, msg=key)
+
+
+def test_what_is_traced_is_checked_at_other_numbers():
+    """A function that remembers gives other numbers than its graph at the second call."""
+    calls = []
+
+    @traceable
+    def remembers(w):
+        calls.append(len(calls))
+        return w + len(calls)
+
+    with using(Compiler("auto")) as compiler:
+        assert remembers(torch.ones(2)).tolist() == [2, 2]
+        with pytest.warns(UserWarning, match="remembers runs eagerly: .*more than its arguments"):
+            assert remembers(torch.ones(2)).tolist() == [3, 3]
+        assert remembers(torch.ones(2)).tolist() == [4, 4]
+    assert list(compiler.graphs.values()) == [None]
+
+
+def test_of_many_shapes_a_few_are_traced():
+    with using(Compiler("auto")) as compiler:
+        for size in range(1, 8):
+            for _ in range(3):
+                assert descend(torch.ones(size), 0.25).tolist() == [0.5] * size
+    assert len(compiler._work) == compiling.TRACED
 
 
 def test_a_module_of_the_users_own(data, only_traced):
