@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro
 import pyro.distributions as dist
@@ -23,9 +23,22 @@ from bayesfed.elbo.sites import Site, prior_draws
 from bayesfed.guides import local
 from bayesfed.guides.family import Family
 from bayesfed.guides.local import Start
+from bayesfed.tracing.compiler import traceable
 
 LOCAL = "local"
 """The auxiliary site that holds the local variables of the block as one unconstrained vector a client."""
+
+
+Params = dict[str, Tensor]
+
+
+class _BlockPrior(NamedTuple):
+    """The Normal prior of K clients' block at the centre of q(θ), in its units, and that centre and its scale."""
+
+    loc: Tensor
+    precision: Tensor
+    z: Tensor
+    unit: Tensor
 
 
 @dataclass(frozen=True)
@@ -89,30 +102,70 @@ class Hierarchical:
         names = ["loc", "log_precision", "loc_weight", "precision_weight"]
         return [f"{LOCAL}.{name}" for name in names + ["tril"] * (size > 1)]
 
-    def laplace(self, batch: Any, phi: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The parameters of the block's factor from the likelihood's curvature, for K clients."""
-        _, loc, scale = self.sample_globals()
-        loc, scale = (x.detach().expand(len(batch), 1, -1) for x in (loc, scale))
-        start = self.block_start
-        priors = _Priors(self, loc)
-        with priors, Until(self.block):
-            self.model(batch.head())
+    def laplace(self, params: Params, phi: Params, batch: Any) -> Params:
+        """The parameters of the block's factor from the likelihood's curvature, for K clients ``(K, 1, ...)``.
+
+        Each client stops where its next step is worth nothing, whatever the others do. Only on a CPU it is asked
+        whether all have: asking waits for a device.
+        """
+        params = {**params, **phi}
+        at = self._block_prior(params, batch)
+        u, still = phi[f"{LOCAL}.loc"], batch.scale.new_ones(len(batch))
+        for _ in range(laplace.NEWTON_STEPS):
+            u, still = self._climbed(params, batch, at, u, still)
+            if still.device.type == "cpu" and not bool(still.any()):
+                break
+        found = self._factor(params, batch, at, u)
+        for name in ("loc_weight", "precision_weight"):
+            rest = phi[f"{LOCAL}.{name}"].shape[-1] - found[name].shape[-1]
+            found[name] = torch.nn.functional.pad(found[name], (0, rest))
+        return {f"{LOCAL}.{name}": found[name] for name in found if f"{LOCAL}.{name}" in phi}
+
+    @traceable
+    def _block_prior(self, params: Params, batch: Any) -> _BlockPrior:
+        with given(batch.device, params, noise={}):
+            _, loc, scale = self.sample_globals()
+            z, unit = (x.detach().expand(len(batch), 1, -1) for x in (loc, scale))
+            priors = _Priors(self, z)
+            with priors, Until(self.block):
+                self.model(batch.head())
         locs, scales = zip(*(priors.found[name] for name in self.block), strict=True)
         centre, spread = (_stack(x).detach().expand(len(batch), 1, -1) for x in (locs, scales))
-        prior = (centre - start.loc) / start.scale, (start.scale / spread).square()
+        start = self.block_start
+        return _BlockPrior(
+            (centre - start.loc) / start.scale, (start.scale / spread).square(), z, unit
+        )
 
-        def log_likelihood(u: Tensor, z: Tensor) -> Tensor:
-            likelihood = _Likelihood(self, z, self.block_parts(start.loc + start.scale * u))
-            with likelihood, draws_plate(len(u)):
-                self.model(batch)
-            return likelihood.total
+    @traceable
+    def _climbed(
+        self, params: Params, batch: Any, at: _BlockPrior, u: Tensor, still: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The variables after a Newton step of those who are still on their way, 1; and who then still are."""
 
-        found = laplace.factor(log_likelihood, prior, phi[f"{LOCAL}.loc"], loc)
+        def log_joint(u: Tensor) -> Tensor:
+            far = (at.precision * (u - at.loc).square()).sum((-2, -1))
+            return self._log_likelihood(params, batch, u, at.z) - far / 2
+
+        further, worth = laplace.climb(log_joint, at.precision, u)
+        on_the_way = still.reshape(-1, 1, 1) > 0
+        return torch.where(on_the_way, further, u), still * (worth > laplace.THERE)
+
+    @traceable
+    def _factor(
+        self, params: Params, batch: Any, at: _BlockPrior, mode: Tensor
+    ) -> dict[str, Tensor]:
+        found = laplace.factor(partial(self._log_likelihood, params, batch), mode, at.z)
         for name in ("loc_weight", "precision_weight"):
-            weight = found[name] * scale[..., None, :]
-            rest = phi[f"{LOCAL}.{name}"].shape[-1] - weight.shape[-1]
-            found[name] = torch.nn.functional.pad(weight, (0, rest))
-        return {f"{LOCAL}.{name}": found[name] for name in found if f"{LOCAL}.{name}" in phi}
+            found[name] = found[name] * at.unit[..., None, :]
+        return found
+
+    def _log_likelihood(self, params: Params, batch: Any, u: Tensor, z: Tensor) -> Tensor:
+        """Of S values of the block's variables, ``(S, K)``."""
+        start = self.block_start
+        likelihood = _Likelihood(self, z, self.block_parts(start.loc + start.scale * u))
+        with given(batch.device, params, noise={}), likelihood, draws_plate(len(u)):
+            self.model(batch)
+        return likelihood.total
 
     def coordinates(self) -> dict[str, Tensor]:
         """Origin and unit of every site's coordinates, ``(2, P)``: they come from draws of the prior."""

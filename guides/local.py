@@ -29,6 +29,8 @@ from torch.distributions.transforms import ReshapeTransform
 FULL_UP_TO = 20
 """The largest variable whose factor has a full covariance; larger ones have W = 0."""
 NARROW = 4.0
+SMALL = 64
+"""Numbers of a matrix whose product with a vector is better taken by hand."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,9 @@ def conditional(
         precision_weight: R, ``(K, 1, P, C)``.
         tril: W, ``(K, 1, P, P)``.
     """
-    shift = (loc_weight @ c[..., None]).squeeze(-1)
+    shift = _times(loc_weight, c)
     spread = (-log_precision.detach() / 2).exp()
-    log_precision = log_precision + (precision_weight @ c[..., None]).squeeze(-1)
+    log_precision = log_precision + _times(precision_weight, c)
     if prior is None:
         prior_loc, prior_precision = torch.zeros_like(loc), torch.zeros_like(loc)
     else:
@@ -100,12 +102,19 @@ def conditional(
     root = (log_precision / 2).exp()[..., None] * unit
     factor = root @ root.mT
     precision = factor + torch.diag_embed(prior_precision)
-    natural = prior_precision * prior_loc + (factor @ a[..., None]).squeeze(-1)
+    natural = prior_precision * prior_loc + _times(factor, a)
     tril = _inverse_root(precision)
-    mean = (tril @ (tril.mT @ natural[..., None])).squeeze(-1)
+    mean = _times(tril, _times(tril.mT, natural))
     return dist.MultivariateNormal(
         start.loc + start.scale * mean, scale_tril=start.scale[:, None] * tril
     )
+
+
+def _times(matrix: Tensor, vector: Tensor) -> Tensor:
+    """A x; of a few numbers without the reshaping that batched products want, which takes longer than they do."""
+    if matrix.shape[-2:].numel() <= SMALL:
+        return (matrix * vector[..., None, :]).sum(-1)
+    return (matrix @ vector[..., None]).squeeze(-1)
 
 
 def _inverse_root(precision: Tensor) -> Tensor:

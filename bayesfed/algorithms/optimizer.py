@@ -41,14 +41,14 @@ def ascend(
 ) -> State:
     """One Adam step uphill (Kingma & Ba 2015, Algorithm 1, with the sign of maximisation)."""
     step = state["step"]["step"] + 1
+    unbias1, unbias2 = 1 - beta1**step, 1 - beta2**step
     new: State = state | {"params": {}, "mean": {}, "square": {}, "step": {"step": step}}
     for name, value in state["params"].items():
-        grad = grads[name]
-        mean = beta1 * state["mean"][name] + (1 - beta1) * grad
-        square = beta2 * state["square"][name] + (1 - beta2) * grad.square()
-        t = step.reshape(step.shape + (1,) * (value.ndim - step.ndim))
-        corrected = mean / (1 - beta1**t)
-        direction = corrected / ((square / (1 - beta2**t)).sqrt() + eps)
+        grad, rows = grads[name], step.shape + (1,) * (value.ndim - step.ndim)
+        mean = state["mean"][name].lerp(grad, 1 - beta1)
+        square = (beta2 * state["square"][name]).addcmul(grad, grad, value=1 - beta2)
+        corrected = mean / unbias1.reshape(rows)
+        direction = corrected / ((square / unbias2.reshape(rows)).sqrt() + eps)
         new["params"][name] = value + (lr * direction.clamp(-1.0, 1.0)).to(value.dtype)
         new["mean"][name], new["square"][name] = mean, square
     return new

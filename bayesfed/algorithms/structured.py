@@ -114,15 +114,21 @@ def moved(
     """
     if not program.laplace_params:
         return clients
+    origin = program.laplace(params, clients["params"], rows)
+    return _shifted(clients, origin)
+
+
+@traceable
+def _shifted(clients: optimizer.State, origin: Params) -> optimizer.State:
+    """φ_i and its origin, moved to another; of clients to whom that gives no numbers, as they are."""
     phi = clients["params"]
-    origin = program.laplace(params, phi, rows)
     finite = torch.cat([value.flatten(1) for value in origin.values()], 1).isfinite().all(1)
-    shifted = {}
+    there, shifted = {}, {}
     for name, before in clients["origin"].items():
         keep = finite.reshape(-1, *[1] * (before.ndim - 1))
-        origin[name] = torch.where(keep, origin[name], before)
-        shifted[name] = phi[name] + origin[name] - before
-    return clients | {"params": phi | shifted, "origin": origin}
+        there[name] = torch.where(keep, origin[name], before)
+        shifted[name] = phi[name] + there[name] - before
+    return clients | {"params": phi | shifted, "origin": there}
 
 
 def local_steps(

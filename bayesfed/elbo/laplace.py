@@ -20,6 +20,8 @@ from torch import Tensor
 from bayesfed.tracing.compiler import tracing
 
 NEWTON_STEPS = 6
+THERE = 1e-4
+"""What a Newton step may be worth, in nats, to be the last: it leaves the mode far less than that."""
 WEAKEST = 1e-2
 """The smallest eigenvalue of a factor's precision, in units of the prior's."""
 FURTHEST = 3.0
@@ -45,18 +47,30 @@ def newton(
         steps: how many.
         tolerance: leave off where no step is worth more than this; on a CPU only, for asking waits for a device.
     """
-    sizes = torch.tensor(SIZES, dtype=u.dtype, device=u.device).reshape(-1, *[1] * u.ndim)
     for _ in range(steps):
-        grad, hessian = curvature(objective, u)
-        step = torch.linalg.solve_ex(positive(-hessian, precision), grad[..., None])[0].squeeze(-1)
+        further, worth = climb(objective, precision, u)
         asks = tolerance > 0 and u.device.type == "cpu" and not tracing()
-        if asks and float((grad * step).detach().sum((-2, -1)).max()) < tolerance:
+        if asks and float(worth.max()) < tolerance:
             break
-        with torch.no_grad():
-            tried = u + sizes * step
-            best = objective(tried).nan_to_num(-torch.inf).argmax(0)
-            u = tried.gather(0, best[None, ..., None, None].expand(1, *u.shape))[0]
+        u = further
     return u
+
+
+def climb(
+    objective: Callable[[Tensor], Tensor], precision: Tensor, u: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The best fraction of one Newton step, and twice what the whole step is worth where all is quadratic: ``(K,)``.
+
+    Arguments as for :func:`newton`.
+    """
+    sizes = torch.tensor(SIZES, dtype=u.dtype, device=u.device).reshape(-1, *[1] * u.ndim)
+    grad, hessian = curvature(objective, u)
+    step = torch.linalg.solve_ex(positive(-hessian, precision), grad[..., None])[0].squeeze(-1)
+    with torch.no_grad():
+        tried = u + sizes * step
+        best = objective(tried).nan_to_num(-torch.inf).argmax(0)
+        u = tried.gather(0, best[None, ..., None, None].expand(1, *u.shape))[0]
+    return u, (grad * step).detach().sum((-2, -1))
 
 
 def curvature(f: Callable[[Tensor], Tensor], u: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,25 +106,15 @@ def positive(precision: Tensor, least: Tensor) -> Tensor:
 
 
 def factor(
-    log_likelihood: Callable[[Tensor, Tensor], Tensor],
-    prior: tuple[Tensor, Tensor],
-    u: Tensor,
-    z: Tensor,
+    log_likelihood: Callable[[Tensor, Tensor], Tensor], mode: Tensor, z: Tensor
 ) -> dict[str, Tensor]:
     """The parameters of :func:`~bayesfed.guides.local.conditional` for K clients, one unit of c being one of z.
 
     Args:
         log_likelihood: of u ``(S, K, 1, P)`` and z ``(K, 1, D)``; gives ``(S, K)``.
-        prior: location and precision of u's prior, ``(K, 1, P)``.
-        u: where to start, ``(K, 1, P)``.
+        mode: û, ``(K, 1, P)``.
         z: the centre of q(θ), ``(K, 1, D)``.
     """
-    loc, precision = prior
-
-    def joint(u: Tensor) -> Tensor:
-        return log_likelihood(u, z) - (precision * (u - loc).square()).sum((-2, -1)) / 2
-
-    mode = newton(joint, precision, u)
     z = z.detach().requires_grad_()
     grad, hessian = curvature(lambda u: log_likelihood(u, z), mode)
     values, vectors = torch.linalg.eigh(-hessian.detach().nan_to_num())

@@ -90,7 +90,7 @@ def site(loc: Tensor, scale_tril: Tensor, z: Tensor, grads: Tensor, before: Site
     down = torch.linalg.solve_triangular(scale_tril.mT, inner.mT, upper=True).mT
     back = torch.linalg.solve_triangular(scale_tril.mT, slope, upper=True)
     slope = torch.linalg.solve_triangular(scale_tril, back, upper=False, left=False)
-    slope = (slope + slope.mT) / 2
+    slope = ((slope + slope.mT) / 2).contiguous()
     return Site(down - slope @ loc, slope)
 
 

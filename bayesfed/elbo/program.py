@@ -147,8 +147,7 @@ class Program:
 
     def laplace(self, params: Mapping[str, Tensor], phi: Params, batch: Batch) -> Params:
         """The guide's closed form of its local parameters, for K clients ``(K, 1, ...)``."""
-        with handlers.given(batch.device, {**params, **phi}, noise={}):
-            return self.guide.laplace(batch, phi)
+        return self.guide.laplace(dict(params), phi, batch)
 
     def init_locals(self, batch: Batch) -> Params:
         """Initial local parameters of K clients: tensors of shape ``(K, ...)``."""

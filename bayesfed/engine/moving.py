@@ -21,6 +21,8 @@ from torch.distributions import biject_to
 from bayesfed.algorithms.schedules import elapsed
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.program import Params, Program
+from bayesfed.elbo.terms import Noise
+from bayesfed.tracing.compiler import traceable
 
 WINDOWS, KEPT = 12, 6
 SHARPEST = 0.8
@@ -163,10 +165,18 @@ def moments(program: Program, params: Params) -> dict[str, tuple[Tensor, Tensor]
     size = max(1, sum(site.event_shape.numel() for site in program.globals))
     draws = max(8, min(_DRAWS, _NUMBERS // size))
     device = program.schema.device
-    supplied = program.noise(noise.key(0).to(device), draws, local=False)
-    given = params | program.init_locals(program.schema)
+    return _moments(
+        program, params, program.noise(noise.key(0).to(device), draws, local=False), draws
+    )
+
+
+@traceable
+def _moments(
+    program: Program, params: Params, supplied: Noise, draws: int
+) -> dict[str, tuple[Tensor, Tensor]]:
+    device, own = program.schema.device, program.local_params
     with (
-        handlers.given(device, given, supplied, draws=draws),
+        handlers.given(device, params, supplied, draws=draws, starting=own),
         poutine.trace() as tracer,
         handlers.Until([site.name for site in program.globals]),
     ):
