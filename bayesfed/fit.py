@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from bayesfed.algorithms.sfvi import SFVI
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.elbo.handlers import on_cpu
+from bayesfed.elbo.program import Params
 from bayesfed.engine import processes
 from bayesfed.engine.checks import (
     Schedule,
@@ -41,7 +42,7 @@ from bayesfed.engine.run import MADE, Round, Run, Stopped
 from bayesfed.engine.settling import BOUND, USUAL, place, settling
 from bayesfed.engine.states import States
 from bayesfed.engine.units import warn_of_units
-from bayesfed.output.personal import personal
+from bayesfed.output.personal import OnDemand, gathered, personal
 from bayesfed.output.posterior import Posterior
 from bayesfed.tracing.compiler import Compiler, using
 from bayesfed.tracing.precision import products
@@ -209,7 +210,8 @@ def step(run: Run) -> Round:
     else:
         pace = algorithm.pace(turn, server)
         assert pace is not None
-        where = place(run.program, params, run.settling.sites)
+        with using(run.compiler):
+            where = place(run.program, params, run.settling.sites)
         run.settling.record(where, pace, run.history[0, : run.done], cohort[taken])
         if run.settling.settled:
             run.rounds = run.done
@@ -242,32 +244,8 @@ def finish(run: Run) -> Posterior:
     Clients that keep nothing, or were in no cohort, make their variables from θ here. A run may go on afterwards. With
     clients' states in files a posterior of before reads the new ones.
     """
-    with threads(run.numbers), using(run.compiler):
-        params = {name: value.detach() for name, value in run.algorithm.params(run.server).items()}
-        group = run.execution.group
-        mine = processes.own(torch.arange(len(run.federation)), group)
-        made, kept, unseen = "params", run.clients.tensors, run.known.isnan()
-        key = noise.fold(noise.key(run.seed), noise.word("personalize"))
-        of_clients = partial(
-            personal, run.algorithm, run.program, params, run.federation, run.batch_size, key
-        )
-        if made not in kept:
-            made, unseen = MADE, torch.zeros_like(unseen)
-            for chunk, found in of_clients(mine):
-                run.clients.begin(chunk, {made: found})
-        local_params = dict(run.clients.tensors.get(made, {}))
-        if run.execution.states is not None:
-            warn_of_unseen(run.federation.names, unseen)
-        else:
-            if run.done < run.rounds or unseen.any():  # the next step changes them
-                local_params = {name: value.clone() for name, value in local_params.items()}
-            for chunk, found in of_clients(mine & unseen, UNSEEN_STEPS):
-                for name in local_params:
-                    local_params[name][chunk] = found[name]
-        if group is not None:
-            for value in local_params.values():
-                value[~mine] = 0
-            local_params = processes.summed(local_params, group)
+    params = {name: value.detach() for name, value in run.algorithm.params(run.server).items()}
+    local_params = _of_clients(run, params)
     history = run.history[:, : run.done].to(torch.get_default_dtype())
     warn_of_refused(run.federation.names, run.refused)
     warn_if_falling(run.history[0, : run.done].tolist(), run.federation.rows)
@@ -279,9 +257,6 @@ def finish(run: Run) -> Posterior:
         moving, rising = run.settling.to_go(run.done), 0.0
     if run.algorithm.particles == 1:  # of a few particles the standard deviation is no measure
         warn_if_moving(caveat(moving, rising, run.done), moving)
-    if run.execution.states is None:  # files of all clients are not read through
-        warn_of_infinities(run.federation.names, local_params)
-        warn_of_spreads(run.program, run.federation, params, local_params)
     return Posterior(
         program=run.program,
         federation=run.federation,
@@ -296,6 +271,47 @@ def finish(run: Run) -> Posterior:
         rising=rising,
         settled=None if run.settling is None else run.settling.settled,
     )
+
+
+def _of_clients(run: Run, params: Params) -> Mapping[str, Tensor]:
+    """The clients' variables: kept by them, or made from θ, which waits until somebody asks for them if it can."""
+    group, on_disk = run.execution.group, run.execution.states is not None
+    key = noise.fold(noise.key(run.seed), noise.word("personalize"))
+    made = partial(personal, run.algorithm, run.program, params, batch_size=run.batch_size, key=key)
+
+    def checked(federation: Federation, found: Params) -> Params:
+        warn_of_infinities(federation.names, found)
+        warn_of_spreads(run.program, federation, params, found)
+        return found
+
+    def on_demand(federation: Federation) -> Params:
+        with on_cpu(), threads(run.numbers), using(run.compiler):
+            return checked(federation, gathered(federation, made(federation=federation)))
+
+    kept, unseen, part = run.clients.tensors, run.known.isnan(), "params"
+    if part not in kept and group is None and not on_disk:
+        return OnDemand(on_demand, run.federation)
+    made = partial(made, federation=run.federation)
+    mine = processes.own(torch.arange(len(run.federation)), group)
+    with threads(run.numbers), using(run.compiler):
+        if part not in kept:
+            part, unseen = MADE, torch.zeros_like(unseen)
+            for chunk, found in made(wanted=mine):
+                run.clients.begin(chunk, {part: found})
+        local_params = dict(run.clients.tensors.get(part, {}))
+        if on_disk:  # files of all clients are not read through
+            warn_of_unseen(run.federation.names, unseen)
+            return local_params
+        if run.done < run.rounds or unseen.any():  # the next step changes them
+            local_params = {name: value.clone() for name, value in local_params.items()}
+        for chunk, found in made(wanted=mine & unseen, steps=UNSEEN_STEPS):
+            for name in local_params:
+                local_params[name][chunk] = found[name]
+    if group is not None:
+        for value in local_params.values():
+            value[~mine] = 0
+        local_params = processes.summed(local_params, group)
+    return checked(run.federation, local_params)
 
 
 def fit(

@@ -71,7 +71,7 @@ def save(posterior: Posterior, path: str | Path) -> None:
     """
     parts: dict[str, dict[str, Tensor]] = {
         "params": posterior.params,
-        "local_params": posterior.local_params,
+        "local_params": dict(posterior.local_params),
         "history": dict(posterior.history),
         "data": rows.digest(posterior.federation),
         "program": densities.digest(

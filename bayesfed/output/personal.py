@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -11,6 +11,50 @@ from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
 from bayesfed.elbo.program import Params, Program
 from bayesfed.engine.batches import batches
+from bayesfed.engine.states import States
+
+
+class OnDemand(Mapping[str, Tensor]):
+    """Local parameters that are made when somebody asks for one of them.
+
+    Args:
+        make: from clients, the parameters, a row of each client.
+        federation: the clients.
+    """
+
+    def __init__(self, make: Callable[[Federation], Params], federation: Federation) -> None:
+        self._make, self._federation = make, federation
+        self._made: Params | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._all[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def select(self, names: Sequence[str]) -> Mapping[str, Tensor]:
+        """Of some clients, by name: those of others are not made for it."""
+        if self._made is None:
+            return OnDemand(self._make, self._federation.select(names))
+        position = self._federation.index(names)
+        return {name: value[position] for name, value in self._made.items()}
+
+    @property
+    def _all(self) -> Params:
+        if self._made is None:
+            self._made = self._make(self._federation)
+        return self._made
+
+
+def gathered(federation: Federation, parts: Iterator[tuple[Tensor, Params]]) -> Params:
+    """What :func:`personal` gives of all clients, together."""
+    states = States(len(federation), device=federation.device)
+    for chunk, found in parts:
+        states.begin(chunk, {"params": found})
+    return states.tensors.get("params", {})
 
 
 def personal(

@@ -19,11 +19,11 @@ from bayesfed.elbo import noise
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.terms import client_terms, server_pass
 from bayesfed.engine.moving import caveat
-from bayesfed.engine.states import States
 from bayesfed.output import checkpoint, joint
 from bayesfed.output.draws import chunks, key_of, params_of, replayed, sampled, weighted
 from bayesfed.output.mixture import by_row, predictive
-from bayesfed.output.personal import personal
+from bayesfed.output.personal import OnDemand, gathered, personal
+from bayesfed.tracing.compiler import Compiler, using
 
 if TYPE_CHECKING:
     import arviz as az
@@ -37,7 +37,8 @@ class Posterior:
         program: the model and its guide.
         federation: the clients that it was fitted to.
         params: the guide's global parameters, unconstrained.
-        local_params: the guide's local parameters, unconstrained, a row per client.
+        local_params: the guide's local parameters, unconstrained, a row per client. Where clients keep nothing from
+            round to round they are made from θ when somebody asks for them.
         history: per-round figures ``elbo``, ``seconds`` and ``clients``, each of shape ``(rounds,)``.
         algorithm: the algorithm and its settings.
         seed: the run's seed.
@@ -54,7 +55,7 @@ class Posterior:
     program: Program
     federation: Federation
     params: Params
-    local_params: Params
+    local_params: Mapping[str, Tensor]
     history: Mapping[str, Tensor]
     algorithm: Algorithm
     seed: int
@@ -124,12 +125,12 @@ class Posterior:
         if names == self.federation.names:
             return self
         self.check_known(names)
+        few, own = self.federation.select(names), self.local_params
+        if isinstance(own, OnDemand):
+            return replace(self, federation=few, local_params=own.select(names))
         position = self.federation.index(names)
-        return replace(
-            self,
-            federation=self.federation.select(names),
-            local_params={name: value[position] for name, value in self.local_params.items()},
-        )
+        own = {name: value[position] for name, value in own.items()}
+        return replace(self, federation=few, local_params=own)
 
     def predict(
         self, federation: Federation | None = None, num_samples: int = 1000, *, seed: int = 0
@@ -288,12 +289,19 @@ class Posterior:
             A posterior over the new clients.
         """
         key = noise.fold(noise.key(seed), noise.word("personalize"))
-        states = States(len(federation), device=federation.device)
-        for chunk, found in personal(
-            self.algorithm, self.program, self.params, federation, batch_size, key, None, steps, lr
-        ):
-            states.begin(chunk, {"params": found})
-        return replace(self, federation=federation, local_params=states.tensors.get("params", {}))
+        with using(Compiler()):
+            parts = personal(
+                self.algorithm,
+                self.program,
+                self.params,
+                federation,
+                batch_size,
+                key,
+                None,
+                steps,
+                lr,
+            )
+            return replace(self, federation=federation, local_params=gathered(federation, parts))
 
     def to_arviz(
         self, num_samples: int = 1000, *, chains: int = 4, seed: int = 0

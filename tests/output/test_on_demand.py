@@ -1,0 +1,69 @@
+"""What clients that keep nothing make of θ is made when somebody asks for it, and for whom."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bayesfed as bf
+from bayesfed import datasets, models
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """For how many clients networks were made, at each call."""
+    calls = []
+    before = bf.FedAvg.personalize
+
+    def counted(self, job, *args):
+        calls.append(len(job))
+        return before(self, job, *args)
+
+    monkeypatch.setattr(bf.FedAvg, "personalize", counted)
+    return calls
+
+
+@pytest.fixture
+def fitted():
+    train, test = datasets.digits(clients=5)
+    model = models.Network(models.mlp(64, 10))
+    posterior = bf.fit(model, train, bf.FedAvg(personal_steps=3), rounds=2, batch_size=10)
+    return posterior, test
+
+
+def test_a_fit_makes_none(asked, fitted):
+    posterior, _ = fitted
+    assert "FedAvg" in repr(posterior)
+    assert not asked
+
+
+def test_of_one_client_its_own_is_made(asked, fitted):
+    posterior, test = fitted
+    name = posterior.federation.names[2]
+    one = posterior.select([name])
+    assert not asked
+    found = one.probabilities(test.select([name]), centre=True)["y"]
+    assert asked == [1]
+    everyone = posterior.probabilities(test, centre=True)["y"]
+    assert asked == [1, 5]
+    torch.testing.assert_close(found, everyone[test.owner == 2], rtol=1e-5, atol=1e-6)
+    again = posterior.select([name]).probabilities(test.select([name]), centre=True)["y"]
+    assert asked == [1, 5]
+    torch.testing.assert_close(found, again, rtol=1e-5, atol=1e-6)
+
+
+def test_new_clients_ask_for_none_of_the_old(asked, fitted):
+    posterior, test = fitted
+    posterior.personalize(test, steps=1)
+    assert asked == [5]
+
+
+def test_a_file_has_them(asked, fitted, tmp_path):
+    posterior, _ = fitted
+    posterior.save(tmp_path / "posterior.safetensors")
+    assert asked == [5]
+    model = posterior.program.model
+    read = bf.Posterior.load(tmp_path / "posterior.safetensors", model, posterior.federation)
+    assert read.local_params.keys() == posterior.local_params.keys()
+    for name, value in read.local_params.items():
+        assert torch.equal(value, posterior.local_params[name])
