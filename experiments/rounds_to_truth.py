@@ -11,7 +11,7 @@ as the model has them, at the end of each round, from 20,000 draws.
 within .85 to 1.18 of it; "never" where the run ends outside. "to its limit": the same against 200 rounds of all
 clients with 64 draws (of 10,000 clients, 20 with 16), where no Gaussian over the unconstrained globals fits the
 posterior so well. "end: NUTS", "end: limit": the largest shift and the range of the ratios when the run stops. Each
-row is a seed. Seconds are of eager rounds, in whatever else the machine does: see seconds_to_truth.py for those.
+row is a seed. Seconds are in whatever else the machine does: see seconds_to_truth.py for those.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def rows(name: str, cohorts: list[float], seeds: int, data: Path) -> Iterator[st
     problem = PROBLEMS[name]
     federation = problem.data(data)
     draws = reference(name, problem, federation)
-    quiet: dict[str, Any] = {"progress": False, "execution": bf.Execution(compile=False)}
+    quiet: dict[str, Any] = {"progress": False}
     many = len(federation) > 1000
     long = bf.fit(
         problem.model,
