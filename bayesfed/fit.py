@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +17,6 @@ from bayesfed.algorithms.sfvi import SFVI
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.elbo.handlers import on_cpu
-from bayesfed.elbo.program import Params
 from bayesfed.engine import processes
 from bayesfed.engine.checks import (
     Schedule,
@@ -26,23 +24,22 @@ from bayesfed.engine.checks import (
     check_growth,
     refusal,
     warn_if_falling,
-    warn_of_infinities,
     warn_of_refused,
-    warn_of_spreads,
-    warn_of_unseen,
 )
 from bayesfed.engine.cohort import Cohort, cohort_size
 from bayesfed.engine.execution import Execution, threads
+from bayesfed.engine.held_out import HeldOut
+from bayesfed.engine.held_out import held_out as of_held_out
 from bayesfed.engine.independence import check_independence
 from bayesfed.engine.moving import caveat, path, record, to_go, to_rise, warn_if_moving
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.progress import rounds_shown
 from bayesfed.engine.resume import Checkpoint, begin, keep
-from bayesfed.engine.run import MADE, Round, Run, Stopped
+from bayesfed.engine.run import Round, Run, Stopped
 from bayesfed.engine.settling import BOUND, USUAL, place, settling
 from bayesfed.engine.states import States
 from bayesfed.engine.units import warn_of_units
-from bayesfed.output.personal import OnDemand, gathered, personal
+from bayesfed.output.of_run import log_predictive, of_clients, of_cohort
 from bayesfed.output.posterior import Posterior
 from bayesfed.tracing.compiler import Compiler, using
 from bayesfed.tracing.precision import products
@@ -50,8 +47,6 @@ from bayesfed.tracing.precision import products
 _SERVER, _COHORT = -1, -2  # streams of a round that belong to no client
 PATIENCE = 10
 """Of the uploads of how many rounds more than half must count."""
-UNSEEN_STEPS = 50
-"""Steps in which clients that were in no cohort make their variables from θ in the end."""
 
 
 @on_cpu()
@@ -64,6 +59,7 @@ def start(
     clients_per_round: int | float = 1.0,
     batch_size: int | None = None,
     privacy: Privacy | None = None,
+    held_out: Federation | None = None,
     seed: int = 0,
     execution: Execution | None = None,
     resume: str | Path | None = None,
@@ -118,7 +114,9 @@ def start(
         path=path(program),
         compiler=Compiler(execution.compile),
     )
-    if rounds is None:
+    if held_out is not None:
+        run.settling = of_held_out(run, held_out.to(federation.device), rounds)
+    elif rounds is None:
         if privacy is not None:
             raise ValueError("rounds: privacy is told for a number of rounds, give one")
         turn = Turn(program, noise.key(0), size)
@@ -128,7 +126,8 @@ def start(
             run.settling = settling(program, params, levels, federation.rows, share)
         if run.settling is None:
             raise ValueError(
-                f"rounds: {type(algorithm).__name__} has no q(θ) here whose width says when it is done, give a number"
+                f"rounds: {type(algorithm).__name__} has no q(θ) here whose width says when it is done, give a number, "
+                "or held_out, rows that do"
             )
     if algorithm.no_noise and run.multiplier:
         raise ValueError(f"{type(algorithm).__name__} cannot be private: {algorithm.no_noise}")
@@ -205,7 +204,13 @@ def step(run: Run) -> Round:
     if run.done == 1:
         run.compiler.decide((run.rounds if run.settling is None else USUAL) - 1)
     params = algorithm.params(server)
-    if run.settling is None:
+    if isinstance(run.settling, HeldOut):
+        if names:
+            densities = log_predictive(
+                of_cohort(run, params, names), run.settling.rows.select(names)
+            )
+            run.settling.record(run.done, cohort[taken], densities)
+    elif run.settling is None:
         record(run.path, params, algorithm.lr_decay, run.done - 1, run.rounds)
     else:
         pace = algorithm.pace(turn, server)
@@ -213,8 +218,8 @@ def step(run: Run) -> Round:
         with using(run.compiler):
             where = place(run.program, params, run.settling.sites)
         run.settling.record(where, pace, run.history[0, : run.done], cohort[taken])
-        if run.settling.settled:
-            run.rounds = run.done
+    if run.settling is not None and run.settling.settled:
+        run.rounds = run.done
     check_growth(run.program, params)
     if run.file is not None:
         keep(run, run.file)
@@ -245,7 +250,7 @@ def finish(run: Run) -> Posterior:
     clients' states in files a posterior of before reads the new ones.
     """
     params = {name: value.detach() for name, value in run.algorithm.params(run.server).items()}
-    local_params = _of_clients(run, params)
+    local_params = of_clients(run, params)
     history = run.history[:, : run.done].to(torch.get_default_dtype())
     warn_of_refused(run.federation.names, run.refused)
     warn_if_falling(run.history[0, : run.done].tolist(), run.federation.rows)
@@ -273,47 +278,6 @@ def finish(run: Run) -> Posterior:
     )
 
 
-def _of_clients(run: Run, params: Params) -> Mapping[str, Tensor]:
-    """The clients' variables: kept by them, or made from θ, which waits until somebody asks for them if it can."""
-    group, on_disk = run.execution.group, run.execution.states is not None
-    key = noise.fold(noise.key(run.seed), noise.word("personalize"))
-    made = partial(personal, run.algorithm, run.program, params, batch_size=run.batch_size, key=key)
-
-    def checked(federation: Federation, found: Params) -> Params:
-        warn_of_infinities(federation.names, found)
-        warn_of_spreads(run.program, federation, params, found)
-        return found
-
-    def on_demand(federation: Federation) -> Params:
-        with on_cpu(), threads(run.numbers), using(run.compiler):
-            return checked(federation, gathered(federation, made(federation=federation)))
-
-    kept, unseen, part = run.clients.tensors, run.known.isnan(), "params"
-    if part not in kept and group is None and not on_disk:
-        return OnDemand(on_demand, run.federation)
-    made = partial(made, federation=run.federation)
-    mine = processes.own(torch.arange(len(run.federation)), group)
-    with threads(run.numbers), using(run.compiler):
-        if part not in kept:
-            part, unseen = MADE, torch.zeros_like(unseen)
-            for chunk, found in made(wanted=mine):
-                run.clients.begin(chunk, {part: found})
-        local_params = dict(run.clients.tensors.get(part, {}))
-        if on_disk:  # files of all clients are not read through
-            warn_of_unseen(run.federation.names, unseen)
-            return local_params
-        if run.done < run.rounds or unseen.any():  # the next step changes them
-            local_params = {name: value.clone() for name, value in local_params.items()}
-        for chunk, found in made(wanted=mine & unseen, steps=UNSEEN_STEPS):
-            for name in local_params:
-                local_params[name][chunk] = found[name]
-    if group is not None:
-        for value in local_params.values():
-            value[~mine] = 0
-        local_params = processes.summed(local_params, group)
-    return checked(run.federation, local_params)
-
-
 def fit(
     model: Model,
     federation: Federation,
@@ -323,6 +287,7 @@ def fit(
     clients_per_round: int | float = 1.0,
     batch_size: int | None = None,
     privacy: Privacy | None = None,
+    held_out: Federation | None = None,
     seed: int = 0,
     execution: Execution | None = None,
     resume: str | Path | None = None,
@@ -336,13 +301,17 @@ def fit(
         federation: the clients' data.
         algorithm: by default :class:`~bayesfed.SFVI`.
         rounds: number of rounds. By default the run stops by itself, when q(θ) moves no more, after 500 at most: see
-            :mod:`bayesfed.engine.settling`. So it can under SFVI, SFVIAvg and PVI, without privacy.
+            :mod:`bayesfed.engine.settling`. So it can under SFVI, SFVIAvg and PVI, without privacy, and under any
+            algorithm with ``held_out``.
         clients_per_round: cohort size: a number of clients (int) or a fraction of them in (0, 1] (float).
             Cohorts are drawn uniformly without replacement and their sums scaled by N / K, so that
             every round's gradient is unbiased.
         batch_size: rows that a client uses in a local step, scaled by n_i / b_i; by default all.
         privacy: clip the uploads and add noise to their sums, see :class:`~bayesfed.Privacy`. The ε that the
             run spends is shown with its progress and kept as ``posterior.epsilon``.
+        held_out: rows of the same clients that nobody trains on, as ``federation.split`` gives them. Without ``rounds``
+            the run stops when its clients predict them no better, after 500 rounds at most: see
+            :mod:`bayesfed.engine.held_out`.
         seed: of every stream of noise.
         execution: chunks, files, compilation, precision, processes and device: see :class:`~bayesfed.Execution`.
         resume: a file that keeps the run after its rounds (it is written in at most a twentieth of the time). Where it
@@ -381,6 +350,7 @@ def fit(
         clients_per_round=clients_per_round,
         batch_size=batch_size,
         privacy=privacy,
+        held_out=held_out,
         seed=seed,
         execution=execution,
         resume=resume,

@@ -140,6 +140,10 @@ def run(
     algorithm = _algorithm(config, base)
     everyone, federation, held = _federation(config, base)
     shown = _shown_sites(config, model, federation)
+    schedule = config.schedule.model_dump()
+    if config.schedule.held_out is not None:
+        part, seed = config.schedule.held_out, config.schedule.seed
+        federation, schedule["held_out"] = federation.split(test=part, seed=seed)
     cohort_size(config.schedule.clients_per_round, len(federation))
     wanted = output or Path(config.output.folder or Path("runs") / experiment.stem)
     folder = report.RunFolder(wanted, overwrite=overwrite, go_on=resume)
@@ -164,7 +168,7 @@ def run(
                 model,
                 federation,
                 algorithm,
-                **config.schedule.model_dump(),
+                **schedule,
                 privacy=config.privacy,
                 execution=config.execution,
                 resume=folder.run,

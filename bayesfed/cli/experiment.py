@@ -49,8 +49,9 @@ class DataSection(Strict):
 
 
 class ScheduleSection(Schedule):
-    """How long, and how much of it a round: arguments of :func:`bayesfed.fit`."""
+    """How long, and how much of it a round: arguments of :func:`bayesfed.fit`; ``held_out`` as a part of all rows."""
 
+    held_out: Annotated[float, Field(gt=0, lt=1)] | None = None
     progress: bool | None = None
 
 

@@ -14,6 +14,7 @@ from bayesfed.algorithms.settings import settings_of
 from bayesfed.data.federation import Federation
 from bayesfed.elbo.program import Params, Program
 from bayesfed.engine.execution import Execution
+from bayesfed.engine.held_out import HeldOut
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.resume import Checkpoint
 from bayesfed.engine.settling import Settling
@@ -83,7 +84,8 @@ class Run:
         clip: γ of ``privacy``, ``()``.
         history: ELBO, seconds and number of uploads that count of each round, ``(3, rounds)``.
         path: where q(θ) has been, see :mod:`bayesfed.engine.moving`.
-        settling: by what it stops by itself, see :mod:`bayesfed.engine.settling`; None where rounds were given.
+        settling: by what it stops by itself, see :mod:`bayesfed.engine.settling` and :mod:`bayesfed.engine.held_out`;
+            None where rounds were given.
         done: rounds done.
         compiler: what compiles the steps.
         file: where the run is kept after its rounds, if anywhere.
@@ -105,7 +107,7 @@ class Run:
     clip: Tensor
     history: Tensor
     path: Tensor
-    settling: Settling | None = None
+    settling: Settling | HeldOut | None = None
     done: int = 0
     compiler: Compiler = field(default_factory=Compiler)
     file: Checkpoint | None = None
@@ -166,6 +168,7 @@ class Run:
             "type": str(self.federation.dtype),
             "states in files": self.execution.states is not None,
             "rounds": "as given" if self.settling is None else "until it has settled",
+            "held out": self.settling.rows.rows if isinstance(self.settling, HeldOut) else None,
             "seed": self.seed,
         }
 

@@ -75,7 +75,7 @@ class Settling:
     def rate(self, final: float, done: int) -> float:
         """By what learning rates are multiplied after so many rounds; ``final`` is what is left of them in the end."""
         level, _, cooling, _ = self.marks.tolist()
-        fallen = (done - cooling) / _cooling(cooling) if cooling else 0.0
+        fallen = (done - cooling) / cooling_rounds(cooling) if cooling else 0.0
         return self.levels[level] * annealed(final, fallen)
 
     def record(self, where: Tensor, pace: float, elbo: Tensor, cohort: Tensor) -> None:
@@ -92,7 +92,7 @@ class Settling:
         self.visits[cohort] = done
         level, began, cooling, _ = self.marks.tolist()
         if cooling:
-            if done == cooling + _cooling(cooling):
+            if done == cooling + cooling_rounds(cooling):
                 self._cooled(done, cooling)
         elif self._still(elbo, began):
             last = level == len(self.levels) - 1
@@ -120,12 +120,12 @@ class Settling:
             self._within(step, STILL)
             and self._within(moved, MOVED)
             and float(noise.square().mean().sqrt()) < NOISE
-            and _risen(elbo[-window:]) < self.nats
+            and risen(elbo[-window:]) < self.nats
         )
 
     def _cooled(self, done: int, cooling: int) -> None:
         """The rates have fallen: done, or on at full rate."""
-        window = max(LEAST, _cooling(cooling))
+        window = max(LEAST, cooling_rounds(cooling))
         before = self._at(slice(cooling - window + 1, cooling + 1), done).mean(0)
         moved = (self._at(slice(done, done + 1), done)[0] - before).abs()
         if self._within(moved, FAR):
@@ -202,11 +202,12 @@ def _chosen(found: Mapping[str, tuple[Tensor, Tensor]], sites: Mapping[str, int]
     return torch.cat(parts, 1).cpu()
 
 
-def _cooling(rounds: int) -> int:
+def cooling_rounds(rounds: int) -> int:
+    """In how many rounds the rates fall, after so many at full rate."""
     return max(COOLING, math.ceil(rounds / 3))
 
 
-def _risen(values: Tensor) -> float:
+def risen(values: Tensor) -> float:
     """By how much numbers ``(n,)`` rise from the first to the last on a straight line, less its standard error."""
     values = values[values.isfinite()]
     if len(values) < LEAST:

@@ -536,3 +536,19 @@ def test_a_long_summary_is_cut(schools, capsys):
     )
     report.print_summary(table, Console())
     assert "... and 10 more in summary.csv" in capsys.readouterr().out
+
+
+def test_points_stop_on_rows_that_are_held_out(tmp_path, capsys):
+    """The others are trained on."""
+    file = tmp_path / "smoking.toml"
+    file.write_text(
+        'model.name = "hierarchical_logistic"\ndata.dataset = "china_smoking"\n'
+        'algorithm.name = "FedAvg"\nalgorithm.lr = 0.3\nalgorithm.personal_steps = 5\n'
+        "schedule.held_out = 0.2\nschedule.batch_size = 100\noutput.num_samples = 4\n"
+    )
+    assert cli.main(["run", str(file), "--output", str(tmp_path / "out")]) == 0
+    assert "at most 500 rounds" in capsys.readouterr().out
+    assert len(pd.read_csv(tmp_path / "out" / "history.csv")) < 500
+    rows = datasets.china_smoking().split(test=0.2, seed=0)[0].rows
+    kept = az.from_netcdf(tmp_path / "out" / "posterior.nc")
+    assert kept.observed_data["y"].size == rows
