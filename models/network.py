@@ -126,7 +126,7 @@ class Network:
             loc, scale = common("prior.loc", self.start, self.hyper_scale), self.scales
             if self.spread == "learnt":
                 scale = common("prior.scale", scale, self.hyper_scale, positive=True)
-            scale = scale.to(loc.device) * torch.ones_like(loc)
+            scale, _ = torch.broadcast_tensors(scale.to(loc.device), loc)
         if self.shared_size:
             shared = common("shared", self.shared_start, self.hyper_scale)
         with federation.clients() as index:
@@ -135,7 +135,7 @@ class Network:
                 rho = pyro.param(
                     "prior.rho", start.clone(), constraint=constraints.positive, event_dim=1
                 )
-                scale = rho * torch.ones_like(loc)
+                scale, _ = torch.broadcast_tensors(rho, loc)
             w = pyro.sample(WEIGHTS, dist.Normal(loc, scale).to_event(1)) if local else None
             with federation.observations() as obs:
                 out = self.outputs(w, obs, shared)

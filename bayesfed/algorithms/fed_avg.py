@@ -134,9 +134,11 @@ class FedAvg(Algorithm):
         """One step of K clients on their own variables."""
         at = leaves(own)
         losses = client_losses(program, at_rest(program, theta | at, batch), batch, {}, 1)
-        loss = losses.nll / losses.rows + self.proximal / 2 * squared(at, start)
+        loss = losses.nll / losses.rows
+        if self.proximal:
+            loss = loss + self.proximal / 2 * squared(at, start)
         grads = bounded(gradients(loss, at))
-        return {name: own[name] - lr * grads[name] for name in own}
+        return {name: optimizer.less(own[name], lr, grads[name]) for name in own}
 
 
 @dataclass(frozen=True)

@@ -128,10 +128,15 @@ def descend(
         velocity = {name: grads[name] for name in params}
         if rule == "momentum":
             velocity = {n: MOMENTUM * state["velocity"][n] + v for n, v in velocity.items()}
-        new = state | {"params": {n: v - lr * velocity[n] for n, v in params.items()}}
+        new = state | {"params": {n: less(v, lr, velocity[n]) for n, v in params.items()}}
         if rule == "momentum":
             new["velocity"] = velocity
     return new if active is None else kept(state, new, active)
+
+
+def less(value: Tensor, lr: float | Tensor, grad: Tensor) -> Tensor:
+    """w − η g, in one pass where η is known."""
+    return value.sub(grad, alpha=lr) if isinstance(lr, float) else value - lr * grad
 
 
 def kept(state: State, new: State, active: Tensor) -> State:

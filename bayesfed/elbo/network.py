@@ -100,8 +100,8 @@ def apply(
     per_client = vmap(run, in_dims=(0 if clients > 1 else None, 0 if several > 1 else None, 0, 0))
 
     def draw(w: Named, v: Named) -> Tensor:
-        first = w if clients > 1 else {name: value[0] for name, value in w.items()}
-        second = v if several > 1 else {name: value[0] for name, value in v.items()}
+        first = w if clients > 1 else _only(w)
+        second = v if several > 1 else _only(v)
         return per_client(first, second, x, context)
 
     out = _over(draw, unpack(mine, own), unpack(rest_of, rest))
@@ -119,10 +119,14 @@ def _over(draw: Callable[[Named, Named], Tensor], w: Named, v: Named) -> Tensor:
     """A function of two sets of weights for every draw: ``(P, ...)``."""
     counts = [len(next(iter(part.values()))) if part else 1 for part in (w, v)]
     if max(counts) == 1:
-        return draw(*({n: x[0] for n, x in part.items()} for part in (w, v)))[None]
+        return draw(_only(w), _only(v))[None]
     dims = tuple(0 if count > 1 else None for count in counts)
     parts = [
-        part if count > 1 else {n: x[0] for n, x in part.items()}
-        for part, count in zip((w, v), counts, strict=True)
+        part if count > 1 else _only(part) for part, count in zip((w, v), counts, strict=True)
     ]
     return vmap(draw, in_dims=dims)(*parts)
+
+
+def _only(weights: Named) -> Named:
+    """The first of one; a squeeze's gradient is a view, an index's a copy."""
+    return {name: value.squeeze(0) for name, value in weights.items()}
