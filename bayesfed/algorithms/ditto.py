@@ -75,7 +75,7 @@ class Ditto(FedAvg):
         program, theta = job.program, copies(job.message, len(job))
         middle = beginning(program, theta, job.rows(0))
         state = optimizer.begin(self.optimizer, own or middle, rows=len(job))
-        for step, active in enumerate(schedule.to(job.keys.device)):
+        for step, active in enumerate(optimizer.told(schedule, job.keys.device)):
             state = self.own_step(program, theta, middle, state, job.rows(step), active, lr)
         return state["params"]
 
@@ -87,7 +87,7 @@ class Ditto(FedAvg):
         middle: Params,
         own: State,
         batch: Batch,
-        active: Tensor,
+        active: Tensor | None,
         lr: float,
     ) -> State:
         """One step on w_i of the clients that are active."""

@@ -92,7 +92,9 @@ class FedAvg(Algorithm):
     def work(self, job: Job) -> Work:
         """Steps of K clients on their θ_i."""
         theta = optimizer.begin(self.optimizer, copies(job.message, len(job)), rows=len(job))
-        schedule = job.rows.schedule(self.local_epochs, self.local_steps).to(job.keys.device)
+        schedule = optimizer.told(
+            job.rows.schedule(self.local_epochs, self.local_steps), job.keys.device
+        )
         for step, active in enumerate(schedule):
             theta = self.step(
                 job.program, job.message, theta, job.rows(step), active, job.rate * self.lr
@@ -106,7 +108,7 @@ class FedAvg(Algorithm):
         server: Params,
         theta: State,
         batch: Batch,
-        active: Tensor,
+        active: Tensor | None,
         lr: float,
     ) -> State:
         """One step of the clients that are active."""

@@ -113,13 +113,19 @@ class FedPer(Algorithm):
     def stepped(self, job: Job, at: Params, free: Params, schedule: Tensor, lr: float) -> Params:
         """What is free of K clients, after its steps."""
         state = optimizer.begin(self.optimizer, free, rows=len(job))
-        for step, active in enumerate(schedule.to(job.keys.device)):
+        for step, active in enumerate(optimizer.told(schedule, job.keys.device)):
             state = self.step(job.program, at, state, job.rows(step), active, lr)
         return state["params"]
 
     @traceable
     def step(
-        self, program: Program, at: Params, free: State, batch: Batch, active: Tensor, lr: float
+        self,
+        program: Program,
+        at: Params,
+        free: State,
+        batch: Batch,
+        active: Tensor | None,
+        lr: float,
     ) -> State:
         """One step of the clients that are active, on what is free."""
         own = leaves(free["params"])

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bayesfed.algorithms.optimizer import clipped, kept
+from bayesfed.algorithms.optimizer import clipped, kept, told
 from bayesfed.algorithms.points import against, beginning, owning, sharing
 from bayesfed.algorithms.protocol import Algorithm, Job, Upload, Work, moves, weighted
 from bayesfed.algorithms.schedules import copies, gradients, leaves
@@ -123,12 +123,12 @@ class FedABML(Algorithm):
         """Algorithm 1 for K clients."""
         program, theta = job.program, copies(job.message, len(job))
         phi, widest = beginning(program, theta, job.rows(0)), widths(program, job.rows(0))
-        schedule = job.rows.schedule(self.local_epochs, self.local_steps).to(job.keys.device)
+        schedule = job.rows.schedule(self.local_epochs, self.local_steps)
         steps = schedule.sum(0).to(job.counts)
         prior_lr, shared_lr = (
             torch.full_like(steps, job.rate * lr) for lr in (self.prior_lr, self.shared_lr)
         )
-        for r, active in enumerate(schedule):
+        for r, active in enumerate(told(schedule, job.keys.device)):
             lr = self.falling(self.lr, r / steps)
             drawn = [self.noise(program, job.keys, r, i) for i in range(self.inner_steps + 1)]
             rates = lr, prior_lr, shared_lr
@@ -162,7 +162,7 @@ class FedABML(Algorithm):
         widest: Params,
         batch: Batch,
         drawn: list[Noise],
-        active: Tensor,
+        active: Tensor | None,
         lr: Tensor,
         prior_lr: Tensor,
         shared_lr: Tensor,

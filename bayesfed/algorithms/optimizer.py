@@ -6,7 +6,7 @@ state of each client apart, since a client steps only when it takes part.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -131,16 +131,25 @@ def descend(
         new = state | {"params": {n: less(v, lr, velocity[n]) for n, v in params.items()}}
         if rule == "momentum":
             new["velocity"] = velocity
-    return new if active is None else kept(state, new, active)
+    return kept(state, new, active)
 
 
 def less(value: Tensor, lr: float | Tensor, grad: Tensor) -> Tensor:
-    """w − η g, in one pass where η is known."""
-    return value.sub(grad, alpha=lr) if isinstance(lr, float) else value - lr * grad
+    """w − η g, in one pass."""
+    if isinstance(lr, float):
+        return value.sub(grad, alpha=lr)
+    return torch.addcmul(value, grad, lr, value=-1)
 
 
-def kept(state: State, new: State, active: Tensor) -> State:
+def told(active: Tensor, device: torch.device) -> Sequence[Tensor | None]:
+    """Who takes each of a round's steps ``(steps, K)``, as steps want to know it: None where all take all of them."""
+    return [None] * len(active) if active.all() else list(active.to(device))
+
+
+def kept(state: State, new: State, active: Tensor | None) -> State:
     """The new state of the clients that are active, the old one of the others."""
+    if active is None:
+        return new
     if not tracing() and active.device.type == "cpu" and bool(active.all()):
         return new
     return {

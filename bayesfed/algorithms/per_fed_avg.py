@@ -124,7 +124,9 @@ class PerFedAvg(Personal):
     def work(self, job: Job) -> Work:
         """Steps of K clients on their θ_i, k + 1 minibatches each."""
         theta = optimizer.begin(self.prior_optimizer, copies(job.message, len(job)), rows=len(job))
-        schedule = job.rows.schedule(self.local_epochs, self.local_steps).to(job.keys.device)
+        schedule = optimizer.told(
+            job.rows.schedule(self.local_epochs, self.local_steps), job.keys.device
+        )
         lr, prior_lr = self.lr, job.rate * self.prior_lr
         for step, active in enumerate(schedule):
             first = (self.inner_steps + 1) * step
@@ -141,7 +143,7 @@ class PerFedAvg(Personal):
         program: Program,
         theta: State,
         rows: list[Batch],
-        active: Tensor,
+        active: Tensor | None,
         lr: float,
         prior_lr: float,
     ) -> State:
@@ -209,7 +211,9 @@ class PFedMe(Personal):
         theta = copies(job.message, len(job))
         start = centre(job.program, theta, job.rows(0))
         own = {name: value.detach() for name, value in start.items()}
-        schedule = job.rows.schedule(self.local_epochs, self.local_steps).to(job.keys.device)
+        schedule = optimizer.told(
+            job.rows.schedule(self.local_epochs, self.local_steps), job.keys.device
+        )
         lr, prior_lr = self.lr, job.rate * self.prior_lr
         for step, active in enumerate(schedule):
             theta, own = self.step(job.program, theta, own, job.rows(step), active, lr, prior_lr)
@@ -224,7 +228,7 @@ class PFedMe(Personal):
         theta: Params,
         own: Params,
         batch: Batch,
-        active: Tensor,
+        active: Tensor | None,
         lr: float,
         prior_lr: float,
     ) -> tuple[Params, Params]:

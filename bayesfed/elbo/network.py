@@ -121,9 +121,7 @@ def _over(draw: Callable[[Named, Named], Tensor], w: Named, v: Named) -> Tensor:
     if max(counts) == 1:
         return draw(_only(w), _only(v))[None]
     dims = tuple(0 if count > 1 else None for count in counts)
-    parts = [
-        part if count > 1 else _only(part) for part, count in zip((w, v), counts, strict=True)
-    ]
+    parts = [part if count > 1 else _only(part) for part, count in zip((w, v), counts, strict=True)]
     return vmap(draw, in_dims=dims)(*parts)
 
 

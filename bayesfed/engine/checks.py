@@ -208,7 +208,7 @@ def finite(terms: Tensor, upload: Mapping[str, Tensor], kept: State) -> Tensor:
     """Whether all that K clients send and keep is finite: bool ``(K,)``, of terms ``(K,)`` and tensors ``(K, ...)``."""
     found = terms.isfinite()
     for value in (*upload.values(), *(v for part in kept.values() for v in part.values())):
-        found = found & value.reshape(len(terms), -1).isfinite().all(-1)
+        found = found & ((0 * value).reshape(len(terms), -1).sum(-1) == 0)  # NaN else
     return found
 
 

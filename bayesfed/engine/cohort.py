@@ -73,7 +73,8 @@ class Cohort:
             terms.append(work.terms)
             sound.append(good)
             taken = good.to(work.terms)
-            upload = {n: torch.where(against(good, v), v, 0.0) for n, v in upload.items()}
+            if not _surely(good):
+                upload = {n: torch.where(against(good, v), v, 0.0) for n, v in upload.items()}
             if self.privacy is not None and upload:
                 upload, factor = self.privacy.clipped(upload, self.clip)
                 taken = taken * factor
@@ -99,7 +100,9 @@ class Cohort:
             old = before[part]
             if part in self.algorithm.remembered and (self.privacy is not None):
                 values = {n: torch.lerp(old[n], v, against(taken, v)) for n, v in values.items()}
-            kept[part] = {n: torch.where(against(good, v), v, old[n]) for n, v in values.items()}
+            if not _surely(good):
+                values = {n: torch.where(against(good, v), v, old[n]) for n, v in values.items()}
+            kept[part] = values
         return kept
 
     def together(self, lengths: Tensor) -> Iterable[Tensor]:
@@ -117,6 +120,11 @@ class Cohort:
             self.federation.numbers_per_row,
         )
         return 8 * draws * self.program.size + rows * (2 * per_row + draws)
+
+
+def _surely(all_of: Tensor) -> bool:
+    """Whether all are true, as far as a CPU can say: asking waits for other devices."""
+    return all_of.device.type == "cpu" and bool(all_of.all())
 
 
 def cohort_size(clients_per_round: int | float, clients: int) -> int:

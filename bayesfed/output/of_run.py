@@ -23,10 +23,12 @@ from bayesfed.tracing.compiler import using
 
 UNSEEN_STEPS = 50
 """Steps in which clients that were in no cohort make their variables from θ in the end."""
+LITTLE = 1_000_000
+"""Numbers of all clients' variables that are made at once: what is to be said of them is said when a fit ends."""
 
 
 def of_clients(run: Run, params: Params) -> Mapping[str, Tensor]:
-    """The clients' variables: kept by them, or made from θ, which waits until somebody asks for them if it can."""
+    """The clients' variables: kept by them, or made from θ; many of them when somebody asks."""
     group, on_disk = run.execution.group, run.execution.states is not None
     key = noise.fold(noise.key(run.seed), noise.word("personalize"))
     made = partial(personal, run.algorithm, run.program, params, batch_size=run.batch_size, key=key)
@@ -42,7 +44,8 @@ def of_clients(run: Run, params: Params) -> Mapping[str, Tensor]:
 
     kept, unseen, part = run.clients.tensors, run.known.isnan(), "params"
     if part not in kept and group is None and not on_disk:
-        return OnDemand(on_demand, run.federation)
+        much = len(run.federation) * run.program.variables > LITTLE
+        return OnDemand(on_demand, run.federation) if much else on_demand(run.federation)
     made = partial(made, federation=run.federation)
     mine = processes.own(torch.arange(len(run.federation)), group)
     with threads(run.numbers), using(run.compiler):

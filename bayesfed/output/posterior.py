@@ -38,7 +38,7 @@ class Posterior:
         federation: the clients that it was fitted to.
         params: the guide's global parameters, unconstrained.
         local_params: the guide's local parameters, unconstrained, a row per client. Where clients keep nothing from
-            round to round they are made from θ when somebody asks for them.
+            round to round they are made from θ, of large networks when somebody asks for them.
         history: per-round figures ``elbo``, ``seconds`` and ``clients``, each of shape ``(rounds,)``.
         algorithm: the algorithm and its settings.
         seed: the run's seed.

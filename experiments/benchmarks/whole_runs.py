@@ -26,13 +26,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timing import command, write
+from timing import command
 from torch import Tensor, nn
 
-sys.path.append(str(Path(__file__).parents[1] / "mnist"))
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("mnist", ".")]
+from tables import keep
+
 RECIPES = ("few_images", "small_shards", "new_clients")
 METHODS = ("FedAvg", "FedABML", "PFedVEM")
 ROUNDS, FRACTION, EPOCHS, BATCH, STEPS, DRAWS = 100, 0.1, 5, 50, 50, 20
+HEADER = [
+    "| method | recipe | ours cold, s: fit + personalise + predict | warm | loop, first | second "
+    "| cold ÷ loop | warm ÷ loop |",
+    "| --- | --- | --- | --- | --- | --- | --- | --- |",
+]
 TRAINING = 5  # draws in a step of training, where weights are random
 
 
@@ -318,17 +325,12 @@ def main() -> None:
     if args.who:
         print(json.dumps(one(args.methods[0], args.recipes[0], args.who, args.data)))
         return
-    rows = [
-        "| method | recipe | ours cold, s: fit + personalise + predict | warm | loop, first | second "
-        "| cold ÷ loop | warm ÷ loop |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    print("\n".join(rows))
+    print("\n".join(HEADER))
     for method in args.methods:
         for recipe in args.recipes:
-            rows.append(row(method, recipe, args.data))
-            print(rows[-1], flush=True)
-    write(Path(__file__), rows)
+            line = row(method, recipe, args.data)
+            print(line, flush=True)
+            keep(Path(__file__).with_suffix(".md"), HEADER, line, METHODS, columns=2)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ def asked(monkeypatch):
 
 
 @pytest.fixture
-def fitted():
+def fitted(monkeypatch):
+    monkeypatch.setattr("bayesfed.output.of_run.LITTLE", 0)
     train, test = datasets.digits(clients=5)
     model = models.Network(models.mlp(64, 10))
     posterior = bf.fit(model, train, bf.FedAvg(personal_steps=3), rounds=2, batch_size=10)
@@ -67,3 +68,10 @@ def test_a_file_has_them(asked, fitted, tmp_path):
     assert read.local_params.keys() == posterior.local_params.keys()
     for name, value in read.local_params.items():
         assert torch.equal(value, posterior.local_params[name])
+
+
+def test_few_numbers_are_made_at_once(asked):
+    """So that what is to be said of them is said when the fit ends."""
+    train, _ = datasets.digits(clients=5)
+    bf.fit(models.Network(models.mlp(64, 10)), train, bf.FedAvg(personal_steps=3), rounds=2)
+    assert asked == [5]
