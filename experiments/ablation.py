@@ -29,7 +29,7 @@ from unittest.mock import patch
 import torch
 from problems import PROBLEMS
 from rounds_to_truth import DRAWS, Moments, cell, moments, stays
-from tables import keep
+from tables import grown
 
 import bayesfed as bf
 from bayesfed.elbo.landing import StickingTheLanding
@@ -101,11 +101,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    print("\n".join(HEADER))
-    for name in args.problems:
-        for row in rows(name, args.radon):
-            print(f"| {row} |", flush=True)
-            keep(HERE / "ablation.md", HEADER, f"| {row} |", small, columns=2)
+    found = (f"| {row} |" for name in args.problems for row in rows(name, args.radon))
+    grown(HERE / "ablation.md", HEADER, found, small, columns=2)
 
 
 if __name__ == "__main__":

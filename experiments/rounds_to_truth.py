@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from problems import PROBLEMS, reference
-from tables import keep, rounds_of
+from tables import grown, rounds_of
 from torch import Tensor
 from torch.distributions import biject_to
 
@@ -151,12 +151,13 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    print("\n".join(HEADER))
-    for name in args.problems:
-        cohorts = [0.01] if name == "10,000 clients" else args.cohorts
-        for row in rows(name, cohorts, args.seeds, args.radon):
-            print(f"| {row} |", flush=True)
-            keep(HERE / "rounds_to_truth.md", HEADER, f"| {row} |", list(PROBLEMS), columns=3)
+    cohorts = {name: [0.01] if name == "10,000 clients" else args.cohorts for name in args.problems}
+    found = (
+        f"| {row} |"
+        for name in args.problems
+        for row in rows(name, cohorts[name], args.seeds, args.radon)
+    )
+    grown(HERE / "rounds_to_truth.md", HEADER, found, list(PROBLEMS), columns=3)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -29,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tables import keep, rounds_of
+from tables import alone, grown, rounds_of
 
 HERE = Path(__file__).parent
 METHODS = ("bayesfed", "NumPyro", "Pyro")
@@ -117,18 +113,10 @@ def one(name: str, method: str, data: Path) -> dict[str, Any]:
 
 def row(name: str, data: Path) -> str:
     """The cells of a problem."""
-    found = {}
-    for method in METHODS:
-        with tempfile.TemporaryDirectory() as cache:
-            done = subprocess.run(
-                [sys.executable, __file__, name, "--method", method, "--radon", str(data)],
-                capture_output=True,
-                text=True,
-                env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache},
-            )
-        if done.returncode:
-            raise RuntimeError(f"{name}, {method}: {done.stderr[-2000:]}")
-        found[method] = json.loads(done.stdout.splitlines()[-1])
+    found = {
+        method: alone(__file__, name, "--method", method, "--radon", str(data))
+        for method in METHODS
+    }
     cells = [name]
     for method, value in found.items():
         cells += [f"{value['cold']:.1f}", f"{value['warm']:.1f}"]
@@ -156,11 +144,8 @@ def main() -> None:
     from problems import PROBLEMS
 
     small = [name for name in PROBLEMS if name != "10,000 clients"]
-    print("\n".join(HEADER))
-    for name in args.problems or small:
-        line = f"| {row(name, args.radon)} |"
-        print(line, flush=True)
-        keep(HERE / "seconds_to_truth.md", HEADER, line, small)
+    found = (f"| {row(name, args.radon)} |" for name in args.problems or small)
+    grown(HERE / "seconds_to_truth.md", HEADER, found, small)
 
 
 if __name__ == "__main__":

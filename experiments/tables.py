@@ -5,7 +5,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -47,6 +51,20 @@ def done(
             yield call, future.result()
 
 
+def alone(script: str, *arguments: str) -> Any:
+    """What a script prints in its last line, as JSON, in a process of its own without Inductor's cache of others."""
+    with tempfile.TemporaryDirectory() as cache:
+        done = subprocess.run(
+            [sys.executable, script, *arguments],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache},
+        )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(arguments)}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def rounds_of(posterior: Any) -> str:
     """After how many rounds a fit stopped by itself, or that it did not."""
     rounds = len(posterior.history["elbo"])
@@ -72,3 +90,13 @@ def keep(
     fresh = path.with_suffix(".tmp")
     fresh.write_text("\n".join([*header, *rows]) + "\n")
     fresh.replace(path)
+
+
+def grown(
+    path: Path, header: Sequence[str], rows: Iterable[str], order: Sequence[str], columns: int = 1
+) -> None:
+    """Print rows as they come and :func:`keep` them."""
+    print("\n".join(header))
+    for row in rows:
+        print(row, flush=True)
+        keep(path, header, row, order, columns)

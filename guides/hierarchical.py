@@ -19,6 +19,7 @@ from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import laplace
 from bayesfed.elbo.handlers import Until, draws_plate, given, is_plate, origin
 from bayesfed.elbo.landing import StickingTheLanding
+from bayesfed.elbo.program import Params
 from bayesfed.elbo.sites import Site, prior_draws
 from bayesfed.guides import local
 from bayesfed.guides.family import Family
@@ -27,9 +28,6 @@ from bayesfed.tracing.compiler import traceable
 
 LOCAL = "local"
 """The auxiliary site that holds the local variables of the block as one unconstrained vector a client."""
-
-
-Params = dict[str, Tensor]
 
 
 class _BlockPrior(NamedTuple):
@@ -146,7 +144,8 @@ class Hierarchical:
             far = (at.precision * (u - at.loc).square()).sum((-2, -1))
             return self._log_likelihood(params, batch, u, at.z) - far / 2
 
-        further, worth = laplace.climb(log_joint, at.precision, u)
+        step, worth = laplace.newton_step(log_joint, at.precision, u)
+        further = laplace.best(log_joint, u, step)
         on_the_way = still.reshape(-1, 1, 1) > 0
         return torch.where(on_the_way, further, u), still * (worth > laplace.THERE)
 

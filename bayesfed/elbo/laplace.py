@@ -48,29 +48,30 @@ def newton(
         tolerance: leave off where no step is worth more than this; on a CPU only, for asking waits for a device.
     """
     for _ in range(steps):
-        further, worth = climb(objective, precision, u)
+        step, worth = newton_step(objective, precision, u)
         asks = tolerance > 0 and u.device.type == "cpu" and not tracing()
         if asks and float(worth.max()) < tolerance:
             break
-        u = further
+        u = best(objective, u, step)
     return u
 
 
-def climb(
+def newton_step(
     objective: Callable[[Tensor], Tensor], precision: Tensor, u: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The best fraction of one Newton step, and twice what the whole step is worth where all is quadratic: ``(K,)``.
-
-    Arguments as for :func:`newton`.
-    """
-    sizes = torch.tensor(SIZES, dtype=u.dtype, device=u.device).reshape(-1, *[1] * u.ndim)
+    """A Newton step, and twice what it is worth where all is quadratic: ``(K,)``; arguments as for :func:`newton`."""
     grad, hessian = curvature(objective, u)
     step = torch.linalg.solve_ex(positive(-hessian, precision), grad[..., None])[0].squeeze(-1)
-    with torch.no_grad():
-        tried = u + sizes * step
-        best = objective(tried).nan_to_num(-torch.inf).argmax(0)
-        u = tried.gather(0, best[None, ..., None, None].expand(1, *u.shape))[0]
-    return u, (grad * step).detach().sum((-2, -1))
+    return step, (grad * step).detach().sum((-2, -1))
+
+
+@torch.no_grad()
+def best(objective: Callable[[Tensor], Tensor], u: Tensor, step: Tensor) -> Tensor:
+    """Where the best fraction of a step leads."""
+    sizes = torch.tensor(SIZES, dtype=u.dtype, device=u.device).reshape(-1, *[1] * u.ndim)
+    tried = u + sizes * step
+    first = objective(tried).nan_to_num(-torch.inf).argmax(0)
+    return tried.gather(0, first[None, ..., None, None].expand(1, *u.shape))[0]
 
 
 def curvature(f: Callable[[Tensor], Tensor], u: Tensor) -> tuple[Tensor, Tensor]:

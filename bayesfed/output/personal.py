@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
 
@@ -35,12 +35,14 @@ class OnDemand(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._all)
 
-    def select(self, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """Of some clients, by name: those of others are not made for it."""
-        if self._made is None:
-            return OnDemand(self._make, self._federation.select(names))
-        position = self._federation.index(names)
-        return {name: value[position] for name, value in self._made.items()}
+    @property
+    def made(self) -> bool:
+        """Whether somebody has asked."""
+        return self._made is not None
+
+    def of(self, federation: Federation) -> OnDemand:
+        """Those of some of the clients: the others' are not made for it."""
+        return OnDemand(self._make, federation)
 
     @property
     def _all(self) -> Params:

@@ -126,8 +126,8 @@ class Posterior:
             return self
         self.check_known(names)
         few, own = self.federation.select(names), self.local_params
-        if isinstance(own, OnDemand):
-            return replace(self, federation=few, local_params=own.select(names))
+        if isinstance(own, OnDemand) and not own.made:
+            return replace(self, federation=few, local_params=own.of(few))
         position = self.federation.index(names)
         own = {name: value[position] for name, value in own.items()}
         return replace(self, federation=few, local_params=own)

@@ -15,10 +15,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -30,7 +27,7 @@ from timing import command
 from torch import Tensor, nn
 
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("mnist", ".")]
-from tables import keep
+from tables import alone, grown
 
 RECIPES = ("few_images", "small_shards", "new_clients")
 METHODS = ("FedAvg", "FedABML", "PFedVEM")
@@ -283,28 +280,10 @@ def one(method: str, recipe: str, who: str, data: Path) -> list[list[float]]:
 
 def row(method: str, recipe: str, data: Path) -> str:
     """The cells of a method on a recipe."""
-    found = {}
-    for who in ("ours", "loop"):
-        with tempfile.TemporaryDirectory() as cache:
-            done = subprocess.run(
-                [
-                    sys.executable,
-                    __file__,
-                    method,
-                    "--recipes",
-                    recipe,
-                    "--who",
-                    who,
-                    "--data",
-                    data,
-                ],
-                capture_output=True,
-                text=True,
-                env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache},
-            )
-        if done.returncode:
-            raise RuntimeError(f"{method}, {recipe}, {who}: {done.stderr[-2000:]}")
-        found[who] = json.loads(done.stdout.splitlines()[-1])
+    found = {
+        who: alone(__file__, method, "--recipes", recipe, "--who", who, "--data", str(data))
+        for who in ("ours", "loop")
+    }
     cells = [method, recipe]
     for who in ("ours", "loop"):
         cells += [" + ".join(f"{part:.1f}" for part in run) for run in found[who]]
@@ -325,12 +304,8 @@ def main() -> None:
     if args.who:
         print(json.dumps(one(args.methods[0], args.recipes[0], args.who, args.data)))
         return
-    print("\n".join(HEADER))
-    for method in args.methods:
-        for recipe in args.recipes:
-            line = row(method, recipe, args.data)
-            print(line, flush=True)
-            keep(Path(__file__).with_suffix(".md"), HEADER, line, METHODS, columns=2)
+    found = (row(method, recipe, args.data) for method in args.methods for recipe in args.recipes)
+    grown(Path(__file__).with_suffix(".md"), HEADER, found, METHODS, columns=2)
 
 
 if __name__ == "__main__":
