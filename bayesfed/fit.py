@@ -16,6 +16,7 @@ from bayesfed.algorithms.settings import check, validated
 from bayesfed.algorithms.sfvi import SFVI
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
+from bayesfed.elbo.form import for_batches
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.engine import processes
 from bayesfed.engine.checks import (
@@ -89,7 +90,7 @@ def start(
     validated(Schedule, schedule | {"seed": seed})
     check(algorithm)
     with noise.seeded(seed):  # particles start at draws of the prior
-        program = algorithm.program(model, federation)
+        program = algorithm.program(for_batches(model, federation), federation)
     check_data(program, federation)
     check_independence(program, federation, shuffled=batch_size is not None)
     warn_of_units(program, federation)

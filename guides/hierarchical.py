@@ -77,7 +77,10 @@ class Hierarchical:
             with priors, Until(self.block):
                 self.model(head)
         context = (z - loc.detach()) / scale.detach()
-        with _Guided(self, z, context, priors.found), Until([*self.globals, *self.locals]):
+        guided = _Guided(self, z, context, priors.found)
+        with federation.clients():
+            guided.open(len(head))
+        with guided, Until([*self.globals, *self.locals]):
             self.model(head)
 
     @property
@@ -307,70 +310,76 @@ class _Guided(_Values):
         super().__init__(guide, z)
         self.context = [context]
         self.priors = priors
+        self.rows: dict[str, dict[str, Tensor]] = {}
         self.drawn_from: dict[str, Any] = {}
         self.u: dict[str, Tensor] = {}
 
+    def open(self, clients: int) -> None:
+        """The parameters of K clients, a row each, and the draw of their block, in the clients plate."""
+        block, context = self.guide.block, self.context[0].shape[-1]
+        starts = {LOCAL: self.guide.block_start} if block else {}
+        starts |= {n: start for n, start in self.guide.locals.items() if n not in block}
+        for name, start in starts.items():
+            if self.guide.conditioned:
+                params = local.conditional_start(start, context)
+                context += len(start.loc)
+            else:
+                params = local.independent_start(start)
+            self.rows[name] = {
+                what: pyro.param(
+                    f"{name}.{what}",
+                    value.expand(clients, 1, *value.shape).clone,
+                    event_dim=value.ndim,
+                )
+                for what, value in params.items()
+            }
+        if block:
+            locs, scales = zip(*(self.priors[name] for name in block), strict=True)
+            q = self._local(LOCAL, starts[LOCAL], (_stack(locs), _stack(scales)))
+            rows = self.rows[LOCAL].values()
+            one = StickingTheLanding(lambda *p: _with_event(q(*p)), *rows)
+            u = pyro.sample(LOCAL, one, infer={"is_auxiliary": True})
+            self.context.append(local.whiten(self.drawn_from[LOCAL], u))
+            self.u = self.guide.block_parts(u)
+
     def _pyro_sample(self, msg: Any) -> None:
         name = msg["name"]
-        if name == LOCAL:
-            return
         if is_plate(msg):
             msg["stop"] = True  # its one row is nobody else's business
         elif name in self.z:
             msg["fn"] = point(msg["fn"], self.z[name], self.guide.globals[name])
-        elif name in self.guide.block:
-            if not self.u:
-                self._draw_block(msg["fn"].batch_shape[-2])
+        elif name in self.u:
             msg["fn"] = point(msg["fn"], self.u[name])
         elif name in self.guide.locals:
-            start, prior = self.guide.locals[name], msg["fn"]
-            q = self._local(name, start, local.gaussian(prior), prior.batch_shape[-2])
-            msg["fn"] = StickingTheLanding(lambda *p: local.seen(prior, q(*p)), *self.rows)
+            prior = msg["fn"]
+            q = self._local(name, self.guide.locals[name], local.gaussian(prior))
+            rows = self.rows[name].values()
+            msg["fn"] = StickingTheLanding(lambda *p: local.seen(prior, q(*p)), *rows)
         else:
             if msg["value"] is None:
                 msg["value"] = origin(msg["fn"])
             msg["done"] = msg["stop"] = True
 
-    def _draw_block(self, clients: int) -> None:
-        """All local variables of the block at once, as one auxiliary site."""
-        locs, scales = zip(*(self.priors[name] for name in self.guide.block), strict=True)
-        q = self._local(LOCAL, self.guide.block_start, (_stack(locs), _stack(scales)), clients)
-        one = StickingTheLanding(lambda *p: _with_event(q(*p)), *self.rows)
-        u = pyro.sample(LOCAL, one, infer={"is_auxiliary": True})
-        self.u = self.guide.block_parts(u)
-
     def _pyro_post_sample(self, msg: Any) -> None:
         if msg["name"] in self.drawn_from:
-            q, u = self.drawn_from[msg["name"]], msg["value"]
-            if msg["name"] != LOCAL:
-                u = biject_to(msg["fn"].support).inv(u)
-                u = u.reshape((*msg["value"].shape[: -msg["fn"].event_dim or None], -1))
+            q, u = self.drawn_from[msg["name"]], biject_to(msg["fn"].support).inv(msg["value"])
+            u = u.reshape((*msg["value"].shape[: -msg["fn"].event_dim or None], -1))
             self.context.append(local.whiten(q, u))
 
     def _local(
-        self, name: str, start: Start, prior: tuple[Tensor, Tensor] | None, clients: int
+        self, name: str, start: Start, prior: tuple[Tensor, Tensor] | None
     ) -> Callable[..., Any]:
-        """q of K clients' variable as a function of its parameters, which ``rows`` then holds."""
+        """q of K clients' variable as a function of its parameters."""
         if self.guide.conditioned:
-            c = _stack(self.context)
-            params = local.conditional_start(start, c.shape[-1])
-            family = partial(local.conditional, start, prior, c)
+            family = partial(local.conditional, start, prior, _stack(self.context))
         else:
-            params, family = local.independent_start(start), partial(local.independent, start)
-        self.rows = [
-            pyro.param(
-                f"{name}.{what}",
-                value.expand(clients, 1, *value.shape).clone,
-                event_dim=value.ndim,
-            )
-            for what, value in params.items()
-        ]
+            family = partial(local.independent, start)
 
         def q(*rows: Tensor) -> Any:
-            return family(**dict(zip(params, rows, strict=True)))
+            return family(**dict(zip(self.rows[name], rows, strict=True)))
 
         if self.guide.conditioned:
-            self.drawn_from[name] = q(*self.rows)
+            self.drawn_from[name] = q(*self.rows[name].values())
         return q
 
 

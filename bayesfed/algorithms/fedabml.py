@@ -284,7 +284,7 @@ def fisher_of_prior(
     program: Program, params: Params, of: Params, widest: Params, batch: Batch
 ) -> Fisher:
     """Of p(w | θ) in those of the parameters ``of`` that are locations or log scales of Normal local priors only."""
-    read = frozenset().union(*(program.reads[site.name] for site in program.observed))
+    read = frozenset().union(*(program.reads[site.name] for site in program.likelihood))
     precision: dict[str, Tensor] = {}
     log_scales = set()
     priors = local_priors(program, params, batch)

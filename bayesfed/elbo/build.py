@@ -62,7 +62,8 @@ def build(model: Model, guide: Callable[[Any], Any], federation: Federation) -> 
                 f"the guide samples {name!r}, which the model does not; if it is auxiliary, say "
                 "infer={'is_auxiliary': True}"
             )
-    with handlers.on(batch.device), params, recorder, handlers.draws_plate(1):
+    derived = handlers.Derived()
+    with handlers.on(batch.device), params, recorder, handlers.draws_plate(1), derived:
         poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(batch)
     init, constraint, local_params = {}, {}, []
     for name, seen in params.seen.items():
@@ -96,6 +97,7 @@ def build(model: Model, guide: Callable[[Any], Any], federation: Federation) -> 
         randomness=recorder.draws,
         clients=len(federation),
         rows=federation.rows,
+        derived=tuple(derived.found),
     )
     keys = noise.fold(noise.key(0).to(batch.device), federation.stream_ids[batch.index])
     program = _with_direct(program, batch, keys)
@@ -174,7 +176,7 @@ def _reads(
     """Which parameters the law of each local or observed site depends on, its own value given."""
     supplied, found = program.noise(keys, 1, local=True), {}
     _, model = run(program, leaves, {}, batch, supplied, 1)
-    for site in (*program.locals, *program.observed):
+    for site in (*program.locals, *program.likelihood):
         node = model.nodes[site.name]
         with pyro.validation_enabled(False):
             log_prob = node["fn"].log_prob(node["value"].detach())

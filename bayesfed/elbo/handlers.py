@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro
 import pyro.distributions as dist
@@ -205,6 +205,14 @@ class Until(Messenger):
         return kind is _Enough
 
 
+class Derivation(NamedTuple):
+    """A value that depends on other variables, and whether each client, or each row, has its own."""
+
+    value: Tensor
+    local: bool
+    per_row: bool
+
+
 class Noise(Messenger):
     """Draw latent sites from the noise supplied for them.
 
@@ -245,6 +253,14 @@ class Noise(Messenger):
                 raise NotImplementedError(f"site {name!r} of the guide: {error}") from None
             self.draws[name] = lifted.recorded
         msg["done"] = True
+
+
+class Derived(Messenger):
+    """Note what a program names by ``pyro.deterministic``: ``(S, K, B or 1, *)`` for S draws and K clients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, Derivation] = {}
 
 
 def origin(fn: Any) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyro.distributions as dist
@@ -15,6 +15,7 @@ from torch.distributions.transforms import ComposeTransform
 
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import handlers, noise
+from bayesfed.elbo.one_client import OneClient
 
 
 class _Onto(ComposeTransform):
@@ -49,6 +50,9 @@ class Lifted:
 
     def __call__(self, federation: Any) -> None:
         """The Pyro program."""
+        if isinstance(self.model, OneClient):  # what is lifted is a site like others
+            OneClient(replace(self, model=self.model.model))(federation)
+            return
         with poutine.lift(prior=dict(self.priors)):
             self.model(federation)
 

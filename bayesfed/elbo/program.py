@@ -55,6 +55,7 @@ class Program:
         resting: the local parameters that the model has, not the guide, such as a spread of each client's own.
         reads: by local or observed site, the parameters that its law depends on, also through the site's parents in
             the clients plate; of a program whose globals are points.
+        derived: what the model names by ``pyro.deterministic``.
     """
 
     model: Model
@@ -73,6 +74,7 @@ class Program:
     resting: tuple[str, ...] = ()
     anchors: Mapping[str, Anchor] = field(default_factory=dict)
     reads: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    derived: tuple[str, ...] = ()
 
     @property
     def guide_name(self) -> str:
@@ -102,7 +104,12 @@ class Program:
 
     @property
     def observed(self) -> list[Site]:
-        """The model's observed sites."""
+        """The model's sites that have data."""
+        return [s for s in self.likelihood if not s.factor]
+
+    @property
+    def likelihood(self) -> list[Site]:
+        """Those, and the model's factors."""
         return [s for s in self.sites.values() if s.observed]
 
     def noise(self, keys: Tensor, draws: int, *, local: bool) -> dict[str, list[Tensor]]:

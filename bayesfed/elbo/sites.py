@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.poutine.messenger import Messenger
@@ -31,6 +32,7 @@ class Site:
         event_shape: shape of one value.
         support: Pyro's constraint.
         context: local, and the model has an encoder that makes it from the client's rows.
+        factor: observed without data: ``pyro.factor``.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Site:
     event_shape: torch.Size
     support: Any
     context: bool = False
+    factor: bool = False
 
 
 class _Watch(Messenger):
@@ -90,6 +93,12 @@ def sites(model: Model, federation: Federation) -> dict[str, Site]:
                 f"site {name!r} lies in plate {others.pop()!r}: only the clients and observations "
                 "plates may be open; make the dimension part of the event with .to_event()"
             )
+        factor = isinstance(_base(node["fn"]), dist.Unit)
+        if factor and CLIENTS not in inside:
+            raise ValueError(
+                f"pyro.factor {name!r} lies outside the clients plate, where no data are: make it part of the "
+                "distribution of a global site"
+            )
         if not latent and CLIENTS not in inside:
             raise ValueError(
                 f"observed site {name!r} lies outside the clients plate: data belong to clients, move "
@@ -119,6 +128,7 @@ def sites(model: Model, federation: Federation) -> dict[str, Site]:
             event_shape=node["fn"].event_shape,
             support=node["fn"].support,
             context=latent and CLIENTS in inside and CONTEXT in node["infer"],
+            factor=factor,
         )
     if not any(site.local for site in found.values()):
         raise ValueError(
@@ -128,6 +138,12 @@ def sites(model: Model, federation: Federation) -> dict[str, Site]:
     if not any(site.observed for site in found.values()):
         raise ValueError("the model observes nothing: no site has obs=")
     return found
+
+
+def _base(fn: Any) -> Any:
+    while isinstance(fn, dist.Independent | dist.MaskedDistribution):
+        fn = fn.base_dist
+    return fn
 
 
 def prior_draws(

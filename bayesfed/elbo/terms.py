@@ -221,7 +221,7 @@ def _nll(program: Program, model: Any, batch: Batch, draws: int) -> Tensor:
     """−log p(D_i | w_i, θ) of all n_i rows, the mean over draws: ``(K,)``."""
     nll = batch.scale.new_zeros(draws, len(batch))
     with pyro.validation_enabled(False):
-        for site in program.observed:
+        for site in program.likelihood:
             node = model.nodes[site.name]
             log_prob = node["fn"].log_prob(node["value"])
             nll = nll - scale_and_mask(log_prob, node["scale"], node["mask"]).sum(-1)

@@ -20,11 +20,10 @@ from torch.distributions import biject_to
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import handlers, noise
+from bayesfed.elbo.form import two
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.terms import run
 
-ROWS = 64
-"""Rows of a client that are looked at."""
 Densities = dict[str, Tensor]
 """By site, log density of S draws and K clients ``(S, K)``, or of global sites ``(S, 1)``."""
 
@@ -41,17 +40,8 @@ def check_independence(program: Program, federation: Federation, shuffled: bool)
     Raises:
         ValueError: names the site, what it depends on and what to write.
     """
-    lengths = federation.lengths.tolist()
-    long = max(range(len(lengths)), key=lengths.__getitem__)
-    others = [i for i in range(len(lengths)) if i != long] or [long]
-    # of one row the padding looks like it
-    short = min(others, key=lambda i: (lengths[i] < 2, lengths[i]))
-    rows = [min(ROWS, lengths[long]), min(ROWS, lengths[short])]
-    if rows[0] == rows[1] > 1 and lengths[short] < lengths[long]:  # there is padding, if not here
-        rows[1] -= 1
-    clients = torch.tensor([long, short])
-    slots = torch.arange(rows[0])
-    positions = torch.stack([slots, torch.where(slots < rows[1], slots, -1)])
+    clients, positions = two(federation)
+    rows = (positions >= 0).sum(-1).tolist()
     pair = federation.batch(clients, positions)
 
     params = program.init | program.init_locals(pair)

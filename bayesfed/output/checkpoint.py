@@ -17,6 +17,7 @@ from bayesfed.data import digest as rows
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import digest as densities
 from bayesfed.elbo import noise
+from bayesfed.elbo.form import for_batches
 from bayesfed.elbo.program import Params
 from bayesfed.engine.files import read_tensors, write_tensors
 
@@ -151,7 +152,7 @@ def load(
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     with noise.seeded(0):  # particles start at draws of the prior
-        program = algorithm.program(model, federation)
+        program = algorithm.program(for_batches(model, federation), federation)
     if list(program.sites) != metadata["sites"]:
         raise ValueError(
             f"{path} was fitted to a model with sites {', '.join(metadata['sites'])}; this one has "

@@ -224,6 +224,17 @@ def replayed(
         return poutine.trace(model).get_trace(batch).nodes
 
 
+def derived(
+    posterior: Posterior, draws: Draws, chunk: Tensor, batch: Batch
+) -> Mapping[str, handlers.Derivation]:
+    """What the model names by ``pyro.deterministic``, on rows of some clients at draws of its latent sites."""
+    params, model = params_of(posterior, chunk), posterior.program.model
+    at = handlers.given(batch.device, params, values=draws.values, draws=draws.count)
+    with torch.no_grad(), at, handlers.Derived() as asked:
+        model(batch)
+    return asked.found
+
+
 def params_of(posterior: Posterior, chunk: Tensor) -> Params:
     """All parameters, the local ones of some clients."""
     return posterior.params | {name: v[chunk] for name, v in posterior.local_params.items()}

@@ -50,7 +50,7 @@ def to_arviz(
         raise ValueError(f"num_samples ({num_samples}) must be a multiple of chains ({chains})")
     program, federation = posterior.program, posterior.federation
     local = {site.name for site in program.locals}
-    weighed = {s.name: ("observation",) if s.per_row else ("client",) for s in program.observed}
+    weighed = {s.name: ("observation",) if s.per_row else ("client",) for s in program.likelihood}
     seen = {s.name: ("observation",) for s in program.observed if s.per_row or s.joint}
     seen = weighed | seen
 

@@ -103,7 +103,7 @@ def log_predictive(posterior: Posterior, rows: Federation, num_samples: int = 20
         batch = rows.batch(chunk)
         nodes = replayed(posterior, posterior.program.model, draws, chunk, batch)
         weight = draws.log_probabilities(len(chunk)).to(batch.scale)
-        for site in posterior.program.observed:
+        for site in posterior.program.likelihood:
             density = nodes[site.name]["fn"].log_prob(nodes[site.name]["value"])
             if site.per_row:
                 density = (weight[..., None] + density).logsumexp(0)

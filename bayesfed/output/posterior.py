@@ -20,7 +20,7 @@ from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.terms import client_terms, server_pass
 from bayesfed.engine.moving import caveat
 from bayesfed.output import checkpoint, joint
-from bayesfed.output.draws import chunks, key_of, params_of, replayed, sampled, weighted
+from bayesfed.output.draws import chunks, derived, key_of, params_of, replayed, sampled, weighted
 from bayesfed.output.mixture import by_row, predictive
 from bayesfed.output.personal import OnDemand, gathered, personal
 from bayesfed.tracing.compiler import Compiler, using
@@ -179,18 +179,62 @@ class Posterior:
             seed: of the draws.
 
         Returns:
-            Observed site to ``(S, rows)``, or ``(S, N)`` for a site outside the observations plate.
+            Observed site, or factor, to ``(S, rows)``, or ``(S, N)`` for a site outside the observations plate.
         """
         federation = self.federation if federation is None else federation
         few, model = self.select(federation.names), self.program.model
-        parts: dict[str, list[Tensor]] = {site.name: [] for site in self.program.observed}
+        parts: dict[str, list[Tensor]] = {site.name: [] for site in self.program.likelihood}
         for chunk, draws in sampled(few, num_samples, seed, federation):
             batch = federation.batch(chunk)
             nodes = replayed(few, model, draws, chunk, batch)
-            for site in self.program.observed:
+            for site in self.program.likelihood:
                 log_prob = nodes[site.name]["fn"].log_prob(nodes[site.name]["value"])
                 parts[site.name].append(by_row(log_prob, site, batch, num_samples))
         return {name: torch.cat(part, 1) for name, part in parts.items()}
+
+    def derived(
+        self, federation: Federation | None = None, num_samples: int = 1000, *, seed: int = 0
+    ) -> dict[str, Tensor]:
+        """What the model names by ``pyro.deterministic``, for the draws that :meth:`sample` gives.
+
+        Args:
+            federation: rows of clients that this posterior knows; by default those it was fitted to.
+            num_samples: S.
+            seed: of the draws.
+
+        Returns:
+            Name to ``(S, *)`` for what lies outside the clients plate, ``(S, N, *)`` inside it, ``(S, rows, *)`` inside
+            the observations plate.
+
+        Example:
+            >>> import bayesfed as bf, pyro, pyro.distributions as dist
+            >>> def model(federation):
+            ...     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+            ...     with federation.clients():
+            ...         a = pyro.sample("a", dist.Normal(mu, 1.0))
+            ...         pyro.deterministic("effect", a - mu)
+            ...         with federation.observations() as obs:
+            ...             pyro.sample("y", dist.Normal(a, 1.0), obs=obs.get("y"))
+            >>> data = bf.Federation.from_arrays({"a": {"y": [1.0, 3.0]}, "b": {"y": [2.0]}})
+            >>> bf.fit(model, data, rounds=2).derived(num_samples=100)["effect"].shape
+            torch.Size([100, 2])
+        """
+        federation = self.federation if federation is None else federation
+        few = self.select(federation.names)
+        parts: dict[str, list[Tensor]] = {name: [] for name in self.program.derived}
+        for chunk, draws in sampled(few, num_samples, seed, federation):
+            batch = federation.batch(chunk)
+            for name, found in derived(few, draws, chunk, batch).items():
+                value = found.value
+                if found.per_row:
+                    shape = (draws.count, *batch.mask.shape, *value.shape[3:])
+                    parts[name].append(value.expand(shape)[:, batch.mask])
+                elif found.local:
+                    shape = (draws.count, len(chunk), *value.shape[3:])
+                    parts[name].append(value.squeeze(2).expand(shape))
+                elif not parts[name]:
+                    parts[name].append(value[:, 0, 0].expand(draws.count, *value.shape[3:]))
+        return {name: torch.cat(part, min(1, part[0].ndim - 1)) for name, part in parts.items()}
 
     def probabilities(
         self,

@@ -99,16 +99,6 @@ def test_discrete_latent_site():
         fit(model)
 
 
-def test_a_plate_of_the_users_own():
-    def model(federation):
-        with pyro.plate("features", 2):
-            pyro.sample("beta", dist.Normal(0.0, 1.0))
-        good(federation)
-
-    with pytest.raises(ValueError, match=r"site 'beta' lies in plate 'features'.*to_event"):
-        fit(model)
-
-
 def test_unknown_field():
     def model(federation):
         with federation.clients(), federation.observations() as obs:

@@ -1,0 +1,182 @@
+"""How a program is run for all clients and draws of a batch: as it is, where that is right, else under vmap.
+
+A program written for one client and one draw is right under vmap (:mod:`bayesfed.elbo.one_client`). Many are so as well
+with draws and clients as dimensions in front, which takes fewer operations: both are tried, at draws of the prior.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.distributions.util import scale_and_mask
+from torch import Tensor
+from torch.distributions import transform_to
+
+from bayesfed.data.batch import Batch
+from bayesfed.data.federation import Federation, Model
+from bayesfed.elbo import handlers, noise
+from bayesfed.elbo.one_client import OneClient
+from bayesfed.elbo.reasons import explained
+from bayesfed.elbo.sites import sites
+
+ROWS = 64
+"""Rows of a client that are looked at."""
+DRAWS = 2
+
+
+def for_batches(model: Model, federation: Federation) -> Model:
+    """The model as it is to be run on batches.
+
+    Raises:
+        ValueError: it cannot be run (names the line and what to write instead); or, for all clients at once and without
+            draws, it says something else than for each alone (names the site).
+
+    Example:
+        >>> import bayesfed as bf, pyro, pyro.distributions as dist
+        >>> from bayesfed.elbo.form import for_batches
+        >>> def effects(federation, first=lambda effect: effect[..., 0]):
+        ...     effect = pyro.sample("effect", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        ...     with federation.clients(), federation.observations() as obs:
+        ...         pyro.sample("y", dist.Normal(first(effect), 1.0), obs=obs.get("y"))
+        >>> data = bf.Federation.from_arrays({"a": {"y": [1.0, 3.0]}, "b": {"y": [2.0]}})
+        >>> for_batches(effects, data) is effects
+        True
+        >>> type(for_batches(lambda f: effects(f, lambda effect: effect[0]), data)).__name__
+        'OneClient'
+    """
+    one, batch = OneClient(model), federation.batch(*two(federation))
+    with noise.seeded(0), torch.no_grad():
+        try:
+            with handlers.given(batch.device) as found:
+                one.layouts(batch)
+            params = _apart(found.seen, len(batch))
+            with handlers.given(batch.device, params, draws=DRAWS), poutine.trace() as tracer:
+                layouts = one.layouts(batch)
+        except Exception as error:
+            return _as_it_is(model, federation, batch, error)
+        nodes = _sites(tracer.trace)
+        values = {name: node["value"] for name, node in nodes.items() if not node["is_observed"]}
+        try:
+            alone = _densities(nodes)
+            with handlers.given(batch.device, params, values=values, draws=DRAWS):
+                again = _densities(_sites(poutine.trace(one).get_trace(batch)))
+        except Exception:  # of data, which others look at
+            return model
+        if not _equal(alone, again):  # it draws numbers of its own
+            return model
+        with suppress(Exception):
+            with handlers.given(batch.device, params, values=values, draws=DRAWS):
+                together = _sites(poutine.trace(model).get_trace(batch))
+            if (
+                layouts.keys() == together.keys()
+                and _alike(nodes, together)
+                and _equal(alone, _densities(together))
+            ):
+                return model
+        with handlers.given(batch.device, values=values, draws=DRAWS):
+            alone = _densities(_sites(poutine.trace(one).get_trace(batch)))
+        totals = []
+        for draw in range(DRAWS):
+            own = {name: layouts[name].pooled(value[draw]) for name, value in values.items()}
+            try:
+                with handlers.given(batch.device, values=own):
+                    pooled = _densities(_sites(poutine.trace(model).get_trace(batch)))
+            except Exception:
+                return one  # it cannot be run on pooled data
+            totals.append({name: float(density.sum()) for name, density in pooled.items()})
+    for name, density in alone.items():
+        width = len(batch) if layouts[name].local else density.shape[1]
+        each = density.expand(DRAWS, width, -1).double().sum((1, 2))
+        gap, expected = totals[0][name] - totals[1][name], float(each[0] - each[1])
+        size = float(each.abs().max())
+        if abs(gap - expected) > 1e-2 + 1e-5 * size + 1e-3 * abs(expected):
+            raise ValueError(
+                f"the log density of site {name!r} depends on which other clients are in the batch: run for two "
+                "clients at once it is another than for each alone. Every client has its own entry at dim -2 and its "
+                "rows at dim -1. Reduce over a dimension, value.sum(-1), not value.sum(); work out means over clients "
+                "beforehand, and give priors constants"
+            )
+    return one
+
+
+def _as_it_is(model: Model, federation: Federation, batch: Batch, error: Exception) -> Model:
+    """The model, which cannot be run for one client and one draw, if it can be for all; else what is wrong."""
+    name = getattr(model, "__name__", type(model).__name__)
+    try:
+        with handlers.given(batch.device, draws=DRAWS):
+            model(batch)
+    except Exception:
+        try:
+            sites(model, federation)
+        except Exception as other:
+            raise explained(other, name) from other
+        raise explained(error, name) from error
+    return model
+
+
+def _apart(seen: Mapping[str, Any], clients: int) -> dict[str, Tensor]:
+    """Parameters, unconstrained, of which every client has a copy of its own."""
+    params = {}
+    for name, found in seen.items():
+        value = transform_to(found["constraint"]).inv(found["value"])
+        if not found["local"]:
+            value = value.expand(clients, 1, *value.shape)
+        params[name] = value + 0.1 * torch.randn_like(value)
+    return params
+
+
+def two(federation: Federation) -> tuple[Tensor, Tensor]:
+    """The longest client and a short one, of which rows are padded, and the positions of rows to look at."""
+    lengths = federation.lengths.tolist()
+    long = max(range(len(lengths)), key=lengths.__getitem__)
+    others = [i for i in range(len(lengths)) if i != long] or [long]
+    # of one row the padding looks like it
+    short = min(others, key=lambda i: (lengths[i] < 2, lengths[i]))
+    rows = [min(ROWS, lengths[long]), min(ROWS, lengths[short])]
+    if rows[0] == rows[1] > 1 and lengths[short] < lengths[long]:  # there is padding, if not here
+        rows[1] -= 1
+    slots = torch.arange(rows[0])
+    positions = torch.stack([slots, torch.where(slots < rows[1], slots, -1)])
+    return torch.tensor([long, short]), positions
+
+
+def _sites(trace: Any) -> dict[str, Any]:
+    return {
+        name: node
+        for name, node in trace.nodes.items()
+        if node["type"] == "sample" and not handlers.is_plate(node)
+    }
+
+
+def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether these are the same sites, on the same side of the boundary."""
+
+    def seen(nodes: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: (node["fn"].event_shape, handlers.plates(node) - {handlers.DRAWS})
+            for name, node in nodes.items()
+        }
+
+    return seen(one) == seen(other)
+
+
+def _densities(nodes: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The log densities of sites, one for each draw, client and row."""
+    return {
+        name: torch.as_tensor(
+            scale_and_mask(node["fn"].log_prob(node["value"]), node["scale"], node["mask"])
+        )
+        for name, node in nodes.items()
+    }
+
+
+def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Up to round-off of sums in another order."""
+    return all(
+        torch.allclose(a, b, rtol=1e-4, atol=1e-4, equal_nan=True)
+        for a, b in (torch.broadcast_tensors(one[name], other[name]) for name in one)
+    )

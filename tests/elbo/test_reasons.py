@@ -1,0 +1,58 @@
+"""What is wrong with a program, in its own lines."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import bayesfed as bf
+
+
+def program(mean):
+    def model(federation):
+        b = pyro.sample("b", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with federation.clients():
+            a = pyro.sample("a", dist.Normal(0.0, 1.0))
+            with federation.observations() as obs:
+                pyro.sample("y", dist.Normal(mean(a, b, obs), 1.0), obs=obs.get("y"))
+
+    return model
+
+
+def writes(a, b, obs):
+    both = torch.zeros(2)
+    both[0] = b[1]
+    return a + both[0]
+
+
+def asks(a, b, obs):
+    return a if b[0] > 0 else -a
+
+
+def draws(a, b, obs):
+    return a + torch.randn(())
+
+
+MISTAKES = [
+    (writes, r"line \d+, `both\[0\] = b\[1\]`: it writes into a tensor. .*torch.stack"),
+    (asks, r"`return a if b\[0\] > 0 else -a`: it asks for the value of a tensor .*torch.where"),
+    (draws, "site 'y' differs from one run to the next"),
+    (lambda a, b, obs: a + b * obs["y"], r"`pyro.sample\(\"y\".*: shapes do not fit"),
+    (lambda a, b, obs: a + obs["x"].mT @ b, "obs.*mT @ b.*: shapes do not fit"),
+    (lambda a, b, obs: a + b[obs["kind"]], r"an index must be whole numbers: .*\.long\(\)"),
+    (lambda a, b, obs: a + b[obs["kind"].long() + 1], "categories count from 0"),
+    (lambda a, b, obs: a + b.nothing, "'Tensor' object has no attribute 'nothing'"),
+]
+
+
+@pytest.mark.parametrize("algorithm", [bf.SFVI(), bf.FedAvg()], ids=["SFVI", "FedAvg"])
+@pytest.mark.parametrize(("mean", "message"), MISTAKES)
+def test_the_line_and_what_to_write_instead(mean, message, algorithm):
+    rows = {
+        "x": [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]],
+        "kind": [0.0, 1.0, 1.0],
+        "y": [1.0, 2.0, 3.0],
+    }
+    data = bf.Federation.from_arrays({"north": rows, "south": rows})
+    with pytest.raises(ValueError, match=message):
+        bf.start(program(mean), data, algorithm, rounds=1)
