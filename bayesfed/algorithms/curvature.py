@@ -74,7 +74,7 @@ def layered(loss: Loss, w: Tensor, batch: Batch) -> bool:
     """
     w, mask = w[:2], batch.mask[:2, :3]
     fields = Fields({name: value[:2, :3] for name, value in batch.fields.items()})
-    few = Batch(fields, mask, torch.ones_like(batch.scale[:2]), batch.index[:2])
+    few = Batch(fields, mask, torch.ones_like(batch.scale[:2]), batch.index[:2], batch.gaps)
     generator = torch.Generator().manual_seed(0)
     near = w + 0.1 * torch.randn(w.shape, generator=generator, dtype=w.dtype).to(w.device)
     _, square, plain = _at_once(loss, near, few)
@@ -104,7 +104,8 @@ def _row_by_row(loss: Loss, w: Tensor, batch: Batch, full: bool) -> tuple[Tensor
         count = len(columns)
         one = batch.scale.new_ones(clients * count, 1)
         fields = {n: v[:, columns].flatten(0, 1)[:, None] for n, v in batch.fields.items()}
-        rows = Batch(Fields(fields), one.bool(), one, batch.index.repeat_interleave(count))
+        index = batch.index.repeat_interleave(count)
+        rows = Batch(Fields(fields), one.bool(), one, index, batch.gaps)
         leaf = w.detach().repeat_interleave(count, 0).requires_grad_()
         (grad,) = torch.autograd.grad(loss(leaf, rows).sum(), leaf)
         grad = grad.unflatten(0, (clients, count)) * batch.mask[:, columns, None]

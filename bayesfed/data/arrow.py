@@ -91,6 +91,10 @@ def of_table(
 ) -> tuple[dict[str, Column], np.ndarray, tuple[str, ...]]:
     """Fields, offsets and names of the clients of an Arrow table; see :meth:`bayesfed.Federation.from_arrow`."""
     check_missing(missing)
+    if missing == "keep":
+        raise ValueError(
+            "missing='keep' is for what is in memory: read the table into a data frame"
+        )
     table = _table(source)
     wanted = [c for c in table.column_names if c != client] if fields is None else list(fields)
     check_columns("table", [client, *wanted], table.column_names)

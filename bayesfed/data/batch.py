@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pyro
 import torch
 from pyro import poutine
 from pyro.poutine.indep_messenger import IndepMessenger
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
+from torch.distributions import constraints, transform_to
 
 CLIENTS = "clients"
 OBSERVATIONS = "observations"
@@ -32,6 +35,28 @@ class Fields(dict[str, Tensor]):
         )
 
 
+class Gaps(Messenger):
+    """Leave out outcomes that are missing: their rows do not count, and hold some value of the support."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        fn, value = msg["fn"], msg["value"]
+        if not msg["is_observed"] or not isinstance(value, Tensor) or not value.is_floating_point():
+            return
+        there = ~value.isnan()
+        some = transform_to(fn.support)(torch.zeros_like(value)) if _flat(fn) else 0.0
+        msg["value"] = torch.where(there, value, some)
+        there = there.flatten(value.ndim - fn.event_dim).all(-1) if fn.event_dim else there
+        msg["mask"] = there if msg["mask"] is None else msg["mask"] & there
+
+
+def _flat(fn: Any) -> bool:
+    """Whether values are reals, positive numbers and the like, which 0 over the reals can stand for."""
+    support = fn.support
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    return not support.is_discrete and support.event_dim == 0
+
+
 @dataclass(frozen=True)
 class Batch:
     """K clients with B rows each, padded: what one execution of a model sees.
@@ -41,12 +66,14 @@ class Batch:
         mask: bool ``(K, B)``, False where a row is padding.
         scale: ``(K, 1)``: n_i / b_i, so that a minibatch stands for all of the client's rows.
         index: int64 ``(K,)``: the clients' positions in their federation.
+        gaps: a field may have missing values, NaN.
     """
 
     fields: Fields
     mask: Tensor
     scale: Tensor
     index: Tensor
+    gaps: bool = False
 
     def event_shape(self, field: str) -> torch.Size:
         """The shape of one row of a field: ``()`` for a number, ``(P,)`` for a vector."""
@@ -76,6 +103,7 @@ class Batch:
             pyro.plate(OBSERVATIONS, self.mask.shape[1], dim=-1),
             poutine.mask(mask=self.mask),
             poutine.scale(scale=self.scale),
+            Gaps() if self.gaps else nullcontext(),
         ):
             yield self.fields
 

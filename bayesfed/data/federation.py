@@ -88,7 +88,8 @@ class Federation:
             fields: numeric columns to keep; by default all columns but ``client``. A mapping renames:
                 ``{"y": "log_radon", "x": ["floor", "uranium"]}`` makes a field ``y`` with a number
                 a row and a field ``x`` with a vector a row.
-            missing: what to do with a row that holds a NaN: ``"fail"`` or ``"drop"``.
+            missing: what to do with a row that holds a NaN: ``"fail"``, ``"drop"``, or ``"keep"``: a missing outcome
+                then counts for nothing, and can be predicted.
 
         Raises:
             KeyError: a column is not there.
@@ -206,7 +207,7 @@ class Federation:
         client_dim: str,
         missing: Missing,
     ) -> Federation:
-        """Fail on NaN, or drop the rows that hold one, and build."""
+        """Fail on NaN, drop the rows that hold one or keep them, and build."""
         columns, offsets = without_missing(columns, offsets, names, missing)
         return cls(columns, torch.as_tensor(offsets, dtype=torch.int64), names, client_dim)
 
@@ -401,7 +402,25 @@ class Federation:
             name: value.index_select(0, rows.flatten()).unflatten(0, rows.shape)
             for name, value in self.fields.items()
         }
-        return Batch(fields=Fields(fields), mask=mask, scale=scale, index=clients)
+        return Batch(Fields(fields), mask, scale, clients, self.gaps)
+
+    @cached_property
+    def gaps(self) -> bool:
+        """Whether a field in memory has missing values, NaN."""
+        held = [value for value in self.fields.values() if isinstance(value, Tensor)]
+        return any(v.is_floating_point() and bool(v.isnan().any()) for v in held)
+
+    def with_gaps(self, like: Federation) -> Federation:
+        """The same rows with the fields of another federation that they lack, missing."""
+        lacking = {
+            name: torch.full((self.rows, *value.shape[1:]), torch.nan, dtype=value.dtype)
+            for name, value in like.fields.items()
+            if name not in self.fields and value.is_floating_point()
+        }
+        if not lacking:
+            return self
+        found = {name: value.to(self.device) for name, value in lacking.items()}
+        return replace(self, fields={**self.fields, **found})
 
     @cached_property
     def _pooled(self) -> Batch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bayesfed.data.batch import UnknownName
 
-Missing = Literal["fail", "drop"]
+Missing = Literal["fail", "drop", "keep"]
 
 
 Stored = tuple[dict[str, Tensor], np.ndarray, tuple[str, ...]]
@@ -100,8 +100,8 @@ def check_columns(what: str, wanted: Iterable[str], there: Iterable[Any]) -> Non
 
 def check_missing(missing: str) -> None:
     """Refuse what is no way to treat missing numbers."""
-    if missing not in ("fail", "drop"):
-        raise ValueError(f"missing is {missing!r}; choose 'fail' or 'drop'")
+    if missing not in get_args(Missing):
+        raise ValueError(f"missing is {missing!r}; choose 'fail', 'drop' or 'keep'")
 
 
 def to_tensor(field: str, values: Any, client: str) -> Tensor:
@@ -168,7 +168,7 @@ def without_missing(
         columns: field name to ``(rows, *event)``, client by client.
         offsets: where each client's rows start, ``(N + 1,)``.
         names: the N clients.
-        missing: ``"fail"`` or ``"drop"``.
+        missing: ``"fail"``, ``"drop"``, or ``"keep"``, which leaves them in.
 
     Returns:
         The columns and offsets that are left.
@@ -195,9 +195,10 @@ def without_missing(
             client = int(owner[row])
             raise ValueError(
                 f"client {names[client]!r}, row {row - int(offsets[client])}: field {field!r} is "
-                "NaN. Mend the data, or pass missing='drop' to leave such rows out"
+                "NaN. Mend the data, or pass missing='drop' to leave such rows out, 'keep' where it is an outcome"
             )
-        bad |= nan
+        if missing == "drop":
+            bad |= nan
     if bad.any():
         say_dropped(owner[bad], names, len(bad))
         columns = {field: value[~bad] for field, value in columns.items()}

@@ -97,7 +97,10 @@ def build(model: Model, guide: Callable[[Any], Any], federation: Federation) -> 
         randomness=recorder.draws,
         clients=len(federation),
         rows=federation.rows,
-        derived=tuple(derived.found),
+        derived={
+            name: ("observation",) * one.per_row or ("client",) * one.local
+            for name, one in derived.found.items()
+        },
     )
     keys = noise.fold(noise.key(0).to(batch.device), federation.stream_ids[batch.index])
     program = _with_direct(program, batch, keys)

@@ -81,7 +81,12 @@ def curvature(f: Callable[[Tensor], Tensor], u: Tensor) -> tuple[Tensor, Tensor]
 
 def slope(f: Callable[[Tensor], Tensor], u: Tensor) -> tuple[Tensor, Tensor]:
     """:func:`curvature` at a u that requires gradients and may be made from other variables of f."""
-    (grad,) = torch.autograd.grad(f(u[None]).sum(), u, create_graph=True)
+    value = f(u[None]).sum()
+    if not value.requires_grad:  # a variable that reaches the rows through others only
+        value = value + 0.0 * u.sum()
+    (grad,) = torch.autograd.grad(
+        value, u, create_graph=True, allow_unused=True, materialize_grads=True
+    )
     return grad, _rows(grad, u)
 
 

@@ -55,7 +55,8 @@ class Program:
         resting: the local parameters that the model has, not the guide, such as a spread of each client's own.
         reads: by local or observed site, the parameters that its law depends on, also through the site's parents in
             the clients plate; of a program whose globals are points.
-        derived: what the model names by ``pyro.deterministic``.
+        derived: what the model names by ``pyro.deterministic``, and what has a value of it each: nothing, ``client`` or
+            ``observation``.
     """
 
     model: Model
@@ -74,7 +75,7 @@ class Program:
     resting: tuple[str, ...] = ()
     anchors: Mapping[str, Anchor] = field(default_factory=dict)
     reads: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    derived: tuple[str, ...] = ()
+    derived: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def guide_name(self) -> str:

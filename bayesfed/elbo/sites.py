@@ -19,6 +19,21 @@ CONTEXT = "context"
 """The mark of a local site that is made from rows, ``infer={"context": encode}``: see :mod:`bayesfed.elbo.context`."""
 
 
+TAKEN = (
+    "chain",
+    "draw",
+    "client",
+    "observation",
+    "round",
+    "clients",
+    "observations",
+    "draws",
+    "global",
+    "local",
+)
+"""Names that no site may have: of plates, of ArviZ's dimensions, of what a guide draws beside the sites."""
+
+
 @dataclass(frozen=True)
 class Site:
     """A sample site of a model.
@@ -57,6 +72,10 @@ class _Watch(Messenger):
         if handlers.is_plate(msg):
             return
         name, local = msg["name"], handlers.is_local(msg)
+        if name in TAKEN:
+            raise ValueError(
+                f"site {name!r} has the name of a dimension or of a part of the guide ({', '.join(TAKEN)}): rename it"
+            )
         if name in self.seen:
             where = {True: "inside the clients plate", False: "outside it"}
             raise ValueError(
@@ -70,9 +89,9 @@ def sites(model: Model, federation: Federation) -> dict[str, Site]:
     """The sample sites of a model, classified by tracing it on one client.
 
     Raises:
-        ValueError: no clients plate, an observed site outside it, a site named twice, a latent site
-            inside the observations plate, a discrete latent site, a plate around a global site, or
-            nothing observed.
+        ValueError: no clients plate, an observed site outside it, a site named twice or as no site may be, a latent
+            site inside the observations plate, a discrete latent site, a plate that it does not know, or nothing
+            observed.
     """
 
     def traced(rows: int) -> Any:

@@ -6,6 +6,7 @@ import math
 import statistics
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -191,6 +192,8 @@ def check_data(program: Program, federation: Federation) -> None:
         for name in observed:
             node = model.nodes[name]
             fn, value = node["fn"], node["value"]
+            if batch.gaps:
+                _check_gaps(federation, chunk, batch, name, node)
             inside = fn.support.check(value)
             inside = inside.reshape(len(chunk), -1)
             if program.sites[name].per_row:
@@ -202,6 +205,26 @@ def check_data(program: Program, federation: Federation) -> None:
                     f"is {value.reshape(inside.shape + fn.event_shape)[client, row].tolist()}, outside "
                     f"the support of {type(fn).__name__} ({fn.support})"
                 )
+
+
+def _check_gaps(
+    federation: Federation, chunk: Tensor, batch: Batch, name: str, node: Mapping[str, Any]
+) -> None:
+    """Fail on a row whose log density is not there because a covariate is missing."""
+    density = node["fn"].log_prob(node["value"])
+    lost = (density.isnan() & batch.mask).flatten(0, -3).any(0)
+    if lost.any():
+        client, row = lost.nonzero()[0].tolist()
+        missing = [
+            field
+            for field, value in batch.fields.items()
+            if value.is_floating_point() and value[client, row].isnan().any()
+        ]
+        raise ValueError(
+            f"client {federation.names[int(chunk[client])]!r}, row {row}: {', '.join(missing) or 'a field'} is "
+            f"missing, and site {name!r} depends on it ({int(lost.sum())} such rows). Only outcomes may be missing: "
+            "leave such rows out (missing='drop'), or fill them in"
+        )
 
 
 def finite(terms: Tensor, upload: Mapping[str, Tensor], kept: State) -> Tensor:

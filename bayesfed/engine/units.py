@@ -63,6 +63,7 @@ def warn_of_units(program: Program, federation: Federation) -> None:
 
 def _wild(rows: Tensor) -> tuple[Callable[[Tensor], Tensor], str] | None:
     """How to standardise what is wild in a field ``(R, *event)``, and what that is; None where nothing is."""
+    rows = rows[~rows.reshape(len(rows), -1).isnan().any(-1)]
     mean, sd = rows.mean(0), rows.std(0, correction=0)
     varies = sd > 1e-6 * mean.abs()
     wild = (sd > LARGE) | (varies & (mean.abs() > SHIFTED * sd))

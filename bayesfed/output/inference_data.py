@@ -37,10 +37,10 @@ def to_arviz(
         seed: of the draws.
 
     Returns:
-        Groups ``posterior``, ``posterior_predictive``, ``log_likelihood``, ``prior``, ``observed_data``,
-        ``constant_data`` and ``history`` (per round). Of a Gaussian process the log-likelihoods are those of all rows
-        of a client together; where these cannot be conditioned on there are no predictions. Dims are ``chain``,
-        ``draw``, ``client``, ``observation`` (with the coordinate ``observation_client``), ``round`` and
+        Groups ``posterior`` (with what the model derives), ``posterior_predictive``, ``log_likelihood``, ``prior``,
+        ``observed_data``, ``constant_data`` and ``history`` (per round). Of a Gaussian process the log-likelihoods are
+        those of all rows of a client together; where these cannot be conditioned on there are no predictions. Dims are
+        ``chain``, ``draw``, ``client``, ``observation`` (with the coordinate ``observation_client``), ``round`` and
         ``<site>_dim_<j>``.
 
     Raises:
@@ -50,9 +50,11 @@ def to_arviz(
         raise ValueError(f"num_samples ({num_samples}) must be a multiple of chains ({chains})")
     program, federation = posterior.program, posterior.federation
     local = {site.name for site in program.locals}
-    weighed = {s.name: ("observation",) if s.per_row else ("client",) for s in program.likelihood}
-    seen = {s.name: ("observation",) for s in program.observed if s.per_row or s.joint}
-    seen = weighed | seen
+    weighed: dict[str, tuple[str, ...]] = {
+        s.name: ("observation",) if s.per_row else ("client",) for s in program.likelihood
+    }
+    rows = {s.name: ("observation",) for s in program.observed if s.per_row or s.joint}
+    seen = {**weighed, **rows}
 
     def draws(values: Mapping[str, Tensor], inner: Mapping[str, tuple[str, ...]]) -> xr.Dataset:
         arrays = {}
@@ -61,7 +63,7 @@ def to_arviz(
             arrays[name] = _labelled(name, shaped, ("chain", "draw", *inner[name]))
         return _dataset(arrays, posterior)
 
-    latent = {
+    latent: dict[str, tuple[str, ...]] = {
         site.name: ("client",) if site.name in local else ()
         for site in (*program.globals, *program.locals)
     }
@@ -71,14 +73,23 @@ def to_arviz(
         for name, value in ((name, federation[name]) for name in federation.fields)
         if not any(value is data or _same(value, data) for data in observed.values())
     }
+    likelihood = posterior.log_likelihood(None, num_samples, seed=seed)
+    for name, value in likelihood.items():
+        if federation.gaps and not value.isfinite().all():  # of the rows that have an outcome
+            likelihood[name] = value[:, ~value[0].isnan()]
+            weighed[name] = (f"{name}_observed",)
     try:
         predicted = posterior.predict(None, num_samples, seed=seed)
     except NotGaussian:
         predicted = {}
     groups = {
-        "posterior": draws(posterior.sample(num_samples, seed=seed), latent),
+        "posterior": draws(
+            posterior.sample(num_samples, seed=seed)
+            | (posterior.derived(None, num_samples, seed=seed) if program.derived else {}),
+            {**latent, **program.derived},
+        ),
         "posterior_predictive": draws(predicted, seen),
-        "log_likelihood": draws(posterior.log_likelihood(None, num_samples, seed=seed), weighed),
+        "log_likelihood": draws(likelihood, weighed),
         "prior": draws(_prior(posterior, num_samples, seed), latent),
         "observed_data": _dataset(
             {n: _labelled(n, v, seen[n]) for n, v in observed.items()}, posterior
@@ -125,6 +136,8 @@ def _dataset(
     }
     if posterior.epsilon is not None:
         attrs["epsilon"] = posterior.epsilon
+    if posterior.khat is not None:
+        attrs["khat"] = posterior.khat
     if posterior.caveat:
         attrs["caveat"] = posterior.caveat
     return xr.Dataset(dict(arrays), coords=coords, attrs=attrs)
@@ -141,6 +154,9 @@ def _observed(posterior: Posterior) -> dict[str, Tensor]:
             nodes = poutine.trace(program.model).get_trace(batch).nodes
         for site in program.observed:
             value = nodes[site.name]["value"]
+            if batch.gaps and site.per_row:
+                there = nodes[site.name]["mask"].reshape(*value.shape[:2], *[1] * (value.ndim - 2))
+                value = value.where(there, torch.nan)
             value = value if site.per_row else value.squeeze(1)
             rows = site.per_row or site.joint
             found[site.name].append(value[batch.mask] if rows else value)

@@ -8,6 +8,7 @@ of the new ones given the own follows from the blocks of its covariance.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -167,4 +168,4 @@ def _joined(first: Batch, second: Batch) -> Batch:
 def _columns(batch: Batch, rows: Tensor) -> Batch:
     """Some columns of a batch."""
     fields = {name: value[:, rows] for name, value in batch.fields.items()}
-    return Batch(Fields(fields), batch.mask[:, rows], batch.scale, batch.index)
+    return replace(batch, fields=Fields(fields), mask=batch.mask[:, rows])

@@ -107,7 +107,8 @@ def log_predictive(posterior: Posterior, rows: Federation, num_samples: int = 20
             density = nodes[site.name]["fn"].log_prob(nodes[site.name]["value"])
             if site.per_row:
                 density = (weight[..., None] + density).logsumexp(0)
-                found[chunk] += density.where(batch.mask, 0.0).sum(-1)
+                there = batch.mask if nodes[site.name]["mask"] is None else nodes[site.name]["mask"]
+                found[chunk] += density.where(there, 0.0).sum(-1)
             else:
                 found[chunk] += (weight + density.squeeze(-1)).logsumexp(0)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,9 @@ from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.terms import client_terms, server_pass
+from bayesfed.engine.checks import check_data
 from bayesfed.engine.moving import caveat
-from bayesfed.output import checkpoint, joint
+from bayesfed.output import checkpoint, joint, khat
 from bayesfed.output.draws import chunks, derived, key_of, params_of, replayed, sampled, weighted
 from bayesfed.output.mixture import by_row, predictive
 from bayesfed.output.personal import OnDemand, gathered, personal
@@ -65,10 +67,19 @@ class Posterior:
     rising: float | None = None
     settled: bool | None = None
 
+    @cached_property
+    def khat(self) -> float | None:
+        """Pareto's k of the weights p(D, θ, w) / q(θ, w): above 0.7 q is some way from the posterior.
+
+        None where q(θ) has no density, under privacy, and where the clients' rows are too many to ask.
+        """
+        return khat.khat(self)
+
     @property
     def caveat(self) -> str:
-        """What must be known before its numbers are used: whether it was still moving. Empty if it was not."""
-        return caveat(self.moving, self.rising, len(self.history["elbo"]))
+        """What must be known before its numbers are used: that it was still moving, or is far from the posterior."""
+        moving = caveat(self.moving, self.rising, len(self.history["elbo"]))
+        return moving or khat.caveat(self.khat)
 
     def __repr__(self) -> str:
         globals_ = ", ".join(s.name for s in self.program.globals) or "none"
@@ -179,7 +190,8 @@ class Posterior:
             seed: of the draws.
 
         Returns:
-            Observed site, or factor, to ``(S, rows)``, or ``(S, N)`` for a site outside the observations plate.
+            Observed site, or factor, to ``(S, rows)``, NaN where the outcome is missing, or ``(S, N)`` for a site
+            outside the observations plate.
         """
         federation = self.federation if federation is None else federation
         few, model = self.select(federation.names), self.program.model
@@ -189,6 +201,8 @@ class Posterior:
             nodes = replayed(few, model, draws, chunk, batch)
             for site in self.program.likelihood:
                 log_prob = nodes[site.name]["fn"].log_prob(nodes[site.name]["value"])
+                if federation.gaps and site.per_row:
+                    log_prob = log_prob.where(nodes[site.name]["mask"], torch.nan)
                 parts[site.name].append(by_row(log_prob, site, batch, num_samples))
         return {name: torch.cat(part, 1) for name, part in parts.items()}
 
@@ -323,7 +337,8 @@ class Posterior:
         Each client works on its own variables alone; nothing leaves it and no other client is asked.
 
         Args:
-            federation: the new clients and their data.
+            federation: the new clients and their data; what they have no outcomes of is as their covariates and q(θ)
+                tell.
             steps: by default as many as the algorithm's ``personal_steps``.
             lr: the rate of the steps; by default the algorithm's.
             batch_size: rows per client and step; by default all.
@@ -333,6 +348,8 @@ class Posterior:
             A posterior over the new clients.
         """
         key = noise.fold(noise.key(seed), noise.word("personalize"))
+        federation = federation.with_gaps(self.federation)
+        check_data(self.program, federation)
         with using(Compiler()):
             parts = personal(
                 self.algorithm,

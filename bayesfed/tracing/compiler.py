@@ -351,8 +351,7 @@ def _form(value: Any, tensors: list[Tensor]) -> Any:
     if kind is dict or kind is Fields:
         return kind, tuple(value), *[_form(v, tensors) for v in value.values()]
     if kind is Batch:
-        parts = (value.fields, value.mask, value.scale, value.index)
-        return kind, *[_form(v, tensors) for v in parts]
+        return kind, *[_form(v, tensors) for v in vars(value).values()]
     if issubclass(kind, list | tuple):
         return kind, *[_form(v, tensors) for v in value]
     if kind in (int, bool, str, type(None)):

@@ -1,0 +1,61 @@
+"""Pareto's k: small where q is the posterior, large where it is not, and named in words."""
+
+import arviz as az
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import bayesfed as bf
+from bayesfed import datasets, models
+from bayesfed.output.khat import LIMIT, khat
+
+
+def known_scales(federation):
+    """Normal throughout: q has the posterior in it."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    with federation.clients():
+        theta = pyro.sample("theta", dist.Normal(mu, 8.0))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Normal(theta, obs["sigma"]), obs=obs.get("y"))
+
+
+def test_it_is_small_where_q_is_exact():
+    posterior = bf.fit(known_scales, datasets.eight_schools())
+    assert posterior.khat < 0.5
+    assert posterior.caveat == ""
+    assert "Pareto" not in repr(posterior)
+
+
+def test_it_is_large_where_locals_cannot_follow_the_globals_and_says_so():
+    algorithm = bf.SFVI(global_guide=bf.MeanField(), conditioned=False)
+    posterior = bf.fit(models.eight_schools, datasets.eight_schools(), algorithm)
+    assert posterior.khat > LIMIT
+    assert f"Pareto k {posterior.khat:.2f} > 0.7" in repr(posterior)
+    assert posterior.to_arviz(8).posterior.attrs["khat"] == posterior.khat
+
+
+def test_it_is_arvizs():
+    """Of the same draws, up to how the tail is smoothed."""
+    posterior = bf.fit(models.varying_slope, datasets.grunfeld())
+    _, expected = az.psislw(posterior.elbo(1000).double().numpy())
+    assert khat(posterior) == pytest.approx(float(expected), abs=0.05)
+
+
+@pytest.mark.parametrize("algorithm", [bf.FedAvg(), bf.PACPFL()], ids=lambda a: type(a).__name__)
+def test_points_and_particles_have_none(algorithm):
+    assert bf.fit(models.eight_schools, datasets.eight_schools(), algorithm, rounds=1).khat is None
+
+
+def test_a_private_run_has_none():
+    privacy = bf.Privacy(epsilon=1000.0, clip=10.0)
+    posterior = bf.fit(known_scales, datasets.eight_schools(), rounds=2, privacy=privacy)
+    assert posterior.khat is None
+
+
+def test_weights_that_are_nothing_but_one():
+    posterior = bf.fit(known_scales, datasets.eight_schools(), rounds=1)
+    moved = {name: value + 50.0 for name, value in posterior.params.items()}
+    wrong = bf.Posterior(**{**vars(posterior), "params": moved})
+    assert khat(wrong) > LIMIT
+    assert not torch.isnan(torch.tensor(khat(wrong)))
