@@ -48,7 +48,7 @@ def test_points_and_particles_have_none(algorithm):
 
 
 def test_a_private_run_has_none():
-    privacy = bf.Privacy(epsilon=1000.0, clip=10.0)
+    privacy = bf.Privacy(epsilon=100.0, clip=10.0)
     posterior = bf.fit(known_scales, datasets.eight_schools(), rounds=2, privacy=privacy)
     assert posterior.khat is None
 
