@@ -8,7 +8,8 @@
 Plain Pyro, written for one client with nothing of bayesfed in mind but its two plates. `bf.fit(program, data)` with the
 settings it comes with, stopping by itself; then the distance from Pyro's NUTS on the pooled data (the same function):
 the largest shift of a posterior mean in NUTS' standard deviations, and the range of the ratios of standard deviations,
-over all entries of global and of local variables. k is Pareto's. Data are those of textbooks, of statsmodels, or simulated.
+over all entries of global and of local variables. k is Pareto's. Data are those of textbooks, of statsmodels, or
+simulated.
 """
 
 from __future__ import annotations

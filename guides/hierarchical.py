@@ -22,6 +22,7 @@ from bayesfed.elbo.landing import StickingTheLanding
 from bayesfed.elbo.program import Params
 from bayesfed.elbo.sites import Site, prior_draws
 from bayesfed.guides import local
+from bayesfed.guides.block import chained
 from bayesfed.guides.family import Family
 from bayesfed.guides.local import Start
 from bayesfed.tracing.compiler import traceable
@@ -56,8 +57,10 @@ class Hierarchical:
         conditioned: see above.
         globals: global latent sites, in order, and their start.
         locals: local latent sites and their start.
-        block: the local sites that share one Gaussian factor: all whose priors are Normal and depend on no
-            other local site.
+        block: the local sites that share one Gaussian factor: all whose priors are Normal, with a location that is
+            linear in other sites of the block, if it depends on local sites at all.
+        chain: then the block's variables are this matrix times their innovations, what each adds to that location,
+            which are independent of each other given θ, and stand for them in the factor: ``(P, P)``.
     """
 
     model: Model
@@ -66,6 +69,7 @@ class Hierarchical:
     globals: Mapping[str, Start]
     locals: Mapping[str, Start]
     block: tuple[str, ...] = ()
+    chain: Tensor | None = None
     needs_rows = False
 
     def __call__(self, federation: Any) -> None:
@@ -91,6 +95,7 @@ class Hierarchical:
 
     def block_parts(self, u: Tensor) -> dict[str, Tensor]:
         """The sites of the block from that vector, ``(..., P)``."""
+        u = u if self.chain is None else u @ self.chain.mT.to(u)
         sizes = [len(self.locals[name].loc) for name in self.block]
         return dict(zip(self.block, u.split(sizes, -1), strict=True))
 
@@ -209,20 +214,52 @@ def automatic(
     """The :class:`Hierarchical` guide of a model, started from the median and spread of its prior."""
     nodes = prior_draws(model, sites, federation, draws)
     starts: dict[bool, dict[str, Start]] = {False: {}, True: {}}
+    unconstrained: Params = {}
     for site in sites.values():
         if site.observed:
             continue
         node = nodes[site.name]
         u = biject_to(node["fn"].support).inv(node["value"]).reshape(draws, -1).to(federation.dtype)
-        low, middle, high = u.quantile(u.new_tensor([0.16, 0.5, 0.84]), dim=0)
-        starts[site.local][site.name] = Start(middle, ((high - low) / 2).clamp(0.01, 100.0))
+        unconstrained[site.name] = u
+        starts[site.local][site.name] = _start(u)
     guide = Hierarchical(model, family, conditioned, starts[False], starts[True])
     if not conditioned:
         return guide
-    batch, priors = federation.batch(torch.arange(1)).head(), _Priors(guide, _origin(guide.globals))
-    with given(batch.device), priors, Until(guide.locals):
-        model(batch)
-    return replace(guide, block=priors.independent())
+    head = federation.batch(torch.arange(1)).head()
+    block, links = chained([_priors_at(guide, head, seed) for seed in range(2)])
+    if not 0 < len(links) <= local.FULL_UP_TO:
+        return guide
+    guide = replace(guide, block=block)
+    if not links.any():
+        return guide
+    links = torch.eye(len(links)).to(links) - links
+    u = torch.cat([unconstrained[name] for name in block], -1) @ links.mT.to(federation.dtype)
+    moved = dict(zip(block, u.split([len(guide.locals[n].loc) for n in block], -1), strict=True))
+    starts[True] |= {name: _start(value) for name, value in moved.items()}
+    return replace(guide, locals=starts[True], chain=torch.linalg.inv(links))
+
+
+def _start(u: Tensor) -> Start:
+    """Median and spread of draws ``(S, P)``."""
+    low, middle, high = u.quantile(u.new_tensor([0.16, 0.5, 0.84]), dim=0)
+    return Start(middle, ((high - low) / 2).clamp(0.01, 100.0))
+
+
+def _priors_at(
+    guide: Hierarchical, batch: Any, seed: int
+) -> tuple[Params, dict[str, tuple[Tensor, Tensor]]]:
+    """Some values of the local variables, and the Normal priors there."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def somewhere(start: Start) -> Tensor:
+        return torch.randn(len(start.loc), generator=generator).to(start.loc)
+
+    z = torch.cat([somewhere(s) for s in guide.globals.values()] or [torch.zeros(0)])
+    at = {name: somewhere(start).requires_grad_() for name, start in guide.locals.items()}
+    priors = _Priors(guide, z, at)
+    with torch.enable_grad(), given(batch.device), priors, Until(guide.locals):
+        guide.model(batch)
+    return at, priors.found
 
 
 def _origin(starts: Mapping[str, Start]) -> Tensor:
@@ -241,10 +278,11 @@ class _Values(Messenger):
 
 
 class _Priors(_Values):
-    """Note the Normal priors of the local sites given the globals, all local variables at their origin."""
+    """Note the Normal priors of the local sites given the globals, local variables at their origin, or as given."""
 
-    def __init__(self, guide: Hierarchical, z: Tensor) -> None:
+    def __init__(self, guide: Hierarchical, z: Tensor, at: Params | None = None) -> None:
         super().__init__(guide, z)
+        self.at = at or {}
         self.found: dict[str, tuple[Tensor, Tensor]] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
@@ -258,18 +296,10 @@ class _Priors(_Values):
             prior = local.gaussian(fn)
             if prior is not None:
                 self.found[name] = prior
-            msg["value"] = origin(fn).requires_grad_(torch.is_grad_enabled())
+            msg["value"] = point(fn, self.at[name])() if name in self.at else origin(fn)
         else:
             msg["value"] = origin(fn)
         msg["done"] = True
-
-    def independent(self) -> tuple[str, ...]:
-        """The sites whose prior depends on no other local site, if they are not too many together."""
-        names = tuple(
-            n for n, prior in self.found.items() if not any(x.requires_grad for x in prior)
-        )
-        size = sum(len(self.guide.locals[name].loc) for name in names)
-        return names if size <= local.FULL_UP_TO else ()
 
 
 class _Likelihood(_Values):

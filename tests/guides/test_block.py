@@ -1,0 +1,113 @@
+"""Local variables behind local variables: which share a factor, and that chains of Normals are exact."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import bayesfed as bf
+from bayesfed.algorithms.sfvi import SFVI
+
+
+def data(wards=3):
+    generator = torch.Generator().manual_seed(0)
+    return bf.Federation.from_arrays(
+        {
+            f"c{i}": {
+                "ward": torch.arange(n) % wards,
+                "y": i + torch.randn(n, generator=generator),
+            }
+            for i, n in enumerate([6, 9, 7])
+        }
+    )
+
+
+def observe(federation, mean):
+    with federation.observations() as obs:
+        pyro.sample("y", dist.Normal(mean(obs), 1.0), obs=obs.get("y"))
+
+
+def hospital_and_wards(federation):
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    with federation.clients():
+        a = pyro.sample("a", dist.Normal(mu, 1.0))
+        ward = pyro.sample(
+            "ward", dist.Normal(a.unsqueeze(-1), 0.5).expand([*a.shape, 3]).to_event(1)
+        )
+        kinds = torch.eye(3)
+        observe(federation, lambda obs: (ward * kinds[obs["ward"].long()]).sum(-1))
+
+
+def block_of(model):
+    guide = SFVI().program(model, data()).guide
+    return guide.block, guide.chain
+
+
+def test_a_chain_of_normals_is_exact():
+    federation = data()
+    draws = bf.fit(hospital_and_wards, federation).sample(20_000)
+    assert block_of(hospital_and_wards)[0] == ("a", "ward")
+
+    # the same in closed form: (mu, a_1..a_3, wards) is Normal, and so are the rows given these
+    clients = len(federation)
+    size = 1 + 4 * clients
+    precision = torch.zeros(size, size, dtype=torch.float64)
+    shift = torch.zeros(size, dtype=torch.float64)
+    precision[0, 0] += 1 / 25
+    for i in range(clients):
+        a, wards = 1 + i, 1 + clients + 3 * i
+        for one, other, weight in [(0, a, 1.0)] + [(a, wards + k, 4.0) for k in range(3)]:
+            for x, y, sign in [
+                (one, one, 1),
+                (other, other, 1),
+                (one, other, -1),
+                (other, one, -1),
+            ]:
+                precision[x, y] += sign * weight
+        rows = slice(int(federation.offsets[i]), int(federation.offsets[i + 1]))
+        for y, ward in zip(federation["y"][rows], federation["ward"][rows], strict=True):
+            precision[wards + int(ward), wards + int(ward)] += 1
+            shift[wards + int(ward)] += float(y)
+    covariance = torch.linalg.inv(precision)
+    mean, sd = covariance @ shift, covariance.diagonal().sqrt()
+    found = torch.cat([draws["mu"][:, None], draws["a"], draws["ward"].flatten(1)], 1).double()
+    # a mean of 20,000 draws is within 4 sd / √20,000 = 0.03 sd; the rest is for where q(θ) stopped
+    assert float(((found.mean(0) - mean).abs() / sd).max()) < 0.1
+    assert float((found.std(0) / sd - 1).abs().max()) < 0.05
+    ours, theirs = torch.corrcoef(found[:, [1, 4, 5]].T), covariance[[1, 4, 5]][:, [1, 4, 5]]
+    theirs = theirs / sd[[1, 4, 5]] / sd[[1, 4, 5], None]
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0.05)
+
+
+def of(prior, first=lambda theta: dist.Normal(0.0, 1.0)):
+    def model(federation):
+        theta = pyro.sample("theta", dist.Normal(0.0, 1.0))
+        with federation.clients():
+            a = pyro.sample("a", first(theta))
+            b = pyro.sample("b", prior(theta, a))
+            observe(federation, lambda obs: b)
+
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "block"),
+    [
+        (of(lambda theta, a: dist.Normal(theta, 1.0)), ("a", "b")),
+        (of(lambda theta, a: dist.Normal(2 * a - theta, theta.exp())), ("a", "b")),
+        (of(lambda theta, a: dist.Normal(theta * a, 1.0)), ("a",)),
+        (of(lambda theta, a: dist.Normal(a**2, 1.0)), ("a",)),
+        (of(lambda theta, a: dist.Normal(0.0, a.exp())), ("a",)),
+        (of(lambda theta, a: dist.StudentT(4.0, a, 1.0)), ("a",)),
+        (of(lambda theta, a: dist.Normal(a, 1.0), lambda theta: dist.Gamma(2.0, 1.0)), ()),
+        (of(lambda theta, a: dist.LogNormal(a, 1.0)), ("a", "b")),
+    ],
+)
+def test_which_share_a_factor(model, block):
+    assert block_of(model)[0] == block
+
+
+def test_a_chain_is_written_out():
+    _, chain = block_of(of(lambda theta, a: dist.Normal(2 * a - theta, 1.0)))
+    torch.testing.assert_close(chain, torch.tensor([[1.0, 0.0], [2.0, 1.0]]))
+    assert block_of(of(lambda theta, a: dist.Normal(theta, 1.0)))[1] is None
