@@ -27,7 +27,17 @@ class UnknownName(KeyError):
 
 
 class Fields(dict[str, Tensor]):
-    """What a client's rows hold: ``obs["x"]`` must be there, ``obs.get("y")`` may be None."""
+    """What a client's rows hold: ``obs["x"]`` must be there, ``obs.get("y")`` may be None.
+
+    Attributes:
+        constant: the names of fields that a program has read as ones of a client, not of its rows.
+    """
+
+    constant: set[str]
+
+    def __init__(self, *values: Any) -> None:
+        super().__init__(*values)
+        self.constant = set()
 
     def __missing__(self, name: str) -> Tensor:
         raise UnknownName(
@@ -78,6 +88,11 @@ class Batch:
     def event_shape(self, field: str) -> torch.Size:
         """The shape of one row of a field: ``()`` for a number, ``(P,)`` for a vector."""
         return self.fields[field].shape[2:]
+
+    def of_clients(self, field: str) -> Tensor:
+        """A field that is the same in all rows of a client, ``(K, 1, *event)``: for priors inside ``clients()``."""
+        self.fields.constant.add(field)
+        return self.fields[field][:, :1]
 
     def __len__(self) -> int:
         return len(self.index)

@@ -430,6 +430,27 @@ class Federation:
         """Every client with its first row only, for what does not depend on the rows."""
         return self.batch(positions=torch.zeros(len(self), 1, dtype=torch.int64))
 
+    def of_clients(self, field: str) -> Tensor:
+        """A field that is the same in all rows of a client, ``(N, 1, *event)``: a predictor for local variables.
+
+        Example:
+            >>> import bayesfed as bf, pyro, pyro.distributions as dist
+            >>> def model(federation):
+            ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+            ...     beds = federation.of_clients("beds")
+            ...     with federation.clients():
+            ...         level = pyro.sample("level", dist.Normal(slope * beds, 1.0))
+            ...         with federation.observations() as obs:
+            ...             pyro.sample("y", dist.Normal(level, 1.0), obs=obs.get("y"))
+            >>> rows = {"north": {"beds": [2.0, 2.0], "y": [1.0, 3.0]}, "south": {"beds": [5.0], "y": [2.0]}}
+            >>> federation = bf.Federation.from_arrays(rows)
+            >>> federation.of_clients("beds").flatten().tolist()
+            [2.0, 5.0]
+            >>> bf.fit(model, federation, rounds=2).sample(10)["level"].shape
+            torch.Size([10, 2])
+        """
+        return self._pooled.of_clients(field)
+
     def clients(self) -> AbstractContextManager[Any]:
         """``pyro.plate("clients", N, dim=-2)``: the boundary between server and clients."""
         return self._pooled.clients()

@@ -188,6 +188,7 @@ def _seen(batch: Batch, levels: Levels) -> Batch:
         return levels.inside(value[None]).unsqueeze(0)
 
     fields = Fields({name: one(value) for name, value in batch.fields.items()})
+    fields.constant = batch.fields.constant
     index = one(batch.index[:, None]).squeeze(-1)
     return Batch(fields, one(batch.mask), one(batch.scale), index, batch.gaps)
 

@@ -24,7 +24,9 @@ _REASONS = {
     r"random(ness)? ": (
         "it draws numbers of its own. Sample them with pyro.sample, or give them as data"
     ),
-    r"used as indices must be": 'an index must be whole numbers: effect[obs["kind"].long()]',
+    r"used as indices must be": (
+        'an index must be whole numbers: effect[obs["kind"].long()], see docs/first_model.md, "Categories"'
+    ),
     r"out of (bounds|range)": (
         "an index is larger than what it is to index: categories count from 0, and a variable needs an entry for each"
     ),

@@ -189,6 +189,8 @@ def check_data(program: Program, federation: Federation) -> None:
         supplied = server | program.noise(keys, 1, local=True)
         with torch.no_grad():
             _, model = run(program, program.init, {}, batch, supplied, 1, program.local_params)
+        for field in batch.fields.constant:
+            _check_constant(federation.select([federation.names[i] for i in chunk.tolist()]), field)
         for name in observed:
             node = model.nodes[name]
             fn, value = node["fn"], node["value"]
@@ -205,6 +207,21 @@ def check_data(program: Program, federation: Federation) -> None:
                     f"is {value.reshape(inside.shape + fn.event_shape)[client, row].tolist()}, outside "
                     f"the support of {type(fn).__name__} ({fn.support})"
                 )
+
+
+def _check_constant(federation: Federation, field: str) -> None:
+    """Fail on a field of clients that differs between a client's rows."""
+    value = federation[field]
+    first = value[federation.offsets[:-1].to(value.device)][federation.owner]
+    differs = (value != first).reshape(len(value), -1).any(-1)
+    if differs.any():
+        row = int(differs.nonzero()[0])
+        client = int(federation.owner[row])
+        raise ValueError(
+            f"client {federation.names[client]!r}, row {row - int(federation.offsets[client])}: field {field!r} "
+            "differs between the client's rows, and the model takes it for one of the client, "
+            "federation.of_clients(...). Read it with obs[...], or give every row of the client the same number"
+        )
 
 
 def _check_gaps(

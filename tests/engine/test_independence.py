@@ -187,3 +187,26 @@ def test_gaussian_processes_pass(seed):
     torch.manual_seed(seed)
     process = models.GaussianProcess(models.mlp(1, 16, 1), features=models.mlp(1, 16, 2))
     bf.start(process, train, bf.PACPFL(), rounds=1)
+
+
+def by_beds(federation):
+    """A predictor of clients, not of rows."""
+    slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+    with federation.clients():
+        level = pyro.sample("level", dist.Normal(slope * federation.of_clients("beds"), 0.01))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Normal(level, 1.0), obs=obs.get("y"))
+
+
+def test_a_predictor_of_clients():
+    rows = {"a": {"beds": [2.0, 2.0], "y": [4.0, 4.1]}, "b": {"beds": [5.0], "y": [10.0]}}
+    posterior = bf.fit(by_beds, bf.Federation.from_arrays(rows))
+    draws = posterior.sample(2000)
+    torch.testing.assert_close(
+        draws["level"].mean(0), draws["slope"].mean() * torch.tensor([2.0, 5.0]), rtol=0, atol=0.02
+    )
+    rows["a"]["beds"][1] = 3.0
+    with pytest.raises(
+        ValueError, match="client 'a', row 1: field 'beds' differs between the client's rows"
+    ):
+        bf.fit(by_beds, bf.Federation.from_arrays(rows), rounds=1)
