@@ -228,7 +228,12 @@ ATTEMPTS = [
         "2.93 ± .22, exact 2.00 ± .82",
         started(shallow),
     ),
-    Attempt(13, "`b.sum()`, which added up over draws", ".03, exact 2.68", summed_up),
+    Attempt(
+        13,
+        "`b.sum()`, which added up over draws",
+        ".03, exact 2.68",
+        centre(summed, 50.0, 100, lambda draws: draws["b"].sum(-1)),
+    ),
     Attempt(
         13,
         "`obs['x'].mean(-1)`: the mean of a client's padded rows",
