@@ -191,7 +191,7 @@ def unvisited() -> Any:
 def centre(model: Any, variance: float, rounds: int, of: Callable[[Any], Any]) -> Callable[[], Any]:
     """Fit levels of clients around a centre with a prior of that variance; say the centre, and what it is exactly.
 
-    A row has the centre for mean and variance 2, and two rows of one client covariance 1. If the fit has a caveat, that.
+    A row has the centre for mean and variance 2, and two rows of one client covariance 1. A caveat comes first.
     """
 
     def found() -> Any:
