@@ -1,4 +1,4 @@
-"""Which local variables share one Gaussian factor: those whose priors are Normal, each linear in others before it.
+"""Chains of Normal priors: which local variables have one whose location is linear in others before them.
 
     u_k = loc_k(θ) + Σ_j B_kj u_j + scale_k(θ) ε_k,   δ = (I − B) u
 
@@ -19,13 +19,14 @@ Priors = tuple[Mapping[str, Tensor], Mapping[str, tuple[Tensor, Tensor]]]
 
 
 def chained(found: Sequence[Priors]) -> tuple[tuple[str, ...], Tensor]:
-    """The names of the block's sites, in order, and B ``(P, P)``.
+    """Which sites are such, and B ``(P, P)`` over all local variables, in order, with zeros for the others.
 
-    Left out is a site whose scale depends on a local variable, whose location depends on one that is not in the block,
-    or whose B is another one elsewhere.
+    A site is not if its prior is not Normal, its scale depends on a local variable, or its location in another way at
+    another place.
 
     Args:
-        found: the priors at two places or more, other values of the globals included.
+        found: at two places or more, other values of the globals included, the local variables in order, and the
+            priors that are Normal.
     """
     slopes = [
         {
@@ -34,19 +35,27 @@ def chained(found: Sequence[Priors]) -> tuple[tuple[str, ...], Tensor]:
         }
         for at, priors in found
     ]
-    first, block = slopes[0], list[str]()
-    for name, of in first.items():
-        linear = all(
+    first, (at, _) = slopes[0], found[0]
+    normal = tuple(
+        name
+        for name, of in first.items()
+        if all(
             torch.allclose(loc, elsewhere[name][other][0], rtol=1e-4, atol=1e-6) and not scale.any()
             for other, (loc, scale) in of.items()
             for elsewhere in slopes
         )
-        if linear and all(other in block for other, (loc, _) in of.items() if loc.any()):
-            block.append(name)
-    if not block:
-        return (), torch.zeros(0, 0)
-    rows = [torch.cat([first[name][other][0] for other in block], -1) for name in block]
-    return tuple(block), torch.cat(rows)
+    )
+    rows = [
+        torch.cat(
+            [
+                first[name][o][0] if name in normal else x.new_zeros(len(y), len(x))
+                for o, x in at.items()
+            ],
+            -1,
+        )
+        for name, y in at.items()
+    ]
+    return normal, torch.cat(rows).detach()
 
 
 def _slopes(values: Tensor, x: Tensor) -> Tensor:

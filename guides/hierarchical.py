@@ -57,10 +57,11 @@ class Hierarchical:
         conditioned: see above.
         globals: global latent sites, in order, and their start.
         locals: local latent sites and their start.
-        block: the local sites that share one Gaussian factor: all whose priors are Normal, with a location that is
-            linear in other sites of the block, if it depends on local sites at all.
-        chain: then the block's variables are this matrix times their innovations, what each adds to that location,
-            which are independent of each other given θ, and stand for them in the factor: ``(P, P)``.
+        block: the local sites that share one Gaussian factor: all of them, unless they are too many numbers.
+        normal: those of the block whose priors are Normal, with a location that is linear in other sites of the block,
+            if it depends on local sites at all. The factor stands for the likelihood and the priors of the others.
+        chain: where there are such locations, the block's variables are this matrix times their innovations, what each
+            adds to that location, of which the factor is one: ``(P, P)``.
     """
 
     model: Model
@@ -69,6 +70,7 @@ class Hierarchical:
     globals: Mapping[str, Start]
     locals: Mapping[str, Start]
     block: tuple[str, ...] = ()
+    normal: tuple[str, ...] = ()
     chain: Tensor | None = None
     needs_rows = False
 
@@ -77,8 +79,8 @@ class Hierarchical:
         z, loc, scale = self.sample_globals()
         head = federation.head()
         priors = _Priors(self, z)
-        if self.block:
-            with priors, Until(self.block):
+        if self.normal:
+            with priors, Until(self.normal):
                 self.model(head)
         context = (z - loc.detach()) / scale.detach()
         guided = _Guided(self, z, context, priors.found)
@@ -98,6 +100,12 @@ class Hierarchical:
         u = u if self.chain is None else u @ self.chain.mT.to(u)
         sizes = [len(self.locals[name].loc) for name in self.block]
         return dict(zip(self.block, u.split(sizes, -1), strict=True))
+
+    def block_prior(self, found: Mapping[str, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Location and scale of the block's Normal priors ``(..., P)``; infinitely wide where there is none."""
+        none = {n: (s.loc, torch.full_like(s.loc, torch.inf)) for n, s in self.locals.items()}
+        locs, scales = zip(*((none | dict(found))[name] for name in self.block), strict=True)
+        return _stack(locs), _stack(scales)
 
     @property
     def laplace_params(self) -> list[str]:
@@ -133,10 +141,11 @@ class Hierarchical:
             _, loc, scale = self.sample_globals()
             z, unit = (x.detach().expand(len(batch), 1, -1) for x in (loc, scale))
             priors = _Priors(self, z)
-            with priors, Until(self.block):
-                self.model(batch.head())
-        locs, scales = zip(*(priors.found[name] for name in self.block), strict=True)
-        centre, spread = (_stack(x).detach().expand(len(batch), 1, -1) for x in (locs, scales))
+            if self.normal:
+                with priors, Until(self.normal):
+                    self.model(batch.head())
+        prior = self.block_prior(priors.found)
+        centre, spread = (x.detach().expand(len(batch), 1, -1) for x in prior)
         start = self.block_start
         return _BlockPrior(
             (centre - start.loc) / start.scale, (start.scale / spread).square(), z, unit
@@ -152,7 +161,8 @@ class Hierarchical:
             far = (at.precision * (u - at.loc).square()).sum((-2, -1))
             return self._log_likelihood(params, batch, u, at.z) - far / 2
 
-        step, worth = laplace.newton_step(log_joint, at.precision, u)
+        least = at.precision.where(at.precision > 0, 1.0)
+        step, worth = laplace.newton_step(log_joint, least, u)
         further = laplace.best(log_joint, u, step)
         on_the_way = still.reshape(-1, 1, 1) > 0
         return torch.where(on_the_way, further, u), still * (worth > laplace.THERE)
@@ -225,11 +235,11 @@ def automatic(
     guide = Hierarchical(model, family, conditioned, starts[False], starts[True])
     if not conditioned:
         return guide
-    head = federation.batch(torch.arange(1)).head()
-    block, links = chained([_priors_at(guide, head, seed) for seed in range(2)])
-    if not 0 < len(links) <= local.FULL_UP_TO:
+    if not 0 < sum(len(start.loc) for start in guide.locals.values()) <= local.FULL_UP_TO:
         return guide
-    guide = replace(guide, block=block)
+    head, block = federation.batch(torch.arange(1)).head(), tuple(guide.locals)
+    normal, links = chained([_priors_at(guide, head, seed) for seed in range(2)])
+    guide = replace(guide, block=block, normal=normal)
     if not links.any():
         return guide
     links = torch.eye(len(links)).to(links) - links
@@ -303,7 +313,7 @@ class _Priors(_Values):
 
 
 class _Likelihood(_Values):
-    """Run the model with z and the block's variables given, and add up the likelihood: ``(S, K)``."""
+    """Run the model with z and the block's variables given; add up the likelihood and priors that are not Normal."""
 
     def __init__(self, guide: Hierarchical, z: Tensor, u: Mapping[str, Tensor]) -> None:
         super().__init__(guide, z)
@@ -321,7 +331,10 @@ class _Likelihood(_Values):
         elif name in self.z:
             msg["value"] = point(fn, self.z[name], self.guide.globals[name])()
         elif name in self.u:
-            msg["value"] = point(fn, self.u[name])()
+            at = point(fn, self.u[name])
+            msg["value"] = at()
+            if name not in self.guide.normal:
+                self.total = self.total + (fn.log_prob(msg["value"]) - at.log_density).sum(-1)
         else:
             msg["value"] = origin(fn)
         msg["done"] = True
@@ -364,8 +377,8 @@ class _Guided(_Values):
                 for what, value in params.items()
             }
         if block:
-            locs, scales = zip(*(self.priors[name] for name in block), strict=True)
-            q = self._local(LOCAL, starts[LOCAL], (_stack(locs), _stack(scales)))
+            of_normal = {name: self.priors[name] for name in self.guide.normal}
+            q = self._local(LOCAL, starts[LOCAL], self.guide.block_prior(of_normal))
             rows = self.rows[LOCAL].values()
             one = StickingTheLanding(lambda *p: _with_event(q(*p)), *rows)
             u = pyro.sample(LOCAL, one, infer={"is_auxiliary": True})

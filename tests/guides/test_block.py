@@ -40,7 +40,8 @@ def hospital_and_wards(federation):
 
 def block_of(model):
     guide = SFVI().program(model, data()).guide
-    return guide.block, guide.chain
+    assert guide.block == tuple(guide.locals)
+    return guide.normal, guide.chain
 
 
 def test_a_chain_of_normals_is_exact():
@@ -99,11 +100,12 @@ def of(prior, first=lambda theta: dist.Normal(0.0, 1.0)):
         (of(lambda theta, a: dist.Normal(a**2, 1.0)), ("a",)),
         (of(lambda theta, a: dist.Normal(0.0, a.exp())), ("a",)),
         (of(lambda theta, a: dist.StudentT(4.0, a, 1.0)), ("a",)),
+        (of(lambda theta, a: dist.Normal(theta, 1.0), lambda theta: dist.Gamma(2.0, 1.0)), ("b",)),
         (of(lambda theta, a: dist.Normal(a, 1.0), lambda theta: dist.Gamma(2.0, 1.0)), ()),
         (of(lambda theta, a: dist.LogNormal(a, 1.0)), ("a", "b")),
     ],
 )
-def test_which_share_a_factor(model, block):
+def test_which_priors_stay_beside_the_factor(model, block):
     assert block_of(model)[0] == block
 
 
@@ -111,3 +113,46 @@ def test_a_chain_is_written_out():
     _, chain = block_of(of(lambda theta, a: dist.Normal(2 * a - theta, 1.0)))
     torch.testing.assert_close(chain, torch.tensor([[1.0, 0.0], [2.0, 1.0]]))
     assert block_of(of(lambda theta, a: dist.Normal(theta, 1.0)))[1] is None
+
+
+def gamma_poisson(federation):
+    """Each client's posterior is Gamma(k, β), k = 3 + Σ count and β = 2 + n, whatever else there is."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    with federation.clients():
+        rate = pyro.sample("rate", dist.Gamma(3.0, 2.0))
+        with federation.observations() as obs:
+            pyro.sample("count", dist.Poisson(rate), obs=obs.get("count"))
+            pyro.sample("y", dist.Normal(mu, 1.0), obs=obs.get("y"))
+
+
+def student_levels(federation):
+    mu = pyro.sample("mu", dist.Normal(0.0, 0.01))
+    with federation.clients():
+        a = pyro.sample("a", dist.StudentT(4.0, mu, 30.0))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Normal(a, 1.0), obs=obs.get("y"))
+
+
+def test_priors_that_are_not_normal_are_part_of_the_factor():
+    generator = torch.Generator().manual_seed(1)
+    counts = {
+        f"c{i}": torch.poisson(torch.full((4 + 3 * i,), 2.0 + i), generator=generator)
+        for i in range(3)
+    }
+    rows = {name: {"count": value, "y": 0.0 * value} for name, value in counts.items()}
+    draws = bf.fit(gamma_poisson, bf.Federation.from_arrays(rows)).sample(20_000)["rate"]
+    for i, value in enumerate(
+        counts.values()
+    ):  # nearest is log rate ~ N(log(k / β) − 1 / 2k, 1 / k)
+        k, beta, log_rate = 3.0 + value.sum(), 2.0 + len(value), draws[:, i].log()
+        error = float(log_rate.mean() - (k / beta).log() + 1 / (2 * k)) * float(k.sqrt())
+        assert abs(error) < 0.05
+        assert float(log_rate.std() * k.sqrt()) == pytest.approx(1.0, abs=0.03)
+
+
+def test_a_wide_prior_that_is_not_normal_leaves_the_likelihood():
+    """By Adam's steps alone the clients' spreads were 1.3 to 1.5 times too large after 300 rounds."""
+    federation = data()
+    draws = bf.fit(student_levels, federation).sample(20_000)["a"]
+    right = federation.lengths.float().rsqrt()  # the prior is a thousand times as wide
+    torch.testing.assert_close(draws.std(0), right, rtol=0.03, atol=0)
