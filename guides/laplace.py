@@ -237,8 +237,8 @@ def laplace(
     family = FullRank() if (len(start) <= full_up_to if full is None else full) else MeanField()
     guide = automatic(random, found, federation, family, conditioned=True)
     few = sum(len(start.loc) for start in guide.locals.values()) <= FULL_UP_TO
-    if not few or set(guide.block) != set(guide.locals):
-        guide = replace(guide, conditioned=False, block=())
+    if not few or set(guide.normal) != set(guide.locals):
+        guide = replace(guide, conditioned=False, block=(), normal=())
     apart = replace(apart, local_point=not few)
     own = {n: Start(torch.zeros_like(v), torch.ones_like(v)) for n, v in starts.items()}
     parts = {part.name: getattr(guide, part.name) for part in fields(guide)}
