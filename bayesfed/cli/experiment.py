@@ -33,7 +33,7 @@ class DataSection(Strict):
     csv: str | None = None
     client: str | None = None
     fields: list[str] | dict[str, str | list[str]] | None = None
-    missing: Literal["fail", "drop"] = "fail"
+    missing: Literal["fail", "drop", "keep"] = "fail"
     hold_out: list[str] = Field(default_factory=list)
 
     @model_validator(mode="after")

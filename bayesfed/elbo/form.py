@@ -106,16 +106,18 @@ def for_batches(model: Model, federation: Federation) -> Model:
 def _as_it_is(model: Model, federation: Federation, batch: Batch, error: Exception) -> Model:
     """The model, which cannot be run for one client and one draw, if it can be for all; else what is wrong."""
     name = getattr(model, "__name__", type(model).__name__)
-    try:
+    said = explained(error, name)
+    with suppress(Exception):
         with handlers.given(batch.device, draws=DRAWS):
             model(batch)
-    except Exception:
+        sites(model, federation)
+        return model
+    if said is not error:
         try:
             sites(model, federation)
         except Exception as other:
             raise explained(other, name) from other
-        raise explained(error, name) from error
-    return model
+    raise said from None if said is error else error
 
 
 def _apart(seen: Mapping[str, Any], clients: int) -> dict[str, Tensor]:

@@ -112,9 +112,9 @@ class _Outside(Messenger):
         fn, layout = laws.whole(msg["fn"]), _layout(msg)
         self.layouts[msg["name"]] = layout
         weights = {
-            name: msg[name].expand(layout.batch)
-            for name in ("mask", "scale")
-            if isinstance(msg[name], Tensor)
+            what: self._weight(msg, what, layout)
+            for what in ("mask", "scale")
+            if isinstance(msg[what], Tensor)
         }
         value, observed = msg["value"], msg["is_observed"]
         own, clients = len(layout.own), self.levels.clients[1]
@@ -127,11 +127,11 @@ class _Outside(Messenger):
         law = laws.outside(fn, self.levels, layout)
         if layout.local and law.batch_shape[-2] != clients:
             law = law.expand((*law.batch_shape[:-2], clients, law.batch_shape[-1]))
-        for name, weight in weights.items():
+        for what, weight in weights.items():
             weight = self.levels.leave(weight, layout)
-            for _ in range(own):  # over plates of the program's own all are alike
+            for _ in range(own):
                 weight = weight.select(-1, 0)
-            msg[name] = weight
+            msg[what] = weight
         msg["fn"] = law
         if observed:
             seen = self.levels.leave(seen, layout)
@@ -142,6 +142,17 @@ class _Outside(Messenger):
             for name in (OBSERVATIONS, CLIENTS)
             if name in frames
         )
+
+    def _weight(self, msg: Any, what: str, layout: Layout) -> Tensor:
+        """A site's mask or scale, of the site's batch, in whose own dimensions all must be alike."""
+        weight = msg[what]
+        lead = len(layout.batch) - weight.ndim
+        if any(axis >= lead and weight.shape[axis - lead] > 1 for axis in layout.own):
+            raise ValueError(
+                f"site {msg['name']!r}: a {what} differs along a plate of the program's own. Give the site's log "
+                "density by pyro.factor, with what does not count as 0"
+            )
+        return weight.expand(layout.batch)
 
     def _derive(self, msg: Any) -> None:
         """A value that depends on others, for those who ask."""

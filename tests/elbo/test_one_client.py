@@ -266,3 +266,21 @@ def test_a_program_that_can_be_run_both_ways_is_the_same(model, data, algorithm)
     ]
     for name, value in draws[0].items():
         torch.testing.assert_close(draws[1][name], value, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("what", ["mask", "scale"])
+def test_a_weight_along_a_plate_of_the_programs_own_is_refused(what):
+    weight = {
+        "mask": torch.tensor([[[True]], [[False]]]),
+        "scale": torch.tensor([[[1.0]], [[2.0]]]),
+    }
+    handler = {"mask": poutine.mask, "scale": poutine.scale}[what]
+
+    def model(federation):
+        with federation.clients():
+            with pyro.plate("kinds", 2, dim=-3), handler(**{what: weight[what]}):
+                w = pyro.sample("w", dist.Normal(0.0, 1.0))
+            observe(federation, lambda obs: w[0] + w[1])
+
+    with pytest.raises(ValueError, match=f"site 'w': a {what} differs along a plate"):
+        bf.start(model, federation(), rounds=1)

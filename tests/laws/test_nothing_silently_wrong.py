@@ -219,7 +219,7 @@ def test_nan_names_client_and_row_and_can_be_dropped():
     with pytest.warns(UserWarning, match="leaves out 1 of 4 rows, of 1 clients"):
         kept = bf.Federation.from_frame(frame, client="firm", missing="drop")
     assert kept.lengths.tolist() == [2, 1]
-    with pytest.raises(ValueError, match="choose 'fail' or 'drop'"):
+    with pytest.raises(ValueError, match="choose 'fail', 'drop' or 'keep'"):
         bf.Federation.from_frame(frame, client="firm", missing="ignore")
 
 
