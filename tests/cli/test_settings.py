@@ -300,7 +300,7 @@ def test_overrides_are_toml_or_else_text(tmp_path):
         ),
         ("schedule.progress=yes", 'schedule.progress is "yes"; it must be true or false'),
         ("output.num_samples=1001", "output.num_samples is 1001; it must be a multiple of 4"),
-        ("data.missing=dorp", "data.missing is \"dorp\"; it must be 'fail' or 'drop'"),
+        ("data.missing=dorp", "data.missing is \"dorp\"; it must be 'fail', 'drop' or 'keep'"),
         ("data.csv=a.csv", "data: give either dataset (a name) or csv (a path)"),
         ("data.client=a", "data: client is for csv"),
         ("data.fields=3", "data.fields is 3; it must be a list or a table"),
