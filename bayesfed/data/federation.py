@@ -32,6 +32,7 @@ class Federation:
         offsets: int64 tensor of shape ``(N + 1,)``, on the CPU wherever the fields lie.
         names: the N clients' names, in order; they become ArviZ's ``client`` coordinate.
         client_dim: what a client is called in the data, e.g. ``"county"`` (used in messages).
+        gaps: fields may have missing values, NaN (``missing="keep"``).
 
     Example:
         >>> import bayesfed as bf
@@ -50,6 +51,7 @@ class Federation:
     offsets: Tensor
     names: tuple[str, ...]
     client_dim: str = "client"
+    gaps: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "offsets", self.offsets.cpu())
@@ -209,7 +211,10 @@ class Federation:
     ) -> Federation:
         """Fail on NaN, drop the rows that hold one or keep them, and build."""
         columns, offsets = without_missing(columns, offsets, names, missing)
-        return cls(columns, torch.as_tensor(offsets, dtype=torch.int64), names, client_dim)
+        gaps = missing == "keep" and any(
+            v.is_floating_point() and bool(v.isnan().any()) for v in columns.values()
+        )
+        return cls(columns, torch.as_tensor(offsets, dtype=torch.int64), names, client_dim, gaps)
 
     # -- what is in it ----------------------------------------------------------------------------
 
@@ -319,7 +324,7 @@ class Federation:
             [3]
         """
         offsets = self.offsets[[0, -1]]
-        return Federation(self.fields, offsets, (name,))
+        return Federation(self.fields, offsets, (name,), gaps=self.gaps)
 
     def split(self, *, test: float, seed: int) -> tuple[Federation, Federation]:
         """Split the rows *within* each client into ``(train, test)``.
@@ -360,7 +365,7 @@ class Federation:
         rows = rows.to(self.device)
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         fields = {name: value[rows] for name, value in self.fields.items()}
-        return Federation(fields, offsets, names, self.client_dim)
+        return Federation(fields, offsets, names, self.client_dim, self.gaps)
 
     # -- what a model sees ------------------------------------------------------------------------
 
@@ -404,12 +409,6 @@ class Federation:
         }
         return Batch(Fields(fields), mask, scale, clients, self.gaps)
 
-    @cached_property
-    def gaps(self) -> bool:
-        """Whether a field in memory has missing values, NaN."""
-        held = [value for value in self.fields.values() if isinstance(value, Tensor)]
-        return any(v.is_floating_point() and bool(v.isnan().any()) for v in held)
-
     def with_gaps(self, like: Federation) -> Federation:
         """The same rows with the fields of another federation that they lack, missing."""
         lacking = {
@@ -420,7 +419,7 @@ class Federation:
         if not lacking:
             return self
         found = {name: value.to(self.device) for name, value in lacking.items()}
-        return replace(self, fields={**self.fields, **found})
+        return replace(self, fields={**self.fields, **found}, gaps=True)
 
     @cached_property
     def _pooled(self) -> Batch:

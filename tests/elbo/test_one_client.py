@@ -233,12 +233,13 @@ RANDOM = [bf.SFVIAvg(), bf.PVI(), bf.PACPFL()]
 
 @pytest.mark.parametrize(
     ("model", "algorithm"),
-    [(model, a) for model in (category, local_plate) for a in ALGORITHMS + RANDOM]
-    + [(parameters, a) for a in ALGORITHMS],
+    [(category, a) for a in ALGORITHMS + RANDOM]
+    + [(local_plate, bf.SFVI()), (local_plate, bf.FedABML())]
+    + [(parameters, a) for a in ALGORITHMS[1:]],
     ids=lambda x: getattr(x, "__name__", type(x).__name__),
 )
 def test_every_algorithm_takes_them(model, algorithm):
-    posterior = bf.fit(model, federation(), algorithm, rounds=2)
+    posterior = bf.fit(model, federation(), algorithm, rounds=1)
     assert all(value.isfinite().all() for value in posterior.sample(5).values())
     assert posterior.predict(num_samples=3)["y"].shape == (3, 22)
     assert posterior.to_arviz(8).posterior.sizes["draw"] == 2
@@ -253,9 +254,7 @@ def test_every_algorithm_takes_them(model, algorithm):
     ],
     ids=lambda x: x.__name__,
 )
-@pytest.mark.parametrize(
-    "algorithm", [bf.SFVI(), bf.FOLA(), bf.FedABML()], ids=lambda a: type(a).__name__
-)
+@pytest.mark.parametrize("algorithm", [bf.SFVI(), bf.FedABML()], ids=lambda a: type(a).__name__)
 def test_a_program_that_can_be_run_both_ways_is_the_same(model, data, algorithm):
     """To the last bits: the same operations, some of them under vmap."""
     data = data()

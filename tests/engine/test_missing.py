@@ -80,8 +80,11 @@ def double():
 
 
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: type(a).__name__)
-@pytest.mark.parametrize("model", [intercepts, indexed, counts, shares], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    ("model", "algorithm"),
+    [(intercepts, a) for a in ALGORITHMS] + [(m, bf.FOLA()) for m in (indexed, counts, shares)],
+    ids=lambda x: getattr(x, "__name__", type(x).__name__),
+)
 def test_it_is_the_fit_without_these_rows(model, algorithm):
     kept = bf.Federation.from_arrays(with_gaps(), missing="keep")
     with pytest.warns(UserWarning, match="leaves out 10 of 26 rows"):
@@ -120,9 +123,10 @@ def test_a_covariate_that_is_missing_is_refused():
         bf.Federation.from_arrays(found)
 
 
-@pytest.mark.parametrize("model", [intercepts, indexed], ids=lambda m: m.__name__)
 @pytest.mark.parametrize(
-    "algorithm", [bf.SFVI(), bf.PVI(), bf.FOLA(), bf.PACPFL()], ids=lambda a: type(a).__name__
+    ("model", "algorithm"),
+    [(intercepts, a) for a in (bf.SFVI(), bf.PVI(), bf.PACPFL())] + [(indexed, bf.FOLA())],
+    ids=lambda x: getattr(x, "__name__", type(x).__name__),
 )
 def test_a_new_client_without_outcomes_is_as_the_prior_has_it(model, algorithm):
     """q(w | θ) = p(w | θ) where there is nothing to learn from."""
