@@ -7,7 +7,8 @@ Conditioned on the context c:   q(u | c) ∝ p(u | θ) · N(u; a + C^{−⊤} A 
 c stacks the globals, standardised under q(z), and the noise of the client's earlier variables. The Gaussian
 factor stands for the client's likelihood and only its parameters (a, r, W, A, R) are learnt. Where the prior
 of u is Normal and its likelihood too, this holds the exact conditional posterior, for any prior: as the
-hyper-parameters move, what a client has learnt stays right. Where the prior is not Normal it is left out.
+hyper-parameters move, what a client has learnt stays right. Where the prior is not Normal the factor stands for
+it too.
 
 All are in units of the prior's centre and spread (:class:`Start`), so that one learning rate serves variables
 of any scale. The factor starts narrow, e^{−r/2} = 0.14 of the prior's spread: then a moves at once to where the
