@@ -78,12 +78,8 @@ class Hierarchical:
         """Sample every latent site of the model."""
         z, loc, scale = self.sample_globals()
         head = federation.head()
-        priors = _Priors(self, z)
-        if self.normal:
-            with priors, Until(self.normal):
-                self.model(head)
         context = (z - loc.detach()) / scale.detach()
-        guided = _Guided(self, z, context, priors.found)
+        guided = _Guided(self, z, context, self.block_prior(z, head) if self.block else None)
         with federation.clients():
             guided.open(len(head))
         with guided, Until([*self.globals, *self.locals]):
@@ -101,10 +97,15 @@ class Hierarchical:
         sizes = [len(self.locals[name].loc) for name in self.block]
         return dict(zip(self.block, u.split(sizes, -1), strict=True))
 
-    def block_prior(self, found: Mapping[str, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    def block_prior(self, z: Tensor, head: Any) -> tuple[Tensor, Tensor]:
         """Location and scale of the block's Normal priors ``(..., P)``; infinitely wide where there is none."""
-        none = {n: (s.loc, torch.full_like(s.loc, torch.inf)) for n, s in self.locals.items()}
-        locs, scales = zip(*((none | dict(found))[name] for name in self.block), strict=True)
+        priors = _Priors(self, z)
+        if self.normal:
+            with priors, Until(self.normal):
+                self.model(head)
+        wide = {n: (s.loc, torch.full_like(s.loc, torch.inf)) for n, s in self.locals.items()}
+        found = wide | {name: priors.found[name] for name in self.normal}
+        locs, scales = zip(*(found[name] for name in self.block), strict=True)
         return _stack(locs), _stack(scales)
 
     @property
@@ -140,11 +141,7 @@ class Hierarchical:
         with given(batch.device, params, noise={}):
             _, loc, scale = self.sample_globals()
             z, unit = (x.detach().expand(len(batch), 1, -1) for x in (loc, scale))
-            priors = _Priors(self, z)
-            if self.normal:
-                with priors, Until(self.normal):
-                    self.model(batch.head())
-        prior = self.block_prior(priors.found)
+            prior = self.block_prior(z, batch.head())
         centre, spread = (x.detach().expand(len(batch), 1, -1) for x in prior)
         start = self.block_start
         return _BlockPrior(
@@ -348,11 +345,11 @@ class _Guided(_Values):
         guide: Hierarchical,
         z: Tensor,
         context: Tensor,
-        priors: Mapping[str, tuple[Tensor, Tensor]],
+        prior: tuple[Tensor, Tensor] | None,
     ) -> None:
         super().__init__(guide, z)
         self.context = [context]
-        self.priors = priors
+        self.prior = prior
         self.rows: dict[str, dict[str, Tensor]] = {}
         self.drawn_from: dict[str, Any] = {}
         self.u: dict[str, Tensor] = {}
@@ -377,8 +374,7 @@ class _Guided(_Values):
                 for what, value in params.items()
             }
         if block:
-            of_normal = {name: self.priors[name] for name in self.guide.normal}
-            q = self._local(LOCAL, starts[LOCAL], self.guide.block_prior(of_normal))
+            q = self._local(LOCAL, starts[LOCAL], self.prior)
             rows = self.rows[LOCAL].values()
             one = StickingTheLanding(lambda *p: _with_event(q(*p)), *rows)
             u = pyro.sample(LOCAL, one, infer={"is_auxiliary": True})

@@ -36,11 +36,7 @@ def build(model: Model, guide: Callable[[Any], Any], federation: Federation) -> 
     with handlers.on(batch.device), params, recorder, handlers.draws_plate(1):
         guide_trace = poutine.trace(guide).get_trace(batch)
     guides = set(params.seen)
-    guide_sites = {
-        name: node
-        for name, node in guide_trace.nodes.items()
-        if node["type"] == "sample" and not handlers.is_plate(node)
-    }
+    guide_sites = handlers.sample_sites(guide_trace)
     for site in found.values():
         if site.observed:
             continue

@@ -58,19 +58,19 @@ def for_batches(model: Model, federation: Federation) -> Model:
                 layouts = one.layouts(batch)
         except Exception as error:
             return _as_it_is(model, federation, batch, error)
-        nodes = _sites(tracer.trace)
+        nodes = handlers.sample_sites(tracer.trace)
         values = {name: node["value"] for name, node in nodes.items() if not node["is_observed"]}
         try:
             alone = _densities(nodes)
             with handlers.given(batch.device, params, values=values, draws=DRAWS):
-                again = _densities(_sites(poutine.trace(one).get_trace(batch)))
+                again = _densities(handlers.sample_sites(poutine.trace(one).get_trace(batch)))
         except Exception:  # of data, which others look at
             return model
         if not _equal(alone, again):  # it draws numbers of its own
             return model
         with suppress(Exception):
             with handlers.given(batch.device, params, values=values, draws=DRAWS):
-                together = _sites(poutine.trace(model).get_trace(batch))
+                together = handlers.sample_sites(poutine.trace(model).get_trace(batch))
             if (
                 layouts.keys() == together.keys()
                 and _alike(nodes, together)
@@ -78,13 +78,15 @@ def for_batches(model: Model, federation: Federation) -> Model:
             ):
                 return model
         with handlers.given(batch.device, values=values, draws=DRAWS):
-            alone = _densities(_sites(poutine.trace(one).get_trace(batch)))
+            alone = _densities(handlers.sample_sites(poutine.trace(one).get_trace(batch)))
         totals = []
         for draw in range(DRAWS):
             own = {name: layouts[name].pooled(value[draw]) for name, value in values.items()}
             try:
                 with handlers.given(batch.device, values=own):
-                    pooled = _densities(_sites(poutine.trace(model).get_trace(batch)))
+                    pooled = _densities(
+                        handlers.sample_sites(poutine.trace(model).get_trace(batch))
+                    )
             except Exception:
                 return one  # it cannot be run on pooled data
             totals.append({name: float(density.sum()) for name, density in pooled.items()})
@@ -144,14 +146,6 @@ def two(federation: Federation) -> tuple[Tensor, Tensor]:
     slots = torch.arange(rows[0])
     positions = torch.stack([slots, torch.where(slots < rows[1], slots, -1)])
     return torch.tensor([long, short]), positions
-
-
-def _sites(trace: Any) -> dict[str, Any]:
-    return {
-        name: node
-        for name, node in trace.nodes.items()
-        if node["type"] == "sample" and not handlers.is_plate(node)
-    }
 
 
 def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

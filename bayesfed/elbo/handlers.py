@@ -93,6 +93,15 @@ def is_plate(message: Mapping[str, Any]) -> bool:
     return isinstance(message["fn"], _Subsample)
 
 
+def sample_sites(trace: Any) -> dict[str, Any]:
+    """The nodes of a trace that are sample sites, by name."""
+    return {
+        name: node
+        for name, node in trace.nodes.items()
+        if node["type"] == "sample" and not is_plate(node)
+    }
+
+
 def plates(message: Mapping[str, Any]) -> set[str]:
     """Names of the plates that a site lies in."""
     return {frame.name for frame in message["cond_indep_stack"]}

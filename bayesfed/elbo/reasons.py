@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import linecache
 import re
 import textwrap
+import traceback
 from pathlib import Path
-from types import TracebackType
 
-import pyro
-import torch
+from bayesfed.tracing.compiler import users_frames
 
 _OURS = Path(__file__).parents[1]
-_LIBRARIES = tuple(str(Path(package.__file__ or "").parent) for package in (pyro, torch))
 _REASONS = {
     r"data-dependent control flow|\.item\(\)|Boolean value of Tensor": (
         "it asks for the value of a tensor (if, while, float(...), .item()), of which there is one for each draw and "
@@ -47,27 +44,11 @@ def explained(error: Exception, name: str) -> Exception:
         error: as it was raised.
         name: of the program.
     """
-    frames = list(_frames(error.__traceback__))
-    theirs = [frame for frame in frames if not _within(frame[0])]
-    if not theirs or Path(frames[-1][0]).is_relative_to(_OURS):
+    theirs, last = users_frames(error), traceback.extract_tb(error.__traceback__)[-1]
+    if not theirs or Path(last.filename).is_relative_to(_OURS):
         return error
-    file, number = theirs[-1]
-    line = linecache.getline(file, number).strip()
+    number, line = theirs[-1].lineno, theirs[-1].line
     said = textwrap.shorten(str(error).split("\n")[0], LONG, placeholder=" ...")
     reason = next((text for what, text in _REASONS.items() if re.search(what, said, re.I)), "")
     where = f"model {name!r}, line {number}" + (f", `{line}`" if line else "")
     return ValueError(f"{where}: {reason} ({said})" if reason else f"{where}: {said}")
-
-
-def _frames(traceback: TracebackType | None) -> list[tuple[str, int]]:
-    found = []
-    while traceback is not None:
-        found.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
-        traceback = traceback.tb_next
-    return found
-
-
-def _within(file: str) -> bool:
-    """Whether a file is of this package or of what it stands on."""
-    path = Path(file)
-    return path.is_relative_to(_OURS) or file.startswith(_LIBRARIES) or "contextlib" in path.name

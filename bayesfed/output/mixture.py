@@ -11,6 +11,7 @@ from torch.distributions import Categorical, Independent, MixtureSameFamily, Nor
 
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation
+from bayesfed.elbo.handlers import Derivation
 from bayesfed.elbo.sites import Site
 from bayesfed.output import joint
 from bayesfed.output.draws import Draws, replayed, weighted
@@ -127,7 +128,7 @@ def _of_rows(
         yield weights, Normal, {"loc": mean, "scale": variance.sqrt()}
 
 
-def by_row(value: Tensor, site: Site, batch: Batch, count: int) -> Tensor:
+def by_row(value: Tensor, site: Site | Derivation, batch: Batch, count: int) -> Tensor:
     """``(S, K, B, *)`` or what expands to it to ``(S, rows, *)``; of a site with a value per client ``(S, K, *)``."""
     if site.per_row:
         return value.expand(count, *batch.mask.shape, *value.shape[3:])[:, batch.mask]

@@ -239,15 +239,11 @@ class Posterior:
         for chunk, draws in sampled(few, num_samples, seed, federation):
             batch = federation.batch(chunk)
             for name, found in derived(few, draws, chunk, batch).items():
-                value = found.value
-                if found.per_row:
-                    shape = (draws.count, *batch.mask.shape, *value.shape[3:])
-                    parts[name].append(value.expand(shape)[:, batch.mask])
-                elif found.local:
-                    shape = (draws.count, len(chunk), *value.shape[3:])
-                    parts[name].append(value.squeeze(2).expand(shape))
+                if found.local:
+                    parts[name].append(by_row(found.value, found, batch, draws.count))
                 elif not parts[name]:
-                    parts[name].append(value[:, 0, 0].expand(draws.count, *value.shape[3:]))
+                    shape = (draws.count, *found.value.shape[3:])
+                    parts[name].append(found.value[:, 0, 0].expand(shape))
         return {name: torch.cat(part, min(1, part[0].ndim - 1)) for name, part in parts.items()}
 
     def probabilities(

@@ -14,6 +14,7 @@ every combination of shapes; a float becomes an argument of the graph, what is n
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 import traceback
@@ -47,6 +48,7 @@ _COMPILING, _COMPILING_ONE = 20.0, 0.03
 _LIBRARIES = (
     *tuple(module.__path__[0] for module in (torch, pyro)),
     str(Path(__file__).parents[1]),
+    contextlib.__file__,
 )
 
 _active: ContextVar[Compiler | None] = ContextVar("compiler", default=None)
@@ -393,10 +395,15 @@ def _size(x: Tensor) -> float:
     return float(x.abs().nan_to_num(0, 0).max())
 
 
+def users_frames(error: Exception) -> list[traceback.FrameSummary]:
+    """The places that an error passed through which are neither of this package nor of what it stands on."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+
+
 def _where(error: Exception) -> str:
     """The line of the user's that an error comes from, and what it says."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [f for f in frames if f.line and not f.filename.startswith(_LIBRARIES)]
+    theirs = [frame for frame in users_frames(error) if frame.line]
     if theirs:
         frame = theirs[-1]
         place = f"{Path(frame.filename).name}, line {frame.lineno}, cannot be traced ({frame.line})"

@@ -156,3 +156,21 @@ def test_a_wide_prior_that_is_not_normal_leaves_the_likelihood():
     draws = bf.fit(student_levels, federation).sample(20_000)["a"]
     right = federation.lengths.float().rsqrt()  # the prior is a thousand times as wide
     torch.testing.assert_close(draws.std(0), right, rtol=0.03, atol=0)
+
+
+def test_a_normal_prior_that_the_factor_stands_for_is_not_counted_beside_it():
+    """b is Normal, but around a²: its prior is in the factor, also where a site that is in the chain follows."""
+
+    def model(federation):
+        pyro.sample("theta", dist.Normal(0.0, 1.0))
+        with federation.clients():
+            a = pyro.sample("a", dist.Normal(0.0, 1.0))
+            b = pyro.sample("b", dist.Normal(a**2, 1.0))
+            c = pyro.sample("c", dist.Normal(0.0, 2.0))
+            observe(federation, lambda obs: b + c)
+
+    guide = SFVI().program(model, data()).guide
+    assert guide.normal == ("a", "c")
+    head = data().batch(torch.arange(1)).head()
+    _, scale = guide.block_prior(torch.zeros(1), head)
+    assert scale.flatten().tolist() == [1.0, torch.inf, 2.0]
