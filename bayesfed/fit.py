@@ -263,7 +263,7 @@ def finish(run: Run) -> Posterior:
         moving, rising = run.settling.to_go(run.done), 0.0
     if run.algorithm.particles == 1:  # of a few particles the standard deviation is no measure
         warn_if_moving(caveat(moving, rising, run.done), moving)
-    return Posterior(
+    posterior = Posterior(
         program=run.program,
         federation=run.federation,
         params=params,
@@ -277,6 +277,7 @@ def finish(run: Run) -> Posterior:
         rising=rising,
         settled=None if run.settling is None else run.settling.settled,
     )
+    return posterior.corrected() if run.algorithm.corrected else posterior
 
 
 def fit(

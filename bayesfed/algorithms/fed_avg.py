@@ -195,14 +195,14 @@ class Scaffold(FedAvg):
         at, lr = copies(theta, len(job)), job.rate * self.lr
         schedule = job.rows.schedule(self.local_epochs, self.local_steps).to(job.keys.device)
         for step, active in enumerate(schedule):
-            at = self.corrected(job.program, at, drift, job.rows(step), active, lr)
+            at = self.drifting_step(job.program, at, drift, job.rows(step), active, lr)
         taken = lr * schedule.sum(0)
         new = {n: (theta[n] - v) / against(taken, v) - drift[n] for n, v in at.items()}
         change = {f"control.{n}": new[n] - own[n] for n in new}
         return Work(moves(job, at) | change, log_likelihood(job, at), {"control": new})
 
     @traceable
-    def corrected(
+    def drifting_step(
         self, program: Program, at: Params, drift: Params, batch: Batch, active: Tensor, lr: float
     ) -> Params:
         """One corrected step of the clients that are active."""

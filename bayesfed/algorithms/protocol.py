@@ -123,6 +123,8 @@ class Algorithm:
     """Whether a draw of (θ, w_i) counts for client i by its ELBO term, as where w_i is drawn from its prior."""
     beta: float | None = None
     """Where draws are weighed: for how many rows those of a client count, by default for as many as there are."""
+    corrected: bool = False
+    """Whether draws of θ are weighed by all clients in the end, see :mod:`bayesfed.output.correction`."""
     remembered: tuple[str, ...] = ()
     """The parts of a client's state whose change it uploads: they change by what the server took of it."""
 

@@ -89,6 +89,8 @@ class SFVI(Structured):
             in the first half of the rounds, the spline resting; then all of it takes Adam's.
         local_lr: the clients' Adam rate.
         lr_decay: all rates fall, as half a cosine, to this fraction of their start.
+        corrected: in the end all clients weigh draws around q(θ), which then stand for it, where it is some way from
+            the posterior and their weights can tell (see :mod:`bayesfed.output.correction`).
 
     Example:
         >>> import bayesfed as bf
@@ -106,6 +108,7 @@ class SFVI(Structured):
     lr: float = 1.0
     local_lr: float = 0.03
     lr_decay: float = 0.01
+    corrected: bool = True
     remembered = ("sent",)
 
     def program(self, model: Model, federation: Federation) -> Program:

@@ -20,6 +20,7 @@ from bayesfed.elbo import noise
 from bayesfed.elbo.form import for_batches
 from bayesfed.elbo.program import Params
 from bayesfed.engine.files import read_tensors, write_tensors
+from bayesfed.output.correction import Correction
 
 if TYPE_CHECKING:
     from bayesfed.output.posterior import Posterior
@@ -47,10 +48,11 @@ def save(posterior: Posterior, path: str | Path) -> None:
     Tensors are called ``<part>/<name>``. The parts are ``params`` and ``local_params``
     (unconstrained; local ones have a row per client), ``history`` (one number a round),
     ``start.globals`` and ``start.locals`` (the coordinates of a guide that is :class:`Placed`: origin
-    and unit ``(2, P)``), ``data`` and ``program`` (by which :func:`load` knows data, model and guide again, see
-    :mod:`bayesfed.data.digest` and :mod:`bayesfed.elbo.digest`). The metadata's entry ``bayesfed`` is JSON: ``format``,
+    and unit ``(2, P)``), ``correction`` (draws that stand for q(θ)), ``data`` and ``program`` (by which
+    :func:`load` knows data, model and guide again, see :mod:`bayesfed.data.digest` and
+    :mod:`bayesfed.elbo.digest`). The metadata's entry ``bayesfed`` is JSON: ``format``,
     ``version``, ``algorithm`` (see :func:`bayesfed.algorithms.settings.settings_of`),
-    ``seed``, ``epsilon``, ``moving``, ``rising``, ``settled``, ``clients`` and ``sites``.
+    ``seed``, ``epsilon``, ``moving``, ``rising``, ``settled``, ``khat`` of the correction, ``clients`` and ``sites``.
 
     The data and the model are not in it, the clients' names and local posteriors are. A guess of a small client's rows
     can be confirmed by its hashes: such a file is for those who may see the data.
@@ -81,7 +83,9 @@ def save(posterior: Posterior, path: str | Path) -> None:
             densities.witnesses(len(posterior.federation)),
         ),
     }
-    program = posterior.program
+    program, mended = posterior.program, posterior.correction
+    if mended is not None:
+        parts["correction"] = mended.theta
     if isinstance(program.guide, Placed):
         for name, value in program.guide.coordinates().items():
             part = "start.locals" if program.sites[name].local else "start.globals"
@@ -95,6 +99,7 @@ def save(posterior: Posterior, path: str | Path) -> None:
         "moving": posterior.moving and dict(posterior.moving),
         "rising": posterior.rising,
         "settled": posterior.settled,
+        "khat": None if mended is None else mended.khat,
         "clients": list(posterior.federation.names),
         "sites": list(posterior.program.sites),
     }
@@ -190,6 +195,8 @@ def load(
             f"{path} is a posterior of another model: {changed} (saved with bayesfed {metadata['version']}). Load it "
             "with the model of the fit, or fit again"
         )
+    theta = {n: value.to(federation.device) for n, value in parts.get("correction", {}).items()}
+    mended = Correction(theta, metadata["khat"]) if theta else None
     return {
         "program": program,
         "federation": federation,
@@ -202,6 +209,7 @@ def load(
         "moving": metadata.get("moving", {}),
         "rising": metadata.get("rising", 0.0),
         "settled": metadata.get("settled"),
+        "correction": mended,
     }
 
 

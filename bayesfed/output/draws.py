@@ -103,7 +103,7 @@ def sampled(
         centre: zero noise.
     """
     program, algorithm, key = posterior.program, posterior.algorithm, key_of(posterior, seed)
-    theta = _of_server(posterior, num_samples, key, centre)
+    theta = of_server(posterior, num_samples, key, centre)
     weighs = algorithm.weighs and bool(program.locals)
     if not weighs:
         for chunk in chunks(posterior, num_samples, *federations):
@@ -135,7 +135,7 @@ def weighted(
     ``numbers``: how many more numbers a draw of a client takes. Other arguments as for :func:`sampled`.
     """
     program, key = posterior.program, key_of(posterior, seed)
-    theta, size = finite(posterior) or (_of_server(posterior, num_samples, key), num_samples)
+    theta, size = finite(posterior) or (of_server(posterior, num_samples, key), num_samples)
     random = program.randomness.keys() - set(program.random)
     each = max(1, num_samples // size) if random else 1
     weigh = posterior.algorithm.weighs
@@ -256,12 +256,30 @@ def chunks(
     return cut(lengths, *weight(size, own.numbers_per_row, count))
 
 
-def _of_server(posterior: Posterior, count: int, key: Tensor, centre: bool = False) -> Params:
+def of_server(posterior: Posterior, count: int, key: Tensor, centre: bool = False) -> Params:
     """Draws of the guide's global random sites, ``(S, 1, 1, *event)``."""
     program = posterior.program
+    if posterior.correction is not None and not centre:
+        return posterior.correction.drawn(count, key)
     supplied = _noise(program, key, count, local=False, centre=centre)
     with torch.no_grad():
         return draw(program, posterior.params, supplied, count)
+
+
+def terms(posterior: Posterior, theta: Params, count: int, key: Tensor) -> Tensor:
+    """Σ_i log p(w_is, D_i | θ_s) − log q(w_is | θ_s) at draws of θ, and one of each client's variables: ``(S,)``.
+
+    In double precision, since terms of many clients are added up.
+    """
+    program, federation = posterior.program, posterior.federation
+    total = torch.zeros(count, dtype=torch.float64, device=federation.device)
+    with torch.no_grad():
+        for chunk in chunks(posterior, count, federation):
+            keys = noise.fold(key, federation.stream_ids[chunk])
+            supplied = program.noise(keys, count, local=True)
+            batch, params = federation.batch(chunk), params_of(posterior, chunk)
+            total += client_terms(program, params, theta, batch, supplied, count).double().sum(1)
+    return total
 
 
 def _noise(

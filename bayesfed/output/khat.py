@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING
 
 from pyro.ops.stats import fit_generalized_pareto
+from torch import Tensor
 
 if TYPE_CHECKING:
     from bayesfed.output.posterior import Posterior
@@ -25,20 +26,36 @@ LIMIT = 0.7
 
 def khat(posterior: Posterior) -> float | None:
     """Pareto's k of the posterior's clients; None where q has no density, is private, or is of too many numbers."""
-    program, rows = posterior.program, posterior.federation
-    if not program.random or posterior.algorithm.weighs or posterior.epsilon is not None:
+    draws = min(DRAWS, affordable(posterior))
+    if not has_density(posterior) or draws < FEWEST:
         return None
-    size = rows.rows * rows.numbers_per_row + len(rows) * program.variables
-    draws = min(DRAWS, int(WORK / size))
-    if draws < FEWEST:
-        return None
-    weights = posterior.elbo(draws).double().cpu()
-    if weights.max() - weights.min() < EVEN:
+    return pareto(posterior.elbo(draws).double().cpu())
+
+
+def has_density(posterior: Posterior) -> bool:
+    """Whether q(θ, w) has one, and may be looked at."""
+    return (
+        bool(posterior.program.random)
+        and not posterior.algorithm.weighs
+        and posterior.epsilon is None
+    )
+
+
+def affordable(posterior: Posterior) -> int:
+    """How many draws may be weighed."""
+    rows = posterior.federation
+    size = rows.rows * rows.numbers_per_row + len(rows) * posterior.program.variables
+    return int(WORK / size)
+
+
+def pareto(log_weights: Tensor) -> float:
+    """k of weights ``(S,)``; infinite where a few are all there is."""
+    if log_weights.max() - log_weights.min() < EVEN:
         return 0.0
-    tail = min(draws // 5, math.ceil(3 * draws**0.5))
-    top = (weights - weights.max()).sort().values[-tail - 1 :].exp()
+    tail = min(len(log_weights) // 5, math.ceil(3 * len(log_weights) ** 0.5))
+    top = (log_weights - log_weights.max()).sort().values[-tail - 1 :].exp()
     above = top[1:] - top[0]
-    if not top.isfinite().all() or not above[tail // 4] > 0:  # a few weights are all there is
+    if not top.isfinite().all() or not above[tail // 4] > 0:
         return math.inf
     return float(fit_generalized_pareto(above)[0])
 

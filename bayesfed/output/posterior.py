@@ -18,11 +18,12 @@ from bayesfed.data.batch import UnknownName
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.elbo.program import Params, Program
-from bayesfed.elbo.terms import client_terms, server_pass
+from bayesfed.elbo.terms import server_pass
 from bayesfed.engine.checks import check_data
 from bayesfed.engine.moving import caveat
 from bayesfed.output import checkpoint, joint, khat
-from bayesfed.output.draws import chunks, derived, key_of, params_of, replayed, sampled, weighted
+from bayesfed.output.correction import Correction, correction
+from bayesfed.output.draws import derived, key_of, replayed, sampled, terms, weighted
 from bayesfed.output.mixture import by_row, predictive
 from bayesfed.output.personal import OnDemand, gathered, personal
 from bayesfed.tracing.compiler import Compiler, using
@@ -52,6 +53,7 @@ class Posterior:
         rising: about how many nats the ELBO had still to rise in the end, where that is no trifle; None as above.
         settled: whether the run stopped by itself, as q(θ) moved no more, or went on to the bound on its rounds. None
             where it was given a number of rounds.
+        correction: draws that stand for q(θ), see :mod:`bayesfed.output.correction`.
     """
 
     program: Program
@@ -66,14 +68,31 @@ class Posterior:
     moving: Mapping[str, float] | None = None
     rising: float | None = None
     settled: bool | None = None
+    correction: Correction | None = None
 
     @cached_property
     def khat(self) -> float | None:
         """Pareto's k of the weights p(D, θ, w) / q(θ, w): above 0.7 q is some way from the posterior.
 
-        None where q(θ) has no density, under privacy, and where the clients' rows are too many to ask.
+        Of a corrected posterior that of the weights by which its draws were taken. None where q(θ) has no density,
+        under privacy, and where the clients' rows are too many to ask.
         """
-        return khat.khat(self)
+        return khat.khat(self) if self.correction is None else self.correction.khat
+
+    def corrected(self) -> Posterior:
+        """The same with draws of θ that all clients have weighed in place of q(θ)'s, where these can be had.
+
+        See :mod:`bayesfed.output.correction`. SFVI's fits are corrected as they end.
+
+        Raises:
+            ValueError: this is not the posterior of all clients of the fit, whose rows are what draws are weighed by.
+        """
+        if len(self.federation) != self.program.clients:
+            raise ValueError(
+                f"this is the posterior of {len(self.federation)} clients, the fit had {self.program.clients}: correct "
+                "the posterior of the fit, then select or personalize"
+            )
+        return replace(self, correction=correction(replace(self, correction=None)))
 
     @property
     def caveat(self) -> str:
@@ -307,17 +326,11 @@ class Posterior:
 
     def elbo(self, num_samples: int = 1000, *, seed: int = 0) -> Tensor:
         """The ELBO of all clients, one value per draw: shape ``(S,)``; its mean estimates the ELBO."""
-        program, federation, key = self.program, self.federation, key_of(self, seed, "elbo")
+        program, key = self.program, key_of(self, seed, "elbo")
         with torch.no_grad():
             supplied = program.noise(key, num_samples, local=False)
-            total, theta = server_pass(program, self.params, supplied, num_samples)
-            for chunk in chunks(self, num_samples, federation):
-                keys = noise.fold(key, federation.stream_ids[chunk])
-                supplied = program.noise(keys, num_samples, local=True)
-                batch, params = federation.batch(chunk), params_of(self, chunk)
-                terms = client_terms(program, params, theta, batch, supplied, num_samples)
-                total = total + terms.sum(1)
-        return total
+            of_server, theta = server_pass(program, self.params, supplied, num_samples)
+        return of_server + terms(self, theta, num_samples, key).to(of_server.dtype)
 
     def personalize(
         self,

@@ -107,6 +107,7 @@ def test_the_file_is_plain_and_says_what_it_holds(tmp_path):
         "history",
         "start.globals",
         "start.locals",
+        "correction",
         "data",
         "program",
     }

@@ -1,0 +1,146 @@
+"""What q(θ) has not of the posterior's shape, mended: draws around it, weighed by what all clients say of them.
+
+    log weight of θ_s:  log p(θ_s) − log t(θ_s) + Σ_i log p(w_is, D_i | θ_s) − log q(w_is | θ_s),   w_is ~ q(w_i | θ_s)
+
+A Normal q(θ) has neither the skewness nor the tails of a posterior of few clients. t is Student's, with tails that hold
+the posterior's: first around the mean and covariance of q, then, two to four times, around those of the weighted draws
+so far, which are all weighed against the mean of the laws that they come from (Cappé, Guillin, Marin & Robert 2004,
+*Population Monte Carlo*; Owen & Zhou 2000, *Safe and effective importance sampling*, section 3). A client says a number
+a draw, of which the server needs the sums. Weights are truncated at √S times their mean (Ionides 2008, *Truncated
+importance sampling*).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+from bayesfed.elbo import noise
+from bayesfed.elbo.handlers import on_cpu
+from bayesfed.elbo.program import Params
+from bayesfed.elbo.terms import log_prior
+from bayesfed.output import khat
+from bayesfed.output.draws import key_of, of_server, terms
+
+if TYPE_CHECKING:
+    from bayesfed.output.posterior import Posterior
+
+DRAWS, FEWEST = 2000, 500
+"""Draws from each law; and with fewer it is not worth while."""
+LAWS, ENOUGH = (2, 4), 1000
+"""The least and the most laws, and the number of equal weights that is enough for no more."""
+LEAST, A_NUMBER = 50, 5
+"""Weights that count for less, or for less a dimension, say nothing of a mean and a covariance."""
+FREEDOM, WIDER = 5.0, 1.1
+"""Degrees of freedom of t, and how much wider it is than what it stands for."""
+EVEN = 0.95
+"""Where the weights of q's own draws count for so many of them, q is the posterior, and stays."""
+
+
+@dataclass(frozen=True, eq=False)
+class Correction:
+    """Draws of the posterior that stand for q(θ).
+
+    Attributes:
+        theta: equally weighted draws of the guide's global random site, ``(S, 1, 1, *event)``.
+        khat: Pareto's k of the weights by which they were taken.
+    """
+
+    theta: Params
+    khat: float
+
+    def drawn(self, count: int, key: Tensor) -> Params:
+        """Some of them, independently: ``(count, 1, 1, *event)``."""
+        u = noise.uniform(noise.fold(key, noise.word("corrected")), (count,))
+        return {name: value[(u * len(value)).long()] for name, value in self.theta.items()}
+
+
+@torch.no_grad()
+@on_cpu()
+def correction(posterior: Posterior) -> Correction | None:
+    """The correction of a posterior of all clients of a fit.
+
+    None where q needs none, where its weights are too uneven to mend it (k above :data:`khat.LIMIT`), where q(θ) is
+    not over one vector of reals, under privacy, or where the clients' rows are too many to ask.
+
+    Example:
+        >>> import bayesfed as bf
+        >>> from bayesfed import datasets, models
+        >>> from bayesfed.output.correction import correction
+        >>> posterior = bf.fit(models.eight_schools, datasets.eight_schools(), bf.SFVI(corrected=False))
+        >>> correction(posterior).theta["global"].shape
+        torch.Size([4000, 1, 1, 2])
+    """
+    program = posterior.program
+    draws = min(DRAWS, khat.affordable(posterior) // 2)
+    if not khat.has_density(posterior) or len(program.random) != 1 or draws < FEWEST:
+        return None
+    (name,) = program.random
+    key = key_of(posterior, 0, "correction")
+    own = of_server(posterior, draws, key)
+    z = own[name]
+    if z.ndim != 4:
+        return None
+    of_q = posterior.elbo(min(draws, khat.DRAWS)).double()
+    if effective((of_q - of_q.max()).exp()) > EVEN * len(of_q):
+        return None
+    z = z[:, 0, 0].double()
+    weights = torch.full_like(z[:, 0], 1 / len(z))
+    laws: list[Any] = []
+    drawn: list[Tensor] = []
+    logs: list[Tensor] = []
+    while len(laws) < LAWS[0] or (len(laws) < LAWS[1] and effective(weights) < ENOUGH):
+        law = student(z, weights)
+        if law is None:
+            return None
+        with noise.seeded(len(laws)):
+            new = law.sample((draws,)).to(own[name].dtype)
+        logs.append(_target(posterior, {name: new[:, None, None]}, noise.fold(key, len(laws))))
+        laws.append(law)
+        drawn.append(new)
+        z = torch.cat(drawn).double()
+        against = torch.stack([law.log_prob(z) for law in laws]).logsumexp(0) - math.log(len(laws))
+        log_weights = torch.cat(logs) - against
+        weights = truncated(log_weights)
+        if effective(weights) < max(LEAST, A_NUMBER * z.shape[1]):
+            return None
+    found = khat.pareto(log_weights)
+    if not found <= khat.LIMIT:
+        return None
+    positions = (torch.arange(len(z), dtype=z.dtype, device=z.device) + 0.5) / len(z)
+    picked = torch.searchsorted(weights.cumsum(0), positions).clamp(max=len(z) - 1)
+    return Correction({name: torch.cat(drawn)[picked][:, None, None]}, found)
+
+
+def _target(posterior: Posterior, theta: Params, key: Tensor) -> Tensor:
+    """log p(θ, w, D) − log q(w | θ) at draws of θ and one of w each: ``(S,)``."""
+    (count,) = {len(value) for value in theta.values()}
+    of_server = log_prior(posterior.program, posterior.params, theta, count)
+    return of_server.double() + terms(posterior, theta, count, key)
+
+
+def student(z: Tensor, weights: Tensor) -> Any:
+    """Student's t with the mean and covariance of weighted draws ``(S, D)``, somewhat wider; None of too few draws."""
+    mean = weights @ z
+    root, failed = torch.linalg.cholesky_ex((weights[:, None] * (z - mean)).mT @ (z - mean))
+    if bool(failed):
+        return None
+    scale = WIDER * math.sqrt((FREEDOM - 2) / FREEDOM) * root
+    return dist.MultivariateStudentT(z.new_tensor(FREEDOM), mean, scale, validate_args=False)
+
+
+def truncated(log_weights: Tensor) -> Tensor:
+    """Weights ``(S,)``, those beyond √S times their mean cut, made to sum to 1; what is no number has none."""
+    weights = (log_weights - log_weights.nan_to_num(-torch.inf).max()).exp().nan_to_num(0.0)
+    weights = weights.clamp(max=weights.mean() * len(weights) ** 0.5)
+    return weights / weights.sum()
+
+
+def effective(weights: Tensor) -> float:
+    """How many equal weights they are worth (Kong 1992)."""
+    return float(weights.sum().square() / weights.square().sum())
