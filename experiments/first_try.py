@@ -439,6 +439,18 @@ def mixture(federation: Any) -> None:
             pyro.sample("y", dist.MixtureSameFamily(kinds, laws), obs=obs.get("y"))
 
 
+@on(of_lines(lambda g, y: y + 3.0 * (g.random(len(y)) < 0.3), least=15))
+def kinds(federation: Any) -> None:
+    """A discrete latent variable of a row."""
+    share = pyro.sample("share", dist.Dirichlet(torch.tensor([2.0, 2.0])))
+    middle = pyro.sample("middle", dist.Normal(torch.tensor([1.0, 4.0]), 0.5).to_event(1))
+    with federation.clients():
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        with federation.observations() as obs:
+            kind = pyro.sample("kind", dist.Categorical(share))
+            pyro.sample("y", dist.Normal(a + middle[kind], 1.0), obs=obs.get("y"))
+
+
 @on(simulated(lines))
 def curve(federation: Any) -> None:
     """A saturating curve: not linear in its variables."""

@@ -41,6 +41,7 @@ from torch.distributions import constraints
 import bayesfed as bf
 from bayesfed import datasets, metrics, models, simulations
 from bayesfed.algorithms import FAMILY
+from bayesfed.elbo.form import for_batches
 from bayesfed.elbo.sites import sites
 
 HERE = Path(__file__).parent
@@ -120,7 +121,8 @@ def nuts(
     path = RUNS / f"{name}.npz"
     if path.exists():
         return dict(np.load(path))
-    local = [s.name for s in sites(model, federation).values() if s.local and not s.observed]
+    found = sites(for_batches(model, federation), federation).values()
+    local = [s.name for s in found if s.local and not s.observed]
     config = {} if centred else {site: LocScaleReparam(0.0) for site in local}
     free = poutine.reparam(model, config=config)
     parts, start = [], time.perf_counter()
@@ -150,7 +152,8 @@ def nuts(
 def _constrained(model, federation, free, latent, local) -> dict[str, np.ndarray]:
     """All sites' values, the non-centred ones put back, one pass of the program per draw."""
     found: dict[str, list] = {}
-    names = [s.name for s in sites(model, federation).values() if not s.observed]
+    found_sites = sites(for_batches(model, federation), federation).values()
+    names = [s.name for s in found_sites if not s.observed]
     with torch.no_grad():
         for i in range(len(next(iter(latent.values())))):
             given = {k: v[i] for k, v in latent.items()}

@@ -19,6 +19,7 @@ from torch.distributions import transform_to
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import handlers, noise
+from bayesfed.elbo.laws import Mixture
 from bayesfed.elbo.one_client import OneClient
 from bayesfed.elbo.reasons import explained
 from bayesfed.elbo.sites import sites
@@ -52,13 +53,13 @@ def for_batches(model: Model, federation: Federation) -> Model:
     with noise.seeded(0), torch.no_grad():
         try:
             with handlers.given(batch.device) as found:
-                one.layouts(batch)
+                one.run(batch)
             params = _apart(found.seen, len(batch))
             with handlers.given(batch.device, params, draws=DRAWS), poutine.trace() as tracer:
-                layouts = one.layouts(batch)
+                seen = one.run(batch)
         except Exception as error:
             return _as_it_is(model, federation, batch, error)
-        nodes = handlers.sample_sites(tracer.trace)
+        nodes, layouts = handlers.sample_sites(tracer.trace), seen.layouts
         values = {name: node["value"] for name, node in nodes.items() if not node["is_observed"]}
         try:
             alone = _densities(nodes)
@@ -68,6 +69,9 @@ def for_batches(model: Model, federation: Federation) -> Model:
             return model
         if not _equal(alone, again):  # it draws numbers of its own
             return model
+        if seen.discrete:
+            _check_needed(seen.discrete, nodes)
+            return one
         with suppress(Exception):
             with handlers.given(batch.device, params, values=values, draws=DRAWS):
                 together = handlers.sample_sites(poutine.trace(model).get_trace(batch))
@@ -103,6 +107,24 @@ def for_batches(model: Model, federation: Federation) -> Model:
                 "beforehand, and give priors constants"
             )
     return one
+
+
+def _check_needed(discrete: Mapping[str, Tensor], nodes: Mapping[str, Any]) -> None:
+    """Fail on a discrete variable of a row that no outcome depends on: it may be an outcome without its field."""
+    needed = set()
+    for node in nodes.values():
+        if not isinstance(node["fn"], Mixture):
+            continue
+        each = [law.log_prob(node["value"]) for law in node["fn"].laws]
+        grid = torch.stack(torch.broadcast_tensors(*each)).unflatten(0, node["fn"].sizes)
+        for axis, name in zip(range(len(node["fn"].sizes)), discrete, strict=False):
+            if not torch.equal(grid.amax(axis), grid.amin(axis)):
+                needed.add(name)
+    for name in discrete.keys() - needed:
+        raise ValueError(
+            f"no outcome depends on latent site {name!r}, which is discrete and of a row. If it is an outcome, its "
+            "field is missing from the federation, so that obs.get(...) is None; else leave it out"
+        )
 
 
 def _as_it_is(model: Model, federation: Federation, batch: Batch, error: Exception) -> Model:

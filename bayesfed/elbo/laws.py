@@ -160,3 +160,72 @@ class Inside(TorchDistribution):
         found = self.layout.outside(torch.stack(values).unflatten(0, (draws, clients)))
         found = found if self.sizes[0] else found.squeeze(0)
         return found.expand(self.batch_shape + self.event_shape)
+
+
+class Mixture(TorchDistribution):
+    """The law of a row whose discrete variables are summed out.
+
+    Args:
+        log_weights: of the components, ``(*batch, k)``, up to a constant.
+        laws: k of them, over as many rows.
+        sizes: how many values each of the variables has, k in all.
+
+    Example:
+        >>> import torch, pyro.distributions as dist
+        >>> from bayesfed.elbo.laws import Mixture
+        >>> parts = dist.Normal(torch.zeros(3), 1.0), dist.Normal(torch.full((3,), 2.0), 1.0)
+        >>> Mixture(torch.zeros(3, 2), parts, (2,)).mean
+        tensor([1., 1., 1.])
+    """
+
+    arg_constraints = {}  # noqa: RUF012  (torch's interface)
+
+    def __init__(self, log_weights: Tensor, laws: Sequence[Any], sizes: Sequence[int]) -> None:
+        batch = torch.broadcast_shapes(log_weights.shape[:-1], *(law.batch_shape for law in laws))
+        self.log_weights, self.laws, self.sizes = log_weights.log_softmax(-1), laws, sizes
+        super().__init__(batch, laws[0].event_shape, validate_args=False)
+
+    @property
+    def support(self) -> Any:
+        """That of the first."""
+        return self.laws[0].support
+
+    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> Mixture:
+        """The same over more draws."""
+        weights = self.log_weights.expand(*batch_shape, len(self.laws))
+        return Mixture(weights, [law.expand(batch_shape) for law in self.laws], self.sizes)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """log Σ p(z) p(y | z)."""
+        each = torch.broadcast_tensors(*(law.log_prob(value) for law in self.laws))
+        return (self.log_weights + torch.stack(each, -1)).logsumexp(-1)
+
+    @property
+    def mean(self) -> Tensor:
+        """Σ p(z) E[y | z]."""
+        return self._weighted([law.mean for law in self.laws])
+
+    @property
+    def variance(self) -> Tensor:
+        """Within and between the components."""
+        squares = self._weighted([law.variance + law.mean.square() for law in self.laws])
+        return squares - self.mean.square()
+
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
+        """z, then y given z."""
+        shape = (*sample_shape, *self.batch_shape)
+        weights = self.log_weights.expand(*self.batch_shape, len(self.laws))
+        nth = torch.distributions.Categorical(logits=weights).sample(torch.Size(sample_shape))
+        each = torch.stack(
+            [law.expand(self.batch_shape).sample(torch.Size(sample_shape)) for law in self.laws]
+        )
+        nth = nth.reshape(1, *shape, *[1] * len(self.event_shape)).expand(1, *each.shape[1:])
+        return each.gather(0, nth).squeeze(0)
+
+    def _weighted(self, values: Sequence[Tensor]) -> Tensor:
+        weights = self.log_weights.exp().unbind(-1)
+        event = len(self.event_shape)
+        parts = [
+            w.reshape(*w.shape, *[1] * event) * v for w, v in zip(weights, values, strict=True)
+        ]
+        return torch.stack(torch.broadcast_tensors(*parts)).sum(0)

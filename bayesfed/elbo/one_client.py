@@ -10,9 +10,11 @@ Plates of the program's own, and entries that it did not declare as an event, be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pyro
@@ -61,29 +63,57 @@ class OneClient:
         if isinstance(batch, Federation):
             self.model(batch)
         else:
-            self.layouts(batch)
+            self.run(batch)
 
-    def layouts(self, batch: Batch) -> dict[str, Layout]:
-        """The program on a batch; where it has the dimensions of its sites."""
+    def run(self, batch: Batch) -> Run:
+        """The program on a batch, and what its sites were like."""
+        return self._run(batch, _Outside)
+
+    def _run(self, batch: Batch, kind: Callable[..., Any], *settings: Any) -> Run:
         unchecked = pyro.validation_enabled(False)  # a check asks for a value, which vmap has not
         plates = [frame for frame in _PYRO_STACK if isinstance(frame, IndepMessenger)]
         draws = [frame.size for frame in plates if frame.name == handlers.DRAWS]
         with unchecked, opened(draws[-1] if draws else None, len(batch)) as levels:
-            outside = _Outside(levels)
-            with outside, _own_dimensions():
+            messenger = kind(levels, Run(), partial(self._run, batch), *settings)
+            with messenger, _own_dimensions():
                 self.model(_seen(batch, levels))
-        return outside.layouts
+        return messenger.seen
+
+
+@dataclass
+class Run:
+    """What a run of a program has met.
+
+    Attributes:
+        layouts: where it has the dimensions of its sites.
+        values: of its sites, as those outside know them.
+        discrete: by latent site of a row that is to be summed out, the values that it can have.
+        log_weight: of the values that these have taken, with all that was observed before: ``(S, K, B)``.
+        law: that of the site at which it ended, if it ended at one.
+    """
+
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    values: dict[str, Tensor] = field(default_factory=dict)
+    discrete: dict[str, Tensor] = field(default_factory=dict)
+    log_weight: Any = 0.0
+    law: Any = None
 
 
 class _Outside(Messenger):
-    """Give each site to the handlers outside as one of all clients and draws, and its value back to the program."""
+    """Give each site to the handlers outside as one of all clients and draws, and its value back to the program.
 
-    def __init__(self, levels: Levels) -> None:
+    A discrete latent variable of a row is not given to them. It takes its first value; where a site is observed, the
+    program is run once more up to there for each of the other values, and the site's law is the mixture.
+    """
+
+    def __init__(self, levels: Levels, seen: Run, run: Callable[..., Run]) -> None:
         super().__init__()
         self.levels = levels
+        self.seen = seen
+        self.run = run
         self.out = ExitStack()
         self.back: Callable[[Any], Any] | None = None
-        self.layouts: dict[str, Layout] = {}
+        self.nth: Mapping[str, int] = {}
 
     def __exit__(self, *error: Any) -> Any:
         self.out.close()
@@ -99,7 +129,16 @@ class _Outside(Messenger):
             self.out.close()
             msg["value"], self.back = self.back(msg["value"]), None
 
-    _pyro_post_sample = _pyro_post_param = _return
+    _pyro_post_param = _return
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        if self.back is not None:
+            self.seen.values[msg["name"]] = msg["value"]
+            if isinstance(msg["fn"], laws.Mixture):
+                self.seen.log_weight = self.seen.log_weight + msg["fn"].laws[0].log_prob(
+                    msg["value"]
+                )
+        self._return(msg)
 
     def _pyro_sample(self, msg: Any) -> None:
         if handlers.is_plate(msg):
@@ -110,7 +149,10 @@ class _Outside(Messenger):
             self._derive(msg)
             return
         fn, layout = laws.whole(msg["fn"]), _layout(msg)
-        self.layouts[msg["name"]] = layout
+        if not msg["is_observed"] and not msg["done"] and _of_rows(msg, layout):
+            self._take(msg, fn, layout)
+            return
+        self.seen.layouts[msg["name"]] = layout
         weights = {
             what: self._weight(msg, what, layout)
             for what in ("mask", "scale")
@@ -132,6 +174,8 @@ class _Outside(Messenger):
             for _ in range(own):
                 weight = weight.select(-1, 0)
             msg[what] = weight
+        if self.seen.discrete and layout.rows:
+            law = self._summed(msg["name"], law)
         msg["fn"] = law
         if observed:
             seen = self.levels.leave(seen, layout)
@@ -142,6 +186,40 @@ class _Outside(Messenger):
             for name in (OBSERVATIONS, CLIENTS)
             if name in frames
         )
+
+    def _take(self, msg: Any, fn: Any, layout: Layout) -> None:
+        """A discrete variable of a row takes one of its values."""
+        name = msg["name"]
+        if not fn.has_enumerate_support or layout.own or fn.event_dim:
+            raise ValueError(
+                f"latent site {name!r} is discrete, and {type(fn).__name__} has no list of its values, or it is a "
+                "vector: one number a row, Bernoulli or Categorical, is summed out"
+            )
+        values = fn.enumerate_support(expand=False).flatten()
+        value = values[self.nth.get(name, 0)].expand(fn.batch_shape)
+        log_prob = fn.log_prob(value).expand(layout.batch)
+        with temporarily_clear_interpreter_stack():
+            self.seen.log_weight = self.seen.log_weight + self.levels.leave(log_prob, layout)
+        self.seen.discrete[name] = values
+        msg["value"], msg["done"], msg["stop"] = value, True, True
+
+    def _summed(self, name: str, law: Any) -> laws.Mixture:
+        """The law of a site, the discrete variables before it summed out."""
+        found, seen = [(self.seen.log_weight, law)], self.seen
+        sizes = [len(values) for values in seen.discrete.values()]
+        at = _PYRO_STACK.index(self)
+        stack, _PYRO_STACK[at:] = _PYRO_STACK[:], []
+        try:
+            for nth in list(product(*map(range, sizes)))[1:]:
+                other = self.run(
+                    _Again, name, seen.values, dict(zip(seen.discrete, nth, strict=True))
+                )
+                found.append((other.log_weight, other.law))
+        finally:
+            _PYRO_STACK[:] = stack
+        log_weights, components = zip(*found, strict=True)
+        weights = torch.stack(torch.broadcast_tensors(*log_weights), -1)
+        return laws.Mixture(weights, components, sizes)
 
     def _weight(self, msg: Any, what: str, layout: Layout) -> Tensor:
         """A site's mask or scale, of the site's batch, in whose own dimensions all must be alike."""
@@ -181,6 +259,56 @@ class _Outside(Messenger):
         self._leave(back)
         if local and start is not None:
             msg["args"] = name, start.expand(self.levels.clients[1], *start.shape[1:])
+
+
+class _Again(_Outside):
+    """Run the program again with values that are known, up to a site."""
+
+    def __init__(
+        self,
+        levels: Levels,
+        seen: Run,
+        run: Callable[..., Run],
+        until: str,
+        values: Mapping[str, Tensor],
+        nth: Mapping[str, int],
+    ) -> None:
+        super().__init__(levels, seen, run)
+        self.until, self.values, self.nth = until, values, nth
+
+    def __exit__(self, kind: Any, *error: Any) -> Any:
+        super().__exit__(kind, *error)
+        return kind is _There
+
+    def _pyro_sample(self, msg: Any) -> None:
+        msg["stop"] = True
+        if handlers.is_plate(msg) or msg["infer"].get("_deterministic"):
+            return
+        fn, layout, name = laws.whole(msg["fn"]), _layout(msg), msg["name"]
+        if name not in self.values and name != self.until:
+            self._take(msg, fn, layout)
+            return
+        if name == self.until or (self.seen.discrete and layout.rows):
+            with temporarily_clear_interpreter_stack():
+                law = laws.outside(fn, self.levels, layout)
+                if name == self.until:
+                    self.seen.law = law
+                    raise _There
+                self.seen.log_weight = self.seen.log_weight + law.log_prob(self.values[name])
+        if not msg["is_observed"]:
+            event = fn.event_dim + len(layout.own)
+            msg["value"] = self.levels.enter(self.values[name], layout, event)
+        msg["done"] = True
+
+
+class _There(Exception):
+    """The site at which a run is to end."""
+
+
+def _of_rows(msg: Any, layout: Layout) -> bool:
+    """Whether a latent variable is discrete and of a row."""
+    fn = msg["fn"]
+    return OBSERVATIONS in handlers.plates(msg) and layout.local and fn.support.is_discrete
 
 
 def _layout(msg: Any, batch: torch.Size | None = None) -> Layout:

@@ -123,16 +123,16 @@ def sites(model: Model, federation: Federation) -> dict[str, Site]:
                 f"observed site {name!r} lies outside the clients plate: data belong to clients, move "
                 "it inside `with federation.clients():`"
             )
+        if latent and OBSERVATIONS not in inside and node["fn"].support.is_discrete:
+            raise ValueError(
+                f"latent site {name!r} is discrete, and not of a row: those inside the observations plate are summed "
+                "out; add up the log densities of its values and give their sum by pyro.factor"
+            )
         if latent and OBSERVATIONS in inside:
             raise ValueError(
                 f"latent site {name!r} lies inside the observations plate (is its field missing from "
                 "the federation, so that obs.get(...) is None?). Latent variables are global or one "
                 "per client; sum or integrate out those of a single row"
-            )
-        if latent and node["fn"].support.is_discrete:
-            raise ValueError(
-                f"latent site {name!r} is discrete: sum it out of the model, variational inference "
-                "here needs continuous latent variables"
             )
         joint = False
         if not latent and OBSERVATIONS not in inside and node["fn"].event_dim:

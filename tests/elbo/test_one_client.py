@@ -213,7 +213,7 @@ def test_densities_are_those_of_a_loop(model):
     expected = looped(model, data, values)
     one, batch = OneClient(model), data.batch()
     with handlers.given(batch.device, noise={}, draws=DRAWS):
-        layouts = one.layouts(batch)
+        layouts = one.run(batch).layouts
     given = {}
     for name, value in values.items():  # from the program's dimensions to those outside
         given[name] = layouts[name].outside(value)

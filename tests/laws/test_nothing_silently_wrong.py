@@ -95,7 +95,7 @@ def test_discrete_latent_site():
             with federation.observations() as obs:
                 pyro.sample("y", dist.Normal(z, 1.0), obs=obs["y"])
 
-    with pytest.raises(ValueError, match="latent site 'z' is discrete"):
+    with pytest.raises(ValueError, match="latent site 'z' is discrete, and not of a row"):
         fit(model)
 
 
