@@ -122,8 +122,9 @@ def nuts(
     if path.exists():
         return dict(np.load(path))
     found = sites(for_batches(model, federation), federation).values()
-    local = [s.name for s in found if s.local and not s.observed]
-    config = {} if centred else {site: LocScaleReparam(0.0) for site in local}
+    local = {s.name: s for s in found if s.local and not s.observed}
+    moved = [] if centred else [name for name, site in local.items() if _is_real(site.support)]
+    config = {name: LocScaleReparam(0.0) for name in moved}
     free = poutine.reparam(model, config=config)
     parts, start = [], time.perf_counter()
     for chain in range(chains):
@@ -147,6 +148,12 @@ def nuts(
     RUNS.mkdir(parents=True, exist_ok=True)
     np.savez(path, **result)
     return result
+
+
+def _is_real(support) -> bool:
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    return support is constraints.real
 
 
 def _constrained(model, federation, free, latent, local) -> dict[str, np.ndarray]:

@@ -71,7 +71,6 @@ def for_batches(model: Model, federation: Federation) -> Model:
             return model
         if seen.discrete:
             _check_needed(seen.discrete, nodes)
-            return one
         with suppress(Exception):
             with handlers.given(batch.device, params, values=values, draws=DRAWS):
                 together = handlers.sample_sites(poutine.trace(model).get_trace(batch))
@@ -82,10 +81,11 @@ def for_batches(model: Model, federation: Federation) -> Model:
             ):
                 return model
         with handlers.given(batch.device, values=values, draws=DRAWS):
-            alone = _densities(handlers.sample_sites(poutine.trace(one).get_trace(batch)))
+            alone = _densities(handlers.sample_sites(poutine.trace(one).get_trace(batch)), True)
         totals = []
         for draw in range(DRAWS):
             own = {name: layouts[name].pooled(value[draw]) for name, value in values.items()}
+            own |= {name: value[0] for name, value in seen.discrete.items()}
             try:
                 with handlers.given(batch.device, values=own):
                     pooled = _densities(
@@ -182,14 +182,15 @@ def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return seen(one) == seen(other)
 
 
-def _densities(nodes: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The log densities of sites, one for each draw, client and row."""
-    return {
-        name: torch.as_tensor(
-            scale_and_mask(node["fn"].log_prob(node["value"]), node["scale"], node["mask"])
-        )
-        for name, node in nodes.items()
-    }
+def _densities(nodes: Mapping[str, Any], first: bool = False) -> dict[str, Tensor]:
+    """The log densities of sites, one for each draw, client and row; of mixtures all or the first."""
+
+    def density(node: Any) -> Tensor:
+        fn = node["fn"].laws[0] if first and isinstance(node["fn"], Mixture) else node["fn"]
+        found = scale_and_mask(fn.log_prob(node["value"]), node["scale"], node["mask"])
+        return torch.as_tensor(found)
+
+    return {name: density(node) for name, node in nodes.items()}
 
 
 def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

@@ -47,7 +47,7 @@ def whole(fn: Any) -> Any:
     kept = {
         name: value.expand(*fn.batch_shape, *value.shape[-1 if name.endswith("diag") else -2 :])
         for name, value in vars(fn).items()
-        if name.startswith("_unbroadcasted_")
+        if name.startswith("_unbroadcasted_") and isinstance(value, Tensor)
     }
     if not kept:
         return fn

@@ -46,7 +46,8 @@ def explained(error: Exception, name: str) -> Exception:
     """
     theirs, last = users_frames(error), traceback.extract_tb(error.__traceback__)[-1]
     if not theirs or Path(last.filename).is_relative_to(_OURS):
-        return error
+        said, found, _ = str(error).partition("\nTrace Shapes:")  # which Pyro adds
+        return type(error)(said) if found else error
     number, line = theirs[-1].lineno, theirs[-1].line
     said = textwrap.shorten(str(error).split("\n")[0], LONG, placeholder=" ...")
     reason = next((text for what, text in _REASONS.items() if re.search(what, said, re.I)), "")

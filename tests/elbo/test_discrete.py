@@ -161,6 +161,15 @@ def test_what_cannot_be_summed_out_is_refused():
             with federation.observations() as obs:
                 pyro.sample("y", dist.Normal(z, 1.0), obs=obs["y"])
 
+    def number_of_clients(federation):
+        a = pyro.sample("a", dist.Normal(0.0, 1.0 * len(federation)))
+        with federation.clients(), federation.observations() as obs:
+            z = pyro.sample("z", dist.Bernoulli(0.3))
+            pyro.sample("y", dist.Normal(a + z, 1.0), obs=obs["y"])
+
+    with pytest.raises(ValueError, match="site 'a' depends on which other clients"):
+        bf.fit(number_of_clients, data("reals"))
+
     def unbounded(federation):
         with federation.clients(), federation.observations() as obs:
             z = pyro.sample("z", dist.Poisson(2.0))

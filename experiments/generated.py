@@ -1,0 +1,299 @@
+"""Programs at random, as people write them, right and wrong: what bayesfed makes of each. Makes generated.md.
+
+    python experiments/generated.py                 # 2000 programs, a quarter of an hour
+    python experiments/generated.py --first 100 --count 50 --say      # some, each with what came of it
+
+Half of the programs are right: global and local variables of several kinds, categories by index, a matrix product, a
+plate of the program's own, vectors with and without ``.to_event``, a variable behind another, discrete variables of a
+row, ``pyro.factor``, ``pyro.deterministic``. Of these the log density of all sites together, at two draws of the prior,
+must be Pyro's own on the pooled data. The others have a mistake of the list below in the program or in the frame. They
+must be refused in words, with the same answer as Pyro's where they are not.
+
+"raw" is an error that is no ValueError, KeyError or NotImplementedError, or that says what torch, Pyro or pandas said;
+"silent" another number than Pyro's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro import poutine
+from pyro.infer.enum import config_enumerate
+from pyro.infer.mcmc.util import TraceEinsumEvaluator
+
+import bayesfed as bf
+from bayesfed.elbo import handlers, noise
+from bayesfed.elbo.form import for_batches
+
+HERE = Path(__file__).parent
+RAW = re.compile(
+    r"size of tensor|must match|shape '\[|mat1|vmap|invalid for input|broadcast|dimension out of|"
+    r"object has no attribute|unsupported operand|Trace Shapes|could not convert|linalg|positional argument"
+)
+TOLERANCE = 1e-3
+"""Of log densities in single precision, for each unit of what they are."""
+
+MISTAKES: dict[str, str] = {
+    "index from 1": "categories counted from 1",
+    "index not whole": "a category .5",
+    "no long": "an index without .long()",
+    "other name": "a field that is not there",
+    "missing in x": "a missing covariate",
+    "text in y": "text among the outcomes",
+    "infinite": "an infinite covariate",
+    "negative counts": "an outcome that the likelihood cannot have",
+    "shape": "a product of shapes that do not fit",
+    "if": "a question about a value",
+    "twice": "a name twice",
+    "outside": "outcomes outside the clients plate",
+    "no clients": "no clients plate",
+    "in place": "writing into a tensor",
+    "own noise": "numbers of its own",
+    "client's kind": "a discrete variable of a client",
+    "row's normal": "a continuous variable of a row",
+    "other rows": "a mean over the rows",
+    "all clients": "the number of clients in a prior",
+    "no outcome": "nothing observed",
+}
+
+
+def frame(rng: np.random.Generator, mistake: str) -> pd.DataFrame:
+    """Three to six hospitals with one to nine rows."""
+    parts = []
+    for i in range(int(rng.integers(3, 7))):
+        n = int(rng.integers(1, 10))
+        kind = rng.integers(0, 3, n) + (1 if mistake == "index from 1" else 0)
+        x = rng.normal(size=(n, 2))
+        parts.append(
+            pd.DataFrame(
+                {
+                    "site": f"site {i}",
+                    "x1": x[:, 0],
+                    "x2": x[:, 1],
+                    "kind": kind + (0.5 if mistake == "index not whole" else 0),
+                    "size": float(rng.normal()),
+                    "y": rng.normal(size=n),
+                    "count": rng.poisson(2.0, n) - (3 if mistake == "negative counts" else 0),
+                    "yes": (rng.random(n) < 0.5).astype(float),
+                }
+            )
+        )
+    table = pd.concat(parts, ignore_index=True)
+    if mistake == "index from 1":
+        table.loc[0, "kind"] = 3
+    if mistake == "missing in x":
+        table.loc[0, "x1"] = np.nan
+    if mistake == "infinite":
+        table.loc[0, "x1"] = np.inf
+    if mistake == "text in y":
+        table["y"] = table["y"].astype(object)
+        table.loc[0, "y"] = "high"
+    return table
+
+
+def program(rng: np.random.Generator, mistake: str) -> Callable[[Any], None]:
+    """A hierarchy of those columns."""
+    flip = {name: bool(rng.random() < 0.5) for name in (
+        "plate", "event", "behind", "vector", "mixed", "named", "factor", "stacked", "sized"
+    )}  # fmt: skip
+    outcome = str(rng.choice(["y", "count", "yes"]))
+    if mistake in ("negative counts", "text in y"):
+        outcome = "count" if mistake == "negative counts" else "y"
+    prior = str(rng.choice(["normal", "student", "gamma", "uniform"]))
+
+    def model(federation: Any) -> None:
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        scale = {
+            "normal": lambda: dist.HalfNormal(1.0),
+            "student": lambda: dist.HalfCauchy(1.0),
+            "gamma": lambda: dist.Gamma(2.0, 2.0),
+            "uniform": lambda: dist.Uniform(0.1, 2.0),
+        }[prior]()
+        tau = pyro.sample("tau", scale)
+        if mistake == "all clients":
+            tau = tau * len(federation)
+        if flip["stacked"]:
+            beta = torch.stack([pyro.sample(f"b{j}", dist.Normal(0.0, 1.0)) for j in range(2)], -1)
+        else:
+            beta = pyro.sample("beta", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        if flip["plate"] and not flip["mixed"]:  # Pyro's sums are not over plates at one dimension
+            with pyro.plate("kinds", 3):
+                effect = pyro.sample("effect", dist.Normal(0.0, tau))
+        elif flip["event"] or flip["mixed"]:
+            effect = pyro.sample("effect", dist.Normal(0.0, tau).expand([3]).to_event(1))
+        else:
+            effect = pyro.sample("effect", dist.Normal(0.0, 1.0).expand([3]))
+        if mistake == "in place":
+            effect[0] = 0.0
+        if mistake == "if" and mu > 0:
+            tau = 2 * tau
+        if mistake == "twice":
+            pyro.sample("mu", dist.Normal(0.0, 1.0))
+        if mistake == "no clients":
+            rows(federation, mu, tau, beta, effect)
+            return
+        with federation.clients():
+            a = pyro.sample("a", dist.Normal(mu, tau))
+            if flip["sized"]:
+                a = a + 0.5 * federation.of_clients("size")
+            if flip["behind"]:
+                a = pyro.sample("c", dist.Normal(a, 0.5))
+            slope = beta
+            if flip["vector"]:
+                slope = beta + pyro.sample("s", dist.Normal(torch.zeros(2), 0.5).to_event(1))
+            if mistake == "client's kind":
+                a = a + pyro.sample("k", dist.Bernoulli(0.5))
+            if flip["named"]:
+                pyro.deterministic("level", a - mu)
+            if mistake != "outside":
+                rows(federation, a, tau, slope, effect)
+        if mistake == "outside":
+            rows(federation, mu, tau, beta, effect)
+
+    def rows(federation: Any, a: Any, tau: Any, slope: Any, effect: Any) -> None:
+        with federation.observations() as obs:
+            kind = obs["kind"] if mistake == "no long" else obs["kind"].long()
+            x = obs["x"]
+            if mistake == "other name":
+                x = obs["z"]
+            if mistake == "shape":
+                x = torch.cat([x, x], -1)
+            mean = a + (x * slope).sum(-1) + effect[kind]
+            if mistake == "own noise":
+                mean = mean + torch.randn(())
+            if mistake == "other rows":
+                mean = mean - obs["x"][..., 0].mean()
+            if mistake == "row's normal":
+                mean = mean + pyro.sample("e", dist.Normal(0.0, 1.0))
+            if flip["mixed"]:
+                mean = mean + pyro.sample("late", dist.Bernoulli(0.3))
+            if mistake == "no outcome":
+                return
+            law = {
+                "y": dist.Normal(mean, 0.3 + tau),
+                "count": dist.Poisson(mean.clamp(-5, 3).exp()),
+                "yes": dist.Bernoulli(logits=mean),
+            }[outcome]
+            if flip["factor"] and not flip["mixed"]:
+                pyro.factor(outcome, law.log_prob(obs[outcome]))
+            else:
+                pyro.sample(outcome, law, obs=obs.get(outcome))
+
+    return model
+
+
+def ours(model: Any, federation: bf.Federation, values: Mapping[str, torch.Tensor]) -> list[float]:
+    """The log density of all sites at draws of the prior, all clients together."""
+    batch = federation.batch()
+    with handlers.given(batch.device, values=values, draws=2), poutine.trace() as tracer:
+        model(batch)
+    total = torch.zeros(2)
+    for node in handlers.sample_sites(tracer.trace).values():
+        log_prob = node["fn"].log_prob(node["value"])
+        mask = node["mask"] if isinstance(node["mask"], torch.Tensor) else torch.tensor(True)
+        total = total + torch.where(mask, log_prob, 0.0).expand(2, *log_prob.shape[1:]).sum((1, 2))
+    return [float(value) for value in total]
+
+
+def pyros(program: Any, federation: bf.Federation, values: Mapping[str, torch.Tensor]) -> float:
+    """The same by Pyro, on the pooled rows, discrete variables summed out by its own enumeration."""
+    given = poutine.condition(program, data=values)
+    model = poutine.enum(config_enumerate(given), first_available_dim=-3)
+    trace = poutine.trace(model).get_trace(federation)
+    nodes = [node for node in trace.nodes.values() if node["type"] == "sample"]
+    if not any(node["infer"].get("_enumerate_dim") is not None for node in nodes):
+        return float(trace.log_prob_sum())
+    padding = len(federation) * int(federation.lengths.max()) - federation.rows
+    counted = padding * math.log(2)  # it sums over the two values of rows that are masked, too
+    return float(TraceEinsumEvaluator(trace, True, 2).log_prob(trace)) - counted
+
+
+def attempt(seed: int) -> tuple[str, str, str]:
+    """The mistake, what came of it, and the words."""
+    rng = np.random.default_rng(seed)
+    mistake = "" if seed % 2 else str(rng.choice(list(MISTAKES)))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fields = {
+                "x": ["x1", "x2"],
+                "kind": "kind",
+                "size": "size",
+                "y": "y",
+                "count": "count",
+                "yes": "yes",
+            }
+            federation = bf.Federation.from_frame(frame(rng, mistake), client="site", fields=fields)
+            made = program(rng, mistake)
+            run = bf.start(made, federation, rounds=1)
+            bf.step(run)
+    except (ValueError, KeyError, NotImplementedError, bf.Stopped) as error:
+        said = str(error.args[0])
+        ours_ = re.sub(r" \(.*\)$", "", said)  # behind it in brackets, what torch said
+        return mistake, "raw" if RAW.search(ours_) else "refused", said
+    except Exception as error:
+        return mistake, "raw", f"{type(error).__name__}: {error}"
+    model = for_batches(made, federation)
+    batch = federation.batch()
+    with noise.seeded(seed), handlers.given(batch.device, draws=2), poutine.trace() as tracer:
+        model(batch)
+    nodes = handlers.sample_sites(tracer.trace)
+    latent = {name: node["value"] for name, node in nodes.items() if not node["is_observed"]}
+    found = ours(model, federation, latent)
+    for draw in range(2):
+        values = {}
+        for name, value in latent.items():
+            one = value[draw]
+            local = run.program.sites[name].local
+            values[name] = one if local else one[0, 0]
+        try:
+            expected = pyros(made, federation, values)
+        except Exception as error:
+            return mistake, "not by Pyro", f"{type(error).__name__}: {error}"
+        if abs(found[draw] - expected) > TOLERANCE * (1 + abs(expected)):
+            return mistake, "silent", f"{found[draw]:.4f}, Pyro {expected:.4f}"
+    return mistake, "same", ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--say", action="store_true", help="what came of each; the table stays")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    table: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for seed in range(args.first, args.first + args.count):
+        mistake, came, said = attempt(seed)
+        table[mistake][came] += 1
+        if args.say or came in ("raw", "silent"):
+            print(
+                f"{seed} {mistake or 'right'}: {came} {said.splitlines()[0] if said else ''}",
+                flush=True,
+            )
+    columns = ["same", "refused", "not by Pyro", "silent", "raw"]
+    lines = [f"| program | {' | '.join(columns)} |", "| --- |" + " --- |" * len(columns)]
+    for mistake in ["", *MISTAKES]:
+        name = MISTAKES[mistake] if mistake else "right"
+        lines.append(f"| {name} | {' | '.join(str(table[mistake][c]) for c in columns)} |")
+    print("\n".join(lines))
+    if not args.say:
+        (HERE / "generated.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
