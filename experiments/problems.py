@@ -2,8 +2,9 @@
 
 Each is a model of bayesfed's on its data and the same model in NumPyro on the pooled rows, whose NUTS is the reference.
 The data: eight schools; Grunfeld's ten firms; radon in 85 counties (a JSON file with `county`, `x` and `y`); 200 rows
-of each of the six plans of the RAND experiment and of eight Chinese cities; three simulated sets of ten clients and
-114 rows, negative binomial with exposure, Weibull with censoring, Student-t; and 10,000 simulated clients.
+of each of the six plans of the RAND experiment and of eight Chinese cities; voters by education; two infections of each
+of 38 patients; three simulated sets of ten clients and 114 rows, negative binomial with exposure, Weibull with
+censoring, Student-t; and 10,000 simulated clients.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from torch import Tensor
 
 import bayesfed as bf
 from bayesfed import datasets, models
+from bayesfed.models.weibull_survival import CensoredWeibull
 
+CUTS = [15.0, 30.0, 150.0]
+"""Days, of which the kidney patients have about as many infections in each interval."""
 RUNS = Path(__file__).parents[1] / "runs" / "reference"
 
 
@@ -52,34 +56,6 @@ def negative_binomial(federation: Any) -> None:
             pyro.sample("y", counts, obs=obs.get("y"))
 
 
-class CensoredWeibull(dist.TorchDistribution):
-    """Times of which some are known only to be longer: the density, or where censored what is beyond."""
-
-    arg_constraints = {}  # noqa: RUF012  (torch's interface)
-    support = dist.constraints.positive
-
-    def __init__(self, scale: Tensor, shape: Tensor, censored: Tensor) -> None:
-        self.parts = torch.broadcast_tensors(scale, shape, censored)
-        super().__init__(self.parts[0].shape, validate_args=False)
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> CensoredWeibull:
-        """The same of more rows."""
-        return CensoredWeibull(*(part.expand(batch_shape) for part in self.parts))
-
-    def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Times as if none were censored."""
-        scale, shape, _ = self.parts
-        return dist.Weibull(scale, shape).sample(sample_shape)
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        """Of the time, or where censored of a longer one."""
-        scale, shape, censored = self.parts
-        hazard = (value / scale) ** shape
-        return (1 - censored) * (
-            shape.log() - scale.log() + (shape - 1) * (value / scale).log()
-        ) - hazard
-
-
 def weibull(federation: Any) -> None:
     """Survival with censoring, a frailty for each client."""
     mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
@@ -89,8 +65,8 @@ def weibull(federation: Any) -> None:
     with federation.clients():
         alpha = pyro.sample("alpha", dist.Normal(mu, tau))
         with federation.observations() as obs:
-            scale = (alpha + beta * obs["x"]).exp()
-            pyro.sample("t", CensoredWeibull(scale, shape, obs["censored"]), obs=obs.get("t"))
+            times = CensoredWeibull(alpha + beta * obs["x"], shape, 1 - obs["censored"])
+            pyro.sample("t", times, obs=obs.get("t"))
 
 
 def student_t(federation: Any) -> None:
@@ -226,6 +202,45 @@ def n_weibull(rows: Any, of: Any, clients: int) -> None:
     numpyro.factor("t", jnp.where(rows["censored"] == 1, beyond, law.log_prob(rows["t"])).sum())
 
 
+def n_weibull_survival(rows: Any, of: Any, clients: int) -> None:
+    alpha = _intercept(clients, 5.0)
+    beta = numpyro.sample("beta", ndist.Normal(0.0, 1.0).expand(rows["x"].shape[1:]).to_event(1))
+    shape = numpyro.sample("shape", ndist.LogNormal(0.0, 1.0))
+    law = ndist.Weibull(jnp.exp(alpha[of] + rows["x"] @ beta), shape)
+    beyond = -((rows["time"] / law.scale) ** shape)
+    numpyro.factor("t", jnp.where(rows["event"] == 1, law.log_prob(rows["time"]), beyond).sum())
+
+
+def _frailty(rows: Any, of: Any, clients: int, scale: float) -> Any:
+    tau = numpyro.sample("tau", ndist.HalfNormal(1.0))
+    beta = numpyro.sample("beta", ndist.Normal(0.0, scale).expand(rows["x"].shape[1:]).to_event(1))
+    with numpyro.plate("clients", clients):
+        alpha = numpyro.sample("alpha", ndist.Normal(0.0, tau))
+    return alpha[of] + rows["x"] @ beta
+
+
+def n_cox(rows: Any, of: Any, clients: int) -> None:
+    """Poisson regression on rows that are split at the cuts."""
+    edges = jnp.array([0.0, *CUTS, jnp.inf])
+    log_hazard = numpyro.sample(
+        "log_hazard", ndist.Normal(0.0, 5.0).expand([len(CUTS) + 1]).to_event(1)
+    )
+    time = rows["time"][:, None]
+    at_risk = jnp.clip(time, edges[:-1], edges[1:]) - edges[:-1]
+    events = rows["event"][:, None] * ((edges[:-1] < time) & (time <= edges[1:]))
+    rate = at_risk * jnp.exp(log_hazard + _frailty(rows, of, clients, 1.0)[:, None])
+    with numpyro.handlers.mask(mask=at_risk > 0):
+        numpyro.sample("t", ndist.Poisson(jnp.where(at_risk > 0, rate, 1.0)), obs=events)
+
+
+def n_ordered_logistic(rows: Any, of: Any, clients: int) -> None:
+    to_cutpoints = ndist.transforms.SimplexToOrderedTransform()
+    prior = ndist.TransformedDistribution(ndist.Dirichlet(jnp.ones(7)), to_cutpoints)
+    cutpoints = numpyro.sample("cutpoints", prior)
+    location = _frailty(rows, of, clients, 2.5)
+    numpyro.sample("y", ndist.OrderedLogistic(location, cutpoints), obs=rows["y"].astype(int))
+
+
 def n_student_t(rows: Any, of: Any, clients: int) -> None:
     alpha = _intercept(clients)
     beta = numpyro.sample("beta", ndist.Normal(0.0, 1.0))
@@ -275,6 +290,11 @@ PROBLEMS = {
     ),
     "censored Weibull": Problem(weibull, n_weibull, lambda _: simulated("times")),
     "Student-t": Problem(student_t, n_student_t, lambda _: simulated("heavy")),
+    "anes96": Problem(
+        models.OrderedLogistic(categories=7), n_ordered_logistic, lambda _: datasets.anes96()
+    ),
+    "kidney": Problem(models.weibull_survival, n_weibull_survival, lambda _: datasets.kidney()),
+    "kidney, Cox": Problem(models.Cox(CUTS), n_cox, lambda _: datasets.kidney()),
     "10,000 clients": Problem(
         models.varying_intercept, n_varying_intercept, many, centred=True, exact=scale.exact
     ),

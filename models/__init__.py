@@ -5,20 +5,26 @@
 - :func:`varying_slope`: linear regression, one intercept and one vector of slopes a client.
 - :func:`hierarchical_logistic`: logistic regression, one intercept and vector of slopes a client.
 - :func:`hierarchical_count`: Poisson regression with exposure, one intercept a client.
+- :class:`OrderedLogistic`: ordered categories, one intercept a client.
+- :func:`weibull_survival`: Weibull regression of censored times, one intercept (frailty) a client.
+- :class:`Cox`: Cox regression of censored times, the baseline hazard piecewise constant, one frailty a client.
 - :class:`Network`: any ``torch.nn.Module``, all or some of its weights a client's own; :func:`mlp` and
   :func:`cnn` make the usual ones.
 - :class:`Modulated`: a network whose hidden units are gated by what a client's rows look like (CAFeMe).
 - :class:`GaussianProcess`: a function a client, their prior's mean and kernel global (PAC-PFL).
 """
 
+from bayesfed.models.cox import Cox
 from bayesfed.models.eight_schools import eight_schools
 from bayesfed.models.gaussian_process import GaussianProcess
 from bayesfed.models.hierarchical_count import hierarchical_count
 from bayesfed.models.hierarchical_logistic import hierarchical_logistic
 from bayesfed.models.modulated import Modulated
 from bayesfed.models.network import Network, cnn, mlp
+from bayesfed.models.ordered_logistic import OrderedLogistic
 from bayesfed.models.varying_intercept import varying_intercept
 from bayesfed.models.varying_slope import varying_slope
+from bayesfed.models.weibull_survival import weibull_survival
 
 __all__ = [
     "eight_schools",
@@ -26,6 +32,9 @@ __all__ = [
     "varying_slope",
     "hierarchical_logistic",
     "hierarchical_count",
+    "OrderedLogistic",
+    "weibull_survival",
+    "Cox",
     "Network",
     "Modulated",
     "GaussianProcess",

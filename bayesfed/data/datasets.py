@@ -167,6 +167,91 @@ def randhie() -> Federation:
     return standardise(federation, ["x"])[0]
 
 
+def anes96() -> Federation:
+    """Party identification of American voters in 1996, by their education: 7 clients, 944 rows.
+
+    A client is a level of education and holds its respondents in the American National Election Study.
+
+    Fields:
+        ``x``: shape ``(3,)``, standardised: self-placement from left to right (1 to 7), age in years, and the
+        household's income (bracket 1 to 24).
+
+        ``y``: scalar, 0 (strong Democrat) to 6 (strong Republican).
+
+    ``x`` is standardised by :func:`standardise`, from sums over each level only. Suits
+    :class:`bayesfed.models.OrderedLogistic` with ``categories=7``.
+
+    Source: American National Election Study of 1996. Shipped by statsmodels (public domain).
+
+    Raises:
+        ImportError: statsmodels is not installed: ``pip install 'bayesfed[datasets]'``.
+
+    Example:
+        >>> from bayesfed import datasets
+        >>> federation = datasets.anes96()
+        >>> federation
+        Federation: 7 clients, 944 rows (13 to 248 a client), fields x[3], y
+        >>> federation.names[:3]
+        ('8 grades', 'some high school', 'high school')
+    """
+    levels = ["8 grades", "some high school", "high school", "some college"]
+    levels += ["college", "master", "doctor"]
+    frame = _statsmodels().anes96.load_pandas().data.sort_values("educ", kind="stable")
+    federation = Federation.from_frame(
+        frame.assign(education=[levels[int(level) - 1] for level in frame["educ"]]),
+        client="education",
+        fields={"x": ["selfLR", "age", "income"], "y": "PID"},
+    )
+    return standardise(federation, ["x"])[0]
+
+
+def kidney() -> Federation:
+    """Days until infection of patients on dialysis, some censored: 38 clients with 2 rows each.
+
+    A client is a patient with a portable dialysis machine; a row is one insertion of its catheter, until an infection
+    where it goes in, or until it was removed for another reason (censored).
+
+    Fields:
+        ``x``: shape ``(2,)``, standardised: age in years, and 1 for a woman, 0 for a man.
+
+        ``time``: scalar, days, 2 to 562.
+
+        ``event``: scalar, 1 for an infection, 0 where the time is censored.
+
+    ``x`` is standardised by :func:`standardise`, from sums over each patient only: (mean, standard deviation) are
+    (43.70, 14.65) and (0.737, 0.440). Suits :func:`bayesfed.models.weibull_survival`, and :class:`bayesfed.models.Cox`
+    with ``cuts=[15, 30, 150]``, say.
+
+    Source: C. A. McGilchrist and C. W. Aisbett (1991), "Regression with frailty in survival analysis", Biometrics
+    47(2), 461–466, as in the R package survival.
+
+    Example:
+        >>> from bayesfed import datasets
+        >>> datasets.kidney()
+        Federation: 38 clients, 76 rows (2 to 2 a client), fields x[2], time, event
+    """
+    # of each patient: the two times, + where censored, the age at each, and the sex
+    table = """
+        8 16 28 28 m; 23 13+ 48 48 f; 22 28 32 32 m; 447 318 31 32 f; 30 12 10 10 m;
+        24 245 16 17 f; 7 9 51 51 m; 511 30 55 56 f; 53 196 69 69 f; 15 154 51 52 m;
+        7 333 44 44 f; 141 8+ 34 34 f; 96 38 35 35 f; 149+ 70+ 42 42 f; 536 25+ 17 17 f;
+        17 4+ 60 60 m; 185 177 60 60 f; 292 114 43 44 f; 22+ 159+ 53 53 f; 15 108+ 44 44 f;
+        152 562 46 47 m; 402 24+ 30 30 f; 13 66 62 63 f; 39 46+ 42 43 f; 12 40 43 43 m;
+        113+ 201 57 58 f; 132 156 10 10 f; 34 30 52 52 f; 2 25 53 53 m; 130 26 54 54 f;
+        27 58 56 56 f; 5+ 43 50 51 f; 152 30 57 57 f; 190 5+ 44 45 f; 119 8 22 22 f;
+        54+ 16+ 42 42 f; 6+ 78 52 52 f; 63 8+ 60 60 m
+    """
+    patients = {}
+    for number, patient in enumerate(table.split(";"), 1):
+        *times, first, second, sex = patient.split()
+        patients[str(number)] = {
+            "x": [[float(age), float(sex == "f")] for age in (first, second)],
+            "time": [float(time.rstrip("+")) for time in times],
+            "event": [float(not time.endswith("+")) for time in times],
+        }
+    return standardise(Federation.from_arrays(patients, client_dim="patient"), ["x"])[0]
+
+
 def digits(clients: int = 20, classes: int = 3, seed: int = 0) -> tuple[Federation, Federation]:
     """Handwritten digits, a few classes for each client: ``(train, test)``, for quick trials.
 
