@@ -38,7 +38,6 @@ from bayesfed.algorithms import optimizer
 from bayesfed.algorithms.optimizer import State
 from bayesfed.algorithms.protocol import Algorithm, Job, Upload, Work, moves, weighted
 from bayesfed.algorithms.schedules import adapted, copies, gradients, leaves
-from bayesfed.algorithms.settings import Times
 from bayesfed.data.batch import Batch, Fields
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
@@ -47,6 +46,7 @@ from bayesfed.elbo.context import Encoded, contexts
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.terms import client_losses, local_priors
 from bayesfed.guides.factorised import factorised
+from bayesfed.settings import Times
 from bayesfed.tracing.compiler import traceable
 
 _SPLIT = noise.word("split")

@@ -32,13 +32,13 @@ from bayesfed.algorithms.protocol import (
     weighted,
 )
 from bayesfed.algorithms.schedules import copies, gradients, leaves
-from bayesfed.algorithms.settings import Rate, Times
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.build import build
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.terms import centred_losses, client_losses
 from bayesfed.guides.factorised import factorised
+from bayesfed.settings import Rate, Times
 from bayesfed.tracing.compiler import traceable
 
 STEEPEST = 100.0

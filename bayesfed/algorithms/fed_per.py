@@ -23,12 +23,12 @@ from bayesfed.algorithms.optimizer import State
 from bayesfed.algorithms.points import beginning, everyone, loss_of, owning
 from bayesfed.algorithms.protocol import Algorithm, Job, Work
 from bayesfed.algorithms.schedules import copies, gradients, leaves
-from bayesfed.algorithms.settings import Rate, Times
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.build import build
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.factorised import factorised
+from bayesfed.settings import Rate, Times
 from bayesfed.tracing.compiler import traceable
 
 

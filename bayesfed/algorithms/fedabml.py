@@ -40,7 +40,6 @@ from bayesfed.algorithms.optimizer import clipped, kept, told
 from bayesfed.algorithms.points import against, beginning, owning, sharing
 from bayesfed.algorithms.protocol import Algorithm, Job, Upload, Work, moves, weighted
 from bayesfed.algorithms.schedules import copies, gradients, leaves
-from bayesfed.algorithms.settings import Rate, Times
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
@@ -49,6 +48,7 @@ from bayesfed.elbo.moments import Moments
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.terms import Noise, client_losses, local_priors
 from bayesfed.guides.factorised import Factorised, factorised
+from bayesfed.settings import Rate, Times
 from bayesfed.tracing.compiler import traceable
 
 MOST = 0.1

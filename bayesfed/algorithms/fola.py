@@ -57,7 +57,6 @@ from bayesfed.algorithms.curvature import Loss, layered, slopes
 from bayesfed.algorithms.optimizer import State
 from bayesfed.algorithms.points import against
 from bayesfed.algorithms.protocol import Algorithm, Job, Turn, Upload, Work
-from bayesfed.algorithms.settings import Rate, Times
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.build import build
@@ -65,6 +64,7 @@ from bayesfed.elbo.handlers import given
 from bayesfed.elbo.precisions import definite, inverse, solve, times
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.laplace import Laplace, gaussian, laplace
+from bayesfed.settings import Rate, Times
 from bayesfed.tracing.compiler import traceable
 
 FULL_UP_TO = 50

@@ -32,12 +32,12 @@ from bayesfed.algorithms.optimizer import State, clipped
 from bayesfed.algorithms.points import centre, loss_of, owning, sharing, squared
 from bayesfed.algorithms.protocol import Algorithm, Job, Upload, Work, moves, weighted
 from bayesfed.algorithms.schedules import adapted, copies, gradients, leaves
-from bayesfed.algorithms.settings import Rate, Times
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.build import build
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.factorised import factorised
+from bayesfed.settings import Rate, Times
 from bayesfed.tracing.compiler import traceable
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from bayesfed import algorithms
 from bayesfed.algorithms import FAMILY
-from bayesfed.algorithms.settings import (
+from bayesfed.guides import Flow, FullRank, MeanField
+from bayesfed.settings import (
     CUSTOM,
     SettingsError,
     callables,
@@ -17,7 +18,6 @@ from bayesfed.algorithms.settings import (
     settings_of,
     shown,
 )
-from bayesfed.guides import Flow, FullRank, MeanField
 
 ALGORITHMS: dict[str, type[Any]] = {name: getattr(algorithms, name) for name in algorithms.__all__}
 """Algorithms by name."""
@@ -49,7 +49,7 @@ def algorithm_of(
         Flow(init_scale=0.3, bins=8, bound=2.5)
         >>> algorithm_of({"name": "SFVI", "local_step": 5})
         Traceback (most recent call last):
-        bayesfed.algorithms.settings.SettingsError: algorithm.local_step is unknown; did you mean ...
+        bayesfed.settings.SettingsError: algorithm.local_step is unknown; did you mean ...
     """
     named = {"name": settings} if isinstance(settings, str) else settings
     if isinstance(named, Mapping) and (name := str(named.get("name"))) in FAMILY:

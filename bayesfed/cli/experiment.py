@@ -1,36 +1,38 @@
-"""Experiment files: TOML, checked before anything runs."""
+"""Experiment files: TOML, and the rows that they name, checked before anything that takes long to import is."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, InstanceOf, model_validator
+from pydantic import Field, model_validator
 
-from bayesfed.algorithms.settings import SettingsError, Strict, made, shown, validated
-from bayesfed.engine.checks import Schedule
-from bayesfed.engine.execution import Execution
-from bayesfed.engine.privacy import Privacy
+from bayesfed.data.columns import check_columns
+from bayesfed.settings import Schedule, SettingsError, Strict, shown, validated
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:  # pragma: no cover
     import tomli as tomllib
 
+if TYPE_CHECKING:
+    import pandas as pd
 
-class ModelSection(Strict):
-    """Which model: the name of one in ``bayesfed.models``, or ``"file.py:function"``."""
+
+class ModelSection(Strict, extra="allow"):
+    """Which model: the name of one in ``bayesfed.models`` with its settings, or ``"file.py:function"``."""
 
     name: str
 
 
 class DataSection(Strict):
-    """Which data: a data set by name, or a CSV file and how its columns are to be read."""
+    """Which data: a data set by name, or a CSV or Parquet file and how its columns are to be read."""
 
     dataset: str | None = None
     csv: str | None = None
+    parquet: str | None = None
     client: str | None = None
     fields: list[str] | dict[str, str | list[str]] | None = None
     missing: Literal["fail", "drop", "keep"] = "fail"
@@ -38,14 +40,26 @@ class DataSection(Strict):
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSection:
-        if (self.dataset is None) == (self.csv is None):
-            raise ValueError("give either dataset (a name) or csv (a path)")
-        if self.csv is not None and self.client is None:
-            raise ValueError("csv needs client, the column that says whose row it is")
+        if sum(source is not None for source in (self.dataset, self.csv, self.parquet)) != 1:
+            raise ValueError("give one of dataset (a name), csv and parquet (a path)")
+        if self.dataset is None and self.client is None:
+            raise ValueError(f"{self.kind} needs client, the column that says whose row it is")
         idle = sorted(self.model_fields_set & {"client", "fields", "missing"})
         if self.dataset is not None and any(getattr(self, k) not in (None, "fail") for k in idle):
-            raise ValueError(f"{idle[0]} is for csv; a dataset has its clients and fields already")
+            raise ValueError(
+                f"{idle[0]} is for csv and parquet; a dataset has its clients and fields already"
+            )
         return self
+
+    @property
+    def kind(self) -> Literal["dataset", "csv", "parquet"]:
+        """Which of the three it is."""
+        return "dataset" if self.dataset else "csv" if self.csv else "parquet"
+
+    @property
+    def source(self) -> str:
+        """Its name or path."""
+        return str(getattr(self, self.kind))
 
 
 class ScheduleSection(Schedule):
@@ -70,8 +84,8 @@ class Experiment(Strict):
     data: DataSection
     algorithm: dict[str, Any] = Field(default_factory=dict)
     schedule: ScheduleSection = Field(default_factory=ScheduleSection)
-    execution: InstanceOf[Execution]
-    privacy: InstanceOf[Privacy] | None = None
+    execution: dict[str, Any] = Field(default_factory=dict)
+    privacy: dict[str, Any] | None = None
     output: Output = Field(default_factory=Output)
 
 
@@ -90,12 +104,41 @@ def read_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
         raise SettingsError(f"{path}: {error}") from None
     for override in overrides:
         _override(data, override)
-    data["execution"] = made(Execution, data.get("execution", {}), "execution")
-    if "privacy" in data:
-        data["privacy"] = made(Privacy, data["privacy"], "privacy")
     experiment = validated(Experiment, data)
     experiment.algorithm.setdefault("name", "SFVI")
     return experiment
+
+
+def read_rows(data: DataSection, base: Path) -> pd.DataFrame | None:
+    """The rows of a CSV or Parquet file, a path being relative to ``base``; None of a data set by name.
+
+    Raises:
+        SettingsError: there is no such file, it cannot be read, or it lacks a column.
+        ImportError: pandas reads Parquet by pyarrow.
+    """
+    if data.kind == "dataset":
+        return None
+    path = base / data.source
+    if not path.is_file():
+        raise SettingsError(f"data.{data.kind}: there is no file {path}")
+    import pandas as pd
+
+    fields = data.fields.values() if isinstance(data.fields, dict) else data.fields or ()
+    wanted = [c for field in fields for c in ([field] if isinstance(field, str) else field)]
+    try:
+        frame = (
+            pd.read_csv(path, dtype={data.client: str})
+            if data.kind == "csv"
+            else pd.read_parquet(path)
+        )
+        check_columns("file", [str(data.client), *wanted], frame.columns)
+    except ImportError as error:
+        raise ImportError(
+            "Parquet is read by pyarrow, which is not installed: pip install 'bayesfed[arrow]'"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise SettingsError(f"data ({path}): {' '.join(str(error).split())}") from error
+    return frame
 
 
 def _override(data: dict[str, Any], override: str) -> None:

@@ -1,70 +1,42 @@
-"""What an experiment file can name, and tables of it."""
+"""Tables of what an experiment file can name."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from enum import Enum
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bayesfed import models
 from bayesfed.algorithms import FAMILY
 from bayesfed.algorithms.registry import ALGORITHMS, GUIDES
-from bayesfed.data import datasets
-from bayesfed.data.federation import Federation, Model
-
-MODELS: dict[str, Model] = {
-    name: function
-    for name, function in ((name, getattr(models, name)) for name in models.__all__)
-    if inspect.isfunction(function)
-    and list(inspect.signature(function).parameters) == ["federation"]
-}
-"""Models by name."""
-DATASETS: dict[str, Callable[[], Federation]] = {
-    name: function
-    for name, function in vars(datasets).items()
-    if inspect.isfunction(function)
-    and not name.startswith("_")
-    and function.__module__ == datasets.__name__
-    and not inspect.signature(function).parameters
-}
-"""Data sets by name."""
+from bayesfed.cli.names import DATASETS, MODELS
 
 
-class What(str, Enum):
-    """What can be listed."""
-
-    models = "models"
-    datasets = "datasets"
-    algorithms = "algorithms"
-    guides = "guides"
-
-
-def show(console: Console, what: What | None) -> None:
+def show(what: str | None) -> None:
     """Print tables of what there is, of one kind or of all."""
-    registries: dict[What, Mapping[str, Any]] = {
-        What.models: MODELS,
-        What.datasets: DATASETS,
-        What.algorithms: ALGORITHMS,
-        What.guides: GUIDES,
+    console = Console(highlight=False)
+    registries: dict[str, Mapping[str, Any]] = {
+        "models": MODELS,
+        "datasets": DATASETS,
+        "algorithms": ALGORITHMS,
+        "guides": GUIDES,
     }
     for kind, registry in registries.items():
-        if what is not None and what is not kind:
+        if what is not None and what != kind:
             continue
-        table = Table(title=kind.value, title_justify="left", title_style="bold", box=None)
+        table = Table(title=kind, title_justify="left", title_style="bold", box=None)
         table.add_column(style="cyan", no_wrap=True)
         table.add_column()
         table.show_header = False
         for name, entry in registry.items():
             table.add_row(Text(name), Text(_first_line(entry)))
         console.print(table, "")
-        if kind is What.algorithms:
+        if kind == "algorithms":
             console.print(_family_table(), "")
         for name, entry in registry.items():
             if dataclasses.is_dataclass(entry):

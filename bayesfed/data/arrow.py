@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesfed.data.columns import check_columns
 from bayesfed.data.ingest import (
     Missing,
-    check_columns,
     check_missing,
     check_precision,
     say_dropped,

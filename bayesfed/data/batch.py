@@ -15,15 +15,10 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import constraints, transform_to
 
+from bayesfed.data.columns import UnknownName
+
 CLIENTS = "clients"
 OBSERVATIONS = "observations"
-
-
-class UnknownName(KeyError):
-    """A client, field or column that is not there; unlike KeyError it prints its message as it is."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class Fields(dict[str, Tensor]):

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from bayesfed.data.arrow import Column, of_table
-from bayesfed.data.batch import Batch, Fields, UnknownName
-from bayesfed.data.ingest import Missing, check_columns, of_arrays, of_frame, without_missing
+from bayesfed.data.batch import Batch, Fields
+from bayesfed.data.columns import UnknownName, check_columns
+from bayesfed.data.ingest import Missing, of_arrays, of_frame, without_missing
 from bayesfed.data.names import words
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from bayesfed.data.batch import UnknownName
+from bayesfed.data.columns import UnknownName, check_columns
 
 Missing = Literal["fail", "drop", "keep"]
 
@@ -86,16 +86,6 @@ def of_arrays(clients: Mapping[str, Mapping[str, Any]]) -> Stored:
     columns = {field: torch.cat(parts) for field, parts in per_client.items()}
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     return columns, offsets, tuple(map(str, names))
-
-
-def check_columns(what: str, wanted: Iterable[str], there: Iterable[Any]) -> None:
-    """Fail on a column that is not there, saying which are."""
-    columns = list(there)
-    for column in wanted:
-        if column not in columns:
-            raise UnknownName(
-                f"the {what} has no column {column!r}; it has {', '.join(map(str, columns))}"
-            )
 
 
 def check_missing(missing: str) -> None:

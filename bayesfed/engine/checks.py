@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from bayesfed.algorithms.optimizer import State
-from bayesfed.algorithms.settings import Count, Strict
 from bayesfed.data.batch import Batch
 from bayesfed.data.chunks import PASS
 from bayesfed.data.federation import Federation
@@ -25,15 +24,6 @@ TOO_FAR = 1000.0
 """By what factor the scale of a local prior may change in a fit: beyond it, it has diverged or collapsed."""
 FAR = 10.0
 """By what factor it may fall where the clients' differences no longer hold it up."""
-
-
-class Schedule(Strict):
-    """How long a run is, and how much of it a round: the same arguments of :func:`bayesfed.fit`."""
-
-    rounds: Count | None = None
-    clients_per_round: int | float = 1.0
-    batch_size: Count | None = None
-    seed: int = 0
 
 
 def warn_if_falling(elbo: Sequence[float], rows: int) -> None:

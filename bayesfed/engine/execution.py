@@ -10,8 +10,8 @@ from typing import Literal
 
 import torch
 
-from bayesfed.algorithms.settings import check
 from bayesfed.engine.processes import Group
+from bayesfed.settings import check
 from bayesfed.tracing.compiler import Mode
 from bayesfed.tracing.precision import Precision
 

@@ -43,8 +43,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from bayesfed.algorithms.settings import Rate, check
 from bayesfed.elbo import noise
+from bayesfed.settings import Rate, check
 
 NORMS = {"gaussian": 2, "laplace": 1}
 """The norm in which a mechanism clips."""

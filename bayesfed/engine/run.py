@@ -10,7 +10,6 @@ from torch import Tensor
 
 from bayesfed.algorithms.protocol import Algorithm
 from bayesfed.algorithms.schedules import annealed
-from bayesfed.algorithms.settings import settings_of
 from bayesfed.data.federation import Federation
 from bayesfed.elbo.program import Params, Program
 from bayesfed.engine.execution import Execution
@@ -19,6 +18,7 @@ from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.resume import Checkpoint
 from bayesfed.engine.settling import Settling
 from bayesfed.engine.states import States
+from bayesfed.settings import settings_of
 from bayesfed.tracing.compiler import Compiler
 
 MADE = "personal"

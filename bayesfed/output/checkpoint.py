@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from bayesfed.algorithms.registry import algorithm_of
-from bayesfed.algorithms.settings import settings_of
 from bayesfed.data import digest as rows
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import digest as densities
@@ -21,6 +20,7 @@ from bayesfed.elbo.form import for_batches
 from bayesfed.elbo.program import Params
 from bayesfed.engine.files import read_tensors, write_tensors
 from bayesfed.output.correction import Correction
+from bayesfed.settings import settings_of
 
 if TYPE_CHECKING:
     from bayesfed.output.posterior import Posterior
@@ -51,7 +51,7 @@ def save(posterior: Posterior, path: str | Path) -> None:
     and unit ``(2, P)``), ``correction`` (draws that stand for q(θ)), ``data`` and ``program`` (by which
     :func:`load` knows data, model and guide again, see :mod:`bayesfed.data.digest` and
     :mod:`bayesfed.elbo.digest`). The metadata's entry ``bayesfed`` is JSON: ``format``,
-    ``version``, ``algorithm`` (see :func:`bayesfed.algorithms.settings.settings_of`),
+    ``version``, ``algorithm`` (see :func:`bayesfed.settings.settings_of`),
     ``seed``, ``epsilon``, ``moving``, ``rising``, ``settled``, ``khat`` of the correction, ``clients`` and ``sites``.
 
     The data and the model are not in it, the clients' names and local posteriors are. A guess of a small client's rows

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributions import Categorical, MixtureSameFamily
 
 from bayesfed.algorithms.protocol import Algorithm
-from bayesfed.data.batch import UnknownName
+from bayesfed.data.columns import UnknownName
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.elbo.program import Params, Program

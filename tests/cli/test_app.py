@@ -21,6 +21,7 @@ from bayesfed.algorithms.registry import ALGORITHMS
 from bayesfed.cli import app as cli
 from bayesfed.cli import forest, report
 from bayesfed.cli.experiment import read_experiment
+from bayesfed.cli.names import MODELS
 
 SCHOOLS = """
 [model]
@@ -380,7 +381,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(schools, capsys, override, mes
     ("override", "message"),
     [
         ("data.csv=no.csv", "data.csv: there is no file study/no.csv"),
-        ("data.client=city", "the frame has no column 'city'; it has town, u, v, cm"),
+        ("data.client=city", "the file has no column 'city'; it has town, u, v, cm"),
         ('data.fields.x=["town"]', "field 'town' is categorical or text"),
         ("data.hold_out=['Ost']", "no client \"Ost\"; did you mean 'Øst'?"),
         ("data.hold_out=['007', 'Ω $x_1$', 'Øst', '北京']", "names every client"),
@@ -459,8 +460,8 @@ def test_list_shows_everything(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     assert cli.main(["list"]) == 0
     everything = capsys.readouterr().out
-    names = [*cli.MODELS, *ALGORITHMS, *FAMILY, "MeanField", "FullRank", "Flow", "randhie"]
-    assert "eight_schools" in cli.MODELS and "mlp" not in cli.MODELS
+    names = [*MODELS, *ALGORITHMS, *FAMILY, "MeanField", "FullRank", "Flow", "randhie"]
+    assert "eight_schools" in MODELS and "mlp" not in MODELS
     assert all(name in everything for name in names)
     assert "standardise" not in everything
     assert cli.main(["list", "algorithms"]) == 0

@@ -8,7 +8,10 @@ import pytest
 import bayesfed as bf
 from bayesfed.algorithms import FAMILY
 from bayesfed.algorithms.registry import ALGORITHMS, GUIDES, algorithm_of
-from bayesfed.algorithms.settings import (
+from bayesfed.cli.choices import choices
+from bayesfed.cli.experiment import read_experiment
+from bayesfed.cli.report import to_toml
+from bayesfed.settings import (
     Count,
     Rate,
     SettingsError,
@@ -17,8 +20,6 @@ from bayesfed.algorithms.settings import (
     made,
     settings_of,
 )
-from bayesfed.cli.experiment import read_experiment
-from bayesfed.cli.report import to_toml
 
 MINIMAL = """
 [model]
@@ -252,8 +253,9 @@ def test_overrides_are_toml_or_else_text(tmp_path):
         "output.folder=a=b",
     )
     assert read.schedule.rounds == 10
-    assert read.execution == bf.Execution(device="cpu", chunk_size=3)
-    assert read.privacy == bf.Privacy(clip=1.0)
+    chosen = choices(read, None, tmp_path)
+    assert chosen.execution == bf.Execution(device="cpu", chunk_size=3)
+    assert chosen.privacy == bf.Privacy(clip=1.0)
     assert read.data.hold_out == ["A", "B"]
     assert algorithm_of(read.algorithm).global_guide == bf.Flow(bins=16)
     assert read.output.folder == "a=b"
@@ -301,8 +303,8 @@ def test_overrides_are_toml_or_else_text(tmp_path):
         ("schedule.progress=yes", 'schedule.progress is "yes"; it must be true or false'),
         ("output.num_samples=1001", "output.num_samples is 1001; it must be a multiple of 4"),
         ("data.missing=dorp", "data.missing is \"dorp\"; it must be 'fail', 'drop' or 'keep'"),
-        ("data.csv=a.csv", "data: give either dataset (a name) or csv (a path)"),
-        ("data.client=a", "data: client is for csv"),
+        ("data.csv=a.csv", "data: give one of dataset (a name), csv and parquet (a path)"),
+        ("data.client=a", "data: client is for csv and parquet"),
         ("data.fields=3", "data.fields is 3; it must be a list or a table"),
         ("data.fields={y = 3}", "data.fields.y is 3; it must be text or a list"),
         ('data.fields=["a", 3]', "data.fields[1] is 3; it must be text"),
@@ -313,7 +315,7 @@ def test_overrides_are_toml_or_else_text(tmp_path):
 )
 def test_a_mistake_in_an_experiment_is_one_line_with_its_key(tmp_path, override, message):
     with pytest.raises(SettingsError) as caught:
-        experiment(tmp_path, MINIMAL, override)
+        choices(experiment(tmp_path, MINIMAL, override), None, tmp_path)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -203,7 +203,7 @@ def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path):
 
 def test_the_bound_is_said(monkeypatch):
     monkeypatch.setattr(settling, "risen", lambda values: math.inf)
-    monkeypatch.setattr(importlib.import_module("bayesfed.fit"), "BOUND", 12)
+    monkeypatch.setattr(importlib.import_module("bayesfed.fitting"), "BOUND", 12)
     posterior = bf.fit(models.eight_schools, datasets.eight_schools(), execution=EAGER)
     assert posterior.settled is False
     assert "12 rounds" in posterior.caveat

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from bayesfed.algorithms.protocol import Algorithm, Turn
-from bayesfed.algorithms.settings import check, validated
 from bayesfed.algorithms.sfvi import SFVI
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
@@ -20,7 +19,6 @@ from bayesfed.elbo.form import for_batches
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.engine import processes
 from bayesfed.engine.checks import (
-    Schedule,
     check_data,
     check_growth,
     refusal,
@@ -42,6 +40,7 @@ from bayesfed.engine.states import States
 from bayesfed.engine.units import warn_of_units
 from bayesfed.output.of_run import log_predictive, of_clients, of_cohort
 from bayesfed.output.posterior import Posterior
+from bayesfed.settings import Schedule, check, validated
 from bayesfed.tracing.compiler import Compiler, using
 from bayesfed.tracing.precision import products
 

@@ -44,6 +44,15 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
 
 
+class Schedule(Strict):
+    """How long a run is, and how much of it a round: the same arguments of :func:`bayesfed.fit`."""
+
+    rounds: Count | None = None
+    clients_per_round: int | float = 1.0
+    batch_size: Count | None = None
+    seed: int = 0
+
+
 # -- from annotations -----------------------------------------------------------------------------
 
 
@@ -52,7 +61,7 @@ def schema(cls: type[Any]) -> type[BaseModel]:
 
     Example:
         >>> import bayesfed as bf
-        >>> from bayesfed.algorithms.settings import schema
+        >>> from bayesfed.settings import schema
         >>> schema(bf.MeanField).model_validate({"init_scale": 0.5})
         MeanField(init_scale=0.5)
     """
@@ -83,10 +92,10 @@ def check(settings: Any, where: str = "") -> None:
 
     Example:
         >>> import bayesfed as bf
-        >>> from bayesfed.algorithms.settings import check
+        >>> from bayesfed.settings import check
         >>> check(bf.SFVI(local_steps=0))
         Traceback (most recent call last):
-        bayesfed.algorithms.settings.SettingsError: local_steps is 0; it must be at least 1
+        bayesfed.settings.SettingsError: local_steps is 0; it must be at least 1
     """
     if not dataclasses.is_dataclass(settings):
         return
@@ -145,7 +154,7 @@ def settings_of(algorithm: Any) -> dict[str, Any]:
 
     Example:
         >>> import bayesfed as bf
-        >>> from bayesfed.algorithms.settings import settings_of
+        >>> from bayesfed.settings import settings_of
         >>> settings_of(bf.SFVI(global_guide=bf.MeanField(), lr=0.1))["global_guide"]
         {'name': 'MeanField', 'init_scale': 0.3}
     """
@@ -197,10 +206,10 @@ def choose(name: Any, registry: Mapping[str, T], where: str) -> T:
     """The entry of a registry, or an error that names the nearest and all others.
 
     Example:
-        >>> from bayesfed.algorithms.settings import choose
+        >>> from bayesfed.settings import choose
         >>> choose("PVVI", {"SFVI": 1, "PVI": 2}, "algorithm.name")
         Traceback (most recent call last):
-        bayesfed.algorithms.settings.SettingsError: algorithm.name is "PVVI"; did you mean 'PVI'? choose one of ...
+        bayesfed.settings.SettingsError: algorithm.name is "PVVI"; did you mean 'PVI'? choose one of ...
     """
     if isinstance(name, str) and name in registry:
         return registry[name]

@@ -1,0 +1,77 @@
+"""The public names: ``bayesfed.fit`` is the ``fit`` of this module."""
+
+from bayesfed import guides, models
+from bayesfed.algorithms import (
+    FOLA,
+    PACPFL,
+    PVI,
+    SFVI,
+    Algorithm,
+    CAFeMe,
+    Ditto,
+    FedABML,
+    FedAvg,
+    FedBABU,
+    FedCurv,
+    FedNova,
+    FedPer,
+    FedRep,
+    Local,
+    PerFedAvg,
+    PFedMe,
+    PFedVEM,
+    Scaffold,
+    SFVIAvg,
+)
+from bayesfed.data import datasets, simulations
+from bayesfed.data.federation import Federation
+from bayesfed.engine.execution import Execution
+from bayesfed.engine.privacy import Privacy
+from bayesfed.engine.run import Round, Run, Stopped
+from bayesfed.fitting import finish, fit, start, step
+from bayesfed.guides import Flow, FullRank, MeanField
+from bayesfed.output import bounds, metrics
+from bayesfed.output.posterior import Posterior
+
+__all__ = [
+    "FOLA",
+    "PACPFL",
+    "PVI",
+    "SFVI",
+    "Algorithm",
+    "CAFeMe",
+    "Ditto",
+    "Execution",
+    "FedABML",
+    "FedAvg",
+    "FedBABU",
+    "FedCurv",
+    "FedNova",
+    "FedPer",
+    "FedRep",
+    "Federation",
+    "Flow",
+    "FullRank",
+    "Local",
+    "MeanField",
+    "PFedMe",
+    "PFedVEM",
+    "PerFedAvg",
+    "Posterior",
+    "Privacy",
+    "Round",
+    "Run",
+    "SFVIAvg",
+    "Scaffold",
+    "Stopped",
+    "bounds",
+    "datasets",
+    "finish",
+    "fit",
+    "guides",
+    "metrics",
+    "models",
+    "simulations",
+    "start",
+    "step",
+]

@@ -1,0 +1,177 @@
+"""What an experiment names, found: its model, algorithm, clients, and how it runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from bayesfed.algorithms.registry import algorithm_of
+from bayesfed.cli.experiment import Experiment, ModelSection
+from bayesfed.cli.messages import message
+from bayesfed.cli.names import DATASETS, MODELS
+from bayesfed.data.federation import Federation, Model
+from bayesfed.elbo.sites import sites
+from bayesfed.engine.cohort import cohort_size
+from bayesfed.engine.execution import Execution
+from bayesfed.engine.privacy import Privacy
+from bayesfed.settings import CUSTOM, SettingsError, choose, made, nearest
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a run needs.
+
+    Attributes:
+        model: the Pyro program.
+        algorithm: how it is fitted.
+        everyone: all clients, those held out too.
+        federation: the clients that take part, with the rows that they train on.
+        held: the clients held out, if there are any.
+        execution: where and how it runs.
+        privacy: what is clipped, and the noise.
+        held_out: the part of the rows that nobody trains on, if there is one.
+        shown: the local sites to plot.
+    """
+
+    model: Model
+    algorithm: Any
+    everyone: Federation
+    federation: Federation
+    held: Federation | None
+    execution: Execution
+    privacy: Privacy | None
+    held_out: Federation | None
+    shown: list[str]
+
+
+def choices(config: Experiment, rows: pd.DataFrame | None, base: Path) -> Choices:
+    """What an experiment file in the folder ``base`` names, with the rows of its data file if it has one.
+
+    Raises:
+        SettingsError: a name, setting, file, column or client that is not there.
+    """
+    model = _model(config.model, base)
+    algorithm = _algorithm(config, base)
+    execution = made(Execution, config.execution, "execution")
+    privacy = None if config.privacy is None else made(Privacy, config.privacy, "privacy")
+    everyone, federation, held = _federation(config, rows, base, execution.device)
+    shown = _shown_sites(config, model, federation)
+    schedule, held_out = config.schedule, None
+    if schedule.held_out is not None:
+        federation, held_out = federation.split(test=schedule.held_out, seed=schedule.seed)
+    cohort_size(schedule.clients_per_round, len(federation))
+    return Choices(
+        model, algorithm, everyone, federation, held, execution, privacy, held_out, shown
+    )
+
+
+def _model(section: ModelSection, base: Path) -> Model:
+    name, own = section.name, section.model_extra or {}
+    if ":" in name:
+        if own:
+            raise SettingsError(
+                f"model.{next(iter(own))}: {name} is a function and has no settings"
+            )
+        return _function(name, base, "model.name")
+    if name not in MODELS and name.endswith(".py"):
+        raise SettingsError(f'model.name is "{name}"; say which function: "{name}:function"')
+    model = choose(name, MODELS, "model.name")
+    if isinstance(model, type):
+        return made(model, own, "model")
+    if own:
+        raise SettingsError(f"model.{next(iter(own))} is unknown; {name} has no settings")
+    return model
+
+
+def _function(name: str, base: Path, where: str) -> Any:
+    """``file.py:function``, the file being relative to ``base``."""
+    file, _, function = name.rpartition(":")
+    path = base / file
+    if not path.is_file():
+        raise SettingsError(f"{where}: there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise SettingsError(f"{where}: {path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))  # for what lies beside it
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise SettingsError(
+            f"{where}: {path} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        sys.path.pop(0)
+    own = [
+        n
+        for n, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", None) == module.__name__
+    ]
+    if not callable(getattr(module, function, None)):
+        raise SettingsError(
+            f"{where}: {path} has no function {function!r}; {nearest(function, own)}"
+            f"it has {', '.join(own) or 'none'}"
+        )
+    return getattr(module, function)
+
+
+def _algorithm(config: Experiment, base: Path) -> Any:
+    """The algorithm; its ``guide`` may be ``file.py:function``."""
+    data, guide = dict(config.algorithm), None
+    named = data.get("guide")
+    if isinstance(named, str) and ":" in named:
+        guide = _function(named, base, "algorithm.guide")
+        data["guide"] = CUSTOM
+    elif named is not None:
+        raise SettingsError(
+            f'algorithm.guide is {named!r}; give "file.py:function", or leave it out and choose '
+            "algorithm.global_guide"
+        )
+    return algorithm_of(data, guide=guide)
+
+
+def _federation(
+    config: Experiment, rows: pd.DataFrame | None, base: Path, device: Any
+) -> tuple[Federation, Federation, Federation | None]:
+    """All clients, those that take part and those held out, on the device."""
+    data = config.data
+    if rows is None:
+        federation = choose(data.source, DATASETS, "data.dataset")()
+    else:
+        try:
+            federation = Federation.from_frame(
+                rows, client=str(data.client), fields=data.fields, missing=data.missing
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise SettingsError(f"data ({base / data.source}): {message(error)}") from error
+    if device is not None:
+        try:
+            federation = federation.to(device)
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).split("\n")[0]
+            raise SettingsError(f'execution.device is "{device}": {reason}') from error
+    if not data.hold_out:
+        return federation, federation, None
+    for name in data.hold_out:
+        if name not in federation.names:
+            near = nearest(name, federation.names) or f"they are {', '.join(federation.names[:8])}"
+            raise SettingsError(f'data.hold_out: there is no client "{name}"; {near.strip()}')
+    if len(set(data.hold_out)) >= len(federation):
+        raise SettingsError("data.hold_out names every client: none is left to fit")
+    return federation, *federation.hold_out(data.hold_out)
+
+
+def _shown_sites(config: Experiment, model: Model, federation: Federation) -> list[str]:
+    local = [s.name for s in sites(model, federation).values() if s.local and not s.observed]
+    for name in config.output.sites or ():
+        if name not in local:
+            raise SettingsError(
+                f'output.sites: there is no local site "{name}"; {nearest(name, local)}'
+                f"the model has {', '.join(local)}"
+            )
+    return local if config.output.sites is None else config.output.sites

@@ -1,0 +1,28 @@
+"""What an experiment file can name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bayesfed import models
+from bayesfed.data import datasets
+from bayesfed.data.federation import Federation, Model
+
+MODELS: Mapping[str, Model | type[Any]] = {
+    name: function
+    for name, function in ((name, getattr(models, name)) for name in models.__all__)
+    if inspect.isfunction(function)
+    and list(inspect.signature(function).parameters) == ["federation"]
+} | {model.__name__: model for model in (models.OrderedLogistic, models.Cox)}
+"""Models by name: functions, and classes that plain settings make a model of."""
+DATASETS: dict[str, Callable[[], Federation]] = {
+    name: function
+    for name, function in vars(datasets).items()
+    if inspect.isfunction(function)
+    and not name.startswith("_")
+    and function.__module__ == datasets.__name__
+    and not inspect.signature(function).parameters
+}
+"""Data sets by name."""

@@ -1,0 +1,155 @@
+"""A run: the fit of what an experiment names, and the folder of results."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+import bayesfed
+from bayesfed.cli import report
+from bayesfed.cli.choices import Choices
+from bayesfed.cli.experiment import Experiment
+from bayesfed.cli.forest import forest, population_means
+from bayesfed.cli.messages import RunError, message
+from bayesfed.engine.settling import BOUND
+from bayesfed.fitting import fit
+from bayesfed.output.posterior import Posterior
+from bayesfed.settings import settings_of
+
+
+def fit_and_write(
+    config: Experiment,
+    chosen: Choices,
+    experiment: Path,
+    wanted: Path,
+    *,
+    overwrite: bool,
+    resume: bool,
+    debug: bool,
+) -> None:
+    """Fit, and write the results into the folder that is wanted, or beside it.
+
+    Raises:
+        RunError: the run failed or was interrupted after its first round.
+    """
+    folder = report.RunFolder(wanted, overwrite=overwrite, go_on=resume)
+    folder.config = _resolved(config, chosen, experiment, folder.path, wanted)
+    console = Console(highlight=False)
+    rounds = config.schedule.rounds
+    length = f"at most {BOUND}" if rounds is None else f"{rounds:,}"
+    if folder.path != wanted and (wanted / report.RUN).exists():
+        console.print(f"{wanted} holds a run, with which --resume would go on", soft_wrap=True)
+    for line in (
+        f"{config.model.name} on {config.data.source}",
+        f"{chosen.everyone!r}" + (f"; {len(chosen.held)} held out" if chosen.held else ""),
+        f"{type(chosen.algorithm).__name__}, {length} rounds, "
+        + (f"going on in {folder.path}" if folder.run.exists() else f"results in {folder.path}"),
+    ):
+        console.print(line, soft_wrap=True, markup=False)
+    try:
+        with warnings.catch_warnings():
+            # fit itself says which client's numbers are not finite
+            warnings.filterwarnings("ignore", "Encountered (NaN|[+-]?inf)", UserWarning)
+            posterior = fit(
+                chosen.model,
+                chosen.federation,
+                chosen.algorithm,
+                **config.schedule.model_dump() | {"held_out": chosen.held_out},
+                privacy=chosen.privacy,
+                execution=chosen.execution,
+                resume=folder.run,
+                callbacks=[folder.record],
+            )
+        if not folder.rounds:  # all of them were done before
+            folder.begin(len(posterior.history["elbo"]))
+        personal = posterior.personalize(chosen.held) if chosen.held else None
+        _write(folder, posterior, personal, config, chosen, console)
+    except BaseException as error:
+        folder.abandon()
+        kept = ""
+        if folder.rounds:
+            kept = f"; the rounds so far ({folder.rounds}) are in {folder.path / 'history.csv'}"
+        if isinstance(error, KeyboardInterrupt):
+            there = "" if folder.path == wanted else f"--output {folder.path} "
+            again = f"; {there}--resume goes on" if folder.run.exists() else ""
+            raise RunError(f"interrupted{kept}{again}", 130) from error
+        if folder.rounds and isinstance(error, Exception) and not debug:
+            raise RunError(f"{message(error)}{kept}") from error
+        raise
+
+
+def _write(
+    folder: report.RunFolder,
+    posterior: Posterior,
+    personal: Posterior | None,
+    config: Experiment,
+    chosen: Choices,
+    console: Console,
+) -> None:
+    """Write everything but the history and print the summary."""
+    draws = {}
+    for name, part in (("posterior", posterior), ("held_out", personal)):
+        if part is not None:
+            part.save(folder.path / f"{name}.safetensors")
+            idata = part.to_arviz(config.output.num_samples)
+            folder.write_draws(f"{name}.nc", idata)
+            draws[name] = idata["posterior"]
+    table = report.summary(draws["posterior"], draws.get("held_out"))
+    folder.write("summary.csv", table.to_csv(index_label="variable", float_format="%.6g"))
+    forest(
+        folder.path / "forest.png",
+        draws["posterior"],
+        population_means(posterior),
+        sites=chosen.shown,
+        held_out=draws.get("held_out"),
+        client_dim=posterior.federation.client_dim,
+        title=f"{config.model.name} on {config.data.source}: "
+        f"{type(posterior.algorithm).__name__}, {len(posterior.history['elbo']):,} rounds",
+    )
+    report.print_summary(table, console, posterior.caveat)
+    last = posterior.history["elbo"][-20:]
+    seconds = float(posterior.history["seconds"].sum())
+    console.print(
+        f"ELBO {float(last.mean()):,.2f} (mean of the last {len(last)} rounds); "
+        f"{seconds:,.1f} s in {len(posterior.history['elbo']):,} rounds"
+        + (", then it had settled" if posterior.settled else "")
+        + (f", {posterior.compiled}" if posterior.compiled else "")
+    )
+    if posterior.epsilon is not None and chosen.privacy is not None:
+        delta = f", δ = {chosen.privacy.delta:g}" if chosen.privacy.mechanism == "gaussian" else ""
+        console.print(f"privacy spent: ε = {posterior.epsilon:.3g}{delta}")
+    for name, what in folder.written():
+        line = Text(str(folder.path / name), style="bold").append(f"  {what}", style="dim")
+        console.print(line, soft_wrap=True)
+
+
+def _resolved(
+    config: Experiment, chosen: Choices, experiment: Path, folder: Path, wanted: Path
+) -> str:
+    """The experiment with every setting, with paths as seen from the run's folder."""
+    data: dict[str, dict[str, Any]] = config.model_dump(exclude={"execution", "privacy"})
+    data["execution"] = dataclasses.asdict(chosen.execution)
+    if chosen.privacy is not None:
+        data["privacy"] = dataclasses.asdict(chosen.privacy)
+    data["algorithm"] = settings_of(chosen.algorithm)
+    named = config.algorithm.get("guide")
+    if named is not None:
+        data["algorithm"]["guide"] = named
+    base = experiment.parent
+    for section, key in (("model", "name"), ("algorithm", "guide")):
+        value = data[section].get(key)
+        if value is not None and ":" in value:
+            file, _, function = value.rpartition(":")
+            data[section][key] = f"{report.relative(base / file, folder)}:{function}"
+    if config.data.kind != "dataset":
+        data["data"][config.data.kind] = report.relative(base / config.data.source, folder)
+    if not wanted.is_absolute():
+        data["output"]["folder"] = wanted.as_posix()
+    name, version = experiment.name, bayesfed.__version__
+    head = f"# {name} as it was run by bayesfed {version}; keys that are not here were not set\n\n"
+    return head + report.to_toml(data)
