@@ -110,11 +110,7 @@ class Privacy:
         return _calibrated(self.epsilon, self.delta, rounds, cohort, clients)
 
     def spent(self, rounds: int, cohort: int, clients: int) -> float:
-        """ε of so many rounds; infinite without noise, or with noise that a seed tells.
-
-        Raises:
-            ImportError: the Gaussian mechanism needs dp-accounting.
-        """
+        """ε of so many rounds; infinite without noise, or with noise that a seed tells."""
         scale = self.multiplier(rounds, cohort, clients)
         if scale == 0 or self.seed is not None:
             return math.inf
@@ -233,7 +229,6 @@ def _entropy(shape: torch.Size) -> Tensor:
 @cache
 def _calibrated(epsilon: float, delta: float, rounds: int, cohort: int, clients: int) -> float:
     """The Gaussian noise that spends ε: a search of seconds, once."""
-    _accountant()  # says what to install
     import dp_accounting as dp  # here, since it takes as long to import as torch
 
     scale = dp.calibrate_dp_mechanism(
@@ -247,13 +242,9 @@ def _calibrated(epsilon: float, delta: float, rounds: int, cohort: int, clients:
 
 
 def _accountant() -> Any:
-    try:
-        import dp_accounting as dp
-        from dp_accounting.rdp import RdpAccountant
-    except ImportError as error:
-        raise ImportError(
-            "the Gaussian mechanism is accounted for by dp-accounting: pip install 'bayesfed[privacy]'"
-        ) from error
+    import dp_accounting as dp
+    from dp_accounting.rdp import RdpAccountant
+
     return RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)
 
 
