@@ -205,7 +205,7 @@ def n_weibull(rows: Any, of: Any, clients: int) -> None:
 def n_weibull_survival(rows: Any, of: Any, clients: int) -> None:
     alpha = _intercept(clients, 5.0)
     beta = numpyro.sample("beta", ndist.Normal(0.0, 1.0).expand(rows["x"].shape[1:]).to_event(1))
-    shape = numpyro.sample("shape", ndist.LogNormal(0.0, 1.0))
+    shape = numpyro.sample("shape", ndist.LogNormal(0.0, 0.5))
     law = ndist.Weibull(jnp.exp(alpha[of] + rows["x"] @ beta), shape)
     beyond = -((rows["time"] / law.scale) ** shape)
     numpyro.factor("t", jnp.where(rows["event"] == 1, law.log_prob(rows["time"]), beyond).sum())

@@ -22,7 +22,7 @@ def weibull_survival(federation: Federation | Batch) -> None:
         global   μ   ~ Normal(0, 5)
                  τ   ~ HalfNormal(1)
                  β_p ~ Normal(0, 1)              p = 1 … P
-                 k   ~ LogNormal(0, 1)           the shape
+                 k   ~ LogNormal(0, 0.5)         the shape
         client i α_i ~ Normal(μ, τ)
         row j    t_ij ~ Weibull(λ_ij, k),        log λ_ij = α_i + x_ij·β
                  p(t) = k/λ (t/λ)^(k−1) S(t) of an event, S(t) = exp(−(t/λ)^k) of a censored row
@@ -61,7 +61,7 @@ def weibull_survival(federation: Federation | Batch) -> None:
     mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
     tau = pyro.sample("tau", dist.HalfNormal(1.0))
     beta = pyro.sample("beta", dist.Normal(0.0, 1.0).expand(predictors).to_event(1))
-    shape = pyro.sample("shape", dist.LogNormal(0.0, 1.0))
+    shape = pyro.sample("shape", dist.LogNormal(0.0, 0.5))
     with federation.clients():
         alpha = pyro.sample("alpha", dist.Normal(mu, tau))
         with federation.observations() as obs:

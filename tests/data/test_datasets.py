@@ -86,9 +86,43 @@ def test_randhie_is_the_shipped_table_by_plan(raw):
         np.testing.assert_allclose(plan["x"].numpy(), z.loc[rows.index].to_numpy(), atol=1e-9)
 
 
+def test_anes96_is_the_shipped_table_by_education(raw):
+    federation, table = datasets.anes96(), raw("anes96")
+    assert (len(federation), federation.rows) == (7, 944)
+    assert federation.client_dim == "education"
+    x = table[["selfLR", "age", "income"]]
+    z = (x - x.mean()) / x.std(ddof=0)
+    for name, (_, rows) in zip(federation.names, table.groupby("educ"), strict=True):
+        level = federation.select([name])
+        np.testing.assert_array_equal(level["y"].numpy(), rows.PID.to_numpy())
+        np.testing.assert_allclose(level["x"].numpy(), z.loc[rows.index].to_numpy(), atol=1e-9)
+
+
+def test_kidney_gives_what_was_published():
+    """By R's coxph(Surv(time, status) ~ age + sex, kidney), ties by Efron's method; female is sex less 1.
+
+    T. M. Therneau and P. M. Grambsch (2000), "Modeling Survival Data", section 9.5.2, have 38 patients, 58 infections.
+    """
+    federation = datasets.kidney()
+    assert federation.lengths.tolist() == [2] * 38
+    assert int(federation["event"].sum()) == 58
+    x, loc, scale = federation["x"].numpy(), (43.6974, 0.7368), (14.6444, 0.4404)
+    raw = x * scale + loc
+    np.testing.assert_allclose(raw, raw.round(), atol=2e-2)
+    from statsmodels.duration.hazard_regression import PHReg
+
+    found = PHReg(
+        federation["time"].numpy(), raw.round(), status=federation["event"].numpy(), ties="efron"
+    ).fit()
+    np.testing.assert_allclose(found.params, [0.002032, -0.829314], atol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("model", "dataset"),
     [
+        (models.OrderedLogistic(7), datasets.anes96),
+        (models.weibull_survival, datasets.kidney),
+        (models.Cox([15, 30, 150]), datasets.kidney),
         (models.eight_schools, datasets.eight_schools),
         (models.varying_intercept, datasets.grunfeld),
         (models.varying_slope, datasets.grunfeld),
@@ -102,11 +136,13 @@ def test_the_model_that_the_docstring_names_takes_the_dataset(model, dataset):
 
     pyro.set_rng_seed(0)
     trace = poutine.trace(model).get_trace(dataset())
-    assert trace.observation_nodes == ["y"]
+    assert trace.observation_nodes in (["y"], ["time"])
     assert torch.isfinite(trace.log_prob_sum())
 
 
-@pytest.mark.parametrize("dataset", [datasets.grunfeld, datasets.china_smoking, datasets.randhie])
+@pytest.mark.parametrize(
+    "dataset", [datasets.grunfeld, datasets.china_smoking, datasets.randhie, datasets.anes96]
+)
 def test_without_statsmodels_the_error_names_the_extra(monkeypatch, dataset):
     monkeypatch.setitem(sys.modules, "statsmodels", None)
     with pytest.raises(ImportError, match=r"pip install 'bayesfed\[datasets\]'"):

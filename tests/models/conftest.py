@@ -35,6 +35,8 @@ def ragged() -> Federation:
                 "y": torch.arange(n) % 2.0,
                 "sigma": 0.5 + torch.rand(n),
                 "exposure": 0.5 + torch.rand(n),
+                "time": 0.1 + torch.rand(n),
+                "event": torch.arange(n) % 2.0,
             }
             for name, n in rows.items()
         }
@@ -42,37 +44,38 @@ def ragged() -> Federation:
 
 
 @pytest.fixture
-def check_sites(ragged: Federation) -> Callable[[Model, Shapes, Shapes], None]:
+def check_sites(ragged: Federation) -> Callable[..., None]:
     """The sites are those named, with these event shapes, inside and outside the boundary."""
 
-    def check(model: Model, global_sites: Shapes, local_sites: Shapes) -> None:
+    def check(model: Model, global_sites: Shapes, local_sites: Shapes, outcome: str = "y") -> None:
         two = ragged.batch(torch.tensor([2, 0]), torch.tensor([[1, 0, -1], [0, 3, 2]]))
-        for data, k, b in [(ragged, 3, 4), (two, 2, 3), (two.drop("y"), 2, 3)]:
+        for data, k, b in [(ragged, 3, 4), (two, 2, 3), (two.drop(outcome), 2, 3)]:
             trace = poutine.trace(model).get_trace(data)
             sites = {
                 name: node
                 for name, node in trace.nodes.items()
                 if node["type"] == "sample" and name not in ("clients", "observations")
             }
-            assert list(sites) == [*global_sites, *local_sites, "y"]
+            assert list(sites) == [*global_sites, *local_sites, outcome]
             for name, shape in global_sites.items():
                 assert sites[name]["cond_indep_stack"] == ()
                 assert sites[name]["value"].shape == shape
             for name, shape in local_sites.items():
                 assert [f.name for f in sites[name]["cond_indep_stack"]] == ["clients"]
                 assert sites[name]["value"].shape == (k, 1, *shape)
-            assert {f.name for f in sites["y"]["cond_indep_stack"]} == {"clients", "observations"}
-            assert sites["y"]["value"].shape == (k, b)
-            assert sites["y"]["is_observed"] == ("y" in data.fields)
+            seen = sites[outcome]
+            assert {f.name for f in seen["cond_indep_stack"]} == {"clients", "observations"}
+            assert seen["value"].shape == (k, b)
+            assert seen["is_observed"] == (outcome in data.fields)
 
     return check
 
 
 @pytest.fixture
-def check_draws(ragged: Federation) -> Callable[[Model], None]:
+def check_draws(ragged: Federation) -> Callable[..., None]:
     """Three draws at once have the log densities of three runs."""
 
-    def check(model: Model) -> None:
+    def check(model: Model, outcome: str = "y") -> None:
         minibatch = ragged.batch(torch.tensor([2, 0]), torch.tensor([[1, -1], [0, 3]]))
         for data in (ragged, minibatch):
             runs = [poutine.trace(model).get_trace(data) for _ in range(3)]
@@ -88,7 +91,7 @@ def check_draws(ragged: Federation) -> Callable[[Model], None]:
             together.compute_log_prob()
             for i, run in enumerate(runs):
                 run.compute_log_prob()
-                for name in [*values, "y"]:
+                for name in [*values, outcome]:
                     torch.testing.assert_close(
                         together.nodes[name]["log_prob"][i],
                         run.nodes[name]["log_prob"].expand(
@@ -98,8 +101,8 @@ def check_draws(ragged: Federation) -> Callable[[Model], None]:
                         atol=1e-12,
                     )
         # and three prior draws of everything, y too
-        drawn = poutine.trace(three(model)).get_trace(minibatch.drop("y"))
-        assert drawn.nodes["y"]["value"].shape == (3, 2, 2)
+        drawn = poutine.trace(three(model)).get_trace(minibatch.drop(outcome))
+        assert drawn.nodes[outcome]["value"].shape == (3, 2, 2)
 
     return check
 
