@@ -219,7 +219,7 @@ def kidney() -> Federation:
         ``event``: scalar, 1 for an infection, 0 where the time is censored.
 
     ``x`` is standardised by :func:`standardise`, from sums over each patient only: (mean, standard deviation) are
-    (43.70, 14.65) and (0.737, 0.440). Suits :func:`bayesfed.models.weibull_survival`, and :class:`bayesfed.models.Cox`
+    (43.70, 14.64) and (0.737, 0.440). Suits :func:`bayesfed.models.weibull_survival`, and :class:`bayesfed.models.Cox`
     with ``cuts=[15, 30, 150]``, say.
 
     Source: C. A. McGilchrist and C. W. Aisbett (1991), "Regression with frailty in survival analysis", Biometrics

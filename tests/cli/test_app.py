@@ -337,6 +337,48 @@ def test_the_version(capsys):
     assert capsys.readouterr() == (f"bayesfed {bf.__version__}\n", "")
 
 
+def test_parquet_is_read_as_csv_is(towns, capsys, monkeypatch):
+    assert cli.main(["run", towns, "--output", "csv"]) == 0
+    frame = pd.read_csv("study/towns.csv", dtype={"town": "category"})
+    frame.to_parquet("study/towns.parquet")
+    text = Path(towns).read_text().replace('csv = "towns.csv"', 'parquet = "towns.parquet"')
+    Path("study/columns.toml").write_text(text)
+    assert cli.main(["run", "study/columns.toml", "--output", "out/parquet"]) == 0
+    csv, parquet = (rows(f"{folder}/history.csv") for folder in ("csv", "out/parquet"))
+    assert [r["elbo"] for r in csv] == [r["elbo"] for r in parquet]
+    config = read_experiment(Path("out/parquet/config.toml"))
+    assert config.data.parquet == "../../study/towns.parquet"
+    code, error = fails(capsys, "run", "study/columns.toml", "--set", 'data.fields=["w"]')
+    assert code == 2 and "has no column 'w'; it has town, u, v, cm" in error
+    Path("study/towns.parquet").write_text("town,u,v,cm")
+    assert fails(capsys, "run", "study/columns.toml")[1].startswith("data (study/towns.parquet): ")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert fails(capsys, "run", "study/columns.toml") == (
+        2,
+        "Parquet is read by pyarrow, which is not installed: pip install 'bayesfed[arrow]'",
+    )
+
+
+def test_a_model_with_settings(schools, capsys):
+    kidney = ["--set", "data.dataset=kidney", "--set", "model.name=Cox"]
+    assert cli.main(["run", schools, *kidney, "--set", "model.cuts=[15, 30.0]"]) == 0
+    idata = az.from_netcdf("runs/schools/posterior.nc")
+    assert idata.posterior["log_hazard"].shape == (4, 10, 3)
+    assert cli.main(["run", "runs/schools/config.toml", "--output", "again"]) == 0
+    first, second = (rows(f"{folder}/history.csv") for folder in ("runs/schools", "again"))
+    assert [r["elbo"] for r in first] == [r["elbo"] for r in second]
+    for setting, expected in {
+        "model.cut=[15]": "model.cut is unknown; did you mean 'cuts'?",
+        "model.cuts=15": "model.cuts is 15; it must be",
+        "model.cuts=[30, 15]": "model: cuts are [30.0, 15.0]: they must be positive and ascend",
+    }.items():
+        code, error = fails(capsys, "run", schools, *kidney, "--set", setting)
+        assert code == 2 and expected in error
+    assert fails(capsys, "run", schools, *kidney) == (2, "model.cuts is missing")
+    code, error = fails(capsys, "run", schools, "--set", "model.cuts=[15]")
+    assert code == 2 and "model.cuts is unknown; eight_schools has no settings" in error
+
+
 # -- mistakes -------------------------------------------------------------------------------------
 
 
