@@ -34,8 +34,8 @@ import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.models.weibull_survival import CensoredWeibull
 
-CUTS = [15.0, 30.0, 150.0]
-"""Days, of which the kidney patients have about as many infections in each interval."""
+CUTS = [0.5, 1.0, 5.0]
+"""Months: the kidney patients have about as many infections in each interval."""
 RUNS = Path(__file__).parents[1] / "runs" / "reference"
 
 
@@ -203,7 +203,7 @@ def n_weibull(rows: Any, of: Any, clients: int) -> None:
 
 
 def n_weibull_survival(rows: Any, of: Any, clients: int) -> None:
-    alpha = _intercept(clients, 5.0)
+    alpha = _intercept(clients)
     beta = numpyro.sample("beta", ndist.Normal(0.0, 1.0).expand(rows["x"].shape[1:]).to_event(1))
     shape = numpyro.sample("shape", ndist.LogNormal(0.0, 0.5))
     law = ndist.Weibull(jnp.exp(alpha[of] + rows["x"] @ beta), shape)
@@ -223,7 +223,7 @@ def n_cox(rows: Any, of: Any, clients: int) -> None:
     """Poisson regression on rows that are split at the cuts."""
     edges = jnp.array([0.0, *CUTS, jnp.inf])
     log_hazard = numpyro.sample(
-        "log_hazard", ndist.Normal(0.0, 5.0).expand([len(CUTS) + 1]).to_event(1)
+        "log_hazard", ndist.Normal(0.0, 2.0).expand([len(CUTS) + 1]).to_event(1)
     )
     time = rows["time"][:, None]
     at_risk = jnp.clip(time, edges[:-1], edges[1:]) - edges[:-1]

@@ -24,7 +24,7 @@ class Cox:
 
     ::
 
-        global   log λ_k ~ Normal(0, 5)          k = 1 … K + 1, between K cuts
+        global   log λ_k ~ Normal(0, 2)          k = 1 … K + 1, between K cuts
                  τ       ~ HalfNormal(1)
                  β_p     ~ Normal(0, 1)          p = 1 … P
         client i α_i     ~ Normal(0, τ)
@@ -36,9 +36,9 @@ class Cox:
     be computed by clients apart; this one is a sum over rows. It is the likelihood of Poisson regression on rows that
     are split at the cuts, the logarithm of the time at risk being the offset, without the need to split them.
 
-    The unit of λ is that of 1 / time; its prior is wide because of that, so choose a unit in which hazards are between
-    10⁻⁴ and 10⁴. An interval in which nobody has an event has a hazard that only the prior knows. The other priors are
-    weakly informative for standardised ``x`` (:func:`bayesfed.data.datasets.standardise`).
+    The unit of λ is that of 1 / time: choose one in which typical times are between .02 and 50, the nearer to 1 the
+    better. An interval in which nobody has an event has a hazard that only the prior knows. The other priors are weakly
+    informative for standardised ``x`` (:func:`bayesfed.data.datasets.standardise`).
 
     The program reads a vector field ``x``, shape ``(rows, P)``, and two scalar fields, shape ``(rows,)``: ``time`` > 0,
     and ``event``, 1 where that is the time of the event and 0 where it is censored there. Without ``event`` no row is
@@ -80,7 +80,7 @@ class Cox:
     def __call__(self, federation: Federation | Batch) -> None:
         """The program."""
         predictors, intervals = federation.event_shape("x"), [len(self.cuts) + 1]
-        log_hazard = pyro.sample("log_hazard", dist.Normal(0.0, 5.0).expand(intervals).to_event(1))
+        log_hazard = pyro.sample("log_hazard", dist.Normal(0.0, 2.0).expand(intervals).to_event(1))
         tau = pyro.sample("tau", dist.HalfNormal(1.0))
         beta = pyro.sample("beta", dist.Normal(0.0, 1.0).expand(predictors).to_event(1))
         with federation.clients():

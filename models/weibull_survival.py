@@ -19,7 +19,7 @@ def weibull_survival(federation: Federation | Batch) -> None:
 
     ::
 
-        global   μ   ~ Normal(0, 5)
+        global   μ   ~ Normal(0, 2)
                  τ   ~ HalfNormal(1)
                  β_p ~ Normal(0, 1)              p = 1 … P
                  k   ~ LogNormal(0, 0.5)         the shape
@@ -28,9 +28,9 @@ def weibull_survival(federation: Federation | Batch) -> None:
                  p(t) = k/λ (t/λ)^(k−1) S(t) of an event, S(t) = exp(−(t/λ)^k) of a censored row
 
     e^β is the factor by which a unit of x makes times longer (accelerated failure time), e^(−kβ) the hazard ratio;
-    k > 1 means a hazard that grows. e^(−kα_i) is the client's frailty. The unit of e^μ is that of time; μ is wide
-    because of that, so choose a unit in which times are between 10⁻⁴ and 10⁴. The other priors are weakly informative
-    for standardised ``x`` (:func:`bayesfed.data.datasets.standardise`).
+    k > 1 means a hazard that grows. e^(−kα_i) is the client's frailty. The unit of e^μ is that of time: choose one in
+    which typical times are between .02 and 50, the nearer to 1 the better. The other priors are weakly informative for
+    standardised ``x`` (:func:`bayesfed.data.datasets.standardise`).
 
     Args:
         federation: clients with a vector field ``x``, shape ``(rows, P)``, and two scalar fields, shape ``(rows,)``:
@@ -58,7 +58,7 @@ def weibull_survival(federation: Federation | Batch) -> None:
         torch.Size([2, 1])
     """
     predictors = federation.event_shape("x")
-    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
     tau = pyro.sample("tau", dist.HalfNormal(1.0))
     beta = pyro.sample("beta", dist.Normal(0.0, 1.0).expand(predictors).to_event(1))
     shape = pyro.sample("shape", dist.LogNormal(0.0, 0.5))

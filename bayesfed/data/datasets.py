@@ -206,7 +206,7 @@ def anes96() -> Federation:
 
 
 def kidney() -> Federation:
-    """Days until infection of patients on dialysis, some censored: 38 clients with 2 rows each.
+    """Months until infection of patients on dialysis, some censored: 38 clients with 2 rows each.
 
     A client is a patient with a portable dialysis machine; a row is one insertion of its catheter, until an infection
     where it goes in, or until it was removed for another reason (censored).
@@ -214,13 +214,13 @@ def kidney() -> Federation:
     Fields:
         ``x``: shape ``(2,)``, standardised: age in years, and 1 for a woman, 0 for a man.
 
-        ``time``: scalar, days, 2 to 562.
+        ``time``: scalar, in months of 30 days, 2 to 562 days.
 
         ``event``: scalar, 1 for an infection, 0 where the time is censored.
 
     ``x`` is standardised by :func:`standardise`, from sums over each patient only: (mean, standard deviation) are
     (43.70, 14.64) and (0.737, 0.440). Suits :func:`bayesfed.models.weibull_survival`, and :class:`bayesfed.models.Cox`
-    with ``cuts=[15, 30, 150]``, say.
+    with ``cuts=[0.5, 1, 5]``, say.
 
     Source: C. A. McGilchrist and C. W. Aisbett (1991), "Regression with frailty in survival analysis", Biometrics
     47(2), 461–466, as in the R package survival.
@@ -230,7 +230,7 @@ def kidney() -> Federation:
         >>> datasets.kidney()
         Federation: 38 clients, 76 rows (2 to 2 a client), fields x[2], time, event
     """
-    # of each patient: the two times, + where censored, the age at each, and the sex
+    # of each patient: the two times in days, + where censored, the age at each, and the sex
     table = """
         8 16 28 28 m; 23 13+ 48 48 f; 22 28 32 32 m; 447 318 31 32 f; 30 12 10 10 m;
         24 245 16 17 f; 7 9 51 51 m; 511 30 55 56 f; 53 196 69 69 f; 15 154 51 52 m;
@@ -246,7 +246,7 @@ def kidney() -> Federation:
         *times, first, second, sex = patient.split()
         patients[str(number)] = {
             "x": [[float(age), float(sex == "f")] for age in (first, second)],
-            "time": [float(time.rstrip("+")) for time in times],
+            "time": [float(time.rstrip("+")) / 30 for time in times],
             "event": [float(not time.endswith("+")) for time in times],
         }
     return standardise(Federation.from_arrays(patients, client_dim="patient"), ["x"])[0]

@@ -30,7 +30,7 @@ def test_log_joint_by_hand(log_joint, censored):
         clients["A"]["event"], clients["B"]["event"] = [0, 1], [1]
     first = weibull_min(1.3, scale=math.exp(1.2 + 0.4 * 1.0 - 1.1 * -2.0))
     expected = (
-        norm(0, 5).logpdf(0.5)  # mu
+        norm(0, 2).logpdf(0.5)  # mu
         + halfnorm(0, 1).logpdf(0.75)  # tau
         + norm(0, 1).logpdf([0.4, -1.1]).sum()  # beta
         + lognorm(0.5).logpdf(1.3)  # shape
