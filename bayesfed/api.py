@@ -29,6 +29,7 @@ from bayesfed.engine.execution import Execution
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.run import Round, Run, Stopped
 from bayesfed.fitting import finish, fit, start, step
+from bayesfed.formulas.formula import formula
 from bayesfed.guides import Flow, FullRank, MeanField
 from bayesfed.output import bounds, metrics
 from bayesfed.output.posterior import Posterior
@@ -68,6 +69,7 @@ __all__ = [
     "datasets",
     "finish",
     "fit",
+    "formula",
     "guides",
     "metrics",
     "models",

@@ -356,26 +356,44 @@ def standardise(
         tensor([-0.9258, -0.4629,  1.3887])
     """
     wanted = [fields] if isinstance(fields, str) else list(fields)
-    n = federation.lengths.sum()
     standardised = dict(federation.fields)
     constants = {}
     for field in wanted:
-        raw = federation[field].double()
-        # one row of sums a client: all that leaves it
-        sums = raw.new_zeros(len(federation), *raw.shape[1:]).index_add(0, federation.owner, raw)
-        squares = torch.zeros_like(sums).index_add(0, federation.owner, raw.square())
-        loc = sums.sum(0) / n
-        variance = squares.sum(0) / n - loc.square()
-        # not >, so that NaN fails too; below this, rounding is no longer negligible
-        if not (variance > 1e-12 * squares.sum(0) / n).all():
+        loc, scale = moments(federation, field)
+        if scale.isnan().any():
             raise ValueError(
                 f"field {field!r} cannot be standardised: an entry of it is constant, varies by "
                 "less than a millionth of its size (subtract an offset first), or overflows"
             )
-        scale = variance.sqrt()
+        raw = federation[field].double()
         standardised[field] = ((raw - loc) / scale).to(federation.dtype)
         constants[field] = (loc, scale)
     return replace(federation, fields=standardised), constants
+
+
+def moments(federation: Federation, field: str) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of a field over all clients' rows together, from sums over each client.
+
+    Returns:
+        Both float64, each with the field's event shape; the standard deviation, see :func:`standardise`, is NaN where it
+        cannot be computed from sums.
+
+    Example:
+        >>> import bayesfed as bf
+        >>> from bayesfed import datasets
+        >>> federation = bf.Federation.from_arrays({"north": {"x": [1.0, 2.0]}, "south": {"x": [6.0]}})
+        >>> [round(float(value), 4) for value in datasets.moments(federation, "x")]
+        [3.0, 2.1602]
+    """
+    n, raw = federation.lengths.sum(), federation[field].double()
+    # one row of sums a client: all that leaves it
+    sums = raw.new_zeros(len(federation), *raw.shape[1:]).index_add(0, federation.owner, raw)
+    squares = torch.zeros_like(sums).index_add(0, federation.owner, raw.square())
+    loc = sums.sum(0) / n
+    variance = squares.sum(0) / n - loc.square()
+    # not >, so that NaN fails too; below this, rounding is no longer negligible
+    sound = variance > 1e-12 * squares.sum(0) / n
+    return loc, variance.where(sound, torch.nan).sqrt()
 
 
 def _statsmodels() -> Any:

@@ -1,0 +1,79 @@
+"""The families: how an outcome is distributed, and what is known of it beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from bayesfed.formulas.terms import FormulaError
+
+_FOLDED = "dist.FoldedDistribution(dist.StudentT(4.0, 0.0, 1.0))"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A likelihood as code, of ``mean``, which is the linear predictor, and of parameters of its own.
+
+    Attributes:
+        link: ``"identity"``, ``"log"`` or ``"logit"``.
+        likelihood: the law of a row.
+        parameters: name to the code of its default prior.
+        in_units: those of them that have the outcome's unit.
+    """
+
+    link: str
+    likelihood: str
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    in_units: tuple[str, ...] = ()
+
+
+FAMILIES = {
+    "gaussian": Family("identity", "dist.Normal(mean, sigma)", {"sigma": _FOLDED}, ("sigma",)),
+    "student_t": Family(
+        "identity",
+        "dist.StudentT(nu, mean, sigma)",
+        {"sigma": _FOLDED, "nu": "dist.Gamma(2.0, 0.1)"},
+        ("sigma",),
+    ),
+    "bernoulli": Family("logit", "dist.Bernoulli(logits=mean)"),
+    "binomial": Family("logit", 'dist.Binomial(obs["trials"], logits=mean)'),
+    "beta": Family(
+        "logit",
+        "dist.Beta(kappa * mean.sigmoid(), kappa * (-mean).sigmoid())",
+        {"kappa": "dist.HalfCauchy(1.0)"},
+    ),
+    "poisson": Family("log", "dist.Poisson(mean.exp())"),
+    "negative_binomial": Family(
+        "log",
+        "dist.NegativeBinomial(alpha, logits=mean - alpha.log())",
+        {"alpha": "dist.HalfCauchy(1.0)"},
+    ),
+    "gamma": Family(
+        "log", "dist.Gamma(alpha, alpha * (-mean).exp())", {"alpha": "dist.HalfCauchy(1.0)"}
+    ),
+}
+"""By name."""
+_ALSO = {
+    "t": "student_t",
+    "student": "student_t",
+    "negativebinomial": "negative_binomial",
+    "negbinomial": "negative_binomial",
+    "normal": "gaussian",
+}
+
+
+def family_of(name: str) -> str:
+    """A family's name, as brms or bambi write it too.
+
+    Raises:
+        FormulaError: there is no such family.
+
+    Example:
+        >>> from bayesfed.formulas.families import family_of
+        >>> family_of("negbinomial")
+        'negative_binomial'
+    """
+    found = _ALSO.get(name, name)
+    if found not in FAMILIES:
+        raise FormulaError(f"no family {name!r}: there are {', '.join(FAMILIES)}")
+    return found

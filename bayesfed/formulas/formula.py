@@ -1,0 +1,318 @@
+"""``bf.formula``: a formula and data to a model, printable as the Pyro program that it is."""
+
+from __future__ import annotations
+
+import linecache
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pandas as pd
+
+from bayesfed.data.batch import Batch
+from bayesfed.data.datasets import moments
+from bayesfed.data.federation import Federation, Model
+from bayesfed.data.ingest import check_columns
+from bayesfed.formulas.coding import Coding, agree
+from bayesfed.formulas.families import FAMILIES, family_of
+from bayesfed.formulas.program import Columns, GroupColumns, Outcome, said, source
+from bayesfed.formulas.terms import FormulaError, Terms, parse
+
+_RESERVED = ("X", "offset", "trials")
+"""Fields of the predictors, which no outcome may be called."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Formula:
+    """A hierarchical model that a formula wrote; called with a federation it is a Pyro program like any other.
+
+    Attributes:
+        text: the formula.
+        family: how the outcome is distributed.
+        source: the program as code: what ``print`` shows is what is run.
+        federation: the clients that the levels and scales were agreed by, with the columns that the program reads.
+        coding: what was agreed.
+    """
+
+    text: str
+    family: str
+    source: str
+    federation: Federation
+    coding: Coding
+
+    def __call__(self, federation: Federation | Batch) -> None:
+        """Run the program."""
+        self._program(federation)
+
+    def __str__(self) -> str:
+        return self.source
+
+    def __repr__(self) -> str:
+        return f"Formula: {self.text}, {self.family}; {self.federation}"
+
+    @property
+    def __name__(self) -> str:
+        return self.text
+
+    @cached_property
+    def _program(self) -> Model:
+        """The code, run."""
+        name = f"<formula {self.text}>"
+        lines = self.source.splitlines(keepends=True)
+        linecache.cache[name] = (len(self.source), None, lines, name)  # so that errors show their line
+        namespace: dict[str, Any] = {}
+        exec(compile(self.source, name, "exec"), namespace)
+        model: Model = namespace["model"]
+        return model
+
+    @property
+    def coords(self) -> dict[str, list[str]]:
+        """What the entries of vectors are called: ``posterior.to_arviz().assign_coords(model.coords)``."""
+        found = {}
+        for group in self.coding.terms.groups:
+            if group.columns != [self.coding.client]:
+                levels = self.coding.levels[group.factor]
+                said = [":".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in levels]
+                exprs = self.coding.of_group(group)
+                effects = [n for e in exprs for n in (["1"] if e.kind == "intercept" else e.labels)]
+                found |= {f"{name}|{group.factor}_dim_0": said for name in effects}
+        return found
+
+    def encode(self, data: pd.DataFrame | Mapping[str, pd.DataFrame]) -> Federation:
+        """Other rows, or those of other clients, with the agreed coding: to predict, or to personalise.
+
+        Args:
+            data: as for :func:`formula`; the outcome may be missing.
+
+        Raises:
+            FormulaError: a column is missing or has gaps, or a level that was not there when levels were agreed.
+        """
+        clients = _clients(data, self.coding.client)
+        return _federation(self.coding, clients)
+
+
+def formula(
+    text: str,
+    data: pd.DataFrame | Mapping[str, pd.DataFrame],
+    *,
+    client: str | None = None,
+    family: str = "gaussian",
+    priors: Mapping[str, Any] | None = None,
+) -> Formula:
+    """A model from a formula as brms, bambi and lme4 have them.
+
+    ::
+
+        y ~ x + z                 numbers; text is coded by treatment, C(year) makes text of numbers
+        x*z, x:z, x/z             interactions
+        np.log(x), I(x**2), {x/z}, center(x), scale(x), offset(np.log(n))
+        0 + x                     no intercept
+        (1 + x | g)               correlated effects of the levels of g; || uncorrelated
+        (1 | g/h), (1 | g:h)      levels within others
+        p(y, n), y | trials(n)    successes of n, of the binomial family
+        y["yes"]                  1 where y is "yes"
+
+    A factor that is the client has its effects with the clients, and so has one within it, ``g:h``. Those of any other
+    are the server's. At the start each client says of each column whether it holds numbers or text, the levels of
+    text, and sums; of these the levels, means and standard deviations are made.
+
+    Default priors are those of rstanarm and bambi: with predictors centred, slopes ``Normal(0, 2.5 sd(y) / sd(x))``, the
+    intercept ``Normal(mean(y), 2.5 sd(y))``, a group's standard deviations ``HalfNormal(2.5 sd(y) / sd(x))``, ``sigma``
+    ``HalfStudentT(4, sd(y))``; without a unit of the outcome sd(y) is 1, the intercept's mean is that of the link. Where
+    the link is the logit slopes have ``Normal(0, 1 / sd(x))``, effects of categories ``Normal(0, 1)`` and the intercept
+    ``Normal(0, 1.5)``. Correlations have ``LKJ(1)``.
+
+    Args:
+        text: the formula.
+        data: one row an observation, with a column that says whose it is; or each client's own frame, by its name.
+        client: what the clients are, by default the one grouping factor: a column, or with frames by name what the
+            formula calls them.
+        family: ``"gaussian"``, ``"student_t"``, ``"bernoulli"``, ``"binomial"``, ``"beta"``, ``"poisson"``,
+            ``"negative_binomial"`` or ``"gamma"``, with links identity, logit and log.
+        priors: by name in the results a distribution of Pyro's: ``{"x": dist.Laplace(0.0, 1.0)}``, or of all columns of a
+            term. That of ``"Intercept"`` is where the predictors are at their means.
+
+    Returns:
+        The model; its ``federation`` is what to fit it to. What the program names by ``_`` is standardised; all else,
+        in ``posterior.derived()`` and ArviZ, is in the data's own units and called as in bambi.
+
+    Raises:
+        FormulaError: the formula cannot be read, or does not fit the data; in one line, which says what to write.
+        KeyError: a column is not there.
+        ImportError: formulae is not installed: ``pip install 'bayesfed[formulas]'``.
+
+    Example:
+        >>> import bayesfed as bf, pandas as pd
+        >>> frame = pd.DataFrame({"y": [1.0, 3.0, 2.0, 5.0], "x": [0.0, 1.0, 1.0, 2.0], "site": ["A", "A", "B", "B"]})
+        >>> model = bf.formula("y ~ x + (1 | site)", frame)
+        >>> model
+        Formula: y ~ x + (1 | site), gaussian; Federation: 2 clients, 4 rows (2 to 2 a client), fields X[1], y
+        >>> posterior = bf.fit(model, model.federation, rounds=2)
+        >>> sorted(posterior.derived(num_samples=10))
+        ['1|site', '1|site_sigma', 'Intercept', 'sigma', 'x']
+    """
+    family, priors = family_of(family), dict(priors or {})
+    terms = parse(text)
+    client = _client_of(terms, data, client)
+    clients = _clients(data, client)
+    coding = agree(terms, clients, client)
+    federation = _federation(coding, clients)
+    logit = FAMILIES[family].link == "logit"
+    outcome = _outcome(coding, family, federation)
+    centred = coding.intercept
+    prior_sd = [1.0 if logit else 2.5] * sum(len(term.labels) for term in coding.common)
+    common = _columns(federation, "X", coding.common, centred, prior_sd)
+    if logit:
+        common = _of_categories(common, coding.common)
+    groups = _groups(coding, federation, priors)
+    names = {label: term.name for term in coding.common for label in term.labels}
+    for label, term in names.items():
+        if term in priors and term != label:
+            priors.setdefault(label, priors[term])
+    public = _names(common, groups, family, coding)
+    for name in {*priors} - {*public, *names.values()}:
+        raise FormulaError(f"priors has {name!r}, which the model has not: it has {', '.join(public)}")
+    code = {name: said(name, prior) for name, prior in priors.items() if name in public}
+    title = f"{text}, {family}."
+    program = source(title, FAMILIES[family], outcome, common, groups, code)
+    return Formula(text, family, program, federation, coding)
+
+
+def _client_of(
+    terms: Terms, data: pd.DataFrame | Mapping[str, pd.DataFrame], client: str | None
+) -> str:
+    """What the clients are: the one plain grouping factor, if nothing is said."""
+    if client is not None:
+        return client
+    plain = list(dict.fromkeys(g.columns[0] for g in terms.groups if len(g.columns) == 1))
+    if not isinstance(data, pd.DataFrame):
+        plain = [name for name in plain if any(name not in rows for rows in data.values())]
+    if len(plain) != 1:
+        found = f"{', '.join(plain)} may be it" if plain else "no ( ... | g) is in the formula"
+        raise FormulaError(f"whose row is it? Say client=, a column: {found}")
+    return plain[0]
+
+
+def _clients(
+    data: pd.DataFrame | Mapping[str, pd.DataFrame], client: str
+) -> dict[str, pd.DataFrame]:
+    """Each client's own rows, with its name as a column."""
+    if not isinstance(data, pd.DataFrame):
+        return {str(name): rows.assign(**{client: str(name)}) for name, rows in data.items()}
+    check_columns("frame", [client], data.columns)
+    nameless = data[client].isna().to_numpy()
+    if nameless.any():
+        raise FormulaError(f"row {data.index[nameless.argmax()]!r} has no client: {client!r} is missing there")
+    found = data.groupby(client, sort=False, observed=True)
+    return {str(name): rows for name, rows in found}
+
+
+def _federation(coding: Coding, clients: Mapping[str, pd.DataFrame]) -> Federation:
+    fields = {name: coding.fields(name, rows) for name, rows in clients.items()}
+    return Federation.from_arrays(fields, client_dim=coding.client)
+
+
+def _outcome(coding: Coding, family: str, federation: Federation) -> Outcome:
+    """The constants of the outcome, from sums."""
+    name = coding.outcome
+    if name in _RESERVED:
+        raise FormulaError(f"the outcome cannot be called {name!r}, as a field of the predictors: rename it")
+    if ("trials" in federation.fields) != (family == "binomial"):
+        raise FormulaError(
+            f"family {family!r}: the binomial family, and no other, has an outcome p(y, n), successes y of n trials"
+        )
+    offset = float(moments(federation, "offset")[0]) if coding.offset else 0.0
+    mean, sd = (float(value) for value in moments(federation, name))
+    link = FAMILIES[family].link
+    if link == "identity":
+        if not sd > 0:
+            raise FormulaError(f"the outcome {name!r} is the same in all rows, or overflows: nothing is to be explained")
+        loc = _to_digits(mean - offset, sd) if coding.intercept else 0.0
+        intercept = "dist.Normal(0.0, 2.5)" if coding.intercept else None
+        return Outcome(name, loc, _seven(sd), intercept, coding.offset)
+    centre = 0.0 if link == "logit" or mean <= 0 else math.log(mean)
+    law = f"dist.Normal({_seven(centre - offset)}, {1.5 if link == 'logit' else 2.5})"
+    return Outcome(name, 0.0, 1.0, law if coding.intercept else None, coding.offset)
+
+
+def _columns(
+    federation: Federation, name: str, terms: list[Any], centred: bool, prior_sd: list[float]
+) -> Columns:
+    """The columns of some terms with means and standard deviations, from sums."""
+    labels = tuple(str(label) for term in terms for label in term.labels)
+    if not labels:
+        return Columns()
+    mean, sd = (value.tolist() for value in moments(federation, name))
+    for label, one, m in zip(labels, sd, mean, strict=True):
+        if not one > 0:
+            raise FormulaError(
+                f"{label} is the same in all rows, or varies by less than a millionth of its size ({m:.4g}): leave it out, "
+                "or subtract what all have in common"
+            )
+    means = tuple(_to_digits(m, s) if centred else 0.0 for m, s in zip(mean, sd, strict=True))
+    return Columns(labels, means, tuple(map(_seven, sd)), tuple(prior_sd))
+
+
+def _of_categories(common: Columns, terms: list[Any]) -> Columns:
+    """On the scale of a logit effects of categories have standard deviation 1 as they are."""
+    own = [
+        all(component.kind == "categoric" for component in term.components)
+        for term in terms
+        for _ in term.labels
+    ]
+    sds = tuple(
+        sd if yes else prior
+        for yes, sd, prior in zip(own, common.sd, common.prior_sd, strict=True)
+    )
+    return Columns(common.labels, common.mean, common.sd, sds)
+
+
+def _groups(
+    coding: Coding, federation: Federation, priors: Mapping[str, Any]
+) -> list[GroupColumns]:
+    """The groups' effects. Predictors of correlated ones are centred, unless a prior says how far intercepts at 0 differ."""
+    found: list[GroupColumns] = []
+    for key, group in coding.keyed:
+        exprs = coding.of_group(group)
+        slopes = [expr for expr in exprs if expr.kind != "intercept"]
+        intercept = len(slopes) < len(exprs)
+        own = f"1|{group.factor}_sigma" in priors
+        prior_sd = [2.5] * sum(len(expr.labels) for expr in slopes)
+        centred = group.correlated and intercept and not own
+        columns = _columns(federation, f"X|{key}", slopes, centred, prior_sd)
+        within = coding.client in group.columns
+        place = "client" if group.columns == [coding.client] else "within" if within else "global"
+        levels = len(coding.levels.get(group.factor, ()))
+        effects = intercept + len(columns.labels)
+        several = effects > 1
+        one = GroupColumns(
+            group.factor, key, intercept, columns, group.correlated and several, place, levels
+        )
+        found.append(one)
+    return found
+
+
+def _names(
+    common: Columns, groups: list[GroupColumns], family: str, coding: Coding
+) -> list[str]:
+    """What the model names in the data's units; fails where two things have one name."""
+    names = ["Intercept"] * coding.intercept + [*common.labels, *FAMILIES[family].parameters]
+    for group in groups:
+        names += [f"{name}|{group.factor}_sigma" for name in group.names]
+    fields = [coding.outcome, *(group.factor for group in groups if group.place != "client")]
+    twice = next((name for name in names if [*names, coding.outcome].count(name) > 1), None)
+    twice = twice or next((name for name in fields[1:] if name == coding.outcome), None)
+    if twice is not None:
+        raise FormulaError(f"two things are called {twice!r} (of the {family} family, or columns): rename the column")
+    return names
+
+
+def _seven(value: float) -> float:
+    return float(f"{value:.7g}")
+
+
+def _to_digits(mean: float, sd: float) -> float:
+    """A mean to a millionth of the standard deviation."""
+    return round(mean, 6 - math.floor(math.log10(sd)))

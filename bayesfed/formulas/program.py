@@ -1,0 +1,406 @@
+"""A formula as the code of a Pyro program: standardised inside, what it names in the data's own units.
+
+With m and s the means and standard deviations of the columns x_k and of the outcome (0 and 1 unless the link is the
+identity), and a, b_k, u the standardised coefficients::
+
+    mean      = m_y + s_y (a + Σ_k b_k (x_k − m_k) / s_k + …) + offset
+    x_k       = s_y / s_k · b_k
+    Intercept = m_y + s_y (a − Σ_k b_k m_k / s_k)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bayesfed.formulas.families import Family
+from bayesfed.formulas.terms import FormulaError
+
+HEAD = """\
+import pyro
+import pyro.distributions as dist
+import torch
+
+
+def model(federation):
+"""
+INDENT = "    "
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns of one field, and what standardises them.
+
+    Attributes:
+        labels: their names.
+        mean: what is subtracted; zeros where nothing is.
+        sd: by what they are divided.
+        prior_sd: of the standardised coefficients.
+    """
+
+    labels: tuple[str, ...] = ()
+    mean: tuple[float, ...] = ()
+    sd: tuple[float, ...] = ()
+    prior_sd: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class GroupColumns:
+    """The effects of one ``( ... | g)``.
+
+    Attributes:
+        factor: ``g``.
+        key: what tells it from another group of the same factor.
+        intercept: its first effect is of the intercept.
+        columns: those of the others.
+        correlated: see :class:`~bayesfed.formulas.terms.Group`.
+        place: ``"client"``, the factor is the client; ``"within"``, levels within a client; ``"global"``.
+        levels: how many levels the factor has, but of the clients.
+    """
+
+    factor: str
+    key: str
+    intercept: bool
+    columns: Columns
+    correlated: bool
+    place: str
+    levels: int = 1
+
+    @property
+    def names(self) -> list[str]:
+        """The effects: ``"1"`` and the columns."""
+        return ["1"] * self.intercept + list(self.columns.labels)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the outcome is called, and the constants of its prior: see :mod:`bayesfed.formulas.program`."""
+
+    name: str
+    loc: float
+    scale: float
+    intercept: str | None
+    offset: bool
+
+
+@dataclass
+class _Code:
+    """Lines by where they stand."""
+
+    outside: list[str] = field(default_factory=list)
+    inside: list[str] = field(default_factory=list)
+    rows: list[str] = field(default_factory=list)
+    sum: list[str] = field(default_factory=list)
+
+
+def source(
+    title: str,
+    family: Family,
+    outcome: Outcome,
+    common: Columns,
+    groups: Sequence[GroupColumns],
+    priors: Mapping[str, str],
+) -> str:
+    """The program's code.
+
+    Args:
+        title: its docstring.
+        family: the likelihood.
+        outcome: name and constants.
+        common: columns of the common terms.
+        groups: the groups' effects.
+        priors: by name in the data's units the code of a prior that replaces the default.
+    """
+    code = _Code()
+    if outcome.intercept is not None:
+        _intercept(code, outcome, priors)
+    if common.labels:
+        _common(code, outcome, common, priors)
+    if outcome.intercept is not None:
+        _own_intercept(code, outcome, common)
+    _parameters(code, family, outcome, priors)
+    for group in groups:
+        _group(code, outcome, group, priors)
+    predictor = " + ".join(code.sum)
+    mean = predictor if outcome.scale == 1 else f"{_n(outcome.scale)} * ({predictor})"
+    mean = mean if outcome.loc == 0 else f"{_exact(outcome.loc)} + {mean}"
+    mean += ' + obs["offset"]' * outcome.offset
+    observed = f'pyro.sample({_q(outcome.name)}, {family.likelihood}, obs=obs.get({_q(outcome.name)}))'
+    lines = [f'"""{title}"""', *code.outside, "with federation.clients():"]
+    inner = [*code.inside, "with federation.observations() as obs:"]
+    rows = [*code.rows, f"mean = {mean}", observed]
+    lines += [INDENT + line for line in inner] + [2 * INDENT + line for line in rows]
+    return HEAD + "".join(f"{INDENT}{line}\n" for line in lines)
+
+
+def _intercept(code: _Code, outcome: Outcome, priors: Mapping[str, str]) -> None:
+    if "Intercept" in priors:  # of the outcome where the predictors are at their means
+        drawn = f'pyro.sample("_intercept", {priors["Intercept"]})'
+        code.outside.append(f"intercept = {_over(_minus(drawn, outcome), outcome.scale)}")
+    else:
+        code.outside.append(f'intercept = pyro.sample("_intercept", {outcome.intercept})')
+    code.sum.append("intercept")
+
+
+def _minus(drawn: str, outcome: Outcome) -> str:
+    return f"({drawn} - {_exact(outcome.loc)})" if outcome.loc else drawn
+
+
+def _common(code: _Code, outcome: Outcome, common: Columns, priors: Mapping[str, str]) -> None:
+    by_default = [k for k, label in enumerate(common.labels) if label not in priors]
+    units = [outcome.scale / sd for sd in common.sd]
+    if by_default:
+        sds = _t([common.prior_sd[k] for k in by_default])
+        law = f"dist.Normal(torch.zeros({len(by_default)}), {sds}).to_event(1)"
+        code.outside.append(f'beta = pyro.sample("_beta", {law})')
+    for at, k in enumerate(by_default):
+        label = _q(common.labels[k])
+        code.outside.append(f"pyro.deterministic({label}, {_n(units[k])} * beta[..., {at}])")
+    if len(by_default) < len(common.labels):
+        parts = []
+        for k, label in enumerate(common.labels):
+            drawn = f"pyro.sample({_q(label)}, {priors.get(label)})"
+            at = f"beta[..., {by_default.index(k)}]" if k in by_default else _over(drawn, units[k])
+            parts.append(at)
+        code.outside.append(f"beta = torch.stack([{', '.join(parts)}], -1)")
+    code.rows.append(f'x = {_standardised("X", common)}')
+    code.sum.append("(beta * x).sum(-1)")
+
+
+def _own_intercept(code: _Code, outcome: Outcome, common: Columns) -> None:
+    value = "intercept"
+    if any(common.mean):
+        ratios = _t([m / s for m, s in zip(common.mean, common.sd, strict=True)])
+        value = f"intercept - (beta * {ratios}).sum(-1)"
+    if outcome.scale != 1:
+        value = f"{_n(outcome.scale)} * ({value})"
+    if outcome.loc != 0:
+        value = f"{_exact(outcome.loc)} + {value}"
+    code.outside.append(f'pyro.deterministic("Intercept", {value})')
+
+
+def _parameters(code: _Code, family: Family, outcome: Outcome, priors: Mapping[str, str]) -> None:
+    for name, default in family.parameters.items():
+        scale = outcome.scale if name in family.in_units else 1.0
+        if name in priors or scale == 1:
+            code.outside.append(f"{name} = pyro.sample({_q(name)}, {priors.get(name, default)})")
+        else:
+            code.outside.append(f'{name} = {_n(scale)} * pyro.sample("_{name}", {default})')
+            code.outside.append(f"pyro.deterministic({_q(name)}, {name})")
+
+
+def _group(code: _Code, outcome: Outcome, group: GroupColumns, priors: Mapping[str, str]) -> None:
+    """Scales τ, and the effects u of a level: Normal(0, τ), or with a correlation Normal(0, diag(τ) L Lᵀ diag(τ))."""
+    suffix = re.sub(r"\W", "_", group.key)
+    tau, u, of = f"tau_{suffix}", f"u_{suffix}", f"|{group.factor}"
+    names = group.names
+    units = [outcome.scale] * group.intercept + [outcome.scale / sd for sd in group.columns.sd]
+    mapped = _units(group, outcome.scale)
+    _scales(code, group, tau, units, mapped is None, priors)
+    where = code.outside if group.place == "global" else code.inside
+    levels = () if group.place == "client" else (group.levels,)
+    if len(names) == 1:
+        law = f"dist.Normal(0.0, {tau})"
+        if levels:
+            law = f"dist.Normal(torch.zeros({group.levels}), {tau}.unsqueeze(-1)).to_event(1)"
+        effects = [_times(units[0], u)]
+    elif group.correlated:
+        tril, matrix = f"tril_{suffix}", f"units_{suffix}"
+        zeros = f"torch.zeros({_size(*levels, len(names))})"
+        law = f"dist.MultivariateNormal({zeros}, scale_tril={tril})"
+        if levels:
+            law = f"dist.MultivariateNormal({zeros}, scale_tril={tril}.unsqueeze(-3)).to_event(1)"
+        _correlations(code, group, suffix, tau, mapped, units)
+        in_units = f"effects_{suffix} = ({matrix} @ {u}.unsqueeze(-1)).squeeze(-1)"
+        effects = [f"effects_{suffix}[..., {k}]" for k in range(len(names))]
+    else:
+        scale = f"{tau}.unsqueeze(-2)" if levels else tau
+        law = f"dist.Normal(torch.zeros({_size(*levels, len(names))}), {scale})"
+        law += f".to_event({1 + len(levels)})"
+        effects = [_times(units[k], f"{u}[..., {k}]") for k in range(len(names))]
+    where.append(f"{u} = pyro.sample({_q('_u|' + group.key)}, {law})")
+    if group.correlated:
+        where.append(in_units)
+    for name, effect in zip(names, effects, strict=True):
+        where.append(f"pyro.deterministic({_q(name + of)}, {effect})")
+    _contribution(code, group, suffix, u)
+
+
+def _scales(
+    code: _Code,
+    group: GroupColumns,
+    tau: str,
+    units: Sequence[float],
+    named: bool,
+    priors: Mapping[str, str],
+) -> None:
+    """The standardised scales τ; ``named`` says them in the data's units at once."""
+    names = [f"{name}|{group.factor}_sigma" for name in group.names]
+    sds = ([2.5] * group.intercept) + list(group.columns.prior_sd)
+    by_default = [k for k, name in enumerate(names) if name not in priors]
+    site = _q("_tau|" + group.key)
+    one = len(names) == 1
+    if one and by_default:
+        code.outside.append(f"{tau} = pyro.sample({site}, dist.HalfNormal({_n(sds[0])}))")
+        code.outside.append(f"pyro.deterministic({_q(names[0])}, {_times(units[0], tau)})")
+        return
+    if by_default:
+        law = f"dist.HalfNormal({_t([sds[k] for k in by_default])}).to_event(1)"
+        code.outside.append(f"{tau} = pyro.sample({site}, {law})")
+    for at, k in enumerate(by_default):
+        if named:
+            value = _times(units[k], f"{tau}[..., {at}]")
+            code.outside.append(f"pyro.deterministic({_q(names[k])}, {value})")
+    if len(by_default) < len(names):
+        parts = []
+        for k, name in enumerate(names):
+            drawn = _over(f"pyro.sample({_q(name)}, {priors.get(name)})", units[k])
+            parts.append(f"{tau}[..., {by_default.index(k)}]" if k in by_default else drawn)
+        code.outside.append(f"{tau} = {parts[0] if one else f'torch.stack([{_join(parts)}], -1)'}")
+
+
+def _units(group: GroupColumns, scale: float) -> list[list[float]] | None:
+    """The matrix from standardised effects to those in the data's units, where it is not diagonal."""
+    mean, sd = group.columns.mean, group.columns.sd
+    if not any(mean):
+        return None
+    first = [scale] + [-scale * m / s for m, s in zip(mean, sd, strict=True)]
+    size = len(first)
+    rest = [[scale / sd[k - 1] * (j == k) for j in range(size)] for k in range(1, size)]
+    return [first, *rest]
+
+
+def _correlations(
+    code: _Code,
+    group: GroupColumns,
+    suffix: str,
+    tau: str,
+    mapped: list[list[float]] | None,
+    units: Sequence[float],
+) -> None:
+    """The Cholesky factor of the effects' covariance, and scales and correlations in the data's units."""
+    size, names = len(group.names), group.names
+    matrix = mapped or [[units[k] * (j == k) for j in range(size)] for k in range(size)]
+    lines = [
+        f'chol_{suffix} = pyro.sample({_q("_chol|" + group.key)}, dist.LKJCholesky({size}, 1.0))',
+        f"tril_{suffix} = {tau}.unsqueeze(-1) * chol_{suffix}",
+        f"units_{suffix} = torch.tensor([{', '.join(_l(row) for row in matrix)}])",
+        f"spread_{suffix} = units_{suffix} @ tril_{suffix}",
+        f"sd_{suffix} = spread_{suffix}.square().sum(-1).sqrt()",
+    ]
+    if mapped is not None:
+        lines += [
+            f"pyro.deterministic({_q(f'{name}|{group.factor}_sigma')}, sd_{suffix}[..., {k}])"
+            for k, name in enumerate(names)
+        ]
+    for j in range(size):
+        for k in range(j + 1, size):
+            product = f"(spread_{suffix}[..., {j}, :] * spread_{suffix}[..., {k}, :]).sum(-1)"
+            value = f"{product} / (sd_{suffix}[..., {j}] * sd_{suffix}[..., {k}])"
+            name = f"cor({names[j]}, {names[k]})|{group.factor}"
+            lines.append(f"pyro.deterministic({_q(name)}, {value})")
+    code.outside += lines
+
+
+def _contribution(code: _Code, group: GroupColumns, suffix: str, u: str) -> None:
+    """What a group adds to a row's linear predictor."""
+    several, z = len(group.names) > 1, f"z_{suffix}"
+    if group.columns.labels:
+        code.rows.append(f"{z} = {_standardised(f'X|{group.key}', group.columns)}")
+    own, index = u, f"obs[{_q(group.factor)}].long()"
+    if group.place == "global":
+        own = f"own_{suffix}"
+        code.rows.append(f"{own} = {u}[{index}]")
+    elif group.place == "within":
+        own = f"own_{suffix}"
+        code.rows.append(f"here_{suffix} = torch.nn.functional.one_hot({index}, {group.levels})")
+        if several:
+            code.rows.append(f"{own} = ({u} * here_{suffix}.unsqueeze(-1)).sum(-2)")
+        else:
+            code.rows.append(f"{own} = ({u} * here_{suffix}).sum(-1)")
+    if not several:
+        code.sum.append(own if group.intercept else f"{own} * {z}[..., 0]")
+    elif group.intercept:
+        code.sum += [f"{own}[..., 0]", f"({own}[..., 1:] * {z}).sum(-1)"]
+    else:
+        code.sum.append(f"({own} * {z}).sum(-1)")
+
+
+def _standardised(name: str, columns: Columns) -> str:
+    shifted = f"obs[{_q(name)}]"
+    if any(columns.mean):
+        shifted = f"({shifted} - torch.tensor([{', '.join(map(_exact, columns.mean))}]))"
+    return f"{shifted} / {_t(columns.sd)}"
+
+
+def _over(code: str, scale: float) -> str:
+    return code if scale == 1 else f"{code} / {_n(scale)}"
+
+
+def _times(scale: float, code: str) -> str:
+    return code if scale == 1 else f"{_n(scale)} * {code}"
+
+
+def _join(parts: Sequence[str]) -> str:
+    return ", ".join(parts)
+
+
+def _size(*sizes: int) -> str:
+    return ", ".join(map(str, sizes))
+
+
+def _n(value: float) -> str:
+    """A number as code: seven digits, more than single precision keeps of a sum."""
+    return repr(float(f"{value:.7g}"))
+
+
+def _exact(value: float) -> str:
+    """A mean as code: its digits go by the standard deviation."""
+    return repr(float(f"{value:.15g}"))
+
+
+def _l(values: Sequence[float]) -> str:
+    return f"[{', '.join(map(_n, values))}]"
+
+
+def _t(values: Sequence[float]) -> str:
+    return f"torch.tensor({_l(values)})"
+
+
+def _q(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def said(name: str, prior: Any) -> str:
+    """A prior as code.
+
+    Raises:
+        FormulaError: it is no distribution of a number, or one that code cannot say.
+
+    Example:
+        >>> import pyro.distributions as dist
+        >>> from bayesfed.formulas.program import said
+        >>> said("x", dist.StudentT(3.0, 0.0, 2.5))
+        'dist.StudentT(df=3.0, loc=0.0, scale=2.5)'
+    """
+    import pyro.distributions as dist
+
+    if not isinstance(prior, torch.distributions.Distribution) or not hasattr(prior, "event_shape"):
+        raise FormulaError(f"priors[{name!r}] is {prior!r}: give a distribution, such as dist.Normal(0.0, 1.0)")
+    if prior.batch_shape or prior.event_shape:
+        raise FormulaError(f"priors[{name!r}] has a shape: give a distribution of one number, all columns have it")
+    kind = type(prior).__name__
+    values = {key: float(getattr(prior, key)) for key in prior.arg_constraints if key != "logits"}
+    try:
+        written = type(getattr(dist, kind)(**values)) is type(prior)
+    except (AttributeError, TypeError):
+        written = False
+    if not written:
+        raise FormulaError(
+            f"priors[{name!r}], a {kind}, cannot be written down: take one of pyro.distributions with numbers as parameters"
+        )
+    return f"dist.{kind}({', '.join(f'{key}={_n(value)}' for key, value in values.items())})"

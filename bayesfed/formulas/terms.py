@@ -1,0 +1,215 @@
+"""What a formula says: its outcome, its common terms and its groups. The parsing is formulae's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+STATEFUL = ("center", "scale", "standardize")
+"""Functions of all rows together, which sums over the clients give."""
+CATEGORIES = ("C", "S", "T")
+"""Functions that make categories of a column."""
+PROPORTIONS = ("p", "prop", "proportion")
+_OF_R = {name: getattr(np, name) for name in ("exp", "log", "log1p", "log2", "log10", "sqrt", "abs")}
+_OWN = (*STATEFUL, *CATEGORIES, "I", "offset")
+NAMESPACE = {"np": np, **_OF_R}
+"""What a formula may use beside formulae's own functions."""
+
+
+class FormulaError(ValueError):
+    """A formula that cannot be read, or does not fit the data; one line, which says what to write."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """``(1 + x | g)``: effects that differ between the levels of a factor.
+
+    Attributes:
+        factor: the factor as written, ``"g"`` or ``"g:h"``.
+        terms: formulae's group-specific terms.
+        correlated: a level's effects have a correlation, as ``|`` says and ``||`` does not.
+    """
+
+    factor: str
+    terms: tuple[Any, ...]
+    correlated: bool
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns of the data that make the factor."""
+        return [component.name for component in self.terms[0].factor.components]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """A formula, read.
+
+    Attributes:
+        text: the formula.
+        model: formulae's model.
+        groups: its group-specific terms, as they were written together.
+    """
+
+    text: str
+    model: Any
+    groups: tuple[Group, ...]
+
+    @property
+    def outcome(self) -> Any:
+        """The outcome: formulae's variable or call."""
+        return self.model.response.term.components[0]
+
+    @property
+    def components(self) -> list[Any]:
+        """The variables and calls of which all terms are made, but the outcome and the groups' factors."""
+        exprs = [term.expr for term in self.model.group_terms]
+        found = (getattr(term, "components", []) for term in (*self.model.common_terms, *exprs))
+        return [component for components in found for component in components]
+
+
+def parse(text: str) -> Terms:
+    """Read a formula.
+
+    Raises:
+        FormulaError: it is none, or holds what is not known here.
+        ImportError: formulae is not installed: ``pip install 'bayesfed[formulas]'``.
+
+    Example:
+        >>> from bayesfed.formulas.terms import parse
+        >>> terms = parse("y ~ x + (1 + x | g) + (1 | item)")
+        >>> [(group.factor, [term.name for term in group.terms], group.correlated) for group in terms.groups]
+        [('g', ['1|g', 'x|g'], True), ('item', ['1|item'], False)]
+    """
+    try:
+        from formulae.parser import Parser
+        from formulae.resolver import Resolver
+        from formulae.scanner import Scanner
+    except ImportError as error:
+        raise ImportError(
+            "formulas are parsed by formulae, which is not installed: pip install 'bayesfed[formulas]'"
+        ) from error
+    if "~" not in text:
+        raise FormulaError(f"formula {text!r} has no ~: write outcome ~ predictors, as in 'y ~ x'")
+    try:
+        tokens, double = _single_pipes(Scanner(text).scan())
+        parser = Parser(tokens)
+        tree = parser.parse()
+        if not parser.at_end():
+            raise FormulaError(f"formula {text!r} cannot be read from {parser.peek().lexeme!r} on")
+        _as_proportion(tree)
+        model = Resolver(tree).resolve()
+        groups = [group for pipe in _pipes(tree.right) for group in _groups(pipe, double)]
+    except FormulaError:
+        raise
+    except Exception as error:  # formulae's errors have no class in common
+        said = str(error) or type(error).__name__
+        raise FormulaError(f"formula {text!r} cannot be read: {said}") from None
+    terms = Terms(text, model, tuple(groups))
+    _check(terms)
+    return terms
+
+
+def _single_pipes(tokens: list[Any]) -> tuple[list[Any], set[int]]:
+    """The tokens with ``|`` for each ``||``, and the ids of those."""
+    kept: list[Any] = []
+    double = set()
+    for token in tokens:
+        if token.kind == "PIPE" and kept and kept[-1].kind == "PIPE":
+            double.add(id(kept[-1]))
+        else:
+            kept.append(token)
+    return kept, double
+
+
+def _as_proportion(tree: Any) -> None:
+    """``y | trials(n) ~``, as brms writes it, into ``p(y, n) ~``."""
+    from formulae.expr import Binary, Call, Variable
+    from formulae.token import Token
+
+    left = tree.left
+    if not isinstance(left, Binary) or left.operator.kind != "PIPE":
+        return
+    call = left.right
+    if not isinstance(call, Call) or call.callee.name.lexeme != "trials" or len(call.args) != 1:
+        raise FormulaError(
+            "beside the outcome only | trials(n) is known, of the binomial family; an exposure is offset(log(n))"
+        )
+    tree.left = Call(Variable(Token("IDENTIFIER", "p")), [left.left, call.args[0]])
+
+
+def _pipes(tree: Any) -> Iterator[Any]:
+    """The ``( ... | g)`` of a formula, in order."""
+    if getattr(getattr(tree, "operator", None), "kind", None) == "PIPE":
+        yield tree
+        return
+    for part in ("expression", "left", "right"):
+        if hasattr(tree, part):
+            yield from _pipes(getattr(tree, part))
+
+
+def _groups(pipe: Any, double: set[int]) -> Iterator[Group]:
+    """What one ``( ... | g + h)`` says: a group for each factor."""
+    from formulae.resolver import Resolver
+
+    found = Resolver(pipe).resolve()
+    terms = getattr(found, "group_terms", [found])
+    for factor in dict.fromkeys(term.factor.name for term in terms):
+        own = tuple(term for term in terms if term.factor.name == factor)
+        yield Group(factor, own, correlated=len(own) > 1 and id(pipe.operator) not in double)
+
+
+def _check(terms: Terms) -> None:
+    """Fail on what would need all rows in one place, is not known, or is said twice."""
+    if terms.model.response is None or not getattr(terms.outcome, "name", None):
+        raise FormulaError(f"formula {terms.text!r} has no outcome: write it in front of the ~")
+    names = [term.name for group in terms.groups for term in group.terms]
+    for name in names:
+        if names.count(name) > 1:
+            expr, factor = name.split("|")
+            raise FormulaError(
+                f"{name} is there twice: (x | {factor}) has an intercept already. Write (1 + x | {factor}), or for "
+                f"independent effects (1 + x || {factor})"
+            )
+    for component in terms.components:
+        for call in calls(component):
+            _check_call(call, component.name)
+        if str(component.name).replace(".", "").isdigit():
+            raise FormulaError(f"{component.name} is a number and no column: only 0 and 1 can stand alone")
+    for group in terms.groups:
+        for component in group.terms[0].factor.components:
+            if hasattr(component, "call"):
+                raise FormulaError(
+                    f"a group's factor is a column, not {component.name}: make a column of it first"
+                )
+
+
+def calls(component: Any) -> Iterator[Any]:
+    """The function calls of a component, innermost first."""
+    node = getattr(component, "call", component)
+    for part in (*getattr(node, "args", ()), *getattr(node, "kwargs", {}).values()):
+        yield from calls(part)
+    if hasattr(node, "callee"):
+        yield node
+
+
+def _check_call(call: Any, name: str) -> None:
+    callee = call.callee
+    if callee in CATEGORIES:
+        if type(call.args[0]).__name__ != "LazyVariable":
+            raise FormulaError(f"{name}: {callee}() takes a column; make one of {call.args[0]} first")
+        return
+    known = callee in _OWN or callee in _OF_R or _row_wise(callee)
+    if not known:
+        raise FormulaError(
+            f"{name}: {callee}() is not a function of single rows that is known here, and no place has all rows. Make a "
+            "column of it first; known are numpy's of single numbers (np.log, np.sqrt, ...), I, C, offset, center and "
+            "scale"
+        )
+
+
+def _row_wise(callee: str) -> bool:
+    module, _, name = callee.partition(".")
+    return module == "np" and isinstance(getattr(np, name, None), np.ufunc)
