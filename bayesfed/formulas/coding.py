@@ -127,33 +127,31 @@ class Coding:
             found |= self._outcome(name, rows)
         for label, values in found.items():
             if not np.isfinite(values).all():
-                row = rows.index[int((~np.isfinite(values.reshape(len(rows), -1)).all(1)).argmax())]
-                what = self._culprit(label, rows) or label
-                raise FormulaError(f"client {name!r}, row {row!r}: {what} is not finite there")
+                row = int((~np.isfinite(values.reshape(len(rows), -1)).all(1)).argmax())
+                raise FormulaError(
+                    f"client {name!r}, row {rows.index[row]}: {self._culprit(label, rows)} is not finite there"
+                )
         return found
 
-    def _culprit(self, label: str, rows: pd.DataFrame) -> str | None:
+    def _culprit(self, label: str, rows: pd.DataFrame) -> str:
         """The term of a field that is not finite."""
-        for term in self.terms.model.common_terms:
-            if label in ("X", "offset") and not np.isfinite(_stacked([term], rows)).all():
-                return str(term.name)
-        return None
+        groups = [expr for _, group in self.keyed for expr in self.of_group(group)]
+        terms = [term for term in (*self.terms.model.common_terms, *groups) if term.kind != "intercept"]
+        with np.errstate(all="ignore"):
+            wrong = (t.name for t in terms if not np.isfinite(_stacked([t], rows)).all())
+            return next(wrong, label) if label[0] == "X" or label == "offset" else label
 
     def _checked(self, name: str, rows: pd.DataFrame) -> pd.DataFrame:
         """The rows with the columns that are needed, each of the agreed kind and without gaps."""
         outcome = self.terms.model.response.var_names & set(self.kinds)
-        absent = outcome - set(rows.columns)
-        needed = [column for column in self.kinds if column not in absent]
+        used = {column for component in self.terms.components for column in component.var_names}
+        idle = (outcome - set(rows.columns)) | ({self.client} - used)
+        needed = [column for column in self.kinds if column not in idle]
         check_columns(f"frame of client {name!r}", needed, rows.columns)
         kept = {}
         for column in needed:
             values = rows[column]
-            if values.isna().any():
-                row = values.index[int(values.isna().to_numpy().argmax())]
-                raise FormulaError(
-                    f"client {name!r}, row {row!r}: {column!r} is missing. Leave such rows out first, "
-                    f"frame.dropna(subset=[{column!r}])"
-                )
+            _check_whole(name, column, values)
             kind = _kind(column, values)
             if (kind == "number") != (self.kinds[column] == "number"):
                 raise FormulaError(
@@ -167,7 +165,7 @@ class Coding:
                         f"client {name!r}: {column!r} has the level {new[0]!r}, which no client had when the levels "
                         f"were agreed ({known}{', ...' if len(self.levels[column]) > 8 else ''}). Leave such rows out"
                     )
-            kept[column] = values if kind == "number" else values.astype(object)
+            kept[column] = values.astype(float if kind == "number" else object)
         return pd.DataFrame(kept, index=rows.index)
 
     def _index(self, group: Group, rows: pd.DataFrame) -> np.ndarray:
@@ -232,7 +230,7 @@ def agree(terms: Terms, clients: Mapping[str, pd.DataFrame], client: str) -> Cod
         >>> coding.levels["kind"], coding.fields("A", rows["A"])["X"].tolist()
         (('a', 'b'), [[1.0]])
     """
-    said = {name: seen(terms, rows, client) for name, rows in clients.items()}
+    said = {name: seen(terms, name, rows, client) for name, rows in clients.items()}
     first = next(iter(said.values()))
     for name, one in said.items():
         for column, kind in one.kinds.items():
@@ -261,11 +259,13 @@ def agree(terms: Terms, clients: Mapping[str, pd.DataFrame], client: str) -> Cod
     return coding
 
 
-def seen(terms: Terms, rows: pd.DataFrame, client: str) -> Seen:
+def seen(terms: Terms, name: str, rows: pd.DataFrame, client: str) -> Seen:
     """What one client says of its rows: all that leaves it before the sums."""
-    names = {str(name) for name in terms.model.var_names} - {""}
-    columns = sorted(names - _known(terms) | {client})
+    names = {str(variable) for variable in terms.model.var_names} - {""}
+    columns = sorted(names - _known() | {client})
     check_columns("frame", columns, rows.columns)
+    for column in columns:
+        _check_whole(name, column, rows[column])
     kinds = {column: _kind(column, rows[column]) for column in columns}
     as_category = {
         call.args[0].name
@@ -275,7 +275,7 @@ def seen(terms: Terms, rows: pd.DataFrame, client: str) -> Seen:
     }
     levels: dict[str, tuple[Level, ...]] = {}
     for column in columns:
-        values = rows[column].dropna()
+        values = rows[column]
         if kinds[column] == "ordered":
             levels[column] = tuple(values.dtype.categories)
         elif kinds[column] == "text" or column in as_category:
@@ -286,11 +286,21 @@ def seen(terms: Terms, rows: pd.DataFrame, client: str) -> Seen:
     return Seen(kinds, levels)
 
 
-def _known(terms: Terms) -> set[str]:
+def _known() -> set[str]:
     """Names in calls that are no columns, such as ``Treatment`` in ``C(x, Treatment)``."""
     from formulae.categorical import ENCODINGS
 
     return {*ENCODINGS, *NAMESPACE}
+
+
+def _check_whole(client: str, column: str, values: pd.Series) -> None:
+    """Fail on a gap."""
+    gaps = values.isna().to_numpy()
+    if gaps.any():
+        raise FormulaError(
+            f"client {client!r}, row {values.index[int(gaps.argmax())]}: {column!r} is missing. Leave such rows out "
+            f"first, frame.dropna(subset=[{column!r}])"
+        )
 
 
 def _kind(column: str, values: pd.Series) -> str:
@@ -298,7 +308,7 @@ def _kind(column: str, values: pd.Series) -> str:
         return "ordered" if values.dtype.ordered else "text"
     if is_numeric_dtype(values.dtype):
         return "number"
-    if all(isinstance(value, str) for value in values.dropna()):
+    if all(isinstance(value, str) for value in values):
         return "text"
     raise FormulaError(
         f"column {column!r} is {values.dtype}, neither numbers nor text: make one of these of it first"

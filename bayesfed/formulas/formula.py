@@ -158,6 +158,8 @@ def formula(
     client = _client_of(terms, data, client)
     clients = _clients(data, client)
     coding = agree(terms, clients, client)
+    if not (coding.intercept or coding.common or terms.groups):
+        raise FormulaError(f"formula {text!r} has no predictors: y ~ 1 has an intercept")
     federation = _federation(coding, clients)
     logit = FAMILIES[family].link == "logit"
     outcome = _outcome(coding, family, federation)
@@ -204,7 +206,7 @@ def _clients(
     check_columns("frame", [client], data.columns)
     nameless = data[client].isna().to_numpy()
     if nameless.any():
-        raise FormulaError(f"row {data.index[nameless.argmax()]!r} has no client: {client!r} is missing there")
+        raise FormulaError(f"row {data.index[nameless.argmax()]} has no client: {client!r} is missing there")
     found = data.groupby(client, sort=False, observed=True)
     return {str(name): rows for name, rows in found}
 

@@ -120,7 +120,7 @@ def source(
         _intercept(code, outcome, priors)
     if common.labels:
         _common(code, outcome, common, priors)
-    if outcome.intercept is not None:
+    elif outcome.intercept is not None:
         _own_intercept(code, outcome, common)
     _parameters(code, family, outcome, priors)
     for group in groups:
@@ -157,9 +157,6 @@ def _common(code: _Code, outcome: Outcome, common: Columns, priors: Mapping[str,
         sds = _t([common.prior_sd[k] for k in by_default])
         law = f"dist.Normal(torch.zeros({len(by_default)}), {sds}).to_event(1)"
         code.outside.append(f'beta = pyro.sample("_beta", {law})')
-    for at, k in enumerate(by_default):
-        label = _q(common.labels[k])
-        code.outside.append(f"pyro.deterministic({label}, {_n(units[k])} * beta[..., {at}])")
     if len(by_default) < len(common.labels):
         parts = []
         for k, label in enumerate(common.labels):
@@ -167,6 +164,11 @@ def _common(code: _Code, outcome: Outcome, common: Columns, priors: Mapping[str,
             at = f"beta[..., {by_default.index(k)}]" if k in by_default else _over(drawn, units[k])
             parts.append(at)
         code.outside.append(f"beta = torch.stack([{', '.join(parts)}], -1)")
+    if outcome.intercept is not None:
+        _own_intercept(code, outcome, common)
+    for k in by_default:
+        label = _q(common.labels[k])
+        code.outside.append(f"pyro.deterministic({label}, {_times(units[k], f'beta[..., {k}]')})")
     code.rows.append(f'x = {_standardised("X", common)}')
     code.sum.append("(beta * x).sum(-1)")
 
@@ -285,8 +287,18 @@ def _correlations(
     """The Cholesky factor of the effects' covariance, and scales and correlations in the data's units."""
     size, names = len(group.names), group.names
     matrix = mapped or [[units[k] * (j == k) for j in range(size)] for k in range(size)]
-    lines = [
-        f'chol_{suffix} = pyro.sample({_q("_chol|" + group.key)}, dist.LKJCholesky({size}, 1.0))',
+    if size == 2:  # LKJ(1), in operations that can be traced
+        rho = f"rho_{suffix}"
+        rows = f"torch.stack([one, 0.0 * one], -1), torch.stack([{rho}, (1.0 - {rho}.square()).sqrt()], -1)"
+        lines = [
+            f'{rho} = pyro.sample({_q("_rho|" + group.key)}, dist.Uniform(-1.0, 1.0))',
+            f"one = torch.ones_like({rho})",
+            f"chol_{suffix} = torch.stack([{rows}], -2)",
+        ]
+    else:
+        law = f"dist.LKJCholesky({size}, 1.0)"
+        lines = [f'chol_{suffix} = pyro.sample({_q("_chol|" + group.key)}, {law})']
+    lines += [
         f"tril_{suffix} = {tau}.unsqueeze(-1) * chol_{suffix}",
         f"units_{suffix} = torch.tensor([{', '.join(_l(row) for row in matrix)}])",
         f"spread_{suffix} = units_{suffix} @ tril_{suffix}",

@@ -91,8 +91,8 @@ def parse(text: str) -> Terms:
         raise ImportError(
             "formulas are parsed by formulae, which is not installed: pip install 'bayesfed[formulas]'"
         ) from error
-    if "~" not in text:
-        raise FormulaError(f"formula {text!r} has no ~: write outcome ~ predictors, as in 'y ~ x'")
+    if not text.partition("~")[2] or not text.partition("~")[0].strip():
+        raise FormulaError(f"formula {text!r}: write outcome ~ predictors, as in 'y ~ x + (1 | g)'")
     try:
         tokens, double = _single_pipes(Scanner(text).scan())
         parser = Parser(tokens)
@@ -106,6 +106,8 @@ def parse(text: str) -> Terms:
         raise
     except Exception as error:  # formulae's errors have no class in common
         said = str(error) or type(error).__name__
+        if "response term" in said or "Response" in said:
+            said = "the outcome is one column, a function of it such as log(y) or I(y / n), or p(y, n)"
         raise FormulaError(f"formula {text!r} cannot be read: {said}") from None
     terms = Terms(text, model, tuple(groups))
     _check(terms)
@@ -163,8 +165,6 @@ def _groups(pipe: Any, double: set[int]) -> Iterator[Group]:
 
 def _check(terms: Terms) -> None:
     """Fail on what would need all rows in one place, is not known, or is said twice."""
-    if terms.model.response is None or not getattr(terms.outcome, "name", None):
-        raise FormulaError(f"formula {terms.text!r} has no outcome: write it in front of the ~")
     names = [term.name for group in terms.groups for term in group.terms]
     for name in names:
         if names.count(name) > 1:
@@ -173,6 +173,11 @@ def _check(terms: Terms) -> None:
                 f"{name} is there twice: (x | {factor}) has an intercept already. Write (1 + x | {factor}), or for "
                 f"independent effects (1 + x || {factor})"
             )
+    for call in calls(terms.outcome):
+        if call.callee not in PROPORTIONS:
+            _check_call(call, terms.outcome.name)
+        if call.callee in (*STATEFUL, *CATEGORIES):
+            raise FormulaError(f"{terms.outcome.name}: the outcome is taken as it is, it is scaled inside")
     for component in terms.components:
         for call in calls(component):
             _check_call(call, component.name)

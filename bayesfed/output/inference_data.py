@@ -37,7 +37,7 @@ def to_arviz(
         seed: of the draws.
 
     Returns:
-        Groups ``posterior`` (with what the model derives), ``posterior_predictive``, ``log_likelihood``, ``prior``,
+        Groups ``posterior`` (with what the model derives, and without sites that it names by ``_``, its working variables), ``posterior_predictive``, ``log_likelihood``, ``prior``,
         ``observed_data``, ``constant_data`` and ``history`` (per round). Of a Gaussian process the log-likelihoods are
         those of all rows of a client together; where these cannot be conditioned on there are no predictions. Dims are
         ``chain``, ``draw``, ``client``, ``observation`` (with the coordinate ``observation_client``), ``round`` and
@@ -84,13 +84,13 @@ def to_arviz(
         predicted = {}
     groups = {
         "posterior": draws(
-            posterior.sample(num_samples, seed=seed)
+            _public(posterior.sample(num_samples, seed=seed))
             | (posterior.derived(None, num_samples, seed=seed) if program.derived else {}),
             {**latent, **program.derived},
         ),
         "posterior_predictive": draws(predicted, seen),
         "log_likelihood": draws(likelihood, weighed),
-        "prior": draws(_prior(posterior, num_samples, seed), latent),
+        "prior": draws(_public(_prior(posterior, num_samples, seed)), latent),
         "observed_data": _dataset(
             {n: _labelled(n, v, seen[n]) for n, v in observed.items()}, posterior
         ),
@@ -103,6 +103,11 @@ def to_arviz(
         **{name: group for name, group in groups.items() if group.data_vars},
         warn_on_custom_groups=False,
     )
+
+
+def _public(draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without what the program keeps for itself, ``_name``."""
+    return {name: value for name, value in draws.items() if not name.startswith("_")}
 
 
 def _labelled(
