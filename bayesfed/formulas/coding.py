@@ -158,7 +158,7 @@ class Coding:
                     f"client {name!r}: {column!r} holds {kind}, where other clients have {self.kinds[column]}"
                 )
             if column in self.levels:
-                new = [level for level in pd.unique(values) if level not in self.levels[column]]
+                new = [level for level in pd.unique(values).tolist() if level not in self.levels[column]]
                 if new:
                     known = ", ".join(map(str, self.levels[column][:8]))
                     raise FormulaError(

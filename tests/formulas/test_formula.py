@@ -1,0 +1,371 @@
+"""Against formulae's own design matrices of the pooled rows, scipy's densities, and a fit in other units."""
+
+import numpy as np
+import pandas as pd
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from formulae import design_matrices
+from pyro import poutine
+from scipy import stats
+
+import bayesfed as bf
+
+@pytest.fixture(scope="module")
+def frame():
+    rng = np.random.default_rng(0)
+    rows = 90
+    frame = pd.DataFrame(
+        {
+            "hospital": np.sort(rng.choice(list("BACD"), rows)),
+            "x": rng.normal(5.0, 2.0, rows),
+            "z": rng.normal(0.0, 1.0, rows),
+            "kind": rng.choice(["b", "a", "c"], rows),
+            "ward": rng.choice(["w1", "w2"], rows),
+            "item": rng.integers(3, 7, rows),
+            "male": rng.random(rows) < 0.5,
+            "n": rng.integers(1, 20, rows),
+        }
+    )
+    frame.loc[frame.hospital == "C", "kind"] = "a"  # C has one level only
+    eta = 0.3 * (frame.x - 5.0) + (frame.kind == "b")
+    frame["y"] = 100.0 + 10.0 * (eta + rng.normal(size=rows))
+    frame["count"] = rng.poisson(np.exp(eta))
+    frame["s"] = rng.binomial(frame.n, 0.5)
+    frame["yes"] = np.where(rng.random(rows) < 0.5, "yes", "no")
+    frame["share"] = rng.beta(3.0, 3.0, rows)
+    return frame
+
+
+def traced(model):
+    """A draw of the program on the pooled rows: values by name, without the dimensions of plates."""
+    with pyro.poutine.seed(rng_seed=1):
+        nodes = poutine.trace(model).get_trace(model.federation).nodes
+    return nodes
+
+
+def flat(model, value):
+    """``(N, B)`` as rows."""
+    mask = model.federation.batch().mask
+    return value.expand(mask.shape)[mask].double().numpy()
+
+
+def expected(text, frame, nodes, factors):
+    """The linear predictor by formulae's matrices, from coefficients in the data's units."""
+    design = design_matrices(text.replace("||", "|"), frame)
+    common = design.common.as_dataframe()
+    total = np.zeros(len(frame))
+    for label in common:
+        if label.startswith("offset("):
+            total += common[label]
+        else:
+            total += common[label].to_numpy(float) * float(nodes[label]["value"])
+    for term in design.group.terms.values() if design.group else ():
+        matrix = np.asarray(design.group[term.name].todense())
+        labels = ["1"] if term.kind == "intercept" else term.expr.labels
+        effects = [nodes[f"{label}|{term.factor.name}"]["value"] for label in labels]
+        order = factors[term.factor.name]
+        values = np.stack([e.reshape(-1).double().numpy()[order] for e in effects], -1)
+        total += matrix @ values.reshape(-1)
+    return total
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "y ~ x + z",
+        "y ~ x*kind + (1 | hospital)",
+        "y ~ 0 + kind + x:kind + (1 + x | hospital)",
+        "y ~ scale(x) + center(z):kind + I(x**2) + male + (1 + x + z || hospital)",
+        "y ~ np.log(x + 20) + C(item) + (0 + kind | hospital)",
+        "y ~ x + (1 + z | hospital) + (1 + x | item)",
+        "y ~ x + (1 | hospital/ward)",
+        "y ~ T(kind, ref='b') + (1 + x | hospital:ward) + (x || item)",
+        "y ~ C(kind, Sum) + offset(z) + (1 | hospital) + (0 + z | hospital)",
+        "y ~ x + (kind | hospital)",
+    ],
+)
+def test_the_predictor_is_that_of_formulae_on_the_pooled_rows(frame, text):
+    """Levels, codes, centring, scaling and the way back to the data's units, all at once; C lacks two kinds.
+
+    Float32 keeps seven digits of numbers about 100.
+    """
+    model = bf.formula(text, frame, client="hospital")
+    nodes = traced(model)
+    hospitals = list(model.federation.names)
+    by_name = [hospitals.index(name) for name in sorted(hospitals)]
+    wards = [2 * i + k for i in by_name for k in range(2)]
+    factors = {"hospital": by_name, "hospital:ward": wards, "item": slice(None)}
+    pooled = pd.concat([frame[frame.hospital == name] for name in hospitals])
+    total = expected(text, pooled, nodes, factors)
+    found = flat(model, nodes["y"]["fn"].loc)
+    np.testing.assert_allclose(found, total, rtol=1e-4, atol=2e-3)
+
+
+def densities(nodes, eta, rows, family):
+    """log p of each row by scipy, at a linear predictor."""
+    value = {name: float(nodes[name]["value"]) for name in nodes if name in ("sigma", "nu", "alpha", "kappa")}
+    mean, p = np.exp(eta), 1.0 / (1.0 + np.exp(-eta))
+    if family == "gaussian":
+        return stats.norm.logpdf(rows.y, eta, value["sigma"])
+    if family == "student_t":
+        return stats.t.logpdf(rows.y, value["nu"], eta, value["sigma"])
+    if family == "bernoulli":
+        return stats.bernoulli.logpmf(rows.yes == "yes", p)
+    if family == "binomial":
+        return stats.binom.logpmf(rows.s, rows.n, p)
+    if family == "poisson":
+        return stats.poisson.logpmf(rows["count"], mean)
+    if family == "negative_binomial":
+        return stats.nbinom.logpmf(rows["count"], value["alpha"], value["alpha"] / (value["alpha"] + mean))
+    if family == "gamma":
+        return stats.gamma.logpdf(rows.share, value["alpha"], scale=mean / value["alpha"])
+    return stats.beta.logpdf(rows.share, value["kappa"] * p, value["kappa"] * (1.0 - p))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "family"),
+    [
+        ("y", "gaussian"),
+        ("y", "student_t"),
+        ("yes['yes']", "bernoulli"),
+        ("s | trials(n)", "binomial"),
+        ("p(s, n)", "binomial"),
+        ("count", "poisson"),
+        ("count", "negative_binomial"),
+        ("share", "gamma"),
+        ("share", "beta"),
+    ],
+)
+def test_each_family_has_the_density_of_scipys(frame, outcome, family):
+    model = bf.formula(f"{outcome} ~ x + (1 + x | hospital)", frame, family=family)
+    nodes = traced(model)
+    effects = {n: nodes[f"{n}|hospital"]["value"].flatten().double().numpy() for n in ("1", "x")}
+    rows = pd.concat([frame[frame.hospital == name] for name in model.federation.names])
+    own = rows.hospital.map({name: i for i, name in enumerate(model.federation.names)})
+    slope = float(nodes["x"]["value"]) + effects["x"][own]
+    eta = float(nodes["Intercept"]["value"]) + effects["1"][own] + slope * rows.x
+    node = nodes[model.coding.outcome]
+    found = flat(model, node["fn"].log_prob(node["value"]))
+    np.testing.assert_allclose(found, densities(nodes, eta, rows, family), rtol=2e-3, atol=2e-3)
+
+
+def test_the_default_priors_are_those_of_rstanarm_in_the_datas_units(frame):
+    """log p of the standardised sites and the change of variables against Normals written in the data's units."""
+    model = bf.formula("y ~ x + (1 + x || hospital)", frame)
+    nodes = traced(model)
+    sd_x, sd_y = frame.x.std(ddof=0), frame.y.std(ddof=0)
+    value = {name: float(nodes[name]["value"]) for name in ("Intercept", "x", "sigma")}
+    at_mean = value["Intercept"] + value["x"] * frame.x.mean()
+
+    def log_prob(name):
+        return float(nodes[name]["fn"].log_prob(nodes[name]["value"]).sum())
+
+    change = {"_intercept": sd_y, "_beta": sd_y / sd_x, "_sigma": sd_y}
+    priors = {
+        "_intercept": stats.norm.logpdf(at_mean, frame.y.mean(), 2.5 * sd_y),
+        "_beta": stats.norm.logpdf(value["x"], 0.0, 2.5 * sd_y / sd_x),
+        "_sigma": np.log(2.0) + stats.t.logpdf(value["sigma"], 4, 0.0, sd_y),
+    }
+    for name, prior in priors.items():
+        assert log_prob(name) - np.log(change[name]) == pytest.approx(prior, abs=1e-4)
+    scales = [float(nodes[f"{name}|hospital_sigma"]["value"]) for name in ("1", "x")]
+    units = np.array([sd_y, sd_y / sd_x])
+    written = stats.halfnorm.logpdf(scales, scale=2.5 * units).sum()
+    assert log_prob("_tau|hospital") - np.log(units).sum() == pytest.approx(written, abs=1e-4)
+
+
+def test_correlated_effects_have_the_covariance_that_is_named(frame):
+    """20,000 draws of u given τ and ρ: their covariance in the data's units, to three Monte Carlo errors."""
+    model = bf.formula("y ~ x + (1 + x | hospital)", frame)
+    nodes = traced(model)
+    law, units = nodes["_u|hospital"]["fn"], np.array(eval(model.source.split("units_hospital = torch.tensor(")[1].split(")")[0]))
+    torch.manual_seed(0)
+    drawn = law.base_dist if hasattr(law, "base_dist") else law
+    u = drawn.sample((20000,)).reshape(20000, -1, 2)[:, 0].double().numpy() @ units.T
+    sds = [float(nodes[f"{name}|hospital_sigma"]["value"]) for name in ("1", "x")]
+    np.testing.assert_allclose(u.std(0), sds, rtol=0.015)
+    found = float(nodes["cor(1, x)|hospital"]["value"])
+    assert np.corrcoef(u.T)[0, 1] == pytest.approx(found, abs=0.021)
+
+
+def test_three_correlated_effects(frame):
+    model = bf.formula("y ~ x + z + (1 + x + z | hospital)", frame)
+    nodes = traced(model)
+    names = {f"cor({pair})|hospital" for pair in ("1, x", "1, z", "x, z")}
+    assert names <= set(nodes)
+    assert all(-1.0 <= float(nodes[name]["value"]) <= 1.0 for name in names)
+
+
+def test_a_fit_in_other_units_is_the_same_fit(frame):
+    """Dollars and thousands of them, grams and kilos: coefficients differ by the factor, to float32."""
+    rows = frame.assign(dollars=1000.0 * frame.y, grams=1000.0 * frame.x)
+    draws = []
+    for text in ("y ~ x + (1 + x | hospital)", "dollars ~ grams + (1 + grams | hospital)"):
+        model = bf.formula(text, rows)
+        draws.append(bf.fit(model, model.federation, rounds=3).derived(num_samples=50))
+    one, other = draws
+    same = {"x", "x|hospital", "x|hospital_sigma", "cor(1, x)|hospital"}
+    for name, value in one.items():
+        there = other[name.replace("x", "grams")]
+        factor = 1.0 if name in same else 1000.0
+        torch.testing.assert_close(there / factor, value, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_printed_is_what_is_run(frame):
+    model = bf.formula("count ~ x*kind + (1 + x | hospital)", frame, family="negative_binomial")
+    namespace = {}
+    exec(str(model), namespace)
+    copied = poutine.trace(poutine.seed(namespace["model"], 1)).get_trace(model.federation)
+    own = poutine.trace(poutine.seed(model, 1)).get_trace(model.federation)
+    assert float(copied.log_prob_sum()) == float(own.log_prob_sum())
+
+
+def test_priors_of_ones_own_are_sites_in_the_datas_units(frame):
+    priors = {
+        "Intercept": dist.StudentT(3.0, 100.0, 10.0),
+        "kind": dist.Laplace(0.0, 2.0),
+        "sigma": dist.HalfNormal(5.0),
+        "1|hospital_sigma": dist.HalfCauchy(1.0),
+    }
+    text = "y ~ x + kind + (1 + x | hospital)"
+    model = bf.formula(text, frame, priors=priors)
+    nodes = traced(model)
+    assert nodes["kind[c]"]["fn"].scale == 2.0
+    assert nodes["_intercept"]["fn"].loc == 100.0
+    assert nodes["sigma"]["fn"].scale == 5.0
+    assert nodes["1|hospital_sigma"]["fn"].scale == 1.0
+    assert "kind[c]" not in bf.fit(model, model.federation, rounds=1).program.derived
+    pooled = pd.concat([frame[frame.hospital == name] for name in model.federation.names])
+    order = [model.federation.names.index(name) for name in sorted(model.federation.names)]
+    total = expected(text, pooled, nodes, {"hospital": order})
+    np.testing.assert_allclose(flat(model, nodes["y"]["fn"].loc), total, rtol=1e-4, atol=2e-3)
+
+
+def test_frames_of_the_clients_own_give_the_same_as_one(frame):
+    sites = {name: rows.drop(columns="hospital") for name, rows in frame.groupby("hospital", sort=False)}
+    text = "y ~ scale(x) + kind + (1 | hospital)"
+    one, other = bf.formula(text, frame), bf.formula(text, sites)
+    assert one.source == other.source
+    torch.testing.assert_close(one.federation["X"], other.federation["X"])
+    assert other.federation.names == one.federation.names
+
+
+def test_an_ordered_categorical_keeps_its_order(frame):
+    kinds = pd.Categorical(frame.kind, categories=["c", "b", "a"], ordered=True)
+    model = bf.formula("y ~ kind + (1 | hospital)", frame.assign(kind=kinds))
+    assert '"kind[b]"' in model.source and '"kind[a]"' in model.source
+    sites = {n: r.drop(columns="hospital") for n, r in frame.assign(kind=kinds).groupby("hospital")}
+    sites["A"] = sites["A"].assign(kind=sites["A"].kind.cat.reorder_categories(["a", "b", "c"]))
+    with pytest.raises(ValueError, match="'kind' is an ordered categorical with other categories"):
+        bf.formula("y ~ kind + (1 | hospital)", sites)
+
+
+def test_arviz_has_bambis_names_and_no_working_variables(frame):
+    model = bf.formula("y ~ x + kind + (1 | hospital) + (1 | item)", frame, client="hospital")
+    posterior = bf.fit(model, model.federation, rounds=2)
+    idata = posterior.to_arviz(40)
+    assert set(idata.posterior) == {
+        *("Intercept", "x", "kind[b]", "kind[c]", "sigma", "1|hospital", "1|hospital_sigma"),
+        *("1|item", "1|item_sigma"),
+    }
+    assert "prior" not in idata.groups()
+    named = idata.assign_coords(model.coords).posterior["1|item"]
+    assert named.coords["1|item_dim_0"].values.tolist() == ["3", "4", "5", "6"]
+
+
+def test_new_clients_and_rows_without_outcome_are_coded_as_agreed(frame):
+    model = bf.formula("y ~ scale(x) + kind + (1 + x | hospital)", frame)
+    new = frame[frame.hospital == "C"].assign(hospital="new")
+    encoded = model.encode(new.drop(columns="y"))
+    torch.testing.assert_close(encoded["X"], model.federation.select(["C"])["X"])
+    assert set(encoded.fields) == set(model.federation.fields) - {"y"}
+    posterior = bf.fit(model, model.federation, rounds=2)
+    joined = posterior.personalize(model.encode(new))
+    assert joined.federation.names == ("new",)
+    assert joined.predict(encoded, 7)["y"].shape == (7, len(new))
+
+
+def test_a_rate_needs_its_trials_but_not_its_successes(frame):
+    model = bf.formula("p(s, n) ~ x + (1 | hospital)", frame, family="binomial")
+    encoded = model.encode(frame.drop(columns="s"))
+    assert set(encoded.fields) == {"X", "trials"}
+
+
+def test_a_posterior_is_read_back(frame, tmp_path):
+    model = bf.formula("y ~ x + (1 + x | hospital)", frame)
+    posterior = bf.fit(model, model.federation, rounds=2)
+    posterior.save(tmp_path / "posterior.safetensors")
+    again = bf.formula("y ~ x + (1 + x | hospital)", frame)
+    read = bf.Posterior.load(tmp_path / "posterior.safetensors", again, again.federation)
+    torch.testing.assert_close(read.derived(num_samples=5), posterior.derived(num_samples=5))
+
+
+REFUSED = {
+    "y x": "write outcome ~ predictors",
+    "~ x": "write outcome ~ predictors",
+    "y ~ x + (1 | hospital": r"cannot be read: Expect '\)'",
+    "y ~ x) + z": r"cannot be read from '\)' on",
+    "y / n ~ x": "the outcome is one column",
+    "y | weights(n) ~ x": r"only \| trials\(n\) is known",
+    "y ~ bs(x, df=4)": r"bs\(\) is not a function of single rows",
+    "y ~ poly(x, 2)": r"poly\(\) is not a function of single rows",
+    "y ~ I(x - np.mean(x))": r"np.mean\(\) is not a function of single rows",
+    "y ~ C(np.round(x))": r"C\(\) takes a column",
+    "scale(y) ~ x": "the outcome is taken as it is",
+    "mvbind(y, z) ~ x": r"mvbind\(\) is not a function",
+    "y ~ x + 3": "3 is a number and no column",
+    "y ~ xx": "no column 'xx'",
+    "y ~ 0": "no predictors",
+    "y ~ I(0 * x)": "is the same in all rows",
+    "y ~ np.log(z)": r"client '.', row \d+: np.log\(z\) is not finite",
+    "y ~ (1 | np.round(x))": "a group's factor is a column",
+    "y ~ (1 | hospital) + (x | hospital)": r"1\|hospital is there twice",
+    "yes ~ x": r"say which level is 1, as in yes\['yes'\]",
+    "p(s, n) ~ x": "the binomial family, and no other",
+    "sigma ~ x + (1 | hospital)": "two things are called 'sigma'",
+    "day ~ x": "column 'day' is datetime64",
+    "y ~ gap": r"client '.', row 3: 'gap' is missing",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_does_not_fit_is_refused_in_one_line(frame, text):
+    rows = frame.assign(day=pd.Timestamp("2020-01-01"), gap=frame.x.where(frame.index != 3), sigma=frame.y)
+    with pytest.raises((ValueError, KeyError), match=REFUSED[text]) as error:
+        bf.formula(text, rows, client="hospital")
+    assert "\n" not in str(error.value)
+
+
+def test_settings_that_do_not_fit_are_refused(frame):
+    text = "y ~ x + (1 | hospital)"
+    with pytest.raises(ValueError, match="no family 'gausian': there are gaussian"):
+        bf.formula(text, frame, family="gausian")
+    with pytest.raises(ValueError, match="priors has 'z', which the model has not: it has Intercept, x"):
+        bf.formula(text, frame, priors={"z": dist.Normal(0.0, 1.0)})
+    with pytest.raises(ValueError, match=r"priors\['x'\] is 2.0: give a distribution"):
+        bf.formula(text, frame, priors={"x": 2.0})
+    with pytest.raises(ValueError, match=r"priors\['x'\] has a shape"):
+        bf.formula(text, frame, priors={"x": dist.Normal(torch.zeros(2), 1.0)})
+    with pytest.raises(ValueError, match="Say client=, a column: hospital, item may be it"):
+        bf.formula(text + " + (1 | item)", frame)
+    with pytest.raises(ValueError, match="Say client=, a column: no"):
+        bf.formula("y ~ x", frame)
+    with pytest.raises(ValueError, match="row 5 has no client"):
+        bf.formula(text, frame.assign(hospital=frame.hospital.where(frame.index != 5)))
+    numbers = {"A": frame.assign(kind=1.0), "B": frame}
+    with pytest.raises(ValueError, match="client 'B': 'kind' holds text, where client 'A' has number"):
+        bf.formula("y ~ kind", numbers, client="site")
+
+
+def test_rows_that_come_later_are_refused_where_they_do_not_fit(frame):
+    model = bf.formula("y ~ x + kind + (1 | hospital) + (1 | item)", frame, client="hospital")
+    with pytest.raises(ValueError, match="client 'A': 'kind' has the level 'q', which no client had"):
+        model.encode(frame.assign(kind="q"))
+    with pytest.raises(ValueError, match="'item' has the level 99, which no client had"):
+        model.encode(frame.assign(item=99))
+    with pytest.raises(ValueError, match="client 'A': 'x' holds text, where other clients have number"):
+        model.encode(frame.assign(x="1"))
+    with pytest.raises(KeyError, match="frame of client 'A' has no column 'x'"):
+        model.encode(frame.drop(columns="x"))
