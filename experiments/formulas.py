@@ -156,13 +156,25 @@ def rows(python: str, names: list[str]) -> Iterator[str]:
             cells = [name, what.replace("|", chr(92) + "|"), shown(mean, sd)]
             if what in truth:
                 there, spread = truth[what]
-                cells += [shown(there, spread), f"{abs(mean - there) / spread:.2f}", f"{sd / spread:.2f}"]
+                cells += [
+                    shown(there, spread),
+                    f"{abs(mean - there) / spread:.2f}",
+                    f"{sd / spread:.2f}",
+                ]
             else:
                 cells += ["", "", ""]
             yield f"| {' | '.join([*cells, problem['lme4'].get(what, '')])} |"
         khat = f"Pareto k {posterior.khat:.2f}"
         took = f"{other['seconds']:.0f} s" if truth else ""
-        cells = [name, "time", f"{seconds:.1f} s, {rounds_of(posterior)} rounds, {khat}", took, "", "", ""]
+        cells = [
+            name,
+            "time",
+            f"{seconds:.1f} s, {rounds_of(posterior)} rounds, {khat}",
+            took,
+            "",
+            "",
+            "",
+        ]
         yield f"| {' | '.join(cells)} |"
 
 

@@ -375,8 +375,8 @@ def moments(federation: Federation, field: str) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of a field over all clients' rows together, from sums over each client.
 
     Returns:
-        Both float64, each with the field's event shape; the standard deviation, see :func:`standardise`, is NaN where it
-        cannot be computed from sums.
+        Both float64, each with the field's event shape; the standard deviation, see :func:`standardise`, is NaN where
+        it cannot be computed from sums.
 
     Example:
         >>> import bayesfed as bf

@@ -47,7 +47,8 @@ def whole(fn: Any) -> Any:
     kept = {
         name: value.expand(*fn.batch_shape, *value.shape[-1 if name.endswith("diag") else -2 :])
         for name, value in vars(fn).items()
-        if name.startswith("_unbroadcasted_") and fn.event_dim  # the ends of a Uniform are no matrices
+        if name.startswith("_unbroadcasted_")
+        and fn.event_dim  # the ends of a Uniform are no matrices
     }
     if not kept:
         return fn

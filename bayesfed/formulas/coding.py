@@ -104,8 +104,9 @@ class Coding:
             rows: its rows; the outcome may be missing altogether.
 
         Returns:
-            ``X`` ``(n, P)``, the columns of the common terms; ``offset`` ``(n,)``; for each group ``X|g`` ``(n, K)`` and,
-            where its factor is not the client, the number of the level, named as the factor; the outcome and ``trials``.
+            ``X`` ``(n, P)``, the columns of the common terms; ``offset`` ``(n,)``; for each group ``X|g`` ``(n, K)``
+            and, where its factor is not the client, the number of the level, named as the factor; the outcome and
+            ``trials``.
 
         Raises:
             FormulaError: a column is missing, holds other levels or nothing, or is not finite once coded.
@@ -136,7 +137,9 @@ class Coding:
     def _culprit(self, label: str, rows: pd.DataFrame) -> str:
         """The term of a field that is not finite."""
         groups = [expr for _, group in self.keyed for expr in self.of_group(group)]
-        terms = [term for term in (*self.terms.model.common_terms, *groups) if term.kind != "intercept"]
+        terms = [
+            term for term in (*self.terms.model.common_terms, *groups) if term.kind != "intercept"
+        ]
         with np.errstate(all="ignore"):
             wrong = (t.name for t in terms if not np.isfinite(_stacked([t], rows)).all())
             return next(wrong, label) if label[0] == "X" or label == "offset" else label
@@ -158,7 +161,11 @@ class Coding:
                     f"client {name!r}: {column!r} holds {kind}, where other clients have {self.kinds[column]}"
                 )
             if column in self.levels:
-                new = [level for level in pd.unique(values).tolist() if level not in self.levels[column]]
+                new = [
+                    level
+                    for level in pd.unique(values).tolist()
+                    if level not in self.levels[column]
+                ]
                 if new:
                     known = ", ".join(map(str, self.levels[column][:8]))
                     raise FormulaError(
@@ -175,7 +182,8 @@ class Coding:
         new = next((key for key in keys if key not in number), None)
         if new is not None:
             raise FormulaError(
-                f"{group.factor} has the level {new!r}, which no client had when the levels were agreed. Leave such rows out"
+                f"{group.factor!r} has the level {new!r}, which no client had when the levels were agreed. Leave such "
+                "rows out"
             )
         return np.array([number[key] for key in keys], dtype=np.int64)
 
@@ -198,7 +206,11 @@ class Coding:
         env = _environment()
         if not _is_proportion(outcome):
             needed = outcome.var_names & set(self.kinds)
-            return {outcome.name: _numbers(outcome.call.eval(rows, env), len(rows))} if needed <= there else {}
+            return (
+                {outcome.name: _numbers(outcome.call.eval(rows, env), len(rows))}
+                if needed <= there
+                else {}
+            )
         successes, trials = outcome.call.args
         if str(trials) in there or hasattr(trials, "value"):
             found["trials"] = _numbers(trials.eval(rows, env), len(rows))
@@ -245,13 +257,17 @@ def agree(terms: Terms, clients: Mapping[str, pd.DataFrame], client: str) -> Cod
         if kind == "ordered"
     }
     levels = {
-        column: ordered.get(column) or _sorted(column, (one.levels[column] for one in said.values()))
+        column: ordered.get(column)
+        or _sorted(column, (one.levels[column] for one in said.values()))
         for column in first.levels
     }
     coding = Coding(terms, client, first.kinds, levels)
     _evaluate(coding)
     for component, call in _stateful(coding):
-        parts = [call.args[0].eval(coding._checked(n, rows), component.env) for n, rows in clients.items()]
+        parts = [
+            call.args[0].eval(coding._checked(n, rows), component.env)
+            for n, rows in clients.items()
+        ]
         mean, sd = _moments(parts)
         if not sd > 0:
             raise FormulaError(f"{call}: {call.args[0]} is the same in all rows")
@@ -262,7 +278,7 @@ def agree(terms: Terms, clients: Mapping[str, pd.DataFrame], client: str) -> Cod
 def seen(terms: Terms, name: str, rows: pd.DataFrame, client: str) -> Seen:
     """What one client says of its rows: all that leaves it before the sums."""
     names = {str(variable) for variable in terms.model.var_names} - {""}
-    columns = sorted(names - _known() | {client})
+    columns = sorted(names - _known())
     check_columns("frame", columns, rows.columns)
     for column in columns:
         _check_whole(name, column, rows[column])
@@ -279,7 +295,7 @@ def seen(terms: Terms, name: str, rows: pd.DataFrame, client: str) -> Seen:
         if kinds[column] == "ordered":
             levels[column] = tuple(values.dtype.categories)
         elif kinds[column] == "text" or column in as_category:
-            levels[column] = tuple(pd.unique(values).tolist())
+            levels[column] = tuple(map(_whole, pd.unique(values).tolist()))
     for group in terms.groups:
         if group.columns != [client]:
             levels[group.factor] = tuple(dict.fromkeys(_levels(group, client, rows)))
@@ -320,8 +336,13 @@ def _levels(group: Group, client: str, rows: pd.DataFrame) -> Iterator[Level]:
     columns = [column for column in group.columns if column != client]
     check_columns("frame", columns, rows.columns)
     if len(columns) == 1:
-        return iter(rows[columns[0]].tolist())
-    return zip(*(rows[column].tolist() for column in columns), strict=True)
+        return map(_whole, rows[columns[0]].tolist())
+    return zip(*(map(_whole, rows[column].tolist()) for column in columns), strict=True)
+
+
+def _whole(level: Level) -> Level:
+    """A level without decimals, which a client's file may or may not have."""
+    return int(level) if isinstance(level, float) and level.is_integer() else level
 
 
 def _sorted(column: str, sets: Iterable[tuple[Level, ...]]) -> tuple[Level, ...]:
@@ -329,7 +350,9 @@ def _sorted(column: str, sets: Iterable[tuple[Level, ...]]) -> tuple[Level, ...]
     try:
         return tuple(sorted(union))
     except TypeError:
-        raise FormulaError(f"the levels of {column!r} are numbers at some clients and text at others") from None
+        raise FormulaError(
+            f"the levels of {column!r} are numbers at some clients and text at others"
+        ) from None
 
 
 def _in_order(column: str, orders: Sequence[tuple[Level, ...]]) -> tuple[Level, ...]:

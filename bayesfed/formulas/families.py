@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import pyro.distributions as dist
+import torch
 
 from bayesfed.formulas.terms import FormulaError
 
@@ -77,3 +81,38 @@ def family_of(name: str) -> str:
     if found not in FAMILIES:
         raise FormulaError(f"no family {name!r}: there are {', '.join(FAMILIES)}")
     return found
+
+
+def said(name: str, prior: Any) -> str:
+    """A prior as code.
+
+    Raises:
+        FormulaError: it is no distribution of a number, or one that code cannot say.
+
+    Example:
+        >>> import pyro.distributions as dist
+        >>> from bayesfed.formulas.families import said
+        >>> said("x", dist.StudentT(3.0, 0.0, 2.5))
+        'dist.StudentT(df=3.0, loc=0.0, scale=2.5)'
+    """
+    if not isinstance(prior, torch.distributions.Distribution) or not hasattr(prior, "event_shape"):
+        raise FormulaError(
+            f"priors[{name!r}] is {prior!r}: give a distribution, such as dist.Normal(0.0, 1.0)"
+        )
+    if prior.batch_shape or prior.event_shape:
+        raise FormulaError(
+            f"priors[{name!r}] has a shape: give a distribution of one number, all columns have it"
+        )
+    kind = type(prior).__name__
+    names = [key for key in prior.arg_constraints if key != "logits"]
+    values = {key: float(f"{float(getattr(prior, key)):.7g}") for key in names}
+    try:
+        written = type(getattr(dist, kind)(**values)) is type(prior)
+    except (AttributeError, TypeError):
+        written = False
+    if not written:
+        raise FormulaError(
+            f"priors[{name!r}], a {kind}, cannot be written down: take one of pyro.distributions with numbers as "
+            "parameters"
+        )
+    return f"dist.{kind}({', '.join(f'{key}={value!r}' for key, value in values.items())})"

@@ -16,8 +16,8 @@ from bayesfed.data.datasets import moments
 from bayesfed.data.federation import Federation, Model
 from bayesfed.data.ingest import check_columns
 from bayesfed.formulas.coding import Coding, agree
-from bayesfed.formulas.families import FAMILIES, family_of
-from bayesfed.formulas.program import Columns, GroupColumns, Outcome, said, source
+from bayesfed.formulas.families import FAMILIES, family_of, said
+from bayesfed.formulas.program import Columns, GroupColumns, Outcome, source
 from bayesfed.formulas.terms import FormulaError, Terms, parse
 
 _RESERVED = ("X", "offset", "trials")
@@ -61,7 +61,12 @@ class Formula:
         """The code, run."""
         name = f"<formula {self.text}>"
         lines = self.source.splitlines(keepends=True)
-        linecache.cache[name] = (len(self.source), None, lines, name)  # so that errors show their line
+        linecache.cache[name] = (
+            len(self.source),
+            None,
+            lines,
+            name,
+        )  # so that errors show their line
         namespace: dict[str, Any] = {}
         exec(compile(self.source, name, "exec"), namespace)
         model: Model = namespace["model"]
@@ -70,7 +75,7 @@ class Formula:
     @property
     def coords(self) -> dict[str, list[str]]:
         """What the entries of vectors are called: ``posterior.to_arviz().assign_coords(model.coords)``."""
-        found = {}
+        found: dict[str, list[str]] = {}
         for group in self.coding.terms.groups:
             if group.columns != [self.coding.client]:
                 levels = self.coding.levels[group.factor]
@@ -118,11 +123,11 @@ def formula(
     are the server's. At the start each client says of each column whether it holds numbers or text, the levels of
     text, and sums; of these the levels, means and standard deviations are made.
 
-    Default priors are those of rstanarm and bambi: with predictors centred, slopes ``Normal(0, 2.5 sd(y) / sd(x))``, the
-    intercept ``Normal(mean(y), 2.5 sd(y))``, a group's standard deviations ``HalfNormal(2.5 sd(y) / sd(x))``, ``sigma``
-    ``HalfStudentT(4, sd(y))``; without a unit of the outcome sd(y) is 1, the intercept's mean is that of the link. Where
-    the link is the logit slopes have ``Normal(0, 1 / sd(x))``, effects of categories ``Normal(0, 1)`` and the intercept
-    ``Normal(0, 1.5)``. Correlations have ``LKJ(1)``.
+    Default priors are those of rstanarm and bambi: with predictors centred, slopes ``Normal(0, 2.5 sd(y) / sd(x))``,
+    the intercept ``Normal(mean(y), 2.5 sd(y))``, a group's standard deviations ``HalfNormal(2.5 sd(y) / sd(x))``,
+    ``sigma`` ``HalfStudentT(4, sd(y))``. Where the link is the logarithm sd(y) is 1 and the intercept about the
+    logarithm of mean(y). Where it is the logit slopes have ``Normal(0, 1 / sd(x))``, effects of categories
+    ``Normal(0, 1)`` and the intercept ``Normal(0, 1.5)``. Correlations have ``LKJ(1)``.
 
     Args:
         text: the formula.
@@ -131,8 +136,8 @@ def formula(
             formula calls them.
         family: ``"gaussian"``, ``"student_t"``, ``"bernoulli"``, ``"binomial"``, ``"beta"``, ``"poisson"``,
             ``"negative_binomial"`` or ``"gamma"``, with links identity, logit and log.
-        priors: by name in the results a distribution of Pyro's: ``{"x": dist.Laplace(0.0, 1.0)}``, or of all columns of a
-            term. That of ``"Intercept"`` is where the predictors are at their means.
+        priors: by name in the results a distribution of Pyro's: ``{"x": dist.Laplace(0.0, 1.0)}``, or of all columns of
+            a term. That of ``"Intercept"`` is where the predictors are at their means.
 
     Returns:
         The model; its ``federation`` is what to fit it to. What the program names by ``_`` is standardised; all else,
@@ -175,7 +180,9 @@ def formula(
             priors.setdefault(label, priors[term])
     public = _names(common, groups, family, coding)
     for name in {*priors} - {*public, *names.values()}:
-        raise FormulaError(f"priors has {name!r}, which the model has not: it has {', '.join(public)}")
+        raise FormulaError(
+            f"priors has {name!r}, which the model has not: it has {', '.join(public)}"
+        )
     code = {name: said(name, prior) for name, prior in priors.items() if name in public}
     title = f"{text}, {family}."
     program = source(title, FAMILIES[family], outcome, common, groups, code)
@@ -206,7 +213,9 @@ def _clients(
     check_columns("frame", [client], data.columns)
     nameless = data[client].isna().to_numpy()
     if nameless.any():
-        raise FormulaError(f"row {data.index[nameless.argmax()]} has no client: {client!r} is missing there")
+        raise FormulaError(
+            f"row {data.index[nameless.argmax()]} has no client: {client!r} is missing there"
+        )
     found = data.groupby(client, sort=False, observed=True)
     return {str(name): rows for name, rows in found}
 
@@ -220,7 +229,9 @@ def _outcome(coding: Coding, family: str, federation: Federation) -> Outcome:
     """The constants of the outcome, from sums."""
     name = coding.outcome
     if name in _RESERVED:
-        raise FormulaError(f"the outcome cannot be called {name!r}, as a field of the predictors: rename it")
+        raise FormulaError(
+            f"the outcome cannot be called {name!r}, as a field of the predictors: rename it"
+        )
     if ("trials" in federation.fields) != (family == "binomial"):
         raise FormulaError(
             f"family {family!r}: the binomial family, and no other, has an outcome p(y, n), successes y of n trials"
@@ -230,7 +241,9 @@ def _outcome(coding: Coding, family: str, federation: Federation) -> Outcome:
     link = FAMILIES[family].link
     if link == "identity":
         if not sd > 0:
-            raise FormulaError(f"the outcome {name!r} is the same in all rows, or overflows: nothing is to be explained")
+            raise FormulaError(
+                f"the outcome {name!r} is the same in all rows, or overflows: nothing is to be explained"
+            )
         loc = _to_digits(mean - offset, sd) if coding.intercept else 0.0
         intercept = "dist.Normal(0.0, 2.5)" if coding.intercept else None
         return Outcome(name, loc, _seven(sd), intercept, coding.offset)
@@ -250,8 +263,8 @@ def _columns(
     for label, one, m in zip(labels, sd, mean, strict=True):
         if not one > 0:
             raise FormulaError(
-                f"{label} is the same in all rows, or varies by less than a millionth of its size ({m:.4g}): leave it out, "
-                "or subtract what all have in common"
+                f"{label} is the same in all rows, or varies by less than a millionth of its size ({m:.4g}): leave it "
+                "out, or subtract what all have in common"
             )
     means = tuple(_to_digits(m, s) if centred else 0.0 for m, s in zip(mean, sd, strict=True))
     return Columns(labels, means, tuple(map(_seven, sd)), tuple(prior_sd))
@@ -265,8 +278,7 @@ def _of_categories(common: Columns, terms: list[Any]) -> Columns:
         for _ in term.labels
     ]
     sds = tuple(
-        sd if yes else prior
-        for yes, sd, prior in zip(own, common.sd, common.prior_sd, strict=True)
+        sd if yes else prior for yes, sd, prior in zip(own, common.sd, common.prior_sd, strict=True)
     )
     return Columns(common.labels, common.mean, common.sd, sds)
 
@@ -274,7 +286,10 @@ def _of_categories(common: Columns, terms: list[Any]) -> Columns:
 def _groups(
     coding: Coding, federation: Federation, priors: Mapping[str, Any]
 ) -> list[GroupColumns]:
-    """The groups' effects. Predictors of correlated ones are centred, unless a prior says how far intercepts at 0 differ."""
+    """The groups' effects.
+
+    Predictors of correlated ones are centred, unless a prior says how far the intercepts, at 0, differ.
+    """
     found: list[GroupColumns] = []
     for key, group in coding.keyed:
         exprs = coding.of_group(group)
@@ -296,9 +311,7 @@ def _groups(
     return found
 
 
-def _names(
-    common: Columns, groups: list[GroupColumns], family: str, coding: Coding
-) -> list[str]:
+def _names(common: Columns, groups: list[GroupColumns], family: str, coding: Coding) -> list[str]:
     """What the model names in the data's units; fails where two things have one name."""
     names = ["Intercept"] * coding.intercept + [*common.labels, *FAMILIES[family].parameters]
     for group in groups:
@@ -307,7 +320,9 @@ def _names(
     twice = next((name for name in names if [*names, coding.outcome].count(name) > 1), None)
     twice = twice or next((name for name in fields[1:] if name == coding.outcome), None)
     if twice is not None:
-        raise FormulaError(f"two things are called {twice!r} (of the {family} family, or columns): rename the column")
+        raise FormulaError(
+            f"two things are called {twice!r} (of the {family} family, or columns): rename the column"
+        )
     return names
 
 

@@ -13,12 +13,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
 
 from bayesfed.formulas.families import Family
-from bayesfed.formulas.terms import FormulaError
 
 HEAD = """\
 import pyro
@@ -129,7 +125,9 @@ def source(
     mean = predictor if outcome.scale == 1 else f"{_n(outcome.scale)} * ({predictor})"
     mean = mean if outcome.loc == 0 else f"{_exact(outcome.loc)} + {mean}"
     mean += ' + obs["offset"]' * outcome.offset
-    observed = f'pyro.sample({_q(outcome.name)}, {family.likelihood}, obs=obs.get({_q(outcome.name)}))'
+    observed = (
+        f"pyro.sample({_q(outcome.name)}, {family.likelihood}, obs=obs.get({_q(outcome.name)}))"
+    )
     lines = [f'"""{title}"""', *code.outside, "with federation.clients():"]
     inner = [*code.inside, "with federation.observations() as obs:"]
     rows = [*code.rows, f"mean = {mean}", observed]
@@ -169,7 +167,7 @@ def _common(code: _Code, outcome: Outcome, common: Columns, priors: Mapping[str,
     for k in by_default:
         label = _q(common.labels[k])
         code.outside.append(f"pyro.deterministic({label}, {_times(units[k], f'beta[..., {k}]')})")
-    code.rows.append(f'x = {_standardised("X", common)}')
+    code.rows.append(f"x = {_standardised('X', common)}")
     code.sum.append("(beta * x).sum(-1)")
 
 
@@ -291,13 +289,13 @@ def _correlations(
         rho = f"rho_{suffix}"
         rows = f"torch.stack([one, 0.0 * one], -1), torch.stack([{rho}, (1.0 - {rho}.square()).sqrt()], -1)"
         lines = [
-            f'{rho} = pyro.sample({_q("_rho|" + group.key)}, dist.Uniform(-1.0, 1.0))',
+            f"{rho} = pyro.sample({_q('_rho|' + group.key)}, dist.Uniform(-1.0, 1.0))",
             f"one = torch.ones_like({rho})",
             f"chol_{suffix} = torch.stack([{rows}], -2)",
         ]
     else:
         law = f"dist.LKJCholesky({size}, 1.0)"
-        lines = [f'chol_{suffix} = pyro.sample({_q("_chol|" + group.key)}, {law})']
+        lines = [f"chol_{suffix} = pyro.sample({_q('_chol|' + group.key)}, {law})"]
     lines += [
         f"tril_{suffix} = {tau}.unsqueeze(-1) * chol_{suffix}",
         f"units_{suffix} = torch.tensor([{', '.join(_l(row) for row in matrix)}])",
@@ -385,34 +383,3 @@ def _t(values: Sequence[float]) -> str:
 
 def _q(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-def said(name: str, prior: Any) -> str:
-    """A prior as code.
-
-    Raises:
-        FormulaError: it is no distribution of a number, or one that code cannot say.
-
-    Example:
-        >>> import pyro.distributions as dist
-        >>> from bayesfed.formulas.program import said
-        >>> said("x", dist.StudentT(3.0, 0.0, 2.5))
-        'dist.StudentT(df=3.0, loc=0.0, scale=2.5)'
-    """
-    import pyro.distributions as dist
-
-    if not isinstance(prior, torch.distributions.Distribution) or not hasattr(prior, "event_shape"):
-        raise FormulaError(f"priors[{name!r}] is {prior!r}: give a distribution, such as dist.Normal(0.0, 1.0)")
-    if prior.batch_shape or prior.event_shape:
-        raise FormulaError(f"priors[{name!r}] has a shape: give a distribution of one number, all columns have it")
-    kind = type(prior).__name__
-    values = {key: float(getattr(prior, key)) for key in prior.arg_constraints if key != "logits"}
-    try:
-        written = type(getattr(dist, kind)(**values)) is type(prior)
-    except (AttributeError, TypeError):
-        written = False
-    if not written:
-        raise FormulaError(
-            f"priors[{name!r}], a {kind}, cannot be written down: take one of pyro.distributions with numbers as parameters"
-        )
-    return f"dist.{kind}({', '.join(f'{key}={_n(value)}' for key, value in values.items())})"

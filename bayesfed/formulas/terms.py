@@ -13,7 +13,9 @@ STATEFUL = ("center", "scale", "standardize")
 CATEGORIES = ("C", "S", "T")
 """Functions that make categories of a column."""
 PROPORTIONS = ("p", "prop", "proportion")
-_OF_R = {name: getattr(np, name) for name in ("exp", "log", "log1p", "log2", "log10", "sqrt", "abs")}
+_OF_R = {
+    name: getattr(np, name) for name in ("exp", "log", "log1p", "log2", "log10", "sqrt", "abs")
+}
 _OWN = (*STATEFUL, *CATEGORIES, "I", "offset")
 NAMESPACE = {"np": np, **_OF_R}
 """What a formula may use beside formulae's own functions."""
@@ -107,7 +109,9 @@ def parse(text: str) -> Terms:
     except Exception as error:  # formulae's errors have no class in common
         said = str(error) or type(error).__name__
         if "response term" in said or "Response" in said:
-            said = "the outcome is one column, a function of it such as log(y) or I(y / n), or p(y, n)"
+            said = (
+                "the outcome is one column, a function of it such as log(y) or I(y / n), or p(y, n)"
+            )
         raise FormulaError(f"formula {text!r} cannot be read: {said}") from None
     terms = Terms(text, model, tuple(groups))
     _check(terms)
@@ -168,7 +172,7 @@ def _check(terms: Terms) -> None:
     names = [term.name for group in terms.groups for term in group.terms]
     for name in names:
         if names.count(name) > 1:
-            expr, factor = name.split("|")
+            _, factor = name.split("|")
             raise FormulaError(
                 f"{name} is there twice: (x | {factor}) has an intercept already. Write (1 + x | {factor}), or for "
                 f"independent effects (1 + x || {factor})"
@@ -177,12 +181,16 @@ def _check(terms: Terms) -> None:
         if call.callee not in PROPORTIONS:
             _check_call(call, terms.outcome.name)
         if call.callee in (*STATEFUL, *CATEGORIES):
-            raise FormulaError(f"{terms.outcome.name}: the outcome is taken as it is, it is scaled inside")
+            raise FormulaError(
+                f"{terms.outcome.name}: the outcome is taken as it is, it is scaled inside"
+            )
     for component in terms.components:
         for call in calls(component):
             _check_call(call, component.name)
         if str(component.name).replace(".", "").isdigit():
-            raise FormulaError(f"{component.name} is a number and no column: only 0 and 1 can stand alone")
+            raise FormulaError(
+                f"{component.name} is a number and no column: only 0 and 1 can stand alone"
+            )
     for group in terms.groups:
         for component in group.terms[0].factor.components:
             if hasattr(component, "call"):
@@ -204,14 +212,16 @@ def _check_call(call: Any, name: str) -> None:
     callee = call.callee
     if callee in CATEGORIES:
         if type(call.args[0]).__name__ != "LazyVariable":
-            raise FormulaError(f"{name}: {callee}() takes a column; make one of {call.args[0]} first")
+            raise FormulaError(
+                f"{name}: {callee}() takes a column; make one of {call.args[0]} first"
+            )
         return
     known = callee in _OWN or callee in _OF_R or _row_wise(callee)
     if not known:
         raise FormulaError(
-            f"{name}: {callee}() is not a function of single rows that is known here, and no place has all rows. Make a "
-            "column of it first; known are numpy's of single numbers (np.log, np.sqrt, ...), I, C, offset, center and "
-            "scale"
+            f"{name}: {callee}() is not a function of single rows that is known here, and no place has all rows. Make "
+            "a column of it first; known are numpy's of single numbers (np.log, np.sqrt, ...), I, C, offset, center "
+            "and scale"
         )
 
 

@@ -37,9 +37,10 @@ def to_arviz(
         seed: of the draws.
 
     Returns:
-        Groups ``posterior`` (with what the model derives, and without sites that it names by ``_``, its working variables), ``posterior_predictive``, ``log_likelihood``, ``prior``,
-        ``observed_data``, ``constant_data`` and ``history`` (per round). Of a Gaussian process the log-likelihoods are
-        those of all rows of a client together; where these cannot be conditioned on there are no predictions. Dims are
+        Groups ``posterior`` (with what the model derives, without sites that it calls ``_name``, its working variables),
+        ``posterior_predictive``, ``log_likelihood``, ``prior``, ``observed_data``, ``constant_data`` and ``history``
+        (per round). Of a Gaussian process the log-likelihoods are those of all rows of a client together; where these
+        cannot be conditioned on there are no predictions. Dims are
         ``chain``, ``draw``, ``client``, ``observation`` (with the coordinate ``observation_client``), ``round`` and
         ``<site>_dim_<j>``.
 

@@ -127,6 +127,14 @@ def scaled(federation):
             pyro.sample("y", law, obs=obs["y"])
 
 
+def bounded(federation):
+    """The ends of a Uniform: plain numbers, and one for each entry."""
+    rho = pyro.sample("rho", dist.Uniform(-1.0, 1.0))
+    w = pyro.sample("w", dist.Uniform(torch.tensor([-1.0, 0.0]), torch.ones(2)).to_event(1))
+    with federation.clients():
+        observe(federation, lambda obs: rho + obs["x"] @ w)
+
+
 def parameters(federation):
     beta = pyro.param("beta", torch.tensor([0.3, 1.0], dtype=torch.float64))
     with federation.clients():
@@ -154,6 +162,7 @@ PLAIN = [
     over_time,
     simplex,
     scaled,
+    bounded,
     parameters,
     factor,
 ]
