@@ -37,12 +37,11 @@ def to_arviz(
         seed: of the draws.
 
     Returns:
-        Groups ``posterior`` (with what the model derives, without sites that it calls ``_name``, its working variables),
+        Groups ``posterior`` (with what the model derives, but without its working variables, which it calls ``_name``),
         ``posterior_predictive``, ``log_likelihood``, ``prior``, ``observed_data``, ``constant_data`` and ``history``
         (per round). Of a Gaussian process the log-likelihoods are those of all rows of a client together; where these
-        cannot be conditioned on there are no predictions. Dims are
-        ``chain``, ``draw``, ``client``, ``observation`` (with the coordinate ``observation_client``), ``round`` and
-        ``<site>_dim_<j>``.
+        cannot be conditioned on there are no predictions. Dims are ``chain``, ``draw``, ``client``, ``observation``
+        (with the coordinate ``observation_client``), ``round`` and ``<site>_dim_<j>``.
 
     Raises:
         ValueError: ``num_samples`` is not a multiple of ``chains``.
