@@ -160,19 +160,19 @@ class Coding:
                 raise FormulaError(
                     f"client {name!r}: {column!r} holds {kind}, where other clients have {self.kinds[column]}"
                 )
-            if column in self.levels:
-                new = [
-                    level
-                    for level in pd.unique(values).tolist()
-                    if level not in self.levels[column]
-                ]
-                if new:
-                    known = ", ".join(map(str, self.levels[column][:8]))
-                    raise FormulaError(
-                        f"client {name!r}: {column!r} has the level {new[0]!r}, which no client had when the levels "
-                        f"were agreed ({known}{', ...' if len(self.levels[column]) > 8 else ''}). Leave such rows out"
-                    )
-            kept[column] = values.astype(float if kind == "number" else object)
+            if column not in self.levels:
+                kept[column] = values.astype(float)
+                continue
+            agreed = {level: level for level in self.levels[column]}  # 1.0 is 1 and True, as agreed
+            new = next((level for level in values.tolist() if level not in agreed), None)
+            if new is not None:
+                known = ", ".join(map(str, self.levels[column][:8]))
+                raise FormulaError(
+                    f"client {name!r}: {column!r} has the level {new!r}, which no client had when the levels "
+                    f"were agreed ({known}{', ...' if len(agreed) > 8 else ''}). Leave such rows out"
+                )
+            levels = [agreed[level] for level in values.tolist()]
+            kept[column] = pd.Series(levels, values.index, None if kind == "number" else object)
         return pd.DataFrame(kept, index=rows.index)
 
     def _index(self, group: Group, rows: pd.DataFrame) -> np.ndarray:

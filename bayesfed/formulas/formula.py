@@ -158,7 +158,7 @@ def formula(
         >>> sorted(posterior.derived(num_samples=10))
         ['1|site', '1|site_sigma', 'Intercept', 'sigma', 'x']
     """
-    family, priors = family_of(family), dict(priors or {})
+    text, family, priors = " ".join(text.split()), family_of(family), dict(priors or {})
     terms = parse(text)
     client = _client_of(terms, data, client)
     clients = _clients(data, client)

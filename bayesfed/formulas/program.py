@@ -119,8 +119,13 @@ def source(
     elif outcome.intercept is not None:
         _own_intercept(code, outcome, common)
     _parameters(code, family, outcome, priors)
+    suffixes: list[str] = []
     for group in groups:
-        _group(code, outcome, group, priors)
+        suffix = re.sub(r"\W", "_", group.key)
+        while suffix in suffixes:
+            suffix += "_"
+        suffixes.append(suffix)
+        _group(code, outcome, group, suffix, priors)
     predictor = " + ".join(code.sum)
     mean = predictor if outcome.scale == 1 else f"{_n(outcome.scale)} * ({predictor})"
     mean = mean if outcome.loc == 0 else f"{_exact(outcome.loc)} + {mean}"
@@ -193,9 +198,10 @@ def _parameters(code: _Code, family: Family, outcome: Outcome, priors: Mapping[s
             code.outside.append(f"pyro.deterministic({_q(name)}, {name})")
 
 
-def _group(code: _Code, outcome: Outcome, group: GroupColumns, priors: Mapping[str, str]) -> None:
+def _group(
+    code: _Code, outcome: Outcome, group: GroupColumns, suffix: str, priors: Mapping[str, str]
+) -> None:
     """Scales τ, and the effects u of a level: Normal(0, τ), or with a correlation Normal(0, diag(τ) L Lᵀ diag(τ))."""
-    suffix = re.sub(r"\W", "_", group.key)
     tau, u, of = f"tau_{suffix}", f"u_{suffix}", f"|{group.factor}"
     names = group.names
     units = [outcome.scale] * group.intercept + [outcome.scale / sd for sd in group.columns.sd]
@@ -214,7 +220,7 @@ def _group(code: _Code, outcome: Outcome, group: GroupColumns, priors: Mapping[s
         law = f"dist.MultivariateNormal({zeros}, scale_tril={tril})"
         if levels:
             law = f"dist.MultivariateNormal({zeros}, scale_tril={tril}.unsqueeze(-3)).to_event(1)"
-        _correlations(code, group, suffix, tau, mapped, units)
+        _correlations(code, group, suffix, mapped, units, priors)
         in_units = f"effects_{suffix} = ({matrix} @ {u}.unsqueeze(-1)).squeeze(-1)"
         effects = [f"effects_{suffix}[..., {k}]" for k in range(len(names))]
     else:
@@ -278,9 +284,9 @@ def _correlations(
     code: _Code,
     group: GroupColumns,
     suffix: str,
-    tau: str,
     mapped: list[list[float]] | None,
     units: Sequence[float],
+    priors: Mapping[str, str],
 ) -> None:
     """The Cholesky factor of the effects' covariance, and scales and correlations in the data's units."""
     size, names = len(group.names), group.names
@@ -297,16 +303,14 @@ def _correlations(
         law = f"dist.LKJCholesky({size}, 1.0)"
         lines = [f"chol_{suffix} = pyro.sample({_q('_chol|' + group.key)}, {law})"]
     lines += [
-        f"tril_{suffix} = {tau}.unsqueeze(-1) * chol_{suffix}",
+        f"tril_{suffix} = tau_{suffix}.unsqueeze(-1) * chol_{suffix}",
         f"units_{suffix} = torch.tensor([{', '.join(_l(row) for row in matrix)}])",
         f"spread_{suffix} = units_{suffix} @ tril_{suffix}",
         f"sd_{suffix} = spread_{suffix}.square().sum(-1).sqrt()",
     ]
-    if mapped is not None:
-        lines += [
-            f"pyro.deterministic({_q(f'{name}|{group.factor}_sigma')}, sd_{suffix}[..., {k}])"
-            for k, name in enumerate(names)
-        ]
+    for k, name in enumerate(f"{name}|{group.factor}_sigma" for name in names):
+        if mapped is not None and name not in priors:
+            lines.append(f"pyro.deterministic({_q(name)}, sd_{suffix}[..., {k}])")
     for j in range(size):
         for k in range(j + 1, size):
             product = f"(spread_{suffix}[..., {j}, :] * spread_{suffix}[..., {k}, :]).sum(-1)"

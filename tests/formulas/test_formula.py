@@ -85,6 +85,7 @@ def expected(text, frame, nodes, factors):
         "y ~ T(kind, ref='b') + (1 + x | hospital:ward) + (x || item)",
         "y ~ C(kind, Sum) + offset(z) + (1 | hospital) + (0 + z | hospital)",
         "y ~ x + (kind | hospital)",
+        "y ~ C(male)*x +\n x:z + (1 | hospital)",
     ],
 )
 def test_the_predictor_is_that_of_formulae_on_the_pooled_rows(frame, text):
@@ -220,6 +221,16 @@ def test_a_fit_in_other_units_is_the_same_fit(frame):
         torch.testing.assert_close(there / factor, value, rtol=1e-4, atol=1e-4)
 
 
+def test_where_a_predictor_counts_from_does_not_matter(frame):
+    """x and x + 1000: the same slopes, of correlated effects too; float32 keeps four digits of x then."""
+    draws = []
+    for rows in (frame, frame.assign(x=frame.x + 1000.0)):
+        model = bf.formula("y ~ x + (1 + x | hospital)", rows)
+        draws.append(bf.fit(model, model.federation, rounds=3).derived(num_samples=50))
+    for name in ("x", "x|hospital", "x|hospital_sigma", "sigma"):
+        torch.testing.assert_close(draws[1][name], draws[0][name], rtol=0.01, atol=0.01)
+
+
 def test_what_is_printed_is_what_is_run(frame):
     model = bf.formula("count ~ x*kind + (1 + x | hospital)", frame, family="negative_binomial")
     namespace = {}
@@ -245,6 +256,8 @@ def test_priors_of_ones_own_are_sites_in_the_datas_units(frame):
     assert nodes["1|hospital_sigma"]["fn"].scale == 1.0
     assert "kind[c]" not in bf.fit(model, model.federation, rounds=1).program.derived
     pooled = pd.concat([frame[frame.hospital == name] for name in model.federation.names])
+    slope = bf.formula(text, frame, priors={"x|hospital_sigma": dist.HalfNormal(2.0)})
+    assert traced(slope)["x|hospital_sigma"]["fn"].scale == 2.0
     order = [model.federation.names.index(name) for name in sorted(model.federation.names)]
     total = expected(text, pooled, nodes, {"hospital": order})
     np.testing.assert_allclose(flat(model, nodes["y"]["fn"].loc), total, rtol=1e-4, atol=2e-3)
