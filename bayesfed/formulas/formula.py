@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from bayesfed.data.batch import Batch
@@ -221,8 +222,19 @@ def _clients(
 
 
 def _federation(coding: Coding, clients: Mapping[str, pd.DataFrame]) -> Federation:
-    fields = {name: coding.fields(name, rows) for name, rows in clients.items()}
-    return Federation.from_arrays(fields, client_dim=coding.client)
+    """The clients' fields; of all rows at once, since each is coded alone, which is faster in one process."""
+    try:
+        fields = coding.fields("of all", pd.concat(list(clients.values()), ignore_index=True))
+    except (ValueError, KeyError):  # which client's?
+        own = {name: coding.fields(name, rows) for name, rows in clients.items()}
+    else:
+        ends = np.cumsum([len(rows) for rows in clients.values()])[:-1]
+        parts = {label: np.split(values, ends) for label, values in fields.items()}
+        own = {
+            name: {label: part[i] for label, part in parts.items()}
+            for i, name in enumerate(clients)
+        }
+    return Federation.from_arrays(own, client_dim=coding.client)
 
 
 def _outcome(coding: Coding, family: str, federation: Federation) -> Outcome:
