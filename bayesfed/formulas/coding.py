@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from pandas.api.types import is_numeric_dtype
 
-from bayesfed.data.ingest import check_columns
+from bayesfed.data.columns import check_columns
 from bayesfed.formulas.terms import (
     CATEGORIES,
     NAMESPACE,
