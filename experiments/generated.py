@@ -9,7 +9,7 @@ row, ``pyro.factor``, ``pyro.deterministic``. Of these the log density of all si
 must be Pyro's own on the pooled data. The others have a mistake of the list below in the program or in the frame. They
 must be refused in words, with the same answer as Pyro's where they are not.
 
-"raw" is an error that is no ValueError, KeyError or NotImplementedError, or that says what torch, Pyro or pandas said;
+"raw" is an error that says what torch, Pyro or pandas said, or of another kind than errors of settings and data;
 "silent" another number than Pyro's.
 """
 
@@ -239,7 +239,7 @@ def attempt(seed: int) -> tuple[str, str, str]:
             made = program(rng, mistake)
             run = bf.start(made, federation, rounds=1)
             bf.step(run)
-    except (ValueError, KeyError, NotImplementedError, bf.Stopped) as error:
+    except (ValueError, KeyError, TypeError, NotImplementedError, bf.Stopped) as error:
         said = str(error.args[0])
         ours_ = re.sub(r" \(.*\)$", "", said)  # behind it in brackets, what torch said
         return mistake, "raw" if RAW.search(ours_) else "refused", said
