@@ -32,6 +32,7 @@ from bayesfed.fitting import finish, fit, start, step
 from bayesfed.formulas.formula import formula
 from bayesfed.guides import Flow, FullRank, MeanField
 from bayesfed.output import bounds, metrics
+from bayesfed.output.loo import loo
 from bayesfed.output.posterior import Posterior
 
 __all__ = [
@@ -71,6 +72,7 @@ __all__ = [
     "fit",
     "formula",
     "guides",
+    "loo",
     "metrics",
     "models",
     "simulations",

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import tomli_w
@@ -19,7 +19,10 @@ from rich.text import Text
 from bayesfed.engine import resume
 from bayesfed.engine.files import atomically, sweep
 from bayesfed.engine.run import Round
-from bayesfed.output.inference_data import az  # type: ignore[attr-defined]
+from bayesfed.output import lines
+
+if TYPE_CHECKING:
+    import arviz as az
 
 FILES = {
     "config.toml": "the experiment with every setting; bayesfed run repeats it",
@@ -104,8 +107,8 @@ class RunFolder:
         if self._ours and not any(self.path.iterdir()):
             self.path.rmdir()
 
-    def write_draws(self, name: str, idata: az.InferenceData) -> None:
-        """Write ArviZ's InferenceData as netCDF 4, atomically."""
+    def write_draws(self, name: str, idata: az.InferenceData | xr.DataTree) -> None:
+        """Write what ``to_arviz`` gave as netCDF 4, atomically."""
         with atomically(self.path / name) as temporary:
             idata.to_netcdf(str(temporary), engine="h5netcdf")
 
@@ -137,11 +140,11 @@ def summary(posterior: xr.Dataset, held_out: xr.Dataset | None = None) -> pd.Dat
         held_out: draws of clients that took no part; a column ``held_out`` then tells them apart.
     """
     names = sorted(map(str, posterior), key=lambda name: "client" in posterior[name].dims)
-    table = az.summary(posterior, var_names=names, kind="stats", round_to="none")
+    table = lines.summary(posterior, names)
     if held_out is None:
         return table
     local = [name for name in names if "client" in posterior[name].dims]
-    extra = az.summary(held_out, var_names=local, kind="stats", round_to="none")
+    extra = lines.summary(held_out, local)
     return pd.concat([table.assign(held_out=False), extra.assign(held_out=True)])
 
 

@@ -98,7 +98,7 @@ def _write(
             part.save(folder.path / f"{name}.safetensors")
             idata = part.to_arviz(config.output.num_samples)
             folder.write_draws(f"{name}.nc", idata)
-            draws[name] = idata["posterior"]
+            draws[name] = lines.dataset(idata, "posterior")
     table = report.summary(draws["posterior"], draws.get("held_out"))
     folder.write("summary.csv", table.to_csv(index_label="variable", float_format="%.6g"))
     forest(

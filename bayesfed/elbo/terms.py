@@ -57,21 +57,21 @@ def run(
     return guide, model
 
 
-def _log_ratio(guide: Any, model: Any, *, local: bool, skip: Sequence[str] = ()) -> Tensor | float:
-    """Σ log p − Σ log q over the local or the global sites: ``(S, K or 1)``; 0 where there are none."""
-
-    def wanted(name: str, node: Any) -> bool:
-        return name not in skip and not handlers.is_plate(node) and handlers.is_local(node) == local
-
+def _log_prob(trace: Any, *, local: bool, skip: Sequence[str] = ()) -> Tensor | float:
+    """Σ log p over a trace's local or global sites: ``(S, K or 1)``; 0 where there are none."""
     total: Tensor | float = 0.0
     with pyro.validation_enabled(False):
-        for trace, sign in ((model, 1.0), (guide, -1.0)):
-            for name, node in trace.nodes.items():
-                if node["type"] == "sample" and wanted(name, node):
-                    log_prob = node["fn"].log_prob(node["value"])
-                    log_prob = scale_and_mask(log_prob, node["scale"], node["mask"])
-                    total = total + sign * log_prob.sum(-1)
+        for name, node in handlers.sample_sites(trace).items():
+            if name not in skip and handlers.is_local(node) == local:
+                log_prob = node["fn"].log_prob(node["value"])
+                total = total + scale_and_mask(log_prob, node["scale"], node["mask"]).sum(-1)
     return total
+
+
+def _log_ratio(guide: Any, model: Any, *, local: bool, skip: Sequence[str] = ()) -> Tensor | float:
+    """Σ log p − Σ log q over the local or the global sites, as :func:`_log_prob`."""
+    p, q = (_log_prob(trace, local=local, skip=skip) for trace in (model, guide))
+    return p - q
 
 
 def _terms(value: Tensor | float, like: Tensor, draws: int, clients: int) -> Tensor:
@@ -278,6 +278,32 @@ def log_prior(program: Program, params: Mapping[str, Tensor], values: Draws, dra
     guide, model = run(program, params, values, program.schema, {}, draws, own)
     total = _log_ratio(guide, model, local=False, skip=program.random)
     return _terms(total, program.schema.scale, draws, 1).squeeze(-1)
+
+
+def log_parts(
+    program: Program,
+    params: Mapping[str, Tensor],
+    values: Draws,
+    batch: Batch,
+    noise: Noise,
+    draws: int,
+    *,
+    local: bool,
+) -> tuple[Tensor, Tensor]:
+    """What an ELBO term is the difference of, as columns of K clients, or as one of the server's.
+
+    Arguments as in :func:`client_terms`; the server's batch is the program's schema.
+
+    Returns:
+        ``(S, K)``, ``(S, K)``: log p(w_i, D_i | θ) and log q(w_i | θ); for the server log p(θ) and log q(θ).
+    """
+    own = () if local else program.local_params
+    guide, model = run(program, params, values, batch, noise, draws, own)
+    p, q = (
+        _terms(_log_prob(trace, local=local), batch.scale, draws, len(batch))
+        for trace in (model, guide)
+    )
+    return p, q
 
 
 def elbo_terms(

@@ -24,7 +24,7 @@ from bayesfed.data.chunks import chunks as cut
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.program import Params, Program
-from bayesfed.elbo.terms import client_terms, draw
+from bayesfed.elbo.terms import client_terms, draw, log_parts
 
 if TYPE_CHECKING:
     from bayesfed.output.posterior import Posterior
@@ -233,6 +233,30 @@ def derived(
     with torch.no_grad(), at, handlers.Derived() as asked:
         model(batch)
     return asked.found
+
+
+def log_densities(posterior: Posterior, num_samples: int, key: Tensor) -> tuple[Tensor, Tensor]:
+    """log p(D, θ_s, w_s) and log q(θ_s, w_s) of draws from q, each ``(S,)``, in double precision.
+
+    Args:
+        posterior: whose draws are q's, neither weighed nor corrected.
+        num_samples: S.
+        key: noise; with that of :func:`key_of` the draws are those that :func:`sampled` gives.
+    """
+    program, federation = posterior.program, posterior.federation
+    theta = of_server(posterior, num_samples, key)
+    supplied = program.noise(key, num_samples, local=False)
+    with torch.no_grad():
+        schema, params = program.schema, posterior.params
+        parts = log_parts(program, params, {}, schema, supplied, num_samples, local=False)
+        log_p, log_q = (part[:, 0].double() for part in parts)
+        for chunk in chunks(posterior, num_samples, federation):
+            keys = noise.fold(key, federation.stream_ids[chunk])
+            supplied = program.noise(keys, num_samples, local=True)
+            batch, params = federation.batch(chunk), params_of(posterior, chunk)
+            parts = log_parts(program, params, theta, batch, supplied, num_samples, local=True)
+            log_p, log_q = log_p + parts[0].double().sum(1), log_q + parts[1].double().sum(1)
+    return log_p, log_q
 
 
 def params_of(posterior: Posterior, chunk: Tensor) -> Params:

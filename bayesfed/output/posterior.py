@@ -30,6 +30,7 @@ from bayesfed.tracing.compiler import Compiler, using
 
 if TYPE_CHECKING:
     import arviz as az
+    import xarray as xr
 
 
 @dataclass(frozen=True, eq=False)
@@ -374,12 +375,12 @@ class Posterior:
             return replace(self, federation=federation, local_params=gathered(federation, parts))
 
     def to_arviz(
-        self, num_samples: int = 1000, *, chains: int = 4, seed: int = 0
-    ) -> az.InferenceData:
-        """Everything as ArviZ's InferenceData; see :func:`bayesfed.output.inference_data.to_arviz`."""
+        self, num_samples: int = 1000, *, seed: int = 0
+    ) -> az.InferenceData | xr.DataTree:
+        """Everything as ArviZ has it; see :func:`bayesfed.output.inference_data.to_arviz`."""
         from bayesfed.output.inference_data import to_arviz
 
-        return to_arviz(self, num_samples, chains=chains, seed=seed)
+        return to_arviz(self, num_samples, seed=seed)
 
     def save(self, path: str | Path) -> None:
         """Write to one safetensors file, atomically; see :func:`bayesfed.output.checkpoint.save`."""

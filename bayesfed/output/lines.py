@@ -1,0 +1,45 @@
+"""ArviZ's two lines as one: 0.2x, and 1.x, which has xarray's DataTree for InferenceData and other defaults.
+
+What they call differently is called here, with probabilities and kinds of intervals written out.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", FutureWarning)  # ArviZ 0.x announces its 1.0 once a day
+    import arviz as az
+
+OLD = az.__version__.startswith("0.")
+"""Whether it is ArviZ 0.2x."""
+
+
+def product(groups: Mapping[str, xr.Dataset]) -> az.InferenceData | xr.DataTree:
+    """Named groups as this ArviZ has them."""
+    if OLD:
+        return az.InferenceData(**groups, warn_on_custom_groups=False)
+    return xr.DataTree.from_dict(dict(groups))
+
+
+def dataset(found: az.InferenceData | xr.DataTree, group: str) -> xr.Dataset:
+    """One group of it."""
+    return found[group] if OLD else found[group].to_dataset()
+
+
+def hdi(draws: xr.Dataset, prob: float) -> Mapping[str, np.ndarray]:
+    """Highest-density intervals by variable, ``(*shape, 2)``."""
+    found = az.hdi(draws, **{"hdi_prob" if OLD else "prob": prob})
+    return {str(name): value.values for name, value in found.items()}
+
+
+def summary(draws: xr.Dataset, names: Sequence[str]) -> pd.DataFrame:
+    """``mean``, ``sd`` and the 94 % highest-density interval, ``hdi_3%`` and ``hdi_97%``, of every scalar."""
+    kind = {"hdi_prob": 0.94} if OLD else {"ci_prob": 0.94, "ci_kind": "hdi"}
+    table = az.summary(draws, var_names=list(names), kind="stats", round_to="none", **kind)
+    return pd.DataFrame(table.to_numpy(float), table.index, ["mean", "sd", "hdi_3%", "hdi_97%"])
