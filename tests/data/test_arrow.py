@@ -179,5 +179,5 @@ def test_a_fit_is_the_same_from_disk(tmp_path):
     assert disk.history["elbo"].tolist() == memory.history["elbo"].tolist()
     for name, value in memory.local_params.items():
         torch.testing.assert_close(disk.local_params[name], value, rtol=0, atol=0)
-    idata = disk.to_arviz(20, chains=1)
+    idata = disk.to_arviz(20)
     assert idata.constant_data["x"].shape == (ROWS, 3)

@@ -251,7 +251,7 @@ def test_every_algorithm_takes_them(model, algorithm):
     posterior = bf.fit(model, federation(), algorithm, rounds=1)
     assert all(value.isfinite().all() for value in posterior.sample(5).values())
     assert posterior.predict(num_samples=3)["y"].shape == (3, 22)
-    assert posterior.to_arviz(8).posterior.sizes["draw"] == 2
+    assert posterior.to_arviz(8).posterior.sizes["draw"] == 8
 
 
 @pytest.mark.parametrize(

@@ -104,8 +104,20 @@ def test_they_are_predicted_and_arviz_has_the_rest():
     expected = posterior.sample(2000)["a"].mean(0)[data.owner] + data["x"]
     torch.testing.assert_close(predicted.mean(0), expected, rtol=0, atol=5 * 1.5 / 2000**0.5)
     assert posterior.log_likelihood(num_samples=3)["y"].isnan()[0].equal(data["y"].isnan())
-    idata = posterior.to_arviz(400)
-    assert int(idata.observed_data["y"].isnull().sum()) == 10
+    idata, gone = posterior.to_arviz(400), data["y"].isnan()
+    there = ("chain", "draw", "y_observed")
+    assert idata.observed_data["y"].dims == there[2:]
+    for group in ("posterior_predictive", "prior_predictive", "log_likelihood"):
+        assert idata[group]["y"].dims == there
+        assert idata[group]["y_observed"].values.tolist() == (~gone).nonzero()[:, 0].tolist()
+    assert torch.equal(torch.tensor(idata.observed_data["y"].values), data["y"][~gone])
+    absent = idata.predictions["y"]
+    assert absent["y_missing"].values.tolist() == gone.nonzero()[:, 0].tolist()
+    owners = [data.names[i] for i in data.owner[gone]]
+    assert absent["y_missing_client"].values.tolist() == owners
+    predicted = posterior.predict(num_samples=400)["y"]
+    assert torch.equal(torch.tensor(absent.values[0]), predicted[:, gone])
+    assert list(idata.constant_data.data_vars) == ["x"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert az.loo(idata).n_data_points == 16

@@ -1,5 +1,4 @@
 import arviz as az
-import matplotlib
 import numpy as np
 import pyro
 import pyro.distributions as dist
@@ -9,8 +8,6 @@ import torch
 import bayesfed as bf
 from bayesfed.elbo.gaussian import Gaussian
 from tests.scenarios import conjugate_hierarchy
-
-matplotlib.use("Agg")
 
 NAMES = ("north", "south", "Øst", "west")
 DRAWS = 800
@@ -53,18 +50,26 @@ def idata(posterior):
     return posterior.to_arviz(DRAWS, seed=5)
 
 
+def groups(idata):
+    """Of either line of ArviZ."""
+    names = idata.groups() if callable(idata.groups) else idata.groups[1:]
+    return [name.strip("/") for name in names]
+
+
 def test_groups_dims_and_coordinates(idata):
-    assert idata.groups() == [
+    assert groups(idata) == [
         "posterior",
         "posterior_predictive",
         "log_likelihood",
+        "sample_stats",
         "prior",
+        "prior_predictive",
         "observed_data",
         "constant_data",
         "history",
     ]
     dims = {
-        group: {n: v.dims for n, v in idata[group].data_vars.items()} for group in idata.groups()
+        group: {n: v.dims for n, v in idata[group].data_vars.items()} for group in groups(idata)
     }
     draw = ("chain", "draw")
     latent = {"mu": draw, "beta": (*draw, "beta_dim_0"), "alpha": (*draw, "client")}
@@ -73,12 +78,14 @@ def test_groups_dims_and_coordinates(idata):
         "posterior": latent,
         "posterior_predictive": rows,
         "log_likelihood": rows,
+        "sample_stats": {"log_p": draw, "log_q": draw},
         "prior": latent,
+        "prior_predictive": rows,
         "observed_data": {"y": ("observation",)},
         "constant_data": {"x": ("observation", "x_dim_0")},
         "history": {name: ("round",) for name in ("elbo", "seconds", "clients")},
     }
-    assert dict(idata.posterior.sizes) == {"chain": 4, "draw": 200, "beta_dim_0": 2, "client": 4}
+    assert dict(idata.posterior.sizes) == {"chain": 1, "draw": DRAWS, "beta_dim_0": 2, "client": 4}
     assert idata.posterior["client"].values.tolist() == list(NAMES)
     owners = np.repeat(NAMES, [5, 7, 9, 11]).tolist()
     for group in ("observed_data", "constant_data", "log_likelihood", "posterior_predictive"):
@@ -94,8 +101,7 @@ def test_values_are_those_of_the_posterior(idata, posterior):
         ("log_likelihood", posterior.log_likelihood(num_samples=DRAWS, seed=5)),
     ):
         for name, value in values.items():
-            expected = value.reshape(4, 200, *value.shape[1:]).numpy()
-            assert np.array_equal(idata[group][name].values, expected)
+            assert np.array_equal(idata[group][name].values[0], value.numpy())
     assert np.array_equal(idata.observed_data["y"], data["y"])
     assert np.array_equal(idata.constant_data["x"], data["x"])
 
@@ -132,12 +138,36 @@ def test_prior_draws_are_the_models(idata):
     assert np.ptp(prior["alpha"].values, axis=-1).min() > 0  # clients differ in every draw
 
 
-@pytest.mark.parametrize("chains", [1, 2])
-def test_chains_divide_the_draws(posterior, chains):
-    found = posterior.to_arviz(10, chains=chains).posterior
-    assert found["alpha"].shape == (chains, 10 // chains, 4)
-    with pytest.raises(ValueError, match=r"num_samples \(10\) must be a multiple of chains \(3\)"):
-        posterior.to_arviz(10, chains=3)
+def test_what_the_model_predicts_before_the_data(idata):
+    """y ~ N(alpha + beta·x, .5), alpha ~ N(0, √5): of each row variance 5 + |x|² + .25; five Monte Carlo errors."""
+    imagined, x = idata.prior_predictive["y"].values[0], idata.constant_data["x"].values
+    sd = np.sqrt(5.25 + (x**2).sum(-1))
+    assert (np.abs(imagined.mean(0)) < 5 * sd / DRAWS**0.5).all()
+    assert (np.abs(np.log(imagined.std(0) / sd)) < 5 / (2 * DRAWS) ** 0.5).all()
+    prior = idata.prior
+    alpha = prior["alpha"].sel(client=idata.observed_data["observation_client"]).values[0]
+    noise = imagined - alpha - prior["beta"].values[0] @ x.T  # the draws are those of the prior
+    assert abs(np.log(noise.std() / 0.5)) < 5 / (2 * noise.size) ** 0.5
+
+
+def test_densities_are_those_of_the_draws(idata, posterior):
+    """log p(D, θ, w) by hand, and the mean of log p − log q is the ELBO."""
+    draws = idata.posterior
+    x, y = idata.constant_data["x"].values, idata.observed_data["y"].values
+    owner = posterior.federation.owner.numpy()
+    mu, beta, alpha = (draws[name].values[0].astype(float) for name in ("mu", "beta", "alpha"))
+
+    def normal(value, loc, scale):
+        return -0.5 * ((value - loc) / scale) ** 2 - np.log(scale) - 0.5 * np.log(2 * np.pi)
+
+    expected = normal(mu, 0, 2) + normal(beta, 0, 1).sum(-1) + normal(alpha, mu[:, None], 1).sum(-1)
+    expected += normal(y, alpha[:, owner] + beta @ x.T, 0.5).sum(-1)
+    stats = idata.sample_stats
+    np.testing.assert_allclose(stats["log_p"].values[0], expected, rtol=1e-5, atol=1e-3)
+    ratio = (stats["log_p"] - stats["log_q"]).values
+    elbo = posterior.elbo(4000)
+    error = 5 * float(ratio.std()) / DRAWS**0.5 + 1e-3
+    assert float(ratio.mean()) == pytest.approx(float(elbo.mean()), abs=error)
 
 
 def test_summary_names_the_clients(idata):
@@ -145,18 +175,7 @@ def test_summary_names_the_clients(idata):
     assert list(table.index) == ["mu", "beta[0]", "beta[1]", *(f"alpha[{n}]" for n in NAMES)]
     alpha = idata.posterior["alpha"].sel(client="Øst")
     assert table.loc["alpha[Øst]", "mean"] == pytest.approx(float(alpha.mean()), abs=6e-4)
-    assert (table["r_hat"] < 1.05).all()  # independent draws
-
-
-@pytest.mark.filterwarnings(
-    "ignore:Passing a dict or None:DeprecationWarning"
-)  # ArviZ to Matplotlib
-def test_plots(idata):
-    axes = az.plot_forest(idata, var_names=["alpha"])
-    labels = [label.get_text() for label in axes[0].get_yticklabels()]
-    assert [label for label in labels if "west" in label]
-    az.plot_ppc(idata, num_pp_samples=5)
-    matplotlib.pyplot.close("all")
+    assert table["r_hat"].isna().all()  # of one chain: independent draws agree whatever q is
 
 
 @pytest.mark.filterwarnings("ignore:The inplace keyword")  # ArviZ to pandas
@@ -166,18 +185,16 @@ def test_model_comparison(idata):
     without = fitted(conjugate_hierarchy).to_arviz(DRAWS)
     loo = az.loo(idata)
     assert loo.n_data_points == 32
-    assert (
-        float(loo.pareto_k.max()) < 1.0 if hasattr(loo, "pareto_k") else np.isfinite(loo.elpd_loo)
-    )
     ranks = az.compare({"with": idata, "without": without})
+    p = "p_loo" if "p_loo" in ranks else "p"
     assert set(ranks.index) == {"with", "without"}
-    assert ranks.loc["with", "p_loo"] > ranks.loc["without", "p_loo"]
+    assert ranks.loc["with", p] > ranks.loc["without", p]
 
 
 def test_netcdf(idata, tmp_path):
     idata.to_netcdf(tmp_path / "idata.nc")
     again = az.from_netcdf(tmp_path / "idata.nc")
-    assert again.groups() == idata.groups()
+    assert groups(again) == groups(idata)
     assert again.posterior["client"].values.tolist() == list(NAMES)
 
 
@@ -203,7 +220,7 @@ def test_without_covariates_there_is_no_constant_data():
     data = bf.Federation.from_arrays({"a": {"y": [1.0]}, "b": {"y": [2.0]}})
     algorithm = bf.SFVI(local_steps=1, draws=1)
     idata = bf.fit(conjugate_hierarchy, data, algorithm, rounds=1).to_arviz(4)
-    assert "constant_data" not in idata.groups()
+    assert "constant_data" not in groups(idata)
 
 
 def test_a_gaussian_process_has_predictions_by_row_and_evidence_by_client():

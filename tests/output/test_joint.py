@@ -119,8 +119,8 @@ def test_predictions_are_those_of_the_model_with_levels():
     assert ((first.mean(0) - second.mean(0)).abs() / sd).max() < 0.1
     assert (first.std(0) / sd).log().abs().max() < 0.1
     idata = one.to_arviz(8)
-    assert idata.posterior_predictive["y"].shape == (4, 2, own.rows)
-    assert idata.log_likelihood["y"].shape == (4, 2, 3)
+    assert idata.posterior_predictive["y"].shape == (1, 8, own.rows)
+    assert idata.log_likelihood["y"].shape == (1, 8, 3)
 
 
 def test_new_clients_condition_too():

@@ -258,7 +258,7 @@ def test_a_model_without_local_sites(data, tmp_path):
     assert posterior.predict(num_samples=5)["y"].shape == (5, data.rows)
     new = posterior.personalize(ragged(2, seed=9))
     assert torch.equal(new.sample(5)["mu"], posterior.sample(5)["mu"])
-    assert posterior.to_arviz(8).posterior["mu"].shape == (4, 2)
+    assert posterior.to_arviz(8).posterior["mu"].shape == (1, 8)
     posterior.save(tmp_path / "p.safetensors")
     again = bf.Posterior.load(tmp_path / "p.safetensors", no_locals, data)
     assert torch.equal(again.sample(5)["mu"], posterior.sample(5)["mu"])
@@ -401,7 +401,7 @@ def test_every_algorithm_has_a_whole_posterior(data, algorithm, random, tmp_path
         assert posterior.predictive(num_samples=6).mean.shape == (rows,)
         assert posterior.log_likelihood(num_samples=5)["y"].shape == (5, rows)
         assert posterior.elbo(5).isfinite().all()
-        assert posterior.to_arviz(8).posterior["alpha"].shape == (4, 2, len(posterior.federation))
+        assert posterior.to_arviz(8).posterior["alpha"].shape == (1, 8, len(posterior.federation))
         posterior.save(tmp_path / "p")
         again = bf.Posterior.load(tmp_path / "p", conjugate_hierarchy, posterior.federation)
         assert all(torch.equal(value, draws[name]) for name, value in again.sample(40).items())
@@ -423,6 +423,8 @@ def test_parameters_are_no_sites(data, algorithm, tmp_path):
     assert list(posterior.sample(3)) == ["alpha"]
     idata = posterior.to_arviz(2000)
     assert list(idata.posterior.data_vars) == list(idata.prior.data_vars) == ["alpha"]
+    assert float(idata.params["tau"]) == pytest.approx(float(posterior.params["tau"].exp()))
+    assert idata.params["mu"].dims == ()
     prior, tau = idata.prior["alpha"].values, float(posterior.params["tau"].exp())
     error = 4 * tau / prior.size**0.5
     assert abs(prior.mean() - float(posterior.params["mu"])) < error  # as fitted, not as it starts

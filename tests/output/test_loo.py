@@ -1,0 +1,120 @@
+"""Leave-one-out against the closed form of a conjugate hierarchy: a q that is off is corrected, and az.loo's is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import arviz as az
+import numpy as np
+import pytest
+import torch
+
+import bayesfed as bf
+from bayesfed import datasets, models
+from tests.scenarios import conjugate_hierarchy
+
+DRAWS = 4000
+OLD = az.__version__.startswith("0.")
+
+
+def two_clients():
+    generator = torch.Generator().manual_seed(0)
+    return bf.Federation.from_arrays(
+        {c: {"y": m + 0.5 * torch.randn(15, generator=generator)} for c, m in (("a", 0), ("b", 1))}
+    )
+
+
+def exact(data):
+    """log p(y_i | the others) of mu ~ N(0, 2), alpha ~ N(mu, 1), y ~ N(alpha, .5)."""
+    owner, y = data.owner.numpy(), data["y"].double().numpy()
+    covariance = 4.0 + (owner[:, None] == owner) + 0.25 * np.eye(len(y))
+    precision = np.linalg.inv(covariance)
+    variance = 1 / precision.diagonal()
+    gap = precision @ y * variance
+    return -0.5 * gap**2 / variance - 0.5 * np.log(2 * np.pi * variance)
+
+
+def pointwise(found):
+    """Of either line of ArviZ."""
+    return (found.loo_i if OLD else found.elpd_i).values
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    torch.set_num_threads(1)
+    return bf.fit(conjugate_hierarchy, two_clients())
+
+
+def moved(posterior, sds=0.0, wider=1.0):
+    """Every client's Normal moved by some of its standard deviations, and that much wider."""
+    own = posterior.local_params
+    sd = (-own["local.log_precision"] / 2).exp()
+    wrong = {
+        "local.loc": own["local.loc"] + sds * sd,
+        "local.log_precision": own["local.log_precision"] - 2 * np.log(wider),
+    }
+    return replace(posterior, local_params={**own, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("sds", "wider"), [(0.0, 1.0), (0.0, 1.8), (0.7, 1.6)], ids=["exact", "wide", "off and wide"]
+)
+def test_it_is_the_closed_form_whatever_q_is(fitted, sds, wider):
+    """4000 draws tell the sum of 30 rows to about .02 nats; rows of the plain one are off by .5, their sum by 4."""
+    idata = moved(fitted, sds, wider).to_arviz(DRAWS)
+    truth = exact(fitted.federation)
+    found = pointwise(bf.loo(idata))
+    assert np.abs(found - truth).max() < 0.06
+    assert abs(found.sum() - truth.sum()) < 0.15
+    plain = pointwise(az.loo(idata, pointwise=True))
+    if (sds, wider) == (0.0, 1.0):
+        np.testing.assert_allclose(plain, found, atol=5e-3)
+    else:
+        assert plain.sum() < truth.sum() - 3
+
+
+def test_the_numbers_that_arviz_reports_belong_together(fitted):
+    found = bf.loo(moved(fitted, 0.0, 1.8).to_arviz(DRAWS))
+    each = pointwise(found)
+    total, p = (found.elpd_loo, found.p_loo) if OLD else (found.elpd, found.p)
+    assert float(total) == pytest.approx(each.sum())
+    ddof = 0 if OLD else 1
+    assert float(found.se) == pytest.approx((len(each) * each.var(ddof=ddof)) ** 0.5)
+    assert found.n_data_points == 30
+    assert float(found.pareto_k.max()) < 0.7
+    assert not found.warning
+    assert np.isfinite(p)
+
+
+@pytest.mark.filterwarnings("ignore:The inplace keyword")  # ArviZ 0.2x to pandas
+def test_compare_ranks_it(fitted):
+    """q that is off is no worse a model."""
+    found = {
+        name: bf.loo(posterior.to_arviz(DRAWS))
+        for name, posterior in {"as fitted": fitted, "off": moved(fitted, 0.5, 1.5)}.items()
+    }
+    ranks = az.compare(found)
+    assert set(ranks.index) == set(found)
+    assert float(ranks["elpd_diff"].abs().max()) < 0.2
+
+
+def test_it_comes_out_of_a_file(fitted, tmp_path):
+    idata = fitted.to_arviz(400)
+    idata.to_netcdf(tmp_path / "idata.nc", engine="h5netcdf")
+    again = bf.loo(az.from_netcdf(tmp_path / "idata.nc"))
+    np.testing.assert_allclose(pointwise(again), pointwise(bf.loo(idata)))
+
+
+def test_where_k_is_large_it_warns():
+    """Of eight schools each row is all that there is of its client."""
+    idata = bf.fit(models.eight_schools, datasets.eight_schools(), rounds=5).to_arviz(400)
+    with pytest.warns(UserWarning, match="Estimated shape parameter of Pareto distribution"):
+        assert bf.loo(idata).warning
+
+
+@pytest.mark.parametrize("algorithm", [bf.FedAvg(), bf.PACPFL()], ids=lambda a: type(a).__name__)
+def test_points_and_particles_have_no_density(algorithm):
+    idata = bf.fit(models.eight_schools, datasets.eight_schools(), algorithm, rounds=1).to_arviz(8)
+    name = type(algorithm).__name__
+    with pytest.raises(ValueError, match=rf"have no log_q to be corrected by \({name}: points and"):
+        bf.loo(idata)
