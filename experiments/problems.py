@@ -337,10 +337,10 @@ def reference(name: str, problem: Problem, federation: bf.Federation) -> dict[st
     if not path.exists():
         mcmc = sampler(problem, 1500, 2000, 4)
         mcmc.run(jax.random.PRNGKey(0), *pooled(federation))
-        idata = az.from_dict(posterior=mcmc.get_samples(group_by_chain=True))
+        draws = az.convert_to_dataset(mcmc.get_samples(group_by_chain=True))
         print(
-            f"{name}: NUTS' r_hat {float(az.rhat(idata).to_array().max()):.3f}, "
-            f"ess {float(az.ess(idata).to_array().min()):.0f}",
+            f"{name}: NUTS' r_hat {float(az.rhat(draws).to_array().max()):.3f}, "
+            f"ess {float(az.ess(draws).to_array().min()):.0f}",
             flush=True,
         )
         RUNS.mkdir(parents=True, exist_ok=True)

@@ -76,7 +76,7 @@ def test_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
 
 def test_wheel_says_what_it_is(wheel: Path, metadata: Message) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["Requires-Python"] == ">=3.11"
     extras = set(metadata.get_all("Provides-Extra", []))
     assert {"datasets", "partitioners", "docs", "test", "dev"} <= extras
     with zipfile.ZipFile(wheel) as archive:

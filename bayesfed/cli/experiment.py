@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,11 +11,6 @@ from pydantic import Field, model_validator
 
 from bayesfed.data.columns import check_columns
 from bayesfed.settings import Schedule, SettingsError, Strict, shown, validated
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:  # pragma: no cover
-    import tomli as tomllib
 
 if TYPE_CHECKING:
     import pandas as pd

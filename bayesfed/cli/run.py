@@ -18,6 +18,7 @@ from bayesfed.cli.forest import forest, population_means
 from bayesfed.cli.messages import RunError, message
 from bayesfed.engine.settling import BOUND
 from bayesfed.fitting import fit
+from bayesfed.output import lines
 from bayesfed.output.posterior import Posterior
 from bayesfed.settings import settings_of
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,6 +16,8 @@ import xarray as xr
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", FutureWarning)  # ArviZ 0.x announces its 1.0 once a day
     import arviz as az
+
+__all__ = ["OLD", "az", "dataset", "hdi", "product", "summary"]
 
 OLD = az.__version__.startswith("0.")
 """Whether it is ArviZ 0.2x."""
@@ -29,7 +32,8 @@ def product(groups: Mapping[str, xr.Dataset]) -> az.InferenceData | xr.DataTree:
 
 def dataset(found: az.InferenceData | xr.DataTree, group: str) -> xr.Dataset:
     """One group of it."""
-    return found[group] if OLD else found[group].to_dataset()
+    part: Any = found[group]
+    return part if OLD else part.to_dataset()
 
 
 def hdi(draws: xr.Dataset, prob: float) -> Mapping[str, np.ndarray]:

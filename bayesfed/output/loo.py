@@ -52,7 +52,8 @@ def loo(idata: az.InferenceData | xr.DataTree, var_name: str | None = None) -> a
     stats = dataset(idata, "sample_stats")
     log_p, log_q = stats["log_p"], stats["log_q"]
     if not OLD:
-        return az.loo_approximate_posterior(idata, log_p, log_q, pointwise=True, var_name=var_name)
+        corrected = az.loo_approximate_posterior  # type: ignore[attr-defined]
+        return corrected(idata, log_p, log_q, pointwise=True, var_name=var_name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of the k of what is not corrected
         found = az.loo(idata, pointwise=True, var_name=var_name, reff=1.0)
