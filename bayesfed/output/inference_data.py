@@ -45,7 +45,8 @@ def to_arviz(
 
         - ``posterior`` (with what the model derives, but without its working variables, which it calls ``_name``),
           ``posterior_predictive``, ``log_likelihood``;
-        - ``sample_stats``: ``log_p`` and ``log_q`` of each draw, log p(D, θ, w) and log q(θ, w), where q has a density;
+        - ``sample_stats``: ``log_p`` and ``log_q`` of each draw, log p(D, θ, w) and log q(θ, w), where the draws are
+          those of a density: not of points, particles, or draws that were weighed (the attribute ``corrected``);
         - ``prior``, ``prior_predictive``: draws of the model, with its parameters as they were fitted;
         - ``params``: the model's ``pyro.param``, constrained. They have no draws, so no table shows them as certain;
         - ``observed_data``, ``constant_data``, ``history`` (per round).
@@ -164,6 +165,8 @@ def _dataset(arrays: Arrays, axes: Mapping[str, np.ndarray], posterior: Posterio
         attrs["epsilon"] = posterior.epsilon
     if posterior.khat is not None:
         attrs["khat"] = posterior.khat
+    if posterior.correction is not None:
+        attrs["corrected"] = "draws of θ that all clients have weighed stand for q(θ)"
     if posterior.caveat:
         attrs["caveat"] = posterior.caveat
     return xr.Dataset(dict(arrays), coords=coords, attrs=attrs)

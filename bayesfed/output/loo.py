@@ -4,6 +4,7 @@
 
 with the weights r_is smoothed by Pareto's law (Magnusson, Riis Andersen, Jonasson & Vehtari 2019, *Bayesian
 leave-one-out cross-validation for large data*). ``az.loo`` leaves out p / q: it takes draws for the posterior's.
+So they are, as far as θ goes, where all clients have weighed them (:mod:`bayesfed.output.correction`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 def loo(idata: az.InferenceData | xr.DataTree, var_name: str | None = None) -> az.ELPDData:
     """PSIS-LOO corrected for q, pointwise; ``az.compare`` and ``az.plot_khat`` take it as they take ``az.loo``'s.
 
-    Under ArviZ 1.x it is ``az.loo_approximate_posterior``, under 0.2x the same formula.
+    Under ArviZ 1.x it is ``az.loo_approximate_posterior``, under 0.2x the same formula. Of a posterior whose draws of θ
+    were weighed as the fit ended it is ``az.loo``: they are no longer q's.
 
     Args:
         idata: what :meth:`Posterior.to_arviz` gave, also out of a file.
@@ -43,8 +45,11 @@ def loo(idata: az.InferenceData | xr.DataTree, var_name: str | None = None) -> a
     """
     from bayesfed.output.lines import OLD, az, dataset
 
+    attrs = dataset(idata, "posterior").attrs
+    if "corrected" in attrs:
+        return az.loo(idata, pointwise=True, var_name=var_name)
     if "sample_stats" not in idata:
-        algorithm = dataset(idata, "posterior").attrs.get("algorithm", "q")
+        algorithm = attrs.get("algorithm", "q")
         raise ValueError(
             f"the draws have no log_q to be corrected by ({algorithm}: points and particles have no density, and of "
             "private runs it is not kept): az.loo takes them as they are"

@@ -374,9 +374,7 @@ class Posterior:
             )
             return replace(self, federation=federation, local_params=gathered(federation, parts))
 
-    def to_arviz(
-        self, num_samples: int = 1000, *, seed: int = 0
-    ) -> az.InferenceData | xr.DataTree:
+    def to_arviz(self, num_samples: int = 1000, *, seed: int = 0) -> az.InferenceData | xr.DataTree:
         """Everything as ArviZ has it; see :func:`bayesfed.output.inference_data.to_arviz`."""
         from bayesfed.output.inference_data import to_arviz
 

@@ -105,9 +105,22 @@ def test_it_comes_out_of_a_file(fitted, tmp_path):
     np.testing.assert_allclose(pointwise(again), pointwise(bf.loo(idata)))
 
 
+@pytest.mark.filterwarnings("ignore:Estimated shape parameter")  # each row is all of its client
+def test_draws_that_were_weighed_are_taken_as_they_are():
+    posterior = bf.fit(models.eight_schools, datasets.eight_schools())
+    assert posterior.correction is not None
+    idata = posterior.to_arviz(400)
+    assert "sample_stats" not in idata
+    np.testing.assert_array_equal(
+        pointwise(bf.loo(idata)), pointwise(az.loo(idata, pointwise=True))
+    )
+
+
 def test_where_k_is_large_it_warns():
     """Of eight schools each row is all that there is of its client."""
-    idata = bf.fit(models.eight_schools, datasets.eight_schools(), rounds=5).to_arviz(400)
+    idata = bf.fit(
+        models.eight_schools, datasets.eight_schools(), bf.SFVI(corrected=False), rounds=5
+    ).to_arviz(400)
     with pytest.warns(UserWarning, match="Estimated shape parameter of Pareto distribution"):
         assert bf.loo(idata).warning
 
