@@ -194,7 +194,6 @@ _KINDS = {
     "greater_than": "more than {gt:g}",
     "less_than": "less than {lt:g}",
     "less_than_equal": "at most {le:g}",
-    "multiple_of": "a multiple of {multiple_of}",
     "callable_type": "a Pyro guide",
     "literal_error": "{expected}",
     "is_instance_of": "a {class}",

@@ -68,7 +68,7 @@ class Output(Strict):
     """Where the results go, how many draws they hold and which local sites the plot shows."""
 
     folder: str | None = None
-    num_samples: Annotated[int, Field(ge=4, multiple_of=4)] = 1000
+    num_samples: Annotated[int, Field(ge=4)] = 1000
     sites: list[str] | None = None
 
 

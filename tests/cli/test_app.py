@@ -138,13 +138,13 @@ def test_a_run_leaves_everything(schools, capsys):
     history = rows(f"{folder}/history.csv")
     assert [(r["round"], r["clients"]) for r in history] == [("1", "8"), ("2", "8"), ("3", "8")]
     idata = az.from_netcdf(f"{folder}/posterior.nc")
-    assert idata.posterior["theta"].shape == (4, 10, 8)
+    assert idata.posterior["theta"].shape == (1, 40, 8)
     assert idata.posterior["client"].values.tolist() == list("ABCDEFGH")
     assert np.allclose(idata.history["elbo"], [float(r["elbo"]) for r in history], rtol=1e-6)
     federation = datasets.eight_schools()
     path = f"{folder}/posterior.safetensors"
     posterior = bf.Posterior.load(path, models.eight_schools, federation)
-    theta = posterior.sample(40)["theta"].reshape(4, 10, 8)
+    theta = posterior.sample(40)["theta"].reshape(1, 40, 8)
     assert np.array_equal(idata.posterior["theta"], theta)
     summary = rows(f"{folder}/summary.csv")
     assert [r["variable"] for r in summary[:3]] == ["mu", "tau", "theta[A]"]

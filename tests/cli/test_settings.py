@@ -301,7 +301,7 @@ def test_overrides_are_toml_or_else_text(tmp_path):
             "privacy: give either epsilon, which sets the noise, or noise",
         ),
         ("schedule.progress=yes", 'schedule.progress is "yes"; it must be true or false'),
-        ("output.num_samples=1001", "output.num_samples is 1001; it must be a multiple of 4"),
+        ("output.num_samples=3", "output.num_samples is 3; it must be at least 4"),
         ("data.missing=dorp", "data.missing is \"dorp\"; it must be 'fail', 'drop' or 'keep'"),
         ("data.csv=a.csv", "data: give one of dataset (a name), csv and parquet (a path)"),
         ("data.client=a", "data: client is for csv and parquet"),
