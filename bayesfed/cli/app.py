@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +30,7 @@ app = typer.Typer(
 _MISTAKES = (ValueError, KeyError, TypeError, OSError, ImportError, NotImplementedError)
 
 
-class What(str, Enum):
+class What(StrEnum):
     """What can be listed."""
 
     models = "models"

@@ -39,7 +39,7 @@ def loo(idata: az.InferenceData | xr.DataTree, var_name: str | None = None) -> a
     Example:
         >>> import bayesfed as bf
         >>> from bayesfed import datasets, models
-        >>> posterior = bf.fit(models.varying_intercept, datasets.grunfeld())
+        >>> posterior = bf.fit(models.varying_intercept, datasets.grunfeld(), bf.PVI(), rounds=30)
         >>> round(bf.loo(posterior.to_arviz()).n_data_points)
         220
     """
