@@ -95,7 +95,7 @@ def test_the_means_of_windows_are_those_of_the_rounds():
 def test_a_wide_prior_is_not_done_after_eighty_rounds():
     """sd 2.7 where .6 is exact, and tables that look like any others."""
     with pytest.warns(UserWarning, match=r"still moving after 80 rounds.*mu \d\.\d sd"):
-        posterior = fit(100.0, 80, bf.SFVI(local_steps=1, lr=0.004))
+        posterior = fit(100.0, 80, bf.SFVI(local_steps=1, lr=0.004, corrected=False))
     assert posterior.sample(2000)["mu"].std() > 2
     assert posterior.moving["mu"] > 1
     assert repr(posterior).endswith(posterior.caveat)
