@@ -9,15 +9,18 @@ RUN     := $(VENV)/.stamp-run
 DEV     := $(VENV)/.stamp-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format typecheck layers docs clean
+.PHONY: help demo test test-all lint format typecheck layers docs clean
 
 help:  ## show this help
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo: $(RUN)  ## install bayesfed into .venv and run a first experiment
 	$(BIN)/bayesfed run experiments/grunfeld.toml
 
-test: lint  ## lint, type-check and run every test
+test: lint  ## lint, type-check and run the tests but the slow ones
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow"
+
+test-all: lint  ## the same with the slow ones, ten minutes more
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(DEV)  ## ruff, formatting, types and layers

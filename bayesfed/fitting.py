@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +46,10 @@ from bayesfed.tracing.compiler import Compiler, using
 from bayesfed.tracing.precision import products
 
 _SERVER, _COHORT = -1, -2  # streams of a round that belong to no client
+_SMALLER = (
+    "lower the learning rate, take more clients a round, or check the priors of the global sites and the units of "
+    "the fields"
+)
 PATIENCE = 10
 """Of the uploads of how many rounds more than half must count."""
 
@@ -164,7 +169,7 @@ def step(run: Run) -> Round:
         clip,
         noisy,
     )
-    with threads(run.numbers), using(run.compiler):
+    with threads(run.numbers), using(run.compiler), _solvable(run):
         message = algorithm.broadcast(turn, run.server)
         with products(run.execution.precision, federation.device):
             total, terms, sound = work(message, cohort, key, rate)
@@ -194,6 +199,8 @@ def step(run: Run) -> Round:
             "global sites",
             run,
         )
+    if any(bool(value.isnan().any()) for value in algorithm.params(server).values()):
+        raise Stopped(f"the global parameters are no numbers any more; {_SMALLER}", run)
     summed = _sum_over_all(terms[taken], run.known, cohort[taken])
     elbo = math.nan if noisy or not names else float(server_term) + float(summed)
     seconds = time.perf_counter() - begin
@@ -225,6 +232,16 @@ def step(run: Run) -> Round:
         keep(run, run.file)
     terms = torch.full_like(terms, math.nan) if noisy else terms[sound]
     return Round(run.done, run.rounds, elbo, terms, names, refused, seconds, params)
+
+
+@contextmanager
+def _solvable(run: Run) -> Iterator[None]:
+    """What has no solution stops the run, which goes on from before."""
+    try:
+        yield
+    except torch.linalg.LinAlgError as error:
+        said = str(error).split("\n")[0]
+        raise Stopped(f"a step has no solution ({said}); {_SMALLER}", run) from error
 
 
 def _too_many(run: Run, refused: int) -> bool:

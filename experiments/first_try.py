@@ -443,7 +443,9 @@ def mixture(federation: Any) -> None:
 def kinds(federation: Any) -> None:
     """A discrete latent variable of a row."""
     share = pyro.sample("share", dist.Dirichlet(torch.tensor([2.0, 2.0])))
-    middle = pyro.sample("middle", dist.Normal(torch.tensor([1.0, 4.0]), 0.5).to_event(1))
+    low = pyro.sample("low", dist.Normal(1.0, 1.0))
+    gap = pyro.sample("gap", dist.LogNormal(1.0, 0.3))
+    middle = torch.stack([low, low + gap], -1)
     with federation.clients():
         a = pyro.sample("a", dist.Normal(0.0, 1.0))
         with federation.observations() as obs:

@@ -19,6 +19,8 @@ from bayesfed.elbo.sites import sites
 from bayesfed.engine.cohort import cohort_size
 from bayesfed.engine.execution import Execution
 from bayesfed.engine.privacy import Privacy
+from bayesfed.formulas.formula import Formula, formula
+from bayesfed.formulas.terms import FormulaError
 from bayesfed.settings import CUSTOM, SettingsError, choose, made, nearest
 
 
@@ -55,11 +57,15 @@ def choices(config: Experiment, rows: pd.DataFrame | None, base: Path) -> Choice
     Raises:
         SettingsError: a name, setting, file, column or client that is not there.
     """
-    model = _model(config.model, base)
+    model = _model(config.model, base) if config.model.formula is None else None
     algorithm = _algorithm(config, base)
     execution = made(Execution, config.execution, "execution")
     privacy = None if config.privacy is None else made(Privacy, config.privacy, "privacy")
-    everyone, federation, held = _federation(config, rows, base, execution.device)
+    if model is None:
+        model, everyone = _written(config, rows, base)
+    else:
+        everyone = _everyone(config, rows, base)
+    everyone, federation, held = _parts(config, everyone, execution.device)
     shown = _shown_sites(config, model, federation)
     schedule, held_out = config.schedule, None
     if schedule.held_out is not None:
@@ -71,7 +77,7 @@ def choices(config: Experiment, rows: pd.DataFrame | None, base: Path) -> Choice
 
 
 def _model(section: ModelSection, base: Path) -> Model:
-    name, own = section.name, section.model_extra or {}
+    name, own = str(section.name), section.model_extra or {}
     if ":" in name:
         if own:
             raise SettingsError(
@@ -135,20 +141,39 @@ def _algorithm(config: Experiment, base: Path) -> Any:
     return algorithm_of(data, guide=guide)
 
 
-def _federation(
-    config: Experiment, rows: pd.DataFrame | None, base: Path, device: Any
+def _written(
+    config: Experiment, rows: pd.DataFrame | None, base: Path
+) -> tuple[Formula, Federation]:
+    """The model that a formula says, and all clients."""
+    text, family, data = str(config.model.formula), config.model.family, config.data
+    assert rows is not None
+    try:
+        model = formula(text, rows, client=str(data.client), family=family or "gaussian")
+        return model, model.federation
+    except FormulaError as error:
+        raise SettingsError(f"model.formula: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise SettingsError(f"data ({base / data.source}): {message(error)}") from error
+
+
+def _everyone(config: Experiment, rows: pd.DataFrame | None, base: Path) -> Federation:
+    """All clients."""
+    data = config.data
+    if rows is None:
+        return choose(data.source, DATASETS, "data.dataset")()
+    try:
+        return Federation.from_frame(
+            rows, client=str(data.client), fields=data.fields, missing=data.missing
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise SettingsError(f"data ({base / data.source}): {message(error)}") from error
+
+
+def _parts(
+    config: Experiment, federation: Federation, device: Any
 ) -> tuple[Federation, Federation, Federation | None]:
     """All clients, those that take part and those held out, on the device."""
     data = config.data
-    if rows is None:
-        federation = choose(data.source, DATASETS, "data.dataset")()
-    else:
-        try:
-            federation = Federation.from_frame(
-                rows, client=str(data.client), fields=data.fields, missing=data.missing
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise SettingsError(f"data ({base / data.source}): {message(error)}") from error
     if device is not None:
         try:
             federation = federation.to(device)
@@ -167,7 +192,11 @@ def _federation(
 
 
 def _shown_sites(config: Experiment, model: Model, federation: Federation) -> list[str]:
-    local = [s.name for s in sites(model, federation).values() if s.local and not s.observed]
+    if isinstance(model, Formula):
+        local = model.effects
+    else:
+        found = [s.name for s in sites(model, federation).values() if s.local and not s.observed]
+        local = [name for name in found if not name.startswith("_")]  # which ArviZ does not have
     for name in config.output.sites or ():
         if name not in local:
             raise SettingsError(

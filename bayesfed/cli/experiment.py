@@ -17,9 +17,24 @@ if TYPE_CHECKING:
 
 
 class ModelSection(Strict, extra="allow"):
-    """Which model: the name of one in ``bayesfed.models`` with its settings, or ``"file.py:function"``."""
+    """Which model: the name of one in ``bayesfed.models`` with its settings, ``"file.py:function"``, or a formula."""
 
-    name: str
+    name: str | None = None
+    formula: str | None = None
+    family: str | None = None
+
+    @model_validator(mode="after")
+    def _one_model(self) -> ModelSection:
+        if (self.name is None) == (self.formula is None):
+            raise ValueError('give either name (a model) or formula ("y ~ x + (1 | site)")')
+        if self.family is not None and self.formula is None:
+            raise ValueError("family is for a formula; a model has its likelihood already")
+        if self.formula is not None and self.model_extra:
+            raise ValueError(f"{next(iter(self.model_extra))} is for a model by name")
+        return self
+
+    def __str__(self) -> str:
+        return str(self.name or self.formula)
 
 
 class DataSection(Strict):
@@ -82,6 +97,17 @@ class Experiment(Strict):
     execution: dict[str, Any] = Field(default_factory=dict)
     privacy: dict[str, Any] | None = None
     output: Output = Field(default_factory=Output)
+
+    @model_validator(mode="after")
+    def _columns_of_a_formula(self) -> Experiment:
+        if self.model.formula is not None:
+            if self.data.kind == "dataset":
+                raise ValueError("a formula names columns: give data.csv or data.parquet")
+            if self.data.fields is not None or self.data.missing != "fail":
+                raise ValueError(
+                    "data.fields and data.missing are for models by name: a formula says what it reads"
+                )
+        return self
 
 
 def read_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:

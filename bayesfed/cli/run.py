@@ -46,7 +46,7 @@ def fit_and_write(
     if folder.path != wanted and (wanted / report.RUN).exists():
         console.print(f"{wanted} holds a run, with which --resume would go on", soft_wrap=True)
     for line in (
-        f"{config.model.name} on {config.data.source}",
+        f"{config.model} on {config.data.source}",
         f"{chosen.everyone!r}" + (f"; {len(chosen.held)} held out" if chosen.held else ""),
         f"{type(chosen.algorithm).__name__}, {length} rounds, "
         + (f"going on in {folder.path}" if folder.run.exists() else f"results in {folder.path}"),
@@ -109,7 +109,7 @@ def _write(
         sites=chosen.shown,
         held_out=draws.get("held_out"),
         client_dim=posterior.federation.client_dim,
-        title=f"{config.model.name} on {config.data.source}: "
+        title=f"{config.model} on {config.data.source}: "
         f"{type(posterior.algorithm).__name__}, {len(posterior.history['elbo']):,} rounds",
     )
     report.print_summary(table, console, posterior.caveat)

@@ -19,7 +19,7 @@ from bayesfed.data.federation import Federation, Model
 from bayesfed.formulas.coding import Coding, agree
 from bayesfed.formulas.families import FAMILIES, family_of, said
 from bayesfed.formulas.program import Columns, GroupColumns, Outcome, source
-from bayesfed.formulas.terms import FormulaError, Terms, parse
+from bayesfed.formulas.terms import FormulaError, Group, Terms, parse
 
 _RESERVED = ("X", "offset", "trials")
 """Fields of the predictors, which no outcome may be called."""
@@ -81,10 +81,18 @@ class Formula:
             if group.columns != [self.coding.client]:
                 levels = self.coding.levels[group.factor]
                 said = [":".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in levels]
-                exprs = self.coding.of_group(group)
-                effects = [n for e in exprs for n in (["1"] if e.kind == "intercept" else e.labels)]
-                found |= {f"{name}|{group.factor}_dim_0": said for name in effects}
+                found |= {f"{name}|{group.factor}_dim_0": said for name in self._names(group)}
         return found
+
+    @property
+    def effects(self) -> list[str]:
+        """What a client has of its own, in the data's units: ``["1|g", "x|g"]``."""
+        groups = [g for g in self.coding.terms.groups if self.coding.client in g.columns]
+        return [f"{name}|{group.factor}" for group in groups for name in self._names(group)]
+
+    def _names(self, group: Group) -> list[str]:
+        exprs = self.coding.of_group(group)
+        return [n for e in exprs for n in (["1"] if e.kind == "intercept" else e.labels)]
 
     def encode(self, data: pd.DataFrame | Mapping[str, pd.DataFrame]) -> Federation:
         """Other rows, or those of other clients, with the agreed coding: to predict, or to personalise.

@@ -255,6 +255,7 @@ def test_every_inner_step_has_support_of_its_own():
             assert rows.shape == (12, 1, 3) and len(rows.unique(dim=0)) > 1
 
 
+@pytest.mark.slow
 @float64
 @pytest.mark.parametrize("support_rows", [None, 2])
 def test_a_client_does_the_same_alone_and_in_a_cohort(support_rows):

@@ -21,7 +21,7 @@ EAGER = bf.Execution(compile=False)
 COMPILER = shutil.which("g++") is not None or shutil.which("clang++") is not None
 
 
-@pytest.mark.parametrize("clients_per_round", [1.0, 0.25])
+@pytest.mark.parametrize("clients_per_round", [1.0, pytest.param(0.25, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("algorithm", [bf.SFVI(), FLOW, bf.SFVIAvg(), bf.PVI()], ids=str)
 def test_the_exact_posterior_and_evidence(algorithm, clients_per_round):
     """The guide contains the posterior, so the ELBO's maximum is the evidence.
@@ -223,6 +223,7 @@ def mixed(federation):
             pyro.sample("y", dist.Normal(mean, sigma), obs=obs.get("y"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [bf.SFVI(), bf.SFVI(global_guide=bf.Flow()), bf.SFVIAvg()])
 def test_parameters_beside_random_variables(algorithm):
     """weights and sigma maximise the marginal likelihood, found here by L-BFGS on the joint Gaussian of y.

@@ -15,6 +15,7 @@ WELL = 0.93
 """Of 160 test rows; FedAvg reaches .97, and a binomial standard error at .95 is .017."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["FedABML", "PFedVEM", "PFedBayes", "PFedMe", "PFedMAP", "FOLA"])
 def test_defaults_learn_digits(name):
     torch.manual_seed(0)

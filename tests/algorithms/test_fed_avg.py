@@ -128,6 +128,7 @@ def stationarity(data, theta):
     return float(total.norm())
 
 
+@pytest.mark.slow
 def test_scaffold_ends_where_the_clients_mean_gradient_is_zero():
     """FedAvg of clients of one size ends elsewhere: its many local steps drift (their section 3)."""
     data, model = federation(8, 8, 8), network()

@@ -162,6 +162,7 @@ def hierarchy(federation):
             pyro.sample("y", dist.Normal(mean, sigma), obs=None if y is None else y.double())
 
 
+@pytest.mark.slow
 def test_a_hierarchy_has_its_least_squares():
     """Levels without a prior: dummies of the clients in a regression under the priors of β and σ."""
     data = federation()

@@ -377,6 +377,7 @@ def marginal_likelihood(data):
     )
 
 
+@pytest.mark.slow
 @float64
 @pytest.mark.parametrize("batch_size", [None, 4])
 def test_parameters_reach_the_maximum_marginal_likelihood(batch_size):
@@ -398,6 +399,7 @@ def test_parameters_reach_the_maximum_marginal_likelihood(batch_size):
     )
 
 
+@pytest.mark.slow
 @float64
 def test_random_globals_are_fitted_alike():
     data = groups()
@@ -410,6 +412,7 @@ def test_random_globals_are_fitted_alike():
     assert draws["a"].std(0).min() > 0.1
 
 
+@pytest.mark.slow
 @float64
 def test_priors_that_are_not_normal_and_a_simplex():
     data = groups()
@@ -427,6 +430,7 @@ def test_priors_that_are_not_normal_and_a_simplex():
 # -- the toy of section 5.1 ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @float64
 def test_the_toy_of_the_paper():
     """Two clients with losses ½ (w − μ_i)ᵀ Σ_i⁻¹ (w − μ_i) and the same Σ: θ comes to the pooled posterior's mean."""
@@ -511,6 +515,7 @@ def test_a_setting_that_cannot_be_is_named(field, value):
 # -- learning -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{}, {"spread": "learnt"}, {"hyper_scale": 1.0}], ids=["fixed", "learnt", "hyper"]
 )

@@ -463,6 +463,7 @@ def test_as_it_comes_it_is_laplaces_method_of_the_pooled_hierarchy(float64):
         assert abs(float(standard.std()) - 1) < 0.03
 
 
+@pytest.mark.slow
 def test_it_finds_its_way_where_clients_say_little(float64):
     """Log-odds that differ between small clients, spreads near 0: no Hessian of theirs is definite at first."""
     federation = datasets.china_smoking()

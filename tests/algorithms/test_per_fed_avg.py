@@ -165,6 +165,7 @@ def levels(federation):
             pyro.sample("y", dist.Normal(a * b, sigma), obs=obs.get("y"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm", [PerFedAvg(), PerFedAvg(second_order=False), PFedMe()], ids=str
 )
@@ -183,6 +184,7 @@ def test_a_hierarchy_with_little_noise_does_not_diverge(algorithm):
     assert torch.isfinite(draws["tau"]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [PerFedAvg(), PFedMe()], ids=str)
 def test_they_learn_digits_as_they_ship(algorithm):
     train, test = datasets.digits(clients=8)

@@ -26,6 +26,7 @@ def measured(name, trials=TRIALS):
     return attack.lower_bound(zeros, ones, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["FedAvg, Laplace", "PACPFL, Laplace", "SFVI, Laplace"])
 def test_what_is_claimed_is_not_exceeded(name):
     """In one of 200 runs of an honest mechanism the limits are passed, and then by little."""
@@ -33,6 +34,7 @@ def test_what_is_claimed_is_not_exceeded(name):
     assert measured(name, 40) <= 1.0
 
 
+@pytest.mark.slow
 def test_the_adversary_has_power():
     """Of a mechanism that tells a lot, most is found: ε = 100, of which 80 trials can show 1.9."""
     loud = dataclasses.replace(
@@ -56,6 +58,7 @@ def whole(self, upload, clip):
     return dict(upload), torch.ones(len(next(iter(upload.values()))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "instead"),
     [("_drawn", by_seed), ("_drawn", faint), ("clipped", whole)],

@@ -153,6 +153,7 @@ def test_a_scale_of_a_clients_own_is_watched_too(factor, what):
         warn_of_spreads(program, federation, params, own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [bf.PFedVEM(), bf.FedABML()], ids=["PFedVEM", "FedABML"])
 def test_a_collapse_in_a_fit_is_not_silent(algorithm):
     """Levels that do not differ: the maximum is at a scale of zero."""
@@ -168,6 +169,7 @@ def test_a_spread_that_is_found_is_not_warned_of(algorithm):
         bf.fit(squared_spread, grouped(), algorithm, rounds=50)
 
 
+@pytest.mark.slow
 def test_where_mean_field_loses_a_spread_of_real_data_it_is_said():
     """τ of the first slope: 0.18 at the mode of the marginal posterior, 0.013 at that with a factorised q(w_i)."""
     with pytest.warns(UserWarning, match="local site 'beta' .* has fallen"):

@@ -29,6 +29,7 @@ def nll(posterior, test):
     return float(-Categorical(probs=p).log_prob(test["y"]).mean())
 
 
+@pytest.mark.slow
 def test_it_stops_where_a_long_run_is_no_better(digits):
     train, valid, test = digits
     algorithm = bf.FedAvg(lr=0.1, personal_steps=0)

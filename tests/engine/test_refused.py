@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bayesfed as bf
-from bayesfed import models
+from bayesfed import datasets, models
 from tests.laws.cases import federation, small
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -103,3 +103,35 @@ def test_a_run_stops_where_too_many_fail_and_what_it_has_is_there():
         posterior = bf.finish(stopped.value.run)
     assert len(posterior.history["elbo"]) == run.done
     assert all(torch.equal(posterior.params[name], value) for name, value in before.items())
+
+
+def no_solution(server):
+    raise torch.linalg.LinAlgError("linalg.eigh: it did not converge\nand more")
+
+
+def no_numbers(server):
+    params = {name: value * torch.nan for name, value in server["params"].items()}
+    return server | {"params": params}, torch.zeros(())
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (
+            no_solution,
+            r"round 3: a step has no solution \(linalg.eigh: it did not converge\); lower the",
+        ),
+        (no_numbers, "round 3: the global parameters are no numbers any more; lower the"),
+    ],
+)
+def test_a_server_that_cannot_go_on_keeps_what_it_had(result, said, monkeypatch):
+    run = bf.start(models.eight_schools, datasets.eight_schools().to(dtype=torch.float64), rounds=5)
+    for _ in range(2):
+        bf.step(run)
+    before = bf.finish(run)
+    monkeypatch.setattr(bf.SFVI, "decode", lambda self, turn, server, total: result(server))
+    with pytest.raises(bf.Stopped, match=said) as stopped:
+        bf.step(run)
+    assert stopped.value.run.done == 2
+    for name, value in bf.finish(stopped.value.run).params.items():
+        assert torch.equal(value, before.params[name])

@@ -99,6 +99,7 @@ def test_categories_that_cannot_be():
         models.OrderedLogistic(1)
 
 
+@pytest.mark.slow
 def test_predictions_have_the_frequencies():
     """Of 944 voters; a share's Monte Carlo error is below .01, its posterior's sd about .015: .06 is four of them."""
     federation = datasets.anes96()
