@@ -239,7 +239,7 @@ def _solvable(run: Run) -> Iterator[None]:
     """What has no solution stops the run, which goes on from before."""
     try:
         yield
-    except torch.linalg.LinAlgError as error:
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         said = str(error).split("\n")[0]
         raise Stopped(f"a step has no solution ({said}); {_SMALLER}", run) from error
 
