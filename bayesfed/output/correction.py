@@ -24,6 +24,7 @@ from bayesfed.elbo import noise
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params
 from bayesfed.elbo.terms import log_prior
+from bayesfed.guides.family import GLOBAL
 from bayesfed.output import khat
 from bayesfed.output.draws import key_of, of_server, terms
 
@@ -66,7 +67,7 @@ def correction(posterior: Posterior) -> Correction | None:
     """The correction of a posterior of all clients of a fit.
 
     None where q needs none, where its weights are too uneven to mend it (k above :data:`khat.LIMIT`), where q(θ) is
-    not over one vector of reals, under privacy, or where the clients' rows are too many to ask.
+    no family's over one vector of reals, under privacy, or where the clients' rows are too many to ask.
 
     Example:
         >>> import bayesfed as bf
@@ -76,20 +77,16 @@ def correction(posterior: Posterior) -> Correction | None:
         >>> correction(posterior).theta["global"].shape
         torch.Size([4000, 1, 1, 2])
     """
-    program = posterior.program
     draws = min(DRAWS, khat.affordable(posterior) // 2)
-    if not khat.has_density(posterior) or len(program.random) != 1 or draws < FEWEST:
-        return None
-    (name,) = program.random
-    key = key_of(posterior, 0, "correction")
-    own = of_server(posterior, draws, key)
-    z = own[name]
-    if z.ndim != 4:
+    family = posterior.program.random == (GLOBAL,)
+    if not family or not khat.has_density(posterior) or draws < FEWEST:
         return None
     of_q = posterior.elbo(min(draws, khat.DRAWS)).double()
     if effective((of_q - of_q.max()).exp()) > EVEN * len(of_q):
         return None
-    z = z[:, 0, 0].double()
+    key = key_of(posterior, 0, "correction")
+    own = of_server(posterior, draws, key)[GLOBAL][:, 0, 0]
+    z = own.double()
     weights = torch.full_like(z[:, 0], 1 / len(z))
     laws: list[Any] = []
     drawn: list[Tensor] = []
@@ -99,8 +96,8 @@ def correction(posterior: Posterior) -> Correction | None:
         if law is None:
             return None
         with noise.seeded(len(laws)):
-            new = law.sample((draws,)).to(own[name].dtype)
-        logs.append(_target(posterior, {name: new[:, None, None]}, noise.fold(key, len(laws))))
+            new = law.sample((draws,)).to(own.dtype)
+        logs.append(_target(posterior, new, noise.fold(key, len(laws))))
         laws.append(law)
         drawn.append(new)
         z = torch.cat(drawn).double()
@@ -114,14 +111,14 @@ def correction(posterior: Posterior) -> Correction | None:
         return None
     positions = (torch.arange(len(z), dtype=z.dtype, device=z.device) + 0.5) / len(z)
     picked = torch.searchsorted(weights.cumsum(0), positions).clamp(max=len(z) - 1)
-    return Correction({name: torch.cat(drawn)[picked][:, None, None]}, found)
+    return Correction({GLOBAL: torch.cat(drawn)[picked][:, None, None]}, found)
 
 
-def _target(posterior: Posterior, theta: Params, key: Tensor) -> Tensor:
-    """log p(θ, w, D) − log q(w | θ) at draws of θ and one of w each: ``(S,)``."""
-    (count,) = {len(value) for value in theta.values()}
-    of_server = log_prior(posterior.program, posterior.params, theta, count)
-    return of_server.double() + terms(posterior, theta, count, key)
+def _target(posterior: Posterior, z: Tensor, key: Tensor) -> Tensor:
+    """log p(θ, w, D) − log q(w | θ) at draws of θ ``(S, D)`` and one of w each: ``(S,)``."""
+    theta, count = {GLOBAL: z[:, None, None]}, len(z)
+    of_prior = log_prior(posterior.program, posterior.params, theta, count)
+    return of_prior.double() + terms(posterior, theta, count, key)
 
 
 def student(z: Tensor, weights: Tensor) -> Any:

@@ -132,6 +132,24 @@ def test_points_and_particles_have_none(algorithm):
     assert posterior.corrected().correction is None
 
 
+def test_a_guide_of_ones_own_stays_as_it_is():
+    """Its site is the model's own, whose prior counts: as a family's it would be drawn by the likelihood alone."""
+
+    def model(federation):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with federation.clients(), federation.observations() as obs:
+            pyro.sample("y", dist.Normal(w[..., 0], 10.0), obs=obs.get("y"))
+            pyro.sample("sigma", dist.Normal(10 + w[..., 1], 10.0), obs=obs.get("sigma"))
+
+    def guide(federation):
+        loc = pyro.param("loc", torch.zeros(2), event_dim=1)
+        pyro.sample("w", dist.Normal(loc, 3.0).to_event(1))
+
+    posterior = bf.fit(model, SCHOOLS, bf.SFVI(guide=guide), rounds=2)
+    assert posterior.correction is None
+    assert posterior.corrected().correction is None
+
+
 def test_a_private_run_asks_nobody():
     privacy = bf.Privacy(epsilon=100.0, clip=10.0)
     assert bf.fit(models.eight_schools, SCHOOLS, rounds=2, privacy=privacy).correction is None
