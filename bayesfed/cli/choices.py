@@ -61,10 +61,7 @@ def choices(config: Experiment, rows: pd.DataFrame | None, base: Path) -> Choice
     algorithm = _algorithm(config, base)
     execution = made(Execution, config.execution, "execution")
     privacy = None if config.privacy is None else made(Privacy, config.privacy, "privacy")
-    if model is None:
-        model, everyone = _written(config, rows, base)
-    else:
-        everyone = _everyone(config, rows, base)
+    model, everyone = _with_clients(config, model, rows, base)
     everyone, federation, held = _parts(config, everyone, execution.device)
     shown = _shown_sites(config, model, federation)
     schedule, held_out = config.schedule, None
@@ -141,30 +138,24 @@ def _algorithm(config: Experiment, base: Path) -> Any:
     return algorithm_of(data, guide=guide)
 
 
-def _written(
-    config: Experiment, rows: pd.DataFrame | None, base: Path
-) -> tuple[Formula, Federation]:
-    """The model that a formula says, and all clients."""
-    text, family, data = str(config.model.formula), config.model.family, config.data
-    assert rows is not None
+def _with_clients(
+    config: Experiment, model: Model | None, rows: pd.DataFrame | None, base: Path
+) -> tuple[Model, Federation]:
+    """The model, by default the one that the formula writes, and all clients."""
+    data, text, family = config.data, str(config.model.formula), config.model.family
+    if rows is None:
+        assert model is not None  # a formula has rows
+        return model, choose(data.source, DATASETS, "data.dataset")()
+    client = str(data.client)
     try:
-        model = formula(text, rows, client=str(data.client), family=family or "gaussian")
-        return model, model.federation
+        if model is None:
+            written = formula(text, rows, client=client, family=family or "gaussian")
+            return written, written.federation
+        return model, Federation.from_frame(
+            rows, client=client, fields=data.fields, missing=data.missing
+        )
     except FormulaError as error:
         raise SettingsError(f"model.formula: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise SettingsError(f"data ({base / data.source}): {message(error)}") from error
-
-
-def _everyone(config: Experiment, rows: pd.DataFrame | None, base: Path) -> Federation:
-    """All clients."""
-    data = config.data
-    if rows is None:
-        return choose(data.source, DATASETS, "data.dataset")()
-    try:
-        return Federation.from_frame(
-            rows, client=str(data.client), fields=data.fields, missing=data.missing
-        )
     except (ValueError, KeyError, TypeError) as error:
         raise SettingsError(f"data ({base / data.source}): {message(error)}") from error
 

@@ -117,7 +117,7 @@ def _check_needed(discrete: Mapping[str, Tensor], nodes: Mapping[str, Any]) -> N
             continue
         each = [law.log_prob(node["value"]) for law in node["fn"].laws]
         grid = torch.stack(torch.broadcast_tensors(*each)).unflatten(0, node["fn"].sizes)
-        for axis, name in zip(range(len(node["fn"].sizes)), discrete, strict=False):
+        for axis, name in enumerate(list(discrete)[: len(node["fn"].sizes)]):
             if not torch.equal(grid.amax(axis), grid.amin(axis)):
                 needed.add(name)
     for name in discrete.keys() - needed:

@@ -243,19 +243,37 @@ def log_densities(posterior: Posterior, num_samples: int, key: Tensor) -> tuple[
         num_samples: S.
         key: noise; with that of :func:`key_of` the draws are those that :func:`sampled` gives.
     """
-    program, federation = posterior.program, posterior.federation
+    program = posterior.program
     theta = of_server(posterior, num_samples, key)
     supplied = program.noise(key, num_samples, local=False)
     with torch.no_grad():
         schema, params = program.schema, posterior.params
         parts = log_parts(program, params, {}, schema, supplied, num_samples, local=False)
         log_p, log_q = (part[:, 0].double() for part in parts)
-        for chunk in chunks(posterior, num_samples, federation):
+    own = _of_all_clients(posterior, theta, num_samples, key)
+    return log_p + own[0], log_q + own[1]
+
+
+def terms(posterior: Posterior, theta: Params, count: int, key: Tensor) -> Tensor:
+    """Σ_i log p(w_is, D_i | θ_s) − log q(w_is | θ_s) at draws of θ, and one of each client's variables: ``(S,)``."""
+    log_p, log_q = _of_all_clients(posterior, theta, count, key)
+    return log_p - log_q
+
+
+def _of_all_clients(
+    posterior: Posterior, theta: Params, count: int, key: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Both sums, each ``(S,)``, in double precision, since those of many clients are added up."""
+    program, federation = posterior.program, posterior.federation
+    total = torch.zeros(2, count, dtype=torch.float64, device=federation.device)
+    with torch.no_grad():
+        for chunk in chunks(posterior, count, federation):
             keys = noise.fold(key, federation.stream_ids[chunk])
-            supplied = program.noise(keys, num_samples, local=True)
+            supplied = program.noise(keys, count, local=True)
             batch, params = federation.batch(chunk), params_of(posterior, chunk)
-            parts = log_parts(program, params, theta, batch, supplied, num_samples, local=True)
-            log_p, log_q = log_p + parts[0].double().sum(1), log_q + parts[1].double().sum(1)
+            parts = log_parts(program, params, theta, batch, supplied, count, local=True)
+            total += torch.stack([part.double().sum(1) for part in parts])
+    log_p, log_q = total
     return log_p, log_q
 
 
@@ -288,22 +306,6 @@ def of_server(posterior: Posterior, count: int, key: Tensor, centre: bool = Fals
     supplied = _noise(program, key, count, local=False, centre=centre)
     with torch.no_grad():
         return draw(program, posterior.params, supplied, count)
-
-
-def terms(posterior: Posterior, theta: Params, count: int, key: Tensor) -> Tensor:
-    """Σ_i log p(w_is, D_i | θ_s) − log q(w_is | θ_s) at draws of θ, and one of each client's variables: ``(S,)``.
-
-    In double precision, since terms of many clients are added up.
-    """
-    program, federation = posterior.program, posterior.federation
-    total = torch.zeros(count, dtype=torch.float64, device=federation.device)
-    with torch.no_grad():
-        for chunk in chunks(posterior, count, federation):
-            keys = noise.fold(key, federation.stream_ids[chunk])
-            supplied = program.noise(keys, count, local=True)
-            batch, params = federation.batch(chunk), params_of(posterior, chunk)
-            total += client_terms(program, params, theta, batch, supplied, count).double().sum(1)
-    return total
 
 
 def _noise(

@@ -10,6 +10,7 @@ import torch
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.output.correction import correction
+from tests.scenarios import known_scales
 
 SCHOOLS = datasets.eight_schools()
 
@@ -39,15 +40,6 @@ def test_a_skewed_posterior_of_few_clients():
         assert abs(float(draws[name].mean()) - mean) < 0.11 * sd
         assert abs(float(draws[name].std()) / sd - 1) < 0.12
     assert float(before["tau"].std()) / of_grid()["tau"][1] > 1.2
-
-
-def known_scales(federation):
-    """Normal throughout: q has the posterior in it."""
-    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
-    with federation.clients():
-        theta = pyro.sample("theta", dist.Normal(mu, 8.0))
-        with federation.observations() as obs:
-            pyro.sample("y", dist.Normal(theta, obs["sigma"]), obs=obs.get("y"))
 
 
 def exact():

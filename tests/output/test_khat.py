@@ -1,23 +1,13 @@
 """Pareto's k: small where q is the posterior, large where it is not, and named in words."""
 
 import arviz as az
-import pyro
-import pyro.distributions as dist
 import pytest
 import torch
 
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.output.khat import LIMIT, khat
-
-
-def known_scales(federation):
-    """Normal throughout: q has the posterior in it."""
-    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
-    with federation.clients():
-        theta = pyro.sample("theta", dist.Normal(mu, 8.0))
-        with federation.observations() as obs:
-            pyro.sample("y", dist.Normal(theta, obs["sigma"]), obs=obs.get("y"))
+from tests.scenarios import known_scales
 
 
 def test_it_is_small_where_q_is_exact():
