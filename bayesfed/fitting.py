@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,40 +14,29 @@ from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.elbo.form import for_batches
 from bayesfed.elbo.handlers import on_cpu
-from bayesfed.engine import processes
+from bayesfed.elbo.program import Program
 from bayesfed.engine.checks import (
     check_data,
-    check_growth,
-    refusal,
     warn_if_falling,
     warn_of_refused,
 )
-from bayesfed.engine.cohort import Cohort, cohort_size
-from bayesfed.engine.execution import Execution, threads
-from bayesfed.engine.held_out import HeldOut
+from bayesfed.engine.cohort import cohort_size
+from bayesfed.engine.execution import Execution
 from bayesfed.engine.held_out import held_out as of_held_out
 from bayesfed.engine.independence import check_independence
-from bayesfed.engine.moving import caveat, path, record, to_go, to_rise, warn_if_moving
+from bayesfed.engine.moving import caveat, path, to_go, to_rise, warn_if_moving
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.progress import rounds_shown
-from bayesfed.engine.resume import Checkpoint, begin, keep
-from bayesfed.engine.run import Round, Run, Stopped
-from bayesfed.engine.settling import BOUND, USUAL, place, settling
+from bayesfed.engine.resume import Checkpoint, begin
+from bayesfed.engine.run import Round, Run
+from bayesfed.engine.settling import BOUND, settling
 from bayesfed.engine.states import States
 from bayesfed.engine.units import warn_of_units
-from bayesfed.output.of_run import log_predictive, of_clients, of_cohort
+from bayesfed.output.of_run import of_clients
 from bayesfed.output.posterior import Posterior
+from bayesfed.rounds import answer, ask, take
 from bayesfed.settings import Schedule, check, validated
-from bayesfed.tracing.compiler import Compiler, using
-from bayesfed.tracing.precision import products
-
-_SERVER, _COHORT = -1, -2  # streams of a round that belong to no client
-_SMALLER = (
-    "lower the learning rate, take more clients a round, or check the priors of the global sites and the units of "
-    "the fields"
-)
-PATIENCE = 10
-"""Of the uploads of how many rounds more than half must count."""
+from bayesfed.tracing.compiler import Compiler
 
 
 @on_cpu()
@@ -92,12 +77,51 @@ def start(
     size = cohort_size(clients_per_round, len(federation))
     schedule = {"rounds": rounds, "clients_per_round": clients_per_round, "batch_size": batch_size}
     validated(Schedule, schedule | {"seed": seed})
-    check(algorithm)
-    with noise.seeded(seed):  # particles start at draws of the prior
-        program = algorithm.program(for_batches(model, federation), federation)
+    program = programmed(model, federation, algorithm, seed)
     check_data(program, federation)
     check_independence(program, federation, shuffled=batch_size is not None)
     warn_of_units(program, federation)
+    return begun(
+        program,
+        federation,
+        algorithm,
+        size,
+        rounds=rounds,
+        batch_size=batch_size,
+        privacy=privacy,
+        held_out=held_out,
+        seed=seed,
+        execution=execution,
+        resume=resume,
+    )
+
+
+def programmed(model: Model, federation: Federation, algorithm: Algorithm, seed: int) -> Program:
+    """The model with the guide that an algorithm chooses for it."""
+    check(algorithm)
+    with noise.seeded(seed):  # particles start at draws of the prior
+        return algorithm.program(for_batches(model, federation), federation)
+
+
+def begun(
+    program: Program,
+    federation: Federation,
+    algorithm: Algorithm,
+    size: int,
+    *,
+    rounds: int | None,
+    batch_size: int | None,
+    privacy: Privacy | None,
+    held_out: Federation | None,
+    seed: int,
+    execution: Execution,
+    resume: str | Path | None,
+    sites: int | None = None,
+) -> Run:
+    """A run of a program whose clients' rows have been looked at, K = ``size`` of them in a round.
+
+    With ``sites`` these rows are made up, and the clients' own are there.
+    """
     server = algorithm.start(program)
     most = BOUND if rounds is None else rounds
     run = Run(
@@ -111,13 +135,15 @@ def start(
         seed=seed,
         execution=execution,
         server=server,
-        clients=States(len(federation), device=federation.device),
+        clients=States(len(federation) if sites is None else 1, device=federation.device),
         known=torch.full((len(federation),), torch.nan, dtype=federation.dtype),
+        said=torch.zeros(2, dtype=torch.float64),
         refused=torch.zeros(len(federation), dtype=torch.int64),
         clip=(privacy or Privacy()).first_clip(),
         history=torch.zeros(3, most, dtype=torch.float64),
         path=path(program),
         compiler=Compiler(execution.compile),
+        accepted=None if sites is None else torch.full((sites, 2), -1),
     )
     if held_out is not None:
         run.settling = of_held_out(run, held_out.to(federation.device), rounds)
@@ -128,7 +154,7 @@ def start(
         if algorithm.pace(turn, server) is not None:
             levels, params = algorithm.levels(program), algorithm.params(server)
             share = size / len(federation)
-            run.settling = settling(program, params, levels, federation.rows, share)
+            run.settling = settling(program, params, levels, program.rows, share)
         if run.settling is None:
             raise ValueError(
                 f"rounds: {type(algorithm).__name__} has no q(θ) here whose width says when it is done, give a number, "
@@ -150,113 +176,8 @@ def step(run: Run) -> Round:
         ValueError: the run has done all its rounds.
         Stopped: see :func:`fit`.
     """
-    if run.done == run.rounds:
-        raise ValueError(f"the run has done its {run.rounds} rounds: start one with more")
-    begin, algorithm, federation = time.perf_counter(), run.algorithm, run.federation
-    key = noise.fold(noise.key(run.seed).to(federation.device), run.done)
-    rate = run.rate
-    noisy = run.multiplier > 0
-    turn = Turn(run.program, noise.fold(key, _SERVER), run.size, rate, noisy)
-    cohort, clip = _cohort(run, key), float(run.clip)
-    work = Cohort(
-        algorithm,
-        run.program,
-        federation,
-        run.clients,
-        run.batch_size,
-        run.execution,
-        run.privacy,
-        clip,
-        noisy,
-    )
-    with threads(run.numbers), using(run.compiler), _solvable(run):
-        message = algorithm.broadcast(turn, run.server)
-        with products(run.execution.precision, federation.device):
-            total, terms, sound = work(message, cohort, key, rate)
-        taken, sound = (
-            sound,
-            sound | noisy,
-        )  # where uploads are private, so is whether they were finite
-        names = [federation.names[i] for i in cohort[sound].tolist()]
-        refused = [federation.names[i] for i in cohort[~sound].tolist()]
-        if _too_many(run, len(refused)):
-            raise Stopped(refusal(refused, terms[~sound]), run)
-        if run.privacy is not None:
-            if run.done == 0:
-                run.privacy.warn_if_loud(total, run.multiplier, run.size)
-            total = run.privacy.noisy(total, clip, run.multiplier, run.done)
-            total = {n: processes.told(v, run.execution.group) for n, v in total.items()}
-            next_clip = run.privacy.adapted(total, run.clip, run.multiplier, run.size)
-        else:
-            next_clip = run.clip
-        server, server_term = run.server, torch.zeros(())
-        if names:
-            turn = replace(turn, cohort=len(names))
-            server, server_term = algorithm.decode(turn, run.server, total)
-    if not math.isfinite(server_term):
-        raise Stopped(
-            f"the server's ELBO term is {float(server_term)}; lower the learning rate or check the priors of the "
-            "global sites",
-            run,
-        )
-    if any(bool(value.isnan().any()) for value in algorithm.params(server).values()):
-        raise Stopped(f"the global parameters are no numbers any more; {_SMALLER}", run)
-    summed = _sum_over_all(terms[taken], run.known, cohort[taken])
-    elbo = math.nan if noisy or not names else float(server_term) + float(summed)
-    seconds = time.perf_counter() - begin
-    run.server, run.clip = server, next_clip
-    run.refused[cohort[~sound]] += 1
-    run.history[:, run.done] = torch.tensor([elbo, seconds, len(names)], dtype=torch.float64)
-    run.done += 1
-    if run.done == 1:
-        run.compiler.decide((run.rounds if run.settling is None else USUAL) - 1)
-    params = algorithm.params(server)
-    if isinstance(run.settling, HeldOut):
-        if names:
-            densities = log_predictive(
-                of_cohort(run, params, names), run.settling.rows.select(names)
-            )
-            run.settling.record(run.done, cohort[taken], densities)
-    elif run.settling is None:
-        record(run.path, params, algorithm.lr_decay, run.done - 1, run.rounds)
-    else:
-        pace = algorithm.pace(turn, server)
-        assert pace is not None
-        with using(run.compiler):
-            where = place(run.program, params, run.settling.sites)
-        run.settling.record(where, pace, run.history[0, : run.done], cohort[taken])
-    if run.settling is not None and run.settling.settled:
-        run.rounds = run.done
-    check_growth(run.program, params)
-    if run.file is not None:
-        keep(run, run.file)
-    terms = torch.full_like(terms, math.nan) if noisy else terms[sound]
-    return Round(run.done, run.rounds, elbo, terms, names, refused, seconds, params)
-
-
-@contextmanager
-def _solvable(run: Run) -> Iterator[None]:
-    """What has no solution stops the run, which goes on from before."""
-    try:
-        yield
-    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
-        said = str(error).split("\n")[0]
-        raise Stopped(f"a step has no solution ({said}); {_SMALLER}", run) from error
-
-
-def _too_many(run: Run, refused: int) -> bool:
-    """Whether, of the uploads of the last rounds with this one, half or more do not count."""
-    counted = run.history[2, max(0, run.done - PATIENCE + 1) : run.done]
-    missing = refused + float((run.size - counted).sum())
-    return refused > 0 and 2 * missing >= run.size * (1 + len(counted))
-
-
-def _cohort(run: Run, key: Tensor) -> Tensor:
-    """The clients of the next round; in secret where that is what privacy rests on."""
-    clients = len(run.federation)
-    if run.privacy is None or not run.multiplier:
-        return noise.subset(noise.fold(key, _COHORT), clients, run.size).cpu()
-    return processes.told(run.privacy.cohort(run.done, clients, run.size), run.execution.group)
+    asked = ask(run)
+    return take(run, asked, answer(run, asked))
 
 
 @on_cpu()
@@ -267,19 +188,25 @@ def finish(run: Run) -> Posterior:
     clients' states in files a posterior of before reads the new ones.
     """
     params = {name: value.detach() for name, value in run.algorithm.params(run.server).items()}
-    local_params = of_clients(run, params)
+    posterior = concluded(run, of_clients(run, params))
+    return posterior.corrected() if run.algorithm.corrected else posterior
+
+
+def concluded(run: Run, local_params: Mapping[str, Tensor]) -> Posterior:
+    """The posterior with these variables of the clients, and warnings of what is wrong with it; not yet corrected."""
+    params = {name: value.detach() for name, value in run.algorithm.params(run.server).items()}
     history = run.history[:, : run.done].to(torch.get_default_dtype())
     warn_of_refused(run.federation.names, run.refused)
-    warn_if_falling(run.history[0, : run.done].tolist(), run.federation.rows)
+    warn_if_falling(run.history[0, : run.done].tolist(), run.program.rows)
     final, elbo = run.algorithm.lr_decay, run.history[0, : run.done]
     if run.settling is None:
         moving = to_go(run.program, run.path, params, final, run.done, run.rounds)
-        rising = to_rise(elbo, run.federation.rows, final, run.rounds)
+        rising = to_rise(elbo, run.program.rows, final, run.rounds)
     else:
         moving, rising = run.settling.to_go(run.done), 0.0
     if run.algorithm.particles == 1:  # of a few particles the standard deviation is no measure
         warn_if_moving(caveat(moving, rising, run.done), moving)
-    posterior = Posterior(
+    return Posterior(
         program=run.program,
         federation=run.federation,
         params=params,
@@ -293,7 +220,6 @@ def finish(run: Run) -> Posterior:
         rising=rising,
         settled=None if run.settling is None else run.settling.settled,
     )
-    return posterior.corrected() if run.algorithm.corrected else posterior
 
 
 def fit(
@@ -382,16 +308,3 @@ def fit(
             for callback in callbacks:
                 callback(report)
         return finish(run)
-
-
-def _sum_over_all(terms: Tensor, known: Tensor, cohort: Tensor) -> Tensor:
-    """Estimate the sum over all clients from the cohort's terms, updating the last ``known`` ones.
-
-    Once every client has taken part only the changes are scaled, which is far less noisy.
-    """
-    before = known[cohort]
-    known[cohort] = terms
-    scale = len(known) / max(1, len(cohort))
-    if known.isnan().any() or before.isnan().any():
-        return scale * terms.sum()
-    return known.sum() + (scale - 1) * (terms - before).sum()

@@ -258,14 +258,15 @@ def warn_of_refused(names: Sequence[str], refused: Tensor) -> None:
         )
 
 
-def refusal(names: Sequence[str], terms: Tensor) -> str:
+def refusal(names: Sequence[str], terms: Tensor | None) -> str:
     """What became of the round of clients whose uploads do not count, and what may help.
 
     Args:
         names: the clients.
-        terms: their ELBO terms.
+        terms: their ELBO terms, where they are known.
     """
-    what = f"ELBO term ({float(terms[0])})" if not terms[0].isfinite() else "upload"
+    of_term = terms is not None and not terms[0].isfinite()
+    what = f"ELBO term ({float(terms[0])})" if terms is not None and of_term else "upload"
     others = "" if len(names) == 1 else f" and of {len(names) - 1} others"
     return (
         f"the {what} of client {names[0]!r}{others} is not finite. Look for extreme values among its rows, standardise "

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from bayesfed.engine.run import Run
 
 _METADATA = "bayesfed run"
-_FORMAT = 3
+_FORMAT = 4
 _DATA, _PROGRAM = "data/", "program/"
 _SHARE = 0.05
 """The part of a run's time that writing may take."""
@@ -162,7 +162,10 @@ def begin(run: Run) -> None:
         if file is not None:
             journal = Journal(Path(folder), file.name, new=before is None)
         kept = run.clients = States(len(run.federation), folder, run.federation.device, journal)
-    for batch in run.program.starts(run.federation):
+    alone = (
+        run.federation if run.accepted is None else run.federation.select(run.federation.names[:1])
+    )
+    for batch in run.program.starts(alone):
         first = run.algorithm.start_clients(run.program, run.server, batch)
         if before is not None and journal is not None:
             kept.reopen(first, before.done)
@@ -188,13 +191,13 @@ def begin(run: Run) -> None:
                 "are kept nowhere, so it ends elsewhere than one that never stopped. Its ε is the same",
                 stacklevel=5,
             )
-    elif file is not None and journal is not None:
+    elif file is not None and (journal is not None or run.accepted is not None):
         keep(run, file)
 
 
 def keep(run: Run, file: Checkpoint) -> None:
-    """Keep a run after a round; always where it is over, and where noise has been told, which is spent."""
-    due = run.done in (0, run.rounds) or run.multiplier > 0
+    """Keep a run after a round; always where it is over, where noise is spent, and where sites go on from it."""
+    due = run.done in (0, run.rounds) or run.multiplier > 0 or run.accepted is not None
     how = run.compiler
     compiled = sorted(how.chosen) if how.mode == "auto" else how.mode
     file.write(run.state, run.done, compiled=compiled, due=due, kept=run.clients)

@@ -80,6 +80,7 @@ class Run:
         server: the server's state.
         clients: what the clients keep.
         known: the clients' last ELBO terms, ``(N,)``, NaN where a client has not taken part.
+        said: their sum, and how many clients have taken part, float64 ``(2,)``.
         refused: how many uploads of each client did not count, int64 ``(N,)``.
         clip: γ of ``privacy``, ``()``.
         history: ELBO, seconds and number of uploads that count of each round, ``(3, rounds)``.
@@ -89,6 +90,8 @@ class Run:
         done: rounds done.
         compiler: what compiles the steps.
         file: where the run is kept after its rounds, if anywhere.
+        accepted: of a run between machines: round and attempt of each site's answer that was taken last, -1 where none
+            was, int64 ``(sites, 2)``. Such a run has made-up rows, and what one client would keep.
     """
 
     program: Program
@@ -103,6 +106,7 @@ class Run:
     server: Any
     clients: States
     known: Tensor
+    said: Tensor
     refused: Tensor
     clip: Tensor
     history: Tensor
@@ -111,13 +115,16 @@ class Run:
     done: int = 0
     compiler: Compiler = field(default_factory=Compiler)
     file: Checkpoint | None = None
+    accepted: Tensor | None = None
 
     @property
     def state(self) -> dict[str, Any]:
         """All tensors that rounds change, by attribute, but those that are in files of their own."""
         kept = {} if self.execution.states is not None else self.clients.tensors
-        names = ("server", "known", "refused", "clip", "history", "path")
+        names = ("server", "known", "said", "refused", "clip", "history", "path")
         state = {name: getattr(self, name) for name in names} | {"clients": kept}
+        if self.accepted is not None:
+            state["accepted"] = self.accepted
         return state if self.settling is None else state | {"settling": self.settling.state}
 
     @property

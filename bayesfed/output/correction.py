@@ -26,7 +26,7 @@ from bayesfed.elbo.program import Params
 from bayesfed.elbo.terms import log_prior
 from bayesfed.guides.family import GLOBAL
 from bayesfed.output import khat
-from bayesfed.output.draws import key_of, of_server, terms
+from bayesfed.output.draws import Weigh, elbo, key_of, of_server, terms
 
 if TYPE_CHECKING:
     from bayesfed.output.posterior import Posterior
@@ -63,11 +63,12 @@ class Correction:
 
 @torch.no_grad()
 @on_cpu()
-def correction(posterior: Posterior) -> Correction | None:
+def correction(posterior: Posterior, weigh: Weigh = terms) -> Correction | None:
     """The correction of a posterior of all clients of a fit.
 
     None where q needs none, where its weights are too uneven to mend it (k above :data:`khat.LIMIT`), where q(θ) is
-    no family's over one vector of reals, under privacy, or where the clients' rows are too many to ask.
+    no family's over one vector of reals, under privacy, or where the clients' rows are too many to ask. ``weigh`` asks
+    the clients.
 
     Example:
         >>> import bayesfed as bf
@@ -77,11 +78,11 @@ def correction(posterior: Posterior) -> Correction | None:
         >>> correction(posterior).theta["global"].shape
         torch.Size([4000, 1, 1, 2])
     """
-    draws = min(DRAWS, khat.affordable(posterior) // 2)
+    draws = min(DRAWS, khat.affordable(posterior, posterior.program.rows) // 2)
     family = posterior.program.random == (GLOBAL,)
     if not family or not khat.has_density(posterior) or draws < FEWEST:
         return None
-    of_q = posterior.elbo(min(draws, khat.DRAWS)).double()
+    of_q = elbo(posterior, min(draws, khat.DRAWS), 0, weigh).double()
     if effective((of_q - of_q.max()).exp()) > EVEN * len(of_q):
         return None
     key = key_of(posterior, 0, "correction")
@@ -97,7 +98,7 @@ def correction(posterior: Posterior) -> Correction | None:
             return None
         with noise.seeded(len(laws)):
             new = law.sample((draws,)).to(own.dtype)
-        logs.append(_target(posterior, new, noise.fold(key, len(laws))))
+        logs.append(_target(posterior, new, noise.fold(key, len(laws)), weigh))
         laws.append(law)
         drawn.append(new)
         z = torch.cat(drawn).double()
@@ -114,11 +115,11 @@ def correction(posterior: Posterior) -> Correction | None:
     return Correction({GLOBAL: torch.cat(drawn)[picked][:, None, None]}, found)
 
 
-def _target(posterior: Posterior, z: Tensor, key: Tensor) -> Tensor:
+def _target(posterior: Posterior, z: Tensor, key: Tensor, weigh: Weigh) -> Tensor:
     """log p(θ, w, D) − log q(w | θ) at draws of θ ``(S, D)`` and one of w each: ``(S,)``."""
     theta, count = {GLOBAL: z[:, None, None]}, len(z)
     of_prior = log_prior(posterior.program, posterior.params, theta, count)
-    return of_prior.double() + terms(posterior, theta, count, key)
+    return of_prior.double() + weigh(posterior, theta, count, key)
 
 
 def student(z: Tensor, weights: Tensor) -> Any:

@@ -24,7 +24,7 @@ from bayesfed.data.chunks import chunks as cut
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.program import Params, Program
-from bayesfed.elbo.terms import client_terms, draw, log_parts
+from bayesfed.elbo.terms import client_terms, draw, log_parts, server_pass
 
 if TYPE_CHECKING:
     from bayesfed.output.posterior import Posterior
@@ -254,6 +254,19 @@ def log_densities(posterior: Posterior, num_samples: int, key: Tensor) -> tuple[
     return log_p + own[0], log_q + own[1]
 
 
+Weigh = Callable[["Posterior", Params, int, Tensor], Tensor]
+"""What :func:`terms` is: between machines the sum of what the sites say."""
+
+
+def elbo(posterior: Posterior, num_samples: int, seed: int, weigh: Weigh | None = None) -> Tensor:
+    """The ELBO of all clients at draws of q, ``(S,)``."""
+    program, key = posterior.program, key_of(posterior, seed, "elbo")
+    with torch.no_grad():
+        supplied = program.noise(key, num_samples, local=False)
+        at_server, theta = server_pass(program, posterior.params, supplied, num_samples)
+    return at_server + (weigh or terms)(posterior, theta, num_samples, key).to(at_server.dtype)
+
+
 def terms(posterior: Posterior, theta: Params, count: int, key: Tensor) -> Tensor:
     """Σ_i log p(w_is, D_i | θ_s) − log q(w_is | θ_s) at draws of θ, and one of each client's variables: ``(S,)``."""
     log_p, log_q = _of_all_clients(posterior, theta, count, key)
@@ -306,6 +319,20 @@ def of_server(posterior: Posterior, count: int, key: Tensor, centre: bool = Fals
     supplied = _noise(program, key, count, local=False, centre=centre)
     with torch.no_grad():
         return draw(program, posterior.params, supplied, count)
+
+
+def of_globals(posterior: Posterior, count: int, seed: int) -> Params:
+    """Draws of the model's global sites alone, ``(S, *event)``: no client is asked."""
+    program = posterior.program
+    theta = of_server(posterior, count, key_of(posterior, seed))
+    device, own = program.schema.device, program.local_params
+    server = handlers.given(device, posterior.params, {}, theta, count, starting=own)
+    with torch.no_grad(), server:
+        nodes = poutine.trace(program.guide).get_trace(program.schema).nodes
+    return {
+        site.name: nodes[site.name]["value"].expand(count, 1, 1, *site.event_shape)[:, 0, 0]
+        for site in program.globals
+    }
 
 
 def _noise(

@@ -26,7 +26,7 @@ LIMIT = 0.7
 
 def khat(posterior: Posterior) -> float | None:
     """Pareto's k of the posterior's clients; None where q has no density, is private, or is of too many numbers."""
-    draws = min(DRAWS, affordable(posterior))
+    draws = min(DRAWS, affordable(posterior, posterior.federation.rows))
     if not has_density(posterior) or draws < FEWEST:
         return None
     return pareto(posterior.elbo(draws).double().cpu())
@@ -41,10 +41,10 @@ def has_density(posterior: Posterior) -> bool:
     )
 
 
-def affordable(posterior: Posterior) -> int:
-    """How many draws may be weighed."""
-    rows = posterior.federation
-    size = rows.rows * rows.numbers_per_row + len(rows) * posterior.program.variables
+def affordable(posterior: Posterior, rows: int) -> int:
+    """How many draws may be weighed, by clients of so many rows together."""
+    clients = posterior.federation
+    size = rows * clients.numbers_per_row + len(clients) * posterior.program.variables
     return int(WORK / size)
 
 

@@ -18,12 +18,11 @@ from bayesfed.data.columns import UnknownName
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.elbo.program import Params, Program
-from bayesfed.elbo.terms import server_pass
 from bayesfed.engine.checks import check_data
 from bayesfed.engine.moving import caveat
 from bayesfed.output import checkpoint, joint, khat
 from bayesfed.output.correction import Correction, correction
-from bayesfed.output.draws import derived, key_of, replayed, sampled, terms, weighted
+from bayesfed.output.draws import derived, elbo, key_of, replayed, sampled, weighted
 from bayesfed.output.mixture import by_row, predictive
 from bayesfed.output.personal import OnDemand, gathered, personal
 from bayesfed.tracing.compiler import Compiler, using
@@ -327,11 +326,7 @@ class Posterior:
 
     def elbo(self, num_samples: int = 1000, *, seed: int = 0) -> Tensor:
         """The ELBO of all clients, one value per draw: shape ``(S,)``; its mean estimates the ELBO."""
-        program, key = self.program, key_of(self, seed, "elbo")
-        with torch.no_grad():
-            supplied = program.noise(key, num_samples, local=False)
-            of_server, theta = server_pass(program, self.params, supplied, num_samples)
-        return of_server + terms(self, theta, num_samples, key).to(of_server.dtype)
+        return elbo(self, num_samples, seed)
 
     def personalize(
         self,

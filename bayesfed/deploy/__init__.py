@@ -1,0 +1,1 @@
+"""A fit between machines: the clients' rows and variables stay at their sites."""

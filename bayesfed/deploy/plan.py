@@ -1,0 +1,69 @@
+"""What the server and the sites have agreed on before anything is sent: the same experiment file, read by each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bayesfed.algorithms.protocol import Algorithm
+from bayesfed.data.federation import Model
+from bayesfed.engine.privacy import Privacy
+from bayesfed.settings import settings_of
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A fit, but for the clients.
+
+    Attributes:
+        model: the Pyro program; it is never sent.
+        algorithm: how it is fitted.
+        rounds: how many, None until it has settled.
+        clients_per_round: cohort size, see :func:`bayesfed.fit`.
+        batch_size: rows of a local step.
+        privacy: what is clipped, and the noise.
+        seed: of every stream of noise but that of privacy.
+    """
+
+    model: Model
+    algorithm: Algorithm
+    rounds: int | None = None
+    clients_per_round: int | float = 1.0
+    batch_size: int | None = None
+    privacy: Privacy | None = None
+    seed: int = 0
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """The settings as plain data: a site takes part in a run with the very same only."""
+        found = {
+            "algorithm": settings_of(self.algorithm),
+            "rounds": self.rounds,
+            "clients_per_round": self.clients_per_round,
+            "batch_size": self.batch_size,
+            "privacy": self.privacy and asdict(self.privacy),
+            "seed": self.seed,
+        }
+        plain: dict[str, Any] = json.loads(json.dumps(found))
+        return plain
+
+
+def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any], where: str = "") -> str | None:
+    """In what two sites' terms differ, in words; None where in nothing.
+
+    Example:
+        >>> from bayesfed.deploy.plan import difference
+        >>> difference({"algorithm": {"lr": 0.1}, "seed": 0}, {"algorithm": {"lr": 0.2}, "seed": 0})
+        'algorithm.lr is 0.1 here and 0.2 there'
+    """
+    for name in [*mine, *theirs]:
+        one, other = mine.get(name), theirs.get(name)
+        if isinstance(one, dict) and isinstance(other, dict):
+            found = difference(one, other, f"{where}{name}.")
+            if found is not None:
+                return found
+        elif one != other or (name in mine) != (name in theirs):
+            return f"{where}{name} is {json.dumps(one)} here and {json.dumps(other)} there"
+    return None

@@ -1,0 +1,440 @@
+"""A fit over sites is the fit in one process; what is killed, absent or hostile changes nothing that was accepted."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import bayesfed as bf
+from bayesfed import datasets, models
+from bayesfed.deploy.carrier import Carrier
+from bayesfed.deploy.messages import (
+    Ask,
+    Begin,
+    Finish,
+    Hello,
+    MessageError,
+    Refusal,
+    Reply,
+    Schema,
+    of_kind,
+    packed,
+    unpacked,
+)
+from bayesfed.deploy.plan import Plan
+from bayesfed.deploy.server import Patience, deployed
+from bayesfed.deploy.site import Site
+from tests.deploy.together import divided, run_on, sites_of
+
+SCHOOLS = datasets.eight_schools()
+PLAN = Plan(models.eight_schools, bf.SFVI(corrected=False, local_steps=2), rounds=3)
+
+
+EAGER = bf.Execution(compile=False)
+
+
+def posteriors(sites):
+    return [
+        bf.Posterior.load(
+            next((site.folder / "runs").glob("*/posterior.safetensors")),
+            site.plan.model,
+            site.federation,
+        )
+        for site in sites
+    ]
+
+
+def same(found, expected, tolerance=1e-5):
+    """Up to the order of sums in single precision."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        replace(PLAN, algorithm=bf.SFVI(), rounds=None),
+        replace(PLAN, clients_per_round=0.5, rounds=6),
+        replace(PLAN, algorithm=bf.PVI()),
+        replace(PLAN, algorithm=bf.SFVI(), privacy=bf.Privacy(clip=0.2)),
+    ],
+    ids=["until settled, corrected", "half of the clients", "PVI", "clipped"],
+)
+def test_it_is_the_fit_in_one_process(plan, tmp_path):
+    sites = sites_of(SCHOOLS, plan, tmp_path)
+    found = run_on(sites, plan, tmp_path)
+    expected = bf.fit(
+        plan.model,
+        SCHOOLS,
+        plan.algorithm,
+        rounds=plan.rounds,
+        clients_per_round=plan.clients_per_round,
+        privacy=plan.privacy,
+    )
+    same(found.params, expected.params)
+    torch.testing.assert_close(
+        found.posterior.history["elbo"], expected.history["elbo"], rtol=1e-5, atol=1e-4
+    )
+    local = [posterior.local_params for posterior in posteriors(sites)]
+    joined = {name: torch.cat([own[name] for own in local]) for name in expected.local_params}
+    same(joined, dict(expected.local_params))
+    draws, own = found.sample(200), expected.sample(200)
+    for name, value in draws.items():  # near the tail a draw stands on many digits
+        torch.testing.assert_close(value, own[name], rtol=1e-3, atol=1e-3)
+
+
+def test_methods_of_networks_agree_too(tmp_path):
+    train, _ = datasets.digits(clients=6)
+    plan = Plan(models.Network(models.mlp(64, 10)), bf.FedABML(), 3, 0.5, 10)
+    sites = sites_of(train, plan, tmp_path)
+    found = run_on(sites, plan, tmp_path)
+    expected = bf.fit(
+        plan.model, train, plan.algorithm, rounds=3, clients_per_round=0.5, batch_size=10
+    )
+    same(found.params, expected.params, 1e-4)
+
+
+def test_the_sites_have_posteriors_and_the_server_has_none_of_their_variables(tmp_path):
+    fields = {
+        name: value + 0.123456 for name, value in SCHOOLS.fields.items()
+    }  # like no other number
+    sites = sites_of(replace(SCHOOLS, fields=fields), PLAN, tmp_path)
+    found = run_on(sites, PLAN, tmp_path)
+    for site, posterior in zip(sites, posteriors(sites), strict=True):
+        assert posterior.sample(10)["theta"].shape == (10, len(site.federation))
+    assert not found.posterior.local_params
+    assert set(found.sample(10)) == {"mu", "tau"}
+    at_server = (tmp_path / "server.safetensors").read_bytes()
+    for value in fields.values():
+        assert not any(number.numpy().tobytes() in at_server for number in value)
+
+
+class Wire:
+    """A carrier that can be cut, changed and listened to."""
+
+    def __init__(self, sites):
+        self.sites = {site.name: site for site in sites}
+        self.changed = {}
+        self.silent = lambda name, kind: False
+        self.heard = []
+
+    def exchange(self, messages, seconds):
+        found = {}
+        for at, payload in messages.items():
+            kind = unpacked(payload)[0].kind
+            if self.silent(at, kind):
+                continue
+            reply = self.sites[at].handle(payload)
+            self.heard.append((at, payload, reply))
+            found[at] = self.changed.get((at, kind), lambda r: r)(reply)
+        return found
+
+    @property
+    def carrier(self):
+        return Carrier(lambda: list(self.sites), self.exchange)
+
+
+def fitted(at, plan, folder, said=None, **patience):
+    waited = {"joining": 1.0, "seconds": 5.0} | patience
+    lines = [] if said is None else said
+    found = Patience(tuple(at.sites), **waited)
+    return deployed(at.carrier, plan, found, folder / "server.safetensors", say=lines.append)
+
+
+def asked_of(at):
+    """The first question that a site was asked, and its answer."""
+    return next((n, p, r) for n, p, r in at.heard if isinstance(unpacked(p)[0], Ask))
+
+
+def test_the_same_question_has_the_same_bytes_also_after_a_restart(tmp_path):
+    sites = sites_of(SCHOOLS, PLAN, tmp_path)
+    at = Wire(sites)
+    at.silent = lambda name, kind: kind == "finish"
+    with pytest.raises(TimeoutError, match="does not answer"):
+        fitted(at, PLAN, tmp_path, attempts=1)
+    name, question, reply = [h for h in at.heard if isinstance(unpacked(h[1])[0], Ask)][-1]
+    assert at.sites[name].handle(question) == reply
+    again = Site(name, at.sites[name].federation, PLAN, tmp_path / name)
+    assert again.handle(question) == reply
+    message, parts = unpacked(question)
+    other = packed(message.model_copy(update={"rate": 0.5}), **parts)
+    refusal, _ = unpacked(again.handle(other))
+    assert isinstance(refusal, Refusal) and "answered once" in refusal.why
+
+
+def test_what_was_not_accepted_is_forgotten(tmp_path):
+    """A second attempt at a round finds the clients as they were."""
+    site = sites_of(SCHOOLS, PLAN, tmp_path, 1)[0]
+    at = Wire([site])
+    lost = {"count": 0}
+
+    def swallow(reply):
+        lost["count"] += 1
+        return packed(Refusal(why="lost")) if lost["count"] in (2, 3) else reply
+
+    at.changed = {("site0", "ask"): swallow}
+    found = fitted(at, PLAN, tmp_path)
+    expected = bf.fit(PLAN.model, SCHOOLS, PLAN.algorithm, rounds=3)
+    same(found.params, expected.params)
+    assert lost["count"] == 5 and found.refused == {"site0": 2}
+
+
+@pytest.mark.parametrize("when", [1, 2, 3, 5, 7])
+def test_a_server_that_is_killed_goes_on(when, tmp_path):
+    """At its nth exchange of messages: before or after what it has sent has arrived."""
+
+    class Killed(Exception):
+        pass
+
+    sites = sites_of(SCHOOLS, PLAN, tmp_path)
+    at, count = Wire(sites), {"count": 0}
+    whole = at.carrier
+
+    def exchange(messages, seconds):
+        count["count"] += 1
+        found = whole.exchange(messages, seconds)
+        if count["count"] == when:
+            raise Killed
+        return found
+
+    patience = Patience(tuple(at.sites), joining=1.0, seconds=5.0)
+    with pytest.raises(Killed):
+        deployed(Carrier(whole.reachable, exchange), PLAN, patience, tmp_path / "s.safetensors")
+    found = deployed(whole, PLAN, patience, tmp_path / "s.safetensors")
+    same(found.params, bf.fit(PLAN.model, SCHOOLS, PLAN.algorithm, rounds=3).params)
+
+
+def test_a_site_that_is_started_anew_after_each_message_changes_nothing(tmp_path):
+    parts = divided(SCHOOLS, 3)
+
+    def exchange(messages, seconds):
+        return {
+            at: Site(at, parts[at], PLAN, tmp_path / at, EAGER).handle(payload)
+            for at, payload in messages.items()
+        }
+
+    patience = Patience(tuple(parts), joining=1.0)
+    found = deployed(
+        Carrier(lambda: list(parts), exchange), PLAN, patience, tmp_path / "server.safetensors"
+    )
+    same(found.params, bf.fit(PLAN.model, SCHOOLS, PLAN.algorithm, rounds=3).params)
+
+
+def test_a_site_that_does_not_answer_is_left_out_of_the_round(tmp_path):
+    sites, said = sites_of(SCHOOLS, PLAN, tmp_path), []
+    at, rounds = Wire(sites), {"count": 0}
+
+    def silent(name, kind):
+        rounds["count"] += kind == "ask" and name == "site1"
+        return name == "site1" and kind == "ask" and rounds["count"] == 2
+
+    at.silent = silent
+    found = fitted(at, PLAN, tmp_path, said)
+    assert found.absent == {"site0": 0, "site1": 1, "site2": 0}
+    assert found.posterior.history["clients"].tolist() == [8, 6, 8]
+    assert any("'site1' has not answered" in line for line in said)
+
+
+def test_a_round_waits_for_the_fewest_that_are_enough(tmp_path):
+    at = Wire(sites_of(SCHOOLS, PLAN, tmp_path))
+    at.silent = lambda name, kind: name != "site0" and kind == "ask"
+    with pytest.raises(TimeoutError, match="fewer than 2 sites have answered, 3 times"):
+        fitted(at, PLAN, tmp_path, minimum=2, attempts=3)
+    at.silent = lambda name, kind: False
+    found = fitted(at, PLAN, tmp_path, minimum=2)
+    same(found.params, bf.fit(PLAN.model, SCHOOLS, PLAN.algorithm, rounds=3).params)
+
+
+def changed(part, change):
+    def of(reply):
+        message, parts = unpacked(reply)
+        parts[part] = {name: change(value) for name, value in parts[part].items()}
+        return packed(message, **parts)
+
+    return of
+
+
+def replayed(reply, kept=[]):  # noqa: B006
+    kept.append(reply)
+    return kept[0]
+
+
+HOSTILE = {
+    "not finite": (changed("total", lambda v: v * math.nan), "is not finite"),
+    "absurdly large": (changed("total", lambda v: v * 1e6), "the sites' median is"),
+    "misshapen": (changed("total", lambda v: v.flatten()[:1]), "in place of"),
+    "of another type": (changed("total", lambda v: v.double()), "in place of"),
+    "too few clients": (changed("sound", lambda v: v[:-1]), "in place of"),
+    "without its upload": (lambda r: packed(unpacked(r)[0]), "lacks"),
+    "another round's": (replayed, "round 0 came in place of"),
+    "rubbish": (lambda r: b"\x80\x04" + r, "no whole safetensors file"),
+    "nothing": (lambda r: b"", "no whole safetensors file"),
+    "another kind": (lambda r: packed(Hello()), "of kind hello"),
+}
+
+
+@pytest.fixture(scope="module")
+def without_site1(tmp_path_factory):
+    """θ of a run in which it says nothing."""
+    folder = tmp_path_factory.mktemp("alone")
+    at = Wire(sites_of(SCHOOLS, PLAN, folder, 4))
+    at.silent = lambda name, kind: name == "site1" and kind == "ask"
+    return fitted(at, PLAN, folder).params
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_what_a_hostile_site_sends_is_refused_and_moves_nothing(what, without_site1, tmp_path):
+    """The run is that of the other sites, to the last bit."""
+    change, why = HOSTILE[what]
+    sites, said = sites_of(SCHOOLS, PLAN, tmp_path, 4), []
+    at = Wire(sites)
+    at.changed = {("site1", "ask"): change}
+    found = fitted(at, PLAN, tmp_path, said)
+    times = 2 if what == "another round's" else 3
+    assert found.refused == {"site0": 0, "site1": times, "site2": 0, "site3": 0}
+    assert any("refused what site 'site1' sent" in line and why in line for line in said), said
+    if what != "another round's":
+        same(found.params, without_site1, 0.0)
+
+
+def test_an_upload_longer_than_its_clip_is_refused(tmp_path):
+    plan = replace(PLAN, privacy=bf.Privacy(clip=0.2))
+    sites, said = sites_of(SCHOOLS, plan, tmp_path), []
+    at = Wire(sites)
+    at.changed = {("site1", "ask"): changed("total", lambda v: v * 30)}
+    assert fitted(at, plan, tmp_path, said).refused["site1"] == 3
+    assert any("clients' can be" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (replace(PLAN, seed=1), "seed is 1 here and 0 there"),
+        (
+            replace(PLAN, algorithm=bf.SFVI(lr=0.5, corrected=False, local_steps=2)),
+            "algorithm.lr is 0.5 here",
+        ),
+        (replace(PLAN, algorithm=bf.PVI()), "algorithm"),
+        (replace(PLAN, privacy=bf.Privacy(clip=1.0)), "privacy is"),
+    ],
+)
+def test_a_site_that_agreed_to_something_else_refuses(other, why, tmp_path):
+    sites = sites_of(SCHOOLS, PLAN, tmp_path)
+    sites[1] = Site("site1", sites[1].federation, other, tmp_path / "site1")
+    with pytest.raises(MessageError, match=rf"site 'site1': another run was agreed on: .*{why}"):
+        fitted(Wire(sites), PLAN, tmp_path)
+
+
+def test_a_site_with_another_model_is_named(tmp_path):
+    import pyro
+    import pyro.distributions as dist
+
+    def wider(federation):
+        mu = pyro.sample("mu", dist.Normal(0.0, 6.0))
+        tau = pyro.sample("tau", dist.HalfCauchy(5.0))
+        with federation.clients():
+            theta = pyro.sample("theta", dist.Normal(mu, tau))
+            with federation.observations() as obs:
+                pyro.sample("y", dist.Normal(theta, obs["sigma"]), obs=obs.get("y"))
+
+    sites = sites_of(SCHOOLS, PLAN, tmp_path)
+    sites[2] = Site("site2", sites[2].federation, replace(PLAN, model=wider), tmp_path / "site2")
+    with pytest.raises(MessageError, match="site 'site2' has another model: the prior of 'mu'"):
+        fitted(Wire(sites), PLAN, tmp_path)
+
+
+def test_sites_whose_data_do_not_fit_together_are_named(tmp_path):
+    sites = sites_of(SCHOOLS, PLAN, tmp_path)
+    part = sites[1].federation
+    fields = {"y": part["y"], "se": part["sigma"]}
+    sites[1] = Site("site1", replace(part, fields=fields), PLAN, tmp_path / "site1")
+    with pytest.raises(MessageError, match="site 'site0' has a field 'sigma', site 'site1' has no"):
+        fitted(Wire(sites), PLAN, tmp_path)
+    sites[1] = Site("site1", sites[0].federation, PLAN, tmp_path / "site1")
+    with pytest.raises(MessageError, match="'A' at site 'site0' and at site 'site1'"):
+        fitted(Wire(sites), PLAN, tmp_path)
+
+
+def test_a_site_whose_rows_do_not_fit_the_model_says_no_more_than_that(tmp_path):
+    """What is wrong with them stands in its own log."""
+    sites = sites_of(SCHOOLS, PLAN, tmp_path)
+    part = sites[1].federation
+    fields = dict(part.fields) | {"sigma": -part["sigma"]}
+    sites[1] = Site("site1", replace(part, fields=fields), PLAN, tmp_path / "site1")
+    with pytest.raises(MessageError) as caught:
+        fitted(Wire(sites), PLAN, tmp_path)
+    assert str(caught.value) == "site 'site1' failed (ValueError): its log says why"
+    log = (tmp_path / "site1" / "log.jsonl").read_text()
+    assert "sigma" in log or "scale" in log
+
+
+def test_a_missing_site_is_named(tmp_path):
+    at = Wire(sites_of(SCHOOLS, PLAN, tmp_path))
+    at.silent = lambda name, kind: name == "site2"
+    with pytest.raises(TimeoutError, match="site 'site2' has not answered in 1 s"):
+        fitted(at, PLAN, tmp_path)
+
+
+def test_a_site_out_of_step_says_so(tmp_path):
+    """Its folder was put back to an earlier state, or the server's file was."""
+    site = sites_of(SCHOOLS, PLAN, tmp_path, 1)[0]
+    at = Wire([site])
+    fitted(at, PLAN, tmp_path)
+    _, question, _ = asked_of(at)
+    message, parts = unpacked(question)
+    late = message.model_copy(update={"round": message.round.model_copy(update={"number": 9})})
+    refusal, _ = unpacked(site.handle(packed(late, **parts)))
+    assert isinstance(refusal, Refusal) and "Begin another run" in refusal.why
+
+
+@pytest.mark.parametrize("run", ["../../etc", "", "a/b", "."])
+def test_a_run_s_name_is_no_path(run, tmp_path):
+    site = sites_of(SCHOOLS, PLAN, tmp_path, 1)[0]
+    with pytest.raises(ValueError):
+        begin = Begin(run=run, terms=PLAN.terms, clients=8, rows=8, cohort=8)
+        of_kind(site.handle(packed(begin)), Reply)
+    assert not (tmp_path.parent / "etc").exists()
+
+
+def test_the_log_says_what_left_the_site(tmp_path):
+    import json
+
+    site = sites_of(SCHOOLS, PLAN, tmp_path, 1)[0]
+    fitted(Wire([site]), PLAN, tmp_path)
+    log = (tmp_path / "site0" / "log.jsonl").read_text()
+    lines = [json.loads(line) for line in log.splitlines()]
+    replies = [line for line in lines if line["message"].get("kind") == "reply"]
+    assert len(replies) == 3 and all(line["bytes"] > 0 for line in replies)
+    assert "total/global.loc" in replies[0]["tensors"] or "total" in str(replies[0]["tensors"])
+
+
+def test_log_densities_are_not_told_under_privacy(tmp_path):
+    plan = replace(PLAN, rounds=3, privacy=bf.Privacy(clip=1.0, noise=1e-6, seed=0))
+    site = sites_of(SCHOOLS, plan, tmp_path, 1)[0]
+    at = Wire([site])
+    found = fitted(at, plan, tmp_path)
+    assert found.posterior.epsilon == math.inf
+    said = [
+        unpacked(reply) for _, payload, reply in at.heard if isinstance(unpacked(payload)[0], Ask)
+    ]
+    assert all(not parts["said"]["terms"].any() for _, parts in said)
+    assert isinstance(unpacked(at.heard[-1][1])[0].kind, str)
+    assert not [p for _, p, _ in at.heard if unpacked(p)[0].kind == "weigh"]
+
+
+def test_the_schema_says_nothing_of_the_rows(tmp_path):
+    site = sites_of(SCHOOLS, PLAN, tmp_path, 1)[0]
+    reply = site.handle(packed(Hello()))
+    schema, parts = of_kind(reply, Schema)
+    assert not parts and schema.rows == 8 and set(schema.fields) == {"y", "sigma"}
+
+
+def test_finish_before_begin_is_refused(tmp_path):
+    site = sites_of(SCHOOLS, PLAN, tmp_path, 1)[0]
+    early = Finish(
+        run="abc", accepted=None, done=0, epsilon=None, moving=None, rising=None, settled=None
+    )
+    with pytest.raises(MessageError, match="run 'abc' has not begun here"):
+        of_kind(site.handle(packed(early)), Reply)
