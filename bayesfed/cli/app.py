@@ -1,4 +1,4 @@
-"""The command line: ``bayesfed run experiment.toml`` and ``bayesfed list``.
+"""The command line: ``bayesfed run experiment.toml``, ``bayesfed node site.toml`` and ``bayesfed list``.
 
 What takes seconds to import (torch, Pyro, ArviZ) is imported by a command once it needs it: help, and mistakes in an
 experiment file or in the columns of its data, come before.
@@ -16,8 +16,9 @@ import click
 import typer
 
 from bayesfed import __version__
-from bayesfed.cli.experiment import read_experiment, read_rows
+from bayesfed.cli.experiment import read_experiment, read_rows, read_site
 from bayesfed.cli.messages import RunError, message
+from bayesfed.settings import SettingsError
 
 app = typer.Typer(
     help="Fit hierarchical Bayesian models across clients whose data never meet.",
@@ -28,6 +29,12 @@ app = typer.Typer(
 )
 
 _MISTAKES = (ValueError, KeyError, TypeError, OSError, ImportError, NotImplementedError)
+
+
+class Carrier(StrEnum):
+    """What carries messages between a server and sites."""
+
+    sockets = "sockets"
 
 
 class What(StrEnum):
@@ -93,6 +100,10 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in the folder, or begin it there.")
     ] = False,
+    on: Annotated[
+        Carrier | None,
+        typer.Option("--on", help="The clients are at sites: reached by sockets of this machine."),
+    ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Fit the model of an experiment file and write a folder of results.
@@ -104,16 +115,42 @@ def run(
     if overwrite and resume:
         raise click.UsageError("give either --resume or --overwrite")
     config = read_experiment(experiment, overrides or ())
+    folder = output or Path(config.output.folder or Path("runs") / experiment.stem)
+    if on is not None:
+        if config.deployment is None:
+            raise SettingsError("deployment is missing: --on needs the names of the sites")
+        from bayesfed.cli.deployment import run_on_sockets
+
+        run_on_sockets(config, experiment, folder, overwrite=overwrite, resume=resume)
+        return
+    if not config.data.here:
+        raise SettingsError("data is missing: the clients are at sites, so run it with --on")
     rows = read_rows(config.data, experiment.parent)
     from bayesfed.cli.choices import choices
 
     chosen = choices(config, rows, experiment.parent)
     from bayesfed.cli.run import fit_and_write
 
-    folder = output or Path(config.output.folder or Path("runs") / experiment.stem)
     fit_and_write(
         config, chosen, experiment, folder, overwrite=overwrite, resume=resume, debug=debug
     )
+
+
+@app.command()
+def node(
+    site: Annotated[Path, typer.Argument(help="Site file (TOML).")],
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Answer for the clients of a site, until stopped.
+
+    Reads the site's rows, listens on its socket and keeps its clients' variables in its folder. What left the site
+    stands in log.jsonl there.
+    """
+    config, experiment, base = read_site(site)
+    rows = read_rows(experiment.data, site.parent)
+    from bayesfed.cli.deployment import answer
+
+    answer(config, experiment, rows, site.parent, base)
 
 
 @app.command("list")

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from bayesfed.algorithms.registry import algorithm_of
-from bayesfed.cli.experiment import Experiment, ModelSection
+from bayesfed.cli.experiment import DataSection, Experiment, ModelSection
 from bayesfed.cli.messages import message
 from bayesfed.cli.names import DATASETS, MODELS
+from bayesfed.data.columns import check_columns
 from bayesfed.data.federation import Federation, Model
+from bayesfed.data.ingest import Missing
 from bayesfed.elbo.sites import sites
 from bayesfed.engine.cohort import cohort_size
 from bayesfed.engine.execution import Execution
@@ -57,8 +60,8 @@ def choices(config: Experiment, rows: pd.DataFrame | None, base: Path) -> Choice
     Raises:
         SettingsError: a name, setting, file, column or client that is not there.
     """
-    model = _model(config.model, base) if config.model.formula is None else None
-    algorithm = _algorithm(config, base)
+    model = model_of(config.model, base) if config.model.formula is None else None
+    algorithm = algorithm_named(config, base)
     execution = made(Execution, config.execution, "execution")
     privacy = None if config.privacy is None else made(Privacy, config.privacy, "privacy")
     model, everyone = _with_clients(config, model, rows, base)
@@ -73,7 +76,8 @@ def choices(config: Experiment, rows: pd.DataFrame | None, base: Path) -> Choice
     )
 
 
-def _model(section: ModelSection, base: Path) -> Model:
+def model_of(section: ModelSection, base: Path) -> Model:
+    """The model of a name."""
     name, own = str(section.name), section.model_extra or {}
     if ":" in name:
         if own:
@@ -123,7 +127,7 @@ def _function(name: str, base: Path, where: str) -> Any:
     return getattr(module, function)
 
 
-def _algorithm(config: Experiment, base: Path) -> Any:
+def algorithm_named(config: Experiment, base: Path) -> Any:
     """The algorithm; its ``guide`` may be ``file.py:function``."""
     data, guide = dict(config.algorithm), None
     named = data.get("guide")
@@ -143,21 +147,61 @@ def _with_clients(
 ) -> tuple[Model, Federation]:
     """The model, by default the one that the formula writes, and all clients."""
     data, text, family = config.data, str(config.model.formula), config.model.family
-    if rows is None:
-        assert model is not None  # a formula has rows
-        return model, choose(data.source, DATASETS, "data.dataset")()
-    client = str(data.client)
+    if model is not None:
+        return model, clients_of(data, rows, base)
+    assert rows is not None  # a formula has a frame's
     try:
-        if model is None:
-            written = formula(text, rows, client=client, family=family or "gaussian")
-            return written, written.federation
-        return model, Federation.from_frame(
-            rows, client=client, fields=data.fields, missing=data.missing
-        )
+        written = formula(text, rows, client=str(data.client), family=family or "gaussian")
+        return written, written.federation
     except FormulaError as error:
         raise SettingsError(f"model.formula: {error}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise SettingsError(f"data ({base / data.source}): {message(error)}") from error
+
+
+def clients_of(
+    data: DataSection, rows: pd.DataFrame | None, base: Path, alone: str | None = None
+) -> Federation:
+    """All clients; where all rows are those of one, it is called ``alone``.
+
+    Raises:
+        SettingsError: the data are not what clients can have; the message names the file.
+    """
+    if data.kind == "dataset":
+        return choose(data.source, DATASETS, "data.dataset")()
+    client, path = str(data.client), base / data.source
+    try:
+        if rows is not None:
+            rows = rows if alone is None else rows.assign(**{client: alone})
+            return Federation.from_frame(
+                rows, client=client, fields=data.fields, missing=data.missing
+            )
+        fields = None if data.fields is None else list(data.fields)
+        if data.kind == "npz":
+            return _of_npz(path, client, fields, data.missing, alone)
+        if alone is not None:
+            raise ValueError("an Arrow file has a column that says whose row it is")
+        return Federation.from_arrow(path, client=client, fields=fields, missing=data.missing)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise SettingsError(f"data ({path}): {message(error)}") from error
+
+
+def _of_npz(
+    path: Path, client: str, fields: list[str] | None, missing: Missing, alone: str | None
+) -> Federation:
+    """An array of each field, and one that says whose row it is; none of them is a pickle."""
+    with np.load(path, allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+    fields = [name for name in arrays if name != client] if fields is None else fields
+    check_columns("file", [*([] if alone else [client]), *fields], list(arrays))
+    whose = np.full(len(arrays[fields[0]]), alone) if alone else arrays[client].astype(str)
+    for name in fields:
+        if arrays[name].shape[:1] != whose.shape:
+            raise ValueError(f"array {name!r} has {len(arrays[name])} rows, not {len(whose)}")
+    clients = {
+        name: {field: arrays[field][whose == name] for field in fields} for name in pd.unique(whose)
+    }
+    return Federation.from_arrays(clients, client_dim=client, missing=missing)
 
 
 def _parts(

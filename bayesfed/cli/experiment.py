@@ -5,12 +5,12 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
 from bayesfed.data.columns import check_columns
-from bayesfed.settings import Schedule, SettingsError, Strict, shown, validated
+from bayesfed.settings import Count, Rate, Schedule, SettingsError, Strict, shown, validated
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,12 +37,23 @@ class ModelSection(Strict, extra="allow"):
         return str(self.name or self.formula)
 
 
+Kind = Literal["dataset", "csv", "parquet", "arrow", "npz"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+ONE_OF = "give one of dataset (a name), csv, parquet, arrow and npz (a path)"
+
+
 class DataSection(Strict):
-    """Which data: a data set by name, or a CSV or Parquet file and how its columns are to be read."""
+    """Which data: a data set by name, or a file and how its columns are to be read.
+
+    A CSV or Parquet file has a row per observation, an Arrow file stays on disk, and an NPZ file has an array for each
+    field and one that says whose row it is.
+    """
 
     dataset: str | None = None
     csv: str | None = None
     parquet: str | None = None
+    arrow: str | None = None
+    npz: str | None = None
     client: str | None = None
     fields: list[str] | dict[str, str | list[str]] | None = None
     missing: Literal["fail", "drop", "keep"] = "fail"
@@ -50,21 +61,34 @@ class DataSection(Strict):
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSection:
-        if sum(source is not None for source in (self.dataset, self.csv, self.parquet)) != 1:
-            raise ValueError("give one of dataset (a name), csv and parquet (a path)")
+        if len(self._given) > 1:
+            raise ValueError(ONE_OF)
+        if not self._given:  # the sites have theirs
+            return self
         if self.dataset is None and self.client is None:
             raise ValueError(f"{self.kind} needs client, the column that says whose row it is")
         idle = sorted(self.model_fields_set & {"client", "fields", "missing"})
         if self.dataset is not None and any(getattr(self, k) not in (None, "fail") for k in idle):
             raise ValueError(
-                f"{idle[0]} is for csv and parquet; a dataset has its clients and fields already"
+                f"{idle[0]} is for a file; a dataset has its clients and fields already"
             )
+        if isinstance(self.fields, dict) and self.kind in ("arrow", "npz"):
+            raise ValueError(f"fields of {self.kind} are a list of names, under which they stand")
         return self
 
     @property
-    def kind(self) -> Literal["dataset", "csv", "parquet"]:
-        """Which of the three it is."""
-        return "dataset" if self.dataset else "csv" if self.csv else "parquet"
+    def kind(self) -> Kind:
+        """Which of these it is."""
+        return self._given[0]
+
+    @property
+    def _given(self) -> list[Kind]:
+        return [kind for kind in KINDS if getattr(self, kind) is not None]
+
+    @property
+    def here(self) -> bool:
+        """Whether the section names data."""
+        return bool(self._given)
 
     @property
     def source(self) -> str:
@@ -87,27 +111,103 @@ class Output(Strict):
     sites: list[str] | None = None
 
 
+class DeploymentSection(Strict):
+    """Where the clients are: at sites, each with a ``bayesfed node``; see :mod:`bayesfed.deploy`.
+
+    Attributes:
+        sites: their names, all of them.
+        sockets: by site, where its worker listens, if it is on this machine.
+        seconds: how long a round waits for answers.
+        minimum: how many sites must answer in time; else the round is asked again.
+        attempts: how often.
+        joining: how long the run waits for all sites at its start, in seconds.
+    """
+
+    sites: Annotated[list[str], Field(min_length=1)]
+    sockets: dict[str, str] = Field(default_factory=dict)
+    seconds: Rate = 600.0
+    minimum: Count = 1
+    attempts: Count = 10
+    joining: Rate = 600.0
+
+
 class Experiment(Strict):
     """An experiment file."""
 
     model: ModelSection
-    data: DataSection
+    data: DataSection = Field(default_factory=DataSection)
     algorithm: dict[str, Any] = Field(default_factory=dict)
     schedule: ScheduleSection = Field(default_factory=ScheduleSection)
     execution: dict[str, Any] = Field(default_factory=dict)
     privacy: dict[str, Any] | None = None
     output: Output = Field(default_factory=Output)
+    deployment: DeploymentSection | None = None
 
     @model_validator(mode="after")
     def _columns_of_a_formula(self) -> Experiment:
-        if self.model.formula is not None:
-            if self.data.kind == "dataset":
+        if self.deployment is None and not self.data.here:
+            raise ValueError(f"data: {ONE_OF}")
+        if self.model.formula is not None and self.data.here:
+            if self.data.kind not in ("csv", "parquet"):
                 raise ValueError("a formula names columns: give data.csv or data.parquet")
             if self.data.fields is not None or self.data.missing != "fail":
                 raise ValueError(
                     "data.fields and data.missing are for models by name: a formula says what it reads"
                 )
         return self
+
+
+class SiteFile(Strict):
+    """What a site adds to the experiment that all have agreed on: its rows, its folder and its worker's address.
+
+    Attributes:
+        name: what the site is called.
+        experiment: the experiment file.
+        socket: where its worker listens: ``HOST:PORT`` of this machine, or a Unix socket's path with a slash.
+        folder: where it keeps what must not be lost, by default one called like the site.
+        data: in place of the experiment's.
+        one_client: all rows are those of one client, called like the site.
+        execution: how it runs.
+    """
+
+    name: Annotated[str, Field(min_length=1)]
+    experiment: str
+    socket: str
+    folder: str | None = None
+    data: dict[str, Any]
+    one_client: bool = False
+    execution: dict[str, Any] = Field(default_factory=dict)
+
+
+def read_site(path: Path) -> tuple[SiteFile, Experiment, Path]:
+    """A site's file, its experiment with the site's data, and the folder that paths of its model are relative to.
+
+    Raises:
+        SettingsError: bad TOML, an unknown key, a value of the wrong type.
+        OSError: a file cannot be read.
+    """
+    site = validated(SiteFile, _toml(path))
+    agreed = path.parent / site.experiment
+    experiment = read_experiment(agreed)
+    before = experiment.data.model_dump(exclude_unset=True)
+    data = {name: v for name, v in before.items() if name not in (*KINDS, "hold_out")} | site.data
+    if site.one_client:
+        if "client" in site.data:
+            raise SettingsError("data.client is a column; with one_client there is none")
+        data["client"] = before.get("client", "client")
+    section = validated(DataSection, data, "data")
+    if not section.here or section.kind == "dataset":
+        raise SettingsError("data: a site's is one of csv, parquet, arrow and npz (a path)")
+    return site, experiment.model_copy(update={"data": section}), agreed.parent
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise SettingsError(f"{path} is not UTF-8 text, so it is no TOML") from None
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{path}: {error}") from None
 
 
 def read_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
@@ -117,12 +217,7 @@ def read_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
         SettingsError: bad TOML (with its line), an unknown key, a value of the wrong type.
         OSError: the file cannot be read.
     """
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError:
-        raise SettingsError(f"{path} is not UTF-8 text, so it is no TOML") from None
-    except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"{path}: {error}") from None
+    data = _toml(path)
     for override in overrides:
         _override(data, override)
     experiment = validated(Experiment, data)
@@ -131,7 +226,7 @@ def read_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
 
 
 def read_rows(data: DataSection, base: Path) -> pd.DataFrame | None:
-    """The rows of a CSV or Parquet file, a path being relative to ``base``; None of a data set by name.
+    """The rows of a CSV or Parquet file, a path being relative to ``base``; None of others, which are read later.
 
     Raises:
         SettingsError: there is no such file, it cannot be read, or it lacks a column.
@@ -140,8 +235,10 @@ def read_rows(data: DataSection, base: Path) -> pd.DataFrame | None:
     if data.kind == "dataset":
         return None
     path = base / data.source
-    if not path.is_file():
+    if not path.exists():
         raise SettingsError(f"data.{data.kind}: there is no file {path}")
+    if data.kind in ("arrow", "npz"):
+        return None
     import pandas as pd
 
     fields = data.fields.values() if isinstance(data.fields, dict) else data.fields or ()

@@ -31,6 +31,7 @@ FILES = {
     "posterior.nc": "draws, predictions and data, for arviz.from_netcdf",
     "held_out.safetensors": "the posterior of the clients held out",
     "held_out.nc": "their draws, predictions and data",
+    "globals.nc": "draws of the global variables, for arviz.from_netcdf",
     "summary.csv": "mean, sd and 94 % interval of every variable",
     "forest.png": "the clients beside the population",
     "run.safetensors": "the run, for bayesfed run --resume",

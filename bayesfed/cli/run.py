@@ -133,7 +133,9 @@ def _resolved(
     config: Experiment, chosen: Choices, experiment: Path, folder: Path, wanted: Path
 ) -> str:
     """The experiment with every setting, with paths as seen from the run's folder."""
-    data: dict[str, dict[str, Any]] = config.model_dump(exclude={"execution", "privacy"})
+    data: dict[str, dict[str, Any]] = config.model_dump(
+        exclude={"execution", "privacy", "deployment"}
+    )
     data["execution"] = dataclasses.asdict(chosen.execution)
     if chosen.privacy is not None:
         data["privacy"] = dataclasses.asdict(chosen.privacy)

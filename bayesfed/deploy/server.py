@@ -48,10 +48,12 @@ from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.terms import client_terms
 from bayesfed.engine.cohort import cohort_size
 from bayesfed.engine.execution import Execution
+from bayesfed.engine.moving import caveat
 from bayesfed.engine.run import Round as Report
 from bayesfed.engine.run import Run
 from bayesfed.engine.states import States
 from bayesfed.fitting import begun, concluded, programmed
+from bayesfed.output import khat
 from bayesfed.output.checkpoint import Placed
 from bayesfed.output.correction import correction
 from bayesfed.output.draws import of_globals
@@ -130,8 +132,20 @@ class Globals:
         """Independent draws of the global sites, ``(S, *event)`` each."""
         return of_globals(self.posterior, num_samples, seed)
 
+    @property
+    def caveat(self) -> str:
+        """What must be known before its numbers are used."""
+        of, mended = self.posterior, self.posterior.correction
+        moving = caveat(of.moving, of.rising, len(of.history["elbo"]))
+        return moving or khat.caveat(None if mended is None else mended.khat)
+
     def __repr__(self) -> str:
-        return repr(self.posterior).replace("Posterior:", "Globals:", 1)
+        of, names = self.posterior, ", ".join(site.name for site in self.posterior.program.globals)
+        return (
+            f"Globals: {type(of.algorithm).__name__} ({of.program.guide_name}), {len(of.history['elbo']):,} rounds, "
+            f"{len(self.refused)} sites, {of.program.clients:,} clients; {names or 'none'}"
+            + (self.caveat and f"\n{self.caveat}")
+        )
 
 
 class Deployment:

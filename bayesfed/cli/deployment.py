@@ -1,0 +1,152 @@
+"""A fit between machines from the command line: a site's worker, and the server's run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import xarray as xr
+from rich.console import Console
+
+from bayesfed.cli import report
+from bayesfed.cli.choices import algorithm_named, clients_of, model_of
+from bayesfed.cli.experiment import DeploymentSection, Experiment, SiteFile
+from bayesfed.deploy.carrier import Carrier
+from bayesfed.deploy.plan import Plan
+from bayesfed.deploy.server import Globals, Patience, deployed
+from bayesfed.deploy.site import Site
+from bayesfed.deploy.sockets import carrier, serve
+from bayesfed.engine.execution import Execution
+from bayesfed.engine.privacy import Privacy
+from bayesfed.engine.progress import rounds_shown
+from bayesfed.output import lines
+from bayesfed.settings import SettingsError, made
+
+
+def plan_of(config: Experiment, base: Path) -> Plan:
+    """What an experiment file in the folder ``base`` says of the fit.
+
+    Raises:
+        SettingsError: a name or setting that is not there; or what a run between machines cannot have.
+    """
+    schedule = config.schedule
+    if config.model.formula is not None:
+        raise SettingsError(
+            "model.formula: between machines give model.name; print(bf.formula(...)) writes the model to put in a file"
+        )
+    if schedule.held_out is not None:
+        raise SettingsError("schedule.held_out: between machines give schedule.rounds")
+    return Plan(
+        model=model_of(config.model, base),
+        algorithm=algorithm_named(config, base),
+        rounds=schedule.rounds,
+        clients_per_round=schedule.clients_per_round,
+        batch_size=schedule.batch_size,
+        privacy=None if config.privacy is None else made(Privacy, config.privacy, "privacy"),
+        seed=schedule.seed,
+    )
+
+
+def answer(
+    site: SiteFile, config: Experiment, rows: pd.DataFrame | None, here: Path, base: Path
+) -> None:
+    """Answer for a site's clients until stopped: its file is in the folder ``here``, the experiment's in ``base``."""
+    federation = clients_of(config.data, rows, here, site.name if site.one_client else None)
+    execution = made(Execution, site.execution, "execution")
+    folder = here / (site.folder or site.name)
+    worker = Site(site.name, federation, plan_of(config, base), folder, execution)
+    console = Console(highlight=False)
+
+    def ready(address: str) -> None:
+        console.print(f"site {site.name}: {federation!r}", soft_wrap=True, markup=False)
+        console.print(
+            f"listening at {address}; what leaves is in {folder / 'log.jsonl'}", soft_wrap=True
+        )
+
+    serve(_address(site.socket, here), worker.handle, ready=ready)
+
+
+def _address(socket: str, base: Path) -> str:
+    """A Unix socket's path is seen from the file that names it."""
+    return str((base / socket).resolve()) if "/" in socket else socket
+
+
+def run_on_sockets(
+    config: Experiment, experiment: Path, wanted: Path, *, overwrite: bool, resume: bool
+) -> None:
+    """Fit over workers of this machine.
+
+    Raises:
+        SettingsError: a site has no socket.
+    """
+    assert config.deployment is not None
+    where = config.deployment.sockets
+    for name in config.deployment.sites:
+        if name not in where:
+            raise SettingsError(f"deployment.sockets has no address of site {name!r}")
+    addresses = [_address(where[name], experiment.parent) for name in config.deployment.sites]
+    run_on(carrier(addresses), config, experiment, wanted, overwrite=overwrite, resume=resume)
+
+
+def run_on(
+    wire: Carrier,
+    config: Experiment,
+    experiment: Path,
+    wanted: Path,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+) -> Globals:
+    """Fit over sites, and write what a server may know into the folder that is wanted, or beside it."""
+    assert config.deployment is not None
+    plan, console = plan_of(config, experiment.parent), Console(highlight=False)
+    folder = report.RunFolder(wanted, overwrite=overwrite, go_on=resume)
+    folder.config = report.to_toml(config.model_dump(exclude_unset=True))
+    title = f"{type(plan.algorithm).__name__} over {len(config.deployment.sites)} sites"
+    console.print(
+        f"{config.model}, {title}, results in {folder.path}", soft_wrap=True, markup=False
+    )
+    with rounds_shown(title, plan.rounds, None) as show:
+        found = deployed(
+            wire,
+            plan,
+            patience_of(config.deployment),
+            folder.run,
+            say=lambda line: console.print(line, soft_wrap=True, markup=False),
+            callbacks=[folder.record, lambda done: show(done.number, done.elbo, "")],
+        )
+    if not folder.rounds:  # all of them were done before
+        folder.begin(len(found.posterior.history["elbo"]))
+    draws = dataset(found, config.output.num_samples)
+    folder.write_draws("globals.nc", lines.product({"posterior": draws}))
+    table = report.summary(draws)
+    folder.write("summary.csv", table.to_csv(index_label="variable", float_format="%.6g"))
+    report.print_summary(table, console, found.caveat)
+    for name, what in folder.written():
+        console.print(f"{folder.path / name}  {what}", soft_wrap=True, markup=False)
+    console.print("The clients' posteriors are at their sites.")
+    return found
+
+
+def patience_of(section: DeploymentSection) -> Patience:
+    """What a section says of waiting."""
+    return Patience(
+        sites=tuple(section.sites),
+        seconds=section.seconds,
+        minimum=section.minimum,
+        attempts=section.attempts,
+        joining=section.joining,
+    )
+
+
+def dataset(found: Globals, num_samples: int) -> xr.Dataset:
+    """Draws of the global sites, as ArviZ has them."""
+    return xr.Dataset(
+        {
+            name: (
+                ("chain", "draw", *(f"{name}_dim_{j}" for j in range(value.ndim - 1))),
+                value[None].numpy(force=True),
+            )
+            for name, value in found.sample(num_samples).items()
+        }
+    )
