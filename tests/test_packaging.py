@@ -19,8 +19,8 @@ FOLDERS = {"bayesfed": "bayesfed", "models": "bayesfed/models", "guides": "bayes
 PACKAGES = ["bayesfed"] + [
     f"bayesfed.{part}"
     for part in (
-        *("algorithms", "cli", "data", "elbo", "engine", "formulas", "guides", "models", "output"),
-        "tracing",
+        *("algorithms", "cli", "data", "deploy", "elbo", "engine", "formulas", "guides", "models"),
+        *("output", "tracing"),
     )
 ]
 

@@ -34,7 +34,7 @@ import math
 import os
 import secrets
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal
@@ -205,7 +205,7 @@ class Privacy:
     def _drawn(self, like: Tensor, name: str, number: int) -> Tensor:
         """Noise of unit scale."""
         if self.seed is None:
-            u = _entropy(like.shape)
+            u = entropy(like.shape)
         else:
             u = noise.uniform(noise.fold(self._key(number), noise.word(name)), like.shape)
         if self.mechanism == "gaussian":
@@ -219,11 +219,11 @@ class Privacy:
         return noise.fold(noise.fold(noise.key(self.seed), noise.word("privacy")), number)
 
 
-def _entropy(shape: torch.Size) -> Tensor:
+def entropy(shape: Sequence[int]) -> Tensor:
     """Uniform numbers in (0, 1), in double precision, from the operating system's cryptographic generator."""
-    count = shape.numel()
+    count = math.prod(shape)
     bits = torch.frombuffer(bytearray(os.urandom(8 * max(1, count))), dtype=torch.int64)[:count]
-    return (((bits >> 11) & ((1 << 53) - 1)).double() + 0.5).mul(2.0**-53).reshape(shape)
+    return (((bits >> 12) & ((1 << 52) - 1)).double() + 0.5).mul(2.0**-52).reshape(shape)
 
 
 @cache
