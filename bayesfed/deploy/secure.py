@@ -365,7 +365,7 @@ def sending(record: Record | None, of: Sum, masked: Mapping[str, Words]) -> Reco
     words = hashlib.sha256()
     for name in sorted(masked):
         words.update(_hashed([name, list(masked[name].shape)]))
-        words.update(np.ascontiguousarray(masked[name], "<u8"))
+        words.update(masked[name].tobytes())
     now = Record(of.run, of.round, of.attempt, of.digest().hex(), words.hexdigest())
     if record is None:
         return now

@@ -302,7 +302,7 @@ def test_of_two_honest_sites_a_server_and_all_others_learn_the_sum():
     """Everything but the secrets of two sites is known. Taken off, it leaves a + p and b − p, p the mask of the two.
 
     In two splits of one sum they add up to the same, and apart they are uniform, differ from a and b by p only and
-    cannot be told from each other: 50 rounds of 250 numbers.
+    cannot be told from each other: 50 rounds of 1,000 numbers.
     """
     sites = sites_of("honest", "other", "spy", "thief")
     full = torch.full((1000,), 1.0, dtype=torch.float64)
