@@ -66,9 +66,7 @@ def main() -> None:
                 args.repeats,
             )
             found = [f"{1000 * statistics.median(t):.3g}" for t in times.values()]
-            sizes = [
-                f"{size / 1000:.3g}" for size in (words.nbytes + len(seal), upload["x"].nbytes)
-            ]
+            sizes = [f"{n / 1000:,.0f}" for n in (words.nbytes + len(seal), upload["x"].nbytes)]
             lines.append(f"| {numbers:,} | {count} | " + " | ".join([*found, *sizes]) + " |")
             print(lines[-1], flush=True)
     write(Path(__file__), lines)

@@ -147,6 +147,16 @@ def test_as_many_sites_as_may_be(value):
     assert float(secure.decoded(word * np.uint64(MOST))) == MOST * float(once)
 
 
+def test_what_cancels_leaves_the_rest():
+    """12,285 uploads whose high words and low words, 2⁶¹ each, cancel but for 24,570 steps of 2⁻⁵⁷."""
+    large, small = (0.5 + 3 * 2.0**-49) / 256, -1 / 256
+    first, second = (
+        secure.encoded("x", torch.tensor([x], dtype=torch.float64)) for x in (large, small)
+    )
+    total = secure.decoded(first * np.uint64(8190) + second * np.uint64(4095))
+    assert float(total) == 8190 * 3 * 2.0**-57
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, LARGEST * (1 + 2**-20), -1e30])
 def test_what_cannot_be_encoded_is_refused_by_name(bad):
     sites = sites_of(*NAMES)
