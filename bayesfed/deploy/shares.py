@@ -2,7 +2,8 @@
 
 :class:`~bayesfed.Privacy` says how large the noise of a round's sum has to be. Each of M sites adds a share such that
 the shares of any ``of`` sites, ``of`` ≤ M, are noise enough: M − ``of`` sites may collude with the server, to which
-they can tell their own shares. The sum of all has M / ``of`` times the variance.
+they can tell their own shares. A site that looks at θ by itself counts as one. The sum of all has M / ``of`` times the
+variance.
 
 Gaussian: N(0, scale² / of). Laplace: the difference of two Gamma(1 / of, scale) variables, since Laplace's law is that
 of the difference of two exponential ones and these are sums of ``of`` such Gamma variables (Ács & Castelluccia 2011,
@@ -65,7 +66,7 @@ def noisy(
         multiplier: of the noise, from :meth:`bayesfed.Privacy.multiplier`. It is the site that has to know it: a
             server that is not trusted with the noise is not trusted with its scale. Cohorts that the server knows hide
             nobody, so it is that of cohorts of all clients.
-        of: how many sites of the roster are taken not to collude with the server.
+        of: how many sites of the roster are taken neither to collude with the server nor to take off their own shares.
 
     Raises:
         ValueError: noise with a seed, which whoever knows the seed can take off; as :func:`share`.
