@@ -88,11 +88,10 @@ def ask(run: Run) -> Asked:
     """
     if run.done == run.rounds:
         raise ValueError(f"the run has done its {run.rounds} rounds: start one with more")
-    began, clip = time.perf_counter(), float(run.clip)
+    began, rate, noisy = time.perf_counter(), run.rate, run.multiplier > 0
     with threads(run.numbers), using(run.compiler), _solvable(run):
-        message = run.algorithm.broadcast(_turn(run), run.server)
-    noisy = run.multiplier > 0
-    return Asked(message, _cohort(run), run.done, run.rate, clip, noisy, began)
+        message = run.algorithm.broadcast(_turn(run, rate, noisy), run.server)
+    return Asked(message, _cohort(run), run.done, rate, float(run.clip), noisy, began)
 
 
 def answer(run: Run, asked: Asked) -> Answer:
@@ -140,7 +139,7 @@ def take(run: Run, asked: Asked, found: Answer) -> Round:
     refused = [federation.names[i] for i in cohort[~sound].tolist()]
     if _too_many(run, len(refused)):
         raise Stopped(refusal(refused, None if found.terms is None else found.terms[~sound]), run)
-    total, next_clip, turn = found.total, run.clip, _turn(run)
+    total, next_clip, turn = found.total, run.clip, _turn(run, asked.rate, noisy)
     server, server_term = run.server, torch.zeros(())
     with threads(run.numbers), using(run.compiler), _solvable(run):
         if run.privacy is not None:
@@ -200,9 +199,9 @@ def _key(run: Run, number: int) -> Tensor:
     return noise.fold(noise.key(run.seed).to(run.federation.device), number)
 
 
-def _turn(run: Run) -> Turn:
-    key = noise.fold(_key(run, run.done), _SERVER)
-    return Turn(run.program, key, run.size, run.rate, run.multiplier > 0)
+def _turn(run: Run, rate: float, noisy: bool) -> Turn:
+    """The next round as the server sees it."""
+    return Turn(run.program, noise.fold(_key(run, run.done), _SERVER), run.size, rate, noisy)
 
 
 def _cohort(run: Run) -> Tensor:
