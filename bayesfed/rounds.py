@@ -71,12 +71,14 @@ class Answer(NamedTuple):
         said: of these clients Σ of their ELBO terms, by how much Σ of all clients' last terms has changed, and how many
             have taken part for the first time: float64 ``(3,)``.
         terms: each client's ELBO term ``(K,)``, where the server may know it.
+        noised: the noise of privacy is in the sum.
     """
 
     total: Upload
     sound: Tensor
     said: Tensor
     terms: Tensor | None = None
+    noised: bool = False
 
 
 def ask(run: Run) -> Asked:
@@ -145,7 +147,8 @@ def take(run: Run, asked: Asked, found: Answer) -> Round:
         if run.privacy is not None:
             if run.done == 0:
                 run.privacy.warn_if_loud(total, run.multiplier, run.size)
-            total = run.privacy.noisy(total, asked.clip, run.multiplier, run.done)
+            if not found.noised:
+                total = run.privacy.noisy(total, asked.clip, run.multiplier, run.done)
             total = {n: processes.told(v, run.execution.group) for n, v in total.items()}
             next_clip = run.privacy.adapted(total, run.clip, run.multiplier, run.size)
         if names:

@@ -13,7 +13,8 @@ from bayesfed.cli.choices import algorithm_named, clients_of, model_of
 from bayesfed.cli.experiment import DeploymentSection, Experiment, SiteFile
 from bayesfed.deploy.carrier import Carrier
 from bayesfed.deploy.plan import Plan
-from bayesfed.deploy.server import Globals, Patience, deployed
+from bayesfed.deploy.server import Globals, deployed
+from bayesfed.deploy.sites import Patience
 from bayesfed.deploy.site import Site
 from bayesfed.deploy.sockets import carrier, serve
 from bayesfed.engine.execution import Execution

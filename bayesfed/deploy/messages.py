@@ -4,6 +4,7 @@
     Hello                Schema       who are you?
     Begin                Digest       the settings, and the server's first state
     Ask                  Reply        a round; and which earlier answer was accepted
+    Open                 Seal         of a secure sum: the masked uploads of all are there
     Finish               Done         the last state, of which clients make their variables
     Weigh                Weights      log densities of draws of θ, see bayesfed.output.correction
     End                  Done         what stands for q(θ)
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
@@ -29,6 +31,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 from bayesfed.settings import Strict
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
+Key = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Number = Annotated[int, Field(ge=0)]
 Tensors = dict[str, Tensor]
 _METADATA = "bayesfed message"
@@ -95,10 +98,15 @@ class Begin(Strict):
 
 
 class Digest(Strict):
-    """A site has begun. Tensors: ``program``, by which the server knows its model again."""
+    """A site has begun. Tensors: ``program``, by which the server knows its model again.
+
+    Attributes:
+        key: of secure sums, the site's public key of this run, in hexadecimal.
+    """
 
     kind: Literal["digest"] = "digest"
     run: Name
+    key: Key | None = None
 
 
 class Round(Strict):
@@ -113,6 +121,7 @@ class Ask(Strict):
 
     Attributes:
         accepted: the round whose answer by this site the server took last, if any.
+        roster: of secure sums, the sites that are asked, with their keys.
     """
 
     kind: Literal["ask"] = "ask"
@@ -122,14 +131,33 @@ class Ask(Strict):
     rate: float
     clip: float
     noisy: bool
+    roster: dict[Name, Key] | None = None
 
 
 class Reply(Strict):
-    """A site's answer. Tensors: ``total``, ``sound``, ``said``."""
+    """A site's answer. Tensors: ``total``, ``sound``, ``said``; of secure sums ``masked`` and ``sound``."""
 
     kind: Literal["reply"] = "reply"
     run: Name
     round: Round
+
+
+class Open(Strict):
+    """All masked uploads of a round are there. ``broadcast`` is the digest of what was asked."""
+
+    kind: Literal["open"] = "open"
+    run: Name
+    round: Round
+    broadcast: Key
+    roster: dict[Name, Key]
+
+
+class Seal(Strict):
+    """The key of a site's own mask, in hexadecimal."""
+
+    kind: Literal["seal"] = "seal"
+    run: Name
+    seal: Key
 
 
 class Finish(Strict):
@@ -181,8 +209,8 @@ class Refusal(Strict):
     why: str
 
 
-Request = Hello | Begin | Ask | Finish | Weigh | End
-Response = Schema | Digest | Reply | Weights | Done | Refusal
+Request = Hello | Begin | Ask | Open | Finish | Weigh | End
+Response = Schema | Digest | Reply | Seal | Weights | Done | Refusal
 _ANY: TypeAdapter[Request | Response] = TypeAdapter(
     Annotated[Request | Response, Field(discriminator="kind")]
 )
@@ -288,6 +316,15 @@ def formed(part: str, found: Mapping[str, Tensor], form: Any) -> Any:
     check_like(part, found, leaves(form))
     at, tree = tree_flatten_with_path(form)
     return tree_unflatten([found[keystr(place)].to(leaf.device) for place, leaf in at], tree)
+
+
+def asked_of_all(message: Ask, sent: Mapping[str, Tensor]) -> bytes:
+    """32 bytes that say what a round asks of every site: a secure sum is of sites that were asked the same."""
+    found = sha256(json.dumps([message.rate, message.clip, message.noisy]).encode())
+    for name, value in sorted(sent.items()):
+        found.update(json.dumps([name, str(value.dtype), list(value.shape)]).encode())
+        found.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.digest()
 
 
 def schema_difference(one: Schema, other: Schema) -> str | None:

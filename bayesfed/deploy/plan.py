@@ -25,6 +25,12 @@ class Plan:
         batch_size: rows of a local step.
         privacy: what is clipped, and the noise.
         seed: of every stream of noise but that of privacy.
+        secure: the server sees sums of the sites' uploads only, see :mod:`bayesfed.deploy.secure`.
+        honest: with ``secure`` and privacy, the shares of noise of how many sites are noise enough, see
+            :mod:`bayesfed.deploy.shares`.
+
+    Raises:
+        ValueError: noise under secure sums without ``honest``, or ``honest`` without them.
     """
 
     model: Model
@@ -34,6 +40,16 @@ class Plan:
     batch_size: int | None = None
     privacy: Privacy | None = None
     seed: int = 0
+    secure: bool = False
+    honest: int | None = None
+
+    def __post_init__(self) -> None:
+        noisy = self.privacy is not None and bool(self.privacy.epsilon or self.privacy.noise)
+        if (self.secure and noisy) != (self.honest is not None):
+            raise ValueError(
+                "honest says of how many sites the shares of noise must be enough: with secure sums and privacy it is "
+                "needed, else not"
+            )
 
     @property
     def terms(self) -> dict[str, Any]:
@@ -45,6 +61,8 @@ class Plan:
             "batch_size": self.batch_size,
             "privacy": self.privacy and asdict(self.privacy),
             "seed": self.seed,
+            "secure": self.secure,
+            "honest": self.honest,
         }
         plain: dict[str, Any] = json.loads(json.dumps(found))
         return plain

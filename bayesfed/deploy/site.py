@@ -7,6 +7,8 @@ are in a file of their own, so that the same question is answered by the same by
     runs/<run>/accepted.safetensors    what the clients keep, after the last answer that was taken
     runs/<run>/answered.safetensors    what they would keep after the last answer, and the answer
     runs/<run>/posterior.safetensors   in the end
+    runs/<run>/run.key, record.json    of secure sums: the run's key, gone in the end, and what was masked last
+    identity.key                       of secure sums: the site's key for all runs
     log.jsonl                          what left the site, message by message
 
 Of a mistake in its data the server learns that there is one, not what it is: that stands in the site's log.
@@ -17,15 +19,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from bayesfed.data.federation import Federation
+from bayesfed.deploy import secure
 from bayesfed.deploy.messages import (
     Ask,
     Begin,
@@ -36,15 +40,18 @@ from bayesfed.deploy.messages import (
     Finish,
     Hello,
     MessageError,
+    Open,
     Refusal,
     Reply,
     Request,
     Response,
     Round,
     Schema,
+    Seal,
     Tensors,
     Weigh,
     Weights,
+    asked_of_all,
     check_like,
     formed,
     of_kind,
@@ -52,6 +59,7 @@ from bayesfed.deploy.messages import (
     unpacked,
 )
 from bayesfed.deploy.plan import Plan, difference
+from bayesfed.deploy.shares import noisy
 from bayesfed.elbo import digest
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.engine.execution import Execution
@@ -121,6 +129,7 @@ class Site:
         plan: what it has agreed to.
         folder: where it keeps what must not be lost.
         execution: how it runs.
+        pinned: of secure sums, the sites that it will be summed with, and their public keys.
 
     Example:
         >>> import tempfile, bayesfed as bf
@@ -141,6 +150,7 @@ class Site:
     plan: Plan
     folder: str | Path
     execution: Execution = field(default_factory=Execution)
+    pinned: Mapping[str, bytes] = field(default_factory=dict)
     _parts: dict[str, Part] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -171,6 +181,7 @@ class Site:
             Hello: Site._hello,
             Begin: Site._begin,
             Ask: Site._ask,
+            Open: Site._open,
             Finish: Site._finish,
             Weigh: Site._weigh,
             End: Site._end,
@@ -209,7 +220,8 @@ class Site:
                 file.write_bytes(payload)
             self._parts[message.run] = part
         program = digest.digest(part.run.program, self.federation, torch.arange(0))
-        return packed(Digest(run=message.run), program=program)
+        key = secure.public_key(self._keys(part).run_key).hex() if self.plan.secure else None
+        return packed(Digest(run=message.run, key=key), program=program)
 
     def _begun(self, message: Begin, parts: Mapping[str, Tensors]) -> Part:
         """The site's part in a run, before its first round."""
@@ -260,6 +272,7 @@ class Site:
                     f"{_said(message.round)} was asked before, with another message: it is answered once"
                 )
             return part.answered.reply
+        self._check_privacy(message)
         self._settle(part, message.accepted)
         done = part.accepted[0]
         if done is not None and message.round.number <= done.number:
@@ -280,19 +293,69 @@ class Site:
         refused = [self.federation.names[i] for i in cohort[~found.sound].tolist()]
         if refused:
             self._note("not finite", run=message.run, round=number, clients=refused)
-        sound = found.sound | message.noisy
-        said = found.said * (not message.noisy)
-        reply = packed(
-            Reply(run=message.run, round=message.round),
-            total=found.total,
-            sound={"clients": sound},
-            said={"terms": said},
-        )
+        sound = {"clients": found.sound | message.noisy}
+        said = {"terms": found.said * (not message.noisy)}
+        said_in_sum = Reply(run=message.run, round=message.round)
+        if self.plan.secure:
+            masked = self._masked(part, message, sent, {"total": found.total, "said": said})
+            reply = packed(said_in_sum, masked=masked, sound=sound)
+        else:
+            reply = packed(said_in_sum, total=found.total, sound=sound, said=said)
         part.answered = Answered(message.round, asked, reply)
         metadata = {"round": message.round.model_dump(), "asked": asked}
         saved = _kept(run) | {"reply": torch.frombuffer(bytearray(reply), dtype=torch.uint8)}
         write_tensors(part.folder / _ANSWERED, saved, _METADATA, metadata)
         return reply
+
+    def _check_privacy(self, message: Ask) -> None:
+        """Fail on a question that is not as noisy, or not as secure, as was agreed on."""
+        privacy = self.plan.privacy
+        agreed = privacy is not None and bool(privacy.epsilon or privacy.noise)
+        if message.noisy != agreed or (message.roster is not None) != self.plan.secure:
+            raise MessageError("a round is not as private as was agreed on")
+        if privacy is not None and privacy.clip is not None and message.clip != privacy.clip:
+            raise MessageError(f"the clip is {message.clip}; {privacy.clip} was agreed on")
+
+    def _keys(self, part: Part) -> secure.Site:
+        """The site's keys, made where there are none."""
+        own = _key(part.folder / "run.key")
+        return secure.Site(self.name, self.identity, own, self.pinned)
+
+    @property
+    def identity(self) -> bytes:
+        """The private key of secure sums for all runs; only its owner can read the file."""
+        return _key(Path(self.folder) / "identity.key")
+
+    def _masked(
+        self, part: Part, message: Ask, sent: Tensors, parts: Mapping[str, Tensors]
+    ) -> Tensors:
+        """What a site uploads to a secure sum, with its share of the noise of privacy."""
+        plan, privacy = self.plan, self.plan.privacy
+        if message.noisy:
+            assert privacy is not None and plan.honest is not None and plan.rounds is not None
+            if plan.honest > len(message.roster or ()):
+                raise MessageError(
+                    f"{len(message.roster or ())} sites are too few: the noise is shared out among {plan.honest}"
+                )
+            clients = part.begin.clients  # the server knows the cohorts, so they hide nobody
+            multiplier = privacy.multiplier(plan.rounds, clients, clients)
+            total = noisy(parts["total"], privacy, message.clip, multiplier, plan.honest)
+            parts = {**parts, "total": total}
+        of = _sum(message.run, message.round, asked_of_all(message, sent), message.roster or {})
+        flat = {f"{p}/{n}": v for p, values in parts.items() for n, v in values.items()}
+        words = secure.mask(flat, self._keys(part), of)
+        self._record(part, secure.sending(_record(part), of, words))
+        return {name: torch.from_numpy(value.view(np.int64)) for name, value in words.items()}
+
+    def _open(self, message: Open, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
+        part = self._part(message.run)
+        of = _sum(message.run, message.round, bytes.fromhex(message.broadcast), message.roster)
+        self._record(part, secure.opening(_record(part), of))
+        return packed(Seal(run=message.run, seal=secure.seal(self._keys(part), of).hex()))
+
+    def _record(self, part: Part, record: secure.Record) -> None:
+        with atomically(part.folder / "record.json") as file:
+            file.write_text(json.dumps(asdict(record)), encoding="utf-8")
 
     def _settle(self, part: Part, accepted: Round | None) -> None:
         """Keep what goes with the answer that the server took last, and no other."""
@@ -361,6 +424,7 @@ class Site:
             mended = Correction(theta, float(message.khat or 0.0))
             part.posterior = replace(part.posterior, correction=mended)
         part.posterior.save(part.folder / "posterior.safetensors")
+        (part.folder / "run.key").unlink(missing_ok=True)
         return packed(Done(run=message.run))
 
     def _finished(self, run: str) -> Part:
@@ -415,6 +479,25 @@ def _contents(message: Any, parts: Mapping[str, Tensors]) -> dict[str, Any]:
     shapes = {f"{p}/{n}": list(v.shape) for p, found in parts.items() for n, v in found.items()}
     said = message.model_dump(exclude={"fields", "clients"} if message.kind == "schema" else set())
     return {"message": said, "tensors": shapes}
+
+
+def _key(path: Path) -> bytes:
+    """The private key of a file, made where there is none."""
+    if not path.exists():
+        with atomically(path) as file:
+            file.touch(mode=0o600)
+            file.write_bytes(secure.new_key())
+    return path.read_bytes()
+
+
+def _sum(run: str, number: Round, broadcast: bytes, roster: Mapping[str, str]) -> secure.Sum:
+    keys = {name: bytes.fromhex(key) for name, key in roster.items()}
+    return secure.Sum(run, number.number, number.attempt, broadcast, keys)
+
+
+def _record(part: Part) -> secure.Record | None:
+    path = part.folder / "record.json"
+    return secure.Record(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
 def _said(number: Round | None) -> str:

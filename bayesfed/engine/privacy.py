@@ -53,7 +53,7 @@ SHARE = 0.05
 FIRST_CLIP = 0.1
 LOUD = 0.75
 """From how many times the longest sum of uploads on noise is warned of."""
-_SHORT = "whether the norm is below the clip"
+SHORT = "whether the norm is below the clip"
 _COHORT = -1
 
 
@@ -140,7 +140,7 @@ class Privacy:
             for name, value in upload.items()
         }
         if self.clip is None:
-            clipped[_SHORT] = (norm <= clip).to(norm) - 0.5
+            clipped[SHORT] = (norm <= clip).to(norm) - 0.5
         return clipped, factor
 
     def adapted(
@@ -152,7 +152,7 @@ class Privacy:
         """
         if self.clip is not None:
             return clip
-        short = total.pop(_SHORT).double().cpu() / cohort
+        short = total.pop(SHORT).double().cpu() / cohort
         shake = multiplier / self._part(SHARE) / cohort
         return clip * torch.exp(-min(1.0, 0.2 / max(shake, 1e-30)) * short.clamp(-0.5, 0.5))
 
@@ -178,7 +178,7 @@ class Privacy:
 
         In ``experiments/private.md`` global means are off by .5 to 10 posterior standard deviations from there on.
         """
-        numbers = sum(value.numel() for name, value in total.items() if name != _SHORT)
+        numbers = sum(value.numel() for name, value in total.items() if name != SHORT)
         length = numbers if self.mechanism == "laplace" else math.sqrt(numbers)
         if (times := 2 * multiplier * length / cohort) > LOUD:
             warnings.warn(
@@ -191,7 +191,7 @@ class Privacy:
 
     def scale(self, name: str, clip: float, multiplier: float) -> float:
         """Of the noise of a part of the upload: the sensitivity is 2 γ, and 1 of what a client says of its norm."""
-        if name == _SHORT:
+        if name == SHORT:
             return multiplier / self._part(SHARE)
         return 2 * clip * multiplier / (1.0 if self.clip is not None else self._part(1 - SHARE))
 

@@ -23,8 +23,9 @@ from bayesfed.deploy.messages import (
     unpacked,
 )
 from bayesfed.deploy.plan import Plan
-from bayesfed.deploy.server import Patience, deployed
+from bayesfed.deploy.server import deployed
 from bayesfed.deploy.site import Site
+from bayesfed.deploy.sites import Patience
 from tests.deploy.together import divided, run_on, sites_of
 
 SCHOOLS = datasets.eight_schools()

@@ -9,8 +9,9 @@ from pathlib import Path
 import bayesfed as bf
 from bayesfed.deploy.carrier import Carrier
 from bayesfed.deploy.plan import Plan
-from bayesfed.deploy.server import Globals, Patience, deployed
+from bayesfed.deploy.server import Globals, deployed
 from bayesfed.deploy.site import Site
+from bayesfed.deploy.sites import Patience
 
 
 def divided(federation: bf.Federation, count: int) -> dict[str, bf.Federation]:

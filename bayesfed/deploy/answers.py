@@ -1,0 +1,203 @@
+"""What sites answer in a round: what of it counts, and its sum, which the server may see the terms of or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesfed.deploy import secure
+from bayesfed.deploy.messages import (
+    Ask,
+    MessageError,
+    Open,
+    Reply,
+    Round,
+    Seal,
+    Tensors,
+    asked_of_all,
+    check_like,
+    of_kind,
+    packed,
+)
+from bayesfed.deploy.sites import Member, Sites
+from bayesfed.engine.files import read_tensors, write_tensors
+from bayesfed.engine.privacy import NORMS, SHORT
+from bayesfed.engine.run import Run
+from bayesfed.rounds import Asked
+
+TOO_LARGE = 1e3
+"""By what factor an upload, a client of it, may exceed the median of the sites'."""
+SAID = "said/terms"
+_MASKED = "bayesfed masked uploads"
+
+
+class Answered(NamedTuple):
+    """A round's answers, by site in the order of the members."""
+
+    round: Round
+    replies: dict[str, dict[str, Tensors]]
+
+
+def checked(
+    sites: Sites,
+    run: Run,
+    asked: Asked,
+    number: Round,
+    members: Mapping[str, Member],
+    payloads: Mapping[str, bytes],
+    form: Tensors,
+) -> Answered:
+    """The answers that count, by site in the order of the members; others are counted, and told of.
+
+    Args:
+        sites: of the run.
+        run: the server's.
+        asked: what the round asks.
+        number: of the round, and its attempt.
+        members: the sites that were asked.
+        payloads: what came back, by site.
+        form: an upload's parts.
+    """
+    assert run.file is not None
+    found: dict[str, dict[str, Tensors]] = {}
+
+    def refuse(name: str, why: object) -> None:
+        sites.refused[name] += 1
+        sites.say(f"round {run.done + 1}: refused what site {name!r} sent: {why}")
+
+    for name, member in members.items():
+        if name not in payloads:
+            sites.absent[name] += 1
+            sites.say(f"round {run.done + 1}: site {name!r} has not answered in time")
+            continue
+        try:
+            reply, parts = of_kind(payloads[name], Reply, run.file.name)
+            if reply.round != number:
+                raise MessageError(
+                    f"an answer to round {reply.round.number} came in place of {number.number}"
+                )
+            clients = int(member.own(asked.cohort).sum())
+            sound = {"clients": torch.zeros(clients, dtype=torch.bool)}
+            check_like("its clients", parts.get("sound", {}), sound)
+            if sites.plan.secure:
+                check_like("its masked upload", parts.get("masked", {}), masked(form))
+            else:
+                _check_plain(run, asked, parts, form, clients)
+            found[name] = parts
+        except MessageError as error:
+            refuse(name, error)
+    if not sites.plan.secure and len(found) > 2:  # nobody can look into a secure sum
+        lengths = {
+            name: float(_flat(parts["total"]).norm()) / len(parts["sound"]["clients"])
+            for name, parts in found.items()
+        }
+        middle = float(torch.tensor(list(lengths.values())).median())
+        for name, length in lengths.items():
+            if length > TOO_LARGE * middle:
+                del found[name]
+                refuse(name, f"it is {length:.3g} long a client, the sites' median is {middle:.3g}")
+    return Answered(number, found)
+
+
+def _check_plain(
+    run: Run, asked: Asked, parts: Mapping[str, Tensors], form: Tensors, clients: int
+) -> None:
+    """Fail on an upload that has not the form of one, numbers that are none, or more than a clip allows."""
+    check_like("its upload", parts.get("total", {}), form)
+    check_like("its terms", parts.get("said", {}), {"terms": torch.zeros(3, dtype=torch.float64)})
+    for name, value in {**parts["total"], **parts["said"]}.items():
+        if not bool(value.isfinite().all()):
+            raise MessageError(f"{name!r} is not finite")
+    if run.privacy is not None:
+        order, most = NORMS[run.privacy.mechanism], clients * asked.clip
+        clipped = {n: v for n, v in parts["total"].items() if n in form and n != SHORT}
+        length = float(torch.linalg.vector_norm(_flat(clipped), order))
+        if length > 1.001 * most:
+            raise MessageError(
+                f"its upload is {length:.3g} long, {clients} clients' can be {most:.3g}"
+            )
+
+
+def _flat(upload: Tensors) -> Tensor:
+    return torch.cat([torch.zeros(1), *(value.flatten().float() for value in upload.values())])
+
+
+def added(answers: Answered) -> tuple[Tensors, Tensor]:
+    """The sum of what sites have sent: of their uploads, and of what they say of their ELBO terms."""
+    found = list(answers.replies.values())
+    total = {
+        name: torch.stack([parts["total"][name] for parts in found]).sum(0)
+        for name in found[0]["total"]
+    }
+    return total, torch.stack([parts["said"]["terms"] for parts in found]).sum(0)
+
+
+def unsealed(
+    sites: Sites, run: Run, asked: Asked, answers: Answered, form: Tensors
+) -> tuple[Tensors, Tensor]:
+    """The sum of what they have masked, once each has told its seal.
+
+    What they have sent is written before, since a round whose seals have been told is not answered again.
+    """
+    assert run.file is not None
+    name, number = run.file.name, answers.round
+    roster = {site: sites.keys[site] for site in answers.replies}
+    _keep(run, answers)
+    rate, clip, noisy = asked.rate, asked.clip, asked.noisy
+    question = Ask(run=name, round=number, accepted=None, rate=rate, clip=clip, noisy=noisy)
+    broadcast = asked_of_all(question, asked.message)
+    opening = packed(Open(run=name, round=number, broadcast=broadcast.hex(), roster=roster))
+    told = sites.told(dict.fromkeys(roster, opening), Seal, name)
+    seals = {site: bytes.fromhex(seal.seal) for site, (seal, _) in told.items()}
+    words = {
+        site: {part: value.numpy().view(np.uint64) for part, value in parts["masked"].items()}
+        for site, parts in answers.replies.items()
+    }
+    keys = {site: bytes.fromhex(key) for site, key in roster.items()}
+    of = secure.Sum(name, number.number, number.attempt, broadcast, keys)
+    found = secure.summed(words, seals, of)
+    total = {part: found[f"total/{part}"].to(value.dtype) for part, value in form.items()}
+    return total, found[SAID]
+
+
+def masked(form: Tensors) -> Tensors:
+    """What an upload looks like once it is masked: two words a number."""
+    parts = {f"total/{name}": value for name, value in form.items()} | {SAID: torch.zeros(3)}
+    return {name: torch.zeros(2, *v.shape, dtype=torch.int64) for name, v in parts.items()}
+
+
+def pending(run: Run) -> Path:
+    """Where masked uploads are kept until they are summed."""
+    assert run.file is not None
+    return run.file.path.with_name(run.file.path.name + ".masked")
+
+
+def _keep(run: Run, answers: Answered) -> None:
+    tensors = {
+        f"{site}/{part}/{name}": value
+        for site, parts in answers.replies.items()
+        for part, values in parts.items()
+        for name, value in values.items()
+    }
+    data = {"round": answers.round.model_dump(), "sites": list(answers.replies)}
+    write_tensors(pending(run), tensors, _MASKED, data)
+
+
+def kept(run: Run) -> Answered | None:
+    """The masked uploads of this round whose seals were asked for before the server was started anew."""
+    if not pending(run).exists():
+        return None
+    tensors, data = read_tensors(pending(run), _MASKED)
+    number = Round(**data["round"])
+    if number.number != run.done:
+        return None
+    replies: dict[str, dict[str, Tensors]] = {site: {} for site in data["sites"]}
+    for full, value in tensors.items():
+        site, part, name = full.split("/", 2)
+        replies[site].setdefault(part, {})[name] = value
+    return Answered(number, replies)
