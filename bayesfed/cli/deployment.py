@@ -13,9 +13,10 @@ from bayesfed.cli.choices import algorithm_named, clients_of, model_of
 from bayesfed.cli.experiment import DeploymentSection, Experiment, SiteFile
 from bayesfed.deploy.carrier import Carrier
 from bayesfed.deploy.plan import Plan
+from bayesfed.deploy.secure import public_key
 from bayesfed.deploy.server import Globals, deployed
-from bayesfed.deploy.sites import Patience
 from bayesfed.deploy.site import Site
+from bayesfed.deploy.sites import Patience
 from bayesfed.deploy.sockets import carrier, serve
 from bayesfed.engine.execution import Execution
 from bayesfed.engine.privacy import Privacy
@@ -45,6 +46,8 @@ def plan_of(config: Experiment, base: Path) -> Plan:
         batch_size=schedule.batch_size,
         privacy=None if config.privacy is None else made(Privacy, config.privacy, "privacy"),
         seed=schedule.seed,
+        secure=config.deployment is not None and config.deployment.secure,
+        honest=None if config.deployment is None else config.deployment.honest,
     )
 
 
@@ -54,8 +57,14 @@ def answer(
     """Answer for a site's clients until stopped: its file is in the folder ``here``, the experiment's in ``base``."""
     federation = clients_of(config.data, rows, here, site.name if site.one_client else None)
     execution = made(Execution, site.execution, "execution")
-    folder = here / (site.folder or site.name)
-    worker = Site(site.name, federation, plan_of(config, base), folder, execution)
+    folder, plan = here / (site.folder or site.name), plan_of(config, base)
+    pinned = {name: bytes.fromhex(key) for name, key in site.identities.items()}
+    worker = Site(site.name, federation, plan, folder, execution, pinned)
+    own = public_key(worker.identity)
+    if plan.secure and pinned.get(site.name) != own:
+        raise SettingsError(
+            f'identities: secure sums need the keys of all sites; {site.name} = "{own.hex()}" is this one\'s'
+        )
     console = Console(highlight=False)
 
     def ready(address: str) -> None:

@@ -121,6 +121,8 @@ class DeploymentSection(Strict):
         minimum: how many sites must answer in time; else the round is asked again.
         attempts: how often.
         joining: how long the run waits for all sites at its start, in seconds.
+        secure: the server sees sums of the sites' uploads only.
+        honest: with ``secure`` and privacy, the shares of noise of how many sites are noise enough.
     """
 
     sites: Annotated[list[str], Field(min_length=1)]
@@ -129,6 +131,8 @@ class DeploymentSection(Strict):
     minimum: Count = 1
     attempts: Count = 10
     joining: Rate = 600.0
+    secure: bool = False
+    honest: Count | None = None
 
 
 class Experiment(Strict):
@@ -168,6 +172,7 @@ class SiteFile(Strict):
         data: in place of the experiment's.
         one_client: all rows are those of one client, called like the site.
         execution: how it runs.
+        identities: of secure sums, the public keys of all sites, which they have given to each other.
     """
 
     name: Annotated[str, Field(min_length=1)]
@@ -177,6 +182,9 @@ class SiteFile(Strict):
     data: dict[str, Any]
     one_client: bool = False
     execution: dict[str, Any] = Field(default_factory=dict)
+    identities: dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] = Field(
+        default_factory=dict
+    )
 
 
 def read_site(path: Path) -> tuple[SiteFile, Experiment, Path]:

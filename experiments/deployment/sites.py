@@ -1,6 +1,6 @@
 """Three sites' folders, for the demonstration: their firms' rows, their site files and the experiment that all have.
 
-python experiments/deployment/sites.py FOLDER
+python experiments/deployment/sites.py FOLDER [--secure]
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pandas as pd
 
 import bayesfed as bf
 from bayesfed import datasets
+from bayesfed.deploy.secure import new_key, public_key
 
 EXPERIMENT = Path(__file__).with_name("experiment.toml")
 SITE = """name = "{name}"
@@ -33,13 +34,19 @@ def rows(federation: bf.Federation) -> pd.DataFrame:
     return pd.DataFrame({name: np.asarray(column) for name, column in columns.items()})
 
 
-def written(folder: Path) -> dict[str, bf.Federation]:
+def written(
+    folder: Path, *, secure: bool = False, rounds: int | None = None
+) -> dict[str, bf.Federation]:
     """Write what each site has into a folder, and give its clients."""
     folder.mkdir(parents=True, exist_ok=True)
     firms, sites = datasets.grunfeld(), {}
     text = EXPERIMENT.read_text(encoding="utf-8")
     sockets = "".join(f'{name} = "./{name}.sock"\n' for name in NAMES)
-    (folder / "experiment.toml").write_text(f"{text}\n[deployment.sockets]\n{sockets}")
+    hidden = "secure = true                 # the server sees the sum of what the sites upload\n"
+    if rounds is not None:
+        text = text.replace("seed = 0", f"seed = 0\nrounds = {rounds}")
+    text = f"{text}{hidden if secure else ''}\n[deployment.sockets]\n{sockets}"
+    (folder / "experiment.toml").write_text(text, encoding="utf-8")
     for number, name in enumerate(NAMES):
         sites[name] = firms.select(firms.names[number * 4 : number * 4 + 4])
         rows(sites[name]).to_csv(folder / f"{name}.csv", index=False)
@@ -47,6 +54,23 @@ def written(folder: Path) -> dict[str, bf.Federation]:
     return sites
 
 
+def identities(folder: Path) -> None:
+    """Make the sites' keys of secure sums, and give each the public ones of all: sites do that by telephone."""
+    keys = {}
+    for name in NAMES:
+        (folder / name).mkdir(exist_ok=True)
+        private = new_key()
+        (folder / name / "identity.key").write_bytes(private)
+        keys[name] = public_key(private).hex()
+    text = "\n[identities]\n" + "".join(f'{name} = "{key}"\n' for name, key in keys.items())
+    for name in NAMES:
+        with (folder / f"{name}.toml").open("a", encoding="utf-8") as file:
+            file.write(text)
+
+
 if __name__ == "__main__":
-    for name, part in written(Path(sys.argv[1])).items():
+    secure, target = "--secure" in sys.argv, Path(sys.argv[1])
+    for name, part in written(target, secure=secure).items():
         print(f"{name}: {part}")
+    if secure:
+        identities(target)

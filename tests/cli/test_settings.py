@@ -303,7 +303,10 @@ def test_overrides_are_toml_or_else_text(tmp_path):
         ("schedule.progress=yes", 'schedule.progress is "yes"; it must be true or false'),
         ("output.num_samples=3", "output.num_samples is 3; it must be at least 4"),
         ("data.missing=dorp", "data.missing is \"dorp\"; it must be 'fail', 'drop' or 'keep'"),
-        ("data.csv=a.csv", "data: give one of dataset (a name), csv, parquet, arrow and npz (a path)"),
+        (
+            "data.csv=a.csv",
+            "data: give one of dataset (a name), csv, parquet, arrow and npz (a path)",
+        ),
         ("data.client=a", "data: client is for a file"),
         ("data.fields=3", "data.fields is 3; it must be a list or a table"),
         ("data.fields={y = 3}", "data.fields.y is 3; it must be text or a list"),
