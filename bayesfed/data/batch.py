@@ -19,6 +19,8 @@ from bayesfed.data.columns import UnknownName
 
 CLIENTS = "clients"
 OBSERVATIONS = "observations"
+MISSING = "missing"
+"""What the ``infer`` of an observed site says of its rows, where data may have gaps."""
 
 
 class Fields(dict[str, Tensor]):
@@ -52,6 +54,7 @@ class Gaps(Messenger):
         msg["value"] = torch.where(there, value, some)
         there = there.flatten(value.ndim - fn.event_dim).all(-1) if fn.event_dim else there
         msg["mask"] = there if msg["mask"] is None else msg["mask"] & there
+        msg["infer"] = {**msg["infer"], MISSING: ~there}
 
 
 def _flat(fn: Any) -> bool:

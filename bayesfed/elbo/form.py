@@ -6,7 +6,7 @@ with draws and clients as dimensions in front, which takes fewer operations: bot
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,10 +16,11 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 from torch.distributions import transform_to
 
-from bayesfed.data.batch import Batch
+from bayesfed.data.batch import OBSERVATIONS, Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import handlers, noise
-from bayesfed.elbo.laws import Mixture
+from bayesfed.elbo.levels import Layout
+from bayesfed.elbo.marginal import Mixture
 from bayesfed.elbo.one_client import OneClient
 from bayesfed.elbo.reasons import explained
 from bayesfed.elbo.sites import sites
@@ -69,13 +70,26 @@ def for_batches(model: Model, federation: Federation) -> Model:
             return model
         if not _equal(alone, again):  # it draws numbers of its own
             return model
-        if seen.discrete:
-            _check_needed(seen.discrete, nodes)
+        taken = seen.rows.taken
+        _check_needed(list(taken), nodes)
+        covariates = set()
+        for name in _before_others(nodes, layouts):
+            try:
+                at = handlers.given(batch.device, params, values=values, draws=DRAWS)
+                with at, poutine.trace() as tracer:
+                    one.run(batch, moved=name)
+                moved = _densities(handlers.sample_sites(tracer.trace))
+            except Exception:  # an index that is too large
+                moved = {}
+            if not _equal({k: v for k, v in alone.items() if k != name}, moved):
+                covariates.add(name)
+        one = OneClient(model, frozenset(taken), frozenset(covariates))
         with suppress(Exception):
             with handlers.given(batch.device, params, values=values, draws=DRAWS):
                 together = handlers.sample_sites(poutine.trace(model).get_trace(batch))
             if (
-                layouts.keys() == together.keys()
+                not covariates
+                and layouts.keys() == together.keys()
                 and _alike(nodes, together)
                 and _equal(alone, _densities(together))
             ):
@@ -85,7 +99,7 @@ def for_batches(model: Model, federation: Federation) -> Model:
         totals = []
         for draw in range(DRAWS):
             own = {name: layouts[name].pooled(value[draw]) for name, value in values.items()}
-            own |= {name: value[0] for name, value in seen.discrete.items()}
+            own |= {name: v.layout.pooled(v.value[draw]) for name, v in taken.items()}
             try:
                 with handlers.given(batch.device, values=own):
                     pooled = _densities(
@@ -109,22 +123,29 @@ def for_batches(model: Model, federation: Federation) -> Model:
     return one
 
 
-def _check_needed(discrete: Mapping[str, Tensor], nodes: Mapping[str, Any]) -> None:
-    """Fail on a discrete variable of a row that no outcome depends on: it may be an outcome without its field."""
+def _before_others(nodes: Mapping[str, Any], layouts: Mapping[str, Layout]) -> list[str]:
+    """The observed sites of a row that others come after."""
+    of_rows = [name for name in layouts if OBSERVATIONS in handlers.plates(nodes[name])]
+    return [name for name in of_rows[:-1] if nodes[name]["is_observed"]]
+
+
+def _check_needed(names: Sequence[str], nodes: Mapping[str, Any]) -> None:
+    """Fail on a variable of a row that no outcome depends on: it may be an outcome without its field."""
     needed = set()
     for node in nodes.values():
         if not isinstance(node["fn"], Mixture):
             continue
-        each = [law.log_prob(node["value"]) for law in node["fn"].laws]
-        grid = torch.stack(torch.broadcast_tensors(*each)).unflatten(0, node["fn"].sizes)
-        for axis, name in enumerate(list(discrete)[: len(node["fn"].sizes)]):
+        variables = node["fn"].variables
+        grid = node["fn"].each(node["value"]).unflatten(-1, tuple(variables.values()))
+        for axis, name in enumerate(variables, -len(variables)):
             if not torch.equal(grid.amax(axis), grid.amin(axis)):
                 needed.add(name)
-    for name in discrete.keys() - needed:
-        raise ValueError(
-            f"no outcome depends on latent site {name!r}, which is discrete and of a row. If it is an outcome, its "
-            "field is missing from the federation, so that obs.get(...) is None; else leave it out"
-        )
+    for name in names:
+        if name not in needed:
+            raise ValueError(
+                f"no outcome depends on latent site {name!r}, which is of a row. If it is an outcome, its field is "
+                "missing from the federation, so that obs.get(...) is None; else leave it out"
+            )
 
 
 def _as_it_is(model: Model, federation: Federation, batch: Batch, error: Exception) -> Model:
@@ -186,7 +207,7 @@ def _densities(nodes: Mapping[str, Any], first: bool = False) -> dict[str, Tenso
     """The log densities of sites, one for each draw, client and row; of mixtures all or the first."""
 
     def density(node: Any) -> Tensor:
-        fn = node["fn"].laws[0] if first and isinstance(node["fn"], Mixture) else node["fn"]
+        fn = node["fn"].first if first and isinstance(node["fn"], Mixture) else node["fn"]
         found = scale_and_mask(fn.log_prob(node["value"]), node["scale"], node["mask"])
         return torch.as_tensor(found)
 
@@ -196,6 +217,9 @@ def _densities(nodes: Mapping[str, Any], first: bool = False) -> dict[str, Tenso
 def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     """Up to round-off of sums in another order."""
     return all(
-        torch.allclose(a, b, rtol=1e-4, atol=1e-4, equal_nan=True)
-        for a, b in (torch.broadcast_tensors(one[name], other[name]) for name in one)
+        name in other
+        and torch.allclose(
+            *torch.broadcast_tensors(one[name], other[name]), rtol=1e-4, atol=1e-4, equal_nan=True
+        )
+        for name in one
     )

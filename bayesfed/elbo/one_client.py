@@ -10,30 +10,36 @@ Plates of the program's own, and entries that it did not declare as an event, be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import product
 from typing import Any
 
 import pyro
 import torch
 from pyro.poutine.indep_messenger import IndepMessenger
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _DIM_ALLOCATOR, _PYRO_STACK
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.distributions import transform_to
 
-from bayesfed.data.batch import CLIENTS, OBSERVATIONS, Batch, Fields
+from bayesfed.data.batch import CLIENTS, MISSING, OBSERVATIONS, Batch, Fields
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import handlers, laws
+from bayesfed.elbo.crossing import Crossing, layout_of, weight_of, weight_outside
 from bayesfed.elbo.levels import Layout, Levels, opened
+from bayesfed.elbo.marginal import Mixture
+from bayesfed.elbo.rows import Again, Rows
 
 
 @dataclass(frozen=True)
 class OneClient:
     """The model, run under vmap wherever it is given a batch; given a federation it is the program that it was.
+
+    Attributes:
+        model: the program.
+        latent: its latent variables of a row; None where they are not known yet, and are all that is not observed.
+        covariates: observed sites of a row on whose values others depend: where a value is missing, it is one of those.
 
     Example:
         >>> import torch, pyro, pyro.distributions as dist, bayesfed as bf
@@ -53,6 +59,8 @@ class OneClient:
     """
 
     model: Model
+    latent: frozenset[str] | None = None
+    covariates: frozenset[str] = frozenset()
 
     @property
     def __name__(self) -> str:
@@ -65,19 +73,20 @@ class OneClient:
         else:
             self.run(batch)
 
-    def run(self, batch: Batch) -> Run:
-        """The program on a batch, and what its sites were like."""
-        return self._run(batch, _Outside)
+    def run(self, batch: Batch, moved: str | None = None) -> Run:
+        """The program on a batch, and what its sites were like; with one observed site's values others, if asked."""
+        return self._run(batch, Outside, self, batch, moved).seen
 
-    def _run(self, batch: Batch, kind: Callable[..., Any], *settings: Any) -> Run:
+    def _run(self, batch: Batch, kind: Callable[..., Any], *settings: Any, copies: int = 1) -> Any:
         unchecked = pyro.validation_enabled(False)  # a check asks for a value, which vmap has not
         plates = [frame for frame in _PYRO_STACK if isinstance(frame, IndepMessenger)]
-        draws = [frame.size for frame in plates if frame.name == handlers.DRAWS]
-        with unchecked, opened(draws[-1] if draws else None, len(batch)) as levels:
-            messenger = kind(levels, Run(), partial(self._run, batch), *settings)
+        sizes = [frame.size for frame in plates if frame.name == handlers.DRAWS]
+        draws = copies * (sizes[-1] if sizes else 1) if sizes or copies > 1 else None
+        with unchecked, opened(draws, len(batch)) as levels:
+            messenger = kind(levels, *settings)
             with messenger, _own_dimensions():
                 self.model(_seen(batch, levels))
-        return messenger.seen
+        return messenger
 
 
 @dataclass
@@ -86,58 +95,52 @@ class Run:
 
     Attributes:
         layouts: where it has the dimensions of its sites.
-        values: of its sites, as those outside know them.
-        discrete: by latent site of a row that is to be summed out, the values that it can have.
-        log_weight: of the values that these have taken, with all that was observed before: ``(S, K, B)``.
-        law: that of the site at which it ended, if it ended at one.
+        values: of its sites, as those outside know them; of observed ones their data.
+        rows: the variables of its rows, which are summed or integrated out.
     """
 
+    rows: Rows
     layouts: dict[str, Layout] = field(default_factory=dict)
     values: dict[str, Tensor] = field(default_factory=dict)
-    discrete: dict[str, Tensor] = field(default_factory=dict)
-    log_weight: Any = 0.0
-    law: Any = None
 
 
-class _Outside(Messenger):
+class Outside(Crossing):
     """Give each site to the handlers outside as one of all clients and draws, and its value back to the program.
 
-    A discrete latent variable of a row is not given to them. It takes its first value; where a site is observed, the
-    program is run once more up to there for each of the other values, and the site's law is the mixture.
+    A latent variable of a row is not given to them: what is observed after it has the law of
+    :class:`~bayesfed.elbo.rows.Rows`.
+
+    Args:
+        levels: of vmap.
+        program: which is run, on
+        batch: these clients.
+        moved: an observed site that gives the program other values than it has.
     """
 
-    def __init__(self, levels: Levels, seen: Run, run: Callable[..., Run]) -> None:
-        super().__init__()
-        self.levels = levels
-        self.seen = seen
-        self.run = run
-        self.out = ExitStack()
-        self.back: Callable[[Any], Any] | None = None
-        self.nth: Mapping[str, int] = {}
+    def __init__(
+        self, levels: Levels, program: OneClient, batch: Batch, moved: str | None = None
+    ) -> None:
+        super().__init__(levels)
+        self.program, self.batch, self.moved = program, batch, moved
+        self.seen = Run(Rows(self._again, levels))
 
-    def __exit__(self, *error: Any) -> Any:
-        self.out.close()
-        return super().__exit__(*error)
-
-    def _leave(self, back: Callable[[Any], Any]) -> None:
-        """Leave vmap; ``back`` makes of the value that is given outside what the program gets."""
-        self.back = back
-        self.out.enter_context(temporarily_clear_interpreter_stack())
-
-    def _return(self, msg: Any) -> None:
-        if self.back is not None:
-            self.out.close()
-            msg["value"], self.back = self.back(msg["value"]), None
-
-    _pyro_post_param = _return
+    def _again(self, until: str, taken: Any, *at: Any, copies: int) -> Again:
+        """The program, up to a site."""
+        here = _PYRO_STACK.index(self)
+        stack, _PYRO_STACK[here:] = _PYRO_STACK[:], []
+        try:
+            return self.program._run(
+                self.batch, Again, until, taken, self.seen.values, *at, copies, copies=copies
+            )
+        finally:
+            _PYRO_STACK[:] = stack
 
     def _pyro_post_sample(self, msg: Any) -> None:
         if self.back is not None:
-            self.seen.values[msg["name"]] = msg["value"]
-            if isinstance(msg["fn"], laws.Mixture):
-                self.seen.log_weight = self.seen.log_weight + msg["fn"].laws[0].log_prob(
-                    msg["value"]
-                )
+            name, law = msg["name"], msg["fn"]
+            value = self.seen.values.setdefault(name, msg["value"])
+            if isinstance(law, Mixture):
+                self.seen.rows.before.append((law, value, msg["mask"]))
         self._return(msg)
 
     def _pyro_sample(self, msg: Any) -> None:
@@ -148,38 +151,39 @@ class _Outside(Messenger):
             msg["stop"] = True
             self._derive(msg)
             return
-        fn, layout = laws.whole(msg["fn"]), _layout(msg)
-        if not msg["is_observed"] and not msg["done"] and _of_rows(msg, layout):
-            self._take(msg, fn, layout)
+        fn, layout, name = laws.whole(msg["fn"]), layout_of(msg), msg["name"]
+        value, observed, rows = msg["value"], msg["is_observed"], self.seen.rows
+        if not observed and not msg["done"] and self._is_latent(msg, layout):
+            drawn = rows.take(name, fn, layout, rows.values_of(name, fn, layout))
+            msg["value"] = self.levels.enter(drawn, layout, 0)
+            msg["done"] = msg["stop"] = True
             return
-        self.seen.layouts[msg["name"]] = layout
-        weights = {
-            what: self._weight(msg, what, layout)
-            for what in ("mask", "scale")
-            if isinstance(msg[what], Tensor)
-        }
-        value, observed = msg["value"], msg["is_observed"]
+        self.seen.layouts[name] = layout
+        weights = {what: weight_of(msg, what, msg[what], layout) for what in ("mask", "scale")}
         own, clients = len(layout.own), self.levels.clients[1]
+        given = _another(fn, value) if name == self.moved else value
 
-        def back(given: Any) -> Any:
-            return value if observed else self.levels.enter(given, layout, fn.event_dim + own)
+        def back(drawn: Any) -> Any:
+            return given if observed else self.levels.enter(drawn, layout, fn.event_dim + own)
 
         seen = value.expand(fn.batch_shape + fn.event_shape) if observed else value
+        gaps = observed and name in self.program.covariates and MISSING in msg["infer"]
+        values = rows.values_of(name, fn, layout) if gaps else None
         self._leave(back)
         law = laws.outside(fn, self.levels, layout)
         if layout.local and law.batch_shape[-2] != clients:
             law = law.expand((*law.batch_shape[:-2], clients, law.batch_shape[-1]))
         for what, weight in weights.items():
-            weight = self.levels.leave(weight, layout)
-            for _ in range(own):
-                weight = weight.select(-1, 0)
-            msg[what] = weight
-        if self.seen.discrete and layout.rows:
-            law = self._summed(msg["name"], law)
-        msg["fn"] = law
+            msg[what] = weight_outside(weight, self.levels, layout)
         if observed:
             seen = self.levels.leave(seen, layout)
-            msg["value"] = seen.squeeze(0) if self.levels.draws and len(seen) == 1 else seen
+            seen = seen.squeeze(0) if self.levels.draws and len(seen) == 1 else seen
+            msg["value"] = self.seen.values[name] = seen
+        if rows.taken and layout.rows:
+            law = rows.law(name, law, seen, msg["mask"])
+        if gaps:
+            rows.take(name, fn, layout, values, seen)
+        msg["fn"] = law
         frames = {frame.name: frame for frame in msg["cond_indep_stack"]}
         msg["cond_indep_stack"] = tuple(
             frames[name]._replace(size=clients if name == CLIENTS else frames[name].size)
@@ -187,137 +191,31 @@ class _Outside(Messenger):
             if name in frames
         )
 
-    def _take(self, msg: Any, fn: Any, layout: Layout) -> None:
-        """A discrete variable of a row takes one of its values."""
-        name = msg["name"]
-        if not fn.has_enumerate_support or layout.own or fn.event_dim:
-            raise ValueError(
-                f"latent site {name!r} is discrete, and {type(fn).__name__} has no list of its values, or it is a "
-                "vector: one number a row, Bernoulli or Categorical, is summed out"
-            )
-        values = fn.enumerate_support(expand=False).flatten()
-        value = values[self.nth.get(name, 0)].expand(fn.batch_shape)
-        log_prob = fn.log_prob(value).expand(layout.batch)
-        with temporarily_clear_interpreter_stack():
-            self.seen.log_weight = self.seen.log_weight + self.levels.leave(log_prob, layout)
-        self.seen.discrete[name] = values
-        msg["value"], msg["done"], msg["stop"] = value, True, True
-
-    def _summed(self, name: str, law: Any) -> laws.Mixture:
-        """The law of a site, the discrete variables before it summed out."""
-        found, seen = [(self.seen.log_weight, law)], self.seen
-        sizes = [len(values) for values in seen.discrete.values()]
-        at = _PYRO_STACK.index(self)
-        stack, _PYRO_STACK[at:] = _PYRO_STACK[:], []
-        try:
-            for nth in list(product(*map(range, sizes)))[1:]:
-                other = self.run(
-                    _Again, name, seen.values, dict(zip(seen.discrete, nth, strict=True))
-                )
-                found.append((other.log_weight, other.law))
-        finally:
-            _PYRO_STACK[:] = stack
-        log_weights, components = zip(*found, strict=True)
-        weights = torch.stack(torch.broadcast_tensors(*log_weights), -1)
-        return laws.Mixture(weights, components, sizes)
-
-    def _weight(self, msg: Any, what: str, layout: Layout) -> Tensor:
-        """A site's mask or scale, of the site's batch, in whose own dimensions all must be alike."""
-        weight = msg[what]
-        lead = len(layout.batch) - weight.ndim
-        if any(axis >= lead and weight.shape[axis - lead] > 1 for axis in layout.own):
-            raise ValueError(
-                f"site {msg['name']!r}: a {what} differs along a plate of the program's own. Give the site's log "
-                "density by pyro.factor, with what does not count as 0"
-            )
-        return weight.expand(layout.batch)
+    def _is_latent(self, msg: Any, layout: Layout) -> bool:
+        """Whether a site that is not observed is a variable of a row, not an outcome that is to be predicted."""
+        known = self.program.latent
+        inside = OBSERVATIONS in handlers.plates(msg) and layout.local
+        return inside and (known is None or msg["name"] in known)
 
     def _derive(self, msg: Any) -> None:
         """A value that depends on others, for those who ask."""
         asked = [frame for frame in _PYRO_STACK if isinstance(frame, handlers.Derived)]
         for derived in asked:
-            layout, per_row = _layout(msg, msg["value"].shape), OBSERVATIONS in handlers.plates(msg)
+            layout = layout_of(msg, msg["value"].shape)
+            per_row = OBSERVATIONS in handlers.plates(msg)
             with temporarily_clear_interpreter_stack():
                 value = self.levels.leave(msg["value"], layout)
             derived.found[msg["name"]] = handlers.Derivation(value, layout.local, per_row)
 
-    def _pyro_param(self, msg: Any) -> None:
-        name, *init = msg["args"]
-        start = init[0]() if init and callable(init[0]) else init[0] if init else None
-        local = CLIENTS in {frame.name for frame in msg["cond_indep_stack"]}
-        event = None if start is None else start.ndim
 
-        def back(value: Tensor) -> Tensor:
-            if local:
-                return self.levels.inside(value[None]).unsqueeze(0)
-            lead = 0 if event is None else value.ndim - event
-            if not lead:
-                return value
-            value = value.reshape((*[1] * (3 - lead), *value.shape))
-            return self.levels.inside(value).squeeze(0)
-
-        self._leave(back)
-        if local and start is not None:
-            msg["args"] = name, start.expand(self.levels.clients[1], *start.shape[1:])
-
-
-class _Again(_Outside):
-    """Run the program again with values that are known, up to a site."""
-
-    def __init__(
-        self,
-        levels: Levels,
-        seen: Run,
-        run: Callable[..., Run],
-        until: str,
-        values: Mapping[str, Tensor],
-        nth: Mapping[str, int],
-    ) -> None:
-        super().__init__(levels, seen, run)
-        self.until, self.values, self.nth = until, values, nth
-
-    def __exit__(self, kind: Any, *error: Any) -> Any:
-        super().__exit__(kind, *error)
-        return kind is _There
-
-    def _pyro_sample(self, msg: Any) -> None:
-        msg["stop"] = True
-        if handlers.is_plate(msg) or msg["infer"].get("_deterministic"):
-            return
-        fn, layout, name = laws.whole(msg["fn"]), _layout(msg), msg["name"]
-        if name not in self.values and name != self.until:
-            self._take(msg, fn, layout)
-            return
-        if name == self.until or (self.seen.discrete and layout.rows):
-            with temporarily_clear_interpreter_stack():
-                law = laws.outside(fn, self.levels, layout)
-                if name == self.until:
-                    self.seen.law = law
-                    raise _There
-                self.seen.log_weight = self.seen.log_weight + law.log_prob(self.values[name])
-        if not msg["is_observed"]:
-            event = fn.event_dim + len(layout.own)
-            msg["value"] = self.levels.enter(self.values[name], layout, event)
-        msg["done"] = True
-
-
-class _There(Exception):
-    """The site at which a run is to end."""
-
-
-def _of_rows(msg: Any, layout: Layout) -> bool:
-    """Whether a latent variable is discrete and of a row."""
-    fn = msg["fn"]
-    return OBSERVATIONS in handlers.plates(msg) and layout.local and fn.support.is_discrete
-
-
-def _layout(msg: Any, batch: torch.Size | None = None) -> Layout:
-    """Where a site has what dimensions."""
-    batch = msg["fn"].batch_shape if batch is None else batch
-    frames = {frame.name: frame.dim for frame in msg["cond_indep_stack"]}
-    others = {dim for name, dim in frames.items() if name not in (CLIENTS, OBSERVATIONS)}
-    rows = OBSERVATIONS in frames or (batch[-1:] == (1,) and -1 not in others)
-    return Layout(batch, CLIENTS in frames, CLIENTS in frames and rows)
+def _another(fn: Any, value: Tensor) -> Tensor:
+    """Other values that a site could have."""
+    if not fn.support.is_discrete:
+        return transform_to(fn.support)(torch.full_like(value, 0.3))
+    if not fn.has_enumerate_support:
+        return value + 1
+    first, *_, last = fn.enumerate_support(expand=False).flatten()
+    return torch.where(value == first, last, first)
 
 
 def _seen(batch: Batch, levels: Levels) -> Batch:
