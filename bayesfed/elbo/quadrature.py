@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 NODES = 25
-REACH = 5
-"""How many steps of its scale an integrand is looked at on either side of where it is thought to lie."""
-PASSES = 5
+PASSES = 3
+LOOKS = np.sinh(np.linspace(-4, 4, 25))
+"""Where an integrand is looked at in each pass, in steps of its scale: close by, and as far as 27 of them."""
 DROP = 1e4
-"""By how many nats it falls at most: no scale shrinks more than a hundredfold in a pass, or grows tenfold."""
+"""By how many nats it falls at most: so no cliff makes it look narrower than a hundredth of the way to it."""
 
 LogDensity = Callable[[Tensor], Tensor]
 """Of points ``(S, Q, K, B)``, Q of each row: the log integrand, of the same shape."""
@@ -34,8 +34,8 @@ class Place(NamedTuple):
 def around(log_f: LogDensity, place: Place) -> Place:
     """The modes of integrands and the scales of the Normals that fit them there, without gradients.
 
-    A parabola through the highest of eleven points and its two neighbours gives the next eleven: the mode of a Normal
-    is found at once, however narrow, and no step leads to where the integrand overflows.
+    A parabola through the highest of some points and its two neighbours says where to look next: the mode of a Normal
+    is found at once, however narrow. Where the highest is the last one, the next look is around it, farther apart.
 
     Example:
         >>> import torch
@@ -47,16 +47,24 @@ def around(log_f: LogDensity, place: Place) -> Place:
     """
     with torch.no_grad():
         place = Place(place.loc.detach(), place.scale.detach())
-        z = torch.arange(-REACH, REACH + 1).to(place.loc)
+        z, last = torch.as_tensor(LOOKS).to(place.loc), len(LOOKS) - 1
         for _ in range(PASSES):
             values = log_f(place.points(z)).nan_to_num(-torch.inf, -torch.inf, -torch.inf)
             values = values.maximum(values.amax(1, keepdim=True) - DROP)
-            top = values.argmax(1, keepdim=True).clamp(1, 2 * REACH - 1)
-            low, middle, high = (values.gather(1, top + side).squeeze(1) for side in (-1, 0, 1))
-            bend = (2 * middle - low - high).clamp(1e-2, DROP)
-            step = (high - low) / 2 / bend
-            step = top.squeeze(1) - REACH + step.clamp(-REACH, REACH)
-            place = Place(place.loc + place.scale * step, place.scale / bend.sqrt())
+            top = values.argmax(1, keepdim=True)
+            bracketed = ((top > 0) & (top < last)).squeeze(1)
+            three = [top.clamp(1, last - 1) + side for side in (-1, 0, 1)]
+            left, at, right = (z[nth].squeeze(1) for nth in three)
+            low, middle, high = (values.gather(1, nth).squeeze(1) for nth in three)
+            up, down = (middle - low) / (at - left), (middle - high) / (right - at)
+            bend = 2 * (up + down) / (right - left)
+            slope = (up * (right - at) - down * (at - left)) / (right - left)
+            found = Place(at + slope / bend, bend.rsqrt())
+            edge = Place(z[top].squeeze(1), torch.full_like(at, 4.0))
+            loc, scale = (
+                torch.where(bracketed, *both) for both in zip(found, edge, strict=True)
+            )
+            place = Place(place.loc + place.scale * loc, place.scale * scale)
         return place
 
 
