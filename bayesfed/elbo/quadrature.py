@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NODES = 25
+NODES = 21
 PASSES = 3
-LOOKS = np.sinh(np.linspace(-4, 4, 25))
+LOOKS = np.sinh(np.linspace(-4, 4, 17))
 """Where an integrand is looked at in each pass, in steps of its scale: close by, and as far as 27 of them."""
 DROP = 1e4
 """By how many nats it falls at most: so no cliff makes it look narrower than a hundredth of the way to it."""
@@ -61,9 +61,7 @@ def around(log_f: LogDensity, place: Place) -> Place:
             slope = (up * (right - at) - down * (at - left)) / (right - left)
             found = Place(at + slope / bend, bend.rsqrt())
             edge = Place(z[top].squeeze(1), torch.full_like(at, 4.0))
-            loc, scale = (
-                torch.where(bracketed, *both) for both in zip(found, edge, strict=True)
-            )
+            loc, scale = (torch.where(bracketed, *both) for both in zip(found, edge, strict=True))
             place = Place(place.loc + place.scale * loc, place.scale * scale)
         return place
 

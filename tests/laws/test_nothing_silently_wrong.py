@@ -78,13 +78,14 @@ def test_global_site_inside_by_mistake():
         fit(model)
 
 
-def test_latent_site_of_a_row():
+def test_two_latent_sites_of_a_row():
     def model(federation):
         with federation.clients(), federation.observations() as obs:
             z = pyro.sample("z", dist.Normal(0.0, 1.0))
-            pyro.sample("y", dist.Normal(z, 1.0), obs=obs["y"])
+            v = pyro.sample("v", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(z * v, 1.0), obs=obs["y"])
 
-    with pytest.raises(ValueError, match="latent site 'z' lies inside the observations plate"):
+    with pytest.raises(ValueError, match="sites 'z' and 'v' are continuous, and of a row: one"):
         fit(model)
 
 
