@@ -21,20 +21,21 @@ GRADIENTS = 20_000_000
 """Numbers of the gradients of single rows."""
 
 
-def weight(size: int, per_row: int, copies: int) -> tuple[int, int]:
+def weight(size: int, per_row: int, copies: int, points: int = 1) -> tuple[int, int]:
     """About how many numbers a client takes, and each of its rows: its variables, and what is worked out of a row.
 
     Args:
         size: numbers of the variables.
         per_row: numbers of a row of data.
         copies: of everything, such as draws.
+        points: at how many values of a variable of its own each copy of a row is worked out.
 
     Example:
         >>> from bayesfed.data.chunks import weight
         >>> weight(size=3, per_row=2, copies=100)
         (300, 404)
     """
-    return copies * size, 2 * per_row + 4 * copies
+    return copies * size, 2 * per_row + 4 * copies * points
 
 
 def chunks(

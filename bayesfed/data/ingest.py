@@ -185,7 +185,8 @@ def without_missing(
             client = int(owner[row])
             raise ValueError(
                 f"client {names[client]!r}, row {row - int(offsets[client])}: field {field!r} is "
-                "NaN. Mend the data, or pass missing='drop' to leave such rows out, 'keep' where it is an outcome"
+                "NaN. Mend the data, or pass missing='drop' to leave such rows out, 'keep' where it is an outcome, or "
+                "has a prior"
             )
         if missing == "drop":
             bad |= nan

@@ -6,7 +6,7 @@ with draws and clients as dimensions in front, which takes fewer operations: bot
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,8 +18,7 @@ from torch.distributions import transform_to
 
 from bayesfed.data.batch import OBSERVATIONS, Batch
 from bayesfed.data.federation import Federation, Model
-from bayesfed.elbo import handlers, noise
-from bayesfed.elbo.levels import Layout
+from bayesfed.elbo import handlers, noise, quadrature
 from bayesfed.elbo.marginal import Mixture
 from bayesfed.elbo.one_client import OneClient
 from bayesfed.elbo.reasons import explained
@@ -72,18 +71,15 @@ def for_batches(model: Model, federation: Federation) -> Model:
             return model
         taken = seen.rows.taken
         _check_needed(list(taken), nodes)
-        covariates = set()
-        for name in _before_others(nodes, layouts):
-            try:
-                at = handlers.given(batch.device, params, values=values, draws=DRAWS)
-                with at, poutine.trace() as tracer:
-                    one.run(batch, moved=name)
-                moved = _densities(handlers.sample_sites(tracer.trace))
-            except Exception:  # an index that is too large
-                moved = {}
-            if not _equal({k: v for k, v in alone.items() if k != name}, moved):
-                covariates.add(name)
-        one = OneClient(model, frozenset(taken), frozenset(covariates))
+        of_rows = [name for name in layouts if OBSERVATIONS in handlers.plates(nodes[name])]
+        at = one, batch, params, values
+        dependent = {name: _dependent(*at, name) for name in (*taken, *of_rows[:-1])}
+        covariates = {name for name in of_rows if dependent.get(name)}
+        for name in (*taken, *(covariates if federation.gaps else ())):
+            _check_of_rows(name, dependent[name] - set(of_rows))
+        continuous = [name for name in taken if taken[name].values is None]
+        points = quadrature.NODES if continuous or covariates else 1
+        one = OneClient(model, frozenset(taken), frozenset(covariates), points)
         with suppress(Exception):
             with handlers.given(batch.device, params, values=values, draws=DRAWS):
                 together = handlers.sample_sites(poutine.trace(model).get_trace(batch))
@@ -123,10 +119,38 @@ def for_batches(model: Model, federation: Federation) -> Model:
     return one
 
 
-def _before_others(nodes: Mapping[str, Any], layouts: Mapping[str, Layout]) -> list[str]:
-    """The observed sites of a row that others come after."""
-    of_rows = [name for name in layouts if OBSERVATIONS in handlers.plates(nodes[name])]
-    return [name for name in of_rows[:-1] if nodes[name]["is_observed"]]
+def _dependent(
+    one: OneClient,
+    batch: Batch,
+    params: Mapping[str, Tensor],
+    values: Mapping[str, Tensor],
+    name: str,
+) -> set[str]:
+    """The sites, and what ``pyro.deterministic`` names, that are others where a site of a row has another value."""
+
+    def found(moved: str | None) -> dict[str, Tensor]:
+        at = handlers.given(batch.device, params, values=values, draws=DRAWS)
+        with at, handlers.Derived() as derived, poutine.trace() as tracer:
+            one.run(batch, moved)
+        values_of = {name: derivation.value for name, derivation in derived.found.items()}
+        return _densities(handlers.sample_sites(tracer.trace)) | values_of
+
+    before, after = found(None), {}
+    with suppress(Exception):  # an index that is too large
+        after = found(name)
+    return {
+        other for other in before if other != name and not _equal({other: before[other]}, after)
+    }
+
+
+def _check_of_rows(name: str, others: Collection[str]) -> None:
+    """Fail on what has no sum or integral over a variable of a row."""
+    for other in others:
+        raise ValueError(
+            f"{other!r} depends on site {name!r}, which is of a row and, where it has no data, summed or integrated "
+            "out: only what is observed inside the observations plate may depend on it. Leave "
+            f"{other!r} out, or move it there"
+        )
 
 
 def _check_needed(names: Sequence[str], nodes: Mapping[str, Any]) -> None:
@@ -216,10 +240,9 @@ def _densities(nodes: Mapping[str, Any], first: bool = False) -> dict[str, Tenso
 
 def _equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     """Up to round-off of sums in another order."""
+    if not one.keys() <= other.keys():
+        return False
     return all(
-        name in other
-        and torch.allclose(
-            *torch.broadcast_tensors(one[name], other[name]), rtol=1e-4, atol=1e-4, equal_nan=True
-        )
-        for name in one
+        torch.allclose(a, b, rtol=1e-4, atol=1e-4, equal_nan=True)
+        for a, b in (torch.broadcast_tensors(one[name], other[name]) for name in one)
     )

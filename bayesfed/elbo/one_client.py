@@ -40,6 +40,7 @@ class OneClient:
         model: the program.
         latent: its latent variables of a row; None where they are not known yet, and are all that is not observed.
         covariates: observed sites of a row on whose values others depend: where a value is missing, it is one of those.
+        points: at how many values of these a row is worked out at once.
 
     Example:
         >>> import torch, pyro, pyro.distributions as dist, bayesfed as bf
@@ -61,6 +62,7 @@ class OneClient:
     model: Model
     latent: frozenset[str] | None = None
     covariates: frozenset[str] = frozenset()
+    points: int = 1
 
     @property
     def __name__(self) -> str:
@@ -74,7 +76,7 @@ class OneClient:
             self.run(batch)
 
     def run(self, batch: Batch, moved: str | None = None) -> Run:
-        """The program on a batch, and what its sites were like; with one observed site's values others, if asked."""
+        """The program on a batch, and what its sites were like; with other values of one of a row's, if asked."""
         return self._run(batch, Outside, self, batch, moved).seen
 
     def _run(self, batch: Batch, kind: Callable[..., Any], *settings: Any, copies: int = 1) -> Any:
@@ -114,7 +116,7 @@ class Outside(Crossing):
         levels: of vmap.
         program: which is run, on
         batch: these clients.
-        moved: an observed site that gives the program other values than it has.
+        moved: a site of a row that gives the program other values than it has.
     """
 
     def __init__(
@@ -155,7 +157,8 @@ class Outside(Crossing):
         value, observed, rows = msg["value"], msg["is_observed"], self.seen.rows
         if not observed and not msg["done"] and self._is_latent(msg, layout):
             drawn = rows.take(name, fn, layout, rows.values_of(name, fn, layout))
-            msg["value"] = self.levels.enter(drawn, layout, 0)
+            given = self.levels.enter(drawn, layout, 0)
+            msg["value"] = _another(fn, given) if name == self.moved else given
             msg["done"] = msg["stop"] = True
             return
         self.seen.layouts[name] = layout
@@ -179,7 +182,7 @@ class Outside(Crossing):
             seen = self.levels.leave(seen, layout)
             seen = seen.squeeze(0) if self.levels.draws and len(seen) == 1 else seen
             msg["value"] = self.seen.values[name] = seen
-        if rows.taken and layout.rows:
+        if rows.taken and OBSERVATIONS in handlers.plates(msg):
             law = rows.law(name, law, seen, msg["mask"])
         if gaps:
             rows.take(name, fn, layout, values, seen)

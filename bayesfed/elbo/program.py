@@ -149,6 +149,11 @@ class Program:
         return sum(site.event_shape.numel() for site in self.locals)
 
     @property
+    def points(self) -> int:
+        """At how many values of variables of its own a row is worked out at once, see :mod:`bayesfed.elbo.rows`."""
+        return getattr(self.model, "points", 1)
+
+    @property
     def laplace_params(self) -> list[str]:
         """The local parameters for which the guide has a closed form, its ``laplace`` method."""
         return list(getattr(self.guide, "laplace_params", ()))
@@ -174,7 +179,8 @@ class Program:
     def chunks(self, federation: Federation, copies: int = 1) -> Iterator[Tensor]:
         """Positions of all clients, some at a time, that ``copies`` of their rows and variables are not too many."""
         return chunks(
-            federation.lengths, *weight(self.variables, federation.numbers_per_row, copies)
+            federation.lengths,
+            *weight(self.variables, federation.numbers_per_row, copies, self.points),
         )
 
     @property

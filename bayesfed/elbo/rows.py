@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributions import Normal, biject_to
 
-from bayesfed.data.batch import MISSING
+from bayesfed.data.batch import MISSING, OBSERVATIONS
 from bayesfed.elbo import handlers, laws, quadrature
 from bayesfed.elbo.crossing import Crossing, layout_of, weight_of, weight_outside
 from bayesfed.elbo.levels import Layout, Levels
@@ -257,15 +257,16 @@ class Again(Crossing):
             return
         fn, layout, name = laws.whole(msg["fn"]), layout_of(msg), msg["name"]
         one, event = self.taken.get(name), fn.event_dim + len(layout.own)
+        counts = self.after and OBSERVATIONS in handlers.plates(msg)
         mask = weight_of(msg, "mask", msg["mask"], layout)
         missing = weight_of(msg, "mask", msg["infer"].get(MISSING), layout)
-        if name == self.until or one is not None or (self.after and layout.rows):
+        if name == self.until or one is not None or counts:
             with temporarily_clear_interpreter_stack():
                 law = laws.outside(fn, self.levels, layout)
                 if name == self.until:
                     self.law = law
                     raise _There
-                if self.after and name in self.values:
+                if counts and name in self.values:
                     own = repeated(self.values[name], self.copies, event)
                     mask = weight_outside(mask, self.levels, layout)
                     self.log_weight = self.log_weight + counted(law.log_prob(own), mask)

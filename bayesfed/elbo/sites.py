@@ -131,8 +131,8 @@ def sites(model: Model, federation: Federation) -> dict[str, Site]:
         if latent and OBSERVATIONS in inside:
             raise ValueError(
                 f"latent site {name!r} lies inside the observations plate (is its field missing from "
-                "the federation, so that obs.get(...) is None?). Latent variables are global or one "
-                "per client; sum or integrate out those of a single row"
+                "the federation, so that obs.get(...) is None?). Those of a single row are integrated out only "
+                "where the program runs for one client and one draw"
             )
         joint = False
         if not latent and OBSERVATIONS not in inside and node["fn"].event_dim:

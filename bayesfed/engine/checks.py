@@ -229,8 +229,9 @@ def _check_gaps(
         ]
         raise ValueError(
             f"client {federation.names[int(chunk[client])]!r}, row {row}: {', '.join(missing) or 'a field'} is "
-            f"missing, and site {name!r} depends on it ({int(lost.sum())} such rows). Only outcomes may be missing: "
-            "leave such rows out (missing='drop'), or fill them in"
+            f"missing, and site {name!r} depends on it ({int(lost.sum())} such rows). Only outcomes may be "
+            "missing, and covariates that have a prior, x = pyro.sample(..., obs=obs[...]): else leave such rows out "
+            "(missing='drop'), or fill them in"
         )
 
 

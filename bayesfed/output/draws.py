@@ -308,7 +308,7 @@ def chunks(
         federations = (own, *federations)
     lengths = sum((f.lengths for f in federations), torch.zeros_like(own.lengths))
     size = max(numbers, program.variables)
-    return cut(lengths, *weight(size, own.numbers_per_row, count))
+    return cut(lengths, *weight(size, own.numbers_per_row, count, program.points))
 
 
 def of_server(posterior: Posterior, count: int, key: Tensor, centre: bool = False) -> Params:

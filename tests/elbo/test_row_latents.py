@@ -300,3 +300,18 @@ def test_what_cannot_be_integrated_out_is_refused():
 
     with pytest.raises(ValueError, match="no outcome depends on latent site 'cost', .* its field"):
         bf.fit(idle, federation)
+
+    def beyond(what):
+        def model(federation):
+            with federation.clients():
+                a = pyro.sample("a", dist.Normal(0.0, 1.0))
+                with federation.observations() as obs:
+                    u = pyro.sample("u", dist.Normal(0.0, 1.0))
+                    pyro.sample("y", dist.Normal(a + u, 1.0), obs=obs["y"])
+                what("more", u.sum(-1, keepdim=True))
+
+        return model
+
+    for what in (pyro.deterministic, pyro.factor):
+        with pytest.raises(ValueError, match="'more' depends on site 'u', which is of a row"):
+            bf.fit(beyond(what), federation)
