@@ -138,7 +138,7 @@ class Rows:
             variables = self._sizes | {self._number: copies}
         weights, components = zip(*found, strict=True)
         evidence = sum((counted(law.log_prob(v), m) for law, v, m in self.before), torch.zeros(()))
-        law = Mixture(
+        return Mixture(
             torch.cat(torch.broadcast_tensors(*weights), -1),
             components,
             variables,
@@ -147,7 +147,6 @@ class Rows:
             first=first,
             drawn=None if self._number is None else partial(self._drawn, name),
         )
-        return law
 
     def _drawn(self, name: str) -> Mixture:
         """What is sampled of a site: its law at a draw of the continuous variable given what was observed before."""
