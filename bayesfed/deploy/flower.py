@@ -1,0 +1,132 @@
+"""bayesfed as an app of Flower: its server runs the rounds, its clients pass bytes on to the workers that stay.
+
+Flower starts a new process for every message. So :data:`client_app` computes nothing: it hands the message to the
+resident worker of its site, whose address is ``socket`` in the SuperNode's ``--node-config``, and returns the answer.
+It imports no torch. In Flower's simulation, which has no node-config, the addresses are ``sockets`` in the run's
+configuration, separated by spaces, in the order of the partitions.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+
+try:
+    from flwr.app import ConfigRecord, Context, Message, RecordDict
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import Grid, ServerApp
+except ImportError as error:
+    raise ImportError("Flower is not installed: pip install 'bayesfed[flower]'") from error
+
+from bayesfed.deploy.carrier import Carrier
+from bayesfed.deploy.sockets import call
+
+_KIND = "query"
+_RECORD, _PAYLOAD = "bayesfed", "payload"
+_log = logging.getLogger(__name__)
+
+client_app = ClientApp()
+server_app = ServerApp()
+
+
+@client_app.query()
+def forward(message: Message, context: Context) -> Message:
+    """Ask the site's worker, for as long as the server waits.
+
+    Raises:
+        ValueError: the site says no worker's address; the message is not of :func:`carrier`.
+        OSError: the worker did not answer. Flower tells the server so.
+    """
+    payload = _payload(message.content)
+    if payload is None:
+        raise ValueError("the message is not of bayesfed's server")
+    answer = call(worker(context), payload, message.metadata.ttl)
+    return Message(_content(answer), reply_to=message)
+
+
+@server_app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run what the run's configuration says over the nodes that Flower knows."""
+    from bayesfed.deploy.server import serve_run  # torch: not in a client's process
+
+    serve_run(carrier(grid), context.run_config)
+
+
+def worker(context: Context) -> str:
+    """The address of the worker behind a SuperNode, or behind one of a simulation.
+
+    Raises:
+        ValueError: says where to put it.
+
+    Example:
+        >>> context = Context(0, 0, {"socket": "/run/ward/worker.sock"}, RecordDict(), {}, 0)
+        >>> worker(context)
+        '/run/ward/worker.sock'
+    """
+    node, run = context.node_config, context.run_config
+    if "socket" in node:
+        return str(node["socket"])
+    addresses = str(run.get("sockets", "")).split()
+    if "partition-id" not in node or not addresses:
+        raise ValueError(
+            "no worker's address: start the SuperNode with --node-config 'socket=\"ADDRESS\"', or a simulation with "
+            "--run-config 'sockets=\"ADDRESS ADDRESS\"'"
+        )
+    partition = int(node["partition-id"])
+    if partition >= len(addresses):
+        raise ValueError(
+            f"{len(addresses)} addresses in sockets for node {partition + 1} of {node['num-partitions']}"
+        )
+    return addresses[partition]
+
+
+def carrier(grid: Grid) -> Carrier:
+    """The nodes of a run, whose addresses are their ids; a node that was lost is reachable for another minute."""
+
+    def reachable() -> list[str]:
+        return [str(node) for node in grid.get_node_ids()]
+
+    def exchange(messages: Mapping[str, bytes], seconds: float) -> dict[str, bytes]:
+        begun = time.monotonic()
+        sent = grid.push_messages(
+            [
+                Message(_content(payload), int(address), _KIND, ttl=seconds)
+                for address, payload in messages.items()
+            ]
+        )
+        waiting = {name: address for name, address in zip(sent, messages, strict=True) if name}
+        for address in messages.keys() - set(waiting.values()):
+            _log.warning("node %s: Flower knows it no longer", address)
+        found: dict[str, bytes] = {}
+        while waiting:
+            for reply in grid.pull_messages(list(waiting)):
+                address = waiting.pop(reply.metadata.reply_to_message_id)
+                if (answer := _answer(reply, address)) is not None:
+                    found[address] = answer
+            if (waited := time.monotonic() - begun) >= seconds:
+                break
+            time.sleep(min(max(0.1, 0.02 * waited), seconds - waited))
+        for address in waiting.values():
+            _log.warning("node %s: no answer within %g s", address, seconds)
+        return found
+
+    return Carrier(reachable, exchange)
+
+
+def _answer(reply: Message, address: str) -> bytes | None:
+    """What a node answered; where it did not, the log says why."""
+    if reply.has_error():
+        _log.warning("node %s: %s", address, reply.error.reason)
+        return None
+    if (payload := _payload(reply.content)) is None:
+        _log.warning("node %s: its answer is not of bayesfed's client", address)
+    return payload
+
+
+def _content(payload: bytes) -> RecordDict:
+    return RecordDict({_RECORD: ConfigRecord({_PAYLOAD: payload})})
+
+
+def _payload(content: RecordDict) -> bytes | None:
+    record = content.config_records.get(_RECORD)
+    payload = None if record is None else record.get(_PAYLOAD)
+    return payload if isinstance(payload, bytes) else None
