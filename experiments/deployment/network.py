@@ -63,14 +63,17 @@ class Network:
             )
 
     def stop(self, name: str, how: signal.Signals = signal.SIGTERM) -> None:
-        """End a part, by SIGKILL where it does not go by itself within 10 s."""
+        """End a part and what it has started, by SIGKILL what does not go by itself within 10 s."""
         process = self.processes.pop(name)
         process.send_signal(how)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        with contextlib.suppress(ProcessLookupError):  # its process group is empty
+            for _ in range(100):
+                os.killpg(process.pid, 0)
+                time.sleep(0.05)
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
     def log(self, name: str) -> str:
         """What a part has written so far."""
@@ -96,11 +99,34 @@ class Network:
             raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
         return done.stdout
 
-    def run(self, app: Path, seconds: float = 600.0, **config: str | int | float) -> str:
-        """Run an app to its end, and give its log."""
-        words = " ".join(f"{name}={json.dumps(value)}" for name, value in config.items())
-        given = ["--run-config", words] if config else []
-        return self.flwr("run", app, CONNECTION, "--stream", *given, seconds=seconds)
+    def run(
+        self,
+        app: Path,
+        *,
+        seconds: float = 600.0,
+        supernodes: int | None = None,
+        **config: str | int | float,
+    ) -> str:
+        """Run an app to its end, and give its log; ``supernodes`` is how many a simulation has.
+
+        Raises:
+            RuntimeError: it failed, which `flwr run` does not tell by its exit status.
+        """
+        given: list[str] = []
+        if config:
+            words = " ".join(f"{name}={json.dumps(value)}" for name, value in config.items())
+            given += ["--run-config", words]
+        if supernodes:
+            words = f"num-supernodes={supernodes} client-resources-num-cpus=0.5"
+            given += ["--federation-config", words]
+        log = self.flwr("run", app, CONNECTION, "--stream", *given, seconds=seconds)
+        number = log.split("Successfully started run ")[1].split()[0]
+        (run,) = json.loads(self.flwr("list", CONNECTION, "--run-id", number, "--format", "json"))[
+            "runs"
+        ]
+        if run["status"] != "finished:completed":
+            raise RuntimeError(f"{run['status']}: {run['status-details']}\n{log}")
+        return log
 
     def await_line(self, name: str, line: str, seconds: float = 60.0, since: int = 0) -> None:
         """Wait until a part's log, from a place on, has a line with these words.
@@ -124,7 +150,28 @@ def network(sites: Mapping[str, str], folder: Path, *, tls: bool = True) -> Iter
     Raises:
         RuntimeError: a part did not start; says what it wrote.
     """
-    folder = folder.resolve()
+    with _superlink(folder.resolve(), tls) as made:
+        for site, address in sites.items():
+            key = write_key(made.folder, site) if tls else None
+            if key:
+                made.flwr("supernode", "register", key.with_suffix(".pub"), CONNECTION)
+            made.commands[site] = supernode_command(made.folder, made.port, address, key, tls)
+            made.start(site)
+        for site in sites:
+            made.await_line(site, "SuperNode ID:")
+        yield made
+
+
+@contextlib.contextmanager
+def simulation(folder: Path) -> Iterator[Network]:
+    """A SuperLink that simulates its SuperNodes, with Ray: ``run(app, supernodes=3)``."""
+    with _superlink(folder.resolve(), False, "--simulation") as made:
+        yield made
+
+
+@contextlib.contextmanager
+def _superlink(folder: Path, tls: bool, *more: str) -> Iterator[Network]:
+    """A SuperLink that is up, and Flower's configuration that knows it."""
     made = Network(folder, _environment(folder), free_port(), tls)
     (folder / "flwr").mkdir(parents=True, exist_ok=True)
     connection: dict[str, object] = {"address": f"{LOCALHOST}:{made.port}"}
@@ -134,18 +181,10 @@ def network(sites: Mapping[str, str], folder: Path, *, tls: bool = True) -> Iter
     )
     if tls:
         write_certificates(folder)
-    made.commands["superlink"] = superlink_command(folder, made.port, tls)
+    made.commands["superlink"] = [*superlink_command(folder, made.port, tls), *more]
     with _stopped_at_the_end(made):
         made.start("superlink")
         _await_health(made)
-        for site, address in sites.items():
-            key = write_key(folder, site) if tls else None
-            if key:
-                made.flwr("supernode", "register", key.with_suffix(".pub"), CONNECTION)
-            made.commands[site] = supernode_command(folder, made.port, address, key, tls)
-            made.start(site)
-        for site in sites:
-            made.await_line(site, "SuperNode ID:")
         yield made
 
 

@@ -1,20 +1,26 @@
 """bayesfed as a Flower app: what its client forwards, what its server makes of what comes back, and who gets in."""
 
 import importlib.util
+import json
 import queue
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("flwr")
 
-from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.task_identity import TaskIdentity
 
 from bayesfed.deploy import flower
 from bayesfed.deploy.sockets import serve
@@ -27,6 +33,13 @@ SPEC = importlib.util.spec_from_file_location(
 net = importlib.util.module_from_spec(SPEC)
 sys.modules["deployment_network"] = net  # dataclasses look their module up
 SPEC.loader.exec_module(net)
+
+
+@pytest.fixture(autouse=True)
+def identity(monkeypatch):
+    """What Flower's processes are told when they start, and every message is signed with."""
+    for name in ("_run_id", "_node_id", "_task_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
 
 
 @contextmanager
@@ -53,7 +66,8 @@ def context(node, run=None):
 
 
 def asked(payload, ttl=5.0):
-    content = RecordDict({"bayesfed": ConfigRecord({"payload": payload})})
+    array = Array("uint8", (len(payload),), "bytes", payload)
+    content = RecordDict({"bayesfed": ArrayRecord({"payload": array})})
     message = Message(content, 7, "query", ttl=ttl)
     message.metadata.__dict__["_message_id"] = "asked"
     return message
@@ -99,8 +113,19 @@ class FakeGrid:
 def test_the_client_hands_the_message_to_its_worker_and_returns_the_answer(tmp_path):
     with workers(str(tmp_path / "worker.sock")) as (address,):
         reply = flower.client_app(asked(b"hello"), context({"socket": address}))
-    assert reply.content["bayesfed"]["payload"] == b"HELLO"
+    assert reply.content["bayesfed"]["payload"].data == b"HELLO"
     assert reply.metadata.reply_to_message_id == "asked"
+
+
+@pytest.mark.parametrize("size", [0, 1, 12_000_000])
+def test_flower_carries_any_bytes(size):
+    """Through what Flower makes of a message between processes, of which an array of 12 MB has three pieces."""
+    sent = flower._content(payload := bytes(range(256)) * (size // 256) + b"x" * (size % 256))
+    objects = get_all_nested_objects(sent)
+    contents = {name: part.deflate() for name, part in objects.items()}
+    found = inflate_object_from_contents(sent.object_id, contents)
+    assert flower._payload(found) == payload
+    assert max(map(len, contents.values())) < 6_000_000
 
 
 def test_the_client_waits_as_long_as_the_server_does(tmp_path):
@@ -137,9 +162,9 @@ def test_the_run_cannot_name_a_sites_socket():
     "content",
     [
         RecordDict(),
-        RecordDict({"other": ConfigRecord({"payload": b""})}),
-        RecordDict({"bayesfed": ConfigRecord({"other": b""})}),
-        RecordDict({"bayesfed": ConfigRecord({"payload": "text"})}),
+        RecordDict({"other": ArrayRecord({"payload": Array("uint8", (0,), "bytes", b"")})}),
+        RecordDict({"bayesfed": ArrayRecord({"other": Array("uint8", (0,), "bytes", b"")})}),
+        RecordDict({"bayesfed": ConfigRecord({"payload": b"text"})}),
     ],
 )
 def test_messages_of_others_reach_no_worker(content):
@@ -194,6 +219,7 @@ def test_the_server_app_runs_the_run(monkeypatch):
     assert seen == [(["11"], {"experiment": "a.toml"})]
 
 
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # Flower 1.41's own
 def test_flower_takes_the_app():
     """What `flwr run` checks before it sends the app: its fields, and that its components are there."""
     from flwr.cli.build import build_fab_from_disk
@@ -212,3 +238,162 @@ def test_a_clients_process_imports_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "[]\n", done.stderr
+
+
+# -- with Flower's own processes ------------------------------------------------------------------
+
+SITES = ("north", "south", "west")
+ECHO = '''
+import json, time
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+from bayesfed.deploy.flower import carrier
+
+server_app = ServerApp()
+
+
+@server_app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Two rounds over all nodes, and what came back into a file."""
+    config, sites = context.run_config, carrier(grid)
+    while len(nodes := list(sites.reachable())) < config["nodes"]:
+        time.sleep(0.1)
+    rounds = []
+    for word in ("first", "second"):
+        found = sites.exchange({node: word.encode() for node in nodes}, config["seconds"])
+        rounds.append(sorted(answer.decode() for answer in found.values()))
+    with open(config["report"], "w") as file:
+        json.dump(rounds, file)
+'''
+
+
+@pytest.fixture
+def folder():
+    """Short, as a Unix socket's path has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="bf") as name:
+        yield Path(name)
+
+
+def echo_app(folder):
+    """The documentation's app, with a server that only sends words around."""
+    app = folder / "echo"
+    app.mkdir()
+    given = (APP / "pyproject.toml").read_text()
+    more = 'report = ""\nnodes = 3\nseconds = 60.0\n'
+    (app / "pyproject.toml").write_text(
+        given.replace("bayesfed.deploy.flower:server_app", "echo:server_app") + more
+    )
+    (app / "echo.py").write_text(ECHO)
+    return app
+
+
+def named(name):
+    return lambda message: message + b" " + name.encode()
+
+
+@contextmanager
+def named_workers(folder):
+    with ExitStack() as stack:
+        addresses = {site: str(folder / f"{site}.sock") for site in SITES}
+        for site, address in addresses.items():
+            stack.enter_context(workers(address, handle=named(site)))
+        yield addresses
+
+
+def left_over(folder, seconds=0.0):
+    """Processes that were started with something in a folder, by their command lines, or none within some seconds."""
+    deadline = time.monotonic() + seconds
+    while (found := _started_with(folder)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
+
+
+def _started_with(folder):
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            text = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+            if str(folder).encode() in text:
+                found.append((process / "cmdline").read_text())
+    return found
+
+
+BOTH = [[f"{word} {site}" for site in SITES] for word in ("first", "second")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tls", [False, True], ids=["insecure", "tls"])
+def test_rounds_between_processes(folder, tls):
+    app, report = echo_app(folder), folder / "report.json"
+    with (
+        named_workers(folder) as addresses,
+        net.network(addresses, folder / "f", tls=tls) as flower,
+    ):
+        flower.run(app, report=str(report))
+        assert json.loads(report.read_text()) == BOTH
+        flower.stop("south", signal.SIGTERM)  # says goodbye: is no longer reachable
+        flower.run(app, report=str(report), nodes=2)
+        assert json.loads(report.read_text()) == [[a, c] for a, b, c in BOTH]
+    assert left_over(folder, seconds=5) == []
+
+
+@pytest.mark.slow
+def test_nobody_gets_in_without_a_key_or_with_a_wrong_certificate(folder):
+    """The SuperLink turns away keys that were not registered, and a node a SuperLink of another authority."""
+    with net.network({}, folder / "f", tls=True) as flower:
+        other = folder / "other"
+        other.mkdir()
+        net.write_certificates(other)
+        command = net.supernode_command
+        strangers = {
+            "keyless": command(flower.folder, flower.port, "/a.sock", None, True),
+            "unknown": command(
+                flower.folder, flower.port, "/a.sock", net.write_key(folder, "unknown"), True
+            ),
+            "misled": command(other, flower.port, "/a.sock", None, True),
+            "plain": command(flower.folder, flower.port, "/a.sock", None, False),
+        }
+        for name, line in strangers.items():
+            flower.commands[name] = line
+            flower.start(name)
+        time.sleep(10)
+        for name in strangers:
+            assert "SuperNode ID:" not in flower.log(name), name
+        listed = json.loads(flower.flwr("supernode", "list", net.CONNECTION, "--format", "json"))
+        assert listed["nodes"] == []
+        said = {name: flower.log(name) for name in strangers}
+        print(said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_network_ends_with_whoever_started_it(folder, how):
+    program = (
+        "import sys, time; from pathlib import Path\n"
+        "import network\n"
+        f"with network.network({{'north': '/a.sock'}}, Path({str(folder / 'f')!r}), tls=False):\n"
+        "    print('up', flush=True)\n"
+        "    time.sleep(100)\n"
+    )
+    started = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT / "experiments" / "deployment",
+    )
+    assert started.stdout.readline() == b"up\n"
+    assert len(left_over(folder)) >= 4  # SuperLink, SuperNode, and what each starts
+    started.send_signal(how)
+    started.wait(20)
+    assert left_over(folder, seconds=15) == []
+
+
+@pytest.mark.slow
+def test_rounds_in_a_simulation(folder):
+    """The workers are named in the run's configuration, in the order of the partitions."""
+    pytest.importorskip("ray")
+    app, report = echo_app(folder), folder / "report.json"
+    with named_workers(folder) as addresses, net.simulation(folder / "f") as flower:
+        flower.run(app, supernodes=3, report=str(report), sockets=" ".join(addresses.values()))
+        assert json.loads(report.read_text()) == BOTH
+    assert left_over(folder, seconds=15) == []

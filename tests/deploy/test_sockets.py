@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -55,7 +55,7 @@ def deaf_server(answer):
 
     def once():
         connection, _ = listener.accept()
-        with connection, listener:
+        with suppress(ConnectionError), connection, listener:
             connection.recv(8)
             connection.sendall(answer)
             connection.shutdown(socket.SHUT_WR)
@@ -71,6 +71,20 @@ def test_bytes_come_back_whole(address, size):
     sent = os.urandom(min(size, 4096)) * (size // 4096 + 1)
     with server(address, lambda message: message[::-1]) as where:
         assert call(where, sent[:size], 20.0) == sent[:size][::-1]
+
+
+def test_nothing_is_sent_after_an_empty_message(address, monkeypatch):
+    """The server answers its eight bytes and hangs up before the client goes on."""
+
+    us = threading.current_thread()
+
+    def late(deadline):
+        time.sleep(0.1 if threading.current_thread() is us else 0.0)
+        return deadline - time.monotonic()
+
+    with server(address, lambda message: b"") as where:
+        monkeypatch.setattr(sockets, "_left", late)
+        assert call(where, b"", 5.0) == b""
 
 
 def test_the_frame_is_eight_bytes_of_length_and_the_message(address):
@@ -177,13 +191,10 @@ def test_a_trickle_does_not_stretch_the_time():
 
     def trickle():
         connection, _ = listener.accept()
-        with connection, listener:
-            try:
-                for byte in struct.pack(">Q", 100) + bytes(100):
-                    connection.sendall(bytes([byte]))
-                    time.sleep(0.1)
-            except OSError:
-                pass
+        with suppress(OSError), connection, listener:
+            for byte in struct.pack(">Q", 100) + bytes(100):
+                connection.sendall(bytes([byte]))
+                time.sleep(0.1)
 
     threading.Thread(target=trickle, daemon=True).start()
     with pytest.raises(TimeoutError):
