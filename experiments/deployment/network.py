@@ -117,7 +117,7 @@ class Network:
             words = " ".join(f"{name}={json.dumps(value)}" for name, value in config.items())
             given += ["--run-config", words]
         if supernodes:
-            words = f"num-supernodes={supernodes} client-resources-num-cpus=0.5"
+            words = f"num-supernodes={supernodes} client-resources-num-cpus=1"
             given += ["--federation-config", words]
         log = self.flwr("run", app, CONNECTION, "--stream", *given, seconds=seconds)
         number = log.split("Successfully started run ")[1].split()[0]
@@ -135,9 +135,10 @@ class Network:
             RuntimeError: it ended before, or it took longer.
         """
         deadline = time.monotonic() + seconds
-        while line not in self.log(name)[since:]:
-            if self.processes[name].poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{name} never said {line!r}:\n{self.log(name)[since:]}")
+        while line not in (said := self.log(name)[since:]):
+            ended = self.processes[name].poll() is not None
+            if time.monotonic() > deadline or (ended and line not in self.log(name)[since:]):
+                raise RuntimeError(f"{name} never said {line!r}:\n{said}")
             time.sleep(0.05)
 
 

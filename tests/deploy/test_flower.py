@@ -123,9 +123,8 @@ def test_flower_carries_any_bytes(size):
     sent = flower._content(payload := bytes(range(256)) * (size // 256) + b"x" * (size % 256))
     objects = get_all_nested_objects(sent)
     contents = {name: part.deflate() for name, part in objects.items()}
-    found = inflate_object_from_contents(sent.object_id, contents)
-    assert flower._payload(found) == payload
     assert max(map(len, contents.values())) < 6_000_000
+    assert flower._payload(inflate_object_from_contents(sent.object_id, contents)) == payload
 
 
 def test_the_client_waits_as_long_as_the_server_does(tmp_path):
@@ -344,25 +343,22 @@ def test_nobody_gets_in_without_a_key_or_with_a_wrong_certificate(folder):
         other = folder / "other"
         other.mkdir()
         net.write_certificates(other)
-        command = net.supernode_command
+        known, theirs = flower.folder, flower.port
+        unknown = net.write_key(folder, "unknown")
         strangers = {
-            "keyless": command(flower.folder, flower.port, "/a.sock", None, True),
-            "unknown": command(
-                flower.folder, flower.port, "/a.sock", net.write_key(folder, "unknown"), True
-            ),
-            "misled": command(other, flower.port, "/a.sock", None, True),
-            "plain": command(flower.folder, flower.port, "/a.sock", None, False),
+            "keyless": (known, None, True, "All SuperNodes must be registered"),
+            "unknown": (known, unknown, True, "[code: 2004] Failed to activate SuperNode"),
+            "misled": (other, unknown, True, "CERTIFICATE_VERIFY_FAILED"),
+            "plain": (known, None, False, "Connection attempt failed"),
         }
-        for name, line in strangers.items():
-            flower.commands[name] = line
+        for name, (certificates, key, tls, _) in strangers.items():
+            flower.commands[name] = net.supernode_command(certificates, theirs, "/a.sock", key, tls)
             flower.start(name)
-        time.sleep(10)
-        for name in strangers:
+        for name, (*_, said) in strangers.items():
+            flower.await_line(name, said)
             assert "SuperNode ID:" not in flower.log(name), name
         listed = json.loads(flower.flwr("supernode", "list", net.CONNECTION, "--format", "json"))
-        assert listed["nodes"] == []
-        said = {name: flower.log(name) for name in strangers}
-        print(said)
+        assert listed["success"] and listed["nodes"] == []
 
 
 @pytest.mark.slow
@@ -375,16 +371,16 @@ def test_a_network_ends_with_whoever_started_it(folder, how):
         "    print('up', flush=True)\n"
         "    time.sleep(100)\n"
     )
-    started = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", program],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         cwd=ROOT / "experiments" / "deployment",
-    )
-    assert started.stdout.readline() == b"up\n"
-    assert len(left_over(folder)) >= 4  # SuperLink, SuperNode, and what each starts
-    started.send_signal(how)
-    started.wait(20)
+    ) as started:
+        assert started.stdout.readline() == b"up\n"
+        assert len(left_over(folder)) >= 4  # SuperLink, SuperNode, and what each starts
+        started.send_signal(how)
+        started.wait(20)
     assert left_over(folder, seconds=15) == []
 
 
