@@ -2,13 +2,15 @@
 
     python experiments/deployment/rounds.py [ROUNDS]     writes rounds.md
 
-Three sites. "Flower's own" is Flower's empty app: ``Grid.send_and_receive``, and a ClientApp that returns its message.
+"Flower's own" is Flower's empty app: ``Grid.send_and_receive``, and a ClientApp that returns its message.
 "bayesfed's" is :func:`bayesfed.deploy.flower.carrier`, and :data:`bayesfed.deploy.flower.client_app` before workers
-that stay and return their message. A round is from the first push to the last answer.
+that stay and return their message. A round is from the first push to the last answer. Sites on one machine share its
+cores, and a round starts a process at each: one site is what a site on a machine of its own waits.
 """
 
 import contextlib
 import json
+import os
 import queue
 import statistics
 import sys
@@ -21,7 +23,6 @@ from network import network
 
 from bayesfed.deploy.sockets import serve
 
-SITES = ("north", "south", "west")
 MEGABYTE = 10**6
 
 PYPROJECT = """
@@ -41,6 +42,7 @@ clientapp = "{client}"
 
 [tool.flwr.app.config]
 rounds = 5
+nodes = 3
 size = 0
 report = ""
 """
@@ -64,13 +66,13 @@ def train(message: Message, context: Context) -> Message:
 
 def timed(grid, context, exchange):
     config, seconds = context.run_config, []
-    while len(nodes := list(grid.get_node_ids())) < 3:
+    while len(nodes := list(grid.get_node_ids())) < config["nodes"]:
         time.sleep(0.1)
     for _ in range(config["rounds"]):
         payload = os.urandom(config["size"])
         begun = time.monotonic()
         answers = exchange(nodes, payload)
-        assert answers == [payload] * 3, [len(answer or b"") for answer in answers]
+        assert answers == [payload] * len(nodes), [len(answer or b"") for answer in answers]
         seconds.append(time.monotonic() - begun)
     with open(config["report"], "w") as file:
         json.dump(seconds, file)
@@ -126,10 +128,10 @@ def write_app(folder: Path, name: str) -> Path:
 
 
 @contextlib.contextmanager
-def echoes(folder: Path) -> Iterator[dict[str, str]]:
+def echoes(folder: Path, sites: int) -> Iterator[dict[str, str]]:
     """Workers that return their message: their addresses by site."""
     stop, ready = threading.Event(), queue.Queue[str]()
-    addresses = {site: str(folder / f"{site}.sock") for site in SITES}
+    addresses = {f"site-{i}": str(folder / f"{i}.sock") for i in range(sites)}
     threads = [
         threading.Thread(
             target=serve, args=(address, bytes), kwargs={"ready": ready.put, "stop": stop}
@@ -148,31 +150,59 @@ def echoes(folder: Path) -> Iterator[dict[str, str]]:
             thread.join()
 
 
-def measured(tls: bool, cases: list[tuple[str, int]], rounds: int) -> Iterator[list[float]]:
+def measured(
+    sites: int, tls: bool, cases: list[tuple[str, int]], rounds: int
+) -> Iterator[list[float]]:
     """Seconds of each round of each case."""
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(prefix="bf") as name:
         folder = Path(name)
-        with echoes(folder) as addresses, network(addresses, folder / "flower", tls=tls) as flower:
+        with (
+            echoes(folder, sites) as addresses,
+            network(addresses, folder / "flower", tls=tls) as flower,
+        ):
             for app, size in cases:
                 report = folder / "report.json"
-                flower.run(write_app(folder, app), rounds=rounds, size=size, report=str(report))
+                given = {"rounds": rounds, "nodes": sites, "size": size, "report": str(report)}
+                flower.run(write_app(folder, app), **given)
                 yield json.loads(report.read_text())
+
+
+NAMES = {
+    "empty": "Flower's own, a ConfigRecord",
+    "array": "Flower's own, an ArrayRecord",
+    "bayesfed": "bayesfed's",
+}
 
 
 def main(rounds: int) -> None:
     """Measure, print as it goes, and write rounds.md."""
-    cases = [("empty", 0), ("bayesfed", 0), ("bayesfed", MEGABYTE), ("bayesfed", 50 * MEGABYTE)]
-    cases += [("empty", 50 * MEGABYTE), ("array", 50 * MEGABYTE)]
-    for tls in (False, True):
-        for (app, size), seconds in zip(cases, measured(tls, cases, rounds), strict=True):
-            print(
-                tls,
-                app,
-                size,
-                [round(s, 2) for s in seconds],
-                statistics.median(seconds),
-                flush=True,
+    small = [("empty", 0), ("bayesfed", 0), ("bayesfed", MEGABYTE)]
+    large = [(app, 50 * MEGABYTE) for app in APPS]
+    lines = [
+        "| sites | TLS and keys | app | MB a message | median seconds a round | least | most |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for sites, tls, cases in (
+        (1, False, small + large),
+        (1, True, small),
+        (3, False, small),
+        (3, True, small),
+    ):
+        for (app, size), seconds in zip(cases, measured(sites, tls, cases, rounds), strict=True):
+            figures = (statistics.median(seconds), min(seconds), max(seconds))
+            row = (sites, "yes" if tls else "no", NAMES[app], size // MEGABYTE)
+            lines.append(
+                f"| {' | '.join(map(str, row))} | {' | '.join(f'{s:.1f}' for s in figures)} |"
             )
+            print(lines[-1], flush=True)
+    load = os.getloadavg()[1]
+    about = (
+        "Rounds of apps that compute nothing, between Flower's processes on one machine: "
+        f"`python experiments/deployment/rounds.py {rounds}`.\n{rounds} rounds each, {os.cpu_count()} cores, "
+        f"which others used too (load {load:.0f}).\n"
+    )
+    path = Path(__file__).with_suffix(".md")
+    path.write_text("\n".join(["# Seconds a round\n", about, *lines, ""]))
 
 
 if __name__ == "__main__":

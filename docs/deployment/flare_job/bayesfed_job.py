@@ -1,0 +1,64 @@
+"""bayesfed as a job of NVIDIA FLARE 2.9 (`pip install 'nvflare>=2.9,<2.10'`), see docs/deployment.md.
+
+    python bayesfed_job.py /path/to/admin/startup-kit /path/on/the/server/experiment.toml SITES
+
+FLARE keeps a process at each site for the whole job, which hands messages to the site's worker. The worker's address is
+the environment variable BAYESFED_SOCKET of the site's FLARE client; `{site}` in it is the site's name.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+
+from nvflare.collab import collab
+
+from bayesfed.deploy.carrier import Carrier
+from bayesfed.deploy.sockets import call
+
+log = logging.getLogger("bayesfed")
+
+
+@collab.publish
+def forward(message: bytes, seconds: float) -> bytes:
+    """At a site: the worker's answer."""
+    address = os.environ["BAYESFED_SOCKET"].replace("{site}", collab.site_name)
+    return call(address, message, seconds)
+
+
+@collab.main
+def main() -> None:
+    """At the server: the run."""
+    from bayesfed.deploy.server import serve_run
+
+    serve_run(carrier(), {"experiment": collab.get_app_prop("experiment")})
+
+
+def carrier() -> Carrier:
+    """The sites of this job, by their names."""
+
+    def exchange(messages: Mapping[str, bytes], seconds: float) -> dict[str, bytes]:
+        asked = [
+            collab.get_clients([site])(blocking=False, timeout=seconds).forward(message, seconds)
+            for site, message in messages.items()
+        ]
+        found = {site: answer for answers in asked for site, answer in answers}
+        for failed in asked:
+            for site, error in failed.failures.items():
+                log.warning("%s: %s", site, error)
+        return found
+
+    return Carrier(lambda: [client.name for client in collab.clients], exchange)
+
+
+if __name__ == "__main__":
+    import bayesfed_job
+    from nvflare.collab import CollabRecipe
+    from nvflare.recipe.prod_env import ProdEnv
+
+    startup_kit, experiment, sites = sys.argv[1:]
+    recipe = CollabRecipe(
+        "bayesfed", server=bayesfed_job, client=bayesfed_job, min_clients=int(sites)
+    )
+    recipe.set_server_prop("experiment", experiment)
+    print(recipe.execute(ProdEnv(startup_kit)).get_result())
