@@ -9,13 +9,16 @@ RUN     := $(VENV)/.stamp-run
 DEV     := $(VENV)/.stamp-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format typecheck layers docs clean
+.PHONY: help demo deployment test test-all lint format typecheck layers docs clean
 
 help:  ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo: $(RUN)  ## install bayesfed into .venv and run a first experiment
 	$(BIN)/bayesfed run experiments/grunfeld.toml
+
+deployment: $(DEV)  ## a fit over three sites with Flower, TLS and a killed site, on this machine: five minutes
+	$(BIN)/python experiments/deployment/demo.py
 
 test: lint  ## lint, type-check and run the tests but the slow ones
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow"

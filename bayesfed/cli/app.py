@@ -35,6 +35,7 @@ class Carrier(StrEnum):
     """What carries messages between a server and sites."""
 
     sockets = "sockets"
+    flower = "flower"
 
 
 class What(StrEnum):
@@ -102,7 +103,7 @@ def run(
     ] = False,
     on: Annotated[
         Carrier | None,
-        typer.Option("--on", help="The clients are at sites: reached by sockets of this machine."),
+        typer.Option("--on", help="The clients are at sites: what carries the messages."),
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
@@ -119,6 +120,15 @@ def run(
     if on is not None:
         if config.deployment is None:
             raise SettingsError("deployment is missing: --on needs the names of the sites")
+        if on is Carrier.flower:
+            if overrides or output or overwrite:
+                raise SettingsError(
+                    "--on flower takes the experiment as its file says, which the sites have too"
+                )
+            from bayesfed.cli.flower import run_over_flower
+
+            run_over_flower(experiment, config.deployment.superlink)
+            return
         from bayesfed.cli.deployment import run_on_sockets
 
         run_on_sockets(config, experiment, folder, overwrite=overwrite, resume=resume)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from bayesfed.cli import report
 from bayesfed.cli.choices import algorithm_named, clients_of, model_of
-from bayesfed.cli.experiment import DeploymentSection, Experiment, SiteFile
+from bayesfed.cli.experiment import DeploymentSection, Experiment, SiteFile, read_experiment
 from bayesfed.deploy.carrier import Carrier
 from bayesfed.deploy.plan import Plan
 from bayesfed.deploy.secure import public_key
@@ -96,6 +96,15 @@ def run_on_sockets(
             raise SettingsError(f"deployment.sockets has no address of site {name!r}")
     addresses = [_address(where[name], experiment.parent) for name in config.deployment.sites]
     run_on(carrier(addresses), config, experiment, wanted, overwrite=overwrite, resume=resume)
+
+
+def run_file(wire: Carrier, path: Path) -> Globals:
+    """Fit what an experiment's file says, and go on where an earlier process has stopped.
+
+    Results, and the run to go on with, are in ``runs/<name of the file>`` beside it.
+    """
+    folder = path.parent / "runs" / path.stem
+    return run_on(wire, read_experiment(path), path, folder, resume=True)
 
 
 def run_on(

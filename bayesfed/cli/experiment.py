@@ -117,6 +117,7 @@ class DeploymentSection(Strict):
     Attributes:
         sites: their names, all of them.
         sockets: by site, where its worker listens, if it is on this machine.
+        superlink: of Flower, what ``$FLWR_HOME/config.toml`` calls it.
         seconds: how long a round waits for answers.
         minimum: how many sites must answer in time; else the round is asked again.
         attempts: how often.
@@ -127,6 +128,7 @@ class DeploymentSection(Strict):
 
     sites: Annotated[list[str], Field(min_length=1)]
     sockets: dict[str, str] = Field(default_factory=dict)
+    superlink: str = "local-deployment"
     seconds: Rate = 600.0
     minimum: Count = 1
     attempts: Count = 10

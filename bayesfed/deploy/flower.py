@@ -1,4 +1,4 @@
-"""bayesfed as an app of Flower: its server runs the rounds, its clients pass bytes on to the workers that stay.
+"""bayesfed as an app of Flower: bytes to and from the workers that stay; the server is :mod:`bayesfed.cli.flower`.
 
 Flower starts a new process for every message. So :data:`client_app` computes nothing: it hands the message to the
 resident worker of its site, whose address is ``socket`` in the SuperNode's ``--node-config``, and returns the answer.
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 try:
     from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
     from flwr.clientapp import ClientApp
-    from flwr.serverapp import Grid, ServerApp
+    from flwr.serverapp import Grid
 except ImportError as error:
     raise ImportError("Flower is not installed: pip install 'bayesfed[flower]'") from error
 
@@ -25,7 +25,6 @@ _RECORD, _PAYLOAD = "bayesfed", "payload"
 _log = logging.getLogger(__name__)
 
 client_app = ClientApp()
-server_app = ServerApp()
 
 
 @client_app.query()
@@ -41,14 +40,6 @@ def forward(message: Message, context: Context) -> Message:
         raise ValueError("the message is not of bayesfed's server")
     answer = call(worker(context), payload, message.metadata.ttl)
     return Message(_content(answer), reply_to=message)
-
-
-@server_app.main()
-def main(grid: Grid, context: Context) -> None:
-    """Run what the run's configuration says over the nodes that Flower knows."""
-    from bayesfed.deploy.server import serve_run  # torch: not in a client's process
-
-    serve_run(carrier(grid), context.run_config)
 
 
 def worker(context: Context) -> str:

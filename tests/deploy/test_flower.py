@@ -9,7 +9,6 @@ import sys
 import tempfile
 import threading
 import time
-import types
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from bayesfed.deploy import flower
 from bayesfed.deploy.sockets import serve
 
 ROOT = Path(__file__).parents[2]
-APP = ROOT / "docs" / "deployment" / "flower_app"
+APP = ROOT / "bayesfed" / "deploy" / "flower_app"
 SPEC = importlib.util.spec_from_file_location(
     "deployment_network", ROOT / "experiments" / "deployment" / "network.py"
 )
@@ -209,61 +208,16 @@ def test_an_answer_of_another_app_is_none(caplog):
     assert "node 11: its answer is not of bayesfed's client" in caplog.text
 
 
-def test_the_server_app_runs_the_run(monkeypatch):
+def test_the_server_app_runs_the_experiment(monkeypatch):
+    from bayesfed.cli import flower as server
+
     seen = []
-    server = types.ModuleType("bayesfed.deploy.server")
-    server.serve_run = lambda carrier, config: seen.append((carrier.reachable(), config))
-    monkeypatch.setitem(sys.modules, "bayesfed.deploy.server", server)
-    flower.server_app(FakeGrid(None, {11: None}, {}), context({}, {"experiment": "a.toml"}))
-    assert seen == [(["11"], {"experiment": "a.toml"})]
-
-
-@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # Flower 1.41's own
-def test_flower_takes_the_app():
-    """What `flwr run` checks before it sends the app: its fields, and that its components are there."""
-    from flwr.cli.build import build_fab_from_disk
-    from flwr.cli.config_utils import load_and_validate
-
-    config, warnings = load_and_validate(APP / "pyproject.toml")
-    assert warnings == []
-    assert config["project"]["dependencies"] == []
-    assert len(build_fab_from_disk(APP)) < 10_000
-
-
-def test_a_clients_process_imports_no_torch():
-    program = (
-        "import sys, bayesfed.deploy.flower\n"
-        "print([name for name in ('torch', 'pyro', 'pydantic', 'pandas') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout == "[]\n", done.stderr
-
-
-# -- with Flower's own processes ------------------------------------------------------------------
-
-SITES = ("north", "south", "west")
-ECHO = '''
-import json, time
-from flwr.app import Context
-from flwr.serverapp import Grid, ServerApp
-from bayesfed.deploy.flower import carrier
-
-server_app = ServerApp()
-
-
-@server_app.main()
-def main(grid: Grid, context: Context) -> None:
-    """Two rounds over all nodes, and what came back into a file."""
-    config, sites = context.run_config, carrier(grid)
-    while len(nodes := list(sites.reachable())) < config["nodes"]:
-        time.sleep(0.1)
-    rounds = []
-    for word in ("first", "second"):
-        found = sites.exchange({node: word.encode() for node in nodes}, config["seconds"])
-        rounds.append(sorted(answer.decode() for answer in found.values()))
-    with open(config["report"], "w") as file:
-        json.dump(rounds, file)
-'''
+    monkeypatch.setattr(server, "run_file", lambda carrier, path: seen.append((carrier, path)))
+    server.server_app(FakeGrid(None, {11: None}, {}), context({}, {"experiment": "/srv/a.toml"}))
+    ((carrier, path),) = seen
+    assert carrier.reachable() == ["11"] and path == Path("/srv/a.toml")
+    with pytest.raises(ValueError, match="experiment is missing"):
+        server.server_app(FakeGrid(None, {}, {}), context({}, {"experiment": ""}))
 
 
 @pytest.fixture
@@ -280,7 +234,7 @@ def echo_app(folder):
     given = (APP / "pyproject.toml").read_text()
     more = 'report = ""\nnodes = 3\nseconds = 60.0\n'
     (app / "pyproject.toml").write_text(
-        given.replace("bayesfed.deploy.flower:server_app", "echo:server_app") + more
+        given.replace("bayesfed.cli.flower:server_app", "echo:server_app") + more
     )
     (app / "echo.py").write_text(ECHO)
     return app

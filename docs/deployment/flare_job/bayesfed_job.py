@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from nvflare.collab import collab
 
@@ -29,9 +30,9 @@ def forward(message: bytes, seconds: float) -> bytes:
 @collab.main
 def main() -> None:
     """At the server: the run."""
-    from bayesfed.deploy.server import serve_run
+    from bayesfed.cli.deployment import run_file
 
-    serve_run(carrier(), {"experiment": collab.get_app_prop("experiment")})
+    run_file(carrier(), Path(collab.get_app_prop("experiment")))
 
 
 def carrier() -> Carrier:
