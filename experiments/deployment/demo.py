@@ -1,9 +1,9 @@
 """A fit between processes, one of which is killed: python experiments/deployment/demo.py, or make deployment.
 
-A SuperLink and three SuperNodes with TLS and keys of their own, and three sites' workers, all on this machine. The model
-of experiments/grunfeld.toml is fitted; after a few rounds the worker in the midwest is killed and started again. In the
-end θ is compared with that of the fit in one process, where the data are in one place. About five minutes, most of
-which is Flower's, which starts a process for every message.
+A SuperLink and three SuperNodes with TLS and keys of their own, and three sites' workers, all on this machine. The
+model of experiments/grunfeld.toml is fitted; after a few rounds the worker in the midwest is killed and started again.
+In the end θ is compared with that of the fit in one process, where the data are in one place. About five minutes, most
+of which is Flower's, which starts a process for every message.
 """
 
 from __future__ import annotations

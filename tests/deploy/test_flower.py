@@ -220,6 +220,54 @@ def test_the_server_app_runs_the_experiment(monkeypatch):
         server.server_app(FakeGrid(None, {}, {}), context({}, {"experiment": ""}))
 
 
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # Flower 1.41's own
+def test_flower_takes_the_app():
+    """What `flwr run` checks before it sends the app: its fields, and that its components are there."""
+    from flwr.cli.build import build_fab_from_disk
+    from flwr.cli.config_utils import load_and_validate
+
+    config, warnings = load_and_validate(APP / "pyproject.toml")
+    assert warnings == []
+    assert config["project"]["dependencies"] == []
+    assert len(build_fab_from_disk(APP)) < 10_000
+
+
+def test_a_clients_process_imports_no_torch():
+    program = (
+        "import sys, bayesfed.deploy.flower\n"
+        "print([name for name in ('torch', 'pyro', 'pydantic', 'pandas') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "[]\n", done.stderr
+
+
+# -- with Flower's own processes ------------------------------------------------------------------
+
+SITES = ("north", "south", "west")
+ECHO = '''
+import json, time
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+from bayesfed.deploy.flower import carrier
+
+server_app = ServerApp()
+
+
+@server_app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Two rounds over all nodes, and what came back into a file."""
+    config, sites = context.run_config, carrier(grid)
+    while len(nodes := list(sites.reachable())) < config["nodes"]:
+        time.sleep(0.1)
+    rounds = []
+    for word in ("first", "second"):
+        found = sites.exchange({node: word.encode() for node in nodes}, config["seconds"])
+        rounds.append(sorted(answer.decode() for answer in found.values()))
+    with open(config["report"], "w") as file:
+        json.dump(rounds, file)
+'''
+
+
 @pytest.fixture
 def folder():
     """Short, as a Unix socket's path has at most 107 bytes."""
