@@ -145,30 +145,43 @@ def unsealed(
     What they have sent is written before, since a round whose seals have been told is not answered again.
     """
     assert run.file is not None
-    name, number = run.file.name, answers.round
-    roster = {site: sites.keys[site] for site in answers.replies}
     _keep(run, answers)
+    name, number = run.file.name, answers.round
     rate, clip, noisy = asked.rate, asked.clip, asked.noisy
     question = Ask(run=name, round=number, accepted=None, rate=rate, clip=clip, noisy=noisy)
     broadcast = asked_of_all(question, asked.message)
-    opening = packed(Open(run=name, round=number, broadcast=broadcast.hex(), roster=roster))
-    told = sites.told(dict.fromkeys(roster, opening), Seal, name)
-    seals = {site: bytes.fromhex(seal.seal) for site, (seal, _) in told.items()}
-    words = {
-        site: {part: value.numpy().view(np.uint64) for part, value in parts["masked"].items()}
-        for site, parts in answers.replies.items()
-    }
-    keys = {site: bytes.fromhex(key) for site, key in roster.items()}
-    of = secure.Sum(name, number.number, number.attempt, broadcast, keys)
-    found = secure.summed(words, seals, of)
+    words = {site: parts["masked"] for site, parts in answers.replies.items()}
+    found = opened(sites, name, number, broadcast, words)
     total = {part: found[f"total/{part}"].to(value.dtype) for part, value in form.items()}
     return total, found[SAID]
+
+
+def opened(
+    sites: Sites, run: str, number: Round, broadcast: bytes, words: Mapping[str, Tensors]
+) -> Tensors:
+    """A secure sum of what sites have masked, which are asked for their seals; float64."""
+    roster = {site: sites.keys[site] for site in words}
+    question = packed(Open(run=run, round=number, broadcast=broadcast.hex(), roster=roster))
+    told = sites.told(dict.fromkeys(roster, question), Seal, run)
+    seals = {site: bytes.fromhex(seal.seal) for site, (seal, _) in told.items()}
+    keys = {site: bytes.fromhex(key) for site, key in roster.items()}
+    of = secure.Sum(run, number.number, number.attempt, broadcast, keys)
+    masked = {
+        site: {name: value.numpy().view(np.uint64) for name, value in parts.items()}
+        for site, parts in words.items()
+    }
+    return secure.summed(masked, seals, of)
 
 
 def masked(form: Tensors) -> Tensors:
     """What an upload looks like once it is masked: two words a number."""
     parts = {f"total/{name}": value for name, value in form.items()} | {SAID: torch.zeros(3)}
-    return {name: torch.zeros(2, *v.shape, dtype=torch.int64) for name, v in parts.items()}
+    return {name: words_like(value) for name, value in parts.items()}
+
+
+def words_like(value: Tensor) -> Tensor:
+    """What stands in place of numbers in a secure sum: two words each."""
+    return torch.zeros(2, *value.shape, dtype=torch.int64)
 
 
 def pending(run: Run) -> Path:

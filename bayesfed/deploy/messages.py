@@ -174,14 +174,21 @@ class Finish(Strict):
 
 
 class Weigh(Strict):
-    """Draws of θ to weigh. Tensors: ``theta``, ``key``."""
+    """Draws of θ to weigh. Tensors: ``theta``, ``key``.
+
+    Attributes:
+        round: of secure sums, the number of this one.
+        roster: of secure sums, all sites, with their keys.
+    """
 
     kind: Literal["weigh"] = "weigh"
     run: Name
+    round: Round | None = None
+    roster: dict[Name, Key] | None = None
 
 
 class Weights(Strict):
-    """What a site says of them. Tensors: ``terms``."""
+    """What a site says of them. Tensors: ``terms``; of secure sums ``masked``."""
 
     kind: Literal["weights"] = "weights"
     run: Name
@@ -318,9 +325,10 @@ def formed(part: str, found: Mapping[str, Tensor], form: Any) -> Any:
     return tree_unflatten([found[keystr(place)].to(leaf.device) for place, leaf in at], tree)
 
 
-def asked_of_all(message: Ask, sent: Mapping[str, Tensor]) -> bytes:
-    """32 bytes that say what a round asks of every site: a secure sum is of sites that were asked the same."""
-    found = sha256(json.dumps([message.rate, message.clip, message.noisy]).encode())
+def asked_of_all(message: Ask | Weigh, sent: Mapping[str, Tensor]) -> bytes:
+    """32 bytes that say what is asked of every site: a secure sum is of sites that were asked the same."""
+    common = message.model_dump(include={"kind", "run", "rate", "clip", "noisy"})
+    found = sha256(json.dumps(common, sort_keys=True).encode())
     for name, value in sorted(sent.items()):
         found.update(json.dumps([name, str(value.dtype), list(value.shape)]).encode())
         found.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from bayesfed.deploy import secure
-from bayesfed.deploy.answers import added, checked, kept, pending, unsealed
+from bayesfed.deploy.answers import (
+    added,
+    checked,
+    kept,
+    opened,
+    pending,
+    unsealed,
+    words_like,
+)
 from bayesfed.deploy.carrier import Carrier
 from bayesfed.deploy.messages import (
     Ask,
@@ -31,6 +39,7 @@ from bayesfed.deploy.messages import (
     Tensors,
     Weigh,
     Weights,
+    asked_of_all,
     check_like,
     leaves,
     packed,
@@ -264,12 +273,21 @@ def _finished(sites: Sites, run: Run, members: Sequence[Member]) -> Globals:
     sites.told(requests, Done, name)
 
     def weigh(of: Posterior, theta: Params, count: int, key: Tensor) -> Tensor:
-        payload = packed(Weigh(run=name), theta=theta, key={"key": key})
+        sent, message = {**theta, "": key}, Weigh(run=name)
+        if sites.plan.secure:
+            number = Round(number=time.time_ns(), attempt=0)  # a sum of its own, after all rounds
+            message = Weigh(run=name, round=number, roster=dict(sites.keys))
+        payload = packed(message, theta=theta, key={"key": key})
         found = sites.told({member.name: payload for member in members}, Weights, name)
         form = {"terms": torch.zeros(count, dtype=torch.float64)}
+        part = "masked" if sites.plan.secure else "terms"
+        expected = {n: words_like(v) for n, v in form.items()} if sites.plan.secure else form
         for _, parts in found.values():
-            check_like("the weights", parts.get("terms", {}), form)
-        return torch.stack([parts["terms"]["terms"] for _, parts in found.values()]).sum(0)
+            check_like("the weights", parts.get(part, {}), expected)
+        if message.round is not None:
+            words = {site: parts[part] for site, (_, parts) in found.items()}
+            return opened(sites, name, message.round, asked_of_all(message, sent), words)["terms"]
+        return torch.stack([parts[part]["terms"] for _, parts in found.values()]).sum(0)
 
     if run.algorithm.corrected:
         posterior = replace(posterior, correction=correction(posterior, weigh))

@@ -341,9 +341,13 @@ class Site:
             multiplier = privacy.multiplier(plan.rounds, clients, clients)
             total = noisy(parts["total"], privacy, message.clip, multiplier, plan.honest)
             parts = {**parts, "total": total}
-        of = _sum(message.run, message.round, asked_of_all(message, sent), message.roster or {})
         flat = {f"{p}/{n}": v for p, values in parts.items() for n, v in values.items()}
-        words = secure.mask(flat, self._keys(part), of)
+        of = _sum(message.run, message.round, asked_of_all(message, sent), message.roster or {})
+        return self._words(part, flat, of)
+
+    def _words(self, part: Part, upload: Tensors, of: secure.Sum) -> Tensors:
+        """What a site sends to a secure sum; that it does is written before."""
+        words = secure.mask(upload, self._keys(part), of)
         self._record(part, secure.sending(_record(part), of, words))
         return {name: torch.from_numpy(value.view(np.int64)) for name, value in words.items()}
 
@@ -404,7 +408,8 @@ class Site:
         )
 
     def _weigh(self, message: Weigh, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
-        posterior = self._finished(message.run).posterior
+        part = self._finished(message.run)
+        posterior = part.posterior
         assert posterior is not None
         if posterior.epsilon is not None:
             raise MessageError("log densities are not told where uploads are private")
@@ -413,8 +418,14 @@ class Site:
         if key.dtype != torch.int64 or key.ndim or not count:
             raise MessageError("draws of θ come with a key")
         theta = {n: v.to(self.federation.device) for n, v in theta.items()}
-        found = terms(posterior, theta, count, key.to(self.federation.device))
-        return packed(Weights(run=message.run), terms={"terms": found})
+        found = {"terms": terms(posterior, theta, count, key.to(self.federation.device))}
+        if not self.plan.secure:
+            return packed(Weights(run=message.run), terms=found)
+        if message.round is None:
+            raise MessageError("a sum is not as secure as was agreed on")
+        broadcast = asked_of_all(message, {**theta, "": key})
+        of = _sum(message.run, message.round, broadcast, message.roster or {})
+        return packed(Weights(run=message.run), masked=self._words(part, found, of))
 
     def _end(self, message: End, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
         part = self._finished(message.run)

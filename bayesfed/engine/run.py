@@ -150,9 +150,12 @@ class Run:
 
     @property
     def sampling(self) -> tuple[int, int]:
-        """K of N clients, as privacy counts them: K = N where clients keep something from round to round."""
+        """K of N clients, as privacy counts them: K = N where clients keep something from round to round.
+
+        And between machines, where cohorts are no secret.
+        """
         clients, memory = len(self.federation), self.clients.tensors.keys() - {MADE}
-        return (clients if memory else self.size), clients
+        return (clients if memory or self.accepted is not None else self.size), clients
 
     @property
     def multiplier(self) -> float:

@@ -49,6 +49,18 @@ def test_it_is_the_fit_in_one_process(sites, tmp_path):
     )
 
 
+def test_draws_of_theta_are_weighed_in_secure_sums_too(tmp_path):
+    """What a site says of them is masked, and their sum is that of one process."""
+    plan = replace(PLAN, algorithm=bf.SFVI(), rounds=None)
+    at = Wire(acquainted(sites_of(SCHOOLS, plan, tmp_path)))
+    found, expected = fitted(at, plan, tmp_path), in_process(plan)
+    assert found.posterior.correction.khat == pytest.approx(expected.correction.khat, abs=1e-3)
+    for name, value in found.sample(200).items():
+        torch.testing.assert_close(value, expected.sample(200)[name], rtol=1e-3, atol=1e-3)
+    told = [unpacked(r)[1] for _, p, r in at.heard if unpacked(p)[0].kind == "weigh"]
+    assert told and all(set(parts) == {"masked"} for parts in told)
+
+
 def test_no_upload_is_among_what_the_server_hears(sites, tmp_path):
     """Nor in what it keeps: of each part there are words, which no two answers have in common."""
     at = Wire(sites)
