@@ -8,7 +8,7 @@
     Finish               Done         the last state, of which clients make their variables
     Weigh                Weights      log densities of draws of θ, see bayesfed.output.correction
     End                  Done         what stands for q(θ)
-                         Refusal      to any of these, in words
+    any of these         Refusal      why not, in words
 
 A message is checked before anything of it is used: its plain data by pydantic, its tensors by their names, shapes and
 types, see :func:`check_like`.
