@@ -239,7 +239,7 @@ def _explain(error: ValidationError, schema: type[BaseModel], data: Any, where: 
             if item["type"] == kind:
                 inner = schema
                 for part in item["loc"][:-1]:
-                    inner = inner.model_fields[str(part)].annotation  # type: ignore[assignment]
+                    inner = _section(inner.model_fields[str(part)].annotation)
                 key = str(item["loc"][-1])
                 full = _dotted(where, item["loc"])
                 if kind == "missing":
@@ -265,6 +265,13 @@ def _explain(error: ValidationError, schema: type[BaseModel], data: Any, where: 
         kinds.remove("a whole number")
     allowed = " or ".join(kinds)
     return f"{_dotted(where, path)} is {shown(given[path])}; it must be {allowed}"
+
+
+def _section(kind: Any) -> type[BaseModel]:
+    """The model of a section, which may be left out."""
+    return next(
+        (m for m in get_args(kind) if isinstance(m, type) and issubclass(m, BaseModel)), kind
+    )
 
 
 def _resolve(loc: tuple[int | str, ...], data: Any) -> tuple[tuple[int | str, ...], Any]:

@@ -308,6 +308,7 @@ def test_overrides_are_toml_or_else_text(tmp_path):
             "data: give one of dataset (a name), csv, parquet, arrow and npz (a path)",
         ),
         ("data.client=a", "data: client is for a file"),
+        ("deployment.sitse=1", "deployment.sitse is unknown; did you mean 'sites'?"),
         ("data.fields=3", "data.fields is 3; it must be a list or a table"),
         ("data.fields={y = 3}", "data.fields.y is 3; it must be text or a list"),
         ('data.fields=["a", 3]', "data.fields[1] is 3; it must be text"),

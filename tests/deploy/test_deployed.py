@@ -56,7 +56,7 @@ def same(found, expected, tolerance=1e-5):
 @pytest.mark.parametrize(
     "plan",
     [
-        replace(PLAN, algorithm=bf.SFVI(), rounds=None),
+        pytest.param(replace(PLAN, algorithm=bf.SFVI(), rounds=None), marks=pytest.mark.slow),
         replace(PLAN, clients_per_round=0.5, rounds=6),
         replace(PLAN, algorithm=bf.PVI()),
         replace(PLAN, algorithm=bf.SFVI(), privacy=bf.Privacy(clip=0.2)),
@@ -86,6 +86,7 @@ def test_it_is_the_fit_in_one_process(plan, tmp_path):
         torch.testing.assert_close(value, own[name], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_methods_of_networks_agree_too(tmp_path):
     train, _ = datasets.digits(clients=6)
     plan = Plan(models.Network(models.mlp(64, 10)), bf.FedABML(), 3, 0.5, 10)
@@ -182,7 +183,7 @@ def test_what_was_not_accepted_is_forgotten(tmp_path):
     assert lost["count"] == 5 and found.refused == {"site0": 2}
 
 
-@pytest.mark.parametrize("when", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("when", [1, 3, pytest.param(5, marks=pytest.mark.slow), 7])
 def test_a_server_that_is_killed_goes_on(when, tmp_path):
     """At its nth exchange of messages: before or after what it has sent has arrived."""
 

@@ -9,7 +9,7 @@ import string
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
@@ -180,6 +180,7 @@ def toml_like(draw):
 
 
 @many
+@example("deployment = {0 = 0}")
 @given(st.one_of(toml, toml_like(), st.binary(max_size=100)))
 @pytest.mark.parametrize("read", [read_site, read_experiment])
 def test_a_file_is_read_or_refused(tmp_path, read, text):

@@ -49,6 +49,7 @@ def test_it_is_the_fit_in_one_process(sites, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_draws_of_theta_are_weighed_in_secure_sums_too(tmp_path):
     """What a site says of them is masked, and their sum is that of one process."""
     plan = replace(PLAN, algorithm=bf.SFVI(), rounds=None)
