@@ -19,13 +19,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 
 from bayesfed.data.federation import Federation
@@ -45,7 +44,6 @@ from bayesfed.deploy.messages import (
     Reply,
     Request,
     Response,
-    Round,
     Schema,
     Seal,
     Tensors,
@@ -58,14 +56,23 @@ from bayesfed.deploy.messages import (
     packed,
     unpacked,
 )
+from bayesfed.deploy.part import (
+    BEGIN,
+    FINISH,
+    Answered,
+    Part,
+    in_words,
+    kept,
+    private_key,
+    sum_of,
+)
 from bayesfed.deploy.plan import Plan, difference
 from bayesfed.deploy.shares import noisy
 from bayesfed.elbo import digest
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.engine.execution import Execution
-from bayesfed.engine.files import atomically, read_tensors, write_tensors
+from bayesfed.engine.files import atomically
 from bayesfed.engine.resume import begin as first_states
-from bayesfed.engine.run import Run
 from bayesfed.engine.settling import USUAL
 from bayesfed.engine.states import States
 from bayesfed.fitting import start
@@ -76,47 +83,7 @@ from bayesfed.output.of_run import of_clients
 from bayesfed.output.posterior import Posterior
 from bayesfed.rounds import Asked, answer
 
-_METADATA = "bayesfed site"
-_BEGIN, _FINISH = "begin.message", "finish.message"
-_ACCEPTED, _ANSWERED = "accepted.safetensors", "answered.safetensors"
 _VERSION = version("bayesfed")
-
-
-class Answered(NamedTuple):
-    """The last answer.
-
-    Attributes:
-        round: what it answers.
-        asked: hash of the question.
-        reply: the answer's bytes.
-    """
-
-    round: Round
-    asked: str
-    reply: bytes
-
-
-@dataclass
-class Part:
-    """A site's part in a run.
-
-    Attributes:
-        begin: what the server began it with.
-        run: the run of the site's own clients.
-        form: the server's first state.
-        folder: where it is kept.
-        accepted: the last answer that was taken, and what the clients kept after it.
-        answered: the last answer, which may not have been taken yet: the run's clients are after it.
-        posterior: once the rounds are over.
-    """
-
-    begin: Begin
-    run: Run
-    form: Any
-    folder: Path
-    accepted: tuple[Round | None, Tensors]
-    answered: Answered | None = None
-    posterior: Posterior | None = None
 
 
 @dataclass
@@ -135,7 +102,17 @@ class Site:
         >>> import tempfile, bayesfed as bf
         >>> from bayesfed import datasets, models
         >>> from bayesfed.deploy.messages import Hello, packed, unpacked
-        >>> from bayesfed.deploy.plan import Plan
+        >>> from bayesfed.deploy.part import (
+    BEGIN,
+    FINISH,
+    Answered,
+    Part,
+    kept,
+    private_key,
+    in_words,
+    sum_of,
+    )
+    from bayesfed.deploy.plan import Plan
         >>> from bayesfed.deploy.site import Site
         >>> plan, schools = Plan(models.eight_schools, bf.SFVI()), datasets.eight_schools()
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -216,11 +193,11 @@ class Site:
                 raise MessageError(f"another run was agreed on: {differs}")
             part = self._begun(message, parts)
             part.folder.mkdir(parents=True, exist_ok=True)
-            with atomically(part.folder / _BEGIN) as file:
+            with atomically(part.folder / BEGIN) as file:
                 file.write_bytes(payload)
             self._parts[message.run] = part
         program = digest.digest(part.run.program, self.federation, torch.arange(0))
-        key = secure.public_key(self._keys(part).run_key).hex() if self.plan.secure else None
+        key = secure.public_key(part.run_key).hex() if self.plan.secure else None
         return packed(Digest(run=message.run, key=key), program=program)
 
     def _begun(self, message: Begin, parts: Mapping[str, Tensors]) -> Part:
@@ -246,20 +223,18 @@ class Site:
         run.server = formed("the server's state", parts.get("state", {}), form)
         run.clients = States(len(self.federation), device=self.federation.device)
         first_states(run)
-        return Part(message, run, form, self._folder(message.run), (None, _kept(run)))
+        return Part(message, run, form, self._folder(message.run), (None, kept(run)))
 
     def _part(self, run: str) -> Part:
         """The part in a run that has begun, also before this process was started."""
         if run not in self._parts:
             folder = self._folder(run)
-            if not (folder / _BEGIN).exists():
+            if not (folder / BEGIN).exists():
                 raise MessageError(f"run {run!r} has not begun here")
-            part = self._begun(*of_kind((folder / _BEGIN).read_bytes(), Begin))
-            for name in (_ACCEPTED, _ANSWERED):
-                if (folder / name).exists():
-                    _read(part, folder / name, taken=name == _ACCEPTED)
-            if (folder / _FINISH).exists():
-                ended = of_kind((folder / _FINISH).read_bytes(), Finish)
+            part = self._begun(*of_kind((folder / BEGIN).read_bytes(), Begin))
+            part.read()
+            if (folder / FINISH).exists():
+                ended = of_kind((folder / FINISH).read_bytes(), Finish)
                 part.posterior = self._posterior(part, *ended)
             self._parts[run] = part
         return self._parts[run]
@@ -269,14 +244,16 @@ class Site:
         if part.answered is not None and part.answered.round == message.round:
             if part.answered.asked != asked:
                 raise MessageError(
-                    f"{_said(message.round)} was asked before, with another message: it is answered once"
+                    f"{in_words(message.round)} was asked before, with another message: it is answered once"
                 )
             return part.answered.reply
         self._check_privacy(message)
-        self._settle(part, message.accepted)
+        part.settle(message.accepted)
         done = part.accepted[0]
         if done is not None and message.round.number <= done.number:
-            raise MessageError(f"{_said(message.round)} comes after {_said(done)}, which was taken")
+            raise MessageError(
+                f"{in_words(message.round)} comes after {in_words(done)}, which was taken"
+            )
         run, cohort = part.run, parts.get("cohort", {}).get("clients", torch.zeros(0))
         if (
             cohort.dtype != torch.int64
@@ -295,17 +272,13 @@ class Site:
             self._note("not finite", run=message.run, round=number, clients=refused)
         sound = {"clients": found.sound | message.noisy}
         said = {"terms": found.said * (not message.noisy)}
-        said_in_sum = Reply(run=message.run, round=message.round)
+        answered = Reply(run=message.run, round=message.round)
         if self.plan.secure:
             masked = self._masked(part, message, sent, {"total": found.total, "said": said})
-            reply = packed(said_in_sum, masked=masked, sound=sound)
+            reply = packed(answered, masked=masked, sound=sound)
         else:
-            reply = packed(said_in_sum, total=found.total, sound=sound, said=said)
-        part.answered = Answered(message.round, asked, reply)
-        metadata = {"round": message.round.model_dump(), "asked": asked}
-        saved = _kept(run) | {"reply": torch.frombuffer(bytearray(reply), dtype=torch.uint8)}
-        write_tensors(part.folder / _ANSWERED, saved, _METADATA, metadata)
-        return reply
+            reply = packed(answered, total=found.total, sound=sound, said=said)
+        return part.answer(Answered(message.round, asked, reply))
 
     def _check_privacy(self, message: Ask) -> None:
         """Fail on a question that is not as noisy, or not as secure, as was agreed on."""
@@ -318,13 +291,12 @@ class Site:
 
     def _keys(self, part: Part) -> secure.Site:
         """The site's keys, made where there are none."""
-        own = _key(part.folder / "run.key")
-        return secure.Site(self.name, self.identity, own, self.pinned)
+        return secure.Site(self.name, self.identity, part.run_key, self.pinned)
 
     @property
     def identity(self) -> bytes:
         """The private key of secure sums for all runs; only its owner can read the file."""
-        return _key(Path(self.folder) / "identity.key")
+        return private_key(Path(self.folder) / "identity.key")
 
     def _masked(
         self, part: Part, message: Ask, sent: Tensors, parts: Mapping[str, Tensors]
@@ -342,48 +314,21 @@ class Site:
             total = noisy(parts["total"], privacy, message.clip, multiplier, plan.honest)
             parts = {**parts, "total": total}
         flat = {f"{p}/{n}": v for p, values in parts.items() for n, v in values.items()}
-        of = _sum(message.run, message.round, asked_of_all(message, sent), message.roster or {})
-        return self._words(part, flat, of)
-
-    def _words(self, part: Part, upload: Tensors, of: secure.Sum) -> Tensors:
-        """What a site sends to a secure sum; that it does is written before."""
-        words = secure.mask(upload, self._keys(part), of)
-        self._record(part, secure.sending(_record(part), of, words))
-        return {name: torch.from_numpy(value.view(np.int64)) for name, value in words.items()}
+        of = sum_of(message.run, message.round, asked_of_all(message, sent), message.roster or {})
+        return part.masked(flat, self._keys(part), of)
 
     def _open(self, message: Open, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
         part = self._part(message.run)
-        of = _sum(message.run, message.round, bytes.fromhex(message.broadcast), message.roster)
-        self._record(part, secure.opening(_record(part), of))
-        return packed(Seal(run=message.run, seal=secure.seal(self._keys(part), of).hex()))
-
-    def _record(self, part: Part, record: secure.Record) -> None:
-        with atomically(part.folder / "record.json") as file:
-            file.write_text(json.dumps(asdict(record)), encoding="utf-8")
-
-    def _settle(self, part: Part, accepted: Round | None) -> None:
-        """Keep what goes with the answer that the server took last, and no other."""
-        answered, (before, kept) = part.answered, part.accepted
-        if answered is not None and accepted == answered.round:
-            (part.folder / _ANSWERED).replace(part.folder / _ACCEPTED)
-            part.accepted = (accepted, _kept(part.run))
-        elif accepted == before:
-            _restore(part.run, kept)
-            (part.folder / _ANSWERED).unlink(missing_ok=True)
-        else:
-            raise MessageError(
-                f"the server took {_said(accepted)} last, and this site's clients are where they were after "
-                f"{_said(before)}: they have been put back. Begin another run"
-            )
-        part.answered = None
+        of = sum_of(message.run, message.round, bytes.fromhex(message.broadcast), message.roster)
+        return packed(Seal(run=message.run, seal=part.seal(self._keys(part), of)))
 
     def _finish(self, message: Finish, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
         part = self._part(message.run)
         if part.posterior is None:
-            self._settle(part, message.accepted)
+            part.settle(message.accepted)
             part.posterior = self._posterior(part, message, parts)
             part.posterior.save(part.folder / "posterior.safetensors")
-            with atomically(part.folder / _FINISH) as file:
+            with atomically(part.folder / FINISH) as file:
                 file.write_bytes(payload)
         return packed(Done(run=message.run))
 
@@ -424,8 +369,8 @@ class Site:
         if message.round is None:
             raise MessageError("a sum is not as secure as was agreed on")
         broadcast = asked_of_all(message, {**theta, "": key})
-        of = _sum(message.run, message.round, broadcast, message.roster or {})
-        return packed(Weights(run=message.run), masked=self._words(part, found, of))
+        of = sum_of(message.run, message.round, broadcast, message.roster or {})
+        return packed(Weights(run=message.run), masked=part.masked(found, self._keys(part), of))
 
     def _end(self, message: End, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
         part = self._finished(message.run)
@@ -456,60 +401,8 @@ class Site:
             log.write(json.dumps(line) + "\n")
 
 
-def _kept(run: Run) -> Tensors:
-    """Copies of what the clients keep."""
-    kept = {
-        f"clients/{p}/{n}": v for p, found in run.clients.tensors.items() for n, v in found.items()
-    }
-    return {name: value.clone() for name, value in (kept | {"known": run.known}).items()}
-
-
-def _restore(run: Run, kept: Tensors) -> None:
-    """Put it back."""
-    run.known.copy_(kept["known"])
-    for part, found in run.clients.tensors.items():
-        for name, value in found.items():
-            value.copy_(kept[f"clients/{part}/{name}"])
-
-
-def _read(part: Part, path: Path, *, taken: bool) -> None:
-    """What an earlier process has written of the clients."""
-    found, metadata = read_tensors(path, _METADATA)
-    reply = found.pop("reply")
-    check_like(f"{path}: ", found, _kept(part.run))
-    number = Round(**metadata["round"])
-    if taken:
-        part.accepted = (number, found)
-    else:
-        part.answered = Answered(number, metadata["asked"], reply.numpy().tobytes())
-    _restore(part.run, found)
-
-
 def _contents(message: Any, parts: Mapping[str, Tensors]) -> dict[str, Any]:
     """What a message says, for the log."""
     shapes = {f"{p}/{n}": list(v.shape) for p, found in parts.items() for n, v in found.items()}
     said = message.model_dump(exclude={"fields", "clients"} if message.kind == "schema" else set())
     return {"message": said, "tensors": shapes}
-
-
-def _key(path: Path) -> bytes:
-    """The private key of a file, made where there is none."""
-    if not path.exists():
-        with atomically(path) as file:
-            file.touch(mode=0o600)
-            file.write_bytes(secure.new_key())
-    return path.read_bytes()
-
-
-def _sum(run: str, number: Round, broadcast: bytes, roster: Mapping[str, str]) -> secure.Sum:
-    keys = {name: bytes.fromhex(key) for name, key in roster.items()}
-    return secure.Sum(run, number.number, number.attempt, broadcast, keys)
-
-
-def _record(part: Part) -> secure.Record | None:
-    path = part.folder / "record.json"
-    return secure.Record(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
-
-
-def _said(number: Round | None) -> str:
-    return "no round" if number is None else f"round {number.number} (attempt {number.attempt})"
