@@ -231,9 +231,9 @@ def packed(message: Request | Response, /, **parts: Mapping[str, Tensor]) -> byt
         >>> import torch
         >>> from bayesfed.deploy.messages import Weigh, packed, unpacked
         >>> sent = packed(Weigh(run="demo"), theta={"global": torch.zeros(2, 3)})
-        >>> unpacked(sent)
-        (Weigh(kind='weigh', run='demo'), {'theta': {'global': tensor([[0., 0., 0.],
-                [0., 0., 0.]])}})
+        >>> message, parts = unpacked(sent)
+        >>> message.kind, parts["theta"]["global"].shape
+        ('weigh', torch.Size([2, 3]))
     """
     tensors = {
         f"{part}/{name}": value.detach().cpu().clone(memory_format=torch.contiguous_format)

@@ -102,17 +102,7 @@ class Site:
         >>> import tempfile, bayesfed as bf
         >>> from bayesfed import datasets, models
         >>> from bayesfed.deploy.messages import Hello, packed, unpacked
-        >>> from bayesfed.deploy.part import (
-    BEGIN,
-    FINISH,
-    Answered,
-    Part,
-    kept,
-    private_key,
-    in_words,
-    sum_of,
-    )
-    from bayesfed.deploy.plan import Plan
+        >>> from bayesfed.deploy.plan import Plan
         >>> from bayesfed.deploy.site import Site
         >>> plan, schools = Plan(models.eight_schools, bf.SFVI()), datasets.eight_schools()
         >>> with tempfile.TemporaryDirectory() as folder:
