@@ -18,12 +18,14 @@ demo: $(RUN)  ## install bayesfed into .venv and run a first experiment
 	$(BIN)/bayesfed run experiments/grunfeld.toml
 
 deployment: $(DEV)  ## a fit over three sites with Flower, TLS and a killed site, on this machine: five minutes
+	$(INSTALL) -e '.[dev,flower]'
 	$(BIN)/python experiments/deployment/demo.py
 
 test: lint  ## lint, type-check and run the tests but the slow ones
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow"
 
-test-all: lint  ## the same with the slow ones, ten minutes more
+test-all: lint  ## the same with the slow ones and those over Flower, a quarter of an hour more
+	$(INSTALL) -e '.[dev,flower]'
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(DEV)  ## ruff, formatting, types and layers
