@@ -205,6 +205,7 @@ def _round(sites: Sites, run: Run, members: Sequence[Member], form: Tensors) -> 
         sites.say(
             f"round {run.done + 1}: {len(replies)} of {len(own)} sites have answered, asking again"
         )
+        sites.await_back(own.keys() - replies.keys())
     if found is None:
         raise TimeoutError(
             f"round {run.done + 1}: fewer than {fewest} sites have answered, {patience.attempts} times: start again "

@@ -154,6 +154,7 @@ class Sites:
                 break
             for name, payload in self.sent(left).items():
                 found[name] = of_kind(payload, kind, run)
+            self.await_back(left.keys() - found.keys())
         if missing := requests.keys() - found.keys():
             raise TimeoutError(f"site {min(missing)!r} does not answer")
         return found
@@ -167,15 +168,24 @@ class Sites:
             self._look_again(requests.keys() - found.keys())
         return found
 
-    def _look_again(self, names: Set[str]) -> None:
+    def await_back(self, names: Set[str]) -> None:
+        """Wait until these sites can be asked again, for as long as a round waits for answers."""
+        end, missing = time.monotonic() + self.patience.seconds, set(names)
+        while missing and time.monotonic() < end:
+            missing -= self._look_again(missing)
+            time.sleep(0.5 if missing else 0.0)
+
+    def _look_again(self, names: Set[str]) -> set[str]:
+        """Those of these sites that answer, wherever they are now."""
         known = {self.addresses[n] for n in self.addresses if n not in names}
         hello = {a: packed(Hello()) for a in self.carrier.reachable() if a not in known}
-        for address, payload in self.carrier.exchange(
-            hello, min(10.0, self.patience.seconds)
-        ).items():
+        seconds, found = min(10.0, self.patience.seconds), set()
+        for address, payload in self.carrier.exchange(hello, seconds).items():
             try:
                 schema, _ = of_kind(payload, Schema)
             except MessageError:
                 continue
             if schema.site in names:
                 self.addresses[schema.site] = address
+                found.add(schema.site)
+        return found

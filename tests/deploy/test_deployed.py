@@ -249,6 +249,21 @@ def test_a_round_waits_for_the_fewest_that_are_enough(tmp_path):
     same(found.params, bf.fit(PLAN.model, SCHOOLS, PLAN.algorithm, rounds=3).params)
 
 
+def test_the_end_waits_for_a_site_that_is_started_again(tmp_path):
+    """It is away for longer than as many messages as attempts."""
+    at, away = Wire(sites_of(SCHOOLS, PLAN, tmp_path)), {"left": 5}
+
+    def silent(name, kind):
+        gone = name == "site1" and away["left"] > 0 and (kind == "finish" or away["left"] < 5)
+        away["left"] -= gone
+        return gone
+
+    at.silent = silent
+    found = fitted(at, PLAN, tmp_path, attempts=2)
+    assert not away["left"]
+    same(found.params, bf.fit(PLAN.model, SCHOOLS, PLAN.algorithm, rounds=3).params)
+
+
 def changed(part, change):
     def of(reply):
         message, parts = unpacked(reply)
