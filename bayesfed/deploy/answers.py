@@ -24,6 +24,7 @@ from bayesfed.deploy.messages import (
     of_kind,
     packed,
 )
+from bayesfed.deploy.part import sum_of
 from bayesfed.deploy.sites import Member, Sites
 from bayesfed.engine.files import read_tensors, write_tensors
 from bayesfed.engine.privacy import NORMS, SHORT
@@ -115,7 +116,7 @@ def _check_plain(
             raise MessageError(f"{name!r} is not finite")
     if run.privacy is not None:
         order, most = NORMS[run.privacy.mechanism], clients * asked.clip
-        clipped = {n: v for n, v in parts["total"].items() if n in form and n != SHORT}
+        clipped = {n: v for n, v in parts["total"].items() if n != SHORT}
         length = float(torch.linalg.vector_norm(_flat(clipped), order))
         if length > 1.001 * most:
             raise MessageError(
@@ -164,13 +165,11 @@ def opened(
     question = packed(Open(run=run, round=number, broadcast=broadcast.hex(), roster=roster))
     told = sites.told(dict.fromkeys(roster, question), Seal, run)
     seals = {site: bytes.fromhex(seal.seal) for site, (seal, _) in told.items()}
-    keys = {site: bytes.fromhex(key) for site, key in roster.items()}
-    of = secure.Sum(run, number.number, number.attempt, broadcast, keys)
     masked = {
         site: {name: value.numpy().view(np.uint64) for name, value in parts.items()}
         for site, parts in words.items()
     }
-    return secure.summed(masked, seals, of)
+    return secure.summed(masked, seals, sum_of(run, number, broadcast, roster))
 
 
 def masked(form: Tensors) -> Tensors:

@@ -44,12 +44,16 @@ class Plan:
     honest: int | None = None
 
     def __post_init__(self) -> None:
-        noisy = self.privacy is not None and bool(self.privacy.epsilon or self.privacy.noise)
-        if (self.secure and noisy) != (self.honest is not None):
+        if (self.secure and self.noisy) != (self.honest is not None):
             raise ValueError(
                 "honest says of how many sites the shares of noise must be enough: with secure sums and privacy it is "
                 "needed, else not"
             )
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the sums of the uploads are."""
+        return self.privacy is not None and bool(self.privacy.epsilon or self.privacy.noise)
 
     @property
     def terms(self) -> dict[str, Any]:

@@ -273,8 +273,7 @@ class Site:
     def _check_privacy(self, message: Ask) -> None:
         """Fail on a question that is not as noisy, or not as secure, as was agreed on."""
         privacy = self.plan.privacy
-        agreed = privacy is not None and bool(privacy.epsilon or privacy.noise)
-        if message.noisy != agreed or (message.roster is not None) != self.plan.secure:
+        if message.noisy != self.plan.noisy or (message.roster is not None) != self.plan.secure:
             raise MessageError("a round is not as private as was agreed on")
         if privacy is not None and privacy.clip is not None and message.clip != privacy.clip:
             raise MessageError(f"the clip is {message.clip}; {privacy.clip} was agreed on")

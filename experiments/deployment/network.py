@@ -1,6 +1,6 @@
 """A throw-away network of Flower on this machine: a SuperLink, and a SuperNode for each site, with TLS and keys.
 
-    with network({"north": "/tmp/north.sock", "south": "/tmp/south.sock"}, folder) as flower:
+    with network({"north": "./north.sock", "south": "./south.sock"}, folder) as flower:
         flower.run(app, experiment="grunfeld.toml")
 
 Everything lies in one folder (certificates, keys, database, logs, Flower's home), the ports are free ones of 127.0.0.1,
