@@ -19,7 +19,16 @@ from torch import Tensor
 
 from bayesfed.algorithms import optimizer
 from bayesfed.algorithms.optimizer import State
-from bayesfed.algorithms.points import a_row, against, at_rest, centre, sharing, squared, zeros
+from bayesfed.algorithms.points import (
+    a_row,
+    against,
+    at_rest,
+    centre,
+    inner,
+    sharing,
+    squared,
+    zeros,
+)
 from bayesfed.algorithms.protocol import (
     Algorithm,
     Job,
@@ -91,21 +100,26 @@ class FedAvg(Algorithm):
 
     def work(self, job: Job) -> Work:
         """Steps of K clients on their θ_i."""
-        theta = optimizer.begin(self.optimizer, copies(job.message, len(job)), rows=len(job))
+        theta = self.trained(job, job.message, job.message)
+        return Work(theta, log_likelihood(job, theta))
+
+    def trained(self, job: Job, theta: Params, beside: Params) -> Params:
+        """θ_i of K clients after their steps from θ; ``beside`` is what :meth:`pull` goes by."""
+        state = optimizer.begin(self.optimizer, copies(theta, len(job)), rows=len(job))
         schedule = optimizer.told(
             job.rows.schedule(self.local_epochs, self.local_steps), job.keys.device
         )
         for step, active in enumerate(schedule):
-            theta = self.step(
-                job.program, job.message, theta, job.rows(step), active, job.rate * self.lr
+            state = self.step(
+                job.program, beside, state, job.rows(step), active, job.rate * self.lr
             )
-        return Work(theta["params"], log_likelihood(job, theta["params"]))
+        return state["params"]
 
     @traceable
     def step(
         self,
         program: Program,
-        server: Params,
+        beside: Params,
         theta: State,
         batch: Batch,
         active: Tensor | None,
@@ -113,11 +127,21 @@ class FedAvg(Algorithm):
     ) -> State:
         """One step of the clients that are active."""
         own = leaves(theta["params"])
-        loss = mean_loss(program, own, batch)
-        if self.proximal:
-            loss = loss + self.proximal / 2 * squared(own, server)
+        loss = mean_loss(program, own, batch) + self.pull(own, beside)
         grads = bounded(gradients(loss, own))
         return optimizer.descend(self.optimizer, theta, grads, lr, active)
+
+    def taken(self, job: Job) -> Tensor:
+        """How many steps K clients take, ``(K,)``."""
+        return job.rows.schedule(self.local_epochs, self.local_steps).sum(0).to(job.counts)
+
+    def pull(self, own: Params, beside: Params) -> Tensor | float:
+        """What is added to L_i, ``(K,)``: FedProx's μ / 2 ‖θ_i − θ‖²."""
+        return self.near(own, beside)
+
+    def near(self, own: Params, to: Params) -> Tensor | float:
+        """μ / 2 ‖own − to‖²."""
+        return self.proximal / 2 * squared(own, to) if self.proximal else 0.0
 
     def personalize(self, job: Job, steps: int | None = None, lr: float | None = None) -> Params:
         """Fine-tuning: steps of K clients on their own variables, from the centre of their prior."""
@@ -136,9 +160,7 @@ class FedAvg(Algorithm):
         """One step of K clients on their own variables."""
         at = leaves(own)
         losses = client_losses(program, at_rest(program, theta | at, batch), batch, {}, 1)
-        loss = losses.nll / losses.rows
-        if self.proximal:
-            loss = loss + self.proximal / 2 * squared(at, start)
+        loss = losses.nll / losses.rows + self.near(at, start)
         grads = bounded(gradients(loss, at))
         return {name: optimizer.less(own[name], lr, grads[name]) for name in own}
 
@@ -154,7 +176,7 @@ class FedNova(FedAvg):
 
     def encode(self, job: Job, work: Work) -> Upload:
         """The mean moves and the numbers of steps, weighted by n_i."""
-        taken = job.rows.schedule(self.local_epochs, self.local_steps).sum(0).to(job.counts)
+        taken = self.taken(job)
         move = {n: v / against(taken, v) for n, v in moves(job, work.found).items()}
         return weighted(move | {"steps": taken[:, None]}, job.counts)
 
@@ -182,7 +204,7 @@ class Scaffold(FedAvg):
     def start(self, program: Program) -> Params:
         """θ, and c = 0."""
         theta = super().start(program)
-        return theta | {f"control.{name}": v for name, v in zeros(theta).items()}
+        return theta | controls(zeros(theta))
 
     def start_clients(self, program: Program, server: Params, batch: Batch) -> State:
         """c_i = 0."""
@@ -192,23 +214,14 @@ class Scaffold(FedAvg):
         """Steps of K clients along ∇L_i + c − c_i, and their next c_i."""
         theta, own = self.params(job.message), job.clients["control"]
         drift = {name: job.message[f"control.{name}"] - own[name] for name in theta}
-        at, lr = copies(theta, len(job)), job.rate * self.lr
-        schedule = job.rows.schedule(self.local_epochs, self.local_steps).to(job.keys.device)
-        for step, active in enumerate(schedule):
-            at = self.drifting_step(job.program, at, drift, job.rows(step), active, lr)
-        taken = lr * schedule.sum(0)
-        new = {n: (theta[n] - v) / against(taken, v) - drift[n] for n, v in at.items()}
-        change = {f"control.{n}": new[n] - own[n] for n in new}
+        at, way = self.trained(job, theta, drift), job.rate * self.lr * self.taken(job)
+        new = {n: (theta[n] - v) / against(way, v) - drift[n] for n, v in at.items()}
+        change = controls({n: new[n] - own[n] for n in new})
         return Work(moves(job, at) | change, log_likelihood(job, at), {"control": new})
 
-    @traceable
-    def drifting_step(
-        self, program: Program, at: Params, drift: Params, batch: Batch, active: Tensor, lr: float
-    ) -> Params:
-        """One corrected step of the clients that are active."""
-        own = leaves(at)
-        grads = gradients(mean_loss(program, own, batch), own)
-        return {n: v - lr * against(1.0 * active, v) * (grads[n] + drift[n]) for n, v in at.items()}
+    def pull(self, own: Params, beside: Params) -> Tensor | float:
+        """⟨c − c_i, θ_i⟩, whose slope is the correction."""
+        return inner(beside, own)
 
     def encode(self, job: Job, work: Work) -> Upload:
         """θ_i − θ and the change of c_i, each client counting alike."""
@@ -223,6 +236,11 @@ class Scaffold(FedAvg):
     def params(self, server: Params) -> Params:
         """θ."""
         return {name: v for name, v in server.items() if f"control.{name}" in server}
+
+
+def controls(values: Params) -> Params:
+    """As parts of the server's state."""
+    return {f"control.{name}": value for name, value in values.items()}
 
 
 def bounded(grads: Params) -> Params:

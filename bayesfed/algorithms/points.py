@@ -84,6 +84,11 @@ def squared(own: Params, other: Params) -> Tensor | float:
     return sum(parts, start=0.0)
 
 
+def inner(own: Params, other: Params) -> Tensor:
+    """⟨own, other⟩ of each client, ``(K,)``."""
+    return torch.stack([(v * other[n]).flatten(1).sum(1) for n, v in own.items()]).sum(0)
+
+
 def zeros(params: Mapping[str, Tensor]) -> Params:
     """As many zeros."""
     return {name: torch.zeros_like(value) for name, value in params.items()}
