@@ -12,10 +12,10 @@ import pyro.distributions as dist
 import pyro.distributions.transforms as T
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from bayesfed.elbo import natural
 from bayesfed.elbo.natural import Direction, Site
+from bayesfed.elbo.network import called
 from bayesfed.guides.family import GLOBAL, Family, Params
 from bayesfed.guides.full_rank import FullRank, affine
 from bayesfed.guides.mean_field import LOC
@@ -134,7 +134,7 @@ class _Pushforward(dist.TorchDistribution):
         spline, weights, loc, scale_tril = self.parts
         shape = (*sample_shape, *self.batch_shape, *self.event_shape)
         noise = torch.randn(shape, dtype=loc.dtype, device=loc.device)
-        pushed, log_det = functional_call(spline, weights, (noise,))
+        pushed, log_det = called(spline, weights, noise)
         z = loc + (scale_tril @ pushed[..., None]).squeeze(-1)
         log_prob = dist.Normal(torch.zeros_like(loc), 1.0).log_prob(noise).sum(-1) - log_det
         self.drawn = z, log_prob - scale_tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)

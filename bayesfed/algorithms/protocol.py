@@ -161,6 +161,10 @@ class Algorithm:
         """The server's next state from the sum of the uploads, and its ELBO term ``()``: θ and the mean, and 0."""
         return moved(server, mean(turn, total)), torch.zeros(())
 
+    def late(self, total: Upload) -> Upload:
+        """What of an upload still counts in a later round: the changes of what the server keeps of clients. Nothing."""
+        return {}
+
     def params(self, server: Any) -> Params:
         """The guide's global parameters that the server's state stands for."""
         return server

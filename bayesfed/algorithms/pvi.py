@@ -175,6 +175,10 @@ class PVI(Structured):
         """The changes."""
         return work.found
 
+    def late(self, total: Upload) -> Upload:
+        """The changes of the clients' factors."""
+        return total
+
     @traceable
     def local_step(
         self,

@@ -192,6 +192,10 @@ class SFVI(Structured):
             upload[name] = grad - said / grad.shape[1]
         return upload
 
+    def late(self, total: Upload) -> Upload:
+        """The changes; the rest goes with its round's draws."""
+        return {name: value for name, value in total.items() if name.startswith("change.")}
+
     def decode(self, turn: Turn, server: State, total: Upload) -> tuple[State, Tensor]:
         """A step on λ."""
         steps = self._natural(turn.program, turn.rate)

@@ -16,7 +16,7 @@ from bayesfed.deploy.plan import Plan
 from bayesfed.deploy.secure import public_key
 from bayesfed.deploy.server import Globals, deployed
 from bayesfed.deploy.site import Site
-from bayesfed.deploy.sites import Patience
+from bayesfed.deploy.sites import Expected, Patience
 from bayesfed.deploy.sockets import carrier, serve
 from bayesfed.engine.execution import Execution
 from bayesfed.engine.privacy import Privacy
@@ -48,6 +48,7 @@ def plan_of(config: Experiment, base: Path) -> Plan:
         seed=schedule.seed,
         secure=config.deployment is not None and config.deployment.secure,
         honest=None if config.deployment is None else config.deployment.honest,
+        median=config.deployment is not None and config.deployment.median,
     )
 
 
@@ -155,6 +156,9 @@ def patience_of(section: DeploymentSection) -> Patience:
         minimum=section.minimum,
         attempts=section.attempts,
         joining=section.joining,
+        enough=section.enough,
+        late=section.late,
+        expected={n: Expected(s.clients, s.rows) for n, s in section.expected.items()},
     )
 
 

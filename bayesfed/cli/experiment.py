@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from pydantic import Field, model_validator
 
 from bayesfed.data.columns import check_columns
-from bayesfed.settings import Count, Rate, Schedule, SettingsError, Strict, shown, validated
+from bayesfed.settings import Count, Rate, Schedule, SettingsError, Strict, Times, shown, validated
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -111,6 +111,13 @@ class Output(Strict):
     sites: list[str] | None = None
 
 
+class ExpectedSite(Strict):
+    """What a site brings that may join later."""
+
+    clients: Count
+    rows: Count
+
+
 class DeploymentSection(Strict):
     """Where the clients are: at sites, each with a ``bayesfed node``; see :mod:`bayesfed.deploy`.
 
@@ -122,6 +129,10 @@ class DeploymentSection(Strict):
         minimum: how many sites must answer in time; else the round is asked again.
         attempts: how often.
         joining: how long the run waits for all sites at its start, in seconds.
+        enough: a round goes on once so many sites have answered; by default all that it asks.
+        late: in how many later rounds an answer still counts, of SFVI and PVI.
+        expected: sites that may join after the start, and with how many clients and rows.
+        median: what counts is the median of the sites' mean moves.
         secure: the server sees sums of the sites' uploads only.
         honest: with ``secure`` and privacy, the shares of noise of how many sites are noise enough.
     """
@@ -133,6 +144,10 @@ class DeploymentSection(Strict):
     minimum: Count = 1
     attempts: Count = 10
     joining: Rate = 600.0
+    enough: Count | None = None
+    late: Times = 0
+    expected: dict[str, ExpectedSite] = Field(default_factory=dict)
+    median: bool = False
     secure: bool = False
     honest: Count | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesfed.algorithms.protocol import WEIGHT
 from bayesfed.deploy import secure
 from bayesfed.deploy.messages import (
     Ask,
@@ -25,7 +27,7 @@ from bayesfed.deploy.messages import (
     packed,
 )
 from bayesfed.deploy.part import sum_of
-from bayesfed.deploy.sites import Member, Sites
+from bayesfed.deploy.sites import Due, Member, Sites
 from bayesfed.engine.files import read_tensors, write_tensors
 from bayesfed.engine.privacy import NORMS, SHORT
 from bayesfed.engine.run import Run
@@ -42,6 +44,11 @@ class Answered(NamedTuple):
 
     round: Round
     replies: dict[str, dict[str, Tensors]]
+
+    @property
+    def terms(self) -> Tensor:
+        """Of what sites that answered in the open say of their ELBO terms, the sum."""
+        return torch.stack([parts["said"]["terms"] for parts in self.replies.values()]).sum(0)
 
 
 def checked(
@@ -64,34 +71,16 @@ def checked(
         payloads: what came back, by site.
         form: an upload's parts.
     """
-    assert run.file is not None
     found: dict[str, dict[str, Tensors]] = {}
-
-    def refuse(name: str, why: object) -> None:
-        sites.refused[name] += 1
-        sites.say(f"round {run.done + 1}: refused what site {name!r} sent: {why}")
-
     for name, member in members.items():
         if name not in payloads:
             sites.absent[name] += 1
             sites.say(f"round {run.done + 1}: site {name!r} has not answered in time")
             continue
-        try:
-            reply, parts = of_kind(payloads[name], Reply, run.file.name)
-            if reply.round != number:
-                raise MessageError(
-                    f"an answer to round {reply.round.number} came in place of {number.number}"
-                )
-            clients = int(member.own(asked.cohort).sum())
-            sound = {"clients": torch.zeros(clients, dtype=torch.bool)}
-            check_like("its clients", parts.get("sound", {}), sound)
-            if sites.plan.secure:
-                check_like("its masked upload", parts.get("masked", {}), masked(form))
-            else:
-                _check_plain(run, asked, parts, form, clients)
+        due = Due(number, int(member.own(asked.cohort).sum()))
+        parts = _read(sites, run, name, due, payloads[name], form, asked.clip)
+        if parts is not None:
             found[name] = parts
-        except MessageError as error:
-            refuse(name, error)
     if not sites.plan.secure and len(found) > 2:  # nobody can look into a secure sum
         lengths = {
             name: float(_flat(parts["total"]).norm()) / len(parts["sound"]["clients"])
@@ -101,12 +90,60 @@ def checked(
         for name, length in lengths.items():
             if length > TOO_LARGE * middle:
                 del found[name]
-                refuse(name, f"it is {length:.3g} long a client, the sites' median is {middle:.3g}")
+                _refuse(
+                    sites,
+                    run,
+                    name,
+                    f"it is {length:.3g} long a client, the sites' median is {middle:.3g}",
+                )
     return Answered(number, found)
 
 
+def belated(sites: Sites, run: Run, form: Tensors) -> dict[str, tuple[Round, dict[str, Tensors]]]:
+    """Answers to earlier rounds that have come since and still count, by site, and to which round."""
+    found = {}
+    for name, payload in sites.belated().items():
+        due = sites.due.pop(name, None)
+        if due is not None and run.done - due.round.number <= sites.patience.late:
+            parts = _read(sites, run, name, due, payload, form, math.inf)
+            if parts is not None:
+                sites.say(
+                    f"round {run.done + 1}: site {name!r} has answered round {due.round.number + 1}"
+                )
+                found[name] = (due.round, parts)
+    return found
+
+
+def _refuse(sites: Sites, run: Run, name: str, why: object) -> None:
+    sites.refused[name] += 1
+    sites.say(f"round {run.done + 1}: refused what site {name!r} sent: {why}")
+
+
+def _read(
+    sites: Sites, run: Run, name: str, due: Due, payload: bytes, form: Tensors, clip: float
+) -> dict[str, Tensors] | None:
+    """What a site has answered, if it counts."""
+    assert run.file is not None
+    try:
+        reply, parts = of_kind(payload, Reply, run.file.name)
+        if reply.round != due.round:
+            raise MessageError(
+                f"an answer to round {reply.round.number} came in place of {due.round.number}"
+            )
+        sound = {"clients": torch.zeros(due.clients, dtype=torch.bool)}
+        check_like("its clients", parts.get("sound", {}), sound)
+        if sites.plan.secure:
+            check_like("its masked upload", parts.get("masked", {}), masked(form))
+        else:
+            _check_plain(run, clip, parts, form, due.clients)
+    except MessageError as error:
+        _refuse(sites, run, name, error)
+        return None
+    return parts
+
+
 def _check_plain(
-    run: Run, asked: Asked, parts: Mapping[str, Tensors], form: Tensors, clients: int
+    run: Run, clip: float, parts: Mapping[str, Tensors], form: Tensors, clients: int
 ) -> None:
     """Fail on an upload that has not the form of one, numbers that are none, or more than a clip allows."""
     check_like("its upload", parts.get("total", {}), form)
@@ -115,7 +152,7 @@ def _check_plain(
         if not bool(value.isfinite().all()):
             raise MessageError(f"{name!r} is not finite")
     if run.privacy is not None:
-        order, most = NORMS[run.privacy.mechanism], clients * asked.clip
+        order, most = NORMS[run.privacy.mechanism], clients * clip
         clipped = {n: v for n, v in parts["total"].items() if n != SHORT}
         length = float(torch.linalg.vector_norm(_flat(clipped), order))
         if length > 1.001 * most:
@@ -135,7 +172,21 @@ def added(answers: Answered) -> tuple[Tensors, Tensor]:
         name: torch.stack([parts["total"][name] for parts in found]).sum(0)
         for name in found[0]["total"]
     }
-    return total, torch.stack([parts["said"]["terms"] for parts in found]).sum(0)
+    return total, answers.terms
+
+
+def middle(answers: Answered) -> tuple[Tensors, Tensor]:
+    """As :func:`added`, where every client has moved by the median, number by number, of the sites' mean moves."""
+    total, said = added(answers)
+    means, weight = [], torch.zeros(())
+    for parts in answers.replies.values():
+        own = parts["total"].get(WEIGHT, parts["sound"]["clients"].sum())
+        if bool(own > 0):
+            means.append({name: value / own for name, value in parts["total"].items()})
+            weight = weight + own
+    for name in total.keys() - {WEIGHT} if means else ():
+        total[name] = weight * torch.stack([move[name] for move in means]).median(0).values
+    return total, said
 
 
 def unsealed(

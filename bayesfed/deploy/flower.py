@@ -17,7 +17,7 @@ try:
 except ImportError as error:
     raise ImportError("Flower is not installed: pip install 'bayesfed[flower]'") from error
 
-from bayesfed.deploy.carrier import Carrier
+from bayesfed.deploy.carrier import Carrier, Wait
 from bayesfed.deploy.sockets import call
 
 _KIND = "query"
@@ -76,28 +76,40 @@ def carrier(grid: Grid) -> Carrier:
     def reachable() -> list[str]:
         return [str(node) for node in grid.get_node_ids()]
 
-    def exchange(messages: Mapping[str, bytes], seconds: float) -> dict[str, bytes]:
-        begun = time.monotonic()
+    waiting: dict[str, str] = {}  # the node of a message
+
+    def exchange(messages: Mapping[str, bytes], wait: Wait) -> dict[str, bytes]:
+        begun, found = time.monotonic(), dict[str, bytes]()
+        enough = len(messages) if wait.enough is None else wait.enough
+        for name in [name for name, address in waiting.items() if address in messages]:
+            del waiting[name]  # of an earlier message
         sent = grid.push_messages(
             [
-                Message(_content(payload), int(address), _KIND, ttl=seconds)
+                Message(_content(payload), int(address), _KIND, ttl=wait.seconds + wait.late)
                 for address, payload in messages.items()
             ]
         )
-        waiting = {name: address for name, address in zip(sent, messages, strict=True) if name}
-        for address in messages.keys() - set(waiting.values()):
+        asked = {name: address for name, address in zip(sent, messages, strict=True) if name}
+        waiting.update(asked)
+        for address in messages.keys() - set(asked.values()):
             _log.warning("node %s: Flower knows it no longer", address)
-        found: dict[str, bytes] = {}
         while waiting:
             for reply in grid.pull_messages(list(waiting)):
                 address = waiting.pop(reply.metadata.reply_to_message_id)
                 if (answer := _answer(reply, address)) is not None:
                     found[address] = answer
-            if (waited := time.monotonic() - begun) >= seconds:
+            waited = time.monotonic() - begun
+            if (
+                not asked.keys() & waiting.keys()
+                or len(messages.keys() & found.keys()) >= enough
+                or waited >= wait.seconds
+            ):
                 break
-            time.sleep(min(max(0.1, 0.02 * waited), seconds - waited))
-        for address in waiting.values():
-            _log.warning("node %s: no answer within %g s", address, seconds)
+            time.sleep(min(max(0.1, 0.02 * waited), wait.seconds - waited))
+        for name in asked.keys() & waiting.keys():
+            _log.warning("node %s: no answer within %g s", waiting[name], wait.seconds)
+            if not wait.late:
+                del waiting[name]
         return found
 
     return Carrier(reachable, exchange)

@@ -28,9 +28,13 @@ class Plan:
         secure: the server sees sums of the sites' uploads only, see :mod:`bayesfed.deploy.secure`.
         honest: with ``secure`` and privacy, the shares of noise of how many sites are noise enough, see
             :mod:`bayesfed.deploy.shares`.
+        median: what counts is the median of the sites' mean moves, number by number, in place of the mean of all
+            clients': a few sites that lie then move little, whatever they send; and sites that differ from most
+            count less. For rules that average moves.
 
     Raises:
-        ValueError: noise under secure sums without ``honest``, or ``honest`` without them.
+        ValueError: noise under secure sums without ``honest``, or ``honest`` without them; ``median`` of what is no
+            average, or with secure sums or noise.
     """
 
     model: Model
@@ -42,12 +46,22 @@ class Plan:
     seed: int = 0
     secure: bool = False
     honest: int | None = None
+    median: bool = False
 
     def __post_init__(self) -> None:
         if (self.secure and self.noisy) != (self.honest is not None):
             raise ValueError(
                 "honest says of how many sites the shares of noise must be enough: with secure sums and privacy it is "
                 "needed, else not"
+            )
+        if self.median and (self.secure or self.noisy):
+            raise ValueError(
+                "median: single sites are not seen in a secure or noisy sum: leave it out"
+            )
+        if self.median and type(self.algorithm).decode is not Algorithm.decode:
+            raise ValueError(
+                f"median: {type(self.algorithm).__name__} does more with its clients' uploads than average them, so "
+                "that no site can stand for another; FedAvg, FedABML and others whose server moves by the mean can"
             )
 
     @property
@@ -67,6 +81,7 @@ class Plan:
             "seed": self.seed,
             "secure": self.secure,
             "honest": self.honest,
+            "median": self.median,
         }
         plain: dict[str, Any] = json.loads(json.dumps(found))
         return plain

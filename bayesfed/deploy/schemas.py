@@ -15,7 +15,7 @@ from bayesfed.elbo.terms import client_terms
 from bayesfed.engine.run import Run
 from bayesfed.engine.states import States
 from bayesfed.fitting import programmed
-from bayesfed.rounds import answer, ask
+from bayesfed.rounds import Asked, answer
 
 ROWS = 3
 """Made-up rows of a client."""
@@ -67,12 +67,12 @@ def program_of(plan: Plan, schemas: Sequence[Schema]) -> tuple[Program, Federati
     ) from first
 
 
-def form_of(run: Run) -> Tensors:
-    """What an upload looks like: that of a client with made-up rows."""
+def form_of(run: Run, asked: Asked) -> Tensors:
+    """What an upload of a round looks like: that of a client with made-up rows."""
     kept = {
         part: {name: value.clone() for name, value in found.items()}
         for part, found in run.clients.tensors.items()
     }
     alone = replace(run, clients=States(1), known=run.known.clone())
     alone.clients.begin(torch.zeros(1, dtype=torch.int64), kept)
-    return answer(alone, replace(ask(run), cohort=torch.zeros(1, dtype=torch.int64))).total
+    return answer(alone, replace(asked, cohort=torch.zeros(1, dtype=torch.int64))).total

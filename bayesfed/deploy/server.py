@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +18,10 @@ from torch import Tensor
 from bayesfed.deploy import secure
 from bayesfed.deploy.answers import (
     added,
+    belated,
     checked,
     kept,
+    middle,
     opened,
     pending,
     unsealed,
@@ -43,10 +44,12 @@ from bayesfed.deploy.messages import (
     check_like,
     leaves,
     packed,
+    schema_difference,
+    unique,
 )
 from bayesfed.deploy.plan import Plan
 from bayesfed.deploy.schemas import form_of, program_of
-from bayesfed.deploy.sites import Member, Patience, Sites
+from bayesfed.deploy.sites import Due, Member, Patience, Sites
 from bayesfed.elbo import digest
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params
@@ -149,18 +152,19 @@ def deployed(
         sites=len(members),
     )
     assert run.file is not None and run.accepted is not None
-    first = plan.algorithm.start(program)
-    _begin(sites, run, members, first)
-    form = form_of(run) if run.done < run.rounds else {}
+    first = _beginning(sites, run)
+    _begin(sites, run, first, [m for m in members if m.name in sites.there])
     while run.done < run.rounds:
-        report = _round(sites, run, members, form)
+        _join(sites, run, first, members)
+        report = _round(sites, run, members)
         for callback in callbacks:
             callback(report)
+    _join(sites, run, first, members)
     return _finished(sites, run, members)
 
 
-def _begin(sites: Sites, run: Run, members: Sequence[Member], first: Any) -> None:
-    """Tell all sites of the run, and see that their programs are the server's."""
+def _beginning(sites: Sites, run: Run) -> bytes:
+    """What every site is told first of the run."""
     assert run.file is not None
     program = run.program
     message = Begin(
@@ -171,32 +175,76 @@ def _begin(sites: Sites, run: Run, members: Sequence[Member], first: Any) -> Non
         cohort=run.size,
     )
     start = program.guide.coordinates() if isinstance(program.guide, Placed) else {}
-    payload = packed(message, state=leaves(first), start=start)
+    return packed(message, state=leaves(run.algorithm.start(program)), start=start)
+
+
+def _begin(sites: Sites, run: Run, payload: bytes, members: Sequence[Member]) -> None:
+    """Tell sites of the run, and see that their programs are the server's."""
+    assert run.file is not None
+    program = run.program
     mine = digest.digest(program, run.federation, torch.arange(0))
     found = sites.told({member.name: payload for member in members}, Digest, run.file.name)
-    sites.keys = {name: said.key for name, (said, _) in found.items() if said.key is not None}
+    sites.keys |= {name: said.key for name, (said, _) in found.items() if said.key is not None}
     for name, (_, parts) in found.items():
         differs = digest.difference(program, mine, parts.get("program", {}))
         if differs is not None:
             raise MessageError(f"site {name!r} has another model: {differs}")
 
 
-def _round(sites: Sites, run: Run, members: Sequence[Member], form: Tensors) -> Report:
+def _join(sites: Sites, run: Run, first: bytes, members: Sequence[Member]) -> None:
+    """Take in sites that were expected and are there now; who is another than was expected is told of, and left out."""
+    for name, schema in sites.arrived().items():
+        member = next(m for m in members if m.name == name)
+        brings, others = member.schema, [m.schema for m in members if m.name in sites.there]
+        try:
+            if (len(schema.clients), schema.rows) != (len(brings.clients), brings.rows):
+                raise MessageError(
+                    f"it has {len(schema.clients)} clients of {schema.rows} rows in all, {len(brings.clients)} of "
+                    f"{brings.rows} were expected"
+                )
+            differs = schema_difference(others[0], schema)
+            if differs is not None:
+                raise MessageError(differs)
+            unique([*others, schema])
+            _begin(sites, run, first, [member])
+        except (MessageError, TimeoutError) as error:
+            sites.refused[name] += 1
+            sites.say(f"round {run.done + 1}: site {name!r} cannot join: {error}")
+            continue
+        sites.there.add(name)
+        sites.say(f"round {run.done + 1}: site {name!r} has joined")
+
+
+def _round(sites: Sites, run: Run, members: Sequence[Member]) -> Report:
     """One round, asked again until enough sites have answered."""
     assert run.file is not None and run.accepted is not None
     asked, plan, patience = ask(run), sites.plan, sites.patience
-    own = {m.name: m for m in members if bool(m.own(asked.cohort).any())}
+    form = form_of(run, asked)
+    there = [m for m in members if m.name in sites.there]
+    own = {m.name: m for m in there if bool(m.own(asked.cohort).any())}
+    sites.due = {n: d for n, d in sites.due.items() if run.done - d.round.number <= patience.late}
+    free = {name: member for name, member in own.items() if name not in sites.due}
     fewest = min(patience.minimum, len(own))
     fewest = max(fewest, secure.LEAST) if plan.secure else fewest
-    found, wanted = kept(run) if plan.secure else None, own
+    found, wanted = kept(run) if plan.secure else None, free if len(free) >= fewest else own
+    late: dict[str, tuple[Round, dict[str, Tensors]]] = {}
     for _ in range(patience.attempts):
         if found is not None:
             break
         number = Round(number=run.done, attempt=time.time_ns())
         roster = {name: sites.keys[name] for name in wanted} if plan.secure else None
         requests = {n: _question(run, asked, number, m, members, roster) for n, m in wanted.items()}
-        answers = checked(sites, run, asked, number, wanted, sites.sent(requests), form)
-        replies = answers.replies
+        for name in wanted:  # what they have answered before is forgotten
+            sites.due.pop(name, None)
+            late.pop(name, None)
+        payloads = sites.sent(requests, patience.wait)
+        if patience.late:
+            clients = {
+                n: int(wanted[n].own(asked.cohort).sum()) for n in wanted if n not in payloads
+            }
+            sites.due |= {n: Due(number, count) for n, count in clients.items()}
+        answers = checked(sites, run, asked, number, wanted, payloads, form)
+        replies, late = answers.replies, late | belated(sites, run, form)
         if len(replies) >= fewest and (not plan.secure or len(replies) == len(wanted)):
             found = answers
             break
@@ -216,7 +264,18 @@ def _round(sites: Sites, run: Run, members: Sequence[Member], form: Tensors) -> 
         whose |= own[name].own(asked.cohort)
         taken = torch.tensor([found.round.number, found.round.attempt])
         run.accepted[members.index(own[name])] = taken
-    total, said = unsealed(sites, run, asked, found, form) if plan.secure else added(found)
+    if plan.secure:
+        total, said = unsealed(sites, run, asked, found, form)
+    else:
+        total, said = middle(found) if plan.median else added(found)
+    for member in there:
+        if member.name not in late:
+            continue
+        earlier, parts = late[member.name]
+        run.accepted[members.index(member)] = torch.tensor([earlier.number, earlier.attempt])
+        for part, value in plan.algorithm.late(parts["total"]).items():
+            total[part] = total[part] + value
+        run.said += parts["said"]["terms"][1:]
     sound = torch.cat([parts["sound"]["clients"] for parts in found.replies.values()])
     answer = Answer(total, sound, said, noised=plan.honest is not None)
     report = take(run, replace(asked, cohort=asked.cohort[whose]), answer)
@@ -261,6 +320,11 @@ def _finished(sites: Sites, run: Run, members: Sequence[Member]) -> Globals:
     state = leaves(run.server)
     requests = {}
     for position, member in enumerate(members):
+        if member.name not in sites.there:
+            sites.say(
+                f"site {member.name!r} has not joined: its clients count as if they were like the others"
+            )
+            continue
         message = Finish(
             run=name,
             accepted=_accepted(run, position),
@@ -279,7 +343,7 @@ def _finished(sites: Sites, run: Run, members: Sequence[Member]) -> Globals:
             number = Round(number=time.time_ns(), attempt=0)  # a sum of its own, after all rounds
             message = Weigh(run=name, round=number, roster=dict(sites.keys))
         payload = packed(message, theta=theta, key={"key": key})
-        found = sites.told({member.name: payload for member in members}, Weights, name)
+        found = sites.told(dict.fromkeys(requests, payload), Weights, name)
         form = {"terms": torch.zeros(count, dtype=torch.float64)}
         part = "masked" if sites.plan.secure else "terms"
         expected = {n: words_like(v) for n, v in form.items()} if sites.plan.secure else form
@@ -295,5 +359,5 @@ def _finished(sites: Sites, run: Run, members: Sequence[Member]) -> Globals:
     mended = posterior.correction
     theta = {} if mended is None else mended.theta
     payload = packed(End(run=name, khat=None if mended is None else mended.khat), theta=theta)
-    sites.told({member.name: payload for member in members}, Done, name)
+    sites.told(dict.fromkeys(requests, payload), Done, name)
     return Globals(posterior, sites.refused, sites.absent)

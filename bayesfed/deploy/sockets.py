@@ -18,10 +18,10 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 
-from bayesfed.deploy.carrier import Carrier
+from bayesfed.deploy.carrier import Carrier, Wait
 
 LONGEST = 2**31 - 1
 """Bytes of a message, which are Flower's too."""
@@ -125,23 +125,45 @@ def carrier(addresses: Sequence[str]) -> Carrier:
             connection.settimeout(1.0)
             return connection.connect_ex(place) == 0
 
-    def asked(address: str, message: bytes, seconds: float) -> bytes | None:
-        try:
-            return call(address, message, seconds)
-        except OSError as error:
-            _log.warning("%s", error)
-            return None
+    waiting: dict[str, Future[bytes]] = {}
 
-    def exchange(messages: Mapping[str, bytes], seconds: float) -> dict[str, bytes]:
-        with ThreadPoolExecutor(max(1, len(messages))) as threads:
-            answers = {
-                address: threads.submit(asked, address, message, seconds)
-                for address, message in messages.items()
-            }
-        found = {address: answer.result() for address, answer in answers.items()}
-        return {address: answer for address, answer in found.items() if answer is not None}
+    def exchange(messages: Mapping[str, bytes], patience: Wait) -> dict[str, bytes]:
+        end, found = time.monotonic() + patience.seconds, dict[str, bytes]()
+        enough = len(messages) if patience.enough is None else patience.enough
+        for address, message in messages.items():
+            waiting[address] = _called(address, message, patience.seconds + patience.late)
+        while True:
+            for address in [a for a, answer in waiting.items() if answer.done()]:
+                try:
+                    found[address] = waiting.pop(address).result()
+                except OSError as error:
+                    _log.warning("%s", error)
+            pending = [waiting[a] for a in messages.keys() & waiting.keys()]
+            left = end - time.monotonic()
+            if not pending or len(messages.keys() & found.keys()) >= enough or left <= 0:
+                break
+            wait(pending, left, FIRST_COMPLETED)
+        for address in messages.keys() & waiting.keys():
+            _log.warning("%s did not answer within %g s", address, patience.seconds)
+            if not patience.late:
+                del waiting[address]
+        return found
 
     return Carrier(lambda: [address for address in addresses if listens(address)], exchange)
+
+
+def _called(address: str, message: bytes, seconds: float) -> Future[bytes]:
+    """The answer of :func:`call`, in a thread of its own that keeps no process from ending."""
+    answer: Future[bytes] = Future()
+
+    def called() -> None:
+        try:
+            answer.set_result(call(address, message, seconds))
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=called, daemon=True).start()
+    return answer
 
 
 # -- one connection -------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,33 @@ def flatten(module: nn.Module, names: Sequence[str] | None = None) -> Tensor:
     return torch.cat([value.detach().flatten() for value in chosen.values()])
 
 
+def called(module: nn.Module, params: Mapping[str, Tensor], *args: Tensor) -> Any:
+    """The module's output with these parameters, by their names in ``module.named_parameters()``, in place of its own.
+
+    A parameter that stands in several places is replaced in each, a module that does in one only: torch's own
+    ``tie_weights`` replaces it twice, and puts back what the first time has put there (seen with torch 2.13).
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from bayesfed.elbo.network import called
+        >>> layer = nn.Linear(2, 2, bias=False)
+        >>> twice, own = nn.Sequential(layer, layer), layer.weight
+        >>> called(twice, {"0.weight": 3 * torch.eye(2)}, torch.ones(2))
+        tensor([9., 9.])
+        >>> layer.weight is own
+        True
+    """
+    name_of = {id(value): name for name, value in module.named_parameters()}
+    places = {
+        f"{path}.{name}" if path else name: name_of[id(value)]
+        for path, part in module.named_modules()
+        for name, value in part.named_parameters(recurse=False, remove_duplicate=False)
+    }
+    given = {place: params[name] for place, name in places.items() if name in params}
+    return functional_call(module, given, args, tie_weights=False)
+
+
 def apply(
     module: nn.Module,
     weights: Tensor,
@@ -85,7 +113,7 @@ def apply(
         return {n: p.reshape(*shape, *params[n].shape) for n, p in zip(of, parts, strict=True)}
 
     def run(weights: Named, other: Named, x: Tensor, context: tuple[Tensor, ...]) -> Tensor:
-        return functional_call(module, weights | other, (x, *context))
+        return called(module, weights | other, x, *context)
 
     weights = weights.squeeze(-2)
     other = weights.new_zeros(1, 0) if shared is None else shared.squeeze(-2)

@@ -105,7 +105,7 @@ def main(grid: Grid, context: Context) -> None:
     made = carrier(grid)
 
     def exchange(nodes, payload):
-        found = made.exchange({str(node): payload for node in nodes}, 120.0)
+        found = made.exchange({str(node): payload for node in nodes}, Wait(120.0))
         return [found.get(str(node)) for node in nodes]
 
     timed(grid, context, exchange)

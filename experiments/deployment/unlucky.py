@@ -23,7 +23,7 @@ import torch
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.deploy.carrier import Carrier
+from bayesfed.deploy.carrier import Carrier, Wait
 from bayesfed.deploy.messages import Reply, packed, unpacked
 from bayesfed.deploy.plan import Plan
 from bayesfed.deploy.server import Globals, deployed
@@ -77,7 +77,7 @@ def over_sites(
     }
     chance = random.Random(0)
 
-    def exchange(messages: Mapping[str, bytes], seconds: float) -> dict[str, bytes]:
+    def exchange(messages: Mapping[str, bytes], wait: Wait) -> dict[str, bytes]:
         found = {}
         for at, payload in messages.items():
             asked = unpacked(payload)[0].kind == "ask"

@@ -25,7 +25,7 @@ from bayesfed.deploy.messages import (
 from bayesfed.deploy.plan import Plan
 from bayesfed.deploy.server import deployed
 from bayesfed.deploy.site import Site
-from bayesfed.deploy.sites import Patience
+from bayesfed.deploy.sites import Expected, Patience
 from tests.deploy.together import divided, run_on, sites_of
 
 SCHOOLS = datasets.eight_schools()
@@ -60,8 +60,9 @@ def same(found, expected, tolerance=1e-5):
         replace(PLAN, clients_per_round=0.5, rounds=6),
         replace(PLAN, algorithm=bf.PVI()),
         replace(PLAN, algorithm=bf.SFVI(), privacy=bf.Privacy(clip=0.2)),
+        replace(PLAN, algorithm=replace(PLAN.algorithm, global_guide=bf.Flow()), rounds=4),
     ],
-    ids=["until settled, corrected", "half of the clients", "PVI", "clipped"],
+    ids=["until settled, corrected", "half of the clients", "PVI", "clipped", "Flow"],
 )
 def test_it_is_the_fit_in_one_process(plan, tmp_path):
     sites = sites_of(SCHOOLS, plan, tmp_path)
@@ -120,16 +121,24 @@ class Wire:
         self.sites = {site.name: site for site in sites}
         self.changed = {}
         self.silent = lambda name, kind: False
+        self.late = lambda name, kind: False
         self.heard = []
+        self.under_way = {}
 
-    def exchange(self, messages, seconds):
-        found = {}
+    def exchange(self, messages, wait):
+        if not messages:
+            return {}
+        found = {at: reply for at, reply in self.under_way.items() if at not in messages}
+        self.under_way = {}
         for at, payload in messages.items():
             kind = unpacked(payload)[0].kind
             if self.silent(at, kind):
                 continue
             reply = self.sites[at].handle(payload)
             self.heard.append((at, payload, reply))
+            if self.late(at, kind):
+                self.under_way[at] = reply
+                continue
             found[at] = self.changed.get((at, kind), lambda r: r)(reply)
         return found
 
@@ -194,9 +203,9 @@ def test_a_server_that_is_killed_goes_on(when, tmp_path):
     at, count = Wire(sites), {"count": 0}
     whole = at.carrier
 
-    def exchange(messages, seconds):
+    def exchange(messages, wait):
         count["count"] += 1
-        found = whole.exchange(messages, seconds)
+        found = whole.exchange(messages, wait)
         if count["count"] == when:
             raise Killed
         return found
@@ -211,7 +220,7 @@ def test_a_server_that_is_killed_goes_on(when, tmp_path):
 def test_a_site_that_is_started_anew_after_each_message_changes_nothing(tmp_path):
     parts = divided(SCHOOLS, 3)
 
-    def exchange(messages, seconds):
+    def exchange(messages, wait):
         return {
             at: Site(at, parts[at], PLAN, tmp_path / at, EAGER).handle(payload)
             for at, payload in messages.items()
@@ -455,3 +464,168 @@ def test_finish_before_begin_is_refused(tmp_path):
     )
     with pytest.raises(MessageError, match="run 'abc' has not begun here"):
         of_kind(site.handle(packed(early)), Reply)
+
+
+# -- who is late, and who joins late ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", [PLAN.algorithm, bf.PVI()], ids=["SFVI", "PVI"])
+def test_a_late_answer_counts_when_it_comes(algorithm, tmp_path):
+    """Then the server's sum is of what the clients remember of their uploads, whichever were late."""
+    plan = replace(PLAN, algorithm=algorithm, rounds=8)
+    sites = sites_of(SCHOOLS, plan, tmp_path)
+    at, said = Wire(sites), []
+    at.late = lambda name, kind: name == "site2" and kind == "ask"
+    found = fitted(at, plan, tmp_path, said, late=2)
+    assert found.absent == {"site0": 0, "site1": 0, "site2": 4}
+    assert sum("has answered round" in line for line in said) == 4
+    runs = [part.run for site in sites for part in site._parts.values()]
+    part = "factor" if isinstance(algorithm, bf.PVI) else "sent"
+    sent = [run.clients.tensors[part] for run in runs]
+    if isinstance(algorithm, bf.PVI):
+        q, prior = runs[0].server.q, runs[0].server.prior
+        known = {n: getattr(q, n) - getattr(prior, n) for n in sent[0]}
+    else:
+        known = runs[0].server["known"]
+        assert known["global.seen"] == len(SCHOOLS)
+    for name, value in known.items():
+        of_clients = sum(own[name].sum(0) for own in sent)
+        torch.testing.assert_close(value, of_clients.reshape(value.shape), rtol=1e-4, atol=1e-4)
+    whole = bf.fit(PLAN.model, SCHOOLS, algorithm, rounds=8).sample(4000)["mu"]
+    assert abs(found.sample(4000)["mu"].mean() - whole.mean()) < 0.3 * whole.std()
+
+
+def test_an_answer_that_is_too_late_moves_nothing(tmp_path):
+    sites = sites_of(SCHOOLS, PLAN, tmp_path)
+    at, alone = Wire(sites), Wire(sites_of(SCHOOLS, PLAN, tmp_path / "alone"))
+    at.late = lambda name, kind: name == "site2" and kind == "ask"
+    alone.silent = at.late
+    found = fitted(at, PLAN, tmp_path)
+    same(found.params, fitted(alone, PLAN, tmp_path / "alone").params, 0)
+    assert found.absent["site2"] == 3
+
+
+def test_a_round_goes_on_once_enough_have_answered(tmp_path):
+    sites = sites_of(SCHOOLS, PLAN, tmp_path)
+    at, waits = Wire(sites), []
+
+    def exchange(messages, wait):
+        waits.append(wait)
+        return at.exchange(messages, wait)
+
+    patience = Patience(tuple(at.sites), joining=1.0, seconds=5.0, enough=2, late=3)
+    carrier = Carrier(lambda: list(at.sites), exchange)
+    deployed(carrier, PLAN, patience, tmp_path / "server.safetensors")
+    assert [wait.enough for wait in waits if wait.enough] == [2] * PLAN.rounds
+    assert {wait.late for wait in waits if wait.enough} == {15.0}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "weight"),
+    [(bf.FedAvg(), lambda own: own.rows), (bf.FedABML(weighted=False), len)],
+    ids=["by rows", "alike"],
+)
+def test_the_median_of_the_sites_is_what_moves_the_server(algorithm, weight, tmp_path):
+    """Against its definition, and whatever one site of three sends."""
+    train, _ = datasets.digits(clients=7)
+    plan = Plan(models.Network(models.mlp(64, 10)), algorithm, 1, 1.0, 10, median=True)
+    at = Wire(sites_of(train, plan, tmp_path))
+    found = fitted(at, plan, tmp_path)
+    replies = [unpacked(r) for _, p, r in at.heard if isinstance(unpacked(p)[0], Ask)]
+    means = [
+        {n: v / weight(site.federation) for n, v in parts["total"].items()}
+        for (_, parts), site in zip(replies, at.sites.values(), strict=True)
+    ]
+    first = next(
+        unpacked(p)[1]["message"] for _, p, _ in at.heard if isinstance(unpacked(p)[0], Ask)
+    )
+    for name, value in found.params.items():
+        middle = torch.stack([mean[name] for mean in means]).median(0).values
+        torch.testing.assert_close(value, first[name] + middle)
+    liar = Wire(sites_of(train, plan, tmp_path / "liar"))
+
+    def lies(reply):
+        message, parts = unpacked(reply)
+        return packed(
+            message, **(parts | {"total": {n: 900 * v for n, v in parts["total"].items()}})
+        )
+
+    liar.changed = {("site1", "ask"): lies}
+    moved = fitted(liar, plan, tmp_path / "liar").params[name] - first[name]
+    honest = torch.stack([means[0][name], means[2][name]])
+    assert bool(((moved >= honest.amin(0) - 1e-6) & (moved <= honest.amax(0) + 1e-6)).all())
+
+
+@pytest.mark.parametrize("algorithm", [bf.SFVI(), bf.Scaffold(), bf.PACPFL()])
+def test_a_sum_that_is_no_average_has_no_median(algorithm):
+    with pytest.raises(ValueError, match="does more with its clients' uploads than average them"):
+        replace(PLAN, algorithm=algorithm, median=True)
+
+
+@pytest.mark.parametrize(
+    ("plan", "patience", "why"),
+    [
+        (replace(PLAN, algorithm=bf.SFVIAvg()), {"late": 1}, "SFVIAvg uploads what is of use"),
+        (replace(PLAN, privacy=bf.Privacy(clip=1.0)), {"late": 1}, "late: clip and noise"),
+        (replace(PLAN, secure=True), {"enough": 2}, "a secure sum is of all"),
+        (PLAN, {"enough": 1, "minimum": 2}, "fewer than the minimum"),
+        (PLAN, {"expected": {f"site{i}": Expected(2, 2) for i in range(3)}}, "there at the start"),
+    ],
+)
+def test_what_cannot_be_waited_for_is_refused(plan, patience, why, tmp_path):
+    with pytest.raises(ValueError, match=why):
+        fitted(Wire(sites_of(SCHOOLS, plan, tmp_path)), plan, tmp_path, **patience)
+
+
+def joined(plan, folder, come, brings, killed=None):
+    """A run in which the last site is not there before its fourth question; and what was said."""
+    sites, said = sites_of(SCHOOLS, plan, folder), []
+    at, asked = Wire(sites), {"rounds": 0}
+
+    def exchange(messages, wait):
+        asked["rounds"] += any(unpacked(p)[0].kind == "ask" for p in messages.values())
+        if asked["rounds"] == killed:
+            asked["rounds"] += 1
+            raise InterruptedError
+        return at.exchange(messages, wait)
+
+    def reachable():
+        return [name for name in at.sites if name != "site2" or asked["rounds"] >= come]
+
+    patience = Patience(tuple(at.sites), 5.0, joining=1.0, expected={"site2": brings})
+    options = (Carrier(reachable, exchange), plan, patience, folder / "server.safetensors")
+    if killed is not None:
+        with pytest.raises(InterruptedError):
+            deployed(*options, say=said.append)
+    return deployed(*options, say=said.append), said, sites
+
+
+@pytest.mark.parametrize("killed", [None, 5], ids=["", "killed"])
+def test_a_site_that_joins_later_is_one_that_was_silent_before(killed, tmp_path):
+    plan = replace(PLAN, rounds=6)
+    whole = Wire(sites_of(SCHOOLS, plan, tmp_path / "silent"))
+    counts = {"asks": 0}
+
+    def silent(name, kind):
+        counts["asks"] += kind == "ask" and name == "site2"
+        return name == "site2" and kind == "ask" and counts["asks"] <= 3
+
+    whole.silent = silent
+    expected = fitted(whole, plan, tmp_path / "silent")
+    found, said, sites = joined(plan, tmp_path, 3, Expected(3, 3), killed)
+    assert "round 4: site 'site2' has joined" in said
+    same(found.params, expected.params, 0)
+    assert posteriors(sites)[2].sample(5)["theta"].shape == (5, 3)
+
+
+def test_a_site_that_never_joins_is_named(tmp_path):
+    found, said, _ = joined(PLAN, tmp_path, 99, Expected(3, 3))
+    assert "site 'site2' has not joined" in said[-1] and found.posterior.program.clients == 8
+
+
+def test_who_brings_what_was_not_expected_is_left_out(tmp_path):
+    found, said, _ = joined(PLAN, tmp_path, 1, Expected(3, 4))
+    assert any(
+        "cannot join: it has 3 clients of 3 rows in all, 3 of 4 were" in line for line in said
+    )
+    assert found.refused["site2"] >= 1

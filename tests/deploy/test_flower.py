@@ -22,6 +22,7 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.task_identity import TaskIdentity
 
 from bayesfed.deploy import flower
+from bayesfed.deploy.carrier import Wait
 from bayesfed.deploy.sockets import serve
 
 ROOT = Path(__file__).parents[2]
@@ -183,7 +184,7 @@ def test_a_round_over_flower(tmp_path, caplog):
         assert list(sites.reachable()) == ["11", "12", "13", "14"]
         messages = {str(node): f"to {node}".encode() for node in (11, 12, 13, 14, 15)}
         begun = time.monotonic()
-        assert sites.exchange(messages, 0.6) == {"11": b"TO 11", "12": b"TO 12"}
+        assert sites.exchange(messages, Wait(0.6)) == {"11": b"TO 11", "12": b"TO 12"}
         assert 0.5 < time.monotonic() - begun < 1.0
     assert "node 13: ConnectionError" in caplog.text and "c.sock" in caplog.text
     assert "node 14: no answer within 0.6 s" in caplog.text
@@ -194,9 +195,24 @@ def test_a_round_that_is_answered_waits_for_nobody(tmp_path):
     with workers(str(tmp_path / "a.sock")) as (address,):
         grid = FakeGrid(flower.client_app, {11: context({"socket": address})}, {11: 0})
         begun = time.monotonic()
-        assert flower.carrier(grid).exchange({"11": b"a"}, 60.0) == {"11": b"A"}
-        assert flower.carrier(grid).exchange({}, 60.0) == {}
+        assert flower.carrier(grid).exchange({"11": b"a"}, Wait(60.0)) == {"11": b"A"}
+        assert flower.carrier(grid).exchange({}, Wait(60.0)) == {}
         assert time.monotonic() - begun < 0.4
+
+
+def test_a_round_that_has_enough_goes_on_and_the_rest_comes_later(tmp_path):
+    with workers(str(tmp_path / "a.sock"), str(tmp_path / "b.sock")) as addresses:
+        contexts = {
+            node: context({"socket": address})
+            for node, address in zip((11, 12), addresses, strict=True)
+        }
+        sites = flower.carrier(FakeGrid(flower.client_app, contexts, {11: 0, 12: 3}))
+        messages = {"11": b"a", "12": b"b"}
+        assert sites.exchange(messages, Wait(60.0, enough=1, late=60.0)) == {"11": b"A"}
+        found = {}
+        while "12" not in found:
+            found = sites.exchange({"11": b"c"}, Wait(60.0))
+        assert found == {"11": b"C", "12": b"B"}
 
 
 def test_an_answer_of_another_app_is_none(caplog):
@@ -204,7 +220,7 @@ def test_an_answer_of_another_app_is_none(caplog):
         return Message(RecordDict(), reply_to=message)
 
     grid = FakeGrid(other, {11: context({})}, {11: 0})
-    assert flower.carrier(grid).exchange({"11": b""}, 1.0) == {}
+    assert flower.carrier(grid).exchange({"11": b""}, Wait(1.0)) == {}
     assert "node 11: its answer is not of bayesfed's client" in caplog.text
 
 
@@ -248,6 +264,7 @@ ECHO = '''
 import json, time
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
+from bayesfed.deploy.carrier import Wait
 from bayesfed.deploy.flower import carrier
 
 server_app = ServerApp()
@@ -261,7 +278,7 @@ def main(grid: Grid, context: Context) -> None:
         time.sleep(0.1)
     rounds = []
     for word in ("first", "second"):
-        found = sites.exchange({node: word.encode() for node in nodes}, config["seconds"])
+        found = sites.exchange({node: word.encode() for node in nodes}, Wait(config["seconds"]))
         rounds.append(sorted(answer.decode() for answer in found.values()))
     with open(config["report"], "w") as file:
         json.dump(rounds, file)

@@ -108,8 +108,8 @@ def test_a_server_that_is_killed_goes_on(kind, sites, tmp_path):
     at, count = Wire(sites), {"count": 0}
     whole = at.carrier
 
-    def exchange(messages, seconds):
-        found = whole.exchange(messages, seconds)
+    def exchange(messages, wait):
+        found = whole.exchange(messages, wait)
         kinds = {unpacked(payload)[0].kind for payload in messages.values()}
         count["count"] += kind in kinds
         if kind in kinds and count["count"] == 2:
@@ -142,7 +142,7 @@ def test_a_server_that_names_sites_of_its_own_gets_nothing(sites, tmp_path):
     at = Wire(sites)
     heard = at.exchange
 
-    def exchange(messages, seconds):
+    def exchange(messages, wait):
         changed = {}
         for name, payload in messages.items():
             message, parts = unpacked(payload)
@@ -151,7 +151,7 @@ def test_a_server_that_names_sites_of_its_own_gets_nothing(sites, tmp_path):
                 roster = message.roster | {n: key.hex() for n, key in ghost.items()}
                 payload = packed(message.model_copy(update={"roster": roster}), **parts)
             changed[name] = payload
-        return heard(changed, seconds)
+        return heard(changed, wait)
 
     patience = Patience(tuple(at.sites), joining=1.0, seconds=5.0, attempts=1)
     with pytest.raises(TimeoutError, match="fewer than 3"):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from bayesfed.deploy import sockets
+from bayesfed.deploy.carrier import Wait
 from bayesfed.deploy.sockets import call, carrier, serve
 
 
@@ -299,11 +300,30 @@ def test_a_carrier_brings_what_came_and_logs_the_rest(tmp_path, caplog):
         assert list(sites.reachable()) == [a, b, c]
         begun = time.monotonic()
         messages = {a: b"Aa", b: b"Bb", c: b"Cc", d: b"Dd"}
-        assert sites.exchange(messages, 0.5) == {a: b"AA", b: b"bb"}
+        assert sites.exchange(messages, Wait(0.5)) == {a: b"AA", b: b"bb"}
         assert time.monotonic() - begun < 0.9, "asked one after the other"
         assert f"{c} did not answer within 0.5 s" in caplog.text
         assert f"{d}: No such file or directory" in caplog.text
-        assert sites.exchange({}, 1.0) == {}
+        assert sites.exchange({}, Wait(1.0)) == {}
+
+
+def test_a_carrier_goes_on_once_enough_have_answered_and_brings_the_rest_later(tmp_path):
+    slow = lambda message: time.sleep(0.6) or message.upper()  # noqa: E731
+    with (
+        server(str(tmp_path / "a.sock"), bytes.upper) as a,
+        server(str(tmp_path / "b.sock"), slow) as b,
+    ):
+        sites, messages, begun = carrier([a, b]), {a: b"a", b: b"b"}, time.monotonic()
+        assert sites.exchange(messages, Wait(5.0, enough=1, late=5.0)) == {a: b"A"}
+        assert time.monotonic() - begun < 0.5
+        time.sleep(0.9)
+        assert sites.exchange({a: b"again"}, Wait(5.0)) == {a: b"AGAIN", b: b"B"}
+        assert sites.exchange(messages, Wait(5.0, enough=1)) == {a: b"A"}
+        time.sleep(0.9)
+        assert sites.exchange({}, Wait(5.0)) == {}, "nobody said that it may be late"
+        assert sites.exchange(messages, Wait(5.0, enough=1, late=5.0)) == {a: b"A"}
+        found = sites.exchange({b: b"new"}, Wait(5.0))
+        assert found == {b: b"NEW"}, "an older answer in place of the one to the last message"
 
 
 def test_neither_torch_nor_numpy_is_imported():

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import bayesfed as bf
-from bayesfed.deploy.carrier import Carrier
+from bayesfed.deploy.carrier import Carrier, Wait
 from bayesfed.deploy.plan import Plan
 from bayesfed.deploy.server import Globals, deployed
 from bayesfed.deploy.site import Site
@@ -36,7 +36,7 @@ def wire(sites: Sequence[Site]) -> Carrier:
     """Calls in place of messages that travel."""
     by_address = {site.name: site for site in sites}
 
-    def exchange(messages: Mapping[str, bytes], seconds: float) -> dict[str, bytes]:
+    def exchange(messages: Mapping[str, bytes], wait: Wait) -> dict[str, bytes]:
         return {at: by_address[at].handle(payload) for at, payload in messages.items()}
 
     return Carrier(lambda: list(by_address), exchange)

@@ -83,6 +83,23 @@ def test_a_body_is_shared_and_a_head_is_not(copies):
             close(out[s, k], by_hand(module, whole, x[k]))
 
 
+def test_layers_that_stand_twice_stay_what_they_were():
+    """A layer at two places, and two layers of one weight: each place has it, and the module keeps its own."""
+    layer = nn.Linear(3, 3)
+    other, head = nn.Linear(3, 3), nn.Linear(3, 2)
+    other.weight = layer.weight
+    module = nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), other, head)
+    before = {name: (value, value.clone()) for name, value in module.named_parameters()}
+    weights, x = torch.randn(4, 1, flatten(module).numel()), torch.randn(4, 5, 3)
+    found = apply(module, weights, x)
+    own = copy.deepcopy(module)
+    for client in range(4):
+        vector_to_parameters(weights[client, 0], own.parameters())
+        torch.testing.assert_close(found[client], own(x[client]))
+    for name, value in module.named_parameters():
+        assert value is before[name][0] and torch.equal(value, before[name][1])
+
+
 def test_gradients_do_not_cross_clients():
     torch.manual_seed(0)
     w = torch.randn(1, K, 1, 12, requires_grad=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nvflare.collab import collab
 
-from bayesfed.deploy.carrier import Carrier
+from bayesfed.deploy.carrier import Carrier, Wait
 from bayesfed.deploy.sockets import call
 
 log = logging.getLogger("bayesfed")
@@ -38,9 +38,11 @@ def main() -> None:
 def carrier() -> Carrier:
     """The sites of this job, by their names."""
 
-    def exchange(messages: Mapping[str, bytes], seconds: float) -> dict[str, bytes]:
+    def exchange(messages: Mapping[str, bytes], wait: Wait) -> dict[str, bytes]:
         asked = [
-            collab.get_clients([site])(blocking=False, timeout=seconds).forward(message, seconds)
+            collab.get_clients([site])(blocking=False, timeout=wait.seconds).forward(
+                message, wait.seconds
+            )
             for site, message in messages.items()
         ]
         found = {site: answer for answers in asked for site, answer in answers}
