@@ -1,11 +1,13 @@
-"""Runs in which sites are missing or lie, beside the run in which none is: makes unlucky.md.
+"""Runs in which sites are missing, late or lie, beside the run in which none is: makes unlucky.md.
 
-    python experiments/deployment/unlucky.py       # about twenty minutes
+    python experiments/deployment/unlucky.py                 # about half an hour
+    python experiments/deployment/unlucky.py SFVI PVI        # these rows
 
 Ten sites of one or two firms or clients each, workers in this process. *Missing*: in each round each site stays silent
-with probability .3. *Hostile*: one of the ten (10 %) sends what it likes, in every round. How far q(θ) is then from the
-run without, in standard deviations of its own, and how many of the uploads were refused; for networks the accuracy
-on held-out rows of the clients of honest sites.
+with probability .3. *Late*: it answers one to three rounds later instead, and that counts then. *Hostile*: one of the
+ten (10 %) sends what it likes, in every round; in rows "of medians" what counts is the median of the sites. How far
+q(θ) is then from the run without, in standard deviations of its own, and how many of the uploads were refused; for
+networks the accuracy on held-out rows of the clients of honest sites.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 
 import bayesfed as bf
 from bayesfed import datasets, models
+from bayesfed.algorithms import Algorithm
 from bayesfed.deploy.carrier import Carrier, Wait
 from bayesfed.deploy.messages import Reply, packed, unpacked
 from bayesfed.deploy.plan import Plan
@@ -31,6 +34,9 @@ from bayesfed.deploy.site import Site
 from bayesfed.deploy.sites import Patience
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent))
+from tables import keep  # noqa: E402
+
 SITES, MISSING, LIAR = 10, 0.3, "site3"
 Change = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 LIES: dict[str, Change] = {
@@ -53,7 +59,9 @@ def cases() -> dict[str, tuple[Any, bf.Federation, bf.Federation | None, Any, di
         "SFVIAvg": (models.varying_slope, firms, None, bf.SFVIAvg(), small),
         "PVI": (models.varying_slope, firms, None, bf.PVI(), small),
         "FedAvg": (network, train, test, bf.FedAvg(), wide),
+        "FedAvg, of medians": (network, train, test, bf.FedAvg(), wide | {"median": True}),
         "FedABML": (network, train, test, bf.FedABML(), wide),
+        "FedABML, of medians": (network, train, test, bf.FedABML(), wide | {"median": True}),
         "PFedVEM": (network, train, test, bf.PFedVEM(), wide),
         "FOLA": (network, train, test, bf.FOLA(), wide),
     }
@@ -65,6 +73,7 @@ def over_sites(
     folder: str,
     *,
     missing: float = 0.0,
+    late: bool = False,
     lie: Change | None = None,
 ) -> tuple[Globals, dict[str, Site]]:
     """The fit, and the sites."""
@@ -75,13 +84,19 @@ def over_sites(
         )
         for i, (a, b) in enumerate(pairwise(cuts))
     }
-    chance = random.Random(0)
+    chance, rounds, under_way = random.Random(0), 0, dict[str, tuple[int, bytes]]()
 
     def exchange(messages: Mapping[str, bytes], wait: Wait) -> dict[str, bytes]:
-        found = {}
+        nonlocal rounds
+        rounds += any(unpacked(payload)[0].kind == "ask" for payload in messages.values())
+        found = {at: reply for at, (due, reply) in under_way.items() if due <= rounds}
+        for at in [*found, *messages]:
+            under_way.pop(at, None)
         for at, payload in messages.items():
             asked = unpacked(payload)[0].kind == "ask"
             if asked and chance.random() < missing:
+                if late:
+                    under_way[at] = rounds + chance.randint(1, 3), sites[at].handle(payload)
                 continue
             found[at] = sites[at].handle(payload)
             if lie is not None and asked and at == LIAR:
@@ -90,7 +105,7 @@ def over_sites(
                     found[at] = packed(reply, **(parts | {"total": dict(lie(parts["total"]))}))
         return found
 
-    patience = Patience(tuple(sites), seconds=5.0)
+    patience = Patience(tuple(sites), seconds=5.0, late=3 if late else 0)
     carrier = Carrier(lambda: list(sites), exchange)
     return deployed(carrier, plan, patience, f"{folder}/server.safetensors"), sites
 
@@ -134,6 +149,13 @@ def row(name: str) -> str:
         cells.append(told(whole, sites, None))
         found, sites = over_sites(plan, federation, f"{folder}/missing", missing=MISSING)
         cells.append(told(found, sites, whole))
+        if type(algorithm).late is Algorithm.late:
+            cells.append("refused")
+        else:
+            found, sites = over_sites(
+                plan, federation, f"{folder}/late", missing=MISSING, late=True
+            )
+            cells.append(told(found, sites, whole))
         for what, lie in LIES.items():
             try:
                 found, sites = over_sites(plan, federation, f"{folder}/{what}", lie=lie)
@@ -146,13 +168,13 @@ def row(name: str) -> str:
 def main() -> None:
     """Print the table and write it."""
     warnings.simplefilter("ignore")
-    heads = ["", "none missing", "30 % missing", *(f"one in ten sends {what}" for what in LIES)]
-    lines = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
+    lies = [f"one in ten sends {what}" for what in LIES]
+    heads = ["algorithm", "none missing", "30 % missing", "30 % late", *lies]
     for name in sys.argv[1:] or cases():
-        lines.append(row(name))
-        print(lines[-1], flush=True)
-    if len(sys.argv) == 1:
-        (HERE / "unlucky.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        found = row(name)
+        print(found, flush=True)
+        header = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
+        keep(HERE / "unlucky.md", header, found, list(cases()))
 
 
 if __name__ == "__main__":
