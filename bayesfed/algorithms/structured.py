@@ -68,7 +68,11 @@ class Structured(Algorithm):
 def hierarchical(
     model: Model, federation: Federation, family: Family | None, conditioned: bool | None
 ) -> Program:
-    """The model with the automatic guide; what is None is chosen by the number of global dimensions."""
+    """The model with the automatic guide; what is None is chosen by the number of global dimensions.
+
+    Raises:
+        ValueError: there is nothing to learn.
+    """
     found = sites(model, federation)
     size = dimensions(found)
     if family is None and size > FULL_RANK_UP_TO:
@@ -80,7 +84,14 @@ def hierarchical(
         )
     family = family or (FullRank() if size <= FULL_RANK_UP_TO else MeanField())
     conditioned = size <= CONDITIONED_UP_TO if conditioned is None else conditioned
-    return build(model, automatic(model, found, federation, family, conditioned), federation)
+    guide = automatic(model, found, federation, family, conditioned)
+    program = build(model, guide, federation)
+    if not (program.init or program.locals):
+        raise ValueError(
+            "the model has nothing to learn: variables of a row are integrated out, and it has no other, and no "
+            "pyro.param. Sample what clients share outside `with federation.clients():`, a client's own variables inside"
+        )
+    return program
 
 
 def dimensions(found: Mapping[str, Site]) -> int:

@@ -9,6 +9,7 @@ from pyro import poutine
 from scipy import integrate, stats
 
 import bayesfed as bf
+from bayesfed import datasets
 from bayesfed.elbo import handlers
 from bayesfed.elbo.form import for_batches
 
@@ -315,3 +316,14 @@ def test_what_cannot_be_integrated_out_is_refused():
     for what in (pyro.deterministic, pyro.factor):
         with pytest.raises(ValueError, match="'more' depends on site 'u', which is of a row"):
             bf.fit(beyond(what), federation)
+
+
+def test_a_model_of_row_variables_alone_is_refused():
+    def alone(federation):
+        with federation.clients(), federation.observations() as obs:
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(z, 1.0), obs=obs.get("y"))
+
+    for algorithm in (bf.SFVI(), bf.SFVIAvg()):
+        with pytest.raises(ValueError, match="nothing to learn: variables of a row are integrated"):
+            bf.start(alone, datasets.eight_schools(), algorithm, rounds=1)
