@@ -89,7 +89,7 @@ def hierarchical(
     if not (program.init or program.locals):
         raise ValueError(
             "the model has nothing to learn: variables of a row are integrated out, and it has no other, and no "
-            "pyro.param. Sample what clients share outside `with federation.clients():`, a client's own variables inside"
+            "pyro.param. Sample what clients share outside `with federation.clients():`, what is a client's own inside"
         )
     return program
 
