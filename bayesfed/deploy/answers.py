@@ -39,6 +39,10 @@ SAID = "said/terms"
 _MASKED = "bayesfed masked uploads"
 
 
+Late = dict[str, tuple[Round, dict[str, Tensors]]]
+"""Answers to earlier rounds, by site, and to which."""
+
+
 class Answered(NamedTuple):
     """A round's answers, by site in the order of the members."""
 
@@ -81,37 +85,39 @@ def checked(
         parts = _read(sites, run, name, due, payloads[name], form, asked.clip)
         if parts is not None:
             found[name] = parts
-    if not sites.plan.secure and len(found) > 2:  # nobody can look into a secure sum
-        lengths = {
-            name: float(_flat(parts["total"]).norm()) / len(parts["sound"]["clients"])
-            for name, parts in found.items()
-        }
-        middle = float(torch.tensor(list(lengths.values())).median())
-        for name, length in lengths.items():
-            if length > TOO_LARGE * middle:
-                del found[name]
-                _refuse(
-                    sites,
-                    run,
-                    name,
-                    f"it is {length:.3g} long a client, the sites' median is {middle:.3g}",
-                )
+    if not sites.plan.secure:  # nobody can look into a secure sum
+        for name in _too_large(sites, run, found):
+            del found[name]
     return Answered(number, found)
 
 
-def belated(sites: Sites, run: Run, form: Tensors) -> dict[str, tuple[Round, dict[str, Tensors]]]:
-    """Answers to earlier rounds that have come since and still count, by site, and to which round."""
-    found = {}
+def belated(sites: Sites, run: Run, form: Tensors, answers: Answered) -> Late:
+    """Answers to earlier rounds that have come since and still count, beside those to this round."""
+    found: Late = {}
     for name, payload in sites.belated().items():
         due = sites.due.pop(name, None)
-        if due is not None and run.done - due.round.number <= sites.patience.late:
-            parts = _read(sites, run, name, due, payload, form, math.inf)
-            if parts is not None:
-                sites.say(
-                    f"round {run.done + 1}: site {name!r} has answered round {due.round.number + 1}"
-                )
-                found[name] = (due.round, parts)
+        if due is None or run.done - due.round.number > sites.patience.late:
+            continue
+        parts = _read(sites, run, name, due, payload, form, math.inf)
+        if parts is not None and not _too_large(sites, run, answers.replies | {name: parts}):
+            found[name] = (due.round, parts)
+            of = due.round.number + 1
+            sites.say(f"round {run.done + 1}: site {name!r} has answered round {of}")
     return found
+
+
+def _too_large(sites: Sites, run: Run, found: Mapping[str, dict[str, Tensors]]) -> list[str]:
+    """Whose uploads are out of all proportion to the others', which are refused."""
+    lengths = {
+        name: float(_flat(parts["total"]).norm()) / len(parts["sound"]["clients"])
+        for name, parts in found.items()
+    }
+    middle = float(torch.tensor(list(lengths.values())).median()) if len(found) > 2 else math.inf
+    large = [name for name, length in lengths.items() if length > TOO_LARGE * middle]
+    for name in large:
+        what = f"it is {lengths[name]:.3g} long a client, the sites' median is {middle:.3g}"
+        _refuse(sites, run, name, what)
+    return large
 
 
 def _refuse(sites: Sites, run: Run, name: str, why: object) -> None:

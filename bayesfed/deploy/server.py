@@ -17,6 +17,8 @@ from torch import Tensor
 
 from bayesfed.deploy import secure
 from bayesfed.deploy.answers import (
+    Answered,
+    Late,
     added,
     belated,
     checked,
@@ -216,63 +218,25 @@ def _join(sites: Sites, run: Run, first: bytes, members: Sequence[Member]) -> No
 
 
 def _round(sites: Sites, run: Run, members: Sequence[Member]) -> Report:
-    """One round, asked again until enough sites have answered."""
-    assert run.file is not None and run.accepted is not None
-    asked, plan, patience = ask(run), sites.plan, sites.patience
+    """One round, of the sites that answer in time, and of late answers to those before."""
+    assert run.accepted is not None
+    asked, plan = ask(run), sites.plan
+    own = {m.name: m for m in members if m.name in sites.there and bool(m.own(asked.cohort).any())}
     form = form_of(run, asked)
-    there = [m for m in members if m.name in sites.there]
-    own = {m.name: m for m in there if bool(m.own(asked.cohort).any())}
-    sites.due = {n: d for n, d in sites.due.items() if run.done - d.round.number <= patience.late}
-    free = {name: member for name, member in own.items() if name not in sites.due}
-    fewest = min(patience.minimum, len(own))
-    fewest = max(fewest, secure.LEAST) if plan.secure else fewest
-    found, wanted = kept(run) if plan.secure else None, free if len(free) >= fewest else own
-    late: dict[str, tuple[Round, dict[str, Tensors]]] = {}
-    for _ in range(patience.attempts):
-        if found is not None:
-            break
-        number = Round(number=run.done, attempt=time.time_ns())
-        roster = {name: sites.keys[name] for name in wanted} if plan.secure else None
-        requests = {n: _question(run, asked, number, m, members, roster) for n, m in wanted.items()}
-        for name in wanted:  # what they have answered before is forgotten
-            sites.due.pop(name, None)
-            late.pop(name, None)
-        payloads = sites.sent(requests, patience.wait)
-        if patience.late:
-            clients = {
-                n: int(wanted[n].own(asked.cohort).sum()) for n in wanted if n not in payloads
-            }
-            sites.due |= {n: Due(number, count) for n, count in clients.items()}
-        answers = checked(sites, run, asked, number, wanted, payloads, form)
-        replies, late = answers.replies, late | belated(sites, run, form)
-        if len(replies) >= fewest and (not plan.secure or len(replies) == len(wanted)):
-            found = answers
-            break
-        if plan.secure:  # there is no sum without those that are missing
-            wanted = {n: own[n] for n in replies} if len(replies) >= fewest else own
-        sites.say(
-            f"round {run.done + 1}: {len(replies)} of {len(own)} sites have answered, asking again"
-        )
-        sites.await_back(own.keys() - replies.keys())
-    if found is None:
-        raise TimeoutError(
-            f"round {run.done + 1}: fewer than {fewest} sites have answered, {patience.attempts} times: start again "
-            "when they are back"
-        )
+    found, late = _answers(sites, run, asked, own, members, form)
     whose = torch.zeros(len(asked.cohort), dtype=torch.bool)
     for name in found.replies:
         whose |= own[name].own(asked.cohort)
-        taken = torch.tensor([found.round.number, found.round.attempt])
-        run.accepted[members.index(own[name])] = taken
+    accepted = dict.fromkeys(found.replies, found.round) | {n: r for n, (r, _) in late.items()}
+    for position, member in enumerate(members):
+        if member.name in accepted:
+            taken = accepted[member.name]
+            run.accepted[position] = torch.tensor([taken.number, taken.attempt])
     if plan.secure:
         total, said = unsealed(sites, run, asked, found, form)
     else:
         total, said = middle(found) if plan.median else added(found)
-    for member in there:
-        if member.name not in late:
-            continue
-        earlier, parts = late[member.name]
-        run.accepted[members.index(member)] = torch.tensor([earlier.number, earlier.attempt])
+    for _, parts in late.values():
         for part, value in plan.algorithm.late(parts["total"]).items():
             total[part] = total[part] + value
         run.said += parts["said"]["terms"][1:]
@@ -281,6 +245,53 @@ def _round(sites: Sites, run: Run, members: Sequence[Member]) -> Report:
     report = take(run, replace(asked, cohort=asked.cohort[whose]), answer)
     pending(run).unlink(missing_ok=True)
     return report
+
+
+def _answers(
+    sites: Sites,
+    run: Run,
+    asked: Asked,
+    own: Mapping[str, Member],
+    members: Sequence[Member],
+    form: Tensors,
+) -> tuple[Answered, Late]:
+    """What enough of these sites answer, asked until they do; and what others have answered to earlier rounds.
+
+    Raises:
+        TimeoutError: too few do.
+    """
+    plan, patience = sites.plan, sites.patience
+    fewest = min(patience.minimum, len(own))
+    fewest = max(fewest, secure.LEAST) if plan.secure else fewest
+    if plan.secure and (found := kept(run)) is not None:
+        return found, {}
+    wanted, late = sites.idle(own, run.done, fewest), Late()
+    for _ in range(patience.attempts):
+        number = Round(number=run.done, attempt=time.time_ns())
+        roster = {name: sites.keys[name] for name in wanted} if plan.secure else None
+        requests = {n: _question(run, asked, number, m, members, roster) for n, m in wanted.items()}
+        for name in wanted:  # what they have answered before is forgotten
+            sites.due.pop(name, None)
+            late.pop(name, None)
+        payloads = sites.sent(requests, patience.wait)
+        if patience.late:
+            missing = [member for name, member in wanted.items() if name not in payloads]
+            clients = {m.name: int(m.own(asked.cohort).sum()) for m in missing}
+            sites.due |= {name: Due(number, count) for name, count in clients.items()}
+        answers = checked(sites, run, asked, number, wanted, payloads, form)
+        replies, late = answers.replies, late | belated(sites, run, form, answers)
+        if len(replies) >= fewest and (not plan.secure or len(replies) == len(wanted)):
+            return answers, late
+        if plan.secure:  # there is no sum without those that are missing
+            wanted = {n: own[n] for n in replies} if len(replies) >= fewest else own
+        sites.say(
+            f"round {run.done + 1}: {len(replies)} of {len(own)} sites have answered, asking again"
+        )
+        sites.await_back(own.keys() - replies.keys())
+    raise TimeoutError(
+        f"round {run.done + 1}: fewer than {fewest} sites have answered, {patience.attempts} times: start again when "
+        "they are back"
+    )
 
 
 def _question(

@@ -239,6 +239,13 @@ class Sites:
             self._look_again(missing, elsewhere=busy)
         return found
 
+    def idle(self, own: Mapping[str, Member], done: int, fewest: int) -> Mapping[str, Member]:
+        """Those of these sites whose answers to earlier rounds are not waited for; all, where these are too few."""
+        late = self.patience.late
+        self.due = {n: due for n, due in self.due.items() if done - due.round.number <= late}
+        free = {name: member for name, member in own.items() if name not in self.due}
+        return free if len(free) >= fewest else own
+
     def belated(self) -> dict[str, bytes]:
         """What sites have answered since to an earlier round, by site; each is told once."""
         found, self._later = self._later, {}

@@ -495,6 +495,28 @@ def test_a_late_answer_counts_when_it_comes(algorithm, tmp_path):
     assert abs(found.sample(4000)["mu"].mean() - whole.mean()) < 0.3 * whole.std()
 
 
+def test_a_late_answer_is_looked_at_as_one_in_time_is(tmp_path):
+    sites, said = sites_of(SCHOOLS, replace(PLAN, rounds=4), tmp_path, 4), []
+    at, honest = Wire(sites), Wire(sites_of(SCHOOLS, replace(PLAN, rounds=4), tmp_path / "h", 4))
+    at.late = lambda name, kind: name == "site2" and kind == "ask"
+    honest.silent = at.late
+    heard = at.exchange
+
+    def exchange(messages, wait):
+        found = heard(messages, wait)
+        for name in found.keys() - messages.keys():
+            message, parts = unpacked(found[name])
+            larger = {n: 1e6 * (1 + v) for n, v in parts["total"].items()}
+            found[name] = packed(message, **(parts | {"total": larger}))
+        return found
+
+    at.exchange = exchange
+    found = fitted(at, replace(PLAN, rounds=4), tmp_path, said, late=2)
+    assert found.refused["site2"] == 2 and any("long a client" in line for line in said)
+    expected = fitted(honest, replace(PLAN, rounds=4), tmp_path / "h")
+    same(found.params, expected.params, 0)
+
+
 def test_an_answer_that_is_too_late_moves_nothing(tmp_path):
     sites = sites_of(SCHOOLS, PLAN, tmp_path)
     at, alone = Wire(sites), Wire(sites_of(SCHOOLS, PLAN, tmp_path / "alone"))
