@@ -4,9 +4,10 @@
     python experiments/generated.py --first 100 --count 50 --say      # some, each with what came of it
 
 Half of the programs are right: global and local variables of several kinds, categories by index, a matrix product, a
-plate of the program's own, vectors with and without ``.to_event``, a variable behind another, discrete variables of a
-row, ``pyro.factor``, ``pyro.deterministic``. Of these the log density of all sites together, at two draws of the prior,
-must be Pyro's own on the pooled data. The others have a mistake of the list below in the program or in the frame. They
+plate of the program's own, vectors with and without ``.to_event``, a variable behind another, discrete and continuous
+variables of a row, ``pyro.factor``, ``pyro.deterministic``. Of these the log density of all sites together, at two
+draws of the prior, must be Pyro's own on the pooled data, a continuous variable of a row summed over a fine grid. The
+others have a mistake of the list below in the program or in the frame. They
 must be refused in words, with the same answer as Pyro's where they are not.
 
 "raw" is an error that says what torch, Pyro or pandas said, or of another kind than errors of settings and data;
@@ -61,7 +62,6 @@ MISTAKES: dict[str, str] = {
     "in place": "writing into a tensor",
     "own noise": "numbers of its own",
     "client's kind": "a discrete variable of a client",
-    "row's normal": "a continuous variable of a row",
     "other rows": "a mean over the rows",
     "all clients": "the number of clients in a prior",
     "no outcome": "nothing observed",
@@ -105,7 +105,7 @@ def frame(rng: np.random.Generator, mistake: str) -> pd.DataFrame:
 def program(rng: np.random.Generator, mistake: str) -> Callable[[Any], None]:
     """A hierarchy of those columns."""
     flip = {name: bool(rng.random() < 0.5) for name in (
-        "plate", "event", "behind", "vector", "mixed", "named", "factor", "stacked", "sized"
+        "plate", "event", "behind", "vector", "mixed", "named", "factor", "stacked", "sized", "noisy"
     )}  # fmt: skip
     outcome = str(rng.choice(["y", "count", "yes"]))
     if mistake in ("negative counts", "text in y"):
@@ -174,7 +174,7 @@ def program(rng: np.random.Generator, mistake: str) -> Callable[[Any], None]:
                 mean = mean + torch.randn(())
             if mistake == "other rows":
                 mean = mean - obs["x"][..., 0].mean()
-            if mistake == "row's normal":
+            if flip["noisy"]:
                 mean = mean + pyro.sample("e", dist.Normal(0.0, 1.0))
             if flip["mixed"]:
                 mean = mean + pyro.sample("late", dist.Bernoulli(0.3))
@@ -216,6 +216,24 @@ def pyros(program: Any, federation: bf.Federation, values: Mapping[str, torch.Te
     return float(TraceEinsumEvaluator(trace, True, 2).log_prob(trace)) - counted
 
 
+def integrated(
+    program: Any, federation: bf.Federation, values: Mapping[str, torch.Tensor]
+) -> float:
+    """As :func:`pyros`, the variables of a row summed: over a grid, which Pyro takes for dimensions of the left."""
+    grid = torch.linspace(-30.0, 30.0, 12_001).reshape(-1, 1, 1)
+    of_row = {"e": grid, "late": torch.tensor([0.0, 1.0]).reshape(-1, 1, 1, 1)}
+    trace = poutine.trace(poutine.condition(program, data=dict(values) | of_row)).get_trace(
+        federation
+    )
+    trace.compute_log_prob()
+    nodes = {name: node for name, node in trace.nodes.items() if node["type"] == "sample"}
+    rows = {name: nodes[name] for name in nodes if name in {*of_row, "y", "count", "yes"}}
+    others = [node["log_prob_sum"] for name, node in nodes.items() if name not in rows]
+    each = sum(node["fn"].log_prob(node["value"]) for node in rows.values())
+    each = each.reshape(-1, *each.shape[-2:]).logsumexp(0) + math.log(60.0 / 12_000)
+    return float(sum(others) + torch.where(federation.batch().mask, each, 0.0).sum())
+
+
 def attempt(seed: int) -> tuple[str, str, str]:
     """The mistake, what came of it, and the words."""
     rng = np.random.default_rng(seed)
@@ -254,7 +272,8 @@ def attempt(seed: int) -> tuple[str, str, str]:
             local = run.program.sites[name].local
             values[name] = one if local else one[0, 0]
         try:
-            expected = pyros(made, federation, values)
+            noisy = "e" in poutine.trace(made).get_trace(federation).nodes
+            expected = (integrated if noisy else pyros)(made, federation, values)
         except Exception as error:
             return mistake, "not by Pyro", f"{type(error).__name__}: {error}"
         if abs(found[draw] - expected) > TOLERANCE * (1 + abs(expected)):

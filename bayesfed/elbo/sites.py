@@ -14,6 +14,7 @@ from pyro.poutine.messenger import Messenger
 from bayesfed.data.batch import CLIENTS, OBSERVATIONS
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import handlers, noise
+from bayesfed.elbo.marginal import Mixture
 
 CONTEXT = "context"
 """The mark of a local site that is made from rows, ``infer={"context": encode}``: see :mod:`bayesfed.elbo.context`."""
@@ -160,8 +161,8 @@ def sites(model: Model, federation: Federation) -> dict[str, Site]:
 
 
 def _base(fn: Any) -> Any:
-    while isinstance(fn, dist.Independent | dist.MaskedDistribution):
-        fn = fn.base_dist
+    while isinstance(fn, dist.Independent | dist.MaskedDistribution | Mixture):
+        fn = fn.first if isinstance(fn, Mixture) else fn.base_dist
     return fn
 
 

@@ -327,3 +327,22 @@ def test_a_model_of_row_variables_alone_is_refused():
     for algorithm in (bf.SFVI(), bf.SFVIAvg()):
         with pytest.raises(ValueError, match="nothing to learn: variables of a row are integrated"):
             bf.start(alone, datasets.eight_schools(), algorithm, rounds=1)
+
+
+def test_a_factor_of_a_rows_variable_is_integrated_as_an_outcome_is():
+    """y | e of spread .5 and e of spread 1: y of spread √1.25; the same by pyro.factor, and it fits."""
+
+    def model(federation):
+        with federation.clients():
+            a = pyro.sample("a", dist.Normal(0.0, 1.0))
+            with federation.observations() as obs:
+                e = pyro.sample("e", dist.Normal(0.0, 1.0))
+                pyro.factor("n", dist.Normal(a + e, 0.5).log_prob(obs["y"]))
+
+    rows = data()
+    federation = bf.Federation.from_arrays(rows)
+    found = rows_of(run(model, federation, A, 1), federation)
+    for a, mine, log_prob in zip(A["a"].flatten(), rows.values(), found, strict=True):
+        expected = dist.Normal(a, 1.25**0.5).log_prob(torch.as_tensor(mine["y"]))
+        torch.testing.assert_close(log_prob, expected, rtol=1e-8, atol=1e-6)
+    assert bf.fit(model, federation, rounds=2).sample(3)["a"].shape == (3, 4)
