@@ -92,7 +92,7 @@ def ask(run: Run) -> Asked:
         raise ValueError(f"the run has done its {run.rounds} rounds: start one with more")
     began, rate, noisy = time.perf_counter(), run.rate, run.multiplier > 0
     with threads(run.numbers), using(run.compiler), _solvable(run):
-        message = run.algorithm.broadcast(_turn(run, rate, noisy), run.server)
+        message = run.algorithm.broadcast(_turn(run, rate), run.server)
     return Asked(message, _cohort(run), run.done, rate, float(run.clip), noisy, began)
 
 
@@ -141,7 +141,7 @@ def take(run: Run, asked: Asked, found: Answer) -> Round:
     refused = [federation.names[i] for i in cohort[~sound].tolist()]
     if _too_many(run, len(refused)):
         raise Stopped(refusal(refused, None if found.terms is None else found.terms[~sound]), run)
-    total, next_clip, turn = found.total, run.clip, _turn(run, asked.rate, noisy)
+    total, next_clip, turn = found.total, run.clip, _turn(run, asked.rate)
     server, server_term = run.server, torch.zeros(())
     with threads(run.numbers), using(run.compiler), _solvable(run):
         if run.privacy is not None:
@@ -154,6 +154,8 @@ def take(run: Run, asked: Asked, found: Answer) -> Round:
         if names:
             turn = replace(turn, cohort=len(names))
             server, server_term = algorithm.decode(turn, run.server, total)
+        if run.privacy is not None and noisy and run.done + 1 == run.rounds:
+            run.privacy.warn_if_shaken(algorithm.shaken(server))
     if not math.isfinite(server_term):
         raise Stopped(
             f"the server's ELBO term is {float(server_term)}; lower the learning rate or check the priors of the "
@@ -202,9 +204,12 @@ def _key(run: Run, number: int) -> Tensor:
     return noise.fold(noise.key(run.seed).to(run.federation.device), number)
 
 
-def _turn(run: Run, rate: float, noisy: bool) -> Turn:
+def _turn(run: Run, rate: float) -> Turn:
     """The next round as the server sees it."""
-    return Turn(run.program, noise.fold(_key(run, run.done), _SERVER), run.size, rate, noisy)
+    key, added = noise.fold(_key(run, run.done), _SERVER), 0.0
+    if run.privacy is not None and run.multiplier > 0:
+        added = run.privacy.scale("", float(run.clip), run.multiplier)
+    return Turn(run.program, key, run.size, rate, added)
 
 
 def _cohort(run: Run) -> Tensor:

@@ -43,13 +43,13 @@ class Family:
         """Sites of K terms; arguments as for :func:`bayesfed.elbo.natural.site`."""
         raise NotImplementedError
 
-    def direction(self, params: Params, of: Site, z: Tensor) -> Direction:
+    def direction(
+        self, params: Params, of: Site, z: Tensor, noise: float | Tensor | None = None
+    ) -> Direction:
         """Where a natural-gradient step goes; see :func:`bayesfed.elbo.natural.direction`."""
         raise NotImplementedError
 
-    def ascend(
-        self, params: Params, to: Direction, rate: float | Tensor, *, noisy: bool = False
-    ) -> dict[str, Tensor]:
+    def ascend(self, params: Params, to: Direction, rate: float | Tensor) -> dict[str, Tensor]:
         """All its parameters after a step; see :func:`bayesfed.elbo.natural.step`."""
         raise NotImplementedError
 

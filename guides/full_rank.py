@@ -45,15 +45,15 @@ class FullRank(Family):
         """Sites of K terms, with the whole slope."""
         return natural.site(*self.normal(params), z, grads, before)
 
-    def direction(self, params: Params, of: Site, z: Tensor) -> Direction:
+    def direction(
+        self, params: Params, of: Site, z: Tensor, noise: float | Tensor | None = None
+    ) -> Direction:
         """Where a natural-gradient step goes."""
-        return natural.direction(*self.normal(params), of, z)
+        return natural.direction(*self.normal(params), of, z, noise=noise)
 
-    def ascend(
-        self, params: Params, to: Direction, rate: float | Tensor, *, noisy: bool = False
-    ) -> dict[str, Tensor]:
+    def ascend(self, params: Params, to: Direction, rate: float | Tensor) -> dict[str, Tensor]:
         """The parameters after a step."""
-        return self.at(*natural.step(*self.normal(params), to, rate, noisy=noisy))
+        return self.at(*natural.step(*self.normal(params), to, rate))
 
     def normal(self, params: Params) -> tuple[Tensor, Tensor]:
         """The location and L."""

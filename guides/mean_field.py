@@ -49,15 +49,15 @@ class MeanField(Family):
         """Sites of K terms, with the diagonal of the slope."""
         return natural.diagonal_site(*self.normal(params), z, grads)
 
-    def direction(self, params: Params, of: Site, z: Tensor) -> Direction:
+    def direction(
+        self, params: Params, of: Site, z: Tensor, noise: float | Tensor | None = None
+    ) -> Direction:
         """Where a natural-gradient step goes."""
-        return natural.diagonal_direction(*self.normal(params), of)
+        return natural.diagonal_direction(*self.normal(params), of, noise)
 
-    def ascend(
-        self, params: Params, to: Direction, rate: float | Tensor, *, noisy: bool = False
-    ) -> dict[str, Tensor]:
+    def ascend(self, params: Params, to: Direction, rate: float | Tensor) -> dict[str, Tensor]:
         """The parameters after a step."""
-        return self.at(*natural.diagonal_step(*self.normal(params), to, rate, noisy=noisy))
+        return self.at(*natural.diagonal_step(*self.normal(params), to, rate))
 
     def normal(self, params: Params) -> tuple[Tensor, Tensor]:
         """The location and the scales."""

@@ -90,14 +90,14 @@ class Turn:
         key: the server's noise stream of this round, int64 ``()``.
         cohort: K, how many clients take part; once they have worked, how many uploads count.
         rate: by what the learning rates are multiplied this round.
-        private: the sum is noisy.
+        noise: the scale of the noise in each number of the sum.
     """
 
     program: Program
     key: Tensor
     cohort: int
     rate: float = 1.0
-    private: bool = False
+    noise: float = 0.0
 
     @property
     def scale(self) -> float:
@@ -175,6 +175,10 @@ class Algorithm:
         A run without a number of rounds stops by it.
         """
         return None
+
+    def shaken(self, server: Any) -> float:
+        """How far the noise of a round would move q(θ), in its standard deviations, where that is known."""
+        return 0.0
 
     def levels(self, program: Program) -> tuple[float, ...]:
         """At what rates q(θ) is to settle, one after the other, in a run without a number of rounds."""

@@ -67,8 +67,6 @@ PULL, SLOPE, SEEN = f"{GLOBAL}.pull", f"{GLOBAL}.slope", f"{GLOBAL}.seen"
 """A client's site, or the sum over clients; and whether, or how many, have been seen."""
 TURN = 0.25
 """What a turn adds to what the first rate is divided by: 1 + turns / 4."""
-NOISY = 0.3
-"""What is taken of the rate where sums are noisy, whatever the turns."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,8 @@ class SFVI(Structured):
             pull, slope = nothing = family.blank(program.init)
             known |= {PULL: pull, SLOPE: slope, SEEN: pull.new_zeros(())}
             server["prior"] = nothing._asdict()
-            server["before"] = {"loc": pull, "spread": slope, "turns": pull.new_zeros(())}
+            still = Direction(pull, slope, pull)
+            server["before"] = still._asdict() | {"turns": pull.new_zeros(())}
         else:
             with torch.no_grad():
                 supplied = program.noise(noise.key(0).to(program.schema.device), 1, local=False)
@@ -200,7 +199,14 @@ class SFVI(Structured):
         """A step on λ."""
         steps = self._natural(turn.program, turn.rate)
         return self.server_step(
-            turn.program, server, total, self._noise(turn), steps, turn.rate, turn.scale
+            turn.program,
+            server,
+            total,
+            self._noise(turn),
+            steps,
+            turn.rate,
+            turn.scale,
+            turn.noise,
         )
 
     @traceable
@@ -213,6 +219,7 @@ class SFVI(Structured):
         steps: bool,
         rate: float,
         scale: float,
+        added: float,
     ) -> tuple[State, Tensor]:
         """A step on λ, where ``steps`` a natural-gradient one on the family's own parameters."""
         count = self.local_steps * self._draws(program)
@@ -242,7 +249,9 @@ class SFVI(Structured):
         server = server | {"known": known}
         ascended: Params = {}
         if steps:
-            server, ascended = self._ascended(program, server, total, theta[GLOBAL], rate, scale)
+            server, ascended = self._ascended(
+                program, server, total, theta[GLOBAL], rate, scale, added
+            )
         if rest := {name: value for name, value in params.items() if name not in ascended}:
             found = gradients(surrogate, rest)
             with torch.no_grad():
@@ -263,6 +272,7 @@ class SFVI(Structured):
         draws: Tensor,
         rate: float,
         scale: float,
+        added: float,
     ) -> tuple[State, Params]:
         """The server's state and the family's parameters after a natural-gradient step."""
         family, params, known = family_of(program), server["params"], server["known"]
@@ -281,14 +291,14 @@ class SFVI(Structured):
             else:  # those who have not been seen yet are taken to be like those who have
                 everyone = program.clients / known[SEEN]
                 clients = Site(everyone * known[PULL], everyone * known[SLOPE])
-            to = family.direction(
-                params, Site(*(a + b for a, b in zip(prior, clients, strict=True))), z
-            )
-            last = server["before"]
-            back = natural.agreement(Direction(last["loc"], last["spread"]), to) < 0
-            turns = last["turns"] + back.to(z.dtype)
-            pace = rate * (NOISY if noisy else 1 / (1 + TURN * turns))
-            ascended = family.ascend(params, to, self.lr * pace, noisy=noisy)
+            of = Site(*(a + b for a, b in zip(prior, clients, strict=True)))
+            of_mean = math.sqrt(used) * scale * added if noisy else None
+            to = family.direction(params, of, z, of_mean)
+            last = dict(server["before"])
+            turns = last.pop("turns")
+            turns = turns + (natural.agreement(Direction(**last), to) < 0).to(z.dtype)
+            pace = rate / (1 + TURN * turns)
+            ascended = family.ascend(params, to, self.lr * pace)
         state = {"prior": prior._asdict(), "before": to._asdict() | {"turns": turns}}
         return server | state, ascended
 
@@ -322,6 +332,10 @@ class SFVI(Structured):
     def params(self, server: State) -> Params:
         """λ."""
         return server["params"]
+
+    def shaken(self, server: State) -> float:
+        """n of :mod:`bayesfed.elbo.natural`, of the global variables that it is largest of."""
+        return float(server["before"]["noise"].max()) if "before" in server else 0.0
 
     def pace(self, turn: Turn, server: State) -> float | None:
         """The rate of natural-gradient steps; Adam's, which goes its rate's length where all gradients agree."""

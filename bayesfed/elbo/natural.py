@@ -13,12 +13,15 @@ Sites add up, and where all terms of the ELBO but −log q are one site, the ste
 S is zero at the optimum, and I − S is the curvature of the model's own log density, so that at ρ = 1 a quadratic ELBO
 takes one step. Everything is of the size of q whatever the data, so one rate serves eight clients and ten thousand.
 
-Where the sites are noisy, as under differential privacy, Σ ← L exp(ρ S) Lᵀ with the eigenvalues of S in ±1: noise then
-widens as much as it narrows.
+Where noise of standard deviation τ is added to E[∇f], as under differential privacy, vᵀ S v is off by about
+n = τ |L v|: the wider q is, the more of it is noise. What of an eigenvalue s is beyond the largest of noise alone,
+n √(2 D), steps as above; the rest is kept in ±1 and steps by exp(ρ s), which widens as much as it narrows. m moves by
+ρ L (I − S + τ (LᵀL)^½)⁻¹ Lᵀ (h + H m), so that noise moves it by less than q is wide.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -38,10 +41,11 @@ class Site(NamedTuple):
 
 
 class Direction(NamedTuple):
-    """A step of rate 1 in the coordinates of q: that of m ``(D,)``, and S ``(D, D)`` or its diagonal."""
+    """A step of rate 1 in the coordinates of q: that of m ``(D,)``, S ``(D, D)`` or its diagonal, and n ``(D,)``."""
 
     loc: Tensor
     spread: Tensor
+    noise: Tensor
 
 
 def paired(noise: Tensor) -> Tensor:
@@ -122,7 +126,12 @@ def at(site: Site, z: Tensor) -> Tensor:
 
 
 def direction(
-    loc: Tensor, scale_tril: Tensor, of: Site, z: Tensor, entropy: float = 1.0
+    loc: Tensor,
+    scale_tril: Tensor,
+    of: Site,
+    z: Tensor,
+    entropy: float = 1.0,
+    noise: float | Tensor | None = None,
 ) -> Direction:
     """Where a step goes, from the site of all terms but −log q: nowhere that the draws have not seen.
 
@@ -133,38 +142,48 @@ def direction(
         z: the draws that it was made from.
         entropy: what −log q adds to S, in identities. So a pushforward m + L f(ε) steps too: the entropy of any q grows
             alike with L. Less than 1 makes q narrower, by a factor of about √entropy.
+        noise: τ, of the mean gradient that the site was made from.
     """
     unit = torch.eye(len(loc), dtype=loc.dtype, device=loc.device)
     _, _, span = _seen(loc, scale_tril, z)
     spread = span @ (scale_tril.mT @ of.slope @ scale_tril + entropy * unit) @ span
     values, vectors = torch.linalg.eigh((spread + spread.mT) / 2)
     mean = vectors.mT @ (span @ (scale_tril.mT @ (of.pull + of.slope @ loc)))
-    return Direction(
-        vectors @ (mean / (1 - values.clamp(max=0.0))), (vectors * values) @ vectors.mT
-    )
+    move, added = vectors @ (mean / (1 - values.clamp(max=0.0))), torch.zeros_like(mean)
+    if noise is not None:
+        added = noise * torch.linalg.vector_norm(scale_tril @ vectors, dim=0)
+        squares, axes = torch.linalg.eigh(scale_tril.mT @ scale_tril)
+        rest = noise * (axes * squares.clamp(min=0.0).sqrt()) @ axes.mT
+        bent = (vectors * (1 - values.clamp(max=0.0))) @ vectors.mT
+        move = torch.linalg.solve(bent + rest, vectors @ mean)
+    return Direction(move, (vectors * values) @ vectors.mT, added)
 
 
 def step(
-    loc: Tensor, scale_tril: Tensor, to: Direction, rate: float | Tensor, *, noisy: bool = False
+    loc: Tensor, scale_tril: Tensor, to: Direction, rate: float | Tensor
 ) -> tuple[Tensor, Tensor]:
     """The next mean ``(D,)`` and Cholesky factor ``(D, D)``."""
     values, vectors = torch.linalg.eigh((to.spread + to.spread.mT) / 2)
-    root = scale_tril @ (vectors * _widening(values, rate, noisy))
+    edge = math.sqrt(2 * len(values)) * to.noise  # Wigner (1958)
+    root = scale_tril @ (vectors * _widening(values, rate, edge))
     new, failed = torch.linalg.cholesky_ex(root @ root.mT)  # not finite rather than wrong
     return loc + rate * _bounded(scale_tril @ to.loc), torch.where(failed == 0, new, torch.nan)
 
 
-def diagonal_direction(loc: Tensor, scale: Tensor, of: Site) -> Direction:
+def diagonal_direction(
+    loc: Tensor, scale: Tensor, of: Site, noise: float | Tensor | None = None
+) -> Direction:
     """The same for a mean-field q."""
     spread = 1 + scale.square() * of.slope
-    return Direction(scale * (of.pull + of.slope * loc) / (1 - spread.clamp(max=0.0)), spread)
+    mean, added = scale * (of.pull + of.slope * loc), scale * (0.0 if noise is None else noise)
+    return Direction(mean / (1 - spread.clamp(max=0.0) + added), spread, added)
 
 
 def diagonal_step(
-    loc: Tensor, scale: Tensor, to: Direction, rate: float | Tensor, *, noisy: bool = False
+    loc: Tensor, scale: Tensor, to: Direction, rate: float | Tensor
 ) -> tuple[Tensor, Tensor]:
     """The next mean and scales ``(D,)``."""
-    return loc + rate * _bounded(scale * to.loc), scale * _widening(to.spread, rate, noisy)
+    return loc + rate * _bounded(scale * to.loc), scale * _widening(to.spread, rate, 3 * to.noise)
 
 
 def agreement(one: Direction, other: Direction) -> Tensor:
@@ -172,11 +191,11 @@ def agreement(one: Direction, other: Direction) -> Tensor:
     return (one.loc * other.loc).sum() + (one.spread * other.spread).sum() / 2
 
 
-def _widening(values: Tensor, rate: float | Tensor, noisy: bool) -> Tensor:
-    """By what the standard deviations along the eigenvectors of S are multiplied."""
-    if noisy:
-        return (rate / 2 * values.clamp(-WIDEST, WIDEST)).exp()
-    down, up = values.clamp(-NARROWEST, 0.0), values.clamp(0.0, WIDEST)
+def _widening(values: Tensor, rate: float | Tensor, edge: Tensor) -> Tensor:
+    """By what the standard deviations along the eigenvectors of S are multiplied; up to ``edge`` it may be noise."""
+    certain = values.sign() * (values.abs() - edge).clamp(min=0.0)
+    down, rest = certain.clamp(-NARROWEST, 0.0), (values - certain).clamp(-WIDEST, WIDEST)
+    up = (certain.clamp(min=0.0) + rest).clamp(max=WIDEST)
     return (1 - rate * down).rsqrt() * (rate / 2 * up).exp()
 
 

@@ -8,9 +8,10 @@ global parameters and all that the server sends; a client's own posterior is as 
 noise nothing else is sent: no numbers of rows, no ELBO terms (the history has NaN for them), and in place of an upload
 that is not finite, zeros. ``docs/privacy.md`` lists what leaves a client.
 
-*The clip* follows the median of the clients' norms where none is given (Andrew et al. 2021, Algorithm 1): each client
-sends whether its norm was below γ, as ±½, and  γ ← γ exp(−η (b̄ − ½))  with b̄ the noisy share that was. That takes
-a part :data:`SHARE` of the privacy of each round.
+*The clip* follows a quantile of the clients' norms where none is given (Andrew et al. 2021, Algorithm 1): each client
+sends whether its norm was below γ, as ±½, and  γ ← γ exp(−η (b̄ − q))  with b̄ the noisy share that was. That takes
+a part :data:`SHARE` of the privacy of each round. A clip bends what is longer, and what it spares is noise: q is the
+median where noise is half as long as all uploads together, or longer, and grows up to :data:`MOST` where it is less.
 
 Noise and cohorts come from the operating system's entropy, are written nowhere and cannot be drawn again: not from
 ``seed``, nor from a file. A run that goes on from a file draws anew.
@@ -51,10 +52,18 @@ NORMS = {"gaussian": 2, "laplace": 1}
 SHARE = 0.05
 """What of a round's privacy goes into the share of clients below an adaptive clip."""
 FIRST_CLIP = 0.1
+MOST = 0.9
+"""How many of the clients an adaptive clip leaves alone at most."""
 LOUD = 0.75
 """From how many times the longest sum of uploads on noise is warned of."""
+SHAKEN = 0.5
+"""From how many of its standard deviations on q(θ) is said to be shaken by the noise of a round."""
 SHORT = "whether the norm is below the clip"
 _COHORT = -1
+_WHAT_TO_DO = (
+    "the result may be off by more than it says. Take more clients or fewer rounds, a larger ε, or a model with fewer "
+    "global parameters"
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ class Privacy:
     what a single client can do to the others.
 
     Attributes:
-        clip: γ, the largest norm of an upload; by default it follows the median of the clients' norms. A smaller one
+        clip: γ, the largest norm of an upload; by default it follows a quantile of the clients' norms. A smaller one
             needs less noise, and lets each client say less.
         epsilon: what all rounds together may spend.
         noise: scale of the noise (standard deviation, or Laplace's scale) over the sensitivity 2 γ.
@@ -152,9 +161,11 @@ class Privacy:
         """
         if self.clip is not None:
             return clip
-        short = total.pop(SHORT).double().cpu() / cohort
+        below = total.pop(SHORT).double().cpu() / cohort + 0.5
+        most = min(MOST, max(0.5, 1 - self.loudness(total, multiplier, cohort)))
         shake = multiplier / self._part(SHARE) / cohort
-        return clip * torch.exp(-min(1.0, 0.2 / max(shake, 1e-30)) * short.clamp(-0.5, 0.5))
+        step = min(1.0, 0.2 / max(shake, 1e-30)) * (below - most)
+        return clip * torch.exp(-step.clamp(-1.0, 1.0))
 
     def cohort(self, number: int, clients: int, size: int) -> Tensor:
         """Positions of the clients of a round, ascending, int64 ``(K,)``."""
@@ -173,19 +184,31 @@ class Privacy:
             for name, value in total.items()
         }
 
+    def loudness(self, total: Mapping[str, Tensor], multiplier: float, cohort: int) -> float:
+        """How many times the noise of a round's sum is as long as the uploads of K clients can be together."""
+        numbers = _numbers(total)
+        length = numbers if self.mechanism == "laplace" else math.sqrt(numbers)
+        return 2 * multiplier * length / cohort
+
     def warn_if_loud(self, total: Mapping[str, Tensor], multiplier: float, cohort: int) -> None:
         """Warn where the noise of a round is about as long as the uploads of all K clients can be together.
 
         In ``experiments/private.md`` global means are off by .5 to 10 posterior standard deviations from there on.
         """
-        numbers = sum(value.numel() for name, value in total.items() if name != SHORT)
-        length = numbers if self.mechanism == "laplace" else math.sqrt(numbers)
-        if (times := 2 * multiplier * length / cohort) > LOUD:
+        if (times := self.loudness(total, multiplier, cohort)) > LOUD:
+            numbers = _numbers(total)
             warnings.warn(
                 f"the noise that privacy adds to a round's sum is about {times:.1f} times as long as the uploads of "
-                f"its {cohort} clients can be together ({numbers:,} numbers each): the result may be off by "
-                "more than it says. Take more clients or fewer rounds, a larger ε, or a model with fewer global "
-                "parameters",
+                f"its {cohort} clients can be together ({numbers:,} numbers each): {_WHAT_TO_DO}",
+                stacklevel=3,
+            )
+
+    def warn_if_shaken(self, sds: float) -> None:
+        """Warn where the noise of a last round would move q(θ) by about so many of its standard deviations."""
+        if sds > SHAKEN:
+            warnings.warn(
+                f"the noise that privacy adds to a round's sum would move q(θ) by {sds:.1f} of its standard deviations "
+                f"where it is widest: {_WHAT_TO_DO}",
                 stacklevel=3,
             )
 
@@ -217,6 +240,11 @@ class Privacy:
         """Of a round, where there is a seed."""
         assert self.seed is not None
         return noise.fold(noise.fold(noise.key(self.seed), noise.word("privacy")), number)
+
+
+def _numbers(total: Mapping[str, Tensor]) -> int:
+    """How many numbers an upload has, but for what it says of its norm."""
+    return sum(value.numel() for name, value in total.items() if name != SHORT)
 
 
 def entropy(shape: Sequence[int]) -> Tensor:

@@ -150,3 +150,29 @@ def test_a_step_goes_nowhere_that_the_draws_have_not_seen():
     torch.testing.assert_close(to.loc, (to.loc @ along) * along)
     torch.testing.assert_close(to.spread, (along @ to.spread @ along) * along.outer(along))
     assert to.loc.norm() > 0.1
+
+
+def noisy_climb(noise: float, steps: int, generator: torch.Generator):
+    """q after so many steps of rates 1 to .1, from gradients whose mean over 16 draws is off by this."""
+    loc, root = LOC, ROOT
+    for number in range(steps):
+        z = draws(16, number, loc, root)
+        shake = 4 * noise * torch.randn(16, 3, generator=generator, dtype=D)
+        of = natural.site(loc, root, z, (natural.at(TRUE, z) + shake)[None], blank())
+        to = natural.direction(loc, root, natural.Site(of.pull[0], of.slope[0]), z, noise=noise)
+        loc, root = natural.step(loc, root, to, max(0.1, 1 / (1 + number / 4)))
+    return loc, root
+
+
+def test_noise_moves_neither_the_mean_nor_the_width_of_q_one_way():
+    """Noise of .7 in the widest direction's own units. Over 40 runs the mean of m is within three of its standard
+    errors of the target's, and the logarithms of the widths of the target's within .1 on average."""
+    widest = float(torch.linalg.eigvalsh(torch.linalg.inv(PRECISION))[-1].sqrt())
+    generator = torch.Generator().manual_seed(0)
+    runs = [noisy_climb(0.7 / widest, 80, generator) for _ in range(40)]
+    means = torch.stack([loc for loc, _ in runs])
+    widths = torch.stack([torch.linalg.eigvalsh(r.mT @ PRECISION @ r).log() / 2 for _, r in runs])
+    print(means.mean(0), means.std(0), widths.mean(0), widths.std(0))
+    error = means.std(0) / len(runs) ** 0.5
+    assert ((means.mean(0) - CENTRE).abs() < 3 * error).all()
+    assert abs(float(widths.mean())) < 0.1
