@@ -113,7 +113,7 @@ def sums(run: bf.Run, world: bf.Run, cohort: tuple[int, ...]) -> dict[str, Tenso
     """What a cohort of a world would send in the next round of a run, clipped and added up."""
     key = noise.fold(noise.key(run.seed), run.done)
     rate = annealed(run.algorithm.lr_decay, run.done / run.rounds)
-    turn = Turn(world.program, noise.fold(key, -1), run.size, rate, private=True)
+    turn = Turn(world.program, noise.fold(key, -1), run.size, rate)
     work = Cohort(
         world.algorithm,
         world.program,

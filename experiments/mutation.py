@@ -82,8 +82,8 @@ FAULTS = {
     ),
     "FedProx: the penalty per row": (
         f"{ALGORITHMS}/fed_avg.py",
-        "self.proximal / 2 * squared(own, server)",
-        "self.proximal / 2 * squared(own, server) / batch.rows",
+        "self.proximal / 2 * squared(own, to)",
+        "self.proximal / 2 * squared(own, to) / 10",
     ),
     "pFedBayes: no ζ": (
         f"{ALGORITHMS}/fedabml.py",

@@ -14,9 +14,9 @@ S is zero at the optimum, and I − S is the curvature of the model's own log de
 takes one step. Everything is of the size of q whatever the data, so one rate serves eight clients and ten thousand.
 
 Where noise of standard deviation τ is added to E[∇f], as under differential privacy, vᵀ S v is off by about
-n = τ |L v|: the wider q is, the more of it is noise. What of an eigenvalue s is beyond the largest of noise alone,
-n √(2 D), steps as above; the rest is kept in ±1 and steps by exp(ρ s), which widens as much as it narrows. m moves by
-ρ L (I − S + τ (LᵀL)^½)⁻¹ Lᵀ (h + H m), so that noise moves it by less than q is wide.
+n = τ ‖L v‖: the wider q is, the more of it is noise. What of an eigenvalue s is beyond the largest of noise alone,
+n √(2 D), steps as above; the rest is kept in ±1 and steps by exp(ρ s / (1 + n²)), which widens as much as it narrows.
+m moves by ρ L (B + N B⁻¹ N)⁻¹ Lᵀ (h + H m), B = I − S and N² = τ² LᵀL: Kalman's gain, were q what is known of m.
 """
 
 from __future__ import annotations
@@ -153,9 +153,10 @@ def direction(
     if noise is not None:
         added = noise * torch.linalg.vector_norm(scale_tril @ vectors, dim=0)
         squares, axes = torch.linalg.eigh(scale_tril.mT @ scale_tril)
-        rest = noise * (axes * squares.clamp(min=0.0).sqrt()) @ axes.mT
-        bent = (vectors * (1 - values.clamp(max=0.0))) @ vectors.mT
-        move = torch.linalg.solve(bent + rest, vectors @ mean)
+        shaken = noise * (axes * squares.clamp(min=0.0).sqrt()) @ axes.mT
+        bent = 1 - values.clamp(max=0.0)
+        rest = shaken @ (vectors / bent) @ vectors.mT @ shaken
+        move = torch.linalg.solve((vectors * bent) @ vectors.mT + rest, vectors @ mean)
     return Direction(move, (vectors * values) @ vectors.mT, added)
 
 
@@ -164,8 +165,8 @@ def step(
 ) -> tuple[Tensor, Tensor]:
     """The next mean ``(D,)`` and Cholesky factor ``(D, D)``."""
     values, vectors = torch.linalg.eigh((to.spread + to.spread.mT) / 2)
-    edge = math.sqrt(2 * len(values)) * to.noise  # Wigner (1958)
-    root = scale_tril @ (vectors * _widening(values, rate, edge))
+    edge = math.sqrt(2 * len(values))  # Wigner (1958)
+    root = scale_tril @ (vectors * _widening(values, rate, to.noise, edge))
     new, failed = torch.linalg.cholesky_ex(root @ root.mT)  # not finite rather than wrong
     return loc + rate * _bounded(scale_tril @ to.loc), torch.where(failed == 0, new, torch.nan)
 
@@ -175,15 +176,18 @@ def diagonal_direction(
 ) -> Direction:
     """The same for a mean-field q."""
     spread = 1 + scale.square() * of.slope
-    mean, added = scale * (of.pull + of.slope * loc), scale * (0.0 if noise is None else noise)
-    return Direction(mean / (1 - spread.clamp(max=0.0) + added), spread, added)
+    added = scale * (0.0 if noise is None else noise)
+    bent = 1 - spread.clamp(max=0.0)
+    return Direction(
+        scale * (of.pull + of.slope * loc) / (bent + added.square() / bent), spread, added
+    )
 
 
 def diagonal_step(
     loc: Tensor, scale: Tensor, to: Direction, rate: float | Tensor
 ) -> tuple[Tensor, Tensor]:
     """The next mean and scales ``(D,)``."""
-    return loc + rate * _bounded(scale * to.loc), scale * _widening(to.spread, rate, 3 * to.noise)
+    return loc + rate * _bounded(scale * to.loc), scale * _widening(to.spread, rate, to.noise, 3.0)
 
 
 def agreement(one: Direction, other: Direction) -> Tensor:
@@ -191,11 +195,11 @@ def agreement(one: Direction, other: Direction) -> Tensor:
     return (one.loc * other.loc).sum() + (one.spread * other.spread).sum() / 2
 
 
-def _widening(values: Tensor, rate: float | Tensor, edge: Tensor) -> Tensor:
-    """By what the standard deviations along the eigenvectors of S are multiplied; up to ``edge`` it may be noise."""
-    certain = values.sign() * (values.abs() - edge).clamp(min=0.0)
-    down, rest = certain.clamp(-NARROWEST, 0.0), (values - certain).clamp(-WIDEST, WIDEST)
-    up = (certain.clamp(min=0.0) + rest).clamp(max=WIDEST)
+def _widening(values: Tensor, rate: float | Tensor, noise: Tensor, edge: float) -> Tensor:
+    """By what the widths along the eigenvectors of S are multiplied; those of noise go up to ``edge`` times n."""
+    certain = values.sign() * (values.abs() - edge * noise).clamp(min=0.0)
+    rest = (values - certain).clamp(-WIDEST, WIDEST) / (1 + noise.square())
+    down, up = certain.clamp(-NARROWEST, 0.0), (certain.clamp(min=0.0) + rest).clamp(max=WIDEST)
     return (1 - rate * down).rsqrt() * (rate / 2 * up).exp()
 
 

@@ -27,6 +27,10 @@ _REASONS = {
     r"out of (bounds|range)": (
         "an index is larger than what it is to index: categories count from 0, and a variable needs an entry for each"
     ),
+    r"reinterpreted_batch_ndims|at least 1D": (
+        "there is one number where a vector is wanted. A column named alone is a field of one number a row, columns in "
+        "a list, be it of one, are a field of vectors: fields={'x': ['x'], 'y': 'y'}"
+    ),
     r"size|shape|broadcast|dim": (
         "shapes do not fit. A variable outside `with federation.clients()` has the shape of its distribution, one "
         "inside (1, 1) in front of it, for one client and its rows, and a field (1, rows): "

@@ -148,6 +148,8 @@ def test_on_needs_the_sites(tmp_path, capsys):
 @pytest.mark.slow
 def test_workers_and_a_server_as_processes(folder):
     """Three sites and a run, as they are started at a shell."""
+    vectors = EXPERIMENT.replace('["x", "y"]', '{ x = ["x"], y = "y" }')
+    (folder / "experiment.toml").write_text(vectors)
     command = [sys.executable, "-m", "bayesfed.cli.app"]
     sites = [
         subprocess.Popen([*command, "node", f"{name}.toml"], cwd=folder)

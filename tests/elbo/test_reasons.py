@@ -39,6 +39,7 @@ MISTAKES = [
     (draws, "site 'y' differs from one run to the next"),
     (lambda a, b, obs: a + b * obs["y"], r"`pyro.sample\(\"y\".*: shapes do not fit"),
     (lambda a, b, obs: a + obs["x"].mT @ b, "obs.*mT @ b.*: shapes do not fit"),
+    (lambda a, b, obs: a + obs["x"] @ a, "one number where a vector is wanted"),
     (lambda a, b, obs: a + b[obs["kind"]], r"an index must be whole numbers: .*\.long\(\)"),
     (lambda a, b, obs: a + b[obs["kind"].long() + 1], "categories count from 0"),
     (lambda a, b, obs: a + b.nothing, "'Tensor' object has no attribute 'nothing'"),

@@ -39,7 +39,8 @@ def test_points_and_particles_have_none(algorithm):
 
 def test_a_private_run_has_none():
     privacy = bf.Privacy(epsilon=100.0, clip=10.0)
-    posterior = bf.fit(known_scales, datasets.eight_schools(), rounds=2, privacy=privacy)
+    with pytest.warns(UserWarning, match="would move q"):
+        posterior = bf.fit(known_scales, datasets.eight_schools(), rounds=2, privacy=privacy)
     assert posterior.khat is None
 
 
