@@ -6,8 +6,9 @@
 Clients have 10 rows of three numbers and a yes or no, drawn from models.hierarchical_logistic at μ_α = -0.5, τ_α = 0.7,
 μ_β = (1, -1, 0.5), τ_β = (0.3, 0.3, 0.3). All clients take part in 30 rounds; Gaussian noise, δ = 10⁻⁵; the clip is the
 adaptive one. Cells are the negative log-likelihood of 20 further rows of every client, which knows its own rows, and
-the error of μ_β: its root mean square distance from the truth; where there is a posterior of it, also in its standard
-deviations from the posterior without privacy. Means over the seeds, with their standard errors. "alone" is what
+the error of μ_β: its root mean square distance from the truth; where there is a posterior of it, also the
+largest shift of its mean from that without privacy, in standard deviations of the posterior without and in its own.
+Means over the seeds, with their standard errors. "alone" is what
 clients know whose neighbours tell nothing: the model under its prior.
 """
 
@@ -95,8 +96,9 @@ def worth(name: str, count: int, epsilon: float, seed: int) -> dict[str, Any]:
         }
         if not math.isinf(epsilon) and float(beta.std(0).min()) > 0:
             plain = fitted(name, count, math.inf, seed).sample(1000)["mu_beta"].reshape(1000, 3)
-            shift = (beta.mean(0) - plain.mean(0)) / plain.std(0)
-            found["shift"] = float(shift.abs().max())
+            shift = (beta.mean(0) - plain.mean(0)).abs()
+            found["shift"] = float((shift / plain.std(0)).max())
+            found["own"] = float((shift / beta.std(0)).max())
     return found | {"said": said}
 
 
@@ -111,7 +113,8 @@ def cell(found: list[dict[str, Any]]) -> str:
         return f"{mean(values):.{digits}f}{error}"
 
     text = f"{shown('nll', 3)} / {shown('distance', 2)}"
-    text += f" / {shown('shift', 1)} sd" if all("shift" in each for each in found) else ""
+    if all("shift" in each for each in found):
+        text += f" / {shown('shift', 1)} sd, {shown('own', 1)} of its own"
     warned = sum(any("noise" in each for each in one["said"]) for one in found)
     return text + (f" (warned {warned} of {len(found)})" if warned else "")
 

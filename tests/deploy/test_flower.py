@@ -384,8 +384,9 @@ def test_nobody_gets_in_without_a_key_or_with_a_wrong_certificate(folder):
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_network_ends_with_whoever_started_it(folder, how):
     program = (
-        "import sys, time; from pathlib import Path\n"
+        "import signal, sys, time; from pathlib import Path\n"
         "import network\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored by what runs behind a shell
         f"with network.network({{'north': '/a.sock'}}, Path({str(folder / 'f')!r}), tls=False):\n"
         "    print('up', flush=True)\n"
         "    time.sleep(100)\n"
