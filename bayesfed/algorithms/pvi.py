@@ -28,7 +28,7 @@ from bayesfed.algorithms import optimizer
 from bayesfed.algorithms.optimizer import State
 from bayesfed.algorithms.protocol import Job, Turn, Upload, Work
 from bayesfed.algorithms.schedules import gradients, leaves
-from bayesfed.algorithms.structured import EPS, Structured, begun, dimensions, hierarchical, moved
+from bayesfed.algorithms.structured import EPS, Structured, begun, dimensions, hierarchical, moved, serving
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
@@ -147,8 +147,8 @@ class PVI(Structured):
         cavity = Natural(*(q - t for q, t in zip(sent, own, strict=True)))
         params = {name: message[name] for name in program.init}
         local = {part: tensors for part, tensors in job.clients.items() if part != "factor"}
-        local = moved(program, params, local, job.rows(None))
         q = Natural(*(x.expand_as(t).clone() for x, t in zip(sent, own, strict=True)))
+        local = self.caught_up(job, params, local, q)
         terms = []
         for step in range(self.local_steps):
             stream = noise.fold(job.keys, step)
@@ -170,6 +170,17 @@ class PVI(Structured):
         }
         factor_state = {name: job.clients["factor"][name] + change[name] for name in change}
         return Work(change, torch.stack(terms).mean(0), local | {"factor": factor_state})
+
+    def caught_up(self, job: Job, params: Params, clients: State, q: Natural) -> State:
+        """K clients whose φ_i has followed q; what they had learnt is kept where it still serves."""
+        program, rows = job.program, job.rows(None)
+        if not program.laplace_params:
+            return clients
+        clients = moved(program, params, clients, rows)
+        supplied = program.noise(job.keys, self.draws, local=True)
+        _, z = _antithetic(q, program, job.keys, self.draws)
+        (site,) = program.random
+        return serving(program, params, clients, {site: z.detach()}, rows, supplied, self.draws)
 
     def encode(self, job: Job, work: Work) -> Upload:
         """The changes."""

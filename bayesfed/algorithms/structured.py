@@ -38,6 +38,8 @@ CONDITIONED_UP_TO = 50
 """The same for local variables that are conditioned on them, whose weights every client keeps."""
 EPS = 0.1
 """Adam's ε for φ_i: an ELBO gradient of less than a tenth of a nat a unit is noise, not to be chased at full rate."""
+_DOUBT = 2.0
+"""Standard errors by which what a client has learnt must be worse than its closed form to be given up."""
 PERSONAL_DRAWS, PERSONAL_DECAY = 16, 0.01
 """Draws of θ and w_i in a step of ``personalize``, and what is left of its rate at the end."""
 
@@ -140,6 +142,44 @@ def _shifted(clients: optimizer.State, origin: Params) -> optimizer.State:
         there[name] = torch.where(keep, origin[name], before)
         shifted[name] = phi[name] + there[name] - before
     return clients | {"params": phi | shifted, "origin": there}
+
+
+@traceable
+def serving(
+    program: Program,
+    params: Mapping[str, Tensor],
+    clients: optimizer.State,
+    theta: Mapping[str, Tensor],
+    batch: Batch,
+    supplied: Noise,
+    draws: int,
+) -> optimizer.State:
+    """Clients as :func:`moved` leaves them, at the origin itself where what they had learnt makes their term worse.
+
+    A correction that was learnt around a wide q(θ) may be far off around a narrow one, and a term that it makes wrong
+    is one whose factor keeps q(θ) where it is. It is given up where that is worth more than ``_DOUBT`` standard errors
+    of the draws, which come in antithetic pairs; so is one that gives no numbers.
+
+    Args:
+        program: the model/guide pair.
+        params: the global parameters (unconstrained).
+        clients: the K clients' φ_i, with their origins.
+        theta: draws of θ, ``(S, K, 1, *event)``, the second half antithetic to the first.
+        batch: the cohort's rows.
+        supplied: the noise of the local sites.
+        draws: S.
+    """
+    phi, origin = clients["params"], clients["origin"]
+    with torch.no_grad():
+        learnt = client_terms(program, {**params, **phi}, theta, batch, supplied, draws)
+        closed = client_terms(program, {**params, **phi, **origin}, theta, batch, supplied, draws)
+    gain = (learnt - closed).unflatten(0, (2, draws // 2)).mean(0)
+    keep = gain.mean(0) >= -_DOUBT * gain.std(0) / math.sqrt(draws // 2)
+    kept = {
+        name: torch.where(keep.reshape(-1, *[1] * (there.ndim - 1)), phi[name], there)
+        for name, there in origin.items()
+    }
+    return clients | {"params": phi | kept}
 
 
 def local_steps(
