@@ -28,7 +28,15 @@ from bayesfed.algorithms import optimizer
 from bayesfed.algorithms.optimizer import State
 from bayesfed.algorithms.protocol import Job, Turn, Upload, Work
 from bayesfed.algorithms.schedules import gradients, leaves
-from bayesfed.algorithms.structured import EPS, Structured, begun, dimensions, hierarchical, moved, serving
+from bayesfed.algorithms.structured import (
+    EPS,
+    Structured,
+    begun,
+    dimensions,
+    hierarchical,
+    moved,
+    serving,
+)
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise

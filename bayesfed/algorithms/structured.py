@@ -174,7 +174,8 @@ def serving(
         learnt = client_terms(program, {**params, **phi}, theta, batch, supplied, draws)
         closed = client_terms(program, {**params, **phi, **origin}, theta, batch, supplied, draws)
     gain = (learnt - closed).unflatten(0, (2, draws // 2)).mean(0)
-    keep = gain.mean(0) >= -_DOUBT * gain.std(0) / math.sqrt(draws // 2)
+    keep = gain.mean(0) >= -_DOUBT * gain.std(0, correction=0) / math.sqrt(max(1, draws // 2 - 1))
+    keep = keep | (learnt.isfinite() & ~closed.isfinite()).any(0)
     kept = {
         name: torch.where(keep.reshape(-1, *[1] * (there.ndim - 1)), phi[name], there)
         for name, there in origin.items()
