@@ -161,8 +161,8 @@ class Algorithm:
         """The server's next state from the sum of the uploads, and its ELBO term ``()``: θ and the mean, and 0."""
         return moved(server, mean(turn, total)), torch.zeros(())
 
-    def late(self, total: Upload) -> Upload:
-        """What of an upload still counts in a later round: the changes of what the server keeps of clients. Nothing."""
+    def late(self, server: Any, total: Upload, count: int) -> Upload:
+        """What of K uploads of an earlier round still counts: changes of what the server keeps of clients. Nothing."""
         return {}
 
     def params(self, server: Any) -> Params:

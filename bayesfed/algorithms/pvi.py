@@ -19,7 +19,7 @@ and so is the posterior of a conjugate Gaussian model.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -194,7 +194,7 @@ class PVI(Structured):
         """The changes."""
         return work.found
 
-    def late(self, total: Upload) -> Upload:
+    def late(self, server: Any, total: Upload, count: int) -> Upload:
         """The changes of the clients' factors."""
         return total
 

@@ -14,8 +14,13 @@ depend on the size of λ. Of λ itself it only reads where q(θ) lies. φ_i neve
 
 The steps are Newton's where q(θ) is Gaussian, of rate 1 at first: as long as one goes on where the last one went,
 there is way to go; each time one goes back, noise has the upper hand, and the rate falls (Kesten 1958, *Accelerated
-stochastic approximation*). Under partial participation what clients said at their last visit stands, and those who
-have not been seen are taken to be like those who have.
+stochastic approximation*).
+
+Under partial participation what clients said at their last visit stands, and those who have not been seen are taken to
+be like those who have. But a site is made where q(θ) lies, and may say little of where q(θ) has gone since. What two
+cohorts say differs by √(2 D N / K) standard deviations of q(θ) where all is well. Where what a cohort says moves a step
+by more, d of them, all sites keep exp(1 − d² K / (2 D N)) of their weight: first steps rest on the last cohorts, sites
+of quadratics are kept, and in the end nothing is forgotten.
 
 What has no Gaussian takes Adam's steps along gradients: a Flow's spline, a guide of one's own, a model's global
 ``pyro.param``, which are points. There clients upload, for each draw, what their site does not say of the gradient
@@ -31,7 +36,7 @@ times N / K is unbiased.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +70,10 @@ from bayesfed.tracing.compiler import traceable
 
 PULL, SLOPE, SEEN = f"{GLOBAL}.pull", f"{GLOBAL}.slope", f"{GLOBAL}.seen"
 """A client's site, or the sum over clients; and whether, or how many, have been seen."""
+LEVEL = f"{GLOBAL}.level"
+"""How much has been forgotten until now, or until the client's last visit: −log of the weight that a first site has."""
+FORGOTTEN = 4.0
+"""The most that a round adds to it: of a thousand clients, ten a round, one run in 32 lost its way without a bound."""
 TURN = 0.25
 """What a turn adds to what the first rate is divided by: 1 + turns / 4."""
 
@@ -122,7 +131,7 @@ class SFVI(Structured):
         if self._automatic(program):
             family = family_of(program)
             pull, slope = nothing = family.blank(program.init)
-            known |= {PULL: pull, SLOPE: slope, SEEN: pull.new_zeros(())}
+            known |= {PULL: pull, SLOPE: slope, SEEN: pull.new_zeros(()), LEVEL: pull.new_zeros(())}
             server["prior"] = nothing._asdict()
             still = Direction(pull, slope, pull)
             server["before"] = still._asdict() | {"turns": pull.new_zeros(())}
@@ -143,6 +152,7 @@ class SFVI(Structured):
         with torch.no_grad():
             count = self.local_steps * self._draws(turn.program)
             message = draw(turn.program, server["params"], self._noise(turn), count)
+        message |= {name: value for name, value in server["known"].items() if name == LEVEL}
         return message | server["params"]
 
     def work(self, job: Job) -> Work:
@@ -170,16 +180,19 @@ class SFVI(Structured):
             old = Site(before[PULL], before[SLOPE])
             pull, slope = family_of(program).site(params, z, grad.shape[1] * grad, old)
             del sent[GLOBAL]
-            sent |= {PULL: pull, SLOPE: slope, SEEN: pull.new_ones(len(job))}
+            one = pull.new_ones(len(job))
+            sent |= {PULL: pull, SLOPE: slope, SEEN: one, LEVEL: job.message[LEVEL] * one}
         return Work(grads, terms, clients | {"sent": sent})
 
     def encode(self, job: Job, work: Work) -> Upload:
         """Changes of what clients have sent, and what that leaves unsaid of the gradients that are used; or these."""
         if job.private:
             return work.found
-        before, upload = job.clients["sent"], {}
-        for name, now in work.clients["sent"].items():
-            upload[f"change.{name}"] = now - before[name]
+        before, now, upload = job.clients["sent"], work.clients["sent"], {}
+        if LEVEL in now:
+            before = before | faded(before, now[LEVEL])
+            upload[LEVEL] = now[LEVEL]
+        upload |= {f"change.{name}": now[name] - before[name] for name in now if name != LEVEL}
         for name, grad in work.found.items():
             if name not in before:
                 if self._natural(job.program, job.rate):
@@ -191,9 +204,14 @@ class SFVI(Structured):
             upload[name] = grad - said / grad.shape[1]
         return upload
 
-    def late(self, total: Upload) -> Upload:
-        """The changes; the rest goes with its round's draws."""
-        return {name: value for name, value in total.items() if name.startswith("change.")}
+    def late(self, server: State, total: Upload, count: int) -> Upload:
+        """The changes, as much as is left of them; the rest goes with its round's draws."""
+        changes = {n: value for n, value in total.items() if n.startswith("change.")}
+        if LEVEL not in total:
+            return changes
+        then = {n: changes[f"change.{n}"] for n in (PULL, SLOPE, SEEN)}
+        left = faded(then | {LEVEL: total[LEVEL] / count}, server["known"][LEVEL])
+        return changes | {f"change.{name}": value for name, value in left.items()}
 
     def decode(self, turn: Turn, server: State, total: Upload) -> tuple[State, Tensor]:
         """A step on λ."""
@@ -250,7 +268,7 @@ class SFVI(Structured):
         ascended: Params = {}
         if steps:
             server, ascended = self._ascended(
-                program, server, total, theta[GLOBAL], rate, scale, added
+                program, server, before, total, theta[GLOBAL], rate, scale, added
             )
         if rest := {name: value for name, value in params.items() if name not in ascended}:
             found = gradients(surrogate, rest)
@@ -268,13 +286,14 @@ class SFVI(Structured):
         self,
         program: Program,
         server: State,
+        before: Params,
         total: Upload,
         draws: Tensor,
         rate: float,
         scale: float,
         added: float,
     ) -> tuple[State, Params]:
-        """The server's state and the family's parameters after a natural-gradient step."""
+        """The server's state and the family's parameters after a natural-gradient step; ``before`` it knew less."""
         family, params, known = family_of(program), server["params"], server["known"]
         used, noisy = self._draws(program) * self._late, GLOBAL in total
         values = {GLOBAL: draws[-used:].detach().requires_grad_()}
@@ -288,17 +307,22 @@ class SFVI(Structured):
                 grads = (used * scale * total[GLOBAL]).to(z.dtype)[None]
                 blank = Site(*(v[None] for v in family.blank(params)))
                 clients = Site(*(v[0] for v in family.site(params, z, grads, blank)))
-            else:  # those who have not been seen yet are taken to be like those who have
-                everyone = program.clients / known[SEEN]
-                clients = Site(everyone * known[PULL], everyone * known[SLOPE])
-            of = Site(*(a + b for a, b in zip(prior, clients, strict=True)))
+            else:
+                clients = _of_all(program, known)
             of_mean = math.sqrt(used) * scale * added if noisy else None
-            to = family.direction(params, of, z, of_mean)
+            to = family.direction(params, _sum(prior, clients), z, of_mean)
             last = dict(server["before"])
             turns = last.pop("turns")
             turns = turns + (natural.agreement(Direction(**last), to) < 0).to(z.dtype)
             pace = rate / (1 + TURN * turns)
             ascended = family.ascend(params, to, self.lr * pace)
+            if not noisy:
+                stale = family.direction(params, _sum(prior, _of_all(program, before)), z)
+                news = Direction(to.loc - stale.loc, to.spread - stale.spread, to.noise)
+                of_cohorts = 2 * scale * z.shape[-1]
+                gone = natural.agreement(news, news) / of_cohorts * (before[SEEN] > 0) - 1
+                level = known[LEVEL] + (gone * pace**2).clamp(0.0, FORGOTTEN).to(z.dtype)
+                server = server | {"known": known | faded(known, level) | {LEVEL: level}}
         state = {"prior": prior._asdict(), "before": to._asdict() | {"turns": turns}}
         return server | state, ascended
 
@@ -347,3 +371,20 @@ class SFVI(Structured):
         """Once for each kind of steps."""
         both = self._natural(program, 1.0) != self._natural(program, 0.5)
         return (1.0, 0.5) if both else (1.0,)
+
+
+def _of_all(program: Program, known: Params) -> Site:
+    """Of all clients; those who have not been seen are taken to be like those who have."""
+    each = program.clients / known[SEEN].clamp(min=1e-30)
+    return Site(each * known[PULL], each * known[SLOPE])
+
+
+def _sum(one: Site, other: Site) -> Site:
+    return Site(one.pull + other.pull, one.slope + other.slope)
+
+
+def faded(known: Mapping[str, Tensor], level: Tensor) -> Params:
+    """What is left, at a level, of sites or their sum that are from another: ``(K, ...)`` or ``(...)``."""
+    left = (known[LEVEL] - level).exp()
+    sites = {name: known[name] for name in (PULL, SLOPE, SEEN)}
+    return {n: v * left[(..., *[None] * (v.ndim - left.ndim))] for n, v in sites.items()}

@@ -237,7 +237,8 @@ def _round(sites: Sites, run: Run, members: Sequence[Member]) -> Report:
     else:
         total, said = middle(found) if plan.median else added(found)
     for _, parts in late.values():
-        for part, value in plan.algorithm.late(parts["total"]).items():
+        count = int(parts["sound"]["clients"].sum())
+        for part, value in plan.algorithm.late(run.server, parts["total"], count).items():
             total[part] = total[part] + value
         run.said += parts["said"]["terms"][1:]
     sound = torch.cat([parts["sound"]["clients"] for parts in found.replies.values()])

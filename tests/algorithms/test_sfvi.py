@@ -1,0 +1,114 @@
+"""SFVI where few clients take part in a round: what is kept of those who do not."""
+
+from itertools import pairwise
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import bayesfed as bf
+from bayesfed import datasets, models
+from bayesfed.algorithms.sfvi import LEVEL, PULL, SEEN, SLOPE, faded
+
+PLAIN = bf.SFVI(corrected=False)
+EAGER = bf.Execution(compile=False)
+
+
+def many(clients):
+    """Varying intercepts with 5 to 50 rows a client."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(5, 51, (clients,), generator=generator)
+    alpha = 1.5 + 0.5 * torch.randn(clients, generator=generator)
+    x = torch.randn(int(lengths.sum()), 1, generator=generator)
+    noise = 0.8 * torch.randn(len(x), generator=generator)
+    y = alpha.repeat_interleave(lengths) - 0.7 * x[:, 0] + noise
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    return bf.Federation({"x": x, "y": y}, offsets, [f"c{i}" for i in range(clients)])
+
+
+def normal(posterior):
+    """Mean and standard deviations of q(z)."""
+    loc, tril = bf.FullRank().normal(posterior.params)
+    return loc, tril.square().sum(1).sqrt()
+
+
+def test_one_client_in_a_hundred():
+    """The clients of the first rounds are seen from far away; what they said there kept q 10 sd off for 200 rounds.
+
+    Allowed is 1 sd for each of two errors: of a thousand clients .99^150 = 22 % have not been seen, which leaves
+    √(.22 / .78) = .5 sd, and others have been seen when q had not quite arrived.
+    """
+    data = many(1000)
+    loc, sd = normal(bf.fit(models.varying_intercept, data, PLAIN))
+    run = bf.start(models.varying_intercept, data, PLAIN, rounds=500, clients_per_round=0.01)
+    for _ in range(150):
+        bf.step(run)
+    found = normal(bf.finish(run))
+    assert ((found[0] - loc) / sd).abs().max() < 2
+    assert (found[1] / sd).log().abs().max() < 0.1
+
+
+@pytest.mark.parametrize("seed", [0, 3, 4])
+def test_a_run_does_not_follow_what_was_said_far_away(seed):
+    """From gradients of 38 patients seen where the hazard's shape was absurd it went on until there were no numbers."""
+    run = bf.start(
+        models.weibull_survival, datasets.kidney(), PLAIN, clients_per_round=0.4, seed=seed
+    )
+    locs = torch.stack([bf.step(run).params["global.loc"] for _ in range(20)])
+    assert locs.abs().max() < 5
+    assert (locs[-1] - locs[-2]).abs().max() < 0.2
+
+
+@pytest.mark.parametrize("guide", [None, bf.MeanField()], ids=str)
+def test_the_server_has_the_sum_of_what_is_left_of_what_clients_sent(guide):
+    algorithm = bf.SFVI(corrected=False, global_guide=guide)
+    run = bf.start(
+        models.varying_intercept,
+        many(1000),
+        algorithm,
+        rounds=15,
+        clients_per_round=0.01,
+        execution=EAGER,
+    )
+    levels = []
+    for _ in range(15):
+        bf.step(run)
+        known = run.server["known"]
+        levels.append(float(known[LEVEL]))
+        left = faded(run.clients.tensors["sent"], known[LEVEL])
+        for name, value in left.items():
+            torch.testing.assert_close(known[name], value.sum(0), rtol=1e-3, atol=1e-3)
+    assert levels[-1] > 0.5
+    assert all(b >= a for a, b in pairwise(levels))
+
+
+def test_of_a_late_answer_as_much_is_left_as_if_it_had_been_in_time():
+    of_two = {f"change.{name}": torch.full((3,), 4.0) for name in (PULL, SLOPE, SEEN)}
+    server = {"known": {LEVEL: torch.tensor(3.0)}}
+    total = of_two | {LEVEL: torch.tensor(2.0), "mu": torch.ones(2), "change.rate": torch.ones(1)}
+    found = PLAIN.late(server, total, 2)
+    left = {name: value * torch.tensor(-2.0).exp() for name, value in of_two.items()}
+    assert found.keys() == left.keys() | {"change.rate"}
+    for name, value in left.items():
+        torch.testing.assert_close(found[name], value)
+    assert torch.equal(found["change.rate"], total["change.rate"])
+
+
+def test_nothing_is_forgotten_where_sites_are_exact():
+    """Of a linear model with known scales each site is a quadratic, wherever it was made."""
+    generator = torch.Generator().manual_seed(1)
+    clients = {f"c{i}": {"y": 0.5 * torch.randn(4, generator=generator)} for i in range(12)}
+    data = bf.Federation.from_arrays(clients)
+
+    def model(federation):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with federation.clients():
+            alpha = pyro.sample("alpha", dist.Normal(mu, 0.5))
+            with federation.observations() as obs:
+                pyro.sample("y", dist.Normal(alpha, 0.5), obs=obs["y"])
+
+    run = bf.start(model, data, PLAIN, rounds=40, clients_per_round=0.25, execution=EAGER)
+    for _ in range(10):
+        bf.step(run)
+    assert run.server["known"][LEVEL] == 0
