@@ -1,7 +1,7 @@
 """Every algorithm against the exact posterior and evidence of a Gaussian hierarchy."""
 
 import shutil
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pyro
 import pyro.distributions as dist
@@ -356,16 +356,18 @@ def counts(seed=0):
 def test_pvi_is_not_held_up_by_what_clients_learnt_far_away():
     """In the first rounds q is wide, and counts explode: corrections learnt there held q 25 sd away for good."""
     visits, parts = datasets.randhie(), {}
-    for name, start, end in zip(visits.names, visits.offsets, visits.offsets[1:], strict=False):
+    for name, (start, end) in zip(visits.names, pairwise(visits.offsets), strict=True):
         some = torch.linspace(start, end - 1, 40).long()
         parts[name] = {field: visits[field][some] for field in visits.fields}
     data = bf.Federation.from_arrays(parts)
-    pvi = bf.fit(models.hierarchical_count, data, bf.PVI(), rounds=60, execution=EAGER).sample(4000)
+    found = bf.fit(models.hierarchical_count, data, bf.PVI(), rounds=60, execution=EAGER)
     algorithm = bf.SFVI(corrected=False)  # which has NUTS' to .1 sd on this model: accuracy.md
-    sfvi = bf.fit(models.hierarchical_count, data, algorithm, execution=EAGER).sample(4000)
+    expected = bf.fit(models.hierarchical_count, data, algorithm, execution=EAGER)
+    pvi, sfvi = found.sample(4000), expected.sample(4000)
     for site in ("mu", "tau", "beta"):
-        assert ((pvi[site].mean(0) - sfvi[site].mean(0)).abs() / sfvi[site].std(0)).max() < 0.5
-        assert (pvi[site].std(0) / sfvi[site].std(0)).log().abs().max() < 0.3
+        assert ((pvi[site].mean(0) - sfvi[site].mean(0)).abs() / sfvi[site].std(0)).max() < 0.3
+        assert (pvi[site].std(0) / sfvi[site].std(0)).log().abs().max() < 0.2
+    assert found.elbo(1000).mean() > expected.elbo(1000).mean() - 1
 
 
 def test_what_serves_is_kept_and_what_does_not_given_up():

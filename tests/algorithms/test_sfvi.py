@@ -2,14 +2,13 @@
 
 from itertools import pairwise
 
-import pyro
-import pyro.distributions as dist
 import pytest
 import torch
 
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.algorithms.sfvi import LEVEL, PULL, SEEN, SLOPE, faded
+from tests.scenarios import conjugate_hierarchy, ragged
 
 PLAIN = bf.SFVI(corrected=False)
 EAGER = bf.Execution(compile=False)
@@ -100,18 +99,9 @@ def test_of_a_late_answer_as_much_is_left_as_if_it_had_been_in_time():
 
 def test_nothing_is_forgotten_where_sites_are_exact():
     """Of a linear model with known scales each site is a quadratic, wherever it was made."""
-    generator = torch.Generator().manual_seed(1)
-    clients = {f"c{i}": {"y": 0.5 * torch.randn(4, generator=generator)} for i in range(12)}
-    data = bf.Federation.from_arrays(clients)
-
-    def model(federation):
-        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-        with federation.clients():
-            alpha = pyro.sample("alpha", dist.Normal(mu, 0.5))
-            with federation.observations() as obs:
-                pyro.sample("y", dist.Normal(alpha, 0.5), obs=obs["y"])
-
-    run = bf.start(model, data, PLAIN, rounds=40, clients_per_round=0.25, execution=EAGER)
+    run = bf.start(
+        conjugate_hierarchy, ragged(12), PLAIN, rounds=40, clients_per_round=0.25, execution=EAGER
+    )
     for _ in range(10):
         bf.step(run)
     assert run.server["known"][LEVEL] == 0

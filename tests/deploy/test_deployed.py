@@ -489,6 +489,7 @@ def test_a_late_answer_counts_when_it_comes(algorithm, tmp_path):
     else:
         known = dict(runs[0].server["known"])
         level = known.pop(LEVEL)
+        assert known["global.seen"] == len(SCHOOLS)
         sent = [own | faded(own, level) for own in sent]
     for name, value in known.items():
         of_clients = sum(own[name].sum(0) for own in sent)
