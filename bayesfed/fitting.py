@@ -248,8 +248,8 @@ def fit(
             :mod:`bayesfed.engine.settling`. So it can under SFVI, SFVIAvg and PVI, without privacy, and under any
             algorithm with ``held_out``.
         clients_per_round: cohort size: a number of clients (int) or a fraction of them in (0, 1] (float).
-            Cohorts are drawn uniformly without replacement and their sums scaled by N / K, so that
-            every round's gradient is unbiased.
+            All clients take part in N / K rounds, in an order that is drawn anew each time; sums over a cohort are
+            scaled by N / K, so that every round's gradient is unbiased.
         batch_size: rows that a client uses in a local step, scaled by n_i / b_i; by default all.
         privacy: clip the uploads and add noise to their sums, see :class:`~bayesfed.Privacy`. The ε that the
             run spends is shown with its progress and kept as ``posterior.epsilon``.

@@ -213,10 +213,16 @@ def _turn(run: Run, rate: float) -> Turn:
 
 
 def _cohort(run: Run) -> Tensor:
-    """The clients of the next round; in secret where that is what privacy rests on."""
+    """The clients of the next round, ascending; in secret where that is what privacy rests on.
+
+    Else all take part in N / K rounds, in an order that is drawn anew each time; the last of them takes some twice.
+    """
     clients = len(run.federation)
     if run.privacy is None or not run.multiplier:
-        return noise.subset(noise.fold(_key(run, run.done), _COHORT), clients, run.size).cpu()
+        turn, number = divmod(run.done, -(-clients // run.size))
+        places = (number * run.size + torch.arange(run.size)) % clients
+        key = noise.fold(noise.fold(noise.key(run.seed), _COHORT), turn)
+        return noise.permuted(key, clients, places).sort().values
     return processes.told(run.privacy.cohort(run.done, clients, run.size), run.execution.group)
 
 

@@ -82,6 +82,23 @@ def test_cohorts_are_random_distinct_and_seeded():
     assert cohorts[0] != cohorts[1]
 
 
+@pytest.mark.parametrize(("clients", "size"), [(6, 2), (7, 3), (5, 5), (12, 1)])
+def test_all_clients_take_part_in_as_few_rounds_as_they_can(clients, size):
+    cohorts = []
+    each = -(-clients // size)
+    fit(
+        ragged(clients),
+        rounds=3 * each,
+        clients_per_round=size,
+        callbacks=[lambda r: cohorts.append(r.cohort)],
+    )
+    turns = [cohorts[i : i + each] for i in range(0, len(cohorts), each)]
+    for turn in turns:
+        assert {name for cohort in turn for name in cohort} == set(ragged(clients).names)
+    if size < clients:
+        assert turns[0] != turns[1] or turns[1] != turns[2]
+
+
 def test_who_is_absent_keeps_its_parameters():
     data = ragged(6)
     algorithm = bf.SFVI(**QUICK)

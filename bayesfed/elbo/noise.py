@@ -34,6 +34,10 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
+_FEW, _FEISTEL = 10_000, 10
+"""Up to so many numbers are sorted; rounds of the network, of which seven are like a random permutation (Patarin 2004)."""
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Torch's own random state as after a seed, for programs that draw by it; as it was afterwards, on every device.
@@ -131,23 +135,30 @@ def _erfinv(x: Tensor) -> Tensor:
     return torch.where(w < 5, centre, tail) * x
 
 
-def subset(key: Tensor, count: int, size: int) -> Tensor:
-    """Without replacement, ``size`` of ``range(count)``: int64, ascending, in time that does not grow with ``count``.
+def permuted(key: Tensor, count: int, places: Tensor) -> Tensor:
+    """What a permutation of ``range(count)`` has at some places: int64, in time that does not grow with ``count``.
+
+    Few are sorted by random numbers. Of many, the digits of each place go through a Feistel network until they are a
+    number below ``count`` again (Black & Rogaway 2002, *Ciphers with arbitrary finite domains*).
 
     Example:
+        >>> import torch
         >>> from bayesfed.elbo import noise
-        >>> noise.subset(noise.key(0), 1_000_000, 3).tolist()
-        [387124, 652448, 701212]
+        >>> noise.permuted(noise.key(0), 1_000_000, torch.arange(3)).tolist()
+        [444586, 244550, 517705]
     """
-    if count <= 100 * size:
-        return uniform(key, (count,)).topk(size, largest=False).indices.sort().values
-    drawn = size
-    while True:  # numbers with replacement, of which each counts once: twice as many as needed nearly always do
-        drawn *= 2
-        values, order = (uniform(key, (drawn,)) * count).long().sort(stable=True)
-        new = torch.cat([values.new_ones(1).bool(), values[1:] != values[:-1]])
-        if int(new.sum()) >= size:
-            return values[new][order[new].argsort()[:size]].sort().values
+    if count <= _FEW:
+        return uniform(key, (count,)).argsort()[places]
+    digits, places = math.isqrt(count - 1) + 1, places.to(key.device)
+    keys = fold(key, torch.arange(_FEISTEL, device=key.device))
+    found, outside = places, torch.ones_like(places, dtype=torch.bool)
+    while bool(outside.any()):
+        high, low = found // digits, found % digits
+        for each in keys:
+            high, low = low, (high + fold(each, low)).remainder(digits)
+        found = torch.where(outside, high * digits + low, found)
+        outside = found >= count
+    return found
 
 
 def shuffle(keys: Tensor, lengths: Tensor) -> Tensor:

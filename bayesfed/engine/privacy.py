@@ -171,7 +171,8 @@ class Privacy:
         """Positions of the clients of a round, ascending, int64 ``(K,)``."""
         if self.seed is None:
             return torch.tensor(sorted(secrets.SystemRandom().sample(range(clients), size)))
-        return noise.subset(noise.fold(self._key(number), _COHORT), clients, size)
+        key = noise.fold(self._key(number), _COHORT)
+        return noise.permuted(key, clients, torch.arange(size)).sort().values
 
     def noisy(
         self, total: Mapping[str, Tensor], clip: float, multiplier: float, number: int

@@ -592,6 +592,16 @@ def test_refuses_a_fraction_that_is_none():
         PFedVEM(upload_fraction=0)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
+def test_each_client_keeps_the_state_of_its_own_optimiser(optimizer):
+    data = regression()
+    algorithm = bf.PFedVEM(optimizer=optimizer)
+    program = algorithm.program(models.varying_intercept, data)
+    kept = algorithm.start_clients(program, algorithm.start(program), data.batch())
+    for part in kept.values():
+        assert all(value.shape[:1] == (len(data),) for value in part.values())
+
+
 def test_personalising_takes_every_clients_own_spread_in_closed_form():
     """ρ_i² = (tr Σ_i + ‖μ_i − m‖²) / D before each step: s² at the start, and after one step what that has made."""
     federation = regression()

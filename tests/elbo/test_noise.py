@@ -146,33 +146,42 @@ def test_numbers_are_uniform_normal_and_uncorrelated(layout):
 # -- choosing -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("count", "size"), [(5, 5), (5, 2), (1000, 10), (301, 3), (10**6, 40)])
-def test_a_subset_is_without_replacement_and_ascending(count, size):
-    for seed in range(20):
-        chosen = noise.subset(noise.key(seed), count, size).tolist()
-        assert chosen == sorted(set(chosen))
-        assert len(chosen) == size
-        assert chosen[0] >= 0
-        assert chosen[-1] < count
+@pytest.mark.parametrize("count", [1, 2, 5, 301, 10_000, 10_001, 12_345])
+def test_a_permutation_has_every_number_once(count):
+    for seed in range(3):
+        found = noise.permuted(noise.key(seed), count, torch.arange(count))
+        assert torch.equal(found.sort().values, torch.arange(count))
 
 
-@pytest.mark.parametrize(("count", "size", "rounds"), [(5, 2, 5000), (201, 2, 2000)])
-def test_every_subset_is_equally_likely(count, size, rounds):
-    """All pairs of few, every member of many, so inclusion is unbiased: chi-square at level 1/1000."""
-    chosen = torch.stack(
-        [noise.subset(noise.fold(noise.key(4), r), count, size) for r in range(rounds)]
-    )
-    if count == 5:
-        seen = (chosen[:, 0] * 5 + chosen[:, 1]).bincount()
-        seen = seen[seen > 0]
-        assert len(seen) == 10
-    else:
-        seen = chosen.flatten().bincount(minlength=count)
-        gaps = (chosen[:, 1] - chosen[:, 0]).double()  # of two of range(n): mean (n + 1) / 3
-        assert gaps.mean() == pytest.approx(
-            (count + 1) / 3, abs=4 * float(gaps.std()) / rounds**0.5
-        )
+def test_a_place_does_not_depend_on_the_others():
+    places = torch.tensor([7, 999_999, 123_456])
+    whole = noise.permuted(noise.key(0), 10**6, torch.arange(10**6))
+    assert torch.equal(noise.permuted(noise.key(0), 10**6, places), whole[places])
+
+
+def test_every_permutation_of_few_is_equally_likely():
+    """Chi-square at level 1/1000, as below."""
+    drawn = [noise.permuted(noise.fold(noise.key(4), r), 4, torch.arange(4)) for r in range(3000)]
+    seen = (torch.stack(drawn) * 4 ** torch.arange(4)).sum(1).unique(return_counts=True)[1]
+    assert len(seen) == 24
     assert stats.chisquare(seen.numpy()).pvalue > LEVEL
+
+
+@pytest.mark.parametrize("count", [50, 20_000])
+def test_neighbours_are_anywhere_and_places_are_uniform(count):
+    """Where three places next to each other go, over 20,000 permutations: eight parts of the range, and of their gaps."""
+    places = count // 2 + torch.arange(3)
+    keys = noise.fold(noise.key(5), torch.arange(20_000 if count < 10_000 else 4000))
+    drawn = torch.stack([noise.permuted(key, count, places) for key in keys])
+    part = drawn * 8 // count
+    size = torch.arange(count).mul(8).div(count, rounding_mode="floor").bincount().double() / count
+    for place in part.T:
+        seen, expected = place.bincount(minlength=8), size * len(keys)
+        assert stats.chisquare(seen.numpy(), expected.numpy()).pvalue > LEVEL
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        gap = (drawn[:, other] - drawn[:, one]).remainder(count) - 1  # of count − 1, alike
+        seen = (gap * 7 // (count - 1)).bincount(minlength=7)
+        assert stats.chisquare(seen.numpy()).pvalue > LEVEL
 
 
 # -- lifting --------------------------------------------------------------------------------------
