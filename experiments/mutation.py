@@ -6,7 +6,7 @@
     python experiments/mutation.py --folders bounds --sample 40
 
 The changes are mutmut's: an operator for another, a number plus one, an argument dropped, an assignment of None, a
-condition forced. Words are left alone (strings, annotations, what is raised or warned of). A mutant is drawn at random
+condition forced. Words are left alone (strings, annotations and their names, what is raised or warned of). A mutant is drawn at random
 from all of a folder's, and meets the tests that run its line, its module's own first, in a fork of a process that has
 imported everything but bayesfed, until one fails. It survives when all of them pass that fit into ``LIMIT`` seconds.
 """
@@ -149,7 +149,7 @@ def mutants(name: str) -> Iterator[tuple[int, Callable[[], str]]]:
             warned = isinstance(node, cst.Call) and cst.Module([]).code_for_node(
                 node.func
             ).endswith("warn")
-            if isinstance(node, skipped) or warned:
+            if isinstance(node, skipped) or warned or _names_a_type(node):
                 return False
             for kind, operator in mutation_operators:
                 if isinstance(node, kind) and operator is not operator_string:
@@ -161,6 +161,14 @@ def mutants(name: str) -> Iterator[tuple[int, Callable[[], str]]]:
     wrapper.module.visit(visitor)
     for line, node, new in visitor.found:
         yield line, partial(_source, wrapper.module, node, new)
+
+
+def _names_a_type(node: Any) -> bool:
+    """``Upload = dict[str, Tensor]``."""
+    import libcst.matchers as m
+
+    name = m.Name(value=m.MatchRegex("[A-Z][a-z]+[A-Za-z]*"))
+    return m.matches(node, m.Assign(targets=[m.AssignTarget(name)], value=m.Subscript()))
 
 
 def _source(module: Any, node: Any, new: Any) -> str:
@@ -191,7 +199,14 @@ def measure(tests: list[str]) -> None:
     subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "--numprocesses", "2", "--dist", "loadfile"),
-            *("--cov=bayesfed", "--cov=guides", "--cov-context=test", "--cov-report="),
+            *(
+                "-m",
+                "not slow",
+                "--cov=bayesfed",
+                "--cov=guides",
+                "--cov-context=test",
+                "--cov-report=",
+            ),
             *("--junitxml", str(STORE / f"times{number}.xml"), "--ignore=tests/test_packaging.py"),
             *(["--cov-append", *tests] if tests else []),
         ],

@@ -63,8 +63,5 @@ def _slopes(values: Tensor, x: Tensor) -> Tensor:
     flat = values.reshape(-1, values.shape[-1])[0]
     if not flat.requires_grad:
         return x.new_zeros(len(flat), len(x))
-    rows = [
-        torch.autograd.grad(v, x, retain_graph=True, allow_unused=True, materialize_grads=True)[0]
-        for v in flat
-    ]
+    rows = [torch.autograd.grad(v, x, retain_graph=True, materialize_grads=True)[0] for v in flat]
     return torch.stack(rows)

@@ -78,7 +78,9 @@ class Flow(Family):
         It is left narrower than the posterior: a spline can widen the bulk, but too few draws fall beyond its
         bound to draw in tails that are too long.
         """
-        return natural.direction(*FullRank().normal(params), of, z, entropy=0.5, noise=noise, unseen=unseen)
+        return natural.direction(
+            *FullRank().normal(params), of, z, entropy=0.5, noise=noise, unseen=unseen
+        )
 
     def ascend(self, params: Params, to: Direction, rate: float | Tensor) -> dict[str, Tensor]:
         """The parameters after a step on the affine part; the spline rests."""

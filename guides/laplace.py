@@ -164,7 +164,7 @@ class Laplace(Hierarchical):
             if not grad.requires_grad:
                 return torch.zeros_like(z)
             (found,) = torch.autograd.grad(
-                -grad, leaf, vector, retain_graph=True, allow_unused=True, materialize_grads=True
+                -grad, leaf, vector, retain_graph=True, materialize_grads=True
             )
             return found
 

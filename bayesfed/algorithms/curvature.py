@@ -208,7 +208,5 @@ def _backward(grad: Tensor, leaf: Tensor) -> Iterator[Tensor]:
         if not column.requires_grad:
             yield torch.zeros_like(leaf)
             continue
-        (row,) = torch.autograd.grad(
-            column.sum(), leaf, retain_graph=True, allow_unused=True, materialize_grads=True
-        )
+        (row,) = torch.autograd.grad(column.sum(), leaf, retain_graph=True, materialize_grads=True)
         yield row

@@ -37,7 +37,6 @@ def gradients(
         list(params.values()),
         create_graph=create_graph,
         retain_graph=retain_graph,
-        allow_unused=True,
         materialize_grads=True,
     )
     return dict(zip(params, found, strict=True))
@@ -112,7 +111,6 @@ def adapted(
             loss(leaves, step),
             leaves,
             create_graph=order == "second",
-            retain_graph=order != "detached",
         )
         if most is not None:
             found = clipped(found, most)

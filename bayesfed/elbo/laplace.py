@@ -84,18 +84,14 @@ def slope(f: Callable[[Tensor], Tensor], u: Tensor) -> tuple[Tensor, Tensor]:
     value = f(u[None]).sum()
     if not value.requires_grad:  # a variable that reaches the rows through others only
         value = value + 0.0 * u.sum()
-    (grad,) = torch.autograd.grad(
-        value, u, create_graph=True, allow_unused=True, materialize_grads=True
-    )
+    (grad,) = torch.autograd.grad(value, u, create_graph=True, materialize_grads=True)
     return grad, _rows(grad, u)
 
 
 def _rows(values: Tensor, x: Tensor) -> Tensor:
     """The derivatives of ``(..., P)`` in x ``(..., D)``, rows apart: ``(..., P, D)``."""
     parts = [
-        torch.autograd.grad(
-            value.sum(), x, create_graph=True, allow_unused=True, materialize_grads=True
-        )[0]
+        torch.autograd.grad(value.sum(), x, create_graph=True, materialize_grads=True)[0]
         if value.requires_grad
         else torch.zeros_like(x)
         for value in values.unbind(-1)

@@ -56,8 +56,9 @@ def test_three_clients_in_a_hundred(seed):
 def test_five_clients_in_a_thousand(seed):
     """What five clients say of the curvature is mostly noise: taken at its word q narrows, and stays where it is.
 
-    After 20 rounds .95^20 = 90 % of the clients have not been seen: errors of √(.9 / .1) = 3 sd are to be expected. 50
-    seeds had 2 to 23, and widths within e^.43; as if nothing was noise, these two had 455 sd, and a width of e^−4.
+    After 20 rounds .95^20 = 90 % of the clients have not been seen: errors of √(.9 / .1) = 3 sd are to be expected. 120
+    seeds had 2 to 31, and widths within e^1.3, most far less; as if nothing was noise, these two had 455 and 53 sd, and
+    widths of e^−2 and e^−4.
     """
     data = many(1000)
     loc, sd = normal(bf.fit(models.varying_intercept, data, PLAIN).params)
@@ -67,8 +68,8 @@ def test_five_clients_in_a_thousand(seed):
     for _ in range(20):
         params = bf.step(run).params
     found = normal(params)
-    assert ((found[0] - loc) / sd).abs().max() < 30
-    assert (found[1] / sd).log().abs().max() < 0.6
+    assert ((found[0] - loc) / sd).abs().max() < 35
+    assert (found[1] / sd).log().abs().max() < 1.4
 
 
 @pytest.mark.parametrize("seed", [0, 3, 4])
