@@ -43,17 +43,8 @@ class Family:
         """Sites of K terms; arguments as for :func:`bayesfed.elbo.natural.site`."""
         raise NotImplementedError
 
-    def size(self, params: Params, slope: Tensor) -> Tensor:
-        """The squares of slopes ``(K, ...)`` in the coordinates of q, ``(K,)``; see :func:`bayesfed.elbo.natural.size`."""
-        raise NotImplementedError
-
     def direction(
-        self,
-        params: Params,
-        of: Site,
-        z: Tensor,
-        noise: float | Tensor | None = None,
-        unseen: float | Tensor = 0.0,
+        self, params: Params, of: Site, z: Tensor, noise: float | Tensor | None = None
     ) -> Direction:
         """Where a natural-gradient step goes; see :func:`bayesfed.elbo.natural.direction`."""
         raise NotImplementedError

@@ -61,26 +61,15 @@ class Flow(Family):
         """Sites of K terms, as if q were the affine part's Gaussian."""
         return FullRank().site(params, z, grads, before)
 
-    def size(self, params: Params, slope: Tensor) -> Tensor:
-        """In the affine part's coordinates."""
-        return FullRank().size(params, slope)
-
     def direction(
-        self,
-        params: Params,
-        of: Site,
-        z: Tensor,
-        noise: float | Tensor | None = None,
-        unseen: float | Tensor = 0.0,
+        self, params: Params, of: Site, z: Tensor, noise: float | Tensor | None = None
     ) -> Direction:
         """Where a natural-gradient step on the affine part goes.
 
         It is left narrower than the posterior: a spline can widen the bulk, but too few draws fall beyond its
         bound to draw in tails that are too long.
         """
-        return natural.direction(
-            *FullRank().normal(params), of, z, entropy=0.5, noise=noise, unseen=unseen
-        )
+        return natural.direction(*FullRank().normal(params), of, z, entropy=0.5, noise=noise)
 
     def ascend(self, params: Params, to: Direction, rate: float | Tensor) -> dict[str, Tensor]:
         """The parameters after a step on the affine part; the spline rests."""

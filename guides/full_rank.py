@@ -45,20 +45,11 @@ class FullRank(Family):
         """Sites of K terms, with the whole slope."""
         return natural.site(*self.normal(params), z, grads, before)
 
-    def size(self, params: Params, slope: Tensor) -> Tensor:
-        """‖Lᵀ H L‖²."""
-        return natural.size(self.normal(params)[1], slope)
-
     def direction(
-        self,
-        params: Params,
-        of: Site,
-        z: Tensor,
-        noise: float | Tensor | None = None,
-        unseen: float | Tensor = 0.0,
+        self, params: Params, of: Site, z: Tensor, noise: float | Tensor | None = None
     ) -> Direction:
         """Where a natural-gradient step goes."""
-        return natural.direction(*self.normal(params), of, z, noise=noise, unseen=unseen)
+        return natural.direction(*self.normal(params), of, z, noise=noise)
 
     def ascend(self, params: Params, to: Direction, rate: float | Tensor) -> dict[str, Tensor]:
         """The parameters after a step."""

@@ -49,20 +49,11 @@ class MeanField(Family):
         """Sites of K terms, with the diagonal of the slope."""
         return natural.diagonal_site(*self.normal(params), z, grads)
 
-    def size(self, params: Params, slope: Tensor) -> Tensor:
-        """Of diagonals."""
-        return natural.diagonal_size(self.normal(params)[1], slope)
-
     def direction(
-        self,
-        params: Params,
-        of: Site,
-        z: Tensor,
-        noise: float | Tensor | None = None,
-        unseen: float | Tensor = 0.0,
+        self, params: Params, of: Site, z: Tensor, noise: float | Tensor | None = None
     ) -> Direction:
         """Where a natural-gradient step goes."""
-        return natural.diagonal_direction(*self.normal(params), of, noise, unseen)
+        return natural.diagonal_direction(*self.normal(params), of, noise)
 
     def ascend(self, params: Params, to: Direction, rate: float | Tensor) -> dict[str, Tensor]:
         """The parameters after a step."""

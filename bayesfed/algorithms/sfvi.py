@@ -20,8 +20,7 @@ Under partial participation what clients said at their last visit stands, and th
 be like those who have. But a site is made where q(θ) lies, and may say little of where q(θ) has gone since. What two
 cohorts say differs by √(2 D N / K) standard deviations of q(θ) where all is well. Where what a cohort says moves a step
 by more, d of them, all sites keep exp(1 − d² K / (2 D N)) of their weight: first steps rest on the last cohorts, sites
-of quadratics are kept, and in the end nothing is forgotten. How unlike the clients' slopes are says how uncertain their
-sum is while some have not been seen; what of the curvature is within that does not narrow q(θ) for good.
+of quadratics are kept, and in the end nothing is forgotten.
 
 What has no Gaussian takes Adam's steps along gradients: a Flow's spline, a guide of one's own, a model's global
 ``pyro.param``, which are points. There clients upload, for each draw, what their site does not say of the gradient
@@ -73,8 +72,6 @@ PULL, SLOPE, SEEN = f"{GLOBAL}.pull", f"{GLOBAL}.slope", f"{GLOBAL}.seen"
 """A client's site, or the sum over clients; and whether, or how many, have been seen."""
 LEVEL = f"{GLOBAL}.level"
 """How much has been forgotten until now, or until the client's last visit: −log of the weight that a first site has."""
-UNLIKE = f"{GLOBAL}.unlike"
-"""By how much the slope of a client's site is unlike the mean of all, in the coordinates of q(θ), squared."""
 FORGOTTEN = 4.0
 """The most that a round adds to it: of a thousand clients, ten a round, one run in 32 lost its way without a bound."""
 TURN = 0.25
@@ -155,9 +152,7 @@ class SFVI(Structured):
         with torch.no_grad():
             count = self.local_steps * self._draws(turn.program)
             message = draw(turn.program, server["params"], self._noise(turn), count)
-        if LEVEL in server["known"]:
-            known = server["known"]
-            message |= {LEVEL: known[LEVEL], SLOPE: _mean(known).slope}
+        message |= {name: value for name, value in server["known"].items() if name == LEVEL}
         return message | server["params"]
 
     def work(self, job: Job) -> Work:
@@ -196,9 +191,7 @@ class SFVI(Structured):
         before, now, upload = job.clients["sent"], work.clients["sent"], {}
         if LEVEL in now:
             before = before | faded(before, now[LEVEL])
-            params = {name: job.message[name] for name in job.program.init}
-            unlike = family_of(job.program).size(params, now[SLOPE] - job.message[SLOPE])
-            upload |= {LEVEL: now[LEVEL], UNLIKE: unlike}
+            upload[LEVEL] = now[LEVEL]
         upload |= {f"change.{name}": now[name] - before[name] for name in now if name != LEVEL}
         for name, grad in work.found.items():
             if name not in before:
@@ -317,8 +310,7 @@ class SFVI(Structured):
             else:
                 clients = _of_all(program, known)
             of_mean = math.sqrt(used) * scale * added if noisy else None
-            unseen = 0.0 if noisy else _unseen(program, known, scale * total[UNLIKE])
-            to = family.direction(params, _sum(prior, clients), z, of_mean, unseen)
+            to = family.direction(params, _sum(prior, clients), z, of_mean)
             last = dict(server["before"])
             turns = last.pop("turns")
             turns = turns + (natural.agreement(Direction(**last), to) < 0).to(z.dtype)
@@ -381,22 +373,10 @@ class SFVI(Structured):
         return (1.0, 0.5) if both else (1.0,)
 
 
-def _mean(known: Params) -> Site:
-    """Of a client."""
-    seen = known[SEEN].clamp(min=1e-30)
-    return Site(known[PULL] / seen, known[SLOPE] / seen)
-
-
 def _of_all(program: Program, known: Params) -> Site:
     """Of all clients; those who have not been seen are taken to be like those who have."""
-    each = _mean(known)
-    return Site(program.clients * each.pull, program.clients * each.slope)
-
-
-def _unseen(program: Program, known: Params, unlike: Tensor) -> Tensor:
-    """The standard error of the slope of all clients, made from those who have been seen; ``unlike`` adds up over all."""
-    left = (program.clients / known[SEEN] - 1).clamp(min=0.0)
-    return (left * unlike).clamp(min=0.0).sqrt().to(left)
+    each = program.clients / known[SEEN].clamp(min=1e-30)
+    return Site(each * known[PULL], each * known[SLOPE])
 
 
 def _sum(one: Site, other: Site) -> Site:

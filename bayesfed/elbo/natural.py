@@ -19,9 +19,6 @@ Where noise of standard deviation τ is added to E[∇f], as under differential 
 n = τ ‖L v‖: the wider q is, the more of it is noise. What of an eigenvalue s is beyond the largest of noise alone,
 n √(2 D), steps as above; the rest is kept in ±1 and steps by exp(ρ s / (1 + n²)), which widens as much as it narrows.
 m moves by ρ L (B + N B⁻¹ N)⁻¹ Lᵀ (h + H m), N² = τ² LᵀL: Kalman's gain, were q what is known of m.
-
-Where H is scaled up from some of the clients it is off by as much as the others are unlike them, u = ‖Lᵀ ΔH L‖, and no
-eigenvalue of S by more: there n is u / √(2 D).
 """
 
 from __future__ import annotations
@@ -36,8 +33,6 @@ FARTHEST = 1.0
 """How far a step of rate 1 may move m, in units of the prior's spread."""
 NARROWEST, WIDEST = 30.0, 1.0
 """The largest eigenvalues of −S and of S that a step follows."""
-DIAGONAL_EDGE = 3.0
-"""The largest number of a diagonal of noise, in units of n."""
 
 
 class Site(NamedTuple):
@@ -139,7 +134,6 @@ def direction(
     z: Tensor,
     entropy: float = 1.0,
     noise: float | Tensor | None = None,
-    unseen: float | Tensor = 0.0,
 ) -> Direction:
     """Where a step goes, from the site of all terms but −log q: nowhere that the draws have not seen.
 
@@ -151,7 +145,6 @@ def direction(
         entropy: what −log q adds to S, in identities. So a pushforward m + L f(ε) steps too: the entropy of any q grows
             alike with L. Less than 1 makes q narrower, by a factor of about √entropy.
         noise: τ, of the mean gradient that the site was made from.
-        unseen: u, by how much its slope may be off.
     """
     unit = torch.eye(len(loc), dtype=loc.dtype, device=loc.device)
     _, _, span = _seen(loc, scale_tril, z)
@@ -166,7 +159,7 @@ def direction(
         shaken = noise * (axes * squares.clamp(min=0.0).sqrt()) @ axes.mT
         rest = shaken @ (vectors / bent) @ vectors.mT @ shaken
         move = torch.linalg.solve((vectors * bent) @ vectors.mT + rest, vectors @ mean)
-    return Direction(move, (vectors * values) @ vectors.mT, added + unseen / _edge(values))
+    return Direction(move, (vectors * values) @ vectors.mT, added)
 
 
 def step(
@@ -174,43 +167,29 @@ def step(
 ) -> tuple[Tensor, Tensor]:
     """The next mean ``(D,)`` and Cholesky factor ``(D, D)``."""
     values, vectors = torch.linalg.eigh((to.spread + to.spread.mT) / 2)
-    root = scale_tril @ (vectors * _widening(values, rate, to.noise, _edge(values)))
+    edge = math.sqrt(2 * len(values))  # Wigner (1958)
+    root = scale_tril @ (vectors * _widening(values, rate, to.noise, edge))
     new, failed = torch.linalg.cholesky_ex(root @ root.mT)  # not finite rather than wrong
     return loc + rate * _bounded(scale_tril @ to.loc), torch.where(failed == 0, new, torch.nan)
 
 
 def diagonal_direction(
-    loc: Tensor,
-    scale: Tensor,
-    of: Site,
-    noise: float | Tensor | None = None,
-    unseen: float | Tensor = 0.0,
+    loc: Tensor, scale: Tensor, of: Site, noise: float | Tensor | None = None
 ) -> Direction:
     """The same for a mean-field q."""
     spread = 1 + scale.square() * of.slope
     added = scale * (0.0 if noise is None else noise)
     bent = _bent(spread)
-    move = scale * (of.pull + of.slope * loc) / (bent + added.square() / bent)
-    return Direction(move, spread, added + unseen / DIAGONAL_EDGE)
+    return Direction(
+        scale * (of.pull + of.slope * loc) / (bent + added.square() / bent), spread, added
+    )
 
 
 def diagonal_step(
     loc: Tensor, scale: Tensor, to: Direction, rate: float | Tensor
 ) -> tuple[Tensor, Tensor]:
     """The next mean and scales ``(D,)``."""
-    return loc + rate * _bounded(scale * to.loc), scale * _widening(
-        to.spread, rate, to.noise, DIAGONAL_EDGE
-    )
-
-
-def size(scale_tril: Tensor, slope: Tensor) -> Tensor:
-    """‖Lᵀ H L‖², of slopes ``(K, D, D)``: ``(K,)``."""
-    return (scale_tril.mT @ slope @ scale_tril).square().sum((-2, -1))
-
-
-def diagonal_size(scale: Tensor, slope: Tensor) -> Tensor:
-    """The same of diagonals ``(K, D)``."""
-    return (scale.square() * slope).square().sum(-1)
+    return loc + rate * _bounded(scale * to.loc), scale * _widening(to.spread, rate, to.noise, 3.0)
 
 
 def agreement(one: Direction, other: Direction) -> Tensor:
@@ -221,11 +200,6 @@ def agreement(one: Direction, other: Direction) -> Tensor:
 def _bent(values: Tensor) -> Tensor:
     """The eigenvalues of B from those of S."""
     return (1 - values).abs().clamp(min=1.0)
-
-
-def _edge(values: Tensor) -> float:
-    """The largest eigenvalue of a symmetric matrix of noise, in units of n (Wigner 1958)."""
-    return math.sqrt(2 * len(values))
 
 
 def _widening(values: Tensor, rate: float | Tensor, noise: Tensor, edge: float) -> Tensor:

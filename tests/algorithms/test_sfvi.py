@@ -1,14 +1,13 @@
 """SFVI where few clients take part in a round: what is kept of those who do not."""
 
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.algorithms.sfvi import LEVEL, PULL, SEEN, SLOPE, UNLIKE, _unseen, faded
+from bayesfed.algorithms.sfvi import LEVEL, PULL, SEEN, SLOPE, faded
 from tests.scenarios import conjugate_hierarchy, ragged
 
 PLAIN = bf.SFVI(corrected=False)
@@ -37,8 +36,8 @@ def normal(params):
 def test_three_clients_in_a_hundred(seed):
     """The clients of the first rounds are seen from far away: what they said there kept q 8 and 600 sd off.
 
-    Of the clients .97^60 = 16 % have not been seen, which leaves errors of √(.16 / .84) = .4 sd, and others have been
-    seen when q had not quite arrived: six seeds on two processors had .6 to 1.3, once 5.
+    All have been seen once, some of them when q had not quite arrived: six seeds on two processors had .6 to 1.3, once 5,
+    when cohorts were drawn anew each round.
     """
     data = many(1000)
     loc, sd = normal(bf.fit(models.varying_intercept, data, PLAIN).params)
@@ -52,24 +51,24 @@ def test_three_clients_in_a_hundred(seed):
     assert (found[1] / sd).log().abs().max() < 0.1
 
 
-@pytest.mark.parametrize("seed", [25, 39])
+@pytest.mark.parametrize("seed", [6, 36])
 def test_five_clients_in_a_thousand(seed):
-    """What five clients say of the curvature is mostly noise: taken at its word q narrows, and stays where it is.
+    """Far from its mode the density is a saddle. Where a step goes along it as far as q is narrow, with seed 36 the noise
+    was driven to e^−2.8, and q was e^6 too narrow to leave.
 
-    After 20 rounds .95^20 = 90 % of the clients have not been seen: errors of √(.9 / .1) = 3 sd are to be expected. 120
-    seeds had 2 to 31, and widths within e^1.3, most far less; as if nothing was noise, these two had 455 and 53 sd, and
-    widths of e^−2 and e^−4.
+    After 60 rounds 1 − 300 / 1000 = 70 % of the clients have not been seen: errors of √(.7 / .3) = 1.5 sd and more, as
+    many were seen from afar. 64 seeds had .6 to 13 and widths within e^.34.
     """
     data = many(1000)
     loc, sd = normal(bf.fit(models.varying_intercept, data, PLAIN).params)
     run = bf.start(
         models.varying_intercept, data, PLAIN, rounds=500, clients_per_round=5, seed=seed
     )
-    for _ in range(20):
+    for _ in range(60):
         params = bf.step(run).params
     found = normal(params)
-    assert ((found[0] - loc) / sd).abs().max() < 35
-    assert (found[1] / sd).log().abs().max() < 1.4
+    assert ((found[0] - loc) / sd).abs().max() < 25
+    assert (found[1] / sd).log().abs().max() < 0.7
 
 
 @pytest.mark.parametrize("seed", [0, 3, 4])
@@ -126,55 +125,3 @@ def test_nothing_is_forgotten_where_sites_are_exact():
     for _ in range(10):
         bf.step(run)
     assert run.server["known"][LEVEL] == 0
-
-
-@pytest.mark.parametrize("family", [bf.FullRank(), bf.MeanField()], ids=str)
-@pytest.mark.parametrize("size", [3, 10])
-def test_how_far_the_sum_of_some_slopes_is_from_that_of_all(family, size):
-    """What clients say of it and the server makes of that, against 4000 cohorts: root mean squares, within 5 %."""
-    generator = torch.Generator().manual_seed(0)
-    clients, width = 40, 3
-    loc, unit = torch.zeros(width), torch.eye(width)
-    tril = unit + 0.3 * torch.randn(width, width, generator=generator).tril(-1)
-    if family.whole:
-        params = family.at(loc, 0.7 * tril)
-        half = torch.randn(clients, width, width, generator=generator)
-        slopes = -3 * unit + half + half.mT
-        lengths = (0.7 * tril).mT @ slopes @ (0.7 * tril)
-    else:
-        scale = torch.tensor([0.5, 1.0, 2.0])
-        params = family.at(loc, scale)
-        slopes = torch.randn(clients, width, generator=generator) - 1
-        lengths = scale.square() * slopes
-    missed, said = [], []
-    for _ in range(4000):
-        some = torch.randperm(clients, generator=generator)[:size]
-        estimate = clients / size * lengths[some].sum(0)
-        missed.append((estimate - lengths.sum(0)).square().sum())
-        unlike = family.size(params, slopes[some] - slopes.mean(0)).sum()
-        known = {SEEN: torch.tensor(float(size))}
-        said.append(_unseen(SimpleNamespace(clients=clients), known, clients / size * unlike))
-    expected, found = torch.stack(missed).mean().sqrt(), torch.stack(said).square().mean().sqrt()
-    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.0)
-
-
-def test_the_clients_say_how_unlike_their_slopes_are():
-    """The first round's cohort, of which the server knows nothing before: as the rest of what it uploads says it."""
-    run = bf.start(
-        models.varying_intercept, many(50), PLAIN, rounds=5, clients_per_round=5, execution=EAGER
-    )
-    uploads, params = [], run.server["params"]
-    decode = bf.SFVI.decode
-
-    def watched(self, turn, server, total):
-        uploads.append(total)
-        return decode(self, turn, server, total)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bf.SFVI, "decode", watched)
-        bf.step(run)
-    sent = run.clients.tensors["sent"]
-    seen = sent[SLOPE][sent[SEEN] > 0].double()
-    _, tril = bf.FullRank().normal(params)
-    lengths = (tril.mT.double() @ seen @ tril.double()).square().sum()
-    torch.testing.assert_close(uploads[0][UNLIKE].double(), lengths, rtol=1e-4, atol=0.0)

@@ -37,7 +37,9 @@ def stops(of, mean, *, sd=1.0, pace=1.0, elbo=0.0, cohort=lambda n: torch.tensor
     return None
 
 
-@pytest.mark.parametrize("algorithm", [bf.SFVI(), bf.SFVI(global_guide=bf.Flow()), bf.PVI()], ids=str)
+@pytest.mark.parametrize(
+    "algorithm", [bf.SFVI(), bf.SFVI(global_guide=bf.Flow()), bf.PVI()], ids=str
+)
 def test_it_begins_at_full_rate(algorithm):
     assert bf.start(models.eight_schools, datasets.eight_schools(), algorithm).rate == 1.0
 

@@ -25,6 +25,7 @@ def fit(name, group=None):
         algorithm,
         rounds=2,
         clients_per_round=cohort,
+        seed=2,
         execution=bf.Execution(compile=False, chunk_size=2, group=group),
         progress=False,
     )
