@@ -6,9 +6,10 @@
     python experiments/mutation.py --folders bounds --sample 40
 
 The changes are mutmut's: an operator for another, a number plus one, an argument dropped, an assignment of None, a
-condition forced. Words are left alone (strings, annotations and their names, what is raised or warned of). A mutant is drawn at random
-from all of a folder's, and meets the tests that run its line, its module's own first, in a fork of a process that has
-imported everything but bayesfed, until one fails. It survives when all of them pass that fit into ``LIMIT`` seconds.
+condition forced. Words are left alone (strings, annotations and their names, what is raised or warned of). A mutant is
+drawn at random from all of a folder's, and meets the tests that run its line, its module's own first, in a fork of a
+process that has imported everything but bayesfed, until one fails. It survives when all of them pass that fit into
+``LIMIT`` seconds.
 """
 
 from __future__ import annotations

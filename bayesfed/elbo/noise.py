@@ -35,7 +35,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 _FEW, _FEISTEL = 10_000, 10
-"""Up to so many numbers are sorted; rounds of the network, of which seven are like a random permutation (Patarin 2004)."""
+"""Up to so many numbers are sorted; rounds of the network: seven are like a random permutation (Patarin 2004)."""
 
 
 @contextmanager

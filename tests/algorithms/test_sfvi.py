@@ -36,8 +36,8 @@ def normal(params):
 def test_three_clients_in_a_hundred(seed):
     """The clients of the first rounds are seen from far away: what they said there kept q 8 and 600 sd off.
 
-    All have been seen once, some of them when q had not quite arrived: six seeds on two processors had .6 to 1.3, once 5,
-    when cohorts were drawn anew each round.
+    All have been seen once, some of them when q had not quite arrived: six seeds on two processors had .6 to 1.3, once
+    5, when cohorts were drawn anew each round.
     """
     data = many(1000)
     loc, sd = normal(bf.fit(models.varying_intercept, data, PLAIN).params)
@@ -53,8 +53,8 @@ def test_three_clients_in_a_hundred(seed):
 
 @pytest.mark.parametrize("seed", [6, 36])
 def test_five_clients_in_a_thousand(seed):
-    """Far from its mode the density is a saddle. Where a step goes along it as far as q is narrow, with seed 36 the noise
-    was driven to e^−2.8, and q was e^6 too narrow to leave.
+    """Far from its mode the density is a saddle. Where steps went along it as if it were flat, seed 36 was driven to a
+    noise of e^−2.8, where q became e^6 too narrow to leave.
 
     After 60 rounds 1 − 300 / 1000 = 70 % of the clients have not been seen: errors of √(.7 / .3) = 1.5 sd and more, as
     many were seen from afar. 64 seeds had .6 to 13 and widths within e^.34.
