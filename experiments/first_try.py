@@ -745,9 +745,7 @@ def row(name: str, sampled: bool) -> str:
     seconds = time.perf_counter() - start
     cells = [""] * 4
     if sampled:
-        federation = data()
-        centred = federation.rows > len(federation)  # of one row a client says little
-        cells = against(posterior, nuts(f"first_try_{name}", program, federation, centred))
+        cells = against(posterior, nuts(f"first_try_{name}", program, data()))
     k = "" if posterior.khat is None else f"{posterior.khat:.2f}"
     return " | ".join([name, what, *cells, rounds_of(posterior), k, f"{seconds:.0f}"])
 

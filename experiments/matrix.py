@@ -212,7 +212,6 @@ class Case:
     data: Callable[[], Any]
     rounds: int
     batch_size: int | None = None
-    centred: bool = True
     kind: str = "hierarchy"
 
 
@@ -223,7 +222,6 @@ CASES = {
         lambda: models.hierarchical_logistic,
         lambda: thinned(datasets.china_smoking(), 200),
         200,
-        centred=False,
     ),
     "hierarchical_count": Case(
         lambda: models.hierarchical_count, lambda: thinned(datasets.randhie(), 200), 200
@@ -259,7 +257,7 @@ CASES = {
 def reference(name: str, case: Case) -> dict[str, np.ndarray]:
     """Draws of pooled NUTS, kept in runs/reference."""
     slug = "matrix_" + name.replace(" ", "_")
-    return nuts(slug, case.model(), case.data(), case.centred)
+    return nuts(slug, case.model(), case.data())
 
 
 def row(model: str, algorithm: str) -> str:
