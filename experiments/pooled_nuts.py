@@ -24,15 +24,15 @@ from pyro import poutine
 from pyro.infer.mcmc.util import initialize_model
 from pyro.infer.reparam import LocScaleReparam
 from torch import Tensor
-from torch._inductor.decomposition import select_decomp_table
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 
 import bayesfed as bf
 from bayesfed.elbo.form import for_batches
 from bayesfed.elbo.sites import Site, sites
+from bayesfed.tracing.recorder import Recorder, aten
 
 RUNS = Path(__file__).parents[1] / "runs" / "reference"
-CHAINS, WARMUP, DRAWS, MORE = 4, 1000, 2000, 10_000
+CHAINS, WARMUP, DRAWS, MORE = 4, 1000, 1000, 8000
 R_HAT, ESS = 1.01, 500
 """Where the chains agree less, or count for less, there are MORE draws of each."""
 POINTS = 8
@@ -55,11 +55,14 @@ def nuts(
     start = time.perf_counter()
     found = sites(for_batches(model, federation), federation).values()
     latent = [s for s in found if not s.observed and not s.support.is_discrete]
+    pyro.set_rng_seed(0)
     nodes = poutine.trace(model).get_trace(federation).nodes
     normal = [s for s in latent if _is_normal(nodes[s.name]["fn"])]
-    ways = [_Way(model, federation, latent, normal)]
-    if any(s.local for s in normal):
-        ways.append(_Way(model, federation, latent, [s for s in normal if not s.local]))
+    kinds = {s.name: nodes[s.name]["value"] for s in found if not s.observed and s not in latent}
+    choices = [normal, [s for s in normal if not s.local]]
+    if choices[0] == choices[1]:
+        choices = choices[:1]
+    ways = [_Way(model, federation, latent, moved, kinds) for moved in choices]
     best, chains = max(((way, way.walked(DRAWS)) for way in ways), key=lambda pair: ess(pair[1]))
     if ess(chains) < ESS or r_hat(chains) > R_HAT:
         chains = best.walked(MORE)
@@ -89,7 +92,12 @@ class _Way:
     """A program with some of its sites non-centred, as compiled functions of one unconstrained vector."""
 
     def __init__(
-        self, model: Any, federation: bf.Federation, latent: list[Site], moved: list[Site]
+        self,
+        model: Any,
+        federation: bf.Federation,
+        latent: list[Site],
+        moved: list[Site],
+        kinds: dict[str, Tensor],
     ) -> None:
         free = poutine.reparam(model, config={s.name: LocScaleReparam(0.0) for s in moved})
         points = []
@@ -106,11 +114,13 @@ class _Way:
 
         def values(z: Tensor) -> list[Tensor]:
             given = {site: transforms[site].inv(u) for site, u in _parts(z, shapes).items()}
-            nodes = poutine.trace(poutine.condition(free, given)).get_trace(federation).nodes
+            at = poutine.condition(free, given | kinds)
+            nodes = poutine.trace(at).get_trace(federation).nodes
             return [nodes[s.name]["value"].squeeze(1 if s.local else ()) for s in latent]
 
         self.latent, self.size = latent, len(points[0])
-        self.energy, self.values = _traced(energy, points), _traced(values, points)
+        self.energy = _traced(energy, points, compiles=True)
+        self.values = _traced(values, points, compiles=False)
 
     def walked(self, draws: int) -> Any:
         """Chains of NUTS, as ArviZ knows them."""
@@ -151,11 +161,42 @@ def _parts(z: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
     return {site: part.reshape(shapes[site]) for site, part in zip(shapes, parts, strict=True)}
 
 
-def _traced(what: Function, at: list[Tensor]) -> Function:
-    """The function as compiled operations, found equal to itself at these points."""
-    with pyro.validation_enabled(False):
-        graph = make_fx(what, decomposition_table=select_decomp_table())(at[0].clone())
-    fast = torch._inductor.compile(graph, [at[0]])
+class _Dependent(Recorder):
+    """Notes what depends on the inputs; the rest is worked out once, whatever it does."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._depends((args, kwargs)):
+            return func(*args, **(kwargs or {}))
+        if func is not aten.index.Tensor or self._depends(args[1]):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        result = func(*args)  # at known places: the shape depends on nothing
+        places = [self._lowered(at) for mask in args[1] for at in _positions(mask)]
+        given = self._lowered(args[0]), places
+        self._made(self._graph.call_function(func, given), result, set())
+        return result
+
+    def _depends(self, values: Any) -> bool:
+        tensors = [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+        return any(x in self._nodes and self._nodes[x].op != "get_attr" for x in tensors)
+
+
+def _positions(mask: Tensor | None) -> list[Tensor | None]:
+    """An index of integers in place of one by truth values."""
+    return (
+        list(mask.nonzero(as_tuple=True))
+        if mask is not None and mask.dtype == torch.bool
+        else [mask]
+    )
+
+
+def _traced(what: Function, at: list[Tensor], *, compiles: bool) -> Function:
+    """The function as a list of operations, found equal to itself at these points."""
+    recorder, z = _Dependent(), at[0].clone()
+    with pyro.validation_enabled(False), recorder.of([z]):
+        found = what(z)
+    fast: Function = recorder.graph(found, to_compile=compiles)
+    if compiles:
+        fast = torch._inductor.compile(fast, [z])
     for z in at:
         torch.testing.assert_close(fast(z), what(z), rtol=1e-4, atol=1e-4)
     return fast

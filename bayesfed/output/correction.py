@@ -39,8 +39,12 @@ LEAST, A_NUMBER = 50, 5
 """Weights that count for less, or for less a dimension, say nothing of a mean and a covariance."""
 FREEDOM, WIDER = 5.0, 1.1
 """Degrees of freedom of t, and how much wider it is than what it stands for."""
+CENTRES = 500
+"""Draws that a law of many has as its centres."""
 EVEN = 0.95
 """Where the weights of q's own draws count for so many of them, q is the posterior, and stays."""
+PROBE, QUIET, EACH = 200, 0.05, 8
+"""Draws by which the noise of a log weight is seen, the variance that is let be, and the most draws of w_i for a θ."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +82,8 @@ def correction(posterior: Posterior, weigh: Weigh = terms) -> Correction | None:
         >>> correction(posterior).theta["global"].shape
         torch.Size([4000, 1, 1, 2])
     """
-    draws = min(DRAWS, khat.affordable(posterior, posterior.program.rows) // 2)
+    afforded = khat.affordable(posterior, posterior.program.rows) // 2
+    draws = min(DRAWS, afforded)
     family = posterior.program.random == (GLOBAL,)
     if not family or not khat.has_density(posterior) or draws < FEWEST:
         return None
@@ -87,18 +92,19 @@ def correction(posterior: Posterior, weigh: Weigh = terms) -> Correction | None:
         return None
     key = key_of(posterior, 0, "correction")
     own = of_server(posterior, draws, key)[GLOBAL][:, 0, 0]
+    each = min(_needed(posterior, own[:PROBE], key, weigh), max(1, afforded // draws))
     z = own.double()
     weights = torch.full_like(z[:, 0], 1 / len(z))
-    laws: list[Any] = []
+    laws: list[Kernels] = []
     drawn: list[Tensor] = []
     logs: list[Tensor] = []
     while len(laws) < LAWS[0] or (len(laws) < LAWS[1] and effective(weights) < ENOUGH):
-        law = student(z, weights)
+        law = around(z, weights, CENTRES if laws else 1)
         if law is None:
             return None
         with noise.seeded(len(laws)):
-            new = law.sample((draws,)).to(own.dtype)
-        logs.append(_target(posterior, new, noise.fold(key, len(laws)), weigh))
+            new = law.sample(draws).to(own.dtype)
+        logs.append(_target(posterior, new, noise.fold(key, len(laws)), weigh, each))
         laws.append(law)
         drawn.append(new)
         z = torch.cat(drawn).double()
@@ -110,26 +116,90 @@ def correction(posterior: Posterior, weigh: Weigh = terms) -> Correction | None:
     found = khat.pareto(log_weights)
     if not found <= khat.LIMIT:
         return None
-    positions = (torch.arange(len(z), dtype=z.dtype, device=z.device) + 0.5) / len(z)
-    picked = torch.searchsorted(weights.cumsum(0), positions).clamp(max=len(z) - 1)
-    return Correction({GLOBAL: torch.cat(drawn)[picked][:, None, None]}, found)
+    return Correction({GLOBAL: torch.cat(drawn)[spaced(weights, len(z))][:, None, None]}, found)
 
 
-def _target(posterior: Posterior, z: Tensor, key: Tensor, weigh: Weigh) -> Tensor:
-    """log p(θ, w, D) − log q(w | θ) at draws of θ ``(S, D)`` and one of w each: ``(S,)``."""
+def _target(posterior: Posterior, z: Tensor, key: Tensor, weigh: Weigh, each: int) -> Tensor:
+    """log p(θ) and what the clients say, at draws of θ ``(S, D)``: ``(S,)``."""
     theta, count = {GLOBAL: z[:, None, None]}, len(z)
     of_prior = log_prior(posterior.program, posterior.params, theta, count)
-    return of_prior.double() + weigh(posterior, theta, count, key)
+    return of_prior.double() + weigh(posterior, theta, count, key, each)
 
 
-def student(z: Tensor, weights: Tensor) -> Any:
-    """Student's t with the mean and covariance of weighted draws ``(S, D)``, somewhat wider; None of too few draws."""
-    mean = weights @ z
+def _needed(posterior: Posterior, z: Tensor, key: Tensor, weigh: Weigh) -> int:
+    """How many draws of w_i for a θ make the noise of its log weight :data:`QUIET`: what it is without is seen twice."""
+    twice = _target(posterior, torch.cat([z, z]), noise.fold(key, -1), weigh, 1)
+    variance = float((twice[: len(z)] - twice[len(z) :]).square().nan_to_num(0.0).mean()) / 2
+    return min(EACH, max(1, math.ceil(variance / QUIET)))
+
+
+@dataclass(frozen=True, eq=False)
+class Kernels:
+    """A mixture of Student's t, all of one shape.
+
+    Attributes:
+        centres: ``(M, D)``, which weigh alike.
+        root: Cholesky factor of their scale, ``(D, D)``.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed.output.correction import Kernels
+        >>> law = Kernels(torch.zeros(1, 2), torch.eye(2))
+        >>> float(law.log_prob(torch.zeros(1, 2))) == -float(torch.tensor(2 * torch.pi).log())
+        True
+    """
+
+    centres: Tensor
+    root: Tensor
+
+    def sample(self, count: int) -> Tensor:
+        """As many from each centre, ``(count, D)``, by torch's own random numbers."""
+        size = self.root.shape[0]
+        of = self.centres[torch.arange(count, device=self.centres.device) % len(self.centres)]
+        law = dist.MultivariateStudentT(
+            self.root.new_tensor(FREEDOM), self.root.new_zeros(size), self.root, validate_args=False
+        )
+        return of + law.sample((count,))
+
+    def log_prob(self, z: Tensor) -> Tensor:
+        """Of ``(S, D)``: ``(S,)``."""
+        size = self.root.shape[0]
+        white, centres = (
+            torch.linalg.solve_triangular(self.root, x.mT, upper=False).mT
+            for x in (z, self.centres)
+        )
+        far = torch.cdist(white, centres).square()
+        each = -(FREEDOM + size) / 2 * torch.log1p(far / FREEDOM)
+        level = (
+            math.lgamma((FREEDOM + size) / 2)
+            - math.lgamma(FREEDOM / 2)
+            - size / 2 * math.log(FREEDOM * math.pi)
+        )
+        return each.logsumexp(1) - math.log(len(centres)) + level - self.root.diagonal().log().sum()
+
+
+def around(z: Tensor, weights: Tensor, centres: int) -> Kernels | None:
+    """Student's t around weighted draws ``(S, D)``, with their mean and covariance, somewhat wider; None of too few.
+
+    Around one centre, or around many of the draws, drawn in to the mean as much as each adds to the covariance (West
+    1993, *Approximating posterior distributions by mixtures*, section 2.2), whose width is that of Silverman's rule.
+    """
+    mean, size = weights @ z, z.shape[1]
     root, failed = torch.linalg.cholesky_ex((weights[:, None] * (z - mean)).mT @ (z - mean))
     if bool(failed):
         return None
-    scale = WIDER * math.sqrt((FREEDOM - 2) / FREEDOM) * root
-    return dist.MultivariateStudentT(z.new_tensor(FREEDOM), mean, scale, validate_args=False)
+    width = 1.0
+    if centres > 1:
+        width = (4 / (min(centres, effective(weights)) * (size + 2))) ** (1 / (size + 4))
+    shrunk = (1 - min(width, 1.0) ** 2) ** 0.5
+    at = mean + shrunk * (z[spaced(weights, centres)] - mean)
+    return Kernels(at, WIDER * min(width, 1.0) * math.sqrt((FREEDOM - 2) / FREEDOM) * root)
+
+
+def spaced(weights: Tensor, count: int) -> Tensor:
+    """Positions of ``count`` draws by their weights, at even distances (Carpenter, Clifford & Fearnhead 1999)."""
+    at = (torch.arange(count, dtype=weights.dtype, device=weights.device) + 0.5) / count
+    return torch.searchsorted(weights.cumsum(0), at).clamp(max=len(weights) - 1)
 
 
 def truncated(log_weights: Tensor) -> Tensor:

@@ -250,11 +250,12 @@ def log_densities(posterior: Posterior, num_samples: int, key: Tensor) -> tuple[
         schema, params = program.schema, posterior.params
         parts = log_parts(program, params, {}, schema, supplied, num_samples, local=False)
         log_p, log_q = (part[:, 0].double() for part in parts)
-    own = _of_all_clients(posterior, theta, num_samples, key)
-    return log_p + own[0], log_q + own[1]
+    for of_p, of_q in _of_clients(posterior, theta, num_samples, key):
+        log_p, log_q = log_p + of_p.sum(1), log_q + of_q.sum(1)
+    return log_p, log_q
 
 
-Weigh = Callable[["Posterior", Params, int, Tensor], Tensor]
+Weigh = Callable[["Posterior", Params, int, Tensor, int], Tensor]
 """What :func:`terms` is: between machines the sum of what the sites say."""
 
 
@@ -264,30 +265,42 @@ def elbo(posterior: Posterior, num_samples: int, seed: int, weigh: Weigh | None 
     with torch.no_grad():
         supplied = program.noise(key, num_samples, local=False)
         at_server, theta = server_pass(program, posterior.params, supplied, num_samples)
-    return at_server + (weigh or terms)(posterior, theta, num_samples, key).to(at_server.dtype)
+    of_clients = (weigh or terms)(posterior, theta, num_samples, key, 1)
+    return at_server + of_clients.to(at_server.dtype)
 
 
-def terms(posterior: Posterior, theta: Params, count: int, key: Tensor) -> Tensor:
-    """Σ_i log p(w_is, D_i | θ_s) − log q(w_is | θ_s) at draws of θ, and one of each client's variables: ``(S,)``."""
-    log_p, log_q = _of_all_clients(posterior, theta, count, key)
-    return log_p - log_q
+def terms(posterior: Posterior, theta: Params, count: int, key: Tensor, each: int = 1) -> Tensor:
+    """What all clients say of draws of θ, ``(S,)``, by ``each`` draws of their variables for every one.
+
+        Σ_i log 1/L Σ_l p(w_isl, D_i | θ_s) / q(w_isl | θ_s)
+
+    With one draw that is the ELBO's term. The more, the nearer it is to Σ_i log p(D_i | θ_s), and the exponential of a
+    client's is right in the mean with any number (Burda, Grosse & Salakhutdinov 2016, *Importance weighted
+    autoencoders*, theorem 1).
+    """
+    given = {name: value.repeat_interleave(each, 0) for name, value in theta.items()}
+    total = torch.zeros(count, dtype=torch.float64, device=posterior.federation.device)
+    for log_p, log_q in _of_clients(posterior, given, each * count, key):
+        ratios = (log_p - log_q).reshape(count, each, -1)
+        total += (ratios.logsumexp(1) - math.log(each)).sum(-1)
+    return total
 
 
-def _of_all_clients(
+def _of_clients(
     posterior: Posterior, theta: Params, count: int, key: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Both sums, each ``(S,)``, in double precision, since those of many clients are added up."""
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """log p(w_is, D_i | θ_s) and log q(w_is | θ_s) of some clients at a time, each ``(S, K)``.
+
+    In double precision, since those of many clients are added up.
+    """
     program, federation = posterior.program, posterior.federation
-    total = torch.zeros(2, count, dtype=torch.float64, device=federation.device)
-    with torch.no_grad():
-        for chunk in chunks(posterior, count, federation):
-            keys = noise.fold(key, federation.stream_ids[chunk])
-            supplied = program.noise(keys, count, local=True)
-            batch, params = federation.batch(chunk), params_of(posterior, chunk)
-            parts = log_parts(program, params, theta, batch, supplied, count, local=True)
-            total += torch.stack([part.double().sum(1) for part in parts])
-    log_p, log_q = total
-    return log_p, log_q
+    for chunk in chunks(posterior, count, federation):
+        keys = noise.fold(key, federation.stream_ids[chunk])
+        supplied = program.noise(keys, count, local=True)
+        batch, params = federation.batch(chunk), params_of(posterior, chunk)
+        with torch.no_grad():
+            log_p, log_q = log_parts(program, params, theta, batch, supplied, count, local=True)
+        yield log_p.double(), log_q.double()
 
 
 def params_of(posterior: Posterior, chunk: Tensor) -> Params:
