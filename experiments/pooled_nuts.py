@@ -34,7 +34,7 @@ from bayesfed.tracing.recorder import Recorder, aten
 RUNS = Path(__file__).parents[1] / "runs" / "reference"
 CHAINS, WARMUP, DRAWS, MORE = 4, 1000, 1000, 8000
 R_HAT, ESS = 1.01, 500
-"""Where the chains agree less, or count for less, there are MORE draws of each."""
+"""The most and the least that chains may have."""
 POINTS = 8
 """At how many random points what is compiled is compared with what Pyro says."""
 Function = Callable[[Tensor], list[Tensor]]
@@ -45,9 +45,9 @@ def nuts(
 ) -> dict[str, np.ndarray]:
     """Draws ``(S, ...)`` of the program's continuous latent sites; kept in runs/reference.
 
-    It walks twice, the local sites that are Normal as they are written and non-centred, by Pyro's LocScaleReparam: the
-    posterior is the same, and which is easier depends on how much a client's rows say. The chains whose draws count for
-    more are kept. Global sites are non-centred in both.
+    Sites that are Normal are non-centred by Pyro's LocScaleReparam: the posterior is the same. Where chains do not
+    agree so, clients may have too many rows for it: local sites are left as they are written, and the chains whose
+    draws count for more are kept, or longer ones where these do not agree either.
     """
     path = RUNS / f"{name}.npz"
     if path.exists():
@@ -59,12 +59,13 @@ def nuts(
     nodes = poutine.trace(model).get_trace(federation).nodes
     normal = [s for s in latent if _is_normal(nodes[s.name]["fn"])]
     kinds = {s.name: nodes[s.name]["value"] for s in found if not s.observed and s not in latent}
-    choices = [normal, [s for s in normal if not s.local]]
-    if choices[0] == choices[1]:
-        choices = choices[:1]
-    ways = [_Way(model, federation, latent, moved, kinds) for moved in choices]
-    best, chains = max(((way, way.walked(DRAWS)) for way in ways), key=lambda pair: ess(pair[1]))
-    if ess(chains) < ESS or r_hat(chains) > R_HAT:
+    tried: list[tuple[_Way, Any]] = []
+    for moved in (normal, [s for s in normal if not s.local]):
+        if not tried or (not good(tried[0][1]) and moved != normal):
+            way = _Way(model, federation, latent, moved, kinds)
+            tried.append((way, way.walked(DRAWS)))
+    best, chains = max(tried, key=lambda pair: ess(pair[1]))
+    if not good(chains):
         chains = best.walked(MORE)
     print(
         f"{name}: NUTS {time.perf_counter() - start:.0f} s, r_hat {r_hat(chains):.3f}, ess {ess(chains):.0f}, "
@@ -76,6 +77,11 @@ def nuts(
     RUNS.mkdir(parents=True, exist_ok=True)
     np.savez(path, **result)
     return result
+
+
+def good(chains: Any) -> bool:
+    """Whether chains agree, and their draws count for enough."""
+    return r_hat(chains) < R_HAT and ess(chains) > ESS
 
 
 def r_hat(chains: Any) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyro.distributions as dist
 import torch
@@ -27,6 +27,7 @@ from bayesfed.elbo.terms import log_prior
 from bayesfed.guides.family import GLOBAL
 from bayesfed.output import khat
 from bayesfed.output.draws import Weigh, elbo, key_of, of_server, terms
+from bayesfed.output.evidence import COST, has_block
 
 if TYPE_CHECKING:
     from bayesfed.output.posterior import Posterior
@@ -43,8 +44,8 @@ CENTRES = 500
 """Draws that a law of many has as its centres."""
 EVEN = 0.95
 """Where the weights of q's own draws count for so many of them, q is the posterior, and stays."""
-PROBE, QUIET, EACH = 200, 0.05, 8
-"""Draws by which the noise of a log weight is seen, the variance that is let be, and the most draws of w_i for a θ."""
+PROBE, QUIET = 200, 0.05
+"""Draws by which the noise of a log weight is seen, and the variance that is let be."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,19 +93,24 @@ def correction(posterior: Posterior, weigh: Weigh = terms) -> Correction | None:
         return None
     key = key_of(posterior, 0, "correction")
     own = of_server(posterior, draws, key)[GLOBAL][:, 0, 0]
-    each = min(_needed(posterior, own[:PROBE], key, weigh), max(1, afforded // draws))
     z = own.double()
     weights = torch.full_like(z[:, 0], 1 / len(z))
     laws: list[Kernels] = []
+    closely = False
     drawn: list[Tensor] = []
     logs: list[Tensor] = []
-    while len(laws) < LAWS[0] or (len(laws) < LAWS[1] and effective(weights) < ENOUGH):
+    found = math.inf
+    while len(laws) < LAWS[0] or (
+        len(laws) < LAWS[1] and (effective(weights) < ENOUGH or not found <= khat.LIMIT)
+    ):
         law = around(z, weights, CENTRES if laws else 1)
         if law is None:
             return None
         with noise.seeded(len(laws)):
             new = law.sample(draws).to(own.dtype)
-        logs.append(_target(posterior, new, noise.fold(key, len(laws)), weigh, each))
+        if not laws and draws * COST <= afforded and has_block(posterior.program):
+            closely = _noise_of(posterior, new[:PROBE], key, weigh) > QUIET
+        logs.append(_target(posterior, new, noise.fold(key, len(laws)), weigh, closely))
         laws.append(law)
         drawn.append(new)
         z = torch.cat(drawn).double()
@@ -113,24 +119,23 @@ def correction(posterior: Posterior, weigh: Weigh = terms) -> Correction | None:
         weights = truncated(log_weights)
         if effective(weights) < max(LEAST, A_NUMBER * z.shape[1]):
             return None
-    found = khat.pareto(log_weights)
+        found = khat.pareto(log_weights)
     if not found <= khat.LIMIT:
         return None
     return Correction({GLOBAL: torch.cat(drawn)[spaced(weights, len(z))][:, None, None]}, found)
 
 
-def _target(posterior: Posterior, z: Tensor, key: Tensor, weigh: Weigh, each: int) -> Tensor:
+def _target(posterior: Posterior, z: Tensor, key: Tensor, weigh: Weigh, closely: bool) -> Tensor:
     """log p(θ) and what the clients say, at draws of θ ``(S, D)``: ``(S,)``."""
     theta, count = {GLOBAL: z[:, None, None]}, len(z)
     of_prior = log_prior(posterior.program, posterior.params, theta, count)
-    return of_prior.double() + weigh(posterior, theta, count, key, each)
+    return of_prior.double() + weigh(posterior, theta, count, key, closely)
 
 
-def _needed(posterior: Posterior, z: Tensor, key: Tensor, weigh: Weigh) -> int:
-    """How many draws of w_i for a θ make the noise of its log weight :data:`QUIET`: what it is without is seen twice."""
-    twice = _target(posterior, torch.cat([z, z]), noise.fold(key, -1), weigh, 1)
-    variance = float((twice[: len(z)] - twice[len(z) :]).square().nan_to_num(0.0).mean()) / 2
-    return min(EACH, max(1, math.ceil(variance / QUIET)))
+def _noise_of(posterior: Posterior, z: Tensor, key: Tensor, weigh: Weigh) -> float:
+    """The variance of log weights at the same θ, from seeing each twice."""
+    twice = _target(posterior, torch.cat([z, z]), noise.fold(key, -1), weigh, False)
+    return float((twice[: len(z)] - twice[len(z) :]).square().nan_to_num(0.0).mean()) / 2
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,6 +25,7 @@ from bayesfed.data.federation import Federation
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.terms import client_terms, draw, log_parts, server_pass
+from bayesfed.output.evidence import COST, EACH, evidence
 
 if TYPE_CHECKING:
     from bayesfed.output.posterior import Posterior
@@ -255,7 +256,7 @@ def log_densities(posterior: Posterior, num_samples: int, key: Tensor) -> tuple[
     return log_p, log_q
 
 
-Weigh = Callable[["Posterior", Params, int, Tensor, int], Tensor]
+Weigh = Callable[["Posterior", Params, int, Tensor, bool], Tensor]
 """What :func:`terms` is: between machines the sum of what the sites say."""
 
 
@@ -265,24 +266,28 @@ def elbo(posterior: Posterior, num_samples: int, seed: int, weigh: Weigh | None 
     with torch.no_grad():
         supplied = program.noise(key, num_samples, local=False)
         at_server, theta = server_pass(program, posterior.params, supplied, num_samples)
-    of_clients = (weigh or terms)(posterior, theta, num_samples, key, 1)
+    of_clients = (weigh or terms)(posterior, theta, num_samples, key, False)
     return at_server + of_clients.to(at_server.dtype)
 
 
-def terms(posterior: Posterior, theta: Params, count: int, key: Tensor, each: int = 1) -> Tensor:
-    """What all clients say of draws of θ, ``(S,)``, by ``each`` draws of their variables for every one.
+def terms(
+    posterior: Posterior, theta: Params, count: int, key: Tensor, closely: bool = False
+) -> Tensor:
+    """Σ_i log p(w_is, D_i | θ_s) − log q(w_is | θ_s) at draws of θ, and one of each client's variables: ``(S,)``.
 
-        Σ_i log 1/L Σ_l p(w_isl, D_i | θ_s) / q(w_isl | θ_s)
-
-    With one draw that is the ELBO's term. The more, the nearer it is to Σ_i log p(D_i | θ_s), and the exponential of a
-    client's is right in the mean with any number (Burda, Grosse & Salakhutdinov 2016, *Importance weighted
-    autoencoders*, theorem 1).
+    Or, looked at ``closely``, Σ_i log p(D_i | θ_s) by :func:`~bayesfed.output.evidence.evidence`.
     """
-    given = {name: value.repeat_interleave(each, 0) for name, value in theta.items()}
     total = torch.zeros(count, dtype=torch.float64, device=posterior.federation.device)
-    for log_p, log_q in _of_clients(posterior, given, each * count, key):
-        ratios = (log_p - log_q).reshape(count, each, -1)
-        total += (ratios.logsumexp(1) - math.log(each)).sum(-1)
+    if not closely:
+        for log_p, log_q in _of_clients(posterior, theta, count, key):
+            total += (log_p - log_q).sum(1)
+        return total
+    program, federation = posterior.program, posterior.federation
+    for chunk in chunks(posterior, COST * count, federation):
+        keys = noise.fold(key, federation.stream_ids[chunk])
+        supplied = program.noise(keys, EACH * count, local=True)
+        batch, params = federation.batch(chunk), params_of(posterior, chunk)
+        total += evidence(program, params, theta, batch, supplied, count).sum(1)
     return total
 
 
