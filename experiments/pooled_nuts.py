@@ -22,8 +22,9 @@ import torch
 from nutpie.compiled_pyfunc import from_pyfunc
 from pyro import poutine
 from pyro.infer.mcmc.util import initialize_model
-from pyro.infer.reparam import LocScaleReparam
+from pyro.infer.reparam import LocScaleReparam, TransformReparam
 from torch import Tensor
+from torch.distributions import biject_to
 from torch.utils._pytree import tree_leaves
 
 import bayesfed as bf
@@ -105,7 +106,11 @@ class _Way:
         moved: list[Site],
         kinds: dict[str, Tensor],
     ) -> None:
-        free = poutine.reparam(model, config={s.name: LocScaleReparam(0.0) for s in moved})
+        config: dict[str, Any] = {s.name: TransformReparam() for s in moved if _is_positive(s)}
+        config |= {
+            f"{s.name}_base" if s.name in config else s.name: LocScaleReparam(0.0) for s in moved
+        }
+        free = poutine.reparam(model, config=config)
         points = []
         for seed in range(POINTS):
             pyro.set_rng_seed(seed)
@@ -208,8 +213,12 @@ def _traced(what: Function, at: list[Tensor], *, compiles: bool) -> Function:
     return fast
 
 
+def _is_positive(site: Site) -> bool:
+    return not bool(biject_to(site.support)(torch.tensor([-1.0])) < 0)
+
+
 def _is_normal(fn: Any) -> bool:
-    """Or Student's: what is standardised by a location and a scale."""
+    """Or log-Normal, or Student's: what is standardised by a location and a scale."""
     while isinstance(fn, dist.Independent | dist.ExpandedDistribution):
         fn = fn.base_dist
-    return isinstance(fn, dist.Normal | dist.StudentT)
+    return isinstance(fn, dist.Normal | dist.LogNormal | dist.StudentT)

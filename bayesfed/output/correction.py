@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 DRAWS, FEWEST = 2000, 500
 """Draws from each law; and with fewer it is not worth while."""
-LAWS, ENOUGH = (2, 4), 1000
+LAWS, ENOUGH = (2, 6), 2500
 """The least and the most laws, and the number of equal weights that is enough for no more."""
 LEAST, A_NUMBER = 50, 5
 """Weights that count for less, or for less a dimension, say nothing of a mean and a covariance."""
@@ -44,8 +44,10 @@ CENTRES = 500
 """Draws that a law of many has as its centres."""
 EVEN = 0.95
 """Where the weights of q's own draws count for so many of them, q is the posterior, and stays."""
+UNSEEN = 0.02
+"""Of all weight, what may lie beyond the largest one where k is above :data:`khat.LIMIT`."""
 PROBE, QUIET = 200, 0.05
-"""Draws by which the noise of a log weight is seen, and the variance that is let be."""
+"""Draws of θ at which the noise of a log weight is seen, and the variance that is let be."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,10 +57,13 @@ class Correction:
     Attributes:
         theta: equally weighted draws of the guide's global random site, ``(S, 1, 1, *event)``.
         khat: Pareto's k of the weights by which they were taken.
+        closely: clients' variables too are drawn by weights, see :mod:`bayesfed.output.evidence`: q(w_i | θ) is some
+            way from what it stands for.
     """
 
     theta: Params
     khat: float
+    closely: bool = False
 
     def drawn(self, count: int, key: Tensor) -> Params:
         """Some of them, independently: ``(count, 1, 1, *event)``."""
@@ -71,9 +76,9 @@ class Correction:
 def correction(posterior: Posterior, weigh: Weigh = terms) -> Correction | None:
     """The correction of a posterior of all clients of a fit.
 
-    None where q needs none, where its weights are too uneven to mend it (k above :data:`khat.LIMIT`), where q(θ) is
-    no family's over one vector of reals, under privacy, or where the clients' rows are too many to ask. ``weigh`` asks
-    the clients.
+    None where q needs none, where its weights are too uneven to mend it (k above :data:`khat.LIMIT` and a tail that
+    counts, or too few that do), where q(θ) is no family's over one vector of reals, under privacy, or where the
+    clients' rows are too many to ask. ``weigh`` asks the clients.
 
     Example:
         >>> import bayesfed as bf
@@ -99,9 +104,9 @@ def correction(posterior: Posterior, weigh: Weigh = terms) -> Correction | None:
     closely = False
     drawn: list[Tensor] = []
     logs: list[Tensor] = []
-    found = math.inf
+    found, trusted = math.inf, False
     while len(laws) < LAWS[0] or (
-        len(laws) < LAWS[1] and (effective(weights) < ENOUGH or not found <= khat.LIMIT)
+        len(laws) < LAWS[1] and not (trusted and effective(weights) > ENOUGH)
     ):
         law = around(z, weights, CENTRES if laws else 1)
         if law is None:
@@ -120,9 +125,11 @@ def correction(posterior: Posterior, weigh: Weigh = terms) -> Correction | None:
         if effective(weights) < max(LEAST, A_NUMBER * z.shape[1]):
             return None
         found = khat.pareto(log_weights)
-    if not found <= khat.LIMIT:
+        trusted = found <= khat.LIMIT or unseen(log_weights, found) < UNSEEN
+    if not trusted:
         return None
-    return Correction({GLOBAL: torch.cat(drawn)[spaced(weights, len(z))][:, None, None]}, found)
+    theta = torch.cat(drawn)[spaced(weights, len(z))][:, None, None]
+    return Correction({GLOBAL: theta}, found, closely)
 
 
 def _target(posterior: Posterior, z: Tensor, key: Tensor, weigh: Weigh, closely: bool) -> Tensor:
@@ -133,9 +140,10 @@ def _target(posterior: Posterior, z: Tensor, key: Tensor, weigh: Weigh, closely:
 
 
 def _noise_of(posterior: Posterior, z: Tensor, key: Tensor, weigh: Weigh) -> float:
-    """The variance of log weights at the same θ, from seeing each twice."""
+    """The variance of a log weight at a given θ, from seeing each twice, as one draw in ten has it or more."""
     twice = _target(posterior, torch.cat([z, z]), noise.fold(key, -1), weigh, False)
-    return float((twice[: len(z)] - twice[len(z) :]).square().nan_to_num(0.0).mean()) / 2
+    differences = twice[: len(z)] - twice[len(z) :]
+    return float(differences.nan_to_num(0.0).square().quantile(0.9)) / 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,6 +220,17 @@ def truncated(log_weights: Tensor) -> Tensor:
     weights = (log_weights - log_weights.nan_to_num(-torch.inf).max()).exp().nan_to_num(0.0)
     weights = weights.clamp(max=weights.mean() * len(weights) ** 0.5)
     return weights / weights.sum()
+
+
+def unseen(log_weights: Tensor, k: float) -> float:
+    """The part of all weight that a generalised Pareto tail of shape k has beyond the largest of ``(S,)``, about."""
+    largest = float(
+        (log_weights - log_weights.nan_to_num(-torch.inf).logsumexp(0))
+        .nan_to_num(-torch.inf)
+        .max()
+        .exp()
+    )
+    return largest / (1 - k) if k < 1 else math.inf
 
 
 def effective(weights: Tensor) -> float:

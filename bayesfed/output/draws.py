@@ -25,7 +25,8 @@ from bayesfed.data.federation import Federation
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.terms import client_terms, draw, log_parts, server_pass
-from bayesfed.output.evidence import COST, EACH, evidence
+from bayesfed.guides.hierarchical import LOCAL
+from bayesfed.output.evidence import COST, EACH, Candidates, candidates
 
 if TYPE_CHECKING:
     from bayesfed.output.posterior import Posterior
@@ -173,6 +174,9 @@ def of_clients(
     keys = noise.fold(key, federation.stream_ids[chunk])
     given = {name: value.repeat_interleave(each, 0) for name, value in theta.items()}
     supplied = _noise(program, keys, count, local=True, centre=centre)
+    if not centre and _closely(posterior):
+        close = _candidates(posterior, given, count, chunk, key)
+        given[LOCAL] = close.picked(keys)
     with torch.no_grad(), handlers.given(own.device, params, supplied, given, count):
         nodes = poutine.trace(program.guide).get_trace(own).nodes
     values = {
@@ -275,20 +279,27 @@ def terms(
 ) -> Tensor:
     """Σ_i log p(w_is, D_i | θ_s) − log q(w_is | θ_s) at draws of θ, and one of each client's variables: ``(S,)``.
 
-    Or, looked at ``closely``, Σ_i log p(D_i | θ_s) by :func:`~bayesfed.output.evidence.evidence`.
+    Or, looked at ``closely``, Σ_i log p(D_i | θ_s), see :mod:`bayesfed.output.evidence`.
     """
     total = torch.zeros(count, dtype=torch.float64, device=posterior.federation.device)
     if not closely:
         for log_p, log_q in _of_clients(posterior, theta, count, key):
             total += (log_p - log_q).sum(1)
         return total
-    program, federation = posterior.program, posterior.federation
-    for chunk in chunks(posterior, COST * count, federation):
-        keys = noise.fold(key, federation.stream_ids[chunk])
-        supplied = program.noise(keys, EACH * count, local=True)
-        batch, params = federation.batch(chunk), params_of(posterior, chunk)
-        total += evidence(program, params, theta, batch, supplied, count).sum(1)
+    for chunk in chunks(posterior, COST * count, posterior.federation):
+        total += _candidates(posterior, theta, count, chunk, key).evidence().sum(1)
     return total
+
+
+def _candidates(
+    posterior: Posterior, theta: Params, count: int, chunk: Tensor, key: Tensor
+) -> Candidates:
+    """Of some clients' variables."""
+    program, federation = posterior.program, posterior.federation
+    keys = noise.fold(key, federation.stream_ids[chunk])
+    supplied = program.noise(keys, EACH // 2 * count, local=True)
+    batch, params = federation.batch(chunk), params_of(posterior, chunk)
+    return candidates(program, params, theta, batch, supplied, count)
 
 
 def _of_clients(
@@ -322,11 +333,17 @@ def chunks(
     of the given federations, and the clients' own where the draws need them.
     """
     program, own = posterior.program, posterior.federation
-    if posterior.algorithm.weighs or program.needs_rows:
+    count = COST * count if _closely(posterior) else count
+    if posterior.algorithm.weighs or program.needs_rows or _closely(posterior):
         federations = (own, *federations)
     lengths = sum((f.lengths for f in federations), torch.zeros_like(own.lengths))
     size = max(numbers, program.variables)
     return cut(lengths, *weight(size, own.numbers_per_row, count, program.points))
+
+
+def _closely(posterior: Posterior) -> bool:
+    """Whether clients' variables are drawn as the posterior's correction weighed them."""
+    return posterior.correction is not None and posterior.correction.closely
 
 
 def of_server(posterior: Posterior, count: int, key: Tensor, centre: bool = False) -> Params:
