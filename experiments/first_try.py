@@ -1,7 +1,7 @@
 """Programs as people write them, each at its first try: makes first_try.md.
 
     pip install 'bayesfed[benchmarks]'
-    python experiments/first_try.py                 # an hour, nearly all of it NUTS; rows are replaced as they come
+    python experiments/first_try.py                 # half an hour; rows are replaced as they come
     python experiments/first_try.py seeds pumps     # some
     python experiments/first_try.py --no-nuts       # only whether they fit: minutes
 

@@ -214,6 +214,7 @@ def _traced(what: Function, at: list[Tensor], *, compiles: bool) -> Function:
 
 
 def _is_positive(site: Site) -> bool:
+    """Whether it is log-Normal, if :func:`_is_normal`."""
     return not bool(biject_to(site.support)(torch.tensor([-1.0])) < 0)
 
 
