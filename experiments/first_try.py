@@ -1,15 +1,15 @@
 """Programs as people write them, each at its first try: makes first_try.md.
 
     pip install 'bayesfed[benchmarks]'
-    python experiments/first_try.py                 # hours, nearly all of it NUTS; rows are replaced as they come
+    python experiments/first_try.py                 # half an hour; rows are replaced as they come
     python experiments/first_try.py seeds pumps     # some
     python experiments/first_try.py --no-nuts       # only whether they fit: minutes
 
 Plain Pyro, written for one client with nothing of bayesfed in mind but its two plates. `bf.fit(program, data)` with the
-settings it comes with, stopping by itself; then the distance from Pyro's NUTS on the pooled data (the same function):
-the largest shift of a posterior mean in NUTS' standard deviations, and the range of the ratios of standard deviations,
-over all entries of global and of local variables. k is Pareto's. Data are those of textbooks, of statsmodels, or
-simulated.
+settings it comes with, stopping by itself; then the distance from NUTS on the pooled data (the same function, see
+pooled_nuts.py): the largest shift of a posterior mean in NUTS' standard deviations, and the range of the ratios of
+standard deviations, over all entries of global and of local variables. k is Pareto's. Data are those of textbooks, of
+statsmodels, or simulated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 import pyro
 import pyro.distributions as dist
 import torch
-from matrix import nuts
+from pooled_nuts import nuts
 from tables import keep, rounds_of
 from torch.distributions import transforms
 
@@ -745,9 +745,7 @@ def row(name: str, sampled: bool) -> str:
     seconds = time.perf_counter() - start
     cells = [""] * 4
     if sampled:
-        federation = data()
-        centred = federation.rows > len(federation)  # of one row a client says little
-        cells = against(posterior, nuts(f"first_try_{name}", program, federation, centred, 1500, 2))
+        cells = against(posterior, nuts(f"first_try_{name}", program, data()))
     k = "" if posterior.khat is None else f"{posterior.khat:.2f}"
     return " | ".join([name, what, *cells, rounds_of(posterior), k, f"{seconds:.0f}"])
 

@@ -30,10 +30,8 @@ import numpy as np
 import pyro
 import pyro.distributions as dist
 import torch
+from pooled_nuts import nuts
 from problems import thinned
-from pyro import poutine
-from pyro.infer import MCMC, NUTS
-from pyro.infer.reparam import LocScaleReparam
 from tables import done, keep
 from torch import Tensor
 from torch.distributions import constraints
@@ -41,11 +39,8 @@ from torch.distributions import constraints
 import bayesfed as bf
 from bayesfed import datasets, metrics, models, simulations
 from bayesfed.algorithms import FAMILY
-from bayesfed.elbo.form import for_batches
-from bayesfed.elbo.sites import sites
 
 HERE = Path(__file__).parent
-RUNS = HERE.parent / "runs" / "reference"
 ALGORITHMS: dict[str, Callable[[], Any]] = {
     name: getattr(bf, name)
     for name in ("SFVI", "SFVIAvg", "PVI", "FedABML", "PFedVEM", "FOLA", "CAFeMe", "PACPFL")
@@ -108,67 +103,6 @@ def correlated_data() -> bf.Federation:
 
 
 # -- what a fit is compared with -------------------------------------------------------------------
-
-
-def nuts(
-    name: str, model, federation, centred: bool, draws: int, chains: int
-) -> dict[str, np.ndarray]:
-    """Draws ``(S, ...)`` of pooled NUTS on the same program.
-
-    With ``centred=False`` Pyro's LocScaleReparam makes the local sites non-centred: the same posterior, and
-    easier to walk where a client has few rows.
-    """
-    path = RUNS / f"{name}.npz"
-    if path.exists():
-        return dict(np.load(path))
-    found = sites(for_batches(model, federation), federation).values()
-    local = {s.name: s for s in found if s.local and not s.observed}
-    moved = [] if centred else [name for name, site in local.items() if _is_real(site.support)]
-    config = {name: LocScaleReparam(0.0) for name in moved}
-    free = poutine.reparam(model, config=config)
-    parts, start = [], time.perf_counter()
-    for chain in range(chains):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(chain)
-        kernel = NUTS(free, target_accept_prob=0.9, jit_compile=True, ignore_jit_warnings=True)
-        mcmc = MCMC(kernel, num_samples=draws, warmup_steps=1000, disable_progbar=True)
-        mcmc.run(federation)
-        latent = mcmc.get_samples()
-        parts.append(_constrained(model, federation, free, latent, local))
-    merged = {k: np.stack([p[k] for p in parts]) for k in parts[0]}
-    import arviz as az
-
-    r_hat = float(az.rhat(az.convert_to_dataset(merged)).to_array().max())
-    ess = float(az.ess(az.convert_to_dataset(merged)).to_array().min())
-    print(
-        f"{name}: NUTS {time.perf_counter() - start:.0f} s, r_hat {r_hat:.3f}, ess {ess:.0f}",
-        flush=True,
-    )
-    result = {k: v.reshape(-1, *v.shape[2:]) for k, v in merged.items()}
-    RUNS.mkdir(parents=True, exist_ok=True)
-    np.savez(path, **result)
-    return result
-
-
-def _is_real(support) -> bool:
-    while isinstance(support, constraints.independent):
-        support = support.base_constraint
-    return support is constraints.real
-
-
-def _constrained(model, federation, free, latent, local) -> dict[str, np.ndarray]:
-    """All sites' values, the non-centred ones put back, one pass of the program per draw."""
-    found: dict[str, list] = {}
-    found_sites = sites(for_batches(model, federation), federation).values()
-    names = [s.name for s in found_sites if not s.observed]
-    with torch.no_grad():
-        for i in range(len(next(iter(latent.values())))):
-            given = {k: v[i] for k, v in latent.items()}
-            trace = poutine.trace(poutine.condition(free, given)).get_trace(federation)
-            for name in names:
-                value = trace.nodes[name]["value"]
-                found.setdefault(name, []).append(value.squeeze(1) if name in local else value)
-    return {k: torch.stack(v).numpy() for k, v in found.items()}
 
 
 def exact(federation: bf.Federation) -> tuple[dict[str, Tensor], dict[str, np.ndarray]]:
@@ -278,7 +212,6 @@ class Case:
     data: Callable[[], Any]
     rounds: int
     batch_size: int | None = None
-    centred: bool = True
     kind: str = "hierarchy"
 
 
@@ -289,7 +222,6 @@ CASES = {
         lambda: models.hierarchical_logistic,
         lambda: thinned(datasets.china_smoking(), 200),
         200,
-        centred=False,
     ),
     "hierarchical_count": Case(
         lambda: models.hierarchical_count, lambda: thinned(datasets.randhie(), 200), 200
@@ -325,7 +257,7 @@ CASES = {
 def reference(name: str, case: Case) -> dict[str, np.ndarray]:
     """Draws of pooled NUTS, kept in runs/reference."""
     slug = "matrix_" + name.replace(" ", "_")
-    return nuts(slug, case.model(), case.data(), case.centred, draws=1500, chains=2)
+    return nuts(slug, case.model(), case.data())
 
 
 def row(model: str, algorithm: str) -> str:

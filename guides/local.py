@@ -104,7 +104,7 @@ def conditional(
     factor = root @ root.mT
     precision = factor + torch.diag_embed(prior_precision)
     natural = prior_precision * prior_loc + _times(factor, a)
-    tril = _inverse_root(precision)
+    tril = inverse_root(precision)
     mean = _times(tril, _times(tril.mT, natural))
     return dist.MultivariateNormal(
         start.loc + start.scale * mean, scale_tril=start.scale[:, None] * tril
@@ -118,7 +118,7 @@ def _times(matrix: Tensor, vector: Tensor) -> Tensor:
     return (matrix @ vector[..., None]).squeeze(-1)
 
 
-def _inverse_root(precision: Tensor) -> Tensor:
+def inverse_root(precision: Tensor) -> Tensor:
     """Lower triangular L with L L^⊤ = precision⁻¹; not finite where the precision is not, so that it shows."""
     upper = torch.linalg.cholesky_ex(precision.flip(-2, -1)).L.flip(-2, -1)
     eye = torch.eye(precision.shape[-1], dtype=precision.dtype, device=precision.device)

@@ -179,10 +179,12 @@ class Weigh(Strict):
     Attributes:
         round: of secure sums, the number of this one.
         roster: of secure sums, all sites, with their keys.
+        closely: how they are weighed, see :func:`bayesfed.output.draws.terms`.
     """
 
     kind: Literal["weigh"] = "weigh"
     run: Name
+    closely: bool = False
     round: Round | None = None
     roster: dict[Name, Key] | None = None
 
@@ -195,11 +197,12 @@ class Weights(Strict):
 
 
 class End(Strict):
-    """The fit is over. Tensors: ``theta``, draws that stand for q(θ), if any."""
+    """The fit is over. Tensors: ``theta``, draws that stand for q(θ), if any; the rest is of these."""
 
     kind: Literal["end"] = "end"
     run: Name
     khat: float | None
+    closely: bool = False
 
 
 class Done(Strict):
@@ -327,7 +330,7 @@ def formed(part: str, found: Mapping[str, Tensor], form: Any) -> Any:
 
 def asked_of_all(message: Ask | Weigh, sent: Mapping[str, Tensor]) -> bytes:
     """32 bytes that say what is asked of every site: a secure sum is of sites that were asked the same."""
-    common = message.model_dump(include={"kind", "run", "rate", "clip", "noisy"})
+    common = message.model_dump(include={"kind", "run", "rate", "clip", "noisy", "closely"})
     found = sha256(json.dumps(common, sort_keys=True).encode())
     for name, value in sorted(sent.items()):
         found.update(json.dumps([name, str(value.dtype), list(value.shape)]).encode())

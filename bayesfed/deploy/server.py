@@ -349,11 +349,11 @@ def _finished(sites: Sites, run: Run, members: Sequence[Member]) -> Globals:
         requests[member.name] = packed(message, state=state, history=history)
     sites.told(requests, Done, name)
 
-    def weigh(of: Posterior, theta: Params, count: int, key: Tensor) -> Tensor:
-        sent, message = {**theta, "": key}, Weigh(run=name)
+    def weigh(of: Posterior, theta: Params, count: int, key: Tensor, closely: bool) -> Tensor:
+        sent, message = {**theta, "": key}, Weigh(run=name, closely=closely)
         if sites.plan.secure:
             number = Round(number=time.time_ns(), attempt=0)  # a sum of its own, after all rounds
-            message = Weigh(run=name, round=number, roster=dict(sites.keys))
+            message = message.model_copy(update={"round": number, "roster": dict(sites.keys)})
         payload = packed(message, theta=theta, key={"key": key})
         found = sites.told(dict.fromkeys(requests, payload), Weights, name)
         form = {"terms": torch.zeros(count, dtype=torch.float64)}
@@ -369,7 +369,9 @@ def _finished(sites: Sites, run: Run, members: Sequence[Member]) -> Globals:
     if run.algorithm.corrected:
         posterior = replace(posterior, correction=correction(posterior, weigh))
     mended = posterior.correction
-    theta = {} if mended is None else mended.theta
-    payload = packed(End(run=name, khat=None if mended is None else mended.khat), theta=theta)
+    end = End(run=name, khat=None)
+    if mended is not None:
+        end = End(run=name, khat=mended.khat, closely=mended.closely)
+    payload = packed(end, theta={} if mended is None else mended.theta)
     sites.told(dict.fromkeys(requests, payload), Done, name)
     return Globals(posterior, sites.refused, sites.absent)

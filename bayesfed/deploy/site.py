@@ -79,6 +79,7 @@ from bayesfed.fitting import start
 from bayesfed.output.checkpoint import Placed
 from bayesfed.output.correction import Correction
 from bayesfed.output.draws import terms
+from bayesfed.output.evidence import has_block
 from bayesfed.output.of_run import of_clients
 from bayesfed.output.posterior import Posterior
 from bayesfed.rounds import Asked, answer
@@ -351,8 +352,13 @@ class Site:
         count = min((len(value) for value in theta.values()), default=0)
         if key.dtype != torch.int64 or key.ndim or not count:
             raise MessageError("draws of θ come with a key")
+        if message.closely and not has_block(posterior.program):
+            raise MessageError(
+                "these clients' variables are no Normal block to be looked at closely"
+            )
         theta = {n: v.to(self.federation.device) for n, v in theta.items()}
-        found = {"terms": terms(posterior, theta, count, key.to(self.federation.device))}
+        key = key.to(self.federation.device)
+        found = {"terms": terms(posterior, theta, count, key, message.closely)}
         if not self.plan.secure:
             return packed(Weights(run=message.run), terms=found)
         if message.round is None:
@@ -366,7 +372,7 @@ class Site:
         assert part.posterior is not None
         if theta := parts.get("theta", {}):
             theta = {n: v.to(self.federation.device) for n, v in theta.items()}
-            mended = Correction(theta, float(message.khat or 0.0))
+            mended = Correction(theta, float(message.khat or 0.0), message.closely)
             part.posterior = replace(part.posterior, correction=mended)
         part.posterior.save(part.folder / "posterior.safetensors")
         (part.folder / "run.key").unlink(missing_ok=True)

@@ -68,7 +68,7 @@ def _log_prob(trace: Any, *, local: bool, skip: Sequence[str] = ()) -> Tensor | 
     return total
 
 
-def _log_ratio(guide: Any, model: Any, *, local: bool, skip: Sequence[str] = ()) -> Tensor | float:
+def log_ratio(guide: Any, model: Any, *, local: bool, skip: Sequence[str] = ()) -> Tensor | float:
     """Σ log p − Σ log q over the local or the global sites, as :func:`_log_prob`."""
     p, q = (_log_prob(trace, local=local, skip=skip) for trace in (model, guide))
     return p - q
@@ -124,7 +124,7 @@ def client_terms(
         ``(S, K)``. Rows of clients do not interact: the gradient of the sum is every client's own.
     """
     guide, model = run(program, params, values, batch, noise, draws)
-    return _terms(_log_ratio(guide, model, local=True), batch.scale, draws, len(batch))
+    return _terms(log_ratio(guide, model, local=True), batch.scale, draws, len(batch))
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +165,7 @@ class Losses:
     @cached_property
     def hyper(self) -> Tensor:
         """−log p(θ), in unconstrained coordinates; 0 where no global is random."""
-        found = _log_ratio(*self._traces, local=False)
+        found = log_ratio(*self._traces, local=False)
         found = found[:1] if isinstance(found, Tensor) else found  # points: alike for all draws
         return -_terms(found, self.rows, 1, len(self.rows))[0]
 
@@ -267,7 +267,7 @@ def server_pass(
     """
     own = program.local_params
     guide, model = run(program, params, {}, program.schema, noise, draws, own)
-    total = _log_ratio(guide, model, local=False)
+    total = log_ratio(guide, model, local=False)
     theta = {name: guide.nodes[name]["value"] for name in program.random}
     return _terms(total, program.schema.scale, draws, 1).squeeze(-1), theta
 
@@ -276,7 +276,7 @@ def log_prior(program: Program, params: Mapping[str, Tensor], values: Draws, dra
     """log p of given draws in the coordinates of the draws (Jacobian included): shape ``(S,)``."""
     own = program.local_params
     guide, model = run(program, params, values, program.schema, {}, draws, own)
-    total = _log_ratio(guide, model, local=False, skip=program.random)
+    total = log_ratio(guide, model, local=False, skip=program.random)
     return _terms(total, program.schema.scale, draws, 1).squeeze(-1)
 
 
@@ -317,7 +317,7 @@ def elbo_terms(
     """Both parts in one pass; with parameters or noise that have a row per client, ``server`` is ``(S, K)``."""
     guide, model = run(program, params, values or {}, batch, noise, draws)
     server = torch.as_tensor(
-        _log_ratio(guide, model, local=False), dtype=batch.scale.dtype, device=batch.scale.device
+        log_ratio(guide, model, local=False), dtype=batch.scale.dtype, device=batch.scale.device
     )
-    clients = _terms(_log_ratio(guide, model, local=True), batch.scale, draws, len(batch))
+    clients = _terms(log_ratio(guide, model, local=True), batch.scale, draws, len(batch))
     return Terms(server.expand(draws, server.shape[-1] if server.ndim else 1), clients)

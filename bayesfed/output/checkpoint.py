@@ -52,7 +52,8 @@ def save(posterior: Posterior, path: str | Path) -> None:
     :func:`load` knows data, model and guide again, see :mod:`bayesfed.data.digest` and
     :mod:`bayesfed.elbo.digest`). The metadata's entry ``bayesfed`` is JSON: ``format``,
     ``version``, ``algorithm`` (see :func:`bayesfed.settings.settings_of`),
-    ``seed``, ``epsilon``, ``moving``, ``rising``, ``settled``, ``khat`` of the correction, ``clients`` and ``sites``.
+    ``seed``, ``epsilon``, ``moving``, ``rising``, ``settled``, ``khat`` and ``closely`` of the correction, ``clients``
+    and ``sites``.
 
     The data and the model are not in it, the clients' names and local posteriors are. A guess of a small client's rows
     can be confirmed by its hashes: such a file is for those who may see the data.
@@ -100,6 +101,7 @@ def save(posterior: Posterior, path: str | Path) -> None:
         "rising": posterior.rising,
         "settled": posterior.settled,
         "khat": None if mended is None else mended.khat,
+        "closely": mended is not None and mended.closely,
         "clients": list(posterior.federation.names),
         "sites": list(posterior.program.sites),
     }
@@ -196,7 +198,7 @@ def load(
             "with the model of the fit, or fit again"
         )
     theta = {n: value.to(federation.device) for n, value in parts.get("correction", {}).items()}
-    mended = Correction(theta, metadata["khat"]) if theta else None
+    mended = Correction(theta, metadata["khat"], metadata.get("closely", False)) if theta else None
     return {
         "program": program,
         "federation": federation,

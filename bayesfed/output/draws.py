@@ -25,6 +25,8 @@ from bayesfed.data.federation import Federation
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.terms import client_terms, draw, log_parts, server_pass
+from bayesfed.guides.hierarchical import LOCAL
+from bayesfed.output.evidence import COST, EACH, Candidates, candidates
 
 if TYPE_CHECKING:
     from bayesfed.output.posterior import Posterior
@@ -172,6 +174,9 @@ def of_clients(
     keys = noise.fold(key, federation.stream_ids[chunk])
     given = {name: value.repeat_interleave(each, 0) for name, value in theta.items()}
     supplied = _noise(program, keys, count, local=True, centre=centre)
+    if not centre and _closely(posterior):
+        close = _candidates(posterior, given, count, chunk, key)
+        given[LOCAL] = close.picked(keys)
     with torch.no_grad(), handlers.given(own.device, params, supplied, given, count):
         nodes = poutine.trace(program.guide).get_trace(own).nodes
     values = {
@@ -250,11 +255,12 @@ def log_densities(posterior: Posterior, num_samples: int, key: Tensor) -> tuple[
         schema, params = program.schema, posterior.params
         parts = log_parts(program, params, {}, schema, supplied, num_samples, local=False)
         log_p, log_q = (part[:, 0].double() for part in parts)
-    own = _of_all_clients(posterior, theta, num_samples, key)
-    return log_p + own[0], log_q + own[1]
+    for of_p, of_q in _of_clients(posterior, theta, num_samples, key):
+        log_p, log_q = log_p + of_p.sum(1), log_q + of_q.sum(1)
+    return log_p, log_q
 
 
-Weigh = Callable[["Posterior", Params, int, Tensor], Tensor]
+Weigh = Callable[["Posterior", Params, int, Tensor, bool], Tensor]
 """What :func:`terms` is: between machines the sum of what the sites say."""
 
 
@@ -264,30 +270,53 @@ def elbo(posterior: Posterior, num_samples: int, seed: int, weigh: Weigh | None 
     with torch.no_grad():
         supplied = program.noise(key, num_samples, local=False)
         at_server, theta = server_pass(program, posterior.params, supplied, num_samples)
-    return at_server + (weigh or terms)(posterior, theta, num_samples, key).to(at_server.dtype)
+    of_clients = (weigh or terms)(posterior, theta, num_samples, key, False)
+    return at_server + of_clients.to(at_server.dtype)
 
 
-def terms(posterior: Posterior, theta: Params, count: int, key: Tensor) -> Tensor:
-    """Σ_i log p(w_is, D_i | θ_s) − log q(w_is | θ_s) at draws of θ, and one of each client's variables: ``(S,)``."""
-    log_p, log_q = _of_all_clients(posterior, theta, count, key)
-    return log_p - log_q
+def terms(
+    posterior: Posterior, theta: Params, count: int, key: Tensor, closely: bool = False
+) -> Tensor:
+    """Σ_i log p(w_is, D_i | θ_s) − log q(w_is | θ_s) at draws of θ, and one of each client's variables: ``(S,)``.
+
+    Or, looked at ``closely``, Σ_i log p(D_i | θ_s), see :mod:`bayesfed.output.evidence`.
+    """
+    total = torch.zeros(count, dtype=torch.float64, device=posterior.federation.device)
+    if not closely:
+        for log_p, log_q in _of_clients(posterior, theta, count, key):
+            total += (log_p - log_q).sum(1)
+        return total
+    for chunk in chunks(posterior, COST * count, posterior.federation):
+        total += _candidates(posterior, theta, count, chunk, key).evidence().sum(1)
+    return total
 
 
-def _of_all_clients(
-    posterior: Posterior, theta: Params, count: int, key: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Both sums, each ``(S,)``, in double precision, since those of many clients are added up."""
+def _candidates(
+    posterior: Posterior, theta: Params, count: int, chunk: Tensor, key: Tensor
+) -> Candidates:
+    """Of some clients' variables."""
     program, federation = posterior.program, posterior.federation
-    total = torch.zeros(2, count, dtype=torch.float64, device=federation.device)
-    with torch.no_grad():
-        for chunk in chunks(posterior, count, federation):
-            keys = noise.fold(key, federation.stream_ids[chunk])
-            supplied = program.noise(keys, count, local=True)
-            batch, params = federation.batch(chunk), params_of(posterior, chunk)
-            parts = log_parts(program, params, theta, batch, supplied, count, local=True)
-            total += torch.stack([part.double().sum(1) for part in parts])
-    log_p, log_q = total
-    return log_p, log_q
+    keys = noise.fold(key, federation.stream_ids[chunk])
+    supplied = program.noise(keys, EACH // 2 * count, local=True)
+    batch, params = federation.batch(chunk), params_of(posterior, chunk)
+    return candidates(program, params, theta, batch, supplied, count)
+
+
+def _of_clients(
+    posterior: Posterior, theta: Params, count: int, key: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """log p(w_is, D_i | θ_s) and log q(w_is | θ_s) of some clients at a time, each ``(S, K)``.
+
+    In double precision, since those of many clients are added up.
+    """
+    program, federation = posterior.program, posterior.federation
+    for chunk in chunks(posterior, count, federation):
+        keys = noise.fold(key, federation.stream_ids[chunk])
+        supplied = program.noise(keys, count, local=True)
+        batch, params = federation.batch(chunk), params_of(posterior, chunk)
+        with torch.no_grad():
+            log_p, log_q = log_parts(program, params, theta, batch, supplied, count, local=True)
+        yield log_p.double(), log_q.double()
 
 
 def params_of(posterior: Posterior, chunk: Tensor) -> Params:
@@ -304,11 +333,17 @@ def chunks(
     of the given federations, and the clients' own where the draws need them.
     """
     program, own = posterior.program, posterior.federation
-    if posterior.algorithm.weighs or program.needs_rows:
+    count = COST * count if _closely(posterior) else count
+    if posterior.algorithm.weighs or program.needs_rows or _closely(posterior):
         federations = (own, *federations)
     lengths = sum((f.lengths for f in federations), torch.zeros_like(own.lengths))
     size = max(numbers, program.variables)
     return cut(lengths, *weight(size, own.numbers_per_row, count, program.points))
+
+
+def _closely(posterior: Posterior) -> bool:
+    """Whether clients' variables are drawn as the posterior's correction weighed them."""
+    return posterior.correction is not None and posterior.correction.closely
 
 
 def of_server(posterior: Posterior, count: int, key: Tensor, centre: bool = False) -> Params:

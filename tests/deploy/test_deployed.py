@@ -88,6 +88,20 @@ def test_it_is_the_fit_in_one_process(plan, tmp_path):
         torch.testing.assert_close(value, own[name], rtol=1e-3, atol=1e-3)
 
 
+def test_sites_look_closely_where_they_are_asked_to(tmp_path, monkeypatch):
+    """Any noise of their weights being too much, the corrected draws of θ and of each site's clients are the same."""
+    monkeypatch.setattr("bayesfed.output.correction.QUIET", -1.0)
+    plan = replace(PLAN, algorithm=bf.SFVI(local_steps=2), rounds=8)
+    sites = sites_of(SCHOOLS, plan, tmp_path)
+    found = run_on(sites, plan, tmp_path)
+    expected = bf.fit(plan.model, SCHOOLS, plan.algorithm, rounds=plan.rounds)
+    assert expected.correction.closely
+    draws = expected.sample(200)
+    torch.testing.assert_close(found.sample(200)["tau"], draws["tau"], rtol=1e-3, atol=1e-3)
+    at_sites = [posterior.sample(200)["theta"] for posterior in posteriors(sites)]
+    torch.testing.assert_close(torch.cat(at_sites, 1), draws["theta"], rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.slow
 def test_methods_of_networks_agree_too(tmp_path):
     train, _ = datasets.digits(clients=6)

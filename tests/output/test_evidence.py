@@ -1,0 +1,108 @@
+"""What clients say of a draw of θ, against marginal likelihoods in closed form and by quadrature."""
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from scipy.integrate import quad
+from scipy.stats import multivariate_normal, norm, poisson
+
+import bayesfed as bf
+from bayesfed.elbo import noise
+from bayesfed.output.draws import terms
+from bayesfed.output.evidence import EACH, has_block
+
+TAU, SIGMA = 0.7, 0.5
+
+
+def normal(federation):
+    """Each client's level, and a slope that is not linear in its unconstrained coordinate."""
+    slope = pyro.sample("slope", dist.LogNormal(0.0, 1.0))
+    with federation.clients():
+        level = pyro.sample("level", dist.Normal(0.0, TAU))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Normal(level + slope * obs["x"], SIGMA), obs=obs.get("y"))
+
+
+def counts(federation):
+    slope = pyro.sample("slope", dist.LogNormal(0.0, 1.0))
+    with federation.clients():
+        level = pyro.sample("level", dist.Normal(0.0, TAU))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Poisson((level + slope * obs["x"]).exp()), obs=obs.get("y"))
+
+
+def data(of_mean):
+    generator = np.random.default_rng(0)
+    clients = {}
+    for i in range(3):
+        x = generator.uniform(0.5, 1.5, 4 + i)
+        mean = generator.normal(0, TAU) + 0.8 * x
+        clients[f"c{i}"] = {"x": x, "y": of_mean(generator, mean)}
+    return bf.Federation.from_arrays(clients).to(dtype=torch.float64)
+
+
+def closed_form(slope, x, y):
+    covariance = SIGMA**2 * np.eye(len(x)) + TAU**2
+    return multivariate_normal(slope * x, covariance).logpdf(y)
+
+
+def by_quadrature(slope, x, y):
+    def density(level):
+        return norm(0, TAU).pdf(level) * np.exp(poisson.logpmf(y, np.exp(level + slope * x)).sum())
+
+    return np.log(quad(density, -5, 5, epsabs=0, epsrel=1e-8, points=[0.0])[0])
+
+
+CASES = {
+    "Normal": (normal, lambda g, mean: mean + SIGMA * g.normal(size=len(mean)), closed_form, 1e-5),
+    "Poisson": (counts, lambda g, mean: g.poisson(np.exp(mean)).astype(float), by_quadrature, 0.15),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_near_and_far_from_the_middle_of_q(case):
+    """Slopes from .2 to 4, q(slope) being at .8 ± .2 or so. With one draw of q it is nats off at the ends."""
+    model, outcome, truth, tolerance = CASES[case]
+    federation = data(outcome)
+    posterior = bf.fit(model, federation, bf.SFVI(corrected=False), rounds=15)
+    assert has_block(posterior.program)
+    slopes = np.geomspace(0.2, 4.0, 12)
+    start = posterior.program.guide.globals["slope"]
+    z = (torch.as_tensor(np.log(slopes)) - start.loc) / start.scale
+    theta = {"global": z[:, None, None, None]}
+    rows = [
+        (federation.select([n])["x"].numpy(), federation.select([n])["y"].numpy())
+        for n in federation.names
+    ]
+    expected = np.array([sum(truth(slope, x, y) for x, y in rows) for slope in slopes])
+    closely = terms(posterior, theta, len(z), noise.key(0), closely=True).numpy()
+    plainly = terms(posterior, theta, len(z), noise.key(0)).numpy()
+    assert np.abs(closely - expected).max() < tolerance
+    assert np.abs(plainly - expected).max() > 1.0
+
+
+def test_its_exponential_is_right_in_the_mean():
+    """Of 4000 repetitions at one θ, to four standard errors, though each draws only a few variables."""
+    federation = data(CASES["Poisson"][1])
+    posterior = bf.fit(counts, federation, bf.SFVI(corrected=False), rounds=2)
+    posterior = posterior.select(["c1"])
+    z = torch.full((4000, 1, 1, 1), 0.7, dtype=torch.float64)
+    start = posterior.program.guide.globals["slope"]
+    slope = float((start.loc + start.scale * 0.7).exp())
+    one = federation.select(["c1"])
+    log_p = terms(posterior, {"global": z}, len(z), noise.key(1), closely=True)
+    ratios = (log_p - by_quadrature(slope, one["x"].numpy(), one["y"].numpy())).exp()
+    assert float(ratios.std()) > 1e-4
+    assert abs(float(ratios.mean()) - 1) < 4 * float(ratios.std()) / len(z) ** 0.5
+    assert EACH < 10
+
+
+def test_chunks_of_clients_add_up(monkeypatch):
+    posterior = bf.fit(normal, data(CASES["Normal"][1]), bf.SFVI(corrected=False), rounds=2)
+    theta = {"global": torch.randn(5, 1, 1, 1, dtype=torch.float64)}
+    together = terms(posterior, theta, 5, noise.key(0), closely=True)
+    monkeypatch.setattr("bayesfed.data.chunks.PASS", 1)
+    monkeypatch.setattr("bayesfed.data.chunks.SMALL", 1)
+    torch.testing.assert_close(terms(posterior, theta, 5, noise.key(0), closely=True), together)
