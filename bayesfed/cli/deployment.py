@@ -26,6 +26,7 @@ from bayesfed.deploy.site import Site
 from bayesfed.deploy.sites import Expected, Patience
 from bayesfed.deploy.sockets import carrier, serve
 from bayesfed.engine.execution import Execution
+from bayesfed.engine.files import held
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.progress import rounds_shown
 from bayesfed.output import lines
@@ -82,7 +83,8 @@ def answer(
         )
 
     own = None if site.own_socket is None else (address_of(site.own_socket, here), kept.handle)
-    serve(address_of(site.socket, here), worker.handle, here=own, ready=ready)
+    with held(folder / ".worker.lock", f"the folder of site {site.name!r}"):
+        serve(address_of(site.socket, here), worker.handle, here=own, ready=ready)
 
 
 def kept_of(

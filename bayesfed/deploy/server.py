@@ -57,6 +57,7 @@ from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params
 from bayesfed.engine.cohort import cohort_size
 from bayesfed.engine.execution import Execution
+from bayesfed.engine.files import held
 from bayesfed.engine.moving import caveat
 from bayesfed.engine.run import Round as Report
 from bayesfed.engine.run import Run
@@ -133,9 +134,16 @@ def deployed(
     Raises:
         ValueError: the sites' data, settings or models differ; the message names the site.
         TimeoutError: a site that is needed does not answer.
+        BlockingIOError: another process is at this run.
         Stopped: see :func:`bayesfed.fit`.
     """
-    sites = Sites(carrier, plan, patience, say)
+    path = Path(file)
+    with held(path.with_name(f".{path.name}.lock"), f"the run of {path}"):
+        return _deployed(Sites(carrier, plan, patience, say), path, callbacks)
+
+
+def _deployed(sites: Sites, file: Path, callbacks: Sequence[Callable[[Report], object]]) -> Globals:
+    plan = sites.plan
     members = sites.members()
     schemas = [member.schema for member in members]
     program, federation = program_of(plan, schemas)

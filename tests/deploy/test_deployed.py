@@ -115,6 +115,20 @@ def test_the_sites_have_posteriors_and_the_server_has_none_of_their_variables(tm
         assert not any(number.numpy().tobytes() in at_server for number in value)
 
 
+def test_a_second_server_of_a_run_is_refused(tmp_path):
+    """Such as one whose SuperLink was killed, and that has not noticed."""
+    sites, refused = sites_of(SCHOOLS, PLAN, tmp_path), []
+
+    def another(done):
+        with pytest.raises(BlockingIOError, match="another process has the run of .*server"):
+            run_on(sites, PLAN, tmp_path)
+        refused.append(done.number)
+
+    found = run_on(sites, PLAN, tmp_path, callbacks=[another])
+    assert refused == [1, 2, 3] and set(found.absent.values()) == {0}
+    run_on(sites, PLAN, tmp_path)  # which has ended: nobody has it any more
+
+
 class Wire:
     """A carrier that can be cut, changed and listened to."""
 
