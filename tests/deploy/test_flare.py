@@ -1,4 +1,4 @@
-"""The job for NVIDIA FLARE: with a stand-in for what it calls of FLARE, and, where FLARE is installed, in its simulator."""
+"""The job for NVIDIA FLARE: with a stand-in for what it calls, and, where FLARE is installed, in its simulator."""
 
 import importlib.util
 import os
