@@ -207,6 +207,30 @@ def test_what_was_not_accepted_is_forgotten(tmp_path):
     assert lost["count"] == 5 and found.refused == {"site0": 2}
 
 
+def test_a_question_that_comes_after_a_later_one_puts_nothing_back(tmp_path):
+    """Flower may deliver a first attempt when the second has been answered, and taken by the server."""
+    site = sites_of(SCHOOLS, PLAN, tmp_path, 1)[0]
+    at, first, stale = Wire([site]), [], []
+    honest = at.exchange
+
+    def exchange(messages, wait):
+        asks = [p for p in messages.values() if isinstance(unpacked(p)[0], Ask)]
+        if asks and not first:
+            first.extend(asks)
+            return {}  # it is under way for long
+        found = honest(messages, wait)
+        if asks and len(stale) < 2:
+            stale.append(unpacked(site.handle(first[0]))[0])
+        return found
+
+    at.exchange = exchange
+    found = fitted(at, PLAN, tmp_path)
+    same(found.params, bf.fit(PLAN.model, SCHOOLS, PLAN.algorithm, rounds=3).params)
+    assert found.refused == {"site0": 0}
+    assert [type(reply) for reply in stale] == [Refusal, Refusal]
+    assert "which was answered" in stale[0].why
+
+
 @pytest.mark.parametrize("when", [1, 3, pytest.param(5, marks=pytest.mark.slow), 7])
 def test_a_server_that_is_killed_goes_on(when, tmp_path):
     """At its nth exchange of messages: before or after what it has sent has arrived."""
