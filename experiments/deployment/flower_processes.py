@@ -27,7 +27,7 @@ AGAIN = 5.0
 class FlowerProcesses:
     """A SuperLink and SuperNodes with TLS and keys, and the sites' workers."""
 
-    between = (15.0, 60.0)
+    between, seconds = (15.0, 60.0), 240
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -39,7 +39,7 @@ RUN = [*COMMAND, "run", "experiment.toml", "--on", "sockets", "--output", "resul
 class SocketProcesses:
     """The sites' workers and the server, without Flower."""
 
-    between = (0.5, 6.0)
+    between, seconds = (0.5, 6.0), 60
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -117,7 +117,7 @@ def one_run(
     chance: random.Random,
 ) -> Counter[str]:
     """A whole run with at most so many kills: how often each process was killed."""
-    written(folder, secure=secure, rounds=rounds, seconds=40)
+    written(folder, secure=secure, rounds=rounds, seconds=kind.seconds)
     if secure:
         identities(folder)
     processes, killed = kind(folder), Counter[str]()
