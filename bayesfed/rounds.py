@@ -128,6 +128,22 @@ def answer(run: Run, asked: Asked) -> Answer:
     return Answer(total, sound, torch.stack(said), terms)
 
 
+def lasts(run: Run, asked: Asked, total: Upload, counted: int) -> bool:
+    """Whether the server can go on from a sum of ``counted`` uploads: it has a next state, and can ask by it.
+
+    Changes nothing.
+    """
+    turn = replace(_turn(run, asked.rate), cohort=counted)
+    try:
+        with threads(run.numbers), using(run.compiler), _solvable(run):
+            server, term = run.algorithm.decode(turn, run.server, total)
+            message = run.algorithm.broadcast(turn, server)
+    except FloatingPointError:
+        return False
+    numbers = [term, *run.algorithm.params(server).values(), *message.values()]
+    return not any(bool(value.isnan().any()) for value in numbers)
+
+
 def take(run: Run, asked: Asked, found: Answer) -> Round:
     """The server's next state. Changes ``run``, and its file.
 

@@ -1,4 +1,4 @@
-"""The command line: ``bayesfed run experiment.toml``, ``bayesfed node site.toml`` and ``bayesfed list``.
+"""The command line: ``bayesfed run experiment.toml``, ``node site.toml``, ``predict site.toml rows.csv`` and ``list``.
 
 What takes seconds to import (torch, Pyro, ArviZ) is imported by a command once it needs it: help, and mistakes in an
 experiment file or in the columns of its data, come before.
@@ -6,6 +6,7 @@ experiment file or in the columns of its data, come before.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -16,7 +17,8 @@ import click
 import typer
 
 from bayesfed import __version__
-from bayesfed.cli.experiment import read_experiment, read_rows, read_site
+from bayesfed.cli.experiment import address_of, read_experiment, read_rows, read_site
+from bayesfed.cli.here import Question, asked, text_of
 from bayesfed.cli.messages import RunError, message
 from bayesfed.settings import SettingsError
 
@@ -161,6 +163,44 @@ def node(
     from bayesfed.cli.deployment import answer
 
     answer(config, experiment, rows, site.parent, base)
+
+
+@app.command()
+def predict(
+    site: Annotated[Path, typer.Argument(help="Site file (TOML).")],
+    rows: Annotated[Path, typer.Argument(help="Rows to predict (CSV), with the fit's columns.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Write the table there, not to the terminal.")
+    ] = None,
+    variables: Annotated[
+        bool, typer.Option("--variables", help="Of the clients' variables, not of the outcomes.")
+    ] = False,
+    run: Annotated[
+        str | None, typer.Option("--run", help="Of this fit; by default the last that ended.")
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """At a site: what its posterior says of rows, as a CSV table of means, spreads and quantiles.
+
+    Clients of the fit have the variables that the site keeps for them; new ones get theirs from the global
+    variables and those of their rows that have an outcome. Nothing leaves the site. Where the site file has an
+    own_socket the worker there answers, if it runs.
+    """
+    config, experiment, base = read_site(site)
+    question = Question(rows=text_of(rows), variables=variables, run=run)
+    found = None
+    if config.own_socket is not None:
+        with contextlib.suppress(ConnectionError):  # no worker is needed for it
+            found = asked(address_of(config.own_socket, site.parent), question)
+    if found is None:
+        own = read_rows(experiment.data, site.parent)
+        from bayesfed.cli.deployment import kept_of
+
+        found = kept_of(config, experiment, own, site.parent, base).table(question)
+    if output is None:
+        print(found, end="")
+    else:
+        output.write_text(found, encoding="utf-8")
 
 
 @app.command("list")

@@ -10,7 +10,14 @@ from rich.console import Console
 
 from bayesfed.cli import report
 from bayesfed.cli.choices import algorithm_named, clients_of, model_of
-from bayesfed.cli.experiment import DeploymentSection, Experiment, SiteFile, read_experiment
+from bayesfed.cli.experiment import (
+    DeploymentSection,
+    Experiment,
+    SiteFile,
+    address_of,
+    read_experiment,
+)
+from bayesfed.cli.predictions import Kept
 from bayesfed.deploy.carrier import Carrier
 from bayesfed.deploy.plan import Plan
 from bayesfed.deploy.secure import public_key
@@ -19,6 +26,7 @@ from bayesfed.deploy.site import Site
 from bayesfed.deploy.sites import Expected, Patience
 from bayesfed.deploy.sockets import carrier, serve
 from bayesfed.engine.execution import Execution
+from bayesfed.engine.files import held
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.progress import rounds_shown
 from bayesfed.output import lines
@@ -56,15 +64,15 @@ def answer(
     site: SiteFile, config: Experiment, rows: pd.DataFrame | None, here: Path, base: Path
 ) -> None:
     """Answer for a site's clients until stopped: its file is in the folder ``here``, the experiment's in ``base``."""
-    federation = clients_of(config.data, rows, here, site.name if site.one_client else None)
+    kept = kept_of(site, config, rows, here, base)
+    federation, plan, folder = kept.federation, kept.plan, kept.folder
     execution = made(Execution, site.execution, "execution")
-    folder, plan = here / (site.folder or site.name), plan_of(config, base)
     pinned = {name: bytes.fromhex(key) for name, key in site.identities.items()}
     worker = Site(site.name, federation, plan, folder, execution, pinned)
-    own = public_key(worker.identity)
-    if plan.secure and pinned.get(site.name) != own:
+    key = public_key(worker.identity)
+    if plan.secure and pinned.get(site.name) != key:
         raise SettingsError(
-            f'identities: secure sums need the keys of all sites; {site.name} = "{own.hex()}" is this one\'s'
+            f'identities: secure sums need the keys of all sites; {site.name} = "{key.hex()}" is this one\'s'
         )
     console = Console(highlight=False)
 
@@ -74,12 +82,24 @@ def answer(
             f"listening at {address}; what leaves is in {folder / 'log.jsonl'}", soft_wrap=True
         )
 
-    serve(_address(site.socket, here), worker.handle, ready=ready)
+    own = None if site.own_socket is None else (address_of(site.own_socket, here), kept.handle)
+    with held(folder / ".worker.lock", f"the folder of site {site.name!r}"):
+        serve(address_of(site.socket, here), worker.handle, here=own, ready=ready)
 
 
-def _address(socket: str, base: Path) -> str:
-    """A Unix socket's path is seen from the file that names it."""
-    return str((base / socket).resolve()) if "/" in socket else socket
+def kept_of(
+    site: SiteFile, config: Experiment, rows: pd.DataFrame | None, here: Path, base: Path
+) -> Kept:
+    """What a site keeps, whose file is in the folder ``here``, the experiment's in ``base``."""
+    alone, data = site.name if site.one_client else None, config.data
+    return Kept(
+        federation=clients_of(data, rows, here, alone),
+        plan=plan_of(config, base),
+        folder=here / (site.folder or site.name),
+        client=str(data.client),
+        fields=data.fields,
+        alone=alone,
+    )
 
 
 def run_on_sockets(
@@ -95,7 +115,7 @@ def run_on_sockets(
     for name in config.deployment.sites:
         if name not in where:
             raise SettingsError(f"deployment.sockets has no address of site {name!r}")
-    addresses = [_address(where[name], experiment.parent) for name in config.deployment.sites]
+    addresses = [address_of(where[name], experiment.parent) for name in config.deployment.sites]
     run_on(carrier(addresses), config, experiment, wanted, overwrite=overwrite, resume=resume)
 
 

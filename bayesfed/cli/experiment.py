@@ -190,11 +190,13 @@ class SiteFile(Strict):
         one_client: all rows are those of one client, called like the site.
         execution: how it runs.
         identities: of secure sums, the public keys of all sites, which they have given to each other.
+        own_socket: a Unix socket's path with a slash, where the worker answers the site's own people; none by default.
     """
 
     name: Annotated[str, Field(min_length=1)]
     experiment: str
     socket: str
+    own_socket: Annotated[str, Field(pattern="/")] | None = None
     folder: str | None = None
     data: dict[str, Any]
     one_client: bool = False
@@ -224,6 +226,11 @@ def read_site(path: Path) -> tuple[SiteFile, Experiment, Path]:
     if not section.here or section.kind == "dataset":
         raise SettingsError("data: a site's is one of csv, parquet, arrow and npz (a path)")
     return site, experiment.model_copy(update={"data": section}), agreed.parent
+
+
+def address_of(socket: str, base: Path) -> str:
+    """A Unix socket's path is seen from the file that names it."""
+    return str((base / socket).resolve()) if "/" in socket else socket
 
 
 def _toml(path: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from bayesfed.deploy.sites import Due, Member, Sites
 from bayesfed.engine.files import read_tensors, write_tensors
 from bayesfed.engine.privacy import NORMS, SHORT
 from bayesfed.engine.run import Run
-from bayesfed.rounds import Asked
+from bayesfed.rounds import Asked, lasts
 
 TOO_LARGE = 1e3
 """By what factor an upload, a client of it, may exceed the median of the sites'."""
@@ -48,11 +48,6 @@ class Answered(NamedTuple):
 
     round: Round
     replies: dict[str, dict[str, Tensors]]
-
-    @property
-    def terms(self) -> Tensor:
-        """Of what sites that answered in the open say of their ELBO terms, the sum."""
-        return torch.stack([parts["said"]["terms"] for parts in self.replies.values()]).sum(0)
 
 
 def checked(
@@ -88,6 +83,9 @@ def checked(
     if not sites.plan.secure:  # nobody can look into a secure sum
         for name in _too_large(sites, run, found):
             del found[name]
+        if not sites.plan.noisy:
+            for name in _spoiling(sites, run, asked, found):
+                del found[name]
     return Answered(number, found)
 
 
@@ -108,16 +106,39 @@ def belated(sites: Sites, run: Run, form: Tensors, answers: Answered) -> Late:
 
 def _too_large(sites: Sites, run: Run, found: Mapping[str, dict[str, Tensors]]) -> list[str]:
     """Whose uploads are out of all proportion to the others', which are refused."""
-    lengths = {
-        name: float(_flat(parts["total"]).norm()) / len(parts["sound"]["clients"])
-        for name, parts in found.items()
-    }
-    middle = float(torch.tensor(list(lengths.values())).median()) if len(found) > 2 else math.inf
+    lengths = {name: _length(parts) for name, parts in found.items()}
+    middle = float(torch.tensor(list(lengths.values())).median()) if len(found) > 2 else 0.0
+    middle = middle or math.inf  # beside nothing, nothing is large
     large = [name for name, length in lengths.items() if length > TOO_LARGE * middle]
     for name in large:
         what = f"it is {lengths[name]:.3g} long a client, the sites' median is {middle:.3g}"
         _refuse(sites, run, name, what)
     return large
+
+
+def _spoiling(
+    sites: Sites, run: Run, asked: Asked, found: Mapping[str, dict[str, Tensors]]
+) -> list[str]:
+    """The site after whose answer the server could not go on, as it could from those of the others; it is refused.
+
+    Such as one that makes a precision negative, which is within all bounds. Where leaving out one site does not help,
+    it is no site's fault.
+    """
+
+    def last(names: Iterable[str]) -> bool:
+        some = [found[name] for name in names]
+        counted = sum(int(parts["sound"]["clients"].sum()) for parts in some)
+        return not counted or lasts(run, asked, summed(some, sites.plan.median)[0], counted)
+
+    if len(found) < 3 or last(found):
+        return []
+    for name in sorted(found, key=lambda name: -_length(found[name])):
+        if last(found.keys() - {name}):
+            _refuse(
+                sites, run, name, "with it the server's step has no solution, without it it has"
+            )
+            return [name]
+    return []
 
 
 def _refuse(sites: Sites, run: Run, name: str, why: object) -> None:
@@ -157,6 +178,13 @@ def _check_plain(
     for name, value in {**parts["total"], **parts["said"]}.items():
         if not bool(value.isfinite().all()):
             raise MessageError(f"{name!r} is not finite")
+    if bool((parts["total"].get(WEIGHT, torch.zeros(())) < 0).any()):
+        raise MessageError(f"{WEIGHT!r} is negative")
+    *terms, first = parts["said"]["terms"].tolist()
+    if max(map(abs, terms)) > clients * torch.finfo(torch.float32).max:
+        raise MessageError("its ELBO terms are larger than single precision has them")
+    if first not in range(clients + 1):
+        raise MessageError(f"{first:g} of its {clients} clients are new")
     if run.privacy is not None:
         order, most = NORMS[run.privacy.mechanism], clients * clip
         clipped = {n: v for n, v in parts["total"].items() if n != SHORT}
@@ -167,25 +195,50 @@ def _check_plain(
             )
 
 
+def _length(parts: Mapping[str, Tensors]) -> float:
+    """Of an upload, a client of it."""
+    return float(_flat(parts["total"]).norm()) / len(parts["sound"]["clients"])
+
+
 def _flat(upload: Tensors) -> Tensor:
     return torch.cat([torch.zeros(1), *(value.flatten().float() for value in upload.values())])
 
 
-def added(answers: Answered) -> tuple[Tensors, Tensor]:
+def with_late(
+    sites: Sites, run: Run, asked: Asked, total: Tensors, counted: int, late: Late
+) -> tuple[Tensors, Late]:
+    """The sum with late answers, and those of them after which the server can go on; others are refused."""
+    taken: Late = {}
+    for name, (number, parts) in late.items():
+        own = int(parts["sound"]["clients"].sum())
+        more = run.algorithm.late(run.server, parts["total"], own)
+        wider = total | {part: total[part] + value for part, value in more.items()}
+        if lasts(run, asked, wider, counted):
+            total, taken[name] = wider, (number, parts)
+        else:
+            _refuse(sites, run, name, "with it, late as it is, the server's step has no solution")
+    return total, taken
+
+
+def summed(replies: Sequence[dict[str, Tensors]], median: bool) -> tuple[Tensors, Tensor]:
+    """What counts of what sites have sent in the open."""
+    return middle(replies) if median else added(replies)
+
+
+def added(replies: Sequence[dict[str, Tensors]]) -> tuple[Tensors, Tensor]:
     """The sum of what sites have sent: of their uploads, and of what they say of their ELBO terms."""
-    found = list(answers.replies.values())
     total = {
-        name: torch.stack([parts["total"][name] for parts in found]).sum(0)
-        for name in found[0]["total"]
+        name: torch.stack([parts["total"][name] for parts in replies]).sum(0)
+        for name in replies[0]["total"]
     }
-    return total, answers.terms
+    return total, torch.stack([parts["said"]["terms"] for parts in replies]).sum(0)
 
 
-def middle(answers: Answered) -> tuple[Tensors, Tensor]:
+def middle(replies: Sequence[dict[str, Tensors]]) -> tuple[Tensors, Tensor]:
     """As :func:`added`, where every client has moved by the median, number by number, of the sites' mean moves."""
-    total, said = added(answers)
+    total, said = added(replies)
     means, weight = [], torch.zeros(())
-    for parts in answers.replies.values():
+    for parts in replies:
         own = parts["total"].get(WEIGHT, parts["sound"]["clients"].sum())
         if bool(own > 0):
             means.append({name: value / own for name, value in parts["total"].items()})

@@ -95,8 +95,8 @@ def carrier(grid: Grid) -> Carrier:
             _log.warning("node %s: Flower knows it no longer", address)
         while waiting:
             for reply in grid.pull_messages(list(waiting)):
-                address = waiting.pop(reply.metadata.reply_to_message_id)
-                if (answer := _answer(reply, address)) is not None:
+                address = waiting.pop(reply.metadata.reply_to_message_id, "")
+                if address and (answer := _answer(reply, address)) is not None:
                     found[address] = answer
             waited = time.monotonic() - begun
             if (

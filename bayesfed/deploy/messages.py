@@ -115,6 +115,11 @@ class Round(Strict):
     number: Number
     attempt: Number
 
+    @property
+    def order(self) -> tuple[int, int]:
+        """By which a question is earlier or later than another."""
+        return self.number, self.attempt
+
 
 class Ask(Strict):
     """What a round asks of a site. Tensors: ``message``, ``cohort`` the positions of its clients in it.
@@ -285,8 +290,8 @@ def of_kind(payload: bytes, kind: type[M], run: str | None = None) -> tuple[M, d
         MessageError: they are none, or one of another kind or run; a :class:`Refusal` says why.
     """
     message, parts = unpacked(payload)
-    if isinstance(message, Refusal):
-        raise MessageError(message.why)
+    if isinstance(message, Refusal):  # is shown at a terminal, which obeys some characters
+        raise MessageError("".join(c if c.isprintable() else " " for c in message.why[:1000]))
     if not isinstance(message, kind):
         raise MessageError(f"a message is of kind {message.kind}, not {kind.__name__.lower()}")
     if run is not None and getattr(message, "run", run) != run:

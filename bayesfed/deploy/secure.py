@@ -68,6 +68,21 @@ def new_key() -> bytes:
     return X25519PrivateKey.generate().private_bytes_raw()
 
 
+def check_keys(keys: Mapping[str, str]) -> None:
+    """Fail on public keys of a run, in hexadecimal, by which no secret can be agreed upon.
+
+    Raises:
+        ValueError: names the site, or the two that have one key.
+    """
+    found = {name: bytes.fromhex(key) for name, key in keys.items()}
+    _distinct(found, "of this run")
+    for name, key in found.items():
+        try:
+            X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(key))
+        except ValueError:
+            raise ValueError(f"{name!r} has a key that gives no secret") from None
+
+
 def public_key(private: bytes) -> bytes:
     """What others may know of a private key, 32 bytes."""
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()

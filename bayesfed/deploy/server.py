@@ -19,14 +19,14 @@ from bayesfed.deploy import secure
 from bayesfed.deploy.answers import (
     Answered,
     Late,
-    added,
     belated,
     checked,
     kept,
-    middle,
     opened,
     pending,
+    summed,
     unsealed,
+    with_late,
     words_like,
 )
 from bayesfed.deploy.carrier import Carrier
@@ -57,6 +57,7 @@ from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params
 from bayesfed.engine.cohort import cohort_size
 from bayesfed.engine.execution import Execution
+from bayesfed.engine.files import held
 from bayesfed.engine.moving import caveat
 from bayesfed.engine.run import Round as Report
 from bayesfed.engine.run import Run
@@ -133,9 +134,16 @@ def deployed(
     Raises:
         ValueError: the sites' data, settings or models differ; the message names the site.
         TimeoutError: a site that is needed does not answer.
+        BlockingIOError: another process is at this run.
         Stopped: see :func:`bayesfed.fit`.
     """
-    sites = Sites(carrier, plan, patience, say)
+    path = Path(file)
+    with held(path.with_name(f".{path.name}.lock"), f"the run of {path}"):
+        return _deployed(Sites(carrier, plan, patience, say), path, callbacks)
+
+
+def _deployed(sites: Sites, file: Path, callbacks: Sequence[Callable[[Report], object]]) -> Globals:
+    plan = sites.plan
     members = sites.members()
     schemas = [member.schema for member in members]
     program, federation = program_of(plan, schemas)
@@ -186,7 +194,12 @@ def _begin(sites: Sites, run: Run, payload: bytes, members: Sequence[Member]) ->
     program = run.program
     mine = digest.digest(program, run.federation, torch.arange(0))
     found = sites.told({member.name: payload for member in members}, Digest, run.file.name)
-    sites.keys |= {name: said.key for name, (said, _) in found.items() if said.key is not None}
+    keys = {name: said.key for name, (said, _) in found.items() if said.key is not None}
+    if sites.plan.secure:
+        for name in found.keys() - keys.keys():
+            raise MessageError(f"site {name!r} has no key for secure sums")
+        secure.check_keys(sites.keys | keys)
+    sites.keys |= keys
     for name, (_, parts) in found.items():
         differs = digest.difference(program, mine, parts.get("program", {}))
         if differs is not None:
@@ -227,21 +240,19 @@ def _round(sites: Sites, run: Run, members: Sequence[Member]) -> Report:
     whose = torch.zeros(len(asked.cohort), dtype=torch.bool)
     for name in found.replies:
         whose |= own[name].own(asked.cohort)
+    if plan.secure:
+        total, said = unsealed(sites, run, asked, found, form)
+    else:
+        total, said = summed(list(found.replies.values()), plan.median)
+    sound = torch.cat([parts["sound"]["clients"] for parts in found.replies.values()])
+    total, late = with_late(sites, run, asked, total, int(sound.sum()), late)
+    for _, parts in late.values():
+        run.said += parts["said"]["terms"][1:]
     accepted = dict.fromkeys(found.replies, found.round) | {n: r for n, (r, _) in late.items()}
     for position, member in enumerate(members):
         if member.name in accepted:
             taken = accepted[member.name]
             run.accepted[position] = torch.tensor([taken.number, taken.attempt])
-    if plan.secure:
-        total, said = unsealed(sites, run, asked, found, form)
-    else:
-        total, said = middle(found) if plan.median else added(found)
-    for _, parts in late.values():
-        count = int(parts["sound"]["clients"].sum())
-        for part, value in plan.algorithm.late(run.server, parts["total"], count).items():
-            total[part] = total[part] + value
-        run.said += parts["said"]["terms"][1:]
-    sound = torch.cat([parts["sound"]["clients"] for parts in found.replies.values()])
     answer = Answer(total, sound, said, noised=plan.honest is not None)
     report = take(run, replace(asked, cohort=asked.cohort[whose]), answer)
     pending(run).unlink(missing_ok=True)
@@ -359,8 +370,8 @@ def _finished(sites: Sites, run: Run, members: Sequence[Member]) -> Globals:
         form = {"terms": torch.zeros(count, dtype=torch.float64)}
         part = "masked" if sites.plan.secure else "terms"
         expected = {n: words_like(v) for n, v in form.items()} if sites.plan.secure else form
-        for _, parts in found.values():
-            check_like("the weights", parts.get(part, {}), expected)
+        for site, (_, parts) in found.items():
+            check_like(f"site {site!r}: the weights", parts.get(part, {}), expected)
         if message.round is not None:
             words = {site: parts[part] for site, (_, parts) in found.items()}
             return opened(sites, name, message.round, asked_of_all(message, sent), words)["terms"]

@@ -238,6 +238,11 @@ class Site:
                     f"{in_words(message.round)} was asked before, with another message: it is answered once"
                 )
             return part.answered.reply
+        if part.answered is not None and message.round.order < part.answered.round.order:
+            # on its way for long; what the server has taken since must not be put back
+            raise MessageError(
+                f"{in_words(message.round)} comes after {in_words(part.answered.round)}, which was answered"
+            )
         self._check_privacy(message)
         part.settle(message.accepted)
         done = part.accepted[0]

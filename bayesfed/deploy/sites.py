@@ -197,17 +197,23 @@ class Sites:
     def _greeted(self, names: Set[str], known: Set[str], seconds: float) -> dict[str, Schema]:
         """Those of these sites that answer at other addresses than the known ones, where they are from now on."""
         hello = {a: packed(Hello()) for a in self.carrier.reachable() if a not in known}
-        found = {}
+        owner = {address: name for name, address in self.addresses.items()}
+        found: dict[str, list[tuple[str, Schema]]] = {}
         for address, payload in self._exchange(hello, Wait(seconds)).items():
             try:
                 schema, _ = of_kind(payload, Schema)
             except MessageError as error:
                 self.say(f"{address}: {error}")
                 continue
-            if schema.site in names:
-                found[schema.site] = schema
-                self.addresses[schema.site] = address
-        return found
+            if owner.get(address, schema.site) != schema.site:
+                self.say(f"{address} was site {owner[address]!r}, it is not {schema.site!r} now")
+            elif schema.site in names:
+                found.setdefault(schema.site, []).append((address, schema))
+        for name in [name for name, who in found.items() if len(who) > 1]:
+            where = " and ".join(sorted(address for address, _ in found.pop(name)))
+            self.say(f"{where} say both that they are site {name!r}: neither is taken for it")
+        self.addresses |= {name: who[0][0] for name, who in found.items()}
+        return {name: who[0][1] for name, who in found.items()}
 
     def told(
         self, requests: Mapping[str, bytes], kind: type[M], run: str
@@ -224,7 +230,11 @@ class Sites:
             if not left:
                 break
             for name, payload in self.sent(left, Wait(self.patience.seconds)).items():
-                found[name] = of_kind(payload, kind, run)
+                try:
+                    found[name] = of_kind(payload, kind, run)
+                except MessageError as error:
+                    who = "" if f"site {name!r}" in str(error) else f"from site {name!r}: "
+                    raise MessageError(f"{who}{error}") from None
             self.await_back(left.keys() - found.keys())
         if missing := requests.keys() - found.keys():
             raise TimeoutError(f"site {min(missing)!r} does not answer")

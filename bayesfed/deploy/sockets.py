@@ -4,6 +4,10 @@ The way from a process that Flower starts for one message to the worker that sta
 where it has a slash, the path of a Unix socket. Such a socket knows no keys, so it is of this machine only: a Unix
 socket is its owner's (mode 0600), and a host is a loopback address, which every user of the machine can reach.
 
+What people at the site ask has another socket, a Unix one, and the first bit of the length is set. Whoever hands on
+what a server sent (Flower's client, FLARE's) never sets it, so that no message of a server's is such a question, even
+where a site has given Flower the wrong socket by mistake.
+
 Imports neither torch nor NumPy, which would take most of a round.
 """
 
@@ -29,12 +33,21 @@ PATIENCE = 60.0
 """Seconds that a server waits for the rest of a client's message, and for a client to take its answer."""
 
 _LENGTH = struct.Struct(">Q")
+_HERE = 1 << 63
 _PIECE = 2**20
+Handler = Callable[[bytes], bytes]
+_Asked = queue.SimpleQueue[tuple[Handler, bytes, Future[bytes]]]
 _log = logging.getLogger(__name__)
 
 
-def call(address: str, payload: bytes, seconds: float) -> bytes:
+def call(address: str, payload: bytes, seconds: float, *, here: bool = False) -> bytes:
     """The answer of the worker at an address, within so many seconds in all.
+
+    Args:
+        address: of the worker.
+        payload: the message.
+        seconds: how long.
+        here: it is a question of the site's own people, at the address of these.
 
     Raises:
         ValueError: the address is none, or is not of this machine; the message is longer than :data:`LONGEST`.
@@ -48,7 +61,7 @@ def call(address: str, payload: bytes, seconds: float) -> bytes:
         with socket.socket(family, socket.SOCK_STREAM) as connection:
             connection.settimeout(seconds)
             connection.connect(place)
-            _send(connection, payload, deadline)
+            _send(connection, payload, deadline, _HERE if here else 0)
             return _receive(connection, deadline)
     except TimeoutError:
         raise TimeoutError(f"{address} did not answer within {seconds:g} s") from None
@@ -62,8 +75,9 @@ def call(address: str, payload: bytes, seconds: float) -> bytes:
 
 def serve(
     address: str,
-    handle: Callable[[bytes], bytes],
+    handle: Handler,
     *,
+    here: tuple[str, Handler] | None = None,
     ready: Callable[[str], None] = lambda address: None,
     stop: threading.Event | None = None,
 ) -> None:
@@ -75,11 +89,12 @@ def serve(
     Args:
         address: where to listen; port 0 is any that is free.
         handle: the answer to a message.
+        here: a Unix socket at which the site's own people ask, and the answer to a question of theirs.
         ready: called with the address once it listens there.
         stop: ends the server within a fifth of a second.
 
     Raises:
-        ValueError: the address is none, or is not of this machine.
+        ValueError: the address is none, or is not of this machine; that of the site's people is no Unix socket.
         OSError: it is taken, or cannot be.
 
     Example:
@@ -91,18 +106,26 @@ def serve(
         b'HELLO'
         >>> stop.set()
     """
-    asked: queue.SimpleQueue[tuple[bytes, Future[bytes]]] = queue.SimpleQueue()
+    asked: _Asked = queue.SimpleQueue()
     ended = stop or threading.Event()
-    with _listening(address) as (listener, where):
-        threading.Thread(target=_accept, args=(listener, asked), daemon=True).start()
+    if here is not None and "/" not in here[0]:
+        raise ValueError(
+            f"{here[0]!r} is open to every user of the machine: give a Unix socket's path"
+        )
+    with contextlib.ExitStack() as listeners:
+        listener, where = listeners.enter_context(_listening(address))
+        _answered(listener, asked, handle, 0)
+        if here is not None:
+            listener, _ = listeners.enter_context(_listening(here[0]))
+            _answered(listener, asked, here[1], _HERE)
         ready(where)
         while not ended.is_set():
             try:
-                message, answer = asked.get(timeout=0.2)
+                answers, message, answer = asked.get(timeout=0.2)
             except queue.Empty:
                 continue
             try:
-                found = handle(message)
+                found = answers(message)
                 _check(len(found))
                 answer.set_result(found)
             except Exception as error:
@@ -169,9 +192,12 @@ def _called(address: str, message: bytes, seconds: float) -> Future[bytes]:
 # -- one connection -------------------------------------------------------------------------------
 
 
-def _accept(
-    listener: socket.socket, asked: "queue.SimpleQueue[tuple[bytes, Future[bytes]]]"
-) -> None:
+def _answered(listener: socket.socket, asked: _Asked, handle: Handler, mark: int) -> None:
+    """Accept clients whose messages bear a mark, in a thread of its own."""
+    threading.Thread(target=_accept, args=(listener, asked, handle, mark), daemon=True).start()
+
+
+def _accept(listener: socket.socket, asked: _Asked, handle: Handler, mark: int) -> None:
     """A thread for each client, until the listener is closed."""
     while listener.fileno() >= 0:
         try:
@@ -179,33 +205,33 @@ def _accept(
         except OSError:  # closed; or no more files can be open now
             time.sleep(0.05)
             continue
-        threading.Thread(target=_converse, args=(connection, asked), daemon=True).start()
+        given = (connection, asked, handle, mark)
+        threading.Thread(target=_converse, args=given, daemon=True).start()
 
 
-def _converse(
-    connection: socket.socket, asked: "queue.SimpleQueue[tuple[bytes, Future[bytes]]]"
-) -> None:
+def _converse(connection: socket.socket, asked: _Asked, handle: Handler, mark: int) -> None:
     """One message of one client, and its answer."""
     with connection:
         try:
-            message = _receive(connection, time.monotonic() + PATIENCE)
+            message = _receive(connection, time.monotonic() + PATIENCE, mark)
             answer: Future[bytes] = Future()
-            asked.put((message, answer))
+            asked.put((handle, message, answer))
             _send(connection, answer.result(), time.monotonic() + PATIENCE)
         except Exception as error:  # whatever a client does, and what `serve` has logged
             _log.debug("a client went without an answer: %s", error)
 
 
-def _send(connection: socket.socket, payload: bytes, deadline: float) -> None:
-    for part in (_LENGTH.pack(len(payload)), payload):
+def _send(connection: socket.socket, payload: bytes, deadline: float, mark: int = 0) -> None:
+    for part in (_LENGTH.pack(len(payload) ^ mark), payload):
         if part:  # whoever has got all that was announced may have hung up
             connection.settimeout(_left(deadline))
             connection.sendall(part)
 
 
-def _receive(connection: socket.socket, deadline: float) -> bytes:
-    """One message, whose memory grows as its bytes come, whatever length was announced."""
+def _receive(connection: socket.socket, deadline: float, mark: int = 0) -> bytes:
+    """One message, whose memory grows as its bytes come, whatever length was announced; without its mark too long."""
     (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size, deadline))
+    length ^= mark
     _check(length)
     return _exactly(connection, length, deadline)
 

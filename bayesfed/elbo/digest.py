@@ -107,7 +107,7 @@ def _law(program: Program, name: str) -> str:
 
 
 def _same(before: Tensor, now: Tensor, tolerance: float) -> bool:
-    if before.shape != now.shape:
+    if before.shape != now.shape or before.dtype != now.dtype:
         return False
     (one, size), (other, _) = before, now
     equal = (one == other) | (one.isnan() & other.isnan())  # infinities are equal to themselves

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import os
@@ -10,6 +11,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -58,6 +64,29 @@ def atomically(path: Path) -> Iterator[Path]:
         _keep_name(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def held(path: Path, what: str) -> Iterator[None]:
+    """Keep other processes from what a file stands for, until this one has done or is dead; where the system can.
+
+    Args:
+        path: an empty file, which stays; its name begins with a dot.
+        what: is held, for the message.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    if fcntl is None:
+        yield
+        return
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            why = f"another process has {what}: end it, or wait for it"
+            raise BlockingIOError(errno.EAGAIN, why) from None
+        yield
 
 
 def sweep(path: Path) -> None:

@@ -1,10 +1,14 @@
 """Runs whose processes are killed at random and started again, beside one that is left alone: makes kills.md.
 
-    python experiments/deployment/kills.py [KILLS] [--secure]       # 100 kills: half an hour
+    python experiments/deployment/kills.py [KILLS] [--secure]       # 100 kills: six minutes
+    python experiments/deployment/kills.py 25 --flower              # over Flower, with TLS and keys: half an hour
 
 Three sites' workers (``bayesfed node``) and a server (``bayesfed run --on sockets``) are processes of this machine. One
 of the four is killed (SIGKILL) after a random time and started again at once; when the server has ended, another run
 begins. In the end θ, and the clients' parameters, are compared with those of the run that was left alone.
+
+``--flower``: the processes are Flower's SuperLink, ServerApp and three SuperNodes, and the workers; see
+flower_processes.py for how they are started again. The run that is left alone is one without Flower.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import torch
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
+from flower_processes import FlowerProcesses
 from sites import NAMES, identities, written
 
 HERE = Path(__file__).parent
@@ -31,16 +36,38 @@ COMMAND = [sys.executable, "-m", "bayesfed.cli.app"]
 RUN = [*COMMAND, "run", "experiment.toml", "--on", "sockets", "--output", "result", "--resume"]
 
 
-class Processes:
-    """The sites' workers and the server."""
+class SocketProcesses:
+    """The sites' workers and the server, without Flower."""
+
+    between, seconds = (0.5, 6.0), 60
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.command = {name: [*COMMAND, "node", f"{name}.toml"] for name in NAMES}
         self.command["server"] = RUN
+        self.killable = list(self.command)
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, name: str) -> None:
+    def begin(self) -> None:
+        """Start everything."""
+        for name in self.command:
+            self._start(name)
+
+    def tick(self) -> None:
+        """Start again who is dead."""
+
+    def ended(self) -> bool:
+        """Whether the server has.
+
+        Raises:
+            RuntimeError: it failed.
+        """
+        status = self.running["server"].poll()
+        if status:
+            raise RuntimeError((self.folder / "server.out").read_text()[-2000:])
+        return status is not None
+
+    def _start(self, name: str) -> None:
         """Start one, its output in a file."""
         with (self.folder / f"{name}.out").open("ab") as out:
             self.running[name] = subprocess.Popen(
@@ -51,15 +78,20 @@ class Processes:
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )
 
-    def kill(self, name: str) -> None:
-        """As the kernel does where memory runs out."""
+    def kill(self, name: str) -> bool:
+        """As the kernel does where memory runs out; and start it again."""
+        self._kill(name)
+        self._start(name)
+        return True
+
+    def _kill(self, name: str) -> None:
         self.running[name].send_signal(signal.SIGKILL)
         self.running[name].wait()
 
     def stop(self) -> None:
         """All of them."""
         for name in self.running:
-            self.kill(name)
+            self._kill(name)
 
 
 def found(folder: Path) -> dict[str, torch.Tensor]:
@@ -73,27 +105,37 @@ def found(folder: Path) -> dict[str, torch.Tensor]:
     return parameters
 
 
-def one_run(folder: Path, rounds: int, secure: bool, kills: int, chance: random.Random) -> Counter:
-    """A whole run with at most so many kills: how often each process was killed, and of which it ended by itself."""
-    written(folder, secure=secure, rounds=rounds)
+Processes = SocketProcesses | FlowerProcesses
+
+
+def one_run(
+    kind: type[Processes],
+    folder: Path,
+    rounds: int,
+    secure: bool,
+    kills: int,
+    chance: random.Random,
+) -> Counter[str]:
+    """A whole run with at most so many kills: how often each process was killed."""
+    written(folder, secure=secure, rounds=rounds, seconds=kind.seconds)
     if secure:
         identities(folder)
-    processes, killed = Processes(folder), Counter[str]()
-    for name in processes.command:
-        processes.start(name)
+    processes, killed = kind(folder), Counter[str]()
     try:
-        while processes.running["server"].poll() is None:
-            end = time.monotonic() + chance.uniform(0.5, 6.0)
-            while time.monotonic() < end and processes.running["server"].poll() is None:
+        processes.begin()
+        while not processes.ended():
+            end = time.monotonic() + chance.uniform(*processes.between)
+            while time.monotonic() < end and not processes.ended():
+                processes.tick()
                 time.sleep(0.05)
-            if processes.running["server"].poll() is not None or killed.total() == kills:
+            if processes.ended() or killed.total() == kills:
                 continue
-            name = chance.choice(list(processes.command))
-            processes.kill(name)
+            name = chance.choice(processes.killable)
+            if not processes.kill(name):
+                continue
             killed[name] += 1
-            processes.start(name)
-        if processes.running["server"].returncode:
-            raise RuntimeError((folder / "server.out").read_text()[-2000:])
+            if kind is FlowerProcesses:
+                print(f"  {time.strftime('%H:%M:%S')} killed: {name}", flush=True)
     finally:
         processes.stop()
     return killed
@@ -105,29 +147,35 @@ def main() -> None:
     parser.add_argument("kills", type=int, nargs="?", default=100)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--secure", action="store_true")
+    parser.add_argument("--flower", action="store_true")
     given = parser.parse_args()
+    kind: type[Processes] = FlowerProcesses if given.flower else SocketProcesses
     chance, done, runs, worst = random.Random(0), Counter[str](), 0, 0.0
-    with tempfile.TemporaryDirectory() as folder:
-        alone = Path(folder) / "alone"
-        one_run(alone, given.rounds, given.secure, 0, chance)
-        expected = found(alone)
+    with tempfile.TemporaryDirectory(prefix="bf") as folder:
+
+        def run(
+            how: type[Processes], name: str, kills: int
+        ) -> tuple[Counter[str], dict[str, torch.Tensor]]:
+            here = Path(folder) / name
+            return one_run(how, here, given.rounds, given.secure, kills, chance), found(here)
+
+        _, expected = run(SocketProcesses, "alone", 0)
         while done.total() < given.kills:
-            here = Path(folder) / f"run{runs}"
-            killed = one_run(here, given.rounds, given.secure, given.kills - done.total(), chance)
-            now = found(here)
+            killed, now = run(kind, f"run{runs}", given.kills - done.total())
             assert now.keys() == expected.keys()
             differs = max(float((now[n] - v).abs().max()) for n, v in expected.items())
             done, runs, worst = done + killed, runs + 1, max(worst, differs)
             print(f"run {runs}: {dict(killed)}, differs by {differs:.1e}", flush=True)
+    how = " over Flower, with TLS and keys" * given.flower + " with secure sums" * given.secure
     text = (
         f"{done.total()} kills ({', '.join(f'{name} {count}' for name, count in sorted(done.items()))}) in {runs} "
-        f"runs of {given.rounds} rounds{' with secure sums' if given.secure else ''}: all ended; the largest "
+        f"run{'s' * (runs > 1)} of {given.rounds} rounds{how}: all ended; the largest "
         f"difference of any parameter, θ's or a client's, from the run that was left alone: {worst:.1e}\n"
     )
     print(text)
-    if given.kills >= 100:
-        name = "kills_secure.md" if given.secure else "kills.md"
-        (HERE / name).write_text(text, encoding="utf-8")
+    if given.kills >= (20 if given.flower else 100):
+        name = "kills" + "_flower" * given.flower + "_secure" * given.secure
+        (HERE / f"{name}.md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

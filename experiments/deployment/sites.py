@@ -35,7 +35,7 @@ def rows(federation: bf.Federation) -> pd.DataFrame:
 
 
 def written(
-    folder: Path, *, secure: bool = False, rounds: int | None = None
+    folder: Path, *, secure: bool = False, rounds: int | None = None, seconds: int = 60
 ) -> dict[str, bf.Federation]:
     """Write what each site has into a folder, and give its clients."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,6 +45,7 @@ def written(
     hidden = "secure = true                 # the server sees the sum of what the sites upload\n"
     if rounds is not None:
         text = text.replace("seed = 0", f"seed = 0\nrounds = {rounds}")
+    text = text.replace("seconds = 60 ", f"seconds = {seconds} ")
     text = f"{text}{hidden if secure else ''}\n[deployment.sockets]\n{sockets}"
     (folder / "experiment.toml").write_text(text, encoding="utf-8")
     for number, name in enumerate(NAMES):

@@ -11,6 +11,7 @@ from bayesfed.cli.app import main
 from bayesfed.cli.choices import clients_of
 from bayesfed.cli.deployment import plan_of
 from bayesfed.cli.experiment import read_experiment, read_rows, read_site
+from bayesfed.engine.files import held
 from bayesfed.settings import SettingsError
 
 EXPERIMENT = """
@@ -126,6 +127,15 @@ def test_a_mistake_in_a_site_file_is_one_line(change, said, folder, capsys):
     assert main(["node", str(folder / "bad.toml")]) == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
+
+
+def test_a_second_worker_of_a_site_is_refused(folder, capsys):
+    vectors = EXPERIMENT.replace('["x", "y"]', '{ x = ["x"], y = "y" }')
+    (folder / "experiment.toml").write_text(vectors)
+    (folder / "north").mkdir()
+    with held(folder / "north" / ".worker.lock", "it"):
+        assert main(["node", str(folder / "north.toml")]) == 2
+    assert "another process has the folder of site 'north'" in capsys.readouterr().err
 
 
 def test_what_a_run_between_machines_cannot_have_is_said(folder):

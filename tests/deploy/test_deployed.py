@@ -129,6 +129,20 @@ def test_the_sites_have_posteriors_and_the_server_has_none_of_their_variables(tm
         assert not any(number.numpy().tobytes() in at_server for number in value)
 
 
+def test_a_second_server_of_a_run_is_refused(tmp_path):
+    """Such as one whose SuperLink was killed, and that has not noticed."""
+    sites, refused = sites_of(SCHOOLS, PLAN, tmp_path), []
+
+    def another(done):
+        with pytest.raises(BlockingIOError, match="another process has the run of .*server"):
+            run_on(sites, PLAN, tmp_path)
+        refused.append(done.number)
+
+    found = run_on(sites, PLAN, tmp_path, callbacks=[another])
+    assert refused == [1, 2, 3] and set(found.absent.values()) == {0}
+    run_on(sites, PLAN, tmp_path)  # which has ended: nobody has it any more
+
+
 class Wire:
     """A carrier that can be cut, changed and listened to."""
 
@@ -205,6 +219,30 @@ def test_what_was_not_accepted_is_forgotten(tmp_path):
     expected = bf.fit(PLAN.model, SCHOOLS, PLAN.algorithm, rounds=3)
     same(found.params, expected.params)
     assert lost["count"] == 5 and found.refused == {"site0": 2}
+
+
+def test_a_question_that_comes_after_a_later_one_puts_nothing_back(tmp_path):
+    """Flower may deliver a first attempt when the second has been answered, and taken by the server."""
+    site = sites_of(SCHOOLS, PLAN, tmp_path, 1)[0]
+    at, first, stale = Wire([site]), [], []
+    honest = at.exchange
+
+    def exchange(messages, wait):
+        asks = [p for p in messages.values() if isinstance(unpacked(p)[0], Ask)]
+        if asks and not first:
+            first.extend(asks)
+            return {}  # it is under way for long
+        found = honest(messages, wait)
+        if asks and len(stale) < 2:
+            stale.append(unpacked(site.handle(first[0]))[0])
+        return found
+
+    at.exchange = exchange
+    found = fitted(at, PLAN, tmp_path)
+    same(found.params, bf.fit(PLAN.model, SCHOOLS, PLAN.algorithm, rounds=3).params)
+    assert found.refused == {"site0": 0}
+    assert [type(reply) for reply in stale] == [Refusal, Refusal]
+    assert "which was answered" in stale[0].why
 
 
 @pytest.mark.parametrize("when", [1, 3, pytest.param(5, marks=pytest.mark.slow), 7])

@@ -127,6 +127,26 @@ def test_flower_carries_any_bytes(size):
     assert flower._payload(inflate_object_from_contents(sent.object_id, contents)) == payload
 
 
+def test_the_client_asks_no_question_of_the_sites_own_people(tmp_path):
+    """Not even where the site has named the wrong socket, whatever the message is."""
+    own, ready, stop, asked_there = str(tmp_path / "own.sock"), queue.Queue(), threading.Event(), []
+    thread = threading.Thread(
+        target=serve,
+        args=(str(tmp_path / "worker.sock"), bytes.upper),
+        kwargs={"here": (own, asked_there.append), "ready": ready.put, "stop": stop},
+    )
+    thread.start()
+    ready.get(timeout=5)
+    try:
+        for payload in (b"hello", b'{"rows":"ward,x\\na,1"}', bytes([128, *[0] * 7, 1])):
+            with pytest.raises(ConnectionError, match="own.sock"):
+                flower.client_app(asked(payload), context({"socket": own}))
+    finally:
+        stop.set()
+        thread.join(5)
+    assert asked_there == []
+
+
 def test_the_client_waits_as_long_as_the_server_does(tmp_path):
     def slow(message):
         time.sleep(1.0)

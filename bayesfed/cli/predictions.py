@@ -1,0 +1,172 @@
+"""What a site's posterior says of rows, as a table: for people at the site, by the worker or without it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from torch.distributions.constraints import integer_interval
+
+from bayesfed.cli.here import Question, Told, question_of
+from bayesfed.cli.messages import message
+from bayesfed.data.federation import Federation
+from bayesfed.deploy.plan import Plan
+from bayesfed.elbo.handlers import on_cpu
+from bayesfed.output.posterior import Posterior
+from bayesfed.settings import SettingsError, callables
+
+QUANTILES = {"3 %": 0.03, "50 %": 0.5, "97 %": 0.97}
+KEPT = "posterior.safetensors"
+_ROW, _CLIENT, _VARIABLE = "row", "client", "variable"
+
+
+@dataclass
+class Kept:
+    """What a site keeps of its fits, for its own people.
+
+    Attributes:
+        federation: its clients, with the rows of the fit.
+        plan: what was fitted.
+        folder: the site's.
+        client: the column that says whose row it is.
+        fields: of a CSV file, the columns of each field.
+        alone: all rows are of this client, where the column is not there.
+    """
+
+    federation: Federation
+    plan: Plan
+    folder: Path
+    client: str
+    fields: list[str] | dict[str, str | list[str]] | None
+    alone: str | None = None
+    _last: tuple[tuple[Path, int], Posterior] | None = field(default=None, init=False)
+
+    def handle(self, payload: bytes) -> bytes:
+        """The answer to a question, as bytes; whatever is wrong with it is told in the answer."""
+        try:
+            told = Told(table=self.table(question_of(payload)))
+        except Exception as error:
+            told = Told(error=message(error))
+        return told.model_dump_json().encode()
+
+    @on_cpu()
+    def table(self, question: Question) -> str:
+        """What is asked, as the text of a CSV file.
+
+        Raises:
+            ValueError: the rows are not what the fit's are; there is no such fit.
+        """
+        posterior = self.posterior(question.run)
+        rows = pd.read_csv(io.StringIO(question.rows), dtype={self.client: str})
+        if not len(rows):
+            raise ValueError("there are no rows to predict")
+        if self.alone is not None and self.client not in rows.columns:
+            rows = rows.assign(**{self.client: self.alone})
+        own = Federation.from_frame(rows, client=self.client, fields=self.fields, missing="keep")
+        _check_fields(own, self.federation)
+        order, parts = np.argsort(pd.factorize(rows[self.client])[0], kind="stable"), []
+        known = set(posterior.federation.names)
+        for new in (False, True):
+            names = [name for name in own.names if (name not in known) is new]
+            if names:
+                some, at = own.select(names), own.index(names).numpy()
+                numbers = 1 + order[np.isin(own.owner.numpy(), at)]
+                of = posterior.personalize(some) if new else posterior.select(names)
+                found = _variables(of) if question.variables else _outcomes(of, some, numbers)
+                parts.append(found.assign(new=new))
+        table = pd.concat(parts)
+        _check_finite(table)
+        if _ROW in table:
+            table = table.astype({_ROW: "Int64"}).sort_values(_ROW, kind="stable")
+        text: str = table.to_csv(index=False, float_format="%.6g")
+        return text
+
+    def posterior(self, run: str | None = None) -> Posterior:
+        """That of a run, by default the one that ended last.
+
+        Raises:
+            SettingsError: no run of that name has ended here.
+        """
+        ended = sorted(
+            (self.folder / "runs").glob(f"*/{KEPT}"), key=lambda path: path.stat().st_mtime_ns
+        )
+        paths = [path for path in ended if run is None or path.parent.name == run]
+        if not paths:
+            known = ", ".join(path.parent.name for path in ended) or "none"
+            raise SettingsError(
+                f"no fit{'' if run is None else f' {run!r}'} has ended here; those that have: {known}"
+            )
+        key = (paths[-1], paths[-1].stat().st_mtime_ns)
+        if self._last is None or self._last[0] != key:
+            algorithm = self.plan.algorithm
+            guides = [getattr(algorithm, name) for name in callables(type(algorithm))]
+            guide = next((guide for guide in guides if guide is not None), None)
+            self._last = (
+                key,
+                Posterior.load(paths[-1], self.plan.model, self.federation, guide=guide),
+            )
+        return self._last[1]
+
+
+def _check_fields(found: Federation, expected: Federation) -> None:
+    for name in expected.fields:
+        if name not in found.fields:
+            raise ValueError(
+                f"the rows have no field {name!r}; it may be empty where it is not known"
+            )
+        one, other = tuple(found.event_shape(name)), tuple(expected.event_shape(name))
+        if one != other:
+            raise ValueError(f"field {name!r} is {one} a row, in the fit it is {other}")
+
+
+def _check_finite(table: pd.DataFrame) -> None:
+    """Fail where nothing can be said of a row because something that its outcome depends on is missing."""
+    lacking = table[table["mean"].isna()]
+    if len(lacking):
+        first = lacking.iloc[0]
+        raise ValueError(
+            f"nothing can be said of {first['variable']} of client {first['client']!r}: its rows lack a number that is "
+            "no outcome"
+        )
+
+
+def _outcomes(posterior: Posterior, rows: Federation, numbers: np.ndarray) -> pd.DataFrame:
+    """Of every row, which is called by its number; or of every client where an outcome is the client's."""
+    clients, draws, tables = np.array(rows.names), posterior.predict(rows), []
+    by_row = {_ROW: numbers, _CLIENT: clients[rows.owner.numpy()]}
+    for site in posterior.program.observed:
+        whose = by_row if site.per_row or site.joint else {_CLIENT: clients}
+        value, last = draws[site.name].numpy(force=True), getattr(site.support, "upper_bound", None)
+        if isinstance(site.support, integer_interval) and isinstance(last, int):  # of classes
+            for k in range(last + 1):
+                heads = whose | {_VARIABLE: f"{site.name} = {k}"}
+                tables.append(pd.DataFrame(heads | {"mean": (value == k).mean(0)}))
+        else:
+            tables += _described(site.name, whose, value)
+    return pd.concat(tables)
+
+
+def _variables(posterior: Posterior) -> pd.DataFrame:
+    """Of every client."""
+    local, draws = [site.name for site in posterior.program.locals], posterior.sample()
+    if not local:
+        raise ValueError("the model has no variables of its clients' own")
+    whose = {_CLIENT: np.array(posterior.federation.names)}
+    tables = [t for n in local for t in _described(n, whose, draws[n].numpy(force=True))]
+    return pd.concat(tables)
+
+
+def _described(
+    name: str, whose: Mapping[str, np.ndarray], draws: np.ndarray
+) -> Iterator[pd.DataFrame]:
+    """Mean, standard deviation and quantiles of each number of ``(S, K, *event)`` draws."""
+    flat = draws.reshape(*draws.shape[:2], -1).astype(float)
+    for j in range(flat.shape[2]):
+        value, label = flat[:, :, j], name if draws.ndim == 2 else f"{name}[{j}]"
+        found = {"mean": value.mean(0), "sd": value.std(0, ddof=1)}
+        found |= dict(zip(QUANTILES, np.quantile(value, list(QUANTILES.values()), 0), strict=True))
+        yield pd.DataFrame({**whose, _VARIABLE: label, **found})
