@@ -71,8 +71,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     federation, (rate, bandwidth) = data(), limits()
     lines = [
-        "| a round of | products, GFLOP | at the machine's rate, ms | steps read and write, GB | at the rate of a copy, ms "
-        "| compiled, ms | of which the machine needs |",
+        "| a round of | products, GFLOP | at the machine's rate, ms | steps read and write, GB "
+        "| at the rate of a copy, ms | compiled, ms | of which the machine needs |",
         "| --- |" + " --- |" * 6,
     ]
     for name, make in ROWS_OF_TABLE.items():
