@@ -182,11 +182,14 @@ class Site:
             differs = difference(self.plan.terms, message.terms)
             if differs is not None:
                 raise MessageError(f"another run was agreed on: {differs}")
-            part = self._begun(message, parts)
-            part.folder.mkdir(parents=True, exist_ok=True)
-            with atomically(part.folder / BEGIN) as file:
-                file.write_bytes(payload)
-            self._parts[message.run] = part
+            if (self._folder(message.run) / BEGIN).exists():  # both have been started again
+                part = self._part(message.run)
+            else:
+                part = self._begun(message, parts)
+                part.folder.mkdir(parents=True, exist_ok=True)
+                with atomically(part.folder / BEGIN) as file:
+                    file.write_bytes(payload)
+                self._parts[message.run] = part
         program = digest.digest(part.run.program, self.federation, torch.arange(0))
         key = secure.public_key(part.run_key).hex() if self.plan.secure else None
         return packed(Digest(run=message.run, key=key), program=program)

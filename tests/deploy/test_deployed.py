@@ -221,6 +221,34 @@ def test_what_was_not_accepted_is_forgotten(tmp_path):
     assert lost["count"] == 5 and found.refused == {"site0": 2}
 
 
+@pytest.mark.parametrize("when", [4, 6])
+def test_all_that_are_killed_at_once_go_on(when, tmp_path):
+    """Server and sites, as in a power cut, at the nth exchange of messages."""
+
+    class Killed(Exception):
+        pass
+
+    count = {"count": 0}
+
+    def carrier():
+        at = Wire(sites_of(SCHOOLS, PLAN, tmp_path))
+
+        def exchange(messages, wait):
+            count["count"] += 1
+            found = at.exchange(messages, wait)
+            if count["count"] == when:
+                raise Killed
+            return found
+
+        return Carrier(lambda: list(at.sites), exchange)
+
+    patience = Patience(("site0", "site1", "site2"), joining=1.0, seconds=1.0, attempts=2)
+    with pytest.raises(Killed):
+        deployed(carrier(), PLAN, patience, tmp_path / "s.safetensors")
+    found = deployed(carrier(), PLAN, patience, tmp_path / "s.safetensors")
+    same(found.params, bf.fit(PLAN.model, SCHOOLS, PLAN.algorithm, rounds=3).params)
+
+
 def test_a_question_that_comes_after_a_later_one_puts_nothing_back(tmp_path):
     """Flower may deliver a first attempt when the second has been answered, and taken by the server."""
     site = sites_of(SCHOOLS, PLAN, tmp_path, 1)[0]
