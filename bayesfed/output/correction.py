@@ -49,7 +49,7 @@ EVEN = 0.95
 """Where the weights of q's own draws count for so many of them, q is the posterior, and stays."""
 UNSEEN = 0.02
 """Of all weight, what may lie beyond the largest one where k is above :data:`khat.LIMIT`."""
-PROBE, QUIET = 200, 0.05
+PROBE, QUIET = 200, 0.1
 """Draws of θ at which the noise of a log weight is seen, and the variance that is let be."""
 
 
