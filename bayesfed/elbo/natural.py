@@ -11,9 +11,9 @@ Sites add up, and where all terms of the ELBO but −log q are one site, the ste
     Σ ← L (I − ρ S)⁻¹ Lᵀ where S < 0,   L exp(ρ S) Lᵀ where S > 0.
 
 S is zero at the optimum, and B is the curvature of the model's own log density, so that at ρ = 1 a quadratic ELBO
-takes one step. Where it curves upwards, S > I, m goes as far as if it curved as much downwards: B is |I − S|, at least
-I (Dauphin et al. 2014, *Identifying and attacking the saddle point problem*). Everything is of the size of q whatever
-the data, so one rate serves eight clients and ten thousand.
+takes one step. Where it curves upwards, S > I, m goes as far as if it curved as much downwards: B has the absolute
+eigenvalues of I − S, at least 1 (Dauphin et al. 2014, *Identifying and attacking the saddle point problem*). Everything
+is of the size of q whatever the data, so one rate serves eight clients and ten thousand.
 
 Where noise of standard deviation τ is added to E[∇f], as under differential privacy, vᵀ S v is off by about
 n = τ ‖L v‖: the wider q is, the more of it is noise. What of an eigenvalue s is beyond the largest of noise alone,
