@@ -3,11 +3,11 @@
     log weight of θ_s:  log p(θ_s) − log t(θ_s) + Σ_i log p(w_is, D_i | θ_s) − log q(w_is | θ_s),   w_is ~ q(w_i | θ_s)
 
 A Normal q(θ) has neither the skewness nor the tails of a posterior of few clients. t is Student's, with tails that hold
-the posterior's: first around the mean and covariance of q, then, one to five times, a mixture of narrower ones around
-the weighted draws so far, which are all weighed against the mean of the laws that they come from (Cappé, Guillin, Marin
-& Robert 2004, *Population Monte Carlo*; Owen & Zhou 2000, *Safe and effective importance sampling*, section 3). A
-client says a number a draw, of which the server needs the sums. Weights are truncated at √S times their mean (Ionides
-2008, *Truncated importance sampling*).
+the posterior's: first around the mean and covariance of q, then around those of the weighted draws. Where these are not
+enough there follows, up to four times, a mixture of narrower ones around the weighted draws so far. All draws are
+weighed against the mean of the laws that they come from (Cappé, Guillin, Marin & Robert 2004, *Population Monte Carlo*;
+Owen & Zhou 2000, *Safe and effective importance sampling*, section 3). A client says a number a draw, of which the
+server needs the sums. Weights are truncated at √S times their mean (Ionides 2008, *Truncated importance sampling*).
 
 Where q(w_i | θ) misses what it stands for, a log weight is little but noise. It is seen twice at some draws; where it
 differs, clients say log p(D_i | θ_s) by :mod:`bayesfed.output.evidence` instead.
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 DRAWS, FEWEST = 2000, 500
 """Draws from each law; and with fewer it is not worth while."""
-LAWS, ENOUGH = (2, 6), 2500
+LAWS, ENOUGH = (2, 6), 1000
 """The least and the most laws, and the number of equal weights that is enough for no more of them."""
 LEAST, A_NUMBER = 50, 5
 """Weights that count for less, or for less a dimension, say nothing of a mean and a covariance."""
@@ -111,7 +111,7 @@ def correction(posterior: Posterior, weigh: Weigh = terms) -> Correction | None:
     while len(laws) < LAWS[0] or (
         len(laws) < LAWS[1] and not (trusted and effective(weights) > ENOUGH)
     ):
-        law = around(z, weights, CENTRES if laws else 1)
+        law = around(z, weights, CENTRES if len(laws) > 1 else 1)
         if law is None:
             return None
         with noise.seeded(len(laws)):
