@@ -34,10 +34,6 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
-_FEW, _FEISTEL = 10_000, 10
-"""Up to so many numbers are sorted; rounds of the network: seven are like a random permutation (Patarin 2004)."""
-
-
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Torch's own random state as after a seed, for programs that draw by it; as it was afterwards, on every device.
@@ -133,6 +129,10 @@ def _erfinv(x: Tensor) -> Tensor:
     for a, b in zip(_CENTRE[1:], _TAIL[1:], strict=True):
         centre, tail = a + centre * near, b + tail * far
     return torch.where(w < 5, centre, tail) * x
+
+
+_FEW, _FEISTEL = 10_000, 10
+"""Up to so many numbers are sorted; rounds of the network: seven are like a random permutation (Patarin 2004)."""
 
 
 def permuted(key: Tensor, count: int, places: Tensor) -> Tensor:

@@ -32,6 +32,19 @@ def normal(params):
     return loc, tril.square().sum(1).sqrt()
 
 
+def after_sixty_rounds(cohort, seed):
+    """The largest shift, and log ratio of widths, from a fit with all of a thousand clients in each round."""
+    data = many(1000)
+    loc, sd = normal(bf.fit(models.varying_intercept, data, PLAIN).params)
+    run = bf.start(
+        models.varying_intercept, data, PLAIN, rounds=500, clients_per_round=cohort, seed=seed
+    )
+    for _ in range(60):
+        params = bf.step(run).params
+    found = normal(params)
+    return ((found[0] - loc) / sd).abs().max(), (found[1] / sd).log().abs().max()
+
+
 @pytest.mark.parametrize("seed", [2, 3])
 def test_three_clients_in_a_hundred(seed):
     """The clients of the first rounds are seen from far away: what they said there kept q 8 and 600 sd off.
@@ -39,16 +52,9 @@ def test_three_clients_in_a_hundred(seed):
     All have been seen once, some of them when q had not quite arrived: six seeds on two processors had .6 to 1.3, once
     5, when cohorts were drawn anew each round.
     """
-    data = many(1000)
-    loc, sd = normal(bf.fit(models.varying_intercept, data, PLAIN).params)
-    run = bf.start(
-        models.varying_intercept, data, PLAIN, rounds=500, clients_per_round=0.03, seed=seed
-    )
-    for _ in range(60):
-        params = bf.step(run).params
-    found = normal(params)
-    assert ((found[0] - loc) / sd).abs().max() < 3
-    assert (found[1] / sd).log().abs().max() < 0.1
+    shift, widths = after_sixty_rounds(0.03, seed)
+    assert shift < 3
+    assert widths < 0.1
 
 
 @pytest.mark.parametrize("seed", [6, 36])
@@ -59,16 +65,9 @@ def test_five_clients_in_a_thousand(seed):
     After 60 rounds 1 − 300 / 1000 = 70 % of the clients have not been seen: errors of √(.7 / .3) = 1.5 sd and more, as
     many were seen from afar. 64 seeds had .6 to 13 and widths within e^.34.
     """
-    data = many(1000)
-    loc, sd = normal(bf.fit(models.varying_intercept, data, PLAIN).params)
-    run = bf.start(
-        models.varying_intercept, data, PLAIN, rounds=500, clients_per_round=5, seed=seed
-    )
-    for _ in range(60):
-        params = bf.step(run).params
-    found = normal(params)
-    assert ((found[0] - loc) / sd).abs().max() < 25
-    assert (found[1] / sd).log().abs().max() < 0.7
+    shift, widths = after_sixty_rounds(5, seed)
+    assert shift < 25
+    assert widths < 0.7
 
 
 @pytest.mark.parametrize("seed", [0, 3, 4])
