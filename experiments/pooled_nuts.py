@@ -181,14 +181,13 @@ class _Dependent(Recorder):
         if func is not aten.index.Tensor or self._depends(args[1]):
             return super().__torch_dispatch__(func, types, args, kwargs)
         result = func(*args)  # at known places: the shape depends on nothing
-        places = [self._lowered(at) for mask in args[1] for at in _positions(mask)]
-        given = self._lowered(args[0]), places
-        self._made(self._graph.call_function(func, given), result, set())
+        places = [at for mask in args[1] for at in _positions(mask)]
+        self.note(func, (args[0], places), {}, result)
         return result
 
     def _depends(self, values: Any) -> bool:
         tensors = [x for x in tree_leaves(values) if isinstance(x, Tensor)]
-        return any(x in self._nodes and self._nodes[x].op != "get_attr" for x in tensors)
+        return any(x in self._values and self._values[x].constant is None for x in tensors)
 
 
 def _positions(mask: Tensor | None) -> list[Tensor | None]:
@@ -205,9 +204,9 @@ def _traced(what: Function, at: list[Tensor], *, compiles: bool) -> Function:
     recorder, z = _Dependent(), at[0].clone()
     with pyro.validation_enabled(False), recorder.of([z]):
         found = what(z)
-    fast: Function = recorder.graph(found, to_compile=compiles)
+    fast: Function = recorder.function(found)
     if compiles:
-        fast = torch._inductor.compile(fast, [z])
+        fast = torch._inductor.compile(recorder.graph(found), [z])
     for z in at:
         torch.testing.assert_close(fast(z), what(z), rtol=1e-4, atol=1e-4)
     return fast

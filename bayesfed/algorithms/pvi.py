@@ -250,7 +250,7 @@ class PVI(Structured):
         server = Server(q, prior)
         with torch.no_grad():
             supplied = program.noise(key, 64, local=False)
-            term, _ = server_pass(program, self.params(server), supplied, 64)
+            term = server_pass(program, self.params(server), supplied, 64).term
         return server, term.mean()
 
     def params(self, server: Server) -> Params:

@@ -61,7 +61,7 @@ from bayesfed.elbo import natural, noise
 from bayesfed.elbo.build import build
 from bayesfed.elbo.natural import Direction, Site
 from bayesfed.elbo.program import Params, Program
-from bayesfed.elbo.terms import Noise, draw, log_prior, server_pass
+from bayesfed.elbo.terms import Noise, draw, server_pass
 from bayesfed.guides.family import GLOBAL
 from bayesfed.guides.flow import Flow
 from bayesfed.guides.full_rank import FullRank
@@ -225,6 +225,7 @@ class SFVI(Structured):
             turn.rate,
             turn.scale,
             turn.noise,
+            turn.cohort < turn.program.clients,
         )
 
     @traceable
@@ -238,11 +239,15 @@ class SFVI(Structured):
         rate: float,
         scale: float,
         added: float,
+        absent: bool,
     ) -> tuple[State, Tensor]:
-        """A step on λ, where ``steps`` a natural-gradient one on the family's own parameters."""
+        """A step on λ, where ``steps`` a natural-gradient one on the family's own parameters.
+
+        ``absent``: some clients have said nothing in this round.
+        """
         count = self.local_steps * self._draws(program)
         params = leaves(server["params"])
-        term, theta = server_pass(program, params, supplied, count)
+        term, prior, theta = server_pass(program, params, supplied, count)
         if not params:
             return server, term.mean()
         before = server["known"]
@@ -267,8 +272,12 @@ class SFVI(Structured):
         server = server | {"known": known}
         ascended: Params = {}
         if steps:
+            draws = theta[GLOBAL]
+            (grad,) = torch.autograd.grad(prior.sum(), draws, retain_graph=True)
+            used = self._draws(program) * self._late
+            z, slopes = (x[-used:, 0, 0].detach() for x in (draws, grad))
             server, ascended = self._ascended(
-                program, server, before, total, theta[GLOBAL], rate, scale, added
+                program, server, before, total, z, slopes, rate, scale, added, absent
             )
         if rest := {name: value for name, value in params.items() if name not in ascended}:
             found = gradients(surrogate, rest)
@@ -288,21 +297,22 @@ class SFVI(Structured):
         server: State,
         before: Params,
         total: Upload,
-        draws: Tensor,
+        z: Tensor,
+        grad: Tensor,
         rate: float,
         scale: float,
         added: float,
+        absent: bool,
     ) -> tuple[State, Params]:
-        """The server's state and the family's parameters after a natural-gradient step; ``before`` it knew less."""
+        """The server's state and the family's parameters after a natural-gradient step; ``before`` it knew less.
+
+        At draws ``z`` the log density of the prior has these gradients, ``(S, D)``.
+        """
         family, params, known = family_of(program), server["params"], server["known"]
-        used, noisy = self._draws(program) * self._late, GLOBAL in total
-        values = {GLOBAL: draws[-used:].detach().requires_grad_()}
-        of_prior = log_prior(program, params, values, used)
-        (grad,) = torch.autograd.grad(of_prior.sum(), values[GLOBAL])
-        z = values[GLOBAL][:, 0, 0].detach()
+        used, noisy = len(z), GLOBAL in total
         with torch.no_grad():
             old = Site(*(value[None] for value in server["prior"].values()))
-            prior = Site(*(v[0] for v in family.site(params, z, grad[None, :, 0, 0], old)))
+            prior = Site(*(v[0] for v in family.site(params, z, grad[None], old)))
             if noisy:  # it knows nothing of before
                 grads = (used * scale * total[GLOBAL]).to(z.dtype)[None]
                 blank = Site(*(v[None] for v in family.blank(params)))
@@ -316,7 +326,7 @@ class SFVI(Structured):
             turns = turns + (natural.agreement(Direction(**last), to) < 0).to(z.dtype)
             pace = rate / (1 + TURN * turns)
             ascended = family.ascend(params, to, self.lr * pace)
-            if not noisy:
+            if absent and not noisy:
                 stale = family.direction(params, _sum(prior, _of_all(program, before)), z)
                 news = Direction(to.loc - stale.loc, to.spread - stale.spread, to.noise)
                 of_cohorts = 2 * scale * z.shape[-1]

@@ -181,7 +181,7 @@ class SFVIAvg(Structured):
             params = family_of(turn.program).carried(server.params, found)
         supplied = turn.program.noise(turn.key, 64, local=False)
         with torch.no_grad():
-            term, _ = server_pass(turn.program, params, supplied, 64)
+            term = server_pass(turn.program, params, supplied, 64).term
         return Server(params, square, server.rounds + 1), term.mean()
 
     def params(self, server: Server) -> Params:

@@ -95,9 +95,13 @@ def draw(
         Site name to draws of shape ``(S, 1, 1, *event)``.
     """
     own = program.local_params
-    with handlers.given(program.schema.device, params, noise, draws=draws, starting=own):
-        trace = poutine.trace(program.guide).get_trace(program.schema)
-    return {name: trace.nodes[name]["value"] for name in program.random}
+    with (
+        handlers.given(program.schema.device, params, noise, draws=draws, starting=own),
+        poutine.trace() as tracer,
+        handlers.Until(program.random),
+    ):
+        program.guide(program.schema)
+    return {name: tracer.trace.nodes[name]["value"] for name in program.random}
 
 
 def client_terms(
@@ -251,31 +255,61 @@ def local_priors(
     return found
 
 
+def _of_server(
+    program: Program,
+    params: Mapping[str, Tensor],
+    values: Draws,
+    noise: Noise,
+    draws: int,
+) -> tuple[Any, Any]:
+    """As :func:`run`, without any client's data, as far as the global sites."""
+    device, own = program.schema.device, program.local_params
+    names = [site.name for site in program.globals]
+    with handlers.given(device, params, noise, values, draws, own):
+        with poutine.trace() as guide, handlers.Until([*program.random, *names]):
+            program.guide(program.schema)
+        with poutine.trace() as model, handlers.Until(names):
+            poutine.replay(program.model, trace=guide.trace)(program.schema)
+    return guide.trace, model.trace
+
+
+class ServerTerm(NamedTuple):
+    """What the server can say of S draws of θ.
+
+    Attributes:
+        term: its ELBO term, log p(θ) − log q(θ), ``(S,)``.
+        log_prior: log p(θ) in the coordinates of the draws, ``(S,)``.
+        theta: the draws as :func:`draw` gives them. All are differentiable.
+    """
+
+    term: Tensor
+    log_prior: Tensor
+    theta: dict[str, Tensor]
+
+
 def server_pass(
     program: Program, params: Mapping[str, Tensor], noise: Noise, draws: int
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The server's ELBO term, log p(θ) − log q(θ), without any client's data, and its draws of θ.
+) -> ServerTerm:
+    """The server's draws of θ and its part of the ELBO.
 
     Args:
         program: the model/guide pair.
         params: global parameters (unconstrained).
         noise: of the global sites.
         draws: S.
-
-    Returns:
-        The term, shape ``(S,)``, and the draws as :func:`draw` gives them, both differentiable.
     """
-    own = program.local_params
-    guide, model = run(program, params, {}, program.schema, noise, draws, own)
-    total = log_ratio(guide, model, local=False)
-    theta = {name: guide.nodes[name]["value"] for name in program.random}
-    return _terms(total, program.schema.scale, draws, 1).squeeze(-1), theta
+    guide, model = _of_server(program, params, {}, noise, draws)
+    like = program.schema.scale
+    term, prior = (
+        _terms(log_ratio(guide, model, local=False, skip=skip), like, draws, 1).squeeze(-1)
+        for skip in ((), program.random)
+    )
+    return ServerTerm(term, prior, {name: guide.nodes[name]["value"] for name in program.random})
 
 
 def log_prior(program: Program, params: Mapping[str, Tensor], values: Draws, draws: int) -> Tensor:
     """log p of given draws in the coordinates of the draws (Jacobian included): shape ``(S,)``."""
-    own = program.local_params
-    guide, model = run(program, params, values, program.schema, {}, draws, own)
+    guide, model = _of_server(program, params, values, {}, draws)
     total = log_ratio(guide, model, local=False, skip=program.random)
     return _terms(total, program.schema.scale, draws, 1).squeeze(-1)
 

@@ -269,9 +269,9 @@ def elbo(posterior: Posterior, num_samples: int, seed: int, weigh: Weigh | None 
     program, key = posterior.program, key_of(posterior, seed, "elbo")
     with torch.no_grad():
         supplied = program.noise(key, num_samples, local=False)
-        at_server, theta = server_pass(program, posterior.params, supplied, num_samples)
-    of_clients = (weigh or terms)(posterior, theta, num_samples, key, False)
-    return at_server + of_clients.to(at_server.dtype)
+        at_server = server_pass(program, posterior.params, supplied, num_samples)
+    of_clients = (weigh or terms)(posterior, at_server.theta, num_samples, key, False)
+    return at_server.term + of_clients.to(at_server.term.dtype)
 
 
 def terms(

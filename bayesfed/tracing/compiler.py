@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import time
 import traceback
 import warnings
@@ -29,7 +30,6 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import pyro
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from bayesfed.data.batch import Batch, Fields
@@ -206,7 +206,9 @@ class Compiler:
             return None if None in others else functools.partial(_as_if_traced, key)
         recorder = Recorder()
         try:
-            graph, form, _ = _recorded(recorder, key, tensors)
+            with _uncollected():
+                results, form = _recorded(recorder, key, tensors)
+                graph = recorder.function(results)
         except Exception:  # not to be traced, or wrong: run eagerly it will say what it is
             return None
         finally:
@@ -239,8 +241,10 @@ class Compiler:
             self._refuse(name, shapes)
             return None
         try:
-            with _set(_inductor):
-                graph, form, expected = _recorded(Recorder(), key, tensors)
+            recorder = Recorder()
+            with _uncollected(), _set(_inductor):
+                expected, form = _recorded(recorder, key, tensors)
+                graph = recorder.graph(expected)
         except Exception as error:  # whatever a model may do that cannot be traced
             self._refuse(name, _where(error))
             return None
@@ -274,15 +278,24 @@ class Compiler:
         self._refused[name] = why
 
 
-def _recorded(
-    recorder: Recorder, key: Any, tensors: Sequence[Tensor]
-) -> tuple[GraphModule, Any, list[Tensor]]:
-    """The graph of a function at these tensors, the form of its results, and these."""
+def _recorded(recorder: Recorder, key: Any, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+    """The results of a function at these tensors, whose operations are noted, and their form."""
     # a tensor that is given twice must not become one input: at the next call it may be two
     inputs = [tensor.detach() for tensor in tensors]
     with _set(_recording), recorder.of(inputs):
-        results, form = _flat(key, inputs)
-    return recorder.graph(results, to_compile=compiling()), form, results
+        return _flat(key, inputs)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No search for garbage while thousands of objects are made that are all needed: it takes as long as all else."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 @contextmanager

@@ -1,29 +1,35 @@
-"""A function's graph, written down while it runs."""
+"""A function's operations, written down while it runs."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
-from types import BuiltinFunctionType, MethodDescriptorType
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_aggregate
+from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-aten = torch.ops.aten
-ALIASES = (aten.detach.default, aten.alias.default)
-"""Operations that give their argument; where gradients are over they are nothing."""
+from bayesfed.tracing.operations import (
+    Form,
+    Operation,
+    Value,
+    as_function,
+    as_graph,
+    needed,
+    values,
+)
+from bayesfed.tracing.simplify import simplified
+
 VARYING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """Of operations that give Python a number, or a tensor whose shape depends on numbers."""
 
 
 class Recorder(TorchDispatchMode):
-    """Notes each ATen operation in a block, those of autograd's backward passes too, as a node of a graph.
+    """Notes each ATen operation in a block, those of autograd's backward passes too.
 
     The operations run as they would have run, at a few microseconds more for each: tracing by ``make_fx`` calls for
     ten times as much, and for a run of its own. What is neither an input nor made in the block is a constant.
@@ -31,6 +37,7 @@ class Recorder(TorchDispatchMode):
     Attributes:
         operations: how many there were.
         bytes: that they wrote.
+        left: how many were left of them.
 
     Example:
         >>> import torch
@@ -38,23 +45,27 @@ class Recorder(TorchDispatchMode):
         >>> recorder, x = Recorder(), torch.ones(3)
         >>> with recorder.of([x]):
         ...     y = torch.where(x > 0, 2 * x, 3 * x)
-        >>> recorder.graph([y])(torch.tensor([1.0, -1.0, 2.0]))
+        >>> recorder.function([y])(torch.tensor([1.0, -1.0, 2.0]))
         [tensor([ 2., -3.,  4.])]
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations = self.bytes = 0
-        self._graph = Graph()
-        self._nodes = WeakTensorKeyDictionary()
-        self._root = torch.nn.Module()
+        self.operations = self.bytes = self.left = 0
+        self._noted: list[Operation] = []
+        self._values = WeakTensorKeyDictionary()
+        self._inputs: list[Value] = []
         self._written: set[int] = set()  # memory that an operation changes
-        self._memory: dict[Node, set[int]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nobody traces this by Dynamo; keeping it out takes as long as an operation."""
+        return False
 
     def of(self, inputs: Sequence[Tensor]) -> Recorder:
         """Itself, with what the graph is a function of; no two may be the same object."""
-        for number, x in enumerate(inputs):
-            self._nodes[x] = self._graph.placeholder(f"input_{number}")
+        self._inputs = [self._value_of(x) for x in inputs]
+        self._values.update(zip(inputs, self._inputs, strict=True))
         return self
 
     def __torch_dispatch__(
@@ -65,100 +76,80 @@ class Recorder(TorchDispatchMode):
         Raises:
             ValueError: it draws random numbers, or what follows may depend on numbers that were computed.
         """
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = func(*args, **kwargs) if kwargs else func(*args)
         self.operations += 1
         if isinstance(result, Tensor) and not func.is_view:
             self.bytes += result.numel() * result.element_size()
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise ValueError(
-                f"it draws random numbers of its own ({func}); a guide's sites are given theirs"
-            )
-        if VARYING & set(func.tags):
-            raise ValueError(f"what it does depends on numbers that it has computed ({func})")
-        memory = {_memory(x) for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
-        if func._schema.is_mutable:
-            places = zip(args, func._schema.arguments, strict=False)
-            self._written |= {_memory(x) for x, place in places if place.is_write}
-        given = map_aggregate((args, kwargs), self._lowered)
-        node = self._graph.create_node("call_function", func, *given)
-        self._made(node, result, memory)
+        if refusal := _refusal(func):
+            raise ValueError(f"{refusal} ({func})")
+        self.note(func, args, kwargs or {}, result)
         return result
 
-    def graph(self, results: Sequence[Tensor], *, to_compile: bool = False) -> GraphModule:
-        """The graph of these tensors, once: of ATen's operations to compile, or what Python calls them by to run."""
-        self._graph.output([self._node(x) for x in results])
-        self._simplify()
-        self._graph.eliminate_dead_code(_matters)
-        for node in self._graph.nodes:
-            if not to_compile and isinstance(node.target, OpOverload):
-                node.target = _binding(node.target)
-        return GraphModule(self._root, self._graph)
+    def note(self, func: OpOverload, args: Sequence[Any], kwargs: Any, result: Any) -> None:
+        """An operation, and what it gave."""
+        operation = Operation(
+            func,
+            [self._lowered(arg) for arg in args],
+            {name: self._lowered(arg) for name, arg in kwargs.items()},
+            [],
+            single=isinstance(result, Tensor),
+        )
+        for place, name in _places_written(func):
+            changed = operation.args[place] if place < len(args) else operation.kwargs.get(name)
+            self._written |= {value.memory for value in values([changed])}
+        for part in (result,) if operation.single else result or ():
+            value = None
+            if isinstance(part, Tensor):
+                self._values[part] = value = self._value_of(part)
+            operation.results.append(value)
+        self._noted.append(operation)
 
-    def _made(self, node: Node, result: Any, memory: set[int]) -> None:
-        """Tie results to the node that gives them."""
-        if isinstance(result, Tensor):
-            self._nodes[result] = node
-            self._memory[node] = memory | {_memory(result)}
-        elif isinstance(result, list | tuple):
-            self._memory[node] = memory
-            for place, part in enumerate(result):
-                if isinstance(part, Tensor):
-                    item = self._graph.call_function(operator.getitem, (node, place))
-                    self._made(item, part, memory)
+    def function(self, results: Sequence[Tensor]) -> Callable[..., list[Tensor]]:
+        """A function of the inputs that gives these tensors, to be run as it is."""
+        return as_function(*self._simplified(results, to_run=True))
 
-    def _lowered(self, value: Any) -> Any:
-        return self._node(value) if isinstance(value, Tensor) else value
+    def graph(self, results: Sequence[Tensor]) -> GraphModule:
+        """The graph of these tensors, to be compiled."""
+        return as_graph(*self._simplified(results, to_run=False))
 
-    def _node(self, x: Tensor) -> Node:
-        if x not in self._nodes:
-            name = f"constant_{len(list(self._root.buffers()))}"
-            self._root.register_buffer(name, x.detach())
-            self._nodes[x] = self._graph.get_attr(name)
-        return self._nodes[x]
+    def _simplified(
+        self, results: Sequence[Tensor], *, to_run: bool
+    ) -> tuple[list[Operation], list[Value], list[Value]]:
+        ends = [self._lowered(x) for x in results]
+        operations = needed(self._noted, ends)
+        operations, same = simplified(operations, self._written, to_run=to_run)
+        ends = [same.get(value, value) for value in ends]
+        operations = needed(operations, ends)
+        self.left = len(operations)
+        return operations, self._inputs, ends
 
-    def _simplify(self) -> None:
-        """Without aliases, and nothing twice; what is in memory that is changed in between stays as it is."""
-        seen: dict[Any, Node] = {}
-        for node in list(self._graph.nodes):
-            if node.op != "call_function" or self._memory.get(node, set()) & self._written:
-                continue
-            if node.target in ALIASES:
-                same = node.args[0]
-            else:
-                same = seen.setdefault(_key((node.target, node.args, node.kwargs)), node)
-            if same is not node:
-                node.replace_all_uses_with(same)
-                self._graph.erase_node(node)
+    def _lowered(self, arg: Any) -> Any:
+        """An argument, values in place of tensors."""
+        if isinstance(arg, Tensor):
+            value = self._values.get(arg)
+            if value is None:
+                self._values[arg] = value = self._value_of(arg)
+                value.constant = arg.detach()
+            return value
+        return [self._lowered(part) for part in arg] if isinstance(arg, list | tuple) else arg
 
-
-def _binding(operation: OpOverload) -> Any:
-    """Torch's binding of the operation if it has one: on small tensors half the time of the overload itself."""
-    name = operation.overloadpacket.__name__
-    for where in (torch, torch.Tensor):
-        found = getattr(where, name, None)
-        if operation.namespace == "aten" and isinstance(
-            found, BuiltinFunctionType | MethodDescriptorType
-        ):
-            return found
-    return operation
+    def _value_of(self, x: Tensor) -> Value:
+        form = Form(x.shape, x.stride(), int(x.storage_offset()), x.dtype, x.device)
+        return Value(form, x.untyped_storage()._cdata)
 
 
-def _matters(node: Node) -> bool:
-    """Whether a node does something beside giving its result."""
-    return node.op in ("placeholder", "output") or (
-        isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-    )
+@functools.cache
+def _refusal(func: OpOverload) -> str:
+    """Why no graph can have the operation; empty where it can."""
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return "it draws random numbers of its own; a guide's sites are given theirs"
+    if VARYING & set(func.tags):
+        return "what it does depends on numbers that it has computed"
+    return ""
 
 
-def _memory(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
-
-
-def _key(value: Any) -> Any:
-    """Something hashable that is equal where a node's arguments are: 1 is neither 1.0 nor True."""
-    if isinstance(value, list | tuple):
-        return tuple(_key(part) for part in value)
-    if isinstance(value, dict):
-        return tuple((name, _key(part)) for name, part in value.items())
-    return type(value), repr(value) if isinstance(value, float) else value
+@functools.cache
+def _places_written(func: OpOverload) -> list[tuple[int, str]]:
+    """Which of its arguments an operation changes."""
+    arguments = enumerate(func._schema.arguments)
+    return [(place, argument.name) for place, argument in arguments if argument.is_write]

@@ -296,7 +296,7 @@ def test_rates_in_double_precision_leave_single_precision_alone():
     total = {name: x.sum(0) for name, x in algorithm.encode(job, algorithm.work(job)).items()}
     rate = torch.ones((), dtype=torch.float64)
     supplied = program.noise(key, 2, local=False)
-    new, _ = algorithm.server_step(program, server, total, supplied, False, rate, rate, 0.0)
+    new, _ = algorithm.server_step(program, server, total, supplied, False, rate, rate, 0.0, True)
     for part, tensors in new.items():
         assert all(x.dtype == torch.float32 for x in tensors.values()), part
 

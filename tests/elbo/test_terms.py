@@ -96,8 +96,8 @@ def test_a_parameter_that_is_left_out_is_named(algorithm):
     """Of the model's own and of the guide's, a client's or all clients': never its initial value in silence."""
 
     def model(federation):
-        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
         slope = pyro.param("slope", torch.tensor(0.5))
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
         with federation.clients() as index:
             ones = torch.ones(len(index), 1)
             spread = pyro.param("spread", ones, constraint=dist.constraints.positive, event_dim=0)

@@ -163,7 +163,7 @@ def check_partition(program, federation, draws, seed):
     expected = pooled_elbo(program, federation, params, theirs | ours, draws)
 
     shared = {n: params[n] for n in program.init}
-    server, values = server_pass(program, shared, theirs, draws)
+    server, _, values = server_pass(program, shared, theirs, draws)
     clients = client_terms(program, params, values, federation.batch(), ours, draws)
     assert clients.shape == (draws, len(federation))
     found = (server + clients.sum(1)).mean()
@@ -213,7 +213,7 @@ def test_a_users_own_guide_adds_up_too():
     theirs = program.noise(key, 2, local=False)
     ours = program.noise(noise.fold(key, federation.stream_ids), 2, local=True)
     expected = pooled_elbo(program, federation, params, theirs | ours, 2)
-    server, values = server_pass(program, program.init, theirs, 2)
+    server, _, values = server_pass(program, program.init, theirs, 2)
     clients = client_terms(program, params, values, federation.batch(), ours, 2)
     torch.testing.assert_close((server + clients.sum(1)).mean(), expected, rtol=1e-12, atol=1e-10)
 

@@ -388,7 +388,7 @@ def test_terms_add_up_to_pyros_elbo_compiled(float64):
     @traceable
     def terms(program, params, theirs, ours, batch, draws):
         shared = {name: params[name] for name in program.init}
-        server, values = server_pass(program, shared, theirs, draws)
+        server, _, values = server_pass(program, shared, theirs, draws)
         return server, client_terms(program, params, values, batch, ours, draws)
 
     with using(Compiler(True)) as compiler:

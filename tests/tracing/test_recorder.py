@@ -8,11 +8,17 @@ import torch
 from bayesfed.tracing.recorder import Recorder
 
 
-def recorded(function, *inputs):
+def recorded(function, *inputs, **kwargs):
+    return noted(function, *inputs, **kwargs)[0]
+
+
+def noted(function, *inputs, to_compile=False):
+    """The graph, and of how many operations it is."""
     recorder = Recorder()
     with recorder.of(inputs):
         result = function(*inputs)
-    return recorder.graph([result])
+    made = recorder.graph if to_compile else recorder.function
+    return made([result]), recorder.left
 
 
 def writes_in_place(x):
@@ -72,10 +78,13 @@ def test_at_other_numbers(function):
             assert torch.equal(found, expected)
 
 
+def twice(x):
+    return (x * 2).exp() + (x * 2).exp().detach()
+
+
 def test_nothing_is_done_twice():
-    graph = recorded(lambda x: (x * 2).exp() + (x * 2).exp().detach(), torch.ones(2))
-    operations = [node for node in graph.graph.nodes if node.op == "call_function"]
-    assert len(operations) == 3
+    for to_compile in (False, True):
+        assert noted(twice, torch.ones(2), to_compile=to_compile)[1] == 3
 
 
 def test_a_number_and_a_truth_are_two():
@@ -84,6 +93,70 @@ def test_a_number_and_a_truth_are_two():
     graph = recorded(lambda x: (x * 1).double() + x * 1.0 + x.clamp(max=True), x)
     (found,) = graph(x)
     assert torch.equal(found, (x * 1).double() + x * 1.0 + x.clamp(max=True))
+
+
+EIGHT = torch.tensor(8.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "left"),
+    [
+        (lambda x: (x * 1.0 + 0.0 - 0) / 1, 0),
+        (lambda x: 1 * x**1.0 + torch.zeros_like(x), 0),
+        (lambda x: torch.ones_like(x) * torch.cat([x]), 0),
+        (lambda x: x * torch.ones(3).log().add(1.0), 0),
+        (lambda x: x.expand(3).float().reshape(3), 0),
+        (lambda x: x[None].expand(2, 3)[:, None].expand(2, 4, 3).reshape(8, 3)[:1], 3),
+        (lambda x: x[None, :, None].transpose(0, 1).squeeze(0), 1),
+        (lambda x: x.expand(2, 3) * torch.arange(2.0)[:, None], 1),
+        (lambda x: x.exp()[:, None].sum(-1), 2),
+        (lambda x: x[:, None].mean(-1) - x.expand(1, 3)[0], 1),
+        (lambda x: x * torch.eye(3) + torch.eye(3), 2),
+        # these are not the same
+        (lambda x: x + 0.0 * x, 2),
+        (lambda x: x * torch.ones(2, 3), 1),
+        (lambda x: x.double() * 1 + x, 2),
+        (lambda x: x * EIGHT.log() + EIGHT.log() * 1, 3),
+        (lambda x: x[:1].expand(3) * x[1:2].expand(3), 4),
+        (lambda x: torch.add(x, torch.ones(3), alpha=0) * torch.sub(torch.zeros(3), x), 3),
+        (lambda x: x[1:][:2].neg(), 3),
+        (lambda x: torch.complex(x, x).conj().imag.neg(), 9),
+    ],
+)
+def test_what_does_nothing_is_left_out(function, left):
+    graph, found = noted(function, torch.tensor([0.3, -1.0, 2.0]))
+    assert found <= left
+    for other in ([0.3, -1.0, 2.0], [1.0, torch.inf, -3.0]):
+        x = torch.tensor(other)
+        expected = function(x)
+        assert (graph(x)[0].shape, graph(x)[0].dtype) == (expected.shape, expected.dtype)
+        torch.testing.assert_close(graph(x)[0], expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_constant_is_given_to_one_only():
+    """What a graph makes is its caller's to change."""
+    graph = recorded(lambda x: torch.zeros_like(x) + torch.ones(3), torch.ones(3))
+    graph(torch.ones(3))[0].fill_(7.0)
+    assert graph(torch.ones(3))[0].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_memory_is_kept_no_longer_than_needed():
+    """A chain of operations needs the room of two of its tensors, however long it is."""
+
+    def chain(x):
+        for _ in range(20):
+            x = x.exp().clamp(max=1.0)
+        return x.sum()
+
+    graph, x = recorded(chain, torch.ones(4)), torch.ones(2**20)
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        graph(x)
+    held, most = 0, 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    assert 2 * x.nbytes <= most <= 3 * x.nbytes
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,31 @@
+"""What an algorithm of one's own need not say, and what its uploads are called."""
+
+import pytest
+import torch
+
+import bayesfed as bf
+from bayesfed.algorithms.protocol import Algorithm, Job, Turn
+from bayesfed.elbo import noise
+from bayesfed.engine.batches import batches
+
+
+def test_what_an_algorithm_need_not_say():
+    """A point for θ, one draw a step, all draws alike, nothing remembered, rates that stay."""
+    plain = Algorithm()
+    assert (plain.particles, plain.draws, plain.weighs, plain.beta) == (1, 1, False, None)
+    assert (plain.lr_decay, plain.corrected, plain.remembered) == (1.0, False, ())
+
+
+@pytest.mark.parametrize("algorithm", [bf.FedAvg(), bf.PFedVEM(), bf.FOLA(), bf.SFVI()], ids=repr)
+def test_uploads_are_tensors_by_name(algorithm):
+    """Between machines they are written into messages, whose parts have names."""
+    data = bf.datasets.eight_schools()
+    program = algorithm.program(bf.models.eight_schools, data)
+    server, keys = algorithm.start(program), noise.fold(noise.key(0), data.stream_ids)
+    clients = algorithm.start_clients(program, server, data.batch())
+    message = algorithm.broadcast(Turn(program, noise.key(0), 8), server)
+    job = Job(program, message, clients, batches(data, torch.arange(8), None, keys), keys)
+    upload = algorithm.encode(job, algorithm.work(job))
+    assert {type(name) for name in upload} == {str}
+    assert {type(value) for value in upload.values()} == {torch.Tensor}
+    assert {len(value) for value in upload.values()} == {8}
