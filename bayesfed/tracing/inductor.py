@@ -8,8 +8,11 @@ from typing import Any
 import torch
 import torch._inductor
 from torch import Tensor
+from torch._guards import TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 aten = torch.ops.aten
 SMALL = 512
@@ -17,12 +20,16 @@ SMALL = 512
 
 
 def compiled(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., list[Tensor]]:
-    """The graph as a function of tensors like these."""
+    """The graph as a function of tensors like these, which Inductor keeps on disk for other processes.
+
+    It does so for Dynamo, who says by what shapes are known; here all are numbers.
+    """
     options: dict[str, Any] = {"post_grad_custom_pre_pass": Products()}
     if graph.graph.find_nodes(op="call_function", target=aten.__rshift__.Scalar):
         # a hash reads each of its intermediates twice: inlining them all would take ten times as long to compile
         options["realize_opcount_threshold"] = 10
-    run = torch._inductor.compile(graph, list(inputs), options=options)
+    with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
+        run = torch._inductor.compile(graph, list(inputs), options=options)
     return captured(run, inputs) if inputs[0].is_cuda else run
 
 

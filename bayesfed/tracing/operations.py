@@ -30,13 +30,15 @@ class Value:
 
     Attributes:
         form: its form.
-        memory: what tells its memory from others'.
+        memory: a number for all that lie in the same memory.
+        address: where that is while the tensor lives.
         constant: its numbers, where neither an input nor an operation gives them.
         made: it was made by operations that no input reaches, and belongs to nobody.
     """
 
     form: Form
     memory: int
+    address: int
     constant: Tensor | None = None
     made: bool = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,6 +56,8 @@ class Recorder(TorchDispatchMode):
         self._noted: list[Operation] = []
         self._values = WeakTensorKeyDictionary()
         self._inputs: list[Value] = []
+        self._outside: list[Value] = []  # inputs and constants, which live as long as this
+        self._memories = itertools.count()
         self._written: set[int] = set()  # memory that an operation changes
 
     @classmethod
@@ -64,7 +67,8 @@ class Recorder(TorchDispatchMode):
 
     def of(self, inputs: Sequence[Tensor]) -> Recorder:
         """Itself, with what the graph is a function of; no two may be the same object."""
-        self._inputs = [self._value_of(x) for x in inputs]
+        self._inputs = [self._value_of(x, self._outside) for x in inputs]
+        self._outside += self._inputs
         self._values.update(zip(inputs, self._inputs, strict=True))
         return self
 
@@ -100,7 +104,7 @@ class Recorder(TorchDispatchMode):
         for part in (result,) if operation.single else result or ():
             value = None
             if isinstance(part, Tensor):
-                self._values[part] = value = self._value_of(part)
+                self._values[part] = value = self._value_of(part, operation.reads)
             operation.results.append(value)
         self._noted.append(operation)
 
@@ -128,14 +132,20 @@ class Recorder(TorchDispatchMode):
         if isinstance(arg, Tensor):
             value = self._values.get(arg)
             if value is None:
-                self._values[arg] = value = self._value_of(arg)
+                self._values[arg] = value = self._value_of(arg, self._outside)
                 value.constant = arg.detach()
+                self._outside.append(value)
             return value
         return [self._lowered(part) for part in arg] if isinstance(arg, list | tuple) else arg
 
-    def _value_of(self, x: Tensor) -> Value:
+    def _value_of(self, x: Tensor, others: Sequence[Value]) -> Value:
+        """A new one, in the memory of one of the others that live or in its own: addresses are used again."""
         form = Form(x.shape, x.stride(), int(x.storage_offset()), x.dtype, x.device)
-        return Value(form, x.untyped_storage()._cdata)
+        address = x.untyped_storage()._cdata
+        memory = next((v.memory for v in others if v.address == address), None)
+        if memory is None:
+            memory = next(self._memories)
+        return Value(form, memory, address)
 
 
 @functools.cache

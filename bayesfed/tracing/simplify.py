@@ -166,7 +166,7 @@ def _made(operation: Operation, kind: Kind, made: dict[Any, Value]) -> Value | N
         args = replaced(operation.args, known)
         kwargs = {name: replaced(arg, known) for name, arg in operation.kwargs.items()}
         numbers = operation.target(*args, **kwargs)
-        made[key] = Value(result.form, result.memory, numbers, made=True)
+        made[key] = Value(result.form, result.memory, result.address, numbers, made=True)
     return made[key]
 
 

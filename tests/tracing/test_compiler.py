@@ -16,6 +16,7 @@ from bayesfed import models, simulations
 from bayesfed.elbo import noise
 from bayesfed.tracing import compiler as compiling
 from bayesfed.tracing.compiler import Compiler, traceable, using
+from bayesfed.tracing.recorder import Recorder
 from tests.laws.cases import small
 
 needs_compiler = pytest.mark.skipif(
@@ -201,6 +202,24 @@ def test_a_graph_for_every_shape_and_none_for_a_number():
         for size, lr in ((3, 0.25), (3, 0.5), (4, 0.25)):
             assert torch.equal(descend(torch.ones(size), lr), torch.ones(size) * (1 - 2 * lr))
     assert len(compiler.graphs) == 2
+
+
+@needs_compiler
+def test_a_graph_that_was_compiled_before_is_read_from_disk():
+    """By another run, or another process."""
+    from torch._dynamo.utils import counters
+
+    from bayesfed.tracing import inductor
+
+    x = torch.arange(6.0)
+    for _ in range(2):
+        counters.clear()
+        recorder = Recorder()
+        with recorder.of([x]):
+            y = (x.sigmoid() * 0.1234).sum()
+        found = inductor.compiled(recorder.graph([y]), [x])
+        torch.testing.assert_close(found(x)[0], y)
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1
 
 
 def test_arguments_that_were_one_tensor_may_be_two(only_traced):
