@@ -327,13 +327,11 @@ class _Likelihood(_Values):
             self.total = self.total + log_prob.sum(-1)
         elif name in self.z:
             msg["value"] = point(fn, self.z[name], self.guide.globals[name])()
-        elif name in self.u:
+        else:
             at = point(fn, self.u[name])
             msg["value"] = at()
             if name not in self.guide.normal:
                 self.total = self.total + (fn.log_prob(msg["value"]) - at.log_density).sum(-1)
-        else:
-            msg["value"] = origin(fn)
         msg["done"] = True
 
 

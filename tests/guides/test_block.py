@@ -174,3 +174,41 @@ def test_a_normal_prior_that_the_factor_stands_for_is_not_counted_beside_it():
     head = data().batch(torch.arange(1)).head()
     _, scale = guide.block_prior(torch.zeros(1), head)
     assert scale.flatten().tolist() == [1.0, torch.inf, 2.0]
+
+
+def test_the_mode_under_a_prior_far_from_zero():
+    """Where Newton's steps lead, with counts that say little and a prior that says much."""
+
+    def counts(federation):
+        mu = pyro.sample("mu", dist.Normal(3.0, 0.1))
+        with federation.clients():
+            a = pyro.sample("a", dist.Normal(mu, 0.5))
+            with federation.observations() as obs:
+                pyro.sample("y", dist.Poisson(a.exp()), obs=obs.get("y"))
+
+    federation = bf.Federation.from_arrays({"a": {"y": [3.0]}, "b": {"y": [40.0, 60.0]}})
+    program = SFVI().program(counts, federation)
+    batch = federation.batch()
+    found = program.laplace(program.init, program.init_locals(batch), batch)
+    start = program.guide.block_start
+    a, rows, total = torch.full((2,), 3.0), torch.tensor([1.0, 2.0]), torch.tensor([3.0, 100.0])
+    mu = program.guide.globals["mu"].loc
+    for _ in range(50):  # the mode of a given mu, by itself
+        a = a + (total - rows * a.exp() - (a - mu) / 0.25) / (rows * a.exp() + 4)
+    factor = a + (total - rows * a.exp()) / (rows * a.exp())  # where the likelihood's parabola ends
+    precision = rows * a.exp() * start.scale**2
+    torch.testing.assert_close(
+        found["local.log_precision"].exp().squeeze(), precision, rtol=1e-3, atol=0
+    )
+    ours = start.loc + start.scale * found["local.loc"].squeeze()
+    torch.testing.assert_close(ours, factor, rtol=1e-3, atol=0)
+
+
+def test_a_guide_takes_the_coordinates_of_another():
+    """As a site takes the server's, where they are of its shape."""
+    guide = SFVI().program(hospital_and_wards, data()).guide
+    moved = {name: value + 0.5 for name, value in guide.coordinates().items()}
+    placed = guide.placed(moved | {"ward": torch.zeros(2, 7)}).coordinates()
+    assert torch.equal(placed["mu"], moved["mu"])
+    assert torch.equal(placed["a"], moved["a"])
+    assert torch.equal(placed["ward"], guide.coordinates()["ward"])

@@ -114,6 +114,9 @@ def test_families_say_which_steps_they_take():
     assert new.keys() == flow.keys()
     changed = {name for name, value in new.items() if not torch.equal(value, flow[name])}
     assert changed == {"global.loc", "global.log_scale", "global.tril"}  # the spline rests
+    shaken = bf.Flow().direction(flow, Site(*(v[0] for v in of)), z, noise=3.0)
+    assert (shaken.noise > to.noise).all()
+    assert (to.noise == 0).all()
 
 
 @pytest.mark.parametrize("family", [bf.MeanField(0.5), bf.FullRank(0.5), bf.Flow(0.5)], ids=str)

@@ -202,3 +202,14 @@ def test_seen_over_the_priors_support(prior):
     log_det = transform.log_abs_det_jacobian(u, value).reshape(2, 1, -1).sum(-1)
     expected = q.log_prob(u.reshape(2, 1, size)).sum(-1) - log_det
     torch.testing.assert_close(over.log_prob(value), expected)
+
+
+def test_a_matrix_with_full_covariance_over_its_support():
+    """Its numbers stand in a row in q, and as the prior has them in a draw."""
+    torch.manual_seed(0)
+    root = torch.linalg.cholesky(torch.eye(6) + 0.3)
+    q = dist.MultivariateNormal(torch.arange(6.0).expand(2, 1, 6), scale_tril=root)
+    over = local.seen(dist.Normal(torch.zeros(2, 1, 2, 3), 1.0).to_event(2), q)
+    value = over.rsample()
+    assert value.shape == (2, 1, 2, 3)
+    torch.testing.assert_close(over.log_prob(value), q.log_prob(value.reshape(2, 1, 6)))
