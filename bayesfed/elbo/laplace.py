@@ -90,13 +90,16 @@ def slope(f: Callable[[Tensor], Tensor], u: Tensor) -> tuple[Tensor, Tensor]:
 
 def _rows(values: Tensor, x: Tensor) -> Tensor:
     """The derivatives of ``(..., P)`` in x ``(..., D)``, rows apart: ``(..., P, D)``."""
-    parts = [
-        torch.autograd.grad(value.sum(), x, create_graph=True, materialize_grads=True)[0]
-        if value.requires_grad
-        else torch.zeros_like(x)
-        for value in values.unbind(-1)
-    ]
-    return torch.stack(parts, -2)
+    size, found = values.shape[-1], None
+    if values.requires_grad:
+        each = torch.eye(size, dtype=values.dtype, device=values.device)
+        each = each.reshape(size, *[1] * (values.ndim - 1), size).expand(size, *values.shape)
+        (found,) = torch.autograd.grad(
+            values, x, each, create_graph=True, allow_unused=True, is_grads_batched=True
+        )
+    if found is None:
+        return x.new_zeros(*x.shape[:-1], size, x.shape[-1])
+    return found.movedim(0, -2)
 
 
 def positive(precision: Tensor, least: Tensor) -> Tensor:
