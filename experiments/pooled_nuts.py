@@ -29,8 +29,9 @@ from torch.utils._pytree import tree_leaves
 
 import bayesfed as bf
 from bayesfed.elbo.form import for_batches
+from bayesfed.elbo.handlers import sample_sites
 from bayesfed.elbo.sites import Site, sites
-from bayesfed.tracing.recorder import Recorder, aten
+from bayesfed.tracing.recorder import Recorder
 
 RUNS = Path(__file__).parents[1] / "runs" / "reference"
 CHAINS, WARMUP, DRAWS, MORE = 4, 1000, 1000, 8000
@@ -57,9 +58,13 @@ def nuts(
     found = sites(for_batches(model, federation), federation).values()
     latent = [s for s in found if not s.observed and not s.support.is_discrete]
     pyro.set_rng_seed(0)
-    nodes = poutine.trace(model).get_trace(federation).nodes
+    nodes = sample_sites(poutine.trace(model).get_trace(federation))
     normal = [s for s in latent if _is_normal(nodes[s.name]["fn"])]
-    kinds = {s.name: nodes[s.name]["value"] for s in found if not s.observed and s not in latent}
+    kinds = {
+        name: node["value"]
+        for name, node in nodes.items()
+        if not node["is_observed"] and node["fn"].support.is_discrete
+    }
     tried: list[tuple[_Way, Any]] = []
     for moved in (normal, [s for s in normal if not s.local]):
         if not tried or (not good(tried[0][1]) and moved != normal):
@@ -178,7 +183,7 @@ class _Dependent(Recorder):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._depends((args, kwargs)):
             return func(*args, **(kwargs or {}))
-        if func is not aten.index.Tensor or self._depends(args[1]):
+        if func is not torch.ops.aten.index.Tensor or self._depends(args[1]):
             return super().__torch_dispatch__(func, types, args, kwargs)
         result = func(*args)  # at known places: the shape depends on nothing
         places = [at for mask in args[1] for at in _positions(mask)]
