@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 
 class Form(NamedTuple):
-    """What is known of a tensor without its numbers."""
+    """What is known of a tensor without its numbers; its offset in memory is from that of the first tensor there."""
 
     shape: torch.Size
     stride: tuple[int, ...]

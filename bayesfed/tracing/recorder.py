@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,7 +56,7 @@ class Recorder(TorchDispatchMode):
         self._values = WeakTensorKeyDictionary()
         self._inputs: list[Value] = []
         self._outside: list[Value] = []  # inputs and constants, which live as long as this
-        self._memories = itertools.count()
+        self._offsets: list[int] = []  # of the first tensor in each memory
         self._written: set[int] = set()  # memory that an operation changes
 
     @classmethod
@@ -140,11 +139,12 @@ class Recorder(TorchDispatchMode):
 
     def _value_of(self, x: Tensor, others: Sequence[Value]) -> Value:
         """A new one, in the memory of one of the others that live or in its own: addresses are used again."""
-        form = Form(x.shape, x.stride(), int(x.storage_offset()), x.dtype, x.device)
-        address = x.untyped_storage()._cdata
+        address, offset = x.untyped_storage()._cdata, int(x.storage_offset())
         memory = next((v.memory for v in others if v.address == address), None)
         if memory is None:
-            memory = next(self._memories)
+            memory = len(self._offsets)
+            self._offsets.append(offset)
+        form = Form(x.shape, x.stride(), offset - self._offsets[memory], x.dtype, x.device)
         return Value(form, memory, address)
 
 

@@ -131,19 +131,14 @@ def _given(operation: Operation, kind: Kind, views: dict[Value, Operation]) -> V
     if kind.views:
         return next((v for v in (reads[0], _root(reads[0], views)) if v.form == form), None)
     if kind.copies:
-        return reads[0] if len(reads) == 1 and _like(reads[0].form, form) else None
+        return reads[0] if len(reads) == 1 and reads[0].form == form else None
     if kind.neutral is None:
         return None
     first, second = operation.args
     for value, other in ((first, second), (second, first))[: 1 + kind.commutes]:
-        if isinstance(value, Value) and _is(other, kind.neutral) and _like(value.form, form):
+        if isinstance(value, Value) and value.form == form and _is(other, kind.neutral):
             return value
     return None
-
-
-def _like(one: Form, other: Form) -> bool:
-    """Whether tensors differ in their numbers only, and where they lie."""
-    return one._replace(offset=0) == other._replace(offset=0)
 
 
 def _is(value: Any, number: int) -> bool:
@@ -182,7 +177,7 @@ def _unsummed(operation: Operation) -> Operation:
     """Over dimensions of one a sum is a view."""
     result, first = _result(operation), operation.reads[0]
     one, other = first.form, result.form
-    alike = one.dtype == other.dtype and _dense(one) and _dense(other)
+    alike = one[2:] == other[2:] and _dense(one) and _dense(other)
     if one.shape.numel() != other.shape.numel() or not alike:
         return operation
     return Operation(aten.view.default, [first, list(other.shape)], {}, [result], True)

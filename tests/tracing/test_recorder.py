@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import suppress
+
 import pytest
 import torch
 
@@ -131,6 +134,93 @@ def test_what_does_nothing_is_left_out(function, left):
         expected = function(x)
         assert (graph(x)[0].shape, graph(x)[0].dtype) == (expected.shape, expected.dtype)
         torch.testing.assert_close(graph(x)[0], expected, rtol=0, atol=0, equal_nan=True)
+
+
+def written_over(a, _):
+    """A tensor that is changed after a view of it was taken."""
+    v = a.clone()
+    first = v[..., :1]
+    v.add_(1.0)
+    return v * first
+
+
+def written_into(a, b):
+    v = torch.zeros(a.shape)
+    v.add_(a).mul_(3.0)
+    v[..., 0] = 5.0
+    return v + b
+
+
+CONSTANT_ROW = torch.arange(3.0)
+PIECES = [
+    lambda a, b: a * 1 + b,
+    lambda a, b: 0.0 + a * b,
+    lambda a, b: a - b,
+    lambda a, b: a * torch.ones_like(b),
+    lambda a, b: torch.zeros_like(a) + b,
+    lambda a, b: torch.full_like(a, 2.0).log() * b,
+    lambda a, _: a.unsqueeze(0),
+    lambda a, _: a.unsqueeze(-1),
+    lambda a, _: a.expand(2, *a.shape),
+    lambda a, _: a.sum(-1),
+    lambda a, _: a.mean(0, keepdim=True),
+    lambda a, _: a.transpose(0, -1),
+    lambda a, _: a[..., :2],
+    lambda a, _: a[..., 1:],
+    lambda a, _: a[0],
+    lambda a, _: a.reshape(-1),
+    lambda a, _: a.squeeze(),
+    lambda a, _: a.permute(*reversed(range(a.ndim))),
+    lambda a, _: torch.cat([a]),
+    lambda a, b: torch.cat([a, b], -1),
+    lambda a, _: a.split(1, -1)[0],
+    lambda a, _: a.contiguous().detach(),
+    lambda a, _: a.double().float(),
+    lambda a, _: a**1.0 / 1,
+    lambda a, _: a.exp().clamp(max=3.0),
+    lambda a, b: torch.where(a > b, a, torch.ones(())),
+    lambda a, _: a * CONSTANT_ROW.log1p()[: a.shape[-1]],
+    lambda a, _: torch.eye(3)[: a.shape[-1], :1].squeeze(-1) * a,
+    written_over,
+    written_into,
+]
+
+
+def random_program(seed):
+    """Of two tensors: pieces put together at random, as far as shapes allow."""
+
+    def program(x, y):
+        chance, values = random.Random(seed), [x, y]
+        for _ in range(chance.randint(3, 25)):
+            piece, a, b = (chance.choice(some) for some in (PIECES, values, values))
+            with suppress(RuntimeError, IndexError, TypeError):
+                value = piece(a, b)
+                values += [value] if value.numel() < 500 else []
+        return [chance.choice(values), values[-1], values[-2]]
+
+    return program
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (1, 3), (3, 1), (4, 1, 2)])
+def test_random_programs(shape):
+    """What is run and what is compiled give the same as the program, at other numbers, and change no input."""
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers():
+        return [torch.randn(shape, generator=generator) for _ in range(2)]
+
+    for seed in range(60):
+        program = random_program(seed)
+        for to_compile in (False, True):
+            recorder, inputs = Recorder(), numbers()
+            with recorder.of(inputs):
+                results = program(*inputs)
+            graph = (recorder.graph if to_compile else recorder.function)(results)
+            inputs = numbers()
+            before = [x.clone() for x in inputs]
+            found, expected = graph(*inputs), program(*before)
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7, equal_nan=True)
+            assert all(map(torch.equal, inputs, before))
 
 
 def test_a_constant_is_given_to_one_only():
