@@ -384,8 +384,12 @@ class SFVI(Structured):
 
 
 def _of_all(program: Program, known: Params) -> Site:
-    """Of all clients; those who have not been seen are taken to be like those who have."""
-    each = program.clients / known[SEEN].clamp(min=1e-30)
+    """Of all clients; those who have not been seen are taken to be like those who have.
+
+    Where fewer than none have been, as a liar may say, it is no number.
+    """
+    seen = known[SEEN]
+    each = program.clients / torch.where(seen < 0, torch.nan, seen.clamp(min=1e-30))
     return Site(each * known[PULL], each * known[SLOPE])
 
 
