@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pyro
 import pyro.distributions as dist
 import torch
+from pyro.distributions import constraints
 from pyro.distributions.transforms import SimplexToOrderedTransform
+from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation
@@ -75,16 +79,76 @@ class OrderedLogistic:
             alpha = pyro.sample("alpha", dist.Normal(0.0, tau))
             with federation.observations() as obs:
                 location = alpha + (beta * obs["x"]).sum(-1)
-                logits = _log_probabilities(cutpoints - location.unsqueeze(-1))
-                pyro.sample("y", dist.Categorical(logits=logits), obs=obs.get("y"))
+                pyro.sample("y", Ordered(location, cutpoints), obs=obs.get("y"))
 
 
-def _log_probabilities(a: torch.Tensor) -> torch.Tensor:
-    """log(σ(a_k) − σ(a_{k−1})) of ascending a, ``(..., C − 1)``, with a_{−1} = −∞ and a_{C−1} = ∞: ``(..., C)``.
+class Ordered(dist.TorchDistribution):
+    """P(y ≤ k) = σ(c_k − location); of a value only the two cutpoints around it are looked at.
 
-    σ(a) − σ(b) = σ(a) σ(−b) (1 − e^(b−a)), of which no factor is a difference of nearly equal numbers.
+    Example:
+        >>> import torch
+        >>> from bayesfed.models.ordered_logistic import Ordered
+        >>> law = Ordered(torch.tensor(0.0), torch.tensor([0.0, 1.0]))
+        >>> law.log_prob(law.enumerate_support()).exp()
+        tensor([0.5000, 0.2311, 0.2689])
     """
-    below, above = torch.nn.functional.logsigmoid(a), torch.nn.functional.logsigmoid(-a)
-    gaps = torch.log(-torch.expm1(-a.diff(dim=-1)))
-    between = below[..., 1:] + above[..., :-1] + gaps
-    return torch.cat([below[..., :1], between, above[..., -1:]], -1)
+
+    arg_constraints: ClassVar[dict[str, Any]] = {
+        "location": constraints.real,
+        "cutpoints": constraints.ordered_vector,
+    }
+    has_enumerate_support = True
+
+    def __init__(
+        self, location: Tensor, cutpoints: Tensor, validate_args: bool | None = None
+    ) -> None:
+        shape = torch.broadcast_shapes(location.shape, cutpoints.shape[:-1])
+        self.location = location.expand(shape)
+        self.cutpoints = cutpoints.expand(*shape, -1)
+        super().__init__(shape, validate_args=validate_args)
+
+    @property
+    def support(self) -> constraints.Constraint:
+        """0 … C − 1."""
+        return constraints.integer_interval(0, self.cutpoints.shape[-1])
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Ordered:
+        """To more rows."""
+        return Ordered(
+            self.location.expand(batch_shape),
+            self.cutpoints.expand(*batch_shape, -1),
+            validate_args=False,
+        )
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """How many cutpoints a logistic variable around the location has passed."""
+        u = torch.rand(self._extended_shape(sample_shape)).to(self.location)
+        passed = self.cutpoints < (self.location + u.logit(eps=1e-7)).unsqueeze(-1)
+        return passed.sum(-1)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """log(σ(a) − σ(b)), a = c_y − location, b = c_{y−1} − location, with c_{−1} = −∞ and c_{C−1} = ∞.
+
+        σ(a) − σ(b) = σ(a) σ(−b) (1 − e^(b−a)), of which no factor is a difference of nearly equal numbers.
+        """
+        last = self.cutpoints.shape[-1]
+        shape = torch.broadcast_shapes(value.shape, self.batch_shape)
+        y = value.long().expand(shape).unsqueeze(-1)
+        above, below = (
+            self.cutpoints.expand(*shape, -1).gather(-1, at.clamp(0, last - 1)).squeeze(-1)
+            for at in (y, y - 1)
+        )
+        y = y.squeeze(-1)
+        inner = (y > 0) & (y < last)
+        of_gap = torch.where(inner, above - below, 1.0).neg().expm1().neg().log()
+        return (
+            torch.where(y < last, logsigmoid(above - self.location), 0.0)
+            + torch.where(y > 0, logsigmoid(self.location - below), 0.0)
+            + torch.where(inner, of_gap, 0.0)
+        )
+
+    def enumerate_support(self, expand: bool = True) -> Tensor:
+        """All categories."""
+        values = torch.arange(self.cutpoints.shape[-1] + 1, device=self.location.device)
+        values = values.reshape(-1, *[1] * len(self.batch_shape))
+        return values.expand(-1, *self.batch_shape) if expand else values

@@ -43,7 +43,10 @@ def hdi(draws: xr.Dataset, prob: float) -> Mapping[str, np.ndarray]:
 
 
 def summary(draws: xr.Dataset, names: Sequence[str]) -> pd.DataFrame:
-    """``mean``, ``sd`` and the 94 % highest-density interval, ``hdi_3%`` and ``hdi_97%``, of every scalar."""
+    """``mean``, ``sd`` and the 94 % highest-density interval, ``hdi_3%`` and ``hdi_97%``, of every scalar; of no names no rows."""
+    columns = ["mean", "sd", "hdi_3%", "hdi_97%"]
+    if not names:
+        return pd.DataFrame(columns=columns)
     kind = {"hdi_prob": 0.94} if OLD else {"ci_prob": 0.94, "ci_kind": "hdi"}
     table = az.summary(draws, var_names=list(names), kind="stats", round_to="none", **kind)
-    return pd.DataFrame(table.to_numpy(float), table.index, ["mean", "sd", "hdi_3%", "hdi_97%"])
+    return pd.DataFrame(table.to_numpy(float), table.index, columns)

@@ -8,10 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyro.distributions as dist
 import torch
 from pyro import poutine
 from torch import Tensor
-from torch.distributions import Categorical, MixtureSameFamily
+from torch.distributions import MixtureSameFamily
 
 from bayesfed.algorithms.protocol import Algorithm
 from bayesfed.data.columns import UnknownName
@@ -282,10 +283,10 @@ class Posterior:
             centre: predict with the posterior's centre instead of draws, see :meth:`sample`.
 
         Returns:
-            Observed categorical site to ``(rows, classes)``.
+            Observed site to ``(rows, classes)``, of classes that are the values that it can have, in order.
 
         Raises:
-            ValueError: an observed site is not categorical.
+            ValueError: the values of an observed site cannot be listed.
         """
         federation = self.federation if federation is None else federation
         few, model = self.select(federation.names), self.program.model
@@ -301,9 +302,11 @@ class Posterior:
             weight = draws.log_probabilities(len(batch)).exp().to(batch.scale)[..., None, None]
             for site in self.program.observed:
                 fn = nodes[site.name]["fn"]
-                if not isinstance(fn, Categorical):
+                fn = fn.base_dist if isinstance(fn, dist.MaskedDistribution) else fn
+                if not fn.has_enumerate_support or fn.event_shape:
                     raise ValueError(f"site {site.name!r} is {type(fn).__name__}: no classes")
-                probs = (weight * fn.probs).sum(0, keepdim=True)
+                log_probs = fn.log_prob(fn.enumerate_support(expand=False)).movedim(0, -1)
+                probs = (weight * log_probs.exp()).sum(0, keepdim=True)
                 parts[site.name].append(by_row(probs, site, batch, 1)[0])
         return {name: torch.cat(part) for name, part in parts.items()}
 

@@ -613,6 +613,16 @@ def test_a_long_summary_is_cut(schools, capsys):
     assert "... and 10 more in summary.csv" in capsys.readouterr().out
 
 
+def test_of_no_variables_there_is_an_empty_summary(capsys):
+    """A server's of a network: it has no globals, and the clients' are at their sites."""
+    from rich.console import Console
+    from xarray import Dataset
+
+    table = report.summary(Dataset())
+    report.print_summary(table, Console())
+    assert table.to_csv(index_label="variable") == "variable,mean,sd,hdi_3%,hdi_97%\n"
+
+
 def test_points_stop_on_rows_that_are_held_out(tmp_path, capsys):
     """The others are trained on."""
     file = tmp_path / "smoking.toml"
