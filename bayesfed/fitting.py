@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from bayesfed.engine.run import Round, Run
 from bayesfed.engine.settling import BOUND, settling
 from bayesfed.engine.states import States
 from bayesfed.engine.units import warn_of_units
+from bayesfed.output.correction import weighed
 from bayesfed.output.of_run import of_clients
 from bayesfed.output.posterior import Posterior
 from bayesfed.rounds import answer, ask, take
@@ -81,7 +83,7 @@ def start(
     check_data(program, federation)
     check_independence(program, federation, shuffled=batch_size is not None)
     warn_of_units(program, federation)
-    return begun(
+    run = begun(
         program,
         federation,
         algorithm,
@@ -94,6 +96,8 @@ def start(
         execution=execution,
         resume=resume,
     )
+    _weigh(run)
+    return run
 
 
 def programmed(model: Model, federation: Federation, algorithm: Algorithm, seed: int) -> Program:
@@ -154,7 +158,8 @@ def begun(
         if algorithm.pace(turn, server) is not None:
             levels, params = algorithm.levels(program), algorithm.params(server)
             share = size / len(federation)
-            run.settling = settling(program, params, levels, program.rows, share)
+            weighed = algorithm.corrected
+            run.settling = settling(program, params, levels, program.rows, share, weighed)
         if run.settling is None:
             raise ValueError(
                 f"rounds: {type(algorithm).__name__} has no q(θ) here whose width says when it is done, give a number, "
@@ -177,7 +182,22 @@ def step(run: Run) -> Round:
         Stopped: see :func:`fit`.
     """
     asked = ask(run)
-    return take(run, asked, answer(run, asked))
+    report = take(run, asked, answer(run, asked))
+    _weigh(run)
+    return report
+
+
+def _weigh(run: Run) -> None:
+    """Whether a run whose q(θ) is near is done: if draws around it can stand for it, or it for itself."""
+    run.posterior = None
+    if not run.near:
+        return
+    posterior = _concluded(run)
+    found = weighed(posterior)
+    if found.good:
+        run.posterior = replace(posterior, correction=found.correction)
+    else:
+        run.go_on()
 
 
 @on_cpu()
@@ -187,9 +207,15 @@ def finish(run: Run) -> Posterior:
     Clients that keep nothing, or were in no cohort, make their variables from θ here. A run may go on afterwards. With
     clients' states in files a posterior of before reads the new ones.
     """
-    params = {name: value.detach() for name, value in run.algorithm.params(run.server).items()}
-    posterior = concluded(run, of_clients(run, params))
+    if run.posterior is not None:
+        return run.posterior
+    posterior = _concluded(run)
     return posterior.corrected() if run.algorithm.corrected else posterior
+
+
+def _concluded(run: Run) -> Posterior:
+    params = {name: value.detach() for name, value in run.algorithm.params(run.server).items()}
+    return concluded(run, of_clients(run, params))
 
 
 def concluded(run: Run, local_params: Mapping[str, Tensor]) -> Posterior:

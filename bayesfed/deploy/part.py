@@ -17,7 +17,7 @@ from bayesfed.engine.files import atomically, read_tensors, write_tensors
 from bayesfed.engine.run import Run
 from bayesfed.output.posterior import Posterior
 
-BEGIN, FINISH = "begin.message", "finish.message"
+BEGIN, FINISH, POSTERIOR = "begin.message", "finish.message", "posterior.safetensors"
 _ACCEPTED, _ANSWERED = "accepted.safetensors", "answered.safetensors"
 _RECORD = "record.json"
 _METADATA = "bayesfed site"
@@ -87,6 +87,12 @@ class Part:
                 f"{in_words(before)}: they have been put back. Begin another run"
             )
         self.answered = None
+
+    def reopen(self) -> None:
+        """Forget what the clients had come to: the draws that were weighed by it cannot stand for q(θ)."""
+        self.posterior = None
+        for name in (FINISH, POSTERIOR):
+            (self.folder / name).unlink(missing_ok=True)
 
     def read(self) -> None:
         """What an earlier process has written of the clients."""

@@ -64,7 +64,7 @@ from bayesfed.engine.run import Run
 from bayesfed.fitting import begun, concluded
 from bayesfed.output import khat
 from bayesfed.output.checkpoint import Placed
-from bayesfed.output.correction import correction
+from bayesfed.output.correction import Weighed, weighed
 from bayesfed.output.draws import of_globals
 from bayesfed.output.posterior import Posterior
 from bayesfed.rounds import Answer, Asked, ask, take
@@ -164,13 +164,17 @@ def _deployed(sites: Sites, file: Path, callbacks: Sequence[Callable[[Report], o
     assert run.file is not None and run.accepted is not None
     first = _beginning(sites, run)
     _begin(sites, run, first, [m for m in members if m.name in sites.there])
-    while run.done < run.rounds:
+    while True:
+        while run.done < run.rounds:
+            _join(sites, run, first, members)
+            report = _round(sites, run, members)
+            for callback in callbacks:
+                callback(report)
         _join(sites, run, first, members)
-        report = _round(sites, run, members)
-        for callback in callbacks:
-            callback(report)
-    _join(sites, run, first, members)
-    return _finished(sites, run, members)
+        posterior, good = _finished(sites, run, members)
+        if good or not run.near:
+            return _ended(sites, run, posterior)
+        run.go_on()
 
 
 def _beginning(sites: Sites, run: Run) -> bytes:
@@ -334,8 +338,8 @@ def _accepted(run: Run, position: int) -> Round | None:
     return None if number < 0 else Round(number=number, attempt=attempt)
 
 
-def _finished(sites: Sites, run: Run, members: Sequence[Member]) -> Globals:
-    """The sites make their posteriors, and weigh the server's draws of θ."""
+def _finished(sites: Sites, run: Run, members: Sequence[Member]) -> tuple[Posterior, bool]:
+    """The sites make their posteriors, and weigh the server's draws of θ; whether these say that the run is done."""
     assert run.file is not None
     name = run.file.name
     posterior = concluded(run, {})
@@ -377,12 +381,17 @@ def _finished(sites: Sites, run: Run, members: Sequence[Member]) -> Globals:
             return opened(sites, name, message.round, asked_of_all(message, sent), words)["terms"]
         return torch.stack([parts[part]["terms"] for _, parts in found.values()]).sum(0)
 
-    if run.algorithm.corrected:
-        posterior = replace(posterior, correction=correction(posterior, weigh))
-    mended = posterior.correction
+    found = weighed(posterior, weigh) if run.algorithm.corrected else Weighed(good=True)
+    return replace(posterior, correction=found.correction), found.good
+
+
+def _ended(sites: Sites, run: Run, posterior: Posterior) -> Globals:
+    """The sites are told what stands for q(θ)."""
+    assert run.file is not None
+    name, mended = run.file.name, posterior.correction
     end = End(run=name, khat=None)
     if mended is not None:
         end = End(run=name, khat=mended.khat, closely=mended.closely)
     payload = packed(end, theta={} if mended is None else mended.theta)
-    sites.told(dict.fromkeys(requests, payload), Done, name)
+    sites.told(dict.fromkeys(sites.there, payload), Done, name)
     return Globals(posterior, sites.refused, sites.absent)

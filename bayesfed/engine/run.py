@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -20,6 +20,9 @@ from bayesfed.engine.settling import Settling
 from bayesfed.engine.states import States
 from bayesfed.settings import settings_of
 from bayesfed.tracing.compiler import Compiler
+
+if TYPE_CHECKING:
+    from bayesfed.output.posterior import Posterior
 
 MADE = "personal"
 """What clients that keep nothing make of θ in the end."""
@@ -90,6 +93,7 @@ class Run:
         done: rounds done.
         compiler: what compiles the steps.
         file: where the run is kept after its rounds, if anywhere.
+        posterior: of a run that is done, where draws around q(θ) have been weighed to see whether it is.
         accepted: of a run between machines: round and attempt of each site's answer that was taken last, -1 where none
             was, int64 ``(sites, 2)``. Such a run has made-up rows, and what one client would keep.
     """
@@ -115,6 +119,7 @@ class Run:
     done: int = 0
     compiler: Compiler = field(default_factory=Compiler)
     file: Checkpoint | None = None
+    posterior: Posterior | None = None
     accepted: Tensor | None = None
 
     @property
@@ -126,6 +131,17 @@ class Run:
         if self.accepted is not None:
             state["accepted"] = self.accepted
         return state if self.settling is None else state | {"settling": self.settling.state}
+
+    @property
+    def near(self) -> bool:
+        """Whether it is done if draws around q(θ) say so."""
+        return isinstance(self.settling, Settling) and self.settling.near
+
+    def go_on(self) -> None:
+        """The draws did not."""
+        assert isinstance(self.settling, Settling)
+        self.settling.go_on()
+        self.rounds = self.history.shape[1]
 
     @property
     def rate(self) -> float:

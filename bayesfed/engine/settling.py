@@ -12,6 +12,10 @@ and since the oldest of the clients' last visits (every one must have been seen)
 
 Then the rates fall over a third as many rounds again, which averages noise out. If q(θ) moves far meanwhile
 (:data:`FAR`), the run goes on at full rate.
+
+Where clients weigh draws around q(θ) in the end (:mod:`bayesfed.output.correction`), it need not be so near. Once it is
+still to :data:`NEAR` times as much, draws are weighed, once. If they can stand for q(θ), or q(θ) for itself, the run is
+done: there is no noise to be averaged out. If not, it goes on until it has settled.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ BOUND, USUAL = 500, 60
 """The most rounds, and as many as there are to be expected."""
 STILL, NOISE, MOVED, FAR = 0.1, 0.05, 0.1, 0.25
 """In standard deviations of q(θ), or in its log standard deviation."""
+NEAR = 3.0
+"""How many times as far from rest q(θ) may be when draws around it are weighed."""
 LEAST, COOLING = 3, 4
 """The least numbers of rounds in which q(θ) must be still, and in which the rates fall."""
 COORDINATES = 200
@@ -47,7 +53,7 @@ class Settling:
         paces: of each round, ``(BOUND,)``.
         visits: in which round, counted from 1, each client was last seen; 0 where it never was. ``(N,)``.
         marks: the level; after how many rounds it began; after how many the rates began to fall, 0 while they do not;
-            and whether the run is done. ``(4,)``.
+            whether the run is done; and whether draws have been weighed, or are not to be. ``(5,)``.
         sites: how many of the coordinates are of each global site.
         nats: by how much the ELBO may rise and yet be still.
         share: of the clients that take part in a round.
@@ -72,9 +78,18 @@ class Settling:
         """Whether the run is done."""
         return bool(self.marks[3])
 
+    @property
+    def near(self) -> bool:
+        """Whether the run is done if draws around q(θ) say so."""
+        return self.settled and not self.marks[2]
+
+    def go_on(self) -> None:
+        """The draws did not."""
+        self.marks[3] = 0
+
     def rate(self, final: float, done: int) -> float:
         """By what learning rates are multiplied after so many rounds; ``final`` is what is left of them in the end."""
-        level, _, cooling, _ = self.marks.tolist()
+        level, _, cooling, *_ = self.marks.tolist()
         fallen = (done - cooling) / cooling_rounds(cooling) if cooling else 0.0
         return self.levels[level] * annealed(final, fallen)
 
@@ -90,12 +105,14 @@ class Settling:
         done = len(elbo)
         self.places[done], self.paces[done - 1] = where, pace
         self.visits[cohort] = done
-        level, began, cooling, _ = self.marks.tolist()
+        level, began, cooling, _, weighed = self.marks.tolist()
+        last = level == len(self.levels) - 1
         if cooling:
             if done == cooling + cooling_rounds(cooling):
                 self._cooled(done, cooling)
+        elif last and not weighed and self._still(elbo, began, NEAR):
+            self.marks[3:] = 1
         elif self._still(elbo, began):
-            last = level == len(self.levels) - 1
             self.marks[:3] = torch.tensor([level, began, done] if last else [level + 1, done, 0])
 
     def to_go(self, done: int) -> dict[str, float] | None:
@@ -109,17 +126,17 @@ class Settling:
         far = {n: v for n, v in self._by_site(torch.maximum(step, moved)).items() if v > FAR}
         return far or None
 
-    def _still(self, elbo: Tensor, began: int) -> bool:
-        """Whether q(θ) has settled at its level."""
+    def _still(self, elbo: Tensor, began: int, times: float = 1.0) -> bool:
+        """Whether q(θ) has settled at its level, to so many times as much."""
         done, oldest = len(elbo), int(self.visits.min())
         window = max(LEAST, math.ceil((done - began) / 3), done - oldest + 1)
         if not oldest or window > done - began:
             return False
         step, noise, moved = self._seen(done, window)
         return (
-            self._within(step, STILL)
-            and self._within(moved, MOVED)
-            and float(noise.square().mean().sqrt()) < NOISE
+            self._within(step, times * STILL)
+            and self._within(moved, times * MOVED)
+            and float(noise.square().mean().sqrt()) < times * NOISE
             and risen(elbo[-window:]) < self.nats
         )
 
@@ -161,9 +178,17 @@ class Settling:
 
 
 def settling(
-    program: Program, params: Params, levels: Sequence[float], rows: int, share: float
+    program: Program,
+    params: Params,
+    levels: Sequence[float],
+    rows: int,
+    share: float,
+    weighed: bool,
 ) -> Settling | None:
-    """A run's before its first round, with so many rows in all; None where q(θ) has no width anywhere."""
+    """A run's before its first round, with so many rows in all; None where q(θ) has no width anywhere.
+
+    ``weighed``: draws around q(θ) are weighed in the end.
+    """
     if not program.random:
         return None
     found = moments(program, params)
@@ -181,7 +206,7 @@ def settling(
         places=places,
         paces=torch.ones(BOUND),
         visits=torch.zeros(program.clients, dtype=torch.int64),
-        marks=torch.zeros(4, dtype=torch.int64),
+        marks=torch.tensor([0, 0, 0, 0, not weighed], dtype=torch.int64),
         sites=sites,
         nats=NATS + NATS_A_ROW * rows,
         share=share,

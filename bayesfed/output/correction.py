@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import pyro.distributions as dist
 import torch
@@ -74,31 +74,38 @@ class Correction:
         return {name: value[(u * len(value)).long()] for name, value in self.theta.items()}
 
 
+class Weighed(NamedTuple):
+    """What weights say: whether q(θ), or the correction where there is one, is the posterior."""
+
+    good: bool
+    correction: Correction | None = None
+
+
 @torch.no_grad()
 @on_cpu()
-def correction(posterior: Posterior, weigh: Weigh = terms) -> Correction | None:
-    """The correction of a posterior of all clients of a fit.
+def weighed(posterior: Posterior, weigh: Weigh = terms) -> Weighed:
+    """The correction of a posterior of all clients of a fit, where it needs one that can be had.
 
-    None where q needs none, where its weights are too uneven to mend it (k above :data:`khat.LIMIT` and a tail that
-    counts, or too few that do), where q(θ) is no family's over one vector of reals, under privacy, or where the
-    clients' rows are too many to ask. ``weigh`` asks the clients.
+    It cannot where weights are too uneven to mend q(θ) (k above :data:`khat.LIMIT` and a tail that counts, or too few
+    that do), where q(θ) is no family's over one vector of reals, under privacy, or where the clients' rows are too many
+    to ask. ``weigh`` asks the clients.
 
     Example:
         >>> import bayesfed as bf
         >>> from bayesfed import datasets, models
-        >>> from bayesfed.output.correction import correction
+        >>> from bayesfed.output.correction import weighed
         >>> posterior = bf.fit(models.eight_schools, datasets.eight_schools(), bf.SFVI(corrected=False))
-        >>> correction(posterior).theta["global"].shape
+        >>> weighed(posterior).correction.theta["global"].shape
         torch.Size([4000, 1, 1, 2])
     """
     afforded = khat.affordable(posterior, posterior.program.rows) // 2
     draws = min(DRAWS, afforded)
     family = posterior.program.random == (GLOBAL,)
     if not family or not khat.has_density(posterior) or draws < FEWEST:
-        return None
+        return Weighed(good=False)
     of_q = elbo(posterior, min(draws, khat.DRAWS), 0, weigh).double()
     if effective((of_q - of_q.max()).exp()) > EVEN * len(of_q):
-        return None
+        return Weighed(good=True)
     key = key_of(posterior, 0, "correction")
     own = of_server(posterior, draws, key)[GLOBAL][:, 0, 0]
     z = own.double()
@@ -113,7 +120,7 @@ def correction(posterior: Posterior, weigh: Weigh = terms) -> Correction | None:
     ):
         law = around(z, weights, CENTRES if len(laws) > 1 else 1)
         if law is None:
-            return None
+            return Weighed(good=False)
         with noise.seeded(len(laws)):
             new = law.sample(draws).to(own.dtype)
         if not laws and draws * COST <= afforded and has_block(posterior.program):
@@ -126,13 +133,13 @@ def correction(posterior: Posterior, weigh: Weigh = terms) -> Correction | None:
         log_weights = torch.cat(logs) - against
         weights = truncated(log_weights)
         if effective(weights) < max(LEAST, A_NUMBER * z.shape[1]):
-            return None
+            return Weighed(good=False)
         found = khat.pareto(log_weights)
         trusted = found <= khat.LIMIT or unseen(log_weights, found) < UNSEEN
     if not trusted:
-        return None
+        return Weighed(good=False)
     theta = torch.cat(drawn)[spaced(weights, len(z))][:, None, None]
-    return Correction({GLOBAL: theta}, found, closely)
+    return Weighed(good=True, correction=Correction({GLOBAL: theta}, found, closely))
 
 
 def _target(posterior: Posterior, z: Tensor, key: Tensor, weigh: Weigh, closely: bool) -> Tensor:

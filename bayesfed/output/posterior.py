@@ -22,7 +22,7 @@ from bayesfed.elbo.program import Params, Program
 from bayesfed.engine.checks import check_data
 from bayesfed.engine.moving import caveat
 from bayesfed.output import checkpoint, joint, khat
-from bayesfed.output.correction import Correction, correction
+from bayesfed.output.correction import Correction, weighed
 from bayesfed.output.draws import derived, elbo, key_of, replayed, sampled, weighted
 from bayesfed.output.mixture import by_row, predictive
 from bayesfed.output.personal import OnDemand, gathered, personal
@@ -93,7 +93,7 @@ class Posterior:
                 f"this is the posterior of {len(self.federation)} clients, the fit had {self.program.clients}: correct "
                 "the posterior of the fit, then select or personalize"
             )
-        return replace(self, correction=correction(replace(self, correction=None)))
+        return replace(self, correction=weighed(replace(self, correction=None)).correction)
 
     @property
     def caveat(self) -> str:

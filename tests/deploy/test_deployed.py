@@ -27,6 +27,7 @@ from bayesfed.deploy.plan import Plan
 from bayesfed.deploy.server import deployed
 from bayesfed.deploy.site import Site
 from bayesfed.deploy.sites import Expected, Patience
+from bayesfed.output.correction import Weighed, weighed
 from tests.deploy.together import divided, run_on, sites_of
 
 SCHOOLS = datasets.eight_schools()
@@ -86,6 +87,27 @@ def test_it_is_the_fit_in_one_process(plan, tmp_path):
     draws, own = found.sample(200), expected.sample(200)
     for name, value in draws.items():  # near the tail a draw stands on many digits
         torch.testing.assert_close(value, own[name], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_sites_go_on_where_their_weights_say_nothing(tmp_path, monkeypatch):
+    """They had come to an end, and forget it: the run settles where one does whose draws nobody weighs."""
+    seen = []
+
+    def weighs_nothing(posterior, weigh):
+        seen.append(weighed(posterior, weigh).good)
+        return Weighed(good=False)
+
+    monkeypatch.setattr("bayesfed.deploy.server.weighed", weighs_nothing)
+    plan = replace(PLAN, algorithm=bf.SFVI(), rounds=None)
+    sites = sites_of(SCHOOLS, plan, tmp_path)
+    found = run_on(sites, plan, tmp_path)
+    expected = bf.fit(plan.model, SCHOOLS, bf.SFVI(corrected=False))
+    assert seen == [True, True] and found.posterior.settled
+    same(found.params, expected.params)
+    assert {len(own.history["elbo"]) for own in posteriors(sites)} == {
+        len(expected.history["elbo"])
+    }
 
 
 def test_sites_look_closely_where_they_are_asked_to(tmp_path, monkeypatch):

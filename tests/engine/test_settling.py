@@ -12,16 +12,18 @@ import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.engine import settling
 from bayesfed.engine.settling import Settling
+from bayesfed.output.correction import Weighed
 
 EAGER = bf.Execution(compile=False)
 
 
-def fresh(clients=1, sites=None, levels=(1.0,)):
+def fresh(clients=1, sites=None, levels=(1.0,), weighed=False):
     sites = sites or {"mu": 1}
     size = sum(sites.values())
     places = torch.zeros(settling.BOUND + 1, 2, size)
     places[0, 1] = 1.0
-    marks, visits = torch.zeros(4, dtype=torch.int64), torch.zeros(clients, dtype=torch.int64)
+    marks = torch.tensor([0, 0, 0, 0, not weighed], dtype=torch.int64)
+    visits = torch.zeros(clients, dtype=torch.int64)
     return Settling(levels, places, torch.ones(settling.BOUND), visits, marks, sites, 0.3, 1.0)
 
 
@@ -140,6 +142,26 @@ def test_levels_come_one_after_the_other():
     assert rates[second:] == sorted(rates[second:], reverse=True) and rates[-1] < 0.1
 
 
+def test_near_is_enough_where_draws_are_weighed_and_only_once():
+    shrinks, far = 0.9, 20.0
+
+    def mean(n):
+        return far * shrinks**n
+
+    of = fresh(weighed=True)
+    near = stops(of, mean, pace=1 - shrinks)
+    assert of.near and mean(near) < settling.NEAR * settling.STILL
+    assert of.rate(0.01, near) == 1.0
+    of.go_on()  # their weights did not tell
+    assert not of.settled and not of.near
+    done, whole = near, stops(fresh(), mean, pace=1 - shrinks)
+    while not of.settled:
+        done += 1
+        where = torch.tensor([[mean(done)], [1.0]])
+        of.record(where, 1 - shrinks, torch.zeros(done, dtype=torch.float64), torch.tensor([0]))
+    assert done == whole > near and not of.near
+
+
 # -- fits ------------------------------------------------------------------------------------------
 
 
@@ -206,6 +228,31 @@ def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path):
     assert over.done == over.rounds == len(whole.history["elbo"])
     with pytest.raises(ValueError, match='rounds "until it has settled"'):
         bf.fit(models.eight_schools, schools, resume=file, rounds=40, **what)
+
+
+def test_a_fit_whose_draws_say_nothing_goes_on(monkeypatch, tmp_path):
+    """To where it would have settled without them; so does one that was stopped as they were weighed."""
+    schools, file = datasets.eight_schools(), tmp_path / "run.safetensors"
+    fitting = importlib.import_module("bayesfed.fitting")
+    near = bf.fit(models.eight_schools, schools, execution=EAGER)
+    plain = bf.fit(models.eight_schools, schools, bf.SFVI(corrected=False), execution=EAGER)
+    rounds = len(plain.history["elbo"])
+    assert near.settled and near.correction is not None and len(near.history["elbo"]) < rounds
+
+    def interrupt(posterior):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fitting, "weighed", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        bf.fit(models.eight_schools, schools, execution=EAGER, resume=file)
+    monkeypatch.setattr(fitting, "weighed", lambda posterior: Weighed(good=False))
+    run = bf.start(models.eight_schools, schools, execution=EAGER, resume=file)
+    assert run.done == len(near.history["elbo"]) < run.rounds
+    for given in ({}, {"resume": file}):
+        found = bf.fit(models.eight_schools, schools, execution=EAGER, **given)
+        assert found.settled and len(found.history["elbo"]) == rounds
+        for name, value in plain.params.items():
+            assert torch.equal(found.params[name], value)
 
 
 def test_the_bound_is_said(monkeypatch):

@@ -10,7 +10,7 @@ import torch
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.output.correction import WIDER, Kernels, around, correction, unseen
+from bayesfed.output.correction import WIDER, Kernels, around, unseen, weighed
 from tests.scenarios import known_scales
 
 SCHOOLS = datasets.eight_schools()
@@ -206,7 +206,7 @@ def test_chunks_of_clients_add_up(monkeypatch):
     posterior = bf.fit(models.eight_schools, SCHOOLS, rounds=20)
     monkeypatch.setattr("bayesfed.data.chunks.PASS", 1)
     monkeypatch.setattr("bayesfed.data.chunks.SMALL", 1)
-    theirs = correction(replace(posterior, correction=None)).theta["global"]
+    theirs = weighed(replace(posterior, correction=None)).correction.theta["global"]
     torch.testing.assert_close(theirs, posterior.correction.theta["global"])
 
 
