@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -376,7 +377,8 @@ class _Guided(_Values):
             rows = self.rows[LOCAL].values()
             one = StickingTheLanding(lambda *p: _with_event(q(*p)), *rows)
             u = pyro.sample(LOCAL, one, infer={"is_auxiliary": True})
-            self.context.append(local.whiten(self.drawn_from[LOCAL], u))
+            if len(block) < len(self.guide.locals):
+                self.context.append(local.whiten(self.drawn_from[LOCAL], u))
             self.u = self.guide.block_parts(u)
 
     def _pyro_sample(self, msg: Any) -> None:
@@ -413,10 +415,12 @@ class _Guided(_Values):
             family = partial(local.independent, start)
 
         def q(*rows: Tensor) -> Any:
+            if self.guide.conditioned and all(map(operator.is_, rows, self.rows[name].values())):
+                return self.drawn_from[name]
             return family(**dict(zip(self.rows[name], rows, strict=True)))
 
         if self.guide.conditioned:
-            self.drawn_from[name] = q(*self.rows[name].values())
+            self.drawn_from[name] = family(**self.rows[name])
         return q
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 ROUND = 250_000_000
 """Numbers of a chunk of clients in a round: a gigabyte in single precision."""
 PASS = 4_000_000
-"""Numbers of a chunk of clients wherever else all are gone through, with what is worked out on the way: a cache full."""
+"""Numbers of a chunk of clients wherever else all are gone through, with what is worked out on the way: a cacheful."""
 SMALL = 1_000_000
 """So few numbers that another chunk would cost more than padding."""
 KEPT = 25_000_000

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyro.distributions as dist
+import torch
 from torch import Tensor
 
 
@@ -36,7 +37,10 @@ class StickingTheLanding(dist.TorchDistribution):
     arg_constraints = {}  # noqa: RUF012  (torch's interface)
 
     def __init__(self, family: Callable[..., Any], *params: Tensor) -> None:
-        self._set(family(*params), family(*(p.detach() for p in params)))
+        drawn = weighed = family(*params)
+        if torch.is_grad_enabled() and any(p.requires_grad for p in params):
+            weighed = family(*(p.detach() for p in params))
+        self._set(drawn, weighed)
 
     def _set(self, drawn: Any, weighed: Any) -> None:
         self.drawn, self.weighed = drawn, weighed

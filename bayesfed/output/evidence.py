@@ -30,7 +30,7 @@ from bayesfed.guides.local import inverse_root
 EACH = 4
 """Draws of a client's variables for one of θ, in pairs."""
 STEPS = 3
-"""Newton steps; of a likelihood that is Gaussian in u one is enough."""
+"""Newton steps at most; of a likelihood that is Gaussian in u one is enough, and a CPU sees it."""
 WIDEST = 0.05
 """The least curvature along an axis, in units of q's precision."""
 COST = 8
@@ -98,8 +98,11 @@ def candidates(
         for _ in range(STEPS):
             gradient, hessian = laplace.curvature(log_joint, u)
             precision = laplace.positive(-hessian.detach(), least)
-            step = torch.linalg.solve_ex(precision, gradient.detach()[..., None])[0].squeeze(-1)
+            gradient = gradient.detach()
+            step = torch.linalg.solve_ex(precision, gradient[..., None])[0].squeeze(-1)
             u = u + step.nan_to_num(0.0)
+            if u.device.type == "cpu" and float((gradient * step).sum(-1).max()) < laplace.THERE:
+                break
     root = inverse_root(precision)
     away = (root @ eps[..., None]).squeeze(-1)
     draws = torch.cat([u + away, u - away])

@@ -43,7 +43,7 @@ def hdi(draws: xr.Dataset, prob: float) -> Mapping[str, np.ndarray]:
 
 
 def summary(draws: xr.Dataset, names: Sequence[str]) -> pd.DataFrame:
-    """``mean``, ``sd`` and 94 % highest-density interval, ``hdi_3%`` and ``hdi_97%``, of all scalars; of no names no rows."""
+    """``mean``, ``sd``, and the 94 % highest-density interval as ``hdi_3%`` and ``hdi_97%``, of all scalars."""
     columns = ["mean", "sd", "hdi_3%", "hdi_97%"]
     if not names:
         return pd.DataFrame(columns=columns)
