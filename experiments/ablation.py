@@ -10,9 +10,9 @@ SFVI with all clients on the problems of problems.py: as it is, and without one 
     conditioning    q(w_i) is mean-field in place of q(w_i | θ)
     landing         the gradient of log q has the score of q in it, whose mean is zero
 
-"to its limit" as in rounds_to_truth.py, the limit being that of the guide as it is; the seconds are those until
-then, in the same process, tracing included. Runs stop by themselves or after 200 rounds; "end" is how far from the
-limit.
+All is of q(θ), whose draws nobody weighs. "to its limit" as in rounds_to_truth.py, the limit being that of the guide as
+it is; the seconds are those until then, in the same process, tracing included. Runs stop by themselves or after 200
+rounds; "end" is how far from the limit.
 """
 
 from __future__ import annotations
@@ -54,19 +54,26 @@ def without(part: str) -> Iterator[bf.SFVI]:
     """SFVI without a part of its guide."""
     if part == "closed form":
         with patch.object(Hierarchical, "laplace_params", []):
-            yield bf.SFVI()
+            yield bf.SFVI(corrected=False)
     elif part == "landing":
         with patch.object(StickingTheLanding, "__init__", with_score):
-            yield bf.SFVI()
+            yield bf.SFVI(corrected=False)
     else:
-        yield bf.SFVI(conditioned=False if part == "conditioning" else None)
+        yield bf.SFVI(corrected=False, conditioned=False if part == "conditioning" else None)
 
 
 def rows(name: str, data: Path) -> Iterator[str]:
     """A row for each part."""
     problem = PROBLEMS[name]
     federation = problem.data(data)
-    long = bf.fit(problem.model, federation, bf.SFVI(draws=64), rounds=200, seed=9, progress=False)
+    long = bf.fit(
+        problem.model,
+        federation,
+        bf.SFVI(draws=64, corrected=False),
+        rounds=200,
+        seed=9,
+        progress=False,
+    )
     size = len(long.params["global.loc"])
     noise = torch.randn(DRAWS, size, generator=torch.Generator().manual_seed(0))
     limit = moments(long.program, long.params, noise)

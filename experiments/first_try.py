@@ -453,6 +453,24 @@ def kinds(federation: Any) -> None:
             pyro.sample("y", dist.Normal(a + middle[kind], 1.0), obs=obs.get("y"))
 
 
+def two_kinds(generator: np.random.Generator, i: int, n: int) -> dict[str, Any]:
+    """Every third client's rows lie higher."""
+    return {"y": (2.0 if i % 3 == 0 else 0.0) + 1.5 * generator.normal(size=n)}
+
+
+@on(simulated(two_kinds, clients=20, least=3))
+def kinds_of_clients(federation: Any) -> None:
+    """A discrete latent variable of a client, summed out by hand."""
+    share = pyro.sample("share", dist.Dirichlet(torch.tensor([2.0, 2.0])))
+    low = pyro.sample("low", dist.Normal(0.0, 1.0))
+    gap = pyro.sample("gap", dist.LogNormal(0.7, 0.3))
+    level = torch.stack([low, low + gap], -1)
+    with federation.clients(), federation.jointly() as (obs, there):
+        of_rows = dist.Normal(level, 1.5).log_prob(obs["y"].unsqueeze(-1)) * there.unsqueeze(-1)
+        of_kinds = share.log() + of_rows.sum(-2, keepdim=True)
+        pyro.factor("y", of_kinds.logsumexp(-1))
+
+
 @on(simulated(lines))
 def curve(federation: Any) -> None:
     """A saturating curve: not linear in its variables."""

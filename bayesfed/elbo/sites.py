@@ -126,8 +126,9 @@ def sites(model: Model, federation: Federation) -> dict[str, Site]:
             )
         if latent and OBSERVATIONS not in inside and node["fn"].support.is_discrete:
             raise ValueError(
-                f"latent site {name!r} is discrete, and not of a row: those inside the observations plate are summed "
-                "out; add up the log densities of its values and give their sum by pyro.factor"
+                f"latent site {name!r} is discrete, and not of a row: only those inside the observations plate are "
+                "summed out. Add up the densities over its values by hand and give the logarithm of their sum by "
+                'pyro.factor, see docs/first_model.md, "Kinds of clients"'
             )
         if latent and OBSERVATIONS in inside:
             raise ValueError(

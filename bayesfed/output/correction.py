@@ -46,7 +46,7 @@ FREEDOM, WIDER = 5.0, 1.1
 CENTRES = 500
 """Draws that a law of many has as its centres."""
 EVEN = 0.95
-"""Where the weights of q's own draws count for so many of them, q is the posterior, and stays."""
+"""Where the weights of q's own draws count for so many of them, without a tail, q is the posterior, and stays."""
 UNSEEN = 0.02
 """Of all weight, what may lie beyond the largest one where k is above :data:`khat.LIMIT`."""
 PROBE, QUIET = 200, 0.1
@@ -104,7 +104,8 @@ def weighed(posterior: Posterior, weigh: Weigh = terms) -> Weighed:
     if not family or not khat.has_density(posterior) or draws < FEWEST:
         return Weighed(good=False)
     of_q = elbo(posterior, min(draws, khat.DRAWS), 0, weigh).double()
-    if effective((of_q - of_q.max()).exp()) > EVEN * len(of_q):
+    even = effective((of_q - of_q.max()).exp()) > EVEN * len(of_q)
+    if even and khat.pareto(of_q) <= khat.LIMIT:
         return Weighed(good=True)
     key = key_of(posterior, 0, "correction")
     own = of_server(posterior, draws, key)[GLOBAL][:, 0, 0]
