@@ -8,8 +8,9 @@
 Plain Pyro, written for one client with nothing of bayesfed in mind but its two plates. `bf.fit(program, data)` with the
 settings it comes with, stopping by itself; then the distance from NUTS on the pooled data (the same function, see
 pooled_nuts.py): the largest shift of a posterior mean in NUTS' standard deviations, and the range of the ratios of
-standard deviations, over all entries of global and of local variables. k is Pareto's. Data are those of textbooks, of
-statsmodels, or simulated.
+standard deviations, over all entries of global and of local variables. The scales of a horseshoe have the tails of a
+Cauchy, and so no mean and no standard deviation: their row compares what does not exist. k is Pareto's. Data are those
+of textbooks, of statsmodels, or simulated.
 """
 
 from __future__ import annotations
