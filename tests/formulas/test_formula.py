@@ -292,7 +292,7 @@ def test_arviz_has_bambis_names_and_no_working_variables(frame):
         *("Intercept", "x", "kind[b]", "kind[c]", "sigma", "1|hospital", "1|hospital_sigma"),
         *("1|item", "1|item_sigma"),
     }
-    assert "prior" not in idata.groups()
+    assert "prior" not in set(idata)
     named = idata.assign_coords(model.coords).posterior["1|item"]
     assert named.coords["1|item_dim_0"].values.tolist() == ["3", "4", "5", "6"]
 

@@ -145,7 +145,7 @@ def test_other_laws_are_refused_by_name(tmp_path):
             method(own, 3)
     assert posterior.sample(3)["mu"].shape == (3,)
     assert posterior.log_likelihood(num_samples=3)["y"].shape == (3, 3)
-    groups = posterior.to_arviz(8).groups()
+    groups = set(posterior.to_arviz(8))
     assert "log_likelihood" in groups and "posterior_predictive" not in groups
 
 
