@@ -17,7 +17,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "myst_nb",
 ]
-exclude_patterns = ["_build", "jupyter_execute", "**.ipynb_checkpoints"]
+exclude_patterns = ["_build", "notebooks", "jupyter_execute", "**.ipynb_checkpoints"]
 
 # Pages are MyST markdown; those with {code-cell} blocks are run on every build, but with DOCS_CELLS=off.
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
