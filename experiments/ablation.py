@@ -28,7 +28,7 @@ from unittest.mock import patch
 
 import torch
 from problems import PROBLEMS
-from rounds_to_truth import DRAWS, Moments, cell, moments, stays
+from rounds_to_truth import Moments, cell, found, stays
 from tables import grown
 
 import bayesfed as bf
@@ -74,9 +74,7 @@ def rows(name: str, data: Path) -> Iterator[str]:
         seed=9,
         progress=False,
     )
-    size = len(long.params["global.loc"])
-    noise = torch.randn(DRAWS, size, generator=torch.Generator().manual_seed(0))
-    limit = moments(long.program, long.params, noise)
+    limit = found(long)
     for part in ("–", "closed form", "conditioning", "landing"):
         path: list[Moments] = []
         seconds: list[float] = []
@@ -86,10 +84,10 @@ def rows(name: str, data: Path) -> Iterator[str]:
             spent = time.perf_counter() - begin
             while run.done < min(run.rounds, MOST):
                 begin = time.perf_counter()
-                report = bf.step(run)
+                bf.step(run)
                 spent += time.perf_counter() - begin
                 seconds.append(spent)
-                path.append(moments(run.program, report.params, noise))
+                path.append(found(bf.finish(run)))
         near = stays(path, limit)
         took = "" if near == "never" else f"{seconds[int(near) - 1]:.1f}"
         stops = f"{run.done}" if run.settling and run.settling.settled else f"{run.done}, moving"
@@ -108,8 +106,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    found = (f"| {row} |" for name in args.problems for row in rows(name, args.radon))
-    grown(HERE / "ablation.md", HEADER, found, small, columns=2)
+    table = (f"| {row} |" for name in args.problems for row in rows(name, args.radon))
+    grown(HERE / "ablation.md", HEADER, table, small, columns=2)
 
 
 if __name__ == "__main__":
