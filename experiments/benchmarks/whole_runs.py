@@ -2,6 +2,7 @@
 
     python experiments/benchmarks/whole_runs.py               # on a machine that does nothing else, half an hour
     python experiments/benchmarks/whole_runs.py FedAvg --recipes few_images
+    python experiments/benchmarks/whole_runs.py FedABML --recipes few_images --rounds 10    # of 100: minutes, not hours
 
 What a user waits for: a fit of 100 rounds, 50 personal steps of every client, and the class probabilities of all test
 rows (20 draws of a posterior, one of a point). The loop does the same as one would write it, with an nn.Module for
@@ -43,7 +44,7 @@ TRAINING = 5  # draws in a step of training, where weights are random
 # -- ours ------------------------------------------------------------------------------------------
 
 
-def ours(method: str, task: Any) -> list[float]:
+def ours(method: str, task: Any, rounds: int) -> list[float]:
     """Seconds of the fit, of personalising and of predicting."""
     import bayesfed as bf
     from bayesfed.models import Network, mlp
@@ -65,7 +66,7 @@ def ours(method: str, task: Any) -> list[float]:
         model,
         task.train,
         algorithm,
-        rounds=ROUNDS,
+        rounds=rounds,
         clients_per_round=FRACTION,
         batch_size=BATCH,
         progress=False,
@@ -95,7 +96,9 @@ def steps(x: Tensor, y: Tensor, count: int | None = None) -> Any:
             done += 1
 
 
-def fed_avg(train: Clients, old: Clients, new: Clients, tests: list[Tensor], classes: int) -> Any:
+def fed_avg(
+    train: Clients, old: Clients, new: Clients, tests: list[Tensor], classes: int, rounds: int
+) -> Any:
     """One network, then one for each client."""
 
     def network() -> nn.Module:
@@ -109,7 +112,7 @@ def fed_avg(train: Clients, old: Clients, new: Clients, tests: list[Tensor], cla
             optimizer.step()
 
     server, net = network(), network()
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         cohort = torch.randperm(len(train))[: round(FRACTION * len(train))].tolist()
         total = {n: torch.zeros_like(v) for n, v in server.state_dict().items()}
         for i in cohort:
@@ -143,7 +146,9 @@ def _kl(m: Tensor, v: Tensor, loc: Tensor, log_scale: Tensor) -> Tensor:
     return (log_scale - v + gap - 0.5).sum()
 
 
-def fed_abml(train: Clients, old: Clients, new: Clients, tests: list[Tensor], classes: int) -> Any:
+def fed_abml(
+    train: Clients, old: Clients, new: Clients, tests: list[Tensor], classes: int, rounds: int
+) -> Any:
     """A step on a client's Gaussian, with draws of all weights, then a step on its prior."""
     size = 78500 + 101 * classes
     server = [0.05 * torch.randn(size), torch.full((size,), -3.0)]
@@ -157,7 +162,7 @@ def fed_abml(train: Clients, old: Clients, new: Clients, tests: list[Tensor], cl
         grads = torch.autograd.grad(loss + _kl(m, v, *theta) / rows, (m, v))
         return [p.detach() - 0.001 * g for p, g in zip(phi, grads, strict=True)]
 
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         cohort = torch.randperm(len(train))[: round(FRACTION * len(train))].tolist()
         total = [torch.zeros_like(value) for value in server]
         for x, y in (train[i] for i in cohort):
@@ -185,7 +190,9 @@ def fed_abml(train: Clients, old: Clients, new: Clients, tests: list[Tensor], cl
     yield
 
 
-def pfed_vem(train: Clients, old: Clients, new: Clients, tests: list[Tensor], classes: int) -> Any:
+def pfed_vem(
+    train: Clients, old: Clients, new: Clients, tests: list[Tensor], classes: int, rounds: int
+) -> Any:
     """Epochs on the Gaussian of a client's head (Adam), then on the body, with draws of the head in each step."""
     body, size = nn.Linear(784, 100), 101 * classes
     centre = 0.05 * torch.randn(size)
@@ -211,7 +218,7 @@ def pfed_vem(train: Clients, old: Clients, new: Clients, tests: list[Tensor], cl
             adam.step()
         return [m.detach(), v.detach()]
 
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         cohort = torch.randperm(len(train))[: round(FRACTION * len(train))].tolist()
         start = {n: p.clone() for n, p in body.state_dict().items()}
         total = {n: torch.zeros_like(p) for n, p in start.items()}
@@ -255,12 +262,12 @@ def apart(federation: Any) -> Clients:
     return [(federation["x"][a:b], federation["y"][a:b]) for a, b in itertools.pairwise(ends)]
 
 
-def loop(method: str, task: Any) -> list[float]:
+def loop(method: str, task: Any, rounds: int) -> list[float]:
     """As :func:`ours`."""
     old, new = apart(task.train), [] if task.new is None else apart(task.new[0])
     tests = [x for x, _ in apart(task.test if task.new is None else task.new[1])]
     marks = [time.perf_counter()]
-    for _ in LOOPS[method](old, old, new, tests, task.classes):
+    for _ in LOOPS[method](old, old, new, tests, task.classes, rounds):
         marks.append(time.perf_counter())
     return [b - a for a, b in itertools.pairwise(marks)]
 
@@ -268,23 +275,27 @@ def loop(method: str, task: Any) -> list[float]:
 # -- the table -------------------------------------------------------------------------------------
 
 
-def one(method: str, recipe: str, who: str, data: Path) -> list[list[float]]:
+def one(method: str, recipe: str, who: str, rounds: int, data: Path) -> list[list[float]]:
     """Cold and warm in this process."""
     import recipes
 
     warnings.simplefilter("ignore")
     task = getattr(recipes, recipe)(data, 0)
     torch.manual_seed(0)
-    return [{"ours": ours, "loop": loop}[who](method, task) for _ in range(2)]
+    return [{"ours": ours, "loop": loop}[who](method, task, rounds) for _ in range(2)]
 
 
-def row(method: str, recipe: str, data: Path) -> str:
+def row(method: str, recipe: str, rounds: int, data: Path) -> str:
     """The cells of a method on a recipe."""
     found = {
-        who: alone(__file__, method, "--recipes", recipe, "--who", who, "--data", str(data))
+        who: alone(
+            __file__,
+            method,
+            *("--recipes", recipe, "--who", who, "--rounds", str(rounds), "--data", str(data)),
+        )
         for who in ("ours", "loop")
     }
-    cells = [method, recipe]
+    cells = [method, recipe if rounds == ROUNDS else f"{recipe}, {rounds} rounds"]
     for who in ("ours", "loop"):
         cells += [" + ".join(f"{part:.1f}" for part in run) for run in found[who]]
     cold, warm = (
@@ -297,14 +308,19 @@ def main() -> None:
     parser = command(__doc__)
     parser.add_argument("methods", nargs="*", metavar="method", default=list(METHODS))
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of the fit")
     parser.add_argument("--who", choices=("ours", "loop"), help="in this process")
     data = Path(__file__).parents[3] / "shared/data/mnist.npz"
     parser.add_argument("--data", type=Path, default=data)
     args = parser.parse_args()
     if args.who:
-        print(json.dumps(one(args.methods[0], args.recipes[0], args.who, args.data)))
+        print(json.dumps(one(args.methods[0], args.recipes[0], args.who, args.rounds, args.data)))
         return
-    found = (row(method, recipe, args.data) for method in args.methods for recipe in args.recipes)
+    found = (
+        row(method, recipe, args.rounds, args.data)
+        for method in args.methods
+        for recipe in args.recipes
+    )
     grown(Path(__file__).with_suffix(".md"), HEADER, found, METHODS, columns=2)
 
 
