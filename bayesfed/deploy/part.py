@@ -17,7 +17,7 @@ from bayesfed.engine.files import atomically, read_tensors, write_tensors
 from bayesfed.engine.run import Run
 from bayesfed.output.posterior import Posterior
 
-BEGIN, FINISH, POSTERIOR = "begin.message", "finish.message", "posterior.safetensors"
+BEGIN, FINISH = "begin.message", "finish.message"
 _ACCEPTED, _ANSWERED = "accepted.safetensors", "answered.safetensors"
 _RECORD = "record.json"
 _METADATA = "bayesfed site"
@@ -89,10 +89,9 @@ class Part:
         self.answered = None
 
     def reopen(self) -> None:
-        """Forget what the clients had come to: the draws that were weighed by it cannot stand for q(θ)."""
+        """The rounds go on after all; the posterior's file stays until the next one takes its place."""
         self.posterior = None
-        for name in (FINISH, POSTERIOR):
-            (self.folder / name).unlink(missing_ok=True)
+        (self.folder / FINISH).unlink()
 
     def read(self) -> None:
         """What an earlier process has written of the clients."""

@@ -59,7 +59,6 @@ from bayesfed.deploy.messages import (
 from bayesfed.deploy.part import (
     BEGIN,
     FINISH,
-    POSTERIOR,
     Answered,
     Part,
     in_words,
@@ -254,7 +253,6 @@ class Site:
             raise MessageError(
                 f"{in_words(message.round)} comes after {in_words(done)}, which was taken"
             )
-        part.reopen()
         run, cohort = part.run, parts.get("cohort", {}).get("clients", torch.zeros(0))
         if (
             cohort.dtype != torch.int64
@@ -263,6 +261,8 @@ class Site:
             or not 0 <= int(cohort[0]) <= int(cohort[-1]) < len(self.federation)
         ):
             raise MessageError("a cohort is positions of the site's clients, ascending")
+        if part.posterior is not None:
+            part.reopen()
         sent = {n: v.to(self.federation.device) for n, v in parts.get("message", {}).items()}
         number, rate, clip = message.round.number, message.rate, message.clip
         found = answer(run, Asked(sent, cohort, number, rate, clip, message.noisy, 0.0))
@@ -327,7 +327,7 @@ class Site:
         if part.posterior is None:
             part.settle(message.accepted)
             part.posterior = self._posterior(part, message, parts)
-            part.posterior.save(part.folder / POSTERIOR)
+            part.posterior.save(part.folder / "posterior.safetensors")
             with atomically(part.folder / FINISH) as file:
                 file.write_bytes(payload)
         return packed(Done(run=message.run))
@@ -384,7 +384,7 @@ class Site:
             theta = {n: v.to(self.federation.device) for n, v in theta.items()}
             mended = Correction(theta, float(message.khat or 0.0), message.closely)
             part.posterior = replace(part.posterior, correction=mended)
-        part.posterior.save(part.folder / POSTERIOR)
+        part.posterior.save(part.folder / "posterior.safetensors")
         (part.folder / "run.key").unlink(missing_ok=True)
         return packed(Done(run=message.run))
 

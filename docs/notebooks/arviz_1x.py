@@ -1,7 +1,9 @@
 """Run the cells of arviz_1x.md under ArviZ 1.x and keep what came out: makes docs/arviz_1x.ipynb.
 
-python3.12 -m venv 1x && 1x/bin/pip install -e '.[dev]' 'arviz>=1,<2'
-1x/bin/python docs/notebooks/arviz_1x.py
+    python3.12 -m venv 1x && 1x/bin/pip install -e '.[dev]' 'arviz>=1,<2'
+    1x/bin/python docs/notebooks/arviz_1x.py
+
+Tables and pictures are kept, warnings are not.
 """
 
 from __future__ import annotations

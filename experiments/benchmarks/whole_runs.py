@@ -2,7 +2,7 @@
 
     python experiments/benchmarks/whole_runs.py               # on a machine that does nothing else, half an hour
     python experiments/benchmarks/whole_runs.py FedAvg --recipes few_images
-    python experiments/benchmarks/whole_runs.py FedABML --recipes few_images --rounds 10    # of 100: minutes, not hours
+    python experiments/benchmarks/whole_runs.py FedABML --recipes few_images --rounds 10    # in place of 100
 
 What a user waits for: a fit of 100 rounds, 50 personal steps of every client, and the class probabilities of all test
 rows (20 draws of a posterior, one of a point). The loop does the same as one would write it, with an nn.Module for
