@@ -461,15 +461,29 @@ def two_kinds(generator: np.random.Generator, i: int, n: int) -> dict[str, Any]:
 
 @on(simulated(two_kinds, clients=20, least=3))
 def kinds_of_clients(federation: Any) -> None:
-    """A discrete latent variable of a client, summed out by hand."""
+    """A discrete latent variable of a client."""
+    share = pyro.sample("share", dist.Beta(2.0, 2.0))
+    low = pyro.sample("low", dist.Normal(0.0, 1.0))
+    gap = pyro.sample("gap", dist.LogNormal(0.7, 0.3))
+    with federation.clients():
+        high = pyro.sample("high", dist.Bernoulli(share))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Normal(low + gap * high, 1.5), obs=obs.get("y"))
+
+
+@on(simulated(two_kinds, clients=20, least=3))
+def classes(federation: Any) -> None:
+    """Latent classes of clients that differ in level, slope and in their random effects."""
     share = pyro.sample("share", dist.Dirichlet(torch.tensor([2.0, 2.0])))
     low = pyro.sample("low", dist.Normal(0.0, 1.0))
     gap = pyro.sample("gap", dist.LogNormal(0.7, 0.3))
+    tau = pyro.sample("tau", dist.HalfNormal(0.5))
     level = torch.stack([low, low + gap], -1)
-    with federation.clients(), federation.jointly() as (obs, there):
-        of_rows = dist.Normal(level, 1.5).log_prob(obs["y"].unsqueeze(-1)) * there.unsqueeze(-1)
-        of_kinds = share.log() + of_rows.sum(-2, keepdim=True)
-        pyro.factor("y", of_kinds.logsumexp(-1))
+    with federation.clients():
+        kind = pyro.sample("kind", dist.Categorical(share))
+        a = pyro.sample("a", dist.Normal(level[kind], tau))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Normal(a, 1.5), obs=obs.get("y"))
 
 
 @on(simulated(lines))

@@ -5,7 +5,7 @@
 
 Half of the programs are right: global and local variables of several kinds, categories by index, a matrix product, a
 plate of the program's own, vectors with and without ``.to_event``, a variable behind another, discrete and continuous
-variables of a row, ``pyro.factor``, ``pyro.deterministic``. Of these the log density of all sites together, at two
+variables of a row, discrete ones of a client, ``pyro.factor``, ``pyro.deterministic``. Of these the log density of all sites together, at two
 draws of the prior, must be Pyro's own on the pooled data, a continuous variable of a row summed over a fine grid. The
 others have a mistake of the list below in the program or in the frame. They
 must be refused in words, with the same answer as Pyro's where they are not.
@@ -61,7 +61,7 @@ MISTAKES: dict[str, str] = {
     "no clients": "no clients plate",
     "in place": "writing into a tensor",
     "own noise": "numbers of its own",
-    "client's kind": "a discrete variable of a client",
+    "all clients' kind": "a discrete variable of all clients",
     "other rows": "a mean over the rows",
     "all clients": "the number of clients in a prior",
     "no outcome": "nothing observed",
@@ -105,7 +105,8 @@ def frame(rng: np.random.Generator, mistake: str) -> pd.DataFrame:
 def program(rng: np.random.Generator, mistake: str) -> Callable[[Any], None]:
     """A hierarchy of those columns."""
     flip = {name: bool(rng.random() < 0.5) for name in (
-        "plate", "event", "behind", "vector", "mixed", "named", "factor", "stacked", "sized", "noisy"
+        "plate", "event", "behind", "vector", "mixed", "named", "factor", "stacked", "sized", "noisy",
+        "kind",
     )}  # fmt: skip
     outcome = str(rng.choice(["y", "count", "yes"]))
     if mistake in ("negative counts", "text in y"):
@@ -127,15 +128,18 @@ def program(rng: np.random.Generator, mistake: str) -> Callable[[Any], None]:
             beta = torch.stack([pyro.sample(f"b{j}", dist.Normal(0.0, 1.0)) for j in range(2)], -1)
         else:
             beta = pyro.sample("beta", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        if flip["plate"] and not flip["mixed"]:  # Pyro's sums are not over plates at one dimension
+        summed = flip["mixed"] or flip["kind"]
+        if flip["plate"] and not summed:  # Pyro's sums are not over plates at one dimension
             with pyro.plate("kinds", 3):
                 effect = pyro.sample("effect", dist.Normal(0.0, tau))
-        elif flip["event"] or flip["mixed"]:
+        elif flip["event"] or summed:
             effect = pyro.sample("effect", dist.Normal(0.0, tau).expand([3]).to_event(1))
         else:
             effect = pyro.sample("effect", dist.Normal(0.0, 1.0).expand([3]))
         if mistake == "in place":
             effect[0] = 0.0
+        if mistake == "all clients' kind":
+            mu = mu + pyro.sample("k", dist.Bernoulli(0.5))
         if mistake == "if" and mu > 0:
             tau = 2 * tau
         if mistake == "twice":
@@ -147,15 +151,15 @@ def program(rng: np.random.Generator, mistake: str) -> Callable[[Any], None]:
             a = pyro.sample("a", dist.Normal(mu, tau))
             if flip["sized"]:
                 a = a + 0.5 * federation.of_clients("size")
+            if flip["named"]:
+                pyro.deterministic("level", a - mu)
+            if flip["kind"]:
+                a = a + pyro.sample("k", dist.Categorical(torch.tensor([0.3, 0.5, 0.2])))
             if flip["behind"]:
                 a = pyro.sample("c", dist.Normal(a, 0.5))
             slope = beta
             if flip["vector"]:
                 slope = beta + pyro.sample("s", dist.Normal(torch.zeros(2), 0.5).to_event(1))
-            if mistake == "client's kind":
-                a = a + pyro.sample("k", dist.Bernoulli(0.5))
-            if flip["named"]:
-                pyro.deterministic("level", a - mu)
             if mistake != "outside":
                 rows(federation, a, tau, slope, effect)
         if mistake == "outside":
@@ -212,7 +216,8 @@ def pyros(program: Any, federation: bf.Federation, values: Mapping[str, torch.Te
     if not any(node["infer"].get("_enumerate_dim") is not None for node in nodes):
         return float(trace.log_prob_sum())
     padding = len(federation) * int(federation.lengths.max()) - federation.rows
-    counted = padding * math.log(2)  # it sums over the two values of rows that are masked, too
+    late = "late" in trace.nodes
+    counted = padding * math.log(2) * late  # it sums over the two values of rows that are masked, too
     return float(TraceEinsumEvaluator(trace, True, 2).log_prob(trace)) - counted
 
 
@@ -222,16 +227,27 @@ def integrated(
     """As :func:`pyros`, the variables of a row summed: over a grid, which Pyro takes for dimensions of the left."""
     grid = torch.linspace(-30.0, 30.0, 12_001).reshape(-1, 1, 1)
     of_row = {"e": grid, "late": torch.tensor([0.0, 1.0]).reshape(-1, 1, 1, 1)}
-    trace = poutine.trace(poutine.condition(program, data=dict(values) | of_row)).get_trace(
-        federation
-    )
-    trace.compute_log_prob()
-    nodes = {name: node for name, node in trace.nodes.items() if node["type"] == "sample"}
-    rows = {name: nodes[name] for name in nodes if name in {*of_row, "y", "count", "yes"}}
-    others = [node["log_prob_sum"] for name, node in nodes.items() if name not in rows]
-    each = sum(node["fn"].log_prob(node["value"]) for node in rows.values())
-    each = each.reshape(-1, *each.shape[-2:]).logsumexp(0) + math.log(60.0 / 12_000)
-    return float(sum(others) + torch.where(federation.batch().mask, each, 0.0).sum())
+    by_kind = []
+    for kind in range(3):
+        data = dict(values) | of_row | {"k": torch.full((len(federation), 1), kind)}
+        trace = poutine.trace(poutine.condition(program, data=data)).get_trace(federation)
+        trace.compute_log_prob()
+        nodes = {name: node for name, node in trace.nodes.items() if node["type"] == "sample"}
+        rows = {name: nodes[name] for name in nodes if name in {*of_row, "y", "count", "yes"}}
+        each = sum(node["fn"].log_prob(node["value"]) for node in rows.values())
+        each = each.reshape(-1, *each.shape[-2:]).logsumexp(0) + math.log(60.0 / 12_000)
+        clients = torch.where(federation.batch().mask, each, 0.0).sum(-1)
+        of_all = torch.zeros(())
+        for name, node in nodes.items():
+            if name in rows or handlers.is_plate(node):
+                continue
+            if handlers.is_local(node):
+                clients = clients + node["log_prob"].sum(-1)
+            else:
+                of_all = of_all + node["log_prob_sum"]
+        by_kind.append(clients)
+    clients = torch.stack(by_kind).logsumexp(0) if "k" in nodes else by_kind[0]
+    return float(of_all + clients.sum())
 
 
 def attempt(seed: int) -> tuple[str, str, str]:

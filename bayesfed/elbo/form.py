@@ -22,7 +22,7 @@ from bayesfed.elbo import handlers, noise, quadrature
 from bayesfed.elbo.marginal import Mixture
 from bayesfed.elbo.one_client import OneClient
 from bayesfed.elbo.reasons import explained
-from bayesfed.elbo.sites import sites
+from bayesfed.elbo.sites import NeedsOneClient, sites
 
 ROWS = 64
 """Rows of a client that are looked at."""
@@ -76,10 +76,13 @@ def for_batches(model: Model, federation: Federation) -> Model:
         dependent = {name: _dependent(*at, name) for name in (*taken, *of_rows[:-1])}
         covariates = {name for name in of_rows if dependent.get(name)}
         for name in (*taken, *(covariates if federation.gaps else ())):
-            _check_of_rows(name, dependent[name] - set(of_rows))
+            of_row = name in of_rows or taken[name].of_row
+            _check_of_rows(name, dependent[name] - set(of_rows if of_row else layouts), of_row)
+        latent = frozenset(name for name, one_of in taken.items() if one_of.of_row)
+        kinds = tuple(name for name in taken if name not in latent)
         continuous = [name for name in taken if taken[name].values is None]
         points = quadrature.NODES if continuous or covariates else 1
-        one = OneClient(model, frozenset(taken), frozenset(covariates), points)
+        one = OneClient(model, latent, kinds, frozenset(covariates), points)
         with suppress(Exception):
             with handlers.given(batch.device, params, values=values, draws=DRAWS):
                 together = handlers.sample_sites(poutine.trace(model).get_trace(batch))
@@ -133,7 +136,7 @@ def _dependent(
         with at, handlers.Derived() as derived, poutine.trace() as tracer:
             one.run(batch, moved)
         values_of = {name: derivation.value for name, derivation in derived.found.items()}
-        return _densities(handlers.sample_sites(tracer.trace)) | values_of
+        return _densities(handlers.sample_sites(tracer.trace), first=True) | values_of
 
     before, after = found(None), {}
     with suppress(Exception):  # an index that is too large
@@ -143,9 +146,14 @@ def _dependent(
     }
 
 
-def _check_of_rows(name: str, others: Collection[str]) -> None:
-    """Fail on what has no sum or integral over a variable of a row."""
+def _check_of_rows(name: str, others: Collection[str], of_row: bool) -> None:
+    """Fail on what has no sum or integral over a variable of a row, or of a client."""
     for other in others:
+        if not of_row:
+            raise ValueError(
+                f"{other!r} depends on site {name!r}, which is discrete, of a client, and summed out: it has no value "
+                f"of which {other!r} could be made. Leave it out; posterior.kinds() tells each client's probabilities"
+            )
         raise ValueError(
             f"{other!r} depends on site {name!r}, which is of a row and, where it has no data, summed or integrated "
             "out: only what is observed inside the observations plate may depend on it. Leave "
@@ -154,22 +162,27 @@ def _check_of_rows(name: str, others: Collection[str]) -> None:
 
 
 def _check_needed(names: Sequence[str], nodes: Mapping[str, Any]) -> None:
-    """Fail on a variable of a row that no outcome depends on: it may be an outcome without its field."""
+    """Fail on a variable that is summed out and that no outcome depends on: it may be an outcome without its field."""
     needed = set()
     for node in nodes.values():
-        if not isinstance(node["fn"], Mixture):
-            continue
-        variables = node["fn"].variables
-        grid = node["fn"].each(node["value"]).unflatten(-1, tuple(variables.values()))
-        for axis, name in enumerate(variables, -len(variables)):
-            if not torch.equal(grid.amax(axis), grid.amin(axis)):
-                needed.add(name)
+        if isinstance(node["fn"], Mixture):
+            needed |= _needed(node["fn"], node["value"])
     for name in names:
         if name not in needed:
             raise ValueError(
-                f"no outcome depends on latent site {name!r}, which is of a row. If it is an outcome, its field is "
-                "missing from the federation, so that obs.get(...) is None; else leave it out"
+                f"no outcome depends on latent site {name!r}, which is to be summed or integrated out. If it is an "
+                "outcome, its field is missing from the federation, so that obs.get(...) is None; else leave it out"
             )
+
+
+def _needed(law: Mixture, value: Tensor) -> set[str]:
+    """The variables of a mixture on whose values the density depends."""
+    found, variables = set(), law.variables
+    grid = law.each(value).unflatten(-1, tuple(variables.values()))
+    for axis, name in enumerate(variables, -len(variables)):
+        if not torch.equal(grid.amax(axis), grid.amin(axis)):
+            found.add(name)
+    return found.union(*(_needed(part, value) for part in law.laws if isinstance(part, Mixture)))
 
 
 def _as_it_is(model: Model, federation: Federation, batch: Batch, error: Exception) -> Model:
@@ -184,6 +197,8 @@ def _as_it_is(model: Model, federation: Federation, batch: Batch, error: Excepti
     if said is not error:
         try:
             sites(model, federation)
+        except NeedsOneClient:
+            raise said from None
         except Exception as other:
             raise explained(other, name) from other
     raise said from None if said is error else error

@@ -264,6 +264,14 @@ class Noise(Messenger):
         msg["done"] = True
 
 
+class Known(Messenger):
+    """Say what clients' own rows tell of their discrete variables: log p(z, own rows), ``(S, K, 1, k)``."""
+
+    def __init__(self, log_weights: Tensor) -> None:
+        super().__init__()
+        self.log_weights = log_weights
+
+
 class Derived(Messenger):
     """Note what a program names by ``pyro.deterministic``: ``(S, K, B or 1, *)`` for S draws and K clients."""
 

@@ -48,10 +48,20 @@ class Lifted:
     def __name__(self) -> str:
         return getattr(self.model, "__name__", type(self.model).__name__)
 
+    @property
+    def points(self) -> int:
+        """Those of the model."""
+        return getattr(self.model, "points", 1)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Those of the model."""
+        return getattr(self.model, "kinds", ())
+
     def __call__(self, federation: Any) -> None:
         """The Pyro program."""
         if isinstance(self.model, OneClient):  # what is lifted is a site like others
-            OneClient(replace(self, model=self.model.model))(federation)
+            replace(self.model, model=replace(self, model=self.model.model))(federation)
             return
         with poutine.lift(prior=dict(self.priors)):
             self.model(federation)

@@ -39,6 +39,7 @@ class OneClient:
     Attributes:
         model: the program.
         latent: its latent variables of a row; None where they are not known yet, and are all that is not observed.
+        kinds: its clients' discrete variables, known with those.
         covariates: observed sites of a row on whose values others depend: where a value is missing, it is one of those.
         points: at how many values of these a row is worked out at once.
 
@@ -61,6 +62,7 @@ class OneClient:
 
     model: Model
     latent: frozenset[str] | None = None
+    kinds: tuple[str, ...] = ()
     covariates: frozenset[str] = frozenset()
     points: int = 1
 
@@ -109,8 +111,8 @@ class Run:
 class Outside(Crossing):
     """Give each site to the handlers outside as one of all clients and draws, and its value back to the program.
 
-    A latent variable of a row is not given to them: what is observed after it has the law of
-    :class:`~bayesfed.elbo.rows.Rows`.
+    A latent variable of a row, and a discrete one of a client, are not given to them: what comes after them has the
+    law of :class:`~bayesfed.elbo.rows.Rows`.
 
     Args:
         levels: of vmap.
@@ -124,7 +126,8 @@ class Outside(Crossing):
     ) -> None:
         super().__init__(levels)
         self.program, self.batch, self.moved = program, batch, moved
-        self.seen = Run(Rows(self._again, levels))
+        asked = (frame.log_weights for frame in _PYRO_STACK if isinstance(frame, handlers.Known))
+        self.seen = Run(Rows(self._again, levels, next(asked, None)))
 
     def _again(self, until: str, taken: Any, *at: Any, copies: int) -> Again:
         """The program, up to a site."""
@@ -142,7 +145,7 @@ class Outside(Crossing):
             name, law = msg["name"], msg["fn"]
             value = self.seen.values.setdefault(name, msg["value"])
             if isinstance(law, Mixture):
-                self.seen.rows.before.append((law, value, msg["mask"]))
+                self.seen.rows.after(name, law, value, OBSERVATIONS in handlers.plates(msg))
         self._return(msg)
 
     def _pyro_sample(self, msg: Any) -> None:
@@ -155,8 +158,14 @@ class Outside(Crossing):
             return
         fn, layout, name = laws.whole(msg["fn"]), layout_of(msg), msg["name"]
         value, observed, rows = msg["value"], msg["is_observed"], self.seen.rows
-        if not observed and not msg["done"] and self._is_latent(msg, layout):
-            drawn = rows.take(name, fn, layout, rows.values_of(name, fn, layout))
+        in_rows = OBSERVATIONS in handlers.plates(msg)
+        if in_rows and not layout.local:
+            raise ValueError(
+                f"site {name!r} lies inside the observations plate and outside the clients plate: rows belong to "
+                "clients, open `with federation.clients():` around `with federation.observations()`"
+            )
+        if not observed and not msg["done"] and self._is_latent(msg, fn, layout, in_rows):
+            drawn = rows.take(name, fn, layout, in_rows, rows.values_of(name, fn, layout, in_rows))
             given = self.levels.enter(drawn, layout, 0)
             msg["value"] = _another(fn, given) if name == self.moved else given
             msg["done"] = msg["stop"] = True
@@ -171,7 +180,7 @@ class Outside(Crossing):
 
         seen = value.expand(fn.batch_shape + fn.event_shape) if observed else value
         gaps = observed and name in self.program.covariates and MISSING in msg["infer"]
-        values = rows.values_of(name, fn, layout) if gaps else None
+        values = rows.values_of(name, fn, layout, in_rows) if gaps else None
         self._leave(back)
         law = laws.outside(fn, self.levels, layout)
         if layout.local and law.batch_shape[-2] != clients:
@@ -182,10 +191,10 @@ class Outside(Crossing):
             seen = self.levels.leave(seen, layout)
             seen = seen.squeeze(0) if self.levels.draws and len(seen) == 1 else seen
             msg["value"] = self.seen.values[name] = seen
-        if rows.taken and OBSERVATIONS in handlers.plates(msg):
-            law = rows.law(name, law, seen, msg["mask"])
+        if rows.reach(layout, in_rows):
+            law = rows.law(name, law, in_rows, seen if observed else None, msg["mask"])
         if gaps:
-            rows.take(name, fn, layout, values, seen)
+            rows.take(name, fn, layout, in_rows, values, seen)
         msg["fn"] = law
         frames = {frame.name: frame for frame in msg["cond_indep_stack"]}
         msg["cond_indep_stack"] = tuple(
@@ -194,11 +203,11 @@ class Outside(Crossing):
             if name in frames
         )
 
-    def _is_latent(self, msg: Any, layout: Layout) -> bool:
-        """Whether a site that is not observed is a variable of a row, not an outcome that is to be predicted."""
-        known = self.program.latent
-        inside = OBSERVATIONS in handlers.plates(msg) and layout.local
-        return inside and (known is None or msg["name"] in known)
+    def _is_latent(self, msg: Any, fn: Any, layout: Layout, in_rows: bool) -> bool:
+        """Whether a site without data is one to be summed or integrated out, not an outcome that is to be predicted."""
+        if self.program.latent is None:
+            return layout.local and (in_rows or fn.support.is_discrete)
+        return msg["name"] in (*self.program.latent, *self.program.kinds)
 
     def _derive(self, msg: Any) -> None:
         """A value that depends on others, for those who ask."""

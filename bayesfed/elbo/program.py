@@ -154,6 +154,11 @@ class Program:
         return getattr(self.model, "points", 1)
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """The clients' discrete variables, which are summed out."""
+        return getattr(self.model, "kinds", ())
+
+    @property
     def laplace_params(self) -> list[str]:
         """The local parameters for which the guide has a closed form, its ``laplace`` method."""
         return list(getattr(self.guide, "laplace_params", ()))

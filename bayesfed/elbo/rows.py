@@ -1,18 +1,21 @@
-"""The variables of a row, summed or integrated out of the laws of what is observed after them.
+"""The variables of a row, summed or integrated out of the laws of what is observed after them, and those of a client.
 
     p(y_k | y_<k) = Σ_z ∫ p(z, u, y_<k) p(y_k | z, u, y_<k) du / p(y_<k)
 
 z are discrete, and u is one continuous variable of the row. For each value of z, and for nodes of u that lie where the
 integrand of each row lies (:mod:`bayesfed.elbo.quadrature`), the program is run again up to y_k: nodes are more draws.
+A discrete variable of a client has all of this within each of its values
+(:class:`~bayesfed.elbo.marginal.ClientMixture`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +26,7 @@ from bayesfed.data.batch import MISSING, OBSERVATIONS
 from bayesfed.elbo import handlers, laws, quadrature
 from bayesfed.elbo.crossing import Crossing, layout_of, weight_of, weight_outside
 from bayesfed.elbo.levels import Layout, Levels
-from bayesfed.elbo.marginal import Mixture, apart, repeated
+from bayesfed.elbo.marginal import ClientMixture, Mixture, apart, counted, repeated
 from bayesfed.elbo.moments import moments
 from bayesfed.elbo.quadrature import Place
 
@@ -32,44 +35,65 @@ Values = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Taken:
-    """A variable of a row that is summed or integrated out.
+    """A variable that is summed or integrated out.
 
     Attributes:
         layout: where it has what dimensions.
+        of_row: each row has one; else each client.
         value: that it has in the program's own run, of the data where it is observed in some rows.
         values: all that it can have, of a discrete one.
         place: where its prior lies in unconstrained coordinates, of a continuous one: ``(S or 1, K, B)``.
     """
 
     layout: Layout
+    of_row: bool
     value: Tensor
     values: Tensor | None
     place: Place | None
 
 
+class Seen(NamedTuple):
+    """A site after a variable that is summed or integrated out.
+
+    Attributes:
+        law: of the site.
+        value: that it has.
+        in_rows: rows have one each.
+        within: and a variable of the row came before it.
+    """
+
+    law: Mixture
+    value: Tensor
+    in_rows: bool
+    within: bool
+
+
 @dataclass
 class Rows:
-    """What a run of the program has met of its rows' variables.
+    """What a run of the program has met of its rows' variables, and of its clients' discrete ones.
 
     Attributes:
         run: the program, run again by another handler.
         levels: of vmap.
+        known: what the clients' own rows say of their discrete variables, see :class:`handlers.Known`.
         taken: the variables, in order.
-        before: what was observed after the first of them: its law, values and mask.
+        before: the sites after the first of them.
         places: by the values of the discrete ones, where the integrand lay at the last site.
     """
 
     run: Callable[..., Again]
     levels: Levels
+    known: Tensor | None = None
     taken: dict[str, Taken] = field(default_factory=dict)
-    before: list[tuple[Any, Tensor, Any]] = field(default_factory=list)
-    places: dict[tuple[int, ...], Place] = field(default_factory=dict)
+    before: list[Seen] = field(default_factory=list)
+    places: dict[tuple[tuple[str, int], ...], Place] = field(default_factory=dict)
 
     def take(
         self,
         name: str,
         fn: Any,
         layout: Layout,
+        of_row: bool,
         values: Tensor | None,
         data: Tensor | None = None,
     ) -> Tensor:
@@ -79,6 +103,7 @@ class Rows:
             name: of the site.
             fn: its law inside.
             layout: of the site.
+            of_row: it lies inside the observations plate.
             values: that it can have, see :meth:`values_of`.
             data: of an observed one, whose missing values are the variable.
         """
@@ -91,10 +116,10 @@ class Rows:
                 at, lead = moments(law), (1, *batch)[-3:]
                 value = biject_to(law.support)(at.loc).expand(batch)
                 place = Place(at.loc.expand(lead).detach(), at.scale.expand(lead).detach())
-        self.taken[name] = Taken(layout, value if data is None else data, values, place)
+        self.taken[name] = Taken(layout, of_row, value if data is None else data, values, place)
         return value
 
-    def values_of(self, name: str, fn: Any, layout: Layout) -> Tensor | None:
+    def values_of(self, name: str, fn: Any, layout: Layout, of_row: bool) -> Tensor | None:
         """All that a variable can have, inside; None of a continuous one.
 
         Raises:
@@ -105,7 +130,8 @@ class Rows:
             kind = "discrete" if discrete else "of a row"
             raise ValueError(
                 f"latent site {name!r} is {kind}, and {type(fn).__name__} has no list of its values, or it is a "
-                "vector: one number a row, Bernoulli or Categorical, is summed out, a continuous one integrated out"
+                f"vector: one number a {'row' if of_row else 'client'}, Bernoulli or Categorical, is summed out"
+                f"{', a continuous one integrated out' if of_row else ''}"
             )
         if discrete:
             return fn.enumerate_support(expand=False).flatten()
@@ -116,42 +142,100 @@ class Rows:
             )
         return None
 
-    def law(self, name: str, first: Any, value: Tensor | None, mask: Any) -> Mixture:
+    def reach(self, layout: Layout, in_rows: bool) -> bool:
+        """Whether the law of a site after those taken is a sum over them."""
+        return layout.local and any(in_rows or not v.of_row for v in self.taken.values())
+
+    def after(self, name: str, law: Mixture, value: Tensor, in_rows: bool) -> None:
+        """Note a site, which has the value."""
+        within = in_rows and any(v.of_row for n, v in self.taken.items() if n != name)
+        self.before.append(Seen(law, value, in_rows, within))
+
+    def law(self, name: str, first: Any, in_rows: bool, value: Tensor | None, mask: Any) -> Mixture:
         """That of a site, whose law in the program's own run is ``first``; ``value`` is what is observed there."""
+        kinds = [n for n, one in self.taken.items() if not one.of_row]
+        size = prod(self._sizes[n] for n in kinds)
+        within = in_rows and len(kinds) < len(self.taken)
+        batch = self._batch(first.batch_shape[-1])
+        before = evidence = torch.zeros(*batch, size)
+        for seen in self.before:
+            if seen.in_rows:
+                rows = seen.law.rows(seen.value, size)
+                before, evidence = before + rows, evidence + rows * seen.within
+        if not kinds:
+            return self._within(name, {}, first, evidence.squeeze(-1), value, mask)
+        weights, laws = [], []
+        for k, kind in enumerate(self._each(kinds)):
+            again = self._again(name, dict.fromkeys(self._sizes, 0) | kind)
+            weights.append(again.log_client.expand(*batch[:-1], 1))
+            laws.append(
+                self._within(name, kind, again.law, evidence[..., k], value, mask)
+                if within
+                else again.law
+            )
+        if self.known is not None:
+            weight = self.known.unflatten(-1, (size, -1)).logsumexp(-1)
+        else:
+            weight = torch.stack(weights, -1)
+            for seen in self.before:
+                if not seen.in_rows:
+                    weight = weight + seen.law.rows(seen.value, size)
+        return ClientMixture(
+            weight,
+            laws,
+            {n: self._sizes[n] for n in kinds},
+            before=before,
+            mask=mask,
+            known=self.known is not None,
+            first=first,
+        )
+
+    def _within(
+        self,
+        name: str,
+        kind: Mapping[str, int],
+        first: Any,
+        evidence: Tensor,
+        value: Tensor | None,
+        mask: Any,
+    ) -> Mixture:
+        """The sum over the variables of a row, those of the client having values by these numbers."""
         batch, found = self._batch(first.batch_shape[-1]), []
+        sizes = {n: size for n, size in self._sizes.items() if n not in kind}
         if self._number is None:
-            for nth in self._each():
+            for nth in self._each(sizes, kind):
                 again = self._again(name, nth)
                 weight = again.log_weight.expand(batch)
                 found.append((weight[..., None], again.law))
-            variables, copies = self._sizes, 1
+            variables, copies = sizes, 1
         else:
             copies = quadrature.NODES
-            for nth in self._each():
+            for nth in self._each(sizes, kind):
                 log_f = partial(self._log_joint, name, nth, value, mask)
-                place = self.places[nth] = quadrature.around(log_f, self._place(nth))
+                place = quadrature.around(log_f, self._place(nth))
+                self.places[tuple(nth.items())] = place
                 points, log_weight = quadrature.nodes(place)
                 again = self._at(name, nth, points)
                 weight = apart(again.log_weight, batch, copies)
                 log_weight = apart(log_weight.flatten(0, 1), batch, copies)
                 found.append((weight + log_weight, again.law))
-            variables = self._sizes | {self._number: copies}
+            variables = sizes | {self._number: copies}
         weights, components = zip(*found, strict=True)
-        evidence = sum((counted(law.log_prob(v), m) for law, v, m in self.before), torch.zeros(()))
         return Mixture(
             torch.cat(torch.broadcast_tensors(*weights), -1),
             components,
             variables,
-            log_evidence=evidence.expand(batch),
+            log_evidence=evidence,
+            mask=mask,
             copies=copies,
             first=first,
-            drawn=None if self._number is None else partial(self._drawn, name),
+            drawn=None if self._number is None else partial(self._drawn, name, sizes, kind),
         )
 
-    def _drawn(self, name: str) -> Mixture:
+    def _drawn(self, name: str, sizes: Mapping[str, int], kind: Mapping[str, int]) -> Mixture:
         """What is sampled of a site: its law at a draw of the continuous variable given what was observed before."""
         found = []
-        for nth in self._each():
+        for nth in self._each(sizes, kind):
             log_f = partial(self._log_joint, name, nth, None, None)
             place = quadrature.around(log_f, self._place(nth))
             points, log_weight = quadrature.nodes(place)
@@ -161,10 +245,10 @@ class Rows:
             batch = self._batch(u.shape[-1])
             found.append((evidence.reshape(batch), again.law))
         weights, components = zip(*found, strict=True)
-        return Mixture(torch.stack(weights, -1), components, self._sizes)
+        return Mixture(torch.stack(weights, -1), components, sizes)
 
     def _log_joint(
-        self, name: str, nth: tuple[int, ...], value: Tensor | None, mask: Any, points: Tensor
+        self, name: str, nth: Mapping[str, int], value: Tensor | None, mask: Any, points: Tensor
     ) -> Tensor:
         """log p(z, u, y_<k) at points ``(S, Q, K, B)`` of u, and with y_k where that is given."""
         again = self._at(name, nth, points)
@@ -175,16 +259,15 @@ class Rows:
             found = found + counted(again.law.log_prob(own), at)
         return found.expand(points.flatten(0, 1).shape).reshape(points.shape)
 
-    def _at(self, name: str, nth: tuple[int, ...], points: Tensor) -> Again:
+    def _at(self, name: str, nth: Mapping[str, int], points: Tensor) -> Again:
         assert self._number is not None
         return self._again(name, nth, {self._number: points.flatten(0, 1)}, points.shape[1])
 
     def _again(
-        self, name: str, nth: tuple[int, ...], points: Values | None = None, copies: int = 1
+        self, name: str, nth: Mapping[str, int], points: Values | None = None, copies: int = 1
     ) -> Again:
         """The program up to a site, at those values of its discrete variables and points of the continuous one."""
-        at = dict(zip(self._sizes, nth, strict=True))
-        return self.run(name, self.taken, at, points or {}, copies=copies)
+        return self.run(name, self.taken, nth, points or {}, copies=copies)
 
     @property
     def _sizes(self) -> dict[str, int]:
@@ -196,15 +279,19 @@ class Rows:
         """The continuous variable."""
         return next((name for name, v in self.taken.items() if v.values is None), None)
 
-    def _each(self) -> Iterator[tuple[int, ...]]:
-        """The values of the discrete variables, by their number."""
-        return product(*map(range, self._sizes.values()))
+    def _each(
+        self, names: Collection[str], others: Mapping[str, int] | None = None
+    ) -> Iterator[dict[str, int]]:
+        """The values of some discrete variables, by their numbers, beside those that others have."""
+        sizes = self._sizes
+        for nth in product(*(range(sizes[name]) for name in names)):
+            yield {**(others or {}), **dict(zip(names, nth, strict=True))}
 
-    def _place(self, nth: tuple[int, ...]) -> Place:
+    def _place(self, nth: Mapping[str, int]) -> Place:
         assert self._number is not None
         start = self.taken[self._number].place
         assert start is not None
-        return self.places.get(nth, start)
+        return self.places.get(tuple(nth.items()), start)
 
     def _batch(self, width: int) -> torch.Size:
         draws = (self.levels.draws[1],) if self.levels.draws else ()
@@ -217,15 +304,16 @@ class Again(Crossing):
     Args:
         levels: of vmap, with draws for the nodes.
         until: the site.
-        taken: the variables of a row.
+        taken: the variables that are summed or integrated out.
         values: of all other sites before it, as those outside know them.
         nth: which of its values each discrete variable has.
-        points: where the continuous one is, in unconstrained coordinates.
+        points: where the continuous one is, in unconstrained coordinates; by default where it is in the first run.
         copies: how many points of a row there are.
 
     Attributes:
         law: of the site.
-        log_weight: log density of these variables, and of what was observed after the first of them.
+        log_weight: log density of the variables of a row, and of what was observed after the first of them.
+        log_client: log density of those of the client.
     """
 
     law: Any
@@ -244,6 +332,7 @@ class Again(Crossing):
         self.until, self.taken, self.values = until, taken, values
         self.nth, self.points, self.copies = nth, points, copies
         self.log_weight, self.after = torch.zeros(()), False
+        self.log_client = torch.zeros(())
 
     def __exit__(self, kind: Any, *error: Any) -> Any:
         super().__exit__(kind, *error)
@@ -272,7 +361,10 @@ class Again(Crossing):
                 if one is not None:
                     missing = weight_outside(missing, self.levels, layout)
                     value, log_prob = self._of(name, one, law, missing)
-                    self.log_weight, self.after = self.log_weight + log_prob, True
+                    if one.of_row:
+                        self.log_weight, self.after = self.log_weight + log_prob, True
+                    else:
+                        self.log_client = self.log_client + log_prob
         if one is not None:
             msg["value"] = self.levels.enter(value, layout, event)
         elif not msg["is_observed"]:
@@ -282,6 +374,8 @@ class Again(Crossing):
 
     def _of(self, name: str, one: Taken, law: Any, missing: Any) -> tuple[Tensor, Tensor]:
         """A variable's value, and its log density; where there are data, these and one that integrates to 1."""
+        if one.values is None and name not in self.points:
+            return one.value, torch.zeros(())
         if one.values is not None:
             value = one.values[self.nth[name]]
             log_prob, flat = law.log_prob(value), -torch.tensor(len(one.values)).log()
@@ -298,8 +392,3 @@ class Again(Crossing):
 
 class _There(Exception):
     """The site at which a run is to end."""
-
-
-def counted(log_prob: Tensor, mask: Any) -> Tensor:
-    """Where the mask does not leave it out."""
-    return torch.where(torch.as_tensor(mask), log_prob, 0.0) if mask is not None else log_prob

@@ -62,6 +62,10 @@ class Site:
     factor: bool = False
 
 
+class NeedsOneClient(ValueError):
+    """A variable that is summed or integrated out only by :mod:`bayesfed.elbo.one_client`."""
+
+
 class _Watch(Messenger):
     """Name a site that is sampled twice, before Pyro's own message does."""
 
@@ -125,13 +129,17 @@ def sites(model: Model, federation: Federation) -> dict[str, Site]:
                 "it inside `with federation.clients():`"
             )
         if latent and OBSERVATIONS not in inside and node["fn"].support.is_discrete:
+            if CLIENTS in inside:
+                raise NeedsOneClient(
+                    f"latent site {name!r} is discrete, of a client. It is summed out only where the program runs for "
+                    "one client and one draw"
+                )
             raise ValueError(
-                f"latent site {name!r} is discrete, and not of a row: only those inside the observations plate are "
-                "summed out. Add up the densities over its values by hand and give the logarithm of their sum by "
-                'pyro.factor, see docs/first_model.md, "Kinds of clients"'
+                f"latent site {name!r} is discrete, and lies outside the clients plate: those of a row or of a client "
+                "are summed out, not those of all. Fit the model at each of its values"
             )
         if latent and OBSERVATIONS in inside:
-            raise ValueError(
+            raise NeedsOneClient(
                 f"latent site {name!r} lies inside the observations plate (is its field missing from "
                 "the federation, so that obs.get(...) is None?). Those of a single row are integrated out only "
                 "where the program runs for one client and one draw"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from bayesfed.data.chunks import PASS, weight
 from bayesfed.data.chunks import chunks as cut
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import handlers, noise
+from bayesfed.elbo.marginal import ClientMixture
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.terms import client_terms, draw, log_parts, server_pass
 from bayesfed.guides.hierarchical import LOCAL
@@ -219,14 +221,31 @@ def replayed(
     draws: Draws,
     chunk: Tensor,
     batch: Batch,
+    prior: bool = False,
 ) -> Mapping[str, Any]:
-    """The sites of the model run on rows of some clients at draws of its latent sites."""
+    """The sites of the model run on rows of some clients at draws of its latent sites.
+
+    What the clients' own rows say of their discrete variables is known, unless the draws are the prior's.
+    """
     params = params_of(posterior, chunk)
+    asks = posterior.program.kinds and not prior
+    known = handlers.Known(of_kinds(posterior, draws, chunk)[0]) if asks else nullcontext()
     with (
         torch.no_grad(),
+        known,
         handlers.given(batch.device, params, values=draws.values, draws=draws.count),
     ):
         return poutine.trace(model).get_trace(batch).nodes
+
+
+def of_kinds(
+    posterior: Posterior, draws: Draws, chunk: Tensor
+) -> tuple[Tensor, Mapping[str, int]]:
+    """log p(z_i, own rows | draw) of clients' discrete variables, ``(S, K, 1, k)``, and how many values each has."""
+    own, model = posterior.federation.batch(chunk), posterior.program.model
+    nodes = replayed(posterior, model, draws, chunk, own, prior=True)
+    *_, last = (node for node in nodes.values() if isinstance(node.get("fn"), ClientMixture))
+    return last["fn"].evidence(last["value"]), last["fn"].variables
 
 
 def derived(
@@ -334,7 +353,7 @@ def chunks(
     """
     program, own = posterior.program, posterior.federation
     count = COST * count if _closely(posterior) else count
-    if posterior.algorithm.weighs or program.needs_rows or _closely(posterior):
+    if posterior.algorithm.weighs or program.needs_rows or program.kinds or _closely(posterior):
         federations = (own, *federations)
     lengths = sum((f.lengths for f in federations), torch.zeros_like(own.lengths))
     size = max(numbers, program.variables)

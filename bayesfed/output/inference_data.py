@@ -268,7 +268,8 @@ def _prior_predictive(
                 site.name: prior[site.name][:, chunk if site.local else None, None]
                 for site in _latent(posterior)
             }
-            nodes = replayed(posterior, model, Draws(values, num_samples), chunk, batch)
+            some = Draws(values, num_samples)
+            nodes = replayed(posterior, model, some, chunk, batch, prior=True)
             for site in program.observed:
                 value = nodes[site.name]["value"]
                 if site.joint:

@@ -12,6 +12,7 @@ from torch.distributions import Categorical, Independent, MixtureSameFamily, Nor
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation
 from bayesfed.elbo.handlers import Derivation
+from bayesfed.elbo.marginal import Mixture
 from bayesfed.elbo.sites import Site
 from bayesfed.output import joint
 from bayesfed.output.draws import Draws, replayed, weighted
@@ -109,12 +110,15 @@ def _by_row(
     for chunk, draws in weighted(posterior, num_samples, seed, federation):
         batch = federation.batch(chunk)
         fn = replayed(posterior, posterior.program.model, draws, chunk, batch)[site.name]["fn"]
-        family, params = _taken_apart(fn, site)
-        flat = {
-            name: by_row(value, site, batch, draws.count).transpose(0, 1)
-            for name, value in params.items()
-        }
-        yield _weights(draws, site, batch), family, flat
+        weights, found = _weights(draws, site, batch), []
+        for weight, law in fn.apart() if isinstance(fn, Mixture) else ((None, fn),):
+            family, params = _taken_apart(law, site)
+            if weight is not None:
+                params["weight"] = weight
+            found.append({n: by_row(v, site, batch, draws.count) for n, v in params.items()})
+        flat = {n: torch.cat([one[n] for one in found]).transpose(0, 1) for n in found[0]}
+        own = flat.pop("weight", 0.0)
+        yield weights.repeat(1, len(found)) + own, family, flat
 
 
 def _of_rows(

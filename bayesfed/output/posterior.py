@@ -18,12 +18,13 @@ from bayesfed.algorithms.protocol import Algorithm
 from bayesfed.data.columns import UnknownName
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
+from bayesfed.elbo.marginal import ClientMixture
 from bayesfed.elbo.program import Params, Program
 from bayesfed.engine.checks import check_data
 from bayesfed.engine.moving import caveat
 from bayesfed.output import checkpoint, joint, khat
 from bayesfed.output.correction import Correction, weighed
-from bayesfed.output.draws import derived, elbo, key_of, replayed, sampled, weighted
+from bayesfed.output.draws import derived, elbo, key_of, of_kinds, replayed, sampled, weighted
 from bayesfed.output.mixture import by_row, predictive
 from bayesfed.output.personal import OnDemand, gathered, personal
 from bayesfed.tracing.compiler import Compiler, using
@@ -204,6 +205,9 @@ class Posterior:
     ) -> dict[str, Tensor]:
         """log p(observation | draw) of every row, for the draws that :meth:`sample` gives.
 
+        Where clients have discrete variables, rows that the posterior was fitted to are given all the others of their
+        client, as leave-one-out needs them, and new ones given the client's own.
+
         Args:
             federation: rows of clients that this posterior knows; by default those it was fitted to.
             num_samples: S.
@@ -220,7 +224,9 @@ class Posterior:
             batch = federation.batch(chunk)
             nodes = replayed(few, model, draws, chunk, batch)
             for site in self.program.likelihood:
-                log_prob = nodes[site.name]["fn"].log_prob(nodes[site.name]["value"])
+                fn, value = nodes[site.name]["fn"], nodes[site.name]["value"]
+                among = isinstance(fn, ClientMixture) and federation is self.federation
+                log_prob = fn.left_out(value) if among else fn.log_prob(value)
                 if federation.gaps and site.per_row:
                     log_prob = log_prob.where(nodes[site.name]["mask"], torch.nan)
                 parts[site.name].append(by_row(log_prob, site, batch, num_samples))
@@ -309,6 +315,38 @@ class Posterior:
                 probs = (weight * log_probs.exp()).sum(0, keepdim=True)
                 parts[site.name].append(by_row(probs, site, batch, 1)[0])
         return {name: torch.cat(part) for name, part in parts.items()}
+
+    def kinds(self, num_samples: int = 1000, *, seed: int = 0) -> dict[str, Tensor]:
+        """The probabilities of the clients' discrete variables, which the fit summed out, given all data.
+
+        Args:
+            num_samples: draws of all else that they are averaged over.
+            seed: of the draws.
+
+        Returns:
+            Discrete site inside the clients plate to ``(N, values)``, in the order in which the site's distribution
+            lists them; empty where there is none.
+
+        Example:
+            >>> import bayesfed as bf, pyro, pyro.distributions as dist
+            >>> def model(federation):
+            ...     level = pyro.sample("level", dist.Normal(0.0, 1.0))
+            ...     with federation.clients():
+            ...         high = pyro.sample("high", dist.Bernoulli(0.5))
+            ...         with federation.observations() as obs:
+            ...             pyro.sample("y", dist.Normal(level + 9 * high, 1.0), obs=obs.get("y"))
+            >>> data = bf.Federation.from_arrays({"a": {"y": [9.0, 8.0]}, "b": {"y": [0.5]}})
+            >>> bf.fit(model, data).kinds(100)["high"].argmax(1)
+            tensor([1, 0])
+        """
+        parts: dict[str, list[Tensor]] = {name: [] for name in self.program.kinds}
+        for chunk, draws in sampled(self, num_samples, seed) if parts else ():
+            log_p, sizes = of_kinds(self, draws, chunk)
+            grid = log_p.squeeze(2).softmax(-1).mean(0).unflatten(-1, tuple(sizes.values()))
+            for axis, (name, found) in enumerate(parts.items(), 1):
+                others = [a for a in range(1, grid.ndim) if a != axis]
+                found.append(grid.sum(others) if others else grid)
+        return {name: torch.cat(found) for name, found in parts.items()}
 
     def check_known(self, clients: Iterable[str]) -> None:
         """Fail on a client that took no part."""

@@ -155,12 +155,6 @@ def test_mixtures_know_their_moments():
 
 
 def test_what_cannot_be_summed_out_is_refused():
-    def of_client(federation):
-        with federation.clients():
-            z = pyro.sample("z", dist.Bernoulli(0.5))
-            with federation.observations() as obs:
-                pyro.sample("y", dist.Normal(z, 1.0), obs=obs["y"])
-
     def number_of_clients(federation):
         a = pyro.sample("a", dist.Normal(0.0, 1.0 * len(federation)))
         with federation.clients(), federation.observations() as obs:
@@ -182,38 +176,5 @@ def test_what_cannot_be_summed_out_is_refused():
 
     with pytest.raises(ValueError, match="no outcome depends on latent site 'w'"):
         bf.fit(without_its_field, data("reals"))
-    with pytest.raises(ValueError, match="site 'z' is discrete, and not of a row"):
-        bf.fit(of_client, data("reals"))
     with pytest.raises(ValueError, match="site 'z' is discrete, and Poisson has no list of its"):
         bf.fit(unbounded, data("reals"))
-
-
-def kinds_of_clients(federation):
-    share = pyro.sample("share", dist.Dirichlet(torch.ones(2)))
-    level = pyro.sample("level", dist.Normal(torch.tensor([0.0, 3.0]), 1.0).to_event(1))
-    with federation.clients(), federation.jointly() as (obs, there):
-        of_rows = dist.Normal(level, 1.5).log_prob(obs["y"].unsqueeze(-1)) * there.unsqueeze(-1)
-        of_kinds = share.log() + of_rows.sum(-2, keepdim=True)
-        pyro.factor("y", of_kinds.logsumexp(-1))
-
-
-def test_kinds_of_clients_summed_by_hand_are_right_for_clients_of_any_length():
-    """As docs/first_model.md writes them: at two draws, for clients of 5 to 8 rows together."""
-    federation = data("reals")
-    values = {
-        "share": torch.tensor([[0.3, 0.7], [0.6, 0.4]])[:, None, None],
-        "level": torch.tensor([[-0.5, 2.0], [1.0, 4.0]])[:, None, None],
-    }
-    batch = federation.batch()
-    program = for_batches(kinds_of_clients, federation)
-    with handlers.given(batch.device, values=values, draws=2):
-        trace = poutine.trace(program).get_trace(batch)
-    trace.compute_log_prob()
-    found = trace.nodes["y"]["log_prob"].expand(2, 4, 1)
-    for draw in range(2):
-        share, level = (values[name][draw, 0, 0] for name in ("share", "level"))
-        for k, name in enumerate(federation.names):
-            y = federation.select([name])["y"]
-            each = dist.Normal(level, 1.5).log_prob(y[:, None]).sum(0)
-            expected = (share.log() + each).logsumexp(0)
-            torch.testing.assert_close(found[draw, k, 0], expected, rtol=1e-5, atol=1e-5)
