@@ -10,6 +10,7 @@ import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.poutine.messenger import Messenger
+from torch.distributions import biject_to
 
 from bayesfed.data.batch import CLIENTS, OBSERVATIONS
 from bayesfed.data.federation import Federation, Model
@@ -144,6 +145,15 @@ def sites(model: Model, federation: Federation) -> dict[str, Site]:
                 "the federation, so that obs.get(...) is None?). Those of a single row are integrated out only "
                 "where the program runs for one client and one draw"
             )
+        if latent:
+            try:
+                biject_to(node["fn"].support)
+            except NotImplementedError:
+                raise ValueError(
+                    f"latent site {name!r}: torch knows no way from the reals onto the values of "
+                    f"{type(node['fn']).__name__}, which a guide needs. Of a mixture write the component as a discrete "
+                    "variable of the row or client, which is summed out"
+                ) from None
         joint = False
         if not latent and OBSERVATIONS not in inside and node["fn"].event_dim:
             longer = longer or traced(2)

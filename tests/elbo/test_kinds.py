@@ -318,7 +318,15 @@ def test_what_cannot_be_summed_out_is_refused():
             with federation.observations() as obs:
                 pyro.sample("y", dist.Normal(mu, 1.0), obs=obs["y"])
 
+    def of_a_mixture(federation):
+        with federation.clients():
+            kinds = dist.Categorical(torch.ones(2))
+            a = pyro.sample("a", dist.MixtureSameFamily(kinds, dist.Normal(torch.arange(2.0), 1.0)))
+            with federation.observations() as obs:
+                pyro.sample("y", dist.Normal(a, 1.0), obs=obs["y"])
+
     for model, said in [
+        (of_a_mixture, "latent site 'a': torch knows no way from the reals.*discrete variable"),
         (named, "'level' depends on site 'z', which is discrete, of a client, and summed out"),
         (counted, "site 'z' is discrete, and Poisson has no list of its values.*one number a client"),
         (of_all, "site 'z' is discrete, and lies outside the clients plate"),
