@@ -39,6 +39,8 @@ DRAWS, FEWEST = 2000, 500
 """Draws from each law; and with fewer it is not worth while."""
 LAWS, ENOUGH = (2, 6), 1000
 """The least and the most laws, and the number of equal weights that is enough for no more of them."""
+FINITE = 0.5
+"""Pareto's k beyond which weights have no variance: another law of many centres is drawn from then."""
 LEAST, A_NUMBER = 50, 5
 """Weights that count for less, or for less a dimension, say nothing of a mean and a covariance."""
 FREEDOM, WIDER = 5.0, 1.1
@@ -115,10 +117,8 @@ def weighed(posterior: Posterior, weigh: Weigh = terms) -> Weighed:
     closely = False
     drawn: list[Tensor] = []
     logs: list[Tensor] = []
-    found, trusted = math.inf, False
-    while len(laws) < LAWS[0] or (
-        len(laws) < LAWS[1] and not (trusted and effective(weights) > ENOUGH)
-    ):
+    found, trusted, enough = math.inf, False, False
+    while len(laws) < LAWS[0] or (len(laws) < LAWS[1] and not enough):
         law = around(z, weights, CENTRES if len(laws) > 1 else 1)
         if law is None:
             return Weighed(good=False)
@@ -137,6 +137,8 @@ def weighed(posterior: Posterior, weigh: Weigh = terms) -> Weighed:
             return Weighed(good=False)
         found = khat.pareto(log_weights)
         trusted = found <= khat.LIMIT or unseen(log_weights, found) < UNSEEN
+        sure = found <= FINITE or len(laws) > LAWS[0]
+        enough = trusted and sure and effective(weights) > ENOUGH
     if not trusted:
         return Weighed(good=False)
     theta = torch.cat(drawn)[spaced(weights, len(z))][:, None, None]
