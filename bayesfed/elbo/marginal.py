@@ -49,7 +49,7 @@ class Mixture(TorchDistribution):
     ) -> None:
         self.log_weights, self.laws, self.variables = log_weights, laws, variables
         self.log_evidence = log_weights.logsumexp(-1) if log_evidence is None else log_evidence
-        self.mask, self.copies, self.drawn = mask, copies, drawn
+        self.there, self.copies, self.drawn = mask, copies, drawn
         self.first = laws[0] if first is None else first
         shapes = [law.batch_shape for law in laws] if copies == 1 else []
         batch = torch.broadcast_shapes(log_weights.shape[:-1], *shapes)
@@ -75,8 +75,10 @@ class Mixture(TorchDistribution):
         return self._apart(lambda law: law.log_prob(self._repeated(value)))
 
     def rows(self, value: Tensor, kinds: int) -> Tensor:
-        """log p(y) of rows, 0 of those that do not count, whichever of so many kinds the client is: ``(*batch, kinds)``."""
-        return counted(self.log_prob(value), self.mask).unsqueeze(-1).expand(*self.batch_shape, kinds)
+        """log p(y) of rows, 0 of those that do not count, whichever of the kinds the client is: ``(*batch, kinds)``."""
+        return (
+            counted(self.log_prob(value), self.there).unsqueeze(-1).expand(*self.batch_shape, kinds)
+        )
 
     def log_prob(self, value: Tensor) -> Tensor:
         """log Σ_z p(z) p(y | z)."""
@@ -190,14 +192,14 @@ class ClientMixture(Mixture):
             [law.expand(batch_shape) for law in self.laws],
             self.variables,
             before=self.before.expand(*lead, *self.before.shape[-2:]),
-            mask=self.mask,
+            mask=self.there,
             known=self.known,
             first=self.first,
         )
 
     def rows(self, value: Tensor, kinds: int) -> Tensor:
         """log p(y_b | z, y_<k of the row), 0 of rows that do not count, also where z has become part of more kinds."""
-        mask = self.mask.unsqueeze(-1) if isinstance(self.mask, Tensor) else self.mask
+        mask = self.there.unsqueeze(-1) if isinstance(self.there, Tensor) else self.there
         return counted(self.each(value), mask).repeat_interleave(kinds // len(self.laws), -1)
 
     def evidence(self, value: Tensor) -> Tensor:
@@ -207,7 +209,9 @@ class ClientMixture(Mixture):
     def log_prob(self, value: Tensor) -> Tensor:
         """log p(y_b | y_<b), rows in order; of each row by itself where z is known from others."""
         if self.known:
-            return ((self.log_weights + self.before).log_softmax(-1) + self.each(value)).logsumexp(-1)
+            return ((self.log_weights + self.before).log_softmax(-1) + self.each(value)).logsumexp(
+                -1
+            )
         rows = self.rows(value, len(self.laws))
         gaps = rows - rows.detach().amax(-1, keepdim=True)  # whose sums stay small
         above = pad(gaps.cumsum(-2)[..., :-1, :], (0, 0, 1, 0))

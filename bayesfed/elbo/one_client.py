@@ -25,7 +25,7 @@ from torch.distributions import transform_to
 
 from bayesfed.data.batch import CLIENTS, MISSING, OBSERVATIONS, Batch, Fields
 from bayesfed.data.federation import Federation, Model
-from bayesfed.elbo import handlers, laws
+from bayesfed.elbo import handlers, laws, quadrature
 from bayesfed.elbo.crossing import Crossing, layout_of, weight_of, weight_outside
 from bayesfed.elbo.levels import Layout, Levels, opened
 from bayesfed.elbo.marginal import Mixture
@@ -127,7 +127,8 @@ class Outside(Crossing):
         super().__init__(levels)
         self.program, self.batch, self.moved = program, batch, moved
         asked = (frame.log_weights for frame in _PYRO_STACK if isinstance(frame, handlers.Known))
-        self.seen = Run(Rows(self._again, levels, next(asked, None)))
+        nodes = program.points if program.points > 1 else quadrature.NODES[0]
+        self.seen = Run(Rows(self._again, levels, nodes, next(asked, None)))
 
     def _again(self, until: str, taken: Any, *at: Any, copies: int) -> Again:
         """The program, up to a site."""

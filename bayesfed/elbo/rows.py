@@ -75,6 +75,7 @@ class Rows:
     Attributes:
         run: the program, run again by another handler.
         levels: of vmap.
+        nodes: of an integral.
         known: what the clients' own rows say of their discrete variables, see :class:`handlers.Known`.
         taken: the variables, in order.
         before: the sites after the first of them.
@@ -83,6 +84,7 @@ class Rows:
 
     run: Callable[..., Again]
     levels: Levels
+    nodes: int = quadrature.NODES[0]
     known: Tensor | None = None
     taken: dict[str, Taken] = field(default_factory=dict)
     before: list[Seen] = field(default_factory=list)
@@ -209,12 +211,12 @@ class Rows:
                 found.append((weight[..., None], again.law))
             variables, copies = sizes, 1
         else:
-            copies = quadrature.NODES
+            copies = self.nodes
             for nth in self._each(sizes, kind):
                 log_f = partial(self._log_joint, name, nth, value, mask)
                 place = quadrature.around(log_f, self._place(nth))
                 self.places[tuple(nth.items())] = place
-                points, log_weight = quadrature.nodes(place)
+                points, log_weight = quadrature.nodes(place, self.nodes)
                 again = self._at(name, nth, points)
                 weight = apart(again.log_weight, batch, copies)
                 log_weight = apart(log_weight.flatten(0, 1), batch, copies)
@@ -238,7 +240,7 @@ class Rows:
         for nth in self._each(sizes, kind):
             log_f = partial(self._log_joint, name, nth, None, None)
             place = quadrature.around(log_f, self._place(nth))
-            points, log_weight = quadrature.nodes(place)
+            points, log_weight = quadrature.nodes(place, self.nodes)
             evidence = (log_f(points) + log_weight).logsumexp(1)
             u = quadrature.drawn(log_f, place)
             again = self._at(name, nth, u.unsqueeze(1))

@@ -42,8 +42,8 @@ def check_independence(program: Program, federation: Federation, shuffled: bool)
     """
     if shuffled and program.kinds:
         raise ValueError(
-            f"site {program.kinds[0]!r} is discrete, of a client, and summed out: the density of its rows is no sum over "
-            "rows that a minibatch could stand for. Leave out batch_size"
+            f"site {program.kinds[0]!r} is discrete, of a client, and summed out: the density of its rows is no sum "
+            "over rows that a minibatch could stand for. Leave out batch_size"
         )
     clients, positions = two(federation)
     rows = (positions >= 0).sum(-1).tolist()

@@ -238,9 +238,7 @@ def replayed(
         return poutine.trace(model).get_trace(batch).nodes
 
 
-def of_kinds(
-    posterior: Posterior, draws: Draws, chunk: Tensor
-) -> tuple[Tensor, Mapping[str, int]]:
+def of_kinds(posterior: Posterior, draws: Draws, chunk: Tensor) -> tuple[Tensor, Mapping[str, int]]:
     """log p(z_i, own rows | draw) of clients' discrete variables, ``(S, K, 1, k)``, and how many values each has."""
     own, model = posterior.federation.batch(chunk), posterior.program.model
     nodes = replayed(posterior, model, draws, chunk, own, prior=True)

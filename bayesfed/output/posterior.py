@@ -343,7 +343,7 @@ class Posterior:
         for chunk, draws in sampled(self, num_samples, seed) if parts else ():
             log_p, sizes = of_kinds(self, draws, chunk)
             grid = log_p.squeeze(2).softmax(-1).mean(0).unflatten(-1, tuple(sizes.values()))
-            for axis, (name, found) in enumerate(parts.items(), 1):
+            for axis, found in enumerate(parts.values(), 1):
                 others = [a for a in range(1, grid.ndim) if a != axis]
                 found.append(grid.sum(others) if others else grid)
         return {name: torch.cat(found) for name, found in parts.items()}

@@ -98,7 +98,10 @@ def of_with_rows(p, a, y, v):
             np.log(share) + normal(y, a + 2 * late, 0.5) + normal(v, a - late + k, 1.0)
             for late, share in enumerate((0.8 - 0.5 * k, 0.2 + 0.5 * k))
         ]
-        yield q.log() + normal(a, 0.0, 1.0), torch.stack(torch.broadcast_tensors(*each)).logsumexp(0)
+        yield (
+            q.log() + normal(a, 0.0, 1.0),
+            torch.stack(torch.broadcast_tensors(*each)).logsumexp(0),
+        )
 
 
 def with_noise(federation):
@@ -117,7 +120,9 @@ def of_with_noise(p, a, y, v):
     for k, q in enumerate((1 - p, p)):
         width = 0.5 + k
         mean = torch.stack([a + k, a - k]).expand(2)
-        cov = torch.tensor([[0.25, 0.0], [0.0, 1.0]]) + width**2 * torch.tensor([[1.0, -1], [-1, 1]])
+        cov = torch.tensor([[0.25, 0.0], [0.0, 1.0]]) + width**2 * torch.tensor(
+            [[1.0, -1], [-1, 1]]
+        )
         pair = torch.stack([y, v], -1)
         each = dist.MultivariateNormal(mean, cov).log_prob(pair.nan_to_num())
         alone = normal(v, a - k, (1 + width**2) ** 0.5), normal(y, a + k, (0.25 + width**2) ** 0.5)
@@ -194,7 +199,9 @@ def test_rows_left_out_are_given_all_others():
                 without = {n: value.clone() for n, value in rows.items()}
                 without[site][row] = torch.nan
                 expected = of(**rows) - of(**without)
-                torch.testing.assert_close(found[site][draw, start + row], expected, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(
+                    found[site][draw, start + row], expected, rtol=1e-4, atol=1e-4
+                )
 
 
 def two_levels(federation):
@@ -251,7 +258,9 @@ def test_arviz_has_them(levels):
     idata = levels.to_arviz(200)
     assert bf.loo(idata).n_data_points == 27
     spread = idata.prior_predictive["y"].values.reshape(200, 9, 3)
-    assert ((spread > 5).all(2) | (spread < 5).all(2)).mean() > 0.95  # a client's rows are of one kind
+    assert (
+        (spread > 5).all(2) | (spread < 5).all(2)
+    ).mean() > 0.95  # a client's rows are of one kind
     assert 0.3 < (spread > 5).mean() < 0.7
 
 
@@ -328,7 +337,10 @@ def test_what_cannot_be_summed_out_is_refused():
     for model, said in [
         (of_a_mixture, "latent site 'a': torch knows no way from the reals.*discrete variable"),
         (named, "'level' depends on site 'z', which is discrete, of a client, and summed out"),
-        (counted, "site 'z' is discrete, and Poisson has no list of its values.*one number a client"),
+        (
+            counted,
+            "site 'z' is discrete, and Poisson has no list of its values.*one number a client",
+        ),
         (of_all, "site 'z' is discrete, and lies outside the clients plate"),
         (idle, "no outcome depends on latent site 'z'"),
         (questioned, "`mu = mu \\+ 1 if z else mu`: it asks for the value of a tensor"),

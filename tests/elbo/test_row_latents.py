@@ -1,5 +1,7 @@
 """Continuous variables of a row, integrated out: against closed forms and scipy's quadrature."""
 
+import warnings
+
 import numpy as np
 import pyro
 import pyro.distributions as dist
@@ -346,3 +348,38 @@ def test_a_factor_of_a_rows_variable_is_integrated_as_an_outcome_is():
         expected = dist.Normal(a, 1.25**0.5).log_prob(torch.as_tensor(mine["y"]))
         torch.testing.assert_close(log_prob, expected, rtol=1e-8, atol=1e-6)
     assert bf.fit(model, federation, rounds=2).sample(3)["a"].shape == (3, 4)
+
+
+def test_an_integrand_with_a_kink():
+    """A clamp in the outcome's mean, against scipy; a staircase, which no number of nodes can climb, is warned of."""
+
+    def clamped(federation):
+        with federation.clients():
+            a = pyro.sample("a", dist.Normal(0.0, 1.0))
+            with federation.observations() as obs:
+                e = pyro.sample("e", dist.Normal(0.0, 2.0))
+                pyro.sample("n", dist.Poisson((a + e).clamp(-5, 3).exp()), obs=obs["n"])
+
+    federation = bf.Federation.from_arrays(data())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        found = run(clamped, federation, A)
+    for client, a in enumerate(A["a"].flatten().tolist()):
+        for row, n in enumerate(federation.select([f"c{client}"])["n"].tolist()):
+
+            def joint(e, a=a, n=n):
+                rate = np.exp(np.clip(a + e, -5, 3))
+                return stats.poisson.pmf(n, rate) * stats.norm.pdf(e, 0, 2)
+
+            expected = integrate.quad(joint, -16, 16, points=[-5 - a, 3 - a], limit=200)[0]
+            assert abs(float(found[0, client, row]) - np.log(expected)) < 2e-3
+
+    def stairs(federation):
+        with federation.clients():
+            a = pyro.sample("a", dist.Normal(0.0, 1.0))
+            with federation.observations() as obs:
+                e = pyro.sample("e", dist.Normal(0.0, 1.0))
+                pyro.sample("y", dist.Normal(a + (5 * e).floor(), 0.3), obs=obs["y"])
+
+    with pytest.warns(UserWarning, match="is not settled with 81 nodes: a clamp, a step"):
+        for_batches(stairs, federation)
