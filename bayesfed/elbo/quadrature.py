@@ -11,8 +11,8 @@ from torch import Tensor
 
 NODES = 21, 41, 81
 """Of an integral: the first that is good enough, see :func:`bayesfed.elbo.form.for_batches`."""
-REACH = 3.1
-"""How far they lie, in asinh of the integrand's scale: eleven of them."""
+REACH = {21: 3.1, 41: 4.0, 81: 5.0}
+"""How far they lie, in asinh of the integrand's scale: 11, 27 and 74 of them, as a peak may be narrower than the rest."""
 PASSES = 3
 LOOKS = np.sinh(np.linspace(-4, 4, 17))
 """Where an integrand is looked at in each pass, in steps of its scale: close by, and as far as 27 of them."""
@@ -77,7 +77,7 @@ def nodes(place: Place, count: int = NODES[0]) -> tuple[Tensor, Tensor]:
     points where the integrand is smooth (Trefethen & Weideman 2014, *The exponentially convergent trapezoidal rule*,
     section 5), and by its square where it has a kink.
     """
-    t = torch.linspace(-REACH, REACH, count, dtype=torch.float64)
+    t = torch.linspace(-REACH[count], REACH[count], count, dtype=torch.float64)
     z, log_weight = t.sinh().to(place.loc), (t.cosh() * (t[1] - t[0])).log().to(place.loc)
     return place.points(z), place.scale.log().unsqueeze(1) + log_weight[:, None, None]
 
