@@ -12,7 +12,7 @@ from torch import Tensor
 NODES = 21, 41, 81
 """Of an integral: the first that is good enough, see :func:`bayesfed.elbo.form.for_batches`."""
 REACH = {21: 3.1, 41: 4.0, 81: 5.0}
-"""How far they lie, in asinh of the integrand's scale: 11, 27, 74 of them; a peak may be narrower than what is around."""
+"""How far they lie, in asinh of the scale: 11, 27, 74 of them, as a peak may be narrower than what is around."""
 PASSES = 3
 LOOKS = np.sinh(np.linspace(-4, 4, 17))
 """Where an integrand is looked at in each pass, in steps of its scale: close by, and as far as 27 of them."""
