@@ -91,12 +91,11 @@ def test_two_latent_sites_of_a_row():
 
 def test_discrete_latent_site():
     def model(federation):
-        with federation.clients():
-            z = pyro.sample("z", dist.Bernoulli(0.5))
-            with federation.observations() as obs:
-                pyro.sample("y", dist.Normal(z, 1.0), obs=obs["y"])
+        z = pyro.sample("z", dist.Bernoulli(0.5))
+        with federation.clients(), federation.observations() as obs:
+            pyro.sample("y", dist.Normal(z, 1.0), obs=obs["y"])
 
-    with pytest.raises(ValueError, match="latent site 'z' is discrete, and not of a row"):
+    with pytest.raises(ValueError, match="latent site 'z' is discrete, and lies outside"):
         fit(model)
 
 
