@@ -137,16 +137,15 @@ def _fine_enough(one: OneClient, batch: Batch, params: Mapping[str, Tensor]) -> 
         one.run(batch)
     nodes = handlers.sample_sites(tracer.trace)
     values = {name: node["value"] for name, node in nodes.items() if not node["is_observed"]}
-    before, last = None, quadrature.NODES[0]
-    for count in quadrature.NODES:
+    before, (last, *more) = _densities(nodes), quadrature.NODES
+    for count in more:
         finer = replace(one, points=count)
         with handlers.given(batch.device, params, values=values, draws=PROBES):
             nodes = handlers.sample_sites(poutine.trace(finer).get_trace(batch))
         now = _densities(nodes)
-        if before is not None:
-            off = torch.stack([_off(before[name], density) for name, density in now.items()]).any(0)
-            if not off.any():
-                return replace(one, points=last)
+        off = torch.stack([_off(before[name], density) for name, density in now.items()]).any(0)
+        if not off.any():
+            return replace(one, points=last)
         before, last = now, count
     if off.sum() > PROBES // 4:
         warnings.warn(

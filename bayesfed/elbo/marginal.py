@@ -89,8 +89,8 @@ class Mixture(TorchDistribution):
         if self.copies > 1:
             yield torch.zeros(self.batch_shape), self
             return
-        for k, law in enumerate(self.laws):
-            log_weight = self._weights().log_softmax(-1)[..., k]
+        log_weights = self._weights().log_softmax(-1).unbind(-1)
+        for log_weight, law in zip(log_weights, self.laws, strict=True):
             for weight, part in law.apart() if isinstance(law, Mixture) else ((0.0, law),):
                 yield (log_weight + weight).expand(self.batch_shape), part
 
