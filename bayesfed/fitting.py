@@ -11,9 +11,10 @@ from torch import Tensor
 
 from bayesfed.algorithms.protocol import Algorithm, Turn
 from bayesfed.algorithms.sfvi import SFVI
+from bayesfed.checks.independence import check_independence
+from bayesfed.checks.units import warn_of_units
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
-from bayesfed.elbo.form import for_batches
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Program
 from bayesfed.engine.checks import (
@@ -23,22 +24,21 @@ from bayesfed.engine.checks import (
 )
 from bayesfed.engine.cohort import cohort_size
 from bayesfed.engine.execution import Execution
-from bayesfed.engine.held_out import held_out as of_held_out
-from bayesfed.engine.independence import check_independence
-from bayesfed.engine.moving import caveat, path, to_go, to_rise, warn_if_moving
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.progress import rounds_shown
 from bayesfed.engine.resume import Checkpoint, begin
 from bayesfed.engine.run import Round, Run
-from bayesfed.engine.settling import BOUND, settling
 from bayesfed.engine.states import States
-from bayesfed.engine.units import warn_of_units
+from bayesfed.engine.stopping.convergence import BOUND, settling
+from bayesfed.engine.stopping.drift import caveat, path, to_go, to_rise, warn_if_moving
+from bayesfed.engine.stopping.held_out import held_out as of_held_out
 from bayesfed.output.correction import weighed
-from bayesfed.output.of_run import of_clients
+from bayesfed.output.locals_of_run import of_clients
 from bayesfed.output.posterior import Posterior
 from bayesfed.rounds import answer, ask, take
 from bayesfed.settings import Schedule, check, validated
 from bayesfed.tracing.compiler import Compiler
+from bayesfed.vmap.choose import for_batches
 
 
 @on_cpu()
@@ -271,8 +271,8 @@ def fit(
         federation: the clients' data.
         algorithm: by default :class:`~bayesfed.SFVI`.
         rounds: number of rounds. By default the run stops by itself, when q(θ) moves no more, after 500 at most: see
-            :mod:`bayesfed.engine.settling`. So it can under SFVI, SFVIAvg and PVI, without privacy, and under any
-            algorithm with ``held_out``.
+            :mod:`bayesfed.engine.stopping.convergence`. So it can under SFVI, SFVIAvg and PVI, without privacy, and
+            under any algorithm with ``held_out``.
         clients_per_round: cohort size: a number of clients (int) or a fraction of them in (0, 1] (float).
             All clients take part in N / K rounds, in an order that is drawn anew each time; sums over a cohort are
             scaled by N / K, so that every round's gradient is unbiased.
@@ -281,7 +281,7 @@ def fit(
             run spends is shown with its progress and kept as ``posterior.epsilon``.
         held_out: rows of the same clients that nobody trains on, as ``federation.split`` gives them. Without ``rounds``
             the run stops when its clients predict them no better, after 500 rounds at most: see
-            :mod:`bayesfed.engine.held_out`.
+            :mod:`bayesfed.engine.stopping.held_out`.
         seed: of every stream of noise.
         execution: chunks, files, compilation, precision, processes and device: see :class:`~bayesfed.Execution`.
         resume: a file that keeps the run after its rounds (it is written in at most a twentieth of the time). Where it

@@ -21,12 +21,12 @@ from bayesfed.engine import processes
 from bayesfed.engine.checks import check_growth, refusal
 from bayesfed.engine.cohort import Cohort
 from bayesfed.engine.execution import threads
-from bayesfed.engine.held_out import HeldOut
-from bayesfed.engine.moving import record
 from bayesfed.engine.resume import keep
 from bayesfed.engine.run import Round, Run, Stopped
-from bayesfed.engine.settling import USUAL, place
-from bayesfed.output.of_run import log_predictive, of_cohort
+from bayesfed.engine.stopping.convergence import USUAL, place
+from bayesfed.engine.stopping.drift import record
+from bayesfed.engine.stopping.held_out import HeldOut
+from bayesfed.output.locals_of_run import log_predictive, of_cohort
 from bayesfed.tracing.compiler import using
 from bayesfed.tracing.precision import products
 

@@ -32,8 +32,8 @@ from rounds_to_truth import Moments, cell, found, stays
 from tables import grown
 
 import bayesfed as bf
-from bayesfed.elbo.landing import StickingTheLanding
 from bayesfed.guides.hierarchical import Hierarchical
+from bayesfed.guides.sticking_the_landing import StickingTheLanding
 
 HERE = Path(__file__).parent
 MOST = 200

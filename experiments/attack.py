@@ -33,9 +33,9 @@ from torch import Tensor
 
 import bayesfed as bf
 from bayesfed.algorithms.protocol import Turn
-from bayesfed.algorithms.schedules import annealed
 from bayesfed.elbo import noise
 from bayesfed.engine.cohort import Cohort
+from bayesfed.steps.gradients import annealed
 
 sys.path.append(str(Path(__file__).parent))
 from tables import done, keep

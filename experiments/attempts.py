@@ -4,8 +4,9 @@
     python experiments/attempts.py programs        # one of them
 
 "attempts": a mistake of the kind that Pyro itself lets pass, the figure that it gave before, and the first sentence of
-the refusal, warning or caveat now. "programs": generated programs that are correct (tests/laws/programs.py), started
-with any warning an error. "settled": fits of mu ~ N(0, s), a_i ~ N(mu, 1), y_ij ~ N(a_i, 1), whose posterior of mu is
+the refusal, warning or caveat now. "programs": generated programs that are correct
+(tests/invariants/programs.py), started with
+any warning an error. "settled": fits of mu ~ N(0, s), a_i ~ N(mu, 1), y_ij ~ N(a_i, 1), whose posterior of mu is
 known, for several s, numbers of rounds, cohorts and seeds: what is said of those that are done, within a quarter of a
 standard deviation and of a log standard deviation, and of those that are not.
 """
@@ -380,7 +381,7 @@ def attempts() -> Iterator[str]:
 
 def programs(count: int = 200) -> Iterator[str]:
     spec = importlib.util.spec_from_file_location(
-        "programs", HERE.parent / "tests/laws/programs.py"
+        "programs", HERE.parent / "tests/invariants/programs.py"
     )
     assert spec is not None and spec.loader is not None
     generated = importlib.util.module_from_spec(spec)

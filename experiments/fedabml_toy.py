@@ -24,10 +24,11 @@ from torch.distributions import constraints
 
 import bayesfed as bf
 from bayesfed.algorithms import fed_avg
-from bayesfed.algorithms.protocol import Job, Turn
-from bayesfed.algorithms.schedules import annealed
+from bayesfed.algorithms.protocol import Turn
 from bayesfed.data.batch import Rows
 from bayesfed.elbo import noise
+from bayesfed.steps.gradients import annealed
+from bayesfed.steps.job import Job
 
 HERE = Path(__file__).parent
 ROUNDS = (1, 5, 10, 20, 50)

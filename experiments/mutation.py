@@ -45,7 +45,7 @@ PRIVACY, ALGORITHMS = "bayesfed/engine/privacy.py", "bayesfed/algorithms"
 FOLDERS = {
     "privacy": [PRIVACY],
     "bounds": ["bayesfed/output/bounds.py"],
-    "partition": ["bayesfed/elbo/terms.py", "bayesfed/engine/cohort.py"],
+    "partition": ["bayesfed/elbo/elbo.py", "bayesfed/engine/cohort.py"],
     "rules": [f"{ALGORITHMS}/protocol.py", f"{ALGORITHMS}/schedules.py"],
     "algorithms": [f"{ALGORITHMS}/*.py"],
     "guides": ["guides/*.py"],

@@ -28,10 +28,10 @@ from torch.distributions import biject_to
 from torch.utils._pytree import tree_leaves
 
 import bayesfed as bf
-from bayesfed.elbo.form import for_batches
 from bayesfed.elbo.handlers import sample_sites
 from bayesfed.elbo.sites import Site, sites
 from bayesfed.tracing.recorder import Recorder
+from bayesfed.vmap.choose import for_batches
 
 RUNS = Path(__file__).parents[1] / "runs" / "reference"
 CHAINS, WARMUP, DRAWS, MORE = 4, 1000, 1000, 8000

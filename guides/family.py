@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bayesfed.elbo.natural import Direction, Site
+from bayesfed.guides.natural_gradient import Direction, Site
 
 GLOBAL = "global"
 """The auxiliary site that holds z; the names of the family's parameters begin with it."""
@@ -40,17 +40,17 @@ class Family:
         return Site(torch.zeros_like(loc), loc.new_zeros(len(loc), len(loc)))
 
     def site(self, params: Params, z: Tensor, grads: Tensor, before: Site) -> Site:
-        """Sites of K terms; arguments as for :func:`bayesfed.elbo.natural.site`."""
+        """Sites of K terms; arguments as for :func:`bayesfed.guides.natural_gradient.site`."""
         raise NotImplementedError
 
     def direction(
         self, params: Params, of: Site, z: Tensor, noise: float | Tensor | None = None
     ) -> Direction:
-        """Where a natural-gradient step goes; see :func:`bayesfed.elbo.natural.direction`."""
+        """Where a natural-gradient step goes; see :func:`bayesfed.guides.natural_gradient.direction`."""
         raise NotImplementedError
 
     def ascend(self, params: Params, to: Direction, rate: float | Tensor) -> dict[str, Tensor]:
-        """All its parameters after a step; see :func:`bayesfed.elbo.natural.step`."""
+        """All its parameters after a step; see :func:`bayesfed.guides.natural_gradient.step`."""
         raise NotImplementedError
 
     def moved(self, start: Params, copies: Params) -> dict[str, Tensor]:

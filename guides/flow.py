@@ -13,12 +13,12 @@ import pyro.distributions.transforms as T
 import torch
 from torch import Tensor, nn
 
-from bayesfed.elbo import natural
-from bayesfed.elbo.natural import Direction, Site
-from bayesfed.elbo.network import called
+from bayesfed.functional.networks import called
+from bayesfed.guides import natural_gradient
 from bayesfed.guides.family import GLOBAL, Family, Params
 from bayesfed.guides.full_rank import FullRank, affine
 from bayesfed.guides.mean_field import LOC
+from bayesfed.guides.natural_gradient import Direction, Site
 
 SPLINE = f"{GLOBAL}.flow."
 """How the names of the spline's parameters begin."""
@@ -69,7 +69,9 @@ class Flow(Family):
         It is left narrower than the posterior: a spline can widen the bulk, but too few draws fall beyond its
         bound to draw in tails that are too long.
         """
-        return natural.direction(*FullRank().normal(params), of, z, entropy=0.5, noise=noise)
+        return natural_gradient.direction(
+            *FullRank().normal(params), of, z, entropy=0.5, noise=noise
+        )
 
     def ascend(self, params: Params, to: Direction, rate: float | Tensor) -> dict[str, Tensor]:
         """The parameters after a step on the affine part; the spline rests."""

@@ -11,11 +11,11 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from bayesfed.elbo import natural
-from bayesfed.elbo.landing import StickingTheLanding
-from bayesfed.elbo.natural import Direction, Site
+from bayesfed.guides import natural_gradient
 from bayesfed.guides.family import GLOBAL, Family, Params
 from bayesfed.guides.mean_field import LOC, LOG_SCALE, SLOPE
+from bayesfed.guides.natural_gradient import Direction, Site
+from bayesfed.guides.sticking_the_landing import StickingTheLanding
 
 TRIL = f"{GLOBAL}.tril"
 
@@ -43,17 +43,17 @@ class FullRank(Family):
 
     def site(self, params: Params, z: Tensor, grads: Tensor, before: Site) -> Site:
         """Sites of K terms, with the whole slope."""
-        return natural.site(*self.normal(params), z, grads, before)
+        return natural_gradient.site(*self.normal(params), z, grads, before)
 
     def direction(
         self, params: Params, of: Site, z: Tensor, noise: float | Tensor | None = None
     ) -> Direction:
         """Where a natural-gradient step goes."""
-        return natural.direction(*self.normal(params), of, z, noise=noise)
+        return natural_gradient.direction(*self.normal(params), of, z, noise=noise)
 
     def ascend(self, params: Params, to: Direction, rate: float | Tensor) -> dict[str, Tensor]:
         """The parameters after a step."""
-        return self.at(*natural.step(*self.normal(params), to, rate))
+        return self.at(*natural_gradient.step(*self.normal(params), to, rate))
 
     def normal(self, params: Params) -> tuple[Tensor, Tensor]:
         """The location and L."""

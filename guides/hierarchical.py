@@ -17,15 +17,14 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from bayesfed.data.federation import Federation, Model
-from bayesfed.elbo import laplace
 from bayesfed.elbo.handlers import Until, draws_plate, given, is_plate, origin
-from bayesfed.elbo.landing import StickingTheLanding
 from bayesfed.elbo.program import Params
 from bayesfed.elbo.sites import Site, prior_draws
-from bayesfed.guides import local
+from bayesfed.guides import client_factor, local
 from bayesfed.guides.block import chained
 from bayesfed.guides.family import Family
 from bayesfed.guides.local import Start
+from bayesfed.guides.sticking_the_landing import StickingTheLanding
 from bayesfed.tracing.compiler import traceable
 
 LOCAL = "local"
@@ -127,7 +126,7 @@ class Hierarchical:
         params = {**params, **phi}
         at = self._block_prior(params, batch)
         u, still = phi[f"{LOCAL}.loc"], batch.scale.new_ones(len(batch))
-        for _ in range(laplace.NEWTON_STEPS):
+        for _ in range(client_factor.NEWTON_STEPS):
             u, still = self._climbed(params, batch, at, u, still)
             if still.device.type == "cpu" and not bool(still.any()):
                 break
@@ -160,16 +159,16 @@ class Hierarchical:
             return self._log_likelihood(params, batch, u, at.z) - far / 2
 
         least = at.precision.where(at.precision > 0, 1.0)
-        step, worth = laplace.newton_step(log_joint, least, u)
-        further = laplace.best(log_joint, u, step)
+        step, worth = client_factor.newton_step(log_joint, least, u)
+        further = client_factor.best(log_joint, u, step)
         on_the_way = still.reshape(-1, 1, 1) > 0
-        return torch.where(on_the_way, further, u), still * (worth > laplace.THERE)
+        return torch.where(on_the_way, further, u), still * (worth > client_factor.THERE)
 
     @traceable
     def _factor(
         self, params: Params, batch: Any, at: _BlockPrior, mode: Tensor
     ) -> dict[str, Tensor]:
-        found = laplace.factor(partial(self._log_likelihood, params, batch), mode, at.z)
+        found = client_factor.factor(partial(self._log_likelihood, params, batch), mode, at.z)
         for name in ("loc_weight", "precision_weight"):
             found[name] = found[name] * at.unit[..., None, :]
         return found

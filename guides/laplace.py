@@ -12,17 +12,17 @@ from torch import Tensor
 
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
-from bayesfed.elbo import joint
-from bayesfed.elbo.laplace import NEWTON_STEPS, SIZES, newton
-from bayesfed.elbo.lifted import lifted
 from bayesfed.elbo.moments import Moments
-from bayesfed.elbo.precisions import FLOOR, definite, solve, times
 from bayesfed.elbo.sites import sites
+from bayesfed.guides import laplace_marginal
+from bayesfed.guides.client_factor import NEWTON_STEPS, SIZES, newton
 from bayesfed.guides.factorised import Factorised, factorised
 from bayesfed.guides.full_rank import FullRank
 from bayesfed.guides.hierarchical import Hierarchical, automatic
 from bayesfed.guides.local import FULL_UP_TO, Start
 from bayesfed.guides.mean_field import MeanField
+from bayesfed.guides.params_as_sites import lifted
+from bayesfed.guides.precisions import FLOOR, definite, solve, times
 
 _WEAKEST, _STEPS = 1e-2, 4
 
@@ -49,7 +49,7 @@ class Laplace(Hierarchical):
         """Sample every latent site of the model."""
         if self.conditioned:
             return super().__call__(federation)
-        for name, u in joint.split(self.sample_globals()[0], self.sizes[0]).items():
+        for name, u in laplace_marginal.split(self.sample_globals()[0], self.sizes[0]).items():
             site = self.apart.globals[name]
             pyro.sample(name, site.point(u.reshape((*u.shape[:-1], *site.start.shape))))
         replace(self.apart, globals={})(federation)
@@ -78,7 +78,7 @@ class Laplace(Hierarchical):
 
     def log_prior(self, z: Tensor, batch: Batch) -> Tensor:
         """log p(θ) at ``(S, D)``: ``(S,)``."""
-        return joint.log_prior(self.model, self.sizes[0], z, batch)
+        return laplace_marginal.log_prior(self.model, self.sizes[0], z, batch)
 
     def log_likelihood(
         self, z: Tensor, batch: Batch, w: Tensor | None = None, near: Tensor | None = None
@@ -89,14 +89,16 @@ class Laplace(Hierarchical):
         """
         if w is None and self.integrated:
             return self.mode(z, batch, near)[0]
-        values = joint.split(z, self.sizes[0])
+        values = laplace_marginal.split(z, self.sizes[0])
         if w is not None:
-            values |= joint.split(w, self.sizes[1])
-        return joint.evaluated(self.model, values, batch).likelihood
+            values |= laplace_marginal.split(w, self.sizes[1])
+        return laplace_marginal.evaluated(self.model, values, batch).likelihood
 
     def centre(self, z: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Location and scale of the clients' priors at ``(1, K or 1, 1, D)``: ``(K, P)``."""
-        found = joint.evaluated(self.model, joint.split(z, self.sizes[0]), batch).centres
+        found = laplace_marginal.evaluated(
+            self.model, laplace_marginal.split(z, self.sizes[0]), batch
+        ).centres
         parts = []
         for name, site in self.apart.locals.items():
             shape = (1, len(batch), 1, *site.start.shape)
@@ -109,7 +111,8 @@ class Laplace(Hierarchical):
     def kept(self, loc: Tensor, scale: Tensor) -> dict[str, Tensor]:
         """The local parameters of K clients at stacked locations and scales ``(K, P)``."""
         parts = zip(
-            *(joint.split(value, self.sizes[1]).values() for value in (loc, scale)), strict=True
+            *(laplace_marginal.split(value, self.sizes[1]).values() for value in (loc, scale)),
+            strict=True,
         )
         found = {}
         for (name, site), (at, spread) in zip(self.apart.locals.items(), parts, strict=True):
@@ -120,13 +123,13 @@ class Laplace(Hierarchical):
     def mode(
         self, z: Tensor, batch: Batch, near: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """log p(D_i | θ), the mode of w_i and its precision; see :func:`bayesfed.elbo.joint.marginal`."""
+        """log p(D_i | θ), the mode of w_i and its precision; see :func:`bayesfed.guides.laplace_marginal.marginal`."""
         starts = self.locals.values()
         loc, scale = (torch.cat([getattr(s, field) for s in starts]) for field in ("loc", "scale"))
         start, steps = (loc, NEWTON_STEPS) if near is None else (near, 1)
         start = start.expand(*z.shape[:-1], len(loc))
         least = _WEAKEST / scale.square()
-        return joint.marginal(self.model, self.sizes, z, batch, start, least, steps)
+        return laplace_marginal.marginal(self.model, self.sizes, z, batch, start, least, steps)
 
     # -- minima ---------------------------------------------------------------------------------------
 

@@ -11,10 +11,10 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from bayesfed.elbo import natural
-from bayesfed.elbo.landing import StickingTheLanding
-from bayesfed.elbo.natural import Direction, Site
+from bayesfed.guides import natural_gradient
 from bayesfed.guides.family import GLOBAL, Family, Params
+from bayesfed.guides.natural_gradient import Direction, Site
+from bayesfed.guides.sticking_the_landing import StickingTheLanding
 
 LOC, LOG_SCALE, SLOPE = f"{GLOBAL}.loc", f"{GLOBAL}.log_scale", f"{GLOBAL}.slope"
 
@@ -47,17 +47,17 @@ class MeanField(Family):
 
     def site(self, params: Params, z: Tensor, grads: Tensor, before: Site) -> Site:
         """Sites of K terms, with the diagonal of the slope."""
-        return natural.diagonal_site(*self.normal(params), z, grads)
+        return natural_gradient.diagonal_site(*self.normal(params), z, grads)
 
     def direction(
         self, params: Params, of: Site, z: Tensor, noise: float | Tensor | None = None
     ) -> Direction:
         """Where a natural-gradient step goes."""
-        return natural.diagonal_direction(*self.normal(params), of, noise)
+        return natural_gradient.diagonal_direction(*self.normal(params), of, noise)
 
     def ascend(self, params: Params, to: Direction, rate: float | Tensor) -> dict[str, Tensor]:
         """The parameters after a step."""
-        return self.at(*natural.diagonal_step(*self.normal(params), to, rate))
+        return self.at(*natural_gradient.diagonal_step(*self.normal(params), to, rate))
 
     def normal(self, params: Params) -> tuple[Tensor, Tensor]:
         """The location and the scales."""

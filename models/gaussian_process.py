@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from bayesfed.elbo.gaussian import Gaussian
-from bayesfed.elbo.network import apply, check_stateless, flatten
+from bayesfed.functional.multivariate_normal import Gaussian
+from bayesfed.functional.networks import apply, check_stateless, flatten
 
 PRIOR = "prior"
 """The global site that holds the parameters φ of mean, kernel and noise: a prior over functions."""

@@ -11,7 +11,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
 
-from bayesfed.elbo.network import apply, check_stateless, flatten
+from bayesfed.functional.networks import apply, check_stateless, flatten
 from bayesfed.models.network import WEIGHTS, common, mlp
 
 ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid)

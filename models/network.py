@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from bayesfed.elbo.network import apply, check_stateless, flatten
+from bayesfed.functional.networks import apply, check_stateless, flatten
 
 WEIGHTS = "weights"
 """The local site that holds a client's weights as one vector."""

@@ -8,7 +8,7 @@ import torch
 
 import bayesfed as bf
 from bayesfed.engine.cohort import cohort_size
-from tests.laws.cases import CASES, federation
+from tests.invariants.cases import CASES, federation
 from tests.scenarios import conjugate_hierarchy, ragged
 
 QUICK = {"local_steps": 1, "draws": 1}

@@ -5,7 +5,7 @@ import torch
 
 import bayesfed as bf
 from bayesfed.tracing import inductor
-from tests.laws.cases import CASES, federation
+from tests.invariants.cases import CASES, federation
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 

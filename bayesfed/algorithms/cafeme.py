@@ -34,19 +34,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bayesfed.algorithms import optimizer
-from bayesfed.algorithms.optimizer import State
-from bayesfed.algorithms.protocol import Algorithm, Job, Upload, Work, moves, weighted
-from bayesfed.algorithms.schedules import adapted, copies, gradients, leaves
+from bayesfed.algorithms.protocol import Algorithm, Upload, moves, weighted
 from bayesfed.data.batch import Batch, Fields
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.elbo.build import build
 from bayesfed.elbo.context import Encoded, contexts
+from bayesfed.elbo.elbo import client_losses, local_priors
 from bayesfed.elbo.program import Params, Program
-from bayesfed.elbo.terms import client_losses, local_priors
 from bayesfed.guides.factorised import factorised
 from bayesfed.settings import Times
+from bayesfed.steps import optimizer
+from bayesfed.steps.gradients import adapted, copies, gradients, leaves
+from bayesfed.steps.job import Job, Work
+from bayesfed.steps.optimizer import State
 from bayesfed.tracing.compiler import traceable
 
 _SPLIT = noise.word("split")

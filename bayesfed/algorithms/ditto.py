@@ -16,16 +16,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from bayesfed.algorithms import optimizer
 from bayesfed.algorithms.fed_avg import FedAvg
-from bayesfed.algorithms.optimizer import State
-from bayesfed.algorithms.points import beginning, everyone, owning, squared
-from bayesfed.algorithms.protocol import Job, Work
-from bayesfed.algorithms.schedules import copies, gradients, leaves
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
+from bayesfed.elbo.elbo import client_losses
 from bayesfed.elbo.program import Params, Program
-from bayesfed.elbo.terms import client_losses
+from bayesfed.steps import optimizer
+from bayesfed.steps.gradients import copies, gradients, leaves
+from bayesfed.steps.job import Job, Work
+from bayesfed.steps.optimizer import State
+from bayesfed.steps.point_estimates import beginning, everyone, owning, squared
 from bayesfed.tracing.compiler import traceable
 
 

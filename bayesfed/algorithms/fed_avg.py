@@ -17,9 +17,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bayesfed.algorithms import optimizer
-from bayesfed.algorithms.optimizer import State
-from bayesfed.algorithms.points import (
+from bayesfed.algorithms.protocol import Algorithm, Turn, Upload, mean, moved, moves, weighted
+from bayesfed.data.batch import Batch
+from bayesfed.data.federation import Federation, Model
+from bayesfed.elbo.build import build
+from bayesfed.elbo.elbo import centred_losses, client_losses
+from bayesfed.elbo.program import Params, Program
+from bayesfed.guides.factorised import factorised
+from bayesfed.settings import Rate, Times
+from bayesfed.steps import optimizer
+from bayesfed.steps.gradients import copies, gradients, leaves
+from bayesfed.steps.job import Job, Work
+from bayesfed.steps.optimizer import State
+from bayesfed.steps.point_estimates import (
     a_row,
     against,
     at_rest,
@@ -29,25 +39,6 @@ from bayesfed.algorithms.points import (
     squared,
     zeros,
 )
-from bayesfed.algorithms.protocol import (
-    Algorithm,
-    Job,
-    Turn,
-    Upload,
-    Work,
-    mean,
-    moved,
-    moves,
-    weighted,
-)
-from bayesfed.algorithms.schedules import copies, gradients, leaves
-from bayesfed.data.batch import Batch
-from bayesfed.data.federation import Federation, Model
-from bayesfed.elbo.build import build
-from bayesfed.elbo.program import Params, Program
-from bayesfed.elbo.terms import centred_losses, client_losses
-from bayesfed.guides.factorised import factorised
-from bayesfed.settings import Rate, Times
 from bayesfed.tracing.compiler import traceable
 
 STEEPEST = 100.0

@@ -18,15 +18,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bayesfed.algorithms.curvature import Loss, layered, slopes
 from bayesfed.algorithms.fed_avg import FedAvg, log_likelihood, mean_loss
-from bayesfed.algorithms.optimizer import State
-from bayesfed.algorithms.points import against, at_rest, centre, zeros
-from bayesfed.algorithms.protocol import Job, Turn, Upload, Work, mean, moved, moves, weighted
-from bayesfed.algorithms.schedules import copies, gradients, leaves
+from bayesfed.algorithms.protocol import Turn, Upload, mean, moved, moves, weighted
 from bayesfed.data.batch import Batch
+from bayesfed.elbo.elbo import client_losses
 from bayesfed.elbo.program import Params, Program
-from bayesfed.elbo.terms import client_losses
+from bayesfed.steps.curvature import Loss, layered, slopes
+from bayesfed.steps.gradients import copies, gradients, leaves
+from bayesfed.steps.job import Job, Work
+from bayesfed.steps.optimizer import State
+from bayesfed.steps.point_estimates import against, at_rest, centre, zeros
 from bayesfed.tracing.compiler import traceable
 
 

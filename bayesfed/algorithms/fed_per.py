@@ -18,17 +18,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bayesfed.algorithms import optimizer
-from bayesfed.algorithms.optimizer import State
-from bayesfed.algorithms.points import beginning, everyone, loss_of, owning
-from bayesfed.algorithms.protocol import Algorithm, Job, Work
-from bayesfed.algorithms.schedules import copies, gradients, leaves
+from bayesfed.algorithms.protocol import Algorithm
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.build import build
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.factorised import factorised
 from bayesfed.settings import Rate, Times
+from bayesfed.steps import optimizer
+from bayesfed.steps.gradients import copies, gradients, leaves
+from bayesfed.steps.job import Job, Work
+from bayesfed.steps.optimizer import State
+from bayesfed.steps.point_estimates import beginning, everyone, loss_of, owning
 from bayesfed.tracing.compiler import traceable
 
 

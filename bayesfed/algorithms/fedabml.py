@@ -24,7 +24,7 @@ at most one rate in units of σ (root mean square), log scales by at most 0.1 in
 before the first round, since where θ lags behind the clients a growing σ would make steps grow without end. η falls to
 a thirtieth while φ is made, on half a cosine, for weights that act together overshoot at rates that suit one by itself.
 All other θ (slopes, noise, shared layers) takes gradient steps on L_i where the likelihood reads it, on n_i L_i / λ
-where priors alone do, bounded by :func:`~bayesfed.algorithms.optimizer.clipped`.
+where priors alone do, bounded by :func:`~bayesfed.steps.optimizer.clipped`.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bayesfed.algorithms.optimizer import clipped, kept, told
-from bayesfed.algorithms.points import against, beginning, owning, sharing
-from bayesfed.algorithms.protocol import Algorithm, Job, Upload, Work, moves, weighted
-from bayesfed.algorithms.schedules import copies, gradients, leaves
+from bayesfed.algorithms.protocol import Algorithm, Upload, moves, weighted
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.elbo.build import build
+from bayesfed.elbo.elbo import Noise, client_losses, local_priors
 from bayesfed.elbo.moments import Moments
 from bayesfed.elbo.program import Params, Program
-from bayesfed.elbo.terms import Noise, client_losses, local_priors
 from bayesfed.guides.factorised import Factorised, factorised
 from bayesfed.settings import Rate, Times
+from bayesfed.steps.gradients import copies, gradients, leaves
+from bayesfed.steps.job import Job, Work
+from bayesfed.steps.optimizer import clipped, kept, told
+from bayesfed.steps.point_estimates import against, beginning, owning, sharing
 from bayesfed.tracing.compiler import traceable
 
 MOST = 0.1

@@ -53,18 +53,19 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from bayesfed.algorithms.curvature import Loss, layered, slopes
-from bayesfed.algorithms.optimizer import State
-from bayesfed.algorithms.points import against
-from bayesfed.algorithms.protocol import Algorithm, Job, Turn, Upload, Work
+from bayesfed.algorithms.protocol import Algorithm, Turn, Upload
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.build import build
 from bayesfed.elbo.handlers import given
-from bayesfed.elbo.precisions import definite, inverse, solve, times
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.laplace import Laplace, gaussian, laplace
+from bayesfed.guides.precisions import definite, inverse, solve, times
 from bayesfed.settings import Rate, Times
+from bayesfed.steps.curvature import Loss, layered, slopes
+from bayesfed.steps.job import Job, Work
+from bayesfed.steps.optimizer import State
+from bayesfed.steps.point_estimates import against
 from bayesfed.tracing.compiler import traceable
 
 FULL_UP_TO = 50

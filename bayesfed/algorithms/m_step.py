@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from bayesfed.algorithms.protocol import Upload
-from bayesfed.algorithms.schedules import leaves
 from bayesfed.data.batch import Batch
+from bayesfed.elbo.elbo import local_priors, log_prior
 from bayesfed.elbo.moments import Moments
 from bayesfed.elbo.program import Params, Program
-from bayesfed.elbo.terms import local_priors, log_prior
+from bayesfed.steps.gradients import leaves
 
 
 class ClosedForms(NamedTuple):

@@ -32,17 +32,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bayesfed.algorithms import optimizer
-from bayesfed.algorithms.optimizer import State
-from bayesfed.algorithms.protocol import Algorithm, Job, Turn, Upload, Work
-from bayesfed.algorithms.schedules import copies, gradients, leaves
+from bayesfed.algorithms.protocol import Algorithm, Turn, Upload
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.build import build
+from bayesfed.elbo.elbo import Noise, client_terms, log_prior
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.sites import sites
-from bayesfed.elbo.terms import Noise, client_terms, log_prior
 from bayesfed.guides.particles import PARTICLE, PARTICLES, from_prior
+from bayesfed.steps import optimizer
+from bayesfed.steps.gradients import copies, gradients, leaves
+from bayesfed.steps.job import Job, Work
+from bayesfed.steps.optimizer import State
 from bayesfed.tracing.compiler import traceable
 
 

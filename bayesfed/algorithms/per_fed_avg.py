@@ -16,7 +16,7 @@
 
 f(w, θ; D) = −log p(D | w, θ) / n. In a hierarchical model w_i is all that is local, and where it says θ beside w above
 it means the centre of p(w_i | θ), all in unconstrained coordinates. What else the likelihood reads of θ is in its
-gradient too, and so is −log p(θ) / (N n_i). Gradients are bounded, see :func:`~bayesfed.algorithms.optimizer.clipped`.
+gradient too, and so is −log p(θ) / (N n_i). Gradients are bounded, see :func:`~bayesfed.steps.optimizer.clipped`.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bayesfed.algorithms import optimizer
-from bayesfed.algorithms.optimizer import State, clipped
-from bayesfed.algorithms.points import centre, loss_of, owning, sharing, squared
-from bayesfed.algorithms.protocol import Algorithm, Job, Upload, Work, moves, weighted
-from bayesfed.algorithms.schedules import adapted, copies, gradients, leaves
+from bayesfed.algorithms.protocol import Algorithm, Upload, moves, weighted
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.build import build
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.factorised import factorised
 from bayesfed.settings import Rate, Times
+from bayesfed.steps import optimizer
+from bayesfed.steps.gradients import adapted, copies, gradients, leaves
+from bayesfed.steps.job import Job, Work
+from bayesfed.steps.optimizer import State, clipped
+from bayesfed.steps.point_estimates import centre, loss_of, owning, sharing, squared
 from bayesfed.tracing.compiler import traceable
 
 

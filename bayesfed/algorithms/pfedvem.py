@@ -40,7 +40,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bayesfed.algorithms import optimizer
 from bayesfed.algorithms.m_step import (
     closed_forms,
     m_step_in_closed_form,
@@ -48,27 +47,20 @@ from bayesfed.algorithms.m_step import (
     m_step_under_prior,
     statistics,
 )
-from bayesfed.algorithms.optimizer import State
-from bayesfed.algorithms.points import against, centre
-from bayesfed.algorithms.protocol import (
-    WEIGHT,
-    Algorithm,
-    Job,
-    Turn,
-    Upload,
-    Work,
-    mean,
-    weighted,
-)
-from bayesfed.algorithms.schedules import copies, gradients, leaves
+from bayesfed.algorithms.protocol import WEIGHT, Algorithm, Turn, Upload, mean, weighted
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.elbo.build import build
+from bayesfed.elbo.elbo import Noise, client_losses
 from bayesfed.elbo.program import Params, Program
-from bayesfed.elbo.terms import Noise, client_losses
 from bayesfed.guides.factorised import factorised
 from bayesfed.settings import Rate, Times
+from bayesfed.steps import optimizer
+from bayesfed.steps.gradients import copies, gradients, leaves
+from bayesfed.steps.job import Job, Work
+from bayesfed.steps.optimizer import State
+from bayesfed.steps.point_estimates import against, centre
 from bayesfed.tracing.compiler import traceable
 
 LONGEST = 3.0

@@ -24,10 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesfed.algorithms import optimizer
-from bayesfed.algorithms.optimizer import State
-from bayesfed.algorithms.protocol import Job, Turn, Upload, Work
-from bayesfed.algorithms.schedules import gradients, leaves
+from bayesfed.algorithms.protocol import Turn, Upload
 from bayesfed.algorithms.structured import (
     EPS,
     Structured,
@@ -40,10 +37,14 @@ from bayesfed.algorithms.structured import (
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
+from bayesfed.elbo.elbo import Noise, client_terms, log_prior, server_pass
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.sites import sites
-from bayesfed.elbo.terms import Noise, client_terms, log_prior, server_pass
 from bayesfed.guides.full_rank import FullRank
+from bayesfed.steps import optimizer
+from bayesfed.steps.gradients import gradients, leaves
+from bayesfed.steps.job import Job, Work
+from bayesfed.steps.optimizer import State
 from bayesfed.tracing.compiler import traceable
 
 DIMENSIONS = 200

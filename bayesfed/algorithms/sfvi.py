@@ -43,10 +43,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesfed.algorithms import optimizer
-from bayesfed.algorithms.optimizer import State
-from bayesfed.algorithms.protocol import Job, Turn, Upload, Work
-from bayesfed.algorithms.schedules import gradients, leaves
+from bayesfed.algorithms.protocol import Turn, Upload
 from bayesfed.algorithms.structured import (
     Structured,
     begun,
@@ -57,15 +54,20 @@ from bayesfed.algorithms.structured import (
 )
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
-from bayesfed.elbo import natural, noise
+from bayesfed.elbo import noise
 from bayesfed.elbo.build import build
-from bayesfed.elbo.natural import Direction, Site
+from bayesfed.elbo.elbo import Noise, draw, server_pass
 from bayesfed.elbo.program import Params, Program
-from bayesfed.elbo.terms import Noise, draw, server_pass
+from bayesfed.guides import natural_gradient
 from bayesfed.guides.family import GLOBAL
 from bayesfed.guides.flow import Flow
 from bayesfed.guides.full_rank import FullRank
 from bayesfed.guides.mean_field import MeanField
+from bayesfed.guides.natural_gradient import Direction, Site
+from bayesfed.steps import optimizer
+from bayesfed.steps.gradients import gradients, leaves
+from bayesfed.steps.job import Job, Work
+from bayesfed.steps.optimizer import State
 from bayesfed.tracing.compiler import traceable
 
 PULL, SLOPE, SEEN = f"{GLOBAL}.pull", f"{GLOBAL}.slope", f"{GLOBAL}.seen"
@@ -198,7 +200,7 @@ class SFVI(Structured):
                 if self._natural(job.program, job.rate):
                     continue
                 z = job.message[name][-grad.shape[1] :, 0, 0]
-                said = natural.at(Site(before[PULL], before[SLOPE]), z)
+                said = natural_gradient.at(Site(before[PULL], before[SLOPE]), z)
             else:
                 said = before[name][:, None]
             upload[name] = grad - said / grad.shape[1]
@@ -264,7 +266,7 @@ class SFVI(Structured):
                 said = (
                     before[name]
                     if name in before
-                    else natural.at(Site(before[PULL], before[SLOPE]), at.detach())
+                    else natural_gradient.at(Site(before[PULL], before[SLOPE]), at.detach())
                 )
             # a number times a traced rate, which is in double precision, would be so too
             grad = (scale * total[name]).to(at.dtype) + said / used
@@ -323,14 +325,14 @@ class SFVI(Structured):
             to = family.direction(params, _sum(prior, clients), z, of_mean)
             last = dict(server["before"])
             turns = last.pop("turns")
-            turns = turns + (natural.agreement(Direction(**last), to) < 0).to(z.dtype)
+            turns = turns + (natural_gradient.agreement(Direction(**last), to) < 0).to(z.dtype)
             pace = rate / (1 + TURN * turns)
             ascended = family.ascend(params, to, self.lr * pace)
             if absent and not noisy:
                 stale = family.direction(params, _sum(prior, _of_all(program, before)), z)
                 news = Direction(to.loc - stale.loc, to.spread - stale.spread, to.noise)
                 of_cohorts = 2 * scale * z.shape[-1]
-                gone = natural.agreement(news, news) / of_cohorts * (before[SEEN] > 0) - 1
+                gone = natural_gradient.agreement(news, news) / of_cohorts * (before[SEEN] > 0) - 1
                 level = known[LEVEL] + (gone * pace**2).clamp(0.0, FORGOTTEN).to(z.dtype)
                 server = server | {"known": known | faded(known, level) | {LEVEL: level}}
         state = {"prior": prior._asdict(), "before": to._asdict() | {"turns": turns}}
@@ -361,14 +363,14 @@ class SFVI(Structured):
         supplied = turn.program.noise(turn.key, count, local=False)
         if not self._automatic(turn.program):
             return supplied
-        return supplied | {GLOBAL: [natural.paired(part) for part in supplied[GLOBAL]]}
+        return supplied | {GLOBAL: [natural_gradient.paired(part) for part in supplied[GLOBAL]]}
 
     def params(self, server: State) -> Params:
         """λ."""
         return server["params"]
 
     def shaken(self, server: State) -> float:
-        """n of :mod:`bayesfed.elbo.natural`, of the global variables that it is largest of."""
+        """n of :mod:`bayesfed.guides.natural_gradient`, of the global variables that it is largest of."""
         return float(server["before"]["noise"].max()) if "before" in server else 0.0
 
     def pace(self, turn: Turn, server: State) -> float | None:

@@ -25,10 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesfed.algorithms import optimizer
-from bayesfed.algorithms.optimizer import State
-from bayesfed.algorithms.protocol import Job, Turn, Upload, Work, mean, weighted
-from bayesfed.algorithms.schedules import copies, gradients, leaves
+from bayesfed.algorithms.protocol import Turn, Upload, mean, weighted
 from bayesfed.algorithms.structured import (
     EPS,
     Structured,
@@ -39,10 +36,14 @@ from bayesfed.algorithms.structured import (
 )
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
+from bayesfed.elbo.elbo import Noise, elbo_terms, server_pass
 from bayesfed.elbo.program import Params, Program
-from bayesfed.elbo.terms import Noise, elbo_terms, server_pass
 from bayesfed.guides.full_rank import FullRank
 from bayesfed.guides.mean_field import MeanField
+from bayesfed.steps import optimizer
+from bayesfed.steps.gradients import copies, gradients, leaves
+from bayesfed.steps.job import Job, Work
+from bayesfed.steps.optimizer import State
 from bayesfed.tracing.compiler import traceable
 
 MOST = 3.0

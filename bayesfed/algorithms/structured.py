@@ -11,21 +11,22 @@ import torch
 from torch import Tensor
 from torch.distributions import biject_to
 
-from bayesfed.algorithms import optimizer
-from bayesfed.algorithms.protocol import Algorithm, Job
-from bayesfed.algorithms.schedules import annealed, gradients, leaves
+from bayesfed.algorithms.protocol import Algorithm
 from bayesfed.data.batch import Batch, Rows
 from bayesfed.data.chunks import NOISE
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.elbo.build import build
+from bayesfed.elbo.elbo import Noise, client_terms
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.sites import Site, sites
-from bayesfed.elbo.terms import Noise, client_terms
 from bayesfed.guides.family import Family
 from bayesfed.guides.full_rank import FullRank
 from bayesfed.guides.hierarchical import automatic
 from bayesfed.guides.mean_field import MeanField
+from bayesfed.steps import optimizer
+from bayesfed.steps.gradients import annealed, gradients, leaves
+from bayesfed.steps.job import Job
 from bayesfed.tracing.compiler import traceable
 
 FULL_RANK_UP_TO = 100
@@ -123,7 +124,7 @@ def moved(
     """φ_i, moved by the change of its closed-form origin since the client's last visit.
 
     What gradient steps have learnt is kept as a correction to the origin; see
-    :mod:`bayesfed.elbo.laplace`. Guides that have no closed form are left as they are.
+    :mod:`bayesfed.guides.client_factor`. Guides that have no closed form are left as they are.
     """
     if not program.laplace_params:
         return clients

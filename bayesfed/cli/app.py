@@ -18,7 +18,7 @@ import typer
 
 from bayesfed import __version__
 from bayesfed.cli.experiment import address_of, read_experiment, read_rows, read_site
-from bayesfed.cli.here import Question, asked, text_of
+from bayesfed.cli.local_queries import Question, asked, text_of
 from bayesfed.cli.messages import RunError, message
 from bayesfed.settings import SettingsError
 

@@ -18,18 +18,18 @@ from bayesfed.cli.experiment import (
     read_experiment,
 )
 from bayesfed.cli.predictions import Kept
-from bayesfed.deploy.carrier import Carrier
+from bayesfed.deploy.institutions import Expected, Patience
+from bayesfed.deploy.node import Site
 from bayesfed.deploy.plan import Plan
 from bayesfed.deploy.secure import public_key
 from bayesfed.deploy.server import Globals, deployed
-from bayesfed.deploy.site import Site
-from bayesfed.deploy.sites import Expected, Patience
 from bayesfed.deploy.sockets import carrier, serve
+from bayesfed.deploy.transport import Carrier
 from bayesfed.engine.execution import Execution
 from bayesfed.engine.files import held
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.progress import rounds_shown
-from bayesfed.output import lines
+from bayesfed.output import arviz_compat
 from bayesfed.settings import SettingsError, made
 
 
@@ -158,7 +158,7 @@ def run_on(
     if not folder.rounds:  # all of them were done before
         folder.begin(len(found.posterior.history["elbo"]))
     draws = dataset(found, config.output.num_samples)
-    folder.write_draws("globals.nc", lines.product({"posterior": draws}))
+    folder.write_draws("globals.nc", arviz_compat.product({"posterior": draws}))
     table = report.summary(draws)
     folder.write("summary.csv", table.to_csv(index_label="variable", float_format="%.6g"))
     report.print_summary(table, console, found.caveat)

@@ -23,7 +23,7 @@ from pyro import poutine
 
 from bayesfed.elbo import handlers, noise
 from bayesfed.engine.files import atomically
-from bayesfed.output import lines
+from bayesfed.output import arviz_compat
 from bayesfed.output.posterior import Posterior
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def _intervals(labels: list[str], values: np.ndarray | None) -> _Rows:
     if values is None:
         return _Rows([], np.empty(0), np.empty((0, 2)), np.empty((0, 2)))
     data = xr.Dataset({"v": (("chain", "draw", "row"), values)})
-    wide, narrow = (lines.hdi(data, prob)["v"] for prob in (0.94, 0.5))
+    wide, narrow = (arviz_compat.hdi(data, prob)["v"] for prob in (0.94, 0.5))
     return _Rows(labels, values.mean((0, 1)), wide, narrow)
 
 

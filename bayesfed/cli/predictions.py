@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from torch.distributions.constraints import integer_interval
 
-from bayesfed.cli.here import Question, Told, question_of
+from bayesfed.cli.local_queries import Question, Told, question_of
 from bayesfed.cli.messages import message
 from bayesfed.data.federation import Federation
 from bayesfed.deploy.plan import Plan

@@ -19,7 +19,7 @@ from rich.text import Text
 from bayesfed.engine import resume
 from bayesfed.engine.files import atomically, sweep
 from bayesfed.engine.run import Round
-from bayesfed.output import lines
+from bayesfed.output import arviz_compat
 
 if TYPE_CHECKING:
     import arviz as az
@@ -141,11 +141,11 @@ def summary(posterior: xr.Dataset, held_out: xr.Dataset | None = None) -> pd.Dat
         held_out: draws of clients that took no part; a column ``held_out`` then tells them apart.
     """
     names = sorted(map(str, posterior), key=lambda name: "client" in posterior[name].dims)
-    table = lines.summary(posterior, names)
+    table = arviz_compat.summary(posterior, names)
     if held_out is None:
         return table
     local = [name for name in names if "client" in posterior[name].dims]
-    extra = lines.summary(held_out, local)
+    extra = arviz_compat.summary(held_out, local)
     return pd.concat([table.assign(held_out=False), extra.assign(held_out=True)])
 
 

@@ -16,9 +16,9 @@ from bayesfed.cli.choices import Choices
 from bayesfed.cli.experiment import Experiment
 from bayesfed.cli.forest import forest, population_means
 from bayesfed.cli.messages import RunError, message
-from bayesfed.engine.settling import BOUND
+from bayesfed.engine.stopping.convergence import BOUND
 from bayesfed.fitting import fit
-from bayesfed.output import lines
+from bayesfed.output import arviz_compat
 from bayesfed.output.posterior import Posterior
 from bayesfed.settings import settings_of
 
@@ -99,7 +99,7 @@ def _write(
             part.save(folder.path / f"{name}.safetensors")
             idata = part.to_arviz(config.output.num_samples)
             folder.write_draws(f"{name}.nc", idata)
-            draws[name] = lines.dataset(idata, "posterior")
+            draws[name] = arviz_compat.dataset(idata, "posterior")
     table = report.summary(draws["posterior"], draws.get("held_out"))
     folder.write("summary.csv", table.to_csv(index_label="variable", float_format="%.6g"))
     forest(

@@ -17,8 +17,8 @@ try:
 except ImportError as error:
     raise ImportError("Flower is not installed: pip install 'bayesfed[flower]'") from error
 
-from bayesfed.deploy.carrier import Carrier, Wait
 from bayesfed.deploy.sockets import call
+from bayesfed.deploy.transport import Carrier, Wait
 
 _KIND = "query"
 _RECORD, _PAYLOAD = "bayesfed", "payload"

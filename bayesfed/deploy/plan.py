@@ -27,7 +27,7 @@ class Plan:
         seed: of every stream of noise but that of privacy.
         secure: the server sees sums of the sites' uploads only, see :mod:`bayesfed.deploy.secure`.
         honest: with ``secure`` and privacy, the shares of noise of how many sites are noise enough, see
-            :mod:`bayesfed.deploy.shares`.
+            :mod:`bayesfed.deploy.noise_shares`.
         median: what counts is the median of the sites' mean moves, number by number, in place of the mean of all
             clients': a few sites that lie then move little, whatever they send; and sites that differ from most
             count less. For rules that average moves.

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bayesfed.checks import program_fingerprint
 from bayesfed.deploy import secure
-from bayesfed.deploy.answers import (
+from bayesfed.deploy.collect import (
     Answered,
     Late,
     belated,
@@ -29,7 +30,7 @@ from bayesfed.deploy.answers import (
     with_late,
     words_like,
 )
-from bayesfed.deploy.carrier import Carrier
+from bayesfed.deploy.institutions import Due, Member, Patience, Sites
 from bayesfed.deploy.messages import (
     Ask,
     Begin,
@@ -50,17 +51,16 @@ from bayesfed.deploy.messages import (
     unique,
 )
 from bayesfed.deploy.plan import Plan
-from bayesfed.deploy.schemas import form_of, program_of
-from bayesfed.deploy.sites import Due, Member, Patience, Sites
-from bayesfed.elbo import digest
+from bayesfed.deploy.server_program import form_of, program_of
+from bayesfed.deploy.transport import Carrier
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params
 from bayesfed.engine.cohort import cohort_size
 from bayesfed.engine.execution import Execution
 from bayesfed.engine.files import held
-from bayesfed.engine.moving import caveat
 from bayesfed.engine.run import Round as Report
 from bayesfed.engine.run import Run
+from bayesfed.engine.stopping.drift import caveat
 from bayesfed.fitting import begun, concluded
 from bayesfed.output import khat
 from bayesfed.output.checkpoint import Placed
@@ -196,7 +196,7 @@ def _begin(sites: Sites, run: Run, payload: bytes, members: Sequence[Member]) ->
     """Tell sites of the run, and see that their programs are the server's."""
     assert run.file is not None
     program = run.program
-    mine = digest.digest(program, run.federation, torch.arange(0))
+    mine = program_fingerprint.digest(program, run.federation, torch.arange(0))
     found = sites.told({member.name: payload for member in members}, Digest, run.file.name)
     keys = {name: said.key for name, (said, _) in found.items() if said.key is not None}
     if sites.plan.secure:
@@ -205,7 +205,7 @@ def _begin(sites: Sites, run: Run, payload: bytes, members: Sequence[Member]) ->
         secure.check_keys(sites.keys | keys)
     sites.keys |= keys
     for name, (_, parts) in found.items():
-        differs = digest.difference(program, mine, parts.get("program", {}))
+        differs = program_fingerprint.difference(program, mine, parts.get("program", {}))
         if differs is not None:
             raise MessageError(f"site {name!r} has another model: {differs}")
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 
-from bayesfed.deploy.carrier import Carrier, Wait
+from bayesfed.deploy.transport import Carrier, Wait
 
 LONGEST = 2**31 - 1
 """Bytes of a message, which are Flower's too."""

@@ -15,10 +15,10 @@ from torch.distributions import transform_to
 from bayesfed.data.batch import Batch, Fields
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import handlers, noise
+from bayesfed.elbo.elbo import client_losses, client_terms, draw, local_priors, run
 from bayesfed.elbo.moments import Moments
 from bayesfed.elbo.program import Anchor, Program
 from bayesfed.elbo.sites import sites
-from bayesfed.elbo.terms import client_losses, client_terms, draw, local_priors, run
 
 
 def build(model: Model, guide: Callable[[Any], Any], federation: Federation) -> Program:

@@ -150,7 +150,7 @@ class Program:
 
     @property
     def points(self) -> int:
-        """At how many values of variables of its own a row is worked out at once, see :mod:`bayesfed.elbo.rows`."""
+        """At how many values of variables of its own a row is worked out at once."""
         return getattr(self.model, "points", 1)
 
     @property

@@ -15,7 +15,7 @@ from torch.distributions import biject_to
 from bayesfed.data.batch import CLIENTS, OBSERVATIONS
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import handlers, noise
-from bayesfed.elbo.marginal import Mixture
+from bayesfed.elbo.mixtures import Mixture
 
 CONTEXT = "context"
 """The mark of a local site that is made from rows, ``infer={"context": encode}``: see :mod:`bayesfed.elbo.context`."""
@@ -64,7 +64,7 @@ class Site:
 
 
 class NeedsOneClient(ValueError):
-    """A variable that is summed or integrated out only by :mod:`bayesfed.elbo.one_client`."""
+    """A variable that is summed or integrated out only by :mod:`bayesfed.vmap.one_client`."""
 
 
 class _Watch(Messenger):

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesfed.algorithms.optimizer import State
 from bayesfed.data.batch import Batch
 from bayesfed.data.chunks import PASS
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
+from bayesfed.elbo.elbo import local_priors, run
 from bayesfed.elbo.moments import Moments
 from bayesfed.elbo.program import Params, Program
-from bayesfed.elbo.terms import local_priors, run
+from bayesfed.steps.optimizer import State
 
 TOO_FAR = 1000.0
 """By what factor the scale of a local prior may change in a fit: beyond it, it has diverged or collapsed."""

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bayesfed.algorithms.optimizer import State
-from bayesfed.algorithms.points import against
-from bayesfed.algorithms.protocol import Algorithm, Job
+from bayesfed.algorithms.protocol import Algorithm
 from bayesfed.data.chunks import ROUND, chunks
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
@@ -21,6 +19,9 @@ from bayesfed.engine.checks import finite
 from bayesfed.engine.execution import Execution
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.states import States
+from bayesfed.steps.job import Job
+from bayesfed.steps.optimizer import State
+from bayesfed.steps.point_estimates import against
 
 _FOUND = "terms and whether they are finite"  # the clients', beside their uploads
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-from bayesfed.data import digest as rows
+from bayesfed.checks import program_fingerprint as densities
+from bayesfed.data import fingerprint as rows
 from bayesfed.data.federation import Federation
-from bayesfed.elbo import digest as densities
 from bayesfed.elbo.program import Program
 from bayesfed.engine.files import read_tensors, sweep, write_tensors
 from bayesfed.engine.journal import Journal

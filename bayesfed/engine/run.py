@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from bayesfed.algorithms.protocol import Algorithm
-from bayesfed.algorithms.schedules import annealed
 from bayesfed.data.federation import Federation
 from bayesfed.elbo.program import Params, Program
 from bayesfed.engine.execution import Execution
-from bayesfed.engine.held_out import HeldOut
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.resume import Checkpoint
-from bayesfed.engine.settling import Settling
 from bayesfed.engine.states import States
+from bayesfed.engine.stopping.convergence import Settling
+from bayesfed.engine.stopping.held_out import HeldOut
 from bayesfed.settings import settings_of
+from bayesfed.steps.gradients import annealed
 from bayesfed.tracing.compiler import Compiler
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ class Run:
         refused: how many uploads of each client did not count, int64 ``(N,)``.
         clip: γ of ``privacy``, ``()``.
         history: ELBO, seconds and number of uploads that count of each round, ``(3, rounds)``.
-        path: where q(θ) has been, see :mod:`bayesfed.engine.moving`.
-        settling: by what it stops by itself, see :mod:`bayesfed.engine.settling` and :mod:`bayesfed.engine.held_out`;
+        path: where q(θ) has been, see :mod:`bayesfed.engine.stopping.drift`.
+        settling: by what it stops by itself, see :mod:`bayesfed.engine.stopping`;
             None where rounds were given.
         done: rounds done.
         compiler: what compiles the steps.

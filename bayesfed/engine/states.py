@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfed.algorithms import optimizer
 from bayesfed.engine.journal import Journal, refuse_others
+from bayesfed.steps import optimizer
 
 
 class States:

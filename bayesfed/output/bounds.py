@@ -28,8 +28,8 @@ from torch import Tensor
 
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
+from bayesfed.output.dependent_rows import functions
 from bayesfed.output.draws import finite, key_of, of_clients, replayed
-from bayesfed.output.joint import functions
 from bayesfed.output.posterior import Posterior
 
 

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from bayesfed.algorithms.registry import algorithm_of
-from bayesfed.data import digest as rows
+from bayesfed.checks import program_fingerprint as densities
+from bayesfed.data import fingerprint as rows
 from bayesfed.data.federation import Federation, Model
-from bayesfed.elbo import digest as densities
 from bayesfed.elbo import noise
-from bayesfed.elbo.form import for_batches
 from bayesfed.elbo.program import Params
 from bayesfed.engine.files import read_tensors, write_tensors
 from bayesfed.output.correction import Correction
 from bayesfed.settings import settings_of
+from bayesfed.vmap.choose import for_batches
 
 if TYPE_CHECKING:
     from bayesfed.output.posterior import Posterior
@@ -49,8 +49,8 @@ def save(posterior: Posterior, path: str | Path) -> None:
     (unconstrained; local ones have a row per client), ``history`` (one number a round),
     ``start.globals`` and ``start.locals`` (the coordinates of a guide that is :class:`Placed`: origin
     and unit ``(2, P)``), ``correction`` (draws that stand for q(θ)), ``data`` and ``program`` (by which
-    :func:`load` knows data, model and guide again, see :mod:`bayesfed.data.digest` and
-    :mod:`bayesfed.elbo.digest`). The metadata's entry ``bayesfed`` is JSON: ``format``,
+    :func:`load` knows data, model and guide again, see :mod:`bayesfed.data.fingerprint` and
+    :mod:`bayesfed.checks.program_fingerprint`). The metadata's entry ``bayesfed`` is JSON: ``format``,
     ``version``, ``algorithm`` (see :func:`bayesfed.settings.settings_of`),
     ``seed``, ``epsilon``, ``moving``, ``rising``, ``settled``, ``khat`` and ``closely`` of the correction, ``clients``
     and ``sites``.

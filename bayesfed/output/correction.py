@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from bayesfed.elbo import noise
+from bayesfed.elbo.elbo import log_prior
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params
-from bayesfed.elbo.terms import log_prior
 from bayesfed.guides.family import GLOBAL
 from bayesfed.output import khat
 from bayesfed.output.draws import Weigh, elbo, key_of, of_server, terms

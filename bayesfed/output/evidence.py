@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from bayesfed.data.batch import Batch
-from bayesfed.elbo import laplace
+from bayesfed.elbo.elbo import Noise, log_ratio, run
 from bayesfed.elbo.noise import fold, uniform, word
 from bayesfed.elbo.program import Program
-from bayesfed.elbo.terms import Noise, log_ratio, run
+from bayesfed.guides import client_factor
 from bayesfed.guides.hierarchical import LOCAL
 from bayesfed.guides.local import inverse_root
 
@@ -96,12 +96,15 @@ def candidates(
     u = q.mean
     with torch.enable_grad():
         for _ in range(STEPS):
-            gradient, hessian = laplace.curvature(log_joint, u)
-            precision = laplace.positive(-hessian.detach(), least)
+            gradient, hessian = client_factor.curvature(log_joint, u)
+            precision = client_factor.positive(-hessian.detach(), least)
             gradient = gradient.detach()
             step = torch.linalg.solve_ex(precision, gradient[..., None])[0].squeeze(-1)
             u = u + step.nan_to_num(0.0)
-            if u.device.type == "cpu" and float((gradient * step).sum(-1).max()) < laplace.THERE:
+            if (
+                u.device.type == "cpu"
+                and float((gradient * step).sum(-1).max()) < client_factor.THERE
+            ):
                 break
     root = inverse_root(precision)
     away = (root @ eps[..., None]).squeeze(-1)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.sites import Site
+from bayesfed.output.arviz_compat import az, product
+from bayesfed.output.dependent_rows import NotGaussian
 from bayesfed.output.draws import Draws, chunks, key_of, log_densities, params_of, replayed
-from bayesfed.output.joint import NotGaussian
 from bayesfed.output.khat import has_density
-from bayesfed.output.lines import az, product
 from bayesfed.output.mixture import by_row
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ def loo(idata: az.InferenceData | xr.DataTree, var_name: str | None = None) -> a
         >>> round(bf.loo(posterior.to_arviz()).n_data_points)
         220
     """
-    from bayesfed.output.lines import OLD, az, dataset
+    from bayesfed.output.arviz_compat import OLD, az, dataset
 
     attrs = dataset(idata, "posterior").attrs
     if "corrected" in attrs:

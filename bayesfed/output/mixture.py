@@ -12,9 +12,9 @@ from torch.distributions import Categorical, Independent, MixtureSameFamily, Nor
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation
 from bayesfed.elbo.handlers import Derivation
-from bayesfed.elbo.marginal import Mixture
+from bayesfed.elbo.mixtures import Mixture
 from bayesfed.elbo.sites import Site
-from bayesfed.output import joint
+from bayesfed.output import dependent_rows
 from bayesfed.output.draws import Draws, replayed, weighted
 
 if TYPE_CHECKING:
@@ -126,7 +126,9 @@ def _of_rows(
 ) -> Iterator[Part]:
     """The law of new rows given the client's own, at each draw, for a model whose rows are one event."""
     (site,) = posterior.program.observed
-    for _, draws, batch, mean, variance in joint.laws(posterior, federation, num_samples, seed):
+    for _, draws, batch, mean, variance in dependent_rows.laws(
+        posterior, federation, num_samples, seed
+    ):
         mean, variance = (value[:, batch.mask].T for value in (mean, variance))
         weights = _weights(draws, site, batch)
         yield weights, Normal, {"loc": mean, "scale": variance.sqrt()}

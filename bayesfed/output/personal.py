@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
 
-from bayesfed.algorithms.protocol import Algorithm, Job
+from bayesfed.algorithms.protocol import Algorithm
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
 from bayesfed.elbo.program import Params, Program
 from bayesfed.engine.batches import batches
 from bayesfed.engine.states import States
+from bayesfed.steps.job import Job
 
 
 class OnDemand(Mapping[str, Tensor]):

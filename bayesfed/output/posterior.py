@@ -18,11 +18,11 @@ from bayesfed.algorithms.protocol import Algorithm
 from bayesfed.data.columns import UnknownName
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
-from bayesfed.elbo.marginal import ClientMixture
+from bayesfed.elbo.mixtures import ClientMixture
 from bayesfed.elbo.program import Params, Program
 from bayesfed.engine.checks import check_data
-from bayesfed.engine.moving import caveat
-from bayesfed.output import checkpoint, joint, khat
+from bayesfed.engine.stopping.drift import caveat
+from bayesfed.output import checkpoint, dependent_rows, khat
 from bayesfed.output.correction import Correction, weighed
 from bayesfed.output.draws import derived, elbo, key_of, of_kinds, replayed, sampled, weighted
 from bayesfed.output.mixture import by_row, predictive
@@ -185,7 +185,7 @@ class Posterior:
         with noise.seeded(seed):
             if self.program.joint:
                 (site,) = self.program.observed
-                return {site.name: joint.predict(few, federation, num_samples, seed)}
+                return {site.name: dependent_rows.predict(few, federation, num_samples, seed)}
             kind = weighted if self.algorithm.weighs else sampled
             parts: dict[str, list[Tensor]] = {site.name: [] for site in self.program.observed}
             for chunk, draws in kind(few, num_samples, seed, federation):

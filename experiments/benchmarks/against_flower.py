@@ -33,9 +33,10 @@ from timing import command, ratio, write
 
 import bayesfed as bf
 from bayesfed import models
-from bayesfed.algorithms.protocol import Job, Turn
+from bayesfed.algorithms.protocol import Turn
 from bayesfed.elbo import noise
 from bayesfed.engine.batches import batches
+from bayesfed.steps.job import Job
 from bayesfed.tracing.compiler import Compiler, using
 
 SETTINGS = {

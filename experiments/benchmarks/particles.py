@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 import bayesfed as bf
 from bayesfed import models
-from bayesfed.algorithms.protocol import Job
 from bayesfed.data.batch import Batch, Rows
 from bayesfed.elbo import noise
 from bayesfed.guides.particles import PARTICLES
+from bayesfed.steps.job import Job
 from bayesfed.tracing.compiler import Compiler, using
 
 CLIENTS, ROWS, COUNT, INPUTS = 24, 150, 4, 15

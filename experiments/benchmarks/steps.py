@@ -30,10 +30,10 @@ from torch import Tensor, nn
 import bayesfed as bf
 from bayesfed import models
 from bayesfed.algorithms.fedabml import widths
-from bayesfed.algorithms.points import beginning
-from bayesfed.algorithms.schedules import copies
 from bayesfed.algorithms.structured import local_step
 from bayesfed.elbo import noise
+from bayesfed.steps.gradients import copies
+from bayesfed.steps.point_estimates import beginning
 from bayesfed.tracing.compiler import Compiler, using
 
 LR = 0.01

@@ -21,11 +21,11 @@ import torch
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.deploy.carrier import Carrier
+from bayesfed.deploy.institutions import Patience
+from bayesfed.deploy.node import Site
 from bayesfed.deploy.plan import Plan
 from bayesfed.deploy.server import deployed
-from bayesfed.deploy.site import Site
-from bayesfed.deploy.sites import Patience
+from bayesfed.deploy.transport import Carrier
 
 HERE = Path(__file__).parent
 SITES = 3

@@ -18,9 +18,9 @@ import unlucky
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.deploy import answers
+from bayesfed.deploy import collect
+from bayesfed.deploy.institutions import Sites
 from bayesfed.deploy.plan import Plan
-from bayesfed.deploy.sites import Sites
 from bayesfed.engine.run import Run
 
 HERE = Path(__file__).parent
@@ -40,21 +40,21 @@ def longest(name: str) -> tuple[float, int]:
     """The largest ratio of any round, and the round."""
     model, data, algorithm = CASES[name]
     found: list[float] = []
-    checks = answers._too_large
+    checks = collect._too_large
 
     def noted(sites: Sites, run: Run, replies: dict) -> list[str]:
-        lengths = [answers._length(parts) for parts in replies.values()]
+        lengths = [collect._length(parts) for parts in replies.values()]
         found.append(max(lengths) / median_low(lengths))
         return checks(sites, run, replies)
 
-    answers._too_large = noted
+    collect._too_large = noted
     try:
         with tempfile.TemporaryDirectory() as folder:
             federation = data()
             unlucky.SITES = min(10, len(federation))
             unlucky.over_sites(Plan(model, algorithm, rounds=ROUNDS), federation, folder)
     finally:
-        answers._too_large = checks
+        collect._too_large = checks
     return max(found), 1 + found.index(max(found))
 
 

@@ -100,7 +100,7 @@ def main(grid: Grid, context: Context) -> None:
 
 @bayesfed_server.main()
 def main(grid: Grid, context: Context) -> None:
-    from bayesfed.deploy.carrier import Wait
+    from bayesfed.deploy.transport import Wait
     from bayesfed.deploy.flower import carrier
 
     made = carrier(grid)

@@ -26,12 +26,12 @@ import torch
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.algorithms import Algorithm
-from bayesfed.deploy.carrier import Carrier, Wait
+from bayesfed.deploy.institutions import Patience
 from bayesfed.deploy.messages import Reply, packed, unpacked
+from bayesfed.deploy.node import Site
 from bayesfed.deploy.plan import Plan
 from bayesfed.deploy.server import Globals, deployed
-from bayesfed.deploy.site import Site
-from bayesfed.deploy.sites import Patience
+from bayesfed.deploy.transport import Carrier, Wait
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import bayesfed as bf
 from bayesfed import datasets, metrics, models, simulations
 from bayesfed.algorithms import FAMILY
-from bayesfed.elbo.gaussian import Gaussian, conditioned
+from bayesfed.functional.multivariate_normal import Gaussian, conditioned
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))

@@ -12,10 +12,11 @@ from torch.nn.functional import cross_entropy, linear, one_hot
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.algorithms.cafeme import CAFeMe, chosen, split
-from bayesfed.algorithms.protocol import WEIGHT, Job, Turn
+from bayesfed.algorithms.protocol import WEIGHT, Turn
 from bayesfed.data.batch import Rows
 from bayesfed.elbo import noise
 from bayesfed.models import Modulated, mlp
+from bayesfed.steps.job import Job
 
 float64 = pytest.mark.usefixtures("float64")
 

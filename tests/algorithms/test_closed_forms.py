@@ -10,10 +10,12 @@ import torch
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.algorithms import optimizer, structured
-from bayesfed.algorithms.protocol import Job, Turn
+from bayesfed.algorithms import structured
+from bayesfed.algorithms.protocol import Turn
 from bayesfed.elbo import noise
 from bayesfed.engine.batches import batches
+from bayesfed.steps import optimizer
+from bayesfed.steps.job import Job
 from tests.scenarios import conjugate_hierarchy, exact, ragged
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -12,9 +12,10 @@ from torch.nn.functional import cross_entropy, linear
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.algorithms.fedabml import LEFT, MOST
-from bayesfed.algorithms.protocol import Job, Turn
+from bayesfed.algorithms.protocol import Turn
 from bayesfed.elbo import noise
 from bayesfed.engine.batches import batches
+from bayesfed.steps.job import Job
 
 float64 = pytest.mark.usefixtures("float64")
 LENGTHS = (6, 3, 9)

@@ -10,13 +10,14 @@ from torch.func import functional_call
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.algorithms.curvature import _row_by_row, slopes
 from bayesfed.algorithms.fola import _loss
-from bayesfed.algorithms.protocol import Job, Turn
+from bayesfed.algorithms.protocol import Turn
 from bayesfed.elbo import noise
-from bayesfed.elbo.network import apply
 from bayesfed.engine.batches import batches
+from bayesfed.functional.networks import apply
 from bayesfed.models.network import Network, mlp
+from bayesfed.steps.curvature import _row_by_row, slopes
+from bayesfed.steps.job import Job
 
 ROWS = (6, 9, 12)
 N = sum(ROWS)
@@ -171,7 +172,7 @@ def test_rows_of_a_network_one_by_one(float64, monkeypatch):
     full = slopes(loss, w, batch, "per-sample", full=True)
     torch.testing.assert_close(slopes(loss, w, batch, "layers"), whole)
     torch.testing.assert_close(full[1].diagonal(0, -2, -1), whole[1])
-    monkeypatch.setattr("bayesfed.algorithms.curvature.GRADIENTS", 3 * w.numel())
+    monkeypatch.setattr("bayesfed.steps.curvature.GRADIENTS", 3 * w.numel())
     torch.testing.assert_close(_row_by_row(loss, w, batch, full=True), full)
     plain = slopes(loss, w, batch, "batch")[0]
     torch.testing.assert_close(whole[0], plain)

@@ -13,11 +13,12 @@ from torch.distributions import Categorical, MixtureSameFamily, Normal
 import bayesfed as bf
 from bayesfed import datasets, metrics, models, simulations
 from bayesfed.algorithms.pacpfl import stein
-from bayesfed.algorithms.protocol import Job, Turn
+from bayesfed.algorithms.protocol import Turn
 from bayesfed.data.batch import Rows
 from bayesfed.elbo import noise
 from bayesfed.guides.particles import PARTICLES
 from bayesfed.output.mixture import quantiles
+from bayesfed.steps.job import Job
 
 float64 = pytest.mark.usefixtures("float64")
 

@@ -9,9 +9,10 @@ from torch.nn.functional import cross_entropy, linear
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.algorithms.per_fed_avg import PerFedAvg, PFedMe
-from bayesfed.algorithms.protocol import Job, Turn
+from bayesfed.algorithms.protocol import Turn
 from bayesfed.elbo import noise
 from bayesfed.engine.batches import batches
+from bayesfed.steps.job import Job
 
 float64 = pytest.mark.usefixtures("float64")
 LENGTHS = (6, 3, 9)

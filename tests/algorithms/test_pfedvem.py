@@ -17,10 +17,11 @@ import bayesfed as bf
 from bayesfed import datasets, metrics
 from bayesfed.algorithms.m_step import closed_forms, m_step_of_own
 from bayesfed.algorithms.pfedvem import PFedVEM
-from bayesfed.algorithms.protocol import Job, Turn, Work
+from bayesfed.algorithms.protocol import Turn
 from bayesfed.elbo import noise
 from bayesfed.engine.batches import batches
 from bayesfed.models import Network, mlp
+from bayesfed.steps.job import Job, Work
 
 D = torch.float64
 

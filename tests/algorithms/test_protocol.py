@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import bayesfed as bf
-from bayesfed.algorithms.protocol import Algorithm, Job, Turn
+from bayesfed.algorithms.protocol import Algorithm, Turn
 from bayesfed.elbo import noise
 from bayesfed.engine.batches import batches
+from bayesfed.steps.job import Job
 
 
 def test_what_an_algorithm_need_not_say():

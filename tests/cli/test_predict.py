@@ -18,13 +18,13 @@ from bayesfed.cli.app import main
 from bayesfed.cli.choices import clients_of
 from bayesfed.cli.deployment import kept_of, plan_of
 from bayesfed.cli.experiment import read_rows, read_site
-from bayesfed.cli.here import Question, Told, asked
-from bayesfed.deploy.carrier import Carrier
+from bayesfed.cli.local_queries import Question, Told, asked
+from bayesfed.deploy.institutions import Patience
 from bayesfed.deploy.messages import Hello, Refusal, packed, unpacked
+from bayesfed.deploy.node import Site
 from bayesfed.deploy.server import deployed
-from bayesfed.deploy.site import Site
-from bayesfed.deploy.sites import Patience
 from bayesfed.deploy.sockets import call, serve
+from bayesfed.deploy.transport import Carrier
 
 SITES = ("north", "south")
 WARDS = """

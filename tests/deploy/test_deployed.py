@@ -9,7 +9,7 @@ import torch
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.algorithms.sfvi import LEVEL, faded
-from bayesfed.deploy.carrier import Carrier
+from bayesfed.deploy.institutions import Expected, Patience
 from bayesfed.deploy.messages import (
     Ask,
     Begin,
@@ -23,10 +23,10 @@ from bayesfed.deploy.messages import (
     packed,
     unpacked,
 )
+from bayesfed.deploy.node import Site
 from bayesfed.deploy.plan import Plan
 from bayesfed.deploy.server import deployed
-from bayesfed.deploy.site import Site
-from bayesfed.deploy.sites import Expected, Patience
+from bayesfed.deploy.transport import Carrier
 from bayesfed.output.correction import Weighed, weighed
 from tests.deploy.together import divided, run_on, sites_of
 

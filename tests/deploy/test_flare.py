@@ -17,10 +17,10 @@ import pytest
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.deploy.carrier import Wait
+from bayesfed.deploy.node import Site
 from bayesfed.deploy.plan import Plan
-from bayesfed.deploy.site import Site
 from bayesfed.deploy.sockets import serve
+from bayesfed.deploy.transport import Wait
 
 JOB = Path(__file__).parents[2] / "docs" / "deployment" / "flare_job"
 SITES = ("north", "south")

@@ -22,8 +22,8 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.task_identity import TaskIdentity
 
 from bayesfed.deploy import flower
-from bayesfed.deploy.carrier import Wait
 from bayesfed.deploy.sockets import serve
+from bayesfed.deploy.transport import Wait
 
 ROOT = Path(__file__).parents[2]
 APP = ROOT / "bayesfed" / "deploy" / "flower_app"
@@ -284,7 +284,7 @@ ECHO = '''
 import json, time
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
-from bayesfed.deploy.carrier import Wait
+from bayesfed.deploy.transport import Wait
 from bayesfed.deploy.flower import carrier
 
 server_app = ServerApp()

@@ -29,7 +29,7 @@ from bayesfed.deploy.messages import (
     packed,
     unpacked,
 )
-from bayesfed.deploy.site import Site
+from bayesfed.deploy.node import Site
 from bayesfed.settings import SettingsError
 from tests.deploy.test_deployed import PLAN, Wire, fitted
 

@@ -10,11 +10,11 @@ import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.algorithms.protocol import WEIGHT
 from bayesfed.deploy import secure
-from bayesfed.deploy.carrier import Carrier
+from bayesfed.deploy.institutions import Patience
 from bayesfed.deploy.messages import Digest, MessageError, Refusal, of_kind, packed, unpacked
 from bayesfed.deploy.plan import Plan
 from bayesfed.deploy.server import deployed
-from bayesfed.deploy.sites import Patience
+from bayesfed.deploy.transport import Carrier
 from tests.deploy.test_deployed import PLAN, SCHOOLS, Wire, changed, fitted
 from tests.deploy.together import sites_of
 

@@ -9,12 +9,12 @@ import torch
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.deploy import secure
-from bayesfed.deploy.carrier import Carrier
+from bayesfed.deploy.institutions import Patience
 from bayesfed.deploy.messages import Ask, MessageError, Open, Refusal, Reply, packed, unpacked
+from bayesfed.deploy.node import Site
 from bayesfed.deploy.plan import Plan
 from bayesfed.deploy.server import deployed
-from bayesfed.deploy.site import Site
-from bayesfed.deploy.sites import Patience
+from bayesfed.deploy.transport import Carrier
 from tests.deploy.test_deployed import Wire, fitted, same
 from tests.deploy.together import sites_of
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from bayesfed.deploy import sockets
-from bayesfed.deploy.carrier import Wait
 from bayesfed.deploy.sockets import call, carrier, serve
+from bayesfed.deploy.transport import Wait
 
 
 @contextmanager

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import bayesfed as bf
-from bayesfed.deploy.carrier import Carrier, Wait
+from bayesfed.deploy.institutions import Patience
+from bayesfed.deploy.node import Site
 from bayesfed.deploy.plan import Plan
 from bayesfed.deploy.server import Globals, deployed
-from bayesfed.deploy.site import Site
-from bayesfed.deploy.sites import Patience
+from bayesfed.deploy.transport import Carrier, Wait
 
 
 def divided(federation: bf.Federation, count: int) -> dict[str, bf.Federation]:

@@ -13,12 +13,13 @@ from scipy.stats import kstest
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.algorithms.protocol import WEIGHT, Job, Turn
+from bayesfed.algorithms.protocol import WEIGHT, Turn
 from bayesfed.elbo import noise
 from bayesfed.engine.batches import batches
 from bayesfed.engine.privacy import NORMS
 from bayesfed.guides.particles import PARTICLES
-from tests.laws.cases import CASES, SPECIAL, federation
+from bayesfed.steps.job import Job
+from tests.invariants.cases import CASES, SPECIAL, federation
 from tests.scenarios import conjugate_hierarchy, exact, ragged
 
 pytestmark = pytest.mark.filterwarnings("ignore:the noise that privacy adds")

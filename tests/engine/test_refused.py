@@ -7,7 +7,7 @@ import torch
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from tests.laws.cases import federation, small
+from tests.invariants.cases import federation, small
 
 pytestmark = pytest.mark.usefixtures("float64")
 VICTIM = 2

@@ -6,8 +6,8 @@ from torch.func import functional_call
 
 import bayesfed as bf
 from bayesfed.elbo import handlers
-from bayesfed.elbo.natural import Site
 from bayesfed.guides.full_rank import from_scale_tril, scale_tril
+from bayesfed.guides.natural_gradient import Site
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -6,8 +6,8 @@ import torch
 
 import bayesfed as bf
 from bayesfed import models
-from bayesfed.elbo.gaussian import Gaussian, conditioned
-from bayesfed.elbo.network import apply
+from bayesfed.functional.multivariate_normal import Gaussian, conditioned
+from bayesfed.functional.networks import apply
 
 LENGTHS = (5, 9, 2)
 PARTICLES = 3

@@ -14,7 +14,7 @@ import xarray as xr
 
 import bayesfed as bf
 from bayesfed import models
-from bayesfed.output.lines import dataset
+from bayesfed.output.arviz_compat import dataset
 
 OLD = az.__version__.startswith("0.")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bayesfed as bf
-from bayesfed.elbo.gaussian import Gaussian
+from bayesfed.functional.multivariate_normal import Gaussian
 from tests.scenarios import conjugate_hierarchy
 
 NAMES = ("north", "south", "Øst", "west")

@@ -6,8 +6,8 @@ import torch
 
 import bayesfed as bf
 from bayesfed import datasets, models
+from bayesfed.output.arviz_compat import OLD
 from bayesfed.output.khat import LIMIT, khat
-from bayesfed.output.lines import OLD
 from tests.scenarios import known_scales
 
 

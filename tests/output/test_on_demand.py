@@ -25,7 +25,7 @@ def asked(monkeypatch):
 
 @pytest.fixture
 def fitted(monkeypatch):
-    monkeypatch.setattr("bayesfed.output.of_run.LITTLE", 0)
+    monkeypatch.setattr("bayesfed.output.locals_of_run.LITTLE", 0)
     train, test = datasets.digits(clients=5)
     model = models.Network(models.mlp(64, 10))
     posterior = bf.fit(model, train, bf.FedAvg(personal_steps=3), rounds=2, batch_size=10)

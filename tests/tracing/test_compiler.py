@@ -17,7 +17,7 @@ from bayesfed.elbo import noise
 from bayesfed.tracing import compiler as compiling
 from bayesfed.tracing.compiler import Compiler, traceable, using
 from bayesfed.tracing.recorder import Recorder
-from tests.laws.cases import small
+from tests.invariants.cases import small
 
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="Inductor needs a C++ compiler"
@@ -387,14 +387,14 @@ def test_a_module_of_the_users_own(data, only_traced):
         fit(model, data, algorithm, rounds=1, compile=True)
 
 
-# -- laws 1 and 3, compiled; 2 holds of any uploads, 4 is in tests/laws/test_resume.py --------------------
+# -- laws 1 and 3, compiled; 2 holds of any uploads, 4 is in tests/invariants/test_resume.py --------------------
 
 
 @needs_compiler
 def test_terms_add_up_to_pyros_elbo_compiled(float64):
     from bayesfed.algorithms.structured import hierarchical
-    from bayesfed.elbo.terms import client_terms, server_pass
-    from tests.laws.test_partition import make_federation, make_model, pooled_elbo
+    from bayesfed.elbo.elbo import client_terms, server_pass
+    from tests.invariants.test_partition import make_federation, make_model, pooled_elbo
 
     federation = make_federation([3, 1, 4], "Normal", 0)
     model = make_model(["real", "positive"], ["real", "positive"], "Normal")

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from nvflare.collab import collab
 
-from bayesfed.deploy.carrier import Carrier, Wait
 from bayesfed.deploy.sockets import call
+from bayesfed.deploy.transport import Carrier, Wait
 
 log = logging.getLogger("bayesfed")
 

@@ -1,0 +1,89 @@
+"""What a file says of the clients' rows, so that other rows are noticed later: a hash for each client and field.
+
+The hashes are the same wherever the fields lie, in memory, on disk or on a device. They keep no secret: whoever has one
+can confirm a guess of a small client's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from bayesfed.data.arrow import Column
+    from bayesfed.data.federation import Federation
+
+READ = 1_000_000
+"""Numbers that are read at once."""
+_ROWS, _FIELD = "rows", "field "
+
+
+def digest(federation: Federation) -> dict[str, Tensor]:
+    """By ``"rows"`` the clients' numbers of rows, by ``"field <name>"`` hashes of their numbers: int64 ``(N,)`` each.
+
+    Example:
+        >>> from bayesfed import datasets
+        >>> from bayesfed.data.fingerprint import digest
+        >>> {name: len(value) for name, value in digest(datasets.eight_schools()).items()}
+        {'rows': 8, 'field y': 8, 'field sigma': 8}
+    """
+    offsets = federation.offsets.tolist()
+    hashes = {
+        f"{_FIELD}{name}": torch.tensor(list(_hashes(value, offsets)), dtype=torch.int64)
+        for name, value in federation.fields.items()
+    }
+    return {_ROWS: federation.lengths.clone()} | hashes
+
+
+def difference(
+    before: Mapping[str, Tensor], now: Mapping[str, Tensor], names: Sequence[str]
+) -> str | None:
+    """What has changed of the same clients' data, in words; None where nothing has.
+
+    Example:
+        >>> import bayesfed as bf
+        >>> from bayesfed.data.fingerprint import difference, digest
+        >>> one, other = (bf.Federation.from_arrays({"a": {"y": [1.0]}, "b": {"y": [y]}}) for y in (2.0, 3.0))
+        >>> difference(digest(one), digest(other), one.names)
+        "field 'y' of client 'b' has changed"
+    """
+    for name in [*now, *before]:
+        if name not in now:
+            return f"the clients have no {_said(name)} any more"
+        if name not in before:
+            return f"the clients had no {_said(name)} before"
+        changed = (before[name] != now[name]).nonzero().flatten().tolist()
+        if not changed:
+            continue
+        client = repr(names[changed[0]])
+        more = f" (and {len(changed) - 1:,} more)" if len(changed) > 1 else ""
+        if name == _ROWS:
+            had, has = (int(rows[name][changed[0]]) for rows in (before, now))
+            return f"client {client}{more} had {had:,} rows and now has {has:,}"
+        return f"{_said(name)} of client {client}{more} has changed"
+    return None
+
+
+def _said(name: str) -> str:
+    return f"field {name.removeprefix(_FIELD)!r}"
+
+
+def _hashes(value: Tensor | Column, offsets: Sequence[int]) -> Iterator[int]:
+    """A client's rows may be read in several pieces, and a piece hold several clients."""
+    step = max(1, READ // max(1, value.shape[1:].numel()))
+    ends, whole = iter(offsets[1:]), blake2b(digest_size=8)
+    end = next(ends)
+    for start in range(0, offsets[-1], step):
+        rows = torch.arange(start, min(start + step, offsets[-1]), device=value.device)
+        read = value.index_select(0, rows).cpu().contiguous().view(len(rows), -1)
+        numbers = memoryview(read.view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
+        width, at = len(numbers) // len(rows), start
+        while end <= start + len(rows):
+            whole.update(numbers[(at - start) * width : (end - start) * width])
+            yield int.from_bytes(whole.digest(), "big", signed=True)
+            at, end, whole = end, next(ends, offsets[-1] + 1), blake2b(digest_size=8)
+        whole.update(numbers[(at - start) * width :])

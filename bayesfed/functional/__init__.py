@@ -1,0 +1,1 @@
+"""Building blocks of models and guides as pure functions: networks of a weight vector, multivariate Normals."""

@@ -1,0 +1,118 @@
+"""Pieces of local schedules: clients' own copies, their gradients, gradient steps to differentiate through."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from bayesfed.steps.optimizer import clipped
+
+Params = Mapping[str, Tensor]
+ORDERS = ("detached", "first", "second")
+
+
+def leaves(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same values, apart from what made them, to take gradients in."""
+    return {name: value.detach().requires_grad_() for name, value in params.items()}
+
+
+def copies(params: Mapping[str, Tensor], clients: int) -> dict[str, Tensor]:
+    """Each client's own copy of the server's parameters: ``(K, 1, ...)``."""
+    return {n: v.detach().expand(clients, 1, *v.shape).clone() for n, v in params.items()}
+
+
+def gradients(
+    loss: Tensor,
+    params: Mapping[str, Tensor],
+    *,
+    create_graph: bool = False,
+    retain_graph: bool | None = None,
+) -> dict[str, Tensor]:
+    """Of the summed losses ``(K,)`` in every client's parameters; zero in what they do not depend on."""
+    found = torch.autograd.grad(
+        loss.sum(),
+        list(params.values()),
+        create_graph=create_graph,
+        retain_graph=retain_graph,
+        materialize_grads=True,
+    )
+    return dict(zip(params, found, strict=True))
+
+
+def annealed(final: float, done: float) -> float:
+    """The factor on the learning rates when a fraction ``done`` of the rounds is over: 1 down to ``final``.
+
+    Half a cosine (Loshchilov & Hutter 2017, eq. 5): long at high rates, to get there, then long at low ones,
+    to average the noise of cohorts and minibatches out.
+    """
+    return final + (1 - final) * (1 + math.cos(math.pi * done)) / 2
+
+
+def elapsed(final: float, done: float) -> float:
+    """The part of all steps, measured by their rates, that is over with a fraction ``done`` of the rounds: ∫ annealed.
+
+    Example:
+        >>> from bayesfed.steps.gradients import elapsed
+        >>> elapsed(0.01, 0.0), round(elapsed(0.01, 0.5), 2), elapsed(0.01, 1.0), elapsed(1.0, 0.25)
+        (0.0, 0.81, 1.0, 0.25)
+    """
+    area = final * done + (1 - final) * (done + math.sin(math.pi * done) / math.pi) / 2
+    return area / (final + (1 - final) / 2)
+
+
+def adapted(
+    loss: Callable[[Params, int], Tensor],
+    start: Params,
+    steps: int,
+    lr: float,
+    *,
+    order: str = "detached",
+    most: float | None = None,
+) -> dict[str, Tensor]:
+    """φ_i of K clients after their gradient steps.
+
+    Args:
+        loss: L_i ``(K,)`` of the parameters at a step, counted from 0.
+        start: φ⁰, ``(K, ...)`` each.
+        steps: k.
+        lr: η.
+        order: what the result is differentiable in. ``"second"``: in ``start``, through the steps. ``"first"``: in
+            ``start``, the steps' gradients taken as constants. ``"detached"``: in nothing, as always where
+            ``start`` requires no gradient.
+        most: how large a client's gradient may be, see :func:`~bayesfed.steps.optimizer.clipped`; by default any.
+
+    Raises:
+        ValueError: an unknown order.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed.steps.gradients import adapted
+        >>> start = {"w": torch.tensor([1.0, 2.0], requires_grad=True)}
+        >>> w = adapted(lambda phi, step: phi["w"] ** 2 / 2, start, 2, lr=0.5, order="second")["w"]
+        >>> w.tolist(), torch.autograd.grad(w.sum(), start["w"])[0].tolist()
+        ([0.25, 0.5], [0.25, 0.25])
+    """
+    if order not in ORDERS:
+        raise ValueError(f"order is {order!r}: use one of {ORDERS}")
+    if not any(value.requires_grad for value in start.values()):
+        order = "detached"
+    phi = dict(start)
+    for step in range(steps):
+        if order == "detached":
+            phi = {name: value.detach() for name, value in phi.items()}
+        leaves = {  # what no gradient reaches, such as a fixed scale, has none yet
+            name: value if value.requires_grad else value.clone().requires_grad_()
+            for name, value in phi.items()
+        }
+        found = gradients(
+            loss(leaves, step),
+            leaves,
+            create_graph=order == "second",
+        )
+        if most is not None:
+            found = clipped(found, most)
+        phi = {name: value - lr * found[name] for name, value in leaves.items()}
+    return {name: value.detach() for name, value in phi.items()} if order == "detached" else phi

@@ -1,0 +1,173 @@
+"""Optimisers as pure functions of (parameters, gradients, state), for the server or for a row per client.
+
+torch.optim keeps its state by parameter identity and one step count for all; a federation needs the
+state of each client apart, since a client steps only when it takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from bayesfed.tracing.compiler import tracing
+
+State = dict[str, dict[str, Tensor]]
+RULES = ("sgd", "momentum", "adam")
+MOMENTUM = 0.9
+
+
+def init(params: Mapping[str, Tensor], rows: int | None = None) -> State:
+    """Zero moments; ``step`` has shape ``()``, or ``(rows,)`` where each row steps by itself."""
+    zeros = {name: torch.zeros_like(value) for name, value in params.items()}
+    like = next(iter(params.values()), torch.zeros(()))
+    step = torch.zeros(() if rows is None else (rows,), dtype=like.dtype, device=like.device)
+    return {
+        "params": dict(params),
+        "mean": zeros,
+        "square": {name: value.clone() for name, value in zeros.items()},
+        "step": {"step": step},
+    }
+
+
+def ascend(
+    state: State,
+    grads: Mapping[str, Tensor],
+    lr: float | Tensor,
+    eps: float = 1e-8,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+) -> State:
+    """One Adam step uphill (Kingma & Ba 2015, Algorithm 1, with the sign of maximisation)."""
+    step = state["step"]["step"] + 1
+    unbias1, unbias2 = 1 - beta1**step, 1 - beta2**step
+    new: State = state | {"params": {}, "mean": {}, "square": {}, "step": {"step": step}}
+    for name, value in state["params"].items():
+        grad, rows = grads[name], step.shape + (1,) * (value.ndim - step.ndim)
+        mean = state["mean"][name].lerp(grad, 1 - beta1)
+        square = (beta2 * state["square"][name]).addcmul(grad, grad, value=1 - beta2)
+        corrected = mean / unbias1.reshape(rows)
+        direction = corrected / ((square / unbias2.reshape(rows)).sqrt() + eps)
+        new["params"][name] = value + (lr * direction.clamp(-1.0, 1.0)).to(value.dtype)
+        new["mean"][name], new["square"][name] = mean, square
+    return new
+
+
+def check_rules(**rules: str) -> None:
+    """Refuse what is none of :data:`RULES`.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    for name, rule in rules.items():
+        if rule not in RULES:
+            raise ValueError(f"{name} is {rule!r}: use one of {RULES}")
+
+
+def begin(rule: str, params: Mapping[str, Tensor], rows: int | None = None) -> State:
+    """The state with which an optimiser starts; arguments as for :func:`init`."""
+    if rule == "adam":
+        return init(params, rows)
+    state: State = {"params": dict(params)}
+    if rule == "momentum":
+        state["velocity"] = {name: torch.zeros_like(value) for name, value in params.items()}
+    return state
+
+
+def clipped(grads: Mapping[str, Tensor], most: float = 1.0) -> dict[str, Tensor]:
+    """Gradients ``(K, ...)`` of K clients, shortened where their root mean square over all numbers exceeds ``most``.
+
+    Networks never come near 1 in the mean loss of a row. A hierarchy of a few parameters does, where the noise of its
+    rows is small: without a bound its steps diverge at rates that suit networks.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed.steps.optimizer import clipped
+        >>> clipped({"w": torch.tensor([[3.0, 4.0], [0.5, 0.25]])}, most=2.5)["w"].tolist()
+        [[2.1213202476501465, 2.8284270763397217], [0.5, 0.25]]
+    """
+    flat = [grad.reshape(len(grad), -1) for grad in grads.values()]
+    count = sum(part.shape[1] for part in flat)
+    squares = torch.stack([torch.linalg.vector_norm(part, dim=1).square() for part in flat]).sum(0)
+    factor = (most**2 / (squares / count).clamp(min=most**2)).sqrt()
+    if not tracing() and factor.device.type == "cpu" and bool((factor == 1).all()):
+        return dict(grads)
+    return {n: grad * factor.reshape(-1, *[1] * (grad.ndim - 1)) for n, grad in grads.items()}
+
+
+def descend(
+    rule: str,
+    state: State,
+    grads: Mapping[str, Tensor],
+    lr: float | Tensor,
+    active: Tensor | None = None,
+) -> State:
+    """One step downhill for the clients that are ``active`` ``(K,)``; the others stay.
+
+    Args:
+        rule: ``"sgd"``, ``"momentum"`` (heavy ball, 0.9) or ``"adam"``.
+        state: of K clients, a row each.
+        grads: the gradients.
+        lr: the rate.
+        active: bool ``(K,)``; by default all.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed.steps import optimizer
+        >>> state = optimizer.begin("sgd", {"w": torch.ones(2)})
+        >>> active = torch.tensor([True, False])
+        >>> optimizer.descend("sgd", state, {"w": torch.ones(2)}, 0.25, active)["params"]["w"].tolist()
+        [0.75, 1.0]
+    """
+    params = state["params"]
+    new: State
+    if rule == "adam":
+        new = ascend(state, {name: -grad for name, grad in grads.items()}, lr)
+    else:
+        velocity = {name: grads[name] for name in params}
+        if rule == "momentum":
+            velocity = {n: MOMENTUM * state["velocity"][n] + v for n, v in velocity.items()}
+        new = state | {"params": {n: less(v, lr, velocity[n]) for n, v in params.items()}}
+        if rule == "momentum":
+            new["velocity"] = velocity
+    return kept(state, new, active)
+
+
+def less(value: Tensor, lr: float | Tensor, grad: Tensor) -> Tensor:
+    """w − η g, in one pass."""
+    if isinstance(lr, float):
+        return value.sub(grad, alpha=lr)
+    return torch.addcmul(value, grad, lr, value=-1)
+
+
+def told(active: Tensor, device: torch.device) -> Sequence[Tensor | None]:
+    """Who takes each of a round's steps ``(steps, K)``, as steps want to know it: None where all take all of them."""
+    return [None] * len(active) if active.all() else list(active.to(device))
+
+
+def kept(state: State, new: State, active: Tensor | None) -> State:
+    """The new state of the clients that are active, the old one of the others."""
+    if active is None:
+        return new
+    if not tracing() and active.device.type == "cpu" and bool(active.all()):
+        return new
+    return {
+        part: {
+            name: torch.where(active.reshape(-1, *[1] * (v.ndim - 1)), v, state[part][name])
+            for name, v in tensors.items()
+        }
+        for part, tensors in new.items()
+    }
+
+
+def take(state: State, rows: Tensor) -> State:
+    """The state of some rows."""
+    return {part: {n: v[rows] for n, v in tensors.items()} for part, tensors in state.items()}
+
+
+def put(state: State, rows: Tensor, values: State) -> None:
+    """Store what is given of some rows, in place."""
+    for part, tensors in values.items():
+        for name, value in tensors.items():
+            state[part][name][rows] = value

@@ -1,0 +1,163 @@
+"""A law over one client's variable, inside vmap, as one over those of all clients and draws, outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from pyro.distributions import TorchDistribution
+from torch import Tensor
+from torch._C import _functorch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.distributions import Distribution, Transform
+
+from bayesfed.vmap.levels import Layout, Levels, opened
+
+_WITHIN = (Tensor, list, tuple, Distribution, Transform)
+
+
+def outside(fn: Any, levels: Levels, layout: Layout) -> Any:
+    """The law with S, K and B or 1 in front; what else the program has in its batch is part of the event.
+
+    Its parameters are moved where each has all dimensions of the batch, as most distributions make them; else it is
+    evaluated where it was. vmap's interpreters are left before.
+    """
+    moved: dict[int, Tensor] = {}
+    for value in _tensors(fn):
+        if value.shape[: len(layout.batch)] == layout.batch:
+            moved[id(value)] = levels.leave(value, layout)
+        elif value.ndim or _functorch.is_batchedtensor(value):
+            return Inside.of(fn, levels, layout)
+    own = len(layout.own)
+    size = own + (3 if levels.draws else 2)
+    lead = torch.broadcast_shapes(*(value.shape[:size] for value in moved.values()))
+
+    def placed(value: Tensor) -> Tensor:
+        new = moved.get(id(value))
+        return value if new is None else new.expand(*lead, *new.shape[size:])
+
+    law = _rebuilt(fn, placed, lambda shape: (*lead, *shape[len(layout.batch) :]))
+    return law.to_event(own) if own else law
+
+
+def whole(fn: Any) -> Any:
+    """The law, with matrices that torch keeps once for the whole batch repeated for each entry of it."""
+    kept = {
+        name: value.expand(*fn.batch_shape, *value.shape[-1 if name.endswith("diag") else -2 :])
+        for name, value in vars(fn).items()
+        if name.startswith("_unbroadcasted_")
+        and fn.event_dim  # the ends of a Uniform are no matrices
+    }
+    if not kept:
+        return fn
+    new = object.__new__(type(fn))
+    new.__dict__.update(vars(fn) | kept)
+    return new
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Those that a distribution, a transform or a list of them is made of."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, _WITHIN) and not isinstance(value, torch.Size):
+        for part in value if isinstance(value, list | tuple) else vars(value).values():
+            yield from _tensors(part)
+
+
+def _rebuilt(value: Any, use: Callable[[Tensor], Tensor], batch: Callable[[Any], Any]) -> Any:
+    """A copy with other tensors and batch shapes; arguments are not checked again."""
+    if isinstance(value, Tensor):
+        return use(value)
+    if not isinstance(value, _WITHIN) or isinstance(value, torch.Size):
+        return value
+    if isinstance(value, list | tuple):
+        return type(value)(_rebuilt(part, use, batch) for part in value)
+    new: Any = object.__new__(type(value))
+    new.__dict__.update({n: _rebuilt(part, use, batch) for n, part in vars(value).items()})
+    if isinstance(value, Distribution):
+        new._batch_shape = torch.Size(batch(value.batch_shape))
+    else:
+        new._cached_x_y, new._inv = (None, None), None
+    return new
+
+
+class Inside(TorchDistribution):
+    """A law that is evaluated under vmap, wherever it is used.
+
+    Args:
+        fn: the law, its tensors ``(S or 1, K or 1, *shape)``.
+        support: of the law.
+        sizes: S, or None for no draws, and K.
+        layout: of the site.
+    """
+
+    arg_constraints = {}  # noqa: RUF012  (torch's interface)
+
+    def __init__(
+        self, fn: Any, support: Any, sizes: tuple[int | None, int], layout: Layout
+    ) -> None:
+        self.fn, self._support, self.sizes, self.layout = fn, support, sizes, layout
+        self.own = torch.Size(layout.batch[axis] for axis in layout.own)
+        draws = () if sizes[0] is None else (sizes[0],)
+        lead = torch.Size((*draws, sizes[1], layout.width))
+        super().__init__(lead, self.own + fn.event_shape, validate_args=False)
+
+    @classmethod
+    def of(cls, fn: Any, levels: Levels, layout: Layout) -> Inside:
+        """The law that a program has inside."""
+        sizes = (levels.draws[1] if levels.draws else None), levels.clients[1]
+        return cls(_rebuilt(fn, levels.outside, lambda shape: shape), fn.support, sizes, layout)
+
+    @property
+    def support(self) -> Any:
+        """That of the law, the dimensions of its own in front."""
+        return torch.distributions.constraints.independent(self._support, len(self.own))
+
+    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> Inside:
+        """The same: it has all draws and clients already."""
+        new = Inside(self.fn, self._support, self.sizes, self.layout)
+        new._batch_shape = torch.Size(batch_shape)
+        return new
+
+    def _run(self, use: Callable[..., Tensor], *values: Tensor) -> Tensor:
+        """A function of the law, and of values of the site, that is taken inside."""
+        with opened(*self.sizes) as levels:
+            fn = _rebuilt(self.fn, levels.inside, lambda shape: shape)
+            found = use(fn, *(levels.enter(v, self.layout, len(self.event_shape)) for v in values))
+            with temporarily_clear_interpreter_stack():
+                return levels.leave(found, self.layout)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Summed over the dimensions of its own."""
+        found = self._run(lambda fn, inside: fn.log_prob(inside).expand(fn.batch_shape), value)
+        return found.flatten(-len(self.own)).sum(-1) if self.own else found
+
+    @property
+    def mean(self) -> Tensor:
+        """Of each entry."""
+        return self._run(lambda fn: fn.mean.expand(fn.batch_shape + fn.event_shape))
+
+    @property
+    def variance(self) -> Tensor:
+        """Of each entry."""
+        return self._run(lambda fn: fn.variance.expand(fn.batch_shape + fn.event_shape))
+
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
+        """One after the other: vmap draws no numbers."""
+        assert not sample_shape
+        draws, clients = self.sizes[0] or 1, self.sizes[1]
+
+        def one(draw: int, client: int) -> Tensor:
+            fn = _rebuilt(
+                self.fn,
+                lambda value: value[min(draw, len(value) - 1), min(client, value.shape[1] - 1)],
+                lambda shape: shape,
+            )
+            return fn.sample().expand(fn.batch_shape + fn.event_shape)
+
+        values = [one(*at) for at in product(range(draws), range(clients))]
+        found = self.layout.outside(torch.stack(values).unflatten(0, (draws, clients)))
+        found = found if self.sizes[0] else found.squeeze(0)
+        return found.expand(self.batch_shape + self.event_shape)

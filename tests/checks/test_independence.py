@@ -1,0 +1,218 @@
+"""Models that mix clients, draws or rows are refused, and no others. Each fitted without a word before this check."""
+
+import itertools
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import bayesfed as bf
+from bayesfed import datasets, models, simulations
+from bayesfed.checks.independence import check_independence
+from tests.invariants.cases import CASES, federation
+
+
+def ragged():
+    generator = np.random.default_rng(3)
+    sizes = [3, 9, 5, 12, 1, 7]
+    return bf.Federation.from_arrays(
+        {
+            f"c{n}": {"x": generator.normal(1.0, 1.0, n), "y": generator.normal(3.0, 1.0, n)}
+            for n in sizes
+        }
+    )
+
+
+def equal():
+    """As many rows for each client, where no batch has padding by itself."""
+    generator = np.random.default_rng(3)
+    return bf.Federation.from_arrays(
+        {
+            f"c{i}": {"x": generator.normal(1.0, 1.0, 6), "y": generator.normal(3.0, 1.0, 6)}
+            for i in range(4)
+        }
+    )
+
+
+def model(
+    prior=lambda f: dist.Normal(0.0, 5.0),
+    local=lambda f, mu: dist.Normal(mu, 1.0),
+    value=lambda a: a,
+    mean=lambda a, x: a + 0.5 * x,
+):
+    """A hierarchy of intercepts, of which a part may be wrong."""
+
+    def hierarchy(federation):
+        mu = pyro.sample("mu", prior(federation))
+        with federation.clients():
+            a = pyro.sample("a", local(federation, mu))
+            with federation.observations() as obs:
+                pyro.sample("y", dist.Normal(mean(value(a), obs["x"]), 1.0), obs=obs.get("y"))
+
+    return hierarchy
+
+
+def outside(federation):
+    """The observed site is one indent too shallow: padding counts as data."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    with federation.clients():
+        a = pyro.sample("a", dist.Normal(mu, 1.0))
+        with federation.observations() as obs:
+            pass
+        pyro.sample("y", dist.Normal(a, 1.0), obs=obs["y"])
+
+
+def slopes(reduce):
+    """A vector of slopes that is summed to a mean."""
+
+    def regression(federation):
+        b = pyro.sample("b", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        with federation.clients():
+            a = pyro.sample("a", dist.Normal(0.0, 1.0))
+            with federation.observations() as obs:
+                pyro.sample("y", dist.Normal(a + reduce(b) * obs["x"], 1.0), obs=obs.get("y"))
+
+    return regression
+
+
+RUNS = itertools.count()
+
+
+def own_noise(a, x):
+    """Another number at each run, and never nearly the same."""
+    return a + 0.5 * x + 0.3 * next(RUNS)
+
+
+WRONG = {
+    "centred over clients": (
+        model(value=lambda a: a - a.mean(-2, keepdim=True)),
+        "site 'y' depends",
+    ),
+    "observed outside observations": (outside, "site 'y' depends"),
+    "mean over padding": (
+        model(mean=lambda a, x: a + x.mean(-1, keepdim=True)),
+        "site 'y' depends",
+    ),
+    "centred over the cohort": (
+        model(mean=lambda a, x: a + x - x.mean()),
+        "site 'y' depends",
+    ),
+    "data in a local prior": (
+        model(local=lambda f, mu: dist.Normal(mu + f.fields["y"].mean(), 1.0)),
+        "site 'a' depends",
+    ),
+    "number of clients in a local prior": (
+        model(local=lambda f, mu: dist.Normal(mu, 1.0 / len(f))),
+        "site 'a' depends",
+    ),
+    "number of clients in a global prior": (
+        model(prior=lambda f: dist.Normal(0.0, 1.0 * len(f))),
+        "site 'mu' ",
+    ),
+    "data in a global prior": (
+        model(prior=lambda f: dist.Normal(f.fields["y"].mean(), 1.0)),
+        "site 'mu' ",
+    ),
+    "numbers of its own": (model(mean=own_noise), "site 'y' differs from one run to the next"),
+}
+
+
+@pytest.mark.parametrize("algorithm", [bf.SFVI(), bf.FedAvg()], ids=str)
+@pytest.mark.parametrize("name", WRONG)
+def test_models_that_mix_are_refused(name, algorithm):
+    wrong, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        bf.start(wrong, ragged(), algorithm, rounds=1)
+
+
+PADDED = ("mean over padding", "observed outside observations")
+"""Right where no client is ever padded."""
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_padding_is_no_matter_where_there_is_none(name):
+    wrong, message = WRONG[name]
+    if name in PADDED:
+        bf.start(wrong, equal(), bf.SFVI(), rounds=1)
+    else:
+        with pytest.raises(ValueError, match=message):
+            bf.start(wrong, equal(), bf.SFVI(), rounds=1)
+
+
+def lagged(federation):
+    """A row looks at the one before it."""
+    rho = pyro.sample("rho", dist.Normal(0.0, 1.0))
+    with federation.clients():
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        with federation.observations() as obs:
+            y = obs["y"]
+            before = torch.cat([y[..., :1], y[..., :-1]], -1)
+            pyro.sample("y", dist.Normal(a + rho * before, 1.0), obs=y)
+
+
+def test_rows_that_look_at_others_are_refused_in_minibatches_only():
+    with pytest.raises(
+        ValueError, match="site 'y' depends on the order of a client's rows.*leave out batch_size"
+    ):
+        bf.start(lagged, ragged(), bf.SFVI(), rounds=1, batch_size=2)
+    bf.start(lagged, ragged(), bf.SFVI(), rounds=1)
+
+
+RIGHT = {
+    "intercepts": (model(), ragged),
+    "equal rows": (model(), equal),
+    "slopes": (slopes(lambda b: b.sum(-1)), ragged),
+    "one client": (model(), lambda: ragged().select(["c5"])),
+    "one client of one row": (model(), lambda: ragged().select(["c1"])),
+    "eight schools": (models.eight_schools, datasets.eight_schools),
+    "varying_slope": (models.varying_slope, datasets.grunfeld),
+    "logistic": (models.hierarchical_logistic, datasets.china_smoking),
+    "count": (models.hierarchical_count, datasets.randhie),
+}
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_models_pass(name, batch_size):
+    right, data = RIGHT[name]
+    bf.start(right, data(), bf.SFVI(), rounds=1, batch_size=batch_size)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_algorithm_and_model_of_the_laws_passes(name):
+    (algorithm, problem), data = CASES[name](), federation()
+    check_independence(algorithm.program(problem, data), data, shuffled=True)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_gaussian_processes_pass(seed):
+    """Their covariances are nearly singular: what is padded rounds differently."""
+    train, _ = simulations.polynomials(clients=12, seed=seed)
+    torch.manual_seed(seed)
+    process = models.GaussianProcess(models.mlp(1, 16, 1), features=models.mlp(1, 16, 2))
+    bf.start(process, train, bf.PACPFL(), rounds=1)
+
+
+def by_beds(federation):
+    """A predictor of clients, not of rows."""
+    slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+    with federation.clients():
+        level = pyro.sample("level", dist.Normal(slope * federation.of_clients("beds"), 0.01))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Normal(level, 1.0), obs=obs.get("y"))
+
+
+def test_a_predictor_of_clients():
+    rows = {"a": {"beds": [2.0, 2.0], "y": [4.0, 4.1]}, "b": {"beds": [5.0], "y": [10.0]}}
+    posterior = bf.fit(by_beds, bf.Federation.from_arrays(rows))
+    draws = posterior.sample(2000)
+    torch.testing.assert_close(
+        draws["level"].mean(0), draws["slope"].mean() * torch.tensor([2.0, 5.0]), rtol=0, atol=0.02
+    )
+    rows["a"]["beds"][1] = 3.0
+    with pytest.raises(
+        ValueError, match="client 'a', row 1: field 'beds' differs between the client's rows"
+    ):
+        bf.fit(by_beds, bf.Federation.from_arrays(rows), rounds=1)

@@ -1,0 +1,277 @@
+"""A run without a number of rounds stops when q(θ) is where it was going, and not before."""
+
+import importlib
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import bayesfed as bf
+from bayesfed import datasets, models
+from bayesfed.engine.stopping import convergence
+from bayesfed.engine.stopping.convergence import Settling
+from bayesfed.output.correction import Weighed
+
+EAGER = bf.Execution(compile=False)
+
+
+def fresh(clients=1, sites=None, levels=(1.0,), weighed=False):
+    sites = sites or {"mu": 1}
+    size = sum(sites.values())
+    places = torch.zeros(convergence.BOUND + 1, 2, size)
+    places[0, 1] = 1.0
+    marks = torch.tensor([0, 0, 0, 0, not weighed], dtype=torch.int64)
+    visits = torch.zeros(clients, dtype=torch.int64)
+    return Settling(levels, places, torch.ones(convergence.BOUND), visits, marks, sites, 0.3, 1.0)
+
+
+def stops(of, mean, *, sd=1.0, pace=1.0, elbo=0.0, cohort=lambda n: torch.tensor([0]), rounds=400):
+    """After how many rounds a run is done whose mean is so many, by round, and the ELBO likewise."""
+    value = elbo if callable(elbo) else lambda n: elbo
+    for n in range(1, rounds + 1):
+        where = torch.stack([torch.as_tensor(mean(n)).reshape(-1), torch.full((1,), sd)])
+        history = torch.tensor([value(i) for i in range(1, n + 1)], dtype=torch.float64)
+        of.record(where, pace, history, cohort(n))
+        if of.settled:
+            return n
+    return None
+
+
+@pytest.mark.parametrize(
+    "algorithm", [bf.SFVI(), bf.SFVI(global_guide=bf.Flow()), bf.PVI()], ids=str
+)
+def test_it_begins_at_full_rate(algorithm):
+    assert bf.start(models.eight_schools, datasets.eight_schools(), algorithm).rate == 1.0
+
+
+def test_what_does_not_move_is_done_at_once():
+    least = convergence.LEAST + convergence.COOLING
+    assert stops(fresh(), lambda n: 0.0) == least
+
+
+@pytest.mark.parametrize("shrinks", [0.5, 0.8, 0.9, 0.97])
+def test_it_stops_where_little_is_left(shrinks):
+    """Of 20 sd, a part of what is left in each round."""
+    done = stops(fresh(), lambda n: 20.0 * shrinks**n, pace=1 - shrinks)
+    assert done is not None
+    assert 20.0 * shrinks**done < 0.1
+
+
+def test_noise_is_no_way_to_go_and_much_noise_is_no_rest():
+    noise = torch.randn(401, generator=torch.Generator().manual_seed(0)).tolist()
+    quiet, loud = (
+        stops(fresh(), lambda n, size=size: size * noise[n], pace=1.0) for size in (0.03, 1.0)
+    )
+    assert quiet is not None and quiet < 15
+    assert loud is None or loud > 100
+
+
+@pytest.mark.parametrize("drift", [0.01, 0.003])
+def test_a_slow_drift_is_not_rest(drift):
+    """As long as it lasts, and it comes to more than a tenth of a standard deviation in a third of the rounds."""
+    most = (
+        3 * convergence.MOVED / drift
+    )  # the rounds whose third has a longer drift than is allowed
+    done = stops(fresh(), lambda n: drift * n + 0.3 * n**0.5, pace=0.05, rounds=int(most))
+    assert done is None
+
+
+def test_a_plateau_of_q_on_which_the_elbo_rises_is_not_rest():
+    done = stops(
+        fresh(), lambda n: 0.0 if n < 60 else 5.0, elbo=lambda n: min(n, 60) * 1.0, rounds=60
+    )
+    assert done is None
+    assert stops(fresh(), lambda n: 0.0, elbo=0.0, rounds=60) is not None
+
+
+def test_every_client_must_have_been_seen_since_q_came_here():
+    """The last of four is seen in every tenth round only, and q(θ) moves when it is."""
+    seen = {}
+
+    def cohort(n):
+        return torch.tensor([3]) if n % 10 == 0 else torch.arange(3)
+
+    def mean(n):
+        seen[n] = 4.0 * (1 - 0.2 ** (n // 10))
+        return seen[n]
+
+    done = stops(fresh(clients=4), mean, cohort=cohort)
+    assert done is not None and done >= 30
+    assert 4.0 - seen[done] < 0.1
+    never = stops(fresh(clients=2), lambda n: 0.0, cohort=lambda n: torch.tensor([0]))
+    assert never is None
+
+
+def test_one_coordinate_that_moves_is_enough():
+    def mean(n):
+        return torch.tensor([0.0, 0.2 * n])
+
+    of = fresh(sites={"mu": 1, "beta": 1})
+    for n in range(1, 50):
+        where = torch.stack([mean(n), torch.ones(2)])
+        of.record(where, 1.0, torch.zeros(n, dtype=torch.float64), torch.tensor([0]))
+    assert not of.settled
+    assert list(of.to_go(49)) == ["beta"]
+
+
+def test_what_is_no_number_is_not_still():
+    of = fresh(sites={"mu": 1, "beta": 1})
+    for n in range(1, 20):
+        where = torch.tensor([[0.0, math.nan], [1.0, 1.0]])
+        of.record(where, 1.0, torch.zeros(n, dtype=torch.float64), torch.tensor([0]))
+    assert not of.settled
+
+
+def test_a_run_that_moves_while_its_rates_fall_goes_on():
+    of = fresh()
+    done = stops(of, lambda n: 0.0 if n < 5 else 2.0)
+    assert done is not None and done > 12
+
+
+def test_levels_come_one_after_the_other():
+    of, rates = fresh(levels=(1.0, 0.5)), []
+
+    def mean(n):
+        rates.append(of.rate(0.01, n - 1))
+        return 0.0
+
+    done = stops(of, mean)
+    first, second = rates.index(0.5), done - convergence.COOLING
+    assert rates[:first] == [1.0] * convergence.LEAST
+    assert set(rates[first:second]) == {0.5}
+    assert rates[second:] == sorted(rates[second:], reverse=True) and rates[-1] < 0.1
+
+
+def test_near_is_enough_where_draws_are_weighed_and_only_once():
+    shrinks, far = 0.9, 20.0
+
+    def mean(n):
+        return far * shrinks**n
+
+    of = fresh(weighed=True)
+    near = stops(of, mean, pace=1 - shrinks)
+    assert of.near and mean(near) < convergence.NEAR * convergence.STILL
+    assert of.rate(0.01, near) == 1.0
+    of.go_on()  # their weights did not tell
+    assert not of.settled and not of.near
+    done, whole = near, stops(fresh(), mean, pace=1 - shrinks)
+    while not of.settled:
+        done += 1
+        where = torch.tensor([[mean(done)], [1.0]])
+        of.record(where, 1 - shrinks, torch.zeros(done, dtype=torch.float64), torch.tensor([0]))
+    assert done == whole > near and not of.near
+
+
+# -- fits ------------------------------------------------------------------------------------------
+
+
+def outlier(federation):
+    mu = pyro.sample("mu", dist.Normal(0.0, 100.0))
+    with federation.clients():
+        a = pyro.sample("a", dist.Normal(mu, 1.0))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Normal(a, 1.0), obs=obs.get("y"))
+
+
+@pytest.mark.parametrize("cohort", [1.0, 1])
+def test_a_fit_ends_at_the_exact_posterior(cohort):
+    """One of six clients is far from the others; one a round is seen, or all."""
+    generator = torch.Generator().manual_seed(0)
+    rows = {
+        f"{i}": {"y": (8.0 if i == 4 else 0.0) + torch.randn(8, generator=generator)}
+        for i in range(6)
+    }
+    federation = bf.Federation.from_arrays(rows)
+    posterior = bf.fit(outlier, federation, clients_per_round=cohort, execution=EAGER)
+    # y_i's mean is N(mu, 1 + 1/8)
+    means = torch.stack([value["y"].mean() for value in rows.values()]).double()
+    precision = 6 / 1.125 + 100.0**-2
+    exact = float(means.sum() / 1.125 / precision)
+    params = posterior.params
+    start = posterior.program.guide.globals["mu"]
+    loc = float(start.loc + start.scale * params["global.loc"])
+    sd = float(start.scale * params["global.log_scale"].exp())
+    assert posterior.settled
+    assert posterior.caveat == ""
+    assert abs(loc - exact) < 0.1 * precision**-0.5
+    assert 0.9 < sd * precision**0.5 < 1.1
+
+
+def test_what_it_says_and_keeps(tmp_path):
+    schools = datasets.eight_schools()
+    posterior = bf.fit(models.eight_schools, schools, execution=EAGER)
+    rounds = len(posterior.history["elbo"])
+    assert posterior.settled and rounds < 30
+    assert f"settled in {rounds} rounds" in repr(posterior)
+    posterior.save(tmp_path / "a.safetensors")
+    assert bf.Posterior.load(tmp_path / "a.safetensors", models.eight_schools, schools).settled
+    given = bf.fit(models.eight_schools, schools, rounds=rounds, execution=EAGER)
+    assert given.settled is None and len(given.history["elbo"]) == rounds
+
+
+def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path):
+    schools, file = datasets.eight_schools(), tmp_path / "run.safetensors"
+
+    def interrupt(done):
+        if done.number == 5:
+            raise KeyboardInterrupt
+
+    what = {"clients_per_round": 0.5, "execution": EAGER}
+    whole = bf.fit(models.eight_schools, schools, **what)
+    with pytest.raises(KeyboardInterrupt):
+        bf.fit(models.eight_schools, schools, resume=file, callbacks=[interrupt], **what)
+    again = bf.fit(models.eight_schools, schools, resume=file, **what)
+    for name, value in whole.params.items():
+        assert torch.equal(again.params[name], value), name
+    assert torch.equal(again.history["elbo"], whole.history["elbo"])
+    over = bf.start(models.eight_schools, schools, resume=file, **what)
+    assert over.done == over.rounds == len(whole.history["elbo"])
+    with pytest.raises(ValueError, match='rounds "until it has settled"'):
+        bf.fit(models.eight_schools, schools, resume=file, rounds=40, **what)
+
+
+def test_a_fit_whose_draws_say_nothing_goes_on(monkeypatch, tmp_path):
+    """To where it would have settled without them; so does one that was stopped as they were weighed."""
+    schools, file = datasets.eight_schools(), tmp_path / "run.safetensors"
+    fitting = importlib.import_module("bayesfed.fitting")
+    near = bf.fit(models.eight_schools, schools, execution=EAGER)
+    plain = bf.fit(models.eight_schools, schools, bf.SFVI(corrected=False), execution=EAGER)
+    rounds = len(plain.history["elbo"])
+    assert near.settled and near.correction is not None and len(near.history["elbo"]) < rounds
+
+    def interrupt(posterior):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fitting, "weighed", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        bf.fit(models.eight_schools, schools, execution=EAGER, resume=file)
+    monkeypatch.setattr(fitting, "weighed", lambda posterior: Weighed(good=False))
+    run = bf.start(models.eight_schools, schools, execution=EAGER, resume=file)
+    assert run.done == len(near.history["elbo"]) < run.rounds
+    for given in ({}, {"resume": file}):
+        found = bf.fit(models.eight_schools, schools, execution=EAGER, **given)
+        assert found.settled and len(found.history["elbo"]) == rounds
+        for name, value in plain.params.items():
+            assert torch.equal(found.params[name], value)
+
+
+def test_the_bound_is_said(monkeypatch):
+    monkeypatch.setattr(convergence, "risen", lambda values: math.inf)
+    monkeypatch.setattr(importlib.import_module("bayesfed.fitting"), "BOUND", 12)
+    posterior = bf.fit(models.eight_schools, datasets.eight_schools(), execution=EAGER)
+    assert posterior.settled is False
+    assert "12 rounds" in posterior.caveat
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "more", "said"),
+    [
+        (bf.FedAvg(), {}, "FedAvg has no q"),
+        (bf.SFVI(), {"privacy": bf.Privacy(epsilon=1.0)}, "privacy is told for a number"),
+    ],
+)
+def test_who_cannot_stop_by_itself_is_refused(algorithm, more, said):
+    with pytest.raises(ValueError, match=f"rounds: {said}"):
+        bf.fit(models.eight_schools, datasets.eight_schools(), algorithm, **more)
