@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bayesfed.algorithms.protocol import Algorithm, Turn
-from bayesfed.algorithms.sfvi import SFVI
+from bayesfed.algorithms import SFVI, Algorithm
+from bayesfed.rules.rule import Turn
 from bayesfed.checks.independence import check_independence
 from bayesfed.checks.units import warn_of_units
 from bayesfed.data.federation import Federation, Model
@@ -155,18 +155,18 @@ def begun(
         if privacy is not None:
             raise ValueError("rounds: privacy is told for a number of rounds, give one")
         turn = Turn(program, noise.key(0), size)
-        if algorithm.pace(turn, server) is not None:
-            levels, params = algorithm.levels(program), algorithm.params(server)
+        if algorithm.progress(turn, server) is not None:
+            levels, params = program.levels, algorithm.params(server)
             share = size / len(federation)
             weighed = algorithm.corrected
             run.settling = settling(program, params, levels, program.rows, share, weighed)
         if run.settling is None:
             raise ValueError(
-                f"rounds: {type(algorithm).__name__} has no q(θ) here whose width says when it is done, give a number, "
+                f"rounds: {algorithm} has no q(θ) here whose width says when it is done, give a number, "
                 "or held_out, rows that do"
             )
-    if algorithm.no_noise and run.multiplier:
-        raise ValueError(f"{type(algorithm).__name__} cannot be private: {algorithm.no_noise}")
+    if algorithm.rule.no_noise and run.multiplier:
+        raise ValueError(f"{algorithm} cannot be private: {algorithm.rule.no_noise}")
     if resume is not None:
         run.file = Checkpoint(Path(resume), run.settings, program, federation)
     begin(run)
@@ -230,7 +230,7 @@ def concluded(run: Run, local_params: Mapping[str, Tensor]) -> Posterior:
         rising = to_rise(elbo, run.program.rows, final, run.rounds)
     else:
         moving, rising = run.settling.to_go(run.done), 0.0
-    if run.algorithm.particles == 1:  # of a few particles the standard deviation is no measure
+    if run.program.particles == 1:  # of a few particles the standard deviation is no measure
         warn_if_moving(caveat(moving, rising, run.done), moving)
     return Posterior(
         program=run.program,

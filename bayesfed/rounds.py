@@ -15,7 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesfed.algorithms.protocol import Turn, Upload
+from bayesfed.rules.rule import Turn
+from bayesfed.steps.job import Parts
+from bayesfed.engine.parts import flat, nested
 from bayesfed.elbo import noise
 from bayesfed.engine import processes
 from bayesfed.engine.checks import check_growth, refusal
@@ -53,7 +55,7 @@ class Asked:
         began: when, for how long the round takes.
     """
 
-    message: Upload
+    message: Parts
     cohort: Tensor
     number: int
     rate: float
@@ -74,7 +76,7 @@ class Answer(NamedTuple):
         noised: the noise of privacy is in the sum.
     """
 
-    total: Upload
+    total: dict[str, Tensor]
     sound: Tensor
     said: Tensor
     terms: Tensor | None = None
@@ -128,7 +130,7 @@ def answer(run: Run, asked: Asked) -> Answer:
     return Answer(total, sound, torch.stack(said), terms)
 
 
-def lasts(run: Run, asked: Asked, total: Upload, counted: int) -> bool:
+def lasts(run: Run, asked: Asked, total: dict[str, Tensor], counted: int) -> bool:
     """Whether the server can go on from a sum of ``counted`` uploads: it has a next state, and can ask by it.
 
     Changes nothing.
@@ -136,11 +138,11 @@ def lasts(run: Run, asked: Asked, total: Upload, counted: int) -> bool:
     turn = replace(_turn(run, asked.rate), cohort=counted)
     try:
         with threads(run.numbers), using(run.compiler), _solvable(run):
-            server, term = run.algorithm.decode(turn, run.server, total)
+            server, term = run.algorithm.decode(turn, run.server, nested(total))
             message = run.algorithm.broadcast(turn, server)
     except FloatingPointError:
         return False
-    numbers = [term, *run.algorithm.params(server).values(), *message.values()]
+    numbers = [term, *run.algorithm.params(server).values(), *flat(message).values()]
     return not any(bool(value.isnan().any()) for value in numbers)
 
 
@@ -169,9 +171,10 @@ def take(run: Run, asked: Asked, found: Answer) -> Round:
             next_clip = run.privacy.adapted(total, run.clip, run.multiplier, run.size)
         if names:
             turn = replace(turn, cohort=len(names))
-            server, server_term = algorithm.decode(turn, run.server, total)
+            server, server_term = algorithm.decode(turn, run.server, nested(total))
         if run.privacy is not None and noisy and run.done + 1 == run.rounds:
-            run.privacy.warn_if_shaken(algorithm.shaken(server))
+            progress = algorithm.progress(turn, server)
+            run.privacy.warn_if_shaken(progress.noise if progress else 0.0)
     if not math.isfinite(server_term):
         raise Stopped(
             f"the server's ELBO term is {float(server_term)}; lower the learning rate or check the priors of the "
@@ -200,11 +203,11 @@ def take(run: Run, asked: Asked, found: Answer) -> Round:
     elif run.settling is None:
         record(run.path, params, algorithm.lr_decay, run.done - 1, run.rounds)
     else:
-        pace = algorithm.pace(turn, server)
-        assert pace is not None
+        progress = algorithm.progress(turn, server)
+        assert progress is not None
         with using(run.compiler):
             where = place(run.program, params, run.settling.sites)
-        run.settling.record(where, pace, run.history[0, : run.done], cohort[taken])
+        run.settling.record(where, progress.pace, run.history[0, : run.done], cohort[taken])
     if run.settling is not None and run.settling.settled:
         run.rounds = run.done
     check_growth(run.program, params)

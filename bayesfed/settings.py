@@ -71,14 +71,14 @@ def schema(cls: type[Any]) -> type[BaseModel]:
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         default = ... if default is dataclasses.MISSING else default
-        fields[field.name] = (_ruled(hints[field.name]), default)
+        fields[field.name] = (ruled(hints[field.name]), default)
     return create_model(cls.__name__, __base__=Strict, **fields)  # type: ignore[call-overload]
 
 
-def _ruled(kind: Any) -> Any:
+def ruled(kind: Any) -> Any:
     """An annotation with the rule of plain numbers; dataclasses are checked by themselves."""
     if get_origin(kind) in (Union, UnionType):
-        return Union[tuple(map(_ruled, get_args(kind)))]  # noqa: UP007
+        return Union[tuple(map(ruled, get_args(kind)))]  # noqa: UP007
     if dataclasses.is_dataclass(kind):
         return Any
     return {int: Count, float: Weight}.get(kind, kind) if isinstance(kind, type) else kind
@@ -102,7 +102,7 @@ def check(settings: Any, where: str = "") -> None:
     cls, data = type(settings), {}
     code = callables(cls)
     for field in dataclasses.fields(settings):
-        value = data[field.name] = _plain(getattr(settings, field.name))
+        value = data[field.name] = plain_number(getattr(settings, field.name))
         if field.name not in code:
             check(value, f"{where}.{field.name}".lstrip("."))
     validated(schema(cls), data, where)
@@ -117,65 +117,14 @@ def made(cls: type[T], data: Any, where: str) -> T:
         raise SettingsError(f"{where}: {error}") from None
 
 
-def families(cls: type[Any]) -> dict[str, dict[str, type[Any]]]:
-    """Fields that hold a dataclass: field name to what may stand there, by name."""
-    found: dict[str, dict[str, type[Any]]] = {}
-    for name, kind in get_type_hints(cls).items():
-        members = {
-            m.__name__: m
-            for m in get_args(kind)
-            if isinstance(m, type) and dataclasses.is_dataclass(m)
-        }
-        if members:
-            found[name] = members
-    return found
-
-
 def callables(cls: type[Any]) -> list[str]:
     """Fields that hold code."""
     return [n for n, kind in get_type_hints(cls).items() if "Callable" in str(kind)]
 
 
-def _plain(value: Any) -> Any:
+def plain_number(value: Any) -> Any:
     """A NumPy number as Python's."""
     return value.item() if hasattr(value, "item") else value
-
-
-# -- to plain data --------------------------------------------------------------------------------
-
-
-def settings_of(algorithm: Any) -> dict[str, Any]:
-    """Plain data (fit for JSON) of which :func:`~bayesfed.algorithms.registry.algorithm_of` makes an equal algorithm.
-
-    A Pyro guide of the user's own becomes ``"custom"``.
-
-    Raises:
-        TypeError: the algorithm is no dataclass, or a field holds something other than plain data.
-
-    Example:
-        >>> import bayesfed as bf
-        >>> from bayesfed.settings import settings_of
-        >>> settings_of(bf.SFVI(global_guide=bf.MeanField(), lr=0.1))["global_guide"]
-        {'name': 'MeanField', 'init_scale': 0.3}
-    """
-    name = type(algorithm).__name__
-    if not dataclasses.is_dataclass(algorithm):
-        raise TypeError(f"the settings of {name} cannot be stored: it is not a dataclass")
-    data: dict[str, Any] = {"name": name}
-    for field in dataclasses.fields(algorithm):
-        value = _plain(getattr(algorithm, field.name))
-        if dataclasses.is_dataclass(value) and field.name not in callables(type(algorithm)):
-            value = settings_of(value)
-        elif callable(value):
-            value = CUSTOM
-        try:
-            data[field.name] = json.loads(json.dumps(value))
-        except TypeError:
-            raise TypeError(
-                f"the settings of {name} cannot be stored: {field.name} is a "
-                f"{type(value).__name__}, not plain data"
-            ) from None
-    return data
 
 
 # -- messages -------------------------------------------------------------------------------------

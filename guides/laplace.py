@@ -25,6 +25,8 @@ from bayesfed.guides.params_as_sites import lifted
 from bayesfed.guides.precisions import FLOOR, definite, solve, times
 
 _WEAKEST, _STEPS = 1e-2, 4
+SMALL = 50
+"""The largest number of dimensions of θ for which whole matrices are the default."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,13 @@ class Laplace(Hierarchical):
     Attributes:
         apart: all sites independent of each other, for locals that are not conditioned on θ.
         start: where θ starts, ``(D,)``.
+        covariance: ``"full"``, ``"e-full"`` or ``"diagonal"``.
         layered: every number of θ that the likelihood reads is a weight of one linear layer.
     """
 
     apart: Factorised = field(default_factory=lambda: Factorised({}, {}))
     start: Tensor = field(default_factory=lambda: torch.zeros(0))
+    covariance: str = "full"
     layered: bool = False
 
     def __call__(self, federation: Any) -> None:
@@ -70,6 +74,11 @@ class Laplace(Hierarchical):
     def variables(self) -> int:
         """How many numbers a client has."""
         return sum(self.sizes[1].values())
+
+    @property
+    def small(self) -> bool:
+        """Whether θ has few enough numbers for whole Hessians."""
+        return len(self.start) <= SMALL
 
     @property
     def integrated(self) -> bool:
@@ -212,21 +221,21 @@ class Laplace(Hierarchical):
 
 
 def laplace(
-    model: Model, federation: Federation, precision: float, full: bool | None, full_up_to: int
+    model: Model, federation: Federation, gamma: float, covariance: str | None = None
 ) -> Laplace:
-    """The :class:`Laplace` guide of a model, whose ``pyro.param`` get the prior N(start, 1 / precision).
+    """Return the :class:`Laplace` guide of a model, whose ``pyro.param`` get the prior N(start, 1 / γ).
 
     Args:
         model: the Pyro model.
         federation: the clients' data.
-        precision: of those priors.
-        full: a full covariance of θ; by default where θ has ``full_up_to`` numbers at most.
-        full_up_to: see above.
+        gamma: γ.
+        covariance: ``"full"``, ``"e-full"`` or ``"diagonal"``; by default full where θ has :data:`SMALL` numbers at
+            most, else diagonal.
 
     Raises:
         ValueError: the model has no global variables, or the bounds of one depend on others.
     """
-    random = lifted(model, federation, precision)
+    random = lifted(model, federation, gamma)
     found = sites(random, federation)
     names = [site.name for site in found.values() if not site.local and not site.observed]
     if not names:
@@ -237,7 +246,8 @@ def laplace(
     apart = factorised(random, federation)
     starts = {n: random.starts.get(n, apart.globals[n].start).reshape(-1) for n in names}
     start = torch.cat(list(starts.values())).to(federation.dtype)
-    family = FullRank() if (len(start) <= full_up_to if full is None else full) else MeanField()
+    covariance = covariance or ("full" if len(start) <= SMALL else "diagonal")
+    family = FullRank() if covariance == "full" else MeanField()
     guide = automatic(random, found, federation, family, conditioned=True)
     few = sum(len(start.loc) for start in guide.locals.values()) <= FULL_UP_TO
     if not few or set(guide.normal) != set(guide.locals):
@@ -245,7 +255,9 @@ def laplace(
     apart = replace(apart, local_point=not few)
     own = {n: Start(torch.zeros_like(v), torch.ones_like(v)) for n, v in starts.items()}
     parts = {part.name: getattr(guide, part.name) for part in fields(guide)}
-    return Laplace(**parts | {"globals": own, "start": start, "apart": apart})
+    return Laplace(
+        **parts | {"globals": own, "start": start, "apart": apart, "covariance": covariance}
+    )
 
 
 def gaussian(loc: Tensor, precision: Tensor) -> dict[str, Tensor]:

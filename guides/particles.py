@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyro
@@ -14,6 +14,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import biject_to
 
+from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.handlers import Until, is_plate, origin
 from bayesfed.elbo.sites import Site, prior_draws
@@ -78,12 +79,16 @@ class Particles:
         sizes: how many numbers each global latent site has, unconstrained.
         locals: the local latent sites.
         start: the particles at first, ``(k, D)``.
+        draws: L, draws of the local variables for each particle.
+        beta: β in place of n_i, see :meth:`temper`.
     """
 
     model: Model
     sizes: Mapping[str, int]
     locals: tuple[str, ...]
     start: Tensor
+    draws: int = 1
+    beta: float | None = None
     needs_rows = False
 
     def __call__(self, federation: Any) -> None:
@@ -95,12 +100,23 @@ class Particles:
         with Until([*self.sizes, *self.locals]), _FromPrior(given, self.locals):
             self.model(federation.head())
 
+    def temper(self, batch: Batch) -> Batch:
+        """Return the batch with β in place of n_i: its rows count β / n_i as much."""
+        if self.beta is None:
+            return batch
+        return replace(batch, scale=self.beta / batch.mask.sum(-1, keepdim=True).to(batch.scale))
+
     def __str__(self) -> str:
         return f"{len(self.start)} particles, locals from their prior"
 
 
 def from_prior(
-    model: Model, sites: Mapping[str, Site], federation: Federation, count: int
+    model: Model,
+    sites: Mapping[str, Site],
+    federation: Federation,
+    count: int,
+    draws: int = 1,
+    beta: float | None = None,
 ) -> Particles:
     """The :class:`Particles` guide of a model, at draws of its prior with the seed of torch's generator.
 
@@ -116,7 +132,7 @@ def from_prior(
     start = torch.cat(list(flat.values()), 1)
     sizes = {name: value.shape[1] for name, value in flat.items() if name}
     locals_ = tuple(site.name for site in sites.values() if site.local and not site.observed)
-    return Particles(model, sizes, locals_, start)
+    return Particles(model, sizes, locals_, start, draws, beta)
 
 
 class _FromPrior(Messenger):

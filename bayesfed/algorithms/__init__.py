@@ -1,31 +1,51 @@
-"""Algorithms: choices of globals, locals, schedule and rule, one file each."""
+"""Algorithms: compositions of globals, locals, steps and rule; the table of all methods."""
 
-from bayesfed.algorithms.cafeme import CAFeMe
-from bayesfed.algorithms.ditto import Ditto
-from bayesfed.algorithms.family import FAMILY as FAMILY
-from bayesfed.algorithms.fed_avg import FedAvg, FedNova, Scaffold
-from bayesfed.algorithms.fed_curv import FedCurv
-from bayesfed.algorithms.fed_per import FedBABU, FedPer, FedRep, Local
-from bayesfed.algorithms.fedabml import FedABML
-from bayesfed.algorithms.fola import FOLA
-from bayesfed.algorithms.pacpfl import PACPFL
-from bayesfed.algorithms.per_fed_avg import PerFedAvg, PFedMe
-from bayesfed.algorithms.pfedvem import PFedVEM
-from bayesfed.algorithms.protocol import Algorithm as Algorithm
-from bayesfed.algorithms.pvi import PVI
-from bayesfed.algorithms.sfvi import SFVI
-from bayesfed.algorithms.sfvi_avg import SFVIAvg
+from bayesfed.algorithms.algorithm import Algorithm
+from bayesfed.algorithms.method import Method
+from bayesfed.algorithms.table import (
+    FOLA,
+    METHODS,
+    PACPFL,
+    PVI,
+    SFVI,
+    CAFeMe,
+    Ditto,
+    FedABML,
+    FedAvg,
+    FedBABU,
+    FedCurv,
+    FedNova,
+    FedPer,
+    FedProx,
+    FedRep,
+    Local,
+    PerFedAvg,
+    PFedBayes,
+    PFedGP,
+    PFedMAP,
+    PFedMe,
+    PFedVEM,
+    Scaffold,
+    SFVIAvg,
+)
 
 __all__ = [
+    "Algorithm",
+    "Method",
+    "METHODS",
     "SFVI",
     "SFVIAvg",
     "PVI",
     "FedABML",
+    "PFedBayes",
     "PFedVEM",
+    "PFedMAP",
     "FOLA",
     "CAFeMe",
     "PACPFL",
+    "PFedGP",
     "FedAvg",
+    "FedProx",
     "FedNova",
     "Scaffold",
     "PerFedAvg",

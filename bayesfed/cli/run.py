@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 import bayesfed
+from bayesfed.algorithms.registry import settings_of
 from bayesfed.cli import report
 from bayesfed.cli.choices import Choices
 from bayesfed.cli.experiment import Experiment
@@ -20,7 +21,6 @@ from bayesfed.engine.stopping.convergence import BOUND
 from bayesfed.fitting import fit
 from bayesfed.output import arviz_compat
 from bayesfed.output.posterior import Posterior
-from bayesfed.settings import settings_of
 
 
 def fit_and_write(

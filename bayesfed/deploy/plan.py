@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bayesfed.algorithms.protocol import Algorithm
+from bayesfed.algorithms.algorithm import Algorithm
+from bayesfed.rules import Mean
+from bayesfed.algorithms.registry import settings_of
 from bayesfed.data.federation import Model
 from bayesfed.engine.privacy import Privacy
-from bayesfed.settings import settings_of
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,9 @@ class Plan:
             raise ValueError(
                 "median: single sites are not seen in a secure or noisy sum: leave it out"
             )
-        if self.median and type(self.algorithm).decode is not Algorithm.decode:
+        if self.median and not isinstance(self.algorithm.rule, Mean):
             raise ValueError(
-                f"median: {type(self.algorithm).__name__} does more with its clients' uploads than average them, so "
+                f"median: {self.algorithm} does more with its clients' uploads than average them, so "
                 "that no site can stand for another; FedAvg, FedABML and others whose server moves by the mean can"
             )
 

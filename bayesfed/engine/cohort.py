@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bayesfed.algorithms.protocol import Algorithm
+from bayesfed.algorithms.algorithm import Algorithm, Answer
 from bayesfed.data.chunks import ROUND, chunks
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
@@ -17,11 +17,12 @@ from bayesfed.engine import processes
 from bayesfed.engine.batches import batches
 from bayesfed.engine.checks import finite
 from bayesfed.engine.execution import Execution
+from bayesfed.engine.parts import flat
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.states import States
 from bayesfed.steps.job import Job
 from bayesfed.steps.optimizer import State
-from bayesfed.steps.point_estimates import against
+from bayesfed.steps.losses import per_client
 
 _FOUND = "terms and whether they are finite"  # the clients', beside their uploads
 
@@ -68,21 +69,21 @@ class Cohort:
             keys = noise.fold(key, self.federation.stream_ids[chunk])
             rows = batches(self.federation, chunk, self.batch_size, keys)
             job = Job(self.program, message, self.kept.take(chunk), rows, keys, rate, self.noisy)
-            work = self.algorithm.work(job)
-            upload = self.algorithm.encode(job, work)
-            good = finite(work.terms, upload, work.clients)
-            terms.append(work.terms)
+            answer = self.algorithm.work(job)
+            upload = flat(answer.upload)
+            good = finite(answer.terms, upload, answer.clients | answer.memory)
+            terms.append(answer.terms)
             sound.append(good)
-            taken = good.to(work.terms)
+            taken = good.to(answer.terms)
             if not _surely(good):
-                upload = {n: torch.where(against(good, v), v, 0.0) for n, v in upload.items()}
+                upload = {n: torch.where(per_client(good, v), v, 0.0) for n, v in upload.items()}
             if self.privacy is not None and upload:
                 upload, factor = self.privacy.clipped(upload, self.clip)
                 taken = taken * factor
             if self.noisy:
                 taken = torch.zeros_like(taken)
             if not idle:
-                self.kept.put(chunk, self.after(job.clients, work.clients, good, taken))
+                self.kept.put(chunk, self.after(job.clients, answer, good, taken))
             for name, value in upload.items():
                 total[name] = total.get(name, 0) + value.sum(0)
         found = torch.zeros(2, len(cohort), dtype=terms[0].dtype, device=terms[0].device)
@@ -94,15 +95,15 @@ class Cohort:
         client_terms, unsound = total.pop(_FOUND).cpu()
         return total, client_terms, unsound == 0
 
-    def after(self, before: State, now: State, good: Tensor, taken: Tensor) -> State:
+    def after(self, before: State, answer: Answer, good: Tensor, taken: Tensor) -> State:
         """What K clients keep: as before where not ``good`` ``(K,)``, uploads as they were ``taken`` ``(K,)``."""
         kept: State = {}
-        for part, values in now.items():
+        for part, values in (answer.clients | answer.memory).items():
             old = before[part]
-            if part in self.algorithm.remembered and (self.privacy is not None):
-                values = {n: torch.lerp(old[n], v, against(taken, v)) for n, v in values.items()}
+            if part in answer.memory and self.privacy is not None:
+                values = {n: torch.lerp(old[n], v, per_client(taken, v)) for n, v in values.items()}
             if not _surely(good):
-                values = {n: torch.where(against(good, v), v, old[n]) for n, v in values.items()}
+                values = {n: torch.where(per_client(good, v), v, old[n]) for n, v in values.items()}
             kept[part] = values
         return kept
 
@@ -117,7 +118,7 @@ class Cohort:
         """About how many numbers a client's step holds."""
         rows = min(self.batch_size or self.federation.rows, int(self.federation.lengths.max()))
         draws, per_row = (
-            self.algorithm.particles * self.algorithm.draws,
+            self.program.particles * self.algorithm.draws,
             self.federation.numbers_per_row,
         )
         return 8 * draws * self.program.size + rows * (2 * per_row + draws)

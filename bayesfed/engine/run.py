@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from bayesfed.algorithms.protocol import Algorithm
+from bayesfed.algorithms.algorithm import Algorithm
+from bayesfed.algorithms.registry import settings_of
 from bayesfed.data.federation import Federation
 from bayesfed.elbo.program import Params, Program
 from bayesfed.engine.execution import Execution
@@ -17,7 +18,6 @@ from bayesfed.engine.resume import Checkpoint
 from bayesfed.engine.states import States
 from bayesfed.engine.stopping.convergence import Settling
 from bayesfed.engine.stopping.held_out import HeldOut
-from bayesfed.settings import settings_of
 from bayesfed.steps.gradients import annealed
 from bayesfed.tracing.compiler import Compiler
 
@@ -154,7 +154,7 @@ class Run:
     @property
     def title(self) -> str:
         """The run in words."""
-        title = f"{type(self.algorithm).__name__} ({self.program.guide_name})"
+        title = f"{self.algorithm} ({self.program.guide_name})"
         return title if self.epsilon is None else f"{title}, ε = {self.epsilon:.3g}"
 
     @property

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from bayesfed.algorithms.registry import algorithm_of
+from bayesfed.algorithms.registry import algorithm_of, settings_of
 from bayesfed.checks import program_fingerprint as densities
 from bayesfed.data import fingerprint as rows
 from bayesfed.data.federation import Federation, Model
@@ -19,7 +19,6 @@ from bayesfed.elbo import noise
 from bayesfed.elbo.program import Params
 from bayesfed.engine.files import read_tensors, write_tensors
 from bayesfed.output.correction import Correction
-from bayesfed.settings import settings_of
 from bayesfed.vmap.choose import for_batches
 
 if TYPE_CHECKING:

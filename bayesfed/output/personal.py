@@ -78,13 +78,13 @@ def personal(
     """
     if not program.local_params:
         return
-    for some in program.chunks(federation, copies=4 * algorithm.particles * algorithm.draws):
+    for some in program.chunks(federation, copies=4 * program.particles * algorithm.draws):
         chunk = some if wanted is None else some[wanted[some]]
         if not len(chunk):
             continue
         keys = noise.fold(key.to(federation.device), federation.stream_ids[chunk])
         rows = batches(federation, chunk, batch_size, keys)
-        found = algorithm.personalize(Job(program, params, {}, rows, keys), steps, lr)
+        found = algorithm.personalize(Job(program, {"theta": params}, {}, rows, keys), steps, lr)
         if not set(program.local_params) <= found.keys():
             found = program.init_locals(rows(0)) | found
         yield chunk, found

@@ -1,8 +1,8 @@
-"""What K clients work on in a round, and what they have done."""
+"""The work of K clients in a round: what they are given, and what they return."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
@@ -11,54 +11,58 @@ from bayesfed.data.batch import Rows
 from bayesfed.elbo.program import Params, Program
 from bayesfed.steps.optimizer import State
 
+Parts = dict[str, Params]
+"""Tensors by part and name, such as ``{"theta": {"mu.loc": ...}, "weight": {"rows": ...}}``."""
+
 
 @dataclass(frozen=True)
 class Job:
-    """What K clients work on in a round.
+    """The work of K clients in a round. All K clients are rows of the same tensors.
 
     Attributes:
         program: the model/guide pair.
-        message: what the server sent.
-        clients: what the clients kept of their last visit, ``(K, ...)`` each.
+        message: the server's message; its part ``theta`` holds the guide's global parameters.
+        clients: the clients' states since their last visit, ``(K, ...)`` each.
         rows: their rows at a step.
         keys: their noise streams of this round, int64 ``(K,)``.
-        rate: by what the learning rates are multiplied this round.
-        private: the sum of the uploads will be noisy. Then the server does not learn n_i, and nothing is to rest on
-            what clients remember of their uploads, of which the server has noisy sums only.
+        rate: factor on the learning rates in this round.
+        private: the sum of the uploads will be noisy. Then the server does not learn n_i, and no rule may rest on
+            clients' memory of their uploads, of which the server has noisy sums only.
+        given: tensors that the rule prepares for the steps, such as SCAFFOLD's correction of the gradients.
     """
 
     program: Program
-    message: dict[str, Tensor]
+    message: Parts
     clients: State
     rows: Rows
     keys: Tensor
     rate: float = 1.0
     private: bool = False
+    given: Parts = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    @property
+    def theta(self) -> Params:
+        """The guide's global parameters, as they were sent."""
+        return self.message["theta"]
 
     @property
     def counts(self) -> Tensor:
         """n_i, ``(K,)``."""
         return self.rows.lengths.to(self.program.schema.scale)
 
-    @property
-    def weight(self) -> Tensor | None:
-        """By what a client counts in a mean over rows: n_i, where the server may know it."""
-        return None if self.private else self.counts
-
 
 class Work(NamedTuple):
-    """What K clients have done.
+    """The result of K clients' steps.
 
     Attributes:
-        found: what :meth:`Algorithm.encode` makes the upload of, by name; for the default their copies of θ
-            ``(K, 1, ...)``.
+        found: the parts that the steps give to the rule, ``(K, 1, ...)`` each; ``theta`` are copies of θ.
         terms: estimates of the clients' ELBO terms, ``(K,)``.
-        clients: what they keep until their next visit, ``(K, ...)`` each.
+        clients: the states that they keep until their next visit, ``(K, ...)`` each.
     """
 
-    found: Params
+    found: Parts
     terms: Tensor
     clients: State = {}  # noqa: RUF012  (a constant)

@@ -131,7 +131,7 @@ def descend(
         new = state | {"params": {n: less(v, lr, velocity[n]) for n, v in params.items()}}
         if rule == "momentum":
             new["velocity"] = velocity
-    return kept(state, new, active)
+    return where_active(state, new, active)
 
 
 def less(value: Tensor, lr: float | Tensor, grad: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def told(active: Tensor, device: torch.device) -> Sequence[Tensor | None]:
     return [None] * len(active) if active.all() else list(active.to(device))
 
 
-def kept(state: State, new: State, active: Tensor | None) -> State:
+def where_active(state: State, new: State, active: Tensor | None) -> State:
     """The new state of the clients that are active, the old one of the others."""
     if active is None:
         return new

@@ -1,0 +1,112 @@
+"""Means of the clients' copies of θ, and rules that differ from it by a line: FedNova, SCAFFOLD, a median."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from bayesfed.data.batch import Batch
+from bayesfed.elbo.program import Params, Program
+from bayesfed.rules.rule import NO_TERM, Rule, Turn, add, mean_of, moves, weighted_sum
+from bayesfed.steps.gradients import copies
+from bayesfed.steps.job import Job, Parts, Work
+from bayesfed.steps.losses import per_client, zeros_like
+from bayesfed.steps.optimizer import State
+
+Server = dict[str, Params]
+
+
+@dataclass(frozen=True)
+class Mean(Rule):
+    """θ ← θ + Σ π_i (θ_i − θ), with π_i = n_i / Σ n or 1 / K (McMahan et al. 2017, Algorithm 1).
+
+    Attributes:
+        by: ``"rows"``: clients count by their numbers of rows, except under noise, when these stay secret; or
+            ``"clients"``: all count alike.
+    """
+
+    by: Literal["rows", "clients"] = "rows"
+
+    def encode(self, job: Job, work: Work) -> tuple[Parts, State]:
+        """Return the moves, weighted."""
+        weight = job.counts if self.by == "rows" and not job.private else None
+        return weighted_sum(moves(job, work.found["theta"]), weight), {}
+
+    def decode(self, turn: Turn, server: Server, total: Parts) -> tuple[Server, Tensor]:
+        """Return θ moved by the mean."""
+        return {"theta": add(server["theta"], mean_of(turn, total))}, NO_TERM
+
+
+@dataclass(frozen=True)
+class MedianOfInstitutions(Mean):
+    """Between machines, the median over institutions of their mean moves, number by number, in place of the mean.
+
+    A few institutions that lie then move little, whatever they send; and institutions that differ from most count
+    less. In one process there are no institutions, and it is refused.
+    """
+
+
+@dataclass(frozen=True)
+class NormalisedMean(Rule):
+    """θ ← θ + τ̄ Σ π_i (θ_i − θ) / τ_i for clients that take τ_i steps (FedNova, Wang et al. 2020, eq. 8)."""
+
+    needs = frozenset({"theta", "steps"})
+    no_noise = "it weighs clients by their numbers of rows and of steps: use FedAvg"
+
+    def encode(self, job: Job, work: Work) -> tuple[Parts, State]:
+        """Return the mean move of a step and the numbers of steps, weighted by n_i."""
+        taken = work.found["steps"]["count"]
+        move = {n: v / per_client(taken, v) for n, v in moves(job, work.found["theta"]).items()}
+        upload = weighted_sum(move, job.counts)
+        return upload | {"steps": {"count": (taken * job.counts[:, None]).squeeze(1)}}, {}
+
+    def decode(self, turn: Turn, server: Server, total: Parts) -> tuple[Server, Tensor]:
+        """Return θ after as many mean steps as clients take on average."""
+        steps = mean_of(turn, total, "steps")["count"]
+        move = {name: steps * value for name, value in mean_of(turn, total).items()}
+        return {"theta": add(server["theta"], move)}, NO_TERM
+
+
+@dataclass(frozen=True)
+class ControlVariates(Rule):
+    """SCAFFOLD (Karimireddy et al. 2020, Algorithm 1, option II): clients' steps are corrected by c − c_i, their drift.
+
+    c_i ← c_i − c + (θ − θ_i) / (steps · η). Clients remember c_i; the server's c is the mean of all.
+    """
+
+    needs = frozenset({"theta", "path"})
+    sends = frozenset({"control"})
+    no_noise = "noise would add up in the control variate: use FedAvg"
+
+    def start(self, program: Program) -> Server:
+        """Return θ, and c = 0."""
+        return super().start(program) | {"control": zeros_like(program.init)}
+
+    def start_clients(self, program: Program, server: Server, batch: Batch) -> State:
+        """Return c_i = 0."""
+        return {"control": zeros_like(copies(server["theta"], len(batch)))}
+
+    def broadcast(self, turn: Turn, server: Server) -> Parts:
+        """Return θ and c."""
+        return server
+
+    def prepare(self, job: Job) -> Parts:
+        """Return the correction c − c_i of the gradients."""
+        own = job.clients["control"]
+        return {"correction": {n: c - own[n] for n, c in job.message["control"].items()}}
+
+    def encode(self, job: Job, work: Work) -> tuple[Parts, State]:
+        """Return θ_i − θ and the change of c_i, each client counting alike."""
+        move, way = moves(job, work.found["theta"]), work.found["path"]["length"]
+        own = job.clients["control"]
+        change = {n: -v / per_client(way, v) - job.message["control"][n] for n, v in move.items()}
+        upload = weighted_sum(move) | {"control": weighted_sum(change)["theta"]}
+        return upload, {"control": own | {n: own[n] + v for n, v in change.items()}}
+
+    def decode(self, turn: Turn, server: Server, total: Parts) -> tuple[Server, Tensor]:
+        """Return the mean of θ_i, and c + (K / N) times the mean of the changes."""
+        change = {n: v / turn.program.clients for n, v in total["control"].items()}
+        theta = add(server["theta"], mean_of(turn, total))
+        return {"theta": theta, "control": add(server["control"], change)}, NO_TERM

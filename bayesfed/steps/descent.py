@@ -1,0 +1,249 @@
+"""Gradient descent on point estimates of θ, of the clients' own variables w_i, or of both.
+
+    θ_i = θ as sent;  steps  x ← x − η ∇_x (L_i(w_i, θ_i) + μ/2 ‖x − x₀‖² + ⟨c, θ_i⟩)
+
+with L_i of :mod:`bayesfed.steps.losses`. x is what the steps move; x₀ is θ as it was sent where they move θ (FedProx, Li et
+al. 2020, eq. 2), and the centre of the prior p(w_i | θ) where they move w_i (Ditto, Li et al. 2021, Algorithm 1); c is a
+correction that the rule may prepare (SCAFFOLD).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bayesfed.data.batch import Batch
+from bayesfed.data.federation import Federation
+from bayesfed.elbo.elbo import Noise
+from bayesfed.elbo.program import Params, Program
+from bayesfed.guides.globals import Point
+from bayesfed.guides.locals import AtPrior, Kept, Locals, Remade, prior_centre, prior_of_locals
+from bayesfed.settings import Rate
+from bayesfed.steps import optimizer
+from bayesfed.steps.gradients import copies, gradients, leaves
+from bayesfed.steps.job import Job, Parts, Work
+from bayesfed.steps.local_loop import all_clients, local_loop
+from bayesfed.steps.losses import client_loss, inner_product, squared_distance
+from bayesfed.steps.optimizer import State
+from bayesfed.steps.steps import Objective, Steps
+from bayesfed.steps.structure import body, check_moves
+from bayesfed.tracing.compiler import traceable
+
+STEEPEST = 100.0
+"""The largest slope in one number: beyond it a step leaves the region in which the gradient holds."""
+
+
+@dataclass(frozen=True)
+class Descent(Steps):
+    """Steps of gradient descent, by minibatches.
+
+    Attributes:
+        moves: ``"globals"``, θ; ``"body"``, those of θ that the likelihood reads; ``"locals"``, w_i; or ``"all"``, w_i
+            and the body together.
+        lr: η.
+        epochs: passes over a client's rows in a round.
+        steps: steps in minibatches, in place of ``epochs``.
+        optimizer: ``"sgd"``, ``"momentum"`` or ``"adam"``; its state ends with the round.
+        proximal: μ.
+        at_prior: evaluate the loss with w_i at the centre of its prior, though clients have variables of their own.
+        clip: the largest root mean square of a client's gradient, see :func:`~bayesfed.steps.optimizer.clipped`; by
+            default no limit.
+    """
+
+    moves: Literal["globals", "body", "locals", "all"] = "globals"
+    lr: Rate = 0.1
+    epochs: int = 5
+    steps: int | None = None
+    optimizer: Literal["sgd", "momentum", "adam"] = "sgd"
+    proximal: float = 0.0
+    at_prior: bool = False
+    clip: Rate | None = None
+    globals = (Point,)
+    locals = (AtPrior, Kept, Remade)
+
+    @property
+    def gives(self) -> frozenset[str]:  # type: ignore[override]
+        """Copies of θ, q(w_i) where the steps move it, and the number and rates (``path``) of plain steps on θ."""
+        found = {"theta"}
+        if self.moves in ("locals", "all"):
+            found.add("posterior")
+        if self.moves != "locals" and self.optimizer == "sgd":
+            found.update({"steps"} if self.proximal else {"steps", "path"})
+        return frozenset(found)
+
+    def accept(
+        self, program: Program, federation: Federation, locals_: Locals, name: str
+    ) -> Program:
+        """Refuse a program that lacks what the steps move."""
+        check_moves(program, {self.moves}, locals_, name)
+        return program
+
+    def run(self, job: Job, locals_: Locals) -> Work:
+        """Take the steps of a round."""
+        at, taken = self.descend(job, start_of_round(job, locals_), locals_)
+        found = self.parts(job, at, taken)
+        return Work(found, self.terms(job, at, locals_), kept_locals(job, at, locals_))
+
+    def centred(self, locals_: Locals) -> bool:
+        """Return whether the loss has w_i at the centre of its prior."""
+        return isinstance(locals_, AtPrior) or self.at_prior
+
+    def names(self, program: Program) -> list[str]:
+        """Return the parameters that the steps move."""
+        if self.moves == "globals":
+            return list(program.init)
+        return [
+            *(program.local_params if self.moves != "body" else ()),
+            *(body(program) if self.moves != "locals" else ()),
+        ]
+
+    def descend(self, job: Job, at: Params, locals_: Locals) -> tuple[Params, Tensor]:
+        """Return all parameters after the steps, and the number of steps ``(K,)`` of each client."""
+        schedule = job.rows.schedule(self.epochs, self.steps)
+        moved = self.loop(job, at, schedule, job.rate * self.lr, self.centred(locals_))
+        return at | moved, schedule.sum(0).to(job.counts)
+
+    def loop(self, job: Job, at: Params, schedule: Tensor, lr: float, centred: bool) -> Params:
+        """Return the parameters that the steps of a schedule have moved."""
+        free, near, correction = {n: at[n] for n in self.names(job.program)}, {}, {}
+        if self.proximal and self.moves != "locals":
+            near |= copies(job.theta, len(job))
+        if self.proximal and self.moves in ("locals", "all"):
+            near |= prior_of_locals(job.program, at, job.rows(0))
+        if self.moves != "locals":
+            correction = job.given.get("correction", {})
+
+        def step(state: State, number: int, active: Tensor | None) -> State:
+            rows = job.rows(number)
+            return self.step(job.program, at, near, correction, state, rows, active, lr, centred)
+
+        start = optimizer.begin(self.optimizer, free, rows=len(job))
+        return local_loop(schedule, job.keys.device, start, step)["params"]
+
+    @traceable
+    def step(
+        self,
+        program: Program,
+        at: Params,
+        near: Params,
+        correction: Params,
+        free: State,
+        batch: Batch,
+        active: Tensor | None,
+        lr: float,
+        centred: bool,
+    ) -> State:
+        """Take one step with the clients that are active."""
+        own = leaves(free["params"])
+        loss = client_loss(program, at | own, batch, at_prior=centred)
+        if near:
+            loss = loss + self.proximal / 2 * squared_distance(own, near)
+        if correction:
+            loss = loss + inner_product(
+                {n: v for n, v in own.items() if n in correction}, correction
+            )
+        grads = self.bounded(gradients(loss, own))
+        return optimizer.descend(self.optimizer, free, grads, lr, active)
+
+    def bounded(self, grads: Params) -> Params:
+        """Return the gradients within their bounds."""
+        if self.clip is not None:
+            return optimizer.clipped(grads, self.clip)
+        return {name: grad.clamp(-STEEPEST, STEEPEST) for name, grad in grads.items()}
+
+    def parts(self, job: Job, at: Params, taken: Tensor) -> Parts:
+        """Return what the steps give to the rule."""
+        found: Parts = {"theta": {}}
+        if self.moves != "locals":
+            moved = job.program.init if self.moves == "globals" else body(job.program)
+            found["theta"] = {name: at[name] for name in moved}
+        if "posterior" in self.gives:
+            found["posterior"] = {name: at[name] for name in job.program.local_params}
+        if "steps" in self.gives:
+            found["steps"] = {"count": taken[:, None]}
+            found["path"] = {"length": job.rate * self.lr * taken[:, None]}
+        return found
+
+    def terms(self, job: Job, at: Params, locals_: Locals) -> Tensor:
+        """Return −n_i L_i of K clients at these parameters, on their first minibatch: ``(K,)``."""
+        with torch.no_grad():
+            return -job.counts * _loss(job.program, at, job.rows(0), self.centred(locals_))
+
+    # -- one step of several in turn ------------------------------------------------------------------
+
+    def objective(self, program: Program, at: Params, batch: Batch, drawn: Noise) -> Tensor:
+        """Return L_i + μ/2 ‖w_i − c(θ_i)‖² of K clients, ``(K,)``, c being the centre of the prior."""
+        loss = client_loss(program, at, batch)
+        if not self.proximal:
+            return loss
+        centre = prior_centre(program, at, batch)
+        own = {name: at[name] for name in centre}
+        return loss + self.proximal / 2 * squared_distance(own, centre)
+
+    def move(
+        self,
+        program: Program,
+        at: Params,
+        constants: Params,
+        batch: Batch,
+        drawn: Noise,
+        rates: tuple[Any, ...],
+        objective: Objective,
+    ) -> Params:
+        """Return what one plain step down an objective moves."""
+        own = leaves({name: at[name] for name in self.names(program)})
+        grads = self.bounded(gradients(objective(program, at | own, batch, drawn), own))
+        return {name: optimizer.less(at[name], rates[0], grads[name]) for name in own}
+
+    def constants(self, program: Program, batch: Batch) -> Params:
+        """Return the constants of a round: none."""
+        return {}
+
+    def noise(self, program: Program, keys: Tensor, *path: int) -> Noise:
+        """Return the noise of a step: a point estimate needs none."""
+        return {}
+
+    def rates(self, rate: float, done: Tensor) -> tuple[Any, ...]:
+        """Return the learning rate."""
+        return (rate * self.lr,)
+
+    # -- the clients' own variables alone --------------------------------------------------------------
+
+    def adapt(self, job: Job, theta: Params, own: Params, steps: int, lr: float | None) -> Params:
+        """Take steps on the clients' own variables alone."""
+        schedule = all_clients(len(job), steps)
+        lr = self.lr if lr is None else lr
+        return _on_locals(self).loop(job, theta | own, schedule, lr, False)
+
+
+@cache
+def _on_locals(steps: Descent) -> Descent:
+    """Return the same steps on the clients' own variables; the same object at every call, as tracing needs."""
+    if steps.moves == "globals":  # fine-tuning
+        return replace(steps, moves="locals", at_prior=False, optimizer="sgd")
+    return replace(steps, moves="locals", at_prior=False)
+
+
+def start_of_round(job: Job, locals_: Locals) -> Params:
+    """Return the clients' copies of θ and their own variables before the first step of a round."""
+    at = copies(job.theta, len(job))
+    if isinstance(locals_, AtPrior):
+        return at
+    own = job.clients["params"] if locals_.stateful else None
+    return at | (own or locals_.begin(job.program, at, job.rows(0)))
+
+
+def kept_locals(job: Job, at: Params, locals_: Locals) -> State:
+    """Return the states of K clients that end a round at these parameters."""
+    if not locals_.stateful:
+        return {}
+    return {"params": {name: at[name] for name in job.program.local_params}}
+
+
+@traceable
+def _loss(program: Program, at: Params, batch: Batch, centred: bool) -> Tensor:
+    return client_loss(program, at, batch, at_prior=centred)

@@ -1,0 +1,264 @@
+"""Steps on the parameters φ_i of q(w_i | θ), θ drawn by the server: the local work of SFVI, SFVI-Avg and PVI.
+
+Clients are stateful: they keep φ_i, Adam's moments, and the origin of φ_i: its closed form by Laplace's method at the
+last visit (:mod:`bayesfed.guides.client_factor`). What gradient steps have learnt is a correction to the origin.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bayesfed.data.batch import Batch
+from bayesfed.data.chunks import NOISE
+from bayesfed.elbo import noise
+from bayesfed.elbo.elbo import Noise, client_terms
+from bayesfed.elbo.program import Params, Program
+from bayesfed.guides.flow import Flow
+from bayesfed.guides.full_rank import FullRank
+from bayesfed.guides.globals import Gaussian, OwnGuide
+from bayesfed.guides.locals import Conditioned, Locals
+from bayesfed.guides.mean_field import MeanField
+from bayesfed.steps import optimizer
+from bayesfed.steps.gradients import annealed, gradients, leaves
+from bayesfed.steps.job import Job, Work
+from bayesfed.steps.local_loop import all_clients, local_loop
+from bayesfed.steps.optimizer import State
+from bayesfed.steps.steps import Steps
+from bayesfed.tracing.compiler import traceable
+
+EPS = 0.1
+"""Adam's ε for φ_i: an ELBO gradient of less than a tenth of a nat a unit is noise, not to be chased at full rate."""
+_DOUBT = 2.0
+"""Standard errors by which learnt corrections must be worse than the closed form to be given up."""
+PERSONAL_DRAWS, PERSONAL_DECAY = 16, 0.01
+"""Draws of θ and w_i in a step of ``personalize``, and the fraction of its rate that is left at the end."""
+
+
+class LocalVariational(Steps):
+    """Steps of stateful clients with Adam on φ_i.
+
+    Attributes:
+        local_lr: Adam's rate.
+    """
+
+    local_lr: float
+    globals = (Gaussian, FullRank, MeanField, Flow, OwnGuide)
+    locals = (Conditioned,)
+
+    def start_clients(
+        self, program: Program, theta: Params, batch: Batch, locals_: Locals
+    ) -> State:
+        """Return φ_i with Adam's first moments and its origin."""
+        return first_state(program, batch)
+
+    def personalize(self, job: Job, locals_: Locals, steps: int, lr: float | None) -> Params:
+        """Return φ_i of K clients: from its closed form, steps on their terms alone, θ drawn from q(θ) at each."""
+        program, params, rows = job.program, job.theta, job.rows(None)
+        clients = follow_origin(program, params, first_state(program, rows), rows)
+        lr = self.local_lr if lr is None else lr
+        streams = noise_of_steps(program, job.keys, steps, PERSONAL_DRAWS, theta=True)
+
+        def step(state: State, number: int, active: Tensor | None) -> State:
+            rate = lr * annealed(PERSONAL_DECAY, number / steps)
+            return personal_step(program, params, state, job.rows(number), next(streams), rate)
+
+        return local_loop(all_clients(len(job), steps), job.keys.device, clients, step)["params"]
+
+
+@dataclass(frozen=True)
+class GradientsAtDraws(LocalVariational):
+    """Adam steps on φ_i, and the gradients of the client's term in the server's draws of θ (SFVI).
+
+    Attributes:
+        steps: Adam steps in a round; the gradients are those of the second half, when φ_i has caught up with θ.
+        draws: S, draws in a step; the server makes more where the curvature in all directions needs them.
+        local_lr: Adam's rate.
+    """
+
+    steps: int = 10
+    draws: int = 16
+    local_lr: float = 0.03
+    gives = frozenset({"gradients"})
+    needs = frozenset({"draws"})
+
+    @property
+    def late(self) -> int:
+        """The number of steps whose gradients are given."""
+        return self.steps - self.steps // 2
+
+    def run(self, job: Job, locals_: Locals) -> Work:
+        """Take the steps of a round, and return the gradients in each draw, ``(K, draws, ...)``."""
+        program, keys, drawn = job.program, job.keys, job.message["draws"]
+        draws = next((len(v) for v in drawn.values()), self.steps * self.draws) // self.steps
+        params, lr = job.theta, job.rate * self.local_lr
+        clients = follow_origin(program, params, phi_state(job.clients), job.rows(None))
+        streams = noise_of_steps(program, keys, self.steps, draws)
+        found: dict[str, list[Tensor]] = {n: [] for n in (*program.random, *program.direct)}
+        terms: list[Tensor] = []
+
+        def step(state: State, number: int, active: Tensor | None) -> State:
+            now = {n: v[number * draws : (number + 1) * draws] for n, v in drawn.items()}
+            state, grad, term = local_step(
+                program, now, params, state, job.rows(number), next(streams), draws, lr
+            )
+            if number >= self.steps // 2:
+                for name in found:
+                    found[name].append(grad[name])
+                terms.append(term)
+            return state
+
+        clients = local_loop(all_clients(len(job), self.steps), keys.device, clients, step)
+        grads = {name: torch.cat(parts, 1) / len(terms) for name, parts in found.items()}
+        return Work({"gradients": grads}, torch.stack(terms).mean(0), clients)
+
+
+def phi_state(clients: State) -> State:
+    """Return φ_i, its moments and its origin, without what clients remember of their uploads."""
+    names = ("params", "mean", "square", "step", "origin")
+    return {part: clients[part] for part in names}
+
+
+def first_state(program: Program, batch: Batch) -> State:
+    """Return φ_i of K clients before their first visit, Adam's moments, and the origin of φ_i."""
+    clients = optimizer.init(program.init_locals(batch), rows=len(batch))
+    clients["origin"] = {n: clients["params"][n].clone() for n in program.laplace_params}
+    return clients
+
+
+def follow_origin(
+    program: Program, params: Mapping[str, Tensor], clients: State, rows: Batch
+) -> State:
+    """Return φ_i moved by the change of its closed-form origin since the client's last visit.
+
+    Guides without a closed form leave it as it is.
+    """
+    if not program.laplace_params:
+        return clients
+    origin = program.laplace(params, clients["params"], rows)
+    return _shifted(clients, origin)
+
+
+@traceable
+def _shifted(clients: State, origin: Params) -> State:
+    """Return φ_i and its origin, moved to another origin; clients whose new origin is not finite keep theirs."""
+    phi = clients["params"]
+    finite = torch.cat([value.flatten(1) for value in origin.values()], 1).isfinite().all(1)
+    there, shifted = {}, {}
+    for name, before in clients["origin"].items():
+        keep = finite.reshape(-1, *[1] * (before.ndim - 1))
+        there[name] = torch.where(keep, origin[name], before)
+        shifted[name] = phi[name] + there[name] - before
+    return clients | {"params": phi | shifted, "origin": there}
+
+
+@traceable
+def drop_harmful_corrections(
+    program: Program,
+    params: Mapping[str, Tensor],
+    clients: State,
+    theta: Mapping[str, Tensor],
+    batch: Batch,
+    supplied: Noise,
+    draws: int,
+) -> State:
+    """Return clients at the origin itself where their learnt correction makes their term worse.
+
+    A correction that was learnt around a wide q(θ) may be far off around a narrow one, and its factor then keeps q(θ)
+    where it is. It is given up where that is worth more than ``_DOUBT`` standard errors of the draws, which come in
+    antithetic pairs; so is one whose term is not finite.
+
+    Args:
+        program: the model/guide pair.
+        params: the global parameters (unconstrained).
+        clients: the K clients' φ_i, with their origins.
+        theta: draws of θ, ``(S, K, 1, *event)``, the second half antithetic to the first.
+        batch: the cohort's rows.
+        supplied: the noise of the local variables.
+        draws: S.
+    """
+    phi, origin = clients["params"], clients["origin"]
+    with torch.no_grad():
+        learnt = client_terms(program, {**params, **phi}, theta, batch, supplied, draws)
+        closed = client_terms(program, {**params, **phi, **origin}, theta, batch, supplied, draws)
+    gain = (learnt - closed).unflatten(0, (2, draws // 2)).mean(0)
+    keep = gain.mean(0) >= -_DOUBT * gain.std(0, correction=0) / math.sqrt(max(1, draws // 2 - 1))
+    keep = keep | (learnt.isfinite() & ~closed.isfinite()).any(0)
+    chosen = {
+        name: torch.where(keep.reshape(-1, *[1] * (there.ndim - 1)), phi[name], there)
+        for name, there in origin.items()
+    }
+    return clients | {"params": phi | chosen}
+
+
+def noise_of_steps(
+    program: Program, keys: Tensor, steps: int, draws: int, *, theta: bool = False
+) -> Iterator[Noise]:
+    """Yield the noise of K clients for each step, drawn for several steps at once where it is little.
+
+    It is of their local variables, and with ``theta`` also of the global ones, for draws of each client's own.
+    """
+    wanted = (True, False) if theta else (True,)
+    numbers = sum(
+        math.prod(draw.tail)
+        for name, parts in program.randomness.items()
+        if (name not in program.random) in wanted
+        for draw in parts
+    )
+    together = max(1, min(steps, NOISE // (len(keys) * draws * max(1, numbers))))
+    for some in torch.arange(steps, device=keys.device).split(together):
+        streams = noise.fold(keys, some[:, None])
+        drawn: dict[str, list[Tensor]] = {}
+        for local in wanted:
+            drawn |= program.noise(streams, draws, local=local)
+        for i in range(len(some)):
+            yield {name: [part[i] for part in parts] for name, parts in drawn.items()}
+
+
+@traceable
+def local_step(
+    program: Program,
+    theta: Mapping[str, Tensor],
+    params: Mapping[str, Tensor],
+    clients: State,
+    batch: Batch,
+    supplied: Noise,
+    draws: int,
+    lr: float,
+) -> tuple[State, dict[str, Tensor], Tensor]:
+    """Take one Adam step of K clients on their φ_i, from draws ``(S, 1, 1, *event)`` of θ.
+
+    Returns:
+        The clients' next states; the gradients of their terms in the draws ``(K, S, *event)`` and in the direct
+        parameters ``(K, 1, ...)``; the terms ``(K,)``.
+    """
+    size = len(batch)
+    theta = leaves({n: v.expand(-1, size, *v.shape[2:]) for n, v in theta.items()})
+    direct = leaves({n: params[n].expand(size, 1, *params[n].shape) for n in program.direct})
+    phi = leaves(clients["params"])
+    term = client_terms(program, {**params, **direct, **phi}, theta, batch, supplied, draws).mean(0)
+    grad = gradients(term, {**theta, **direct, **phi})
+    upload = {name: grad[name].movedim(1, 0).squeeze(2) for name in theta}
+    upload |= {name: grad[name] for name in direct}
+    with torch.no_grad():
+        clients = optimizer.ascend(clients, {name: grad[name] for name in phi}, lr, EPS)
+    return clients, upload, term.detach()
+
+
+@traceable
+def personal_step(
+    program: Program,
+    params: Mapping[str, Tensor],
+    clients: State,
+    batch: Batch,
+    supplied: Noise,
+    lr: float,
+) -> State:
+    """Take one Adam step of K clients on their φ_i, each with draws of θ of its own."""
+    phi = leaves(clients["params"])
+    term = client_terms(program, {**params, **phi}, {}, batch, supplied, PERSONAL_DRAWS).mean(0)
+    return optimizer.ascend(clients, gradients(term, phi), lr, EPS)

@@ -1,0 +1,56 @@
+"""The loss of a client at point estimates of θ and w_i, and sums of squares of its parameters.
+
+L_i(w_i, θ) = (−log p(D_i | w_i, θ) − log p(θ) / N) / n_i
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from bayesfed.data.batch import Batch
+from bayesfed.elbo.elbo import centred_losses, client_losses
+from bayesfed.elbo.program import Params, Program
+from bayesfed.guides.locals import with_model_locals
+
+
+def client_loss(
+    program: Program, params: Mapping[str, Tensor], batch: Batch, *, at_prior: bool = False
+) -> Tensor:
+    """Return L_i of K clients, ``(K,)``.
+
+    Args:
+        program: the model/guide pair.
+        params: θ, shared or a copy for each client, and the clients' own parameters.
+        batch: the clients' rows.
+        at_prior: w_i is the centre of p(w_i | θ), through which the loss is differentiable in θ.
+    """
+    params = with_model_locals(program, params, batch)
+    if at_prior:
+        losses = centred_losses(program, params, batch)
+    else:
+        losses = client_losses(program, params, batch, {}, 1)
+    return (losses.nll + losses.hyper / program.clients) / losses.rows
+
+
+def squared_distance(own: Params, other: Params) -> Tensor | float:
+    """Return ‖own − other‖² of each client, ``(K,)``."""
+    parts = [(value - other[name]).square().flatten(1).sum(1) for name, value in own.items()]
+    return sum(parts, start=0.0)
+
+
+def inner_product(own: Params, other: Params) -> Tensor:
+    """Return ⟨own, other⟩ of each client, ``(K,)``."""
+    return torch.stack([(v * other[n]).flatten(1).sum(1) for n, v in own.items()]).sum(0)
+
+
+def zeros_like(params: Mapping[str, Tensor]) -> Params:
+    """Return zeros of the same shapes."""
+    return {name: torch.zeros_like(value) for name, value in params.items()}
+
+
+def per_client(numbers: Tensor, value: Tensor) -> Tensor:
+    """Reshape numbers ``(K,)`` or ``(K, 1)`` so that they broadcast against values ``(K, ...)``."""
+    return numbers.reshape(-1, *[1] * (value.ndim - 1))

@@ -1,0 +1,184 @@
+"""Natural-gradient steps on a Normal q(w_i | φ) and on the Normal priors p(w_i | θ) of the clients' variables (FedABML).
+
+    L_i(φ, θ) = (−E_q[log p(D_i | w, θ)] + λ KL(q(w | φ) ‖ p(w | θ)) − log p(θ) / N) / n_i          (eq. 3.5)
+
+In the paper p(w | θ) and q(w | φ) are Normal with diagonal covariances, and θ is p's mean and standard deviations. Here
+the model is any hierarchical one, θ all that its clients share, and q Normal in unconstrained coordinates. Where the
+likelihood reads w alone, the step on θ_i evaluates the prior only.
+
+The Fisher information of a Normal is 1 / σ² for its location and 2 for its log σ, so that, KL being λ / n_i of L_i,
+
+    location of q          −η  σ_q² (n_i / λ) ∇L_i      its log scale      −η  ½ (n_i / λ) ∇L_i
+    location of a prior    −η' σ_θ² (n_i / λ) ∇L_i      its log scale      −η' ½ (n_i / λ) ∇L_i
+
+A rate of 1 would be Newton's step, whatever the scales, n_i and λ: η' = 1 puts θ_i's location on φ's. Locations move by
+at most one rate in units of σ (root mean square), log scales by at most 0.1 in a step; σ counts for no more than it was
+before the first round, since where θ lags behind the clients a growing σ would make steps grow without end. η falls to
+a thirtieth while φ is made, on half a cosine, for weights that act together overshoot at rates that suit one by itself.
+All other θ (slopes, noise, shared layers) takes gradient steps on L_i where the likelihood reads it, on n_i L_i / λ
+where priors alone do, bounded by :func:`~bayesfed.steps.optimizer.clipped`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bayesfed.data.batch import Batch
+from bayesfed.elbo import noise
+from bayesfed.elbo.elbo import Noise, client_losses
+from bayesfed.elbo.program import Params, Program
+from bayesfed.guides.fisher import Units, first_prior_scales, units_of_posterior, units_of_prior
+from bayesfed.settings import Rate
+from bayesfed.steps.gradients import gradients, leaves
+from bayesfed.steps.job import Job
+from bayesfed.steps.local_loop import all_clients, local_loop
+from bayesfed.steps.losses import per_client
+from bayesfed.steps.optimizer import clipped
+from bayesfed.steps.steps import Objective
+from bayesfed.tracing.compiler import traceable
+
+MOST = 0.1
+"""The largest natural step in a log scale: an outlying weight would throw it off at rates that suit locations."""
+LEFT = 0.03
+"""The fraction of η that is left at the end of a round."""
+
+
+@dataclass(frozen=True)
+class NaturalDescent:
+    """Natural-gradient steps, a phase of :class:`~bayesfed.steps.Alternate`.
+
+    Attributes:
+        moves: ``"locals"``, q(w_i | φ), or ``"globals"``, θ_i.
+        lr: η of q, or η' of the locations and log scales of Normal local priors.
+        shared_lr: η' of all other θ.
+        kl_weight: λ.
+        draws: s, draws of w in a step.
+        natural: natural gradients; otherwise plain ones, as in the paper.
+        epochs: R, passes over a client's rows in a round.
+        steps: R in minibatches, in place of ``epochs``.
+    """
+
+    moves: Literal["locals", "globals"] = "locals"
+    lr: Rate = 0.3
+    shared_lr: Rate = 0.1
+    kl_weight: Rate = 1.0
+    draws: int = 5
+    natural: bool = True
+    epochs: int = 5
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.natural and self.lr >= 2:
+            raise ValueError(
+                f"lr is {self.lr}: natural steps diverge from 2 on, 1 being Newton's. For plain ones say natural=False"
+            )
+
+    def constants(self, program: Program, batch: Batch) -> Params:
+        """Return the standard deviation of each local prior before the first round."""
+        return first_prior_scales(program, batch)
+
+    def noise(self, program: Program, keys: Tensor, *path: int) -> Noise:
+        """Return the noise of the draws of w in one step."""
+        for number in path:
+            keys = noise.fold(keys, number)
+        return program.noise(keys, self.draws, local=True)
+
+    def rates(self, rate: float, done: Tensor) -> tuple[Any, ...]:
+        """Return η and the rate of all other parameters, ``(K,)``, when a part of the steps of a round is over."""
+        if self.moves == "globals":
+            return tuple(torch.full_like(done, rate * lr) for lr in (self.lr, self.shared_lr))
+        left = LEFT if self.natural else 1.0
+        lr = self.lr * (left + (1 - left) * (1 + (math.pi * done.clamp(max=1.0)).cos()) / 2)
+        return lr, lr
+
+    def objective(self, program: Program, at: Params, batch: Batch, drawn: Noise) -> Tensor:
+        """Return L_i of K clients, ``(K,)``."""
+        losses = client_losses(program, at, batch, drawn, self.draws)
+        prior = self.kl_weight * losses.divergence + losses.hyper / program.clients
+        return (losses.nll + prior) / losses.rows
+
+    def prior_objective(self, program: Program, at: Params, batch: Batch, drawn: Noise) -> Tensor:
+        """Return L_i without the likelihood, ``(K,)``, from one row."""
+        losses = client_losses(program, at, batch.head(), drawn, self.draws)
+        return (self.kl_weight * losses.divergence + losses.hyper / program.clients) / batch.rows
+
+    def move(
+        self,
+        program: Program,
+        at: Params,
+        constants: Params,
+        batch: Batch,
+        drawn: Noise,
+        rates: tuple[Any, ...],
+        objective: Objective,
+    ) -> Params:
+        """Return what one step down the objective moves."""
+        names = program.init if self.moves == "globals" else program.local_params
+        here = {name: at[name] for name in names}
+        own = leaves(here)
+        prior_only = self.moves == "globals" and program.unread >= own.keys()
+        loss = (self.prior_objective if prior_only else objective)(program, at | own, batch, drawn)
+        units = {} if self.moves == "globals" else units_of_posterior(program, here, constants)
+        if here.keys() - units.keys():  # θ, or parameters of the model that are a client's own
+            units = units | units_of_prior(program, at, here, constants, batch)
+        steps = self.natural_steps(program, gradients(loss, own), units, batch, *rates)
+        return {name: here[name] - steps[name] for name in here}
+
+    def natural_steps(
+        self,
+        program: Program,
+        grads: Params,
+        units: Units,
+        batch: Batch,
+        lr: Tensor,
+        shared_lr: Tensor,
+    ) -> Params:
+        """Return a step: at rate ``lr`` in the parameters whose Fisher information is known."""
+        rest = {name: grad for name, grad in grads.items() if name not in units}
+        if not self.natural:
+            plain = {name: per_client(lr, grads[name]) * grads[name] for name in units}
+            return plain | {n: per_client(shared_lr, grad) * grad for n, grad in rest.items()}
+        nats = batch.rows / self.kl_weight
+        found = {}
+        if rest:
+            rest = {
+                n: per_client(nats, g) * g if n in program.unread else g for n, g in rest.items()
+            }
+            found = {n: per_client(shared_lr, g) * g for n, g in clipped(rest).items()}
+        for name, (unit, is_log_scale) in units.items():
+            step = {name: unit * per_client(nats, unit) * grads[name]}
+            move = unit * per_client(lr, unit) * (step if is_log_scale else clipped(step))[name]
+            found[name] = move.clamp(-MOST, MOST) if is_log_scale else move
+        return found
+
+    @traceable
+    def own_step(
+        self,
+        program: Program,
+        at: Params,
+        constants: Params,
+        batch: Batch,
+        drawn: Noise,
+        rates: tuple[Any, ...],
+    ) -> Params:
+        """Return what one step down L_i moves."""
+        return self.move(program, at, constants, batch, drawn, rates, self.objective)
+
+    def adapt(self, job: Job, theta: Params, own: Params, steps: int, lr: float | None) -> Params:
+        """Take steps on q alone, from where it is (eq. 3.8)."""
+        program, constants = job.program, self.constants(job.program, job.rows(0))
+        factor = 1.0 if lr is None else lr / self.lr
+
+        def step(phi: Params, number: int, active: Tensor | None) -> Params:
+            drawn = self.noise(program, job.keys, 1 + number)
+            rate = self.rates(1.0, torch.full_like(job.counts, number) / steps)[0] * factor
+            return self.own_step(
+                program, theta | phi, constants, job.rows(number), drawn, (rate, rate)
+            )
+
+        return local_loop(all_clients(len(job), steps), job.keys.device, own, step)

@@ -1,0 +1,108 @@
+"""Steps of each client on its own copy of q(θ), and on φ_i: the local work of SFVI-Avg.
+
+    client i  with its copy λ_i = λ: steps uphill on λ_i and φ_i of
+                  E_q[log p(θ) − log q(θ)] + N · E_q[log p(w_i, D_i | θ) − log q(w_i | θ)]
+              that is, as if all N clients were like it          (Hassan, Salomone & Mengersen 2023)
+
+The copies step by plain gradients divided by a root mean square that the server keeps, equal for all: Adam
+in each client would normalise each client's gradient by itself, and the mean of the normalised gradients is
+zero in the wrong place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bayesfed.data.batch import Batch
+from bayesfed.elbo.elbo import Noise, elbo_terms
+from bayesfed.elbo.program import Params, Program
+from bayesfed.guides.full_rank import FullRank
+from bayesfed.guides.globals import Gaussian
+from bayesfed.guides.locals import Locals
+from bayesfed.guides.mean_field import MeanField
+from bayesfed.steps import optimizer
+from bayesfed.steps.gradients import copies, gradients, leaves
+from bayesfed.steps.job import Job, Work
+from bayesfed.steps.local_loop import all_clients, local_loop
+from bayesfed.steps.local_variational import EPS, LocalVariational, follow_origin, noise_of_steps
+from bayesfed.steps.losses import zeros_like
+from bayesfed.steps.optimizer import State
+from bayesfed.tracing.compiler import traceable
+
+MOST = 3.0
+"""The largest gradient of a step, in root mean squares of the rounds before: where a step goes too far for the
+curvature the next gradient is larger still, and only the next round measures it."""
+
+
+@dataclass(frozen=True)
+class OwnCopy(LocalVariational):
+    """Steps on (λ_i, φ_i).
+
+    Attributes:
+        steps: steps in a round.
+        draws: S, ELBO draws in a step.
+        lr: rate of the steps on λ_i.
+        local_lr: Adam's rate of the steps on φ_i.
+    """
+
+    steps: int = 10
+    draws: int = 8
+    lr: float = 0.05
+    local_lr: float = 0.03
+    gives = frozenset({"copy", "squares"})
+    needs = frozenset({"size"})
+    globals = (Gaussian, FullRank, MeanField)
+
+    def run(self, job: Job, locals_: Locals) -> Work:
+        """Return the copies λ_i, and the mean squares of their gradients."""
+        program, size, rate = job.program, job.message["size"], job.rate
+        clients = follow_origin(program, job.theta, job.clients, job.rows(None))
+        own = copies(job.theta, len(job))
+        streams = noise_of_steps(program, job.keys, self.steps, self.draws, theta=True)
+        terms = []
+
+        def step(
+            state: tuple[State, Params, Params], number: int, active: Tensor | None
+        ) -> tuple[State, Params, Params]:
+            rows = job.rows(number)
+            *state, term = self.step(program, *state, size, rows, next(streams), rate)
+            terms.append(term)
+            return tuple(state)
+
+        start = clients, own, zeros_like(own)
+        schedule = all_clients(len(job), self.steps)
+        clients, own, squares = local_loop(schedule, job.keys.device, start, step)
+        # the terms at λ itself, before the copies part
+        return Work({"copy": own, "squares": squares}, terms[0], clients)
+
+    @traceable
+    def step(
+        self,
+        program: Program,
+        clients: State,
+        own: Params,
+        square: Params,
+        size: Params,
+        batch: Batch,
+        supplied: Noise,
+        rate: float,
+    ) -> tuple[State, Params, Params, Tensor]:
+        """Take one step on φ_i and λ_i; return also the mean of λ_i's squared gradients so far, and the terms ``(K,)``."""
+        lam, phi = leaves(own), leaves(clients["params"])
+        server, client = elbo_terms(program, {**lam, **phi}, batch, supplied, self.draws)
+        term = client.mean(0)
+        # φ_i climbs the client's own term; λ_i the ELBO of N clients like this one
+        objective = server.mean(0).sum() + program.clients * term.sum()
+        grad = gradients(objective, {**lam, **phi})
+        with torch.no_grad():
+            of_term = {name: grad[name] / program.clients for name in phi}
+            clients = optimizer.ascend(clients, of_term, rate * self.local_lr, EPS)
+            new, squared = {}, {}
+            for name, value in own.items():
+                squared[name] = square[name] + grad[name].square() / self.steps
+                sizes = (grad[name] / (size[name] + 1e-12)).clamp(-MOST, MOST)
+                new[name] = value + rate * self.lr * torch.where(size[name] > 0, sizes, 0.0)
+        return clients, new, squared, term.detach()

@@ -1,0 +1,133 @@
+"""Descent under a quadratic penalty that the other clients set: FedCurv.
+
+    θ_i = θ; steps on  L_i(θ_i) + λ Σ_{j≠i} (θ_i − θ_j)ᵀ F_j (θ_i − θ_j)              (Shoham et al. 2019, section 3)
+    F_i ← diagonal of the Fisher information of L_i at θ_i, the mean over rows of (∇ log p(y | x, θ_i))²
+
+L_i is a mean over the client's rows, and so is F_i; the penalties of clients of all sizes count alike, as the authors
+write them. A step goes along ∇L_i and then makes the proximal step of the penalty, which is stable for every λ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bayesfed.data.batch import Batch
+from bayesfed.data.federation import Federation
+from bayesfed.elbo.elbo import client_losses
+from bayesfed.elbo.program import Params, Program
+from bayesfed.guides.globals import Point
+from bayesfed.guides.locals import AtPrior, Locals, prior_centre, with_model_locals
+from bayesfed.settings import Rate
+from bayesfed.steps.curvature import Loss, layered, slopes
+from bayesfed.steps.descent import Descent
+from bayesfed.steps.gradients import copies, gradients, leaves
+from bayesfed.steps.job import Job, Work
+from bayesfed.steps.local_loop import local_loop
+from bayesfed.steps.losses import client_loss, per_client
+from bayesfed.steps.steps import Steps
+from bayesfed.steps.structure import check_globals
+from bayesfed.tracing.compiler import traceable
+
+
+@dataclass(frozen=True)
+class PenalisedDescent(Steps):
+    """Steps on θ_i under the penalty that the rule prepares, with clients at the centres of their priors.
+
+    Attributes:
+        lam: λ.
+        lr: η.
+        epochs: passes over a client's rows in a round.
+        steps: steps in minibatches, in place of ``epochs``.
+    """
+
+    lam: float = 1.0
+    lr: Rate = 0.1
+    epochs: int = 5
+    steps: int | None = None
+    gives = frozenset({"theta", "fisher"})
+    needs = frozenset({"fisher", "pull"})
+    globals = (Point,)
+    locals = (AtPrior,)
+
+    def accept(
+        self, program: Program, federation: Federation, locals_: Locals, name: str
+    ) -> Program:
+        """Refuse a program whose clients share nothing."""
+        check_globals(program, name)
+        return program
+
+    def run(self, job: Job, locals_: Locals) -> Work:
+        """Take the steps of a round, and return θ_i with F_i at it."""
+        fisher, pull, lr = job.given["fisher"], job.given["pull"], job.rate * self.lr
+
+        def step(theta: Params, number: int, active: Tensor | None) -> Params:
+            return self.step(job.program, theta, fisher, pull, job.rows(number), active, lr)
+
+        schedule = job.rows.schedule(self.epochs, self.steps)
+        theta = local_loop(schedule, job.keys.device, copies(job.theta, len(job)), step)
+        return Work({"theta": theta, "fisher": self.fisher(job, theta)}, self.terms(job, theta))
+
+    @traceable
+    def step(
+        self,
+        program: Program,
+        theta: Params,
+        fisher: Params,
+        pull: Params,
+        batch: Batch,
+        active: Tensor | None,
+        lr: float,
+    ) -> Params:
+        """Take one step with the clients that are active."""
+        own = leaves(theta)
+        grads = gradients(client_loss(program, own, batch, at_prior=True), own)
+        weight, found = 2 * lr * self.lam, {}
+        for name, value in theta.items():
+            new = (value - lr * grads[name] + weight * pull[name]) / (1 + weight * fisher[name])
+            found[name] = (
+                new if active is None else torch.where(per_client(active, value), new, value)
+            )
+        return found
+
+    def terms(self, job: Job, theta: Params) -> Tensor:
+        """Return −n_i L_i of K clients on their first minibatch, ``(K,)``."""
+        with torch.no_grad():
+            return -job.counts * client_loss(job.program, theta, job.rows(0), at_prior=True)
+
+    def fisher(self, job: Job, theta: Params) -> Params:
+        """Return F_i of K clients at their θ_i."""
+        flat = torch.cat([value.flatten(1) for value in theta.values()], 1)
+        loss = _stacked(job.program, theta)
+        kind = "layers" if layered(loss, flat, job.rows(0)) else "per-sample"
+        return _unstack(slopes(loss, flat, job.rows(None), kind)[1], theta)
+
+    def adapt(self, job: Job, theta: Params, own: Params, steps: int, lr: float | None) -> Params:
+        """Fine-tune the clients' own variables, as :class:`~bayesfed.steps.Descent` does."""
+        lr = self.lr if lr is None else lr
+        return Descent(lr=self.lr).adapt(job, theta, own, steps, lr)
+
+
+def _stacked(program: Program, like: Mapping[str, Tensor]) -> Loss:
+    """Return −log p(D_i | θ) / n_i, clients at the centres of their priors, as a function of stacked θ_i ``(K, D)``."""
+
+    def loss(flat: Tensor, batch: Batch) -> Tensor:
+        theta = _unstack(flat, like)
+        centre = prior_centre(program, theta, batch)
+        at = with_model_locals(program, theta | centre, batch)
+        losses = client_losses(program, at, batch, {}, 1)
+        return losses.nll / losses.rows
+
+    return loss
+
+
+def _unstack(flat: Tensor, like: Mapping[str, Tensor]) -> Params:
+    """Return stacked numbers ``(K, D)`` as parameters ``(K, 1, ...)``."""
+    parts = flat.split([value[0].numel() for value in like.values()], 1)
+    return {
+        name: part.reshape(-1, *value.shape[1:])
+        for (name, value), part in zip(like.items(), parts, strict=True)
+    }

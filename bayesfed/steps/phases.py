@@ -1,0 +1,147 @@
+"""Rounds of several phases: one after the other, or in alternation on every minibatch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesfed.data.batch import Batch
+from bayesfed.data.federation import Federation
+from bayesfed.elbo.elbo import Noise
+from bayesfed.elbo.program import Params, Program
+from bayesfed.guides.globals import Point
+from bayesfed.guides.locals import Kept, Locals, Remade
+from bayesfed.steps import optimizer
+from bayesfed.steps.descent import Descent, kept_locals, start_of_round
+from bayesfed.steps.gradients import copies
+from bayesfed.steps.job import Job, Parts, Work
+from bayesfed.steps.local_loop import local_loop
+from bayesfed.steps.natural_descent import NaturalDescent
+from bayesfed.steps.steps import Steps
+from bayesfed.steps.structure import check_moves
+from bayesfed.tracing.compiler import traceable
+
+
+@dataclass(frozen=True)
+class InTurn(Steps):
+    """Phases one after the other, such as FedRep's head and body, or Ditto's personal and common network.
+
+    Attributes:
+        phases: the phases, in order.
+    """
+
+    phases: tuple[Descent, ...]
+    globals = (Point,)
+    locals = (Kept, Remade)
+
+    @property
+    def gives(self) -> frozenset[str]:  # type: ignore[override]
+        """All that the phases give."""
+        return frozenset().union(*(phase.gives for phase in self.phases))
+
+    def accept(
+        self, program: Program, federation: Federation, locals_: Locals, name: str
+    ) -> Program:
+        """Refuse a program that lacks what the phases move."""
+        check_moves(program, {phase.moves for phase in self.phases}, locals_, name)
+        return program
+
+    def run(self, job: Job, locals_: Locals) -> Work:
+        """Take the steps of all phases."""
+        at, found = start_of_round(job, locals_), Parts()
+        for phase in self.phases:
+            at, taken = phase.descend(job, at, locals_)
+            for part, values in phase.parts(job, at, taken).items():
+                found[part] = found.get(part, {}) | values
+        terms = self.phases[-1].terms(job, at, locals_)
+        return Work(found, terms, kept_locals(job, at, locals_))
+
+    def adapt(self, job: Job, theta: Params, own: Params, steps: int, lr: float | None) -> Params:
+        """Take steps of the first phase that moves the clients' own variables."""
+        moving = [phase for phase in self.phases if phase.moves in ("locals", "all")]
+        return (moving or self.phases)[0].adapt(job, theta, own, steps, lr)
+
+
+@dataclass(frozen=True)
+class Alternate(Steps):
+    """On every minibatch, some steps on the clients' own variables, then one on θ_i, down the same objective.
+
+        times ×  w_i ← w_i − step of ``inner``       (its learning rate does not fall from round to round)
+                 θ_i ← θ_i − step of ``outer``
+
+    Attributes:
+        inner: the steps on the clients' own variables, whose objective is that of both.
+        times: k, the number of inner steps.
+        outer: the step on θ_i; its epochs or steps are those of the round.
+    """
+
+    inner: Descent | NaturalDescent = field(default_factory=lambda: NaturalDescent("locals"))
+    times: int = 5
+    outer: Descent | NaturalDescent = field(default_factory=lambda: NaturalDescent("globals"))
+    gives = frozenset({"theta", "posterior"})
+    globals = (Point,)
+    locals = (Kept, Remade)
+
+    def accept(
+        self, program: Program, federation: Federation, locals_: Locals, name: str
+    ) -> Program:
+        """Refuse a program without global or without local variables."""
+        check_moves(program, {"globals", "locals"}, locals_, name)
+        return program
+
+    def run(self, job: Job, locals_: Locals) -> Work:
+        """Take the steps of a round."""
+        program, keys = job.program, job.keys
+        schedule = job.rows.schedule(self.outer.epochs, self.outer.steps)
+        steps = schedule.sum(0).to(job.counts)
+        constants = self.inner.constants(program, job.rows(0))
+
+        def step(at: Params, number: int, active: Tensor | None) -> Params:
+            done = number / steps
+            inner, outer = self.inner.rates(1.0, done), self.outer.rates(job.rate, done)
+            drawn = [self.inner.noise(program, keys, number, i) for i in range(self.times + 1)]
+            rows = job.rows(number)
+            return self.step(program, at, constants, rows, drawn, active, inner, outer)
+
+        at = local_loop(schedule, keys.device, start_of_round(job, locals_), step)
+        own = {name: at[name] for name in program.local_params}
+        with torch.no_grad():
+            sent, last = copies(job.theta, len(job)), self.inner.noise(program, keys)
+            loss = self.loss(program, sent | own, job.rows(0), last)
+        found = {"theta": {name: at[name] for name in program.init}, "posterior": own}
+        return Work(found, -job.counts * loss, kept_locals(job, at, locals_))
+
+    @traceable
+    def step(
+        self,
+        program: Program,
+        at: Params,
+        constants: Params,
+        batch: Batch,
+        drawn: list[Noise],
+        active: Tensor | None,
+        inner_rates: tuple[Any, ...],
+        outer_rates: tuple[Any, ...],
+    ) -> Params:
+        """Take the inner steps and one outer step with the clients that are active."""
+        objective, new = self.inner.objective, at
+        for noise in drawn[1:]:
+            new = new | self.inner.move(
+                program, new, constants, batch, noise, inner_rates, objective
+            )
+        new = new | self.outer.move(
+            program, new, constants, batch, drawn[0], outer_rates, objective
+        )
+        return optimizer.where_active({"at": at}, {"at": new}, active)["at"]
+
+    @traceable
+    def loss(self, program: Program, at: Params, batch: Batch, drawn: Noise) -> Tensor:
+        """Return the objective, ``(K,)``."""
+        return self.inner.objective(program, at, batch, drawn)
+
+    def adapt(self, job: Job, theta: Params, own: Params, steps: int, lr: float | None) -> Params:
+        """Take inner steps alone."""
+        return self.inner.adapt(job, theta, own, steps, lr)
