@@ -230,7 +230,7 @@ def concluded(run: Run, local_params: Mapping[str, Tensor]) -> Posterior:
         rising = to_rise(elbo, run.program.rows, final, run.rounds)
     else:
         moving, rising = run.settling.to_go(run.done), 0.0
-    if run.algorithm.particles == 1:  # of a few particles the standard deviation is no measure
+    if run.program.particles == 1:  # of a few particles the standard deviation is no measure
         warn_if_moving(caveat(moving, rising, run.done), moving)
     return Posterior(
         program=run.program,

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -94,7 +94,6 @@ class PACPFL(Algorithm):
     lr: float = 0.05
     optimizer: str = "adam"
     lr_decay: float = 0.1
-    weighs = True
 
     def __post_init__(self) -> None:
         optimizer.check_rules(optimizer=self.optimizer)
@@ -134,7 +133,7 @@ class PACPFL(Algorithm):
                 marginal likelihood in closed form; a local prior that no noise can be put in from outside.
         """
         found = sites(model, federation)
-        guide = from_prior(model, found, federation, self.particles)
+        guide = from_prior(model, found, federation, self.particles, self.draws, self.beta)
         try:
             program = build(model, guide, federation)
         except NotImplementedError as error:
@@ -200,15 +199,9 @@ class PACPFL(Algorithm):
         """ln Z_i(φ_κ), ``(k, K)``, of particles ``(k, K or 1, 1, D)``."""
         draws = self.draws if program.locals else 1
         repeated = {PARTICLE: phi.repeat_interleave(draws, 0)}
-        counted = self.weighed(program, batch)
+        counted = program.temper(batch)
         terms = client_terms(program, params, repeated, counted, supplied, draws * len(phi))
         return terms.unflatten(0, (len(phi), draws)).logsumexp(1) - math.log(draws)
-
-    def weighed(self, program: Program, batch: Batch) -> Batch:
-        """The batch with β in place of n_i: its rows count β / n_i as much."""
-        if self.beta is None:
-            return batch
-        return replace(batch, scale=self.beta / batch.mask.sum(-1, keepdim=True).to(batch.scale))
 
     def encode(self, job: Job, work: Work) -> Upload:
         """The gradients."""

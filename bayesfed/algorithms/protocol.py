@@ -62,16 +62,10 @@ class Algorithm:
 
     lr_decay: float = 1.0
     """What is left of the learning rates in the last round, on half a cosine."""
-    particles: int = 1
-    """Values of θ that stand side by side."""
     draws: int = 1
-    """Draws in a step. Where draws are weighed: of how many w_i one is taken for a draw of θ."""
+    """Number of Monte Carlo draws in a step."""
     personal_steps: int = 50
     """Steps in which a client makes its own variables from θ."""
-    weighs: bool = False
-    """Whether a draw of (θ, w_i) counts for client i by its ELBO term, as where w_i is drawn from its prior."""
-    beta: float | None = None
-    """Where draws are weighed: for how many rows those of a client count, by default for as many as there are."""
     corrected: bool = False
     """Whether draws of θ are weighed by all clients in the end, see :mod:`bayesfed.output.correction`."""
     remembered: tuple[str, ...] = ()
@@ -132,10 +126,6 @@ class Algorithm:
     def levels(self, program: Program) -> tuple[float, ...]:
         """At what rates q(θ) is to settle, one after the other, in a run without a number of rounds."""
         return (1.0,)
-
-    def weighed(self, program: Program, batch: Batch) -> Batch:
-        """The rows as they count for the weight of a draw: each once; a tempered likelihood scales them."""
-        return batch
 
     def temperature(self, clients: int, rows: float) -> float:
         """How much the clients' likelihoods, of so many rows on average, count against the prior of θ: in full."""

@@ -117,7 +117,7 @@ class Cohort:
         """About how many numbers a client's step holds."""
         rows = min(self.batch_size or self.federation.rows, int(self.federation.lengths.max()))
         draws, per_row = (
-            self.algorithm.particles * self.algorithm.draws,
+            self.program.particles * self.algorithm.draws,
             self.federation.numbers_per_row,
         )
         return 8 * draws * self.program.size + rows * (2 * per_row + draws)

@@ -183,7 +183,7 @@ def load(
                 f"{path} is a posterior of other data: {changed}. Load it with the rows of the fit, then predict "
                 "others, or fit again. If other rows of the clients are meant, say other_rows=True"
             )
-    elif algorithm.weighs or program.joint:
+    elif program.weights_draws or program.joint:
         raise ValueError(
             f"{path}: predictions of this posterior need the rows of the fit. Load it with them, then predict others"
         )

@@ -78,7 +78,7 @@ def personal(
     """
     if not program.local_params:
         return
-    for some in program.chunks(federation, copies=4 * algorithm.particles * algorithm.draws):
+    for some in program.chunks(federation, copies=4 * program.particles * algorithm.draws):
         chunk = some if wanted is None else some[wanted[some]]
         if not len(chunk):
             continue

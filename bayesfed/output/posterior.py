@@ -186,11 +186,11 @@ class Posterior:
             if self.program.joint:
                 (site,) = self.program.observed
                 return {site.name: dependent_rows.predict(few, federation, num_samples, seed)}
-            kind = weighted if self.algorithm.weighs else sampled
+            kind = weighted if self.program.weights_draws else sampled
             parts: dict[str, list[Tensor]] = {site.name: [] for site in self.program.observed}
             for chunk, draws in kind(few, num_samples, seed, federation):
                 batch = federation.batch(chunk)
-                if self.algorithm.weighs:
+                if self.program.weights_draws:
                     streams = few.federation.stream_ids[chunk]
                     keys = noise.fold(key_of(self, seed, "predict"), streams)
                     draws = draws.picked(1, num_samples, keys)
