@@ -15,12 +15,11 @@ from bayesfed.algorithms.registry import algorithm_of
 from bayesfed.checks import program_fingerprint as densities
 from bayesfed.data import fingerprint as rows
 from bayesfed.data.federation import Federation, Model
-from bayesfed.elbo import noise
 from bayesfed.elbo.program import Params
 from bayesfed.engine.files import read_tensors, write_tensors
+from bayesfed.engine.program import build_program
 from bayesfed.output.correction import Correction
 from bayesfed.settings import settings_of
-from bayesfed.vmap.choose import for_batches
 
 if TYPE_CHECKING:
     from bayesfed.output.posterior import Posterior
@@ -158,8 +157,7 @@ def load(
         algorithm = algorithm_of(metadata["algorithm"], guide=guide)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    with noise.seeded(0):  # particles start at draws of the prior
-        program = algorithm.program(for_batches(model, federation), federation)
+    program = build_program(model, federation, algorithm, metadata["seed"])
     if list(program.sites) != metadata["sites"]:
         raise ValueError(
             f"{path} was fitted to a model with sites {', '.join(metadata['sites'])}; this one has "
