@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from bayesfed.algorithms import SFVI, Algorithm
-from bayesfed.rules.rule import Turn
 from bayesfed.checks.independence import check_independence
 from bayesfed.checks.units import warn_of_units
 from bayesfed.data.federation import Federation, Model
@@ -25,6 +24,7 @@ from bayesfed.engine.checks import (
 from bayesfed.engine.cohort import cohort_size
 from bayesfed.engine.execution import Execution
 from bayesfed.engine.privacy import Privacy
+from bayesfed.engine.program import build_program
 from bayesfed.engine.progress import rounds_shown
 from bayesfed.engine.resume import Checkpoint, begin
 from bayesfed.engine.run import Round, Run
@@ -36,9 +36,9 @@ from bayesfed.output.correction import weighed
 from bayesfed.output.locals_of_run import of_clients
 from bayesfed.output.posterior import Posterior
 from bayesfed.rounds import answer, ask, take
-from bayesfed.settings import Schedule, check, validated
+from bayesfed.rules.rule import Turn
+from bayesfed.settings import Schedule, validated
 from bayesfed.tracing.compiler import Compiler
-from bayesfed.vmap.choose import for_batches
 
 
 @on_cpu()
@@ -79,7 +79,7 @@ def start(
     size = cohort_size(clients_per_round, len(federation))
     schedule = {"rounds": rounds, "clients_per_round": clients_per_round, "batch_size": batch_size}
     validated(Schedule, schedule | {"seed": seed})
-    program = programmed(model, federation, algorithm, seed)
+    program = build_program(model, federation, algorithm, seed)
     check_data(program, federation)
     check_independence(program, federation, shuffled=batch_size is not None)
     warn_of_units(program, federation)
@@ -98,13 +98,6 @@ def start(
     )
     _weigh(run)
     return run
-
-
-def programmed(model: Model, federation: Federation, algorithm: Algorithm, seed: int) -> Program:
-    """The model with the guide that an algorithm chooses for it."""
-    check(algorithm)
-    with noise.seeded(seed):  # particles start at draws of the prior
-        return algorithm.program(for_batches(model, federation), federation)
 
 
 def begun(

@@ -15,20 +15,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesfed.rules.rule import Turn
-from bayesfed.steps.job import Parts
-from bayesfed.engine.parts import flat, nested
 from bayesfed.elbo import noise
 from bayesfed.engine import processes
 from bayesfed.engine.checks import check_growth, refusal
 from bayesfed.engine.cohort import Cohort
 from bayesfed.engine.execution import threads
+from bayesfed.engine.parts import flat, nested
 from bayesfed.engine.resume import keep
 from bayesfed.engine.run import Round, Run, Stopped
 from bayesfed.engine.stopping.convergence import USUAL, place
 from bayesfed.engine.stopping.drift import record
 from bayesfed.engine.stopping.held_out import HeldOut
 from bayesfed.output.locals_of_run import log_predictive, of_cohort
+from bayesfed.rules.rule import Turn
+from bayesfed.steps.job import Parts
 from bayesfed.tracing.compiler import using
 from bayesfed.tracing.precision import products
 

@@ -34,6 +34,11 @@ class Family:
         """Whether it takes natural-gradient steps when this is left of the learning rate, else Adam's."""
         return True
 
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """The rates at which q(θ) has to converge, one after the other: one for each kind of steps."""
+        return (1.0, 0.5) if self.natural(1.0) != self.natural(0.5) else (1.0,)
+
     def blank(self, params: Params) -> Site:
         """The site of a term that is not there."""
         loc = params[f"{GLOBAL}.loc"]

@@ -72,24 +72,26 @@ class Particles:
     """q(θ) = (1/k) Σ_κ δ(θ − θ_κ), and every local variable drawn from its prior given θ.
 
     With the prior as local guide a client's term is ln p(D_i | w_i), so that logsumexp over L draws − ln L
-    estimates its log marginal likelihood (PAC-PFL, eq. 38).
+    estimates its log marginal likelihood (PAC-PFL, eq. 38). Predictions weight draws of (θ, w_i) by that term.
 
     Attributes:
         model: the Pyro model.
         sizes: how many numbers each global latent site has, unconstrained.
         locals: the local latent sites.
-        start: the particles at first, ``(k, D)``.
-        draws: L, draws of the local variables for each particle.
-        beta: β in place of n_i, see :meth:`temper`.
+        start: initial particles, ``(k, D)``.
+        local_draws: number of draws of w_i for each draw of θ; a draw from the posterior is one of them, chosen by its
+            weight.
+        beta: β, the number of rows that a client's likelihood counts for; by default n_i.
     """
 
     model: Model
     sizes: Mapping[str, int]
     locals: tuple[str, ...]
     start: Tensor
-    draws: int = 1
+    local_draws: int = 1
     beta: float | None = None
     needs_rows = False
+    weights_draws = True
 
     def __call__(self, federation: Any) -> None:
         """Sample every latent site of the model."""
@@ -100,14 +102,19 @@ class Particles:
         with Until([*self.sizes, *self.locals]), _FromPrior(given, self.locals):
             self.model(federation.head())
 
+    @property
+    def particles(self) -> int:
+        """The number of particles, k."""
+        return len(self.start)
+
     def temper(self, batch: Batch) -> Batch:
-        """Return the batch with β in place of n_i: its rows count β / n_i as much."""
+        """Scale the log likelihoods of each client's rows by β / n_i."""
         if self.beta is None:
             return batch
         return replace(batch, scale=self.beta / batch.mask.sum(-1, keepdim=True).to(batch.scale))
 
     def __str__(self) -> str:
-        return f"{len(self.start)} particles, locals from their prior"
+        return f"{self.particles} particles, locals from their prior"
 
 
 def from_prior(
@@ -115,12 +122,12 @@ def from_prior(
     sites: Mapping[str, Site],
     federation: Federation,
     count: int,
-    draws: int = 1,
+    local_draws: int = 1,
     beta: float | None = None,
 ) -> Particles:
-    """The :class:`Particles` guide of a model, at draws of its prior with the seed of torch's generator.
+    """Make the :class:`Particles` guide of a model, with ``count`` draws from its prior as initial particles.
 
-    A model without random globals has particles of no dimension.
+    The draws use the seed of torch's generator. A model without random globals has particles of dimension zero.
     """
     nodes = prior_draws(model, sites, federation, count, seed=torch.initial_seed())
     flat = {"": federation.batch(torch.arange(1)).scale.new_zeros(count, 0)}
@@ -132,7 +139,7 @@ def from_prior(
     start = torch.cat(list(flat.values()), 1)
     sizes = {name: value.shape[1] for name, value in flat.items() if name}
     locals_ = tuple(site.name for site in sites.values() if site.local and not site.observed)
-    return Particles(model, sizes, locals_, start, draws, beta)
+    return Particles(model, sizes, locals_, start, local_draws, beta)
 
 
 class _FromPrior(Messenger):

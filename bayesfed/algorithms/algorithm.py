@@ -97,9 +97,7 @@ class Algorithm:
             (self.rule, self.steps, "give", self.steps.gives),
             (self.steps, self.rule, "send", self.rule.sends),
         ):
-            if missing := needed.needs - given - {"theta"} | (
-                needed.needs & {"theta"} - given if verb == "give" else frozenset()
-            ):
+            if missing := needed.needs - given:
                 raise ValueError(
                     f"{self}: {_called(needed)} needs {_listed(missing)}, which {_called(giver)} does not {verb}: "
                     f"take {_alternatives(needed, giver, missing)}"
@@ -165,6 +163,11 @@ class Algorithm:
         """
         steps = self.locals.personal_steps if steps is None else steps
         return self.steps.personalize(job, self.locals, steps, lr)
+
+
+def draws_at_once(algorithm: Algorithm, program: Program) -> int:
+    """Return the number of values of (θ, w_i) that a client's step evaluates together."""
+    return program.particles * max(program.local_draws, getattr(algorithm.steps, "draws", 1))
 
 
 def _called(part: Any) -> str:

@@ -142,7 +142,7 @@ def run_on(
     plan, console = plan_of(config, experiment.parent), Console(highlight=False)
     folder = report.RunFolder(wanted, overwrite=overwrite, go_on=resume)
     folder.config = report.to_toml(config.model_dump(exclude_unset=True))
-    title = f"{type(plan.algorithm).__name__} over {len(config.deployment.sites)} sites"
+    title = f"{plan.algorithm} over {len(config.deployment.sites)} sites"
     console.print(
         f"{config.model}, {title}, results in {folder.path}", soft_wrap=True, markup=False
     )

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bayesfed.algorithms import FAMILY
-from bayesfed.algorithms.registry import ALGORITHMS, GUIDES
+from bayesfed.algorithms import METHODS
+from bayesfed.algorithms.registry import GUIDES
 from bayesfed.cli.names import DATASETS, MODELS
 
 
@@ -23,7 +23,7 @@ def show(what: str | None) -> None:
     registries: dict[str, Mapping[str, Any]] = {
         "models": MODELS,
         "datasets": DATASETS,
-        "algorithms": ALGORITHMS,
+        "algorithms": METHODS,
         "guides": GUIDES,
     }
     for kind, registry in registries.items():

@@ -48,7 +48,7 @@ def fit_and_write(
     for line in (
         f"{config.model} on {config.data.source}",
         f"{chosen.everyone!r}" + (f"; {len(chosen.held)} held out" if chosen.held else ""),
-        f"{type(chosen.algorithm).__name__}, {length} rounds, "
+        f"{chosen.algorithm}, {length} rounds, "
         + (f"going on in {folder.path}" if folder.run.exists() else f"results in {folder.path}"),
     ):
         console.print(line, soft_wrap=True, markup=False)
@@ -110,7 +110,7 @@ def _write(
         held_out=draws.get("held_out"),
         client_dim=posterior.federation.client_dim,
         title=f"{config.model} on {config.data.source}: "
-        f"{type(posterior.algorithm).__name__}, {len(posterior.history['elbo']):,} rounds",
+        f"{posterior.algorithm}, {len(posterior.history['elbo']):,} rounds",
     )
     report.print_summary(table, console, posterior.caveat)
     last = posterior.history["elbo"][-20:]

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfed.algorithms.protocol import WEIGHT
 from bayesfed.deploy import secure
 from bayesfed.deploy.institutions import Due, Member, Sites
 from bayesfed.deploy.messages import (
@@ -29,6 +28,7 @@ from bayesfed.deploy.messages import (
 )
 from bayesfed.deploy.node_run import sum_of
 from bayesfed.engine.files import read_tensors, write_tensors
+from bayesfed.engine.parts import ROWS, flat, nested
 from bayesfed.engine.privacy import NORMS, SHORT
 from bayesfed.engine.run import Run
 from bayesfed.rounds import Asked, lasts
@@ -178,8 +178,8 @@ def _check_plain(
     for name, value in {**parts["total"], **parts["said"]}.items():
         if not bool(value.isfinite().all()):
             raise MessageError(f"{name!r} is not finite")
-    if bool((parts["total"].get(WEIGHT, torch.zeros(())) < 0).any()):
-        raise MessageError(f"{WEIGHT!r} is negative")
+    if bool((parts["total"].get(ROWS, torch.zeros(())) < 0).any()):
+        raise MessageError(f"{ROWS!r} is negative")
     *terms, first = parts["said"]["terms"].tolist()
     if max(map(abs, terms)) > clients * torch.finfo(torch.float32).max:
         raise MessageError("its ELBO terms are larger than single precision has them")
@@ -211,7 +211,7 @@ def with_late(
     taken: Late = {}
     for name, (number, parts) in late.items():
         own = int(parts["sound"]["clients"].sum())
-        more = run.algorithm.late(run.server, parts["total"], own)
+        more = flat(run.algorithm.rule.stale(run.server, nested(parts["total"]), own))
         wider = total | {part: total[part] + value for part, value in more.items()}
         if lasts(run, asked, wider, counted):
             total, taken[name] = wider, (number, parts)
@@ -239,11 +239,11 @@ def middle(replies: Sequence[dict[str, Tensors]]) -> tuple[Tensors, Tensor]:
     total, said = added(replies)
     means, weight = [], torch.zeros(())
     for parts in replies:
-        own = parts["total"].get(WEIGHT, parts["sound"]["clients"].sum())
+        own = parts["total"].get(ROWS, parts["sound"]["clients"].sum())
         if bool(own > 0):
             means.append({name: value / own for name, value in parts["total"].items()})
             weight = weight + own
-    for name in total.keys() - {WEIGHT} if means else ():
+    for name in total.keys() - {ROWS} if means else ():
         total[name] = weight * torch.stack([move[name] for move in means]).median(0).values
     return total, said
 

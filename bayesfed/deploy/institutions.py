@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from bayesfed.algorithms.protocol import Algorithm
 from bayesfed.deploy.messages import (
     Hello,
     MessageError,
@@ -23,6 +22,7 @@ from bayesfed.deploy.messages import (
 )
 from bayesfed.deploy.plan import Plan
 from bayesfed.deploy.transport import Carrier, Wait
+from bayesfed.rules import Rule
 from bayesfed.settings import Strict
 
 M = TypeVar("M", bound=Strict)
@@ -85,9 +85,9 @@ class Patience:
             raise ValueError(
                 "late: clip and noise are of a round's own uploads: leave it out, or privacy"
             )
-        if self.late and type(plan.algorithm).late is Algorithm.late:
+        if self.late and type(plan.algorithm.rule).stale is Rule.stale:
             raise ValueError(
-                f"late: {type(plan.algorithm).__name__} uploads what is of use in its own round only; SFVI and PVI "
+                f"late: {plan.algorithm} uploads what is of use in its own round only; SFVI and PVI "
                 "upload changes of what the server remembers"
             )
 

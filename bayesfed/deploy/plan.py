@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bayesfed.algorithms.algorithm import Algorithm
-from bayesfed.rules import Mean
 from bayesfed.algorithms.registry import settings_of
 from bayesfed.data.federation import Model
 from bayesfed.engine.privacy import Privacy
+from bayesfed.rules import Mean
 
 
 @dataclass(frozen=True)

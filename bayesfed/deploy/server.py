@@ -102,7 +102,7 @@ class Globals:
     def __repr__(self) -> str:
         of, names = self.posterior, ", ".join(site.name for site in self.posterior.program.globals)
         return (
-            f"Globals: {type(of.algorithm).__name__} ({of.program.guide_name}), {len(of.history['elbo']):,} rounds, "
+            f"Globals: {of.algorithm} ({of.program.guide_name}), {len(of.history['elbo']):,} rounds, "
             f"{len(self.refused)} sites, {of.program.clients:,} clients; {names or 'none'}"
             + (self.caveat and f"\n{self.caveat}")
         )

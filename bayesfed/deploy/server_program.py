@@ -12,9 +12,9 @@ from bayesfed.deploy.messages import Schema, Tensors
 from bayesfed.deploy.plan import Plan
 from bayesfed.elbo.elbo import client_terms
 from bayesfed.elbo.program import Program
+from bayesfed.engine.program import build_program
 from bayesfed.engine.run import Run
 from bayesfed.engine.states import States
-from bayesfed.fitting import programmed
 from bayesfed.rounds import Asked, answer
 
 ROWS = 3
@@ -49,7 +49,7 @@ def program_of(plan: Plan, schemas: Sequence[Schema]) -> tuple[Program, Federati
     for filling in MADE_UP:
         federation = federation_of(schemas, filling)
         try:
-            program = programmed(plan.model, federation, plan.algorithm, plan.seed)
+            program = build_program(plan.model, federation, plan.algorithm, plan.seed)
             few = federation.batch(torch.arange(min(2, len(federation))))
             with torch.no_grad():
                 keys = federation.stream_ids[few.index]

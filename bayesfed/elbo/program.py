@@ -167,6 +167,31 @@ class Program:
         """The guide's closed form of its local parameters, for K clients ``(K, 1, ...)``."""
         return self.guide.laplace(dict(params), phi, batch)
 
+    @property
+    def weights_draws(self) -> bool:
+        """Whether a draw of (θ, w_i) is weighted by client i's ELBO term, as where q(w_i | θ) is the prior."""
+        return bool(getattr(self.guide, "weights_draws", False))
+
+    @property
+    def local_draws(self) -> int:
+        """Number of draws of w_i for each draw of θ, of which one is chosen where draws are weighted."""
+        return int(getattr(self.guide, "local_draws", 1))
+
+    @property
+    def particles(self) -> int:
+        """Number of values of θ that the guide holds at once."""
+        return int(getattr(self.guide, "particles", 1))
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """The rates at which q(θ) has to converge, one after the other, in a run without a number of rounds."""
+        return getattr(getattr(self.guide, "family", None), "levels", (1.0,))
+
+    def temper(self, batch: Batch) -> Batch:
+        """Scale the rows' log likelihoods as the guide does where draws are weighted; by default not at all."""
+        temper = getattr(self.guide, "temper", None)
+        return batch if temper is None else temper(batch)
+
     def init_locals(self, batch: Batch) -> Params:
         """Initial local parameters of K clients: tensors of shape ``(K, ...)``."""
         at = handlers.given(batch.device, self.init, noise={}, starting=self.local_params)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bayesfed.algorithms.algorithm import Algorithm, Answer
+from bayesfed.algorithms.algorithm import Algorithm, Answer, draws_at_once
 from bayesfed.data.chunks import ROUND, chunks
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
@@ -21,8 +21,8 @@ from bayesfed.engine.parts import flat
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.states import States
 from bayesfed.steps.job import Job
-from bayesfed.steps.optimizer import State
 from bayesfed.steps.losses import per_client
+from bayesfed.steps.optimizer import State
 
 _FOUND = "terms and whether they are finite"  # the clients', beside their uploads
 
@@ -118,7 +118,7 @@ class Cohort:
         """About how many numbers a client's step holds."""
         rows = min(self.batch_size or self.federation.rows, int(self.federation.lengths.max()))
         draws, per_row = (
-            self.program.particles * self.algorithm.draws,
+            draws_at_once(self.algorithm, self.program),
             self.federation.numbers_per_row,
         )
         return 8 * draws * self.program.size + rows * (2 * per_row + draws)

@@ -233,17 +233,15 @@ def report(
     """
     found: list[dict[str, object]] = []
     algorithm, federation = posterior.algorithm, posterior.federation
-    if not algorithm.weighs:
-        raise TypeError(
-            f"{type(algorithm).__name__} has no particles, which stand for priors: use PACPFL"
-        )
-    tau = 0.0
+    if not posterior.program.weights_draws:
+        raise TypeError(f"{algorithm} has no particles, which stand for priors: use PACPFL")
+    tau, trained_beta = 0.0, posterior.program.guide.beta
     if seen:
-        tau = algorithm.temperature(len(federation), federation.rows / len(federation))
+        tau = algorithm.rule.temperature(len(federation), federation.rows / len(federation))
     for name, own, there in prior_losses(posterior, test, draws, seed, low, high):
         m = own.shape[-1]
         b = math.sqrt(m) if beta is None else beta
-        trained = m if algorithm.beta is None else algorithm.beta
+        trained = m if trained_beta is None else trained_beta
         log_z = float(log_partition(own, b).mean())
         weight = (-b * own.mean(-1)).softmax(0)  # (L, k)
         with warnings.catch_warnings():

@@ -15,11 +15,10 @@ from bayesfed.algorithms.registry import algorithm_of, settings_of
 from bayesfed.checks import program_fingerprint as densities
 from bayesfed.data import fingerprint as rows
 from bayesfed.data.federation import Federation, Model
-from bayesfed.elbo import noise
 from bayesfed.elbo.program import Params
 from bayesfed.engine.files import read_tensors, write_tensors
+from bayesfed.engine.program import build_program
 from bayesfed.output.correction import Correction
-from bayesfed.vmap.choose import for_batches
 
 if TYPE_CHECKING:
     from bayesfed.output.posterior import Posterior
@@ -157,8 +156,7 @@ def load(
         algorithm = algorithm_of(metadata["algorithm"], guide=guide)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    with noise.seeded(0):  # particles start at draws of the prior
-        program = algorithm.program(for_batches(model, federation), federation)
+    program = build_program(model, federation, algorithm, metadata["seed"])
     if list(program.sites) != metadata["sites"]:
         raise ValueError(
             f"{path} was fitted to a model with sites {', '.join(metadata['sites'])}; this one has "
@@ -182,7 +180,7 @@ def load(
                 f"{path} is a posterior of other data: {changed}. Load it with the rows of the fit, then predict "
                 "others, or fit again. If other rows of the clients are meant, say other_rows=True"
             )
-    elif algorithm.weighs or program.joint:
+    elif program.weights_draws or program.joint:
         raise ValueError(
             f"{path}: predictions of this posterior need the rows of the fit. Load it with them, then predict others"
         )

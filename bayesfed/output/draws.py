@@ -106,14 +106,14 @@ def sampled(
         *federations: other rows of these clients, which the chunks are made small for.
         centre: zero noise.
     """
-    program, algorithm, key = posterior.program, posterior.algorithm, key_of(posterior, seed)
+    program, key = posterior.program, key_of(posterior, seed)
     theta = of_server(posterior, num_samples, key, centre)
-    weighs = algorithm.weighs and bool(program.locals)
+    weighs = program.weights_draws and bool(program.locals)
     if not weighs:
         for chunk in chunks(posterior, num_samples, *federations):
             yield chunk, of_clients(posterior, theta, num_samples, chunk, key, centre=centre)
         return
-    each = algorithm.draws
+    each = program.local_draws
     together = max(1, PASS // (each * max(1, program.variables)))
     blocks = [min(together, num_samples - at) for at in range(0, num_samples, together)]
     for chunk in chunks(posterior, each * blocks[0], *federations):
@@ -142,7 +142,7 @@ def weighted(
     theta, size = finite(posterior) or (of_server(posterior, num_samples, key), num_samples)
     random = program.randomness.keys() - set(program.random)
     each = max(1, num_samples // size) if random else 1
-    weigh = posterior.algorithm.weighs
+    weigh = program.weights_draws
     for chunk in chunks(posterior, size * each, *federations, numbers=numbers):
         yield chunk, of_clients(posterior, theta, size, chunk, key, each, weigh=weigh)
 
@@ -189,7 +189,7 @@ def of_clients(
     }
     if not weigh:
         return Draws(values, count)
-    own = posterior.algorithm.weighed(program, own)
+    own = program.temper(own)
     with torch.no_grad():
         return Draws(values, count, client_terms(program, params, given, own, supplied, count))
 
@@ -351,7 +351,7 @@ def chunks(
     """
     program, own = posterior.program, posterior.federation
     count = COST * count if _closely(posterior) else count
-    if posterior.algorithm.weighs or program.needs_rows or program.kinds or _closely(posterior):
+    if program.weights_draws or program.needs_rows or program.kinds or _closely(posterior):
         federations = (own, *federations)
     lengths = sum((f.lengths for f in federations), torch.zeros_like(own.lengths))
     size = max(numbers, program.variables)

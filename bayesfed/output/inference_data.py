@@ -158,7 +158,7 @@ def _dataset(arrays: Arrays, axes: Mapping[str, np.ndarray], posterior: Posterio
         coords[f"{dim}_client"] = (dim, np.array(federation.names)[owner])
     attrs = {
         "inference_library": "bayesfed",
-        "algorithm": type(posterior.algorithm).__name__,
+        "algorithm": str(posterior.algorithm),
         "seed": posterior.seed,
     }
     if posterior.epsilon is not None:

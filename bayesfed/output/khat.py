@@ -36,7 +36,7 @@ def has_density(posterior: Posterior) -> bool:
     """Whether q(θ, w) has one, and may be looked at."""
     return (
         bool(posterior.program.random)
-        and not posterior.algorithm.weighs
+        and not posterior.program.weights_draws
         and posterior.epsilon is None
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
 
-from bayesfed.algorithms.protocol import Algorithm
+from bayesfed.algorithms.algorithm import Algorithm, draws_at_once
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
 from bayesfed.elbo.program import Params, Program
@@ -78,7 +78,7 @@ def personal(
     """
     if not program.local_params:
         return
-    for some in program.chunks(federation, copies=4 * program.particles * algorithm.draws):
+    for some in program.chunks(federation, copies=4 * draws_at_once(algorithm, program)):
         chunk = some if wanted is None else some[wanted[some]]
         if not len(chunk):
             continue

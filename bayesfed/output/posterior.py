@@ -14,7 +14,7 @@ from pyro import poutine
 from torch import Tensor
 from torch.distributions import MixtureSameFamily
 
-from bayesfed.algorithms.protocol import Algorithm
+from bayesfed.algorithms.algorithm import Algorithm
 from bayesfed.data.columns import UnknownName
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
@@ -108,7 +108,7 @@ class Posterior:
         rounds = len(self.history["elbo"])
         ended = "settled in " if self.settled else ""
         return (
-            f"Posterior: {type(self.algorithm).__name__} ({self.program.guide_name}), {ended}{rounds:,} rounds, "
+            f"Posterior: {self.algorithm} ({self.program.guide_name}), {ended}{rounds:,} rounds, "
             f"{len(self.federation):,} clients; globals {globals_}; locals {locals_}"
             + ("" if self.epsilon is None else f"; ε = {self.epsilon:.3g}")
             + (self.caveat and f"\n{self.caveat}")
@@ -186,11 +186,11 @@ class Posterior:
             if self.program.joint:
                 (site,) = self.program.observed
                 return {site.name: dependent_rows.predict(few, federation, num_samples, seed)}
-            kind = weighted if self.algorithm.weighs else sampled
+            kind = weighted if self.program.weights_draws else sampled
             parts: dict[str, list[Tensor]] = {site.name: [] for site in self.program.observed}
             for chunk, draws in kind(few, num_samples, seed, federation):
                 batch = federation.batch(chunk)
-                if self.algorithm.weighs:
+                if self.program.weights_draws:
                     streams = few.federation.stream_ids[chunk]
                     keys = noise.fold(key_of(self, seed, "predict"), streams)
                     draws = draws.picked(1, num_samples, keys)

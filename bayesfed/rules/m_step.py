@@ -100,10 +100,10 @@ class MStep(Rule):
         if not uploads > 0:
             return server, NO_TERM
         spreads, new = not program.guide.local_point, dict(theta)
-        new |= {name: value / rows for name, value in total["theta"].items()}
+        new |= {name: value / rows for name, value in total.get("theta", {}).items()}
         squares = server["squares"] | {
             name: _running_mean(server["squares"][name], value / rows)
-            for name, value in total["squares"].items()
+            for name, value in total.get("squares", {}).items()
         }
         new |= in_closed_form(known, theta, total, spreads=spreads)
         learnt = [*known.centres, *(known.spreads if spreads else ())]
@@ -203,7 +203,7 @@ def squares(
     first, precision = total["first"][site], total["precision"][site]
     move = change_of(known.centres, server, at, site, first)
     change = (move.square() * precision - 2 * move * first).sum_to_size(precision.shape)
-    return total["second"].get(site, 0.0) + change
+    return total.get("second", {}).get(site, 0.0) + change
 
 
 def change_of(

@@ -219,7 +219,7 @@ class NaturalGradient(Rule):
             return server, term.mean()
         before, changes = server["mean gradient"], total.get("mean gradient", {})
         surrogate = term.mean()
-        for name, grad in total["gradients"].items():
+        for name, grad in total.get("gradients", {}).items():
             if name == GLOBAL and natural:
                 continue
             used = len(grad)

@@ -148,7 +148,7 @@ def weighted_sum(values: Params, weight: Tensor | None = None) -> Parts:
 def mean_of(turn: Turn, total: Parts, part: str = "theta") -> Params:
     """Return the means of a part of a sum of :func:`weighted_sum` uploads."""
     weight = total["weight"]["rows"] if "weight" in total else turn.cohort
-    return {name: value / weight for name, value in total[part].items()}
+    return {name: value / weight for name, value in total.get(part, {}).items()}
 
 
 def add(values: Params, change: Params) -> Params:

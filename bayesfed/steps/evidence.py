@@ -67,7 +67,7 @@ def log_evidence(
     """Return ln Z_i(φ_κ), ``(k, K)``, of particles ``(k, K or 1, 1, D)``."""
     draws = _draws(program)
     repeated = {PARTICLE: phi.repeat_interleave(draws, 0)}
-    tempered = program.guide.temper(batch)
+    tempered = program.temper(batch)
     terms = client_terms(program, params, repeated, tempered, supplied, draws * len(phi))
     return terms.unflatten(0, (len(phi), draws)).logsumexp(1) - math.log(draws)
 
@@ -79,4 +79,4 @@ def particle_gradients(values: Tensor, theta: Params) -> Params:
 
 
 def _draws(program: Program) -> int:
-    return program.guide.draws if program.locals else 1
+    return program.local_draws if program.locals else 1

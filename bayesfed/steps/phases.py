@@ -85,6 +85,11 @@ class Alternate(Steps):
     globals = (Point,)
     locals = (Kept, Remade)
 
+    @property
+    def draws(self) -> int:
+        """Draws of w_i in an inner step."""
+        return getattr(self.inner, "draws", 1)
+
     def accept(
         self, program: Program, federation: Federation, locals_: Locals, name: str
     ) -> Program:

@@ -11,9 +11,9 @@ from bayesfed.steps.job import Job
 
 
 def test_what_an_algorithm_need_not_say():
-    """A point for θ, one draw a step, all draws alike, nothing remembered, rates that stay."""
+    """One draw a step, nothing remembered, constant learning rates."""
     plain = Algorithm()
-    assert (plain.particles, plain.draws, plain.weighs, plain.beta) == (1, 1, False, None)
+    assert plain.draws == 1
     assert (plain.lr_decay, plain.corrected, plain.remembered) == (1.0, False, ())
 
 

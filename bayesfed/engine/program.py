@@ -1,0 +1,31 @@
+"""The program that a run, a file and a node of a deployment have in common."""
+
+from __future__ import annotations
+
+from bayesfed.algorithms.algorithm import Algorithm
+from bayesfed.data.federation import Federation, Model
+from bayesfed.elbo import noise
+from bayesfed.elbo.program import Program
+from bayesfed.settings import check
+from bayesfed.vmap.choose import for_batches
+
+
+def build_program(model: Model, federation: Federation, algorithm: Algorithm, seed: int) -> Program:
+    """Build the program of a model with the guide that an algorithm chooses for it.
+
+    The seed determines the initial values that are drawn, such as particles.
+
+    Raises:
+        SettingsError: a setting of the algorithm is out of range.
+        ValueError: the model and the algorithm, or the model and the data, do not go together.
+
+    Example:
+        >>> import bayesfed as bf
+        >>> from bayesfed.engine.program import build_program
+        >>> program = build_program(bf.models.eight_schools, bf.datasets.eight_schools(), bf.SFVI(), seed=0)
+        >>> list(program.sites)
+        ['mu', 'tau', 'theta', 'y']
+    """
+    check(algorithm)
+    with noise.seeded(seed):
+        return algorithm.program(for_batches(model, federation), federation)
