@@ -62,7 +62,9 @@ WEIGHTED = Setting(("rule.by",), {False: "clients", True: "rows"})
 FedAvg = Method(
     "FedAvg",
     "Federated averaging with fine-tuning (McMahan et al. 2017, Algorithm 1).",
-    Algorithm(Point(), AtPrior(), Descent("globals", lr=0.1, epochs=5), Mean(by="rows")),
+    Algorithm(
+        Point(), AtPrior(), Descent("globals", lr=0.1, epochs=5, steepest=100.0), Mean(by="rows")
+    ),
     **DESCENT,
     proximal="steps.proximal",
     **END,
@@ -147,7 +149,7 @@ Ditto = Method(
     "Ditto",
     "FedAvg, and beside it personal point estimates held near the common ones (Li et al. 2021, Algorithm 1).",
     FedPer().replace(
-        steps=InTurn((Descent("locals", proximal=0.1), Descent("globals", at_prior=True)))
+        steps=InTurn((Descent("locals", proximal=0.1), Descent("globals", at_prior=True, steepest=100.0)))
     ),
     lam="steps.phases.0.proximal",
     lr=("steps.phases.0.lr", "steps.phases.1.lr"),

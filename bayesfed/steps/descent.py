@@ -33,9 +33,6 @@ from bayesfed.steps.steps import Objective, Steps
 from bayesfed.steps.structure import body, check_moves
 from bayesfed.tracing.compiler import traceable
 
-STEEPEST = 100.0
-"""The largest slope in one number: beyond it a step leaves the region in which the gradient holds."""
-
 
 @dataclass(frozen=True)
 class Descent(Steps):
@@ -50,6 +47,8 @@ class Descent(Steps):
         optimizer: ``"sgd"``, ``"momentum"`` or ``"adam"``; its state ends with the round.
         proximal: μ.
         at_prior: evaluate the loss with w_i at the centre of its prior, though clients have variables of their own.
+        steepest: the largest slope in one number; beyond it a step may leave the region in which the gradient holds. By
+            default no limit.
         clip: the largest root mean square of a client's gradient, see :func:`~bayesfed.steps.optimizer.clipped`; by
             default no limit.
     """
@@ -61,6 +60,7 @@ class Descent(Steps):
     optimizer: Literal["sgd", "momentum", "adam"] = "sgd"
     proximal: float = 0.0
     at_prior: bool = False
+    steepest: Rate | None = None
     clip: Rate | None = None
     globals = (Point,)
     locals = (AtPrior, Kept, Remade)
@@ -153,7 +153,9 @@ class Descent(Steps):
         """Return the gradients within their bounds."""
         if self.clip is not None:
             return optimizer.clipped(grads, self.clip)
-        return {name: grad.clamp(-STEEPEST, STEEPEST) for name, grad in grads.items()}
+        if self.steepest is None:
+            return grads
+        return {name: grad.clamp(-self.steepest, self.steepest) for name, grad in grads.items()}
 
     def parts(self, job: Job, at: Params, taken: Tensor) -> Parts:
         """Return what the steps give to the rule."""

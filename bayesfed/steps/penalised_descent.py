@@ -108,7 +108,7 @@ class PenalisedDescent(Steps):
     def adapt(self, job: Job, theta: Params, own: Params, steps: int, lr: float | None) -> Params:
         """Fine-tune the clients' own variables, as :class:`~bayesfed.steps.Descent` does."""
         lr = self.lr if lr is None else lr
-        return Descent(lr=self.lr).adapt(job, theta, own, steps, lr)
+        return Descent(lr=self.lr, steepest=100.0).adapt(job, theta, own, steps, lr)
 
 
 def _stacked(program: Program, like: Mapping[str, Tensor]) -> Loss:
