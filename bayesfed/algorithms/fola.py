@@ -133,7 +133,7 @@ class FOLA(Algorithm):
         >>> posterior = bf.fit(models.eight_schools, datasets.eight_schools(), bf.FOLA(), rounds=5)
         >>> posterior
         Posterior: FOLA (FullRank globals, conditioned locals), 5 rounds, 8 clients; globals mu, tau; locals theta
-        5 rounds are too few to tell whether the fit still moves
+        5 rounds are too few to tell whether the fit has converged
     """
 
     lr: Rate | None = None

@@ -91,7 +91,7 @@ class PVI(Structured):
         >>> from bayesfed import datasets, models
         >>> bf.fit(models.eight_schools, datasets.eight_schools(), bf.PVI(), rounds=2)
         Posterior: PVI (FullRank globals, conditioned locals), 2 rounds, 8 clients; globals mu, tau; locals theta
-        2 rounds are too few to tell whether the fit still moves
+        2 rounds are too few to tell whether the fit has converged
     """
 
     conditioned: bool | None = None

@@ -106,7 +106,7 @@ class SFVI(Structured):
         >>> from bayesfed import datasets, models
         >>> bf.fit(models.eight_schools, datasets.eight_schools(), bf.SFVI(global_guide=bf.Flow()), rounds=2)
         Posterior: SFVI (Flow globals, conditioned locals), 2 rounds, 8 clients; globals mu, tau; locals theta
-        2 rounds are too few to tell whether the fit still moves
+        2 rounds are too few to tell whether the fit has converged
     """
 
     global_guide: MeanField | FullRank | Flow | None = None

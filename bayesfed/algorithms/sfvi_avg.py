@@ -77,7 +77,7 @@ class SFVIAvg(Structured):
         >>> from bayesfed import datasets, models
         >>> bf.fit(models.eight_schools, datasets.eight_schools(), bf.SFVIAvg(bf.MeanField()), rounds=2)
         Posterior: SFVIAvg (MeanField globals, conditioned locals), 2 rounds, 8 clients; globals mu, tau; locals theta
-        2 rounds are too few to tell whether the fit still moves
+        2 rounds are too few to tell whether the fit has converged
     """
 
     global_guide: MeanField | FullRank | None = None

@@ -12,7 +12,7 @@ from torch.distributions import constraints
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.elbo.build import build
-from bayesfed.engine.checks import (
+from bayesfed.engine.watch import (
     check_growth,
     warn_if_falling,
     warn_of_infinities,

@@ -48,7 +48,7 @@ def test_the_noise_has_the_scale_that_it_says(mechanism, seed):
     by Kolmogorov-Smirnov, which fails once in 100,000 runs without a seed."""
     privacy = bf.Privacy(clip=1.5, noise=0.7, mechanism=mechanism)
     total = {"a": torch.zeros(50_000, 2, dtype=torch.float64)}
-    drawn = dataclasses.replace(privacy, seed=seed).noisy(total, 1.5, 0.7, 0)["a"].flatten()
+    drawn = dataclasses.replace(privacy, seed=seed).add_noise(total, 1.5, 0.7, 0)["a"].flatten()
     scale = 2 * 1.5 * 0.7
     found = float(drawn.std() if mechanism == "gaussian" else drawn.abs().mean())
     assert found == pytest.approx(scale, rel=0.015)
@@ -304,8 +304,8 @@ def test_an_adaptive_clip_comes_to_the_quantile_that_noise_leaves_room_for(mecha
         norm = torch.randn(1000, 1, generator=generator, dtype=torch.float64).add(3).exp()
         upload, _ = privacy.clipped({"a": norm * direction}, float(clip))
         total = {name: value.sum(0) for name, value in upload.items()}
-        total = privacy.noisy(total, float(clip), multiplier, number)
-        clip = privacy.adapted(total, clip, multiplier, 1000)
+        total = privacy.add_noise(total, float(clip), multiplier, number)
+        clip = privacy.next_clip(total, clip, multiplier, 1000)
         assert list(total) == ["a"]
         found.append(float(clip.log()))
     assert sum(found[100:]) / 300 == pytest.approx(3 + normal, abs=0.45 if multiplier else 0.1)
@@ -318,7 +318,7 @@ def test_an_adaptive_clip_moves_by_the_share_that_is_missing():
     (short,) = clipped.keys() - {"a"}
     for told, by in ((-40.0, 1.0), (-1.0, 0.65), (0.0, 0.4), (1.0, 0.15), (40.0, -1.0)):
         total = {short: torch.tensor(told)}
-        clip = privacy.adapted(total, torch.tensor(2.0, dtype=torch.float64), 0.0, 4)
+        clip = privacy.next_clip(total, torch.tensor(2.0, dtype=torch.float64), 0.0, 4)
         assert float(clip) == pytest.approx(2.0 * math.exp(by), rel=1e-12)
 
 
@@ -327,7 +327,9 @@ def test_an_adaptive_clip_moves_by_the_share_that_is_missing():
 def test_noise_has_the_type_of_what_it_is_added_to(mechanism, seed):
     privacy = bf.Privacy(clip=1.0, noise=1.0, mechanism=mechanism, seed=seed)
     for dtype in (torch.float32, torch.float64):
-        assert privacy.noisy({"a": torch.zeros(3, dtype=dtype)}, 1.0, 1.0, 0)["a"].dtype == dtype
+        assert (
+            privacy.add_noise({"a": torch.zeros(3, dtype=dtype)}, 1.0, 1.0, 0)["a"].dtype == dtype
+        )
 
 
 @pytest.mark.parametrize("mechanism", ["gaussian", "laplace"])
@@ -341,7 +343,8 @@ def test_an_adaptive_clip_takes_its_share_of_the_noise(mechanism):
     assert float(clipped[short]) == -0.5  # and ½ of another: a sensitivity of 1
     zero = {"a": torch.zeros(50_000), short: torch.zeros(())}
     many = [
-        privacy.noisy(zero if i == 0 else {short: zero[short]}, 0.5, 1.0, i) for i in range(2000)
+        privacy.add_noise(zero if i == 0 else {short: zero[short]}, 0.5, 1.0, i)
+        for i in range(2000)
     ]
     bits = torch.stack([told[short] for told in many])
 
@@ -376,7 +379,7 @@ def recovered(secret, privacy):
     zero = {PARTICLES: torch.zeros_like(start)}
     scale = privacy.multiplier(1, 11, 11)
     guess = dataclasses.replace(privacy, seed=privacy.seed or posterior.seed)
-    drawn = guess.noisy(zero, privacy.clip, scale, 0)[PARTICLES]
+    drawn = guess.add_noise(zero, privacy.clip, scale, 0)[PARTICLES]
     total = (posterior.params[PARTICLES] - start) / 0.01 + (start - 1) / 4 - drawn
     own = {name: float((rows["y"] - start.squeeze()).sum()) for name, rows in clients.items()}
     truth = float((data.select(["victim"])["y"] - start.squeeze()).sum())
@@ -488,8 +491,8 @@ def test_noise_that_moves_a_posterior_by_its_own_width_is_said():
     """Whatever the length of what clients send, a q(θ) that is narrow beside the noise does not know where it is."""
     privacy = bf.Privacy(clip=1.0)
     with pytest.warns(UserWarning, match=r"would move q\(θ\) by 0\.6 of its standard deviations"):
-        privacy.warn_if_shaken(0.6)
-    privacy.warn_if_shaken(0.4)
+        privacy.warn_if_disturbed(0.6)
+    privacy.warn_if_disturbed(0.4)
     data = datasets.eight_schools()
     shaken = bf.Privacy(clip=1.0, noise=0.2, seed=0)
     run = bf.start(models.eight_schools, data, rounds=1, privacy=shaken)

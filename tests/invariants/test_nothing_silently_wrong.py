@@ -291,7 +291,7 @@ def test_clients_per_round_out_of_range(wrong):
 
 @pytest.mark.parametrize("wrong", [True, "all", None])
 def test_clients_per_round_of_a_wrong_type(wrong):
-    with pytest.raises(TypeError, match="clients_per_round is"):
+    with pytest.raises(ValueError, match="clients_per_round is"):
         fit(good, clients_per_round=wrong)
 
 

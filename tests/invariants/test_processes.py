@@ -1,4 +1,4 @@
-"""A cohort split among processes gives the run of one process: the sum of law 2 is all that passes between them."""
+"""A cohort split among processes gives the run of one process: they exchange nothing but the sum of invariant 2."""
 
 import os
 import tempfile

@@ -60,7 +60,7 @@ def test_what_is_left_of_a_geometric_move(kappa):
     """Twelve windows of exp(−κ s), of which exp(−12 κ) is left; a window's mean lies near its middle."""
     s = torch.arange(6, 12, dtype=torch.float64) + 0.5
     scale = math.exp(6 * kappa)
-    found = drift.left((scale * torch.exp(-kappa * s))[:, None])
+    found = drift.extrapolate((scale * torch.exp(-kappa * s))[:, None])
     assert found == pytest.approx(scale * math.exp(-12 * kappa), rel=0.3, abs=1e-3)
 
 
@@ -68,13 +68,13 @@ def test_what_is_left_of_a_geometric_move(kappa):
 def test_noise_alone_is_no_move(seed):
     """Means of windows a twentieth of a standard deviation apart, as those of good fits are at most."""
     noise = torch.randn(6, 3, generator=torch.Generator().manual_seed(seed))
-    assert drift.left(0.05 * noise) < drift.FAR
+    assert drift.extrapolate(0.05 * noise) < drift.FAR
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_steady_move_is_one_under_noise(seed):
     noise = torch.randn(6, 1, generator=torch.Generator().manual_seed(seed))
-    assert drift.left(0.2 * torch.arange(6.0)[:, None] + 0.01 * noise) > drift.FAR
+    assert drift.extrapolate(0.2 * torch.arange(6.0)[:, None] + 0.01 * noise) > drift.FAR
 
 
 def test_the_means_of_windows_are_those_of_the_rounds():
@@ -83,7 +83,7 @@ def test_the_means_of_windows_are_those_of_the_rounds():
     where = torch.zeros(drift.KEPT, 2)
     values = torch.randn(rounds, generator=torch.Generator().manual_seed(0))
     for n in range(rounds):
-        drift.record(where, {"loc": values[n : n + 1]}, final, n, rounds)
+        drift.add_round(where, {"loc": values[n : n + 1]}, final, n, rounds)
     edges = [elapsed(final, n / rounds) for n in range(rounds + 1)]
     for window in range(6, 12):
         at = [n for n in range(rounds) if int(12 * edges[n]) == window]
@@ -94,7 +94,7 @@ def test_the_means_of_windows_are_those_of_the_rounds():
 
 def test_a_wide_prior_is_not_done_after_eighty_rounds():
     """sd 2.7 where .6 is exact, and tables that look like any others."""
-    with pytest.warns(UserWarning, match=r"still moving after 80 rounds.*mu \d\.\d sd"):
+    with pytest.warns(UserWarning, match=r"not converged after 80 rounds.*mu \d\.\d sd"):
         posterior = fit(100.0, 80, bf.SFVI(local_steps=1, lr=0.004, corrected=False))
     assert posterior.sample(2000)["mu"].std() > 2
     assert posterior.moving["mu"] > 1
@@ -121,10 +121,10 @@ def elbos(rounds, kappa, amount, sd):
 
 def test_clients_that_are_not_done_are_seen_by_the_elbo():
     """As with heavy-tailed locals after 300 rounds: .6 nats short, the clients' sds 1.6 times too wide."""
-    found = drift.to_rise(elbos(300, 0.4, 0.6, 0.3), 29, 0.01, 300)
+    found = drift.elbo_left(elbos(300, 0.4, 0.6, 0.3), 29, 0.01, 300)
     assert 0.35 < found < 1.2
     assert drift.caveat({}, found, 300) == (
-        f"still moving after 300 rounds, about this far from where it was going: the ELBO {found:.1f} nats"
+        f"not converged after 300 rounds, about this far from where it was going: the ELBO {found:.1f} nats"
     )
 
 
@@ -132,11 +132,11 @@ def test_clients_that_are_not_done_are_seen_by_the_elbo():
 def test_an_elbo_that_is_there_or_has_little_to_go_for_its_rows_is_not_said_to_rise(
     kappa, amount, rows
 ):
-    assert drift.to_rise(elbos(300, kappa, amount, 0.3), rows, 0.01, 300) == 0
+    assert drift.elbo_left(elbos(300, kappa, amount, 0.3), rows, 0.01, 300) == 0
 
 
 def test_a_falling_elbo_is_no_rising_one():
-    assert drift.to_rise(-elbos(300, 0.4, 0.6, 0.3), 29, 0.01, 300) == 0
+    assert drift.elbo_left(-elbos(300, 0.4, 0.6, 0.3), 29, 0.01, 300) == 0
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_few_rounds_are_too_few_to_tell(algorithm, rounds):
     """39 at rates that fall to nothing are worth 19.7."""
     schools = datasets.eight_schools()
     posterior = bf.fit(models.eight_schools, schools, algorithm, rounds=rounds, execution=EAGER)
-    assert posterior.caveat == f"{rounds} rounds are too few to tell whether the fit still moves"
+    assert posterior.caveat == f"{rounds} rounds are too few to tell whether the fit has converged"
 
 
 def test_a_run_that_is_finished_early_goes_by_the_rounds_that_it_did():
@@ -165,7 +165,7 @@ def test_a_run_that_is_finished_early_goes_by_the_rounds_that_it_did():
         bf.step(run)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert "still moving after 50 rounds" in bf.finish(run).caveat
+        assert "not converged after 50 rounds" in bf.finish(run).caveat
 
 
 def test_what_is_said_is_saved(tmp_path):

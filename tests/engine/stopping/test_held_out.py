@@ -68,13 +68,13 @@ def test_what_clients_say_is_their_log_predictive_density(digits):
     bf.step(run)
     few = [train.names[3], train.names[1]]
     rows = valid.select(few)
-    posterior = of_cohort(run, run.algorithm.params(run.server), few)
+    posterior = of_cohort(run, run.plan.algorithm.params(run.server), few)
     found = log_predictive(posterior, rows)
     p = bf.finish(run).probabilities(rows)["y"]
     density = Categorical(probs=p).log_prob(rows["y"])
     expected = torch.stack([density[rows.owner == i].sum() for i in range(2)])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(run.settling.known[[3, 1]].float(), found, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(run.stopping.densities[[3, 1]].float(), found, rtol=1e-4, atol=1e-4)
 
 
 def test_of_random_weights_the_mean_is_inside_the_logarithm():
@@ -96,50 +96,50 @@ def test_of_random_weights_the_mean_is_inside_the_logarithm():
 
 @pytest.fixture
 def rule(digits):
-    return HeldOut(digits[1], 1.0)
+    return HeldOut(digits[1], 1.0, lambda params, cohort: None)
 
 
-def followed(rule, values, clients=10, cohort=None):
+def rounds_of(rule, values, clients=10, cohort=None):
     """After how many rounds it is done: each client says that a row has this density."""
     lengths = rule.rows.lengths.double()
     for done, value in enumerate(values, 1):
         some = torch.arange(clients) if cohort is None else cohort(done)
-        rule.record(done, some, value * lengths[some])
-        if rule.settled:
+        rule.add_round(done, some, value * lengths[some])
+        if rule.converged:
             return done
     return None
 
 
 def test_a_plateau_is_not_left_before_it_is_one(rule):
     rising = [-2.0 + 0.02 * t for t in range(60)]
-    assert followed(rule, rising) is None
+    assert rounds_of(rule, rising) is None
 
 
 def test_a_plateau_is_one(rule):
     values = [-2.0 + 0.05 * min(t, 20) for t in range(100)]
-    assert 38 <= followed(rule, values) <= 60
+    assert 38 <= rounds_of(rule, values) <= 60
 
 
 def test_a_fall_ends_it(rule):
     values = [-2.0 + 0.05 * min(t, 20) - 0.02 * max(0, t - 20) for t in range(100)]
-    assert 21 <= followed(rule, values) <= 50
+    assert 21 <= rounds_of(rule, values) <= 50
 
 
 def test_it_waits_for_those_who_have_not_been_seen(rule):
     flat = [-1.0] * 200
-    assert followed(rule, flat, cohort=lambda done: torch.arange(9)) is None
+    assert rounds_of(rule, flat, cohort=lambda done: torch.arange(9)) is None
 
 
 def test_one_client_a_round_is_looked_at_as_long_as_its_last_visit_is_back(rule):
     """All rise while they are seen one after the other: the mean goes on rising."""
     values = [-2.0 + 0.01 * t for t in range(150)]
-    assert followed(rule, values, cohort=lambda done: torch.tensor([done % 10])) is None
+    assert rounds_of(rule, values, cohort=lambda done: torch.tensor([done % 10])) is None
 
 
 def test_noise_is_no_gain(rule):
     torch.manual_seed(0)
     values = (-1.0 + 0.05 * torch.randn(100)).tolist()
-    assert followed(rule, values) is not None
+    assert rounds_of(rule, values) is not None
 
 
 # -- what cannot be, and what goes on --------------------------------------------------------------
