@@ -26,7 +26,7 @@ from bayesfed.deploy.server import Globals, deployed
 from bayesfed.deploy.sockets import carrier, serve
 from bayesfed.deploy.transport import Carrier
 from bayesfed.engine.execution import Execution
-from bayesfed.engine.files import held
+from bayesfed.engine.files import lock
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.progress import show_rounds
 from bayesfed.output import arviz_compat
@@ -79,7 +79,7 @@ def answer(
         )
 
     own = None if site.own_socket is None else (address_of(site.own_socket, here), kept.handle)
-    with held(folder / ".worker.lock", f"the folder of site {site.name!r}"):
+    with lock(folder / ".worker.lock", f"the folder of site {site.name!r}"):
         serve(address_of(site.socket, here), worker.handle, here=own, ready=ready)
 
 

@@ -276,7 +276,9 @@ class Site:
         privacy = self.plan.privacy
         if message.noisy != self.plan.noisy or (message.roster is not None) != self.plan.secure:
             raise MessageError("a round is not as private as was agreed on")
-        if privacy is not None and privacy.clip is not None and message.clip != privacy.clip:
+        if privacy is None or privacy.clip is None:
+            return
+        if message.clip != float(privacy.first_clip()):
             raise MessageError(f"the clip is {message.clip}; {privacy.clip} was agreed on")
 
     def _keys(self, part: Part) -> secure.Site:

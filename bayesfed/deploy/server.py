@@ -55,7 +55,7 @@ from bayesfed.deploy.server_program import form_of, program_of
 from bayesfed.deploy.transport import Carrier
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params
-from bayesfed.engine.files import held
+from bayesfed.engine.files import lock
 from bayesfed.engine.rounds import Answer, Question, ask, update
 from bayesfed.engine.run import Round as Report
 from bayesfed.engine.run import Run
@@ -136,7 +136,7 @@ def deployed(
         Stopped: see :func:`bayesfed.fit`.
     """
     path = Path(file)
-    with held(path.with_name(f".{path.name}.lock"), f"the run of {path}"):
+    with lock(path.with_name(f".{path.name}.lock"), f"the run of {path}"):
         return _deployed(Sites(carrier, plan, patience, say), path, callbacks)
 
 

@@ -94,7 +94,7 @@ class Cohort:
         good = is_finite(work.terms, upload, work.clients)
         if not _surely(good):
             upload = {n: torch.where(against(good, v), v, 0.0) for n, v in upload.items()}
-        upload, share = self.privacy.clipped(upload, self.clip)
+        upload, share = self.privacy.clip_uploads(upload, self.clip)
         if keep:
             share = torch.zeros_like(work.terms) if self.noisy else good.to(work.terms) * share
             self.states.put(chunk, self.next_states(states, work.clients, good, share))

@@ -143,7 +143,7 @@ class Privacy:
         given = self.clip if self.clip is not None and self.clips else FIRST_CLIP
         return torch.tensor(given, dtype=torch.float64)
 
-    def clipped(
+    def clip_uploads(
         self, upload: Mapping[str, Tensor], clip: float
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Clip K uploads ``(K, ...)``, each to norm γ over all its tensors; and the factors by which, ``(K,)`` or 1."""

@@ -120,7 +120,7 @@ class RunFile:
             "compiled": compiled,
         }
         write_tensors(self.path, tensors, _METADATA, metadata)
-        clients.written(done)
+        clients.commit(done)
         self._written = time.perf_counter()
         self._cost = self._written - start
 

@@ -46,12 +46,12 @@ def test_the_adversary_has_power():
     assert attack.lower_bound(*pairs, 0.0) > 1.5
 
 
-def by_seed(self, like, name, number, drawn=bf.Privacy._drawn):
-    return drawn(dataclasses.replace(self, seed=0), like, name, number)
+def by_seed(self, like, name, number, draw=bf.Privacy._draw):
+    return draw(dataclasses.replace(self, seed=0), like, name, number)
 
 
-def faint(self, like, name, number, drawn=bf.Privacy._drawn):
-    return drawn(self, like, name, number) / 8
+def faint(self, like, name, number, draw=bf.Privacy._draw):
+    return draw(self, like, name, number) / 8
 
 
 def whole(self, upload, clip):
@@ -61,7 +61,7 @@ def whole(self, upload, clip):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "instead"),
-    [("_drawn", by_seed), ("_drawn", faint), ("clipped", whole)],
+    [("_draw", by_seed), ("_draw", faint), ("clip_uploads", whole)],
     ids=["noise of the run's seed", "an eighth of the noise", "no clipping"],
 )
 def test_faults_are_found(fault, instead, monkeypatch):

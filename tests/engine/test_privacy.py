@@ -31,7 +31,7 @@ def test_an_upload_is_clipped_in_its_mechanisms_norm(mechanism):
     torch.manual_seed(0)
     length = torch.linspace(0.01, 3, 50)
     upload = {"a": length[:, None, None] * torch.randn(50, 3, 2), "b": length * torch.randn(50)}
-    clipped, factor = bf.Privacy(clip=2.0, mechanism=mechanism).clipped(upload, 2.0)
+    clipped, factor = bf.Privacy(clip=2.0, mechanism=mechanism).clip_uploads(upload, 2.0)
     flat, before = (torch.cat([v["a"].flatten(1), v["b"][:, None]], 1) for v in (clipped, upload))
     norm = before.norm(order, dim=1)
     assert (norm > 2).any() and (norm < 2).any()
@@ -302,7 +302,7 @@ def test_an_adaptive_clip_comes_to_the_quantile_that_noise_leaves_room_for(mecha
         direction = torch.randn(1000, 7, generator=generator, dtype=torch.float64)
         direction /= direction.norm(NORMS[mechanism], dim=1, keepdim=True)
         norm = torch.randn(1000, 1, generator=generator, dtype=torch.float64).add(3).exp()
-        upload, _ = privacy.clipped({"a": norm * direction}, float(clip))
+        upload, _ = privacy.clip_uploads({"a": norm * direction}, float(clip))
         total = {name: value.sum(0) for name, value in upload.items()}
         total = privacy.add_noise(total, float(clip), multiplier, number)
         clip = privacy.next_clip(total, clip, multiplier, 1000)
@@ -314,7 +314,7 @@ def test_an_adaptive_clip_comes_to_the_quantile_that_noise_leaves_room_for(mecha
 def test_an_adaptive_clip_moves_by_the_share_that_is_missing():
     """γ ← γ exp(−(b̄ − .9)), b̄ being the part of the clients that a noisy sum says is short; by a factor e at most."""
     privacy = bf.Privacy(seed=0)
-    clipped, _ = privacy.clipped({"a": torch.ones(4, 2)}, 0.5)
+    clipped, _ = privacy.clip_uploads({"a": torch.ones(4, 2)}, 0.5)
     (short,) = clipped.keys() - {"a"}
     for told, by in ((-40.0, 1.0), (-1.0, 0.65), (0.0, 0.4), (1.0, 0.15), (40.0, -1.0)):
         total = {short: torch.tensor(told)}
@@ -338,7 +338,7 @@ def test_an_adaptive_clip_takes_its_share_of_the_noise(mechanism):
     up with Laplace noise, their squares with Gaussian noise. Tolerances are five standard errors."""
     power = {"gaussian": 2, "laplace": 1}[mechanism]
     privacy = bf.Privacy(noise=1.0, mechanism=mechanism, seed=0)
-    clipped, _ = privacy.clipped({"a": torch.ones(1, 50_000, dtype=torch.float64)}, 0.5)
+    clipped, _ = privacy.clip_uploads({"a": torch.ones(1, 50_000, dtype=torch.float64)}, 0.5)
     (short,) = clipped.keys() - {"a"}
     assert float(clipped[short]) == -0.5  # and ½ of another: a sensitivity of 1
     zero = {"a": torch.zeros(50_000), short: torch.zeros(())}

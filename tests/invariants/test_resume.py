@@ -177,14 +177,14 @@ def test_a_run_that_was_stopped_before_it_was_written_begins_again(tmp_path, mon
 def test_file_and_folder_belong_together(tmp_path):
     fit("SFVI", tmp_path / "a", states=tmp_path / "states of a", **ALL)
     fit("SFVI", tmp_path / "b", states=tmp_path / "states of b", **ALL)
-    with pytest.raises(ValueError, match="states of b does not hold the clients' states of this"):
+    with pytest.raises(ValueError, match="states of b does not have the clients' states of this"):
         fit("SFVI", tmp_path / "a", states=tmp_path / "states of b", **ALL)
     with pytest.raises(FileExistsError, match="states of another run"):
         fit("SFVI", tmp_path / "c", states=tmp_path / "states of b", **ALL)
     with pytest.raises(ValueError, match="a run with states in files true, this one has false"):
         fit("SFVI", tmp_path / "a", **ALL)
     next((tmp_path / "states of a").glob("*.npy")).unlink()
-    with pytest.raises(ValueError, match="npy is gone: begin anew"):
+    with pytest.raises(ValueError, match="npy is gone: start again"):
         fit("SFVI", tmp_path / "a", states=tmp_path / "states of a", **ALL)
 
 
