@@ -60,7 +60,7 @@ def test_cohort_size(asked, clients, size):
 
 
 @pytest.mark.parametrize("asked", [0, 86, 0.0, 1.01, -0.5, float("nan")])
-def test_cohort_sizes_that_are_none(asked):
+def test_cohort_sizes_that_are_refused(asked):
     with pytest.raises(ValueError, match="clients_per_round is"):
         cohort_size(asked, 85)
 
@@ -99,7 +99,7 @@ def test_all_clients_take_part_in_as_few_rounds_as_they_can(clients, size):
         assert turns[0] != turns[1] or turns[1] != turns[2]
 
 
-def test_who_is_absent_keeps_its_parameters():
+def test_clients_outside_the_cohort_keep_their_parameters():
     data = ragged(6)
     algorithm = bf.SFVI(**QUICK)
     program = algorithm.program(conjugate_hierarchy, data)
@@ -399,7 +399,7 @@ def test_a_run_may_be_finished_and_go_on(name, files, tmp_path):
         assert all(torch.equal(half.local_params[name], value) for name, value in before.items())
 
 
-def test_two_runs_do_not_meddle():
+def test_two_runs_are_independent():
     """All that a run changes is in it: steps of two runs can be taken by turns."""
     one, other = (bf.start(*options("SFVI")[:3], **options("SFVI", seed=s)[3]) for s in (2, 3))
     for _ in range(4):
@@ -410,7 +410,7 @@ def test_two_runs_do_not_meddle():
         same(bf.finish(run), bf.fit(model, data, algorithm, **how), **EXACTLY)
 
 
-def test_a_run_that_is_over_takes_no_step():
+def test_a_run_that_is_over_cannot_step():
     model, data, algorithm, how = options("SFVI")
     run = bf.start(model, data, algorithm, **how | {"rounds": 1})
     bf.step(run)

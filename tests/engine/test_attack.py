@@ -28,7 +28,7 @@ def measured(name, trials=TRIALS):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["FedAvg, Laplace", "PACPFL, Laplace", "SFVI, Laplace"])
-def test_what_is_claimed_is_not_exceeded(name):
+def test_the_claimed_epsilon_is_not_exceeded(name):
     """In one of 200 runs of an honest mechanism the limits are passed, and then by little."""
     assert attack.GAMES[name].start(0).epsilon == pytest.approx(1.0)
     assert measured(name, 40) <= 1.0

@@ -37,7 +37,7 @@ def journals(folder):
     return sorted(path.name for path in folder.glob("*.journal"))
 
 
-def test_what_was_changed_since_is_undone(tmp_path):
+def test_later_changes_are_undone(tmp_path):
     states = new_states(tmp_path)
     states.put(torch.tensor([1, 4]), state(2, 7))
     states.flush()
@@ -60,7 +60,7 @@ def test_a_journal_of_another_round_is_not_used(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [1, 20, 70])
-def test_a_block_that_was_not_written_to_its_end(cut, tmp_path):
+def test_an_incomplete_block(cut, tmp_path):
     """Its clients' states were not changed yet; those of the block before were."""
     states = new_states(tmp_path)
     states.put(torch.tensor([0, 1]), state(2, 7))

@@ -53,7 +53,7 @@ def test_a_description_is_plain_data():
     )
 
 
-def test_a_run_may_be_described_by_other_words_for_the_same_cohort():
+def test_the_description_depends_on_the_cohort_size_not_on_how_it_is_given():
     one, other = (
         bf.start(models.eight_schools, SCHOOLS, rounds=rounds, clients_per_round=share)
         for rounds, share in ((3, 0.5), (5, 4))

@@ -83,7 +83,7 @@ def test_a_run_that_is_stopped_goes_on(number, tmp_path, every_round):
     same(fit("PFedVEM", path), whole)  # a run that is over is read
 
 
-def test_a_run_that_is_written_now_and_then_goes_on_too(tmp_path, monkeypatch):
+def test_a_run_that_is_written_rarely_goes_on_too(tmp_path, monkeypatch):
     monkeypatch.setattr(run_file, "_SHARE", 1e-9)  # after the first round, and never again
     path = tmp_path / "run.safetensors"
     with pytest.raises(Stopped):
@@ -159,7 +159,7 @@ def test_a_round_that_was_half_done_is_undone(share, tmp_path, monkeypatch):
     assert before.keys() == load_file(path).keys()
 
 
-def test_a_run_that_was_stopped_before_it_was_written_begins_again(tmp_path, monkeypatch):
+def test_a_run_that_was_stopped_before_it_was_written_starts_again(tmp_path, monkeypatch):
     path, states, begin = tmp_path / "run", tmp_path / "states", States.begin
 
     def half(kept, clients, state):
