@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,30 +16,27 @@ from bayesfed.checks.units import warn_of_units
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.elbo.handlers import on_cpu
-from bayesfed.elbo.program import Program
-from bayesfed.engine.checks import (
-    check_data,
-    warn_if_falling,
-    warn_of_refused,
-)
+from bayesfed.elbo.program import Params, Program
+from bayesfed.engine.checks import check_data
 from bayesfed.engine.cohort import cohort_size
 from bayesfed.engine.execution import Execution
+from bayesfed.engine.plan import Plan
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.program import build_program
-from bayesfed.engine.progress import rounds_shown
-from bayesfed.engine.resume import Checkpoint, begin
-from bayesfed.engine.run import Round, Run
-from bayesfed.engine.states import States
-from bayesfed.engine.stopping.convergence import BOUND, settling
-from bayesfed.engine.stopping.drift import caveat, path, to_go, to_rise, warn_if_moving
-from bayesfed.engine.stopping.held_out import held_out as of_held_out
+from bayesfed.engine.progress import show_rounds
+from bayesfed.engine.resume import initialise
+from bayesfed.engine.rounds import answer, ask, update
+from bayesfed.engine.run import Round, Run, create_run
+from bayesfed.engine.stopping.convergence import convergence
+from bayesfed.engine.stopping.drift import caveat, warn_if_moving
+from bayesfed.engine.stopping.fixed_rounds import FixedRounds
+from bayesfed.engine.stopping.held_out import HeldOut, check_clients
+from bayesfed.engine.stopping.rule import Stopping
+from bayesfed.engine.watch import warn_if_falling, warn_of_refused
 from bayesfed.output.correction import weighed
-from bayesfed.output.locals_of_run import of_clients
+from bayesfed.output.locals_of_run import log_predictive, of_clients, of_cohort
 from bayesfed.output.posterior import Posterior
-from bayesfed.rounds import answer, ask, take
 from bayesfed.rules.rule import Turn
-from bayesfed.settings import Schedule, validated
-from bayesfed.tracing.compiler import Compiler
 
 
 @on_cpu()
@@ -47,16 +45,25 @@ def start(
     federation: Federation,
     algorithm: Algorithm | None = None,
     *,
-    rounds: int | None = None,
-    clients_per_round: int | float = 1.0,
-    batch_size: int | None = None,
-    privacy: Privacy | None = None,
-    held_out: Federation | None = None,
-    seed: int = 0,
     execution: Execution | None = None,
     resume: str | Path | None = None,
+    **options: Any,
 ) -> Run:
-    """A run before its first round, or where its file ends; arguments and errors as for :func:`fit`.
+    """Start a run: it is before its first round, or where its file ends.
+
+    Args:
+        model: as for :func:`fit`, like all other arguments.
+        federation: the clients' data.
+        algorithm: by default :class:`~bayesfed.SFVI`.
+        execution: where and how the clients' work runs.
+        resume: the run's file.
+        options: ``rounds``, ``clients_per_round``, ``batch_size``, ``privacy``, ``held_out`` and ``seed``.
+
+    Returns:
+        The run, for :func:`step` and :func:`finish`.
+
+    Raises:
+        ValueError: see :func:`fit`.
 
     Example:
         >>> import bayesfed as bf
@@ -66,179 +73,168 @@ def start(
         [1, 2]
         >>> bf.finish(run)
         Posterior: SFVI (FullRank globals, conditioned locals), 2 rounds, 8 clients; globals mu, tau; locals theta
-        2 rounds are too few to tell whether the fit still moves
+        2 rounds are too few to tell whether the fit has converged
     """
-    algorithm = SFVI() if algorithm is None else algorithm
-    execution = Execution() if execution is None else execution
+    plan = Plan(
+        model,
+        SFVI() if algorithm is None else algorithm,
+        execution=Execution() if execution is None else execution,
+        **options,
+    )
+    return start_run(plan, federation, resume)
+
+
+@on_cpu()
+def start_run(plan: Plan, federation: Federation, resume: str | Path | None = None) -> Run:
+    """Check the model and the data of a plan, and start its run; see :func:`start`."""
+    execution = plan.execution
     if resume is not None and execution.group is not None:
         raise ValueError(
             "a file to resume from holds the whole run: leave out resume, or the execution's group"
         )
     if execution.device is not None:
         federation = federation.to(execution.device)
-    size = cohort_size(clients_per_round, len(federation))
-    schedule = {"rounds": rounds, "clients_per_round": clients_per_round, "batch_size": batch_size}
-    validated(Schedule, schedule | {"seed": seed})
-    program = build_program(model, federation, algorithm, seed)
+    cohort_size(plan.clients_per_round, len(federation))  # fails early
+    program = build_program(plan.model, federation, plan.algorithm, plan.seed)
     check_data(program, federation)
-    check_independence(program, federation, shuffled=batch_size is not None)
+    check_independence(program, federation, shuffled=plan.batch_size is not None)
     warn_of_units(program, federation)
-    run = begun(
-        program,
-        federation,
-        algorithm,
-        size,
-        rounds=rounds,
-        batch_size=batch_size,
-        privacy=privacy,
-        held_out=held_out,
-        seed=seed,
-        execution=execution,
-        resume=resume,
-    )
-    _weigh(run)
+    run = prepare_run(plan, program, federation, resume)
+    _try_correction(run)
     return run
 
 
-def begun(
+def prepare_run(
+    plan: Plan,
     program: Program,
     federation: Federation,
-    algorithm: Algorithm,
-    size: int,
-    *,
-    rounds: int | None,
-    batch_size: int | None,
-    privacy: Privacy | None,
-    held_out: Federation | None,
-    seed: int,
-    execution: Execution,
     resume: str | Path | None,
-    sites: int | None = None,
+    institutions: int | None = None,
 ) -> Run:
-    """A run of a program whose clients' rows have been looked at, K = ``size`` of them in a round.
+    """A run of a program that has been checked: before its first round, or where its file ends.
 
-    With ``sites`` these rows are made up, and the clients' own are there.
+    Args:
+        plan: the options of the fit.
+        program: the model/guide pair.
+        federation: the clients' data.
+        resume: the run's file.
+        institutions: between machines, their number; the rows of ``federation`` are then made up.
     """
-    server = algorithm.start(program)
-    most = BOUND if rounds is None else rounds
-    run = Run(
-        program=program,
-        federation=federation,
-        algorithm=algorithm,
-        rounds=most,
-        size=size,
-        batch_size=batch_size,
-        privacy=privacy,
-        seed=seed,
-        execution=execution,
-        server=server,
-        clients=States(len(federation) if sites is None else 1, device=federation.device),
-        known=torch.full((len(federation),), torch.nan, dtype=federation.dtype),
-        said=torch.zeros(2, dtype=torch.float64),
-        refused=torch.zeros(len(federation), dtype=torch.int64),
-        clip=(privacy or Privacy()).first_clip(),
-        history=torch.zeros(3, most, dtype=torch.float64),
-        path=path(program),
-        compiler=Compiler(execution.compile),
-        accepted=None if sites is None else torch.full((sites, 2), -1),
+    server = plan.algorithm.start(program)
+    if plan.held_out is None:
+        stopping = _stopping_rule(plan, program, server)
+    else:
+        check_clients(federation, plan.held_out)
+        rows = plan.held_out.to(federation.device)
+
+        def score(params: Params, cohort: Tensor) -> Tensor:
+            names = [federation.names[i] for i in cohort.tolist()]
+            return log_predictive(of_cohort(run, params, names), rows.select(names))
+
+        stopping = HeldOut(rows, plan.algorithm.lr_decay, score)
+    run = create_run(
+        plan, program, federation, stopping, server=server, file=resume, institutions=institutions
     )
-    if held_out is not None:
-        run.settling = of_held_out(run, held_out.to(federation.device), rounds)
-    elif rounds is None:
-        if privacy is not None:
-            raise ValueError("rounds: privacy is told for a number of rounds, give one")
-        turn = Turn(program, noise.key(0), size)
-        if algorithm.progress(turn, server) is not None:
-            levels, params = program.levels, algorithm.params(server)
-            share = size / len(federation)
-            weighed = algorithm.corrected
-            run.settling = settling(program, params, levels, program.rows, share, weighed)
-        if run.settling is None:
-            raise ValueError(
-                f"rounds: {algorithm} has no q(θ) here whose width says when it is done, give a number, "
-                "or held_out, rows that do"
-            )
-    if algorithm.rule.no_noise and run.multiplier:
-        raise ValueError(f"{algorithm} cannot be private: {algorithm.rule.no_noise}")
-    if resume is not None:
-        run.file = Checkpoint(Path(resume), run.settings, program, federation)
-    begin(run)
+    initialise(run)
     return run
+
+
+def _stopping_rule(plan: Plan, program: Program, server: Any) -> Stopping:
+    """The stopping rule of a plan without held-out rows.
+
+    Raises:
+        ValueError: the algorithm needs a number of rounds here.
+    """
+    algorithm, size = plan.algorithm, cohort_size(plan.clients_per_round, program.clients)
+    if plan.rounds is not None:
+        return FixedRounds(program, plan.rounds, algorithm.lr_decay)
+    rule = None
+    if algorithm.progress(Turn(program, noise.key(0), size), server) is not None:
+        share = size / program.clients
+        rule = convergence(algorithm, program, algorithm.params(server), share)
+    if rule is None:
+        raise ValueError(
+            f"rounds: {algorithm} has no q(θ) here whose standard deviations say when it has "
+            "converged: give a number of rounds, or held_out, rows that end the run"
+        )
+    return rule
 
 
 @on_cpu()
 def step(run: Run) -> Round:
-    """One round: a cohort's work, the sum of its uploads, the server's next state. Changes ``run``, and its file.
+    """Run one round: a cohort's work, the sum of its uploads, the server's update. Changes ``run``, and its file.
 
     Raises:
         ValueError: the run has done all its rounds.
         Stopped: see :func:`fit`.
     """
-    asked = ask(run)
-    report = take(run, asked, answer(run, asked))
-    _weigh(run)
+    question = ask(run)
+    report = update(run, question, answer(run, question))
+    _try_correction(run)
     return report
 
 
-def _weigh(run: Run) -> None:
-    """Whether a run whose q(θ) is near is done: if draws around it can stand for it, or it for itself."""
-    run.posterior = None
-    if not run.near:
-        return
-    posterior = _concluded(run)
-    found = weighed(posterior)
-    if found.good:
-        run.posterior = replace(posterior, correction=found.correction)
-    else:
-        run.go_on()
+def _try_correction(run: Run) -> None:
+    """End a run that has nearly converged if importance weights show that q(θ), or its correction, is good enough."""
+    if run.stopping.provisional:
+        found = weighed(make_posterior(run, _local_params(run)))
+        if found.good:
+            run.correction = found.correction
+        else:
+            run.stopping.withdraw()
 
 
 @on_cpu()
 def finish(run: Run) -> Posterior:
-    """The posterior that a run has come to.
+    """Make the posterior of a run, which may go on afterwards.
 
-    Clients that keep nothing, or were in no cohort, make their variables from θ here. A run may go on afterwards. With
-    clients' states in files a posterior of before reads the new ones.
+    Stateless clients, and clients that were in no cohort, make their variables from θ here. If the clients' states are
+    in files, the posterior reads them there, as later rounds leave them.
     """
-    if run.posterior is not None:
-        return run.posterior
-    posterior = _concluded(run)
-    return posterior.corrected() if run.algorithm.corrected else posterior
+    posterior = make_posterior(run, _local_params(run))
+    warn_of_flaws(run, posterior)
+    if run.stopping.provisional:
+        return replace(posterior, correction=run.correction)
+    return posterior.corrected() if run.plan.algorithm.corrected else posterior
 
 
-def _concluded(run: Run) -> Posterior:
-    params = {name: value.detach() for name, value in run.algorithm.params(run.server).items()}
-    return concluded(run, of_clients(run, params))
+def global_params(run: Run) -> Params:
+    """The guide's global parameters."""
+    return {n: v.detach() for n, v in run.plan.algorithm.params(run.server).items()}
 
 
-def concluded(run: Run, local_params: Mapping[str, Tensor]) -> Posterior:
-    """The posterior with these variables of the clients, and warnings of what is wrong with it; not yet corrected."""
-    params = {name: value.detach() for name, value in run.algorithm.params(run.server).items()}
+def _local_params(run: Run) -> Mapping[str, Tensor]:
+    return of_clients(run, global_params(run))
+
+
+def make_posterior(run: Run, local_params: Mapping[str, Tensor]) -> Posterior:
+    """The posterior with these local parameters of the clients, without correction and without warnings."""
+    plan, params = run.plan, global_params(run)
     history = run.history[:, : run.done].to(torch.get_default_dtype())
-    warn_of_refused(run.federation.names, run.refused)
-    warn_if_falling(run.history[0, : run.done].tolist(), run.program.rows)
-    final, elbo = run.algorithm.lr_decay, run.history[0, : run.done]
-    if run.settling is None:
-        moving = to_go(run.program, run.path, params, final, run.done, run.rounds)
-        rising = to_rise(elbo, run.program.rows, final, run.rounds)
-    else:
-        moving, rising = run.settling.to_go(run.done), 0.0
-    if run.program.particles == 1:  # of a few particles the standard deviation is no measure
-        warn_if_moving(caveat(moving, rising, run.done), moving)
+    moving, rising = run.stopping.remaining(params, run.history[0, : run.done])
     return Posterior(
         program=run.program,
         federation=run.federation,
         params=params,
         local_params=local_params,
         history=dict(zip(("elbo", "seconds", "clients"), history, strict=True)),
-        algorithm=run.algorithm,
-        seed=run.seed,
+        algorithm=plan.algorithm,
+        seed=plan.seed,
         epsilon=run.epsilon,
         compiled=str(run.compiler),
         moving=moving,
         rising=rising,
-        settled=None if run.settling is None else run.settling.settled,
+        settled=run.stopping.converged,
     )
+
+
+def warn_of_flaws(run: Run, posterior: Posterior) -> None:
+    """Warn of uploads that did not count, of an ELBO that fell, and of a fit that has not converged."""
+    warn_of_refused(run.federation.names, run.refused)
+    warn_if_falling(run.history[0, : run.done].tolist(), run.program.rows)
+    if run.program.particles == 1:  # the standard deviation of a few particles is no measure
+        moving = posterior.moving
+        warn_if_moving(caveat(moving, posterior.rising, run.done), moving)
 
 
 def fit(
@@ -263,37 +259,38 @@ def fit(
         model: a Pyro program that opens ``federation.clients()`` and ``federation.observations()``.
         federation: the clients' data.
         algorithm: by default :class:`~bayesfed.SFVI`.
-        rounds: number of rounds. By default the run stops by itself, when q(θ) moves no more, after 500 at most: see
-            :mod:`bayesfed.engine.stopping.convergence`. So it can under SFVI, SFVIAvg and PVI, without privacy, and
-            under any algorithm with ``held_out``.
+        rounds: number of rounds. By default the run stops by itself when q(θ) has converged, after 500 rounds at most:
+            see :mod:`bayesfed.engine.stopping.convergence`. This needs SFVI, SFVIAvg or PVI, without privacy, or
+            ``held_out``, with any algorithm.
         clients_per_round: cohort size: a number of clients (int) or a fraction of them in (0, 1] (float).
             All clients take part in N / K rounds, in an order that is drawn anew each time; sums over a cohort are
             scaled by N / K, so that every round's gradient is unbiased.
-        batch_size: rows that a client uses in a local step, scaled by n_i / b_i; by default all.
-        privacy: clip the uploads and add noise to their sums, see :class:`~bayesfed.Privacy`. The ε that the
-            run spends is shown with its progress and kept as ``posterior.epsilon``.
-        held_out: rows of the same clients that nobody trains on, as ``federation.split`` gives them. Without ``rounds``
-            the run stops when its clients predict them no better, after 500 rounds at most: see
+        batch_size: number of rows that a client uses in a local step, scaled by n_i / b_i; by default all.
+        privacy: clips the uploads and adds noise to their sums, see :class:`~bayesfed.Privacy`. The ε that the
+            run spends is shown with its progress and stored as ``posterior.epsilon``.
+        held_out: rows of the same clients that are not trained on, as ``federation.split`` gives them. Without
+            ``rounds`` the run stops when its clients predict them no better, after 500 rounds at most: see
             :mod:`bayesfed.engine.stopping.held_out`.
         seed: of every stream of noise.
         execution: chunks, files, compilation, precision, processes and device: see :class:`~bayesfed.Execution`.
-        resume: a file that keeps the run after its rounds (it is written in at most a twentieth of the time). Where it
-            is there already the run goes on from it, to the very numbers of one that never stopped. It may be given
-            other ``rounds``, at least as many as it has done, but where they set the noise (``Privacy(epsilon=)``): the
-            learning rates of the rounds to come are then those of a run of that length, and the numbers differ from
-            those of one that was that long from the start unless the algorithm's ``lr_decay`` is 1.
+        resume: a file that the run is saved to after its rounds (in at most a twentieth of the time). If the file is
+            there already the run is resumed from it, with the very numbers of a run that was never stopped. It may be
+            given other ``rounds``, at least as many as it has done, unless they set the noise (``Privacy(epsilon=)``):
+            the learning rates of the following rounds are then those of a run of that length, and the numbers differ
+            from those of a run that was that long from the start unless the algorithm's ``lr_decay`` is 1.
         progress: show a progress bar; by default where the output is a terminal.
-        callbacks: called with a :class:`Round` after each.
+        callbacks: called with a :class:`Round` after each round.
 
     Returns:
         The :class:`~bayesfed.Posterior`.
 
     Raises:
-        ValueError: the model, the guide, the data or the schedule do not fit; the message names the
-            site, client or field. ``resume`` is a file of another run: its settings, model, priors or data differ.
-        FileExistsError: the folder of the execution's states holds those of another run.
+        ValueError: the model, the guide, the data or the options do not fit; the message names the
+            site, client, field or option. ``resume`` is the file of another run: its options, model, priors or data
+            differ.
+        FileExistsError: the folder of the execution's states has the states of another run.
         Stopped: half of the uploads of the last rounds, or more, are not finite (fewer are left out, counted, and named
-            in the end), or the server's ELBO term is not. It holds the run as it was before that round.
+            at the end), or the server's ELBO term is not finite. It holds the run as it was before that round.
         FloatingPointError: the scale of a local prior has grown without bound.
 
     Example:
@@ -303,7 +300,7 @@ def fit(
         >>> posterior = bf.fit(models.eight_schools, schools, rounds=20, clients_per_round=0.5)
         >>> posterior
         Posterior: SFVI (FullRank globals, conditioned locals), 20 rounds, 8 clients; globals mu, tau; locals theta
-        20 rounds are too few to tell whether the fit still moves
+        20 rounds are too few to tell whether the fit has converged
     """
     run = start(
         model,
@@ -318,9 +315,9 @@ def fit(
         execution=execution,
         resume=resume,
     )
-    group = run.execution.group
+    group = run.plan.execution.group
     alone = group is None or not group.rank()
-    with rounds_shown(run.title, rounds, progress if alone else False) as show:
+    with show_rounds(run.title, rounds, progress if alone else False) as show:
         while run.done < run.rounds:
             report = step(run)
             show(run.done, report.elbo, str(run.compiler))

@@ -90,7 +90,7 @@ def rows(name: str, data: Path) -> Iterator[str]:
                 path.append(found(bf.finish(run)))
         near = stays(path, limit)
         took = "" if near == "never" else f"{seconds[int(near) - 1]:.1f}"
-        stops = f"{run.done}" if run.settling and run.settling.settled else f"{run.done}, moving"
+        stops = f"{run.done}" if run.stopping.converged else f"{run.done}, moving"
         yield " | ".join([name, part, near, took, stops, cell(path[-1], limit)])
 
 

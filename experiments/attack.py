@@ -35,7 +35,6 @@ import bayesfed as bf
 from bayesfed.algorithms.protocol import Turn
 from bayesfed.elbo import noise
 from bayesfed.engine.cohort import Cohort
-from bayesfed.steps.gradients import annealed
 
 sys.path.append(str(Path(__file__).parent))
 from tables import done, keep
@@ -96,36 +95,34 @@ class Game:
 def overheard() -> Iterator[list[dict[str, Tensor]]]:
     """The noisy sums of all rounds."""
     told: list[dict[str, Tensor]] = []
-    noisy = bf.Privacy.noisy
+    add_noise = bf.Privacy.add_noise
 
     def listening(self: bf.Privacy, *args: Any) -> dict[str, Tensor]:
-        told.append(dict(noisy(self, *args)))
+        told.append(dict(add_noise(self, *args)))
         return dict(told[-1])
 
-    bf.Privacy.noisy = listening  # type: ignore[method-assign]
+    bf.Privacy.add_noise = listening  # type: ignore[method-assign]
     try:
         yield told
     finally:
-        bf.Privacy.noisy = noisy  # type: ignore[method-assign]
+        bf.Privacy.add_noise = add_noise  # type: ignore[method-assign]
 
 
 def sums(run: bf.Run, world: bf.Run, cohort: tuple[int, ...]) -> dict[str, Tensor]:
     """What a cohort of a world would send in the next round of a run, clipped and added up."""
-    key = noise.fold(noise.key(run.seed), run.done)
-    rate = annealed(run.algorithm.lr_decay, run.done / run.rounds)
-    turn = Turn(world.program, noise.fold(key, -1), run.size, rate)
+    key = noise.fold(noise.key(run.plan.seed), run.done)
+    rate = run.stopping.rate(run.done)
+    turn = Turn(world.program, noise.fold(key, -1), run.cohort_size, rate)
     work = Cohort(
-        world.algorithm,
+        world.plan,
         world.program,
         world.federation,
         world.clients,
-        world.batch_size,
-        world.execution,
         world.privacy,
         float(run.clip),
         noisy=True,
     )
-    message = world.algorithm.broadcast(turn, run.server)
+    message = world.plan.algorithm.broadcast(turn, run.server)
     total, _, _ = work(message, torch.tensor(cohort), key, rate)
     return total
 
@@ -135,9 +132,10 @@ def log_density(
 ) -> float:
     """Of the noisy sums, given what they are the sums of; infinite where the seed's own noise accounts for them."""
     privacy, multiplier = run.privacy, run.multiplier
-    assert privacy is not None
     zero = {name: torch.zeros_like(value) for name, value in total.items()}
-    guess = dataclasses.replace(privacy, seed=run.seed).noisy(zero, clip, multiplier, number)
+    guess = dataclasses.replace(privacy, seed=run.plan.seed).add_noise(
+        zero, clip, multiplier, number
+    )
     if all(torch.allclose(told[n], total[n] + guess[n], rtol=1e-9) for n in total):
         return math.inf
     found = 0.0
@@ -150,7 +148,7 @@ def log_density(
 
 def fresh(run: bf.Run) -> bf.Run:
     """A run as it started."""
-    changed = {name: getattr(run, name).clone() for name in ("known", "refused", "history")}
+    changed = {name: getattr(run, name).clone() for name in ("client_terms", "refused", "history")}
     return dataclasses.replace(run, clients=copy.deepcopy(run.clients), **changed)
 
 

@@ -30,7 +30,7 @@ import pyro.distributions as dist
 import torch
 
 import bayesfed as bf
-from bayesfed.engine import resume
+from bayesfed.engine import run_file
 from bayesfed.engine.files import read_tensors
 
 HERE = Path(__file__).parent
@@ -164,7 +164,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)  # processes are forked
     warnings.simplefilter("ignore")
-    resume._SHARE = float("inf")
+    run_file._SHARE = float("inf")
     chance, lines = random.Random(args.seed), []
     print("\n".join(HEADER))
     settings = [(name, files) for name in args.only for files in (False, True)]

@@ -53,7 +53,7 @@ FOLDERS = {
 FAULTS = {
     "no noise": (
         PRIVACY,
-        "value + self.scale(name, clip, multiplier) * self._drawn(value, name, number)",
+        "value + self.scale(name, clip, multiplier) * self._draw(value, name, number)",
         "value",
     ),
     "no clipping": (

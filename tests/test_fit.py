@@ -60,7 +60,7 @@ def test_cohort_size(asked, clients, size):
 
 
 @pytest.mark.parametrize("asked", [0, 86, 0.0, 1.01, -0.5, float("nan")])
-def test_cohort_sizes_that_are_none(asked):
+def test_cohort_sizes_that_are_refused(asked):
     with pytest.raises(ValueError, match="clients_per_round is"):
         cohort_size(asked, 85)
 
@@ -99,7 +99,7 @@ def test_all_clients_take_part_in_as_few_rounds_as_they_can(clients, size):
         assert turns[0] != turns[1] or turns[1] != turns[2]
 
 
-def test_who_is_absent_keeps_its_parameters():
+def test_clients_outside_the_cohort_keep_their_parameters():
     data = ragged(6)
     algorithm = bf.SFVI(**QUICK)
     program = algorithm.program(conjugate_hierarchy, data)
@@ -321,11 +321,11 @@ def test_clients_that_were_in_no_cohort_have_posteriors_too(algorithm):
     )
     for _ in range(8):
         bf.step(run)
-    assert run.known.isnan().sum() >= 12
+    assert run.client_terms.isnan().sum() >= 12
     kept = {name: value.clone() for name, value in run.clients.tensors["params"].items()}
     a = bf.finish(run).sample(2000)["a"]
     own = torch.stack([data.select([name])["y"].mean() for name in data.names])
-    unseen = run.known.isnan()
+    unseen = run.client_terms.isnan()
     assert ((a.mean(0) - own).abs()[unseen] < 1.5).all()  # at the start they are 5 off
     assert (a.std(0)[unseen] > 0.2).all()
     for name, value in run.clients.tensors["params"].items():
@@ -347,7 +347,7 @@ def test_clients_that_were_in_no_cohort_are_named_where_states_lie_in_files(tmp_
 # -- start, step, finish --------------------------------------------------------------------------
 
 
-def begun(name, **settings):
+def options(name, **settings):
     algorithm, model = CASES[name]()
     how = {"rounds": 4, "clients_per_round": 3, "batch_size": 3, "seed": 2} | settings
     execution = how.pop("execution", bf.Execution(compile=False))
@@ -356,7 +356,7 @@ def begun(name, **settings):
 
 @pytest.mark.parametrize("name", ["SFVI", "FedAvg", "Scaffold", "PFedVEM of a network", "CAFeMe"])
 def test_steps_by_hand_are_a_fit(name):
-    model, data, algorithm, how = begun(name)
+    model, data, algorithm, how = options(name)
     seen = []
     expected = bf.fit(model, data, algorithm, callbacks=[seen.append], **how)
     run = bf.start(model, data, algorithm, **how)
@@ -380,7 +380,7 @@ def test_a_run_may_be_finished_and_go_on(name, files, tmp_path):
 
     def how_to_run(folder):
         where = tmp_path / folder if files else None
-        return begun(name, execution=bf.Execution(compile=False, states=where))
+        return options(name, execution=bf.Execution(compile=False, states=where))
 
     model, data, algorithm, how = how_to_run("whole")
     expected = bf.fit(model, data, algorithm, **how)
@@ -399,19 +399,19 @@ def test_a_run_may_be_finished_and_go_on(name, files, tmp_path):
         assert all(torch.equal(half.local_params[name], value) for name, value in before.items())
 
 
-def test_two_runs_do_not_meddle():
+def test_two_runs_are_independent():
     """All that a run changes is in it: steps of two runs can be taken by turns."""
-    one, other = (bf.start(*begun("SFVI")[:3], **begun("SFVI", seed=s)[3]) for s in (2, 3))
+    one, other = (bf.start(*options("SFVI")[:3], **options("SFVI", seed=s)[3]) for s in (2, 3))
     for _ in range(4):
         bf.step(one)
         bf.step(other)
     for seed, run in ((2, one), (3, other)):
-        model, data, algorithm, how = begun("SFVI", seed=seed)
+        model, data, algorithm, how = options("SFVI", seed=seed)
         same(bf.finish(run), bf.fit(model, data, algorithm, **how), **EXACTLY)
 
 
-def test_a_run_that_is_over_takes_no_step():
-    model, data, algorithm, how = begun("SFVI")
+def test_a_run_that_is_over_cannot_step():
+    model, data, algorithm, how = options("SFVI")
     run = bf.start(model, data, algorithm, **how | {"rounds": 1})
     bf.step(run)
     with pytest.raises(ValueError, match="the run has done its 1 rounds"):
@@ -419,14 +419,14 @@ def test_a_run_that_is_over_takes_no_step():
     assert run.done == 1
 
 
-def test_a_run_knows_itself():
-    model, data, algorithm, how = begun("SFVI")
+def test_the_properties_of_a_run():
+    model, data, algorithm, how = options("SFVI")
     privacy = bf.Privacy(clip=1.0, epsilon=2.0, mechanism="laplace")
     run = bf.start(model, data, algorithm, privacy=privacy, **how)
     assert run.title == "SFVI (FullRank globals, conditioned locals), ε = 2"
-    assert (run.size, run.done, run.rounds) == (3, 0, 4)
-    assert run.settings["algorithm"]["name"] == "SFVI"
-    assert run.known.isnan().all()
+    assert (run.cohort_size, run.done, run.rounds) == (3, 0, 4)
+    assert run.description["algorithm"]["name"] == "SFVI"
+    assert run.client_terms.isnan().all()
     with pytest.warns(UserWarning, match="the noise that privacy adds"):
         bf.step(run)
-    assert int((~run.known.isnan()).sum()) == 3
+    assert int((~run.client_terms.isnan()).sum()) == 3

@@ -149,7 +149,9 @@ Ditto = Method(
     "Ditto",
     "FedAvg, and beside it personal point estimates held near the common ones (Li et al. 2021, Algorithm 1).",
     FedPer().replace(
-        steps=InTurn((Descent("locals", proximal=0.1), Descent("globals", at_prior=True, steepest=100.0)))
+        steps=InTurn(
+            (Descent("locals", proximal=0.1), Descent("globals", at_prior=True, steepest=100.0))
+        )
     ),
     lam="steps.phases.0.proximal",
     lr=("steps.phases.0.lr", "steps.phases.1.lr"),

@@ -20,20 +20,20 @@ from bayesfed.cli.experiment import (
 from bayesfed.cli.predictions import Kept
 from bayesfed.deploy.institutions import Expected, Patience
 from bayesfed.deploy.node import Site
-from bayesfed.deploy.plan import Plan
+from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.deploy.secure import public_key
 from bayesfed.deploy.server import Globals, deployed
 from bayesfed.deploy.sockets import carrier, serve
 from bayesfed.deploy.transport import Carrier
 from bayesfed.engine.execution import Execution
-from bayesfed.engine.files import held
+from bayesfed.engine.files import lock
 from bayesfed.engine.privacy import Privacy
-from bayesfed.engine.progress import rounds_shown
+from bayesfed.engine.progress import show_rounds
 from bayesfed.output import arviz_compat
-from bayesfed.settings import SettingsError, made
+from bayesfed.settings import Schedule, SettingsError, made
 
 
-def plan_of(config: Experiment, base: Path) -> Plan:
+def plan_of(config: Experiment, base: Path) -> DeploymentPlan:
     """What an experiment file in the folder ``base`` says of the fit.
 
     Raises:
@@ -46,17 +46,13 @@ def plan_of(config: Experiment, base: Path) -> Plan:
         )
     if schedule.held_out is not None:
         raise SettingsError("schedule.held_out: between machines give schedule.rounds")
-    return Plan(
+    own = config.deployment
+    return DeploymentPlan(
         model=model_of(config.model, base),
         algorithm=algorithm_named(config, base),
-        rounds=schedule.rounds,
-        clients_per_round=schedule.clients_per_round,
-        batch_size=schedule.batch_size,
         privacy=None if config.privacy is None else made(Privacy, config.privacy, "privacy"),
-        seed=schedule.seed,
-        secure=config.deployment is not None and config.deployment.secure,
-        honest=None if config.deployment is None else config.deployment.honest,
-        median=config.deployment is not None and config.deployment.median,
+        **schedule.model_dump(include=set(Schedule.model_fields)),
+        **({} if own is None else own.model_dump(include={"secure", "honest", "median"})),
     )
 
 
@@ -83,7 +79,7 @@ def answer(
         )
 
     own = None if site.own_socket is None else (address_of(site.own_socket, here), kept.handle)
-    with held(folder / ".worker.lock", f"the folder of site {site.name!r}"):
+    with lock(folder / ".worker.lock", f"the folder of site {site.name!r}"):
         serve(address_of(site.socket, here), worker.handle, here=own, ready=ready)
 
 
@@ -146,7 +142,7 @@ def run_on(
     console.print(
         f"{config.model}, {title}, results in {folder.path}", soft_wrap=True, markup=False
     )
-    with rounds_shown(title, plan.rounds, None) as show:
+    with show_rounds(title, plan.rounds, None) as show:
         found = deployed(
             wire,
             plan,

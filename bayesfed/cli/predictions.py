@@ -14,7 +14,7 @@ from torch.distributions.constraints import integer_interval
 from bayesfed.cli.local_queries import Question, Told, question_of
 from bayesfed.cli.messages import message
 from bayesfed.data.federation import Federation
-from bayesfed.deploy.plan import Plan
+from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.output.posterior import Posterior
 from bayesfed.settings import SettingsError, callables
@@ -38,7 +38,7 @@ class Kept:
     """
 
     federation: Federation
-    plan: Plan
+    plan: DeploymentPlan
     folder: Path
     client: str
     fields: list[str] | dict[str, str | list[str]] | None

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bayesfed.engine import resume
 from bayesfed.engine.files import atomically, sweep
 from bayesfed.engine.run import Round
+from bayesfed.engine.run_file import read_history
 from bayesfed.output import arviz_compat
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class RunFolder:
             if name != "history.csv":
                 (self.path / name).unlink(missing_ok=True)
         self.write("config.toml", self.config)
-        before = resume.history(self.run)[:done] if done else []
+        before = read_history(self.run)[:done] if done else []
         rows = (_line(number, *row) for number, row in enumerate(before, 1))
         self.write("history.csv", "".join(["round,elbo,seconds,clients\n", *rows]))
         self.rounds = done

@@ -17,7 +17,7 @@ from bayesfed.cli.choices import Choices
 from bayesfed.cli.experiment import Experiment
 from bayesfed.cli.forest import forest, population_means
 from bayesfed.cli.messages import RunError, message
-from bayesfed.engine.stopping.convergence import BOUND
+from bayesfed.engine.stopping.rule import BOUND
 from bayesfed.fitting import fit
 from bayesfed.output import arviz_compat
 from bayesfed.output.posterior import Posterior

@@ -30,8 +30,8 @@ from bayesfed.deploy.node_run import sum_of
 from bayesfed.engine.files import read_tensors, write_tensors
 from bayesfed.engine.parts import ROWS, flat, nested
 from bayesfed.engine.privacy import NORMS, SHORT
+from bayesfed.engine.rounds import Question, can_update
 from bayesfed.engine.run import Run
-from bayesfed.rounds import Asked, lasts
 
 TOO_LARGE = 1e3
 """By what factor an upload, a client of it, may exceed the median of the sites'."""
@@ -53,7 +53,7 @@ class Answered(NamedTuple):
 def checked(
     sites: Sites,
     run: Run,
-    asked: Asked,
+    asked: Question,
     number: Round,
     members: Mapping[str, Member],
     payloads: Mapping[str, bytes],
@@ -117,7 +117,7 @@ def _too_large(sites: Sites, run: Run, found: Mapping[str, dict[str, Tensors]]) 
 
 
 def _spoiling(
-    sites: Sites, run: Run, asked: Asked, found: Mapping[str, dict[str, Tensors]]
+    sites: Sites, run: Run, asked: Question, found: Mapping[str, dict[str, Tensors]]
 ) -> list[str]:
     """The site after whose answer the server could not go on, as it could from those of the others; it is refused.
 
@@ -128,7 +128,7 @@ def _spoiling(
     def last(names: Iterable[str]) -> bool:
         some = [found[name] for name in names]
         counted = sum(int(parts["sound"]["clients"].sum()) for parts in some)
-        return not counted or lasts(run, asked, summed(some, sites.plan.median)[0], counted)
+        return not counted or can_update(run, asked, summed(some, sites.plan.median)[0], counted)
 
     if len(found) < 3 or last(found):
         return []
@@ -185,7 +185,7 @@ def _check_plain(
         raise MessageError("its ELBO terms are larger than single precision has them")
     if first not in range(clients + 1):
         raise MessageError(f"{first:g} of its {clients} clients are new")
-    if run.privacy is not None:
+    if run.privacy.clips:
         order, most = NORMS[run.privacy.mechanism], clients * clip
         clipped = {n: v for n, v in parts["total"].items() if n != SHORT}
         length = float(torch.linalg.vector_norm(_flat(clipped), order))
@@ -205,15 +205,15 @@ def _flat(upload: Tensors) -> Tensor:
 
 
 def with_late(
-    sites: Sites, run: Run, asked: Asked, total: Tensors, counted: int, late: Late
+    sites: Sites, run: Run, asked: Question, total: Tensors, counted: int, late: Late
 ) -> tuple[Tensors, Late]:
     """The sum with late answers, and those of them after which the server can go on; others are refused."""
     taken: Late = {}
     for name, (number, parts) in late.items():
         own = int(parts["sound"]["clients"].sum())
-        more = flat(run.algorithm.rule.stale(run.server, nested(parts["total"]), own))
+        more = flat(run.plan.algorithm.rule.stale(run.server, nested(parts["total"]), own))
         wider = total | {part: total[part] + value for part, value in more.items()}
-        if lasts(run, asked, wider, counted):
+        if can_update(run, asked, wider, counted):
             total, taken[name] = wider, (number, parts)
         else:
             _refuse(sites, run, name, "with it, late as it is, the server's step has no solution")
@@ -249,7 +249,7 @@ def middle(replies: Sequence[dict[str, Tensors]]) -> tuple[Tensors, Tensor]:
 
 
 def unsealed(
-    sites: Sites, run: Run, asked: Asked, answers: Answered, form: Tensors
+    sites: Sites, run: Run, asked: Question, answers: Answered, form: Tensors
 ) -> tuple[Tensors, Tensor]:
     """The sum of what they have masked, once each has told its seal.
 

@@ -20,7 +20,7 @@ from bayesfed.deploy.messages import (
     schema_difference,
     unique,
 )
-from bayesfed.deploy.plan import Plan
+from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.deploy.transport import Carrier, Wait
 from bayesfed.rules import Rule
 from bayesfed.settings import Strict
@@ -71,7 +71,7 @@ class Patience:
         if not set(self.sites) - self.expected.keys():
             raise ValueError("expected: a run begins with a site that is there at the start")
 
-    def check(self, plan: Plan) -> None:
+    def check(self, plan: DeploymentPlan) -> None:
         """Fail where answers of a part of the sites, or late ones, cannot count.
 
         Raises:
@@ -138,7 +138,7 @@ class Sites:
     """
 
     def __init__(
-        self, carrier: Carrier, plan: Plan, patience: Patience, say: Callable[[str], None]
+        self, carrier: Carrier, plan: DeploymentPlan, patience: Patience, say: Callable[[str], None]
     ) -> None:
         self.carrier, self.plan, self.patience, self.say = carrier, plan, patience, say
         self.addresses: dict[str, str] = {}

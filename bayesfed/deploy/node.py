@@ -1,7 +1,7 @@
 """A site: it holds its clients' rows, variables and keys, and answers the server's messages.
 
 What its clients keep changes only when the server says that it took the answer that goes with it. Until then both are
-are in a file of their own, so that the same question is answered by the same bytes, also by a process started anew:
+in a file of their own, so that the same question is answered by the same bytes, also by a process started anew:
 
     runs/<run>/begin.message           the server's Begin; finish.message its Finish
     runs/<run>/accepted.safetensors    what the clients keep, after the last answer that was taken
@@ -68,21 +68,20 @@ from bayesfed.deploy.node_run import (
     sum_of,
 )
 from bayesfed.deploy.noise_shares import noisy
-from bayesfed.deploy.plan import Plan, difference
+from bayesfed.deploy.plan import DeploymentPlan, difference
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.engine.execution import Execution
 from bayesfed.engine.files import atomically
-from bayesfed.engine.resume import begin as first_states
+from bayesfed.engine.resume import initialise
+from bayesfed.engine.rounds import Question, answer
 from bayesfed.engine.states import States
-from bayesfed.engine.stopping.convergence import USUAL
-from bayesfed.fitting import start
+from bayesfed.fitting import global_params, start_run
 from bayesfed.output.checkpoint import Placed
 from bayesfed.output.correction import Correction
 from bayesfed.output.draws import terms
 from bayesfed.output.evidence import has_block
 from bayesfed.output.locals_of_run import of_clients
 from bayesfed.output.posterior import Posterior
-from bayesfed.rounds import Asked, answer
 
 _VERSION = version("bayesfed")
 
@@ -103,9 +102,9 @@ class Site:
         >>> import tempfile, bayesfed as bf
         >>> from bayesfed import datasets, models
         >>> from bayesfed.deploy.messages import Hello, packed, unpacked
-        >>> from bayesfed.deploy.plan import Plan
+        >>> from bayesfed.deploy.plan import DeploymentPlan
         >>> from bayesfed.deploy.node import Site
-        >>> plan, schools = Plan(models.eight_schools, bf.SFVI()), datasets.eight_schools()
+        >>> plan, schools = DeploymentPlan(models.eight_schools), datasets.eight_schools()
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     site = Site("north", schools.select(schools.names[:2]), plan, folder)
         ...     schema, _ = unpacked(site.handle(packed(Hello())))
@@ -115,7 +114,7 @@ class Site:
 
     name: str
     federation: Federation
-    plan: Plan
+    plan: DeploymentPlan
     folder: str | Path
     execution: Execution = field(default_factory=Execution)
     pinned: Mapping[str, bytes] = field(default_factory=dict)
@@ -179,7 +178,7 @@ class Site:
     def _begin(self, message: Begin, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
         part = self._parts.get(message.run)
         if part is None:
-            differs = difference(self.plan.terms, message.terms)
+            differs = difference(self.plan.description, message.terms)
             if differs is not None:
                 raise MessageError(f"another run was agreed on: {differs}")
             if (self._folder(message.run) / BEGIN).exists():  # both have been started again
@@ -196,27 +195,18 @@ class Site:
 
     def _begun(self, message: Begin, parts: Mapping[str, Tensors]) -> Part:
         """The site's part in a run, before its first round."""
-        plan = self.plan
-        run = start(
-            plan.model,
-            self.federation,
-            plan.algorithm,
-            rounds=plan.rounds,
-            batch_size=plan.batch_size,
-            privacy=plan.privacy,
-            seed=plan.seed,
-            execution=self.execution,
-        )
+        plan = replace(self.plan, clients_per_round=1.0, execution=self.execution)
+        run = start_run(plan, self.federation)
         program = replace(run.program, clients=message.clients, rows=message.rows)
         if isinstance(program.guide, Placed):
             own, coordinates = program.guide.coordinates(), parts.get("start", {})
             check_like("the guide's coordinates", coordinates, own)
             program = replace(program, guide=program.guide.placed(coordinates))
-        run.program, run.size = program, message.cohort
+        run.program, run.cohort_size = program, message.cohort
         form = plan.algorithm.start(program)
         run.server = formed("the server's state", parts.get("state", {}), form)
         run.clients = States(len(self.federation), device=self.federation.device)
-        first_states(run)
+        initialise(run)
         return Part(message, run, form, self._folder(message.run), (None, kept(run)))
 
     def _part(self, run: str) -> Part:
@@ -265,14 +255,14 @@ class Site:
             part.reopen()
         sent = {n: v.to(self.federation.device) for n, v in parts.get("message", {}).items()}
         number, rate, clip = message.round.number, message.rate, message.clip
-        found = answer(run, Asked(sent, cohort, number, rate, clip, message.noisy, 0.0))
+        found = answer(run, Question(sent, cohort, number, rate, clip, message.noisy, 0.0))
         if number == 0:
-            run.compiler.decide((run.rounds if run.settling is None else USUAL) - 1)
+            run.compiler.decide(run.stopping.usual - 1)
         refused = [self.federation.names[i] for i in cohort[~found.sound].tolist()]
         if refused:
             self._note("not finite", run=message.run, round=number, clients=refused)
         sound = {"clients": found.sound | message.noisy}
-        said = {"terms": found.said * (not message.noisy)}
+        said = {"terms": found.sums * (not message.noisy)}
         answered = Reply(run=message.run, round=message.round)
         if self.plan.secure:
             masked = self._masked(part, message, sent, {"total": found.total, "said": said})
@@ -286,7 +276,9 @@ class Site:
         privacy = self.plan.privacy
         if message.noisy != self.plan.noisy or (message.roster is not None) != self.plan.secure:
             raise MessageError("a round is not as private as was agreed on")
-        if privacy is not None and privacy.clip is not None and message.clip != privacy.clip:
+        if privacy is None or privacy.clip is None:
+            return
+        if message.clip != float(privacy.first_clip()):
             raise MessageError(f"the clip is {message.clip}; {privacy.clip} was agreed on")
 
     def _keys(self, part: Part) -> secure.Site:
@@ -337,15 +329,15 @@ class Site:
         run = part.run
         run.server = formed("the server's state", parts.get("state", {}), part.form)
         run.done = message.done
-        params = {n: v.detach() for n, v in run.algorithm.params(run.server).items()}
+        params = global_params(run)
         return Posterior(
             program=run.program,
             federation=self.federation,
             params=params,
             local_params=of_clients(run, params),
             history=parts.get("history", {}),
-            algorithm=run.algorithm,
-            seed=run.seed,
+            algorithm=run.plan.algorithm,
+            seed=run.plan.seed,
             epsilon=message.epsilon,
             moving=message.moving,
             rising=message.rising,

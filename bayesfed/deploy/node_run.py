@@ -140,11 +140,11 @@ def kept(run: Run) -> Tensors:
     """Copies of what the clients keep."""
     clients = run.clients.tensors.items()
     found = {f"clients/{part}/{n}": v for part, own in clients for n, v in own.items()}
-    return {name: value.clone() for name, value in (found | {"known": run.known}).items()}
+    return {name: value.clone() for name, value in (found | {"known": run.client_terms}).items()}
 
 
 def _restore(run: Run, before: Tensors) -> None:
-    run.known.copy_(before["known"])
+    run.client_terms.copy_(before["known"])
     for part, own in run.clients.tensors.items():
         for name, value in own.items():
             value.copy_(before[f"clients/{part}/{name}"])

@@ -1,55 +1,43 @@
-"""What the server and the sites have agreed on before anything is sent: the same experiment file, read by each."""
+"""The plan that the server and the institutions have agreed on before anything is sent: each reads the same file."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from bayesfed.algorithms.algorithm import Algorithm
-from bayesfed.algorithms.registry import settings_of
-from bayesfed.data.federation import Model
-from bayesfed.engine.privacy import Privacy
+from bayesfed.engine.plan import Plan
 from bayesfed.rules import Mean
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A fit, but for the clients.
+@dataclass(frozen=True, eq=False)
+class DeploymentPlan(Plan):
+    """The options of a fit between machines; those of :class:`~bayesfed.engine.plan.Plan` and three more.
+
+    The model is never sent. ``execution`` is that of the server.
 
     Attributes:
-        model: the Pyro program; it is never sent.
-        algorithm: how it is fitted.
-        rounds: how many, None until it has settled.
-        clients_per_round: cohort size, see :func:`bayesfed.fit`.
-        batch_size: rows of a local step.
-        privacy: what is clipped, and the noise.
-        seed: of every stream of noise but that of privacy.
-        secure: the server sees sums of the sites' uploads only, see :mod:`bayesfed.deploy.secure`.
-        honest: with ``secure`` and privacy, the shares of noise of how many sites are noise enough, see
+        secure: the server sees only sums of the institutions' uploads, see :mod:`bayesfed.deploy.secure`.
+        honest: with ``secure`` and privacy, the number of institutions whose shares of noise are enough, see
             :mod:`bayesfed.deploy.noise_shares`.
-        median: what counts is the median of the sites' mean moves, number by number, in place of the mean of all
-            clients': a few sites that lie then move little, whatever they send; and sites that differ from most
-            count less. For rules that average moves.
+        median: the server uses the median of the institutions' mean moves, number by number, in place of the mean of
+            all clients': a few institutions that send wrong moves then have little influence, whatever they send;
+            institutions that differ from most count less. For rules that average moves.
 
     Raises:
-        ValueError: noise under secure sums without ``honest``, or ``honest`` without them; ``median`` of what is no
-            average, or with secure sums or noise.
+        ValueError: noise under secure sums without ``honest``, or ``honest`` without them; ``median`` with a rule that
+            does not average, or with secure sums or noise; held-out rows.
     """
 
-    model: Model
-    algorithm: Algorithm
-    rounds: int | None = None
-    clients_per_round: int | float = 1.0
-    batch_size: int | None = None
-    privacy: Privacy | None = None
-    seed: int = 0
     secure: bool = False
     honest: int | None = None
     median: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.held_out is not None:
+            raise ValueError("held_out: between machines give rounds")
         if (self.secure and self.noisy) != (self.honest is not None):
             raise ValueError(
                 "honest says of how many sites the shares of noise must be enough: with secure sums and privacy it is "
@@ -66,30 +54,15 @@ class Plan:
             )
 
     @property
-    def noisy(self) -> bool:
-        """Whether the sums of the uploads are."""
-        return self.privacy is not None and bool(self.privacy.epsilon or self.privacy.noise)
-
-    @property
-    def terms(self) -> dict[str, Any]:
-        """The settings as plain data: a site takes part in a run with the very same only."""
-        found = {
-            "algorithm": settings_of(self.algorithm),
-            "rounds": self.rounds,
-            "clients_per_round": self.clients_per_round,
-            "batch_size": self.batch_size,
-            "privacy": self.privacy and asdict(self.privacy),
-            "seed": self.seed,
-            "secure": self.secure,
-            "honest": self.honest,
-            "median": self.median,
-        }
-        plain: dict[str, Any] = json.loads(json.dumps(found))
+    def description(self) -> dict[str, Any]:
+        """The plan as plain data: an institution takes part only in a run of the very same description."""
+        own = {"secure": self.secure, "honest": self.honest, "median": self.median}
+        plain: dict[str, Any] = json.loads(json.dumps(super().description | own))
         return plain
 
 
 def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any], where: str = "") -> str | None:
-    """In what two sites' terms differ, in words; None where in nothing.
+    """The first difference between two descriptions, in words; None where there is none.
 
     Example:
         >>> from bayesfed.deploy.plan import difference

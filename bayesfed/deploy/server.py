@@ -50,24 +50,22 @@ from bayesfed.deploy.messages import (
     schema_difference,
     unique,
 )
-from bayesfed.deploy.plan import Plan
+from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.deploy.server_program import form_of, program_of
 from bayesfed.deploy.transport import Carrier
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params
-from bayesfed.engine.cohort import cohort_size
-from bayesfed.engine.execution import Execution
-from bayesfed.engine.files import held
+from bayesfed.engine.files import lock
+from bayesfed.engine.rounds import Answer, Question, ask, update
 from bayesfed.engine.run import Round as Report
 from bayesfed.engine.run import Run
 from bayesfed.engine.stopping.drift import caveat
-from bayesfed.fitting import begun, concluded
+from bayesfed.fitting import make_posterior, prepare_run, warn_of_flaws
 from bayesfed.output import khat
 from bayesfed.output.checkpoint import Placed
 from bayesfed.output.correction import Weighed, weighed
 from bayesfed.output.draws import of_globals
 from bayesfed.output.posterior import Posterior
-from bayesfed.rounds import Answer, Asked, ask, take
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ class Globals:
 @on_cpu()
 def deployed(
     carrier: Carrier,
-    plan: Plan,
+    plan: DeploymentPlan,
     patience: Patience,
     file: str | Path,
     *,
@@ -138,7 +136,7 @@ def deployed(
         Stopped: see :func:`bayesfed.fit`.
     """
     path = Path(file)
-    with held(path.with_name(f".{path.name}.lock"), f"the run of {path}"):
+    with lock(path.with_name(f".{path.name}.lock"), f"the run of {path}"):
         return _deployed(Sites(carrier, plan, patience, say), path, callbacks)
 
 
@@ -147,20 +145,7 @@ def _deployed(sites: Sites, file: Path, callbacks: Sequence[Callable[[Report], o
     members = sites.members()
     schemas = [member.schema for member in members]
     program, federation = program_of(plan, schemas)
-    run = begun(
-        program,
-        federation,
-        plan.algorithm,
-        cohort_size(plan.clients_per_round, len(federation)),
-        rounds=plan.rounds,
-        batch_size=plan.batch_size,
-        privacy=plan.privacy,
-        held_out=None,
-        seed=plan.seed,
-        execution=Execution(),
-        resume=file,
-        sites=len(members),
-    )
+    run = prepare_run(plan, program, federation, file, institutions=len(members))
     assert run.file is not None and run.accepted is not None
     first = _beginning(sites, run)
     _begin(sites, run, first, [m for m in members if m.name in sites.there])
@@ -172,9 +157,9 @@ def _deployed(sites: Sites, file: Path, callbacks: Sequence[Callable[[Report], o
                 callback(report)
         _join(sites, run, first, members)
         posterior, good = _finished(sites, run, members)
-        if good or not run.near:
+        if good or not run.stopping.provisional:
             return _ended(sites, run, posterior)
-        run.go_on()
+        run.stopping.withdraw()
 
 
 def _beginning(sites: Sites, run: Run) -> bytes:
@@ -183,13 +168,13 @@ def _beginning(sites: Sites, run: Run) -> bytes:
     program = run.program
     message = Begin(
         run=run.file.name,
-        terms=sites.plan.terms,
+        terms=sites.plan.description,
         clients=program.clients,
         rows=program.rows,
-        cohort=run.size,
+        cohort=run.cohort_size,
     )
     start = program.guide.coordinates() if isinstance(program.guide, Placed) else {}
-    return packed(message, state=leaves(run.algorithm.start(program)), start=start)
+    return packed(message, state=leaves(run.plan.algorithm.start(program)), start=start)
 
 
 def _begin(sites: Sites, run: Run, payload: bytes, members: Sequence[Member]) -> None:
@@ -251,14 +236,14 @@ def _round(sites: Sites, run: Run, members: Sequence[Member]) -> Report:
     sound = torch.cat([parts["sound"]["clients"] for parts in found.replies.values()])
     total, late = with_late(sites, run, asked, total, int(sound.sum()), late)
     for _, parts in late.values():
-        run.said += parts["said"]["terms"][1:]
+        run.term_totals += parts["said"]["terms"][1:]
     accepted = dict.fromkeys(found.replies, found.round) | {n: r for n, (r, _) in late.items()}
     for position, member in enumerate(members):
         if member.name in accepted:
             taken = accepted[member.name]
             run.accepted[position] = torch.tensor([taken.number, taken.attempt])
     answer = Answer(total, sound, said, noised=plan.honest is not None)
-    report = take(run, replace(asked, cohort=asked.cohort[whose]), answer)
+    report = update(run, replace(asked, cohort=asked.cohort[whose]), answer)
     pending(run).unlink(missing_ok=True)
     return report
 
@@ -266,7 +251,7 @@ def _round(sites: Sites, run: Run, members: Sequence[Member]) -> Report:
 def _answers(
     sites: Sites,
     run: Run,
-    asked: Asked,
+    asked: Question,
     own: Mapping[str, Member],
     members: Sequence[Member],
     form: Tensors,
@@ -312,7 +297,7 @@ def _answers(
 
 def _question(
     run: Run,
-    asked: Asked,
+    asked: Question,
     number: Round,
     member: Member,
     members: Sequence[Member],
@@ -342,7 +327,8 @@ def _finished(sites: Sites, run: Run, members: Sequence[Member]) -> tuple[Poster
     """The sites make their posteriors, and weigh the server's draws of θ; whether these say that the run is done."""
     assert run.file is not None
     name = run.file.name
-    posterior = concluded(run, {})
+    posterior = make_posterior(run, {})
+    warn_of_flaws(run, posterior)
     history = {n: v for n, v in posterior.history.items()}
     state = leaves(run.server)
     requests = {}
@@ -381,7 +367,7 @@ def _finished(sites: Sites, run: Run, members: Sequence[Member]) -> tuple[Poster
             return opened(sites, name, message.round, asked_of_all(message, sent), words)["terms"]
         return torch.stack([parts[part]["terms"] for _, parts in found.values()]).sum(0)
 
-    found = weighed(posterior, weigh) if run.algorithm.corrected else Weighed(good=True)
+    found = weighed(posterior, weigh) if run.plan.algorithm.corrected else Weighed(good=True)
     return replace(posterior, correction=found.correction), found.good
 
 

@@ -9,13 +9,13 @@ import torch
 
 from bayesfed.data.federation import Federation
 from bayesfed.deploy.messages import Schema, Tensors
-from bayesfed.deploy.plan import Plan
+from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.elbo.elbo import client_terms
 from bayesfed.elbo.program import Program
 from bayesfed.engine.program import build_program
+from bayesfed.engine.rounds import Question, answer
 from bayesfed.engine.run import Run
 from bayesfed.engine.states import States
-from bayesfed.rounds import Asked, answer
 
 ROWS = 3
 """Made-up rows of a client."""
@@ -39,7 +39,7 @@ def federation_of(schemas: Sequence[Schema], filling: float) -> Federation:
     return Federation(fields, offsets, names, first.client_dim, first.gaps)
 
 
-def program_of(plan: Plan, schemas: Sequence[Schema]) -> tuple[Program, Federation]:
+def program_of(plan: DeploymentPlan, schemas: Sequence[Schema]) -> tuple[Program, Federation]:
     """The program of all sites' clients, without a row of theirs.
 
     Raises:
@@ -67,12 +67,12 @@ def program_of(plan: Plan, schemas: Sequence[Schema]) -> tuple[Program, Federati
     ) from first
 
 
-def form_of(run: Run, asked: Asked) -> Tensors:
+def form_of(run: Run, asked: Question) -> Tensors:
     """What an upload of a round looks like: that of a client with made-up rows."""
     kept = {
         part: {name: value.clone() for name, value in found.items()}
         for part, found in run.clients.tensors.items()
     }
-    alone = replace(run, clients=States(1), known=run.known.clone())
+    alone = replace(run, clients=States(1), client_terms=run.client_terms.clone())
     alone.clients.begin(torch.zeros(1, dtype=torch.int64), kept)
     return answer(alone, replace(asked, cohort=torch.zeros(1, dtype=torch.int64))).total

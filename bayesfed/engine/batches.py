@@ -1,4 +1,4 @@
-"""The rows that clients use at their local steps, as batches."""
+"""Batches: the rows that clients use in their local steps."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from bayesfed.data.chunks import KEPT
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
 
-_LITTLE = 50_000  # numbers of a batch that a step takes no longer for than for fewer
-_TOGETHER = 16  # steps whose rows are found at once
+_LITTLE = 50_000  # numbers of a batch below which a smaller batch makes a step no faster
+_BLOCK = 16  # steps whose rows are located at once
 
 
-def width(federation: Federation, lengths: Tensor) -> int:
-    """How many rows a full batch of clients of these lengths is padded to.
+def padded_length(federation: Federation, lengths: Tensor) -> int:
+    """The number of rows to which a full batch of clients of these lengths is padded.
 
-    Few widths are few shapes to trace and compile: that of the longest client of all where this is little work, else
-    the next of a ladder with steps of a fifth.
+    Few lengths mean few shapes to trace and compile: the length of the longest client of all if this is little work,
+    else the next of a geometric sequence with ratio 1.2.
     """
     own, found = int(lengths.max()), int(federation.lengths.max())
     if found * len(lengths) * federation.numbers_per_row <= _LITTLE:
@@ -32,15 +32,13 @@ def width(federation: Federation, lengths: Tensor) -> int:
 
 
 def batches(federation: Federation, clients: Tensor, batch_size: int | None, keys: Tensor) -> Rows:
-    """The rows that each client uses at a local step: all, or the next ``batch_size`` of a shuffled order.
+    """The rows that each client uses in a local step: all, or the next ``batch_size`` of a shuffled order.
 
-    ``None`` in place of the step asks for all.
-
-    A round goes through a client's rows before it meets one again, which leaves less noise in the mean of its
-    gradients than rows drawn afresh at each step.
+    ``None`` in place of the step gives all rows. A round goes through all of a client's rows before it uses one again,
+    which leaves less noise in the mean of its gradients than rows drawn anew in each step.
     """
     lengths = federation.lengths[clients]
-    places = torch.arange(width(federation, lengths))
+    places = torch.arange(padded_length(federation, lengths))
     places = torch.where(places < lengths[:, None], places, -1)
     if batch_size is None or batch_size >= int(lengths.max()):
         full = federation.batch(clients, places)
@@ -51,22 +49,22 @@ def batches(federation: Federation, clients: Tensor, batch_size: int | None, key
     own = lengths[:, None].to(keys.device)
 
     @lru_cache(maxsize=2)
-    def located(block: int) -> tuple[Tensor, ...]:
-        """Where the rows of some steps are, ``(steps, K, batch_size)``."""
-        steps = block * _TOGETHER + torch.arange(_TOGETHER, device=keys.device)[:, None, None]
+    def locate(block: int) -> tuple[Tensor, ...]:
+        """The places of the rows of some steps, ``(steps, K, batch_size)``."""
+        steps = block * _BLOCK + torch.arange(_BLOCK, device=keys.device)[:, None, None]
         nth = torch.where(own > batch_size, (steps * batch_size + slots) % own, slots)
-        rows = order.expand(_TOGETHER, -1, -1).gather(2, nth.clamp(max=order.shape[2] - 1))
+        rows = order.expand(_BLOCK, -1, -1).gather(2, nth.clamp(max=order.shape[2] - 1))
         return federation.locate(here, torch.where(nth < own, rows, -1))
 
     def at(step: int | None) -> Batch:
         if step is None:
             return federation.batch(clients, places)
-        rows, mask, scale = (x[step % _TOGETHER] for x in located(step // _TOGETHER))
+        rows, mask, scale = (x[step % _BLOCK] for x in locate(step // _BLOCK))
         return federation.gather(here, rows, mask, scale)
 
     period, rest = divmod(int(lengths[0]), batch_size)
-    kept = int(lengths.sum()) * federation.numbers_per_row <= KEPT
-    if rest or not kept or (lengths != lengths[0]).any():
+    small = int(lengths.sum()) * federation.numbers_per_row <= KEPT
+    if rest or not small or (lengths != lengths[0]).any():
         return Rows(at, lengths, batch_size)
-    again = cache(at)  # every epoch has the minibatches of the first
-    return Rows(lambda step: again(step if step is None else step % period), lengths, batch_size)
+    cached = cache(at)  # every epoch has the minibatches of the first
+    return Rows(lambda step: cached(step if step is None else step % period), lengths, batch_size)

@@ -2,166 +2,17 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesfed.data.batch import Batch
-from bayesfed.data.chunks import PASS
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
-from bayesfed.elbo.elbo import local_priors, run
-from bayesfed.elbo.moments import Moments
-from bayesfed.elbo.program import Params, Program
-from bayesfed.steps.optimizer import State
-
-TOO_FAR = 1000.0
-"""By what factor the scale of a local prior may change in a fit: beyond it, it has diverged or collapsed."""
-FAR = 10.0
-"""By what factor it may fall where the clients' differences no longer hold it up."""
-
-
-def warn_if_falling(elbo: Sequence[float], rows: int) -> None:
-    """Warn where the last tenth of 50 rounds or more has a clearly lower ELBO than an earlier one.
-
-    Clearly: by more than three times its standard deviation, there and in most tenths, and by more than a nat
-    for each row or a tenth of what the fit had gained since its first round. A fall by less than one nat in all is
-    none: a fit that has converged has hardly any noise, and one whose rates decay may lose a little of what its
-    clients had gained.
-    """
-    elbo = [
-        value for value in elbo if not math.isnan(value)
-    ]  # privacy keeps them, or no upload counted
-    tenth = len(elbo) // 10
-    if tenth < 5:
-        return
-    tenths = [elbo[i * tenth : (i + 1) * tenth] for i in range(9)] + [elbo[-tenth:]]
-    best = max(tenths, key=statistics.median)
-    before, last = statistics.median(best), statistics.median(tenths[-1])
-    spread = max(statistics.stdev(best), statistics.median(statistics.stdev(t) for t in tenths))
-    if before - last > max(3 * spread, min((before - elbo[0]) / 10, rows), 1.0):
-        warnings.warn(
-            f"the ELBO fell from {before:,.1f} to {last:,.1f}: the fit has diverged, do not use it. Lower "
-            "lr and local_lr, or standardise the fields",
-            stacklevel=3,
-        )
-
-
-def check_growth(program: Program, params: Params) -> None:
-    """Fail where the scale of a Normal local prior has grown without bound, whatever parameters it stands on.
-
-    Raises:
-        FloatingPointError: names the site and the parameters.
-    """
-    own = program.init_locals(program.schema) if _learnt(program) else {}
-    before = _log_scales(program, program.init | own, program.schema)
-    for site, now in _log_scales(program, params | own, program.schema).items():
-        grown = float((now - before[site]).max().exp())
-        if grown > TOO_FAR:
-            raise FloatingPointError(
-                f"{_scale_of(program, site)} has grown {grown:.0f}-fold: the fit has diverged. Lower the learning "
-                "rates, or give it a prior"
-            )
-
-
-def warn_of_spreads(
-    program: Program, federation: Federation, params: Params, local_params: Params
-) -> None:
-    """Warn where the scale of a Normal local prior has collapsed, or that of a client's own has grown without bound.
-
-    Collapsed: it has fallen 1000-fold; or tenfold for all clients, and their q(w_i) lie no further from the centre than
-    they are wide, so that what is left of the scale comes from the clients' uncertainty, not from their differences.
-    """
-    learnt = _learnt(program)
-    least: Params = {}  # by site, of each number: what its log scale has moved, over the clients
-    most: Params = {}
-    blur: Params = {}  # and Σ_i (width of q(w_i)² − distance of q(w_i) from the centre²)
-    for chunk in program.chunks(federation) if learnt else ():
-        batch = federation.batch(chunk, torch.zeros(len(chunk), 1, dtype=torch.int64))
-        start = program.init_locals(batch)
-        phi = start | {name: value[chunk] for name, value in local_params.items()}
-        before = _log_scales(program, program.init | start, batch)
-        now, q = local_priors(program, params | phi, batch), _posteriors(program, phi)
-        for site in learnt:
-            moved = now[site].scale.log() - before[site]
-            at = q.get(site, now[site]._replace(scale=torch.zeros_like(moved)))
-            wider = (at.scale.square() - (at.loc - now[site].loc).square()).sum(0)
-            low, high = moved.amin(0), moved.amax(0)
-            least[site] = torch.minimum(low, least.get(site, low))
-            most[site] = torch.maximum(high, most.get(site, high))
-            blur[site] = wider + blur.get(site, torch.zeros_like(wider))
-    for site in learnt:
-        fallen = float((-least[site]).max().exp())
-        if fallen > TOO_FAR or ((blur[site] > 0) & (most[site] < -math.log(FAR))).any():
-            warnings.warn(
-                f"{_scale_of(program, site)} has fallen to 1/{fallen:.0f} of what it was: the clients hardly differ "
-                "in it, or the approximation, which takes their variables for independent, cannot tell. Compare "
-                "with SFVI, give it a prior that keeps it off zero, or make the variable a global one",
-                stacklevel=3,
-            )
-        elif (grown := float(most[site].max().exp())) > TOO_FAR:
-            warnings.warn(
-                f"{_scale_of(program, site)} has grown {grown:.0f}-fold: the fit has diverged",
-                stacklevel=3,
-            )
-
-
-def warn_of_unseen(names: Sequence[str], unseen: Tensor) -> None:
-    """Warn of clients that were in no cohort, whose variables are where they start: bool ``(N,)``."""
-    if unseen.any():
-        first = names[int(unseen.nonzero()[0])]
-        warnings.warn(
-            f"{int(unseen.sum())} of {len(names)} clients were in no cohort, such as {first!r}: what is kept of their "
-            "variables is a start that knows no data. Run more rounds, or take personalize() for them",
-            stacklevel=3,
-        )
-
-
-def warn_of_infinities(names: Sequence[str], local_params: Params) -> None:
-    """Warn of clients whose own parameters are not finite."""
-    sound = torch.ones(len(names), dtype=torch.bool)
-    for value in local_params.values():
-        flat = value.reshape(len(names), -1)
-        together = max(1, PASS // max(1, flat.shape[1]))
-        sound &= torch.cat([part.isfinite().all(1) for part in flat.split(together)]).cpu()
-    if not sound.all():
-        lost = [names[i] for i in (~sound).nonzero().flatten().tolist()]
-        warnings.warn(
-            f"the variables of {len(lost)} clients are not finite, such as {lost[0]!r}: their steps have diverged. "
-            "What is global can be used. Lower lr, or give personalize() fewer steps at a lower rate",
-            stacklevel=3,
-        )
-
-
-def _learnt(program: Program) -> list[str]:
-    """The local sites with a Normal prior whose scale depends on parameters; of a program whose globals are points."""
-    return [site for site, anchor in program.anchors.items() if not anchor.fixed]
-
-
-@torch.no_grad()
-def _log_scales(program: Program, params: Params, batch: Batch) -> Params:
-    """By such a site, the log of its prior's scale, ``(K, 1, *shape)``."""
-    learnt = _learnt(program)
-    priors = local_priors(program, params, batch) if learnt else {}
-    return {site: priors[site].scale.log() for site in learnt}
-
-
-def _posteriors(program: Program, phi: Params) -> Mapping[str, Moments]:
-    """Where the q(w_i) lie, of a guide that has them in closed form."""
-    of = getattr(program.guide, "moments", None)
-    return of(phi) if of else {}
-
-
-def _scale_of(program: Program, site: str) -> str:
-    anchor = program.anchors[site]
-    names = [anchor.log_scale] if anchor.log_scale else sorted(program.reads[site] - {anchor.loc})
-    which = ", ".join(repr(name) for name in names)
-    return f"the scale of local site {site!r} (parameter{'s'[: len(names) > 1]} {which})"
+from bayesfed.elbo.elbo import run
+from bayesfed.elbo.program import Program
 
 
 def check_data(program: Program, federation: Federation) -> None:
@@ -233,43 +84,3 @@ def _check_gaps(
             "missing, and covariates that have a prior, x = pyro.sample(..., obs=obs[...]): else leave such rows out "
             "(missing='drop'), or fill them in"
         )
-
-
-def finite(terms: Tensor, upload: Mapping[str, Tensor], kept: State) -> Tensor:
-    """Whether all that K clients send and keep is finite: bool ``(K,)``, of terms ``(K,)`` and tensors ``(K, ...)``."""
-    found = terms.isfinite()
-    for value in (*upload.values(), *(v for part in kept.values() for v in part.values())):
-        found = found & ((0 * value).reshape(len(terms), -1).sum(-1) == 0)  # NaN else
-    return found
-
-
-def warn_of_refused(names: Sequence[str], refused: Tensor) -> None:
-    """Warn of clients whose uploads did not count, ``refused`` int64 ``(N,)`` times."""
-    if (
-        most := refused.sort(descending=True, stable=True)
-        .indices[: int((refused > 0).sum())]
-        .tolist()
-    ):
-        some = ", ".join(f"{names[i]!r} ({int(refused[i])})" for i in most[:5])
-        warnings.warn(
-            f"{int(refused.sum())} uploads of {len(most)} clients were not finite and were left out: {some}"
-            f"{', ...' if len(most) > 5 else ''}. Look for extreme values among their rows, standardise the fields, or "
-            "lower the learning rates",
-            stacklevel=3,
-        )
-
-
-def refusal(names: Sequence[str], terms: Tensor | None) -> str:
-    """What became of the round of clients whose uploads do not count, and what may help.
-
-    Args:
-        names: the clients.
-        terms: their ELBO terms, where they are known.
-    """
-    of_term = terms is not None and not terms[0].isfinite()
-    what = f"ELBO term ({float(terms[0])})" if terms is not None and of_term else "upload"
-    others = "" if len(names) == 1 else f" and of {len(names) - 1} others"
-    return (
-        f"the {what} of client {names[0]!r}{others} is not finite. Look for extreme values among its rows, standardise "
-        "the fields, or lower the learning rates"
-    )

@@ -1,4 +1,4 @@
-"""How a run is executed: what changes its memory and its time, and its numbers by round-off at most."""
+"""Where and how a run is executed, which changes its memory and time, and its numbers by round-off at most."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ class Execution:
     """Where and how the clients' work runs.
 
     Attributes:
-        chunk_size: clients that run as one batch, of similar numbers of rows; by default the whole cohort. Where
-            clients differ much in size, small chunks keep the small ones from waiting for the large ones.
-            ``"auto"``: chunks of about a gigabyte, in which padding and waiting are at most a fifth of the work.
-        states: a folder for what the clients keep, in files mapped into memory, for more clients than fit into it:
-            only the cohort's rows are in memory. The posterior reads its ``local_params`` from there, so keep the
-            folder as long as the posterior. By default in memory.
-        compile: the steps: True compiles all, False none, ``"auto"`` traces or compiles those where that pays, see
-            :class:`~bayesfed.tracing.compiler.Compiler`. What was chosen is shown with the progress and kept as
-            ``posterior.compiled``.
+        chunk_size: number of clients that run as one batch, of similar numbers of rows; by default the whole cohort. If
+            clients differ much in size, small chunks avoid padding the small ones to the length of the large ones.
+            ``"auto"``: chunks of about a gigabyte, in which padding is at most a fifth of the work.
+        states: a folder for the clients' states, in memory-mapped files, for more clients than fit into memory: only
+            the cohort's states are in memory. The posterior reads its ``local_params`` from there, so keep the folder
+            as long as the posterior. By default states are in memory.
+        compile: whether steps are compiled: True compiles all, False none, ``"auto"`` traces or compiles those where
+            that pays, see :class:`~bayesfed.tracing.compiler.Compiler`. The choice is shown with the progress and
+            stored as ``posterior.compiled``.
         precision: of the clients' matrix products: ``"full"``, ``"tf32"`` or ``"bf16"``, see
             :func:`bayesfed.tracing.precision.products`.
         group: processes of ``torch.distributed``, each running the same call, among which the cohort is split: one
             for each GPU, started by ``torchrun``, with ``group=torch.distributed.group.WORLD``.
-        device: where to run; by default where the data lie.
+        device: the device to run on; by default that of the data.
 
     Raises:
-        ValueError: names what cannot be.
+        ValueError: a setting is out of range, or both ``group`` and ``states`` are given.
 
     Example:
         >>> import bayesfed as bf
@@ -62,7 +62,7 @@ class Execution:
 
 @contextmanager
 def threads(numbers: int) -> Iterator[None]:
-    """One thread for a cohort of few numbers, where handing them to others takes longer than the work."""
+    """Use one thread for a cohort of few numbers, whose distribution to others would take longer than the work."""
     before = torch.get_num_threads()
     torch.set_num_threads(1 if numbers < 200_000 else before)
     try:

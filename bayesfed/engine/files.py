@@ -1,4 +1,4 @@
-"""Files that are whole or not there: safetensors, and whatever else is written to a temporary path first."""
+"""Atomic writing of files, which are complete or absent: safetensors and others."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ except ImportError:  # Windows
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as serialised
+from safetensors.torch import save as serialise
 from torch import Tensor
 
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], name: str, metadata: Mapping[str, Any]
 ) -> None:
-    """Write one safetensors file, atomically, with JSON under a name in its metadata."""
+    """Write a safetensors file, atomically, with JSON under a name in its metadata."""
     plain = {
         key: value.detach().cpu().clone(memory_format=torch.contiguous_format)
         for key, value in tensors.items()
     }
     with atomically(path) as temporary:
-        temporary.write_bytes(serialised(plain, {name: json.dumps(metadata)}))
+        temporary.write_bytes(serialise(plain, {name: json.dumps(metadata)}))
 
 
 def read_tensors(path: Path, name: str) -> tuple[dict[str, Tensor], Any]:
-    """The tensors of a safetensors file, and the JSON under a name in its metadata: None where there is none.
+    """The tensors of a safetensors file, and the JSON under a name in its metadata, None if there is none.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: it is not a complete safetensors file.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -51,9 +51,9 @@ def read_tensors(path: Path, name: str) -> tuple[dict[str, Tensor], Any]:
 
 @contextmanager
 def atomically(path: Path) -> Iterator[Path]:
-    """A temporary path in the folder of ``path`` that takes its place if nothing is raised.
+    """Give a temporary path in the folder of ``path``, which replaces ``path`` at the end if nothing is raised.
 
-    A process that is killed leaves the temporary file, and at ``path`` what was there before: see :func:`sweep`.
+    A process that is killed leaves the temporary file behind, and ``path`` as it was: see :func:`sweep`.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
@@ -67,12 +67,12 @@ def atomically(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def held(path: Path, what: str) -> Iterator[None]:
-    """Keep other processes from what a file stands for, until this one has done or is dead; where the system can.
+def lock(path: Path, what: str) -> Iterator[None]:
+    """Lock a resource against other processes until the block or this process ends, if the system has file locks.
 
     Args:
-        path: an empty file, which stays; its name begins with a dot.
-        what: is held, for the message.
+        path: an empty file, which stays; its name starts with a dot.
+        what: the resource, for the message.
 
     Raises:
         BlockingIOError: another process holds it.
@@ -90,14 +90,14 @@ def held(path: Path, what: str) -> Iterator[None]:
 
 
 def sweep(path: Path) -> None:
-    """Remove what processes that were killed have left of ``path``, of which nobody else may be a writer."""
+    """Remove temporary files of ``path`` that killed processes have left; no other process may be writing it."""
     for temporary in path.parent.glob(f".{glob.escape(path.name)}.{'?' * 8}"):
         temporary.unlink(missing_ok=True)
 
 
 def _keep_name(folder: Path) -> None:
-    """Put a folder's names on the disk, where the system can."""
-    with suppress(PermissionError):  # Windows opens no folders
+    """Write a folder's entries to the disk, if the system allows it."""
+    with suppress(PermissionError):  # Windows cannot open folders
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -1,16 +1,16 @@
-"""Clients' states in files as they were when their run was last written, whatever a killed process has left in them.
+"""A journal, by which clients' states in files can be put back to those that belong to the run's file.
 
-A round changes the files in place, some clients at a time, and is written in the run's file now and then. Before a
-client's record is changed for the first time since, the old one is put down beside the states, in a file that is named
-after the rounds that the run had then:
+A round changes the states in place, a chunk of clients at a time, and the run's file is written only now and then.
+Before a client's record is changed for the first time since, the old record is written to a journal beside the states,
+whose name has the number of rounds that the run's file had then:
 
     old records on the disk → states changed → ... → states on the disk → run's file at round r → journal of round r
 
-A run that goes on from round r first puts back what the journal of round r holds. A round costs what it changes, and a
-journal is never larger than the states. A block that a killed process has not written to its end fails its checksum:
-the states of its clients were not changed yet.
+A run that is resumed at round r first puts back the records of the journal of round r. A round costs what it changes,
+and a journal is never larger than the states. A block that a killed process has not written completely fails its
+checksum: the states of its clients were not changed yet.
 
-Whose the states are says a file ``run``, which is called ``starting`` until the run's file is there for the first time.
+The file ``run`` names the run that the states belong to; it is called ``starting`` until the run's file exists.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ class Journal:
     """The old records of the states in a folder.
 
     Attributes:
-        folder: where the states lie.
-        run: which run they are of.
+        folder: the folder of the states.
+        run: the name of their run.
 
     Raises:
-        FileExistsError: the run is new, and the folder holds states of another.
-        ValueError: the run goes on, and the folder does not hold its states.
+        FileExistsError: the run is new, and the folder has states of another run.
+        ValueError: the run is resumed, and the folder does not have its states.
     """
 
     def __init__(self, folder: Path, run: str, *, new: bool) -> None:
         self.folder, self.run = folder, run
         self._round = 0
         self._noted: dict[str, np.ndarray] = {}
-        whose = {name: folder / name for name in (_STARTING, _RUN)}
+        names = {name: folder / name for name in (_STARTING, _RUN)}
         if new:
-            if whose[_STARTING].exists():  # killed before anything of it was kept
+            if names[_STARTING].exists():  # it was killed before its file was written
                 for file in (*folder.glob("*.npy"), *folder.glob("*.journal")):
                     file.unlink()
             refuse_others(folder)
             folder.mkdir(parents=True, exist_ok=True)
-            whose[_STARTING].write_text(run)
-        elif run not in [file.read_text() for file in whose.values() if file.exists()]:
+            names[_STARTING].write_text(run)
+        elif run not in [file.read_text() for file in names.values() if file.exists()]:
             raise ValueError(
-                f"{folder} does not hold the clients' states of this run: give the folder that it began with, or "
-                "begin anew, with another file and another folder"
+                f"{folder} does not have the clients' states of this run: give the folder that it was started with, or "
+                "start again, with another file and another folder"
             )
 
     def begin(self, done: int) -> None:
-        """The run's file is there, and the states are on the disk, as they are after so many rounds."""
+        """Start the journal of a number of rounds: the run's file and the states are on the disk as they are now."""
         if (starting := self.folder / _STARTING).exists():
             starting.replace(self.folder / _RUN)
         for file in self.folder.glob("*.journal"):
@@ -66,7 +66,7 @@ class Journal:
         self._round, self._noted = done, {}
 
     def note(self, name: str, records: np.ndarray, clients: np.ndarray) -> None:
-        """Put down the old records of clients that are about to change, of a file of states."""
+        """Write the old records of clients of a file of states that are about to change."""
         noted = self._noted.setdefault(name, np.zeros(len(records), dtype=bool))
         first = clients[~noted[clients]]
         if not len(first):
@@ -81,7 +81,7 @@ class Journal:
         noted[first] = True
 
     def undo(self, name: str, records: Any, done: int) -> None:
-        """Put back the records that a file of states had after so many rounds."""
+        """Put back the records that a file of states had after a number of rounds."""
         for block in _blocks(self._path(name, done), _entry(records)):
             records[block["client"]] = block["record"]
 
@@ -90,10 +90,10 @@ class Journal:
 
 
 def refuse_others(folder: Path) -> None:
-    """Fail where a folder holds states already."""
+    """Fail if a folder has states already."""
     if next(folder.glob("*.npy"), None):
         raise FileExistsError(
-            f"{folder} holds clients' states of another run: delete them or choose another folder"
+            f"{folder} has clients' states of another run: delete them or choose another folder"
         )
 
 
@@ -102,7 +102,7 @@ def _entry(records: np.ndarray) -> np.dtype[Any]:
 
 
 def _blocks(path: Path, entry: np.dtype[Any]) -> Iterator[np.ndarray]:
-    """The blocks of a file up to the first that is not whole."""
+    """The blocks of a file up to the first incomplete one."""
     if not path.exists():
         return
     with path.open("rb") as file:

@@ -1,20 +1,21 @@
-"""Differential privacy of clients: each upload is clipped and their sum is noisy, whatever the aggregation rule.
+"""Client-level differential privacy: uploads are clipped and noise is added to their sum, for any aggregation rule.
 
     u_i ← u_i · min(1, γ / ‖u_i‖),     Σ u_i ← Σ u_i + noise
 
 An upload is all that a client encodes, as one vector. Two federations are neighbours if they differ in one client's
-data: then the clipped sum differs by at most 2 γ. What is private is the sums of all rounds, and so the posterior's
-global parameters and all that the server sends; a client's own posterior is as private as the client keeps it. With
-noise nothing else is sent: no numbers of rows, no ELBO terms (the history has NaN for them), and in place of an upload
-that is not finite, zeros. ``docs/privacy.md`` lists what leaves a client.
+data: then the clipped sum differs by at most 2 γ. Private are the sums of all rounds, and so the posterior's global
+parameters and all that the server sends; a client's own posterior is as private as the client keeps it. With noise
+nothing else is sent: no numbers of rows, no ELBO terms (the history has NaN for them), and zeros in place of an upload
+that is not finite. ``docs/privacy.md`` lists all that leaves a client.
 
-*The clip* follows a quantile of the clients' norms where none is given (Andrew et al. 2021, Algorithm 1): each client
-sends whether its norm was below γ, as ±½, and  γ ← γ exp(−η (b̄ − q))  with b̄ the noisy share that was. That takes
-a part :data:`SHARE` of the privacy of each round. A clip bends what is longer, and what it spares is noise: q is the
-median where noise is half as long as all uploads together, or longer, and grows up to :data:`MOST` where it is less.
+*The clip* follows a quantile q of the clients' norms unless it is given (Andrew et al. 2021, Algorithm 1): each client
+sends whether its norm was below γ, as ±½, and  γ ← γ exp(−η (b̄ − q))  with b̄ the noisy share of those that were. That
+takes a part :data:`SHARE` of the privacy of each round. A smaller clip biases more uploads, and needs less noise: q is
+the median where noise is half as long as all uploads together, or longer, and grows up to :data:`MOST` where it is
+less.
 
-Noise and cohorts come from the operating system's entropy, are written nowhere and cannot be drawn again: not from
-``seed``, nor from a file. A run that goes on from a file draws anew.
+Noise and cohorts come from the operating system's entropy and are stored nowhere, so they cannot be drawn again,
+neither from ``seed`` nor from a file. A run that is resumed from a file draws anew.
 
 ``"laplace"`` clips in L1 and is ε-DP (Dwork & Roth 2014, Theorem 3.6): ε' = 2 γ / scale a round; a cohort drawn
 without replacement from N gives ln(1 + (K / N)(e^ε' − 1)) (Balle, Barthe & Gaboardi 2018, Theorem 9), and rounds add
@@ -22,11 +23,11 @@ up. PAC-PFL's private variant clips in L2 and adds Laplace noise, which in more 
 
 ``"gaussian"`` clips in L2 and is (ε, δ)-DP by dp-accounting's Rényi accountant for cohorts without replacement.
 
-That a cohort is drawn in secret only helps where a client's upload does not depend on which cohorts it was in before.
-Clients that keep something from round to round, as under SFVI, are accounted for as if they took part in every round.
+That a cohort is drawn in secret only helps if a client's upload does not depend on which cohorts it was in before.
+Stateful clients, as under SFVI, are accounted for as if they took part in every round.
 
-The noise is drawn in double precision and rounded: the attack on floating-point numbers of Mironov (2012) is not
-guarded against.
+The noise is drawn in double precision and rounded: there is no protection against the attack on floating-point numbers
+of Mironov (2012).
 """
 
 from __future__ import annotations
@@ -50,38 +51,38 @@ from bayesfed.settings import Rate, check
 NORMS = {"gaussian": 2, "laplace": 1}
 """The norm in which a mechanism clips."""
 SHARE = 0.05
-"""What of a round's privacy goes into the share of clients below an adaptive clip."""
+"""The part of a round's privacy that is spent on the share of clients below an adaptive clip."""
 FIRST_CLIP = 0.1
 MOST = 0.9
-"""How many of the clients an adaptive clip leaves alone at most."""
+"""The largest quantile of the clients' norms that an adaptive clip follows."""
 LOUD = 0.75
-"""From how many times the longest sum of uploads on noise is warned of."""
-SHAKEN = 0.5
-"""From how many of its standard deviations on q(θ) is said to be shaken by the noise of a round."""
+"""Noise that is longer than this times the longest possible sum of uploads raises a warning."""
+DISTURBED = 0.5
+"""Noise of a round that moves q(θ) by more than so many of its standard deviations raises a warning."""
 SHORT = "whether the norm is below the clip"
 _COHORT = -1
 _WHAT_TO_DO = (
-    "the result may be off by more than it says. Take more clients or fewer rounds, a larger ε, or a model with fewer "
-    "global parameters"
+    "the result may be off by more than its standard deviations. Take more clients or fewer rounds, a larger ε, or a "
+    "model with fewer global parameters"
 )
 
 
 @dataclass(frozen=True)
 class Privacy:
-    """How uploads are clipped and how noisy their sum is.
+    """The clip of the uploads and the noise of their sum.
 
-    Give either ``epsilon``, which sets the noise, or ``noise``. With neither, uploads are clipped only, which limits
-    what a single client can do to the others.
+    Give either ``epsilon``, which sets the noise, or ``noise``. With neither, uploads are only clipped, which limits
+    the influence of a single client.
 
     Attributes:
         clip: γ, the largest norm of an upload; by default it follows a quantile of the clients' norms. A smaller one
-            needs less noise, and lets each client say less.
-        epsilon: what all rounds together may spend.
+            needs less noise, and biases the uploads more.
+        epsilon: ε of all rounds together.
         noise: scale of the noise (standard deviation, or Laplace's scale) over the sensitivity 2 γ.
         delta: δ of the Gaussian mechanism.
         mechanism: ``"gaussian"`` or ``"laplace"``.
-        seed: noise and cohorts that can be drawn again, for tests: whoever knows the seed can take the noise off, so
-            that ε is infinite. By default they come from the operating system's entropy.
+        seed: makes noise and cohorts reproducible, for tests: whoever knows the seed can subtract the noise, so that ε
+            is infinite. By default they come from the operating system's entropy.
 
     Raises:
         ValueError: an unknown mechanism, both ``epsilon`` and ``noise``, or a number out of range.
@@ -109,17 +110,22 @@ class Privacy:
         if self.clip == math.inf and (self.epsilon is not None or self.noise):
             raise ValueError("noise needs a finite clip, which is what its scale is relative to")
 
+    @property
+    def clips(self) -> bool:
+        """Whether uploads are clipped at all."""
+        return self.clip != math.inf
+
     def multiplier(self, rounds: int, cohort: int, clients: int) -> float:
-        """Scale of the noise over 2 γ: as given, or as ``epsilon`` needs for so many rounds and cohorts."""
+        """Scale of the noise over 2 γ: as given, or as ``epsilon`` needs for these rounds and cohorts."""
         if self.epsilon is None:
             return self.noise or 0.0
         if self.mechanism == "laplace":
             a_round = math.log1p(math.expm1(self.epsilon / rounds) * clients / cohort)
             return 1 / a_round
-        return _calibrated(self.epsilon, self.delta, rounds, cohort, clients)
+        return _calibrate(self.epsilon, self.delta, rounds, cohort, clients)
 
     def spent(self, rounds: int, cohort: int, clients: int) -> float:
-        """ε of so many rounds; infinite without noise, or with noise that a seed tells."""
+        """ε of so many rounds; infinite without noise, or with noise from a seed."""
         scale = self.multiplier(rounds, cohort, clients)
         if scale == 0 or self.seed is not None:
             return math.inf
@@ -133,13 +139,16 @@ class Privacy:
         return float(accountant.get_epsilon(self.delta))
 
     def first_clip(self) -> Tensor:
-        """γ in the first round, ``()``."""
-        return torch.tensor(FIRST_CLIP if self.clip is None else self.clip, dtype=torch.float64)
+        """γ in the first round, ``()``; some finite number, which JSON can hold, where nothing is clipped."""
+        given = self.clip if self.clip is not None and self.clips else FIRST_CLIP
+        return torch.tensor(given, dtype=torch.float64)
 
-    def clipped(
+    def clip_uploads(
         self, upload: Mapping[str, Tensor], clip: float
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """K uploads ``(K, ...)``, each of norm γ at most over all its tensors; and the factors that made them so."""
+        """Clip K uploads ``(K, ...)``, each to norm γ over all its tensors; and the factors by which, ``(K,)`` or 1."""
+        if not self.clips or not upload:
+            return dict(upload), torch.ones(())
         order = NORMS[self.mechanism]
         flat = torch.cat([value.reshape(len(value), -1) for value in upload.values()], 1)
         norm = torch.linalg.vector_norm(flat, order, dim=1)
@@ -152,51 +161,51 @@ class Privacy:
             clipped[SHORT] = (norm <= clip).to(norm) - 0.5
         return clipped, factor
 
-    def adapted(
+    def next_clip(
         self, total: dict[str, Tensor], clip: Tensor, multiplier: float, cohort: int
     ) -> Tensor:
-        """γ of the next round; takes what it is made of from the (noisy) sum of K uploads.
+        """γ of the next round. The share of norms below γ is removed from the (noisy) sum of K uploads.
 
-        The step is smaller where the noise of b̄ would shake γ by more than a fifth.
+        The step is smaller where the noise of b̄ would change γ by more than a fifth.
         """
         if self.clip is not None:
             return clip
         below = total.pop(SHORT).double().cpu() / cohort + 0.5
-        most = min(MOST, max(0.5, 1 - self.loudness(total, multiplier, cohort)))
-        shake = multiplier / self._part(SHARE) / cohort
-        step = min(1.0, 0.2 / max(shake, 1e-30)) * (below - most)
+        quantile = min(MOST, max(0.5, 1 - self.relative_noise(total, multiplier, cohort)))
+        noise_of_share = multiplier / self._part(SHARE) / cohort
+        step = min(1.0, 0.2 / max(noise_of_share, 1e-30)) * (below - quantile)
         return clip * torch.exp(-step.clamp(-1.0, 1.0))
 
     def cohort(self, number: int, clients: int, size: int) -> Tensor:
-        """Positions of the clients of a round, ascending, int64 ``(K,)``."""
+        """Draw the cohort of a round: positions of K clients, ascending, int64 ``(K,)``."""
         if self.seed is None:
             return torch.tensor(sorted(secrets.SystemRandom().sample(range(clients), size)))
         key = noise.fold(self._key(number), _COHORT)
         return noise.permuted(key, clients, torch.arange(size)).sort().values
 
-    def noisy(
+    def add_noise(
         self, total: Mapping[str, Tensor], clip: float, multiplier: float, number: int
     ) -> dict[str, Tensor]:
-        """The sum of a round with noise of this multiple of the sensitivity."""
+        """Add noise of this multiple of the sensitivity to the sum of a round."""
         if multiplier == 0:
             return dict(total)
         return {
-            name: value + self.scale(name, clip, multiplier) * self._drawn(value, name, number)
+            name: value + self.scale(name, clip, multiplier) * self._draw(value, name, number)
             for name, value in total.items()
         }
 
-    def loudness(self, total: Mapping[str, Tensor], multiplier: float, cohort: int) -> float:
-        """How many times the noise of a round's sum is as long as the uploads of K clients can be together."""
+    def relative_noise(self, total: Mapping[str, Tensor], multiplier: float, cohort: int) -> float:
+        """The length of the noise of a round's sum over the largest length of the sum of K clipped uploads."""
         numbers = _numbers(total)
         length = numbers if self.mechanism == "laplace" else math.sqrt(numbers)
         return 2 * multiplier * length / cohort
 
     def warn_if_loud(self, total: Mapping[str, Tensor], multiplier: float, cohort: int) -> None:
-        """Warn where the noise of a round is about as long as the uploads of all K clients can be together.
+        """Warn if the noise of a round is about as long as the sum of the uploads of all K clients can be.
 
-        In ``experiments/private.md`` global means are off by .5 to 10 posterior standard deviations from there on.
+        In ``experiments/private.md`` global means are then off by 0.5 to 10 posterior standard deviations.
         """
-        if (times := self.loudness(total, multiplier, cohort)) > LOUD:
+        if (times := self.relative_noise(total, multiplier, cohort)) > LOUD:
             numbers = _numbers(total)
             warnings.warn(
                 f"the noise that privacy adds to a round's sum is about {times:.1f} times as long as the uploads of "
@@ -204,9 +213,9 @@ class Privacy:
                 stacklevel=3,
             )
 
-    def warn_if_shaken(self, sds: float) -> None:
-        """Warn where the noise of a last round would move q(θ) by about so many of its standard deviations."""
-        if sds > SHAKEN:
+    def warn_if_disturbed(self, sds: float) -> None:
+        """Warn if the noise of the last round moves q(θ) by about so many of its standard deviations."""
+        if sds > DISTURBED:
             warnings.warn(
                 f"the noise that privacy adds to a round's sum would move q(θ) by {sds:.1f} of its standard deviations "
                 f"where it is widest: {_WHAT_TO_DO}",
@@ -214,20 +223,22 @@ class Privacy:
             )
 
     def scale(self, name: str, clip: float, multiplier: float) -> float:
-        """Of the noise of a part of the upload: the sensitivity is 2 γ, and 1 of what a client says of its norm."""
+        """Scale of the noise of a part of the upload: its sensitivity is 2 γ, and 1 of the part about the norm."""
+        if multiplier == 0:
+            return 0.0
         if name == SHORT:
             return multiplier / self._part(SHARE)
         return 2 * clip * multiplier / (1.0 if self.clip is not None else self._part(1 - SHARE))
 
     def _part(self, share: float) -> float:
-        """By what a release of its own that takes this share of a round's privacy has less noise's inverse scale.
+        """The factor on the inverse scale of the noise of a release that takes this share of a round's privacy.
 
         The inverse scales of releases side by side add up with Laplace noise, their squares with Gaussian noise.
         """
         return share if self.mechanism == "laplace" else math.sqrt(share)
 
-    def _drawn(self, like: Tensor, name: str, number: int) -> Tensor:
-        """Noise of unit scale."""
+    def _draw(self, like: Tensor, name: str, number: int) -> Tensor:
+        """Draw noise of unit scale."""
         if self.seed is None:
             u = entropy(like.shape)
         else:
@@ -238,13 +249,17 @@ class Privacy:
         return (-centred.sign() * torch.log1p(-2 * centred.abs())).to(like)
 
     def _key(self, number: int) -> Tensor:
-        """Of a round, where there is a seed."""
+        """The key of a round's noise, from the seed."""
         assert self.seed is not None
         return noise.fold(noise.fold(noise.key(self.seed), noise.word("privacy")), number)
 
 
+NO_PRIVACY = Privacy(clip=math.inf)
+"""Neither clip nor noise."""
+
+
 def _numbers(total: Mapping[str, Tensor]) -> int:
-    """How many numbers an upload has, but for what it says of its norm."""
+    """The number of numbers of an upload, without the part about its norm."""
     return sum(value.numel() for name, value in total.items() if name != SHORT)
 
 
@@ -256,8 +271,8 @@ def entropy(shape: Sequence[int]) -> Tensor:
 
 
 @cache
-def _calibrated(epsilon: float, delta: float, rounds: int, cohort: int, clients: int) -> float:
-    """The Gaussian noise that spends ε: a search of seconds, once."""
+def _calibrate(epsilon: float, delta: float, rounds: int, cohort: int, clients: int) -> float:
+    """Find the Gaussian noise that spends ε: a search of seconds, made once."""
     import dp_accounting as dp  # here, since it takes as long to import as torch
 
     scale = dp.calibrate_dp_mechanism(

@@ -1,7 +1,7 @@
-"""Several processes, say one for each GPU of a machine, that share a cohort's work by ``torch.distributed``.
+"""Several processes, for instance one per GPU of a machine, that share a cohort's work by ``torch.distributed``.
 
-Client i belongs to process i mod P, which alone keeps its state. All that passes between them is the sum of law 2 (the
-clients' terms beside the uploads), after which every process knows the same and decodes it by itself.
+Client i belongs to process i mod P, which alone has its state. The processes exchange nothing but the sum of invariant
+2 (and with it the clients' ELBO terms), which each of them then decodes.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 Group = dist.ProcessGroup
-"""What ``torch.distributed.group.WORLD`` is, for one."""
+"""A group of processes, such as ``torch.distributed.group.WORLD``."""
 
 
 def own(clients: Tensor, group: Group | None) -> Tensor:
-    """Which clients are this process's: bool ``(K,)``.
+    """Mark the clients of this process: bool ``(K,)``.
 
     Example:
         >>> import torch
@@ -30,8 +30,8 @@ def own(clients: Tensor, group: Group | None) -> Tensor:
     return clients % group.size() == group.rank()
 
 
-def told(value: Tensor, group: Group | None) -> Tensor:
-    """What the first process has, in all of them."""
+def broadcast(value: Tensor, group: Group | None) -> Tensor:
+    """Return the first process's value in all processes."""
     if group is None:
         return value
     found = value.contiguous()
@@ -39,8 +39,8 @@ def told(value: Tensor, group: Group | None) -> Tensor:
     return found
 
 
-def summed(values: Mapping[str, Tensor], group: Group | None) -> dict[str, Tensor]:
-    """The sum over processes, the same in all of them."""
+def sum_over_processes(values: Mapping[str, Tensor], group: Group | None) -> dict[str, Tensor]:
+    """Sum tensors over all processes; the result is the same in each."""
     if group is None:
         return dict(values)
     found = {name: value.contiguous() for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""The progress bar: round, ELBO and time left; quiet where the output is no terminal."""
+"""The progress bar: round, ELBO and time left; nothing is shown unless the output is a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 @contextmanager
-def rounds_shown(
+def show_rounds(
     title: str, rounds: int | None, progress: bool | None
 ) -> Iterator[Callable[[int, float, str], None]]:
     """Yield ``show(rounds done, ELBO, a note)``; the note is printed above the bar when it changes.
@@ -32,13 +32,13 @@ def rounds_shown(
     )
     with bar:
         task = bar.add_task("rounds", total=rounds, elbo="")
-        said = ""
+        last_note = ""
 
         def show(done: int, elbo: float, note: str) -> None:
-            nonlocal said
-            if note != said:
+            nonlocal last_note
+            if note != last_note:
                 console.print(note, style="dim", highlight=False)
-                said = note
+                last_note = note
             bar.update(task, completed=done, elbo=f"{elbo:,.2f}")
 
         yield show

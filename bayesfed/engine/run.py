@@ -1,45 +1,41 @@
-"""A run: what it is between two rounds, what is told of a round, and what is left of a run that cannot go on."""
+"""A run: its state between two rounds, the report of a round, and the error of a run that cannot go on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from bayesfed.algorithms.algorithm import Algorithm
-from bayesfed.algorithms.registry import settings_of
 from bayesfed.data.federation import Federation
 from bayesfed.elbo.program import Params, Program
-from bayesfed.engine.execution import Execution
-from bayesfed.engine.privacy import Privacy
-from bayesfed.engine.resume import Checkpoint
+from bayesfed.engine.cohort import cohort_size
+from bayesfed.engine.plan import Plan
+from bayesfed.engine.privacy import NO_PRIVACY, Privacy
+from bayesfed.engine.run_file import RunFile
 from bayesfed.engine.states import States
-from bayesfed.engine.stopping.convergence import Settling
-from bayesfed.engine.stopping.held_out import HeldOut
-from bayesfed.steps.gradients import annealed
+from bayesfed.engine.stopping.rule import Stopping
 from bayesfed.tracing.compiler import Compiler
 
-if TYPE_CHECKING:
-    from bayesfed.output.posterior import Posterior
-
-MADE = "personal"
-"""What clients that keep nothing make of θ in the end."""
+PERSONAL = "personal"
+"""The part of the states that holds local variables of stateless clients, made from θ when a run is finished."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """What a callback sees after a round.
+    """The report of a round, which callbacks receive.
 
     Attributes:
         number: rounds done, from 1.
-        rounds: rounds to do; at most, where the run stops by itself.
-        elbo: estimate of the ELBO during the round; NaN where privacy keeps it.
-        client_terms: the ELBO terms of the clients whose uploads count, ``(K,)``; NaN likewise.
+        rounds: number of rounds; an upper bound while the run may stop early.
+        elbo: estimate of the ELBO during the round; NaN under noise.
+        client_terms: the ELBO terms of the clients whose uploads count, ``(K,)``; NaN under noise.
         cohort: names of these clients.
-        refused: names of those whose uploads do not count, as they are not finite.
-        seconds: time that the round took.
+        refused: names of the clients whose uploads do not count because they are not finite.
+        seconds: duration of the round.
         params: the guide's global parameters after the round, unconstrained.
     """
 
@@ -57,8 +53,8 @@ class Stopped(FloatingPointError):
     """A run that cannot go on.
 
     Attributes:
-        run: as it was before the round that failed, but for what clients of that round keep: ``bf.finish(error.run)``
-            is the posterior that it has come to.
+        run: as it was before the round that failed, but for the states of that round's clients:
+            ``bf.finish(error.run)`` is the posterior so far.
     """
 
     def __init__(self, message: str, run: Run) -> None:
@@ -66,140 +62,160 @@ class Stopped(FloatingPointError):
         self.run = run
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """A run between two rounds.
 
     Attributes:
+        plan: the options of the fit.
         program: the model/guide pair.
         federation: the clients' data.
-        algorithm: the algorithm.
-        rounds: how many rounds there are to be; where it stops by itself, at most, and once it has, those that it took.
-        size: K, clients in a cohort.
-        batch_size: rows of a local step, None for all.
-        privacy: what happens to uploads, if anything.
-        seed: of every stream of noise.
-        execution: how it runs.
+        stopping: when the run ends, and the learning rates until then.
+        cohort_size: K, the number of clients in a cohort.
         server: the server's state.
-        clients: what the clients keep.
-        known: the clients' last ELBO terms, ``(N,)``, NaN where a client has not taken part.
-        said: their sum, and how many clients have taken part, float64 ``(2,)``.
-        refused: how many uploads of each client did not count, int64 ``(N,)``.
-        clip: γ of ``privacy``, ``()``.
+        clients: the clients' states.
+        client_terms: the clients' last ELBO terms, ``(N,)``, NaN of a client that has not taken part.
+        term_totals: their sum, and the number of clients that have taken part, float64 ``(2,)``.
+        refused: number of uploads of each client that did not count, int64 ``(N,)``.
+        clip: γ of privacy, ``()``.
         history: ELBO, seconds and number of uploads that count of each round, ``(3, rounds)``.
-        path: where q(θ) has been, see :mod:`bayesfed.engine.stopping.drift`.
-        settling: by what it stops by itself, see :mod:`bayesfed.engine.stopping`;
-            None where rounds were given.
         done: rounds done.
-        compiler: what compiles the steps.
-        file: where the run is kept after its rounds, if anywhere.
-        posterior: of a run that is done, where draws around q(θ) have been weighed to see whether it is.
-        accepted: of a run between machines: round and attempt of each site's answer that was taken last, -1 where none
-            was, int64 ``(sites, 2)``. Such a run has made-up rows, and what one client would keep.
+        compiler: compiles the steps.
+        file: the file that the run is saved to.
+        correction: the result of the importance weights that confirmed a provisional end, for :func:`bayesfed.finish`.
+        accepted: between machines, round and attempt of each institution's answer that was accepted last, -1 before the
+            first, int64 ``(institutions, 2)``. Such a run has made-up rows, and the state of one client.
     """
 
+    plan: Plan
     program: Program
     federation: Federation
-    algorithm: Algorithm
-    rounds: int
-    size: int
-    batch_size: int | None
-    privacy: Privacy | None
-    seed: int
-    execution: Execution
+    stopping: Stopping
+    cohort_size: int
     server: Any
     clients: States
-    known: Tensor
-    said: Tensor
+    client_terms: Tensor
+    term_totals: Tensor
     refused: Tensor
     clip: Tensor
     history: Tensor
-    path: Tensor
-    settling: Settling | HeldOut | None = None
     done: int = 0
     compiler: Compiler = field(default_factory=Compiler)
-    file: Checkpoint | None = None
-    posterior: Posterior | None = None
+    file: RunFile | None = None
+    correction: Any = None
     accepted: Tensor | None = None
 
     @property
     def state(self) -> dict[str, Any]:
         """All tensors that rounds change, by attribute, but those that are in files of their own."""
-        kept = {} if self.execution.states is not None else self.clients.tensors
-        names = ("server", "known", "said", "refused", "clip", "history", "path")
-        state = {name: getattr(self, name) for name in names} | {"clients": kept}
-        if self.accepted is not None:
-            state["accepted"] = self.accepted
-        return state if self.settling is None else state | {"settling": self.settling.state}
+        in_memory = {} if self.plan.execution.states is not None else self.clients.tensors
+        names = ("server", "client_terms", "term_totals", "refused", "clip", "history")
+        state = {name: getattr(self, name) for name in names}
+        state |= {"clients": in_memory, "stopping": self.stopping.state}
+        return state if self.accepted is None else state | {"accepted": self.accepted}
 
     @property
-    def near(self) -> bool:
-        """Whether it is done if draws around q(θ) say so."""
-        return isinstance(self.settling, Settling) and self.settling.near
-
-    def go_on(self) -> None:
-        """The draws did not."""
-        assert isinstance(self.settling, Settling)
-        self.settling.go_on()
-        self.rounds = self.history.shape[1]
-
-    @property
-    def rate(self) -> float:
-        """By what the learning rates of the next round are multiplied."""
-        final = self.algorithm.lr_decay
-        if self.settling is None:
-            return annealed(final, self.done / self.rounds)
-        return self.settling.rate(final, self.done)
+    def rounds(self) -> int:
+        """Number of rounds: as planned; an upper bound while the run may stop early; the actual number once it has."""
+        return self.done if self.stopping.converged else self.stopping.bound
 
     @property
     def title(self) -> str:
-        """The run in words."""
-        title = f"{self.algorithm} ({self.program.guide_name})"
+        """The algorithm, its guide and ε, for people."""
+        title = f"{self.plan.algorithm} ({self.program.guide_name})"
         return title if self.epsilon is None else f"{title}, ε = {self.epsilon:.3g}"
 
     @property
+    def privacy(self) -> Privacy:
+        """Clip and noise of the uploads; :data:`NO_PRIVACY` where the plan has none."""
+        return self.plan.privacy or NO_PRIVACY
+
+    @property
     def epsilon(self) -> float | None:
-        """ε that all rounds spend."""
-        if self.privacy is None:
+        """The ε that all rounds spend; None without privacy."""
+        if self.plan.privacy is None:
             return None
         return self.privacy.spent(self.rounds, *self.sampling)
 
     @property
     def sampling(self) -> tuple[int, int]:
-        """K of N clients, as privacy counts them: K = N where clients keep something from round to round.
+        """K of N clients, as privacy counts them: K = N for stateful clients.
 
         And between machines, where cohorts are no secret.
         """
-        clients, memory = len(self.federation), self.clients.tensors.keys() - {MADE}
-        return (clients if memory or self.accepted is not None else self.size), clients
+        clients, memory = len(self.federation), self.clients.tensors.keys() - {PERSONAL}
+        secret = not memory and self.accepted is None
+        return (self.cohort_size if secret else clients), clients
 
     @property
     def multiplier(self) -> float:
-        """Scale of the noise over the sensitivity; 0 without."""
-        return 0.0 if self.privacy is None else self.privacy.multiplier(self.rounds, *self.sampling)
+        """Scale of the noise over the sensitivity; 0 without noise."""
+        return self.privacy.multiplier(self.rounds, *self.sampling)
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """What a run that goes on from this one must have in common with it, beside model and data."""
-        spread = self.privacy is not None and self.privacy.epsilon is not None
-        return {
-            "algorithm": settings_of(self.algorithm),
-            "cohort": self.size,
-            "batch_size": self.batch_size,
-            "chunk_size": self.execution.chunk_size,
-            "privacy": self.privacy and asdict(self.privacy),
-            # of the rounds that are over: told with noise for as many as there were to be
-            "rounds for its epsilon": self.rounds if spread else None,
-            "precision": self.execution.precision,
-            "type": str(self.federation.dtype),
-            "states in files": self.execution.states is not None,
-            "rounds": "as given" if self.settling is None else "until it has settled",
-            "held out": self.settling.rows.rows if isinstance(self.settling, HeldOut) else None,
-            "seed": self.seed,
+    def description(self) -> dict[str, Any]:
+        """The run as plain data: a run's file is continued only by a run of the same description.
+
+        The number of rounds may change, unless ε was spread over them.
+        """
+        plan, rounds = self.plan, "until convergence" if self.plan.rounds is None else "as given"
+        spread = plan.privacy is not None and plan.privacy.epsilon is not None
+        return plan.description | {
+            "rounds": plan.rounds if spread else rounds,
+            "clients_per_round": self.cohort_size,
+            "chunk_size": plan.execution.chunk_size,
+            "precision": plan.execution.precision,
+            "dtype": str(self.federation.dtype),
+            "states in files": plan.execution.states is not None,
         }
 
     @property
     def numbers(self) -> int:
         """About how many numbers a step of the cohort touches."""
-        rows = min(self.batch_size or self.federation.rows, int(self.federation.lengths.max()))
-        return self.size * (rows * self.federation.numbers_per_row + self.program.size)
+        lengths = self.federation.lengths
+        rows = min(self.plan.batch_size or self.federation.rows, int(lengths.max()))
+        per_client = rows * self.federation.numbers_per_row + self.program.size
+        return self.cohort_size * per_client
+
+
+def create_run(
+    plan: Plan,
+    program: Program,
+    federation: Federation,
+    stopping: Stopping,
+    *,
+    server: Any,
+    file: str | Path | None = None,
+    institutions: int | None = None,
+) -> Run:
+    """A run before its first round; neither its clients' states nor its file are there yet.
+
+    Args:
+        plan: the options of the fit.
+        program: the model/guide pair.
+        federation: the clients' data.
+        stopping: when the run ends.
+        server: the server's first state.
+        file: saves the run after its rounds.
+        institutions: between machines, their number; the rows of ``federation`` are then made up.
+    """
+    clients = len(federation)
+    run = Run(
+        plan=plan,
+        program=program,
+        federation=federation,
+        stopping=stopping,
+        cohort_size=cohort_size(plan.clients_per_round, clients),
+        server=server,
+        clients=States(clients if institutions is None else 1, device=federation.device),
+        client_terms=torch.full((clients,), torch.nan, dtype=federation.dtype),
+        term_totals=torch.zeros(2, dtype=torch.float64),
+        refused=torch.zeros(clients, dtype=torch.int64),
+        clip=(plan.privacy or NO_PRIVACY).first_clip(),
+        history=torch.zeros(3, stopping.bound, dtype=torch.float64),
+        compiler=Compiler(plan.execution.compile),
+        accepted=None if institutions is None else torch.full((institutions, 2), -1),
+    )
+    if file is not None:
+        run.file = RunFile(Path(file), run.description, program, federation)
+    return run

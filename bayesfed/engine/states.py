@@ -1,4 +1,4 @@
-"""What clients keep from round to round: a row for each of them, in memory or in files that are mapped into it."""
+"""The states of stateful clients: a row for each client, in memory or in memory-mapped files."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from bayesfed.steps import optimizer
 
 
 class States:
-    """The states of N clients, of which a cohort's is taken and put back.
+    """The states of N clients, from which those of a cohort are taken and put back.
 
     In a folder they are a NumPy file with a record per client, whose fields are called ``<part>.<name>``:
-    ``np.load(file, mmap_mode="r")["params.weights.loc"]``. Of it only the records at work are in memory, and what was
-    never written but with zeros takes no disk where the file system knows holes. With a journal they can be put back to
-    what they were when :meth:`written` was last called.
+    ``np.load(file, mmap_mode="r")["params.weights.loc"]``. Only the records in use are in memory, and records of zeros
+    take no disk space if the file system supports sparse files. With a journal the states can be put back to those at
+    the last call of :meth:`commit`.
 
     Attributes:
-        tensors: by part and name, ``(N, ...)`` each; none before the first state is there.
+        tensors: by part and name, ``(N, ...)`` each; empty before the first call of :meth:`begin`.
 
     Raises:
-        FileExistsError: there is no journal, and the folder holds states already.
+        FileExistsError: there is no journal, and the folder has states already.
 
     Example:
         >>> import tempfile, torch
@@ -69,7 +69,7 @@ class States:
         return found
 
     def begin(self, clients: Tensor, state: optimizer.State) -> None:
-        """Keep the first states of K clients, or a part that they did not have. Zeros go over other numbers only."""
+        """Set the first states of K clients, or a part that they did not have. Zeros only replace other numbers."""
         new = {part: found for part, found in state.items() if part not in self.tensors}
         if new and self._folder is None:
             self.tensors |= {
@@ -88,13 +88,13 @@ class States:
             for part, found in state.items()
         }
         optimizer.put(self.tensors, clients, filled)
-        self._let_go()
+        self._release_pages()
 
     def reopen(self, state: optimizer.State, done: int) -> None:
-        """Take the files of states of this form as they were after so many rounds.
+        """Open the files of states of this form, as they were after a number of rounds.
 
         Raises:
-            ValueError: there are no such files.
+            ValueError: the files are missing, or of another form.
         """
         assert self._folder is not None and self._journal is not None
         if state:
@@ -102,7 +102,7 @@ class States:
         for name, file in self._files.items():
             self._journal.undo(name, file, done)
         self.flush()
-        self._let_go()
+        self._release_pages()
         self._journal.begin(done)
 
     def flush(self) -> None:
@@ -110,20 +110,20 @@ class States:
         for file in self._files.values():
             file.flush()
 
-    def written(self, done: int) -> None:
-        """The run is kept as it is after so many rounds: from now on it is these states that it may come back to."""
+    def commit(self, done: int) -> None:
+        """Take the present states as those of the run's file, which has been written after a number of rounds."""
         if self._journal is not None:
             self._journal.begin(done)
 
     def put(self, clients: Tensor, state: optimizer.State) -> None:
-        """Keep the states of K clients."""
+        """Replace the states of K clients."""
         if self._folder is None:
             optimizer.put(self.tensors, clients, state)
             return
         at = clients.numpy(force=True)
         for stem, file in self._files.items():
             records = np.empty(len(clients), file.dtype)
-            if records.dtype.names[0].split(".", 1)[0] not in state:  # made by ``finish``
+            if records.dtype.names[0].split(".", 1)[0] not in state:  # it is made by ``finish``
                 continue
             for field in records.dtype.names:
                 part, name = field.split(".", 1)
@@ -131,12 +131,12 @@ class States:
             if self._journal is not None:
                 self._journal.note(stem, file, at)
             file[at] = records
-        self._let_go()
+        self._release_pages()
 
     def _file(
         self, folder: Path, state: optimizer.State, mode: Literal["w+", "r+"]
     ) -> optimizer.State:
-        """The tensors of a file with the parts and names of a state: a new one of zeros, or one that is there."""
+        """The tensors of a file with the parts and names of a state: a new file of zeros, or an existing one."""
         kinds = [
             (f"{part}.{name}", value.numpy(force=True).dtype, value.shape[1:])
             for part, found in state.items()
@@ -145,20 +145,22 @@ class States:
         stem, dtype = "-".join(state), np.dtype(kinds, align=True)
         path = folder / f"{stem}.npy"
         if mode == "w+":
-            path.unlink(missing_ok=True)  # who has mapped an earlier one keeps it
+            path.unlink(missing_ok=True)  # processes that have mapped an earlier file keep it
         elif not path.exists():
-            raise ValueError(f"{path} is gone: begin anew, with another file and another folder")
+            raise ValueError(f"{path} is gone: start again, with another file and another folder")
         records = np.lib.format.open_memmap(path, mode, dtype, (self._clients,))
         if (records.dtype, records.shape) != (dtype, (self._clients,)):
-            raise ValueError(f"{path} does not hold what these clients keep: it has been changed")
+            raise ValueError(
+                f"{path} does not have the states of these clients: it has been changed"
+            )
         self._files[stem] = records
         return {
             part: {name: torch.from_numpy(np.asarray(records[f"{part}.{name}"])) for name in found}
             for part, found in state.items()
         }
 
-    def _let_go(self) -> None:
-        """The pages stay in the files, the process lets them go."""
+    def _release_pages(self) -> None:
+        """Release the pages of the files from the process's memory."""
         for file in self._files.values():
             if hasattr(file.base, "madvise"):
                 file.base.madvise(mmap.MADV_DONTNEED)

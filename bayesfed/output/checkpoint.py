@@ -69,7 +69,7 @@ def save(posterior: Posterior, path: str | Path) -> None:
         ...     posterior.save(f"{folder}/schools.safetensors")
         ...     bf.Posterior.load(f"{folder}/schools.safetensors", models.eight_schools, schools)
         Posterior: SFVI (FullRank globals, conditioned locals), 5 rounds, 8 clients; globals mu, tau; locals theta
-        5 rounds are too few to tell whether the fit still moves
+        5 rounds are too few to tell whether the fit has converged
     """
     parts: dict[str, dict[str, Tensor]] = {
         "params": posterior.params,

@@ -13,9 +13,9 @@ from bayesfed.elbo import noise
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params
 from bayesfed.engine import processes
-from bayesfed.engine.checks import warn_of_infinities, warn_of_spreads, warn_of_unseen
 from bayesfed.engine.execution import threads
-from bayesfed.engine.run import MADE, Run
+from bayesfed.engine.run import PERSONAL, Run
+from bayesfed.engine.watch import warn_of_infinities, warn_of_spreads, warn_of_unseen
 from bayesfed.output.draws import replayed, weighted
 from bayesfed.output.personal import OnDemand, gathered, personal
 from bayesfed.output.posterior import Posterior
@@ -29,9 +29,12 @@ LITTLE = 1_000_000
 
 def of_clients(run: Run, params: Params) -> Mapping[str, Tensor]:
     """The clients' variables: kept by them, or made from θ; many of them when somebody asks."""
-    group, on_disk = run.execution.group, run.execution.states is not None
-    key = noise.fold(noise.key(run.seed), noise.word("personalize"))
-    made = partial(personal, run.algorithm, run.program, params, batch_size=run.batch_size, key=key)
+    group, on_disk = run.plan.execution.group, run.plan.execution.states is not None
+    key = noise.fold(noise.key(run.plan.seed), noise.word("personalize"))
+    plan = run.plan
+    made = partial(
+        personal, plan.algorithm, run.program, params, batch_size=plan.batch_size, key=key
+    )
 
     def checked(federation: Federation, found: Params) -> Params:
         warn_of_infinities(federation.names, found)
@@ -42,7 +45,7 @@ def of_clients(run: Run, params: Params) -> Mapping[str, Tensor]:
         with on_cpu(), threads(run.numbers), using(run.compiler):
             return checked(federation, gathered(federation, made(federation=federation)))
 
-    kept, unseen, part = run.clients.tensors, run.known.isnan(), "params"
+    kept, unseen, part = run.clients.tensors, run.client_terms.isnan(), "params"
     if part not in kept and group is None and not on_disk:
         much = len(run.federation) * run.program.variables > LITTLE
         return OnDemand(on_demand, run.federation) if much else on_demand(run.federation)
@@ -50,7 +53,7 @@ def of_clients(run: Run, params: Params) -> Mapping[str, Tensor]:
     mine = processes.own(torch.arange(len(run.federation)), group)
     with threads(run.numbers), using(run.compiler):
         if part not in kept:
-            part, unseen = MADE, torch.zeros_like(unseen)
+            part, unseen = PERSONAL, torch.zeros_like(unseen)
             for chunk, found in made(wanted=mine):
                 run.clients.begin(chunk, {part: found})
         local_params = dict(run.clients.tensors.get(part, {}))
@@ -65,7 +68,7 @@ def of_clients(run: Run, params: Params) -> Mapping[str, Tensor]:
     if group is not None:
         for value in local_params.values():
             value[~mine] = 0
-        local_params = processes.summed(local_params, group)
+        local_params = processes.sum_over_processes(local_params, group)
     return checked(run.federation, local_params)
 
 
@@ -76,9 +79,10 @@ def of_cohort(run: Run, params: Params, names: Sequence[str]) -> Posterior:
     if "params" in run.clients.tensors:
         own = run.clients.take(run.federation.index(names))["params"]
     else:
-        how = run.algorithm, run.program, params, few, run.batch_size, noise.key(run.seed)
+        plan, key = run.plan, noise.key(run.plan.seed)
+        how = plan.algorithm, run.program, params, few, plan.batch_size, key
         own = gathered(few, personal(*how, steps=0))
-    return Posterior(run.program, few, params, own, {}, run.algorithm, run.seed)
+    return Posterior(run.program, few, params, own, {}, run.plan.algorithm, run.plan.seed)
 
 
 def log_predictive(posterior: Posterior, rows: Federation, num_samples: int = 20) -> Tensor:

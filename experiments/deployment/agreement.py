@@ -23,7 +23,7 @@ import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.deploy.institutions import Patience
 from bayesfed.deploy.node import Site
-from bayesfed.deploy.plan import Plan
+from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.deploy.server import deployed
 from bayesfed.deploy.transport import Carrier
 
@@ -78,7 +78,7 @@ def compared(case: str) -> str:
     federation = datasets.digits(clients=9)[0] if data == "digits" else data()
     if model == "modulated":
         model = models.Modulated(models.mlp(64, 16, 10), models.mlp(64, 8), context=8)
-    plan = Plan(model, algorithm, **schedule)
+    plan = DeploymentPlan(model, algorithm, **schedule)
     cuts = [round(i * len(federation) / SITES) for i in range(SITES + 1)]
     with tempfile.TemporaryDirectory() as folder:
         sites = {

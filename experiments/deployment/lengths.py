@@ -20,7 +20,7 @@ import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.deploy import collect
 from bayesfed.deploy.institutions import Sites
-from bayesfed.deploy.plan import Plan
+from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.engine.run import Run
 
 HERE = Path(__file__).parent
@@ -52,7 +52,7 @@ def longest(name: str) -> tuple[float, int]:
         with tempfile.TemporaryDirectory() as folder:
             federation = data()
             unlucky.SITES = min(10, len(federation))
-            unlucky.over_sites(Plan(model, algorithm, rounds=ROUNDS), federation, folder)
+            unlucky.over_sites(DeploymentPlan(model, algorithm, rounds=ROUNDS), federation, folder)
     finally:
         collect._too_large = checks
     return max(found), 1 + found.index(max(found))

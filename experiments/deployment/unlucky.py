@@ -29,7 +29,7 @@ from bayesfed.algorithms import Algorithm
 from bayesfed.deploy.institutions import Patience
 from bayesfed.deploy.messages import Reply, packed, unpacked
 from bayesfed.deploy.node import Site
-from bayesfed.deploy.plan import Plan
+from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.deploy.server import Globals, deployed
 from bayesfed.deploy.transport import Carrier, Wait
 
@@ -68,7 +68,7 @@ def cases() -> dict[str, tuple[Any, bf.Federation, bf.Federation | None, Any, di
 
 
 def over_sites(
-    plan: Plan,
+    plan: DeploymentPlan,
     federation: bf.Federation,
     folder: str,
     *,
@@ -137,7 +137,7 @@ def accuracy(sites: Mapping[str, Site], test: bf.Federation) -> str:
 def row(name: str) -> str:
     """A row of the table."""
     model, federation, test, algorithm, schedule = cases()[name]
-    plan, cells = Plan(model, algorithm, **schedule), []
+    plan, cells = DeploymentPlan(model, algorithm, **schedule), []
 
     def told(found: Globals, sites: dict[str, Site], whole: Globals | None) -> str:
         if test is not None:

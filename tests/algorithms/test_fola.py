@@ -476,7 +476,7 @@ def test_it_finds_its_way_where_clients_say_little(float64):
     total = guide.log_likelihood(z.expand(1, len(federation), 1, len(z)), rows).sum()
     total = total + guide.log_prior(z[None], run.program.schema).sum()
     (grad,) = torch.autograd.grad(total, z)
-    posterior = guide.family.normal(run.algorithm.params(run.server))[1]
+    posterior = guide.family.normal(run.plan.algorithm.params(run.server))[1]
     assert float((posterior.mT @ grad).norm()) < 0.02  # in posterior standard deviations
 
 

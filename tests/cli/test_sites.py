@@ -11,7 +11,7 @@ from bayesfed.cli.app import main
 from bayesfed.cli.choices import clients_of
 from bayesfed.cli.deployment import plan_of
 from bayesfed.cli.experiment import read_experiment, read_rows, read_site
-from bayesfed.engine.files import held
+from bayesfed.engine.files import lock
 from bayesfed.settings import SettingsError
 
 EXPERIMENT = """
@@ -133,7 +133,7 @@ def test_a_second_worker_of_a_site_is_refused(folder, capsys):
     vectors = EXPERIMENT.replace('["x", "y"]', '{ x = ["x"], y = "y" }')
     (folder / "experiment.toml").write_text(vectors)
     (folder / "north").mkdir()
-    with held(folder / "north" / ".worker.lock", "it"):
+    with lock(folder / "north" / ".worker.lock", "it"):
         assert main(["node", str(folder / "north.toml")]) == 2
     assert "another process has the folder of site 'north'" in capsys.readouterr().err
 

@@ -24,14 +24,14 @@ from bayesfed.deploy.messages import (
     unpacked,
 )
 from bayesfed.deploy.node import Site
-from bayesfed.deploy.plan import Plan
+from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.deploy.server import deployed
 from bayesfed.deploy.transport import Carrier
 from bayesfed.output.correction import Weighed, weighed
 from tests.deploy.together import divided, run_on, sites_of
 
 SCHOOLS = datasets.eight_schools()
-PLAN = Plan(models.eight_schools, bf.SFVI(corrected=False, local_steps=2), rounds=3)
+PLAN = DeploymentPlan(models.eight_schools, bf.SFVI(corrected=False, local_steps=2), rounds=3)
 
 
 EAGER = bf.Execution(compile=False)
@@ -127,7 +127,7 @@ def test_sites_look_closely_where_they_are_asked_to(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_methods_of_networks_agree_too(tmp_path):
     train, _ = datasets.digits(clients=6)
-    plan = Plan(models.Network(models.mlp(64, 10)), bf.FedABML(), 3, 0.5, 10)
+    plan = DeploymentPlan(models.Network(models.mlp(64, 10)), bf.FedABML(), 3, 0.5, 10)
     sites = sites_of(train, plan, tmp_path)
     found = run_on(sites, plan, tmp_path)
     expected = bf.fit(
@@ -522,7 +522,7 @@ def test_a_site_out_of_step_says_so(tmp_path):
 def test_a_run_s_name_is_no_path(run, tmp_path):
     site = sites_of(SCHOOLS, PLAN, tmp_path, 1)[0]
     with pytest.raises(ValueError):
-        begin = Begin(run=run, terms=PLAN.terms, clients=8, rows=8, cohort=8)
+        begin = Begin(run=run, terms=PLAN.description, clients=8, rows=8, cohort=8)
         of_kind(site.handle(packed(begin)), Reply)
     assert not (tmp_path.parent / "etc").exists()
 
@@ -655,7 +655,7 @@ def test_a_round_goes_on_once_enough_have_answered(tmp_path):
 def test_the_median_of_the_sites_is_what_moves_the_server(algorithm, weight, tmp_path):
     """Against its definition, and whatever one site of three sends."""
     train, _ = datasets.digits(clients=7)
-    plan = Plan(models.Network(models.mlp(64, 10)), algorithm, 1, 1.0, 10, median=True)
+    plan = DeploymentPlan(models.Network(models.mlp(64, 10)), algorithm, 1, 1.0, 10, median=True)
     at = Wire(sites_of(train, plan, tmp_path))
     found = fitted(at, plan, tmp_path)
     replies = [unpacked(r) for _, p, r in at.heard if isinstance(unpacked(p)[0], Ask)]

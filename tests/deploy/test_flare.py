@@ -18,7 +18,7 @@ import pytest
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.deploy.node import Site
-from bayesfed.deploy.plan import Plan
+from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.deploy.sockets import serve
 from bayesfed.deploy.transport import Wait
 
@@ -166,7 +166,7 @@ def test_a_fit_in_flares_simulator_is_the_fit_in_one_process(folder):
     """Of two sites, one of whose workers is not there when it is asked first."""
     pytest.importorskip("nvflare")
     schools = datasets.eight_schools()
-    plan = Plan(models.eight_schools, bf.SFVI(corrected=False), rounds=3)
+    plan = DeploymentPlan(models.eight_schools, bf.SFVI(corrected=False), rounds=3)
     (folder / "experiment.toml").write_text(EXPERIMENT)
     (folder / "simulated.py").write_text(SIMULATED)
     north, south = (

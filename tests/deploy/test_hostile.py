@@ -12,7 +12,7 @@ from bayesfed.algorithms.protocol import WEIGHT
 from bayesfed.deploy import secure
 from bayesfed.deploy.institutions import Patience
 from bayesfed.deploy.messages import Digest, MessageError, Refusal, of_kind, packed, unpacked
-from bayesfed.deploy.plan import Plan
+from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.deploy.server import deployed
 from bayesfed.deploy.transport import Carrier
 from tests.deploy.test_deployed import PLAN, SCHOOLS, Wire, changed, fitted
@@ -100,7 +100,7 @@ def test_what_cannot_be_said_of_the_elbo_is_refused(change, why, tmp_path):
 def test_a_weight_below_nothing_is_refused(tmp_path):
     """Weights that add up to nothing would be divided by."""
     train, _ = datasets.digits(clients=4)
-    plan = Plan(models.Network(models.mlp(64, 10)), bf.FedAvg(), 1, 1.0, 10)
+    plan = DeploymentPlan(models.Network(models.mlp(64, 10)), bf.FedAvg(), 1, 1.0, 10)
 
     def negative(reply):
         message, parts = unpacked(reply)

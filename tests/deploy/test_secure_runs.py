@@ -12,14 +12,16 @@ from bayesfed.deploy import secure
 from bayesfed.deploy.institutions import Patience
 from bayesfed.deploy.messages import Ask, MessageError, Open, Refusal, Reply, packed, unpacked
 from bayesfed.deploy.node import Site
-from bayesfed.deploy.plan import Plan
+from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.deploy.server import deployed
 from bayesfed.deploy.transport import Carrier
 from tests.deploy.test_deployed import Wire, fitted, same
 from tests.deploy.together import sites_of
 
 SCHOOLS = datasets.eight_schools()
-PLAN = Plan(models.eight_schools, bf.SFVI(corrected=False, local_steps=2), rounds=3, secure=True)
+PLAN = DeploymentPlan(
+    models.eight_schools, bf.SFVI(corrected=False, local_steps=2), rounds=3, secure=True
+)
 PRIVATE = replace(PLAN, privacy=bf.Privacy(clip=1.0, noise=1e-6), honest=2)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import bayesfed as bf
 from bayesfed.deploy.institutions import Patience
 from bayesfed.deploy.node import Site
-from bayesfed.deploy.plan import Plan
+from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.deploy.server import Globals, deployed
 from bayesfed.deploy.transport import Carrier, Wait
 
@@ -24,7 +24,9 @@ def divided(federation: bf.Federation, count: int) -> dict[str, bf.Federation]:
     }
 
 
-def sites_of(federation: bf.Federation, plan: Plan, folder: Path, count: int = 3) -> list[Site]:
+def sites_of(
+    federation: bf.Federation, plan: DeploymentPlan, folder: Path, count: int = 3
+) -> list[Site]:
     """The sites."""
     return [
         Site(name, part, plan, folder / name, bf.Execution(compile=False))
@@ -42,7 +44,7 @@ def wire(sites: Sequence[Site]) -> Carrier:
     return Carrier(lambda: list(by_address), exchange)
 
 
-def run_on(sites: Sequence[Site], plan: Plan, folder: Path, **options) -> Globals:
+def run_on(sites: Sequence[Site], plan: DeploymentPlan, folder: Path, **options) -> Globals:
     """The whole fit."""
     patience = Patience(tuple(site.name for site in sites), joining=5.0, seconds=60.0)
     return deployed(wire(sites), plan, patience, folder / "server.safetensors", **options)

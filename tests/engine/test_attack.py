@@ -28,7 +28,7 @@ def measured(name, trials=TRIALS):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["FedAvg, Laplace", "PACPFL, Laplace", "SFVI, Laplace"])
-def test_what_is_claimed_is_not_exceeded(name):
+def test_the_claimed_epsilon_is_not_exceeded(name):
     """In one of 200 runs of an honest mechanism the limits are passed, and then by little."""
     assert attack.GAMES[name].start(0).epsilon == pytest.approx(1.0)
     assert measured(name, 40) <= 1.0
@@ -46,12 +46,12 @@ def test_the_adversary_has_power():
     assert attack.lower_bound(*pairs, 0.0) > 1.5
 
 
-def by_seed(self, like, name, number, drawn=bf.Privacy._drawn):
-    return drawn(dataclasses.replace(self, seed=0), like, name, number)
+def by_seed(self, like, name, number, draw=bf.Privacy._draw):
+    return draw(dataclasses.replace(self, seed=0), like, name, number)
 
 
-def faint(self, like, name, number, drawn=bf.Privacy._drawn):
-    return drawn(self, like, name, number) / 8
+def faint(self, like, name, number, draw=bf.Privacy._draw):
+    return draw(self, like, name, number) / 8
 
 
 def whole(self, upload, clip):
@@ -61,7 +61,7 @@ def whole(self, upload, clip):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "instead"),
-    [("_drawn", by_seed), ("_drawn", faint), ("clipped", whole)],
+    [("_draw", by_seed), ("_draw", faint), ("clip_uploads", whole)],
     ids=["noise of the run's seed", "an eighth of the noise", "no clipping"],
 )
 def test_faults_are_found(fault, instead, monkeypatch):

@@ -15,11 +15,11 @@ def state(rows, value):
     }
 
 
-def begun(folder, clients=6):
+def new_states(folder, clients=6):
     states = States(clients, folder, journal=Journal(folder, "mine", new=True))
     states.begin(torch.arange(clients), state(clients, 0))
     states.flush()
-    states.written(0)
+    states.commit(0)
     return states
 
 
@@ -37,11 +37,11 @@ def journals(folder):
     return sorted(path.name for path in folder.glob("*.journal"))
 
 
-def test_what_was_changed_since_is_undone(tmp_path):
-    states = begun(tmp_path)
+def test_later_changes_are_undone(tmp_path):
+    states = new_states(tmp_path)
     states.put(torch.tensor([1, 4]), state(2, 7))
     states.flush()
-    states.written(1)
+    states.commit(1)
     states.put(torch.tensor([4, 5]), state(2, 8))
     states.put(torch.tensor([5, 0]), state(2, 9))
     assert journals(tmp_path) == ["params-step.1.journal"]
@@ -53,16 +53,16 @@ def test_what_was_changed_since_is_undone(tmp_path):
 
 def test_a_journal_of_another_round_is_not_used(tmp_path):
     """The process was killed between writing the run and beginning the next journal."""
-    states = begun(tmp_path)
+    states = new_states(tmp_path)
     states.put(torch.tensor([2]), state(1, 7))
     assert journals(tmp_path) == ["params-step.0.journal"]
     assert numbers(again(tmp_path, 1)) == [0.0, 0.0, 7.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("cut", [1, 20, 70])
-def test_a_block_that_was_not_written_to_its_end(cut, tmp_path):
+def test_an_incomplete_block(cut, tmp_path):
     """Its clients' states were not changed yet; those of the block before were."""
-    states = begun(tmp_path)
+    states = new_states(tmp_path)
     states.put(torch.tensor([0, 1]), state(2, 7))
     path = tmp_path / "params-step.0.journal"
     states.put(torch.tensor([2, 3, 4]), state(3, 8))
@@ -74,7 +74,7 @@ def test_a_block_that_was_not_written_to_its_end(cut, tmp_path):
 
 
 def test_a_client_is_noted_once(tmp_path):
-    states = begun(tmp_path)
+    states = new_states(tmp_path)
     for value in range(5):
         states.put(torch.tensor([3, 1]), state(2, value))
     size = (tmp_path / "params-step.0.journal").stat().st_size
@@ -84,16 +84,16 @@ def test_a_client_is_noted_once(tmp_path):
 
 
 def test_a_folder_is_of_one_run(tmp_path):
-    begun(tmp_path)
+    new_states(tmp_path)
     with pytest.raises(FileExistsError, match="states of another run"):
         Journal(tmp_path, "yours", new=True)
-    with pytest.raises(ValueError, match="does not hold the clients' states of this run"):
+    with pytest.raises(ValueError, match="does not have the clients' states of this run"):
         Journal(tmp_path, "yours", new=False)
-    with pytest.raises(ValueError, match="does not hold what these clients keep"):
+    with pytest.raises(ValueError, match="does not have the states of these clients"):
         again(tmp_path, 0, clients=7)
 
 
-def test_what_was_only_begun_is_begun_again(tmp_path):
+def test_states_of_a_run_without_a_file_are_started_again(tmp_path):
     states = States(6, tmp_path, journal=Journal(tmp_path, "mine", new=True))
     states.begin(torch.arange(3), state(3, 5))
-    assert numbers(begun(tmp_path)) == [0.0] * 6
+    assert numbers(new_states(tmp_path)) == [0.0] * 6

@@ -85,7 +85,7 @@ def double():
     [(intercepts, a) for a in ALGORITHMS] + [(m, bf.FOLA()) for m in (indexed, counts, shares)],
     ids=lambda x: getattr(x, "__name__", type(x).__name__),
 )
-def test_it_is_the_fit_without_these_rows(model, algorithm):
+def test_the_fit_is_that_without_these_rows(model, algorithm):
     kept = bf.Federation.from_arrays(with_gaps(), missing="keep")
     with pytest.warns(UserWarning, match="leaves out 10 of 26 rows"):
         dropped = bf.Federation.from_arrays(with_gaps(), missing="drop")
@@ -96,7 +96,7 @@ def test_it_is_the_fit_without_these_rows(model, algorithm):
         torch.testing.assert_close(draws[1][name], value, rtol=1e-3, atol=1e-3)
 
 
-def test_they_are_predicted_and_arviz_has_the_rest():
+def test_missing_outcomes_are_predicted_and_arviz_has_the_rest():
     data = bf.Federation.from_arrays(with_gaps(), missing="keep")
     posterior = bf.fit(intercepts, data, rounds=30)
     predicted = posterior.predict(num_samples=2000)["y"]
@@ -140,7 +140,7 @@ def test_a_covariate_that_is_missing_is_refused():
     [(intercepts, a) for a in (bf.SFVI(), bf.PVI(), bf.PACPFL())] + [(indexed, bf.FOLA())],
     ids=lambda x: getattr(x, "__name__", type(x).__name__),
 )
-def test_a_new_client_without_outcomes_is_as_the_prior_has_it(model, algorithm):
+def test_a_new_client_without_outcomes_has_the_prior(model, algorithm):
     """q(w | θ) = p(w | θ) where there is nothing to learn from."""
     posterior = bf.fit(model, bf.Federation.from_arrays(rows()), algorithm, rounds=10)
     new = bf.Federation.from_arrays({"z": {"x": torch.tensor([0.0, 1.0])}})

@@ -31,7 +31,7 @@ def test_an_upload_is_clipped_in_its_mechanisms_norm(mechanism):
     torch.manual_seed(0)
     length = torch.linspace(0.01, 3, 50)
     upload = {"a": length[:, None, None] * torch.randn(50, 3, 2), "b": length * torch.randn(50)}
-    clipped, factor = bf.Privacy(clip=2.0, mechanism=mechanism).clipped(upload, 2.0)
+    clipped, factor = bf.Privacy(clip=2.0, mechanism=mechanism).clip_uploads(upload, 2.0)
     flat, before = (torch.cat([v["a"].flatten(1), v["b"][:, None]], 1) for v in (clipped, upload))
     norm = before.norm(order, dim=1)
     assert (norm > 2).any() and (norm < 2).any()
@@ -43,12 +43,12 @@ def test_an_upload_is_clipped_in_its_mechanisms_norm(mechanism):
 
 @pytest.mark.parametrize("seed", [0, None])
 @pytest.mark.parametrize("mechanism", ["gaussian", "laplace"])
-def test_the_noise_has_the_scale_that_it_says(mechanism, seed):
+def test_the_scale_and_distribution_of_the_noise(mechanism, seed):
     """100,000 draws: the standard error of an estimated scale is 0.3 % or less, so that 1.5 % is five of them; the law
     by Kolmogorov-Smirnov, which fails once in 100,000 runs without a seed."""
     privacy = bf.Privacy(clip=1.5, noise=0.7, mechanism=mechanism)
     total = {"a": torch.zeros(50_000, 2, dtype=torch.float64)}
-    drawn = dataclasses.replace(privacy, seed=seed).noisy(total, 1.5, 0.7, 0)["a"].flatten()
+    drawn = dataclasses.replace(privacy, seed=seed).add_noise(total, 1.5, 0.7, 0)["a"].flatten()
     scale = 2 * 1.5 * 0.7
     found = float(drawn.std() if mechanism == "gaussian" else drawn.abs().mean())
     assert found == pytest.approx(scale, rel=0.015)
@@ -142,7 +142,7 @@ def test_the_sum_is_private_not_the_uploads_one_by_one():
         torch.testing.assert_close(value, runs[1].params[name], rtol=1e-4, atol=1e-5)
 
 
-def test_what_a_run_spends_is_kept(tmp_path):
+def test_the_epsilon_of_a_run_is_stored(tmp_path):
     schools = datasets.eight_schools()
     privacy = bf.Privacy(clip=1.0, epsilon=5.0, mechanism="laplace")
     posterior = bf.fit(models.eight_schools, schools, rounds=3, privacy=privacy)
@@ -166,7 +166,7 @@ def test_what_a_run_spends_is_kept(tmp_path):
         ({"clip": math.inf, "epsilon": 1.0}, "needs a finite clip"),
     ],
 )
-def test_settings_that_cannot_be(settings, message):
+def test_settings_that_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         bf.Privacy(**settings)
 
@@ -191,7 +191,7 @@ def summed(tensors):
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("clip", [0.3, None])
-def test_clients_remember_what_was_taken_of_their_uploads(clip):
+def test_clients_remember_the_part_of_their_uploads_that_the_server_saw(clip):
     """Clipped, without noise: what the server holds of the clients is still the sum of what they remember."""
     settings = {"rounds": 4, "clients_per_round": 3, "privacy": bf.Privacy(clip=clip)}
     runs = {}
@@ -219,7 +219,7 @@ def test_clients_remember_what_was_taken_of_their_uploads(clip):
 
 
 @pytest.mark.usefixtures("float64")
-def test_a_clip_slows_what_is_remembered_and_does_not_bend_it():
+def test_a_clip_slows_what_clients_remember_without_bias():
     """On the old code the mean was 1.02 sd off. .15 sd is five times what 200 falling rates leave without a clip."""
     data = ragged()
     loc, scale = exact(data).mu
@@ -275,7 +275,7 @@ def test_numbers_of_rows_are_not_sent_under_noise(name):
             torch.testing.assert_close(uploads[False][name], weighed)
 
 
-def test_terms_and_failures_are_not_told_under_noise():
+def test_terms_and_failures_are_hidden_under_noise():
     data = datasets.eight_schools()
     privacy = bf.Privacy(clip=1.0, noise=1.0, mechanism="laplace")
     run = bf.start(models.eight_schools, data, rounds=2, privacy=privacy)
@@ -290,7 +290,7 @@ def test_terms_and_failures_are_not_told_under_noise():
 
 @pytest.mark.parametrize("mechanism", ["gaussian", "laplace"])
 @pytest.mark.parametrize("loud, normal", [(0.0, 1.2816), (0.2, 0.8416), (0.6, 0.0)])
-def test_an_adaptive_clip_comes_to_the_quantile_that_noise_leaves_room_for(mechanism, loud, normal):
+def test_an_adaptive_clip_reaches_the_quantile_that_suits_the_noise(mechanism, loud, normal):
     """Norms of 1000 clients whose logarithms are N(3, 1²), of which .9, .8 and half are below e^(3 + normal), known to
     6 %. The loudest noise is 1 in b̄, of which γ takes .28 a round and comes back by .28 · .4: it stays within .6, and
     the mean of 300 rounds within .15, of which .45 is three."""
@@ -302,32 +302,34 @@ def test_an_adaptive_clip_comes_to_the_quantile_that_noise_leaves_room_for(mecha
         direction = torch.randn(1000, 7, generator=generator, dtype=torch.float64)
         direction /= direction.norm(NORMS[mechanism], dim=1, keepdim=True)
         norm = torch.randn(1000, 1, generator=generator, dtype=torch.float64).add(3).exp()
-        upload, _ = privacy.clipped({"a": norm * direction}, float(clip))
+        upload, _ = privacy.clip_uploads({"a": norm * direction}, float(clip))
         total = {name: value.sum(0) for name, value in upload.items()}
-        total = privacy.noisy(total, float(clip), multiplier, number)
-        clip = privacy.adapted(total, clip, multiplier, 1000)
+        total = privacy.add_noise(total, float(clip), multiplier, number)
+        clip = privacy.next_clip(total, clip, multiplier, 1000)
         assert list(total) == ["a"]
         found.append(float(clip.log()))
     assert sum(found[100:]) / 300 == pytest.approx(3 + normal, abs=0.45 if multiplier else 0.1)
 
 
-def test_an_adaptive_clip_moves_by_the_share_that_is_missing():
+def test_the_step_of_an_adaptive_clip():
     """γ ← γ exp(−(b̄ − .9)), b̄ being the part of the clients that a noisy sum says is short; by a factor e at most."""
     privacy = bf.Privacy(seed=0)
-    clipped, _ = privacy.clipped({"a": torch.ones(4, 2)}, 0.5)
+    clipped, _ = privacy.clip_uploads({"a": torch.ones(4, 2)}, 0.5)
     (short,) = clipped.keys() - {"a"}
     for told, by in ((-40.0, 1.0), (-1.0, 0.65), (0.0, 0.4), (1.0, 0.15), (40.0, -1.0)):
         total = {short: torch.tensor(told)}
-        clip = privacy.adapted(total, torch.tensor(2.0, dtype=torch.float64), 0.0, 4)
+        clip = privacy.next_clip(total, torch.tensor(2.0, dtype=torch.float64), 0.0, 4)
         assert float(clip) == pytest.approx(2.0 * math.exp(by), rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", [None, 0])
 @pytest.mark.parametrize("mechanism", ["gaussian", "laplace"])
-def test_noise_has_the_type_of_what_it_is_added_to(mechanism, seed):
+def test_noise_has_the_dtype_of_the_sum(mechanism, seed):
     privacy = bf.Privacy(clip=1.0, noise=1.0, mechanism=mechanism, seed=seed)
     for dtype in (torch.float32, torch.float64):
-        assert privacy.noisy({"a": torch.zeros(3, dtype=dtype)}, 1.0, 1.0, 0)["a"].dtype == dtype
+        assert (
+            privacy.add_noise({"a": torch.zeros(3, dtype=dtype)}, 1.0, 1.0, 0)["a"].dtype == dtype
+        )
 
 
 @pytest.mark.parametrize("mechanism", ["gaussian", "laplace"])
@@ -336,12 +338,13 @@ def test_an_adaptive_clip_takes_its_share_of_the_noise(mechanism):
     up with Laplace noise, their squares with Gaussian noise. Tolerances are five standard errors."""
     power = {"gaussian": 2, "laplace": 1}[mechanism]
     privacy = bf.Privacy(noise=1.0, mechanism=mechanism, seed=0)
-    clipped, _ = privacy.clipped({"a": torch.ones(1, 50_000, dtype=torch.float64)}, 0.5)
+    clipped, _ = privacy.clip_uploads({"a": torch.ones(1, 50_000, dtype=torch.float64)}, 0.5)
     (short,) = clipped.keys() - {"a"}
     assert float(clipped[short]) == -0.5  # and ½ of another: a sensitivity of 1
     zero = {"a": torch.zeros(50_000), short: torch.zeros(())}
     many = [
-        privacy.noisy(zero if i == 0 else {short: zero[short]}, 0.5, 1.0, i) for i in range(2000)
+        privacy.add_noise(zero if i == 0 else {short: zero[short]}, 0.5, 1.0, i)
+        for i in range(2000)
     ]
     bits = torch.stack([told[short] for told in many])
 
@@ -376,7 +379,7 @@ def recovered(secret, privacy):
     zero = {PARTICLES: torch.zeros_like(start)}
     scale = privacy.multiplier(1, 11, 11)
     guess = dataclasses.replace(privacy, seed=privacy.seed or posterior.seed)
-    drawn = guess.noisy(zero, privacy.clip, scale, 0)[PARTICLES]
+    drawn = guess.add_noise(zero, privacy.clip, scale, 0)[PARTICLES]
     total = (posterior.params[PARTICLES] - start) / 0.01 + (start - 1) / 4 - drawn
     own = {name: float((rows["y"] - start.squeeze()).sum()) for name, rows in clients.items()}
     truth = float((data.select(["victim"])["y"] - start.squeeze()).sum())
@@ -384,7 +387,7 @@ def recovered(secret, privacy):
 
 
 @pytest.mark.usefixtures("float64")
-def test_nothing_that_is_kept_tells_the_noise():
+def test_nothing_that_is_stored_reveals_the_noise():
     """Noise of scale 2 · 50 / 0.1 = 1000: within 1 of it once in 1000 trials."""
     privacy = bf.Privacy(clip=50.0, epsilon=0.1, mechanism="laplace")
     found, truth, posterior, again = recovered(0.5, privacy)
@@ -394,7 +397,7 @@ def test_nothing_that_is_kept_tells_the_noise():
 
 
 @pytest.mark.usefixtures("float64")
-def test_a_seed_tells_the_noise_and_is_no_privacy():
+def test_a_seed_reveals_the_noise_so_that_epsilon_is_infinite():
     privacy = bf.Privacy(clip=50.0, epsilon=0.1, mechanism="laplace", seed=3)
     found, truth, posterior, again = recovered(0.5, privacy)
     assert found == pytest.approx(truth, rel=1e-4)
@@ -426,7 +429,7 @@ def test_private_cohorts_are_secret():
 @pytest.mark.parametrize(
     "algorithm", [bf.FedAvg(), bf.PACPFL(particles=2), bf.SFVI(), bf.Ditto()], ids=str
 )
-def test_memory_forgoes_the_secrecy_of_cohorts(algorithm):
+def test_stateful_clients_have_no_secret_cohorts(algorithm):
     """What a client that keeps something sends depends on the cohorts it was in: no theorem makes less of that."""
     privacy = bf.Privacy(clip=1.0, noise=4.0, mechanism="laplace")
     run = bf.start(
@@ -444,7 +447,7 @@ def test_memory_forgoes_the_secrecy_of_cohorts(algorithm):
     assert run.epsilon == before
 
 
-def test_memory_leaks_more_than_the_formula_for_secret_cohorts():
+def test_stateful_clients_leak_more_than_the_formula_for_secret_cohorts():
     """The whole of a game: 3 clients, cohorts of 2, 2 rounds, ε' = 1 a round. The victim sends γ or −γ; another client
     one of them by whether it was in the first cohort. The adversary sees sums so large that each upload u counts by
     exp(u / 2γ), the most that Laplace noise tells. Over all ways in which the others may choose, the loss exceeds what
@@ -471,7 +474,7 @@ def test_memory_leaks_more_than_the_formula_for_secret_cohorts():
     assert privacy.spent(2, 2, 3) < worst <= privacy.spent(2, 3, 3)
 
 
-def test_noise_that_drowns_the_signal_is_said():
+def test_warning_of_noise_that_drowns_the_signal():
     """Eight clients send 16 numbers each of norm γ at most, 8 γ together; noise of scale 2 γ each has that length."""
     data, total = datasets.eight_schools(), {"a": torch.zeros(16)}
     privacy = bf.Privacy(clip=1.0)
@@ -480,16 +483,18 @@ def test_noise_that_drowns_the_signal_is_said():
     privacy.warn_if_loud(total, 0.5, 8)
     loud = bf.Privacy(clip=1.0, noise=3.0, mechanism="laplace")
     run = bf.start(models.eight_schools, data, bf.FedAvg(), rounds=2, privacy=loud)
-    with pytest.warns(UserWarning, match="the result may be off by more than it says"):
+    with pytest.warns(
+        UserWarning, match="the result may be off by more than its standard deviations"
+    ):
         bf.step(run)
 
 
-def test_noise_that_moves_a_posterior_by_its_own_width_is_said():
+def test_warning_of_noise_that_moves_a_posterior_by_its_own_width():
     """Whatever the length of what clients send, a q(θ) that is narrow beside the noise does not know where it is."""
     privacy = bf.Privacy(clip=1.0)
     with pytest.warns(UserWarning, match=r"would move q\(θ\) by 0\.6 of its standard deviations"):
-        privacy.warn_if_shaken(0.6)
-    privacy.warn_if_shaken(0.4)
+        privacy.warn_if_disturbed(0.6)
+    privacy.warn_if_disturbed(0.4)
     data = datasets.eight_schools()
     shaken = bf.Privacy(clip=1.0, noise=0.2, seed=0)
     run = bf.start(models.eight_schools, data, rounds=1, privacy=shaken)

@@ -54,7 +54,7 @@ def test_a_round_without_a_client_is_a_round_of_the_others():
         )
 
 
-def test_they_are_counted_and_named_in_the_end():
+def test_refused_uploads_are_counted_and_named_at_the_end():
     run = started(Spoilt())
     for _ in range(3):
         bf.step(run)
@@ -88,7 +88,7 @@ class Late(bf.FedAvg):
         return work._replace(terms=torch.where(bad, torch.nan, work.terms))
 
 
-def test_a_run_stops_where_too_many_fail_and_what_it_has_is_there():
+def test_a_run_stops_where_too_many_uploads_fail_and_can_be_finished():
     """Three of five, 3/5 of the last ten rounds' uploads only after many: rates are 1, .97 … , so from round 3."""
     run = started(Late(lr_decay=0.5), rounds=60)
     before = {}
@@ -115,22 +115,22 @@ def no_numbers(server):
 
 
 @pytest.mark.parametrize(
-    ("result", "said"),
+    ("result", "message"),
     [
         (
             no_solution,
             r"round 3: a step has no solution \(linalg.eigh: it did not converge\); lower the",
         ),
-        (no_numbers, "round 3: the global parameters are no numbers any more; lower the"),
+        (no_numbers, "round 3: the global parameters are not numbers any more; lower the"),
     ],
 )
-def test_a_server_that_cannot_go_on_keeps_what_it_had(result, said, monkeypatch):
+def test_a_server_that_cannot_go_on_keeps_what_it_had(result, message, monkeypatch):
     run = bf.start(models.eight_schools, datasets.eight_schools().to(dtype=torch.float64), rounds=5)
     for _ in range(2):
         bf.step(run)
     before = bf.finish(run)
     monkeypatch.setattr(bf.SFVI, "decode", lambda self, turn, server, total: result(server))
-    with pytest.raises(bf.Stopped, match=said) as stopped:
+    with pytest.raises(bf.Stopped, match=message) as stopped:
         bf.step(run)
     assert stopped.value.run.done == 2
     for name, value in bf.finish(stopped.value.run).params.items():

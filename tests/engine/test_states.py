@@ -13,7 +13,7 @@ def state(rows, value):
     return {"params": {"w": torch.full((rows, 1, 3), value)}, "step": {"step": torch.ones(rows)}}
 
 
-def test_what_was_put_is_taken(tmp_path):
+def test_states_that_were_put_are_taken(tmp_path):
     for folder in (None, tmp_path / "new" / "folder"):
         states = States(5, folder)
         states.begin(torch.tensor([0, 1, 2, 3, 4]), state(5, 0.0))
@@ -41,7 +41,7 @@ def test_states_of_another_run_are_not_overwritten(tmp_path):
         States(2, tmp_path)
 
 
-def test_clients_that_keep_nothing(tmp_path):
+def test_stateless_clients(tmp_path):
     states = States(3, tmp_path)
     states.begin(torch.arange(3), {})
     assert states.take(torch.arange(2)) == {}

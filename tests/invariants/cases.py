@@ -1,4 +1,4 @@
-"""Every algorithm, and every special case, on models small enough for a law."""
+"""Every algorithm, and every special case, on models small enough for a test of an invariant."""
 
 from __future__ import annotations
 

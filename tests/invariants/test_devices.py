@@ -30,13 +30,13 @@ def moved(value, monkeypatch, keep=()):
 
 WORKS = (CASES | SPECIAL).keys() - {"SFVI, flow"}  # torch's splines look at their bounds
 SERVERS_THAT_LOOK = (bf.PVI, bf.PFedVEM, bf.FedABML, bf.FOLA)
-"""Whether what they have come to is still a distribution."""
+"""Algorithms whose server checks that the next q(θ) is a proper distribution, which reads numbers."""
 
 
 @pytest.mark.parametrize(
     ("name", "batch_size"), [*((name, 4) for name in sorted(WORKS)), ("FedAvg", None)]
 )
-def test_a_cohorts_work_asks_for_no_number(name, batch_size, monkeypatch):
+def test_a_cohorts_work_needs_no_number_from_the_device(name, batch_size, monkeypatch):
     algorithm, model = (CASES | SPECIAL)[name]()
     data = federation()
     program = algorithm.program(model, data)  # once, and it may look at numbers, as a server may
@@ -59,7 +59,7 @@ def test_a_cohorts_work_asks_for_no_number(name, batch_size, monkeypatch):
         algorithm.decode(turn, server, {name: value.sum(0) for name, value in upload.items()})
 
 
-def test_a_default_device_is_no_matter():
+def test_a_default_device_does_not_matter():
     """With another default device the schedule stays on the CPU, and the model where its data are."""
     data, algorithm = federation(), bf.SFVI(local_steps=2)
 

@@ -1,4 +1,4 @@
-"""Law 5: bad input is a clear error that names the client, field or site and says what to do."""
+"""Invariant 5: bad input is a clear error that names the client, field or site and says what to do."""
 
 import numpy as np
 import pandas as pd
@@ -187,7 +187,7 @@ def test_guide_that_cannot_be_reparameterised():
     "algorithm",
     [bf.FedAvg, bf.FedNova, bf.Scaffold, bf.PerFedAvg, bf.PFedMe, bf.Ditto, bf.FedCurv, bf.FedABML],
 )
-def test_nothing_that_clients_share(algorithm):
+def test_no_global_variables(algorithm):
     with pytest.raises(
         ValueError, match=f"{algorithm.__name__} learns what clients share.*Use Local"
     ):
@@ -195,7 +195,7 @@ def test_nothing_that_clients_share(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", [bf.Local, bf.PFedVEM, bf.SFVI])
-def test_what_does_without_anything_shared(algorithm):
+def test_algorithms_that_need_no_global_variables(algorithm):
     assert fit(separate, algorithm=algorithm()).local_params
 
 
@@ -291,7 +291,7 @@ def test_clients_per_round_out_of_range(wrong):
 
 @pytest.mark.parametrize("wrong", [True, "all", None])
 def test_clients_per_round_of_a_wrong_type(wrong):
-    with pytest.raises(TypeError, match="clients_per_round is"):
+    with pytest.raises(ValueError, match="clients_per_round is"):
         fit(good, clients_per_round=wrong)
 
 
@@ -318,7 +318,7 @@ def test_whole_numbers(what):
         ({"device": 3}, "device is 3; it must be text or a device"),
     ],
 )
-def test_executions_that_are_none(settings, message):
+def test_executions_that_are_refused(settings, message):
     with pytest.raises(ValueError) as caught:
         bf.Execution(**settings)
     assert str(caught.value) == message

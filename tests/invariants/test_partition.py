@@ -1,4 +1,4 @@
-"""Law 1: server term + Σ client terms = Pyro's own Trace_ELBO on the pooled data, given the same noise."""
+"""Invariant 1: server term + Σ client terms = Pyro's own Trace_ELBO on the pooled data, given the same noise."""
 
 import pyro
 import pyro.distributions as dist
@@ -151,7 +151,7 @@ def test_terms_add_up_to_pyros_elbo(
 
 
 def check_partition(program, federation, draws, seed):
-    """Law 1 at parameters away from the start; and one client alone gives what it gives among all."""
+    """Invariant 1 at parameters away from the start; and one client alone gives what it gives among all."""
     generator = torch.Generator().manual_seed(seed)
     start = program.init | program.init_locals(federation.batch())
     params = {

@@ -1,4 +1,4 @@
-"""A cohort split among processes gives the run of one process: the sum of law 2 is all that passes between them."""
+"""A cohort split among processes gives the run of one process: they exchange nothing but the sum of invariant 2."""
 
 import os
 import tempfile
@@ -81,7 +81,7 @@ def test_two_processes_run_as_one(name, runs, float64):
         assert torch.equal(runs[1][name][key], runs[0][name][key])
 
 
-def test_every_process_hears_of_a_bad_client(runs):
+def test_every_process_learns_of_a_bad_client(runs):
     for run in runs:
         assert run["refused"] == ["client 6"]
         assert run["counted"] == runs[0]["counted"] and "client 6" not in run["counted"]

@@ -7,6 +7,6 @@ from tests.invariants.programs import program
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_correct_program_raises_no_alarm(seed):
+def test_a_correct_program_raises_no_warning(seed):
     model, federation = program(seed)
     bf.start(model, federation, rounds=1, batch_size=2 if seed % 2 else None)

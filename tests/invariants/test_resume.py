@@ -1,4 +1,4 @@
-"""Law 4: a run that stopped after any round goes on to the very numbers of one that never stopped."""
+"""Invariant 4: a run that stopped after any round goes on to the very numbers of one that never stopped."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import bayesfed as bf
-from bayesfed.engine import resume
+from bayesfed.engine import run_file
 from bayesfed.engine.states import States
 from bayesfed.steps.gradients import annealed
 from tests.invariants.cases import CASES, federation
@@ -58,7 +58,7 @@ def same(one, other):
 
 @pytest.fixture
 def every_round(monkeypatch):
-    monkeypatch.setattr(resume, "_SHARE", float("inf"))
+    monkeypatch.setattr(run_file, "_SHARE", float("inf"))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -83,8 +83,8 @@ def test_a_run_that_is_stopped_goes_on(number, tmp_path, every_round):
     same(fit("PFedVEM", path), whole)  # a run that is over is read
 
 
-def test_a_run_that_is_written_now_and_then_goes_on_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(resume, "_SHARE", 1e-9)  # after the first round, and never again
+def test_a_run_that_is_written_rarely_goes_on_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_file, "_SHARE", 1e-9)  # after the first round, and never again
     path = tmp_path / "run.safetensors"
     with pytest.raises(Stopped):
         fit("PFedVEM", path, until(2))
@@ -137,7 +137,7 @@ def test_with_states_in_files_too(name, tmp_path, every_round):
 @pytest.mark.parametrize("share", [float("inf"), 1e-9], ids=["every round", "the first only"])
 def test_a_round_that_was_half_done_is_undone(share, tmp_path, monkeypatch):
     """In the third round, after the second client; the run was last written after the second round, or before all."""
-    monkeypatch.setattr(resume, "_SHARE", share)
+    monkeypatch.setattr(run_file, "_SHARE", share)
     path, states, put, calls = tmp_path / "run", tmp_path / "states", States.put, []
 
     def half(kept, clients, state):
@@ -159,7 +159,7 @@ def test_a_round_that_was_half_done_is_undone(share, tmp_path, monkeypatch):
     assert before.keys() == load_file(path).keys()
 
 
-def test_a_run_that_was_stopped_before_it_was_written_begins_again(tmp_path, monkeypatch):
+def test_a_run_that_was_stopped_before_it_was_written_starts_again(tmp_path, monkeypatch):
     path, states, begin = tmp_path / "run", tmp_path / "states", States.begin
 
     def half(kept, clients, state):
@@ -177,14 +177,14 @@ def test_a_run_that_was_stopped_before_it_was_written_begins_again(tmp_path, mon
 def test_file_and_folder_belong_together(tmp_path):
     fit("SFVI", tmp_path / "a", states=tmp_path / "states of a", **ALL)
     fit("SFVI", tmp_path / "b", states=tmp_path / "states of b", **ALL)
-    with pytest.raises(ValueError, match="states of b does not hold the clients' states of this"):
+    with pytest.raises(ValueError, match="states of b does not have the clients' states of this"):
         fit("SFVI", tmp_path / "a", states=tmp_path / "states of b", **ALL)
     with pytest.raises(FileExistsError, match="states of another run"):
         fit("SFVI", tmp_path / "c", states=tmp_path / "states of b", **ALL)
     with pytest.raises(ValueError, match="a run with states in files true, this one has false"):
         fit("SFVI", tmp_path / "a", **ALL)
     next((tmp_path / "states of a").glob("*.npy")).unlink()
-    with pytest.raises(ValueError, match="npy is gone: begin anew"):
+    with pytest.raises(ValueError, match="npy is gone: start again"):
         fit("SFVI", tmp_path / "a", states=tmp_path / "states of a", **ALL)
 
 
@@ -236,7 +236,7 @@ def test_rates_that_fall_are_those_of_the_longer_run(tmp_path, every_round, monk
         rates.append(done)
         return annealed(final, done)
 
-    monkeypatch.setattr(sys.modules["bayesfed.engine.run"], "annealed", watched)
+    monkeypatch.setattr(sys.modules["bayesfed.engine.stopping.fixed_rounds"], "annealed", watched)
     path = tmp_path / "run"
     fit("SFVI", path, rounds=2)
     fit("SFVI", path, rounds=4)
@@ -257,12 +257,14 @@ def test_more_rounds_of_a_private_run(tmp_path):
     spent = [unseeded.spent(rounds, 3, 5) for rounds in (2, 4)]
     assert spent[1] == pytest.approx(2 * spent[0])  # Laplace's rounds add up
     fit("PACPFL", tmp_path / "told", privacy=unseeded, rounds=2)
-    with pytest.warns(UserWarning, match="the run goes on after round 2 with noise and cohorts"):
+    with pytest.warns(
+        UserWarning, match="the run is resumed after round 2 with new noise and cohorts"
+    ):
         again = fit("PACPFL", tmp_path / "told", privacy=unseeded, rounds=4)
     assert again.epsilon == pytest.approx(spent[1])
     spread = bf.Privacy(epsilon=50.0, **private)
     fit("PACPFL", tmp_path / "epsilon", privacy=spread, rounds=2)
-    with pytest.raises(ValueError, match="a run with rounds for its epsilon 2, this one has 4"):
+    with pytest.raises(ValueError, match="a run with rounds 2, this one has 4"):
         fit("PACPFL", tmp_path / "epsilon", privacy=spread, rounds=4)
 
 
@@ -307,7 +309,7 @@ def test_another_question_gets_no_old_answer(tmp_path):
         ask(hierarchy(), {name: clients[name] for name in "abc"})
     with pytest.raises(ValueError, match="is a run of the same clients in another order"):
         ask(hierarchy(), {name: clients[name] for name in "abdc"})
-    with pytest.raises(ValueError, match=r'type "torch.float32", this one has "torch.float64"'):
+    with pytest.raises(ValueError, match=r'dtype "torch.float32", this one has "torch.float64"'):
         ask(hierarchy(), {n: {"y": c["y"].double()} for n, c in clients.items()})
 
 

@@ -1,4 +1,4 @@
-"""Laws 2 and 3: the server needs a sum only; order and chunking of clients change nothing but round-off."""
+"""Invariants 2 and 3: the server needs a sum only; order and chunking of clients change nothing but round-off."""
 
 import pytest
 import torch

@@ -1,21 +1,23 @@
-"""When a run without a number of rounds is done: at full rate until q(θ) has settled, then it cools down.
+"""The stopping rule of a run that ends when q(θ) has converged: full learning rates until then, then a cool-down.
 
 A place of q(θ) is its means and log standard deviations, unconstrained; lengths are in standard deviations of q. A
-round's move, divided by the part of the way to its aim that the round went (:meth:`Algorithm.pace`), is a full step,
-and the mean of these is how far there is to go, noise aside. q(θ) has settled when over a third of the rounds so far,
-and since the oldest of the clients' last visits (every one must have been seen),
+round's move, divided by the fraction of the way to its target that the round went (:meth:`Algorithm.pace`), is a full
+step, and the mean of the full steps is the distance that is left, apart from noise. q(θ) has converged at a learning
+rate when, over a third of the rounds so far and since the oldest of the clients' last visits (every client must have
+been seen),
 
-    the mean full step, less its own noise, is short (:data:`STILL`),
-    the noise of where full steps lead is small (:data:`NOISE`),
-    all moves together are short (:data:`MOVED`): what is slow is not yet still, and
-    the ELBO has not risen, beyond its noise: what clients keep, which nobody else sees, is still too.
+    the mean full step, less its own noise, is short (:data:`STEP`), the noise of where full steps lead is small
+    (:data:`NOISE`), all moves together are short (:data:`MOVE`), so that a slow drift is not taken for convergence, and
+    the ELBO has not risen, beyond its noise, so that what stateful clients keep, which only they see, has converged
+    too.
 
 Then the rates fall over a third as many rounds again, which averages noise out. If q(θ) moves far meanwhile
 (:data:`FAR`), the run goes on at full rate.
 
-Where clients weigh draws around q(θ) in the end (:mod:`bayesfed.output.correction`), it need not be so near. Once it is
-still to :data:`NEAR` times as much, draws are weighed, once. If they can stand for q(θ), or q(θ) for itself, the run is
-done: there is no noise to be averaged out. If not, it goes on until it has settled.
+If draws of θ are corrected by importance weights in the end (:mod:`bayesfed.output.correction`), q(θ) need not be that
+close. Once it has converged to within :data:`NEAR` times these tolerances, the run ends provisionally, once. If the
+weights show that q(θ) or its correction is good enough, there is no noise left to be averaged out, and the run is done.
+If not, the end is withdrawn, and the run goes on until q(θ) has converged.
 """
 
 from __future__ import annotations
@@ -27,39 +29,47 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bayesfed.algorithms.algorithm import Algorithm
 from bayesfed.elbo.program import Params, Program
-from bayesfed.engine.stopping.drift import NATS, NATS_A_ROW, moments
+from bayesfed.engine.stopping.drift import NATS, NATS_PER_ROW, moments
+from bayesfed.engine.stopping.rule import BOUND, Outcome, Stopping
 from bayesfed.steps.gradients import annealed
+from bayesfed.tracing.compiler import using
 
-BOUND, USUAL = 500, 60
-"""The most rounds, and as many as there are to be expected."""
-STILL, NOISE, MOVED, FAR = 0.1, 0.05, 0.1, 0.25
-"""In standard deviations of q(θ), or in its log standard deviation."""
+STEP, NOISE, MOVE, FAR = 0.1, 0.05, 0.1, 0.25
+"""Tolerances, in standard deviations of q(θ) or in its log standard deviation."""
 NEAR = 3.0
-"""How many times as far from rest q(θ) may be when draws around it are weighed."""
+"""The factor on the tolerances within which a correction is tried."""
 LEAST, COOLING = 3, 4
-"""The least numbers of rounds in which q(θ) must be still, and in which the rates fall."""
+"""The smallest numbers of rounds in which convergence is assessed, and in which the rates fall."""
 COORDINATES = 200
-"""The most of a site that are looked at, spread evenly over it."""
+"""The largest number of coordinates of a sample site that are followed, spread evenly over it."""
 
 
 @dataclass
-class Settling:
-    """Where q(θ) has been, and what follows from it.
+class Convergence(Stopping):
+    """End when q(θ) has converged.
 
     Attributes:
-        levels: of the rates, one after the other, at each of which q(θ) is to settle.
+        algorithm: gives the pace of each round.
+        program: the model/guide pair.
+        levels: factors on the learning rates, one after the other, at each of which q(θ) has to converge.
+        final: what is left of the learning rates at the end of the cool-down.
         places: means and standard deviations before the first round and after each, ``(BOUND + 1, 2, P)``.
         paces: of each round, ``(BOUND,)``.
-        visits: in which round, counted from 1, each client was last seen; 0 where it never was. ``(N,)``.
-        marks: the level; after how many rounds it began; after how many the rates began to fall, 0 while they do not;
-            whether the run is done; and whether draws have been weighed, or are not to be. ``(5,)``.
-        sites: how many of the coordinates are of each global site.
-        nats: by how much the ELBO may rise and yet be still.
-        share: of the clients that take part in a round.
+        visits: the round, counted from 1, in which each client was last seen; 0 before its first visit. ``(N,)``.
+        marks: the level; after how many rounds it began; after how many the rates began to fall, 0 before that;
+            whether the run has ended; and whether a correction has been tried, or is not to be tried. ``(5,)``.
+        sites: number of coordinates that are followed, by global sample site.
+        nats: the rise of the ELBO that counts as none.
+        share: the fraction of the clients that take part in a round.
     """
 
+    changing = ("places", "paces", "visits", "marks")
+    algorithm: Algorithm
+    program: Program
     levels: Sequence[float]
+    final: float
     places: Tensor
     paces: Tensor
     visits: Tensor
@@ -69,107 +79,116 @@ class Settling:
     share: float
 
     @property
-    def state(self) -> dict[str, Tensor]:
-        """All that rounds change."""
-        return {name: getattr(self, name) for name in ("places", "paces", "visits", "marks")}
-
-    @property
-    def settled(self) -> bool:
-        """Whether the run is done."""
+    def converged(self) -> bool:
+        """Whether the run has ended."""
         return bool(self.marks[3])
 
     @property
-    def near(self) -> bool:
-        """Whether the run is done if draws around q(θ) say so."""
-        return self.settled and not self.marks[2]
+    def provisional(self) -> bool:
+        """Whether the run has ended without a cool-down, so that a correction has to confirm it."""
+        return self.converged and not self.marks[2]
 
-    def go_on(self) -> None:
-        """The draws did not."""
+    def withdraw(self) -> None:
+        """Withdraw a provisional end: the run goes on at full rate."""
         self.marks[3] = 0
 
-    def rate(self, final: float, done: int) -> float:
-        """By what learning rates are multiplied after so many rounds; ``final`` is what is left of them in the end."""
+    def rate(self, done: int) -> float:
+        """The factor on the learning rates after so many rounds."""
         level, _, cooling, *_ = self.marks.tolist()
         fallen = (done - cooling) / cooling_rounds(cooling) if cooling else 0.0
-        return self.levels[level] * annealed(final, fallen)
+        return self.levels[level] * annealed(self.final, fallen)
 
-    def record(self, where: Tensor, pace: float, elbo: Tensor, cohort: Tensor) -> None:
-        """Add a round and see what follows.
+    def record(self, outcome: Outcome) -> None:
+        """Record the place of q(θ) and the pace of the round, and end the run if q(θ) has converged."""
+        progress = self.algorithm.progress(outcome.turn, outcome.server)
+        assert progress is not None
+        with using(outcome.compiler):
+            place = _place(moments(self.program, outcome.params), self.sites)
+        self.add_round(place, progress.pace, outcome.elbo, outcome.cohort)
+
+    def add_round(self, place: Tensor, pace: float, elbo: Tensor, cohort: Tensor) -> None:
+        """Add a round, and go on to the next level, to the cool-down or to the end if q(θ) has converged.
 
         Args:
-            where: the :func:`place` after it.
-            pace: see :meth:`Algorithm.pace`.
+            place: means and standard deviations after it, ``(2, P)``.
+            pace: see :class:`~bayesfed.rules.Progress`.
             elbo: of all rounds so far, ``(rounds,)``.
             cohort: positions of the clients whose uploads counted.
         """
         done = len(elbo)
-        self.places[done], self.paces[done - 1] = where, pace
+        self.places[done], self.paces[done - 1] = place, pace
         self.visits[cohort] = done
-        level, began, cooling, _, weighed = self.marks.tolist()
+        level, start, cooling, _, tried = self.marks.tolist()
         last = level == len(self.levels) - 1
         if cooling:
             if done == cooling + cooling_rounds(cooling):
-                self._cooled(done, cooling)
-        elif last and not weighed and self._still(elbo, began, NEAR):
+                self._end_cooling(done, cooling)
+        elif last and not tried and self._has_converged(elbo, start, NEAR):
             self.marks[3:] = 1
-        elif self._still(elbo, began):
-            self.marks[:3] = torch.tensor([level, began, done] if last else [level + 1, done, 0])
+        elif self._has_converged(elbo, start):
+            self.marks[:3] = torch.tensor([level, start, done] if last else [level + 1, done, 0])
 
-    def to_go(self, done: int) -> dict[str, float] | None:
-        """How far q(θ) has to go by global site, where that is more than :data:`FAR`; None where noise hides it."""
-        began = int(self.marks[1])
-        if self.settled:
+    def remaining(
+        self, params: Params, elbo: Tensor
+    ) -> tuple[dict[str, float] | None, float | None]:
+        """The distances beyond :data:`FAR`; None where noise hides them."""
+        return self.distances(len(elbo)), 0.0
+
+    def distances(self, done: int) -> dict[str, float] | None:
+        """The distances of q(θ) from convergence after so many rounds, by global sample site, beyond :data:`FAR`."""
+        start = int(self.marks[1])
+        if self.converged:
             return {}
-        if done - began < LEAST:
+        if done - start < LEAST:
             return None
-        step, _, moved = self._seen(done, max(LEAST, math.ceil((done - began) / 3)))
-        far = {n: v for n, v in self._by_site(torch.maximum(step, moved)).items() if v > FAR}
+        step, _, move = self._measure(done, max(LEAST, math.ceil((done - start) / 3)))
+        far = {n: v for n, v in self._by_site(torch.maximum(step, move)).items() if v > FAR}
         return far or None
 
-    def _still(self, elbo: Tensor, began: int, times: float = 1.0) -> bool:
-        """Whether q(θ) has settled at its level, to so many times as much."""
+    def _has_converged(self, elbo: Tensor, start: int, factor: float = 1.0) -> bool:
+        """Whether q(θ) has converged at its level, to within ``factor`` times the tolerances."""
         done, oldest = len(elbo), int(self.visits.min())
-        window = max(LEAST, math.ceil((done - began) / 3), done - oldest + 1)
-        if not oldest or window > done - began:
+        window = max(LEAST, math.ceil((done - start) / 3), done - oldest + 1)
+        if not oldest or window > done - start:
             return False
-        step, noise, moved = self._seen(done, window)
+        step, noise, move = self._measure(done, window)
         return (
-            self._within(step, times * STILL)
-            and self._within(moved, times * MOVED)
-            and float(noise.square().mean().sqrt()) < times * NOISE
-            and risen(elbo[-window:]) < self.nats
+            self._within(step, factor * STEP)
+            and self._within(move, factor * MOVE)
+            and float(noise.square().mean().sqrt()) < factor * NOISE
+            and rise(elbo[-window:]) < self.nats
         )
 
-    def _cooled(self, done: int, cooling: int) -> None:
-        """The rates have fallen: done, or on at full rate."""
+    def _end_cooling(self, done: int, cooling: int) -> None:
+        """End the run after its cool-down, or go on at full rate if q(θ) has moved far."""
         window = max(LEAST, cooling_rounds(cooling))
-        before = self._at(slice(cooling - window + 1, cooling + 1), done).mean(0)
-        moved = (self._at(slice(done, done + 1), done)[0] - before).abs()
-        if self._within(moved, FAR):
+        before = self._scaled(slice(cooling - window + 1, cooling + 1), done).mean(0)
+        move = (self._scaled(slice(done, done + 1), done)[0] - before).abs()
+        if self._within(move, FAR):
             self.marks[3] = 1
         else:
             self.marks[1:3] = torch.tensor([done, 0])
 
-    def _seen(self, done: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the last rounds: the mean full step less its noise, that of where it leads, all moves; ``(2, P)`` each."""
-        places = self._at(slice(done - window, done + 1), done)
+    def _measure(self, done: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Over the last rounds: the mean full step less its noise, the noise of its target, the move: ``(2, P)``."""
+        places = self._scaled(slice(done - window, done + 1), done)
         steps = places.diff(dim=0) / self.paces[done - window : done, None, None]
         step = (steps.mean(0).square() - steps.var(0) / window).clamp(min=0).sqrt()
-        # what a client has said stands until its next visit, and its noise with it
+        # a client's last upload counts until its next visit, and so does its noise
         noise = (places[:-1] + steps).var(0) / max(1.0, window * self.share)
         return step, noise.sqrt(), (places[-1] - places[0]).abs()
 
-    def _at(self, rounds: slice, done: int) -> Tensor:
-        """Places in units of the q(θ) of now, ``(rounds, 2, P)``."""
+    def _scaled(self, rounds: slice, done: int) -> Tensor:
+        """Places in units of the present q(θ), ``(rounds, 2, P)``."""
         means, scales = self.places[rounds].unbind(1)
         return torch.stack([means / self.places[done, 1], scales.clamp(min=1e-30).log()], 1)
 
-    def _within(self, lengths: Tensor, most: float) -> bool:
-        """Whether they are less at every site; what is no number is not."""
-        return all(length < most for length in self._by_site(lengths).values())
+    def _within(self, lengths: Tensor, tolerance: float) -> bool:
+        """Whether lengths ``(2, P)`` are within a tolerance at every sample site; NaN is not."""
+        return all(length < tolerance for length in self._by_site(lengths).values())
 
     def _by_site(self, lengths: Tensor) -> dict[str, float]:
-        """Root mean square over each site's coordinates; of means or of log standard deviations, whichever is more."""
+        """Root mean squares over each site's coordinates, of means or log standard deviations, whichever is larger."""
         parts = lengths.square().split(list(self.sites.values()), -1)
         return {
             name: float(part.mean(-1).max().sqrt())
@@ -177,17 +196,16 @@ class Settling:
         }
 
 
-def settling(
-    program: Program,
-    params: Params,
-    levels: Sequence[float],
-    rows: int,
-    share: float,
-    weighed: bool,
-) -> Settling | None:
-    """A run's before its first round, with so many rows in all; None where q(θ) has no width anywhere.
+def convergence(
+    algorithm: Algorithm, program: Program, params: Params, share: float
+) -> Convergence | None:
+    """The rule before the first round; None where q(θ) has no standard deviation at any sample site.
 
-    ``weighed``: draws around q(θ) are weighed in the end.
+    Args:
+        algorithm: its rule must report its progress.
+        program: the model/guide pair.
+        params: the guide's global parameters.
+        share: the fraction of the clients that take part in a round.
     """
     if not program.random:
         return None
@@ -200,25 +218,24 @@ def settling(
     if not sites:
         return None
     places = torch.zeros(BOUND + 1, 2, sum(sites.values()))
-    places[0] = _chosen(found, sites)
-    return Settling(
-        levels=levels,
+    places[0] = _place(found, sites)
+    return Convergence(
+        algorithm=algorithm,
+        program=program,
+        levels=program.levels,
+        final=algorithm.lr_decay,
         places=places,
         paces=torch.ones(BOUND),
         visits=torch.zeros(program.clients, dtype=torch.int64),
-        marks=torch.tensor([0, 0, 0, 0, not weighed], dtype=torch.int64),
+        marks=torch.tensor([0, 0, 0, 0, not algorithm.corrected], dtype=torch.int64),
         sites=sites,
-        nats=NATS + NATS_A_ROW * rows,
+        nats=NATS + NATS_PER_ROW * program.rows,
         share=share,
     )
 
 
-def place(program: Program, params: Params, sites: Mapping[str, int]) -> Tensor:
-    """Means and standard deviations of some coordinates of each site, ``(2, P)``."""
-    return _chosen(moments(program, params), sites)
-
-
-def _chosen(found: Mapping[str, tuple[Tensor, Tensor]], sites: Mapping[str, int]) -> Tensor:
+def _place(found: Mapping[str, tuple[Tensor, Tensor]], sites: Mapping[str, int]) -> Tensor:
+    """Means and standard deviations of some coordinates of each sample site, ``(2, P)``."""
     parts = []
     for name, count in sites.items():
         means, scales = found[name]
@@ -228,12 +245,12 @@ def _chosen(found: Mapping[str, tuple[Tensor, Tensor]], sites: Mapping[str, int]
 
 
 def cooling_rounds(rounds: int) -> int:
-    """In how many rounds the rates fall, after so many at full rate."""
+    """The number of rounds over which the rates fall, after so many at full rate."""
     return max(COOLING, math.ceil(rounds / 3))
 
 
-def risen(values: Tensor) -> float:
-    """By how much numbers ``(n,)`` rise from the first to the last on a straight line, less its standard error."""
+def rise(values: Tensor) -> float:
+    """The rise of numbers ``(n,)`` from the first to the last on a fitted line, less its standard error."""
     values = values[values.isfinite()]
     if len(values) < LEAST:
         return math.inf

@@ -1,116 +1,117 @@
-"""When a run is done by what its clients predict of rows that nobody trains on.
+"""The stopping rule of a run that ends when its clients predict held-out rows no better.
 
-Before a round's uploads are forgotten, each client of the cohort evaluates the log predictive density of its held-out
-rows under what it would predict with now, and sends that one number. What a client said stands until its next visit;
-the mean a row over all clients is what is followed. The run is done when over half of the rounds so far (networks
-learn ever more slowly), and since the oldest of the clients' last visits (every one must have been seen), that mean has
-risen by less than :data:`GAIN`, beyond its noise: it rises no more, or falls. Where the algorithm's rates fall, they
-fall over a third as many rounds again.
+After each round every client of the cohort evaluates the log predictive density of its held-out rows, with the
+variables that it would predict with now, and sends this one number. It is used until the client's next visit; the rule
+follows the mean per row over all clients. The run ends when over half of the rounds so far (networks learn ever more
+slowly), and since the oldest of the clients' last visits (every client must have been seen), that mean has risen by
+less than :data:`GAIN`, beyond its noise. If the algorithm's learning rates fall, they then fall over a third as many
+rounds again.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from bayesfed.data.federation import Federation
-from bayesfed.engine.stopping.convergence import BOUND, cooling_rounds, risen
+from bayesfed.elbo.program import Params
+from bayesfed.engine.stopping.convergence import cooling_rounds, rise
+from bayesfed.engine.stopping.rule import BOUND, Outcome, Stopping
 from bayesfed.steps.gradients import annealed
 
-if TYPE_CHECKING:
-    from bayesfed.engine.run import Run
-
 GAIN = 0.002
-"""Nats a row."""
+"""The smallest gain that counts, in nats per row."""
 LEAST = 10
-"""Rounds to look at."""
+"""The smallest number of rounds over which the gain is measured."""
+
+Score = Callable[[Params, Tensor], Tensor]
+"""From the global parameters and the positions of K clients to the log predictive densities of their held-out rows
+``(K,)``, each summed over the client's rows."""
 
 
 @dataclass
-class HeldOut:
-    """What clients have said of their held-out rows, and what follows from it.
+class HeldOut(Stopping):
+    """End when the clients predict held-out rows no better.
 
     Attributes:
-        rows: of the run's clients, in its order.
-        final: what is left of the algorithm's rates in the end.
-        known: each client's last log predictive density, of all its rows, ``(N,)``; NaN until it has said one.
-        means: a row, over all clients, after each round, ``(BOUND,)``; NaN until all have said one.
-        visits: in which round, counted from 1, each client was last seen, ``(N,)``.
-        marks: after how many rounds the rates began to fall, 0 while they do not; whether the run is done. ``(2,)``.
+        rows: held-out rows of the run's clients, in its order.
+        final: the factor on the learning rates in the last round.
+        score: evaluates the held-out rows of some clients.
+        densities: each client's last log predictive density, summed over its rows, ``(N,)``; NaN before its first
+            visit.
+        means: per row, over all clients, after each round, ``(BOUND,)``; NaN until all clients have been seen.
+        visits: the round, counted from 1, in which each client was last seen, ``(N,)``.
+        marks: after how many rounds the rates began to fall, 0 before that; and whether the run has ended. ``(2,)``.
     """
 
+    changing = ("densities", "means", "visits", "marks")
     rows: Federation
     final: float
-    known: Tensor = field(init=False)
+    score: Score
+    densities: Tensor = field(init=False)
     means: Tensor = field(init=False)
     visits: Tensor = field(init=False)
     marks: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.known = torch.full((len(self.rows),), torch.nan, dtype=torch.float64)
+        self.densities = torch.full((len(self.rows),), torch.nan, dtype=torch.float64)
         self.means = torch.full((BOUND,), torch.nan, dtype=torch.float64)
         self.visits = torch.zeros(len(self.rows), dtype=torch.int64)
         self.marks = torch.zeros(2, dtype=torch.int64)
 
     @property
-    def state(self) -> dict[str, Tensor]:
-        """All that rounds change."""
-        return {name: getattr(self, name) for name in ("known", "means", "visits", "marks")}
-
-    @property
-    def settled(self) -> bool:
-        """Whether the run is done."""
+    def converged(self) -> bool:
+        """Whether the run has ended."""
         return bool(self.marks[1])
 
-    def rate(self, final: float, done: int) -> float:
-        """By what learning rates are multiplied after so many rounds; ``final`` is what is left of them in the end."""
+    def rate(self, done: int) -> float:
+        """The factor on the learning rates after so many rounds."""
         cooling = int(self.marks[0])
-        return annealed(final, (done - cooling) / cooling_rounds(cooling) if cooling else 0.0)
+        return annealed(self.final, (done - cooling) / cooling_rounds(cooling) if cooling else 0.0)
 
-    def record(self, done: int, cohort: Tensor, densities: Tensor) -> None:
-        """Add a round, of whose clients these are the log predictive densities ``(K,)``, and see what follows."""
-        self.known[cohort] = densities.double().cpu()
+    def record(self, outcome: Outcome) -> None:
+        """Have the cohort evaluate its held-out rows, and end the run if there is no gain."""
+        cohort = outcome.cohort
+        if len(cohort):
+            self.add_round(len(outcome.elbo), cohort, self.score(outcome.params, cohort))
+
+    def add_round(self, done: int, cohort: Tensor, densities: Tensor) -> None:
+        """Add a round whose clients have sent these log predictive densities ``(K,)``."""
+        self.densities[cohort] = densities.double().cpu()
         self.visits[cohort] = done
-        self.means[done - 1] = self.known.sum() / self.rows.rows
+        self.means[done - 1] = self.densities.sum() / self.rows.rows
         if cooling := int(self.marks[0]):
             self.marks[1] = int(done == cooling + cooling_rounds(cooling))
-        elif self._gains_no_more(done):
+        elif self._has_no_gain(done):
             self.marks[:] = torch.tensor([done, int(self.final == 1)])
 
-    def to_go(self, done: int) -> dict[str, float] | None:
-        """Nothing that it could tell: points are never said to move."""
-        return {} if self.settled else None
+    def remaining(
+        self, params: Params, elbo: Tensor
+    ) -> tuple[dict[str, float] | None, float | None]:
+        """No distances: the rule does not look at q(θ)."""
+        return ({} if self.converged else None), 0.0
 
-    def _gains_no_more(self, done: int) -> bool:
+    def _has_no_gain(self, done: int) -> bool:
         oldest = int(self.visits.min())
         window = max(LEAST, math.ceil(done / 2), done - oldest + 1)
         last = self.means[max(0, done - window) : done]
-        return bool(oldest) and len(last) == window and risen(last) < GAIN
+        return bool(oldest) and len(last) == window and rise(last) < GAIN
 
 
-def held_out(run: Run, rows: Federation, rounds: int | None) -> HeldOut:
-    """A run's before its first round.
+def check_clients(federation: Federation, rows: Federation) -> None:
+    """Fail unless the held-out rows are of the run's clients, in the same order.
 
     Raises:
-        ValueError: the rows are not of the run's clients, or the run cannot be stopped by them.
+        ValueError: names the first client that differs.
     """
-    if rounds is not None:
-        raise ValueError("held_out: its rows say when the run is done, leave out rounds")
-    if run.privacy is not None:
-        raise ValueError(
-            "held_out: what clients say of its rows is no part of what privacy accounts for, give rounds"
-        )
-    if run.execution.group is not None:
-        raise ValueError("held_out: give rounds to a run in several processes")
-    for name, other in zip_longest(run.federation.names, rows.names):
+    for name, other in zip_longest(federation.names, rows.names):
         if name != other:
             raise ValueError(
                 f"held_out has client {other!r} where the federation has {name!r}: it must have rows of the same "
                 "clients, in the same order, as federation.split gives them"
             )
-    return HeldOut(rows, run.algorithm.lr_decay)

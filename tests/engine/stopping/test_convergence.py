@@ -1,4 +1,4 @@
-"""A run without a number of rounds stops when q(θ) is where it was going, and not before."""
+"""A run without a number of rounds stops when q(θ) has converged, and not before."""
 
 import importlib
 import math
@@ -10,21 +10,22 @@ import torch
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.engine.stopping import convergence
-from bayesfed.engine.stopping.convergence import Settling
+from bayesfed.engine.stopping import convergence, rule
+from bayesfed.engine.stopping.convergence import Convergence
 from bayesfed.output.correction import Weighed
 
 EAGER = bf.Execution(compile=False)
 
 
-def fresh(clients=1, sites=None, levels=(1.0,), weighed=False):
+def fresh(clients=1, sites=None, levels=(1.0,), corrected=False):
     sites = sites or {"mu": 1}
     size = sum(sites.values())
     places = torch.zeros(convergence.BOUND + 1, 2, size)
     places[0, 1] = 1.0
-    marks = torch.tensor([0, 0, 0, 0, not weighed], dtype=torch.int64)
+    marks = torch.tensor([0, 0, 0, 0, not corrected], dtype=torch.int64)
     visits = torch.zeros(clients, dtype=torch.int64)
-    return Settling(levels, places, torch.ones(convergence.BOUND), visits, marks, sites, 0.3, 1.0)
+    paces = torch.ones(convergence.BOUND)
+    return Convergence(None, None, levels, 0.01, places, paces, visits, marks, sites, 0.3, 1.0)
 
 
 def stops(of, mean, *, sd=1.0, pace=1.0, elbo=0.0, cohort=lambda n: torch.tensor([0]), rounds=400):
@@ -33,8 +34,8 @@ def stops(of, mean, *, sd=1.0, pace=1.0, elbo=0.0, cohort=lambda n: torch.tensor
     for n in range(1, rounds + 1):
         where = torch.stack([torch.as_tensor(mean(n)).reshape(-1), torch.full((1,), sd)])
         history = torch.tensor([value(i) for i in range(1, n + 1)], dtype=torch.float64)
-        of.record(where, pace, history, cohort(n))
-        if of.settled:
+        of.add_round(where, pace, history, cohort(n))
+        if of.converged:
             return n
     return None
 
@@ -42,24 +43,26 @@ def stops(of, mean, *, sd=1.0, pace=1.0, elbo=0.0, cohort=lambda n: torch.tensor
 @pytest.mark.parametrize(
     "algorithm", [bf.SFVI(), bf.SFVI(global_guide=bf.Flow()), bf.PVI()], ids=str
 )
-def test_it_begins_at_full_rate(algorithm):
-    assert bf.start(models.eight_schools, datasets.eight_schools(), algorithm).rate == 1.0
+def test_a_run_starts_at_full_rate(algorithm):
+    assert (
+        bf.start(models.eight_schools, datasets.eight_schools(), algorithm).stopping.rate(0) == 1.0
+    )
 
 
-def test_what_does_not_move_is_done_at_once():
+def test_a_constant_place_converges_at_once():
     least = convergence.LEAST + convergence.COOLING
     assert stops(fresh(), lambda n: 0.0) == least
 
 
 @pytest.mark.parametrize("shrinks", [0.5, 0.8, 0.9, 0.97])
-def test_it_stops_where_little_is_left(shrinks):
+def test_a_run_stops_where_little_distance_is_left(shrinks):
     """Of 20 sd, a part of what is left in each round."""
     done = stops(fresh(), lambda n: 20.0 * shrinks**n, pace=1 - shrinks)
     assert done is not None
     assert 20.0 * shrinks**done < 0.1
 
 
-def test_noise_is_no_way_to_go_and_much_noise_is_no_rest():
+def test_little_noise_is_no_distance_and_much_noise_is_no_convergence():
     noise = torch.randn(401, generator=torch.Generator().manual_seed(0)).tolist()
     quiet, loud = (
         stops(fresh(), lambda n, size=size: size * noise[n], pace=1.0) for size in (0.03, 1.0)
@@ -69,16 +72,14 @@ def test_noise_is_no_way_to_go_and_much_noise_is_no_rest():
 
 
 @pytest.mark.parametrize("drift", [0.01, 0.003])
-def test_a_slow_drift_is_not_rest(drift):
+def test_a_slow_drift_is_no_convergence(drift):
     """As long as it lasts, and it comes to more than a tenth of a standard deviation in a third of the rounds."""
-    most = (
-        3 * convergence.MOVED / drift
-    )  # the rounds whose third has a longer drift than is allowed
+    most = 3 * convergence.MOVE / drift  # the rounds whose third has a longer drift than is allowed
     done = stops(fresh(), lambda n: drift * n + 0.3 * n**0.5, pace=0.05, rounds=int(most))
     assert done is None
 
 
-def test_a_plateau_of_q_on_which_the_elbo_rises_is_not_rest():
+def test_a_plateau_on_which_the_elbo_rises_is_no_convergence():
     done = stops(
         fresh(), lambda n: 0.0 if n < 60 else 5.0, elbo=lambda n: min(n, 60) * 1.0, rounds=60
     )
@@ -86,7 +87,7 @@ def test_a_plateau_of_q_on_which_the_elbo_rises_is_not_rest():
     assert stops(fresh(), lambda n: 0.0, elbo=0.0, rounds=60) is not None
 
 
-def test_every_client_must_have_been_seen_since_q_came_here():
+def test_every_client_must_have_been_seen_since_the_last_move():
     """The last of four is seen in every tenth round only, and q(θ) moves when it is."""
     seen = {}
 
@@ -104,24 +105,24 @@ def test_every_client_must_have_been_seen_since_q_came_here():
     assert never is None
 
 
-def test_one_coordinate_that_moves_is_enough():
+def test_one_coordinate_that_moves_prevents_convergence():
     def mean(n):
         return torch.tensor([0.0, 0.2 * n])
 
     of = fresh(sites={"mu": 1, "beta": 1})
     for n in range(1, 50):
         where = torch.stack([mean(n), torch.ones(2)])
-        of.record(where, 1.0, torch.zeros(n, dtype=torch.float64), torch.tensor([0]))
-    assert not of.settled
-    assert list(of.to_go(49)) == ["beta"]
+        of.add_round(where, 1.0, torch.zeros(n, dtype=torch.float64), torch.tensor([0]))
+    assert not of.converged
+    assert list(of.distances(49)) == ["beta"]
 
 
-def test_what_is_no_number_is_not_still():
+def test_nan_is_no_convergence():
     of = fresh(sites={"mu": 1, "beta": 1})
     for n in range(1, 20):
         where = torch.tensor([[0.0, math.nan], [1.0, 1.0]])
-        of.record(where, 1.0, torch.zeros(n, dtype=torch.float64), torch.tensor([0]))
-    assert not of.settled
+        of.add_round(where, 1.0, torch.zeros(n, dtype=torch.float64), torch.tensor([0]))
+    assert not of.converged
 
 
 def test_a_run_that_moves_while_its_rates_fall_goes_on():
@@ -134,7 +135,7 @@ def test_levels_come_one_after_the_other():
     of, rates = fresh(levels=(1.0, 0.5)), []
 
     def mean(n):
-        rates.append(of.rate(0.01, n - 1))
+        rates.append(of.rate(n - 1))
         return 0.0
 
     done = stops(of, mean)
@@ -144,24 +145,24 @@ def test_levels_come_one_after_the_other():
     assert rates[second:] == sorted(rates[second:], reverse=True) and rates[-1] < 0.1
 
 
-def test_near_is_enough_where_draws_are_weighed_and_only_once():
+def test_a_provisional_end_where_draws_are_corrected_and_only_once():
     shrinks, far = 0.9, 20.0
 
     def mean(n):
         return far * shrinks**n
 
-    of = fresh(weighed=True)
+    of = fresh(corrected=True)
     near = stops(of, mean, pace=1 - shrinks)
-    assert of.near and mean(near) < convergence.NEAR * convergence.STILL
-    assert of.rate(0.01, near) == 1.0
-    of.go_on()  # their weights did not tell
-    assert not of.settled and not of.near
+    assert of.provisional and mean(near) < convergence.NEAR * convergence.STEP
+    assert of.rate(near) == 1.0
+    of.withdraw()  # the weights were too uneven
+    assert not of.converged and not of.provisional
     done, whole = near, stops(fresh(), mean, pace=1 - shrinks)
-    while not of.settled:
+    while not of.converged:
         done += 1
         where = torch.tensor([[mean(done)], [1.0]])
-        of.record(where, 1 - shrinks, torch.zeros(done, dtype=torch.float64), torch.tensor([0]))
-    assert done == whole > near and not of.near
+        of.add_round(where, 1 - shrinks, torch.zeros(done, dtype=torch.float64), torch.tensor([0]))
+    assert done == whole > near and not of.provisional
 
 
 # -- fits ------------------------------------------------------------------------------------------
@@ -199,7 +200,7 @@ def test_a_fit_ends_at_the_exact_posterior(cohort):
     assert 0.9 < sd * precision**0.5 < 1.1
 
 
-def test_what_it_says_and_keeps(tmp_path):
+def test_convergence_is_shown_and_saved(tmp_path):
     schools = datasets.eight_schools()
     posterior = bf.fit(models.eight_schools, schools, execution=EAGER)
     rounds = len(posterior.history["elbo"])
@@ -211,7 +212,7 @@ def test_what_it_says_and_keeps(tmp_path):
     assert given.settled is None and len(given.history["elbo"]) == rounds
 
 
-def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path):
+def test_an_interrupted_run_ends_as_one_that_never_stopped(tmp_path):
     schools, file = datasets.eight_schools(), tmp_path / "run.safetensors"
 
     def interrupt(done):
@@ -228,12 +229,12 @@ def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path):
     assert torch.equal(again.history["elbo"], whole.history["elbo"])
     over = bf.start(models.eight_schools, schools, resume=file, **what)
     assert over.done == over.rounds == len(whole.history["elbo"])
-    with pytest.raises(ValueError, match='rounds "until it has settled"'):
+    with pytest.raises(ValueError, match='rounds "until convergence"'):
         bf.fit(models.eight_schools, schools, resume=file, rounds=40, **what)
 
 
-def test_a_fit_whose_draws_say_nothing_goes_on(monkeypatch, tmp_path):
-    """To where it would have settled without them; so does one that was stopped as they were weighed."""
+def test_a_fit_whose_correction_fails_goes_on(monkeypatch, tmp_path):
+    """To where it converges without a correction; so does a run that was interrupted during the correction."""
     schools, file = datasets.eight_schools(), tmp_path / "run.safetensors"
     fitting = importlib.import_module("bayesfed.fitting")
     near = bf.fit(models.eight_schools, schools, execution=EAGER)
@@ -257,21 +258,21 @@ def test_a_fit_whose_draws_say_nothing_goes_on(monkeypatch, tmp_path):
             assert torch.equal(found.params[name], value)
 
 
-def test_the_bound_is_said(monkeypatch):
-    monkeypatch.setattr(convergence, "risen", lambda values: math.inf)
-    monkeypatch.setattr(importlib.import_module("bayesfed.fitting"), "BOUND", 12)
+def test_the_bound_is_in_the_caveat(monkeypatch):
+    monkeypatch.setattr(convergence, "rise", lambda values: math.inf)
+    monkeypatch.setattr(rule, "BOUND", 12)
     posterior = bf.fit(models.eight_schools, datasets.eight_schools(), execution=EAGER)
     assert posterior.settled is False
     assert "12 rounds" in posterior.caveat
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "more", "said"),
+    ("algorithm", "more", "message"),
     [
         (bf.FedAvg(), {}, "FedAvg has no q"),
-        (bf.SFVI(), {"privacy": bf.Privacy(epsilon=1.0)}, "privacy is told for a number"),
+        (bf.SFVI(), {"privacy": bf.Privacy(epsilon=1.0)}, "ε depends on the number"),
     ],
 )
-def test_who_cannot_stop_by_itself_is_refused(algorithm, more, said):
-    with pytest.raises(ValueError, match=f"rounds: {said}"):
+def test_runs_that_need_a_number_of_rounds(algorithm, more, message):
+    with pytest.raises(ValueError, match=f"rounds: {message}"):
         bf.fit(models.eight_schools, datasets.eight_schools(), algorithm, **more)

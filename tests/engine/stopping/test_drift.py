@@ -1,4 +1,4 @@
-"""What is said of a fit that had not settled, and that nothing is said of one that had."""
+"""The caveat of a fit that has not converged, and none of a fit that has."""
 
 import math
 import warnings
@@ -56,25 +56,25 @@ def test_time_is_what_the_rates_add_up_to(final):
 
 
 @pytest.mark.parametrize("kappa", [0.3, 0.6, 1.2])
-def test_what_is_left_of_a_geometric_move(kappa):
+def test_the_extrapolation_of_a_geometric_move(kappa):
     """Twelve windows of exp(−κ s), of which exp(−12 κ) is left; a window's mean lies near its middle."""
     s = torch.arange(6, 12, dtype=torch.float64) + 0.5
     scale = math.exp(6 * kappa)
-    found = drift.left((scale * torch.exp(-kappa * s))[:, None])
+    found = drift.extrapolate((scale * torch.exp(-kappa * s))[:, None])
     assert found == pytest.approx(scale * math.exp(-12 * kappa), rel=0.3, abs=1e-3)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_noise_alone_is_no_move(seed):
+def test_noise_alone_is_no_drift(seed):
     """Means of windows a twentieth of a standard deviation apart, as those of good fits are at most."""
     noise = torch.randn(6, 3, generator=torch.Generator().manual_seed(seed))
-    assert drift.left(0.05 * noise) < drift.FAR
+    assert drift.extrapolate(0.05 * noise) < drift.FAR
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_steady_move_is_one_under_noise(seed):
+def test_a_steady_drift_is_seen_under_noise(seed):
     noise = torch.randn(6, 1, generator=torch.Generator().manual_seed(seed))
-    assert drift.left(0.2 * torch.arange(6.0)[:, None] + 0.01 * noise) > drift.FAR
+    assert drift.extrapolate(0.2 * torch.arange(6.0)[:, None] + 0.01 * noise) > drift.FAR
 
 
 def test_the_means_of_windows_are_those_of_the_rounds():
@@ -83,7 +83,7 @@ def test_the_means_of_windows_are_those_of_the_rounds():
     where = torch.zeros(drift.KEPT, 2)
     values = torch.randn(rounds, generator=torch.Generator().manual_seed(0))
     for n in range(rounds):
-        drift.record(where, {"loc": values[n : n + 1]}, final, n, rounds)
+        drift.add_round(where, {"loc": values[n : n + 1]}, final, n, rounds)
     edges = [elapsed(final, n / rounds) for n in range(rounds + 1)]
     for window in range(6, 12):
         at = [n for n in range(rounds) if int(12 * edges[n]) == window]
@@ -92,9 +92,9 @@ def test_the_means_of_windows_are_those_of_the_rounds():
         torch.testing.assert_close(total / weight_there, (weight * values[at]).sum() / weight.sum())
 
 
-def test_a_wide_prior_is_not_done_after_eighty_rounds():
+def test_a_wide_prior_has_not_converged_after_eighty_rounds():
     """sd 2.7 where .6 is exact, and tables that look like any others."""
-    with pytest.warns(UserWarning, match=r"still moving after 80 rounds.*mu \d\.\d sd"):
+    with pytest.warns(UserWarning, match=r"not converged after 80 rounds.*mu \d\.\d sd"):
         posterior = fit(100.0, 80, bf.SFVI(local_steps=1, lr=0.004, corrected=False))
     assert posterior.sample(2000)["mu"].std() > 2
     assert posterior.moving["mu"] > 1
@@ -105,7 +105,7 @@ def test_a_wide_prior_is_not_done_after_eighty_rounds():
 @pytest.mark.parametrize(
     ("width", "cohort", "rounds"), [(5.0, 1.0, 120), (5.0, 2, 150), (100.0, 1.0, 200)]
 )
-def test_a_fit_that_is_done_says_nothing(width, cohort, rounds):
+def test_a_fit_that_has_converged_has_no_caveat(width, cohort, rounds):
     posterior = fit(width, rounds, bf.SFVI(local_steps=1), clients_per_round=cohort)
     assert posterior.caveat == ""
     assert "\n" not in repr(posterior)
@@ -119,24 +119,22 @@ def elbos(rounds, kappa, amount, sd):
     return -100.0 - amount * torch.tensor(left, dtype=torch.float64).exp() + sd * noise
 
 
-def test_clients_that_are_not_done_are_seen_by_the_elbo():
+def test_clients_that_have_not_converged_are_seen_in_the_elbo():
     """As with heavy-tailed locals after 300 rounds: .6 nats short, the clients' sds 1.6 times too wide."""
-    found = drift.to_rise(elbos(300, 0.4, 0.6, 0.3), 29, 0.01, 300)
+    found = drift.elbo_left(elbos(300, 0.4, 0.6, 0.3), 29, 0.01, 300)
     assert 0.35 < found < 1.2
     assert drift.caveat({}, found, 300) == (
-        f"still moving after 300 rounds, about this far from where it was going: the ELBO {found:.1f} nats"
+        f"not converged after 300 rounds, about this far from where it was going: the ELBO {found:.1f} nats"
     )
 
 
 @pytest.mark.parametrize(("kappa", "amount", "rows"), [(1.0, 0.01, 29), (0.4, 0.6, 5000)])
-def test_an_elbo_that_is_there_or_has_little_to_go_for_its_rows_is_not_said_to_rise(
-    kappa, amount, rows
-):
-    assert drift.to_rise(elbos(300, kappa, amount, 0.3), rows, 0.01, 300) == 0
+def test_a_small_rise_of_the_elbo_counts_as_none(kappa, amount, rows):
+    assert drift.elbo_left(elbos(300, kappa, amount, 0.3), rows, 0.01, 300) == 0
 
 
-def test_a_falling_elbo_is_no_rising_one():
-    assert drift.to_rise(-elbos(300, 0.4, 0.6, 0.3), 29, 0.01, 300) == 0
+def test_a_falling_elbo_has_no_rise():
+    assert drift.elbo_left(-elbos(300, 0.4, 0.6, 0.3), 29, 0.01, 300) == 0
 
 
 @pytest.mark.parametrize(
@@ -153,10 +151,10 @@ def test_a_few_rounds_are_too_few_to_tell(algorithm, rounds):
     """39 at rates that fall to nothing are worth 19.7."""
     schools = datasets.eight_schools()
     posterior = bf.fit(models.eight_schools, schools, algorithm, rounds=rounds, execution=EAGER)
-    assert posterior.caveat == f"{rounds} rounds are too few to tell whether the fit still moves"
+    assert posterior.caveat == f"{rounds} rounds are too few to tell whether the fit has converged"
 
 
-def test_a_run_that_is_finished_early_goes_by_the_rounds_that_it_did():
+def test_a_run_that_is_finished_early_is_judged_by_its_rounds():
     run = bf.start(hierarchy(40.0), levels(), SLOW, rounds=80, execution=EAGER)
     for _ in range(20):
         bf.step(run)
@@ -165,10 +163,10 @@ def test_a_run_that_is_finished_early_goes_by_the_rounds_that_it_did():
         bf.step(run)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert "still moving after 50 rounds" in bf.finish(run).caveat
+        assert "not converged after 50 rounds" in bf.finish(run).caveat
 
 
-def test_what_is_said_is_saved(tmp_path):
+def test_the_caveat_is_saved(tmp_path):
     posterior = fit(40.0, 44)
     assert posterior.moving
     posterior.save(tmp_path / "p.safetensors")
@@ -177,7 +175,7 @@ def test_what_is_said_is_saved(tmp_path):
     assert again.caveat == posterior.caveat
 
 
-def test_a_run_that_stopped_says_the_same(tmp_path):
+def test_a_resumed_run_has_the_same_caveat(tmp_path):
     """The windows are a part of what a run is resumed from."""
     whole = fit(40.0, 44)
 

@@ -30,7 +30,7 @@ def nll(posterior, test):
 
 
 @pytest.mark.slow
-def test_it_stops_where_a_long_run_is_no_better(digits):
+def test_a_run_stops_where_a_long_run_is_no_better(digits):
     train, valid, test = digits
     algorithm = bf.FedAvg(lr=0.1, personal_steps=0)
     shared = {"clients_per_round": 0.5, "batch_size": 10}
@@ -52,7 +52,7 @@ def test_it_stops_where_a_long_run_is_no_better(digits):
         lambda: (bf.PACPFL(particles=2), models.Network(models.mlp(64, 10), hyper_scale=0.1)),
     ],
 )
-def test_any_algorithm_can(make, digits, monkeypatch):
+def test_any_algorithm_can_stop_by_held_out_rows(make, digits, monkeypatch):
     """With a gain that none makes it is over when it has looked at ten rounds; kept or made variables, particles."""
     monkeypatch.setattr(stopping, "GAIN", 1e9)
     train, valid, _ = digits
@@ -62,22 +62,22 @@ def test_any_algorithm_can(make, digits, monkeypatch):
     assert len(posterior.history["elbo"]) in (10, 14)  # the latter where rates fall
 
 
-def test_what_clients_say_is_their_log_predictive_density(digits):
+def test_clients_send_their_log_predictive_density(digits):
     train, valid, _ = digits
     run = bf.start(network(), train, bf.FedAvg(personal_steps=0), held_out=valid)
     bf.step(run)
     few = [train.names[3], train.names[1]]
     rows = valid.select(few)
-    posterior = of_cohort(run, run.algorithm.params(run.server), few)
+    posterior = of_cohort(run, run.plan.algorithm.params(run.server), few)
     found = log_predictive(posterior, rows)
     p = bf.finish(run).probabilities(rows)["y"]
     density = Categorical(probs=p).log_prob(rows["y"])
     expected = torch.stack([density[rows.owner == i].sum() for i in range(2)])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(run.settling.known[[3, 1]].float(), found, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(run.stopping.densities[[3, 1]].float(), found, rtol=1e-4, atol=1e-4)
 
 
-def test_of_random_weights_the_mean_is_inside_the_logarithm():
+def test_the_mean_over_draws_is_inside_the_logarithm():
     x, y = torch.linspace(-1, 1, 40), torch.linspace(-1, 1, 40).sin()
     everything = bf.Federation({"x": x[:, None], "y": y}, torch.arange(0, 41, 10), list("abcd"))
     train, test = everything.split(test=0.3, seed=0)
@@ -96,50 +96,50 @@ def test_of_random_weights_the_mean_is_inside_the_logarithm():
 
 @pytest.fixture
 def rule(digits):
-    return HeldOut(digits[1], 1.0)
+    return HeldOut(digits[1], 1.0, lambda params, cohort: None)
 
 
-def followed(rule, values, clients=10, cohort=None):
+def rounds_of(rule, values, clients=10, cohort=None):
     """After how many rounds it is done: each client says that a row has this density."""
     lengths = rule.rows.lengths.double()
     for done, value in enumerate(values, 1):
         some = torch.arange(clients) if cohort is None else cohort(done)
-        rule.record(done, some, value * lengths[some])
-        if rule.settled:
+        rule.add_round(done, some, value * lengths[some])
+        if rule.converged:
             return done
     return None
 
 
-def test_a_plateau_is_not_left_before_it_is_one(rule):
+def test_a_rise_does_not_end_the_run(rule):
     rising = [-2.0 + 0.02 * t for t in range(60)]
-    assert followed(rule, rising) is None
+    assert rounds_of(rule, rising) is None
 
 
-def test_a_plateau_is_one(rule):
+def test_a_plateau_ends_the_run(rule):
     values = [-2.0 + 0.05 * min(t, 20) for t in range(100)]
-    assert 38 <= followed(rule, values) <= 60
+    assert 38 <= rounds_of(rule, values) <= 60
 
 
-def test_a_fall_ends_it(rule):
+def test_a_fall_ends_the_run(rule):
     values = [-2.0 + 0.05 * min(t, 20) - 0.02 * max(0, t - 20) for t in range(100)]
-    assert 21 <= followed(rule, values) <= 50
+    assert 21 <= rounds_of(rule, values) <= 50
 
 
-def test_it_waits_for_those_who_have_not_been_seen(rule):
+def test_clients_that_have_not_been_seen_are_waited_for(rule):
     flat = [-1.0] * 200
-    assert followed(rule, flat, cohort=lambda done: torch.arange(9)) is None
+    assert rounds_of(rule, flat, cohort=lambda done: torch.arange(9)) is None
 
 
-def test_one_client_a_round_is_looked_at_as_long_as_its_last_visit_is_back(rule):
+def test_the_window_reaches_back_to_the_oldest_last_visit(rule):
     """All rise while they are seen one after the other: the mean goes on rising."""
     values = [-2.0 + 0.01 * t for t in range(150)]
-    assert followed(rule, values, cohort=lambda done: torch.tensor([done % 10])) is None
+    assert rounds_of(rule, values, cohort=lambda done: torch.tensor([done % 10])) is None
 
 
 def test_noise_is_no_gain(rule):
     torch.manual_seed(0)
     values = (-1.0 + 0.05 * torch.randn(100)).tolist()
-    assert followed(rule, values) is not None
+    assert rounds_of(rule, values) is not None
 
 
 # -- what cannot be, and what goes on --------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_refusals(digits):
         bf.start(network(), train, bf.FedAvg())
 
 
-def test_a_run_goes_on_where_it_was(digits, tmp_path):
+def test_a_resumed_run_ends_as_one_that_never_stopped(digits, tmp_path):
     train, valid, _ = digits
     shared = {"held_out": valid, "batch_size": 10, "clients_per_round": 0.5}
     whole = bf.fit(network(), train, bf.FedAvg(personal_steps=0), **shared)
@@ -172,7 +172,7 @@ def test_a_run_goes_on_where_it_was(digits, tmp_path):
     assert len(again.history["elbo"]) == len(whole.history["elbo"])
     for name, value in whole.params.items():
         assert torch.equal(again.params[name], value)
-    with pytest.raises(ValueError, match="held out"):
+    with pytest.raises(ValueError, match="held_out"):
         other = train.split(test=0.5, seed=1)[1]
         bf.fit(
             network(),

@@ -1,4 +1,4 @@
-"""What is said of a fit that has gone wrong, and not said of one that has not."""
+"""Warnings of a fit that has gone wrong, and none of one that has not."""
 
 import math
 import warnings
@@ -12,7 +12,7 @@ from torch.distributions import constraints
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.elbo.build import build
-from bayesfed.engine.checks import (
+from bayesfed.engine.watch import (
     check_growth,
     warn_if_falling,
     warn_of_infinities,
@@ -54,7 +54,7 @@ def blown_up():
     ],
     ids=["smooth", "noisy", "good start", "bad start", "exponential"],
 )
-def test_a_fit_that_diverges_is_warned_of(elbo):
+def test_warning_of_a_fit_that_diverges(elbo):
     with pytest.warns(UserWarning, match="the fit has diverged"):
         warn_if_falling(elbo.tolist(), ROWS)
 
@@ -70,7 +70,7 @@ def test_a_fit_that_diverges_is_warned_of(elbo):
     ],
     ids=["smooth", "noisy", "converged", "decaying rates", "noisier than the fall"],
 )
-def test_a_fit_that_has_converged_is_not(elbo):
+def test_no_warning_of_a_fit_that_has_converged(elbo):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_if_falling(elbo.tolist(), ROWS)
@@ -113,7 +113,7 @@ def at_start(model, federation):
     return program, dict(program.init), dict(program.init_locals(rows))
 
 
-def test_a_scale_that_explodes_is_an_error_whatever_it_is_made_of():
+def test_a_scale_that_explodes_is_an_error_whatever_its_parameters():
     program, params, _ = at_start(squared_spread, grouped())
     check_growth(program, params | {"v": params["v"] + 2 * math.log(900)})
     with pytest.raises(
@@ -123,10 +123,10 @@ def test_a_scale_that_explodes_is_an_error_whatever_it_is_made_of():
 
 
 @pytest.mark.parametrize(
-    ("fallen", "apart", "said"),
+    ("fallen", "apart", "warnings_expected"),
     [(1100, 1.0, True), (900, 1.0, False), (11, 0.001, True), (9, 0.001, False)],
 )
-def test_a_scale_that_collapses_is_warned_of(fallen, apart, said):
+def test_warning_of_a_scale_that_collapses(fallen, apart, warnings_expected):
     """Tenfold where q(w_i), 1 wide, is wider than the clients are apart."""
     federation = grouped()
     program, params, own = at_start(squared_spread, federation)
@@ -136,15 +136,15 @@ def test_a_scale_that_collapses_is_warned_of(fallen, apart, said):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warn_of_spreads(program, federation, params, own)
-    assert len(caught) == said
-    if said:
+    assert len(caught) == warnings_expected
+    if warnings_expected:
         assert f"'level' (parameters 'v', 'w') has fallen to 1/{fallen}" in str(caught[0].message)
 
 
 @pytest.mark.parametrize(
     ("factor", "what"), [(1100, "grown 1100-fold"), (1 / 1100, "fallen to 1/1100")]
 )
-def test_a_scale_of_a_clients_own_is_watched_too(factor, what):
+def test_the_scale_of_a_single_client_is_watched_too(factor, what):
     federation = grouped()
     program, params, own = at_start(own_spread, federation)
     own["rho"] = own["rho"].clone()
@@ -163,20 +163,20 @@ def test_a_collapse_in_a_fit_is_not_silent(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", [bf.PFedVEM(), bf.FedABML()], ids=["PFedVEM", "FedABML"])
-def test_a_spread_that_is_found_is_not_warned_of(algorithm):
+def test_no_warning_of_a_spread_that_is_found(algorithm):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         bf.fit(squared_spread, grouped(), algorithm, rounds=50)
 
 
 @pytest.mark.slow
-def test_where_mean_field_loses_a_spread_of_real_data_it_is_said():
+def test_warning_where_mean_field_loses_a_spread_of_real_data():
     """τ of the first slope: 0.18 at the mode of the marginal posterior, 0.013 at that with a factorised q(w_i)."""
     with pytest.warns(UserWarning, match="local site 'beta' .* has fallen"):
         bf.fit(models.varying_slope, datasets.grunfeld(), bf.PFedVEM(), rounds=200)
 
 
-def test_clients_whose_own_parameters_are_not_finite_are_named():
+def test_clients_whose_local_parameters_are_not_finite_are_named():
     own = {"w": torch.ones(3, 1, 2), "v": torch.tensor([[0.0], [math.nan], [math.inf]])}
     with pytest.warns(UserWarning, match="variables of 2 clients are not finite, such as 'b'"):
         warn_of_infinities(["a", "b", "c"], own)

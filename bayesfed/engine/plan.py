@@ -1,0 +1,89 @@
+"""The options of a fit, in one object: what is fitted to which rows, how, for how long and where."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from bayesfed.algorithms import SFVI, Algorithm
+from bayesfed.algorithms.registry import settings_of
+from bayesfed.data.federation import Federation, Model
+from bayesfed.engine.execution import Execution
+from bayesfed.engine.privacy import Privacy
+from bayesfed.settings import Schedule, check, validated
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The options of a fit; :func:`bayesfed.fit` documents each of them.
+
+    Attributes:
+        model: the Pyro program.
+        algorithm: how it is fitted.
+        rounds: number of rounds; None for a run that stops by itself.
+        clients_per_round: cohort size, as a number of clients (int) or a fraction of them (float).
+        batch_size: rows of a local step; None for all.
+        privacy: clip and noise of the uploads.
+        held_out: rows of the same clients that end the run, see :mod:`bayesfed.engine.stopping.held_out`.
+        seed: of all streams of noise but those of privacy.
+        execution: where and how the clients' work runs.
+
+    Raises:
+        ValueError: an option is out of range, or two options exclude each other; the message names them.
+
+    Example:
+        >>> from bayesfed import models
+        >>> from bayesfed.engine.plan import Plan
+        >>> Plan(models.eight_schools, batch_size=0)
+        Traceback (most recent call last):
+        bayesfed.settings.SettingsError: batch_size is 0; it must be at least 1
+    """
+
+    model: Model
+    algorithm: Algorithm = field(default_factory=SFVI)
+    rounds: int | None = None
+    clients_per_round: int | float = 1.0
+    batch_size: int | None = None
+    privacy: Privacy | None = None
+    held_out: Federation | None = None
+    seed: int = 0
+    execution: Execution = field(default_factory=Execution)
+
+    def __post_init__(self) -> None:
+        validated(Schedule, {name: getattr(self, name) for name in Schedule.model_fields})
+        check(self.algorithm)
+        if self.held_out is not None:
+            self._check_held_out()
+        elif self.rounds is None and self.privacy is not None:
+            raise ValueError("rounds: ε depends on the number of rounds, so privacy needs one")
+        if self.noisy and self.algorithm.rule.no_noise:
+            raise ValueError(f"{self.algorithm} cannot be private: {self.algorithm.rule.no_noise}")
+
+    def _check_held_out(self) -> None:
+        if self.rounds is not None:
+            raise ValueError("held_out: its rows say when the run ends, leave out rounds")
+        if self.privacy is not None:
+            raise ValueError(
+                "held_out: privacy accounts for uploads only, not for what clients send about held-out rows: "
+                "give rounds instead"
+            )
+        if self.execution.group is not None:
+            raise ValueError("held_out: a run in several processes needs rounds instead")
+
+    @property
+    def noisy(self) -> bool:
+        """Whether noise is added to the sums of the uploads."""
+        return self.privacy is not None and bool(self.privacy.epsilon or self.privacy.noise)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The plan as plain data: all options but the model, which is code, and the execution."""
+        return {
+            "algorithm": settings_of(self.algorithm),
+            "rounds": self.rounds,
+            "clients_per_round": self.clients_per_round,
+            "batch_size": self.batch_size,
+            "privacy": self.privacy and asdict(self.privacy),
+            "held_out": None if self.held_out is None else self.held_out.rows,
+            "seed": self.seed,
+        }

@@ -1,0 +1,95 @@
+"""The interface of a stopping rule: when a run ends, and what the learning rates are until then."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from bayesfed.elbo.program import Params
+from bayesfed.rules.rule import Turn
+from bayesfed.tracing.compiler import Compiler
+
+BOUND, USUAL = 500, 60
+"""Of a run that stops by itself: the largest number of rounds, and the number that is expected."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a round, as a stopping rule uses it.
+
+    Attributes:
+        turn: the round as the server saw it.
+        server: the server's state after it.
+        params: the guide's global parameters after it.
+        elbo: estimates of all rounds so far, ``(rounds,)``.
+        cohort: positions of the clients whose uploads counted, int64.
+        compiler: runs the run's traceable functions.
+    """
+
+    turn: Turn
+    server: Any
+    params: Params
+    elbo: Tensor
+    cohort: Tensor
+    compiler: Compiler
+
+
+class Stopping(ABC):
+    """A stopping rule. Its defaults are those of a rule that ends the run by itself, for good."""
+
+    changing: ClassVar[tuple[str, ...]]
+    """Names of the attributes that rounds change: tensors."""
+
+    @property
+    def bound(self) -> int:
+        """The largest number of rounds."""
+        return BOUND
+
+    @property
+    def usual(self) -> int:
+        """The number of rounds that is expected, for which compilation must pay."""
+        return USUAL
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """All tensors that rounds change, by attribute."""
+        return {name: getattr(self, name) for name in self.changing}
+
+    @property
+    @abstractmethod
+    def converged(self) -> bool | None:
+        """Whether the rule has ended the run; None where the number of rounds is fixed."""
+
+    @property
+    def provisional(self) -> bool:
+        """Whether the end has yet to be confirmed by importance weights of draws of θ."""
+        return False
+
+    def withdraw(self) -> None:
+        """Withdraw a provisional end: the run goes on."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def rate(self, done: int) -> float:
+        """The factor on the learning rates after so many rounds."""
+
+    @abstractmethod
+    def record(self, outcome: Outcome) -> None:
+        """Record a round, and end the run if the rule is met."""
+
+    @abstractmethod
+    def remaining(
+        self, params: Params, elbo: Tensor
+    ) -> tuple[Mapping[str, float] | None, float | None]:
+        """How far q(θ) is from convergence, by global sample site, in standard deviations; and the ELBO, in nats.
+
+        Small distances are left out, or 0; None means that the rounds do not tell.
+
+        Args:
+            params: the guide's global parameters.
+            elbo: estimates of all rounds so far, ``(rounds,)``.
+        """
