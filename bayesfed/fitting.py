@@ -33,8 +33,8 @@ from bayesfed.engine.states import States
 from bayesfed.engine.stopping.convergence import BOUND, settling
 from bayesfed.engine.stopping.drift import caveat, path, to_go, to_rise, warn_if_moving
 from bayesfed.engine.stopping.held_out import held_out as of_held_out
-from bayesfed.output.correction import weighed
-from bayesfed.output.locals_of_run import of_clients
+from bayesfed.output.correction import correct
+from bayesfed.output.locals_of_run import make_local_params
 from bayesfed.output.posterior import Posterior
 from bayesfed.rounds import answer, ask, take
 from bayesfed.settings import Schedule, validated
@@ -186,8 +186,8 @@ def _weigh(run: Run) -> None:
     if not run.near:
         return
     posterior = _concluded(run)
-    found = weighed(posterior)
-    if found.good:
+    found = correct(posterior)
+    if found.reliable:
         run.posterior = replace(posterior, correction=found.correction)
     else:
         run.go_on()
@@ -208,7 +208,7 @@ def finish(run: Run) -> Posterior:
 
 def _concluded(run: Run) -> Posterior:
     params = {name: value.detach() for name, value in run.algorithm.params(run.server).items()}
-    return concluded(run, of_clients(run, params))
+    return concluded(run, make_local_params(run, params))
 
 
 def concluded(run: Run, local_params: Mapping[str, Tensor]) -> Posterior:

@@ -26,7 +26,7 @@ from bayesfed.engine.run import Round, Run, Stopped
 from bayesfed.engine.stopping.convergence import USUAL, place
 from bayesfed.engine.stopping.drift import record
 from bayesfed.engine.stopping.held_out import HeldOut
-from bayesfed.output.locals_of_run import log_predictive, of_cohort
+from bayesfed.output.locals_of_run import fitted_cohort, log_predictive
 from bayesfed.tracing.compiler import using
 from bayesfed.tracing.precision import products
 
@@ -194,7 +194,7 @@ def take(run: Run, asked: Asked, found: Answer) -> Round:
     if isinstance(run.settling, HeldOut):
         if names:
             densities = log_predictive(
-                of_cohort(run, params, names), run.settling.rows.select(names)
+                fitted_cohort(run, params, names), run.settling.rows.select(names)
             )
             run.settling.record(run.done, cohort[taken], densities)
     elif run.settling is None:

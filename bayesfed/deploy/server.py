@@ -64,8 +64,9 @@ from bayesfed.engine.stopping.drift import caveat
 from bayesfed.fitting import begun, concluded
 from bayesfed.output import khat
 from bayesfed.output.checkpoint import Placed
-from bayesfed.output.correction import Weighed, weighed
-from bayesfed.output.draws import of_globals
+from bayesfed.output.correction import CorrectionResult, correct
+from bayesfed.output.draws import draw_globals
+from bayesfed.output.fitted import Fitted
 from bayesfed.output.posterior import Posterior
 from bayesfed.rounds import Answer, Asked, ask, take
 
@@ -90,7 +91,7 @@ class Globals:
 
     def sample(self, num_samples: int = 1000, *, seed: int = 0) -> dict[str, Tensor]:
         """Independent draws of the global sites, ``(S, *event)`` each."""
-        return of_globals(self.posterior, num_samples, seed)
+        return draw_globals(self.posterior, num_samples, seed)
 
     @property
     def caveat(self) -> str:
@@ -364,7 +365,7 @@ def _finished(sites: Sites, run: Run, members: Sequence[Member]) -> tuple[Poster
         requests[member.name] = packed(message, state=state, history=history)
     sites.told(requests, Done, name)
 
-    def weigh(of: Posterior, theta: Params, count: int, key: Tensor, closely: bool) -> Tensor:
+    def weigh(of: Fitted, theta: Params, count: int, key: Tensor, closely: bool) -> Tensor:
         sent, message = {**theta, "": key}, Weigh(run=name, closely=closely)
         if sites.plan.secure:
             number = Round(number=time.time_ns(), attempt=0)  # a sum of its own, after all rounds
@@ -381,8 +382,10 @@ def _finished(sites: Sites, run: Run, members: Sequence[Member]) -> tuple[Poster
             return opened(sites, name, message.round, asked_of_all(message, sent), words)["terms"]
         return torch.stack([parts[part]["terms"] for _, parts in found.values()]).sum(0)
 
-    found = weighed(posterior, weigh) if run.algorithm.corrected else Weighed(good=True)
-    return replace(posterior, correction=found.correction), found.good
+    found = (
+        correct(posterior, weigh) if run.algorithm.corrected else CorrectionResult(reliable=True)
+    )
+    return replace(posterior, correction=found.correction), found.reliable
 
 
 def _ended(sites: Sites, run: Run, posterior: Posterior) -> Globals:
@@ -391,7 +394,7 @@ def _ended(sites: Sites, run: Run, posterior: Posterior) -> Globals:
     name, mended = run.file.name, posterior.correction
     end = End(run=name, khat=None)
     if mended is not None:
-        end = End(run=name, khat=mended.khat, closely=mended.closely)
+        end = End(run=name, khat=mended.khat, closely=mended.laplace)
     payload = packed(end, theta={} if mended is None else mended.theta)
     sites.told(dict.fromkeys(sites.there, payload), Done, name)
     return Globals(posterior, sites.refused, sites.absent)
