@@ -40,7 +40,7 @@ def caveat(found: float | None) -> str:
     if found is None or found <= LIMIT:
         return ""
     return (
-        f"Pareto k {found:.2f} > {LIMIT}: q(θ, w) is some way from the posterior. Means are usually sound, spreads and "
-        "tails may not be: compare with another guide (SFVI(global_guide=Flow())), or with NUTS on fewer clients; "
-        "priors that rule out the absurd help"
+        f"Pareto k {found:.2f} > {LIMIT}: q(θ, w) is not a good approximation of the posterior. Means are usually "
+        "accurate, standard deviations and tails may not be: compare with another guide "
+        "(SFVI(global_guide=Flow())), or with NUTS on fewer clients; narrower priors may help"
     )

@@ -37,7 +37,7 @@ class Posterior(Fitted):
 
     @cached_property
     def khat(self) -> float | None:
-        """Pareto k-hat of the importance weights p(D, θ, w) / q(θ, w): above 0.7 q is some way from the posterior.
+        """Pareto k-hat of the importance weights p(D, θ, w) / q(θ, w): above 0.7 q is a poor approximation.
 
         For a corrected posterior, that of the weights by which its draws were resampled. None if q(θ) has no density,
         under privacy, or if the clients' rows are too many.

@@ -60,7 +60,7 @@ def moved(posterior, sds=0.0, wider=1.0):
     ("sds", "wider"), [(0.0, 1.0), (0.0, 1.8), (0.7, 1.6)], ids=["exact", "wide", "off and wide"]
 )
 def test_loo_is_the_closed_form_for_any_q(fitted, sds, wider):
-    """The sum of 30 rows has an error of about 0.02 nats with 4000 draws. az.loo is off by 0.5 in a row, 4 in the sum."""
+    """The sum of 30 rows is right to about 0.02 nats with 4000 draws. az.loo is off by 0.5 in a row, 4 in the sum."""
     idata = moved(fitted, sds, wider).to_arviz(DRAWS)
     truth = exact(fitted.federation)
     found = pointwise(bf.loo(idata))
