@@ -33,8 +33,8 @@ from bayesfed.engine.stopping.fixed_rounds import FixedRounds
 from bayesfed.engine.stopping.held_out import HeldOut, check_clients
 from bayesfed.engine.stopping.rule import Stopping
 from bayesfed.engine.watch import warn_if_falling, warn_of_refused
-from bayesfed.output.correction import weighed
-from bayesfed.output.locals_of_run import log_predictive, of_clients, of_cohort
+from bayesfed.output.correction import correct
+from bayesfed.output.locals_of_run import fitted_cohort, log_predictive, make_local_params
 from bayesfed.output.posterior import Posterior
 from bayesfed.rules.rule import Turn
 
@@ -129,7 +129,7 @@ def prepare_run(
 
         def score(params: Params, cohort: Tensor) -> Tensor:
             names = [federation.names[i] for i in cohort.tolist()]
-            return log_predictive(of_cohort(run, params, names), rows.select(names))
+            return log_predictive(fitted_cohort(run, params, names), rows.select(names))
 
         stopping = HeldOut(rows, plan.algorithm.lr_decay, score)
     run = create_run(
@@ -177,8 +177,8 @@ def step(run: Run) -> Round:
 def _try_correction(run: Run) -> None:
     """End a run that has nearly converged if importance weights show that q(θ), or its correction, is good enough."""
     if run.stopping.provisional:
-        found = weighed(make_posterior(run, _local_params(run)))
-        if found.good:
+        found = correct(make_posterior(run, _local_params(run)))
+        if found.reliable:
             run.correction = found.correction
         else:
             run.stopping.withdraw()
@@ -204,7 +204,7 @@ def global_params(run: Run) -> Params:
 
 
 def _local_params(run: Run) -> Mapping[str, Tensor]:
-    return of_clients(run, global_params(run))
+    return make_local_params(run, global_params(run))
 
 
 def make_posterior(run: Run, local_params: Mapping[str, Tensor]) -> Posterior:

@@ -184,7 +184,7 @@ class Weigh(Strict):
     Attributes:
         round: of secure sums, the number of this one.
         roster: of secure sums, all sites, with their keys.
-        closely: how they are weighed, see :func:`bayesfed.output.draws.terms`.
+        closely: how they are weighed, see :func:`bayesfed.output.log_densities.sum_log_weights`.
     """
 
     kind: Literal["weigh"] = "weigh"

@@ -77,10 +77,10 @@ from bayesfed.engine.rounds import Question, answer
 from bayesfed.engine.states import States
 from bayesfed.fitting import global_params, start_run
 from bayesfed.output.checkpoint import Placed
-from bayesfed.output.correction import Correction
-from bayesfed.output.draws import terms
 from bayesfed.output.evidence import has_block
-from bayesfed.output.locals_of_run import of_clients
+from bayesfed.output.fitted import Correction
+from bayesfed.output.locals_of_run import make_local_params
+from bayesfed.output.log_densities import sum_log_weights
 from bayesfed.output.posterior import Posterior
 
 _VERSION = version("bayesfed")
@@ -334,7 +334,7 @@ class Site:
             program=run.program,
             federation=self.federation,
             params=params,
-            local_params=of_clients(run, params),
+            local_params=make_local_params(run, params),
             history=parts.get("history", {}),
             algorithm=run.plan.algorithm,
             seed=run.plan.seed,
@@ -360,7 +360,7 @@ class Site:
             )
         theta = {n: v.to(self.federation.device) for n, v in theta.items()}
         key = key.to(self.federation.device)
-        found = {"terms": terms(posterior, theta, count, key, message.closely)}
+        found = {"terms": sum_log_weights(posterior, theta, count, key, message.closely)}
         if not self.plan.secure:
             return packed(Weights(run=message.run), terms=found)
         if message.round is None:

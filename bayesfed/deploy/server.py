@@ -63,8 +63,8 @@ from bayesfed.engine.stopping.drift import caveat
 from bayesfed.fitting import make_posterior, prepare_run, warn_of_flaws
 from bayesfed.output import khat
 from bayesfed.output.checkpoint import Placed
-from bayesfed.output.correction import Weighed, weighed
-from bayesfed.output.draws import of_globals
+from bayesfed.output.correction import CorrectionResult, correct
+from bayesfed.output.draws import draw_globals
 from bayesfed.output.posterior import Posterior
 
 
@@ -88,7 +88,7 @@ class Globals:
 
     def sample(self, num_samples: int = 1000, *, seed: int = 0) -> dict[str, Tensor]:
         """Independent draws of the global sites, ``(S, *event)`` each."""
-        return of_globals(self.posterior, num_samples, seed)
+        return draw_globals(self.posterior, num_samples, seed)
 
     @property
     def caveat(self) -> str:
@@ -367,8 +367,9 @@ def _finished(sites: Sites, run: Run, members: Sequence[Member]) -> tuple[Poster
             return opened(sites, name, message.round, asked_of_all(message, sent), words)["terms"]
         return torch.stack([parts[part]["terms"] for _, parts in found.values()]).sum(0)
 
-    found = weighed(posterior, weigh) if run.plan.algorithm.corrected else Weighed(good=True)
-    return replace(posterior, correction=found.correction), found.good
+    corrected = run.plan.algorithm.corrected
+    found = correct(posterior, weigh) if corrected else CorrectionResult(reliable=True)
+    return replace(posterior, correction=found.correction), found.reliable
 
 
 def _ended(sites: Sites, run: Run, posterior: Posterior) -> Globals:

@@ -99,6 +99,11 @@ class Program:
         return [s for s in self.sites.values() if s.local and not s.observed]
 
     @property
+    def latent(self) -> list[Site]:
+        """The model's latent sites, global ones first."""
+        return [*self.globals, *self.locals]
+
+    @property
     def contexts(self) -> list[Site]:
         """Those local latent sites that the model makes from a client's rows."""
         return [s for s in self.locals if s.context]

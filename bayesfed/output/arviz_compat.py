@@ -1,6 +1,7 @@
-"""ArviZ's two lines as one: 0.2x, and 1.x, which has xarray's DataTree for InferenceData and other defaults.
+"""One interface for ArviZ 0.2x and ArviZ 1.x, which has xarray's DataTree for InferenceData and other defaults.
 
-What they call differently is called here, with probabilities and kinds of intervals written out.
+Functions whose arguments differ between the versions are called here, with probabilities and kinds of intervals given
+explicitly.
 """
 
 from __future__ import annotations
@@ -14,36 +15,36 @@ import pandas as pd
 import xarray as xr
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", FutureWarning)  # ArviZ 0.x announces its 1.0 once a day
+    warnings.simplefilter("ignore", FutureWarning)  # ArviZ 0.x warns of its 1.0 once a day
     import arviz as az
 
 __all__ = ["OLD", "az", "dataset", "hdi", "product", "summary"]
 
 OLD = az.__version__.startswith("0.")
-"""Whether it is ArviZ 0.2x."""
+"""True under ArviZ 0.2x."""
 
 
 def product(groups: Mapping[str, xr.Dataset]) -> az.InferenceData | xr.DataTree:
-    """Named groups as this ArviZ has them."""
+    """Put named groups together as the installed ArviZ represents them."""
     if OLD:
         return az.InferenceData(**groups, warn_on_custom_groups=False)
     return xr.DataTree.from_dict(dict(groups))
 
 
 def dataset(found: az.InferenceData | xr.DataTree, group: str) -> xr.Dataset:
-    """One group of it."""
+    """Return one group."""
     part: Any = found[group]
     return part if OLD else part.to_dataset()
 
 
 def hdi(draws: xr.Dataset, prob: float) -> Mapping[str, np.ndarray]:
-    """Highest-density intervals by variable, ``(*shape, 2)``."""
+    """Compute highest-density intervals by variable, ``(*shape, 2)``."""
     found = az.hdi(draws, **{"hdi_prob" if OLD else "prob": prob})
     return {str(name): value.values for name, value in found.items()}
 
 
 def summary(draws: xr.Dataset, names: Sequence[str]) -> pd.DataFrame:
-    """``mean``, ``sd``, and the 94 % highest-density interval as ``hdi_3%`` and ``hdi_97%``, of all scalars."""
+    """Tabulate ``mean``, ``sd`` and the 94 % highest-density interval ``hdi_3%``, ``hdi_97%`` of all scalars."""
     columns = ["mean", "sd", "hdi_3%", "hdi_97%"]
     if not names:
         return pd.DataFrame(columns=columns)

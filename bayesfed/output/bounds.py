@@ -4,16 +4,16 @@
     server       mean of all clients' risks, (9);       a new client, Lemma 4.6
 
 Z_i = E_{w ~ P} exp(−(β / m_i) Σ ℓ(w, row)) is over the rows that the client conditions on; the risk is that of its
-Gibbs posterior ∝ P(w) exp(−(β / m_i) Σ ℓ). A log loss has no upper end, so :func:`clipped` gives it one. I pays for a
-prior that has seen the client's rows: sampled from the optimal hyper-posterior Q* it is ε_i-private,
-ε_i = 2 β' τ (b − a) / m_i (Lemma 4.5), β' being the β of Q*, with which the prior was trained: one row changes ln Z_β'
-by at most β' (b − a) / m_i. For a prior that has seen none of the rows, ε_i = 0.
+Gibbs posterior ∝ P(w) exp(−(β / m_i) Σ ℓ). A log loss is unbounded, so :func:`clipped` clips it to [a, b]. I is the
+cost of a prior that has seen the client's rows. If the prior is sampled from the optimal hyper-posterior Q*, it is
+ε_i-private with ε_i = 2 β' τ (b − a) / m_i (Lemma 4.5), where β' is the β of Q*, with which the prior was trained: one
+row changes ln Z_β' by at most β' (b − a) / m_i. For a prior that has seen none of the rows, ε_i = 0.
 
-All three are of one loss, in Z and in Q* alike, and of a prior that is *sampled*. Particles of PACPFL that have seen
-the rows are neither: their loss was not cut off, and SVGD is deterministic, so that no ε_i is theirs (PAC-PFL, 8.4).
-For them the bound says what would hold of samples from the Q* that they stand for.
+All three bounds assume the same clipped loss in Z and in Q*, and a prior that is *sampled* from Q*. Particles of PACPFL
+that have seen the rows meet neither assumption: their loss was not clipped, and SVGD is deterministic, so that there is
+no ε_i (PAC-PFL, 8.4). For them the bound is that of samples from the Q* which they approximate.
 
-Each function warns where its result is vacuous, above b, or where β or λ lies outside the range of its theorem.
+Each function warns if its result is vacuous, above b, or if β or λ is outside the range of its theorem.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from torch import Tensor
 
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
-from bayesfed.output.dependent_rows import functions
-from bayesfed.output.draws import finite, key_of, of_clients, replayed
-from bayesfed.output.posterior import Posterior
+from bayesfed.output.dependent_rows import log_likelihoods_of_functions
+from bayesfed.output.draws import draw_clients, run_model, theta_support
+from bayesfed.output.fitted import Fitted
 
 
 class VacuousBound(UserWarning):
-    """A bound that says nothing, or whose theorem does not apply."""
+    """A bound that is no better than the largest loss, or whose theorem does not apply."""
 
 
 def clipped(log_likelihood: Tensor, low: float, high: float) -> Tensor:
-    """The log loss −log p, cut off at a and b.
+    """Compute the log loss −log p, clipped to [a, b].
 
     Example:
         >>> import torch
@@ -50,10 +50,12 @@ def clipped(log_likelihood: Tensor, low: float, high: float) -> Tensor:
 
 
 def log_partition(losses: Tensor, beta: float) -> Tensor:
-    """ln Z = ln E_{w ~ P} exp(−β · mean loss), from draws of w; too low on average, so that bounds are too high.
+    """Estimate ln Z = ln E_{w ~ P} exp(−β · mean loss) from draws of w.
+
+    The estimate is too low on average, so that bounds are too high.
 
     Args:
-        losses: of L hypotheses drawn from the prior on m rows, ``(L, ..., m)``.
+        losses: losses on m rows of L hypotheses drawn from the prior, ``(L, ..., m)``.
         beta: β.
 
     Returns:
@@ -63,7 +65,7 @@ def log_partition(losses: Tensor, beta: float) -> Tensor:
 
 
 def privacy_cost(epsilon: float, rows: int, delta: float) -> float:
-    """I(ε, m, δ) of Theorem 3.2: what a bound pays for an ε-private prior that has seen the m rows.
+    """Compute I(ε, m, δ) of Theorem 3.2, the cost of an ε-private prior that has seen the m rows.
 
     Example:
         >>> from bayesfed import bounds
@@ -85,7 +87,7 @@ def client(
     trained: float | None = None,
     seen: int | None = None,
 ) -> float:
-    """A bound on a client's risk that holds with probability 1 − δ (eq. 6).
+    """Bound a client's risk, with probability 1 − δ (eq. 6).
 
     Args:
         log_z: ln Z_β of the m_i + m̃_i rows that the client conditions on, averaged over priors from Q.
@@ -96,7 +98,7 @@ def client(
         delta: δ.
         tau: τ of the Q* that the prior is sampled from; 0 for a prior that has seen no data.
         trained: β' of that Q*; by default β.
-        seen: m_i, how many of the rows Q* has seen; by default all.
+        seen: m_i, the number of rows that Q* has seen; by default all.
 
     Example:
         >>> from bayesfed import bounds
@@ -122,17 +124,17 @@ def server(
     delta: float,
     upsilon: float = 1e-4,
 ) -> float:
-    """A bound on the mean risk of all n clients that holds with probability 1 − δ (Theorem 4.2, Lemma 4.3).
+    """Bound the mean risk of all n clients, with probability 1 − δ (Theorem 4.2, Lemma 4.3).
 
-    Δ_i = (b − a) min(1, e^x − e^−x) / n, x = 2 β (b − a) m̃_i / (m_i + m̃_i): how far new rows move a client's risk. The
-    theorem has b (e^x − e^−x), by eq. 21, which is right for a ≥ 0 only. New rows move the risk of ℓ − a as far as that
-    of ℓ, so b − a may stand for b: it is right for any a, and for a > 0 tighter.
+    Δ_i = (b − a) min(1, e^x − e^−x) / n with x = 2 β (b − a) m̃_i / (m_i + m̃_i) bounds the change of a client's risk
+    by new rows. The theorem has b (e^x − e^−x), by eq. 21, which holds for a ≥ 0 only. New rows change the risk of ℓ −
+    a as much as that of ℓ, so b may be replaced by b − a: this holds for any a, and is tighter for a > 0.
 
     Args:
         log_z: E_{P~Q} ln Z_β of each client.
         kl: KL(Q ‖ hyper-prior).
         rows: m_i.
-        new_rows: m̃_i, rows that come later; None where nobody knows.
+        new_rows: m̃_i, rows that come later; None if unknown.
         beta: β.
         lam: λ.
         low: a.
@@ -141,7 +143,7 @@ def server(
         upsilon: υ.
 
     Raises:
-        ValueError: numbers of rows are not those of the same clients.
+        ValueError: the sequences have different lengths.
     """
     if len(rows) != len(log_z) or (new_rows is not None and len(new_rows) != len(rows)):
         raise ValueError("log_z, rows and new_rows need one number for each client")
@@ -156,7 +158,7 @@ def server(
         gaps = [width * min(1.0, 2 * math.sinh(min(power, 1.0))) / n for power in powers]
     least = changed + upsilon
     data = -sum(log_z) / (n * beta) + (1 / (n * beta) + least / lam) * kl
-    paid = _paid(rows, gaps, beta, lam, least, width, delta)
+    paid = _data_free_terms(rows, gaps, beta, lam, least, width, delta)
     return _bound("server", data, paid, low, high)
 
 
@@ -172,12 +174,12 @@ def new_client(
     delta: float,
     upsilon: float = 1e-4,
 ) -> float:
-    """A bound on the expected risk of a client that takes no part in training, 1 − δ (Lemma 4.6).
+    """Bound the expected risk of a client that takes no part in training, with probability 1 − δ (Lemma 4.6).
 
     Args:
         log_z: ln Z_τ = ln E_{P ~ hyper-prior} exp(τ Σ_i ln Z_β(P, S_i)).
-        rows: m_i of the n clients that did.
-        changed: n₂, how many of these get more rows.
+        rows: m_i of the n clients that took part.
+        changed: n₂, the number of these that get more rows.
         beta: β.
         lam: λ.
         low: a.
@@ -187,12 +189,12 @@ def new_client(
     """
     n, width, least = len(rows), high - low, changed + upsilon
     data = -(1 / (n * beta) + least / lam) * log_z
-    paid = _paid(rows, [width / n] * n, beta, lam, least, width, delta)
+    paid = _data_free_terms(rows, [width / n] * n, beta, lam, least, width, delta)
     return _bound("new client's", data, paid, low, high)
 
 
 def report(
-    posterior: Posterior,
+    posterior: Fitted,
     test: Federation,
     *,
     low: float,
@@ -203,29 +205,30 @@ def report(
     seen: bool = True,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Each client's bound beside its risk on test rows, for the clipped log loss of a PAC-PFL posterior.
+    """Tabulate each client's bound and its risk on test rows, for the clipped log loss of a PAC-PFL posterior.
 
-    Hypotheses are drawn from the priors that the particles are, and weighed by exp(−β mean loss) on the client's
-    rows: Monte Carlo, so risks have an error that few effective draws make large, and ln Z is on the low side.
+    Hypotheses are drawn from the priors that the particles are, and weighted by exp(−β mean loss) on the client's rows.
+    By this Monte Carlo estimate risks have an error, large if the effective sample size is small, and ln Z is too low
+    on average.
 
-    Of particles that have seen the rows no theorem speaks: SVGD is deterministic, and their loss was not cut off
-    (PAC-PFL, 8.4). Their bound is that of priors sampled from the Q* of the clipped loss, whose ε_i it pays.
+    No theorem covers particles that have seen the rows, since SVGD is deterministic and their loss was not clipped
+    (PAC-PFL, 8.4). Their bound is that of priors sampled from the Q* of the clipped loss, with its ε_i.
 
     Args:
-        posterior: of :class:`~bayesfed.PACPFL`.
+        posterior: a posterior of :class:`~bayesfed.PACPFL`.
         test: rows of the posterior's clients.
         low: a.
         high: b.
-        delta: δ, for each client by itself.
-        beta: β; by default √m_i, which lets the bound tighten as m_i grows.
-        draws: of hypotheses, for each particle.
+        delta: δ, for each client separately.
+        beta: β; by default √m_i, so that the bound tightens as m_i grows.
+        draws: number of hypotheses for each particle.
         seen: the particles were fitted to these clients' rows; False for new clients (ε_i = 0).
-        seed: of the draws.
+        seed: seed of the draws.
 
     Returns:
-        One row a client: ``rows`` m_i, ``beta``, ``epsilon`` ε_i, ``empirical`` and ``risk`` of the Gibbs posterior on
-        its own and on the test rows, ``bound``, ``vacuous``, and ``covered``: the theorem is of these very particles,
-        as they have not seen the rows.
+        One row per client: ``rows`` m_i, ``beta``, ``epsilon`` ε_i, ``empirical`` and ``risk`` of the Gibbs posterior
+        on its own and on the test rows, ``bound``, ``vacuous``, and ``covered``: the theorem covers these particles, as
+        they have not seen the rows.
 
     Raises:
         TypeError: the posterior has no particles.
@@ -234,8 +237,10 @@ def report(
     found: list[dict[str, object]] = []
     algorithm, federation = posterior.algorithm, posterior.federation
     if not posterior.program.weights_draws:
-        raise TypeError(f"{algorithm} has no particles, which stand for priors: use PACPFL")
-    tau, trained_beta = 0.0, posterior.program.guide.beta
+        raise TypeError(
+            f"{algorithm} has no particles, which the bounds take as priors: use PACPFL"
+        )
+    tau, trained_beta = 0.0, getattr(posterior.program.guide, "beta", None)
     if seen:
         tau = algorithm.rule.temperature(len(federation), federation.rows / len(federation))
     for name, own, there in prior_losses(posterior, test, draws, seed, low, high):
@@ -273,30 +278,34 @@ def report(
 
 
 def prior_losses(
-    posterior: Posterior, test: Federation, draws: int, seed: int, low: float, high: float
+    fitted: Fitted, test: Federation, draws: int, seed: int, low: float, high: float
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The log loss, cut off at a and b, of hypotheses drawn from the priors that the particles are.
+    """Compute the log loss, clipped to [a, b], of hypotheses drawn from the priors that the particles are.
 
     Yields:
         For each client of ``test`` its name and the losses ``(L, k, m)`` on its own and on the test rows.
     """
-    program, (site,) = posterior.program, posterior.program.observed
-    few = posterior.select(test.names)
-    priors = finite(posterior)
+    program, (site,) = fitted.program, fitted.program.observed
+    few = fitted.select(test.names)
+    priors = theta_support(fitted)
     if priors is None:
-        raise TypeError(f"{program.guide_name} is no list of priors: q(θ) has no end of values")
+        raise TypeError(
+            f"{program.guide_name} is no list of priors: q(θ) has infinitely many values"
+        )
     theta, size = priors
-    key, each = key_of(posterior, seed, "prior losses"), draws if program.locals else 1
+    key, each = fitted.key(seed, "prior losses"), draws if program.locals else 1
     for i, name in enumerate(test.names):
         chunk = torch.tensor([i])
         batches = few.federation.batch(chunk), test.batch(chunk)
-        found = of_clients(few, theta, size, chunk, key, each)
+        found = draw_clients(few, theta, size, chunk, key, each)
         if site.joint:
             keys = noise.fold(key, few.federation.stream_ids[chunk])
-            log_probs = functions(few, found, chunk, *batches, draws // each, keys)
+            log_probs = log_likelihoods_of_functions(
+                few, found, chunk, *batches, draws // each, keys
+            )
         else:
             nodes = [
-                replayed(few, program.model, found, chunk, batch)[site.name] for batch in batches
+                run_model(few, program.model, found, chunk, batch)[site.name] for batch in batches
             ]
             log_probs = tuple(
                 node["fn"].log_prob(node["value"]).expand(found.count, 1, -1)[None, :, 0]
@@ -310,11 +319,11 @@ def prior_losses(
 
 
 def _epsilon(trained: float, tau: float, width: float, seen: int) -> float:
-    """ε_i of a prior from the optimal hyper-posterior (Lemma 4.5)."""
+    """Compute ε_i of a prior from the optimal hyper-posterior (Lemma 4.5)."""
     return 2 * trained * tau * width / seen if seen else 0.0
 
 
-def _paid(
+def _data_free_terms(
     rows: Sequence[int],
     gaps: Sequence[float],
     beta: float,
@@ -323,7 +332,7 @@ def _paid(
     width: float,
     delta: float,
 ) -> float:
-    """What Theorem 4.2 and Lemma 4.6 pay whatever the losses; ``least`` is n₂ + υ, ``gaps`` are Δ_i."""
+    """Sum the terms of Theorem 4.2 and Lemma 4.6 that no loss enters; ``least`` is n₂ + υ, ``gaps`` are Δ_i."""
     n = len(rows)
     if beta < 1 / n:
         _warn(f"beta is {beta:g}, below 1 / n = {1 / n:g}: the theorem does not apply")
@@ -337,14 +346,15 @@ def _paid(
 
 
 def _bound(what: str, data: float, paid: float, low: float, high: float) -> float:
-    """The sum of what depends on the losses, at least a, and of what does not.
+    """Add the part that depends on the losses, at least a, and the part that does not; warn if the sum is vacuous.
 
-    With β = m_i, b − a ≥ 8 and ε_i ≥ √(2 (b − a)) are the cases that PAC-PFL has (8.3.1) of the second being too much.
+    PAC-PFL (8.3.1) names two cases in which the second part alone is too large: with β = m_i, b − a ≥ 8 and
+    ε_i ≥ √(2 (b − a)).
     """
     if data + paid >= high:
         why = ""
         if paid >= high - low:
-            why = f", and would be for any data: {paid:.3g} is paid before there is a loss"
+            why = f", and would be for any data: its terms without a loss add up to {paid:.3g}"
         _warn(
             f"the {what} bound {data + paid:.3g} is vacuous: the loss never exceeds {high:g}{why}"
         )

@@ -1,4 +1,4 @@
-"""A posterior in one safetensors file: no pickle, so that opening a file runs no code."""
+"""Save and load a posterior as one safetensors file, without pickle, so that opening a file runs no code."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from bayesfed.algorithms.registry import algorithm_of, settings_of
-from bayesfed.checks import program_fingerprint as densities
-from bayesfed.data import fingerprint as rows
+from bayesfed.checks import program_fingerprint
+from bayesfed.data import fingerprint
 from bayesfed.data.federation import Federation, Model
-from bayesfed.elbo.program import Params
+from bayesfed.elbo.program import Params, Program
 from bayesfed.engine.files import read_tensors, write_tensors
 from bayesfed.engine.program import build_program
-from bayesfed.output.correction import Correction
-
-if TYPE_CHECKING:
-    from bayesfed.output.posterior import Posterior
+from bayesfed.output.fitted import Correction, Fitted
 
 FORMAT = 2
 """Version of the file's layout."""
@@ -31,34 +28,33 @@ _VERSION = version("bayesfed")
 
 @runtime_checkable
 class Placed(Protocol):
-    """A guide that has coordinates of its own, without which its parameters mean nothing."""
+    """A guide whose parameters are relative to coordinates of its own, which a file must hold too."""
 
     def coordinates(self) -> dict[str, Tensor]:
-        """Of each of the model's latent sites."""
+        """Return the coordinates of each of the model's latent sites."""
 
     def placed(self, coordinates: Mapping[str, Tensor]) -> Callable[[Any], Any]:
-        """The same guide in these coordinates."""
+        """Return the same guide in given coordinates."""
 
 
-def save(posterior: Posterior, path: str | Path) -> None:
+def save(fitted: Fitted, path: str | Path) -> None:
     """Write a posterior to one safetensors file, atomically.
 
-    Tensors are called ``<part>/<name>``. The parts are ``params`` and ``local_params``
-    (unconstrained; local ones have a row per client), ``history`` (one number a round),
-    ``start.globals`` and ``start.locals`` (the coordinates of a guide that is :class:`Placed`: origin
-    and unit ``(2, P)``), ``correction`` (draws that stand for q(θ)), ``data`` and ``program`` (by which
-    :func:`load` knows data, model and guide again, see :mod:`bayesfed.data.fingerprint` and
-    :mod:`bayesfed.checks.program_fingerprint`). The metadata's entry ``bayesfed`` is JSON: ``format``,
-    ``version``, ``algorithm`` (see :func:`bayesfed.settings.settings_of`),
-    ``seed``, ``epsilon``, ``moving``, ``rising``, ``settled``, ``khat`` and ``closely`` of the correction, ``clients``
-    and ``sites``.
+    Tensors are called ``<part>/<name>``. The parts are ``params`` and ``local_params`` (unconstrained; local ones have
+    one row per client), ``history`` (one number per round), ``start.globals`` and ``start.locals`` (the coordinates of
+    a guide that is :class:`Placed`: origin and unit ``(2, P)``), ``correction`` (draws in place of q(θ)), ``data`` and
+    ``program`` (fingerprints by which :func:`load` recognises data, model and guide, see
+    :mod:`bayesfed.data.fingerprint` and :mod:`bayesfed.checks.program_fingerprint`). The metadata's entry ``bayesfed``
+    is JSON: ``format``, ``version``, ``algorithm`` (see :func:`bayesfed.settings.settings_of`), ``seed``, ``epsilon``,
+    ``moving``, ``rising``, ``settled``, ``khat`` and ``closely`` (k-hat of the correction, and its ``laplace``),
+    ``clients`` and ``sites``.
 
-    The data and the model are not in it, the clients' names and local posteriors are. A guess of a small client's rows
-    can be confirmed by its hashes: such a file is for those who may see the data.
+    The file does not hold the data and the model, but the clients' names and local posteriors. Its hashes can confirm a
+    guess of a small client's rows: share such a file only with people who may see the data.
 
     Raises:
         TypeError: the algorithm's settings are not plain data.
-        OSError: the file cannot be written; what was at ``path`` is still there.
+        OSError: the file cannot be written; a file that was at ``path`` before is unchanged.
 
     Example:
         >>> import bayesfed as bf, tempfile
@@ -69,22 +65,22 @@ def save(posterior: Posterior, path: str | Path) -> None:
         ...     posterior.save(f"{folder}/schools.safetensors")
         ...     bf.Posterior.load(f"{folder}/schools.safetensors", models.eight_schools, schools)
         Posterior: SFVI (FullRank globals, conditioned locals), 5 rounds, 8 clients; globals mu, tau; locals theta
-        5 rounds are too few to tell whether the fit has converged
+        5 rounds are too few to tell whether the fit still moves
     """
     parts: dict[str, dict[str, Tensor]] = {
-        "params": posterior.params,
-        "local_params": dict(posterior.local_params),
-        "history": dict(posterior.history),
-        "data": rows.digest(posterior.federation),
-        "program": densities.digest(
-            posterior.program,
-            posterior.federation,
-            densities.witnesses(len(posterior.federation)),
+        "params": fitted.params,
+        "local_params": dict(fitted.local_params),
+        "history": dict(fitted.history),
+        "data": fingerprint.digest(fitted.federation),
+        "program": program_fingerprint.digest(
+            fitted.program,
+            fitted.federation,
+            program_fingerprint.witnesses(len(fitted.federation)),
         ),
     }
-    program, mended = posterior.program, posterior.correction
-    if mended is not None:
-        parts["correction"] = mended.theta
+    program, correction = fitted.program, fitted.correction
+    if correction is not None:
+        parts["correction"] = correction.theta
     if isinstance(program.guide, Placed):
         for name, value in program.guide.coordinates().items():
             part = "start.locals" if program.sites[name].local else "start.globals"
@@ -92,16 +88,16 @@ def save(posterior: Posterior, path: str | Path) -> None:
     metadata = {
         "format": FORMAT,
         "version": _VERSION,
-        "algorithm": settings_of(posterior.algorithm),
-        "seed": posterior.seed,
-        "epsilon": posterior.epsilon,
-        "moving": posterior.moving and dict(posterior.moving),
-        "rising": posterior.rising,
-        "settled": posterior.settled,
-        "khat": None if mended is None else mended.khat,
-        "closely": mended is not None and mended.closely,
-        "clients": list(posterior.federation.names),
-        "sites": list(posterior.program.sites),
+        "algorithm": settings_of(fitted.algorithm),
+        "seed": fitted.seed,
+        "epsilon": fitted.epsilon,
+        "moving": fitted.moving and dict(fitted.moving),
+        "rising": fitted.rising,
+        "settled": fitted.settled,
+        "khat": None if correction is None else correction.khat,
+        "closely": fitted.laplace,
+        "clients": list(fitted.federation.names),
+        "sites": list(program.sites),
     }
     tensors = {
         f"{part}/{name}": value for part, values in parts.items() for name, value in values.items()
@@ -116,26 +112,25 @@ def load(
     *,
     guide: Callable[[Any], Any] | None = None,
     other_rows: bool = False,
-) -> dict[str, Any]:
-    """Read what :func:`save` wrote.
+) -> Fitted:
+    """Read a file that :func:`save` wrote.
 
     Args:
         path: the file.
         model: the model that was fitted.
-        federation: clients of the fit, all or some, in any order: local posteriors are matched by
-            the clients' names.
-        guide: the Pyro guide, where the fit had one of your own.
-        other_rows: the federation holds other rows of these clients, say those to predict where the rows of the fit
-            are not at hand. Its numbers then are those of the old posterior on the new rows.
+        federation: clients of the fit, all or some, in any order: local posteriors are matched by the clients' names.
+        guide: the Pyro guide, if the fit had one of your own.
+        other_rows: the federation holds other rows of these clients, such as rows to predict if the rows of the fit are
+            not available. Log likelihoods and the ELBO are then those of these rows.
 
     Returns:
-        The fields of the :class:`~bayesfed.Posterior` of the federation's clients, on the federation's device.
+        The posterior of the federation's clients, on the federation's device.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: the file is no checkpoint or one of a later version; a client is not in it; the
-            model, its priors, the guide or the data are not those of the fit; ``other_rows``, but predictions need
-            those of the fit.
+        FileNotFoundError: there is no such file.
+        ValueError: the file is no checkpoint or one of a later version; a client is not in it; the model, its priors,
+            the guide or the data are not those of the fit; ``other_rows`` is given, but predictions need the rows of
+            the fit.
     """
     metadata, parts = _read(Path(path))
     known = {name: row for row, name in enumerate(metadata["clients"])}
@@ -168,52 +163,74 @@ def load(
         program = replace(program, guide=program.guide.placed(found))
     position = torch.tensor([known[name] for name in federation.names])
     local_params = {name: value[position] for name, value in parts["local_params"].items()}
-    _same_shapes(path, parts["params"], program.init)
+    _check_shapes(path, parts["params"], program.init)
     for start in program.starts(federation):
         shapes = {n: v[start.index] for n, v in local_params.items()}
-        _same_shapes(path, shapes, program.init_locals(start))
+        _check_shapes(path, shapes, program.init_locals(start))
     if not other_rows:
-        before = {name: value[position] for name, value in parts["data"].items()}
-        changed = rows.difference(before, rows.digest(federation), federation.names)
-        if changed is not None:
-            raise ValueError(
-                f"{path} is a posterior of other data: {changed}. Load it with the rows of the fit, then predict "
-                "others, or fit again. If other rows of the clients are meant, say other_rows=True"
-            )
+        _check_data(path, federation, {n: v[position] for n, v in parts["data"].items()})
     elif program.weights_draws or program.joint:
         raise ValueError(
             f"{path}: predictions of this posterior need the rows of the fit. Load it with them, then predict others"
         )
-    seen = [metadata["clients"][row] for row in densities.witnesses(len(known)).tolist()]
+    _check_program(path, program, federation, other_rows, metadata, parts["program"])
+
+    def moved(values: Params) -> Params:
+        return {name: value.to(federation.device) for name, value in values.items()}
+
+    correction = None
+    if theta := moved(parts.get("correction", {})):
+        correction = Correction(theta, metadata["khat"], metadata.get("closely", False))
+    return Fitted(
+        program=program,
+        federation=federation,
+        params=moved(parts["params"]),
+        local_params=moved(local_params),
+        history=parts["history"],
+        algorithm=algorithm,
+        seed=metadata["seed"],
+        epsilon=metadata.get("epsilon"),
+        moving=metadata.get("moving", {}),
+        rising=metadata.get("rising", 0.0),
+        settled=metadata.get("settled"),
+        correction=correction,
+    )
+
+
+def _check_data(path: str | Path, federation: Federation, before: Mapping[str, Tensor]) -> None:
+    """Fail if the clients' rows differ from those of the fit, whose fingerprint is ``before``."""
+    changed = fingerprint.difference(before, fingerprint.digest(federation), federation.names)
+    if changed is not None:
+        raise ValueError(
+            f"{path} is a posterior of other data: {changed}. Load it with the rows of the fit, then predict "
+            "others, or fit again. If other rows of the clients are meant, say other_rows=True"
+        )
+
+
+def _check_program(
+    path: str | Path,
+    program: Program,
+    federation: Federation,
+    other_rows: bool,
+    metadata: Mapping[str, Any],
+    saved: Mapping[str, Tensor],
+) -> None:
+    """Fail if the model or the guide differs from that of the fit, whose fingerprint is ``saved``."""
+    clients = metadata["clients"]
+    seen = [clients[row] for row in program_fingerprint.witnesses(len(clients)).tolist()]
     here = [] if other_rows else [name for name in seen if name in federation.names]
-    before = densities.of_clients(parts["program"], [seen.index(name) for name in here])
-    now = densities.digest(program, federation, federation.index(here))
-    changed = densities.difference(program, before, now)
+    before = program_fingerprint.of_clients(saved, [seen.index(name) for name in here])
+    now = program_fingerprint.digest(program, federation, federation.index(here))
+    changed = program_fingerprint.difference(program, before, now)
     if changed is not None:
         raise ValueError(
             f"{path} is a posterior of another model: {changed} (saved with bayesfed {metadata['version']}). Load it "
             "with the model of the fit, or fit again"
         )
-    theta = {n: value.to(federation.device) for n, value in parts.get("correction", {}).items()}
-    mended = Correction(theta, metadata["khat"], metadata.get("closely", False)) if theta else None
-    return {
-        "program": program,
-        "federation": federation,
-        "params": {n: value.to(federation.device) for n, value in parts["params"].items()},
-        "local_params": {n: value.to(federation.device) for n, value in local_params.items()},
-        "history": parts["history"],
-        "algorithm": algorithm,
-        "seed": metadata["seed"],
-        "epsilon": metadata.get("epsilon"),
-        "moving": metadata.get("moving", {}),
-        "rising": metadata.get("rising", 0.0),
-        "settled": metadata.get("settled"),
-        "correction": mended,
-    }
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-    """The metadata, and the tensors by part and name."""
+    """Read the metadata, and the tensors by part and name."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path}")
     parts: dict[str, dict[str, Tensor]] = {"params": {}, "local_params": {}, "history": {}}
@@ -231,7 +248,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
     return metadata, parts
 
 
-def _same_shapes(path: str | Path, saved: Params, expected: Params) -> None:
+def _check_shapes(path: str | Path, saved: Params, expected: Params) -> None:
+    """Fail if names or shapes of parameters differ from those of the model and guide."""
     for name in [*expected, *saved]:
         if name not in saved:
             raise ValueError(
@@ -252,4 +270,5 @@ def _same_shapes(path: str | Path, saved: Params, expected: Params) -> None:
 
 
 def _type(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, without torch's prefix."""
     return str(dtype).removeprefix("torch.")

@@ -1,15 +1,14 @@
-"""Models whose rows are one event of a client (``federation.jointly()``), such as Gaussian processes.
+"""Predictions of models whose rows are one event of a client (``federation.jointly()``), such as Gaussian processes.
 
-Given all variables, rows still depend on each other, so that to predict is to condition on the client's own rows. Where
-the event is multivariate Normal the model itself says how: it is run on the own and the new rows together, and the law
-of the new ones given the own follows from the blocks of its covariance.
+Given all variables, the rows of a client depend on each other, so that new rows are predicted given the client's own
+rows. If the event is multivariate Normal, the model is run on the own and the new rows together, and the conditional
+distribution of the new rows follows from the blocks of the covariance matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from linear_operator.utils.cholesky import psd_safe_cholesky
@@ -20,26 +19,24 @@ from bayesfed.data.batch import Batch, Fields
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
 from bayesfed.functional.multivariate_normal import Gaussian, conditioned
-from bayesfed.output.draws import Draws, key_of, replayed, weighted
-
-if TYPE_CHECKING:
-    from bayesfed.output.posterior import Posterior
+from bayesfed.output.draws import Draws, run_model, weighted_draws
+from bayesfed.output.fitted import Fitted
 
 
 class NotGaussian(ValueError):
-    """The rows of a client are one event whose law given some of them is not known."""
+    """The rows of a client are one event that is not multivariate Normal, so that new rows cannot be conditioned."""
 
 
-def laws(
-    posterior: Posterior, federation: Federation, num_samples: int, seed: int
+def predictive_moments(
+    fitted: Fitted, federation: Federation, num_samples: int, seed: int
 ) -> Iterator[tuple[Tensor, Draws, Batch, Tensor, Tensor]]:
-    """The law of each new row given the client's own rows, the noise included, at each draw (PAC-PFL, eq. 35).
+    """Compute mean and variance of each new row given the client's own rows, noise included (PAC-PFL, eq. 35).
 
     Args:
-        posterior: of a model with one observed site, and of the clients of ``federation``.
-        federation: rows to predict; what is observed of them is not looked at.
-        num_samples: draws of the posterior, see :func:`~bayesfed.output.draws.weighted`.
-        seed: of the draws.
+        fitted: q of a model with one observed site, and of the clients of ``federation``.
+        federation: rows to predict; their outcomes are not used.
+        num_samples: number of draws, see :func:`~bayesfed.output.draws.weighted_draws`.
+        seed: seed of the draws.
 
     Yields:
         Positions of K clients, S weighted draws, the rows to predict, their means and variances ``(S, K, Q)``.
@@ -47,56 +44,62 @@ def laws(
     Raises:
         NotGaussian: the observed site is not multivariate Normal over the rows.
     """
-    program, (site,) = posterior.program, posterior.program.observed
-    square = (2 * int(posterior.federation.lengths.max())) ** 2
-    for chunk, draws in weighted(posterior, num_samples, seed, federation, numbers=square):
-        own, there = posterior.federation.batch(chunk), federation.batch(chunk)
-        node = replayed(posterior, program.model, draws, chunk, own)[site.name]
+    program, (site,) = fitted.program, fitted.program.observed
+    square = (2 * int(fitted.federation.lengths.max())) ** 2
+    for chunk, draws in weighted_draws(fitted, num_samples, seed, federation, numbers=square):
+        own, there = fitted.federation.batch(chunk), federation.batch(chunk)
+        node = run_model(fitted, program.model, draws, chunk, own)[site.name]
         value, parts = _by_client(node["value"], draws.count, own), []
         for rows in torch.arange(there.mask.shape[1]).split(max(own.mask.shape[1], 64)):
-            mean, covariance = law(posterior, draws, chunk, _joined(own, _columns(there, rows)))
+            both = _concatenate(own, _columns(there, rows))
+            mean, covariance = joint_moments(fitted, draws, chunk, both)
             parts.append(conditioned(mean, covariance, value, own.mask))
         means, variances = zip(*parts, strict=True)
         yield chunk, draws, there, torch.cat(means, -1), torch.cat(variances, -1)
 
 
-def predict(posterior: Posterior, federation: Federation, num_samples: int, seed: int) -> Tensor:
-    """Draws of new rows given the client's own, by torch's generator: ``(S, rows)``. Arguments as for :func:`laws`."""
-    parts = []
-    for chunk, draws, batch, mean, variance in laws(posterior, federation, num_samples, seed):
-        weights = draws.log_probabilities(len(chunk)).to(mean)
-        keys = noise.fold(
-            key_of(posterior, seed, "predict"), posterior.federation.stream_ids[chunk]
-        )
+def predict(fitted: Fitted, federation: Federation, num_samples: int, seed: int) -> Tensor:
+    """Draw new rows given the client's own rows, by torch's generator: ``(S, rows)``.
+
+    Arguments as for :func:`predictive_moments`.
+    """
+    parts, key = [], fitted.key(seed, "predict")
+    for chunk, draws, batch, mean, variance in predictive_moments(
+        fitted, federation, num_samples, seed
+    ):
+        weights = draws.normalised_log_weights(len(chunk)).to(mean)
+        keys = noise.fold(key, fitted.federation.stream_ids[chunk])
         found = Draws({"mean": mean, "variance": variance}, draws.count, weights)
-        values = found.picked(1, num_samples, keys).values
+        values = found.resample(1, num_samples, keys).values
         y = values["mean"] + values["variance"].sqrt() * torch.randn_like(values["mean"])
         parts.append(y[:, batch.mask])
     return torch.cat(parts, 1)
 
 
-def law(posterior: Posterior, draws: Draws, chunk: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Mean ``(S, K, B)`` and covariance ``(S, K, B, B)`` of the rows of K clients at draws of the latent sites.
+def joint_moments(
+    fitted: Fitted, draws: Draws, chunk: Tensor, batch: Batch
+) -> tuple[Tensor, Tensor]:
+    """Compute mean ``(S, K, B)`` and covariance ``(S, K, B, B)`` of the rows of K clients at draws of the latent sites.
 
     Raises:
-        NotGaussian: see :func:`laws`.
+        NotGaussian: see :func:`predictive_moments`.
     """
-    (site,) = posterior.program.observed
-    fn = replayed(posterior, posterior.program.model, draws, chunk, batch)[site.name]["fn"]
+    (site,) = fitted.program.observed
+    fn = run_model(fitted, fitted.program.model, draws, chunk, batch)[site.name]["fn"]
     rows = batch.mask.shape[1]
     if not isinstance(fn, Gaussian | MultivariateNormal) or fn.event_shape != (rows,):
         raise NotGaussian(
-            f"site {site.name!r} is all rows of a client as one {type(fn).__name__}: only of a multivariate "
-            "Normal over the rows (torch's, or bayesfed.functional.multivariate_normal.Gaussian) is the law of new "
-            "rows given a client's own known here. sample and log_likelihood need none"
+            f"site {site.name!r} is all rows of a client as one {type(fn).__name__}: new rows can be predicted given a "
+            "client's own only if it is a multivariate Normal over the rows (torch's, or "
+            "bayesfed.functional.multivariate_normal.Gaussian). sample and log_likelihood work for all"
         )
     mean = _by_client(fn.loc, draws.count, batch)
     covariance = fn.covariance_matrix.squeeze(-3).expand(draws.count, len(batch), rows, rows)
     return mean, covariance
 
 
-def functions(
-    posterior: Posterior,
+def log_likelihoods_of_functions(
+    fitted: Fitted,
     draws: Draws,
     chunk: Tensor,
     own: Batch,
@@ -104,17 +107,17 @@ def functions(
     count: int,
     keys: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """log p(y | f) of one client's own and of other rows, under functions drawn from the prior.
+    """Compute log p(y | f) of one client's own and of other rows, for functions f drawn from the prior.
 
-    The function is what two observations of the same row share: with every row given twice, the covariance between
-    the two halves is that of f, and what is left of either is noise, which must be independent between rows.
+    The model is run with every row given twice. The covariance between the two halves is that of f; the rest of either
+    half's covariance is noise, which must be independent between rows.
 
     Args:
-        posterior: of a model with one observed site.
+        fitted: q of a model with one observed site.
         draws: S draws of its latent sites.
         chunk: the position of one client.
-        own: its own rows.
-        there: other rows of it.
+        own: the client's own rows.
+        there: other rows of the client.
         count: L, functions for each draw.
         keys: the client's noise stream, ``(1,)``.
 
@@ -122,14 +125,14 @@ def functions(
         ``(L, S, m)`` and ``(L, S, m')``.
 
     Raises:
-        NotGaussian: see :func:`laws`; or the noise of two rows is not independent.
+        NotGaussian: see :func:`predictive_moments`; or the noise of two rows is not independent.
     """
-    (site,) = posterior.program.observed
-    rows = _joined(own, there)
+    (site,) = fitted.program.observed
+    rows = _concatenate(own, there)
     width, size = own.mask.shape[1], rows.mask.shape[1]
-    nodes = replayed(posterior, posterior.program.model, draws, chunk, rows)
+    nodes = run_model(fitted, fitted.program.model, draws, chunk, rows)
     y = _by_client(nodes[site.name]["value"], draws.count, rows)[:, 0]
-    mean, covariance = law(posterior, draws, chunk, _joined(rows, rows))
+    mean, covariance = joint_moments(fitted, draws, chunk, _concatenate(rows, rows))
     mean, covariance = mean[:, 0, :size], covariance[:, 0].double()
     seen, common = covariance[:, :size, :size], covariance[:, :size, size:]
     noisy = (seen - common).diagonal(dim1=-2, dim2=-1)
@@ -138,10 +141,10 @@ def functions(
     if (rest.abs() > 1e-3 * scale).any() or (noisy <= 0).any():
         raise NotGaussian(
             f"site {site.name!r} is not a function plus noise that is independent between rows: "
-            "there is no loss of a row by itself"
+            "the loss of a single row is not defined"
         )
     common = seen - torch.diag_embed(noisy)
-    jitter = 1e-6 * scale * torch.eye(size).to(common)  # it is nearly singular
+    jitter = 1e-6 * scale * torch.eye(size).to(common)  # the covariance is nearly singular
     factor = psd_safe_cholesky(common + jitter)
     u = noise.uniform(keys, (count, draws.count, size))[0]
     f = mean + (factor @ torch.special.ndtri(u)[..., None]).squeeze(-1).to(mean)
@@ -150,12 +153,12 @@ def functions(
 
 
 def _by_client(value: Tensor, count: int, batch: Batch) -> Tensor:
-    """``(S or none, K, 1, B)`` to ``(S, K, B)``."""
+    """Turn ``(S, K, 1, B)``, or ``(K, 1, B)``, into ``(S, K, B)``."""
     return value.squeeze(-2).expand(count, *batch.mask.shape)
 
 
-def _joined(first: Batch, second: Batch) -> Batch:
-    """The rows of both, of the same clients, with the fields that both have."""
+def _concatenate(first: Batch, second: Batch) -> Batch:
+    """Concatenate rows of the same clients, with the fields that both batches have."""
     fields = {
         name: torch.cat([value, second.fields[name]], 1)
         for name, value in first.fields.items()
@@ -166,6 +169,6 @@ def _joined(first: Batch, second: Batch) -> Batch:
 
 
 def _columns(batch: Batch, rows: Tensor) -> Batch:
-    """Some columns of a batch."""
+    """Select columns, each with one row per client, of a batch."""
     fields = {name: value[:, rows] for name, value in batch.fields.items()}
     return replace(batch, fields=Fields(fields), mask=batch.mask[:, rows])

@@ -1,13 +1,13 @@
-"""What clients say of a draw of θ, log p(D_i | θ_s), by draws of their variables from a Normal made for that draw.
+"""Estimates of log p(D_i | θ_s) at draws of θ, by importance sampling with a Laplace approximation as proposal.
 
     log 1/L Σ_l p(u_sl, D_i | θ_s) / N(u_sl; û_s, H_s⁻¹),   u_sl ~ N(û_s, H_s⁻¹), in pairs around û_s
 
-q(w_i | θ) is made where q(θ) lies and follows θ in a line from there; at a draw of θ far from there it may miss what it
-stands for. This Normal is Laplace's approximation at θ_s itself, by Newton steps from the middle of q. Where the
-likelihood is Gaussian in u the ratio is log p(D_i | θ_s) for every draw. Elsewhere its exponential is right in the mean
-with any number of them (Burda, Grosse & Salakhutdinov 2016, *Importance weighted autoencoders*, theorem 1), pairs
-having the less noise. One of the draws, taken by these weights, is nearer to the client's posterior given θ_s than one
-of q.
+u is the block of the client's local variables. q(u | θ) is fitted around the centre of q(θ), with a mean that is linear
+in θ; at a draw of θ far from the centre it may be a poor proposal. The Normal used here is the Laplace approximation at
+θ_s itself, found by Newton steps from the mean of q. If the likelihood is Gaussian in u, the ratio equals log p(D_i |
+θ_s) for every draw. Otherwise the exponential of the estimate is unbiased for any L (Burda, Grosse & Salakhutdinov
+2016, *Importance weighted autoencoders*, theorem 1), and pairs reduce its variance. One of the draws, chosen by its
+weight, is closer to a draw from the client's posterior given θ_s than a draw from q.
 """
 
 from __future__ import annotations
@@ -28,32 +28,42 @@ from bayesfed.guides.hierarchical import LOCAL
 from bayesfed.guides.local import inverse_root
 
 EACH = 4
-"""Draws of a client's variables for one of θ, in pairs."""
+"""L, draws of a client's variables for one of θ, in pairs."""
 STEPS = 3
-"""Newton steps at most; of a likelihood that is Gaussian in u one is enough, and a CPU sees it."""
-WIDEST = 0.05
+"""Largest number of Newton steps; one is enough for a likelihood that is Gaussian in u, and a CPU stops after it."""
+LEAST_CURVATURE = 0.05
 """The least curvature along an axis, in units of q's precision."""
 COST = 8
-"""How many times as long as with a single draw of q it takes, about."""
+"""Time relative to a single draw from q, about."""
 
 
 def has_block(program: Program) -> bool:
-    """Whether all local variables are one Normal vector in the guide."""
+    """Return whether all local variables are one Normal vector in the guide, as this estimate needs."""
     return set(program.randomness) - set(program.random) == {LOCAL}
 
 
+def noise_draws(count: int) -> int:
+    """Return the number of draws of noise that :func:`laplace_candidates` needs for ``count`` draws of θ."""
+    return EACH // 2 * count
+
+
 class Candidates(NamedTuple):
-    """Draws of a block, ``(L, S, K, 1, P)``, and log p(u_sl, D_i | θ_s) / N(u_sl), ``(L, S, K)``."""
+    """Draws of a block of local variables, and their log importance weights for S draws of θ and K clients.
+
+    Attributes:
+        draws: ``(L, S, K, 1, P)``.
+        log_weights: log p(u_sl, D_i | θ_s) / N(u_sl), ``(L, S, K)``.
+    """
 
     draws: Tensor
     log_weights: Tensor
 
     def evidence(self) -> Tensor:
-        """The estimate of log p(D_i | θ_s), ``(S, K)``."""
+        """Return the estimate of log p(D_i | θ_s), ``(S, K)``."""
         return self.log_weights.logsumexp(0) - math.log(len(self.log_weights))
 
-    def picked(self, keys: Tensor) -> Tensor:
-        """One of each, by weight: ``(S, K, 1, P)``. ``keys`` are the clients' noise streams, ``(K,)``."""
+    def resample(self, keys: Tensor) -> Tensor:
+        """Choose one of the L draws by weight, ``(S, K, 1, P)``; ``keys`` are the clients' noise streams ``(K,)``."""
         below = self.log_weights.softmax(0).cumsum(0)
         size = below.shape[1]
         u = uniform(fold(keys, word("picked")), (size,)).mT
@@ -61,7 +71,7 @@ class Candidates(NamedTuple):
         return self.draws.gather(0, first[None, ..., None, None].expand_as(self.draws[:1]))[0]
 
 
-def candidates(
+def laplace_candidates(
     program: Program,
     params: Mapping[str, Tensor],
     theta: Mapping[str, Tensor],
@@ -69,20 +79,20 @@ def candidates(
     noise: Noise,
     count: int,
 ) -> Candidates:
-    """Draws of the clients' variables for each of θ, and their weights.
+    """Draw clients' variables from a Laplace approximation at each draw of θ, and compute their log weights.
 
     Args:
-        program: one that :func:`has_block`.
-        params: of the program and of these clients.
+        program: a program for which :func:`has_block` is true.
+        params: parameters of the program and of these clients.
         theta: draws of the guide's global sites, ``(S, 1, 1, *event)``.
         batch: the clients' rows.
-        noise: of the block, for ``EACH / 2 * S`` draws.
+        noise: noise of the block, for :func:`noise_draws` draws.
         count: S.
     """
     eps = noise[LOCAL][0].unflatten(0, (-1, count))
 
     def log_joint(u: Tensor) -> Tensor:
-        """log p(u, D_i | θ_s) of ``(R, S, K, 1, P)``: ``(R, S, K)``."""
+        """Compute log p(u, D_i | θ_s) of ``(R, S, K, 1, P)``: ``(R, S, K)``."""
         values = {name: v.repeat(len(u), *[1] * (v.ndim - 1)) for name, v in theta.items()}
         values[LOCAL] = u.flatten(0, 1)
         guide, model = run(program, params, values, batch, {}, len(u) * count)
@@ -92,7 +102,7 @@ def candidates(
     with torch.no_grad():
         guide, _ = run(program, params, theta, batch, {LOCAL: [eps[0]]}, count)
         q = guide.nodes[LOCAL]["fn"].weighed
-    least = WIDEST / q.variance
+    least = LEAST_CURVATURE / q.variance
     u = q.mean
     with torch.enable_grad():
         for _ in range(STEPS):

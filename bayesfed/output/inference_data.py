@@ -1,10 +1,9 @@
-"""A posterior as ArviZ has it: named dims, the clients' names as coordinates."""
+"""A posterior as ArviZ data, with named dimensions and the clients' names as coordinates."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,93 +12,99 @@ from pyro import poutine
 from torch import Tensor
 
 from bayesfed.elbo import handlers, noise
-from bayesfed.elbo.sites import Site
 from bayesfed.output.arviz_compat import az, product
 from bayesfed.output.dependent_rows import NotGaussian
-from bayesfed.output.draws import Draws, chunks, key_of, log_densities, params_of, replayed
+from bayesfed.output.fitted import Fitted
 from bayesfed.output.khat import has_density
-from bayesfed.output.mixture import by_row
-
-if TYPE_CHECKING:
-    from bayesfed.output.posterior import Posterior
+from bayesfed.output.log_densities import log_densities
+from bayesfed.output.predictions import derived, log_likelihood, predict, sample
+from bayesfed.output.prior import prior_predictive, sample_prior
 
 Dims = tuple[str, ...]
 Arrays = dict[str, tuple[Dims, np.ndarray]]
 
 
 def to_arviz(
-    posterior: Posterior, num_samples: int = 1000, *, seed: int = 0
+    fitted: Fitted,
+    num_samples: int = 1000,
+    *,
+    seed: int = 0,
+    khat: float | None = None,
+    caveat: str = "",
 ) -> az.InferenceData | xr.DataTree:
-    """Posterior, prior, predictions, log-likelihoods, densities, data and the run's history.
+    """Return posterior, prior, predictions, log likelihoods, densities, data and the run's history for ArviZ.
 
-    The draws are independent, and so are one chain: ``r_hat``, which compares chains, is NaN, and would say nothing of
-    how far q is from the posterior. That the attribute ``khat`` does, and ``caveat`` in words.
+    The draws are independent and form one chain. ``r_hat``, which compares chains, is NaN, and would not measure the
+    distance of q from the posterior; the attributes ``khat`` and ``caveat`` do.
 
     Args:
-        posterior: a fitted posterior.
-        num_samples: draws of everything.
-        seed: of the draws.
+        fitted: a posterior.
+        num_samples: number of draws.
+        seed: seed of the draws.
+        khat: Pareto k-hat of q, stored as an attribute if given.
+        caveat: a warning about q, stored as an attribute if not empty.
 
     Returns:
         An ``arviz.InferenceData``, under ArviZ 1.x an ``xarray.DataTree``, of the groups
 
-        - ``posterior`` (with what the model derives, but without its working variables, which it calls ``_name``),
-          ``posterior_predictive``, ``log_likelihood``;
-        - ``sample_stats``: ``log_p`` and ``log_q`` of each draw, log p(D, θ, w) and log q(θ, w), where the draws are
-          those of a density: not of points, particles, or draws that were weighed (the attribute ``corrected``);
+        - ``posterior`` (with the model's derived values, but without its auxiliary variables, whose names start with
+          ``_``), ``posterior_predictive``, ``log_likelihood``;
+        - ``sample_stats``: ``log_p`` and ``log_q`` of each draw, log p(D, θ, w) and log q(θ, w), if the draws have a
+          density: not for point estimates, particles, or a corrected posterior (attribute ``corrected``);
         - ``prior``, ``prior_predictive``: draws of the model, with its parameters as they were fitted;
-        - ``params``: the model's ``pyro.param``, constrained. They have no draws, so no table shows them as certain;
+        - ``params``: the model's ``pyro.param``, constrained, in a group of their own since they have no draws;
         - ``observed_data``, ``constant_data``, ``history`` (per round).
 
         Dims are ``chain``, ``draw``, ``client``, ``observation`` (with the coordinate ``observation_client``),
-        ``round`` and ``<site>_dim_<j>``. Where outcomes of a site are missing, those that are there have the dim
-        ``<site>_observed``, in all groups, and the others are in ``predictions``, dim ``<site>_missing``. Of a
-        Gaussian process the log-likelihoods are those of all rows of a client together; where these cannot be
-        conditioned on there are no predictions.
+        ``round`` and ``<site>_dim_<j>``. If outcomes of a site are missing, those that are observed have the dim
+        ``<site>_observed`` in all groups, and the others are in ``predictions``, dim ``<site>_missing``. The log
+        likelihoods of a Gaussian process are those of all rows of a client together; there are no predictions if the
+        rows of a client are one event that is not multivariate Normal.
 
     Warns:
         UserWarning: the model's observed sites cannot be drawn at some draw from the prior.
     """
-    program, federation = posterior.program, posterior.federation
-    latent = {site.name: ("client",) if site.local else () for site in _latent(posterior)}
+    program, federation = fitted.program, fitted.federation
+    latent = {site.name: ("client",) if site.local else () for site in program.latent}
     rows = [site.name for site in program.observed if site.per_row or site.joint]
-    weighed: dict[str, Dims] = {
+    likelihood_dims: dict[str, Dims] = {
         s.name: ("observation",) if s.per_row else ("client",) for s in program.likelihood
     }
-    seen = {**weighed, **dict.fromkeys(rows, ("observation",))}
-    observed, params = _data(posterior)
+    data_dims = {**likelihood_dims, **dict.fromkeys(rows, ("observation",))}
+    observed, params = _data(fitted)
     covariates = {
         name: _labelled(name, value, ("observation",))
         for name, value in ((name, federation[name]) for name in federation.fields)
         if not any(_same(value, data) for data in observed.values())
     }
-    likelihood = posterior.log_likelihood(None, num_samples, seed=seed)
+    likelihood = log_likelihood(fitted, federation, num_samples, seed)
     with noise.seeded(seed):
-        prior = _prior(posterior, num_samples)
-        imagined = _prior_predictive(posterior, prior, num_samples)
+        prior = sample_prior(fitted, num_samples)
+        from_prior = prior_predictive(fitted, prior, num_samples)
     try:
-        predicted = posterior.predict(None, num_samples, seed=seed)
+        predicted = predict(fitted, federation, num_samples, seed)
     except NotGaussian:
         predicted = {}
     missing: dict[str, Tensor] = {}
     axes = {"observation": np.arange(federation.rows)}
     for name in rows:
-        gone = observed[name].isnan().reshape(federation.rows, -1).all(1)
-        if not gone.any():
+        absent = observed[name].isnan().reshape(federation.rows, -1).all(1)
+        if not absent.any():
             continue
-        there, not_there = f"{name}_observed", f"{name}_missing"
+        present_dim, absent_dim = f"{name}_observed", f"{name}_missing"
         axes |= {
             dim: which.nonzero()[:, 0].cpu().numpy()
-            for dim, which in ((there, ~gone), (not_there, gone))
+            for dim, which in ((present_dim, ~absent), (absent_dim, absent))
         }
-        if weighed[name] == ("observation",):
-            weighed[name], likelihood[name] = (there,), likelihood[name][:, ~gone]
+        if likelihood_dims[name] == ("observation",):
+            likelihood_dims[name] = (present_dim,)
+            likelihood[name] = likelihood[name][:, ~absent]
         if name in predicted:
-            missing[name] = predicted[name][:, gone]
-        seen[name], observed[name] = (there,), observed[name][~gone]
-        for values in (predicted, imagined):
+            missing[name] = predicted[name][:, absent]
+        data_dims[name], observed[name] = (present_dim,), observed[name][~absent]
+        for values in (predicted, from_prior):
             if name in values:
-                values[name] = values[name][:, ~gone]
+                values[name] = values[name][:, ~absent]
 
     def draws(values: Mapping[str, Tensor], inner: Mapping[str, Dims]) -> Arrays:
         return {
@@ -107,41 +112,62 @@ def to_arviz(
             for name, value in values.items()
         }
 
-    derived = posterior.derived(None, num_samples, seed=seed) if program.derived else {}
+    more = derived(fitted, federation, num_samples, seed) if program.derived else {}
     groups: dict[str, Arrays] = {
         "posterior": draws(
-            _public(posterior.sample(num_samples, seed=seed)) | derived,
-            latent | dict(program.derived),
+            _public(sample(fitted, num_samples, seed)) | more, latent | dict(program.derived)
         ),
-        "posterior_predictive": draws(predicted, seen),
+        "posterior_predictive": draws(predicted, data_dims),
         "predictions": draws(missing, {name: (f"{name}_missing",) for name in missing}),
-        "log_likelihood": draws(likelihood, weighed),
-        "sample_stats": draws(_densities(posterior, num_samples, seed), {"log_p": (), "log_q": ()}),
+        "log_likelihood": draws(likelihood, likelihood_dims),
+        "sample_stats": draws(_densities(fitted, num_samples, seed), {"log_p": (), "log_q": ()}),
         "prior": draws(_public(prior), latent),
-        "prior_predictive": draws(imagined, seen),
-        "observed_data": {n: _labelled(n, v, seen[n]) for n, v in observed.items()},
+        "prior_predictive": draws(from_prior, data_dims),
+        "observed_data": {n: _labelled(n, v, data_dims[n]) for n, v in observed.items()},
         "constant_data": covariates,
         "params": params,
-        "history": {n: _labelled(n, v, ("round",)) for n, v in posterior.history.items()},
+        "history": {n: _labelled(n, v, ("round",)) for n, v in fitted.history.items()},
     }
+    attrs = _attributes(fitted, khat, caveat)
     return product(
-        {name: _dataset(arrays, axes, posterior) for name, arrays in groups.items() if arrays}
+        {name: _dataset(arrays, axes, fitted, attrs) for name, arrays in groups.items() if arrays}
     )
 
 
 def _public(draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without what the program keeps for itself, ``_name``."""
+    """Leave out the model's auxiliary variables, ``_name``."""
     return {name: value for name, value in draws.items() if not name.startswith("_")}
 
 
 def _labelled(name: str, value: Tensor, dims: Dims) -> tuple[Dims, np.ndarray]:
+    """Add names ``<name>_dim_<j>`` of the dimensions that have none."""
     extra = tuple(f"{name}_dim_{j}" for j in range(value.ndim - len(dims)))
     return (*dims, *extra), value.detach().cpu().numpy()
 
 
-def _dataset(arrays: Arrays, axes: Mapping[str, np.ndarray], posterior: Posterior) -> xr.Dataset:
-    """Arrays with their coordinates; ``axes`` has those dims that are rows, with the rows' numbers."""
-    federation = posterior.federation
+def _attributes(fitted: Fitted, khat: float | None, caveat: str) -> dict[str, Any]:
+    """Return the attributes of all groups."""
+    attrs = {
+        "inference_library": "bayesfed",
+        "algorithm": str(fitted.algorithm),
+        "seed": fitted.seed,
+    }
+    if fitted.epsilon is not None:
+        attrs["epsilon"] = fitted.epsilon
+    if khat is not None:
+        attrs["khat"] = khat
+    if fitted.correction is not None:
+        attrs["corrected"] = "draws of θ are by importance sampling, in place of draws from q(θ)"
+    if caveat:
+        attrs["caveat"] = caveat
+    return attrs
+
+
+def _dataset(
+    arrays: Arrays, axes: Mapping[str, np.ndarray], fitted: Fitted, attrs: Mapping[str, Any]
+) -> xr.Dataset:
+    """Add coordinates to arrays; ``axes`` holds the row numbers of the dims that are rows."""
+    federation = fitted.federation
     used = {
         dim: size
         for dims, value in arrays.values()
@@ -156,44 +182,27 @@ def _dataset(arrays: Arrays, axes: Mapping[str, np.ndarray], posterior: Posterio
         owner = federation.owner.cpu().numpy()[axes[dim]]
         coords[dim] = axes[dim]
         coords[f"{dim}_client"] = (dim, np.array(federation.names)[owner])
-    attrs = {
-        "inference_library": "bayesfed",
-        "algorithm": str(posterior.algorithm),
-        "seed": posterior.seed,
-    }
-    if posterior.epsilon is not None:
-        attrs["epsilon"] = posterior.epsilon
-    if posterior.khat is not None:
-        attrs["khat"] = posterior.khat
-    if posterior.correction is not None:
-        attrs["corrected"] = "draws of θ that all clients have weighed stand for q(θ)"
-    if posterior.caveat:
-        attrs["caveat"] = posterior.caveat
     return xr.Dataset(dict(arrays), coords=coords, attrs=attrs)
 
 
-def _latent(posterior: Posterior) -> list[Site]:
-    return [*posterior.program.globals, *posterior.program.locals]
-
-
-def _data(posterior: Posterior) -> tuple[dict[str, Tensor], Arrays]:
-    """What the model says of itself, run on all rows.
+def _data(fitted: Fitted) -> tuple[dict[str, Tensor], Arrays]:
+    """Run the model on all rows to find its data and its parameters.
 
     Returns:
-        The data that the observed sites condition on, flat: site name to ``(rows, *event)``, NaN where missing.
-        And its ``pyro.param``, constrained.
+        The data of the observed sites, flat: site name to ``(rows, *event)``, NaN where missing. And the model's
+        ``pyro.param``, constrained.
     """
-    program, federation = posterior.program, posterior.federation
+    program, federation = fitted.program, fitted.federation
     found: dict[str, list[Tensor]] = {site.name: [] for site in program.observed}
     common: dict[str, Tensor] = {}
     own: dict[str, list[Tensor]] = {}
     for chunk in program.chunks(federation):
         batch = federation.batch(chunk)
-        given = handlers.given(batch.device, params_of(posterior, chunk), {})
+        given = handlers.given(batch.device, fitted.params_of(chunk), {})
         with torch.no_grad(), given as parameters:
             nodes = poutine.trace(program.model).get_trace(batch).nodes
         for name, param in parameters.seen.items():
-            if name in posterior.local_params:
+            if name in fitted.local_params:
                 own.setdefault(name, []).append(param["value"])
             else:
                 common[name] = param["value"]
@@ -214,72 +223,15 @@ def _data(posterior: Posterior) -> tuple[dict[str, Tensor], Arrays]:
 
 
 def _same(value: Tensor, data: Tensor) -> bool:
+    """Return whether two tensors are equal, NaN counting as equal to NaN."""
     if value.shape != data.shape:
         return False
     return bool(((value == data) | (value.isnan() & data.isnan())).all())
 
 
-def _densities(posterior: Posterior, num_samples: int, seed: int) -> dict[str, Tensor]:
-    """log p(D, θ, w) and log q(θ, w) of the draws, where there are such."""
-    if posterior.correction is not None or not has_density(posterior):
+def _densities(fitted: Fitted, num_samples: int, seed: int) -> dict[str, Tensor]:
+    """Compute log p(D, θ, w) and log q(θ, w) of the draws, if they have densities."""
+    if fitted.correction is not None or not has_density(fitted):
         return {}
-    log_p, log_q = log_densities(posterior, num_samples, key_of(posterior, seed))
+    log_p, log_q = log_densities(fitted, num_samples, fitted.key(seed))
     return {"log_p": log_p, "log_q": log_q}
-
-
-def _prior(posterior: Posterior, num_samples: int) -> dict[str, Tensor]:
-    """Draws of the latent sites from the model alone, some clients at a time."""
-    program, federation = posterior.program, posterior.federation
-    common: dict[str, Tensor] = {}
-    parts: dict[str, list[Tensor]] = {site.name: [] for site in program.locals}
-    latent = _latent(posterior)
-    with torch.no_grad():
-        for chunk in chunks(posterior, num_samples):
-            head = federation.batch(chunk, torch.zeros(len(chunk), 1, dtype=torch.int64))
-            params = params_of(posterior, chunk)
-            given = {name: value[:, None, None] for name, value in common.items()}
-            with (
-                handlers.given(head.device, params, values=given, draws=num_samples),
-                poutine.trace() as tracer,
-                handlers.Until([site.name for site in latent]),
-            ):
-                program.model(head)
-            for site in latent:
-                shape = (num_samples, len(chunk) if site.local else 1, 1, *site.event_shape)
-                value = tracer.trace.nodes[site.name]["value"].expand(shape).squeeze(2)
-                if site.local:
-                    parts[site.name].append(value)
-                else:
-                    common[site.name] = value.squeeze(1)
-    return common | {name: torch.cat(values, 1) for name, values in parts.items()}
-
-
-def _prior_predictive(
-    posterior: Posterior, prior: Mapping[str, Tensor], num_samples: int
-) -> dict[str, Tensor]:
-    """Draws of the observed sites at draws from the prior: ``(S, rows, *event)``, ``(S, N, *event)`` of clients."""
-    program, federation = posterior.program, posterior.federation
-    model = poutine.uncondition(program.model)
-    parts: dict[str, list[Tensor]] = {site.name: [] for site in program.observed}
-    try:
-        for chunk in chunks(posterior, num_samples, federation):
-            batch = federation.batch(chunk)
-            values = {
-                site.name: prior[site.name][:, chunk if site.local else None, None]
-                for site in _latent(posterior)
-            }
-            some = Draws(values, num_samples)
-            nodes = replayed(posterior, model, some, chunk, batch, prior=True)
-            for site in program.observed:
-                value = nodes[site.name]["value"]
-                if site.joint:
-                    value = value.squeeze(2).expand(num_samples, *batch.mask.shape)
-                    parts[site.name].append(value[:, batch.mask])
-                else:
-                    parts[site.name].append(by_row(value, site, batch, num_samples))
-    except (RuntimeError, ValueError) as error:
-        warnings.warn(
-            f"there is no prior_predictive, as at some draw from the prior: {error}", stacklevel=4
-        )
-        return {}
-    return {name: torch.cat(values, 1) for name, values in parts.items()}

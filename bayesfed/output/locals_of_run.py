@@ -1,4 +1,4 @@
-"""What the clients of a run have come to: their variables, and what they predict with them."""
+"""Local parameters of a run's clients, and the predictions of a cohort during a run."""
 
 from __future__ import annotations
 
@@ -16,24 +16,33 @@ from bayesfed.engine import processes
 from bayesfed.engine.execution import threads
 from bayesfed.engine.run import PERSONAL, Run
 from bayesfed.engine.watch import warn_of_infinities, warn_of_spreads, warn_of_unseen
-from bayesfed.output.draws import replayed, weighted
-from bayesfed.output.personal import OnDemand, gathered, personal
-from bayesfed.output.posterior import Posterior
+from bayesfed.output.draws import run_model, weighted_draws
+from bayesfed.output.fitted import Fitted
+from bayesfed.output.lazy_locals import LazyLocals
+from bayesfed.output.personalize import gather, personalize
 from bayesfed.tracing.compiler import using
 
 UNSEEN_STEPS = 50
-"""Steps in which clients that were in no cohort make their variables from θ in the end."""
+"""Number of steps in which clients that were in no cohort make their variables from θ at the end."""
 LITTLE = 1_000_000
-"""Numbers of all clients' variables that are made at once: what is to be said of them is said when a fit ends."""
+"""The largest size, in numbers, of all clients' variables that are computed at the end of a fit, with any warnings."""
 
 
-def of_clients(run: Run, params: Params) -> Mapping[str, Tensor]:
-    """The clients' variables: kept by them, or made from θ; many of them when somebody asks."""
+def make_local_params(run: Run, params: Params) -> Mapping[str, Tensor]:
+    """Return the local parameters of a run's clients, given the guide's global parameters.
+
+    Those of stateful clients are read from their states. Stateless clients, and those that were in no cohort, make them
+    from θ: at once, or when they are first read if there are many.
+    """
     group, on_disk = run.plan.execution.group, run.plan.execution.states is not None
     key = noise.fold(noise.key(run.plan.seed), noise.word("personalize"))
-    plan = run.plan
-    made = partial(
-        personal, plan.algorithm, run.program, params, batch_size=plan.batch_size, key=key
+    make = partial(
+        personalize,
+        run.plan.algorithm,
+        run.program,
+        params,
+        batch_size=run.plan.batch_size,
+        key=key,
     )
 
     def checked(federation: Federation, found: Params) -> Params:
@@ -41,57 +50,63 @@ def of_clients(run: Run, params: Params) -> Mapping[str, Tensor]:
         warn_of_spreads(run.program, federation, params, found)
         return found
 
-    def on_demand(federation: Federation) -> Params:
+    def compute(federation: Federation) -> Params:
         with on_cpu(), threads(run.numbers), using(run.compiler):
-            return checked(federation, gathered(federation, made(federation=federation)))
+            return checked(federation, gather(federation, make(federation=federation)))
 
-    kept, unseen, part = run.clients.tensors, run.client_terms.isnan(), "params"
-    if part not in kept and group is None and not on_disk:
-        much = len(run.federation) * run.program.variables > LITTLE
-        return OnDemand(on_demand, run.federation) if much else on_demand(run.federation)
-    made = partial(made, federation=run.federation)
+    states, unseen, part = run.clients.tensors, run.client_terms.isnan(), "params"
+    if part not in states and group is None and not on_disk:
+        many = len(run.federation) * run.program.variables > LITTLE
+        return LazyLocals(compute, run.federation) if many else compute(run.federation)
+    make = partial(make, federation=run.federation)
     mine = processes.own(torch.arange(len(run.federation)), group)
     with threads(run.numbers), using(run.compiler):
-        if part not in kept:
+        if part not in states:
             part, unseen = PERSONAL, torch.zeros_like(unseen)
-            for chunk, found in made(wanted=mine):
+            for chunk, found in make(wanted=mine):
                 run.clients.begin(chunk, {part: found})
         local_params = dict(run.clients.tensors.get(part, {}))
-        if on_disk:  # files of all clients are not read through
+        if on_disk:  # the files of all clients are not read here
             warn_of_unseen(run.federation.names, unseen)
             return local_params
-        if run.done < run.rounds or unseen.any():  # the next step changes them
+        if run.done < run.rounds or unseen.any():  # the states are changed in place
             local_params = {name: value.clone() for name, value in local_params.items()}
-        for chunk, found in made(wanted=mine & unseen, steps=UNSEEN_STEPS):
+        for chunk, found in make(wanted=mine & unseen, steps=UNSEEN_STEPS):
             for name in local_params:
                 local_params[name][chunk] = found[name]
     if group is not None:
         for value in local_params.values():
             value[~mine] = 0
-        local_params = processes.sum_over_processes(local_params, group)
+        local_params = processes.summed(local_params, group)
     return checked(run.federation, local_params)
 
 
-def of_cohort(run: Run, params: Params, names: Sequence[str]) -> Posterior:
-    """What some clients would predict with now: those who keep nothing with the centre of their priors."""
+def fitted_cohort(run: Run, params: Params, names: Sequence[str]) -> Fitted:
+    """Return the current q of some clients of a run; stateless clients are at the centre of their priors."""
     few = run.federation.select(names)
     params = {name: value.detach() for name, value in params.items()}
     if "params" in run.clients.tensors:
         own = run.clients.take(run.federation.index(names))["params"]
     else:
-        plan, key = run.plan, noise.key(run.plan.seed)
-        how = plan.algorithm, run.program, params, few, plan.batch_size, key
-        own = gathered(few, personal(*how, steps=0))
-    return Posterior(run.program, few, params, own, {}, run.plan.algorithm, run.plan.seed)
+        how = (
+            run.plan.algorithm,
+            run.program,
+            params,
+            few,
+            run.plan.batch_size,
+            noise.key(run.plan.seed),
+        )
+        own = gather(few, personalize(*how, steps=0))
+    return Fitted(run.program, few, params, own, {}, run.plan.algorithm, run.plan.seed)
 
 
-def log_predictive(posterior: Posterior, rows: Federation, num_samples: int = 20) -> Tensor:
-    """Σ log p(y | D_i) over the rows of each client, the mean over draws inside the logarithm: ``(N,)``.
+def log_predictive(fitted: Fitted, rows: Federation, num_samples: int = 20) -> Tensor:
+    """Compute Σ log p(y | D_i) over the rows of each client, averaged over draws inside the logarithm: ``(N,)``.
 
     Args:
-        posterior: of the clients.
-        rows: of the same clients, in the same order.
-        num_samples: draws; a point is one.
+        fitted: q of the clients.
+        rows: rows of the same clients, in the same order.
+        num_samples: number of draws; one is used for a point estimate.
 
     Example:
         >>> import bayesfed as bf
@@ -103,11 +118,11 @@ def log_predictive(posterior: Posterior, rows: Federation, num_samples: int = 20
         True
     """
     found = torch.zeros(len(rows), dtype=rows.dtype, device=rows.device)
-    for chunk, draws in weighted(posterior, num_samples, 0, rows):
+    for chunk, draws in weighted_draws(fitted, num_samples, 0, rows):
         batch = rows.batch(chunk)
-        nodes = replayed(posterior, posterior.program.model, draws, chunk, batch)
-        weight = draws.log_probabilities(len(chunk)).to(batch.scale)
-        for site in posterior.program.likelihood:
+        nodes = run_model(fitted, fitted.program.model, draws, chunk, batch)
+        weight = draws.normalised_log_weights(len(chunk)).to(batch.scale)
+        for site in fitted.program.likelihood:
             density = nodes[site.name]["fn"].log_prob(nodes[site.name]["value"])
             if site.per_row:
                 density = (weight[..., None] + density).logsumexp(0)

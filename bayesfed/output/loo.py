@@ -1,10 +1,10 @@
-"""Leave-one-out of draws from q, which are no draws from the posterior.
+"""Leave-one-out cross-validation with draws from q in place of draws from the posterior.
 
     elpd_i = log Σ_s r_is p(y_i | θ_s, w_s) / Σ_s r_is,   r_is = p(θ_s, w_s, D) / q(θ_s, w_s) / p(y_i | θ_s, w_s)
 
-with the weights r_is smoothed by Pareto's law (Magnusson, Riis Andersen, Jonasson & Vehtari 2019, *Bayesian
-leave-one-out cross-validation for large data*). ``az.loo`` leaves out p / q: it takes draws for the posterior's.
-So they are, as far as θ goes, where all clients have weighed them (:mod:`bayesfed.output.correction`).
+with the weights r_is smoothed by a generalised Pareto distribution (Magnusson, Riis Andersen, Jonasson & Vehtari 2019,
+*Bayesian leave-one-out cross-validation for large data*). ``az.loo`` leaves out p / q, as it expects draws from the
+posterior. It is right, as far as θ is concerned, for a corrected posterior (:mod:`bayesfed.output.correction`).
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 
 def loo(idata: az.InferenceData | xr.DataTree, var_name: str | None = None) -> az.ELPDData:
-    """PSIS-LOO corrected for q, pointwise; ``az.compare`` and ``az.plot_khat`` take it as they take ``az.loo``'s.
+    """Compute PSIS-LOO corrected for q, pointwise, in the form that ``az.compare`` and ``az.plot_khat`` accept.
 
-    Under ArviZ 1.x it is ``az.loo_approximate_posterior``, under 0.2x the same formula. Of a posterior whose draws of θ
-    were weighed as the fit ended it is ``az.loo``: they are no longer q's.
+    Under ArviZ 1.x it is ``az.loo_approximate_posterior``, under 0.2x the same formula. For a corrected posterior,
+    whose draws of θ are from importance sampling and not from q, it is ``az.loo``.
 
     Args:
-        idata: what :meth:`Posterior.to_arviz` gave, also out of a file.
-        var_name: which observed site, where there are several.
+        idata: the result of :meth:`Posterior.to_arviz`, also read from a file.
+        var_name: name of the observed site, if there are several.
 
     Raises:
-        ValueError: the draws have no density q: points and particles, and private runs.
+        ValueError: the draws have no density q, as with point estimates, particles and private runs.
 
     Warns:
-        UserWarning: Pareto's k is above ArviZ's ``good_k`` for some rows; where that is so for most, q is too far
-            from the posterior to be corrected.
+        UserWarning: Pareto k is above ArviZ's ``good_k`` for some rows. If it is for most rows, q is too far from the
+            posterior to be corrected.
 
     Example:
         >>> import bayesfed as bf
@@ -51,8 +51,8 @@ def loo(idata: az.InferenceData | xr.DataTree, var_name: str | None = None) -> a
     if "sample_stats" not in idata:
         algorithm = attrs.get("algorithm", "q")
         raise ValueError(
-            f"the draws have no log_q to be corrected by ({algorithm}: points and particles have no density, and of "
-            "private runs it is not kept): az.loo takes them as they are"
+            f"the draws have no log_q, which the correction needs ({algorithm}: point estimates and particles have no "
+            "density, and it is not kept for private runs): use az.loo, which takes them as draws from the posterior"
         )
     stats = dataset(idata, "sample_stats")
     log_p, log_q = stats["log_p"], stats["log_q"]
@@ -60,7 +60,7 @@ def loo(idata: az.InferenceData | xr.DataTree, var_name: str | None = None) -> a
         corrected = az.loo_approximate_posterior  # type: ignore[attr-defined]
         return corrected(idata, log_p, log_q, pointwise=True, var_name=var_name)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of the k of what is not corrected
+        warnings.simplefilter("ignore", UserWarning)  # about k before the correction
         found = az.loo(idata, pointwise=True, var_name=var_name, reff=1.0)
     name = next(iter(idata["log_likelihood"])) if var_name is None else var_name
     log_lik = idata["log_likelihood"][name].astype(float)

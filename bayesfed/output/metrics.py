@@ -1,4 +1,4 @@
-"""How good predictions are, per client and over all rows: accuracy, likelihood and calibration."""
+"""Metrics of predictions, per client and over all rows: accuracy, likelihood and calibration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _ONE = 1 - 2.0**-24
-"""The largest single-precision number below 1: torchmetrics takes confidences in single precision."""
+"""The largest single-precision number below 1; torchmetrics uses confidences in single precision."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,9 +20,9 @@ class Report:
 
     Attributes:
         clients: one row per client, indexed by its name; the last column, ``n``, is its number of rows.
-        overall: the same metrics over the rows of all clients pooled.
+        overall: the same metrics over the pooled rows of all clients.
 
-    ``clients.drop(columns="n").mean()`` is the mean in which every client counts alike.
+    ``clients.drop(columns="n").mean()`` is the mean in which all clients have the same weight.
     """
 
     clients: pd.DataFrame
@@ -32,10 +32,10 @@ class Report:
 def classification(
     probabilities: Tensor, labels: Tensor, owner: Tensor, names: Sequence[str], bins: int = 15
 ) -> Report:
-    """Accuracy, negative log-likelihood, Brier score, calibration error and entropy.
+    """Compute accuracy, negative log-likelihood, Brier score, calibration error and entropy.
 
-    Columns of the report, computed in float64 but for ``ece``, which torchmetrics computes in float32:
-        ``accuracy``: fraction of rows whose most probable class is the label; the first of equals.
+    Columns of the report, computed in float64 except ``ece``, which torchmetrics computes in float32:
+        ``accuracy``: fraction of rows whose most probable class, the first one if several are equal, is the label.
 
         ``nll``: mean of −log p(label), in nats; infinite where a label has probability 0.
 
@@ -44,22 +44,21 @@ def classification(
 
         ``ece``: expected calibration error of the most probable class, Σ_b n_b/n abs(accuracy_b −
         confidence_b) over ``bins`` equal bins of confidence (C. Guo et al., 2017, "On calibration of
-        modern neural networks", eq. 3). Bins are closed on the left, and the
-        last one on both sides; the paper's are closed on the right. With few rows it is large even
-        for a calibrated prediction.
+        modern neural networks", eq. 3). Bins are closed on the left, and the last one on both sides; those of the paper
+        are closed on the right. With few rows it is large even for a calibrated prediction.
 
         ``entropy``: mean of −Σ_c p_c log p_c, the predictive entropy, in nats.
 
     Args:
         probabilities: shape ``(n, C)``, averaged over the posterior's draws.
         labels: integers 0 to C − 1, shape ``(n,)``.
-        owner: each row's client, as ``federation.owner`` says: int64, shape ``(n,)``.
+        owner: position of each row's client, as ``federation.owner``: int64, shape ``(n,)``.
         names: the clients' names, as ``federation.names``.
-        bins: of the calibration error.
+        bins: number of bins of the calibration error.
 
     Raises:
-        ValueError: shapes do not agree; a row of ``probabilities`` is not a distribution (logits, perhaps,
-            or not finite); a label that is no class; a client without rows.
+        ValueError: shapes do not match; a row of ``probabilities`` is not a distribution (but logits, or not finite); a
+            label is not one of the classes; a client has no rows.
 
     Example:
         >>> import torch
@@ -123,35 +122,34 @@ def regression(
     log_likelihood: Tensor | None = None,
     levels: int = 20,
 ) -> Report:
-    """Relative error, negative log-likelihood and calibration error of a scalar prediction.
+    """Compute relative error, negative log-likelihood and calibration error of a scalar prediction.
 
     Columns of the report:
-        ``rsmse``: √(mean of (mean prediction − target)²) / the targets' standard deviation (divisor n), of
-        the client's own rows; 1 for who always predicts their mean, and infinite or NaN where a client's
-        targets are all equal.
+        ``rsmse``: √(mean of (mean prediction − target)²) / the targets' standard deviation (divisor n), over the
+        client's own rows; 1 if every prediction is their mean, and infinite or NaN if a client's targets are all equal.
 
         ``nll``: mean of −log (1/S) Σ_s p(target | draw s), in nats; only with ``log_likelihood``.
 
         ``calibration``: mean of abs(q̂_h − q_h) over the H levels q_h = (h − ½)/H, where q̂_h is the
         fraction of rows whose predictive distribution function at the target is at most q_h
         (V. Kuleshov et al., 2018, "Accurate uncertainties for deep learning using calibrated
-        regression", section 3; the mean of absolute differences, where eq. 9 there sums squares, and
-        levels at the middles of H equal parts, since at a level of 1 every prediction is right). From 0 to ½.
+        regression", section 3; here the mean of absolute differences in place of the sum of squares of eq. 9, and
+        levels at the middles of H equal parts, since every prediction is right at a level of 1). From 0 to ½.
 
-    The distribution function at a target is estimated by (r + ½)/(S + 1), where r of the S draws are below it
-    and draws that equal it count by half: under a calibrated prediction its mean is ½ for every S.
+    The distribution function at a target is estimated by (r + ½)/(S + 1), where r is the number of the S draws below
+    it, and draws equal to it count by half. The mean of the estimate is ½ for every S if predictions are calibrated.
 
     Args:
-        draws: of the posterior predictive, as ``posterior.predict`` gives them: shape ``(S, n)``.
+        draws: draws from the posterior predictive, as ``posterior.predict`` returns them: shape ``(S, n)``.
         targets: shape ``(n,)``.
-        owner: each row's client, as ``federation.owner`` says: int64, shape ``(n,)``.
+        owner: position of each row's client, as ``federation.owner``: int64, shape ``(n,)``.
         names: the clients' names, as ``federation.names``.
-        log_likelihood: log p(target | draw) as ``posterior.log_likelihood`` gives it: shape ``(S', n)``.
+        log_likelihood: log p(target | draw) as ``posterior.log_likelihood`` returns it: shape ``(S', n)``.
         levels: H.
 
     Raises:
-        ValueError: shapes do not agree; draws or targets are not finite; a client without rows; ``levels``
-            is less than 1.
+        ValueError: shapes do not match; draws or targets are not finite; a client has no rows; ``levels`` is less
+            than 1.
 
     Example:
         >>> import torch
@@ -205,7 +203,7 @@ def regression(
 
 
 def aggregate(clients: pd.DataFrame) -> pd.Series:
-    """The clients' metrics averaged by their numbers of rows: what a server can compute without the rows.
+    """Average the clients' metrics, weighted by their numbers of rows, as a server can do without the rows.
 
     It equals :attr:`Report.overall` in metrics that are means over rows (``accuracy``, ``nll``, ``brier``,
     ``entropy``). Calibration errors of opposite sign cancel in a pool, so here ``ece`` and
@@ -240,7 +238,7 @@ def _report(
 
 
 def _rows_of(owner: Tensor, names: Sequence[str], n: int) -> tuple[Tensor, ...]:
-    """The rows of each client, in their order."""
+    """Return the positions of each client's rows, in order."""
     if owner.shape != (n,) or owner.dtype != torch.int64:
         raise ValueError(
             f"owner is {owner.dtype} of shape {tuple(owner.shape)}; it needs a client's position, "
@@ -259,10 +257,10 @@ def _rows_of(owner: Tensor, names: Sequence[str], n: int) -> tuple[Tensor, ...]:
 
 
 def _calibration_of_classes(p: Tensor, labels: Tensor, bins: int) -> float:
-    # here, since it takes as long to import as torch
+    # imported here, since the import takes as long as that of torch
     from torchmetrics.functional.classification import multiclass_calibration_error
 
-    # torchmetrics takes anything above 1 for logits, and gives a confidence of 1 a bin of its own
+    # torchmetrics treats numbers above 1 as logits, and puts a confidence of 1 into a bin of its own
     p = p.clamp(max=_ONE)
     return float(multiclass_calibration_error(p, labels, num_classes=p.shape[1], n_bins=bins))
 

@@ -1,9 +1,9 @@
-"""The predictive distribution of every row as a mixture over weighted draws of a posterior."""
+"""The predictive distribution of every row: a mixture over weighted draws of a posterior."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,43 +11,40 @@ from torch.distributions import Categorical, Independent, MixtureSameFamily, Nor
 
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation
-from bayesfed.elbo.handlers import Derivation
 from bayesfed.elbo.mixtures import Mixture
 from bayesfed.elbo.sites import Site
 from bayesfed.output import dependent_rows
-from bayesfed.output.draws import Draws, replayed, weighted
-
-if TYPE_CHECKING:
-    from bayesfed.output.posterior import Posterior
+from bayesfed.output.draws import Draws, flatten_rows, run_model, weighted_draws
+from bayesfed.output.fitted import Fitted
 
 Part = tuple[Tensor, Callable[..., Any], dict[str, Tensor]]
-"""Log weights ``(rows, S)``, a family and its parameters ``(rows, S, *)``."""
+"""Log weights ``(rows, S)``, a family of distributions and its parameters ``(rows, S, *)``."""
 
 
 def predictive(
-    posterior: Posterior, federation: Federation, num_samples: int = 100, *, seed: int = 0
+    fitted: Fitted, federation: Federation, num_samples: int = 100, *, seed: int = 0
 ) -> MixtureSameFamily:
-    """p(y | row) of every row, given all that the posterior knows of its client.
+    """Return the predictive distribution p(y | row) of every row, given the fit and the client's own rows.
 
-    The components are draws of θ and of the client's variables. Where the algorithm weighs them, as for particles, each
-    counts by the likelihood of the client's own rows (PAC-PFL, eq. 37), else all count alike. Where the rows of a
-    client are one multivariate Normal, as in a Gaussian process, each component conditions on the client's own rows.
+    The components are draws of θ and of the client's variables. They have equal weights unless the guide weights draws,
+    as particles do, by the likelihood of the client's own rows (PAC-PFL, eq. 37). If the rows of a client are one
+    multivariate Normal, as in a Gaussian process, each component is conditional on the client's own rows.
 
     Args:
-        posterior: a fitted posterior; the rows that it was fitted to, or personalised with, are the clients' own.
-        federation: rows to predict, of clients that the posterior knows.
-        num_samples: components: where θ has finitely many values, such as particles, as many for each as make up this
-            number, but one where no client has variables that are random. A point is one.
-        seed: of the draws.
+        fitted: a posterior; the rows that it was fitted to, or personalised with, are the clients' own.
+        federation: rows to predict, of clients of this posterior.
+        num_samples: number of components. If θ has finitely many values, such as particles, each has the same number of
+            components, or one if no client has random variables. A point estimate is one component.
+        seed: seed of the draws.
 
     Returns:
-        torch's mixture, over rows in the federation's order (over clients for a site outside the observations plate):
-        ``mean``, ``variance``, ``cdf``, ``log_prob``, ``sample``. :func:`quantiles` inverts its distribution function.
+        torch's mixture, over rows in the federation's order (over clients for a site outside the observations plate),
+        with ``mean``, ``variance``, ``cdf``, ``log_prob`` and ``sample``. :func:`quantiles` inverts its ``cdf``.
 
     Raises:
         ValueError: the model observes more than one site; the rows of a client are one event that is not multivariate
             Normal.
-        KeyError: a client that took no part.
+        KeyError: a client took no part in the fit.
 
     Example:
         >>> import torch
@@ -58,13 +55,17 @@ def predictive(
         >>> posterior.predictive(panel).log_prob(panel["y"]).shape
         torch.Size([220])
     """
-    program = posterior.program
+    program = fitted.program
     if len(program.observed) != 1:
         raise ValueError(
             f"the model observes {', '.join(s.name for s in program.observed)}: a mixture is of one site"
         )
-    few = posterior.select(federation.names)
-    parts = list((_of_rows if program.joint else _by_row)(few, federation, num_samples, seed))
+    few = fitted.select(federation.names)
+    parts = list(
+        (_dependent_rows if program.joint else _independent_rows)(
+            few, federation, num_samples, seed
+        )
+    )
     logits = torch.cat([part[0] for part in parts])
     family = parts[0][1]
     params = {name: torch.cat([part[2][name] for part in parts]) for name in parts[0][2]}
@@ -72,12 +73,13 @@ def predictive(
 
 
 def quantiles(mixture: MixtureSameFamily, levels: Tensor, steps: int = 60) -> Tensor:
-    """The quantiles of univariate continuous mixtures, by bisection.
+    """Compute quantiles of univariate continuous mixtures, by bisection.
 
     Args:
-        mixture: with components that have a mean, a standard deviation and a distribution function.
-        levels: in (0, 1), ``(H,)``.
-        steps: halvings of an interval that begins ten standard deviations of the widest component around all means.
+        mixture: components need a mean, a standard deviation and a distribution function.
+        levels: levels in (0, 1), ``(H,)``.
+        steps: number of bisections of an interval that begins ten standard deviations of the widest component below
+            the smallest and ends as far above the largest mean.
 
     Returns:
         ``(H, rows)``.
@@ -102,55 +104,48 @@ def quantiles(mixture: MixtureSameFamily, levels: Tensor, steps: int = 60) -> Te
     return (low + high) / 2
 
 
-def _by_row(
-    posterior: Posterior, federation: Federation, num_samples: int, seed: int
+def _independent_rows(
+    fitted: Fitted, federation: Federation, num_samples: int, seed: int
 ) -> Iterator[Part]:
-    """The law of the observed site at each draw."""
-    (site,) = posterior.program.observed
-    for chunk, draws in weighted(posterior, num_samples, seed, federation):
+    """Yield the distribution of the observed site at each draw, for some clients at a time."""
+    (site,) = fitted.program.observed
+    for chunk, draws in weighted_draws(fitted, num_samples, seed, federation):
         batch = federation.batch(chunk)
-        fn = replayed(posterior, posterior.program.model, draws, chunk, batch)[site.name]["fn"]
+        fn = run_model(fitted, fitted.program.model, draws, chunk, batch)[site.name]["fn"]
         weights, found = _weights(draws, site, batch), []
-        for weight, law in fn.apart() if isinstance(fn, Mixture) else ((None, fn),):
-            family, params = _taken_apart(law, site)
+        for weight, component in fn.apart() if isinstance(fn, Mixture) else ((None, fn),):
+            family, params = _family_and_params(component, site)
             if weight is not None:
                 params["weight"] = weight
-            found.append({n: by_row(v, site, batch, draws.count) for n, v in params.items()})
+            found.append({n: flatten_rows(v, site, batch, draws.count) for n, v in params.items()})
         flat = {n: torch.cat([one[n] for one in found]).transpose(0, 1) for n in found[0]}
         own = flat.pop("weight", 0.0)
         yield weights.repeat(1, len(found)) + own, family, flat
 
 
-def _of_rows(
-    posterior: Posterior, federation: Federation, num_samples: int, seed: int
+def _dependent_rows(
+    fitted: Fitted, federation: Federation, num_samples: int, seed: int
 ) -> Iterator[Part]:
-    """The law of new rows given the client's own, at each draw, for a model whose rows are one event."""
-    (site,) = posterior.program.observed
-    for _, draws, batch, mean, variance in dependent_rows.laws(
-        posterior, federation, num_samples, seed
+    """Yield the distribution of new rows given the client's own at each draw, if a client's rows are one event."""
+    (site,) = fitted.program.observed
+    for _, draws, batch, mean, variance in dependent_rows.predictive_moments(
+        fitted, federation, num_samples, seed
     ):
         mean, variance = (value[:, batch.mask].T for value in (mean, variance))
         weights = _weights(draws, site, batch)
         yield weights, Normal, {"loc": mean, "scale": variance.sqrt()}
 
 
-def by_row(value: Tensor, site: Site | Derivation, batch: Batch, count: int) -> Tensor:
-    """``(S, K, B, *)`` or what expands to it to ``(S, rows, *)``; of a site with a value per client ``(S, K, *)``."""
-    if site.per_row:
-        return value.expand(count, *batch.mask.shape, *value.shape[3:])[:, batch.mask]
-    return value.expand(count, len(batch), 1, *value.shape[3:])[:, :, 0]
-
-
 def _weights(draws: Draws, site: Site, batch: Batch) -> Tensor:
-    """Of every row the log weights of its client's draws, ``(rows, S)``."""
-    weights = draws.log_probabilities(len(batch)).to(batch.scale).T
+    """Return the log weights of the draws of each row's client, ``(rows, S)``."""
+    weights = draws.normalised_log_weights(len(batch)).to(batch.scale).T
     return weights if not (site.per_row or site.joint) else weights[batch.mask.nonzero()[:, 0]]
 
 
-def _taken_apart(fn: Any, site: Site) -> tuple[Callable[..., Any], dict[str, Tensor]]:
-    """A distribution's family and its parameters, with its batch dimensions in front."""
+def _family_and_params(fn: Any, site: Site) -> tuple[Callable[..., Any], dict[str, Tensor]]:
+    """Return a distribution's family and its parameters, expanded to the batch dimensions."""
     if isinstance(fn, Independent):
-        family, params = _taken_apart(fn.base_dist, site)
+        family, params = _family_and_params(fn.base_dist, site)
         dims = fn.reinterpreted_batch_ndims
         return (lambda **given: Independent(family(**given), dims)), params
     given = [name for name in fn.arg_constraints if name in vars(fn)] or list(fn.arg_constraints)

@@ -27,7 +27,7 @@ from bayesfed.deploy.node import Site
 from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.deploy.server import deployed
 from bayesfed.deploy.transport import Carrier
-from bayesfed.output.correction import Weighed, weighed
+from bayesfed.output.correction import CorrectionResult, correct
 from tests.deploy.together import divided, run_on, sites_of
 
 SCHOOLS = datasets.eight_schools()
@@ -95,10 +95,10 @@ def test_sites_go_on_where_their_weights_say_nothing(tmp_path, monkeypatch):
     seen = []
 
     def weighs_nothing(posterior, weigh):
-        seen.append(weighed(posterior, weigh).good)
-        return Weighed(good=False)
+        seen.append(correct(posterior, weigh).reliable)
+        return CorrectionResult(reliable=False)
 
-    monkeypatch.setattr("bayesfed.deploy.server.weighed", weighs_nothing)
+    monkeypatch.setattr("bayesfed.deploy.server.correct", weighs_nothing)
     plan = replace(PLAN, algorithm=bf.SFVI(), rounds=None)
     sites = sites_of(SCHOOLS, plan, tmp_path)
     found = run_on(sites, plan, tmp_path)

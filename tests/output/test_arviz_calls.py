@@ -1,4 +1,4 @@
-"""The calls that users of ArviZ know, on fits of several kinds, under either of its lines."""
+"""Common calls of ArviZ on several kinds of fits, under ArviZ 0.2x and 1.x."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ FITS = {
     "FedAvg": lambda: bf.fit(network(), rows("binary"), bf.FedAvg(), rounds=2),
 }
 FINITE = {"particles", "Gaussian process", "FedAvg"}
-"""Their draws are a few points over and over: Pareto's law has no tail there, and ArviZ 1.x says so."""
+"""Fits with repeated draws: no Pareto distribution can be fitted to the tail, of which ArviZ 1.x warns."""
 
 
 @pytest.fixture(scope="module", params=FITS)
@@ -94,12 +94,12 @@ def fit(request):
 
 
 def only(name):
-    """What ArviZ asks for where there are several likelihoods."""
+    """The argument that ArviZ needs if there are several likelihoods."""
     return {"var_name": "y"} if name == "two outcomes" else {}
 
 
 def some(idata):
-    """A few variables of many: pictures have at most 40 parts."""
+    """A few of the variables, since a picture has at most 40 parts."""
     sizes = {name: value[0, 0].size for name, value in idata.posterior.data_vars.items()}
     first, *others = sorted(sizes, key=sizes.get)
     return [first] if sizes[first] > 1 else [first, *others[:1]]
@@ -141,7 +141,7 @@ def test_waic(fit):
     assert np.isfinite(az.waic(idata, **only(name)).elpd_waic)
 
 
-def test_several_likelihoods_are_asked_for_by_name():
+def test_one_of_several_likelihoods_is_chosen_by_name():
     idata = FITS["two outcomes"]().to_arviz(50)
     with pytest.raises((TypeError, ValueError), match="var_name"):
         az.loo(idata)
@@ -149,7 +149,7 @@ def test_several_likelihoods_are_asked_for_by_name():
         bf.loo(idata)
 
 
-def test_predictions_beside_the_data(fit):
+def test_posterior_predictive_checks(fit):
     name, idata = fit
     if OLD:
         az.plot_ppc(idata, num_pp_samples=5)
@@ -166,7 +166,7 @@ def test_predictions_beside_the_data(fit):
             az.plot_loo_pit(idata, var_names=["y"])
 
 
-def test_draws_in_pictures(fit):
+def test_plots_of_draws(fit):
     _, idata = fit
     az.plot_trace(idata, var_names=some(idata))
     az.plot_forest(idata)
@@ -180,7 +180,7 @@ def test_draws_in_pictures(fit):
         az.plot_prior_posterior(idata, var_names=some(idata))
 
 
-def test_a_file_and_back(fit, tmp_path):
+def test_netcdf_files(fit, tmp_path):
     name, idata = fit
     idata.to_netcdf(tmp_path / "idata.nc", engine="h5netcdf")
     again = az.from_netcdf(tmp_path / "idata.nc")
@@ -192,8 +192,8 @@ def test_a_file_and_back(fit, tmp_path):
         assert float(again["params"]["scale"]) > 0
 
 
-def test_chains_are_fits():
-    """r_hat means something where each chain is a fit of its own: two that differ are told from two that agree."""
+def test_r_hat_compares_fits():
+    """With one fit per chain, r_hat is large if the fits differ and 1 if they agree."""
     first, again = (
         dataset(bf.fit(one_outcome, rows("one"), seed=seed).to_arviz(400, seed=seed), "posterior")
         for seed in (0, 1)

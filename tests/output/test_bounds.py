@@ -124,7 +124,7 @@ HEADS = 0.5
 
 
 def samples(rows):
-    """Every sample of so many rows: its probability, and the mean loss of each hypothesis."""
+    """Yield the probability of every sample of so many rows, and the mean loss of each hypothesis."""
     for sample in itertools.product((0, 1), repeat=rows):
         yield HEADS ** sum(sample) * (1 - HEADS) ** (rows - sum(sample)), LOSSES[:, sample].mean(1)
 
@@ -195,8 +195,8 @@ def server(low, high, shift=0.0, new_rows=(1, 0)):
 
 
 @pytest.mark.parametrize("shift", [-5.0, -2.0, 3.0])
-def test_losses_that_are_all_shifted_shift_the_servers_bound(shift):
-    """ln Z falls by β times the shift, the risk rises by it; below zero too."""
+def test_shifted_losses_shift_the_servers_bound(shift):
+    """The bound rises by the shift, also if losses are negative."""
     assert server(-1.0, 2.0, shift) == pytest.approx(server(-1.0, 2.0) + shift, rel=1e-12)
 
 
@@ -274,7 +274,7 @@ def test_the_client_bound_holds():
         ),
     ],
 )
-def test_what_is_vacuous_says_so(bound, settings, message):
+def test_vacuous_bounds_are_reported(bound, settings, message):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         getattr(bounds, bound)(**settings, low=0.0, delta=0.1)
@@ -296,7 +296,7 @@ def test_rows_of_other_clients_are_refused():
         )
 
 
-def test_the_report_stands_beside_the_risk():
+def test_the_report_lists_bounds_and_risks():
     train, test = simulations.polynomials(clients=4, rows=30)
     posterior = bf.fit(models.GaussianProcess(), train, bf.PACPFL(particles=2, tau=1e-3), rounds=5)
     with warnings.catch_warnings():
@@ -324,7 +324,7 @@ def test_the_report_stands_beside_the_risk():
         )
 
 
-def test_the_report_goes_by_the_beta_of_the_training():
+def test_the_report_uses_the_beta_of_the_training():
     """ε_i = 2 β' τ (b − a) / m_i with PACPFL's β' = 3, under the bound's own β = √m_i."""
 
     def line(federation):

@@ -46,7 +46,7 @@ def guide_of_ones_own(federation):
     ],
     ids=["full rank", "mean field", "PVI"],
 )
-def test_what_is_loaded_is_what_was_saved(tmp_path, algorithm, dtype):
+def test_the_loaded_posterior_is_the_saved_one(tmp_path, algorithm, dtype):
     posterior = fitted(algorithm, dtype)
     path = tmp_path / "posterior.safetensors"
     posterior.save(path)
@@ -61,7 +61,7 @@ def test_what_is_loaded_is_what_was_saved(tmp_path, algorithm, dtype):
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_flow_comes_back(tmp_path):
+def test_a_flow_is_saved_and_loaded(tmp_path):
     posterior = fitted(bf.SFVI(local_steps=1, global_guide=bf.Flow(bins=4)))
     posterior.save(tmp_path / "p")
     loaded = bf.Posterior.load(tmp_path / "p", models.eight_schools, schools())
@@ -78,7 +78,7 @@ def test_clients_are_matched_by_name(tmp_path):
 
 
 def test_coordinates_are_those_of_the_fit(tmp_path, monkeypatch):
-    """The guide's start comes from draws of the prior, which another version may draw otherwise."""
+    """The guide's coordinates come from draws of the prior, which may differ between versions of torch."""
     posterior = fitted()
     posterior.save(tmp_path / "p")
     seed = torch.manual_seed
@@ -87,7 +87,7 @@ def test_coordinates_are_those_of_the_fit(tmp_path, monkeypatch):
     equal(loaded.sample(20), posterior.sample(20))
 
 
-def test_a_guide_of_ones_own_must_be_passed(tmp_path):
+def test_a_guide_of_the_users_own_must_be_passed(tmp_path):
     posterior = fitted(bf.SFVI(guide=guide_of_ones_own, local_steps=1))
     posterior.save(tmp_path / "p")
     with pytest.raises(ValueError, match=r"pass it again as guide="):
@@ -98,7 +98,7 @@ def test_a_guide_of_ones_own_must_be_passed(tmp_path):
     equal(loaded.sample(20), posterior.sample(20))
 
 
-def test_the_file_is_plain_and_says_what_it_holds(tmp_path):
+def test_the_layout_of_the_file(tmp_path):
     fitted().save(tmp_path / "p")
     tensors = load_file(tmp_path / "p")
     assert {name.partition("/")[0] for name in tensors} == {
@@ -165,8 +165,8 @@ def test_a_guide_that_only_looks_the_same_is_noticed(tmp_path):
         bf.Posterior.load(tmp_path / "p", models.eight_schools, schools(), guide=wider)
 
 
-def test_other_rows_are_taken_where_they_are_meant(tmp_path):
-    """Local posteriors are matched by name; the model is still looked at, on a row of zeros."""
+def test_other_rows_are_accepted_on_request(tmp_path):
+    """Local posteriors are matched by name; the model is compared on a row of zeros."""
 
     def model(scale):
         def heights(federation):
@@ -194,7 +194,7 @@ def test_other_rows_are_taken_where_they_are_meant(tmp_path):
         bf.Posterior.load(tmp_path / "p", model(1.1), other, other_rows=True)
 
 
-def test_other_rows_do_not_weigh_draws(tmp_path):
+def test_other_rows_are_refused_if_they_determine_weights(tmp_path):
     fitted(bf.PACPFL(particles=2)).save(tmp_path / "p")
     with pytest.raises(ValueError, match="predictions of this posterior need the rows of the fit"):
         bf.Posterior.load(tmp_path / "p", models.eight_schools, schools(), other_rows=True)
@@ -206,7 +206,7 @@ def test_another_type_is_noticed(tmp_path):
         bf.Posterior.load(tmp_path / "p", models.eight_schools, schools())
 
 
-def test_files_that_are_no_checkpoints(tmp_path):
+def test_other_files_are_refused(tmp_path):
     def load(name):
         return bf.Posterior.load(tmp_path / name, models.eight_schools, schools())
 

@@ -1,4 +1,4 @@
-"""Models whose rows are one event, written by a user, against the same model with the dependence spelt out."""
+"""Models whose rows are one event, against the same model with the dependence written as a local variable."""
 
 import math
 
@@ -12,7 +12,7 @@ import bayesfed as bf
 from bayesfed.elbo import noise
 from bayesfed.functional.multivariate_normal import Gaussian
 from bayesfed.output import bounds, dependent_rows
-from bayesfed.output.draws import finite, of_clients
+from bayesfed.output.draws import draw_clients, theta_support
 
 pytestmark = pytest.mark.usefixtures("float64")
 QUIET = {"progress": False, "execution": bf.Execution(compile=False)}
@@ -75,18 +75,18 @@ def by_hand(own, there, mu):
     "algorithm", [bf.SFVI(local_steps=1), bf.FedAvg(), bf.PACPFL(particles=3)], ids=str
 )
 def test_rows_are_predicted_given_the_clients_own(family, algorithm):
-    """The observed field may be absent from the rows to predict, the clients be some, in another order."""
+    """The rows to predict may lack the observed field, and be those of some clients in another order."""
     own = data()
     posterior = bf.fit(integrated(family), own, algorithm, rounds=2, **QUIET)
     there = data(("x",), seed=1, lengths=(3, 150, 2)).select(["c2", "c1"])
     mixture = posterior.predictive(there, 20)
     size = mixture.component_distribution.mean.shape[1]
     assert size == {bf.SFVI: 20, bf.FedAvg: 1, bf.PACPFL: 3}[type(algorithm)]
-    theta = finite(posterior)
+    theta = theta_support(posterior)
     if theta is None:
         mu = posterior.sample(20)["mu"]
     else:
-        mu = of_clients(posterior, *theta, torch.arange(1), noise.key(0)).values["mu"].flatten()
+        mu = draw_clients(posterior, *theta, torch.arange(1), noise.key(0)).values["mu"].flatten()
     mean, variance = by_hand(own, there, mu)
     torch.testing.assert_close(mixture.component_distribution.mean.T, mean)
     torch.testing.assert_close(
@@ -94,7 +94,7 @@ def test_rows_are_predicted_given_the_clients_own(family, algorithm):
     )
 
 
-def test_particles_are_weighed_by_the_joint_density():
+def test_particles_are_weighted_by_the_joint_density():
     own = data()
     posterior = bf.fit(integrated(), own, bf.PACPFL(particles=3), rounds=1, **QUIET)
     weights = posterior.predictive(own).mixture_distribution.probs
@@ -102,8 +102,8 @@ def test_particles_are_weighed_by_the_joint_density():
         mine = own.select([name])
         covariance = TAU**2 + SIGMA**2 * torch.eye(mine.rows)
         residual = mine["y"] - mine["x"] - posterior.params["particles"]
-        law = dist.MultivariateNormal(torch.zeros(mine.rows), covariance)
-        expected = law.log_prob(residual).softmax(0)
+        joint = dist.MultivariateNormal(torch.zeros(mine.rows), covariance)
+        expected = joint.log_prob(residual).softmax(0)
         torch.testing.assert_close(weights[int(own.offsets[i])], expected)
 
 
@@ -132,11 +132,11 @@ def test_new_clients_condition_too():
     torch.testing.assert_close(new.predictive(there).mean, mean[0])
 
 
-def test_other_laws_are_refused_by_name(tmp_path):
+def test_other_distributions_are_refused_by_name(tmp_path):
     def student(mean, covariance):
         return dist.MultivariateStudentT(4.0, mean, torch.linalg.cholesky(covariance))
 
-    own, model = data(lengths=(4, 4, 4)), integrated(student)  # its law counts padding
+    own, model = data(lengths=(4, 4, 4)), integrated(student)  # its density depends on padding
     posterior = bf.fit(model, own, bf.FedAvg(), rounds=2, **QUIET)
     for method in (posterior.predict, posterior.predictive):
         with pytest.raises(
@@ -149,15 +149,17 @@ def test_other_laws_are_refused_by_name(tmp_path):
     assert "log_likelihood" in groups and "posterior_predictive" not in groups
 
 
-def test_a_function_is_what_two_observations_of_a_row_share():
-    """Here it is the client's level: the losses of all rows are those of one number. 4000 functions."""
+def test_two_observations_of_a_row_share_the_function():
+    """Here the function is the client's level, a constant. 4000 functions."""
     own = data()
     posterior = bf.fit(integrated(), own, bf.PACPFL(particles=2), rounds=1, **QUIET)
-    theta, chunk, key = finite(posterior), torch.tensor([2]), noise.key(0)
-    draws = of_clients(posterior, *theta, chunk, key)
+    theta, chunk, key = theta_support(posterior), torch.tensor([2]), noise.key(0)
+    draws = draw_clients(posterior, *theta, chunk, key)
     batch = own.batch(chunk)
     keys = noise.fold(key, own.stream_ids[chunk])
-    first, again = dependent_rows.functions(posterior, draws, chunk, batch, batch, 4000, keys)
+    first, again = dependent_rows.log_likelihoods_of_functions(
+        posterior, draws, chunk, batch, batch, 4000, keys
+    )
     assert first.shape == (4000, 2, 6)
     torch.testing.assert_close(first, again, rtol=0.02, atol=0.02)  # the jitter is 1e-3 sd
     mu = draws.values["mu"].flatten()
@@ -167,7 +169,7 @@ def test_a_function_is_what_two_observations_of_a_row_share():
     assert ((first.mean(0) - expected).abs() < error).all()
 
 
-def test_the_bounds_report_takes_ones_own_model():
+def test_the_bounds_report_accepts_a_model_of_the_users_own():
     own, there = data(lengths=(30, 20, 25)), data(seed=1)
     posterior = bf.fit(integrated(), own, bf.PACPFL(particles=2, tau=1e-3), rounds=2, **QUIET)
     table = bounds.report(posterior, there, low=0.0, high=4.0, draws=200)
@@ -183,7 +185,7 @@ def test_the_bounds_report_takes_ones_own_model():
         assert abs(float(log_z[best] - exact[best])) < 0.5
 
 
-def test_correlated_noise_has_no_functions():
+def test_correlated_noise_is_refused():
     own = data(lengths=(4, 4, 4))  # padding would be correlated with the last row
     model = integrated(correlation=0.3)
     posterior = bf.fit(model, own, bf.PACPFL(particles=2), rounds=1, **QUIET)

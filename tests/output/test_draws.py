@@ -1,4 +1,4 @@
-"""Weighted draws: their weights, what is picked by them, and that nothing depends on how clients are put together."""
+"""Weighted draws: their weights, resampling by them, and independence of how clients are chunked."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ from bayesfed import models
 from bayesfed.data.chunks import chunks as cut
 from bayesfed.elbo import noise
 from bayesfed.output import draws as module
-from bayesfed.output.draws import Draws, finite, weighted
+from bayesfed.output.draws import Draws, theta_support, weighted_draws
 from tests.scenarios import conjugate_hierarchy, ragged
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -45,7 +45,7 @@ def two_observed(federation):
 
 
 def test_the_weight_is_the_likelihood_where_clients_draw_from_their_prior(particles, data):
-    for chunk, found in weighted(particles, 90, 0):
+    for chunk, found in weighted_draws(particles, 90, 0):
         alpha = found.values["alpha"]
         assert alpha.shape == (90, len(chunk), 1)
         for i, client in enumerate(chunk.tolist()):
@@ -54,25 +54,25 @@ def test_the_weight_is_the_likelihood_where_clients_draw_from_their_prior(partic
             torch.testing.assert_close(found.log_weights[:, i], by_hand)
 
 
-def test_a_tempered_likelihood_weighs_less(data):
+def test_a_tempered_likelihood_has_less_weight(data):
     algorithm = bf.PACPFL(particles=2, draws=5, beta=1.0)
     posterior = bf.fit(conjugate_hierarchy, data, algorithm, rounds=1, **QUIET)
-    for chunk, found in weighted(posterior, 10, 0):
+    for chunk, found in weighted_draws(posterior, 10, 0):
         for i, client in enumerate(chunk.tolist()):
             y = data.select([data.names[client]])["y"]
             by_hand = Normal(found.values["alpha"][:, i], 0.5).log_prob(y).mean(-1)
             torch.testing.assert_close(found.log_weights[:, i], by_hand)
 
 
-def test_the_values_of_theta_are_counted(data, particles):
-    assert finite(particles)[1] == 3
+def test_the_support_of_theta_is_enumerated(data, particles):
+    assert theta_support(particles)[1] == 3
     point = bf.fit(conjugate_hierarchy, data, bf.FedAvg(), rounds=1, **QUIET)
-    assert finite(point) == ({}, 1)
-    assert finite(bf.fit(conjugate_hierarchy, data, bf.SFVI(), rounds=1, **QUIET)) is None
+    assert theta_support(point) == ({}, 1)
+    assert theta_support(bf.fit(conjugate_hierarchy, data, bf.SFVI(), rounds=1, **QUIET)) is None
 
 
 def test_each_particle_has_as_many_draws_as_the_others(particles):
-    _chunk, found = next(weighted(particles, 100, 0))
+    _chunk, found = next(weighted_draws(particles, 100, 0))
     assert found.count == 99
     _mu, counts = found.values["mu"].unique(return_counts=True)
     assert counts.tolist() == [33, 33, 33]
@@ -87,30 +87,30 @@ def test_where_nothing_is_random_there_is_one_draw(data):
     torch.testing.assert_close(mixture.mean, alpha[0, data.owner])
 
 
-def test_picking_follows_the_weights():
-    """20,000 picks: the standard error of a frequency is at most 0.0036."""
+def test_resampling_follows_the_weights():
+    """20,000 draws: the standard error of a frequency is at most 0.0036."""
     torch.manual_seed(0)
     log_weights = torch.randn(6, 2)
     values = {"w": torch.arange(6.0)[:, None, None].expand(6, 2, 1)}
     keys = noise.fold(noise.key(0), torch.arange(2))
-    picked = Draws(values, 6, log_weights).picked(1, 20_000, keys).values["w"][..., 0]
+    picked = Draws(values, 6, log_weights).resample(1, 20_000, keys).values["w"][..., 0]
     for client in range(2):
         share = torch.bincount(picked[:, client].long(), minlength=6) / 20_000
         assert (share - log_weights[:, client].softmax(0)).abs().max() < 0.015
     assert abs(float(torch.corrcoef(picked.T)[0, 1])) < 4 / 20_000**0.5
-    groups = Draws(values, 6, log_weights).picked(3, 2, keys).values["w"][..., 0]
+    groups = Draws(values, 6, log_weights).resample(3, 2, keys).values["w"][..., 0]
     assert [set((row // 2).tolist()) for row in groups.reshape(3, -1)] == [{0.0}, {1.0}, {2.0}]
 
 
-def test_a_weight_of_zero_is_never_picked():
+def test_a_weight_of_zero_is_never_chosen():
     weights = torch.tensor([[-torch.inf], [0.0], [-torch.inf]])
     values = {"w": torch.arange(3.0)[:, None, None]}
     keys = noise.fold(noise.key(0), torch.arange(1))
-    assert (Draws(values, 3, weights).picked(1, 1000, keys).values["w"] == 1).all()
+    assert (Draws(values, 3, weights).resample(1, 1000, keys).values["w"] == 1).all()
 
 
-def test_predictions_of_several_sites_hang_together(data):
-    """Both sites are of the same draw, and the weights are those of all rows."""
+def test_predictions_of_several_sites_use_the_same_draw(data):
+    """The weights of the draws are those of all rows."""
     posterior = bf.fit(two_observed, data, bf.PACPFL(particles=2), rounds=1, **QUIET)
     found = posterior.predict(num_samples=2000)
     residual = found["y"] - found["survey"][:, data.owner]
@@ -126,7 +126,7 @@ ALGORITHMS = [
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: type(a).__name__)
-def test_nothing_depends_on_how_clients_are_put_together(data, algorithm, monkeypatch):
+def test_results_do_not_depend_on_chunks_of_clients(data, algorithm, monkeypatch):
     posterior = bf.fit(conjugate_hierarchy, data, algorithm, rounds=2, **QUIET)
 
     def everything():
@@ -139,12 +139,12 @@ def test_nothing_depends_on_how_clients_are_put_together(data, algorithm, monkey
 
     together = everything()
     monkeypatch.setattr(module, "PASS", 50)
-    monkeypatch.setattr(module, "cut", partial(cut, most=50))
+    monkeypatch.setattr(module, "chunks", partial(cut, most=50))
     for one, other in zip(everything(), together, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-def test_some_clients_draw_what_they_draw_among_all(data, particles):
+def test_selected_clients_have_the_same_draws_as_among_all(data, particles):
     some = [data.names[4], data.names[1]]
     alpha = particles.sample(20)["alpha"]
     torch.testing.assert_close(particles.select(some).sample(20)["alpha"], alpha[:, [4, 1]])
@@ -160,7 +160,7 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize("settings", NETWORKS.values(), ids=NETWORKS)
-def test_whatever_a_network_shares_all_of_the_posterior_works(settings, tmp_path):
+def test_the_posterior_of_a_network_works_for_all_ways_of_sharing(settings, tmp_path):
     torch.manual_seed(0)
     data = bf.Federation.from_arrays(
         {f"c{i}": {"x": torch.randn(3 + i, 4), "y": torch.arange(3 + i) % 3} for i in range(4)}

@@ -51,7 +51,7 @@ def idata(posterior):
 
 
 def groups(idata):
-    """Of either line of ArviZ."""
+    """Group names under ArviZ 0.2x and 1.x."""
     names = idata.groups() if callable(idata.groups) else idata.groups[1:]
     return [name.strip("/") for name in names]
 
@@ -114,7 +114,7 @@ def test_history(idata, posterior):
     assert idata.history["elbo"][-1] > idata.history["elbo"][0]
 
 
-def test_attributes_say_where_it_comes_from(idata):
+def test_attributes_name_the_algorithm(idata):
     attrs = idata.posterior.attrs
     assert {n: attrs[n] for n in ("inference_library", "algorithm", "seed")} == {
         "inference_library": "bayesfed",
@@ -138,8 +138,8 @@ def test_prior_draws_are_the_models(idata):
     assert np.ptp(prior["alpha"].values, axis=-1).min() > 0  # clients differ in every draw
 
 
-def test_what_the_model_predicts_before_the_data(idata):
-    """y ~ N(alpha + beta·x, .5), alpha ~ N(0, √5): of each row variance 5 + |x|² + .25; five Monte Carlo errors."""
+def test_the_prior_predictive(idata):
+    """y ~ N(alpha + beta·x, 0.5), alpha ~ N(0, √5): each row has variance 5 + |x|² + 0.25; five Monte Carlo errors."""
     imagined, x = idata.prior_predictive["y"].values[0], idata.constant_data["x"].values
     sd = np.sqrt(5.25 + (x**2).sum(-1))
     assert (np.abs(imagined.mean(0)) < 5 * sd / DRAWS**0.5).all()
@@ -181,7 +181,7 @@ def test_summary_names_the_clients(idata):
 @pytest.mark.filterwarnings("ignore:The inplace keyword")  # ArviZ to pandas
 @pytest.mark.filterwarnings("ignore:Estimated shape parameter")  # few rows a client
 def test_model_comparison(idata):
-    """Slopes that are not there: leaving them out predicts as well, with fewer parameters."""
+    """The true slopes are zero: a model without them predicts as well, with fewer parameters."""
     without = fitted(conjugate_hierarchy).to_arviz(DRAWS)
     loo = az.loo(idata)
     assert loo.n_data_points == 32
@@ -234,14 +234,14 @@ def test_a_gaussian_process_has_predictions_by_row_and_evidence_by_client():
     np.testing.assert_array_equal(idata.observed_data["y"], data["y"])
     model, params = posterior.program.model, posterior.params["particles"]
     batch = data.batch()
-    law = Gaussian(*model.marginal(params[:, None, None], batch.fields["x"], batch.mask))
-    evidence = law.log_prob(torch.where(batch.mask, batch.fields["y"], 0.0)).detach()
+    joint = Gaussian(*model.marginal(params[:, None, None], batch.fields["x"], batch.mask))
+    evidence = joint.log_prob(torch.where(batch.mask, batch.fields["y"], 0.0)).detach()
     found = torch.tensor(idata.log_likelihood["y"].values).reshape(-1, 3)
     for row in found:  # each draw is one of the particles
         assert min((row - e).abs().max() for e in evidence) < 1e-4
 
 
-def test_a_posterior_with_particles_survives_the_file(tmp_path):
+def test_a_posterior_with_particles_is_saved_and_loaded(tmp_path):
     data = bf.Federation.from_arrays(
         {f"client {i}": {"x": torch.randn(4), "y": torch.randn(4)} for i in range(3)}
     )

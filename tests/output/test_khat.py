@@ -1,4 +1,4 @@
-"""Pareto's k: small where q is the posterior, large where it is not, and named in words."""
+"""Pareto k-hat is small if q is the posterior, large if it is not, and reported to the user."""
 
 import arviz as az
 import pytest
@@ -11,14 +11,14 @@ from bayesfed.output.khat import LIMIT, khat
 from tests.scenarios import known_scales
 
 
-def test_it_is_small_where_q_is_exact():
+def test_khat_of_an_exact_q_is_small():
     posterior = bf.fit(known_scales, datasets.eight_schools())
     assert posterior.khat < 0.5
     assert posterior.caveat == ""
     assert "Pareto" not in repr(posterior)
 
 
-def test_it_is_large_where_locals_cannot_follow_the_globals_and_says_so():
+def test_khat_of_locals_independent_of_the_globals_is_large_and_reported():
     algorithm = bf.SFVI(global_guide=bf.MeanField(), conditioned=False)
     posterior = bf.fit(models.eight_schools, datasets.eight_schools(), algorithm)
     assert posterior.khat > LIMIT
@@ -26,8 +26,8 @@ def test_it_is_large_where_locals_cannot_follow_the_globals_and_says_so():
     assert posterior.to_arviz(8).posterior.attrs["khat"] == posterior.khat
 
 
-def test_it_is_arvizs():
-    """Of the same draws, up to how the tail is smoothed."""
+def test_khat_agrees_with_arviz():
+    """For the same draws, up to the smoothing of the tail."""
     posterior = bf.fit(models.varying_slope, datasets.grunfeld())
     log_weights = posterior.elbo(1000).double().numpy()
     if OLD:
@@ -40,7 +40,7 @@ def test_it_is_arvizs():
 
 
 @pytest.mark.parametrize("algorithm", [bf.FedAvg(), bf.PACPFL()], ids=lambda a: type(a).__name__)
-def test_points_and_particles_have_none(algorithm):
+def test_point_estimates_and_particles_have_none(algorithm):
     assert bf.fit(models.eight_schools, datasets.eight_schools(), algorithm, rounds=1).khat is None
 
 
@@ -51,7 +51,7 @@ def test_a_private_run_has_none():
     assert posterior.khat is None
 
 
-def test_weights_that_are_nothing_but_one():
+def test_khat_if_one_weight_dominates():
     posterior = bf.fit(known_scales, datasets.eight_schools(), rounds=1)
     moved = {name: value + 50.0 for name, value in posterior.params.items()}
     wrong = bf.Posterior(**{**vars(posterior), "params": moved})

@@ -12,7 +12,7 @@ from tests.scenarios import conjugate_hierarchy, ragged
 
 pytestmark = pytest.mark.usefixtures("float64")
 QUIET = {"progress": False, "execution": bf.Execution(compile=False)}
-LAWS = {
+DISTRIBUTIONS = {
     "Normal": lambda a: dist.Normal(a, 0.5),
     "LogNormal": lambda a: dist.LogNormal(a, 0.5),
     "StudentT": lambda a: dist.StudentT(4.0, a, 0.5),
@@ -27,32 +27,32 @@ LAWS = {
 }
 
 
-def model_of(law):
+def model_of(family):
     def model(federation):
         mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
         with federation.clients():
             alpha = pyro.sample("alpha", dist.Normal(mu, 1.0))
             with federation.observations() as obs:
-                pyro.sample("y", law(alpha + 0 * obs["x"]), obs=obs["y"])
+                pyro.sample("y", family(alpha + 0 * obs["x"]), obs=obs["y"])
 
     return model
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_a_mixture_is_the_mean_density_over_draws(name):
     torch.manual_seed(0)
-    law, clients = LAWS[name], {}
+    family, clients = DISTRIBUTIONS[name], {}
     for i in range(4):
-        y = law(torch.zeros(2 + i)).sample()
+        y = family(torch.zeros(2 + i)).sample()
         clients[f"c{i}"] = {"x": torch.zeros(2 + i), "y": y}
     data = bf.Federation.from_arrays(clients)
-    posterior = bf.fit(model_of(law), data, bf.SFVI(local_steps=1, draws=1), rounds=1, **QUIET)
+    posterior = bf.fit(model_of(family), data, bf.SFVI(local_steps=1, draws=1), rounds=1, **QUIET)
     found = posterior.predictive(num_samples=30, seed=3).log_prob(data["y"])
     draws = posterior.log_likelihood(num_samples=30, seed=3)["y"]
     torch.testing.assert_close(found, draws.logsumexp(0) - math.log(30), rtol=1e-9, atol=1e-9)
 
 
-def test_a_site_with_one_value_a_client():
+def test_a_site_with_one_value_per_client():
     def model(federation):
         mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
         with federation.clients():
@@ -85,7 +85,7 @@ def test_a_mixture_is_of_one_site():
     assert set(posterior.predict(num_samples=2)) == {"y", "z"}
 
 
-def test_a_law_without_classes_has_no_probabilities():
+def test_a_distribution_without_classes_has_no_probabilities():
     posterior = bf.fit(conjugate_hierarchy, ragged(3), bf.FedAvg(), rounds=1, **QUIET)
     with pytest.raises(ValueError, match="site 'y' is Normal: no classes"):
         posterior.probabilities()

@@ -10,8 +10,8 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 QUICK = bf.SFVI(local_steps=2, draws=2)
 S = 4000
-# Four Monte Carlo errors, of a mean in sd (1/√S) and of a log sd (1/√2S), and as much again for what the
-# optimiser leaves.
+# Four Monte Carlo errors, of a mean in sd (1/√S) and of a log sd (1/√2S), and as much again for the
+# error of the optimiser.
 MEAN, SPREAD = 8 / S**0.5, 8 / (2 * S) ** 0.5
 
 
@@ -31,7 +31,7 @@ def fitted(data):
         torch.set_default_dtype(torch.float32)
 
 
-def assert_law(draws, loc, sd):
+def assert_moments(draws, loc, sd):
     """The draws have this mean and standard deviation, S being 4000."""
     assert len(draws) == S
     assert ((draws.mean(0) - loc).abs() / sd).max() < MEAN
@@ -41,13 +41,13 @@ def assert_law(draws, loc, sd):
 # -- sample ---------------------------------------------------------------------------------------
 
 
-def test_samples_have_the_exact_law(fitted):
+def test_samples_have_the_exact_moments(fitted):
     truth, draws = exact(fitted.federation), fitted.sample(S)
     assert list(draws) == ["mu", "alpha"]
     assert draws["mu"].shape == (S,)
     assert draws["alpha"].shape == (S, 5)
-    assert_law(draws["mu"], *map(torch.tensor, truth.mu))
-    assert_law(draws["alpha"], *truth.alpha)
+    assert_moments(draws["mu"], *map(torch.tensor, truth.mu))
+    assert_moments(draws["alpha"], *truth.alpha)
     # alpha_i | mu has slope 1 / (1 + 4 n_i) in mu; four errors of a slope, see MEAN
     residual = draws["alpha"].std(0)
     mu = draws["mu"] - draws["mu"].mean()
@@ -88,14 +88,14 @@ def test_repr(fitted):
 # -- predict and log_likelihood -------------------------------------------------------------------
 
 
-def test_predictions_have_the_exact_law(fitted):
+def test_predictions_have_the_exact_moments(fitted):
     federation = fitted.federation
     loc, sd = (x[federation.owner] for x in exact(federation).alpha)
     y = fitted.predict(num_samples=S)["y"]
     assert y.shape == (S, federation.rows)
-    assert_law(y, loc, (sd**2 + 0.25).sqrt())
+    assert_moments(y, loc, (sd**2 + 0.25).sqrt())
     noise = y - fitted.sample(S)["alpha"][:, federation.owner]
-    assert_law(noise, 0.0, torch.tensor(0.5))
+    assert_moments(noise, 0.0, torch.tensor(0.5))
     assert torch.equal(
         fitted.predict(num_samples=9, seed=3)["y"], fitted.predict(None, 9, seed=3)["y"]
     )
@@ -111,7 +111,7 @@ def test_predictions_of_other_rows_of_some_clients(fitted):
     assert y.shape == (S, 7)
     rows = torch.tensor([3, 3, 0, 1, 1, 1, 1])
     loc, sd = (x[rows] for x in exact(fitted.federation).alpha)
-    assert_law(y, loc, (sd**2 + 0.25).sqrt())
+    assert_moments(y, loc, (sd**2 + 0.25).sqrt())
 
 
 def test_test_rows_of_a_split():
@@ -152,7 +152,7 @@ def test_elbo_is_below_the_evidence_and_close(fitted):
     assert elbo.shape == (S,)
     evidence = exact(fitted.federation).log_evidence
     error = float(elbo.std()) / S**0.5
-    # 0.05 nats is what 150 rounds leave
+    # 0.05 nats is the error after 150 rounds
     assert evidence - 0.05 < elbo.mean() < evidence + 4 * error + 1e-9
     assert torch.equal(fitted.elbo(5, seed=1), fitted.elbo(5, seed=1))
 
@@ -161,7 +161,7 @@ def test_elbo_is_below_the_evidence_and_close(fitted):
 
 
 def test_a_new_client_has_its_exact_conditional(fitted, data):
-    """alpha | mu, D ~ N((mu + 4 Σy) / p, 1/p), p = 1 + 4n; mu keeps its law N(m, v) of the others' data."""
+    """alpha | mu, D ~ N((mu + 4 Σy) / p, 1/p), p = 1 + 4n; mu has its distribution N(m, v) given the others' data."""
     _, new = data.hold_out(data.names[-1])
     posterior = fitted.personalize(new, steps=300)
     m, sd = exact(fitted.federation).mu
@@ -170,9 +170,9 @@ def test_a_new_client_has_its_exact_conditional(fitted, data):
     variance = 1 / precision + sd**2 / precision**2
     draws = posterior.sample(S)
     assert draws["alpha"].shape == (S, 1)
-    assert_law(draws["alpha"], loc, torch.tensor(variance**0.5))
+    assert_moments(draws["alpha"], loc, torch.tensor(variance**0.5))
     y = posterior.predict(new, S)["y"]
-    assert_law(y, loc, torch.tensor((variance + 0.25) ** 0.5))
+    assert_moments(y, loc, torch.tensor((variance + 0.25) ** 0.5))
     assert posterior.federation.names == data.names[-1:]
 
 
@@ -235,9 +235,9 @@ def test_events_of_many_dimensions(conditioned):
     torch.testing.assert_close(draws["corr"].square().sum(-1), torch.ones(7, 2))
     assert posterior.predict(num_samples=7)["y"].shape == (7, 8, 3)
     mean = (draws["w"][:, data.owner, None] * data["x"]).sum(-1)
-    law = dist.Normal(mean, draws["scale"][:, data.owner, None]).to_event(1)
+    likelihood = dist.Normal(mean, draws["scale"][:, data.owner, None]).to_event(1)
     found = posterior.log_likelihood(num_samples=7)["y"]
-    torch.testing.assert_close(found, law.log_prob(data["y"]))
+    torch.testing.assert_close(found, likelihood.log_prob(data["y"]))
     new = posterior.personalize(data.select(["c2"]), steps=2).sample(3)
     assert (new["w"].shape, new["scale"].shape) == ((3, 1, 2), (3, 1))
 
@@ -254,7 +254,7 @@ def test_a_model_without_local_sites(data, tmp_path):
     draws = posterior.sample(S)
     assert list(draws) == ["mu"]
     precision = 0.25 + 4 * data.rows
-    assert_law(draws["mu"], 4 * data["y"].sum() / precision, torch.tensor(precision**-0.5))
+    assert_moments(draws["mu"], 4 * data["y"].sum() / precision, torch.tensor(precision**-0.5))
     assert posterior.predict(num_samples=5)["y"].shape == (5, data.rows)
     new = posterior.personalize(ragged(2, seed=9))
     assert torch.equal(new.sample(5)["mu"], posterior.sample(5)["mu"])
@@ -279,7 +279,7 @@ def test_a_model_without_global_sites(data, conditioned, tmp_path):
     assert list(draws) == ["alpha"]
     precision = 1 + 4 * data.lengths
     sums = torch.zeros(len(data)).index_add(0, data.owner, data["y"])
-    assert_law(draws["alpha"], (0.3 + 4 * sums) / precision, precision**-0.5)
+    assert_moments(draws["alpha"], (0.3 + 4 * sums) / precision, precision**-0.5)
     assert posterior.elbo(5).shape == (5,)
     assert posterior.personalize(ragged(2, seed=9), steps=2).sample(5)["alpha"].shape == (5, 2)
     posterior.save(tmp_path / "p.safetensors")
@@ -306,8 +306,8 @@ def test_an_observed_site_outside_the_observations_plate():
         "survey": (6, 2),
     }
     found = posterior.log_likelihood(num_samples=6)["survey"]
-    law = dist.Normal(posterior.sample(6)["alpha"], 0.2)
-    torch.testing.assert_close(found, law.log_prob(torch.tensor([0.2, 0.9])))
+    likelihood = dist.Normal(posterior.sample(6)["alpha"], 0.2)
+    torch.testing.assert_close(found, likelihood.log_prob(torch.tensor([0.2, 0.9])))
 
 
 def my_guide(federation):
@@ -323,11 +323,11 @@ def my_guide(federation):
         pyro.sample("alpha", dist.Normal(a + slope * mu, spread))
 
 
-def test_ones_own_guide_with_constrained_parameters(data):
+def test_a_guide_of_the_users_own_with_constrained_parameters(data):
     algorithm = bf.SFVI(guide=my_guide, local_steps=5)
     posterior = bf.fit(conjugate_hierarchy, data, algorithm, rounds=300)
     truth, draws = exact(data), posterior.sample(S)
-    # hand-written guides have no sticking of the landing, so the optimiser leaves twice as much
+    # hand-written guides do not stick the landing, so that the error of the optimiser is twice as large
     assert abs(draws["mu"].mean() - truth.mu[0]) / truth.mu[1] < 2 * MEAN
     assert abs((draws["mu"].std() / truth.mu[1]).log()) < 2 * SPREAD
     assert ((draws["alpha"].mean(0) - truth.alpha[0]).abs() / truth.alpha[1]).max() < 2 * MEAN
@@ -336,7 +336,7 @@ def test_ones_own_guide_with_constrained_parameters(data):
 
 
 @pytest.mark.parametrize("algorithm", [QUICK, bf.SFVI(global_guide=bf.Flow()), bf.PVI()], ids=str)
-def test_what_is_saved_comes_back(data, tmp_path, algorithm):
+def test_a_saved_posterior_is_loaded_unchanged(data, tmp_path, algorithm):
     posterior = bf.fit(conjugate_hierarchy, data, algorithm, rounds=2, clients_per_round=3)
     posterior.save(tmp_path / "posterior.safetensors")
     again = bf.Posterior.load(tmp_path / "posterior.safetensors", conjugate_hierarchy, data)
@@ -373,7 +373,7 @@ def test_a_support_that_depends_on_another_site(data, where):
 
 # -- every algorithm ------------------------------------------------------------------------------
 
-RANDOM = {  # what an algorithm has a distribution over: (globals, locals)
+RANDOM = {  # whether an algorithm has distributions over (globals, locals)
     bf.SFVI(local_steps=1): (True, True),
     bf.SFVIAvg(): (True, True),
     bf.PVI(): (True, True),
@@ -389,7 +389,7 @@ RANDOM = {  # what an algorithm has a distribution over: (globals, locals)
     ("algorithm", "random"), RANDOM.items(), ids=[type(a).__name__ for a in RANDOM]
 )
 def test_every_algorithm_has_a_whole_posterior(data, algorithm, random, tmp_path):
-    """What is random varies between draws, what is a point does not; and all that can be asked is answered."""
+    """Random variables vary between draws, point estimates do not; and all methods work."""
     some = data.select(data.names[:4])
     fitted = bf.fit(conjugate_hierarchy, some, algorithm, rounds=2)
     new = fitted.personalize(data.select(data.names[4:]), steps=2)
@@ -417,7 +417,7 @@ def parameters_only(federation):
 
 
 @pytest.mark.parametrize("algorithm", [bf.FedAvg(), bf.FedABML(), bf.PFedVEM()], ids=str)
-def test_parameters_are_no_sites(data, algorithm, tmp_path):
+def test_parameters_are_not_sample_sites(data, algorithm, tmp_path):
     """They have no draws; the clients' variables do."""
     posterior = bf.fit(parameters_only, data, algorithm, rounds=2)
     assert list(posterior.sample(3)) == ["alpha"]

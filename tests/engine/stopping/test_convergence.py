@@ -12,7 +12,7 @@ import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.engine.stopping import convergence, rule
 from bayesfed.engine.stopping.convergence import Convergence
-from bayesfed.output.correction import Weighed
+from bayesfed.output.correction import CorrectionResult
 
 EAGER = bf.Execution(compile=False)
 
@@ -245,10 +245,10 @@ def test_a_fit_whose_correction_fails_goes_on(monkeypatch, tmp_path):
     def interrupt(posterior):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fitting, "weighed", interrupt)
+    monkeypatch.setattr(fitting, "correct", interrupt)
     with pytest.raises(KeyboardInterrupt):
         bf.fit(models.eight_schools, schools, execution=EAGER, resume=file)
-    monkeypatch.setattr(fitting, "weighed", lambda posterior: Weighed(good=False))
+    monkeypatch.setattr(fitting, "correct", lambda posterior: CorrectionResult(reliable=False))
     run = bf.start(models.eight_schools, schools, execution=EAGER, resume=file)
     assert run.done == len(near.history["elbo"]) < run.rounds
     for given in ({}, {"resume": file}):

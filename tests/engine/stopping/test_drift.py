@@ -11,7 +11,6 @@ import torch
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.engine.stopping import drift
-from bayesfed.output.inference_data import to_arviz
 from bayesfed.steps.gradients import annealed, elapsed
 
 EAGER = bf.Execution(compile=False)
@@ -99,7 +98,7 @@ def test_a_wide_prior_has_not_converged_after_eighty_rounds():
     assert posterior.sample(2000)["mu"].std() > 2
     assert posterior.moving["mu"] > 1
     assert repr(posterior).endswith(posterior.caveat)
-    assert to_arviz(posterior, 8)["posterior"].attrs["caveat"] == posterior.caveat
+    assert posterior.to_arviz(8)["posterior"].attrs["caveat"] == posterior.caveat
 
 
 @pytest.mark.parametrize(
@@ -109,7 +108,7 @@ def test_a_fit_that_has_converged_has_no_caveat(width, cohort, rounds):
     posterior = fit(width, rounds, bf.SFVI(local_steps=1), clients_per_round=cohort)
     assert posterior.caveat == ""
     assert "\n" not in repr(posterior)
-    assert "caveat" not in to_arviz(posterior, 8)["posterior"].attrs
+    assert "caveat" not in posterior.to_arviz(8)["posterior"].attrs
 
 
 def elbos(rounds, kappa, amount, sd):

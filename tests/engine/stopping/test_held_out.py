@@ -10,7 +10,7 @@ import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.engine.stopping import held_out as stopping
 from bayesfed.engine.stopping.held_out import HeldOut
-from bayesfed.output.locals_of_run import log_predictive, of_cohort
+from bayesfed.output.locals_of_run import fitted_cohort, log_predictive
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_clients_send_their_log_predictive_density(digits):
     bf.step(run)
     few = [train.names[3], train.names[1]]
     rows = valid.select(few)
-    posterior = of_cohort(run, run.plan.algorithm.params(run.server), few)
+    posterior = fitted_cohort(run, run.plan.algorithm.params(run.server), few)
     found = log_predictive(posterior, rows)
     p = bf.finish(run).probabilities(rows)["y"]
     density = Categorical(probs=p).log_prob(rows["y"])

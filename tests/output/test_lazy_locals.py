@@ -1,4 +1,4 @@
-"""What clients that keep nothing make of θ is made when somebody asks for it, and for whom."""
+"""Local parameters of stateless clients are computed when they are read, and only for the clients concerned."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bayesfed import datasets, models
 
 @pytest.fixture
 def asked(monkeypatch):
-    """For how many clients networks were made, at each call."""
+    """The number of clients in each call of ``personalize``."""
     calls = []
     before = bf.FedAvg.personalize
 
@@ -32,13 +32,13 @@ def fitted(monkeypatch):
     return posterior, test
 
 
-def test_a_fit_makes_none(asked, fitted):
+def test_a_fit_computes_none(asked, fitted):
     posterior, _ = fitted
     assert "FedAvg" in repr(posterior)
     assert not asked
 
 
-def test_of_one_client_its_own_is_made(asked, fitted):
+def test_one_clients_parameters_are_computed_alone(asked, fitted):
     posterior, test = fitted
     name = posterior.federation.names[2]
     one = posterior.select([name])
@@ -53,13 +53,13 @@ def test_of_one_client_its_own_is_made(asked, fitted):
     torch.testing.assert_close(found, again, rtol=1e-5, atol=1e-6)
 
 
-def test_new_clients_ask_for_none_of_the_old(asked, fitted):
+def test_new_clients_need_none_of_the_old(asked, fitted):
     posterior, test = fitted
     posterior.personalize(test, steps=1)
     assert asked == [5]
 
 
-def test_a_file_has_them(asked, fitted, tmp_path):
+def test_a_file_holds_them(asked, fitted, tmp_path):
     posterior, _ = fitted
     posterior.save(tmp_path / "posterior.safetensors")
     assert asked == [5]
@@ -70,8 +70,8 @@ def test_a_file_has_them(asked, fitted, tmp_path):
         assert torch.equal(value, posterior.local_params[name])
 
 
-def test_few_numbers_are_made_at_once(asked):
-    """So that what is to be said of them is said when the fit ends."""
+def test_small_ones_are_computed_at_the_end_of_the_fit(asked):
+    """Warnings about them are then given when the fit ends."""
     train, _ = datasets.digits(clients=5)
     bf.fit(models.Network(models.mlp(64, 10)), train, bf.FedAvg(personal_steps=3), rounds=2)
     assert asked == [5]

@@ -1,0 +1,127 @@
+"""The result of a fit: fitted parameters with the program and the data that they belong to.
+
+All functions of this folder take a :class:`Fitted`. :class:`~bayesfed.Posterior` adds the methods that users call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+from torch import Tensor
+
+from bayesfed.algorithms.algorithm import Algorithm
+from bayesfed.data.columns import UnknownName
+from bayesfed.data.federation import Federation
+from bayesfed.elbo import noise
+from bayesfed.elbo.program import Params, Program
+from bayesfed.output.lazy_locals import LazyLocals
+
+
+@dataclass(frozen=True, eq=False)
+class Correction:
+    """Draws of θ by importance sampling, used in place of draws from q(θ).
+
+    Attributes:
+        theta: equally weighted draws of the guide's global random site, ``(S, 1, 1, *event)``.
+        khat: Pareto k-hat of the importance weights by which the draws were resampled.
+        laplace: q(w_i | θ) is a poor approximation, so that clients' variables too are drawn by importance sampling,
+            with a Laplace approximation at each draw of θ as proposal: see :mod:`bayesfed.output.evidence`.
+    """
+
+    theta: Params
+    khat: float
+    laplace: bool = False
+
+    def sample(self, count: int, key: Tensor) -> Params:
+        """Choose ``count`` of the draws at random, with replacement: ``(count, 1, 1, *event)``."""
+        u = noise.uniform(noise.fold(key, noise.word("corrected")), (count,))
+        return {name: value[(u * len(value)).long()] for name, value in self.theta.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """q(θ) Π_i q(w_i | θ), fitted to a federation.
+
+    Attributes:
+        program: the model and its guide.
+        federation: the clients of the fit, or some of them, or new ones.
+        params: the guide's global parameters, unconstrained.
+        local_params: the guide's local parameters, unconstrained, one row per client. Under algorithms with stateless
+            clients they are computed from θ; those of large networks when they are first read.
+        history: per-round figures ``elbo``, ``seconds`` and ``clients``, each of shape ``(rounds,)``.
+        algorithm: the algorithm and its settings.
+        seed: the run's seed.
+        epsilon: ε of differential privacy that the run has spent; None for a run without privacy.
+        compiled: whether the run was compiled, and why; empty if unknown.
+        moving: estimated distance of q(θ) from convergence at the end of the run, by global site: in standard
+            deviations of q or in its log standard deviation, if above a quarter. None if there were too few rounds for
+            an estimate. Always empty for point estimates.
+        rising: estimated number of nats by which the ELBO would have risen further, if it is large; None as above.
+        settled: True if the run stopped because it had converged, False if it reached the largest number of rounds,
+            None if the number of rounds was given.
+        correction: draws of θ by importance sampling that replace draws from q(θ), see
+            :mod:`bayesfed.output.correction`.
+    """
+
+    program: Program
+    federation: Federation
+    params: Params
+    local_params: Mapping[str, Tensor]
+    history: Mapping[str, Tensor]
+    algorithm: Algorithm
+    seed: int
+    epsilon: float | None = None
+    compiled: str = ""
+    moving: Mapping[str, float] | None = None
+    rising: float | None = None
+    settled: bool | None = None
+    correction: Correction | None = None
+
+    @property
+    def laplace(self) -> bool:
+        """Whether clients' variables are drawn with Laplace approximations as proposals, see :class:`Correction`."""
+        return self.correction is not None and self.correction.laplace
+
+    def key(self, seed: int, word: str = "posterior") -> Tensor:
+        """Return the root noise key of a seed and a purpose, on the federation's device."""
+        return noise.fold(noise.key(seed), noise.word(word)).to(self.federation.device)
+
+    def params_of(self, chunk: Tensor) -> Params:
+        """Return all global parameters, and the local ones of the clients at positions ``chunk``."""
+        return self.params | {name: value[chunk] for name, value in self.local_params.items()}
+
+    def select(self, clients: Iterable[str]) -> Self:
+        """Return the posterior of some clients, by name. Their draws are the same as among all clients.
+
+        Raises:
+            KeyError: a client took no part in the fit.
+
+        Example:
+            >>> import bayesfed as bf
+            >>> from bayesfed import datasets, models
+            >>> posterior = bf.fit(models.eight_schools, datasets.eight_schools(), rounds=2)
+            >>> posterior.select(["C", "A"]).sample(100)["theta"].shape
+            torch.Size([100, 2])
+        """
+        names = tuple(str(name) for name in clients)
+        if names == self.federation.names:
+            return self
+        self.check_known(names)
+        few, own = self.federation.select(names), self.local_params
+        if isinstance(own, LazyLocals) and not own.computed:
+            return replace(self, federation=few, local_params=own.of(few))
+        position = self.federation.index(names)
+        own = {name: value[position] for name, value in own.items()}
+        return replace(self, federation=few, local_params=own)
+
+    def check_known(self, clients: Iterable[str]) -> None:
+        """Raise a KeyError that names the first client, if any, that took no part in the fit."""
+        known = set(self.federation.names)
+        for name in clients:
+            if name not in known:
+                raise UnknownName(
+                    f"client {name!r} took no part in the fit: use "
+                    "posterior.personalize(its data) first, which gives its local posterior"
+                )

@@ -1,0 +1,90 @@
+"""Log densities of draws from q, summed over clients: the ELBO, and the importance weights of draws of θ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from bayesfed.elbo import noise
+from bayesfed.elbo.elbo import log_parts, server_pass
+from bayesfed.elbo.program import Params
+from bayesfed.output.draws import candidates, client_chunks, draw_theta
+from bayesfed.output.evidence import COST
+from bayesfed.output.fitted import Fitted
+
+SumLogWeights = Callable[[Fitted, Params, int, Tensor, bool], Tensor]
+"""A function like :func:`sum_log_weights`; in a deployment it asks the institutions and adds up their answers."""
+
+
+def log_densities(fitted: Fitted, num_samples: int, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute log p(D, θ_s, w_s) and log q(θ_s, w_s) of draws from q, each ``(S,)``, in double precision.
+
+    Args:
+        fitted: without a correction, and with a guide whose draws have equal weights.
+        num_samples: S.
+        key: noise key. With ``fitted.key(seed)`` the draws are those of
+            :func:`~bayesfed.output.draws.equal_draws`.
+    """
+    program = fitted.program
+    theta = draw_theta(fitted, num_samples, key)
+    supplied = program.noise(key, num_samples, local=False)
+    with torch.no_grad():
+        schema, params = program.schema, fitted.params
+        parts = log_parts(program, params, {}, schema, supplied, num_samples, local=False)
+        log_p, log_q = (part[:, 0].double() for part in parts)
+    for client_log_p, client_log_q in _client_log_densities(fitted, theta, num_samples, key):
+        log_p, log_q = log_p + client_log_p.sum(1), log_q + client_log_q.sum(1)
+    return log_p, log_q
+
+
+def elbo(
+    fitted: Fitted, num_samples: int, seed: int, log_weights: SumLogWeights | None = None
+) -> Tensor:
+    """Compute the ELBO of all clients at draws from q, ``(S,)``; ``log_weights`` as :func:`sum_log_weights`."""
+    program, key = fitted.program, fitted.key(seed, "elbo")
+    with torch.no_grad():
+        supplied = program.noise(key, num_samples, local=False)
+        at_server = server_pass(program, fitted.params, supplied, num_samples)
+    of_clients = (log_weights or sum_log_weights)(fitted, at_server.theta, num_samples, key, False)
+    return at_server.term + of_clients.to(at_server.term.dtype)
+
+
+def sum_log_weights(
+    fitted: Fitted, theta: Params, count: int, key: Tensor, laplace: bool = False
+) -> Tensor:
+    """Estimate Σ_i log p(D_i | θ_s) at draws of θ: ``(S,)``, in double precision.
+
+    By one draw of each client's variables, log p(w_is, D_i | θ_s) − log q(w_is | θ_s); or with ``laplace`` by several
+    draws from a Laplace approximation at θ_s, see :mod:`bayesfed.output.evidence`.
+
+    Args:
+        fitted: q of the clients.
+        theta: draws of the guide's global random sites, ``(S, 1, 1, *event)``.
+        count: S.
+        key: noise key.
+        laplace: use Laplace approximations in place of q(w_i | θ).
+    """
+    total = torch.zeros(count, dtype=torch.float64, device=fitted.federation.device)
+    if not laplace:
+        for log_p, log_q in _client_log_densities(fitted, theta, count, key):
+            total += (log_p - log_q).sum(1)
+        return total
+    for chunk in client_chunks(fitted, COST * count, fitted.federation):
+        total += candidates(fitted, theta, count, chunk, key).evidence().sum(1)
+    return total
+
+
+def _client_log_densities(
+    fitted: Fitted, theta: Params, count: int, key: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield log p(w_is, D_i | θ_s) and log q(w_is | θ_s), ``(S, K)`` in double precision, of some clients at a time."""
+    program, federation = fitted.program, fitted.federation
+    for chunk in client_chunks(fitted, count, federation):
+        keys = noise.fold(key, federation.stream_ids[chunk])
+        supplied = program.noise(keys, count, local=True)
+        batch, params = federation.batch(chunk), fitted.params_of(chunk)
+        with torch.no_grad():
+            log_p, log_q = log_parts(program, params, theta, batch, supplied, count, local=True)
+        yield log_p.double(), log_q.double()

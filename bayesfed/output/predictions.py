@@ -1,0 +1,134 @@
+"""Draws, predictions and log likelihoods of a posterior, by site of the model."""
+
+from __future__ import annotations
+
+import pyro.distributions as dist
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from bayesfed.data.federation import Federation
+from bayesfed.elbo import noise
+from bayesfed.elbo.mixtures import ClientMixture
+from bayesfed.output import dependent_rows
+from bayesfed.output.draws import (
+    derive,
+    discrete_log_joint,
+    equal_draws,
+    flatten_rows,
+    run_model,
+    weighted_draws,
+)
+from bayesfed.output.fitted import Fitted
+
+
+def sample(
+    fitted: Fitted, num_samples: int, seed: int, *, centre: bool = False
+) -> dict[str, Tensor]:
+    """Draw every latent site, see :meth:`bayesfed.Posterior.sample`."""
+    parts: dict[str, list[Tensor]] = {}
+    for _, draws in equal_draws(fitted, num_samples, seed, centre=centre):
+        for name, value in draws.values.items():
+            parts.setdefault(name, []).append(value.squeeze(2))
+    return {
+        name: torch.cat(values, 1) if fitted.program.sites[name].local else values[0].squeeze(1)
+        for name, values in parts.items()
+    }
+
+
+def predict(
+    fitted: Fitted, federation: Federation, num_samples: int, seed: int
+) -> dict[str, Tensor]:
+    """Draw from the posterior predictive, see :meth:`bayesfed.Posterior.predict`."""
+    program = fitted.program
+    few, model = fitted.select(federation.names), poutine.uncondition(program.model)
+    with noise.seeded(seed):
+        if program.joint:
+            (site,) = program.observed
+            return {site.name: dependent_rows.predict(few, federation, num_samples, seed)}
+        make_draws = weighted_draws if program.weights_draws else equal_draws
+        parts: dict[str, list[Tensor]] = {site.name: [] for site in program.observed}
+        for chunk, draws in make_draws(few, num_samples, seed, federation):
+            batch = federation.batch(chunk)
+            if program.weights_draws:
+                keys = noise.fold(few.key(seed, "predict"), few.federation.stream_ids[chunk])
+                draws = draws.resample(1, num_samples, keys)
+            nodes = run_model(few, model, draws, chunk, batch)
+            for site in program.observed:
+                value = nodes[site.name]["value"]
+                parts[site.name].append(flatten_rows(value, site, batch, num_samples))
+    return {name: torch.cat(values, 1) for name, values in parts.items()}
+
+
+def log_likelihood(
+    fitted: Fitted, federation: Federation, num_samples: int, seed: int
+) -> dict[str, Tensor]:
+    """Compute log p(observation | draw), see :meth:`bayesfed.Posterior.log_likelihood`."""
+    few, program = fitted.select(federation.names), fitted.program
+    parts: dict[str, list[Tensor]] = {site.name: [] for site in program.likelihood}
+    for chunk, draws in equal_draws(few, num_samples, seed, federation):
+        batch = federation.batch(chunk)
+        nodes = run_model(few, program.model, draws, chunk, batch)
+        for site in program.likelihood:
+            fn, value = nodes[site.name]["fn"], nodes[site.name]["value"]
+            leave_out = isinstance(fn, ClientMixture) and federation is fitted.federation
+            log_prob = fn.left_out(value) if leave_out else fn.log_prob(value)
+            if federation.gaps and site.per_row:
+                log_prob = log_prob.where(nodes[site.name]["mask"], torch.nan)
+            parts[site.name].append(flatten_rows(log_prob, site, batch, num_samples))
+    return {name: torch.cat(values, 1) for name, values in parts.items()}
+
+
+def derived(
+    fitted: Fitted, federation: Federation, num_samples: int, seed: int
+) -> dict[str, Tensor]:
+    """Compute the model's ``pyro.deterministic`` sites, see :meth:`bayesfed.Posterior.derived`."""
+    few = fitted.select(federation.names)
+    parts: dict[str, list[Tensor]] = {name: [] for name in fitted.program.derived}
+    for chunk, draws in equal_draws(few, num_samples, seed, federation):
+        batch = federation.batch(chunk)
+        for name, found in derive(few, draws, chunk, batch).items():
+            if found.local:
+                parts[name].append(flatten_rows(found.value, found, batch, draws.count))
+            elif not parts[name]:
+                shape = (draws.count, *found.value.shape[3:])
+                parts[name].append(found.value[:, 0, 0].expand(shape))
+    return {name: torch.cat(values, min(1, values[0].ndim - 1)) for name, values in parts.items()}
+
+
+def probabilities(
+    fitted: Fitted, federation: Federation, num_samples: int, seed: int, *, centre: bool = False
+) -> dict[str, Tensor]:
+    """Compute class probabilities of every row, see :meth:`bayesfed.Posterior.probabilities`."""
+    few, program = fitted.select(federation.names), fitted.program
+    parts: dict[str, list[Tensor]] = {site.name: [] for site in program.observed}
+    found = (
+        equal_draws(few, 1, seed, federation, centre=True)
+        if centre
+        else weighted_draws(few, num_samples, seed, federation)
+    )
+    for chunk, draws in found:
+        batch = federation.batch(chunk)
+        nodes = run_model(few, program.model, draws, chunk, batch)
+        weight = draws.normalised_log_weights(len(batch)).exp().to(batch.scale)[..., None, None]
+        for site in program.observed:
+            fn = nodes[site.name]["fn"]
+            fn = fn.base_dist if isinstance(fn, dist.MaskedDistribution) else fn
+            if not fn.has_enumerate_support or fn.event_shape:
+                raise ValueError(f"site {site.name!r} is {type(fn).__name__}: no classes")
+            log_probs = fn.log_prob(fn.enumerate_support(expand=False)).movedim(0, -1)
+            probs = (weight * log_probs.exp()).sum(0, keepdim=True)
+            parts[site.name].append(flatten_rows(probs, site, batch, 1)[0])
+    return {name: torch.cat(values) for name, values in parts.items()}
+
+
+def discrete_probabilities(fitted: Fitted, num_samples: int, seed: int) -> dict[str, Tensor]:
+    """Compute probabilities of the clients' discrete variables, see :meth:`bayesfed.Posterior.kinds`."""
+    parts: dict[str, list[Tensor]] = {name: [] for name in fitted.program.kinds}
+    for chunk, draws in equal_draws(fitted, num_samples, seed) if parts else ():
+        log_p, sizes = discrete_log_joint(fitted, draws, chunk)
+        grid = log_p.squeeze(2).softmax(-1).mean(0).unflatten(-1, tuple(sizes.values()))
+        for axis, found in enumerate(parts.values(), 1):
+            others = [a for a in range(1, grid.ndim) if a != axis]
+            found.append(grid.sum(others) if others else grid)
+    return {name: torch.cat(values) for name, values in parts.items()}

@@ -1,0 +1,74 @@
+"""Draws from the model's prior and prior predictive, with its parameters as they were fitted."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from bayesfed.elbo import handlers
+from bayesfed.output.draws import Draws, client_chunks, flatten_rows, run_model
+from bayesfed.output.fitted import Fitted
+
+
+def sample_prior(fitted: Fitted, num_samples: int) -> dict[str, Tensor]:
+    """Draw the latent sites from the model alone, by torch's generator: ``(S, *event)`` or ``(S, N, *event)``."""
+    program, federation = fitted.program, fitted.federation
+    common: dict[str, Tensor] = {}
+    parts: dict[str, list[Tensor]] = {site.name: [] for site in program.locals}
+    with torch.no_grad():
+        for chunk in client_chunks(fitted, num_samples):
+            head = federation.batch(chunk, torch.zeros(len(chunk), 1, dtype=torch.int64))
+            params = fitted.params_of(chunk)
+            given = {name: value[:, None, None] for name, value in common.items()}
+            with (
+                handlers.given(head.device, params, values=given, draws=num_samples),
+                poutine.trace() as tracer,
+                handlers.Until([site.name for site in program.latent]),
+            ):
+                program.model(head)
+            for site in program.latent:
+                shape = (num_samples, len(chunk) if site.local else 1, 1, *site.event_shape)
+                value = tracer.trace.nodes[site.name]["value"].expand(shape).squeeze(2)
+                if site.local:
+                    parts[site.name].append(value)
+                else:
+                    common[site.name] = value.squeeze(1)
+    return common | {name: torch.cat(values, 1) for name, values in parts.items()}
+
+
+def prior_predictive(
+    fitted: Fitted, prior: Mapping[str, Tensor], num_samples: int
+) -> dict[str, Tensor]:
+    """Draw the observed sites at draws from the prior: ``(S, rows, *event)``, or ``(S, N, *event)`` outside the rows.
+
+    Returns an empty dict, with a warning, if the sites cannot be drawn at some draw from the prior.
+    """
+    program, federation = fitted.program, fitted.federation
+    model = poutine.uncondition(program.model)
+    parts: dict[str, list[Tensor]] = {site.name: [] for site in program.observed}
+    try:
+        for chunk in client_chunks(fitted, num_samples, federation):
+            batch = federation.batch(chunk)
+            values = {
+                site.name: prior[site.name][:, chunk if site.local else None, None]
+                for site in program.latent
+            }
+            draws = Draws(values, num_samples)
+            nodes = run_model(fitted, model, draws, chunk, batch, prior=True)
+            for site in program.observed:
+                value = nodes[site.name]["value"]
+                if site.joint:
+                    value = value.squeeze(2).expand(num_samples, *batch.mask.shape)
+                    parts[site.name].append(value[:, batch.mask])
+                else:
+                    parts[site.name].append(flatten_rows(value, site, batch, num_samples))
+    except (RuntimeError, ValueError) as error:
+        warnings.warn(
+            f"there is no prior_predictive, as at some draw from the prior: {error}", stacklevel=4
+        )
+        return {}
+    return {name: torch.cat(values, 1) for name, values in parts.items()}

@@ -1,0 +1,80 @@
+"""The proposal distribution of importance sampling: a mixture of Student's t around weighted draws."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+from bayesfed.output.importance import effective_sample_size, systematic_resample
+
+FREEDOM, WIDER = 5.0, 1.1
+"""Degrees of freedom of the t distributions, and the factor by which they are wider than the draws."""
+
+
+@dataclass(frozen=True, eq=False)
+class StudentMixture:
+    """A mixture of multivariate Student's t with equal weights and one scale matrix.
+
+    Attributes:
+        centres: locations of the M components, ``(M, D)``.
+        root: Cholesky factor of the scale matrix, ``(D, D)``.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed.output.proposal import StudentMixture
+        >>> proposal = StudentMixture(torch.zeros(1, 2), torch.eye(2))
+        >>> float(proposal.log_prob(torch.zeros(1, 2))) == -float(torch.tensor(2 * torch.pi).log())
+        True
+    """
+
+    centres: Tensor
+    root: Tensor
+
+    def sample(self, count: int) -> Tensor:
+        """Draw ``(count, D)`` by torch's random number generator, equally many from each component."""
+        size = self.root.shape[0]
+        of = self.centres[torch.arange(count, device=self.centres.device) % len(self.centres)]
+        component = dist.MultivariateStudentT(
+            self.root.new_tensor(FREEDOM), self.root.new_zeros(size), self.root, validate_args=False
+        )
+        return of + component.sample((count,))
+
+    def log_prob(self, z: Tensor) -> Tensor:
+        """Compute log densities of ``(S, D)``: ``(S,)``."""
+        size = self.root.shape[0]
+        white, centres = (
+            torch.linalg.solve_triangular(self.root, x.mT, upper=False).mT
+            for x in (z, self.centres)
+        )
+        far = torch.cdist(white, centres).square()
+        each = -(FREEDOM + size) / 2 * torch.log1p(far / FREEDOM)
+        level = (
+            math.lgamma((FREEDOM + size) / 2)
+            - math.lgamma(FREEDOM / 2)
+            - size / 2 * math.log(FREEDOM * math.pi)
+        )
+        return each.logsumexp(1) - math.log(len(centres)) + level - self.root.diagonal().log().sum()
+
+
+def fit_proposal(z: Tensor, weights: Tensor, centres: int) -> StudentMixture | None:
+    """Fit a proposal to weighted draws ``(S, D)``: their mean and covariance, somewhat wider.
+
+    With one centre it is a single t. With more, they are draws moved towards the mean by as much as the width of the
+    components adds to the covariance (West 1993, *Approximating posterior distributions by mixtures*, section 2.2); the
+    width follows Silverman's rule. Returns None if the covariance of the draws is singular.
+    """
+    mean, size = weights @ z, z.shape[1]
+    root, failed = torch.linalg.cholesky_ex((weights[:, None] * (z - mean)).mT @ (z - mean))
+    if bool(failed):
+        return None
+    width = 1.0
+    if centres > 1:
+        count = min(centres, effective_sample_size(weights))
+        width = (4 / (count * (size + 2))) ** (1 / (size + 4))
+    shrunk = (1 - min(width, 1.0) ** 2) ** 0.5
+    at = mean + shrunk * (z[systematic_resample(weights, centres)] - mean)
+    return StudentMixture(at, WIDER * min(width, 1.0) * math.sqrt((FREEDOM - 2) / FREEDOM) * root)

@@ -1,0 +1,37 @@
+"""The density, the draws and the moments of a proposal."""
+
+import pyro.distributions as dist
+import pytest
+import torch
+
+from bayesfed.output.proposal import WIDER, StudentMixture, fit_proposal
+
+
+def test_a_proposal_is_a_mixture_of_students():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        centres, root = torch.randn(3, 2), torch.tensor([[0.7, 0.0], [0.4, 1.1]])
+        proposal = StudentMixture(centres, root)
+        z = 2 * torch.randn(50, 2)
+        draws = proposal.sample(60_000)
+    parts = dist.MultivariateStudentT(torch.full((3,), 5.0), centres, root.expand(3, 2, 2))
+    mixture = dist.MixtureSameFamily(dist.Categorical(torch.ones(3)), parts)
+    torch.testing.assert_close(proposal.log_prob(z), mixture.log_prob(z))
+    torch.testing.assert_close(draws.mean(0), centres.mean(0), atol=0.03, rtol=0)
+
+
+@pytest.mark.parametrize("centres", [1, 400])
+def test_a_proposal_has_the_moments_of_the_weighted_draws(centres):
+    """Draws from most of a circle. The covariance of the proposal is theirs, except that each t is somewhat wider."""
+    angle = torch.linspace(0, 6, 3000, dtype=torch.float64)
+    z = torch.stack([angle.cos(), angle.sin()], -1)
+    weights = (2 + angle) / (2 + angle).sum()
+    proposal = fit_proposal(z, weights, centres)
+    mean = weights @ z
+    covariance = (weights[:, None] * (z - mean)).mT @ (z - mean)
+    torch.testing.assert_close(proposal.centres.mean(0), mean, atol=2e-3, rtol=0)
+    of_centres = torch.cov(proposal.centres.mT, correction=0) if centres > 1 else 0.0
+    of_each = proposal.root @ proposal.root.mT * 5 / 3 / WIDER**2
+    torch.testing.assert_close(of_centres + of_each, covariance, atol=5e-3, rtol=0)
+    there, middle = proposal.log_prob(torch.stack([z[1500], mean]))
+    assert bool(there > middle + 1) == (centres > 1)  # many centres follow the curve of the draws
