@@ -1,28 +1,28 @@
-"""Particles for the global variables, the model's own prior for the local ones."""
+"""Particles for the global variables, and the model's own prior for the local ones."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import biject_to
 
 from bayesfed.data.federation import Federation, Model
-from bayesfed.elbo.handlers import Until, is_plate, origin
+from bayesfed.elbo.handlers import Until
 from bayesfed.elbo.sites import Site, prior_draws
-from bayesfed.guides.hierarchical import point
+from bayesfed.guides.unconstrained import AsGuide, delta_at, split
 
 PARTICLES = "particles"
 """The parameter that holds the k particles, unconstrained and stacked: ``(k, D)``."""
 PARTICLE = "particle"
-"""The auxiliary site that is one of them."""
+"""The auxiliary site that is one of the particles."""
 
 
 class OneOf(dist.TorchDistribution):
@@ -45,7 +45,7 @@ class OneOf(dist.TorchDistribution):
         super().__init__(torch.Size(batch_shape), vectors.shape[-1:], validate_args=False)
 
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> OneOf:
-        """The same, over more draws."""
+        """The same distribution with other batch dimensions."""
         return OneOf(self.vectors, batch_shape)
 
     def rsample(self, sample_shape: Sequence[int] = ()) -> Tensor:
@@ -62,7 +62,7 @@ class OneOf(dist.TorchDistribution):
         return vectors.expand(-1, *self.batch_shape, -1) if expand else vectors
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """−ln k; which of the vectors it is does not matter."""
+        """−ln k for any value."""
         return value.new_full(value.shape[:-1], -math.log(len(self.vectors)))
 
 
@@ -75,9 +75,9 @@ class Particles:
 
     Attributes:
         model: the Pyro model.
-        sizes: how many numbers each global latent site has, unconstrained.
+        sizes: the number of unconstrained dimensions of each global latent site.
         locals: the local latent sites.
-        start: the particles at first, ``(k, D)``.
+        start: the particles at the start, ``(k, D)``.
     """
 
     model: Model
@@ -90,9 +90,11 @@ class Particles:
         """Sample every latent site of the model."""
         vectors = pyro.param(PARTICLES, self.start.clone, event_dim=2)
         z = pyro.sample(PARTICLE, OneOf(vectors), infer={"is_auxiliary": True})
-        split = z.split(list(self.sizes.values()), -1)
-        given = dict(zip(self.sizes, split, strict=True))
-        with Until([*self.sizes, *self.locals]), _FromPrior(given, self.locals):
+        sites: dict[str, Callable[[Any], Any]] = {
+            name: partial(delta_at, u=u) for name, u in split(z, self.sizes).items()
+        }
+        sites |= dict.fromkeys(self.locals, lambda prior: prior)
+        with Until([*self.sizes, *self.locals]), AsGuide(sites):
             self.model(federation.head())
 
     def __str__(self) -> str:
@@ -102,9 +104,9 @@ class Particles:
 def from_prior(
     model: Model, sites: Mapping[str, Site], federation: Federation, count: int
 ) -> Particles:
-    """The :class:`Particles` guide of a model, at draws of its prior with the seed of torch's generator.
+    """The :class:`Particles` guide of a model, started at draws of its prior with the seed of torch's generator.
 
-    A model without random globals has particles of no dimension.
+    A model without global latent sites has particles without dimensions.
     """
     nodes = prior_draws(model, sites, federation, count, seed=torch.initial_seed())
     flat = {"": federation.batch(torch.arange(1)).scale.new_zeros(count, 0)}
@@ -117,21 +119,3 @@ def from_prior(
     sizes = {name: value.shape[1] for name, value in flat.items() if name}
     locals_ = tuple(site.name for site in sites.values() if site.local and not site.observed)
     return Particles(model, sizes, locals_, start)
-
-
-class _FromPrior(Messenger):
-    """Run the model with its globals given, unconstrained; the local sites are drawn, the observed hidden."""
-
-    def __init__(self, z: Mapping[str, Tensor], locals_: Sequence[str]) -> None:
-        super().__init__()
-        self.z, self.locals = z, locals_
-
-    def _pyro_sample(self, msg: Any) -> None:
-        if is_plate(msg):
-            msg["stop"] = True
-        elif msg["name"] in self.z:
-            msg["fn"] = point(msg["fn"], self.z[msg["name"]])
-        elif msg["name"] not in self.locals:
-            if msg["value"] is None:
-                msg["value"] = origin(msg["fn"])
-            msg["done"] = msg["stop"] = True

@@ -59,7 +59,7 @@ from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.build import build
 from bayesfed.elbo.handlers import given
 from bayesfed.elbo.program import Params, Program
-from bayesfed.guides.laplace import Laplace, gaussian, laplace
+from bayesfed.guides.laplace import Laplace, gaussian_params, laplace
 from bayesfed.guides.precisions import definite, inverse, solve, times
 from bayesfed.settings import Rate, Times
 from bayesfed.steps.curvature import Loss, layered, slopes
@@ -223,7 +223,7 @@ class FOLA(Algorithm):
     def params(self, server: Server) -> Params:
         """N(μ_S, Σ_S / n) as the guide has it."""
         precision = definite(server.precision - server.excess, matrix=server.precision.ndim == 2)
-        return gaussian(server.loc, server.rows * precision)
+        return gaussian_params(server.loc, server.rows * precision)
 
     # -- clients --------------------------------------------------------------------------------------
 
@@ -276,7 +276,7 @@ class FOLA(Algorithm):
         kind = "layers" if guide.layered and not full else self.fisher
         theta = job.message["loc"].expand(len(job), -1)
         if self.lr is None:
-            theta = guide.least(theta, centre, strength, job.rows(None))
+            theta = guide.minimum(theta, centre, strength, job.rows(None))
         else:
             lr = job.rate * self.lr
             step_of = inverse(strength, 1 / lr, matrix=strength.ndim == 3)
@@ -321,15 +321,17 @@ class FOLA(Algorithm):
         with torch.no_grad(), given(job.keys.device, job.message, noise={}):
             theta = guide.sample_globals()[1].reshape(1, 1, 1, -1)
         if guide.integrated:
-            _, mode, precision = guide.mode(theta.expand(-1, len(job), -1, -1), job.rows(None))
+            _, mode, precision = guide.integrate_locals(
+                theta.expand(-1, len(job), -1, -1), job.rows(None)
+            )
             loc, variance = mode[0, :, 0], torch.linalg.inv(precision)[0, :, 0].diagonal(0, -2, -1)
-            return start | guide.kept(loc, variance.sqrt())
-        centre, scale = guide.centre(theta, job.rows(0))
+            return start | guide.local_params(loc, variance.sqrt())
+        centre, scale = guide.prior_centre(theta, job.rows(0))
         strength = 1 / (job.counts[:, None] * scale.square())
         w, step_of = centre, inverse(strength, 1 / (lr or self.lr or LR), matrix=False)
         for step in range(self.personal_steps if steps is None else steps):
             w = _own_step(guide, theta, w, centre, strength, step_of, job.rows(step))
-        return start | guide.kept(w, torch.zeros_like(w))
+        return start | guide.local_params(w, torch.zeros_like(w))
 
     def _for(self, program: Program) -> FOLA:
         """These settings with what None means for a program."""

@@ -63,7 +63,7 @@ from bayesfed.guides.family import GLOBAL
 from bayesfed.guides.flow import Flow
 from bayesfed.guides.full_rank import FullRank
 from bayesfed.guides.mean_field import MeanField
-from bayesfed.guides.natural_gradient import Direction, Site
+from bayesfed.guides.natural_gradient import Direction, QuadraticTerm
 from bayesfed.steps import optimizer
 from bayesfed.steps.gradients import gradients, leaves
 from bayesfed.steps.job import Job, Work
@@ -132,7 +132,7 @@ class SFVI(Structured):
         known = {name: torch.zeros_like(program.init[name]) for name in program.direct}
         if self._automatic(program):
             family = family_of(program)
-            pull, slope = nothing = family.blank(program.init)
+            pull, slope = nothing = family.zero_term(program.init)
             known |= {PULL: pull, SLOPE: slope, SEEN: pull.new_zeros(()), LEVEL: pull.new_zeros(())}
             server["prior"] = nothing._asdict()
             still = Direction(pull, slope, pull)
@@ -179,8 +179,8 @@ class SFVI(Structured):
         if self._automatic(program):
             grad, before = grads[GLOBAL], job.clients["sent"]
             z = job.message[GLOBAL][-grad.shape[1] :, 0, 0]
-            old = Site(before[PULL], before[SLOPE])
-            pull, slope = family_of(program).site(params, z, grad.shape[1] * grad, old)
+            old = QuadraticTerm(before[PULL], before[SLOPE])
+            pull, slope = family_of(program).fit_quadratic(params, z, grad.shape[1] * grad, old)
             del sent[GLOBAL]
             one = pull.new_ones(len(job))
             sent |= {PULL: pull, SLOPE: slope, SEEN: one, LEVEL: job.message[LEVEL] * one}
@@ -200,7 +200,7 @@ class SFVI(Structured):
                 if self._natural(job.program, job.rate):
                     continue
                 z = job.message[name][-grad.shape[1] :, 0, 0]
-                said = natural_gradient.at(Site(before[PULL], before[SLOPE]), z)
+                said = natural_gradient.gradient_at(QuadraticTerm(before[PULL], before[SLOPE]), z)
             else:
                 said = before[name][:, None]
             upload[name] = grad - said / grad.shape[1]
@@ -266,7 +266,9 @@ class SFVI(Structured):
                 said = (
                     before[name]
                     if name in before
-                    else natural_gradient.at(Site(before[PULL], before[SLOPE]), at.detach())
+                    else natural_gradient.gradient_at(
+                        QuadraticTerm(before[PULL], before[SLOPE]), at.detach()
+                    )
                 )
             # a number times a traced rate, which is in double precision, would be so too
             grad = (scale * total[name]).to(at.dtype) + said / used
@@ -313,12 +315,14 @@ class SFVI(Structured):
         family, params, known = family_of(program), server["params"], server["known"]
         used, noisy = len(z), GLOBAL in total
         with torch.no_grad():
-            old = Site(*(value[None] for value in server["prior"].values()))
-            prior = Site(*(v[0] for v in family.site(params, z, grad[None], old)))
+            old = QuadraticTerm(*(value[None] for value in server["prior"].values()))
+            prior = QuadraticTerm(*(v[0] for v in family.fit_quadratic(params, z, grad[None], old)))
             if noisy:  # it knows nothing of before
                 grads = (used * scale * total[GLOBAL]).to(z.dtype)[None]
-                blank = Site(*(v[None] for v in family.blank(params)))
-                clients = Site(*(v[0] for v in family.site(params, z, grads, blank)))
+                blank = QuadraticTerm(*(v[None] for v in family.zero_term(params)))
+                clients = QuadraticTerm(
+                    *(v[0] for v in family.fit_quadratic(params, z, grads, blank))
+                )
             else:
                 clients = _of_all(program, known)
             of_mean = math.sqrt(used) * scale * added if noisy else None
@@ -344,7 +348,7 @@ class SFVI(Structured):
 
     def _natural(self, program: Program, rate: float) -> bool:
         """Whether q(θ) takes natural-gradient steps when this is left of the learning rate."""
-        return self._automatic(program) and family_of(program).natural(rate)
+        return self._automatic(program) and family_of(program).takes_natural_steps(rate)
 
     @property
     def _late(self) -> int:
@@ -353,7 +357,7 @@ class SFVI(Structured):
 
     def _draws(self, program: Program) -> int:
         """S: pairs in all directions, where the curvature of all is wanted."""
-        if not self._automatic(program) or not family_of(program).whole:
+        if not self._automatic(program) or not family_of(program).full_curvature:
             return self.draws
         return max(self.draws, 2 * math.ceil(len(program.init[f"{GLOBAL}.loc"]) / self._late))
 
@@ -385,18 +389,18 @@ class SFVI(Structured):
         return (1.0, 0.5) if both else (1.0,)
 
 
-def _of_all(program: Program, known: Params) -> Site:
+def _of_all(program: Program, known: Params) -> QuadraticTerm:
     """Of all clients; those who have not been seen are taken to be like those who have.
 
     Where fewer than none have been, as a liar may say, it is no number.
     """
     seen = known[SEEN]
     each = program.clients / torch.where(seen < 0, torch.nan, seen.clamp(min=1e-30))
-    return Site(each * known[PULL], each * known[SLOPE])
+    return QuadraticTerm(each * known[PULL], each * known[SLOPE])
 
 
-def _sum(one: Site, other: Site) -> Site:
-    return Site(one.pull + other.pull, one.slope + other.slope)
+def _sum(one: QuadraticTerm, other: QuadraticTerm) -> QuadraticTerm:
+    return QuadraticTerm(one.pull + other.pull, one.slope + other.slope)
 
 
 def faded(known: Mapping[str, Tensor], level: Tensor) -> Params:

@@ -179,7 +179,7 @@ class SFVIAvg(Structured):
         }
         params = {name: found[name] for name in server.params if name in found}
         if turn.program.random:
-            params = family_of(turn.program).carried(server.params, found)
+            params = family_of(turn.program).apply_map(server.params, found)
         supplied = turn.program.noise(turn.key, 64, local=False)
         with torch.no_grad():
             term = server_pass(turn.program, params, supplied, 64).term
@@ -196,4 +196,4 @@ class SFVIAvg(Structured):
 
 def maps(program: Program, start: Params, found: Params) -> Params:
     """Copies of λ ``(K, 1, ...)`` as optimal transport maps from its start; the model's own parameters as they are."""
-    return family_of(program).moved(start, found) if program.random else dict(found)
+    return family_of(program).transport_maps(start, found) if program.random else dict(found)

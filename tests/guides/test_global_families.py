@@ -7,7 +7,7 @@ from torch.func import functional_call
 import bayesfed as bf
 from bayesfed.elbo import handlers
 from bayesfed.guides.full_rank import from_scale_tril, scale_tril
-from bayesfed.guides.natural_gradient import Site
+from bayesfed.guides.natural_gradient import QuadraticTerm
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -81,9 +81,9 @@ def test_a_map_carries_a_gaussian_onto_its_copies(family):
         perturbed(family, 3, seed=seed) | {"theirs": torch.full((2,), seed)} for seed in (1, 2)
     ]
     stacked = {name: torch.stack([c[name] for c in copies])[:, None] for name in start}
-    moved = family.moved(start, stacked)
+    moved = family.transport_maps(start, stacked)
     for i, copy in enumerate(copies):
-        carried = family.carried(start, {name: value[i, 0] for name, value in moved.items()})
+        carried = family.apply_map(start, {name: value[i, 0] for name, value in moved.items()})
         assert carried.keys() == start.keys()
         for name in ("global.loc", "global.log_scale", "theirs"):
             torch.testing.assert_close(carried[name], copy[name])
@@ -96,25 +96,29 @@ def test_maps_of_full_rank_average_as_those_of_mean_field_where_covariances_comm
     scales = torch.tensor([[0.5, 2.0], [1.5, 1.0]])
     full = bf.FullRank()
     start = full.at(torch.zeros(2), torch.diag(torch.tensor([0.7, 0.3])))
-    moved = full.moved(start, full.at(torch.zeros(2, 2), torch.diag_embed(scales)))
-    carried = full.carried(start, {name: value.mean(0) for name, value in moved.items()})
+    moved = full.transport_maps(start, full.at(torch.zeros(2, 2), torch.diag_embed(scales)))
+    carried = full.apply_map(start, {name: value.mean(0) for name, value in moved.items()})
     torch.testing.assert_close(full.normal(carried)[1], torch.diag(scales.mean(0)))
 
 
 def test_families_say_which_steps_they_take():
     assert all(
-        family.natural(rate) for family in (bf.MeanField(), bf.FullRank()) for rate in (1.0, 0.0)
+        family.takes_natural_steps(rate)
+        for family in (bf.MeanField(), bf.FullRank())
+        for rate in (1.0, 0.0)
     )
-    assert bf.Flow().natural(1.0)
-    assert not bf.Flow().natural(0.3)
+    assert bf.Flow().takes_natural_steps(1.0)
+    assert not bf.Flow().takes_natural_steps(0.3)
     flow, z = perturbed(bf.Flow(), 2), torch.randn(5, 2)
-    of = bf.Flow().site(flow, z, -z[None], Site(*(v[None] for v in bf.Flow().blank(flow))))
-    to = bf.Flow().direction(flow, Site(*(v[0] for v in of)), z)
+    of = bf.Flow().fit_quadratic(
+        flow, z, -z[None], QuadraticTerm(*(v[None] for v in bf.Flow().zero_term(flow)))
+    )
+    to = bf.Flow().direction(flow, QuadraticTerm(*(v[0] for v in of)), z)
     new = bf.Flow().ascend(flow, to, 0.1)
     assert new.keys() == flow.keys()
     changed = {name for name, value in new.items() if not torch.equal(value, flow[name])}
     assert changed == {"global.loc", "global.log_scale", "global.tril"}  # the spline rests
-    shaken = bf.Flow().direction(flow, Site(*(v[0] for v in of)), z, noise=3.0)
+    shaken = bf.Flow().direction(flow, QuadraticTerm(*(v[0] for v in of)), z, noise=3.0)
     assert (shaken.noise > to.noise).all()
     assert (to.noise == 0).all()
 
@@ -201,8 +205,8 @@ def test_maps_between_narrow_gaussians_in_single_precision():
     tril = torch.tensor(rows, dtype=torch.float32)
     stretched = torch.tensor([[1.1], [0.9], [1.05]], dtype=torch.float32) * tril
     start = full.at(torch.zeros(3), tril)
-    moved = full.moved(start, full.at(torch.zeros(1, 3), stretched[None]))
-    carried = full.carried(start, {name: value[0] for name, value in moved.items()})
+    moved = full.transport_maps(start, full.at(torch.zeros(1, 3), stretched[None]))
+    carried = full.apply_map(start, {name: value[0] for name, value in moved.items()})
     assert carried["global.tril"].dtype == torch.float32
     found = full.normal(carried)[1]
     torch.testing.assert_close(found @ found.T, stretched @ stretched.T, rtol=2e-3, atol=0)

@@ -13,7 +13,7 @@ CENTRE = torch.tensor([1.0, -3.0, 0.5], dtype=D)
 
 
 LOC, ROOT = torch.zeros(3, dtype=D), 0.3 * torch.eye(3, dtype=D)
-TRUE = natural_gradient.Site(PRECISION @ CENTRE, -PRECISION)
+TRUE = natural_gradient.QuadraticTerm(PRECISION @ CENTRE, -PRECISION)
 
 
 def draws(count: int, seed: int, loc=LOC, root=ROOT, paired: bool = True):
@@ -21,8 +21,8 @@ def draws(count: int, seed: int, loc=LOC, root=ROOT, paired: bool = True):
     return loc + (natural_gradient.paired(noise) if paired else noise) @ root.mT
 
 
-def blank(clients: int = 1) -> natural_gradient.Site:
-    return natural_gradient.Site(
+def blank(clients: int = 1) -> natural_gradient.QuadraticTerm:
+    return natural_gradient.QuadraticTerm(
         torch.zeros(clients, 3, dtype=D), torch.zeros(clients, 3, 3, dtype=D)
     )
 
@@ -31,8 +31,8 @@ def blank(clients: int = 1) -> natural_gradient.Site:
 def test_the_site_of_a_quadratic_is_exact(count, paired):
     """With more draws than dimensions, however they were drawn: it is a regression on a line without noise."""
     z = draws(count, 0, paired=paired)
-    grads = natural_gradient.at(TRUE, z)[None]
-    pull, slope = natural_gradient.site(LOC, ROOT, z, grads, blank())
+    grads = natural_gradient.gradient_at(TRUE, z)[None]
+    pull, slope = natural_gradient.fit_quadratic(LOC, ROOT, z, grads, blank())
     torch.testing.assert_close(slope[0], TRUE.slope)
     torch.testing.assert_close(pull[0], TRUE.pull)
 
@@ -42,37 +42,45 @@ def test_few_draws_change_a_site_in_the_directions_that_they_see():
     found = blank()
     for seed in range(3):
         z = draws(2, seed)
-        found = natural_gradient.site(LOC, ROOT, z, natural_gradient.at(TRUE, z)[None], found)
-        now = natural_gradient.at(natural_gradient.Site(*(v[0] for v in found)), z)
-        torch.testing.assert_close(now, natural_gradient.at(TRUE, z))
+        found = natural_gradient.fit_quadratic(
+            LOC, ROOT, z, natural_gradient.gradient_at(TRUE, z)[None], found
+        )
+        now = natural_gradient.gradient_at(
+            natural_gradient.QuadraticTerm(*(v[0] for v in found)), z
+        )
+        torch.testing.assert_close(now, natural_gradient.gradient_at(TRUE, z))
         torch.testing.assert_close(found.slope, found.slope.mT)
     error = [(found.slope[0] - TRUE.slope).norm() / TRUE.slope.norm()]
     for seed in range(3, 60):
         z = draws(2, seed)
-        found = natural_gradient.site(LOC, ROOT, z, natural_gradient.at(TRUE, z)[None], found)
+        found = natural_gradient.fit_quadratic(
+            LOC, ROOT, z, natural_gradient.gradient_at(TRUE, z)[None], found
+        )
         error.append((found.slope[0] - TRUE.slope).norm() / TRUE.slope.norm())
     assert error[-1] < 1e-6 < 0.01 < error[0]
 
 
 def test_sites_of_several_terms_are_those_of_each_and_add_up():
     z = draws(8, 1)
-    both = torch.stack([natural_gradient.at(TRUE, z), z**3])
-    together = natural_gradient.site(LOC, ROOT, z, both, blank(2))
+    both = torch.stack([natural_gradient.gradient_at(TRUE, z), z**3])
+    together = natural_gradient.fit_quadratic(LOC, ROOT, z, both, blank(2))
     for client in range(2):
-        alone = natural_gradient.site(LOC, ROOT, z, both[client : client + 1], blank())
+        alone = natural_gradient.fit_quadratic(LOC, ROOT, z, both[client : client + 1], blank())
         torch.testing.assert_close(together.slope[client], alone.slope[0])
         torch.testing.assert_close(together.pull[client], alone.pull[0])
-    total = natural_gradient.site(LOC, ROOT, z, both.sum(0, keepdim=True), blank())
+    total = natural_gradient.fit_quadratic(LOC, ROOT, z, both.sum(0, keepdim=True), blank())
     torch.testing.assert_close(together.slope.sum(0), total.slope[0])
 
 
 def test_the_diagonal_site_has_the_slopes_along_the_axes():
     scale = ROOT.diagonal()
     z = draws(4000, 2)
-    pull, slope = natural_gradient.diagonal_site(LOC, scale, z, natural_gradient.at(TRUE, z)[None])
+    pull, slope = natural_gradient.fit_diagonal_quadratic(
+        LOC, scale, z, natural_gradient.gradient_at(TRUE, z)[None]
+    )
     torch.testing.assert_close(slope[0], TRUE.slope.diagonal(), rtol=0.2, atol=1.0)
     one = TRUE.pull + TRUE.slope.diagonal() * z  # without the rest it is exact
-    pull, slope = natural_gradient.diagonal_site(LOC, scale, z, one[None])
+    pull, slope = natural_gradient.fit_diagonal_quadratic(LOC, scale, z, one[None])
     torch.testing.assert_close(slope[0], TRUE.slope.diagonal())
     torch.testing.assert_close(pull[0], TRUE.pull)
 
@@ -82,9 +90,12 @@ def climb(steps: int, *, diagonal: bool = False, entropy: float = 1.0):
     loc, root = LOC, ROOT
     for _ in range(steps):
         if diagonal:
-            scale, of = root.diagonal(), natural_gradient.Site(TRUE.pull, TRUE.slope.diagonal())
+            scale, of = (
+                root.diagonal(),
+                natural_gradient.QuadraticTerm(TRUE.pull, TRUE.slope.diagonal()),
+            )
             cross = TRUE.slope - TRUE.slope.diagonal().diag()
-            of = natural_gradient.Site(of.pull + cross @ loc, of.slope)
+            of = natural_gradient.QuadraticTerm(of.pull + cross @ loc, of.slope)
             to = natural_gradient.diagonal_direction(loc, scale, of)
             loc, scale = natural_gradient.diagonal_step(loc, scale, to, 1.0)
             root = scale.diag()
@@ -126,7 +137,9 @@ def test_a_step_at_the_optimum_stays_there():
 
 @pytest.mark.parametrize("size", [1e3, 1e8])
 def test_however_large_the_gradient_a_step_is_bounded(size):
-    of = natural_gradient.Site(torch.ones(3, dtype=D) * size, -size * torch.eye(3, dtype=D))
+    of = natural_gradient.QuadraticTerm(
+        torch.ones(3, dtype=D) * size, -size * torch.eye(3, dtype=D)
+    )
     loc, root = natural_gradient.step(
         LOC, ROOT, natural_gradient.direction(LOC, ROOT, of, draws(8, 0)), 0.1
     )
@@ -162,11 +175,11 @@ def noisy_climb(noise: float, steps: int, generator: torch.Generator):
     for number in range(steps):
         z = draws(16, number, loc, root)
         shake = 4 * noise * torch.randn(16, 3, generator=generator, dtype=D)
-        of = natural_gradient.site(
-            loc, root, z, (natural_gradient.at(TRUE, z) + shake)[None], blank()
+        of = natural_gradient.fit_quadratic(
+            loc, root, z, (natural_gradient.gradient_at(TRUE, z) + shake)[None], blank()
         )
         to = natural_gradient.direction(
-            loc, root, natural_gradient.Site(of.pull[0], of.slope[0]), z, noise=noise
+            loc, root, natural_gradient.QuadraticTerm(of.pull[0], of.slope[0]), z, noise=noise
         )
         loc, root = natural_gradient.step(loc, root, to, max(0.1, 1 / (1 + number / 4)))
     return loc, root
@@ -194,9 +207,11 @@ def test_where_the_density_curves_upwards_a_step_is_no_longer_than_downwards(who
     if whole:
         z = draws(8, 0, LOC, at.diag())
         to = natural_gradient.direction(
-            LOC, at.diag(), natural_gradient.Site(pull, slope.diag()), z
+            LOC, at.diag(), natural_gradient.QuadraticTerm(pull, slope.diag()), z
         )
     else:
-        to = natural_gradient.diagonal_direction(LOC, at, natural_gradient.Site(pull, slope))
+        to = natural_gradient.diagonal_direction(
+            LOC, at, natural_gradient.QuadraticTerm(pull, slope)
+        )
     expected = torch.tensor([0.1, 0.1, -0.1], dtype=D)
     torch.testing.assert_close(to.loc, expected, rtol=0.01, atol=0.0)
