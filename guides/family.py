@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from bayesfed.guides import natural_gradient
 from bayesfed.guides.natural_gradient import Direction, QuadraticTerm
 
 GLOBAL = "global"
@@ -18,7 +19,7 @@ Params = Mapping[str, Tensor]
 class Family:
     """A family of distributions over the globals: a part of a Pyro guide, and its natural-gradient steps.
 
-    Subclasses are frozen dataclasses. Only Gaussian ones have the last two methods.
+    Subclasses are frozen dataclasses. Only Gaussian ones have ``at`` and the last two methods.
     """
 
     gaussian: ClassVar[bool] = False
@@ -34,28 +35,36 @@ class Family:
         """True if a step is a natural-gradient step, False if it is Adam's, at this fraction of the first rate."""
         return True
 
+    def normal(self, params: Params) -> tuple[Tensor, Tensor]:
+        """Location ``(D,)`` and L ``(D, D)`` of q or its affine part; if L is diagonal, its diagonal ``(D,)``."""
+        raise NotImplementedError
+
+    def at(self, loc: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        """The parameters of N(loc, L Lᵀ), L as in :meth:`normal`."""
+        raise NotImplementedError
+
     def zero_term(self, params: Params) -> QuadraticTerm:
         """The quadratic of a term that is zero."""
-        loc = params[f"{GLOBAL}.loc"]
-        return QuadraticTerm(torch.zeros_like(loc), loc.new_zeros(len(loc), len(loc)))
+        loc, scale = self.normal(params)
+        return QuadraticTerm(torch.zeros_like(loc), torch.zeros_like(scale))
 
     def fit_quadratic(
         self, params: Params, z: Tensor, grads: Tensor, before: QuadraticTerm
     ) -> QuadraticTerm:
         """The quadratics of K terms; arguments as for :func:`bayesfed.guides.natural_gradient.fit_quadratic`."""
-        raise NotImplementedError
+        return natural_gradient.fit_quadratic(*self.normal(params), z, grads, before)
 
     def direction(
         self, params: Params, term: QuadraticTerm, z: Tensor, noise: float | Tensor | None = None
     ) -> Direction:
         """The direction of a natural-gradient step; see :func:`bayesfed.guides.natural_gradient.direction`."""
-        raise NotImplementedError
+        return natural_gradient.direction(*self.normal(params), term, z, noise=noise)
 
     def ascend(
         self, params: Params, direction: Direction, rate: float | Tensor
     ) -> dict[str, Tensor]:
         """All parameters of the family after a step; see :func:`bayesfed.guides.natural_gradient.step`."""
-        raise NotImplementedError
+        return self.at(*natural_gradient.step(*self.normal(params), direction, rate))
 
     def transport_maps(self, start: Params, copies: Params) -> dict[str, Tensor]:
         """The optimal transport maps that carry q onto copies of it; other parameters in ``copies`` are unchanged.

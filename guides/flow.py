@@ -57,11 +57,9 @@ class Flow(Family):
         """True while more than half of the rate is left: only the affine part moves. Then Adam moves all parameters."""
         return rate > 0.5
 
-    def fit_quadratic(
-        self, params: Params, z: Tensor, grads: Tensor, before: QuadraticTerm
-    ) -> QuadraticTerm:
-        """The quadratics of K terms, as if q were the Gaussian of the affine part."""
-        return FullRank().fit_quadratic(params, z, grads, before)
+    def normal(self, params: Params) -> tuple[Tensor, Tensor]:
+        """The location and L of the affine part."""
+        return FullRank().normal(params)
 
     def direction(
         self, params: Params, term: QuadraticTerm, z: Tensor, noise: float | Tensor | None = None
@@ -71,9 +69,7 @@ class Flow(Family):
         The entropy is reduced, so that the affine part stays narrower than the posterior: a spline can widen the bulk,
         but too few draws fall beyond its bound to shorten tails that are too long.
         """
-        return natural_gradient.direction(
-            *FullRank().normal(params), term, z, entropy=0.5, noise=noise
-        )
+        return natural_gradient.direction(*self.normal(params), term, z, entropy=0.5, noise=noise)
 
     def ascend(
         self, params: Params, direction: Direction, rate: float | Tensor

@@ -11,10 +11,8 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from bayesfed.guides import natural_gradient
 from bayesfed.guides.family import GLOBAL, Family, Params
 from bayesfed.guides.mean_field import LOC, LOG_SCALE, SLOPE
-from bayesfed.guides.natural_gradient import Direction, QuadraticTerm
 from bayesfed.guides.sticking_the_landing import StickingTheLanding
 
 TRIL = f"{GLOBAL}.tril"
@@ -40,24 +38,6 @@ class FullRank(Family):
         )
         z = pyro.sample(GLOBAL, q, infer={"is_auxiliary": True})
         return z, loc, tril.square().sum(-1).sqrt()
-
-    def fit_quadratic(
-        self, params: Params, z: Tensor, grads: Tensor, before: QuadraticTerm
-    ) -> QuadraticTerm:
-        """The quadratics of K terms, with the full slope."""
-        return natural_gradient.fit_quadratic(*self.normal(params), z, grads, before)
-
-    def direction(
-        self, params: Params, term: QuadraticTerm, z: Tensor, noise: float | Tensor | None = None
-    ) -> Direction:
-        """The direction of a natural-gradient step."""
-        return natural_gradient.direction(*self.normal(params), term, z, noise=noise)
-
-    def ascend(
-        self, params: Params, direction: Direction, rate: float | Tensor
-    ) -> dict[str, Tensor]:
-        """The parameters after a natural-gradient step."""
-        return self.at(*natural_gradient.step(*self.normal(params), direction, rate))
 
     def normal(self, params: Params) -> tuple[Tensor, Tensor]:
         """The location and L."""

@@ -73,15 +73,15 @@ class Hierarchical:
             name: partial(delta_at, u=values[name], log_scale=scaling.scale.log().sum(-1))
             for name, scaling in self.globals.items()
         }
-        earlier = _EarlierNoise(context)
-        if prior is not None:
-            with federation.clients():
-                u = self._sample_block(prior, context, len(head))
-            sites |= {n: partial(delta_at, u=part) for n, part in self.block_parts(u).items()}
-        else:
-            with federation.clients():
-                sites |= self._local_distributions(earlier, context.shape[-1], len(head))
-        with earlier, AsGuide(sites), Until([*self.globals, *self.locals]):
+        locals_ = _Locals(self, context)
+        with federation.clients():
+            if prior is not None:
+                parts = self.block_parts(self._sample_block(prior, context, len(head)))
+                sites |= {name: partial(delta_at, u=u) for name, u in parts.items()}
+            else:
+                locals_.start(len(head))
+                sites |= {name: partial(locals_.distribution, name) for name in self.locals}
+        with locals_, AsGuide(sites), Until([*self.globals, *self.locals]):
             self.model(head)
 
     def __str__(self) -> str:
@@ -147,28 +147,6 @@ class Hierarchical:
         q = StickingTheLanding(family, *params.values())
         return pyro.sample(LOCAL, q, infer={"is_auxiliary": True})
 
-    def _local_distributions(
-        self, earlier: _EarlierNoise, context: int, clients: int
-    ) -> dict[str, Callable[[Any], Any]]:
-        """The distribution of each local site of K clients as a function of its prior.
-
-        Args:
-            earlier: the noise of the sites sampled before.
-            context: D, the length of the context of the first site.
-            clients: K.
-        """
-        found: dict[str, Callable[[Any], Any]] = {}
-        for name, scaling in self.locals.items():
-            if self.conditioned:
-                start = local.init_conditional(scaling, context)
-                context += len(scaling.loc)
-                conditional = partial(earlier.conditional, name, scaling)
-            else:
-                start, conditional = local.init_independent(scaling), None
-            params = _client_params(name, start, clients)
-            found[name] = partial(_local_distribution, scaling, params, conditional)
-        return found
-
     # -- the block's factor in closed form ------------------------------------------------------------
 
     @property
@@ -221,45 +199,53 @@ class Hierarchical:
         return model.log_prob()
 
 
-class _EarlierNoise(Messenger):
-    """Collect the noise of a client's variables as they are sampled, the context of the variables after them."""
+class _Locals(Messenger):
+    """The distributions of K clients' local sites, each with its own factor.
 
-    def __init__(self, context: Tensor) -> None:
+    Attributes:
+        context: z, standardised, and the noise of the sites sampled so far.
+        drawn_from: the distributions that these sites were drawn from, unconstrained.
+        params: the parameters of each site.
+    """
+
+    def __init__(self, guide: Hierarchical, context: Tensor) -> None:
         super().__init__()
-        self.context = [context]
+        self.guide, self.context = guide, [context]
         self.drawn_from: dict[str, Any] = {}
+        self.params: dict[str, dict[str, Tensor]] = {}
 
-    def conditional(self, name: str, scaling: Scaling, prior: Any) -> Callable[..., Any]:
-        """q(u | c) of a site as a function of its parameters."""
-        normal, context = local.normal_prior(prior), concatenate(self.context)
+    def start(self, clients: int) -> None:
+        """Create the parameters of K clients, in the clients plate."""
+        size = self.context[0].shape[-1]
+        for name, scaling in self.guide.locals.items():
+            if self.guide.conditioned:
+                start = local.init_conditional(scaling, size)
+                size += len(scaling.loc)
+            else:
+                start = local.init_independent(scaling)
+            self.params[name] = _client_params(name, start, clients)
 
-        def family(**params: Tensor) -> Any:
-            q = local.conditional(scaling, normal, context, **params)
+    def distribution(self, name: str, prior: Any) -> StickingTheLanding:
+        """q of a site, over the support of its prior."""
+        scaling, params = self.guide.locals[name], self.params[name]
+        if self.guide.conditioned:
+            normal, context = local.normal_prior(prior), concatenate(self.context)
+            family = partial(local.conditional, scaling, normal, context)
+        else:
+            family = partial(local.independent, scaling)
+
+        def on_support(*values: Tensor) -> Any:
+            q = family(**dict(zip(params, values, strict=True)))
             self.drawn_from.setdefault(name, q)  # the first is sampled, others give densities
-            return q
+            return local.on_support(prior, q)
 
-        return family
+        return StickingTheLanding(on_support, *params.values())
 
     def _pyro_post_sample(self, msg: Any) -> None:
-        if msg["name"] in self.drawn_from:
+        if self.guide.conditioned and msg["name"] in self.drawn_from:
             q, u = self.drawn_from[msg["name"]], biject_to(msg["fn"].support).inv(msg["value"])
             u = u.reshape((*msg["value"].shape[: -msg["fn"].event_dim or None], -1))
             self.context.append(local.whiten(q, u))
-
-
-def _local_distribution(
-    scaling: Scaling,
-    params: Params,
-    conditional: Callable[[Any], Callable[..., Any]] | None,
-    prior: Any,
-) -> StickingTheLanding:
-    """Return q of a local site, conditional or independent of θ, over the support of its prior."""
-    family = partial(local.independent, scaling) if conditional is None else conditional(prior)
-
-    def on_support(*values: Tensor) -> Any:
-        return local.on_support(prior, family(**dict(zip(params, values, strict=True))))
-
-    return StickingTheLanding(on_support, *params.values())
 
 
 def _client_params(name: str, start: Params, clients: int) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyro
@@ -235,8 +235,8 @@ def laplace(
         guide = replace(guide, conditioned=False, block=False, normal=())
     independent = replace(independent, local_point=not few)
     own = {n: Scaling(torch.zeros_like(v), torch.ones_like(v)) for n, v in starts.items()}
-    parts = {part.name: getattr(guide, part.name) for part in fields(guide)}
-    return Laplace(**parts | {"globals": own, "start": start, "independent": independent})
+    changes = {"globals": own, "start": start, "independent": independent}
+    return Laplace(**vars(guide) | changes)
 
 
 def gaussian_params(loc: Tensor, precision: Tensor) -> dict[str, Tensor]:

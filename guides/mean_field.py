@@ -11,9 +11,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from bayesfed.guides import natural_gradient
 from bayesfed.guides.family import GLOBAL, Family, Params
-from bayesfed.guides.natural_gradient import Direction, QuadraticTerm
 from bayesfed.guides.sticking_the_landing import StickingTheLanding
 
 LOC, LOG_SCALE, SLOPE = f"{GLOBAL}.loc", f"{GLOBAL}.log_scale", f"{GLOBAL}.slope"
@@ -40,28 +38,6 @@ class MeanField(Family):
         scale = log_scale.exp()
         q = StickingTheLanding(lambda loc, scale: dist.Normal(loc, scale).to_event(1), loc, scale)
         return pyro.sample(GLOBAL, q, infer={"is_auxiliary": True}), loc, scale
-
-    def zero_term(self, params: Params) -> QuadraticTerm:
-        """The quadratic of a term that is zero, with a diagonal slope."""
-        return QuadraticTerm(torch.zeros_like(params[LOC]), torch.zeros_like(params[LOC]))
-
-    def fit_quadratic(
-        self, params: Params, z: Tensor, grads: Tensor, before: QuadraticTerm
-    ) -> QuadraticTerm:
-        """The quadratics of K terms, with the diagonal of the slope."""
-        return natural_gradient.fit_diagonal_quadratic(*self.normal(params), z, grads)
-
-    def direction(
-        self, params: Params, term: QuadraticTerm, z: Tensor, noise: float | Tensor | None = None
-    ) -> Direction:
-        """The direction of a natural-gradient step."""
-        return natural_gradient.diagonal_direction(*self.normal(params), term, noise)
-
-    def ascend(
-        self, params: Params, direction: Direction, rate: float | Tensor
-    ) -> dict[str, Tensor]:
-        """The parameters after a natural-gradient step."""
-        return self.at(*natural_gradient.diagonal_step(*self.normal(params), direction, rate))
 
     def normal(self, params: Params) -> tuple[Tensor, Tensor]:
         """The location and the scales."""

@@ -86,7 +86,7 @@ def paired(noise: Tensor) -> Tensor:
 
 
 def fit_quadratic(
-    loc: Tensor, scale_tril: Tensor, z: Tensor, grads: Tensor, before: QuadraticTerm
+    loc: Tensor, scale: Tensor, z: Tensor, grads: Tensor, before: QuadraticTerm
 ) -> QuadraticTerm:
     """The quadratics of K terms, from their gradients at draws of q.
 
@@ -95,21 +95,23 @@ def fit_quadratic(
 
     Args:
         loc: m, ``(D,)``.
-        scale_tril: L, ``(D, D)``.
+        scale: L ``(D, D)``; or the scales ``(D,)`` of a mean-field q, for a diagonal H.
         z: draws of q, ``(S, D)``.
         grads: ∇f at the draws, ``(K, S, D)``.
         before: the terms' former quadratics, ``(K, ...)``.
     """
-    noise, inverse, span = _sampled_directions(loc, scale_tril, z)
-    old = scale_tril.mT @ before.slope @ scale_tril
-    rest = grads @ scale_tril - noise @ old  # residuals of the old slopes
+    if scale.ndim == loc.ndim:
+        return _fit_diagonal(loc, scale, z, grads)
+    noise, inverse, span = _sampled_directions(loc, scale, z)
+    old = scale.mT @ before.slope @ scale
+    rest = grads @ scale - noise @ old  # residuals of the old slopes
     change = (rest - rest.mean(1, keepdim=True)).mT @ (noise - noise.mean(0)) @ inverse
     middle = span @ (change + change.mT) / 2 @ span
     slope = old + change + change.mT - middle
     inner = rest.mean(1) - change @ noise.mean(0)  # Lᵀ ∇f at m, less the old slopes' part
-    down = torch.linalg.solve_triangular(scale_tril.mT, inner.mT, upper=True).mT
-    back = torch.linalg.solve_triangular(scale_tril.mT, slope, upper=True)
-    slope = torch.linalg.solve_triangular(scale_tril, back, upper=False, left=False)
+    down = torch.linalg.solve_triangular(scale.mT, inner.mT, upper=True).mT
+    back = torch.linalg.solve_triangular(scale.mT, slope, upper=True)
+    slope = torch.linalg.solve_triangular(scale, back, upper=False, left=False)
     slope = ((slope + slope.mT) / 2).contiguous()
     return QuadraticTerm(down - slope @ loc, slope)
 
@@ -126,8 +128,8 @@ def _sampled_directions(
     return noise, inverse, vectors * spanned.to(values) @ vectors.mT
 
 
-def fit_diagonal_quadratic(loc: Tensor, scale: Tensor, z: Tensor, grads: Tensor) -> QuadraticTerm:
-    """:func:`fit_quadratic` with a diagonal H, for a mean-field q, L = diag(scale)."""
+def _fit_diagonal(loc: Tensor, scale: Tensor, z: Tensor, grads: Tensor) -> QuadraticTerm:
+    """Return :func:`fit_quadratic` with a diagonal H, for a mean-field q, L = diag(scale)."""
     noise, white = (z - loc) / scale, grads * scale
     mean, middle = white.mean(1), noise.mean(0)
     centred = noise - middle
@@ -145,7 +147,7 @@ def gradient_at(term: QuadraticTerm, z: Tensor) -> Tensor:
 
 def direction(
     loc: Tensor,
-    scale_tril: Tensor,
+    scale: Tensor,
     term: QuadraticTerm,
     z: Tensor,
     entropy: float = 1.0,
@@ -155,23 +157,25 @@ def direction(
 
     Args:
         loc: m.
-        scale_tril: L.
+        scale: L, or the scales of a mean-field q.
         term: the quadratic.
         z: the draws that it was fitted to.
         entropy: the multiple of the identity that −log q adds to S. It serves a pushforward m + L f(ε) as well, since
             the entropy of any q depends on L alike. Less than 1 makes q narrower, by a factor of about √entropy.
         noise: τ of the mean gradient that the quadratic was fitted to.
     """
+    if scale.ndim == loc.ndim:
+        return _diagonal_direction(loc, scale, term, entropy, noise)
     unit = torch.eye(len(loc), dtype=loc.dtype, device=loc.device)
-    _, _, span = _sampled_directions(loc, scale_tril, z)
-    spread = span @ (scale_tril.mT @ term.slope @ scale_tril + entropy * unit) @ span
+    _, _, span = _sampled_directions(loc, scale, z)
+    spread = span @ (scale.mT @ term.slope @ scale + entropy * unit) @ span
     values, vectors = torch.linalg.eigh((spread + spread.mT) / 2)
     curvature = _curvature(values)
-    mean = vectors.mT @ (span @ (scale_tril.mT @ (term.pull + term.slope @ loc)))
+    mean = vectors.mT @ (span @ (scale.mT @ (term.pull + term.slope @ loc)))
     move, added = vectors @ (mean / curvature), torch.zeros_like(mean)
     if noise is not None:
-        added = noise * torch.linalg.vector_norm(scale_tril @ vectors, dim=0)
-        squares, axes = torch.linalg.eigh(scale_tril.mT @ scale_tril)
+        added = noise * torch.linalg.vector_norm(scale @ vectors, dim=0)
+        squares, axes = torch.linalg.eigh(scale.mT @ scale)
         shaped_noise = noise * (axes * squares.clamp(min=0.0).sqrt()) @ axes.mT
         rest = shaped_noise @ (vectors / curvature) @ vectors.mT @ shaped_noise
         move = torch.linalg.solve((vectors * curvature) @ vectors.mT + rest, vectors @ mean)
@@ -179,35 +183,28 @@ def direction(
 
 
 def step(
-    loc: Tensor, scale_tril: Tensor, direction: Direction, rate: float | Tensor
+    loc: Tensor, scale: Tensor, direction: Direction, rate: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The mean ``(D,)`` and Cholesky factor ``(D, D)`` after a step."""
+    """The mean ``(D,)`` and the Cholesky factor ``(D, D)``, or the scales ``(D,)`` of a mean-field q, after a step."""
+    if scale.ndim == loc.ndim:
+        widening = _widening(direction.spread, rate, direction.noise, 3.0)
+        return loc + rate * _bounded(scale * direction.loc), scale * widening
     values, vectors = torch.linalg.eigh((direction.spread + direction.spread.mT) / 2)
     edge = math.sqrt(2 * len(values))  # Wigner (1958)
-    root = scale_tril @ (vectors * _widening(values, rate, direction.noise, edge))
+    root = scale @ (vectors * _widening(values, rate, direction.noise, edge))
     new, failed = torch.linalg.cholesky_ex(root @ root.mT)  # not finite where it fails
-    return loc + rate * _bounded(scale_tril @ direction.loc), torch.where(
-        failed == 0, new, torch.nan
-    )
+    return loc + rate * _bounded(scale @ direction.loc), torch.where(failed == 0, new, torch.nan)
 
 
-def diagonal_direction(
-    loc: Tensor, scale: Tensor, term: QuadraticTerm, noise: float | Tensor | None = None
+def _diagonal_direction(
+    loc: Tensor, scale: Tensor, term: QuadraticTerm, entropy: float, noise: float | Tensor | None
 ) -> Direction:
-    """:func:`direction` of a mean-field q."""
-    spread = 1 + scale.square() * term.slope
+    """Return :func:`direction` of a mean-field q."""
+    spread = entropy + scale.square() * term.slope
     added = scale * (0.0 if noise is None else noise)
     curvature = _curvature(spread)
     move = scale * (term.pull + term.slope * loc) / (curvature + added.square() / curvature)
     return Direction(move, spread, added)
-
-
-def diagonal_step(
-    loc: Tensor, scale: Tensor, direction: Direction, rate: float | Tensor
-) -> tuple[Tensor, Tensor]:
-    """The mean and scales ``(D,)`` after a step."""
-    widening = _widening(direction.spread, rate, direction.noise, 3.0)
-    return loc + rate * _bounded(scale * direction.loc), scale * widening
 
 
 def agreement(one: Direction, other: Direction) -> Tensor:

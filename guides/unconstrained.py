@@ -27,7 +27,9 @@ def delta_at(prior: Any, u: Tensor, log_scale: Tensor | float = 0.0) -> dist.Del
         >>> delta.v, delta.log_density
         (tensor(1.6487), tensor(-0.5000))
     """
-    transform, u = _transform(prior, u)
+    transform = biject_to(prior.support)
+    shape = transform.inverse_shape(prior.shape())[len(prior.batch_shape) :]
+    u = u.reshape((*u.shape[:-1], *shape))
     value, size = transform(u), len(prior.event_shape)
     log_det = log_abs_det(transform, u, value, size) + log_scale
     return dist.Delta(value, log_density=-log_det, event_dim=size)
@@ -37,19 +39,6 @@ def log_abs_det(transform: Any, u: Tensor, value: Tensor, event_dim: int) -> Ten
     """Return log |det ∂value / ∂u|, summed over the dimensions of one value."""
     batch = value.shape[: value.ndim - event_dim]
     return transform.log_abs_det_jacobian(u, value).reshape((*batch, -1)).sum(-1)
-
-
-def _transform(prior: Any, u: Tensor) -> tuple[Any, Tensor]:
-    """Return the transform onto the prior's support, and u ``(..., P)`` in the shape that it takes."""
-    transform = biject_to(prior.support)
-    shape = transform.inverse_shape(prior.shape())[len(prior.batch_shape) :]
-    return transform, u.reshape((*u.shape[:-1], *shape))
-
-
-def _value(prior: Any, u: Tensor) -> Tensor:
-    """Return the value of a variable at u ``(..., P)``."""
-    transform, u = _transform(prior, u)
-    return transform(u)
 
 
 def split(vectors: Tensor, sizes: Mapping[str, int]) -> dict[str, Tensor]:
@@ -97,12 +86,11 @@ class ModelAt(Messenger):
             self.log_probs[name] = log_prob.sum(-1)
             return
         self.priors[name] = fn
-        if name in self.without:
-            msg["value"] = _value(fn, self.values[name])
-        elif name in self.values:
+        if name in self.values:
             delta = delta_at(fn, self.values[name])
             msg["value"] = delta.v
-            self.log_probs[name] = (fn.log_prob(delta.v) - delta.log_density).sum(-1)
+            if name not in self.without:
+                self.log_probs[name] = (fn.log_prob(delta.v) - delta.log_density).sum(-1)
         elif msg["value"] is None:
             msg["value"] = self.otherwise(fn)
 

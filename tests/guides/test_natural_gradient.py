@@ -75,12 +75,11 @@ def test_sites_of_several_terms_are_those_of_each_and_add_up():
 def test_the_diagonal_site_has_the_slopes_along_the_axes():
     scale = ROOT.diagonal()
     z = draws(4000, 2)
-    pull, slope = natural_gradient.fit_diagonal_quadratic(
-        LOC, scale, z, natural_gradient.gradient_at(TRUE, z)[None]
-    )
+    grads = natural_gradient.gradient_at(TRUE, z)[None]
+    pull, slope = natural_gradient.fit_quadratic(LOC, scale, z, grads, blank())
     torch.testing.assert_close(slope[0], TRUE.slope.diagonal(), rtol=0.2, atol=1.0)
     one = TRUE.pull + TRUE.slope.diagonal() * z  # without the rest it is exact
-    pull, slope = natural_gradient.fit_diagonal_quadratic(LOC, scale, z, one[None])
+    pull, slope = natural_gradient.fit_quadratic(LOC, scale, z, one[None], blank())
     torch.testing.assert_close(slope[0], TRUE.slope.diagonal())
     torch.testing.assert_close(pull[0], TRUE.pull)
 
@@ -96,8 +95,8 @@ def climb(steps: int, *, diagonal: bool = False, entropy: float = 1.0):
             )
             cross = TRUE.slope - TRUE.slope.diagonal().diag()
             of = natural_gradient.QuadraticTerm(of.pull + cross @ loc, of.slope)
-            to = natural_gradient.diagonal_direction(loc, scale, of)
-            loc, scale = natural_gradient.diagonal_step(loc, scale, to, 1.0)
+            to = natural_gradient.direction(loc, scale, of, draws(8, 0, loc, root))
+            loc, scale = natural_gradient.step(loc, scale, to, 1.0)
             root = scale.diag()
         else:
             to = natural_gradient.direction(loc, root, TRUE, draws(8, 0, loc, root), entropy)
@@ -204,14 +203,8 @@ def test_where_the_density_curves_upwards_a_step_is_no_longer_than_downwards(who
     """A saddle, 400 and −400 in units of q: steps of gradient / curvature, up in both; not 400 times as far in one."""
     slope = torch.tensor([-400.0, 400.0, 400.0], dtype=D)
     pull, at = torch.tensor([40.0, 40.0, -40.0], dtype=D), torch.ones(3, dtype=D)
-    if whole:
-        z = draws(8, 0, LOC, at.diag())
-        to = natural_gradient.direction(
-            LOC, at.diag(), natural_gradient.QuadraticTerm(pull, slope.diag()), z
-        )
-    else:
-        to = natural_gradient.diagonal_direction(
-            LOC, at, natural_gradient.QuadraticTerm(pull, slope)
-        )
+    z = draws(8, 0, LOC, at.diag())
+    scale, slope = (at.diag(), slope.diag()) if whole else (at, slope)
+    to = natural_gradient.direction(LOC, scale, natural_gradient.QuadraticTerm(pull, slope), z)
     expected = torch.tensor([0.1, 0.1, -0.1], dtype=D)
     torch.testing.assert_close(to.loc, expected, rtol=0.01, atol=0.0)
