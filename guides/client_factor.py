@@ -22,7 +22,7 @@ from torch import Tensor
 from bayesfed.elbo.program import Params
 from bayesfed.guides.newton import (
     NEWTON_STEPS,
-    THERE,
+    TOLERANCE,
     curvature,
     jacobian,
     line_search,
@@ -97,7 +97,7 @@ def _climb(
     least = prior.precision.where(prior.precision > 0, 1.0)
     step, gain = newton_step(log_joint, least, u)
     moved = line_search(log_joint, u, step)
-    return torch.where(active.reshape(-1, 1, 1) > 0, moved, u), active * (gain > THERE)
+    return torch.where(active.reshape(-1, 1, 1) > 0, moved, u), active * (gain > TOLERANCE)
 
 
 @traceable

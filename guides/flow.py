@@ -105,6 +105,7 @@ class _Spline(nn.Module):
 def _spline(
     size: int, bins: int, bound: float, device: torch.device, dtype: torch.dtype
 ) -> _Spline:
+    """Return the spline of D dimensions at its start, the same one at every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return _Spline(size, bins, bound).to(device=device, dtype=dtype)

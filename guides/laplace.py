@@ -26,6 +26,7 @@ from bayesfed.guides.precisions import FLOOR, definite, solve, times
 from bayesfed.guides.unconstrained import split
 
 _WEAKEST, _STEPS = 1e-2, 4
+"""The smallest negative curvature that Newton's method assumes, as a fraction of the prior's; steps to a minimum."""
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from torch import Tensor
 from bayesfed.tracing.compiler import tracing
 
 NEWTON_STEPS = 6
-THERE = 1e-4
-"""Tolerance: a Newton step with a predicted gain of less, in nats, is the last one. The error that it leaves is far
-smaller."""
-SIZES = (1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
+TOLERANCE = 1e-4
+"""A Newton step with twice its predicted gain below this, in nats, is the last one. It leaves a far smaller error."""
+FRACTIONS = (1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
 """Fractions of a Newton step that the line search tries."""
 
 
@@ -31,7 +30,7 @@ def newton(
         precision: a lower bound of the negative curvature, diagonal: ``(K, 1, P)``.
         u: the start, ``(K, 1, P)``.
         steps: the largest number of steps.
-        tolerance: stop where no step has a greater predicted gain. Only on a CPU: elsewhere, reading it would wait for
+        tolerance: stop if twice the predicted gain of every step is below it. Only on a CPU: elsewhere, reading it would wait for
             the device.
     """
     for _ in range(steps):
@@ -54,9 +53,9 @@ def newton_step(
 
 @torch.no_grad()
 def line_search(objective: Callable[[Tensor], Tensor], u: Tensor, step: Tensor) -> Tensor:
-    """Return u after the best of the fractions :data:`SIZES` of a step."""
-    sizes = torch.tensor(SIZES, dtype=u.dtype, device=u.device).reshape(-1, *[1] * u.ndim)
-    tried = u + sizes * step
+    """Return u after the best of the fractions :data:`FRACTIONS` of a step."""
+    fractions = torch.tensor(FRACTIONS, dtype=u.dtype, device=u.device).reshape(-1, *[1] * u.ndim)
+    tried = u + fractions * step
     best = objective(tried).nan_to_num(-torch.inf).argmax(0)
     return tried.gather(0, best[None, ..., None, None].expand(1, *u.shape))[0]
 

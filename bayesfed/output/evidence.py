@@ -101,7 +101,7 @@ def candidates(
             gradient = gradient.detach()
             step = torch.linalg.solve_ex(precision, gradient[..., None])[0].squeeze(-1)
             u = u + step.nan_to_num(0.0)
-            if u.device.type == "cpu" and float((gradient * step).sum(-1).max()) < newton.THERE:
+            if u.device.type == "cpu" and float((gradient * step).sum(-1).max()) < newton.TOLERANCE:
                 break
     root = inverse_root(precision)
     away = (root @ eps[..., None]).squeeze(-1)

@@ -52,7 +52,7 @@ def test_gaussian_likelihood_gives_the_exact_conditional_posterior_at_any_global
 
 @pytest.mark.parametrize("count", [0.0, 3.0, 400.0])
 def test_poisson_mode_and_curvature(count):
-    """From the prior's mode, over a log rate up to six prior standard deviations away."""
+    """Newton's method starts at the prior's mode; the log rate is up to six prior standard deviations away."""
     y = torch.tensor([[count, count + 1]], dtype=D)
 
     def log_likelihood(u, z):

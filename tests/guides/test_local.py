@@ -1,4 +1,4 @@
-"""The local factor against conditioning done by hand."""
+"""The local factor against exact conditioning."""
 
 import pyro.distributions as dist
 import pytest
@@ -57,8 +57,8 @@ def test_a_regression_with_full_covariance(prior):
     """w ~ N(m, diag s²) in three dimensions, y ~ N(Xw, σ): conditioning the joint Gaussian of (w, y).
 
     The expected values are differences of numbers as large as s² (the mean's: s or m), each off by round-off times the
-    condition number of the matrix inverted. So far they are known: the covariance to 6e-14 under the first prior, to
-    1.4e-7 under the last, of which processors use a tenth.
+    condition number of the matrix inverted. This bounds the error: the covariance to 6e-14 under the first prior, to
+    1.4e-7 under the last. Actual errors are a tenth of it.
     """
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(6, 3, generator=generator), torch.randn(6, generator=generator)
@@ -81,16 +81,16 @@ def test_a_regression_with_full_covariance(prior):
         tril=(root / root.diagonal()[:, None])[None, None],
         **none(3),
     )
-    known = torch.finfo(torch.float64).eps * float(torch.linalg.cond(marginal))
+    bound = torch.finfo(torch.float64).eps * float(torch.linalg.cond(marginal))
     largest = float(torch.cat([loc.abs(), scale]).max())
-    torch.testing.assert_close(q.mean[0, 0], mean, rtol=0, atol=known * largest)
-    torch.testing.assert_close(q.covariance_matrix[0, 0], cov, rtol=0, atol=known * largest**2)
+    torch.testing.assert_close(q.mean[0, 0], mean, rtol=0, atol=bound * largest)
+    torch.testing.assert_close(q.covariance_matrix[0, 0], cov, rtol=0, atol=bound * largest**2)
 
 
 @pytest.mark.parametrize("full", [True, False])
 @pytest.mark.parametrize("flat", [True, False])
 def test_the_context_shifts_the_factor(full, flat):
-    """Location a + C^{−⊤} A c, C being that of c = 0, and log-precisions r + R c; with and without a prior."""
+    """Location a + C^{−⊤} A c, where C is that of c = 0, and log-precisions r + R c; with and without a prior."""
     generator = torch.Generator().manual_seed(1)
     units, clients, draws = start(3), 2, 4
 
@@ -111,9 +111,9 @@ def test_the_context_shifts_the_factor(full, flat):
             unit = torch.eye(3) + w[k, 0].tril(-1)
             fixed = torch.diag((r[k, 0] / 2).exp()) @ unit
             at = a[k, 0] + torch.linalg.inv(fixed).T @ big_a[k, 0] @ c[s, 0, 0]
-            moved = torch.diag(((r[k, 0] + big_r[k, 0] @ c[s, 0, 0]) / 2).exp()) @ unit
+            root = torch.diag(((r[k, 0] + big_r[k, 0] @ c[s, 0, 0]) / 2).exp()) @ unit
             scale = torch.diag(1 / units.scale)
-            precision = natural = scale @ moved @ moved.T @ scale
+            precision = natural = scale @ root @ root.T @ scale
             natural = precision @ (units.loc + units.scale * at)
             if prior is not None:
                 weight = prior[1][s, 0, 0] ** -2
@@ -164,7 +164,7 @@ def test_whitened_draws_are_the_noise(full):
     torch.testing.assert_close(local.whiten(q, u), noise)
 
 
-def test_which_priors_are_gaussian():
+def test_normal_priors_in_unconstrained_coordinates():
     shape = (2, 1)
     loc, scale = local.normal_prior(dist.Normal(torch.zeros(2, 1), 3.0))
     assert (loc.shape, scale.shape) == ((*shape, 1), (*shape, 1))
@@ -190,7 +190,7 @@ def test_which_priors_are_gaussian():
     ],
     ids=["real", "vector", "positive", "interval", "bounds of its own", "simplex", "cholesky"],
 )
-def test_seen_over_the_priors_support(prior):
+def test_on_support(prior):
     """Draws lie in the support and their density is that of u with the Jacobian of the change."""
     transform = torch.distributions.biject_to(prior.support)
     size = transform.inverse_shape(prior.shape())[2:].numel()
@@ -207,7 +207,7 @@ def test_seen_over_the_priors_support(prior):
 
 
 def test_a_matrix_with_full_covariance_over_its_support():
-    """Its numbers stand in a row in q, and as the prior has them in a draw."""
+    """q is over the flattened matrix, a draw has the shape of the prior."""
     torch.manual_seed(0)
     root = torch.linalg.cholesky(torch.eye(6) + 0.3)
     q = dist.MultivariateNormal(torch.arange(6.0).expand(2, 1, 6), scale_tril=root)

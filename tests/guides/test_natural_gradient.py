@@ -1,4 +1,4 @@
-"""Natural-gradient steps of a Gaussian, on targets whose posterior is known."""
+"""Natural-gradient steps of a Gaussian, on targets with a known posterior."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def blank(clients: int = 1) -> natural_gradient.QuadraticTerm:
 
 
 @pytest.mark.parametrize(("count", "paired"), [(8, True), (7, True), (5, False)])
-def test_the_site_of_a_quadratic_is_exact(count, paired):
-    """With more draws than dimensions, however they were drawn: it is a regression on a line without noise."""
+def test_the_fit_of_a_quadratic_is_exact(count, paired):
+    """With more draws than dimensions, however they were drawn: it is a linear regression without noise."""
     z = draws(count, 0, paired=paired)
     grads = natural_gradient.gradient_at(TRUE, z)[None]
     pull, slope = natural_gradient.fit_quadratic(LOC, ROOT, z, grads, blank())
@@ -37,8 +37,8 @@ def test_the_site_of_a_quadratic_is_exact(count, paired):
     torch.testing.assert_close(pull[0], TRUE.pull)
 
 
-def test_few_draws_change_a_site_in_the_directions_that_they_see():
-    """Of three directions a pair sees one: there the gradient is right, and three rounds know all of them."""
+def test_few_draws_change_a_quadratic_in_the_directions_that_they_span():
+    """A pair spans one of three directions: the gradient is right there, and after three rounds in all of them."""
     found = blank()
     for seed in range(3):
         z = draws(2, seed)
@@ -60,7 +60,7 @@ def test_few_draws_change_a_site_in_the_directions_that_they_see():
     assert error[-1] < 1e-6 < 0.01 < error[0]
 
 
-def test_sites_of_several_terms_are_those_of_each_and_add_up():
+def test_quadratics_of_several_terms_are_those_of_each_and_add_up():
     z = draws(8, 1)
     both = torch.stack([natural_gradient.gradient_at(TRUE, z), z**3])
     together = natural_gradient.fit_quadratic(LOC, ROOT, z, both, blank(2))
@@ -72,7 +72,7 @@ def test_sites_of_several_terms_are_those_of_each_and_add_up():
     torch.testing.assert_close(together.slope.sum(0), total.slope[0])
 
 
-def test_the_diagonal_site_has_the_slopes_along_the_axes():
+def test_the_diagonal_quadratic_has_the_slopes_along_the_axes():
     scale = ROOT.diagonal()
     z = draws(4000, 2)
     grads = natural_gradient.gradient_at(TRUE, z)[None]
@@ -105,7 +105,7 @@ def climb(steps: int, *, diagonal: bool = False, entropy: float = 1.0):
 
 
 def test_reaches_a_gaussian_whose_precisions_differ_by_500():
-    """At once in m but for the longest move, and in Σ where that narrows."""
+    """m takes one step but for the bound on its length, and so does Σ where it narrows."""
     loc, root = climb(12)
     torch.testing.assert_close(loc, CENTRE, rtol=0, atol=1e-6)
     torch.testing.assert_close(root @ root.mT @ PRECISION, torch.eye(3, dtype=D), rtol=0, atol=1e-4)
@@ -146,8 +146,8 @@ def test_however_large_the_gradient_a_step_is_bounded(size):
     assert root.diagonal().min() >= 0.3 * (1 + 0.1 * natural_gradient.NARROWEST) ** -0.5 - 1e-12
 
 
-def test_directions_agree_where_the_second_goes_on_and_not_where_it_goes_back():
-    """On a quadratic, after half a step and after one and a half; in Fisher's metric, whatever the units."""
+def test_directions_agree_unless_the_second_reverses_the_first():
+    """On a quadratic, after half a step and after one and a half; in the Fisher metric, whatever the units."""
     root = 0.9 * torch.linalg.cholesky(torch.linalg.inv(PRECISION))
     start = CENTRE + 0.1 * root.sum(1)
     first = natural_gradient.direction(start, root, TRUE, draws(8, 0, start, root))
@@ -157,8 +157,8 @@ def test_directions_agree_where_the_second_goes_on_and_not_where_it_goes_back():
         assert natural_gradient.agreement(first, there).sign() == sign
 
 
-def test_a_step_goes_nowhere_that_the_draws_have_not_seen():
-    """A pair of draws: q moves and narrows along it, in its own coordinates, and stays what it was across."""
+def test_a_step_stays_in_the_span_of_the_draws():
+    """With a pair of draws q moves and narrows along it, in its coordinates, and is unchanged across."""
     z = draws(2, 0)
     to = natural_gradient.direction(LOC, ROOT, TRUE, z)
     along = torch.linalg.solve_triangular(ROOT, (z[0] - LOC)[:, None], upper=False)[:, 0]
@@ -169,7 +169,7 @@ def test_a_step_goes_nowhere_that_the_draws_have_not_seen():
 
 
 def noisy_climb(noise: float, steps: int, generator: torch.Generator):
-    """q after so many steps of rates 1 to .1, from gradients whose mean over 16 draws is off by this."""
+    """q after these steps of rates 1 to 0.1, from gradients whose mean over 16 draws has this noise."""
     loc, root = LOC, ROOT
     for number in range(steps):
         z = draws(16, number, loc, root)
@@ -184,9 +184,9 @@ def noisy_climb(noise: float, steps: int, generator: torch.Generator):
     return loc, root
 
 
-def test_noise_moves_neither_the_mean_nor_the_width_of_q_one_way():
-    """Noise of .7 in the widest direction's own units. Over 40 runs the mean of m is within three of its standard
-    errors of the target's, and the logarithms of the widths of the target's within .1 on average."""
+def test_noise_biases_neither_the_mean_nor_the_width_of_q():
+    """Noise of 0.7 in units of the widest direction. Over 40 runs the mean of m is within three of its standard
+    errors of the target's, and the logarithms of the widths of the target's within 0.1 on average."""
     widest = float(torch.linalg.eigvalsh(torch.linalg.inv(PRECISION))[-1].sqrt())
     generator = torch.Generator().manual_seed(0)
     runs = [noisy_climb(0.7 / widest, 80, generator) for _ in range(40)]
@@ -200,7 +200,7 @@ def test_noise_moves_neither_the_mean_nor_the_width_of_q_one_way():
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_where_the_density_curves_upwards_a_step_is_no_longer_than_downwards(whole):
-    """A saddle, 400 and −400 in units of q: steps of gradient / curvature, up in both; not 400 times as far in one."""
+    """At a saddle with curvatures of ±400 in units of q: steps of gradient / |curvature| uphill in both directions."""
     slope = torch.tensor([-400.0, 400.0, 400.0], dtype=D)
     pull, at = torch.tensor([40.0, 40.0, -40.0], dtype=D), torch.ones(3, dtype=D)
     z = draws(8, 0, LOC, at.diag())
