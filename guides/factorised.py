@@ -1,4 +1,4 @@
-"""Points for the globals; for every client Normals or points, independent of each other and of the globals."""
+"""Point estimates of the globals, and for every client independent Normals or point estimates."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from torch.distributions import biject_to, transforms
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.moments import Moments, moments
 from bayesfed.elbo.sites import prior_draws, sites
+from bayesfed.guides.unconstrained import log_abs_det
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """A latent site over the reals.
+    """The unconstrained coordinates of a latent site.
 
     Attributes:
         support: Pyro's constraint.
-        event_dim: dimensions of one value.
-        start: unconstrained, of the unconstrained shape.
+        event_dim: the number of dimensions of one value.
+        start: the value at the start, unconstrained.
     """
 
     support: Any
@@ -33,18 +34,16 @@ class Coordinates:
     start: Tensor
 
     def point(self, u: Tensor) -> dist.Delta:
-        """The value at u ``(..., *shape)``, with −log |det| of the change of variables for density."""
+        """A Delta at the value of u ``(..., *shape)``; its log density is −log |det| of the change of variables."""
         transform = biject_to(self.support)
         value = transform(u)
         if _real(transform):
             return dist.Delta(value, event_dim=self.event_dim)
-        log_det = transform.log_abs_det_jacobian(u, value)
-        batch = value.shape[: value.ndim - self.event_dim]
-        log_det = log_det.reshape((*batch, -1)).sum(-1)
+        log_det = log_abs_det(transform, u, value, self.event_dim)
         return dist.Delta(value, log_density=-log_det, event_dim=self.event_dim)
 
     def normal(self, loc: Tensor, log_scale: Tensor) -> Any:
-        """The law of the value where u ~ N(loc, exp(log_scale)²)."""
+        """The distribution of the value where u ~ N(loc, exp(log_scale)²)."""
         q = dist.Normal(loc, log_scale.exp()).to_event(self.start.ndim)
         transform = biject_to(self.support)
         return q if _real(transform) else dist.TransformedDistribution(q, [transform])
@@ -52,15 +51,15 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Factorised:
-    """θ at a point, and q(w_i) = N(loc_i, diag(exp(log_scale_i))²), or a point at loc_i, for every local site.
+    """A point estimate of θ, and q(w_i) = N(loc_i, diag(exp(log_scale_i))²), or a point estimate, for every local site.
 
-    All parameters are in the unconstrained coordinates of the sites. A point stands for the maximum of the density
-    there, its Jacobian included.
+    All parameters are in the unconstrained coordinates of the sites. A point estimate maximises the density there,
+    which includes the Jacobian.
 
     Attributes:
         globals: the global latent sites.
         locals: the local latent sites.
-        local_point: points for the local sites instead of Normals.
+        local_point: point estimates of the local sites instead of Normals.
         scale: standard deviation of the locals at the start.
 
     Example:
@@ -106,7 +105,7 @@ class Factorised:
         return [] if self.local_point else [log_scale_of(name) for name in self.locals]
 
     def at(self, prior: Mapping[str, Moments]) -> dict[str, Tensor]:
-        """The local parameters of K clients at which q is the prior (a point: its centre), of the sites that it has."""
+        """The local parameters of K clients at which q is the prior of these sites; a point is its centre."""
         params = {}
         for name, (loc, scale, _) in prior.items():
             params[loc_of(name)] = loc
@@ -115,7 +114,7 @@ class Factorised:
         return params
 
     def moments(self, params: Mapping[str, Tensor]) -> dict[str, Moments]:
-        """Where q(w_i) lies for local parameters of K clients: the other way round than :meth:`at`."""
+        """Location and scale of q(w_i) for local parameters of K clients; the inverse of :meth:`at`."""
         found = {}
         for name in self.locals:
             loc = params[loc_of(name)]
@@ -127,7 +126,7 @@ class Factorised:
 def factorised(
     model: Model, federation: Federation, *, local_point: bool = False, scale: float = 1.0
 ) -> Factorised:
-    """The :class:`Factorised` guide of a model; the globals start at the median of their prior.
+    """The :class:`Factorised` guide of a model, in which the globals start at the median of their prior.
 
     Raises:
         ValueError: the bounds of a site's support are not constants.
@@ -153,10 +152,10 @@ def factorised(
 
 
 def constant_support(name: str, support: Any) -> Any:
-    """A support that is the same for all values of the other variables.
+    """The support of a site, which must be the same for all values of the other variables.
 
     Raises:
-        ValueError: it is not; the message names the site.
+        ValueError: the support depends on other variables; the message names the site.
     """
     base = support
     while isinstance(base, dist.constraints.independent):
@@ -164,24 +163,24 @@ def constant_support(name: str, support: Any) -> Any:
     bounds = [value for value in vars(base).values() if isinstance(value, Tensor)]
     if any((bound != bound.reshape(-1)[0]).any() for bound in bounds):
         raise ValueError(
-            f"the bounds of site {name!r} depend on other variables or differ between clients: a guide with "
-            "coordinates of its own needs constant ones. Use SFVI, or sample it between 0 and 1 and scale it"
+            f"the bounds of site {name!r} depend on other variables or differ between clients: this guide "
+            "needs constant bounds. Use SFVI, or sample it between 0 and 1 and scale it"
         )
     return support
 
 
 def loc_of(site: str) -> str:
-    """The parameter that is a site's location."""
+    """The name of the parameter that is a site's location."""
     return f"{site}.loc"
 
 
 def log_scale_of(site: str) -> str:
-    """The parameter that is the logarithm of a site's standard deviation."""
+    """The name of the parameter that is the logarithm of a site's standard deviation."""
     return f"{site}.log_scale"
 
 
 def _real(transform: Any) -> bool:
-    """Whether the unconstrained coordinates are the values themselves."""
+    """Return True if the unconstrained coordinates are the values themselves."""
     while isinstance(transform, transforms.IndependentTransform):
         transform = transform.base_transform
     return isinstance(transform, transforms.ComposeTransform) and not transform.parts

@@ -1,4 +1,4 @@
-"""What an algorithm may ask of a family of q(z), z being all global variables, unconstrained and stacked."""
+"""The interface of a family of q(z), where z are all global variables, unconstrained and stacked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bayesfed.guides.natural_gradient import Direction, Site
+from bayesfed.guides import natural_gradient
+from bayesfed.guides.natural_gradient import Direction, QuadraticTerm
 
 GLOBAL = "global"
 """The auxiliary site that holds z; the names of the family's parameters begin with it."""
@@ -16,55 +17,68 @@ Params = Mapping[str, Tensor]
 
 
 class Family:
-    """A family of distributions over the globals: a part of a Pyro guide, and its steps.
+    """A family of distributions over the globals: a part of a Pyro guide, and its natural-gradient steps.
 
-    Subclasses are frozen dataclasses; only Gaussian ones have the last two methods.
+    Subclasses are frozen dataclasses. Only Gaussian ones have ``at`` and the last two methods.
     """
 
     gaussian: ClassVar[bool] = False
-    """Whether q(z) is Normal."""
-    whole: ClassVar[bool] = True
-    """Whether its steps need the curvature whole, else its diagonal."""
+    """True if q(z) is Normal."""
+    full_curvature: ClassVar[bool] = True
+    """True if its steps need the full curvature, False if they need the diagonal."""
 
     def __call__(self, init: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sample z; returns ``(z, loc, scale)``, each with last dimension D, of which ``init`` is a start for loc."""
+        """Sample z; returns ``(z, loc, scale)``, each with last dimension D, where ``init`` is the start of loc."""
         raise NotImplementedError
 
-    def natural(self, rate: float) -> bool:
-        """Whether it takes natural-gradient steps when this is left of the learning rate, else Adam's."""
+    def takes_natural_steps(self, rate: float) -> bool:
+        """True if a step is a natural-gradient step, False if it is Adam's, at this fraction of the first rate."""
         return True
+
+    def normal(self, params: Params) -> tuple[Tensor, Tensor]:
+        """Location ``(D,)`` and L ``(D, D)`` of q or its affine part; if L is diagonal, its diagonal ``(D,)``."""
+        raise NotImplementedError
+
+    def at(self, loc: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        """The parameters of N(loc, L Lᵀ), L as in :meth:`normal`."""
+        raise NotImplementedError
 
     @property
     def levels(self) -> tuple[float, ...]:
         """The rates at which q(θ) has to converge, one after the other: one for each kind of steps."""
-        return (1.0, 0.5) if self.natural(1.0) != self.natural(0.5) else (1.0,)
+        both = self.takes_natural_steps(1.0) != self.takes_natural_steps(0.5)
+        return (1.0, 0.5) if both else (1.0,)
 
-    def blank(self, params: Params) -> Site:
-        """The site of a term that is not there."""
-        loc = params[f"{GLOBAL}.loc"]
-        return Site(torch.zeros_like(loc), loc.new_zeros(len(loc), len(loc)))
+    def zero_term(self, params: Params) -> QuadraticTerm:
+        """The quadratic of a term that is zero."""
+        loc, scale = self.normal(params)
+        return QuadraticTerm(torch.zeros_like(loc), torch.zeros_like(scale))
 
-    def site(self, params: Params, z: Tensor, grads: Tensor, before: Site) -> Site:
-        """Sites of K terms; arguments as for :func:`bayesfed.guides.natural_gradient.site`."""
-        raise NotImplementedError
+    def fit_quadratic(
+        self, params: Params, z: Tensor, grads: Tensor, before: QuadraticTerm
+    ) -> QuadraticTerm:
+        """The quadratics of K terms; arguments as for :func:`bayesfed.guides.natural_gradient.fit_quadratic`."""
+        return natural_gradient.fit_quadratic(*self.normal(params), z, grads, before)
 
     def direction(
-        self, params: Params, of: Site, z: Tensor, noise: float | Tensor | None = None
+        self, params: Params, term: QuadraticTerm, z: Tensor, noise: float | Tensor | None = None
     ) -> Direction:
-        """Where a natural-gradient step goes; see :func:`bayesfed.guides.natural_gradient.direction`."""
-        raise NotImplementedError
+        """The direction of a natural-gradient step; see :func:`bayesfed.guides.natural_gradient.direction`."""
+        return natural_gradient.direction(*self.normal(params), term, z, noise=noise)
 
-    def ascend(self, params: Params, to: Direction, rate: float | Tensor) -> dict[str, Tensor]:
-        """All its parameters after a step; see :func:`bayesfed.guides.natural_gradient.step`."""
-        raise NotImplementedError
+    def ascend(
+        self, params: Params, direction: Direction, rate: float | Tensor
+    ) -> dict[str, Tensor]:
+        """All parameters of the family after a step; see :func:`bayesfed.guides.natural_gradient.step`."""
+        return self.at(*natural_gradient.step(*self.normal(params), direction, rate))
 
-    def moved(self, start: Params, copies: Params) -> dict[str, Tensor]:
-        """Copies of q as the optimal transport maps that carry q onto them; what else is in ``copies`` stays.
+    def transport_maps(self, start: Params, copies: Params) -> dict[str, Tensor]:
+        """The optimal transport maps that carry q onto copies of it; other parameters in ``copies`` are unchanged.
 
         A map is affine, x ↦ m_i + A_i (x − m), and so is a mean of maps (Álvarez-Esteban et al. 2016, eq. 6).
         """
         raise NotImplementedError
 
-    def carried(self, start: Params, moved: Params) -> dict[str, Tensor]:
-        """All of ``start``, q carried by a map; inverts :meth:`moved`."""
+    def apply_map(self, start: Params, maps: Params) -> dict[str, Tensor]:
+        """All parameters of ``start`` after q is carried by a map; the inverse of :meth:`transport_maps`."""
         raise NotImplementedError

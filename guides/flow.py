@@ -1,4 +1,4 @@
-"""A spline flow over all global variables: skewed and heavy-tailed posteriors of scales."""
+"""A spline flow over all global variables, for skewed and heavy-tailed posteriors such as those of scales."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from bayesfed.guides import natural_gradient
 from bayesfed.guides.family import GLOBAL, Family, Params
 from bayesfed.guides.full_rank import FullRank, affine
 from bayesfed.guides.mean_field import LOC
-from bayesfed.guides.natural_gradient import Direction, Site
+from bayesfed.guides.natural_gradient import Direction, QuadraticTerm
 
 SPLINE = f"{GLOBAL}.flow."
-"""How the names of the spline's parameters begin."""
+"""The prefix of the names of the spline's parameters."""
 
 
 @dataclass(frozen=True)
 class Flow(Family):
-    """z = loc + L f(ε), ε ~ N(0, I): f is an autoregressive rational spline (Dolatabadi et al. 2020).
+    """z = loc + L f(ε), ε ~ N(0, I), where f is an autoregressive rational spline (Dolatabadi et al. 2020).
 
-    The affine part starts as in :class:`~bayesfed.guides.FullRank` and f close to the identity.
+    The affine part starts as in :class:`~bayesfed.guides.FullRank` and f starts close to the identity.
 
     Attributes:
         init_scale: standard deviation at the start, in units of the prior's.
@@ -53,34 +53,34 @@ class Flow(Family):
         z = pyro.sample(GLOBAL, q, infer={"is_auxiliary": True})
         return z, loc, tril.square().sum(-1).sqrt()
 
-    def natural(self, rate: float) -> bool:
-        """The affine part travels first; then all of it takes Adam's steps."""
+    def takes_natural_steps(self, rate: float) -> bool:
+        """True while more than half of the rate is left: only the affine part moves. Then Adam moves all parameters."""
         return rate > 0.5
 
-    def site(self, params: Params, z: Tensor, grads: Tensor, before: Site) -> Site:
-        """Sites of K terms, as if q were the affine part's Gaussian."""
-        return FullRank().site(params, z, grads, before)
+    def normal(self, params: Params) -> tuple[Tensor, Tensor]:
+        """The location and L of the affine part."""
+        return FullRank().normal(params)
 
     def direction(
-        self, params: Params, of: Site, z: Tensor, noise: float | Tensor | None = None
+        self, params: Params, term: QuadraticTerm, z: Tensor, noise: float | Tensor | None = None
     ) -> Direction:
-        """Where a natural-gradient step on the affine part goes.
+        """The direction of a natural-gradient step on the affine part.
 
-        It is left narrower than the posterior: a spline can widen the bulk, but too few draws fall beyond its
-        bound to draw in tails that are too long.
+        The entropy is reduced, so that the affine part stays narrower than the posterior: a spline can widen the bulk,
+        but too few draws fall beyond its bound to shorten tails that are too long.
         """
-        return natural_gradient.direction(
-            *FullRank().normal(params), of, z, entropy=0.5, noise=noise
-        )
+        return natural_gradient.direction(*self.normal(params), term, z, entropy=0.5, noise=noise)
 
-    def ascend(self, params: Params, to: Direction, rate: float | Tensor) -> dict[str, Tensor]:
-        """The parameters after a step on the affine part; the spline rests."""
+    def ascend(
+        self, params: Params, direction: Direction, rate: float | Tensor
+    ) -> dict[str, Tensor]:
+        """The parameters after a step on the affine part, with the spline unchanged."""
         spline = {name: value for name, value in params.items() if name.startswith(SPLINE)}
-        return spline | FullRank().ascend(params, to, rate)
+        return spline | FullRank().ascend(params, direction, rate)
 
 
 class _Spline(nn.Module):
-    """ε ↦ (f(ε), log |det f'(ε)|), both through Pyro's transforms."""
+    """ε ↦ (f(ε), log |det f'(ε)|), by Pyro's transforms."""
 
     def __init__(self, size: int, bins: int, bound: float) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class _Spline(nn.Module):
             else T.spline_autoregressive(size, [4 * size], count_bins=bins, bound=bound)
         )
 
-        if size == 1:  # Pyro starts this one far from the identity
+        if size == 1:  # Pyro's start of this one is far from the identity
             with torch.no_grad():
                 for parameter in self.parameters():
                     parameter.mul_(0.1)
@@ -105,13 +105,14 @@ class _Spline(nn.Module):
 def _spline(
     size: int, bins: int, bound: float, device: torch.device, dtype: torch.dtype
 ) -> _Spline:
+    """Return the spline of D dimensions at its start, the same one at every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return _Spline(size, bins, bound).to(device=device, dtype=dtype)
 
 
 class _Pushforward(dist.TorchDistribution):
-    """The law of loc + L f(ε); it knows the density of what it has just drawn."""
+    """The distribution of loc + L f(ε), which gives the density of its last draw only."""
 
     has_rsample = True
     arg_constraints = {}  # noqa: RUF012  (torch's interface)

@@ -11,10 +11,8 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from bayesfed.guides import natural_gradient
 from bayesfed.guides.family import GLOBAL, Family, Params
 from bayesfed.guides.mean_field import LOC, LOG_SCALE, SLOPE
-from bayesfed.guides.natural_gradient import Direction, Site
 from bayesfed.guides.sticking_the_landing import StickingTheLanding
 
 TRIL = f"{GLOBAL}.tril"
@@ -32,7 +30,7 @@ class FullRank(Family):
     gaussian: ClassVar[bool] = True
 
     def __call__(self, init: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sample z; returns ``(z, loc, scale)``, scale being the marginal standard deviations."""
+        """Sample z; returns ``(z, loc, scale)``, where scale are the marginal standard deviations."""
         loc = pyro.param(LOC, init, event_dim=1)
         tril = affine(init, self.init_scale)
         q = StickingTheLanding(
@@ -40,20 +38,6 @@ class FullRank(Family):
         )
         z = pyro.sample(GLOBAL, q, infer={"is_auxiliary": True})
         return z, loc, tril.square().sum(-1).sqrt()
-
-    def site(self, params: Params, z: Tensor, grads: Tensor, before: Site) -> Site:
-        """Sites of K terms, with the whole slope."""
-        return natural_gradient.site(*self.normal(params), z, grads, before)
-
-    def direction(
-        self, params: Params, of: Site, z: Tensor, noise: float | Tensor | None = None
-    ) -> Direction:
-        """Where a natural-gradient step goes."""
-        return natural_gradient.direction(*self.normal(params), of, z, noise=noise)
-
-    def ascend(self, params: Params, to: Direction, rate: float | Tensor) -> dict[str, Tensor]:
-        """The parameters after a step."""
-        return self.at(*natural_gradient.step(*self.normal(params), to, rate))
 
     def normal(self, params: Params) -> tuple[Tensor, Tensor]:
         """The location and L."""
@@ -63,24 +47,24 @@ class FullRank(Family):
         """The parameters of N(loc, LLᵀ)."""
         return {LOC: loc} | from_scale_tril(scale_tril)
 
-    def moved(self, start: Params, copies: Params) -> dict[str, Tensor]:
-        """The slopes are A_i = Σ^{-½} (Σ^{½} Σ_i Σ^{½})^{½} Σ^{-½}."""
+    def transport_maps(self, start: Params, copies: Params) -> dict[str, Tensor]:
+        """The maps that carry q onto its copies, with slopes A_i = Σ^{-½} (Σ^{½} Σ_i Σ^{½})^{½} Σ^{-½}."""
         rest = {name: value for name, value in copies.items() if name not in (LOG_SCALE, TRIL)}
         before, now = self.normal(start)[1], self.normal(copies)[1]
         root, inverse = _roots(_covariance(before))
         slope = inverse @ _roots(root @ _covariance(now) @ root)[0] @ inverse
         return rest | {SLOPE: slope.to(before)}
 
-    def carried(self, start: Params, moved: Params) -> dict[str, Tensor]:
-        """Σ ← A Σ A."""
-        rest = {name: moved[name] for name in start if name in moved}
-        before, slope = self.normal(start)[1], moved[SLOPE].double()
+    def apply_map(self, start: Params, maps: Params) -> dict[str, Tensor]:
+        """All parameters after q is carried by a map: Σ ← A Σ A."""
+        rest = {name: maps[name] for name in start if name in maps}
+        before, slope = self.normal(start)[1], maps[SLOPE].double()
         covariance = slope @ _covariance(before) @ slope
         return rest | from_scale_tril(torch.linalg.cholesky(covariance).to(before))
 
 
 def affine(init: Tensor, init_scale: float) -> Tensor:
-    """L, from its two parameters: shape ``(..., D, D)``, lower triangular."""
+    """L ``(..., D, D)``, lower triangular, from its two ``pyro.param``."""
     size = init.shape[-1]
     log_scale = pyro.param(LOG_SCALE, torch.full_like(init, math.log(init_scale)), event_dim=1)
     return scale_tril(log_scale, pyro.param(TRIL, init.new_zeros(size, size), event_dim=2))
@@ -93,18 +77,18 @@ def scale_tril(log_scale: Tensor, tril: Tensor) -> Tensor:
 
 
 def from_scale_tril(scale_tril: Tensor) -> dict[str, Tensor]:
-    """The parameters that give a lower triangular L with positive diagonal; inverts :func:`scale_tril`."""
+    """The parameters that give a lower triangular L with positive diagonal; the inverse of :func:`scale_tril`."""
     diagonal = scale_tril.diagonal(dim1=-2, dim2=-1)
     return {LOG_SCALE: diagonal.log(), TRIL: (scale_tril / diagonal[..., None]).tril(-1)}
 
 
 def _covariance(tril: Tensor) -> Tensor:
-    """In double precision: roots of a product lose half of the digits twice."""
+    """Return L Lᵀ in double precision, since roots of a product lose half of the digits twice."""
     return tril.double() @ tril.mT.double()
 
 
 def _roots(covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ^{½} and Σ^{-½}."""
+    """Return Σ^{½} and Σ^{-½}."""
     values, vectors = torch.linalg.eigh((covariance + covariance.mT) / 2)
     root = values.clamp(min=1e-30).sqrt()[..., None, :]
     return (vectors * root) @ vectors.mT, (vectors / root) @ vectors.mT

@@ -22,11 +22,11 @@ from bayesfed.elbo.context import contexts
 from bayesfed.elbo.elbo import local_priors
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.sites import Site, sites
+from bayesfed.guides.automatic import automatic_guide
 from bayesfed.guides.factorised import factorised
 from bayesfed.guides.flow import Flow
 from bayesfed.guides.full_rank import FullRank
 from bayesfed.guides.globals import Gaussian, LaplaceGaussian, OwnGuide, Particles, Point
-from bayesfed.guides.hierarchical import automatic
 from bayesfed.guides.laplace import laplace
 from bayesfed.guides.mean_field import MeanField
 from bayesfed.guides.particles import from_prior
@@ -269,7 +269,9 @@ class Conditioned(Locals):
         size = global_dimensions(found)
         family = _chosen(size) if isinstance(globals_, Gaussian) else globals_
         conditioned = size <= CONDITIONED_UP_TO if self.on_globals is None else self.on_globals
-        program = build(model, automatic(model, found, federation, family, conditioned), federation)
+        program = build(
+            model, automatic_guide(model, found, federation, family, conditioned), federation
+        )
         if not (program.init or program.locals):
             raise ValueError(
                 "the model has nothing to learn: variables of an observation are integrated out, and it has no other, "

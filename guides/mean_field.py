@@ -11,9 +11,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from bayesfed.guides import natural_gradient
 from bayesfed.guides.family import GLOBAL, Family, Params
-from bayesfed.guides.natural_gradient import Direction, Site
 from bayesfed.guides.sticking_the_landing import StickingTheLanding
 
 LOC, LOG_SCALE, SLOPE = f"{GLOBAL}.loc", f"{GLOBAL}.log_scale", f"{GLOBAL}.slope"
@@ -21,7 +19,7 @@ LOC, LOG_SCALE, SLOPE = f"{GLOBAL}.loc", f"{GLOBAL}.log_scale", f"{GLOBAL}.slope
 
 @dataclass(frozen=True)
 class MeanField(Family):
-    """q(z) = N(loc, diag(scale²)): cheapest; ignores the correlations of the global variables.
+    """q(z) = N(loc, diag(scale²)): the cheapest family, without correlations of the global variables.
 
     Attributes:
         init_scale: standard deviation at the start, in units of the prior's.
@@ -29,7 +27,7 @@ class MeanField(Family):
 
     init_scale: float = 0.3
     gaussian: ClassVar[bool] = True
-    whole: ClassVar[bool] = False
+    full_curvature: ClassVar[bool] = False
 
     def __call__(self, init: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sample z; returns ``(z, loc, scale)``, each with last dimension D."""
@@ -41,24 +39,6 @@ class MeanField(Family):
         q = StickingTheLanding(lambda loc, scale: dist.Normal(loc, scale).to_event(1), loc, scale)
         return pyro.sample(GLOBAL, q, infer={"is_auxiliary": True}), loc, scale
 
-    def blank(self, params: Params) -> Site:
-        """Diagonal, too."""
-        return Site(torch.zeros_like(params[LOC]), torch.zeros_like(params[LOC]))
-
-    def site(self, params: Params, z: Tensor, grads: Tensor, before: Site) -> Site:
-        """Sites of K terms, with the diagonal of the slope."""
-        return natural_gradient.diagonal_site(*self.normal(params), z, grads)
-
-    def direction(
-        self, params: Params, of: Site, z: Tensor, noise: float | Tensor | None = None
-    ) -> Direction:
-        """Where a natural-gradient step goes."""
-        return natural_gradient.diagonal_direction(*self.normal(params), of, noise)
-
-    def ascend(self, params: Params, to: Direction, rate: float | Tensor) -> dict[str, Tensor]:
-        """The parameters after a step."""
-        return self.at(*natural_gradient.diagonal_step(*self.normal(params), to, rate))
-
     def normal(self, params: Params) -> tuple[Tensor, Tensor]:
         """The location and the scales."""
         return params[LOC], params[LOG_SCALE].exp()
@@ -67,12 +47,12 @@ class MeanField(Family):
         """The parameters of N(loc, diag(scale²))."""
         return {LOC: loc, LOG_SCALE: scale.log()}
 
-    def moved(self, start: Params, copies: Params) -> dict[str, Tensor]:
-        """The slopes are the ratios of the scales, so that their mean is the mean of the scales."""
+    def transport_maps(self, start: Params, copies: Params) -> dict[str, Tensor]:
+        """The maps that carry q onto its copies, with ratios of scales as slopes, whose mean is that of the scales."""
         rest = {name: value for name, value in copies.items() if name != LOG_SCALE}
         return rest | {SLOPE: (copies[LOG_SCALE] - start[LOG_SCALE]).exp()}
 
-    def carried(self, start: Params, moved: Params) -> dict[str, Tensor]:
-        """Inverts :meth:`moved`."""
-        rest = {name: moved[name] for name in start if name != LOG_SCALE}
-        return rest | {LOG_SCALE: start[LOG_SCALE] + moved[SLOPE].log()}
+    def apply_map(self, start: Params, maps: Params) -> dict[str, Tensor]:
+        """All parameters after q is carried by a map; the inverse of :meth:`transport_maps`."""
+        rest = {name: maps[name] for name in start if name != LOG_SCALE}
+        return rest | {LOG_SCALE: start[LOG_SCALE] + maps[SLOPE].log()}

@@ -1,4 +1,4 @@
-"""A model whose global ``pyro.param`` are random variables, for what needs a distribution over them."""
+"""A model whose global ``pyro.param`` are sample sites, for guides that have a distribution over them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bayesfed.vmap.one_client import OneClient
 
 
 class _Onto(ComposeTransform):
-    """The transform from the reals onto a constrained set, which says what that set is."""
+    """The transform from the reals onto a constrained set, with that set as its codomain."""
 
     def __init__(self, constraint: Any) -> None:
         super().__init__([biject_to(constraint)])
@@ -31,12 +31,12 @@ class _Onto(ComposeTransform):
 
 
 @dataclass(frozen=True)
-class Lifted:
-    """A model with priors for some of its parameters.
+class LiftedModel:
+    """A model in which some parameters are sample sites.
 
     Attributes:
         model: the Pyro model.
-        starts: where these parameters start, in unconstrained coordinates.
+        starts: the start of these parameters, in unconstrained coordinates.
         priors: their priors, N(start, 1 / precision) there.
     """
 
@@ -50,41 +50,44 @@ class Lifted:
 
     @property
     def points(self) -> int:
-        """Those of the model."""
+        """The model's own ``points``."""
         return getattr(self.model, "points", 1)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Those of the model."""
+        """The model's own ``kinds``."""
         return getattr(self.model, "kinds", ())
 
     def __call__(self, federation: Any) -> None:
-        """The Pyro program."""
-        if isinstance(self.model, OneClient):  # what is lifted is a site like others
+        """Run the Pyro program."""
+        if isinstance(
+            self.model, OneClient
+        ):  # lift inside it, so that these sites run as others do
             replace(self.model, model=replace(self, model=self.model.model))(federation)
             return
         with poutine.lift(prior=dict(self.priors)):
             self.model(federation)
 
 
-def lifted(model: Model, federation: Federation, precision: float) -> Lifted:
+def lift_params(model: Model, federation: Federation, precision: float) -> LiftedModel:
     """The model with every global ``pyro.param`` lifted into a sample site of the same name (``poutine.lift``).
 
     Args:
         model: the Pyro model.
         federation: the clients' data.
-        precision: of the priors, in unconstrained coordinates.
+        precision: the precision of their priors, in unconstrained coordinates.
 
     Example:
         >>> import pyro, pyro.distributions as dist, torch, bayesfed as bf
-        >>> from bayesfed.guides.params_as_sites import lifted
+        >>> from bayesfed.guides.params_as_sites import lift_params
         >>> from bayesfed.elbo.sites import sites
         >>> def model(federation):
         ...     mu = pyro.param("mu", torch.tensor(0.5))
         ...     with federation.clients(), federation.observations() as obs:
         ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=obs.get("y"))
         >>> data = bf.Federation.from_arrays({"a": {"y": [1.0, 3.0]}})
-        >>> list(sites(lifted(model, data, 1.0), data)), lifted(model, data, 1.0).starts
+        >>> random = lift_params(model, data, 1.0)
+        >>> list(sites(random, data)), random.starts
         (['mu', 'y'], {'mu': tensor(0.5000)})
     """
     batch = federation.batch(torch.arange(1)).head()
@@ -101,4 +104,4 @@ def lifted(model: Model, federation: Federation, precision: float) -> Lifted:
         if constraint is not constraints.real:
             prior = dist.TransformedDistribution(prior, [_Onto(constraint)])
         starts[name], priors[name] = start, prior
-    return Lifted(model, starts, priors)
+    return LiftedModel(model, starts, priors)

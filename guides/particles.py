@@ -1,29 +1,29 @@
-"""Particles for the global variables, the model's own prior for the local ones."""
+"""Particles for the global variables, and the model's own prior for the local ones."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import biject_to
 
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
-from bayesfed.elbo.handlers import Until, is_plate, origin
+from bayesfed.elbo.handlers import Until
 from bayesfed.elbo.sites import Site, prior_draws
-from bayesfed.guides.hierarchical import point
+from bayesfed.guides.unconstrained import AsGuide, delta_at, split
 
 PARTICLES = "particles"
 """The parameter that holds the k particles, unconstrained and stacked: ``(k, D)``."""
 PARTICLE = "particle"
-"""The auxiliary site that is one of them."""
+"""The auxiliary site that is one of the particles."""
 
 
 class OneOf(dist.TorchDistribution):
@@ -46,7 +46,7 @@ class OneOf(dist.TorchDistribution):
         super().__init__(torch.Size(batch_shape), vectors.shape[-1:], validate_args=False)
 
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> OneOf:
-        """The same, over more draws."""
+        """The same distribution with other batch dimensions."""
         return OneOf(self.vectors, batch_shape)
 
     def rsample(self, sample_shape: Sequence[int] = ()) -> Tensor:
@@ -63,7 +63,7 @@ class OneOf(dist.TorchDistribution):
         return vectors.expand(-1, *self.batch_shape, -1) if expand else vectors
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """−ln k; which of the vectors it is does not matter."""
+        """−ln k for any value."""
         return value.new_full(value.shape[:-1], -math.log(len(self.vectors)))
 
 
@@ -72,13 +72,13 @@ class Particles:
     """q(θ) = (1/k) Σ_κ δ(θ − θ_κ), and every local variable drawn from its prior given θ.
 
     With the prior as local guide a client's term is ln p(D_i | w_i), so that logsumexp over L draws − ln L
-    estimates its log marginal likelihood (PAC-PFL, eq. 38). Predictions weight draws of (θ, w_i) by that term.
+    estimates its log marginal likelihood (PAC-PFL, eq. 38).
 
     Attributes:
         model: the Pyro model.
-        sizes: how many numbers each global latent site has, unconstrained.
+        sizes: the number of unconstrained dimensions of each global latent site.
         locals: the local latent sites.
-        start: initial particles, ``(k, D)``.
+        start: the particles at the start, ``(k, D)``.
         local_draws: number of draws of w_i for each draw of θ; a draw from the posterior is one of them, chosen by its
             weight.
         beta: β, the number of rows that a client's likelihood counts for; by default n_i.
@@ -97,9 +97,11 @@ class Particles:
         """Sample every latent site of the model."""
         vectors = pyro.param(PARTICLES, self.start.clone, event_dim=2)
         z = pyro.sample(PARTICLE, OneOf(vectors), infer={"is_auxiliary": True})
-        split = z.split(list(self.sizes.values()), -1)
-        given = dict(zip(self.sizes, split, strict=True))
-        with Until([*self.sizes, *self.locals]), _FromPrior(given, self.locals):
+        sites: dict[str, Callable[[Any], Any]] = {
+            name: partial(delta_at, u=u) for name, u in split(z, self.sizes).items()
+        }
+        sites |= dict.fromkeys(self.locals, lambda prior: prior)
+        with Until([*self.sizes, *self.locals]), AsGuide(sites):
             self.model(federation.head())
 
     @property
@@ -125,9 +127,9 @@ def from_prior(
     local_draws: int = 1,
     beta: float | None = None,
 ) -> Particles:
-    """Make the :class:`Particles` guide of a model, with ``count`` draws from its prior as initial particles.
+    """The :class:`Particles` guide of a model, started at draws of its prior with the seed of torch's generator.
 
-    The draws use the seed of torch's generator. A model without random globals has particles of dimension zero.
+    A model without global latent sites has particles without dimensions.
     """
     nodes = prior_draws(model, sites, federation, count, seed=torch.initial_seed())
     flat = {"": federation.batch(torch.arange(1)).scale.new_zeros(count, 0)}
@@ -140,21 +142,3 @@ def from_prior(
     sizes = {name: value.shape[1] for name, value in flat.items() if name}
     locals_ = tuple(site.name for site in sites.values() if site.local and not site.observed)
     return Particles(model, sizes, locals_, start, local_draws, beta)
-
-
-class _FromPrior(Messenger):
-    """Run the model with its globals given, unconstrained; the local sites are drawn, the observed hidden."""
-
-    def __init__(self, z: Mapping[str, Tensor], locals_: Sequence[str]) -> None:
-        super().__init__()
-        self.z, self.locals = z, locals_
-
-    def _pyro_sample(self, msg: Any) -> None:
-        if is_plate(msg):
-            msg["stop"] = True
-        elif msg["name"] in self.z:
-            msg["fn"] = point(msg["fn"], self.z[msg["name"]])
-        elif msg["name"] not in self.locals:
-            if msg["value"] is None:
-                msg["value"] = origin(msg["fn"])
-            msg["done"] = msg["stop"] = True

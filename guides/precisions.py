@@ -1,6 +1,6 @@
 """Precision matrices ``(..., D, D)``, or diagonals ``(..., D)`` in their place, of vectors ``(..., D)``.
 
-Which of both a tensor is shows in its dimensions: a diagonal has as many as the vector.
+A tensor with as many dimensions as the vector is a diagonal, one with one more is a matrix.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 FLOOR = 1e-8
-"""Least precision."""
+"""The smallest precision."""
 
 
 def times(precision: Tensor, vector: Tensor) -> Tensor:
-    """Λ v, of as many leading dimensions each.
+    """Λ v, with as many leading dimensions in both.
 
     Example:
         >>> import torch
@@ -27,7 +27,7 @@ def times(precision: Tensor, vector: Tensor) -> Tensor:
 
 
 def solve(precision: Tensor, vector: Tensor) -> Tensor:
-    """Λ⁻¹ v, of as many leading dimensions each."""
+    """Λ⁻¹ v, with as many leading dimensions in both."""
     if precision.ndim == vector.ndim:
         return vector / precision
     return torch.linalg.solve(precision, vector[..., None]).squeeze(-1)
@@ -42,14 +42,13 @@ def inverse(precision: Tensor, more: float, *, matrix: bool) -> Tensor:
 
 
 def definite(precision: Tensor, *, matrix: bool) -> Tensor:
-    """A positive definite one: of a matrix that is not, the eigenvalues by their size; none less than the floor."""
+    """The precision if it is positive definite, else with absolute eigenvalues; none is below :data:`FLOOR`."""
     if not matrix:
         return precision.clamp(min=FLOOR)
-    mend = torch.linalg.cholesky_ex(precision).info != 0
-    if (
-        precision.device.type == "cpu" and not mend.any()
-    ):  # elsewhere, asking would wait for the device
+    indefinite = torch.linalg.cholesky_ex(precision).info != 0
+    # elsewhere, reading this would wait for the device
+    if precision.device.type == "cpu" and not indefinite.any():
         return precision
     values, vectors = torch.linalg.eigh(precision)
-    mended = (vectors * values.abs().clamp(min=FLOOR)[..., None, :]) @ vectors.mT
-    return torch.where(mend[..., None, None], mended, precision)
+    repaired = (vectors * values.abs().clamp(min=FLOOR)[..., None, :]) @ vectors.mT
+    return torch.where(indefinite[..., None, None], repaired, precision)

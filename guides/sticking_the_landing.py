@@ -1,4 +1,4 @@
-"""Sticking the landing: a gradient of the ELBO whose noise vanishes as the guide nears the posterior."""
+"""Sticking the landing: a gradient of the ELBO whose variance vanishes as the guide approaches the posterior."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 class StickingTheLanding(dist.TorchDistribution):
-    """Sampled with its parameters, weighed with copies of them that carry no gradient.
+    """A distribution that is sampled with its parameters, and whose density has detached copies of them.
 
-    The score of q has mean zero, so leaving it out of ∇ELBO leaves the gradient unbiased; what is left is zero
-    for every draw where q is the posterior (Roeder, Wu & Duvenaud 2017, *Sticking the landing*, eq. 8). Draws
-    and densities are those of ``family(*params)``.
+    The score of q has mean zero, so leaving it out of ∇ELBO keeps the gradient unbiased; the rest is zero for every
+    draw where q is the posterior (Roeder, Wu & Duvenaud 2017, *Sticking the landing*, eq. 8). Draws and densities are
+    those of ``family(*params)``.
 
     Args:
-        family: makes a distribution of the parameters.
+        family: the distribution as a function of its parameters.
         params: its parameters.
 
     Example:
@@ -37,24 +37,24 @@ class StickingTheLanding(dist.TorchDistribution):
     arg_constraints = {}  # noqa: RUF012  (torch's interface)
 
     def __init__(self, family: Callable[..., Any], *params: Tensor) -> None:
-        drawn = weighed = family(*params)
+        drawn = detached = family(*params)
         if torch.is_grad_enabled() and any(p.requires_grad for p in params):
-            weighed = family(*(p.detach() for p in params))
-        self._set(drawn, weighed)
+            detached = family(*(p.detach() for p in params))
+        self._set(drawn, detached)
 
-    def _set(self, drawn: Any, weighed: Any) -> None:
-        self.drawn, self.weighed = drawn, weighed
+    def _set(self, drawn: Any, detached: Any) -> None:
+        self.drawn, self.detached = drawn, detached
         super().__init__(drawn.batch_shape, drawn.event_shape, validate_args=False)
 
     @property
     def support(self) -> Any:
-        """That of the family."""
+        """The support of the family."""
         return self.drawn.support
 
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> StickingTheLanding:
-        """The same, over more draws."""
+        """The same distribution with other batch dimensions."""
         new = StickingTheLanding.__new__(StickingTheLanding)
-        new._set(self.drawn.expand(batch_shape), self.weighed.expand(batch_shape))
+        new._set(self.drawn.expand(batch_shape), self.detached.expand(batch_shape))
         return new
 
     def rsample(self, sample_shape: Sequence[int] = ()) -> Tensor:
@@ -62,5 +62,5 @@ class StickingTheLanding(dist.TorchDistribution):
         return self.drawn.rsample(sample_shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """log q, constant in the parameters."""
-        return self.weighed.log_prob(value)
+        """log q, without a gradient in the parameters."""
+        return self.detached.log_prob(value)

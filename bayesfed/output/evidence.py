@@ -23,7 +23,7 @@ from bayesfed.data.batch import Batch
 from bayesfed.elbo.elbo import Noise, log_ratio, run
 from bayesfed.elbo.noise import fold, uniform, word
 from bayesfed.elbo.program import Program
-from bayesfed.guides import client_factor
+from bayesfed.guides import newton
 from bayesfed.guides.hierarchical import LOCAL
 from bayesfed.guides.local import inverse_root
 
@@ -101,20 +101,17 @@ def laplace_candidates(
 
     with torch.no_grad():
         guide, _ = run(program, params, theta, batch, {LOCAL: [eps[0]]}, count)
-        q = guide.nodes[LOCAL]["fn"].weighed
+        q = guide.nodes[LOCAL]["fn"].detached
     least = LEAST_CURVATURE / q.variance
     u = q.mean
     with torch.enable_grad():
         for _ in range(STEPS):
-            gradient, hessian = client_factor.curvature(log_joint, u)
-            precision = client_factor.positive(-hessian.detach(), least)
+            gradient, hessian = newton.curvature(log_joint, u)
+            precision = newton.positive(-hessian.detach(), least)
             gradient = gradient.detach()
             step = torch.linalg.solve_ex(precision, gradient[..., None])[0].squeeze(-1)
             u = u + step.nan_to_num(0.0)
-            if (
-                u.device.type == "cpu"
-                and float((gradient * step).sum(-1).max()) < client_factor.THERE
-            ):
+            if u.device.type == "cpu" and float((gradient * step).sum(-1).max()) < newton.TOLERANCE:
                 break
     root = inverse_root(precision)
     away = (root @ eps[..., None]).squeeze(-1)

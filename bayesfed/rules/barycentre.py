@@ -78,7 +78,7 @@ class Barycentre(Rule):
         square = {n: 0.9 * value + 0.1 * squares[n] for n, value in server.square.items()}
         params = {name: found[name] for name in server.params if name in found}
         if turn.program.random:
-            params = turn.program.guide.family.carried(server.params, found)
+            params = turn.program.guide.family.apply_map(server.params, found)
         supplied = turn.program.noise(turn.key, 64, local=False)
         with torch.no_grad():
             term = server_pass(turn.program, params, supplied, 64).term
@@ -91,4 +91,4 @@ class Barycentre(Rule):
 
 def maps(program: Program, start: Params, found: Params) -> Params:
     """Return copies of λ ``(K, 1, ...)`` as optimal transport maps from λ; the model's own parameters as they are."""
-    return program.guide.family.moved(start, found) if program.random else dict(found)
+    return program.guide.family.transport_maps(start, found) if program.random else dict(found)

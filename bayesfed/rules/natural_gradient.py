@@ -54,7 +54,7 @@ from bayesfed.guides.full_rank import FullRank
 from bayesfed.guides.globals import Gaussian, OwnGuide
 from bayesfed.guides.hierarchical import Hierarchical
 from bayesfed.guides.mean_field import MeanField
-from bayesfed.guides.natural_gradient import Direction, Site
+from bayesfed.guides.natural_gradient import Direction, QuadraticTerm
 from bayesfed.rules.rule import Progress, Rule, Turn
 from bayesfed.steps import optimizer
 from bayesfed.steps.gradients import gradients, leaves
@@ -94,7 +94,7 @@ class NaturalGradient(Rule):
         server = optimizer.init({n: v.clone() for n, v in program.init.items()})
         mean = {name: torch.zeros_like(program.init[name]) for name in program.direct}
         if family := _family(program):
-            pull, slope = nothing = family.blank(program.init)
+            pull, slope = nothing = family.zero_term(program.init)
             none = pull.new_zeros(())
             server["quadratic"] = {"pull": pull, "slope": slope, "seen": none, "level": none}
             server["prior"] = nothing._asdict()
@@ -145,16 +145,16 @@ class NaturalGradient(Rule):
             sent, grad = memory["quadratic"], grads[GLOBAL]
             used, level = grad.shape[1], job.message["forgetting"]["level"]
             z = job.message["draws"][GLOBAL][-used:, 0, 0]
-            old = Site(sent["pull"], sent["slope"])
-            pull, slope = family.site(job.theta, z, used * grad, old)
+            old = QuadraticTerm(sent["pull"], sent["slope"])
+            pull, slope = family.fit_quadratic(job.theta, z, used * grad, old)
             one = pull.new_ones(len(job))
             term = {"pull": pull, "slope": slope, "seen": one}
             left = sent | fade(sent, level * one)
             upload["quadratic"] = {n: term[n] - left[n] for n in QUADRATIC}
             upload["forgetting"] = {"level": level * one}
             new["quadratic"] = term | {"level": level * one}
-            if not family.natural(job.rate):
-                said = natural_gradient.at(Site(left["pull"], left["slope"]), z)
+            if not family.takes_natural_steps(job.rate):
+                said = natural_gradient.gradient_at(QuadraticTerm(left["pull"], left["slope"]), z)
                 rest[GLOBAL] = grad - said / used
         return upload | {"gradients": rest}, new
 
@@ -176,7 +176,7 @@ class NaturalGradient(Rule):
             _noise(turn),
             _draws(turn),
             _draws(turn) // turn.steps.steps * turn.steps.late,
-            family is not None and family.natural(turn.rate),
+            family is not None and family.takes_natural_steps(turn.rate),
             turn.rate,
             turn.scale,
             turn.noise,
@@ -228,7 +228,9 @@ class NaturalGradient(Rule):
                 said = before[name]
             else:
                 sent = server["quadratic"]
-                said = natural_gradient.at(Site(sent["pull"], sent["slope"]), at.detach())
+                said = natural_gradient.gradient_at(
+                    QuadraticTerm(sent["pull"], sent["slope"]), at.detach()
+                )
             # a number times a traced rate, which is in double precision, would be so too
             grad = (scale * grad).to(at.dtype) + said / used
             surrogate = surrogate + (grad * at).sum()
@@ -279,12 +281,14 @@ class NaturalGradient(Rule):
         noisy, used = "quadratic" not in total, len(z)
         known = _summed(before, total)
         with torch.no_grad():
-            old = Site(*(value[None] for value in server["prior"].values()))
-            prior = Site(*(v[0] for v in family.site(params, z, grad[None], old)))
+            old = QuadraticTerm(*(value[None] for value in server["prior"].values()))
+            prior = QuadraticTerm(*(v[0] for v in family.fit_quadratic(params, z, grad[None], old)))
             if noisy:  # it knows nothing of before
                 grads = (used * scale * total["gradients"][GLOBAL]).to(z.dtype)[None]
-                blank = Site(*(v[None] for v in family.blank(params)))
-                clients = Site(*(v[0] for v in family.site(params, z, grads, blank)))
+                blank = QuadraticTerm(*(v[None] for v in family.zero_term(params)))
+                clients = QuadraticTerm(
+                    *(v[0] for v in family.fit_quadratic(params, z, grads, blank))
+                )
             else:
                 clients = _of_all(program, known)
             of_mean = math.sqrt(used) * scale * added if noisy else None
@@ -315,7 +319,7 @@ class NaturalGradient(Rule):
         if "before" not in server:
             return Progress(turn.rate * self.lr * ADAM)
         sds = float(server["before"]["noise"].max())
-        if not turn.program.guide.family.natural(turn.rate):
+        if not turn.program.guide.family.takes_natural_steps(turn.rate):
             return Progress(turn.rate * self.lr * ADAM, sds)
         turns = float(server["before"]["turns"])
         return Progress(turn.rate * self.lr / (1 + TURN * turns), sds)
@@ -337,7 +341,7 @@ def _family(program: Program) -> Family | None:
 def _draws(turn: Turn) -> int:
     """Return the draws of a round: S a step, in pairs in all directions where the curvature of all is wanted."""
     steps, family, draws = turn.steps, _family(turn.program), turn.steps.draws
-    if family is not None and family.whole:
+    if family is not None and family.full_curvature:
         size = len(turn.program.init[f"{GLOBAL}.loc"])
         draws = max(draws, 2 * math.ceil(size / steps.late))
     return steps.steps * draws
@@ -356,15 +360,15 @@ def _summed(known: Params, total: Parts) -> Params:
     return known | {n: known[n] + v for n, v in total.get("quadratic", {}).items()}
 
 
-def _of_all(program: Program, known: Params) -> Site:
+def _of_all(program: Program, known: Params) -> QuadraticTerm:
     """Return the sum over all clients; those that have not been seen are taken to be like those that have.
 
     Where fewer than none have been, as a liar may say, it is not a number.
     """
     seen = known["seen"]
     each = program.clients / torch.where(seen < 0, torch.nan, seen.clamp(min=1e-30))
-    return Site(each * known["pull"], each * known["slope"])
+    return QuadraticTerm(each * known["pull"], each * known["slope"])
 
 
-def _sum(one: Site, other: Site) -> Site:
-    return Site(one.pull + other.pull, one.slope + other.slope)
+def _sum(one: QuadraticTerm, other: QuadraticTerm) -> QuadraticTerm:
+    return QuadraticTerm(one.pull + other.pull, one.slope + other.slope)

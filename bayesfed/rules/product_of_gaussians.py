@@ -47,7 +47,7 @@ from torch import Tensor
 from bayesfed.data.batch import Batch
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.globals import LaplaceGaussian
-from bayesfed.guides.laplace import gaussian
+from bayesfed.guides.laplace import gaussian_params
 from bayesfed.guides.precisions import definite, solve, times
 from bayesfed.rules.rule import NO_TERM, Rule, Turn
 from bayesfed.steps.job import Job, Parts, Work
@@ -117,7 +117,7 @@ class ProductOfGaussians(Rule):
     def params(self, server: Server) -> Params:
         """Return N(μ_S, Σ_S / n) as the guide has it."""
         precision = definite(server.precision - server.excess, matrix=server.precision.ndim == 2)
-        return gaussian(server.loc, server.rows * precision)
+        return gaussian_params(server.loc, server.rows * precision)
 
     def start_clients(self, program: Program, server: Server, batch: Batch) -> State:
         """Return factors of 1 with ``cavity``, else nothing."""

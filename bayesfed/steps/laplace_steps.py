@@ -118,7 +118,7 @@ class LaplaceSteps(Steps):
             kind = "layers"
         start = job.message["gaussian"]["loc"].expand(len(job), -1)
         if newton:
-            theta = guide.least(start, centre, strength, job.rows(None))
+            theta = guide.minimum(start, centre, strength, job.rows(None))
         else:
             lr = job.rate * (LR if self.lr is None else self.lr)
             step_of = inverse(strength, 1 / lr, matrix=strength.ndim == 3)
@@ -151,10 +151,12 @@ class LaplaceSteps(Steps):
         with torch.no_grad(), given(job.keys.device, job.theta, noise={}):
             theta = guide.sample_globals()[1].reshape(1, 1, 1, -1)
         if guide.integrated:
-            _, mode, precision = guide.mode(theta.expand(-1, len(job), -1, -1), job.rows(None))
+            _, mode, precision = guide.integrate_locals(
+                theta.expand(-1, len(job), -1, -1), job.rows(None)
+            )
             loc, variance = mode[0, :, 0], torch.linalg.inv(precision)[0, :, 0].diagonal(0, -2, -1)
-            return start | guide.kept(loc, variance.sqrt())
-        centre, scale = guide.centre(theta, job.rows(0))
+            return start | guide.local_params(loc, variance.sqrt())
+        centre, scale = guide.prior_centre(theta, job.rows(0))
         strength = 1 / (job.counts[:, None] * scale.square())
         step_of = inverse(strength, 1 / (lr or self.lr or LR), matrix=False)
 
@@ -162,7 +164,7 @@ class LaplaceSteps(Steps):
             return _own_step(guide, theta, w, centre, strength, step_of, job.rows(number))
 
         w = local_loop(all_clients(len(job), steps), job.keys.device, centre, step)
-        return start | guide.kept(w, torch.zeros_like(w))
+        return start | guide.local_params(w, torch.zeros_like(w))
 
 
 def _covariance(guide: Laplace, fisher: Tensor) -> Tensor:

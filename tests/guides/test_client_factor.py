@@ -7,8 +7,8 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
-from bayesfed.guides import client_factor
-from bayesfed.guides.local import Start, conditional
+from bayesfed.guides import client_factor, newton
+from bayesfed.guides.local import Scaling, conditional
 
 D = torch.float64
 
@@ -19,7 +19,7 @@ def factor(log_likelihood, prior, u, z):
     def log_joint(u):
         return log_likelihood(u, z) - (precision * (u - loc).square()).sum((-2, -1)) / 2
 
-    return client_factor.factor(log_likelihood, client_factor.newton(log_joint, precision, u), z)
+    return client_factor.factor(log_likelihood, newton.newton(log_joint, precision, u), z)
 
 
 def test_gaussian_likelihood_gives_the_exact_conditional_posterior_at_any_globals():
@@ -36,7 +36,7 @@ def test_gaussian_likelihood_gives_the_exact_conditional_posterior_at_any_global
     centre = torch.tensor([0.4, -0.2], dtype=D).expand(3, 1, 2)
     prior = m.expand(3, 1, 2), t.square().reciprocal().expand(3, 1, 2)
     found = factor(log_likelihood, prior, torch.zeros(3, 1, 2, dtype=D), centre)
-    unit = Start(torch.zeros(2, dtype=D), torch.ones(2, dtype=D))
+    unit = Scaling(torch.zeros(2, dtype=D), torch.ones(2, dtype=D))
     for shift in ([0.0, 0.0], [0.5, 0.0], [-1.0, 0.7]):
         c = torch.tensor(shift, dtype=D).expand(3, 1, 2)
         z = centre + c
@@ -52,7 +52,7 @@ def test_gaussian_likelihood_gives_the_exact_conditional_posterior_at_any_global
 
 @pytest.mark.parametrize("count", [0.0, 3.0, 400.0])
 def test_poisson_mode_and_curvature(count):
-    """From the prior's mode, over a log rate up to six prior standard deviations away."""
+    """Newton's method starts at the prior's mode; the log rate is up to six prior standard deviations away."""
     y = torch.tensor([[count, count + 1]], dtype=D)
 
     def log_likelihood(u, z):

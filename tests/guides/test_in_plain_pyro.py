@@ -50,7 +50,7 @@ def test_svi(model, family, conditioned):
 
 
 def test_svi_reaches_the_evidence():
-    """The family holds the posterior: the ELBO of 200 draws is the evidence, to 0.3 nats left to go."""
+    """The family contains the posterior, so the ELBO of 200 draws is the evidence, within 0.3 nats."""
     data = ragged(4)
     guide = hierarchical(conjugate_hierarchy, data, bf.FullRank(), True).guide
     optimiser = pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.985})

