@@ -5,6 +5,8 @@ Two names of the literature that are one composition stand side by side: MAML is
 learning) is pFedMAP, Pooled is FedAvg of ``federation.pool()``, a single client with all rows.
 """
 
+from typing import Any
+
 from bayesfed.algorithms.algorithm import Algorithm
 from bayesfed.algorithms.method import Method, Setting
 from bayesfed.guides.flow import Flow
@@ -216,7 +218,7 @@ CAFeMe = Method(
 
 # -- point estimates of θ, Normals for w_i -------------------------------------------------------------
 
-ABML = {
+ABML: dict[str, Any] = {
     "local_epochs": "steps.outer.epochs",
     "local_steps": "steps.outer.steps",
     "inner_steps": "steps.times",
@@ -248,7 +250,7 @@ PFedBayes = Method(
     FedABML(kl_weight=0.05),
     **ABML,
 )
-VEM = {
+VEM: dict[str, Any] = {
     "point": Setting(("locals.kind",), {False: "normal", True: "point"}),
     "head_epochs": "steps.epochs",
     "body_epochs": "steps.body_epochs",
@@ -294,7 +296,7 @@ FOLA = Method(
     gamma="globals.gamma",
     personal_steps="locals.personal_steps",
 )
-PACPFL_SETTINGS = {
+PACPFL_SETTINGS: dict[str, Any] = {
     "particles": "globals.count",
     "draws": "locals.draws",
     "tau": "rule.tau",

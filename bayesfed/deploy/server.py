@@ -65,6 +65,7 @@ from bayesfed.output import khat
 from bayesfed.output.checkpoint import Placed
 from bayesfed.output.correction import CorrectionResult, correct
 from bayesfed.output.draws import draw_globals
+from bayesfed.output.fitted import Fitted
 from bayesfed.output.posterior import Posterior
 
 
@@ -350,7 +351,7 @@ def _finished(sites: Sites, run: Run, members: Sequence[Member]) -> tuple[Poster
         requests[member.name] = packed(message, state=state, history=history)
     sites.told(requests, Done, name)
 
-    def weigh(of: Posterior, theta: Params, count: int, key: Tensor, closely: bool) -> Tensor:
+    def weigh(of: Fitted, theta: Params, count: int, key: Tensor, closely: bool) -> Tensor:
         sent, message = {**theta, "": key}, Weigh(run=name, closely=closely)
         if sites.plan.secure:
             number = Round(number=time.time_ns(), attempt=0)  # a sum of its own, after all rounds
@@ -378,7 +379,7 @@ def _ended(sites: Sites, run: Run, posterior: Posterior) -> Globals:
     name, mended = run.file.name, posterior.correction
     end = End(run=name, khat=None)
     if mended is not None:
-        end = End(run=name, khat=mended.khat, closely=mended.closely)
+        end = End(run=name, khat=mended.khat, closely=mended.laplace)
     payload = packed(end, theta={} if mended is None else mended.theta)
     sites.told(dict.fromkeys(sites.there, payload), Done, name)
     return Globals(posterior, sites.refused, sites.absent)

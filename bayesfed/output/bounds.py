@@ -31,6 +31,7 @@ from bayesfed.elbo import noise
 from bayesfed.output.dependent_rows import log_likelihoods_of_functions
 from bayesfed.output.draws import draw_clients, run_model, theta_support
 from bayesfed.output.fitted import Fitted
+from bayesfed.rules import Stein
 
 
 class VacuousBound(UserWarning):
@@ -242,6 +243,7 @@ def report(
         )
     tau, trained_beta = 0.0, getattr(posterior.program.guide, "beta", None)
     if seen:
+        assert isinstance(algorithm.rule, Stein)
         tau = algorithm.rule.temperature(len(federation), federation.rows / len(federation))
     for name, own, there in prior_losses(posterior, test, draws, seed, low, high):
         m = own.shape[-1]

@@ -77,7 +77,7 @@ def make_local_params(run: Run, params: Params) -> Mapping[str, Tensor]:
     if group is not None:
         for value in local_params.values():
             value[~mine] = 0
-        local_params = processes.summed(local_params, group)
+        local_params = processes.sum_over_processes(local_params, group)
     return checked(run.federation, local_params)
 
 

@@ -133,7 +133,9 @@ class NaturalGradient(Rule):
         Under noise these are the gradients themselves.
         """
         grads, program = work.found["gradients"], job.program
-        memory = {p: job.clients[p] for p in ("quadratic", "mean gradient") if p in job.clients}
+        memory: State = {
+            p: job.clients[p] for p in ("quadratic", "mean gradient") if p in job.clients
+        }
         if job.private:
             return {"gradients": dict(grads)}, memory
         mean = {name: grads[name].sum(1) for name in memory["mean gradient"]}

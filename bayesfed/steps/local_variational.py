@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -47,8 +48,8 @@ class LocalVariational(Steps):
     """
 
     local_lr: float
-    globals = (Gaussian, FullRank, MeanField, Flow, OwnGuide)
-    locals = (Conditioned,)
+    globals: ClassVar[tuple[type[Any], ...]] = (Gaussian, FullRank, MeanField, Flow, OwnGuide)
+    locals: ClassVar[tuple[type[Any], ...]] = (Conditioned,)
 
     def start_clients(
         self, program: Program, theta: Params, batch: Batch, locals_: Locals

@@ -28,10 +28,11 @@ def client_loss(
         at_prior: w_i is the centre of p(w_i | θ), through which the loss is differentiable in θ.
     """
     params = with_model_locals(program, params, batch)
-    if at_prior:
-        losses = centred_losses(program, params, batch)
-    else:
-        losses = client_losses(program, params, batch, {}, 1)
+    losses = (
+        centred_losses(program, params, batch)
+        if at_prior
+        else client_losses(program, params, batch, {}, 1)
+    )
     return (losses.nll + losses.hyper / program.clients) / losses.rows
 
 

@@ -68,9 +68,9 @@ class OwnCopy(LocalVariational):
             state: tuple[State, Params, Params], number: int, active: Tensor | None
         ) -> tuple[State, Params, Params]:
             rows = job.rows(number)
-            *state, term = self.step(program, *state, size, rows, next(streams), rate)
+            clients, lam, square, term = self.step(program, *state, size, rows, next(streams), rate)
             terms.append(term)
-            return tuple(state)
+            return clients, lam, square
 
         start = clients, own, zeros_like(own)
         schedule = all_clients(len(job), self.steps)
