@@ -135,7 +135,7 @@ class Method:
             key: (setting.annotation(self.default), setting.value(self.default))
             for key, setting in self.settings.items()
         }
-        return create_model(self.name, __base__=Strict, **fields)  # type: ignore[no-any-return]
+        return create_model(self.name, __base__=Strict, **fields)
 
 
 def get(value: Any, path: str) -> Any:
@@ -152,6 +152,6 @@ def put(value: Any, path: str, new: Any) -> Any:
         items = list(value)
         items[int(name)] = put(items[int(name)], rest, new) if rest else new
         return tuple(items)
-    assert is_dataclass(value)
+    assert is_dataclass(value) and not isinstance(value, type)
     inner = put(getattr(value, name), rest, new) if rest else new
     return replace(value, **{name: inner})

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bayesfed.algorithms import METHODS
+from bayesfed.algorithms import METHODS, Method
+from bayesfed.algorithms.method import get
 from bayesfed.algorithms.registry import GUIDES
 from bayesfed.cli.names import DATASETS, MODELS
 
@@ -36,32 +37,11 @@ def show(what: str | None) -> None:
         for name, entry in registry.items():
             table.add_row(Text(name), Text(_first_line(entry)))
         console.print(table, "")
-        if kind == "algorithms":
-            console.print(_family_table(), "")
         for name, entry in registry.items():
-            if dataclasses.is_dataclass(entry):
+            if isinstance(entry, Method):
+                console.print(_method_table(entry), "")
+            elif dataclasses.is_dataclass(entry):
                 console.print(_settings_table(name, entry), "")
-
-
-def _family_table() -> Table:
-    """The methods that are choices of parts: the algorithm of ours and the settings that differ."""
-    table = Table(title="special cases", title_justify="left", title_style="bold", box=None)
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column()
-    table.add_column()
-    table.show_header = False
-    for name, make in FAMILY.items():
-        algorithm = make()
-        plain = type(algorithm)()
-        parts = [
-            f"{field.name}={getattr(algorithm, field.name)!r}"
-            for field in dataclasses.fields(algorithm)
-            if getattr(algorithm, field.name) != getattr(plain, field.name)
-        ]
-        table.add_row(
-            Text(name), Text(f"{type(plain).__name__}({', '.join(parts)})"), Text(_first_line(make))
-        )
-    return table
 
 
 def _first_line(entry: Any) -> str:
@@ -73,14 +53,37 @@ def _plain(text: str) -> str:
     return re.sub(r":\w+:`~?([^`]*)`", r"\1", " ".join(text.split())).replace("``", "")
 
 
-def _settings_table(name: str, cls: Any) -> Table:
-    table = Table(title=f"settings of {name}", title_justify="left", title_style="", box=None)
+def _method_table(method: Method) -> Table:
+    """Return the settings of a method, with the meaning that the fields of its parts have."""
+    table = _table(f"settings of {method.name}")
+    for key, value in method.values(method.default).items():
+        path = method.settings[key].paths[0]
+        owner, _, field = path.rpartition(".")
+        part = get(method.default, owner) if owner else method.default
+        meaning = _meaning(type(part)).get(field, "")
+        table.add_row(Text(key), Text("not set" if value is None else str(value)), Text(meaning))
+    return table
+
+
+def _table(title: str) -> Table:
+    """Return an empty table of settings."""
+    table = Table(title=title, title_justify="left", title_style="", box=None)
     table.add_column("key", style="cyan", no_wrap=True)
     table.add_column("default", no_wrap=True)
     table.add_column("meaning")
+    return table
+
+
+def _meaning(cls: type[Any]) -> dict[str, str]:
+    """Return the documentation of a class's attributes, inherited ones where they are defined."""
     meaning: dict[str, str] = {}
-    for base in reversed(cls.__mro__):  # what a class inherits is explained where it is defined
+    for base in reversed(cls.__mro__):
         meaning |= _attributes(inspect.getdoc(base) or "")
+    return meaning
+
+
+def _settings_table(name: str, cls: Any) -> Table:
+    table, meaning = _table(f"settings of {name}"), _meaning(cls)
     for field in dataclasses.fields(cls):
         default = field.default
         if default is dataclasses.MISSING:

@@ -109,7 +109,8 @@ class Descent(Steps):
 
     def loop(self, job: Job, at: Params, schedule: Tensor, lr: float, centred: bool) -> Params:
         """Return the parameters that the steps of a schedule have moved."""
-        free, near, correction = {n: at[n] for n in self.names(job.program)}, {}, {}
+        free = {name: at[name] for name in self.names(job.program)}
+        near, correction = Params(), Params()
         if self.proximal and self.moves != "locals":
             near |= copies(job.theta, len(job))
         if self.proximal and self.moves in ("locals", "all"):
