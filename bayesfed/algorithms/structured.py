@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from bayesfed.algorithms.protocol import Algorithm
-from bayesfed.data.batch import Batch, Rows
+from bayesfed.data.batch import Batch
 from bayesfed.data.chunks import NOISE
 from bayesfed.data.federation import Federation, Model
+from bayesfed.data.minibatches import Minibatches
 from bayesfed.elbo import noise
 from bayesfed.elbo.build import build
 from bayesfed.elbo.elbo import Noise, client_terms
@@ -189,7 +190,7 @@ def local_steps(
     theta: Mapping[str, Tensor],
     params: Mapping[str, Tensor],
     clients: optimizer.State,
-    batch: Rows,
+    batch: Minibatches,
     keys: Tensor,
     *,
     steps: int,

@@ -14,9 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-from bayesfed.checks import program_fingerprint as densities
-from bayesfed.data import fingerprint as rows
+from bayesfed.checks.program_fingerprint import (
+    describe_program_change,
+    program_fingerprint,
+    witnesses,
+)
 from bayesfed.data.federation import Federation
+from bayesfed.data.fingerprint import data_fingerprint, describe_data_change
 from bayesfed.elbo.program import Program
 from bayesfed.engine.files import read_tensors, sweep, write_tensors
 from bayesfed.engine.journal import Journal
@@ -77,9 +81,9 @@ class Checkpoint:
     _cost: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        seen = densities.witnesses(len(self.federation))
-        self._data = rows.digest(self.federation)
-        self._program = densities.digest(self.program, self.federation, seen)
+        seen = witnesses(len(self.federation))
+        self._data = data_fingerprint(self.federation)
+        self._program = program_fingerprint(self.program, self.federation, seen)
 
     def read(self) -> Written | None:
         """What was written; None where no file is. Takes the run's name from it.
@@ -143,10 +147,10 @@ class Checkpoint:
             if before.get(name) != settings.get(name):
                 was, now = _short(before.get(name)), _short(settings.get(name))
                 return f"with {name} {was}, this one has {now}"
-        changed = rows.difference(under(_DATA, found), self._data, names)
+        changed = describe_data_change(under(_DATA, found), self._data, names)
         if changed is not None:
             return f"with other data ({changed})"
-        changed = densities.difference(self.program, under(_PROGRAM, found), self._program)
+        changed = describe_program_change(self.program, under(_PROGRAM, found), self._program)
         return changed and f"of another model ({changed})"
 
 

@@ -14,8 +14,8 @@ import pandas as pd
 
 from bayesfed.data.batch import Batch
 from bayesfed.data.columns import check_columns
-from bayesfed.data.datasets import moments
 from bayesfed.data.federation import Federation, Model
+from bayesfed.data.standardise import moments
 from bayesfed.formulas.coding import Coding, agree
 from bayesfed.formulas.families import FAMILIES, family_of, said
 from bayesfed.formulas.program import Columns, GroupColumns, Outcome, source

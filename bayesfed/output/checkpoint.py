@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 
 from bayesfed.algorithms.registry import algorithm_of
-from bayesfed.checks import program_fingerprint as densities
-from bayesfed.data import fingerprint as rows
+from bayesfed.checks.program_fingerprint import (
+    describe_program_change,
+    program_fingerprint,
+    select_clients,
+    witnesses,
+)
 from bayesfed.data.federation import Federation, Model
+from bayesfed.data.fingerprint import data_fingerprint, describe_data_change
 from bayesfed.elbo import noise
 from bayesfed.elbo.program import Params
 from bayesfed.engine.files import read_tensors, write_tensors
@@ -77,11 +82,11 @@ def save(posterior: Posterior, path: str | Path) -> None:
         "params": posterior.params,
         "local_params": dict(posterior.local_params),
         "history": dict(posterior.history),
-        "data": rows.digest(posterior.federation),
-        "program": densities.digest(
+        "data": data_fingerprint(posterior.federation),
+        "program": program_fingerprint(
             posterior.program,
             posterior.federation,
-            densities.witnesses(len(posterior.federation)),
+            witnesses(len(posterior.federation)),
         ),
     }
     program, mended = posterior.program, posterior.correction
@@ -177,7 +182,7 @@ def load(
         _same_shapes(path, shapes, program.init_locals(start))
     if not other_rows:
         before = {name: value[position] for name, value in parts["data"].items()}
-        changed = rows.difference(before, rows.digest(federation), federation.names)
+        changed = describe_data_change(before, data_fingerprint(federation), federation.names)
         if changed is not None:
             raise ValueError(
                 f"{path} is a posterior of other data: {changed}. Load it with the rows of the fit, then predict "
@@ -187,11 +192,11 @@ def load(
         raise ValueError(
             f"{path}: predictions of this posterior need the rows of the fit. Load it with them, then predict others"
         )
-    seen = [metadata["clients"][row] for row in densities.witnesses(len(known)).tolist()]
+    seen = [metadata["clients"][row] for row in witnesses(len(known)).tolist()]
     here = [] if other_rows else [name for name in seen if name in federation.names]
-    before = densities.of_clients(parts["program"], [seen.index(name) for name in here])
-    now = densities.digest(program, federation, federation.index(here))
-    changed = densities.difference(program, before, now)
+    before = select_clients(parts["program"], [seen.index(name) for name in here])
+    now = program_fingerprint(program, federation, federation.index(here))
+    changed = describe_program_change(program, before, now)
     if changed is not None:
         raise ValueError(
             f"{path} is a posterior of another model: {changed} (saved with bayesfed {metadata['version']}). Load it "

@@ -81,7 +81,7 @@ def test_files_are_mapped_not_read(tmp_path, kind):
     whole = bf.Federation.from_arrow(tmp_path / "b.arrow", client="site", fields=["x"])
     assert pa.total_allocated_bytes() - before < whole["x"].nbytes
     (tmp_path / "c.arrow").write_bytes(b"nothing of the kind")
-    with pytest.raises(ValueError, match="c.arrow is no Arrow file"):
+    with pytest.raises(ValueError, match="c.arrow is not an Arrow file"):
         bf.Federation.from_arrow(tmp_path / "c.arrow", client="site")
     with pytest.raises(FileNotFoundError, match="no Arrow file"):
         bf.Federation.from_arrow(tmp_path / "d.arrow", client="site")

@@ -49,7 +49,7 @@ def test_the_advice_for_categories_says_what_becomes_of_missing_ones():
     ids=["seconds", "identifiers", "fractional seconds"],
 )
 def test_numbers_that_single_precision_merges_are_named(build, values):
-    with pytest.raises(ValueError, match=r"'stamp' has numbers that float32 cannot tell"):
+    with pytest.raises(ValueError, match=r"'stamp' has numbers that float32 cannot represent"):
         build(stamp=values)
     torch.set_default_dtype(torch.float64)
     try:
