@@ -24,6 +24,7 @@ from bayesfed.data.ingest import (
     read_partitions,
     treat_missing,
 )
+from bayesfed.data.missing import missing_fields
 from bayesfed.data.names import words
 from bayesfed.data.rows import padded_positions, rows_of_clients, split_rows
 
@@ -66,8 +67,6 @@ class Federation:
         object.__setattr__(self, "offsets", self.offsets.cpu())
         check_clients(self.fields, self.offsets, self.names)
 
-    # -- construction -----------------------------------------------------------------------------
-
     @classmethod
     def from_frame(
         cls,
@@ -82,9 +81,8 @@ class Federation:
         Args:
             frame: one row per observation.
             client: the column that names the client of each row.
-            fields: numeric columns to keep; by default all columns but ``client``. A mapping renames:
-                ``{"y": "log_radon", "x": ["floor", "uranium"]}`` makes a field ``y`` with one number
-                per row and a field ``x`` with one vector per row.
+            fields: numeric columns to keep; by default all columns but ``client``. A mapping renames: ``{"y":
+                "log_radon", "x": ["floor", "uranium"]}`` makes a number ``y`` and a vector ``x`` per row.
             missing: treatment of rows that hold a NaN: ``"fail"``, ``"drop"`` or ``"keep"``. A missing outcome that is
                 kept does not enter the likelihood and can be predicted.
 
@@ -111,8 +109,8 @@ class Federation:
     ) -> Federation:
         """Make one client per entry of a mapping from client's name to field name to array.
 
-        Arrays have shape ``(n_i, *event)`` and the same ``event`` shape for every client. Numbers
-        become torch's default floating type; torch tensors keep their type.
+        Arrays have shape ``(n_i, *event)``, with the same ``event`` shape for every client. Numbers become torch's
+        default floating type; torch tensors keep their type.
 
         Raises:
             TypeError: ``clients`` has no names, or a field holds text.
@@ -161,8 +159,7 @@ class Federation:
             source: an Arrow file (IPC file or stream), a folder of ``*.arrow`` files as written by ``save_to_disk`` of
                 a ``datasets.Dataset``, such a dataset, or a ``pyarrow.Table``.
             client: the column that names the client of each row.
-            fields: columns to keep, of numbers or of lists of numbers of one length; by default all but
-                ``client``.
+            fields: columns to keep, of numbers or of lists of numbers of one length; by default all but ``client``.
             missing: treatment of rows that hold a null or a NaN: ``"fail"`` or ``"drop"``.
 
         Raises:
@@ -193,12 +190,8 @@ class Federation:
     ) -> Federation:
         """Treat missing numbers and build the federation."""
         columns, offsets = treat_missing(columns, offsets, names, missing)
-        gaps = missing == "keep" and any(
-            v.is_floating_point() and bool(v.isnan().any()) for v in columns.values()
-        )
+        gaps = missing == "keep" and any(bool(v.isnan().any()) for v in columns.values())
         return cls(columns, torch.as_tensor(offsets, dtype=torch.int64), names, client_dim, gaps)
-
-    # -- properties -------------------------------------------------------------------------------
 
     @property
     def rows(self) -> int:
@@ -216,14 +209,14 @@ class Federation:
         return torch.arange(len(self), device="cpu").repeat_interleave(self.lengths).to(self.device)
 
     @cached_property
-    def _spans(self) -> tuple[Tensor, Tensor]:
-        """Offsets and lengths on the device of the fields."""
-        return self.offsets.to(self.device), self.lengths.to(self.device)
-
-    @cached_property
     def stream_ids(self) -> Tensor:
         """The identifiers of the clients' noise streams, computed from their names: int64, ``(N,)``."""
         return words(self.names).to(self.device)
+
+    @cached_property
+    def _ends(self) -> Tensor:
+        """Each client's first row, and the first row after it, on the device of the fields: ``(2, N)``."""
+        return torch.stack([self.offsets[:-1], self.offsets[1:]]).to(self.device)
 
     @property
     def device(self) -> torch.device:
@@ -259,13 +252,10 @@ class Federation:
             for name, value in self.fields.items()
         )
         where = "" if self.device.type == "cpu" else f", on {self.device}"
-        plural = "client" if len(self) == 1 else "clients"
         return (
-            f"Federation: {len(self):,} {plural}, {self.rows:,} rows "
+            f"Federation: {len(self):,} client{'s' * (len(self) > 1)}, {self.rows:,} rows "
             f"({shortest:,} to {longest:,} a client), fields {fields}{where}"
         )
-
-    # -- derived federations ----------------------------------------------------------------------
 
     def index(self, clients: Iterable[str]) -> Tensor:
         """Return the positions of the named clients, int64; KeyError for a client that is not in the federation."""
@@ -285,10 +275,10 @@ class Federation:
 
     def hold_out(self, clients: Iterable[str]) -> tuple[Federation, Federation]:
         """Split the clients into ``(the others, the named clients)``, to keep the named clients out of training."""
-        wanted = [clients] if isinstance(clients, str) else list(clients)
-        held = set(self.index(wanted).tolist())
-        others = [name for i, name in enumerate(self.names) if i not in held]
-        return self.select(others), self.select(wanted)
+        held = [self.names[i] for i in self.index(clients).tolist()]
+        return self.select([name for name in self.names if name not in set(held)]), self.select(
+            held
+        )
 
     def pool(self, name: str = "everyone") -> Federation:
         """Assign all rows to a single client, for the reference that federated results are compared with.
@@ -316,19 +306,17 @@ class Federation:
         self, device: str | torch.device | None = None, dtype: torch.dtype | None = None
     ) -> Federation:
         """Return the same data on another device, or with floating fields of another type."""
-
-        def move(value: Tensor | Column) -> Tensor | Column:
-            return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
-
-        return replace(self, fields={name: move(value) for name, value in self.fields.items()})
+        fields: dict[str, Any] = {
+            name: value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+            for name, value in self.fields.items()
+        }
+        return replace(self, fields=fields)
 
     def _take(self, rows: Tensor, lengths: Tensor, names: tuple[str, ...]) -> Federation:
         rows = rows.to(self.device)
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         fields = {name: value[rows] for name, value in self.fields.items()}
         return Federation(fields, offsets, names, self.client_dim, self.gaps)
-
-    # -- batches and plates -----------------------------------------------------------------------
 
     @property
     def numbers_per_row(self) -> int:
@@ -340,12 +328,11 @@ class Federation:
 
         Args:
             clients: int64 positions of K clients; by default all N.
-            positions: int64, shape ``(K, B)``: positions of the rows among the client's own, -1 for
-                none. By default every row (the full batch).
+            positions: int64 ``(K, B)``: positions of the rows among the client's own, -1 for none; by default all.
 
         Returns:
-            A :class:`~bayesfed.data.batch.Batch` whose fields have shape ``(K, B, *event)``. Padding
-            repeats the client's first row, so that masked entries also lie in a field's support.
+            A batch whose fields have shape ``(K, B, *event)``. Padding repeats the client's first row, so that masked
+            entries also lie in a field's support.
         """
         clients = torch.arange(len(self), device="cpu") if clients is None else clients
         if positions is None:
@@ -355,10 +342,10 @@ class Federation:
 
     def locate(self, clients: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Convert positions in clients to rows of the flat storage and mask ``(..., K, B)``, scale ``(..., K, 1)``."""
-        offsets, lengths = (values[clients, None] for values in self._spans)
+        first, last = self._ends[:, clients, None]
         mask = positions >= 0
-        rows = offsets + positions.clamp(min=0)
-        return rows, mask, (lengths / mask.sum(-1, keepdim=True)).to(self.dtype)
+        scale = (last - first) / mask.sum(-1, keepdim=True)
+        return first + positions.clamp(min=0), mask, scale.to(self.dtype)
 
     def gather(self, clients: Tensor, rows: Tensor, mask: Tensor, scale: Tensor) -> Batch:
         """Make the batch of K clients from located rows ``(K, B)``."""
@@ -370,16 +357,9 @@ class Federation:
 
     def with_gaps(self, like: Federation) -> Federation:
         """Add the floating fields of another federation that this one lacks, with missing values."""
-        lacking = {
-            name: torch.full(
-                (self.rows, *value.shape[1:]), torch.nan, dtype=value.dtype, device=self.device
-            )
-            for name, value in like.fields.items()
-            if name not in self.fields and value.is_floating_point()
-        }
-        if not lacking:
-            return self
-        return replace(self, fields={**self.fields, **lacking}, gaps=True)
+        lacking = missing_fields(self.fields, like.fields, self.rows, self.device)
+        fields = {**self.fields, **lacking}
+        return replace(self, fields=fields, gaps=True) if lacking else self
 
     @cached_property
     def _pooled(self) -> Batch:
@@ -393,20 +373,10 @@ class Federation:
         """Return a field that is constant within each client, ``(N, 1, *event)``: a predictor for local variables.
 
         Example:
-            >>> import bayesfed as bf, pyro, pyro.distributions as dist
-            >>> def model(federation):
-            ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
-            ...     beds = federation.of_clients("beds")
-            ...     with federation.clients():
-            ...         level = pyro.sample("level", dist.Normal(slope * beds, 1.0))
-            ...         with federation.observations() as obs:
-            ...             pyro.sample("y", dist.Normal(level, 1.0), obs=obs.get("y"))
+            >>> import bayesfed as bf
             >>> rows = {"north": {"beds": [2.0, 2.0], "y": [1.0, 3.0]}, "south": {"beds": [5.0], "y": [2.0]}}
-            >>> federation = bf.Federation.from_arrays(rows)
-            >>> federation.of_clients("beds").flatten().tolist()
+            >>> bf.Federation.from_arrays(rows).of_clients("beds").flatten().tolist()
             [2.0, 5.0]
-            >>> bf.fit(model, federation, rounds=2).sample(10)["level"].shape
-            torch.Size([10, 2])
         """
         return self._pooled.of_clients(field)
 

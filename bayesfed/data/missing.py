@@ -1,7 +1,8 @@
-"""Missing outcomes: rows of an observed sample site that hold NaN do not count."""
+"""Missing values: rows of an observed sample site that hold NaN do not count."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,3 +37,14 @@ def _is_scalar_and_continuous(fn: Any) -> bool:
     while isinstance(support, constraints.independent):
         support = support.base_constraint
     return not support.is_discrete and support.event_dim == 0
+
+
+def missing_fields(
+    fields: Mapping[str, Any], others: Mapping[str, Any], rows: int, device: torch.device
+) -> dict[str, Tensor]:
+    """Return the floating fields of others that are not among the fields, with NaN in every row."""
+    return {
+        name: torch.full((rows, *value.shape[1:]), torch.nan, dtype=value.dtype, device=device)
+        for name, value in others.items()
+        if name not in fields and value.is_floating_point()
+    }

@@ -1,4 +1,4 @@
-"""A formula as the code of a Pyro program: standardised inside, what it names in the data's own units.
+"""A formula as the code of a Pyro program: it samples standardised coefficients and names them in the data's units.
 
 With m and s the means and standard deviations of the columns x_k and of the outcome (0 and 1 unless the link is the
 identity), and a, b_k, u the standardised coefficients::
@@ -29,13 +29,13 @@ INDENT = "    "
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of one field, and what standardises them.
+    """The columns of one field, and the constants that standardise them.
 
     Attributes:
-        labels: their names.
-        mean: what is subtracted; zeros where nothing is.
-        sd: by what they are divided.
-        prior_sd: of the standardised coefficients.
+        labels: names of the columns.
+        mean: means to subtract; zeros for columns that are not centred.
+        sd: standard deviations to divide by.
+        prior_sd: prior standard deviations of the standardised coefficients.
     """
 
     labels: tuple[str, ...] = ()
@@ -50,12 +50,12 @@ class GroupColumns:
 
     Attributes:
         factor: ``g``.
-        key: what tells it from another group of the same factor.
-        intercept: its first effect is of the intercept.
-        columns: those of the others.
+        key: the factor, with a number if it has several groups.
+        intercept: its first effect is that of the intercept.
+        columns: the columns of the other effects.
         correlated: see :class:`~bayesfed.formulas.terms.Group`.
         place: ``"client"``, the factor is the client; ``"within"``, levels within a client; ``"global"``.
-        levels: how many levels the factor has, but of the clients.
+        levels: the number of the factor's levels, unless it is the client.
     """
 
     factor: str
@@ -68,13 +68,13 @@ class GroupColumns:
 
     @property
     def names(self) -> list[str]:
-        """The effects: ``"1"`` and the columns."""
+        """The names of the effects: ``"1"`` and the columns."""
         return ["1"] * self.intercept + list(self.columns.labels)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the outcome is called, and the constants of its prior: see :mod:`bayesfed.formulas.program`."""
+    """The name of the outcome and the constants of its prior, see :mod:`bayesfed.formulas.program`."""
 
     name: str
     loc: float
@@ -85,7 +85,7 @@ class Outcome:
 
 @dataclass
 class _Code:
-    """Lines by where they stand."""
+    """Lines of code outside and inside the clients plate and inside that of observations, and terms of the mean."""
 
     outside: list[str] = field(default_factory=list)
     inside: list[str] = field(default_factory=list)
@@ -93,7 +93,7 @@ class _Code:
     sum: list[str] = field(default_factory=list)
 
 
-def source(
+def program_code(
     title: str,
     family: Family,
     outcome: Outcome,
@@ -101,15 +101,15 @@ def source(
     groups: Sequence[GroupColumns],
     priors: Mapping[str, str],
 ) -> str:
-    """The program's code.
+    """Write the code of the program.
 
     Args:
         title: its docstring.
         family: the likelihood.
-        outcome: name and constants.
+        outcome: name and constants of the outcome.
         common: columns of the common terms.
         groups: the groups' effects.
-        priors: by name in the data's units the code of a prior that replaces the default.
+        priors: name in the data's units to the code of a prior that replaces the default.
     """
     code = _Code()
     if outcome.intercept is not None:
@@ -117,7 +117,7 @@ def source(
     if common.labels:
         _common(code, outcome, common, priors)
     elif outcome.intercept is not None:
-        _own_intercept(code, outcome, common)
+        _intercept_in_units(code, outcome, common)
     _parameters(code, family, outcome, priors)
     suffixes: list[str] = []
     for group in groups:
@@ -141,25 +141,25 @@ def source(
 
 
 def _intercept(code: _Code, outcome: Outcome, priors: Mapping[str, str]) -> None:
-    if "Intercept" in priors:  # of the outcome where the predictors are at their means
-        drawn = f'pyro.sample("_intercept", {priors["Intercept"]})'
-        code.outside.append(f"intercept = {_over(_minus(drawn, outcome), outcome.scale)}")
-    else:
-        code.outside.append(f'intercept = pyro.sample("_intercept", {outcome.intercept})')
+    """Write the standardised intercept."""
+    value = f'pyro.sample("_intercept", {priors.get("Intercept", outcome.intercept)})'
+    if (
+        "Intercept" in priors
+    ):  # the user's prior is that of the outcome with the predictors at their means
+        shifted = f"({value} - {_exact(outcome.loc)})" if outcome.loc else value
+        value = _over(shifted, outcome.scale)
+    code.outside.append(f"intercept = {value}")
     code.sum.append("intercept")
 
 
-def _minus(drawn: str, outcome: Outcome) -> str:
-    return f"({drawn} - {_exact(outcome.loc)})" if outcome.loc else drawn
-
-
 def _common(code: _Code, outcome: Outcome, common: Columns, priors: Mapping[str, str]) -> None:
+    """Write the standardised slopes of the common terms, and the slopes and the intercept in the data's units."""
     by_default = [k for k, label in enumerate(common.labels) if label not in priors]
     units = [outcome.scale / sd for sd in common.sd]
     if by_default:
         sds = _t([common.prior_sd[k] for k in by_default])
-        law = f"dist.Normal(torch.zeros({len(by_default)}), {sds}).to_event(1)"
-        code.outside.append(f'beta = pyro.sample("_beta", {law})')
+        prior = f"dist.Normal(torch.zeros({len(by_default)}), {sds}).to_event(1)"
+        code.outside.append(f'beta = pyro.sample("_beta", {prior})')
     if len(by_default) < len(common.labels):
         parts = []
         for k, label in enumerate(common.labels):
@@ -168,7 +168,7 @@ def _common(code: _Code, outcome: Outcome, common: Columns, priors: Mapping[str,
             parts.append(at)
         code.outside.append(f"beta = torch.stack([{', '.join(parts)}], -1)")
     if outcome.intercept is not None:
-        _own_intercept(code, outcome, common)
+        _intercept_in_units(code, outcome, common)
     for k in by_default:
         label = _q(common.labels[k])
         code.outside.append(f"pyro.deterministic({label}, {_times(units[k], f'beta[..., {k}]')})")
@@ -176,7 +176,8 @@ def _common(code: _Code, outcome: Outcome, common: Columns, priors: Mapping[str,
     code.sum.append("(beta * x).sum(-1)")
 
 
-def _own_intercept(code: _Code, outcome: Outcome, common: Columns) -> None:
+def _intercept_in_units(code: _Code, outcome: Outcome, common: Columns) -> None:
+    """Write the intercept in the data's units."""
     value = "intercept"
     if any(common.mean):
         ratios = _t([m / s for m, s in zip(common.mean, common.sd, strict=True)])
@@ -189,6 +190,7 @@ def _own_intercept(code: _Code, outcome: Outcome, common: Columns) -> None:
 
 
 def _parameters(code: _Code, family: Family, outcome: Outcome, priors: Mapping[str, str]) -> None:
+    """Write the parameters of the family."""
     for name, default in family.parameters.items():
         scale = outcome.scale if name in family.in_units else 1.0
         if name in priors or scale == 1:
@@ -201,7 +203,7 @@ def _parameters(code: _Code, family: Family, outcome: Outcome, priors: Mapping[s
 def _group(
     code: _Code, outcome: Outcome, group: GroupColumns, suffix: str, priors: Mapping[str, str]
 ) -> None:
-    """Scales τ, and the effects u of a level: Normal(0, τ), or with a correlation Normal(0, diag(τ) L Lᵀ diag(τ))."""
+    """Write a group's scales τ and effects u ~ Normal(0, τ), or if correlated Normal(0, diag(τ) L Lᵀ diag(τ))."""
     tau, u, of = f"tau_{suffix}", f"u_{suffix}", f"|{group.factor}"
     names = group.names
     units = [outcome.scale] * group.intercept + [outcome.scale / sd for sd in group.columns.sd]
@@ -210,25 +212,25 @@ def _group(
     where = code.outside if group.place == "global" else code.inside
     levels = () if group.place == "client" else (group.levels,)
     if len(names) == 1:
-        law = f"dist.Normal(0.0, {tau})"
+        prior = f"dist.Normal(0.0, {tau})"
         if levels:
-            law = f"dist.Normal(torch.zeros({group.levels}), {tau}.unsqueeze(-1)).to_event(1)"
+            prior = f"dist.Normal(torch.zeros({group.levels}), {tau}.unsqueeze(-1)).to_event(1)"
         effects = [_times(units[0], u)]
     elif group.correlated:
         tril, matrix = f"tril_{suffix}", f"units_{suffix}"
         zeros = f"torch.zeros({_size(*levels, len(names))})"
-        law = f"dist.MultivariateNormal({zeros}, scale_tril={tril})"
+        prior = f"dist.MultivariateNormal({zeros}, scale_tril={tril})"
         if levels:
-            law = f"dist.MultivariateNormal({zeros}, scale_tril={tril}.unsqueeze(-3)).to_event(1)"
+            prior = f"dist.MultivariateNormal({zeros}, scale_tril={tril}.unsqueeze(-3)).to_event(1)"
         _correlations(code, group, suffix, mapped, units, priors)
         in_units = f"effects_{suffix} = ({matrix} @ {u}.unsqueeze(-1)).squeeze(-1)"
         effects = [f"effects_{suffix}[..., {k}]" for k in range(len(names))]
     else:
         scale = f"{tau}.unsqueeze(-2)" if levels else tau
-        law = f"dist.Normal(torch.zeros({_size(*levels, len(names))}), {scale})"
-        law += f".to_event({1 + len(levels)})"
+        prior = f"dist.Normal(torch.zeros({_size(*levels, len(names))}), {scale})"
+        prior += f".to_event({1 + len(levels)})"
         effects = [_times(units[k], f"{u}[..., {k}]") for k in range(len(names))]
-    where.append(f"{u} = pyro.sample({_q('_u|' + group.key)}, {law})")
+    where.append(f"{u} = pyro.sample({_q('_u|' + group.key)}, {prior})")
     if group.correlated:
         where.append(in_units)
     for name, effect in zip(names, effects, strict=True):
@@ -244,7 +246,7 @@ def _scales(
     named: bool,
     priors: Mapping[str, str],
 ) -> None:
-    """The standardised scales τ; ``named`` says them in the data's units at once."""
+    """Write the standardised scales τ; if ``named``, also the scales in the data's units."""
     names = [f"{name}|{group.factor}_sigma" for name in group.names]
     sds = ([2.5] * group.intercept) + list(group.columns.prior_sd)
     by_default = [k for k, name in enumerate(names) if name not in priors]
@@ -255,8 +257,8 @@ def _scales(
         code.outside.append(f"pyro.deterministic({_q(names[0])}, {_times(units[0], tau)})")
         return
     if by_default:
-        law = f"dist.HalfNormal({_t([sds[k] for k in by_default])}).to_event(1)"
-        code.outside.append(f"{tau} = pyro.sample({site}, {law})")
+        prior = f"dist.HalfNormal({_t([sds[k] for k in by_default])}).to_event(1)"
+        code.outside.append(f"{tau} = pyro.sample({site}, {prior})")
     for at, k in enumerate(by_default):
         if named:
             value = _times(units[k], f"{tau}[..., {at}]")
@@ -270,7 +272,7 @@ def _scales(
 
 
 def _units(group: GroupColumns, scale: float) -> list[list[float]] | None:
-    """The matrix from standardised effects to those in the data's units, where it is not diagonal."""
+    """Return the matrix from standardised effects to effects in the data's units; None if it is diagonal."""
     mean, sd = group.columns.mean, group.columns.sd
     if not any(mean):
         return None
@@ -288,7 +290,7 @@ def _correlations(
     units: Sequence[float],
     priors: Mapping[str, str],
 ) -> None:
-    """The Cholesky factor of the effects' covariance, and scales and correlations in the data's units."""
+    """Write the Cholesky factor of the effects' covariance, and scales and correlations in the data's units."""
     size, names = len(group.names), group.names
     matrix = mapped or [[units[k] * (j == k) for j in range(size)] for k in range(size)]
     if size == 2:  # LKJ(1), in operations that can be traced
@@ -300,8 +302,8 @@ def _correlations(
             f"chol_{suffix} = torch.stack([{rows}], -2)",
         ]
     else:
-        law = f"dist.LKJCholesky({size}, 1.0)"
-        lines = [f"chol_{suffix} = pyro.sample({_q('_chol|' + group.key)}, {law})"]
+        prior = f"dist.LKJCholesky({size}, 1.0)"
+        lines = [f"chol_{suffix} = pyro.sample({_q('_chol|' + group.key)}, {prior})"]
     lines += [
         f"tril_{suffix} = tau_{suffix}.unsqueeze(-1) * chol_{suffix}",
         f"units_{suffix} = torch.tensor([{', '.join(_l(row) for row in matrix)}])",
@@ -321,7 +323,7 @@ def _correlations(
 
 
 def _contribution(code: _Code, group: GroupColumns, suffix: str, u: str) -> None:
-    """What a group adds to a row's linear predictor."""
+    """Write the terms that a group adds to a row's linear predictor."""
     several, z = len(group.names) > 1, f"z_{suffix}"
     if group.columns.labels:
         code.rows.append(f"{z} = {_standardised(f'X|{group.key}', group.columns)}")
@@ -345,6 +347,7 @@ def _contribution(code: _Code, group: GroupColumns, suffix: str, u: str) -> None
 
 
 def _standardised(name: str, columns: Columns) -> str:
+    """Write a field's standardised columns."""
     shifted = f"obs[{_q(name)}]"
     if any(columns.mean):
         shifted = f"({shifted} - torch.tensor([{', '.join(map(_exact, columns.mean))}]))"
@@ -368,12 +371,12 @@ def _size(*sizes: int) -> str:
 
 
 def _n(value: float) -> str:
-    """A number as code: seven digits, more than single precision keeps of a sum."""
+    """Write a number with seven digits, more than the precision of a sum of single-precision numbers."""
     return repr(float(f"{value:.7g}"))
 
 
 def _exact(value: float) -> str:
-    """A mean as code: its digits go by the standard deviation."""
+    """Write a mean, which is already rounded relative to the standard deviation."""
     return repr(float(f"{value:.15g}"))
 
 

@@ -124,7 +124,7 @@ def test_gradients_do_not_cross_clients():
             "buffers",
         ),
         (nn.Sequential(nn.Linear(5, 2), nn.Dropout(0.5)), "'1' .Dropout.*set p=0"),
-        (nn.Dropout2d(0.1), "module Dropout2d draws noise of its own"),
+        (nn.Dropout2d(0.1), "module Dropout2d draws its own noise"),
     ],
     ids=["BatchNorm", "InstanceNorm", "Dropout", "alone"],
 )

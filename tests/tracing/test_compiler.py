@@ -94,7 +94,7 @@ def only_traced(monkeypatch):
     """Graphs as they are traced, which takes no C++ compiler and less time."""
     from bayesfed.tracing import inductor
 
-    monkeypatch.setattr(inductor, "compiled", lambda graph, inputs: graph)
+    monkeypatch.setattr(inductor, "compile_graph", lambda graph, inputs: graph)
 
 
 def fit(model, data, algorithm, compile="auto", chunk_size=None, **settings):
@@ -215,9 +215,9 @@ def test_a_graph_that_was_compiled_before_is_read_from_disk():
     for _ in range(2):
         counters.clear()
         recorder = Recorder()
-        with recorder.of([x]):
+        with recorder.with_inputs([x]):
             y = (x.sigmoid() * 0.1234).sum()
-        found = inductor.compiled(recorder.graph([y]), [x])
+        found = inductor.compile_graph(recorder.graph([y]), [x])
         torch.testing.assert_close(found(x)[0], y)
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
 
@@ -281,7 +281,7 @@ def test_without_a_compiler_it_runs_eagerly(monkeypatch):
     def fail(graph, inputs):
         raise RuntimeError("No working C++ compiler found")
 
-    monkeypatch.setattr(inductor, "compiled", fail)
+    monkeypatch.setattr(inductor, "compile_graph", fail)
     with using(Compiler(True)), pytest.warns(UserWarning, match="No working C\\+\\+ compiler"):
         assert descend(torch.ones(1), 0.25).tolist() == [0.5]
 
@@ -289,7 +289,7 @@ def test_without_a_compiler_it_runs_eagerly(monkeypatch):
 def test_wrong_numbers_are_found(monkeypatch):
     from bayesfed.tracing import inductor
 
-    monkeypatch.setattr(inductor, "compiled", lambda graph, inputs: lambda *x: [x[0] + 1])
+    monkeypatch.setattr(inductor, "compile_graph", lambda graph, inputs: lambda *x: [x[0] + 1])
     with using(Compiler(True)), pytest.warns(UserWarning, match="gives other numbers"):
         assert descend(torch.ones(1), 0.25).tolist() == [0.5]
 

@@ -18,7 +18,7 @@ def recorded(function, *inputs, **kwargs):
 def noted(function, *inputs, to_compile=False):
     """The graph, and of how many operations it is."""
     recorder = Recorder()
-    with recorder.of(inputs):
+    with recorder.with_inputs(inputs):
         result = function(*inputs)
     made = recorder.graph if to_compile else recorder.function
     return made([result]), recorder.left
@@ -213,7 +213,7 @@ def test_random_programs(shape):
         program = random_program(seed)
         for to_compile in (False, True):
             recorder, inputs = Recorder(), numbers()
-            with recorder.of(inputs):
+            with recorder.with_inputs(inputs):
                 results = program(*inputs)
             graph = (recorder.graph if to_compile else recorder.function)(results)
             inputs = numbers()
