@@ -1,4 +1,4 @@
-"""Logistic regression with one intercept and one vector of slopes a client."""
+"""Logistic regression with one intercept and one vector of slopes per client."""
 
 import pyro
 import pyro.distributions as dist
@@ -8,7 +8,7 @@ from bayesfed.data.federation import Federation
 
 
 def hierarchical_logistic(federation: Federation | Batch) -> None:
-    """A binary outcome whose base rate and odds ratios differ between clients.
+    """Model a binary outcome whose base rate and odds ratios differ between clients.
 
     ::
 
@@ -26,12 +26,12 @@ def hierarchical_logistic(federation: Federation | Batch) -> None:
     Args:
         federation: clients with a vector field ``x``, shape ``(rows, P)``, and a scalar field ``y``
             that is 0 or 1, shape ``(rows,)``. One predictor is a vector too:
-            ``fields={"x": ["smoker"], "y": ...}``. Without ``y`` the site ``y`` is sampled.
+            ``fields={"x": ["smoker"], "y": ...}``. Without ``y`` the sample site ``y`` is drawn.
 
     Source: A. Gelman and J. Hill (2007), "Data Analysis Using Regression and Multilevel/
     Hierarchical Models", Cambridge University Press, chapter 14. The scale 2.5: A. Gelman et al.
     (2008), "A weakly informative default prior distribution for logistic and other regression
-    models", Annals of Applied Statistics 2(4), 1360–1383, there of a Cauchy distribution.
+    models", Annals of Applied Statistics 2(4), 1360–1383, who use a Cauchy distribution.
 
     Example:
         >>> import bayesfed as bf

@@ -233,7 +233,7 @@ def test_a_spread_of_the_clients_own():
     [
         (
             {"local": ["head."]},
-            r"local=\['head.'\] begins no parameter's name; there are 0.weight, 0.bias",
+            r"local=\['head.'\] is a prefix of no parameter's name; there are 0.weight, 0.bias",
         ),
         ({"spread": "wide"}, "spread is 'wide'"),
         ({"likelihood": "poisson"}, "likelihood is 'poisson'"),

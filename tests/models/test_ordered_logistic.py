@@ -95,7 +95,7 @@ def test_far_from_all_cutpoints_nothing_is_infinite():
 
 
 def test_categories_that_cannot_be():
-    with pytest.raises(ValueError, match="there must be 2 or more"):
+    with pytest.raises(ValueError, match="it must be 2 or more"):
         models.OrderedLogistic(1)
 
 
