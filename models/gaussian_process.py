@@ -158,7 +158,7 @@ class GaussianProcess:
     def _mean_and_inputs(self, phi: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return m_φ(x) ``(..., K, B)`` and the inputs of the kernel, ``(..., K, B, F)``."""
         x = x[..., None] if x.ndim == 2 else x
-        flat = x.flatten(2).expand(*_lead(phi), *x.shape[:2], -1)
+        flat = x.flatten(2).expand(*phi.shape[:-3], *x.shape[:2], -1)
         if isinstance(self.mean, gpytorch.Module):
             mean = self._with("mean", phi, lambda part: part(flat))
         else:
@@ -200,8 +200,3 @@ def noise_of(scale: float) -> gpytorch.likelihoods.GaussianLikelihood:
 def _free(part: nn.Module) -> list[str]:
     """Return the names of the parameters that belong to φ."""
     return [name for name, value in part.named_parameters() if value.requires_grad]
-
-
-def _lead(phi: Tensor) -> torch.Size:
-    """Return the dimensions of φ in front of clients, rows and parameters."""
-    return phi.shape[:-3]

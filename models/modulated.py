@@ -21,7 +21,7 @@ GATES = "gates"
 
 @dataclass(frozen=True, eq=False)
 class Modulated:
-    r"""A classifier f whose hidden units are gated by the output of a modulator g, which reads a client's labelled rows.
+    r"""A classifier f whose hidden units are gated by a modulator g that reads a client's labelled rows.
 
     .. code-block:: text
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bayesfed.data.columns import check_columns
 from bayesfed.data.ingest import Missing, check_missing, check_precision, warn_dropped
+from bayesfed.data.optional import import_optional
 
 _ROWS = 100_000  # rows checked at once
 
@@ -128,13 +129,7 @@ def read_table(
 
 def _table(source: Any) -> Any:
     """Map a file, a folder of files or a Hugging Face dataset as a ``pyarrow.Table``, without reading it."""
-    try:
-        import pyarrow as pa
-    except ImportError as error:
-        raise ImportError(
-            "Federation.from_arrow needs pyarrow: python -m pip install 'bayesfed[arrow]'"
-        ) from error
-
+    pa = import_optional("pyarrow", "'bayesfed[arrow]'")
     if isinstance(source, str | Path):
         path = Path(source)
         files = sorted(path.glob("*.arrow")) if path.is_dir() else [path]
@@ -173,18 +168,26 @@ def _numbers(field: str, array: Any) -> Tensor:
     if isinstance(kind, pa.BaseExtensionType):
         return _numbers(field, array.storage)
     if pa.types.is_fixed_size_list(kind):
-        size = kind.list_size
-        inner = array.values.slice(array.offset * size, len(array) * size)
-        return _numbers(field, inner).unflatten(0, (len(array), size))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        size, start = kind.list_size, array.offset * kind.list_size
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
         sizes = np.diff(array.offsets.to_numpy())
         if (sizes != sizes[0]).any():
             raise TypeError(
                 f"field {field!r} has rows of {sizes.min()} to {sizes.max()} entries: all rows of a field need "
                 "the same shape"
             )
-        inner = array.values.slice(array.offsets[0].as_py(), int(sizes.sum()))
-        return _numbers(field, inner).unflatten(0, (len(array), int(sizes[0])))
+        size, start = int(sizes[0]), array.offsets[0].as_py()
+    else:
+        return _flat_numbers(field, array)
+    inner = _numbers(field, array.values.slice(start, len(array) * size))
+    return inner.unflatten(0, (len(array), size))
+
+
+def _flat_numbers(field: str, array: Any) -> Tensor:
+    """Return a record batch's column of numbers as a view of its buffer, ``(rows,)``."""
+    import pyarrow as pa
+
+    kind = array.type
     if pa.types.is_boolean(kind):  # stored as bits: the only type that is copied
         return torch.from_numpy(np.array(array.fill_null(False).to_numpy(zero_copy_only=False)))
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
@@ -205,11 +208,10 @@ def _missing(field: str, parts: Sequence[Tensor], chunks: Sequence[Any]) -> Iter
         if array.null_count:
             yield from (start + np.flatnonzero(array.is_null())).tolist()
         for rows in part.split(_ROWS):
-            if rows.is_floating_point():
-                bad = rows.isnan().reshape(len(rows), -1).any(1)
-                yield from (start + bad.nonzero().flatten()).tolist()
+            bad = rows.isnan().reshape(len(rows), -1).any(1)
+            yield from (start + bad.nonzero().flatten()).tolist()
             check_precision(field, rows, "the table")
-            if rows.is_floating_point() and rows.isinf().any():
+            if rows.isinf().any():
                 raise ValueError(
                     f"the table: field {field!r} holds an infinite number. Correct the data"
                 )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
 from bayesfed.data.federation import Federation
+from bayesfed.data.optional import import_optional
 from bayesfed.data.standardise import standardise as standardise
 
 
@@ -67,7 +67,7 @@ def grunfeld() -> Federation:
         >>> datasets.grunfeld()
         Federation: 11 clients, 220 rows (20 to 20 a client), fields x[2], y, year
     """
-    frame = _statsmodels().grunfeld.load_pandas().data
+    frame = _table("grunfeld")
     logs = frame.assign(**{c: np.log(frame[c]) for c in ("value", "capital", "invest")})
     federation = Federation.from_frame(
         logs, client="firm", fields={"x": ["value", "capital"], "y": "invest", "year": "year"}
@@ -104,7 +104,7 @@ def china_smoking() -> Federation:
         >>> federation.names[:4]
         ('Beijing', 'Shanghai', 'Shenyang', 'Nanjing')
     """
-    table = _statsmodels().china_smoking.load_pandas().data.rename(index={"Nanjng": "Nanjing"})
+    table = _table("china_smoking").rename(index={"Nanjng": "Nanjing"})
     cells = [
         ("smoking_yes_cancer_yes", 1, 1),
         ("smoking_yes_cancer_no", 1, 0),
@@ -154,7 +154,7 @@ def randhie() -> Federation:
         >>> federation.names
         ('0 %', '0 %, deductible', '25 %', '50 %', '95 %', '100 %, deductible')
     """
-    frame = _statsmodels().randhie.load_pandas().data
+    frame = _table("randhie")
     percent = np.expm1(frame["lncoins"]).round().astype(int)
     deductible = frame["idp"].map({0: "", 1: ", deductible"})
     frame = frame.assign(plan=percent.astype(str) + " %" + deductible)
@@ -195,7 +195,7 @@ def anes96() -> Federation:
     """
     levels = ["8 grades", "some high school", "high school", "some college"]
     levels += ["college", "master", "doctor"]
-    frame = _statsmodels().anes96.load_pandas().data.sort_values("educ", kind="stable")
+    frame = _table("anes96").sort_values("educ", kind="stable")
     federation = Federation.from_frame(
         frame.assign(education=[levels[int(level) - 1] for level in frame["educ"]]),
         client="education",
@@ -283,12 +283,7 @@ def digits(clients: int = 20, classes: int = 3, seed: int = 0) -> tuple[Federati
         >>> test
         Federation: 5 clients, 100 rows (20 to 20 a client), fields x[64], y
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ImportError(
-            "this dataset comes with scikit-learn, which is not installed: pip install scikit-learn"
-        ) from error
+    load_digits = import_optional("sklearn.datasets", "scikit-learn").load_digits
     if not 1 <= classes <= 10:
         raise ValueError(f"classes is {classes}; a client has 1 to 10 of the ten digits")
     images, labels = load_digits(return_X_y=True)
@@ -313,13 +308,8 @@ def digits(clients: int = 20, classes: int = 3, seed: int = 0) -> tuple[Federati
     return Federation.from_arrays(parts[0]), Federation.from_arrays(parts[1])
 
 
-def _statsmodels() -> Any:
-    """Import ``statsmodels.datasets``, an optional dependency."""
-    try:
-        from statsmodels import datasets
-    except ImportError as error:
-        raise ImportError(
-            "this dataset comes with statsmodels, which is not installed: "
-            "pip install 'bayesfed[datasets]'"
-        ) from error
-    return datasets
+def _table(name: str) -> pd.DataFrame:
+    """Load a data set of statsmodels."""
+    datasets = import_optional("statsmodels.datasets", "'bayesfed[datasets]'")
+    table: pd.DataFrame = getattr(datasets, name).load_pandas().data
+    return table

@@ -136,29 +136,30 @@ def to_tensor(field: str, values: Any, client: str) -> Tensor:
     if isinstance(values, Tensor):
         return values.detach()
     array = np.asarray(values)
-    if array.dtype == object or isinstance(getattr(values, "dtype", None), pd.CategoricalDtype):
+    dtype = getattr(values, "dtype", None)
+    categorical = isinstance(dtype, pd.CategoricalDtype)
+    if array.dtype == object or categorical:
         try:
-            if isinstance(getattr(values, "dtype", None), pd.CategoricalDtype):
+            # text is never converted: "02139" is not the number 2139
+            if categorical or any(isinstance(value, str) for value in np.ravel(array)):
                 raise ValueError
-            if any(isinstance(value, str) for value in np.ravel(array)):
-                raise ValueError  # "02139" is not converted to 2139
             array = pd.to_numeric(pd.Series(array)).to_numpy(dtype=float, na_value=np.nan)
         except (ValueError, TypeError):
             example = pd.unique(pd.Series(np.ravel(array)))[:3].tolist()
             raise TypeError(
-                f"field {field!r} is categorical or text (e.g. {example}; client {client!r}): make numbers of it "
+                f"field {field!r} is categorical or text (e.g. {example}; client {client!r}): convert it to numbers "
                 f"first. Quantities: frame[{field!r}].astype(float). Categories: pandas.get_dummies, or "
-                f"frame[{field!r}].astype('category').cat.codes, which makes -1 of what is missing: leave that "
-                "out before, frame.dropna()"
+                f"frame[{field!r}].astype('category').cat.codes, which codes missing values as -1: drop "
+                "them before, frame.dropna()"
             ) from None
     if array.dtype.kind not in "biuf":
         raise TypeError(
             f"field {field!r} has type {array.dtype}: only numbers can be stored (client {client!r}); "
             "encode it as numbers first"
         )
-    made = torch.from_numpy(np.array(array))
-    check_precision(field, made, f"client {client!r}")
-    return made.to(torch.get_default_dtype())
+    tensor = torch.from_numpy(np.array(array))
+    check_precision(field, tensor, f"client {client!r}")
+    return tensor.to(torch.get_default_dtype())
 
 
 def check_precision(field: str, values: Tensor, where: str) -> None:
@@ -213,21 +214,18 @@ def treat_missing(
         if not value.is_floating_point() or len(value) != len(bad):
             continue
         nan, infinite = (x.reshape(len(value), -1).any(-1) for x in (value.isnan(), value.isinf()))
-        if infinite.any():
-            row = int(infinite.nonzero()[0])
-            client = int(owner[row])
-            raise ValueError(
-                f"client {names[client]!r}, row {row - int(offsets[client])}: field {field!r} is infinite. Correct the "
-                "data (the logarithm of 0, a division by 0?) or leave the row out"
-            )
-        if missing == "fail" and nan.any():
-            row = int(nan.nonzero()[0])
-            client = int(owner[row])
-            raise ValueError(
-                f"client {names[client]!r}, row {row - int(offsets[client])}: field {field!r} is "
-                "NaN. Correct the data, pass missing='drop' to leave such rows out, or missing='keep' if the field is "
-                "an outcome or has a prior"
-            )
+        refused = {
+            "infinite. Correct the data (the logarithm of 0?) or leave the row out": infinite
+        }
+        if missing == "fail":
+            reason = "NaN. Correct the data, pass missing='drop' to leave such rows out, or missing='keep' if the field"
+            refused[f"{reason} is an outcome or has a prior"] = nan
+        for reason, wrong in refused.items():
+            if wrong.any():
+                row = int(wrong.nonzero()[0])
+                client = int(owner[row])
+                place = f"client {names[client]!r}, row {row - int(offsets[client])}"
+                raise ValueError(f"{place}: field {field!r} is {reason}")
         if missing == "drop":
             bad |= nan
     if bad.any():

@@ -10,6 +10,7 @@ import pandas as pd
 import torch
 
 from bayesfed.data.federation import Federation
+from bayesfed.data.optional import import_optional
 
 # PAC-PFL, section 8.4: roots of the mean functions of the two kinds of clients, and their length scales
 _ROOTS = (
@@ -164,12 +165,7 @@ def _day(month: int, day: int) -> int:
 
 def _station(weather: str | Path | None) -> pd.DataFrame:
     """Read hourly irradiance, temperature, wind and the position of the sun, one row per hour of a year."""
-    try:
-        import pvlib
-    except ImportError as error:
-        raise ImportError(
-            "this simulation needs pvlib, which is not installed: pip install 'bayesfed[photovoltaics]'"
-        ) from error
+    pvlib = import_optional("pvlib", "'bayesfed[photovoltaics]'")
     path = Path(pvlib.__file__).parent / "data/723170TYA.CSV" if weather is None else Path(weather)
     with path.open(encoding="latin-1") as file:
         is_pvgis = "Latitude" in file.readline()

@@ -173,20 +173,16 @@ def formula(
     if not (coding.intercept or coding.common or terms.groups):
         raise FormulaError(f"formula {text!r} has no predictors: y ~ 1 has an intercept")
     federation = _federation(coding, clients)
-    logit = FAMILIES[family].link == "logit"
     outcome = _outcome(coding, family, federation)
-    centred = coding.intercept
-    prior_sd = [1.0 if logit else 2.5] * sum(len(term.labels) for term in coding.common)
-    common = _columns(federation, "X", coding.common, centred, prior_sd)
-    if logit:
-        common = _of_categories(common, coding.common)
+    logit = FAMILIES[family].link == "logit"
+    common = _columns(federation, "X", coding.common, coding.intercept, logit=logit)
     groups = _groups(coding, federation, priors)
     names = {label: term.name for term in coding.common for label in term.labels}
     for label, term in names.items():
         if term in priors and term != label:
             priors.setdefault(label, priors[term])
     public = _names(common, groups, family, coding)
-    for name in {*priors} - {*public, *names.values()}:
+    for name in sorted({*priors} - {*public, *names.values()}):
         raise FormulaError(
             f"priors has {name!r}, which the model does not have: it has {', '.join(public)}"
         )
@@ -271,34 +267,29 @@ def _outcome(coding: Coding, family: str, federation: Federation) -> Outcome:
 
 
 def _columns(
-    federation: Federation, name: str, terms: list[Any], centred: bool, prior_sd: list[float]
+    federation: Federation, name: str, terms: list[Any], centred: bool, *, logit: bool = False
 ) -> Columns:
-    """Compute the means and standard deviations of some terms' columns, from sums."""
-    labels = tuple(str(label) for term in terms for label in term.labels)
-    if not labels:
+    """Compute the means and standard deviations of some terms' columns, from sums.
+
+    With the logit link the prior standard deviation of the effects of categories is 1 in the data's units.
+    """
+    columns = [(str(label), term) for term in terms for label in term.labels]
+    if not columns:
         return Columns()
     mean, sd = (value.tolist() for value in moments(federation, name))
-    for label, one, m in zip(labels, sd, mean, strict=True):
-        if not one > 0:
+    for (label, _), m, s in zip(columns, mean, sd, strict=True):
+        if not s > 0:
             raise FormulaError(
                 f"{label} is the same in all rows, or varies by less than a millionth of its size ({m:.4g}): leave it "
                 "out, or subtract a common offset"
             )
     means = tuple(_to_digits(m, s) if centred else 0.0 for m, s in zip(mean, sd, strict=True))
-    return Columns(labels, means, tuple(map(_seven, sd)), tuple(prior_sd))
-
-
-def _of_categories(common: Columns, terms: list[Any]) -> Columns:
-    """Give effects of categories, with the logit link, a prior standard deviation of 1 in the data's units."""
-    own = [
-        all(component.kind == "categoric" for component in term.components)
-        for term in terms
-        for _ in term.labels
-    ]
-    sds = tuple(
-        sd if yes else prior for yes, sd, prior in zip(own, common.sd, common.prior_sd, strict=True)
-    )
-    return Columns(common.labels, common.mean, common.sd, sds)
+    sds = tuple(map(_seven, sd))
+    prior_sd = [2.5] * len(sds)
+    if logit:
+        of_categories = [all(c.kind == "categoric" for c in t.components) for _, t in columns]
+        prior_sd = [s if own else 1.0 for s, own in zip(sds, of_categories, strict=True)]
+    return Columns(tuple(label for label, _ in columns), means, sds, tuple(prior_sd))
 
 
 def _groups(
@@ -315,18 +306,14 @@ def _groups(
         slopes = [expr for expr in exprs if expr.kind != "intercept"]
         intercept = len(slopes) < len(exprs)
         own = f"1|{group.factor}_sigma" in priors
-        prior_sd = [2.5] * sum(len(expr.labels) for expr in slopes)
         centred = group.correlated and intercept and not own
-        columns = _columns(federation, f"X|{key}", slopes, centred, prior_sd)
+        columns = _columns(federation, f"X|{key}", slopes, centred)
         within = coding.client in group.columns
         place = "client" if group.columns == [coding.client] else "within" if within else "global"
         levels = len(coding.levels.get(group.factor, ()))
-        effects = intercept + len(columns.labels)
-        several = effects > 1
-        one = GroupColumns(
-            group.factor, key, intercept, columns, group.correlated and several, place, levels
+        found.append(
+            GroupColumns(group.factor, key, intercept, columns, group.correlated, place, levels)
         )
-        found.append(one)
     return found
 
 

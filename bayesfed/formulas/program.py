@@ -10,9 +10,12 @@ identity), and a, b_k, u the standardised coefficients::
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from bayesfed.formulas.families import Family
 
@@ -130,9 +133,7 @@ def program_code(
     mean = predictor if outcome.scale == 1 else f"{_n(outcome.scale)} * ({predictor})"
     mean = mean if outcome.loc == 0 else f"{_exact(outcome.loc)} + {mean}"
     mean += ' + obs["offset"]' * outcome.offset
-    observed = (
-        f"pyro.sample({_q(outcome.name)}, {family.likelihood}, obs=obs.get({_q(outcome.name)}))"
-    )
+    observed = _sample(outcome.name, f"{family.likelihood}, obs=obs.get({_q(outcome.name)})")
     lines = [f'"""{title}"""', *code.outside, "with federation.clients():"]
     inner = [*code.inside, "with federation.observations() as obs:"]
     rows = [*code.rows, f"mean = {mean}", observed]
@@ -141,11 +142,9 @@ def program_code(
 
 
 def _intercept(code: _Code, outcome: Outcome, priors: Mapping[str, str]) -> None:
-    """Write the standardised intercept."""
-    value = f'pyro.sample("_intercept", {priors.get("Intercept", outcome.intercept)})'
-    if (
-        "Intercept" in priors
-    ):  # the user's prior is that of the outcome with the predictors at their means
+    """Write the standardised intercept; a user's prior is that of the outcome with the predictors at their means."""
+    value = _sample("_intercept", priors.get("Intercept", outcome.intercept))
+    if "Intercept" in priors:
         shifted = f"({value} - {_exact(outcome.loc)})" if outcome.loc else value
         value = _over(shifted, outcome.scale)
     code.outside.append(f"intercept = {value}")
@@ -154,26 +153,52 @@ def _intercept(code: _Code, outcome: Outcome, priors: Mapping[str, str]) -> None
 
 def _common(code: _Code, outcome: Outcome, common: Columns, priors: Mapping[str, str]) -> None:
     """Write the standardised slopes of the common terms, and the slopes and the intercept in the data's units."""
-    by_default = [k for k, label in enumerate(common.labels) if label not in priors]
     units = [outcome.scale / sd for sd in common.sd]
-    if by_default:
-        sds = _t([common.prior_sd[k] for k in by_default])
-        prior = f"dist.Normal(torch.zeros({len(by_default)}), {sds}).to_event(1)"
-        code.outside.append(f'beta = pyro.sample("_beta", {prior})')
-    if len(by_default) < len(common.labels):
-        parts = []
-        for k, label in enumerate(common.labels):
-            drawn = f"pyro.sample({_q(label)}, {priors.get(label)})"
-            at = f"beta[..., {by_default.index(k)}]" if k in by_default else _over(drawn, units[k])
-            parts.append(at)
-        code.outside.append(f"beta = torch.stack([{', '.join(parts)}], -1)")
+    lines, by_default = _vector(
+        "beta",
+        "_beta",
+        common.labels,
+        "dist.Normal(torch.zeros({}), {})",
+        common.prior_sd,
+        units,
+        priors,
+    )
+    code.outside += lines
     if outcome.intercept is not None:
         _intercept_in_units(code, outcome, common)
     for k in by_default:
-        label = _q(common.labels[k])
-        code.outside.append(f"pyro.deterministic({label}, {_times(units[k], f'beta[..., {k}]')})")
+        code.outside.append(_named(common.labels[k], _times(units[k], f"beta[..., {k}]")))
     code.rows.append(f"x = {_standardised('X', common)}")
     code.sum.append("(beta * x).sum(-1)")
+
+
+def _vector(
+    variable: str,
+    site: str,
+    names: Sequence[str],
+    default: str,
+    scales: Sequence[float],
+    units: Sequence[float],
+    priors: Mapping[str, str],
+) -> tuple[list[str], list[int]]:
+    """Write a vector of standardised variables, some of which may have a user's prior in the data's units.
+
+    Returns:
+        The lines, and the positions of the variables with the default prior.
+    """
+    lines, by_default = [], [k for k, name in enumerate(names) if name not in priors]
+    if by_default:
+        prior = default.format(len(by_default), _t([scales[k] for k in by_default]))
+        lines.append(f"{variable} = {_sample(site, f'{prior}.to_event(1)')}")
+    if len(by_default) < len(names):
+        parts = [
+            _over(_sample(name, priors[name]), units[k])
+            if name in priors
+            else f"{variable}[..., {by_default.index(k)}]"
+            for k, name in enumerate(names)
+        ]
+        lines.append(f"{variable} = torch.stack([{', '.join(parts)}], -1)")
+    return lines, by_default
 
 
 def _intercept_in_units(code: _Code, outcome: Outcome, common: Columns) -> None:
@@ -186,7 +211,7 @@ def _intercept_in_units(code: _Code, outcome: Outcome, common: Columns) -> None:
         value = f"{_n(outcome.scale)} * ({value})"
     if outcome.loc != 0:
         value = f"{_exact(outcome.loc)} + {value}"
-    code.outside.append(f'pyro.deterministic("Intercept", {value})')
+    code.outside.append(_named("Intercept", value))
 
 
 def _parameters(code: _Code, family: Family, outcome: Outcome, priors: Mapping[str, str]) -> None:
@@ -194,10 +219,10 @@ def _parameters(code: _Code, family: Family, outcome: Outcome, priors: Mapping[s
     for name, default in family.parameters.items():
         scale = outcome.scale if name in family.in_units else 1.0
         if name in priors or scale == 1:
-            code.outside.append(f"{name} = pyro.sample({_q(name)}, {priors.get(name, default)})")
+            code.outside.append(f"{name} = {_sample(name, priors.get(name, default))}")
         else:
-            code.outside.append(f'{name} = {_n(scale)} * pyro.sample("_{name}", {default})')
-            code.outside.append(f"pyro.deterministic({_q(name)}, {name})")
+            code.outside.append(f"{name} = {_n(scale)} * {_sample(f'_{name}', default)}")
+            code.outside.append(_named(name, name))
 
 
 def _group(
@@ -207,34 +232,30 @@ def _group(
     tau, u, of = f"tau_{suffix}", f"u_{suffix}", f"|{group.factor}"
     names = group.names
     units = [outcome.scale] * group.intercept + [outcome.scale / sd for sd in group.columns.sd]
-    mapped = _units(group, outcome.scale)
-    _scales(code, group, tau, units, mapped is None, priors)
+    _scales(code, group, tau, units, not any(group.columns.mean), priors)
     where = code.outside if group.place == "global" else code.inside
     levels = () if group.place == "client" else (group.levels,)
+    zeros = f"torch.zeros({', '.join(map(str, (*levels, len(names))))})"
+    lines: list[str] = []
     if len(names) == 1:
         prior = f"dist.Normal(0.0, {tau})"
         if levels:
             prior = f"dist.Normal(torch.zeros({group.levels}), {tau}.unsqueeze(-1)).to_event(1)"
         effects = [_times(units[0], u)]
     elif group.correlated:
-        tril, matrix = f"tril_{suffix}", f"units_{suffix}"
-        zeros = f"torch.zeros({_size(*levels, len(names))})"
+        tril = f"tril_{suffix}"
         prior = f"dist.MultivariateNormal({zeros}, scale_tril={tril})"
         if levels:
             prior = f"dist.MultivariateNormal({zeros}, scale_tril={tril}.unsqueeze(-3)).to_event(1)"
-        _correlations(code, group, suffix, mapped, units, priors)
-        in_units = f"effects_{suffix} = ({matrix} @ {u}.unsqueeze(-1)).squeeze(-1)"
+        _correlations(code, group, suffix, _units(group, outcome.scale, units), priors)
+        lines = [f"effects_{suffix} = (units_{suffix} @ {u}.unsqueeze(-1)).squeeze(-1)"]
         effects = [f"effects_{suffix}[..., {k}]" for k in range(len(names))]
     else:
         scale = f"{tau}.unsqueeze(-2)" if levels else tau
-        prior = f"dist.Normal(torch.zeros({_size(*levels, len(names))}), {scale})"
-        prior += f".to_event({1 + len(levels)})"
+        prior = f"dist.Normal({zeros}, {scale}).to_event({1 + len(levels)})"
         effects = [_times(units[k], f"{u}[..., {k}]") for k in range(len(names))]
-    where.append(f"{u} = pyro.sample({_q('_u|' + group.key)}, {prior})")
-    if group.correlated:
-        where.append(in_units)
-    for name, effect in zip(names, effects, strict=True):
-        where.append(f"pyro.deterministic({_q(name + of)}, {effect})")
+    lines += [_named(name + of, value) for name, value in zip(names, effects, strict=True)]
+    where += [f"{u} = {_sample(f'_u|{group.key}', prior)}", *lines]
     _contribution(code, group, suffix, u)
 
 
@@ -248,62 +269,49 @@ def _scales(
 ) -> None:
     """Write the standardised scales τ; if ``named``, also the scales in the data's units."""
     names = [f"{name}|{group.factor}_sigma" for name in group.names]
-    sds = ([2.5] * group.intercept) + list(group.columns.prior_sd)
-    by_default = [k for k, name in enumerate(names) if name not in priors]
-    site = _q("_tau|" + group.key)
-    one = len(names) == 1
-    if one and by_default:
-        code.outside.append(f"{tau} = pyro.sample({site}, dist.HalfNormal({_n(sds[0])}))")
-        code.outside.append(f"pyro.deterministic({_q(names[0])}, {_times(units[0], tau)})")
-        return
-    if by_default:
-        prior = f"dist.HalfNormal({_t([sds[k] for k in by_default])}).to_event(1)"
-        code.outside.append(f"{tau} = pyro.sample({site}, {prior})")
-    for at, k in enumerate(by_default):
-        if named:
-            value = _times(units[k], f"{tau}[..., {at}]")
-            code.outside.append(f"pyro.deterministic({_q(names[k])}, {value})")
-    if len(by_default) < len(names):
-        parts = []
-        for k, name in enumerate(names):
-            drawn = _over(f"pyro.sample({_q(name)}, {priors.get(name)})", units[k])
-            parts.append(f"{tau}[..., {by_default.index(k)}]" if k in by_default else drawn)
-        code.outside.append(f"{tau} = {parts[0] if one else f'torch.stack([{_join(parts)}], -1)'}")
+    sds = [2.5] * group.intercept + list(group.columns.prior_sd)
+    site = f"_tau|{group.key}"
+    if len(names) > 1:
+        lines, by_default = _vector(tau, site, names, "dist.HalfNormal({1})", sds, units, priors)
+        code.outside += lines
+        for k in by_default if named else ():
+            code.outside.append(_named(names[k], _times(units[k], f"{tau}[..., {k}]")))
+    elif names[0] in priors:
+        code.outside.append(f"{tau} = {_over(_sample(names[0], priors[names[0]]), units[0])}")
+    else:
+        code.outside.append(f"{tau} = {_sample(site, f'dist.HalfNormal({_n(sds[0])})')}")
+        code.outside.append(_named(names[0], _times(units[0], tau)))
 
 
-def _units(group: GroupColumns, scale: float) -> list[list[float]] | None:
-    """Return the matrix from standardised effects to effects in the data's units; None if it is diagonal."""
-    mean, sd = group.columns.mean, group.columns.sd
-    if not any(mean):
-        return None
-    first = [scale] + [-scale * m / s for m, s in zip(mean, sd, strict=True)]
-    size = len(first)
-    rest = [[scale / sd[k - 1] * (j == k) for j in range(size)] for k in range(1, size)]
-    return [first, *rest]
+def _units(group: GroupColumns, scale: float, units: Sequence[float]) -> list[list[float]]:
+    """Return the matrix from standardised effects to effects in the data's units."""
+    matrix: list[list[float]] = np.diag(units).tolist()
+    if any(group.columns.mean):
+        shifts = zip(group.columns.mean, group.columns.sd, strict=True)
+        matrix[0][1:] = [-scale * mean / sd for mean, sd in shifts]
+    return matrix
 
 
 def _correlations(
     code: _Code,
     group: GroupColumns,
     suffix: str,
-    mapped: list[list[float]] | None,
-    units: Sequence[float],
+    matrix: list[list[float]],
     priors: Mapping[str, str],
 ) -> None:
     """Write the Cholesky factor of the effects' covariance, and scales and correlations in the data's units."""
     size, names = len(group.names), group.names
-    matrix = mapped or [[units[k] * (j == k) for j in range(size)] for k in range(size)]
     if size == 2:  # LKJ(1), in operations that can be traced
         rho = f"rho_{suffix}"
         rows = f"torch.stack([one, 0.0 * one], -1), torch.stack([{rho}, (1.0 - {rho}.square()).sqrt()], -1)"
         lines = [
-            f"{rho} = pyro.sample({_q('_rho|' + group.key)}, dist.Uniform(-1.0, 1.0))",
+            f"{rho} = {_sample(f'_rho|{group.key}', 'dist.Uniform(-1.0, 1.0)')}",
             f"one = torch.ones_like({rho})",
             f"chol_{suffix} = torch.stack([{rows}], -2)",
         ]
     else:
         prior = f"dist.LKJCholesky({size}, 1.0)"
-        lines = [f"chol_{suffix} = pyro.sample({_q('_chol|' + group.key)}, {prior})"]
+        lines = [f"chol_{suffix} = {_sample(f'_chol|{group.key}', prior)}"]
     lines += [
         f"tril_{suffix} = tau_{suffix}.unsqueeze(-1) * chol_{suffix}",
         f"units_{suffix} = torch.tensor([{', '.join(_l(row) for row in matrix)}])",
@@ -311,14 +319,12 @@ def _correlations(
         f"sd_{suffix} = spread_{suffix}.square().sum(-1).sqrt()",
     ]
     for k, name in enumerate(f"{name}|{group.factor}_sigma" for name in names):
-        if mapped is not None and name not in priors:
-            lines.append(f"pyro.deterministic({_q(name)}, sd_{suffix}[..., {k}])")
-    for j in range(size):
-        for k in range(j + 1, size):
-            product = f"(spread_{suffix}[..., {j}, :] * spread_{suffix}[..., {k}, :]).sum(-1)"
-            value = f"{product} / (sd_{suffix}[..., {j}] * sd_{suffix}[..., {k}])"
-            name = f"cor({names[j]}, {names[k]})|{group.factor}"
-            lines.append(f"pyro.deterministic({_q(name)}, {value})")
+        if any(group.columns.mean) and name not in priors:
+            lines.append(_named(name, f"sd_{suffix}[..., {k}]"))
+    for j, k in itertools.combinations(range(size), 2):
+        product = f"(spread_{suffix}[..., {j}, :] * spread_{suffix}[..., {k}, :]).sum(-1)"
+        value = f"{product} / (sd_{suffix}[..., {j}] * sd_{suffix}[..., {k}])"
+        lines.append(_named(f"cor({names[j]}, {names[k]})|{group.factor}", value))
     code.outside += lines
 
 
@@ -333,11 +339,11 @@ def _contribution(code: _Code, group: GroupColumns, suffix: str, u: str) -> None
         code.rows.append(f"{own} = {u}[{index}]")
     elif group.place == "within":
         own = f"own_{suffix}"
-        code.rows.append(f"here_{suffix} = torch.nn.functional.one_hot({index}, {group.levels})")
-        if several:
-            code.rows.append(f"{own} = ({u} * here_{suffix}.unsqueeze(-1)).sum(-2)")
-        else:
-            code.rows.append(f"{own} = ({u} * here_{suffix}).sum(-1)")
+        here, last = (f"here_{suffix}.unsqueeze(-1)", -2) if several else (f"here_{suffix}", -1)
+        code.rows += [
+            f"here_{suffix} = torch.nn.functional.one_hot({index}, {group.levels})",
+            f"{own} = ({u} * {here}).sum({last})",
+        ]
     if not several:
         code.sum.append(own if group.intercept else f"{own} * {z}[..., 0]")
     elif group.intercept:
@@ -362,12 +368,14 @@ def _times(scale: float, code: str) -> str:
     return code if scale == 1 else f"{_n(scale)} * {code}"
 
 
-def _join(parts: Sequence[str]) -> str:
-    return ", ".join(parts)
+def _sample(name: str, distribution: str | None) -> str:
+    """Write a sample statement."""
+    return f"pyro.sample({_q(name)}, {distribution})"
 
 
-def _size(*sizes: int) -> str:
-    return ", ".join(map(str, sizes))
+def _named(name: str, value: str) -> str:
+    """Write a deterministic site."""
+    return f"pyro.deterministic({_q(name)}, {value})"
 
 
 def _n(value: float) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from bayesfed.data.optional import import_optional
+
 STATEFUL = ("center", "scale", "standardize")
 """Functions of all rows together, computed from sums over the clients."""
 CATEGORIES = ("C", "S", "T")
@@ -85,24 +87,20 @@ def parse(text: str) -> Terms:
         >>> [(group.factor, [term.name for term in group.terms], group.correlated) for group in terms.groups]
         [('g', ['1|g', 'x|g'], True), ('item', ['1|item'], False)]
     """
-    try:
-        from formulae.parser import Parser
-        from formulae.resolver import Resolver
-        from formulae.scanner import Scanner
-    except ImportError as error:
-        raise ImportError(
-            "formulas are parsed by formulae, which is not installed: pip install 'bayesfed[formulas]'"
-        ) from error
+    parse_tokens, resolve, scan = (
+        getattr(import_optional(f"formulae.{name.lower()}", "'bayesfed[formulas]'"), name)
+        for name in ("Parser", "Resolver", "Scanner")
+    )
     if not text.partition("~")[2] or not text.partition("~")[0].strip():
         raise FormulaError(f"formula {text!r}: write outcome ~ predictors, as in 'y ~ x + (1 | g)'")
     try:
-        tokens, double = _single_pipes(Scanner(text).scan())
-        parser = Parser(tokens)
+        tokens, double = _single_pipes(scan(text).scan())
+        parser = parse_tokens(tokens)
         tree = parser.parse()
         if not parser.at_end():
             raise FormulaError(f"formula {text!r} cannot be read from {parser.peek().lexeme!r} on")
         _as_proportion(tree)
-        model = Resolver(tree).resolve()
+        model = resolve(tree).resolve()
         groups = [group for pipe in _pipes(tree.right) for group in _groups(pipe, double)]
     except FormulaError:
         raise

@@ -116,7 +116,7 @@ class _Cost:
 
     @property
     def small(self) -> bool:
-        """Whether the overhead of the operations exceeds the time to write their results."""
+        """True if the overhead of the operations exceeds the time to write their results."""
         return self.operations * _OPERATION > self.bytes / _BYTES
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,35 +41,16 @@ LARGEST = 4096
 """The most numbers in a constant that replaces the operations that compute it."""
 
 
-class Kind(NamedTuple):
-    """The properties of an ATen operation, see the constants of this module."""
-
-    alias: bool
-    neutral: int | None
-    commutes: bool
-    copies: bool
-    sums: bool
-    alike: bool
-    empty: bool
-    expands: bool
-    views: bool
-    pointwise: bool
+@functools.cache
+def _is_view(target: OpOverload) -> bool:
+    """Return whether an operation returns a view of the same numbers."""
+    return target.is_view and target not in _OTHER_NUMBERS
 
 
 @functools.cache
-def _kind(target: OpOverload) -> Kind:
-    return Kind(
-        alias=target in _ALIASES,
-        neutral=_NEUTRAL.get(target),
-        commutes=target in _COMMUTE,
-        copies=target in _COPIES,
-        sums=target in _SUMS,
-        alike=target in _ALIKE,
-        empty=target.overloadpacket in _EMPTY,
-        expands=target is aten.expand.default,
-        views=target.is_view and target not in _OTHER_NUMBERS,
-        pointwise=torch.Tag.pointwise in target.tags and not target._schema.is_mutable,
-    )
+def _is_pointwise(target: OpOverload) -> bool:
+    """Return whether an operation computes each number from the numbers at its place, not in place."""
+    return torch.Tag.pointwise in target.tags and not target._schema.is_mutable
 
 
 @torch.no_grad()
@@ -94,21 +75,18 @@ def simplify(
             kept.append(operation)
             continue
         if operation.single:
-            kind, result = _kind(operation.target), _result(operation)
-            if to_run and kind.sums:
+            result = _result(operation)
+            if to_run and operation.target in _SUMS:
                 operation = _sum_as_view(operation)
-                kind = _kind(operation.target)
-            argument = operation.reads[0] if kind.alias else None
+            argument = operation.reads[0] if operation.target in _ALIASES else None
             if to_run and argument is None:
-                argument = _fold_constant(operation, kind, made) or _unchanged_argument(
-                    operation, kind, views
-                )
+                argument = _fold_constant(operation, made) or _unchanged_argument(operation, views)
             if argument is not None:
                 same[result] = argument
                 continue
-            if to_run and kind.pointwise:
+            if to_run and _is_pointwise(operation.target):
                 operation = _without_expansions(operation, views)
-            if to_run and kind.views:
+            if to_run and _is_view(operation.target):
                 views[result] = operation
                 operation = _view_of_root(operation, views)
         first = seen.setdefault(_key(operation), operation)
@@ -127,20 +105,22 @@ def _result(operation: Operation) -> Value:
     return result
 
 
-def _unchanged_argument(
-    operation: Operation, kind: Kind, views: dict[Value, Operation]
-) -> Value | None:
+def _unchanged_argument(operation: Operation, views: dict[Value, Operation]) -> Value | None:
     """Return the argument that the result is equal to, or the tensor that it is a view of; None if there is none."""
-    form, reads = _result(operation).form, operation.reads
-    if kind.views:
+    form, reads, target = _result(operation).form, operation.reads, operation.target
+    if _is_view(target):
         return next((v for v in (reads[0], _root(reads[0], views)) if v.form == form), None)
-    if kind.copies:
+    if target in _COPIES:
         return reads[0] if len(reads) == 1 and reads[0].form == form else None
-    if kind.neutral is None:
+    if target not in _NEUTRAL:
         return None
     first, second = operation.args
-    for value, other in ((first, second), (second, first))[: 1 + kind.commutes]:
-        if isinstance(value, Value) and value.form == form and _is_everywhere(other, kind.neutral):
+    for value, other in ((first, second), (second, first))[: 1 + (target in _COMMUTE)]:
+        if (
+            isinstance(value, Value)
+            and value.form == form
+            and _is_everywhere(other, _NEUTRAL[target])
+        ):
             return value
     return None
 
@@ -152,12 +132,12 @@ def _is_everywhere(value: Any, number: int) -> bool:
     return value.made and value.constant is not None and bool((value.constant == number).all())
 
 
-def _fold_constant(operation: Operation, kind: Kind, made: dict[Any, Value]) -> Value | None:
+def _fold_constant(operation: Operation, made: dict[Any, Value]) -> Value | None:
     """Return the result of an operation that depends on no input as a constant; ``made`` caches them."""
     result = _result(operation)
-    if kind.empty or result.form.shape.numel() > LARGEST:
+    if operation.target.overloadpacket in _EMPTY or result.form.shape.numel() > LARGEST:
         return None
-    if not kind.alike and not all(value.made for value in operation.reads):
+    if operation.target not in _ALIKE and not all(value.made for value in operation.reads):
         return None
     key = _key(operation)
     if key not in made:
@@ -201,19 +181,15 @@ def _without_expansions(operation: Operation, views: dict[Value, Operation]) -> 
     """Read arguments before their expansion if the operation broadcasts them itself."""
     by: dict[Value, Value] = {}
     for value in operation.reads:
-        if value in views and _kind(views[value].target).expands:
+        if value in views and views[value].target is aten.expand.default:
             source = views[value].reads[0]
             shapes = [(by | {value: source}).get(read, read).form.shape for read in operation.reads]
-            if source.form.shape and _broadcast(shapes) == _result(operation).form.shape:
+            if (
+                source.form.shape
+                and torch.broadcast_shapes(*shapes) == _result(operation).form.shape
+            ):
                 by[value] = source
     return operation.with_values(by)
-
-
-def _broadcast(shapes: Sequence[torch.Size]) -> tuple[int, ...]:
-    """Do as :func:`torch.broadcast_shapes` does, for shapes that fit each other."""
-    most = max(map(len, shapes))
-    whole = [(1,) * (most - len(shape)) + tuple(shape) for shape in shapes]
-    return tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*whole, strict=True))
 
 
 def _view_of_root(operation: Operation, views: dict[Value, Operation]) -> Operation:

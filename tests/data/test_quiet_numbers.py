@@ -34,7 +34,7 @@ def test_text_is_no_number(build, codes):
 
 
 def test_the_advice_for_categories_says_what_becomes_of_missing_ones():
-    with pytest.raises(TypeError, match="makes -1 of what is missing"):
+    with pytest.raises(TypeError, match="codes missing values as -1"):
         from_frame(sex=["m", None, "f"])
 
 
