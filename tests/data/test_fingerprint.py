@@ -1,4 +1,4 @@
-"""Hashes of the clients' rows: the same wherever they lie, and different wherever a number is."""
+"""Tests of the hashes of clients' rows: equal in memory and on disk, different for different numbers."""
 
 from hashlib import blake2b
 
