@@ -39,7 +39,7 @@ class Cox:
 
     The unit of λ is that of 1 / time: choose one in which typical times are between 0.02 and 50, ideally near 1. The
     hazard of an interval without events is determined by its prior alone. The other priors are weakly informative for
-    standardised ``x`` (:func:`bayesfed.data.datasets.standardise`).
+    standardised ``x`` (:func:`bayesfed.data.standardise.standardise`).
 
     The program reads a vector field ``x``, shape ``(rows, P)``, and two scalar fields, shape ``(rows,)``: ``time`` > 0,
     and ``event``, 1 if that is the time of the event and 0 if it is censored. Without ``event`` no row is censored.

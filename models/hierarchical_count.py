@@ -21,7 +21,7 @@ def hierarchical_count(federation: Federation | Batch) -> None:
     The exposure e (time, population or area at risk) is 1 if the field is not given. The unit of
     α and β is the log-rate per unit of exposure; μ has a wide prior because the rate depends on
     that unit: choose one in which rates are between 10⁻⁴ and 10⁴. The priors are weakly informative for
-    standardised ``x`` (:func:`bayesfed.data.datasets.standardise`).
+    standardised ``x`` (:func:`bayesfed.data.standardise.standardise`).
 
     Args:
         federation: clients with a vector field ``x``, shape ``(rows, P)``, a scalar field ``y`` of

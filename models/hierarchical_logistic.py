@@ -21,7 +21,7 @@ def hierarchical_logistic(federation: Federation | Batch) -> None:
         row j    y_ij   ~ Bernoulli(p_ij),       log(p_ij / (1 − p_ij)) = α_i + x_ij·β_i
 
     The unit of α and β is the log-odds: 2.5 is a factor of 12 in the odds. The priors are weakly
-    informative for ``x`` that is standardised (:func:`bayesfed.data.datasets.standardise`) or 0/1.
+    informative for ``x`` that is standardised (:func:`bayesfed.data.standardise.standardise`) or 0/1.
 
     Args:
         federation: clients with a vector field ``x``, shape ``(rows, P)``, and a scalar field ``y``

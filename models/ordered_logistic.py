@@ -31,7 +31,7 @@ class OrderedLogistic:
 
     The prior of the cutpoints c is a uniform prior of the probabilities p of the C categories for a row with
     α_i + x_ij·β = 0. e^β is the factor in the odds of any higher category against the lower ones (proportional odds).
-    The priors are weakly informative for ``x`` that is standardised (:func:`bayesfed.data.datasets.standardise`) or
+    The priors are weakly informative for ``x`` that is standardised (:func:`bayesfed.data.standardise.standardise`) or
     0/1.
 
     The program reads a vector field ``x``, shape ``(rows, Q)``, and a scalar field ``y``, shape ``(rows,)``, of whole

@@ -20,7 +20,7 @@ def varying_intercept(federation: Federation | Batch) -> None:
         row j    y_ij ~ Normal(α_i + x_ij·β, σ)
 
     The priors are weakly informative for standardised ``x`` and ``y``
-    (:func:`bayesfed.data.datasets.standardise`).
+    (:func:`bayesfed.data.standardise.standardise`).
 
     Args:
         federation: clients with a vector field ``x``, shape ``(rows, P)``, and a scalar field

@@ -22,7 +22,7 @@ def varying_slope(federation: Federation | Batch) -> None:
         row j    y_ij   ~ Normal(α_i + x_ij·β_i, σ)
 
     Given the global variables, a client's intercept and slopes are independent. The priors are
-    weakly informative for standardised ``x`` and ``y`` (:func:`bayesfed.data.datasets.standardise`).
+    weakly informative for standardised ``x`` and ``y`` (:func:`bayesfed.data.standardise.standardise`).
 
     Args:
         federation: clients with a vector field ``x``, shape ``(rows, P)``, and a scalar field

@@ -30,7 +30,7 @@ def weibull_survival(federation: Federation | Batch) -> None:
     e^β is the factor by which a unit of x makes times longer (accelerated failure time), e^(−kβ) the hazard ratio;
     k > 1 means an increasing hazard. e^(−kα_i) is the client's frailty. The unit of e^μ is that of time: choose one in
     which typical times are between 0.02 and 50, ideally near 1. The other priors are weakly informative for
-    standardised ``x`` (:func:`bayesfed.data.datasets.standardise`).
+    standardised ``x`` (:func:`bayesfed.data.standardise.standardise`).
 
     Args:
         federation: clients with a vector field ``x``, shape ``(rows, P)``, and two scalar fields, shape ``(rows,)``:

@@ -49,7 +49,7 @@ def grunfeld() -> Federation:
         ``year``: scalar, 1935 to 1954, not standardised.
 
     The raw unit is millions of dollars of 1947, and all three are positive in every row. The
-    logarithms are standardised by :func:`standardise`, from sums over each firm only: (mean,
+    logarithms are standardised by :func:`~bayesfed.data.standardise.standardise`, from sums over each firm only: (mean,
     standard deviation) are (6.073, 1.351) and (4.821, 1.499) for ``x`` and (3.911, 1.530) for
     ``y``. Suits :func:`bayesfed.models.varying_intercept` and
     :func:`bayesfed.models.varying_slope`: a slope is the elasticity times the ratio of the two
@@ -132,7 +132,7 @@ def randhie() -> Federation:
 
         ``y``: scalar, the number of outpatient visits to a doctor in that year, 0 to 77.
 
-    ``x`` is standardised by :func:`standardise`, from sums over each plan only. Suits
+    ``x`` is standardised by :func:`~bayesfed.data.standardise.standardise`, from sums over each plan only. Suits
     :func:`bayesfed.models.hierarchical_count`, which ignores two facts: the counts are
     overdispersed relative to a Poisson model, and a person's years are not independent (the shipped
     table does not identify persons). So its posterior is too narrow for conclusions about the plans.
@@ -177,7 +177,7 @@ def anes96() -> Federation:
 
         ``y``: scalar, 0 (strong Democrat) to 6 (strong Republican).
 
-    ``x`` is standardised by :func:`standardise`, from sums over each level only. Suits
+    ``x`` is standardised by :func:`~bayesfed.data.standardise.standardise`, from sums over each level only. Suits
     :class:`bayesfed.models.OrderedLogistic` with ``categories=7``.
 
     Source: American National Election Study of 1996. Shipped by statsmodels (public domain).
@@ -217,7 +217,7 @@ def kidney() -> Federation:
 
         ``event``: scalar, 1 for an infection, 0 where the time is censored.
 
-    ``x`` is standardised by :func:`standardise`, from sums over each patient only: (mean, standard deviation) are
+    ``x`` is standardised by :func:`~bayesfed.data.standardise.standardise`, from sums over each patient only: (mean, standard deviation) are
     (43.70, 14.64) and (0.737, 0.440). Suits :func:`bayesfed.models.weibull_survival`, and :class:`bayesfed.models.Cox`
     with ``cuts=[0.5, 1, 5]``, say.
 
