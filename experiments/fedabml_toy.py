@@ -25,7 +25,7 @@ from torch.distributions import constraints
 import bayesfed as bf
 from bayesfed.algorithms import fed_avg
 from bayesfed.algorithms.protocol import Turn
-from bayesfed.data.batch import Rows
+from bayesfed.data.minibatches import Minibatches
 from bayesfed.elbo import noise
 from bayesfed.steps.gradients import annealed
 from bayesfed.steps.job import Job
@@ -151,7 +151,7 @@ def distances(method: Method, seed: int) -> tuple[Tensor, float]:
     program = algorithm.program(model, federation)
     server = algorithm.start(program)
     batch, found = federation.batch(), []
-    rows = Rows(lambda step: batch, federation.lengths, int(federation.lengths.max()))
+    rows = Minibatches(lambda step: batch, federation.lengths, int(federation.lengths.max()))
     for r in range(1, ROUNDS[-1] + 1):
         key = noise.fold(noise.key(seed), r)
         keys = noise.fold(key, federation.stream_ids)

@@ -207,7 +207,7 @@ def _positions(mask: Tensor | None) -> list[Tensor | None]:
 def _traced(what: Function, at: list[Tensor], *, compiles: bool) -> Function:
     """The function as a list of operations, found equal to itself at these points."""
     recorder, z = _Dependent(), at[0].clone()
-    with pyro.validation_enabled(False), recorder.of([z]):
+    with pyro.validation_enabled(False), recorder.with_inputs([z]):
         found = what(z)
     fast: Function = recorder.function(found)
     if compiles:

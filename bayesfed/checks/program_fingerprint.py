@@ -1,4 +1,4 @@
-"""What a file says of the model and the guide, so that others are noticed later: their numbers at fixed places.
+"""A fingerprint of model and guide, stored in files so that changes are noticed: their values at fixed points.
 
     log p(θ_s),   log p(w_s | θ_s),   log p(D_i | w_s, θ_s)      by site of the model
     θ_s(ε_s),     w_s(θ_s, ε_s)                                  by latent site of the guide, at fixed noise ε_s
@@ -45,16 +45,18 @@ def witnesses(clients: int) -> Tensor:
 
 
 @handlers.on_cpu()
-def digest(program: Program, federation: Federation, clients: Tensor) -> dict[str, Tensor]:
-    """By ``"model <site>"`` and ``"guide <site>"`` numbers, and how large the terms are that they are the sums of.
+def program_fingerprint(
+    program: Program, federation: Federation, clients: Tensor
+) -> dict[str, Tensor]:
+    """Return a number per sample site, ``"model <site>"`` and ``"guide <site>"``, and the size of the terms it sums.
 
     Args:
         program: the model/guide pair.
         federation: some clients.
-        clients: positions of those that are looked at, int64 ``(K,)``; none at all leaves the one with a row of zeros.
+        clients: positions of the clients to evaluate, int64 ``(K,)``; if empty, only a client with a row of zeros.
 
     Returns:
-        float64 ``(2, S, 1 + K)`` on the CPU, of global sites ``(2, S, 1)``.
+        float64 ``(2, S, 1 + K)`` on the CPU, for global sites ``(2, S, 1)``.
     """
     found = _at(program, program.schema)
     if len(clients):
@@ -67,21 +69,23 @@ def digest(program: Program, federation: Federation, clients: Tensor) -> dict[st
     return found
 
 
-def of_clients(digest: Mapping[str, Tensor], positions: Sequence[int]) -> dict[str, Tensor]:
-    """What it would be of some of its clients only."""
+def select_clients(
+    fingerprint: Mapping[str, Tensor], positions: Sequence[int]
+) -> dict[str, Tensor]:
+    """Return the fingerprint of some of its clients only."""
     columns = [0, *(1 + position for position in positions)]
-    return {n: v if v.shape[-1] == 1 else v[..., columns] for n, v in digest.items()}
+    return {n: v if v.shape[-1] == 1 else v[..., columns] for n, v in fingerprint.items()}
 
 
-def difference(
+def describe_program_change(
     program: Program, before: Mapping[str, Tensor], now: Mapping[str, Tensor]
 ) -> str | None:
-    """What has changed of the program since, in words; None where nothing has.
+    """Describe the first change between two fingerprints of a program, or return None if there is none.
 
     Args:
         program: the program now.
-        before: its :func:`digest`, of the same clients.
-        now: the same.
+        before: its :func:`program_fingerprint`, of the same clients.
+        now: that of the program now.
     """
     tolerance = _TOLERANCE.get(program.schema.scale.dtype, 1e-2)
     changed = []

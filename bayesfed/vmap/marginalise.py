@@ -22,7 +22,8 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributions import Normal, biject_to
 
-from bayesfed.data.batch import MISSING, OBSERVATIONS
+from bayesfed.data.batch import OBSERVATIONS
+from bayesfed.data.missing import MISSING
 from bayesfed.elbo import handlers
 from bayesfed.elbo.mixtures import ClientMixture, Mixture, apart, counted, repeated
 from bayesfed.elbo.moments import moments

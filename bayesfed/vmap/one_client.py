@@ -23,8 +23,9 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributions import transform_to
 
-from bayesfed.data.batch import CLIENTS, MISSING, OBSERVATIONS, Batch, Fields
+from bayesfed.data.batch import CLIENTS, OBSERVATIONS, Batch, Fields
 from bayesfed.data.federation import Federation, Model
+from bayesfed.data.missing import MISSING
 from bayesfed.elbo import handlers
 from bayesfed.elbo.mixtures import Mixture
 from bayesfed.vmap import distributions, quadrature

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import bayesfed as bf
-from bayesfed.tracing.compiler import Compiler, _form, tracing
+from bayesfed.tracing.compiler import Compiler, tracing
+from bayesfed.tracing.structure import flatten
 
 ROWS = ("FedAvg", "FedABML", "PFedVEM", "Per-FedAvg", "CAFeMe")
 
@@ -38,7 +39,7 @@ class Counting(Compiler):
         found = super().__call__(function, args)
         if not tracing():
             tensors: list[Tensor] = []
-            _form((tuple(args), found), tensors)
+            flatten((tuple(args), found), tensors)
             self.moved += sum(tensor.nbytes for tensor in tensors)
         return found
 

@@ -180,7 +180,7 @@ def main() -> None:
                 continue
             begin = time.perf_counter()
             with torch.no_grad():
-                compiled = inductor.compiled(graph, tensors)
+                compiled = inductor.compile_graph(graph, tensors)
                 compiled(*tensors)
             seconds = time.perf_counter() - begin
             ways[way] = {

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 import bayesfed as bf
 from bayesfed import models
-from bayesfed.data.batch import Batch, Rows
+from bayesfed.data.batch import Batch
+from bayesfed.data.minibatches import Minibatches
 from bayesfed.elbo import noise
 from bayesfed.guides.particles import PARTICLES
 from bayesfed.steps.job import Job
@@ -73,7 +74,7 @@ def main() -> None:
     keys, batch = noise.fold(noise.key(0), federation.stream_ids), federation.batch()
 
     def gradient(particles: Tensor, batch: Batch, keys: Tensor) -> Tensor:
-        rows = Rows(lambda step: batch, federation.lengths[batch.index], ROWS)
+        rows = Minibatches(lambda step: batch, federation.lengths[batch.index], ROWS)
         job = Job(program, {PARTICLES: particles}, {}, rows, keys)
         return algorithm.encode(job, algorithm.work(job))[PARTICLES]
 

@@ -13,7 +13,7 @@ import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.algorithms.cafeme import CAFeMe, chosen, split
 from bayesfed.algorithms.protocol import WEIGHT, Turn
-from bayesfed.data.batch import Rows
+from bayesfed.data.minibatches import Minibatches
 from bayesfed.elbo import noise
 from bayesfed.models import Modulated, mlp
 from bayesfed.steps.job import Job
@@ -37,7 +37,7 @@ def federation(*lengths):
 
 
 def whole(data):
-    return Rows(lambda step: data.batch(), data.lengths, int(data.lengths.max()))
+    return Minibatches(lambda step: data.batch(), data.lengths, int(data.lengths.max()))
 
 
 def keys_of(data):

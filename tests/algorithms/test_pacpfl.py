@@ -14,7 +14,7 @@ import bayesfed as bf
 from bayesfed import datasets, metrics, models, simulations
 from bayesfed.algorithms.pacpfl import stein
 from bayesfed.algorithms.protocol import Turn
-from bayesfed.data.batch import Rows
+from bayesfed.data.minibatches import Minibatches
 from bayesfed.elbo import noise
 from bayesfed.guides.particles import PARTICLES
 from bayesfed.output.mixture import quantiles
@@ -60,7 +60,9 @@ def data(*lengths, seed=0):
 def update(algorithm, program, message, federation, keys=None):
     """Uploads and terms of all clients."""
     keys = noise.fold(noise.key(0), federation.stream_ids) if keys is None else keys
-    rows = Rows(lambda step: federation.batch(), federation.lengths, int(federation.lengths.max()))
+    rows = Minibatches(
+        lambda step: federation.batch(), federation.lengths, int(federation.lengths.max())
+    )
     job = Job(program, message, {}, rows, keys)
     work = algorithm.work(job)
     return algorithm.encode(job, work), work.terms
