@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import biject_to
 
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.handlers import Until, draws_plate, given, is_plate, origin
+from bayesfed.elbo.log_density import log_density
 from bayesfed.elbo.program import Params
 from bayesfed.elbo.sites import Site, prior_draws
 from bayesfed.guides import client_factor, local
@@ -323,8 +323,7 @@ class _Likelihood(_Values):
         if is_plate(msg):
             return
         if msg["is_observed"]:
-            log_prob = scale_and_mask(fn.log_prob(msg["value"]), msg["scale"], msg["mask"])
-            self.total = self.total + log_prob.sum(-1)
+            self.total = self.total + log_density(msg).sum(-1)
         elif name in self.z:
             msg["value"] = point(fn, self.z[name], self.guide.globals[name])()
         else:

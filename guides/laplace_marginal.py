@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import biject_to
@@ -23,6 +22,7 @@ from torch.distributions import biject_to
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Model
 from bayesfed.elbo import handlers
+from bayesfed.elbo.log_density import log_density
 from bayesfed.elbo.moments import Moments, moments
 from bayesfed.guides import client_factor
 
@@ -56,8 +56,7 @@ class Joint(Messenger):
         if handlers.is_plate(msg):
             return
         if msg["is_observed"]:
-            log_prob = scale_and_mask(fn.log_prob(msg["value"]), msg["scale"], msg["mask"])
-            self.likelihood = self.likelihood + log_prob.sum(-1)
+            self.likelihood = self.likelihood + log_density(msg).sum(-1)
             return
         if name in self.values:
             transform = biject_to(fn.support)

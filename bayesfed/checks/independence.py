@@ -13,7 +13,6 @@ from collections.abc import Mapping
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 from torch.distributions import biject_to
 
@@ -21,6 +20,7 @@ from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.elbo import run
+from bayesfed.elbo.log_density import log_density
 from bayesfed.elbo.program import Params, Program
 from bayesfed.vmap.choose import two
 
@@ -123,9 +123,7 @@ def _densities(
     for name, site in program.sites.items():
         node = nodes[name]
         with pyro.validation_enabled(False):
-            density = scale_and_mask(
-                node["fn"].log_prob(node["value"]), node["scale"], node["mask"]
-            )
+            density = log_density(node)
         density = density.sum(-1) if density.ndim else density
         found[name] = density.expand(draws, len(batch) if site.local else 1)
     return found

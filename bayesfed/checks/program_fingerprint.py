@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import biject_to
@@ -23,6 +22,7 @@ from torch.distributions import biject_to
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import handlers, noise
+from bayesfed.elbo.log_density import log_density
 from bayesfed.elbo.program import Params, Program
 
 DRAWS, CLIENTS, ROWS = 2, 4, 32
@@ -133,7 +133,7 @@ class _Fixed(Messenger):
             places = _fixed(msg["name"], torch.Size([DRAWS, 1, 1, *event]), self.like)
             msg["value"] = transform(places.expand(shape))
             msg["done"] = True
-        log_prob = scale_and_mask(fn.log_prob(msg["value"]), msg["scale"], msg["mask"])
+        log_prob = log_density(msg)
         self.found[msg["name"]] = log_prob.sum(-1), log_prob.abs().sum(-1)
 
 

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 from torch.distributions import Independent, Normal, kl_divergence
 
 from bayesfed.data.batch import Batch
 from bayesfed.elbo import handlers
+from bayesfed.elbo.log_density import log_density
 from bayesfed.elbo.moments import Moments, moments, unconstrained
 from bayesfed.tracing.compiler import traceable
 
@@ -63,8 +63,7 @@ def _log_prob(trace: Any, *, local: bool, skip: Sequence[str] = ()) -> Tensor | 
     with pyro.validation_enabled(False):
         for name, node in handlers.sample_sites(trace).items():
             if name not in skip and handlers.is_local(node) == local:
-                log_prob = node["fn"].log_prob(node["value"])
-                total = total + scale_and_mask(log_prob, node["scale"], node["mask"]).sum(-1)
+                total = total + log_density(node).sum(-1)
     return total
 
 
@@ -226,9 +225,7 @@ def _nll(program: Program, model: Any, batch: Batch, draws: int) -> Tensor:
     nll = batch.scale.new_zeros(draws, len(batch))
     with pyro.validation_enabled(False):
         for site in program.likelihood:
-            node = model.nodes[site.name]
-            log_prob = node["fn"].log_prob(node["value"])
-            nll = nll - scale_and_mask(log_prob, node["scale"], node["mask"]).sum(-1)
+            nll = nll - log_density(model.nodes[site.name]).sum(-1)
     return nll.mean(0)
 
 

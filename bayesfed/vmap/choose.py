@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 from torch.distributions import transform_to
 
 from bayesfed.data.batch import OBSERVATIONS, Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import handlers, noise
+from bayesfed.elbo.log_density import log_density
 from bayesfed.elbo.mixtures import Mixture
 from bayesfed.elbo.sites import NeedsOneClient, sites
 from bayesfed.vmap import quadrature
@@ -288,8 +288,7 @@ def _densities(nodes: Mapping[str, Any], first: bool = False) -> dict[str, Tenso
 
     def density(node: Any) -> Tensor:
         fn = node["fn"].first if first and isinstance(node["fn"], Mixture) else node["fn"]
-        found = scale_and_mask(fn.log_prob(node["value"]), node["scale"], node["mask"])
-        return torch.as_tensor(found)
+        return log_density(node, fn)
 
     return {name: density(node) for name, node in nodes.items()}
 
