@@ -20,8 +20,8 @@ Params = dict[str, Tensor]
 """Parameter name to unconstrained tensor; local ones have one row per client in front."""
 
 
-class Anchor(NamedTuple):
-    """What a Normal local prior stands on.
+class PriorParameters(NamedTuple):
+    """The parameters that a Normal local prior consists of.
 
     Attributes:
         loc: the parameter that is its unconstrained location, if one alone is.
@@ -73,7 +73,7 @@ class Program:
     rows: int
     unread: frozenset[str] = frozenset()
     resting: tuple[str, ...] = ()
-    anchors: Mapping[str, Anchor] = field(default_factory=dict)
+    anchors: Mapping[str, PriorParameters] = field(default_factory=dict)
     reads: Mapping[str, frozenset[str]] = field(default_factory=dict)
     derived: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
