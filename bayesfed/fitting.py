@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bayesfed.algorithms.protocol import Algorithm, Turn
 from bayesfed.algorithms.sfvi import SFVI
+from bayesfed.checks.data import check_data
 from bayesfed.checks.independence import check_independence
 from bayesfed.checks.units import warn_of_units
 from bayesfed.data.federation import Federation, Model
@@ -18,7 +19,6 @@ from bayesfed.elbo import noise
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Program
 from bayesfed.engine.checks import (
-    check_data,
     warn_if_falling,
     warn_of_refused,
 )

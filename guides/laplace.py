@@ -13,7 +13,7 @@ from torch import Tensor
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.moments import Moments
-from bayesfed.elbo.sites import sites
+from bayesfed.elbo.sites import InspectedModel, sites
 from bayesfed.guides import laplace_marginal
 from bayesfed.guides.client_factor import NEWTON_STEPS, SIZES, newton
 from bayesfed.guides.factorised import Factorised, factorised
@@ -226,7 +226,8 @@ def laplace(
     Raises:
         ValueError: the model has no global variables, or the bounds of one depend on others.
     """
-    random = lifted(model, federation, precision)
+    with_priors = lifted(model, federation, precision)
+    random = InspectedModel(with_priors, federation)
     found = sites(random, federation)
     names = [site.name for site in found.values() if not site.local and not site.observed]
     if not names:
@@ -235,7 +236,7 @@ def laplace(
             "outside the clients plate what clients have in common"
         )
     apart = factorised(random, federation)
-    starts = {n: random.starts.get(n, apart.globals[n].start).reshape(-1) for n in names}
+    starts = {n: with_priors.starts.get(n, apart.globals[n].start).reshape(-1) for n in names}
     start = torch.cat(list(starts.values())).to(federation.dtype)
     family = FullRank() if (len(start) <= full_up_to if full is None else full) else MeanField()
     guide = automatic(random, found, federation, family, conditioned=True)

@@ -15,6 +15,7 @@ from torch.distributions.transforms import ComposeTransform
 
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import handlers, noise
+from bayesfed.elbo.sites import InspectedModel
 from bayesfed.vmap.one_client import OneClient
 
 
@@ -87,6 +88,7 @@ def lifted(model: Model, federation: Federation, precision: float) -> Lifted:
         >>> list(sites(lifted(model, data, 1.0), data)), lifted(model, data, 1.0).starts
         (['mu', 'y'], {'mu': tensor(0.5000)})
     """
+    model = model.model if isinstance(model, InspectedModel) else model
     batch = federation.batch(torch.arange(1)).head()
     found = handlers.Parameters()
     with noise.seeded(0), torch.no_grad(), handlers.on(batch.device), poutine.block(), found:

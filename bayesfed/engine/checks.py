@@ -6,7 +6,6 @@ import math
 import statistics
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +13,7 @@ from torch import Tensor
 from bayesfed.data.batch import Batch
 from bayesfed.data.chunks import PASS
 from bayesfed.data.federation import Federation
-from bayesfed.elbo import noise
-from bayesfed.elbo.elbo import local_priors, run
+from bayesfed.elbo.elbo import local_priors
 from bayesfed.elbo.moments import Moments
 from bayesfed.elbo.program import Params, Program
 from bayesfed.steps.optimizer import State
@@ -162,77 +160,6 @@ def _scale_of(program: Program, site: str) -> str:
     names = [anchor.log_scale] if anchor.log_scale else sorted(program.reads[site] - {anchor.loc})
     which = ", ".join(repr(name) for name in names)
     return f"the scale of local site {site!r} (parameter{'s'[: len(names) > 1]} {which})"
-
-
-def check_data(program: Program, federation: Federation) -> None:
-    """Run the model once over every row of every client, in chunks, before the first round.
-
-    Raises:
-        ValueError: an observed value lies outside its site's support (names site, client and row), or
-            a client's observation has the wrong shape.
-    """
-    observed = [site.name for site in program.observed]
-    server = program.noise(noise.key(0).to(federation.device), 1, local=False)
-    for chunk in program.chunks(federation):
-        batch = federation.batch(chunk)
-        keys = noise.fold(noise.key(0).to(federation.device), federation.stream_ids[chunk])
-        supplied = server | program.noise(keys, 1, local=True)
-        with torch.no_grad():
-            _, model = run(program, program.init, {}, batch, supplied, 1, program.local_params)
-        for field in batch.fields.constant:
-            _check_constant(federation.select([federation.names[i] for i in chunk.tolist()]), field)
-        for name in observed:
-            node = model.nodes[name]
-            fn, value = node["fn"], node["value"]
-            if batch.gaps:
-                _check_gaps(federation, chunk, batch, name, node)
-            inside = fn.support.check(value)
-            inside = inside.reshape(len(chunk), -1)
-            if program.sites[name].per_row:
-                inside = inside | ~batch.mask
-            if not inside.all():
-                client, row = (~inside).nonzero()[0].tolist()
-                raise ValueError(
-                    f"client {federation.names[int(chunk[client])]!r}, row {row}: observed site {name!r} "
-                    f"is {value.reshape(inside.shape + fn.event_shape)[client, row].tolist()}, outside "
-                    f"the support of {type(fn).__name__} ({fn.support})"
-                )
-
-
-def _check_constant(federation: Federation, field: str) -> None:
-    """Fail on a field of clients that differs between a client's rows."""
-    value = federation[field]
-    first = value[federation.offsets[:-1].to(value.device)][federation.owner]
-    differs = (value != first).reshape(len(value), -1).any(-1)
-    if differs.any():
-        row = int(differs.nonzero()[0])
-        client = int(federation.owner[row])
-        raise ValueError(
-            f"client {federation.names[client]!r}, row {row - int(federation.offsets[client])}: field {field!r} "
-            "differs between the client's rows, and the model takes it for one of the client, "
-            "federation.of_clients(...). Read it with obs[...], or give every row of the client the same number"
-        )
-
-
-def _check_gaps(
-    federation: Federation, chunk: Tensor, batch: Batch, name: str, node: Mapping[str, Any]
-) -> None:
-    """Fail on a row whose log density is not there because a covariate is missing."""
-    density = node["fn"].log_prob(node["value"])
-    lost = (density.isnan() & batch.mask).flatten(0, -3).any(0)
-    if lost.any():
-        client, row = lost.nonzero()[0].tolist()
-        missing = [
-            field
-            for field, value in batch.fields.items()
-            if value.is_floating_point() and value[client, row].isnan().any()
-        ]
-        raise ValueError(
-            f"client {federation.names[int(chunk[client])]!r}, row {row}: {', '.join(missing) or 'a field'} is "
-            f"missing, and site {name!r} depends on it ({int(lost.sum())} such rows). Only outcomes may be "
-            "missing, and covariates that have a prior, x = pyro.sample(..., obs=obs[...]): else leave such rows out "
-            "(missing='drop'), or fill them in"
-        )
 
 
 def finite(terms: Tensor, upload: Mapping[str, Tensor], kept: State) -> Tensor:

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.distributions import MixtureSameFamily
 
 from bayesfed.algorithms.protocol import Algorithm
+from bayesfed.checks.data import check_data
 from bayesfed.data.columns import UnknownName
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.elbo.mixtures import ClientMixture
 from bayesfed.elbo.program import Params, Program
-from bayesfed.engine.checks import check_data
 from bayesfed.engine.stopping.drift import caveat
 from bayesfed.output import checkpoint, dependent_rows, khat
 from bayesfed.output.correction import Correction, weighed

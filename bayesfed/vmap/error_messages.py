@@ -41,7 +41,7 @@ _REASONS = {
 LONG = 160
 
 
-def explained(error: Exception, name: str) -> Exception:
+def readable_error(error: Exception, name: str) -> Exception:
     """The error of a program as one that names its line; our own as they are.
 
     Args:

@@ -78,9 +78,9 @@ class OneClient:
         else:
             self.run(batch)
 
-    def run(self, batch: Batch, moved: str | None = None) -> Run:
+    def run(self, batch: Batch, changed: str | None = None) -> Run:
         """The program on a batch, and what its sites were like; with other values of one of a row's, if asked."""
-        return self._run(batch, Outside, self, batch, moved).seen
+        return self._run(batch, Outside, self, batch, changed).seen
 
     def _run(self, batch: Batch, kind: Callable[..., Any], *settings: Any, copies: int = 1) -> Any:
         unchecked = pyro.validation_enabled(False)  # a check asks for a value, which vmap has not
@@ -119,14 +119,14 @@ class Outside(Crossing):
         levels: of vmap.
         program: which is run, on
         batch: these clients.
-        moved: a site of a row that gives the program other values than it has.
+        changed: a site inside the observations plate to which the program is given other values.
     """
 
     def __init__(
-        self, levels: Levels, program: OneClient, batch: Batch, moved: str | None = None
+        self, levels: Levels, program: OneClient, batch: Batch, changed: str | None = None
     ) -> None:
         super().__init__(levels)
-        self.program, self.batch, self.moved = program, batch, moved
+        self.program, self.batch, self.changed = program, batch, changed
         asked = (frame.log_weights for frame in _PYRO_STACK if isinstance(frame, handlers.Known))
         nodes = program.points if program.points > 1 else quadrature.NODES[0]
         self.seen = Run(Rows(self._again, levels, nodes, next(asked, None)))
@@ -169,13 +169,13 @@ class Outside(Crossing):
         if not observed and not msg["done"] and self._is_latent(msg, fn, layout, in_rows):
             drawn = rows.take(name, fn, layout, in_rows, rows.values_of(name, fn, layout, in_rows))
             given = self.levels.enter(drawn, layout, 0)
-            msg["value"] = _another(fn, given) if name == self.moved else given
+            msg["value"] = _another(fn, given) if name == self.changed else given
             msg["done"] = msg["stop"] = True
             return
         self.seen.layouts[name] = layout
         weights = {what: weight_of(msg, what, msg[what], layout) for what in ("mask", "scale")}
         own, clients = len(layout.own), self.levels.clients[1]
-        given = _another(fn, value) if name == self.moved else value
+        given = _another(fn, value) if name == self.changed else value
 
         def back(drawn: Any) -> Any:
             return given if observed else self.levels.enter(drawn, layout, fn.event_dim + own)

@@ -335,7 +335,7 @@ def test_what_cannot_be_summed_out_is_refused():
                 pyro.sample("y", dist.Normal(a, 1.0), obs=obs["y"])
 
     for model, said in [
-        (of_a_mixture, "latent site 'a': torch knows no way from the reals.*discrete variable"),
+        (of_a_mixture, "latent site 'a': torch has no transform from the reals.*discrete variable"),
         (named, "'level' depends on site 'z', which is discrete, of a client, and summed out"),
         (
             counted,

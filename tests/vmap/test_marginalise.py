@@ -381,5 +381,5 @@ def test_an_integrand_with_a_kink():
                 e = pyro.sample("e", dist.Normal(0.0, 1.0))
                 pyro.sample("y", dist.Normal(a + (5 * e).floor(), 0.3), obs=obs["y"])
 
-    with pytest.warns(UserWarning, match="is not settled with 81 nodes: a clamp, a step"):
+    with pytest.warns(UserWarning, match="has not converged with 81 nodes: a clamp, a step"):
         for_batches(stairs, federation)

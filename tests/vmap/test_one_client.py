@@ -267,7 +267,7 @@ def test_every_algorithm_takes_them(model, algorithm):
 def test_a_program_that_can_be_run_both_ways_is_the_same(model, data, algorithm):
     """To the last bits: the same operations, some of them under vmap."""
     data = data()
-    assert for_batches(model, data) is model
+    assert for_batches(model, data).model is model
     draws = [
         bf.fit(run, data, algorithm, rounds=2).sample(50)
         for run in (model, lambda f: OneClient(model)(f))
