@@ -32,7 +32,7 @@ class Modulated:
 
     What follows an activation of f is gated, each unit or channel by one number. m is the site ``prior.loc``:
     ``pyro.param``, or with ``hyper_scale`` a random variable, Normal around where it starts. g is the encoder of the
-    site ``gates`` (:mod:`bayesfed.elbo.context`): an algorithm with a context
+    site ``gates`` (:mod:`bayesfed.steps.encoders`): an algorithm with a context
     (:class:`~bayesfed.algorithms.cafeme.CAFeMe`) makes ζ_i from the client's labelled rows, and its prior enters no
     loss; for any other ζ_i is a variable of the client with a standard Normal prior. Either way what is predicted for a
     row does not depend on which other rows are predicted with it.

@@ -1,7 +1,7 @@
 """CAFeMe: meta-learning of a model together with an encoder that reads the client's labelled rows.
 
     ω = (ψ, μ): the weights of the base network f and of the modulator g. In a hierarchical model: θ, and what a client
-    has of its own; f is the likelihood, g the encoder of the local site ζ (see :mod:`bayesfed.elbo.context`)
+    has of its own; f is the likelihood, g the encoder of the local site ζ (see :mod:`bayesfed.steps.encoders`)
 
     server    sends ω
     client i  splits D_i into D_pers and D_eval, at random; then on its copy ω_i = ω (Algorithm 1)
@@ -39,12 +39,12 @@ from bayesfed.data.batch import Batch, Fields
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.elbo.build import build
-from bayesfed.elbo.context import Encoded, contexts
 from bayesfed.elbo.elbo import client_losses, local_priors
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.factorised import factorised
 from bayesfed.settings import Times
 from bayesfed.steps import optimizer
+from bayesfed.steps.encoders import Encoded, contexts
 from bayesfed.steps.gradients import adapted, copies, gradients, leaves
 from bayesfed.steps.job import Job, Work
 from bayesfed.steps.optimizer import State

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.poutine.messenger import Messenger
@@ -16,10 +15,9 @@ from torch.distributions import biject_to
 from bayesfed.data.batch import CLIENTS, OBSERVATIONS
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import handlers, noise
-from bayesfed.elbo.mixtures import Mixture
 
 CONTEXT = "context"
-"""The key of ``infer`` for the encoder of a local site: see :mod:`bayesfed.elbo.context`."""
+"""The key of ``infer`` for the encoder of a local site: see :mod:`bayesfed.steps.encoders`."""
 
 
 RESERVED = (
@@ -240,11 +238,8 @@ def _check_latent(name: str, fn: Any, inside: Collection[str]) -> None:
 
 
 def _is_factor(node: Mapping[str, Any]) -> bool:
-    """Return whether a site is a ``pyro.factor``."""
-    fn = node["fn"]
-    while isinstance(fn, dist.Independent | dist.MaskedDistribution | Mixture):
-        fn = fn.first if isinstance(fn, Mixture) else fn.base_dist
-    return isinstance(fn, dist.Unit)
+    """Return whether a site is a ``pyro.factor``, whose value holds no number."""
+    return node["is_observed"] and node["fn"].event_shape[-1:] == (0,)
 
 
 def prior_draws(

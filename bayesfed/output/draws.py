@@ -25,10 +25,10 @@ from bayesfed.data.chunks import chunks as cut
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.elbo import client_terms, draw, log_parts, server_pass
-from bayesfed.elbo.mixtures import ClientMixture
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.hierarchical import LOCAL
 from bayesfed.output.evidence import COST, EACH, Candidates, candidates
+from bayesfed.vmap.mixtures import ClientMixture
 
 if TYPE_CHECKING:
     from bayesfed.output.posterior import Posterior

@@ -12,10 +12,10 @@ from torch.distributions import Categorical, Independent, MixtureSameFamily, Nor
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation
 from bayesfed.elbo.handlers import Derivation
-from bayesfed.elbo.mixtures import Mixture
 from bayesfed.elbo.sites import Site
 from bayesfed.output import dependent_rows
 from bayesfed.output.draws import Draws, replayed, weighted
+from bayesfed.vmap.mixtures import Mixture
 
 if TYPE_CHECKING:
     from bayesfed.output.posterior import Posterior

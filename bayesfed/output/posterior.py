@@ -19,7 +19,6 @@ from bayesfed.checks.data import check_data
 from bayesfed.data.columns import UnknownName
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
-from bayesfed.elbo.mixtures import ClientMixture
 from bayesfed.elbo.program import Params, Program
 from bayesfed.engine.stopping.drift import caveat
 from bayesfed.output import checkpoint, dependent_rows, khat
@@ -28,6 +27,7 @@ from bayesfed.output.draws import derived, elbo, key_of, of_kinds, replayed, sam
 from bayesfed.output.mixture import by_row, predictive
 from bayesfed.output.personal import OnDemand, gathered, personal
 from bayesfed.tracing.compiler import Compiler, using
+from bayesfed.vmap.mixtures import ClientMixture
 
 if TYPE_CHECKING:
     import arviz as az

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bayesfed.data.federation import Federation
 from bayesfed.elbo.log_density import log_density
-from bayesfed.elbo.mixtures import Mixture
+from bayesfed.vmap.mixtures import Mixture
 
 ROWS = 64
 """The most rows of a client that are compared."""

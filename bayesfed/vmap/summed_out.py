@@ -18,9 +18,9 @@ from torch import Tensor
 
 from bayesfed.data.batch import Batch
 from bayesfed.elbo import handlers
-from bayesfed.elbo.mixtures import Mixture
 from bayesfed.vmap import quadrature
 from bayesfed.vmap.compare import densities, same
+from bayesfed.vmap.mixtures import Mixture
 from bayesfed.vmap.one_client import OneClient
 from bayesfed.vmap.probe import Probe
 
@@ -77,7 +77,7 @@ def _variables_read(mixture: Mixture, value: Tensor) -> set[str]:
     for axis, name in enumerate(variables, -len(variables)):
         if not torch.equal(grid.amax(axis), grid.amin(axis)):
             found.add(name)
-    parts = (part for part in mixture.laws if isinstance(part, Mixture))
+    parts = (part for part in mixture.components if isinstance(part, Mixture))
     return found.union(*(_variables_read(part, value) for part in parts))
 
 

@@ -9,8 +9,8 @@ from pyro import poutine
 
 import bayesfed as bf
 from bayesfed.elbo import handlers
-from bayesfed.elbo.mixtures import Mixture
 from bayesfed.vmap.choose import for_batches
+from bayesfed.vmap.mixtures import Mixture
 
 
 def data(kind, clients=4, seed=0):

@@ -1,4 +1,4 @@
-"""The law of an outcome, the variables of its row, or of its client, summed or integrated out."""
+"""The distribution of an outcome after the variables of its row or client are summed or integrated out."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch.nn.functional import pad
 
 
 class Mixture(TorchDistribution):
-    """Σ_z p(z | rest) p(y | z, rest): a component for each value of z, or for each node of z.
+    """Σ_z p(z | rest) p(y | z, rest), with a component for each value of z, or for each node of an integral over z.
 
     Args:
-        log_weights: of the components, ``(*batch, k)``, the evidence of all that was observed before included.
-        laws: of the components, over as many rows; with ``copies`` each is that many, one after the other for each
+        log_weights: of the k components, ``(*batch, k)``, with the evidence of earlier observed sites.
+        components: p(y | z) for each value of z; with ``copies`` each holds that many, one after the other for each
             draw: ``(S · copies, K, B)``.
-        variables: how many values each of the variables has, k in all.
-        log_evidence: of all that was observed before, ``(*batch)``; by default the sum of the weights.
-        mask: which rows count, as what is observed; None for all.
-        copies: components of each law.
-        first: the law at the values that the variables have in the program's own run.
-        drawn: makes the mixture that is sampled; by default this one.
+        variables: the number of values of each variable, k in all.
+        log_evidence: of the earlier observed sites, ``(*batch)``; by default the sum of the weights.
+        mask: the rows that count as observed; None for all.
+        copies: the number of nodes that each component holds.
+        first: the distribution at the values that the variables have in the program's own run.
+        drawn: returns the mixture that is sampled; by default this one.
 
     Example:
         >>> import torch, pyro.distributions as dist
-        >>> from bayesfed.elbo.mixtures import Mixture
+        >>> from bayesfed.vmap.mixtures import Mixture
         >>> parts = dist.Normal(torch.zeros(3), 1.0), dist.Normal(torch.full((3,), 2.0), 1.0)
         >>> Mixture(torch.zeros(3, 2), parts, {"z": 2}).mean
         tensor([1., 1., 1.])
@@ -38,7 +38,7 @@ class Mixture(TorchDistribution):
     def __init__(
         self,
         log_weights: Tensor,
-        laws: Sequence[Any],
+        components: Sequence[Any],
         variables: Mapping[str, int],
         *,
         log_evidence: Tensor | None = None,
@@ -47,35 +47,35 @@ class Mixture(TorchDistribution):
         first: Any = None,
         drawn: Callable[[], Mixture] | None = None,
     ) -> None:
-        self.log_weights, self.laws, self.variables = log_weights, laws, variables
+        self.log_weights, self.components, self.variables = log_weights, components, variables
         self.log_evidence = log_weights.logsumexp(-1) if log_evidence is None else log_evidence
         self.there, self.copies, self.drawn = mask, copies, drawn
-        self.first = laws[0] if first is None else first
-        shapes = [law.batch_shape for law in laws] if copies == 1 else []
+        self.first = components[0] if first is None else first
+        shapes = [distribution.batch_shape for distribution in components] if copies == 1 else []
         batch = torch.broadcast_shapes(log_weights.shape[:-1], *shapes)
-        super().__init__(batch, laws[0].event_shape, validate_args=False)
+        super().__init__(batch, components[0].event_shape, validate_args=False)
 
     @property
     def support(self) -> Any:
-        """That of the first."""
-        return self.laws[0].support
+        """The support of the first component."""
+        return self.components[0].support
 
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> Mixture:
-        """The same; those of no copies also over more draws."""
+        """The same mixture over more draws; without ``copies`` only."""
         if torch.Size(batch_shape) == self.batch_shape:
             return self
         assert self.copies == 1
         weights = self.log_weights.expand(*batch_shape, self.log_weights.shape[-1])
         evidence = self.log_evidence.expand(batch_shape)
-        laws = [law.expand(batch_shape) for law in self.laws]
-        return Mixture(weights, laws, self.variables, log_evidence=evidence)
+        components = [distribution.expand(batch_shape) for distribution in self.components]
+        return Mixture(weights, components, self.variables, log_evidence=evidence)
 
     def each(self, value: Tensor) -> Tensor:
-        """log p(y | z) of all components: ``(*batch, k)``."""
-        return self._apart(lambda law: law.log_prob(self._repeated(value)))
+        """log p(y | z) of each component: ``(*batch, k)``."""
+        return self._apart(lambda distribution: distribution.log_prob(self._repeated(value)))
 
     def rows(self, value: Tensor, kinds: int) -> Tensor:
-        """log p(y) of rows, 0 of those that do not count, whichever of the kinds the client is: ``(*batch, kinds)``."""
+        """log p(y) by row, 0 for rows that do not count, repeated for each kind of the client: ``(*batch, kinds)``."""
         return (
             counted(self.log_prob(value), self.there).unsqueeze(-1).expand(*self.batch_shape, kinds)
         )
@@ -85,52 +85,61 @@ class Mixture(TorchDistribution):
         return (self.log_weights + self.each(value)).logsumexp(-1) - self.log_evidence
 
     def apart(self) -> Iterator[tuple[Tensor, Any]]:
-        """The components and the logarithms of their weights, mixtures of discrete variables among them apart too."""
+        """Yield the logarithm of the weight and the distribution of each component, nested mixtures included."""
         if self.copies > 1:
             yield torch.zeros(self.batch_shape), self
             return
         log_weights = self._weights().log_softmax(-1).unbind(-1)
-        for log_weight, law in zip(log_weights, self.laws, strict=True):
-            for weight, part in law.apart() if isinstance(law, Mixture) else ((0.0, law),):
+        for log_weight, distribution in zip(log_weights, self.components, strict=True):
+            for weight, part in (
+                distribution.apart()
+                if isinstance(distribution, Mixture)
+                else ((0.0, distribution),)
+            ):
                 yield (log_weight + weight).expand(self.batch_shape), part
 
     @property
     def mean(self) -> Tensor:
         """Σ_z p(z) E[y | z]."""
-        return self._weighted(self._apart(lambda law: law.mean))
+        return self._weighted(self._apart(lambda distribution: distribution.mean))
 
     @property
     def variance(self) -> Tensor:
-        """Within and between the components."""
-        squares = self._apart(lambda law: law.variance + law.mean.square())
+        """The variance within the components plus the variance between them."""
+        squares = self._apart(
+            lambda distribution: distribution.variance + distribution.mean.square()
+        )
         return self._weighted(squares) - self.mean.square()
 
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
-        """z, then y given z."""
+        """Draw z, then y given z."""
         if self.drawn is not None:
             return self.drawn().sample(sample_shape)
-        weights = self.log_weights.expand(*self.batch_shape, len(self.laws))
+        weights = self.log_weights.expand(*self.batch_shape, len(self.components))
         return self._sample(weights, sample_shape)
 
     def _sample(self, log_weights: Tensor, sample_shape: Sequence[int]) -> Tensor:
-        """A component by these weights, ``(*batch, k)`` or what expands to it, then a value of it."""
+        """Draw a component by weights that expand to ``(*batch, k)``, then a value of it."""
         nth = torch.distributions.Categorical(logits=log_weights).sample(torch.Size(sample_shape))
         each = torch.stack(
-            [law.expand(self.batch_shape).sample(torch.Size(sample_shape)) for law in self.laws]
+            [
+                distribution.expand(self.batch_shape).sample(torch.Size(sample_shape))
+                for distribution in self.components
+            ]
         )
         nth = nth.reshape(1, *nth.shape, *[1] * len(self.event_shape)).expand(1, *each.shape[1:])
         return each.gather(0, nth).squeeze(0)
 
     def _weights(self) -> Tensor:
-        """The logarithms of the components' weights, of each row."""
+        """The logarithms of the components' weights, by row."""
         return self.log_weights
 
     def _repeated(self, value: Tensor) -> Tensor:
         return repeated(value, self.copies, len(self.event_shape))
 
     def _apart(self, use: Callable[[Any], Tensor]) -> Tensor:
-        """What a law gives, ``(*batch, *rest)`` of each component, as ``(*batch, *rest, k)``."""
-        found = [use(law) for law in self.laws]
+        """Stack a function of each component, ``(*batch, *rest)``, to ``(*batch, *rest, k)``."""
+        found = [use(distribution) for distribution in self.components]
         if self.copies == 1:
             return torch.stack(torch.broadcast_tensors(*found), -1)
         rest = max(value.ndim for value in found) - 3
@@ -146,32 +155,32 @@ class Mixture(TorchDistribution):
 
 
 class ClientMixture(Mixture):
-    """Σ_z p(z) Π_b p(y_b | z): a discrete variable of a client, which all of its rows have in common.
+    """Σ_z p(z) Π_b p(y_b | z), where z is a discrete variable of a client, shared by all of its rows.
 
-    The rows' densities multiply to that of all of them together, by the chain rule: p(y_b | y_<b), rows in order. Given
-    what the client's own rows say of z, new rows are each by themselves instead, p(y_b | own rows).
+    The density of a row is p(y_b | y_<b), rows in order, so that by the chain rule the product is the density of all
+    rows. If the weights are given the client's own rows, new rows are independent instead: p(y_b | own rows).
 
     Args:
-        log_weights: of the values of z, what is observed of the client itself included, ``(*draws, K, 1, k)``.
-        laws: of the site given each of them, ``(*draws, K, B or 1)``.
-        variables: how many values each of the variables has, k in all.
-        before: log p(y_<k | z) of the sites before, by row, 0 where there is none: ``(*draws, K, B or 1, k)``.
-        mask, first: as of :class:`Mixture`.
-        known: ``log_weights`` are given the client's own rows.
+        log_weights: of the values of z, with the evidence of the client's own observed sites, ``(*draws, K, 1, k)``.
+        components: the distributions of the site given each value of z, ``(*draws, K, B or 1)``.
+        variables: the number of values of each variable, k in all.
+        before: log p(y_<k | z) of the earlier sites, by row, or 0: ``(*draws, K, B or 1, k)``.
+        mask, first: see :class:`Mixture`.
+        known: whether ``log_weights`` are given the client's own rows.
 
     Example:
         >>> import torch, pyro.distributions as dist
-        >>> from bayesfed.elbo.mixtures import ClientMixture
+        >>> from bayesfed.vmap.mixtures import ClientMixture
         >>> parts = dist.Normal(torch.zeros(1, 2), 1.0), dist.Normal(torch.full((1, 2), 9.0), 1.0)
-        >>> law = ClientMixture(torch.zeros(1, 1, 2), parts, {"z": 2}, before=torch.zeros(1, 1, 2), mask=None)
-        >>> (law.sample() > 4.5).tolist() in ([[True, True]], [[False, False]])
+        >>> distribution = ClientMixture(torch.zeros(1, 1, 2), parts, {"z": 2}, before=torch.zeros(1, 1, 2), mask=None)
+        >>> (distribution.sample() > 4.5).tolist() in ([[True, True]], [[False, False]])
         True
     """
 
     def __init__(
         self,
         log_weights: Tensor,
-        laws: Sequence[Any],
+        components: Sequence[Any],
         variables: Mapping[str, int],
         *,
         before: Tensor,
@@ -179,17 +188,17 @@ class ClientMixture(Mixture):
         known: bool = False,
         first: Any = None,
     ) -> None:
-        super().__init__(log_weights, laws, variables, mask=mask, first=first)
+        super().__init__(log_weights, components, variables, mask=mask, first=first)
         self.before, self.known = before, known
 
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> ClientMixture:
-        """The same over more draws or clients."""
+        """The same mixture over more draws or clients."""
         if torch.Size(batch_shape) == self.batch_shape:
             return self
         lead, k = batch_shape[:-1], self.log_weights.shape[-1]
         return ClientMixture(
             self.log_weights.expand(*lead, 1, k),
-            [law.expand(batch_shape) for law in self.laws],
+            [distribution.expand(batch_shape) for distribution in self.components],
             self.variables,
             before=self.before.expand(*lead, *self.before.shape[-2:]),
             mask=self.there,
@@ -198,31 +207,31 @@ class ClientMixture(Mixture):
         )
 
     def rows(self, value: Tensor, kinds: int) -> Tensor:
-        """log p(y_b | z, y_<k of the row), 0 of rows that do not count, also where z has become part of more kinds."""
+        """log p(y_b | z, y_<k of the row), 0 for rows that do not count, repeated if z is only a part of the kinds."""
         mask = self.there.unsqueeze(-1) if isinstance(self.there, Tensor) else self.there
-        return counted(self.each(value), mask).repeat_interleave(kinds // len(self.laws), -1)
+        return counted(self.each(value), mask).repeat_interleave(kinds // len(self.components), -1)
 
     def evidence(self, value: Tensor) -> Tensor:
-        """log p(z) p(all that is observed of the client | z), this site included: ``(*draws, K, 1, k)``."""
-        return self._start + self.rows(value, len(self.laws)).sum(-2, keepdim=True)
+        """log p(z) p(all observed sites up to this one | z): ``(*draws, K, 1, k)``."""
+        return self._start + self.rows(value, len(self.components)).sum(-2, keepdim=True)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """log p(y_b | y_<b), rows in order; of each row by itself where z is known from others."""
+        """log p(y_b | y_<b), rows in order; of independent rows if z is known from others."""
         if self.known:
             return ((self.log_weights + self.before).log_softmax(-1) + self.each(value)).logsumexp(
                 -1
             )
-        rows = self.rows(value, len(self.laws))
-        gaps = rows - rows.detach().amax(-1, keepdim=True)  # whose sums stay small
+        rows = self.rows(value, len(self.components))
+        gaps = rows - rows.detach().amax(-1, keepdim=True)  # so that the cumulative sums stay small
         above = pad(gaps.cumsum(-2)[..., :-1, :], (0, 0, 1, 0))
         return ((self._start + above).log_softmax(-1) + rows).logsumexp(-1)
 
     def left_out(self, value: Tensor) -> Tensor:
-        """log p(y_b | all else that is observed of the client), where z is known from these rows among them."""
+        """log p(y_b | all other rows of the client), if the weights of z are given all rows, this one included."""
         return -(self.log_weights.log_softmax(-1) - self.each(value)).logsumexp(-1)
 
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
-        """A z of each client, then its rows."""
+        """Draw z of each client, then its rows."""
         return self._sample(self._start, sample_shape)
 
     @property
@@ -235,19 +244,19 @@ class ClientMixture(Mixture):
 
 
 def counted(log_prob: Tensor, mask: Any) -> Tensor:
-    """Where the mask does not leave it out."""
+    """Return the log density, and 0 where it is masked."""
     return torch.where(torch.as_tensor(mask), log_prob, 0.0) if mask is not None else log_prob
 
 
 def repeated(value: Tensor, copies: int, event: int) -> Tensor:
-    """A site's value ``(S or 1, K, B, *event)`` or without S, each of the draws that many times."""
+    """Repeat each draw of a site's value, ``(S or 1, K, B, *event)`` or without S, ``copies`` times."""
     if copies == 1 or value.ndim < event + 3 or len(value) == 1:
         return value
     return value.repeat_interleave(copies, 0)
 
 
 def apart(value: Tensor, batch: torch.Size, copies: int, rest: int = 0) -> Tensor:
-    """Of ``(S · copies, K, B, *rest)``, where each may be 1: ``(*batch, *rest, copies)``.
+    """Reshape ``(S · copies, K, B, *rest)``, in which each size may be 1, to ``(*batch, *rest, copies)``.
 
     ``batch`` is ``(S, K, B)``, or ``(K, B)`` without draws.
     """
