@@ -127,5 +127,5 @@ def test_a_guide_of_ones_own():
     assert difference(program, before, before) is None
     assert (
         difference(program, before, now)
-        == "the guide of 'a', or a prior that it stands on, has changed"
+        == "the guide of 'a', or a prior that it uses, has changed"
     )
