@@ -169,7 +169,7 @@ def test_every_permutation_of_few_is_equally_likely():
 
 @pytest.mark.parametrize("count", [50, 20_000])
 def test_neighbours_are_anywhere_and_places_are_uniform(count):
-    """Where three places next to each other go, over many permutations: eight parts of the range, seven of gaps."""
+    """Three neighbouring places are permuted uniformly: eight parts of the range, seven of the gaps."""
     places = count // 2 + torch.arange(3)
     keys = noise.fold(noise.key(5), torch.arange(20_000 if count < 10_000 else 4000))
     drawn = torch.stack([noise.permuted(key, count, places) for key in keys])
