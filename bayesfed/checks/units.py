@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import torch
 from pyro import poutine
@@ -40,13 +41,16 @@ def warn_of_units(program: Program, federation: Federation) -> None:
     for name, value in batch.fields.items():
         if value.is_floating_point() and (found := _wild(value[batch.mask])) is not None:
             wild[name] = found
-    if not wild or _cost(program, batch) < WORSE:
+    if not wild:
         return
 
+    @cache
     def cost(*standardised: str) -> float:
         fields = {n: wild[n][0](batch.fields[n]) for n in standardised}
         return _cost(program, replace(batch, fields=Fields(batch.fields | fields)))
 
+    if cost() < WORSE:
+        return
     usable = [name for name in wild if cost(name) < float("inf")]
     best = cost(*usable)
     for name in usable:

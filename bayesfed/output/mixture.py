@@ -111,7 +111,7 @@ def _by_row(
         batch = federation.batch(chunk)
         fn = replayed(posterior, posterior.program.model, draws, chunk, batch)[site.name]["fn"]
         weights, found = _weights(draws, site, batch), []
-        for weight, law in fn.apart() if isinstance(fn, Mixture) else ((None, fn),):
+        for weight, law in fn.weighted_components() if isinstance(fn, Mixture) else ((None, fn),):
             family, params = _taken_apart(law, site)
             if weight is not None:
                 params["weight"] = weight

@@ -15,7 +15,7 @@ from bayesfed.data.batch import CLIENTS, OBSERVATIONS
 from bayesfed.vmap.levels import Layout, Levels
 
 
-class Crossing(Messenger):
+class Boundary(Messenger):
     """Leave vmap before the outer handlers process a site or parameter, and enter it again with its value."""
 
     def __init__(self, levels: Levels) -> None:

@@ -90,7 +90,7 @@ def _check_batched(
 def _runs_batched(model: Model, probe: Probe) -> bool:
     """Return whether the model has the same sites and densities without vmap."""
     alone = probe.densities
-    if probe.taken:
+    if probe.marginalised:
         return False
     with suppress(Exception):
         together = probe.run_again(model)
@@ -123,7 +123,7 @@ def _check_pooled(program: OneClient, probe: Probe) -> None:
     together = []
     for draw in range(DRAWS):
         own = {name: layouts[name].pooled(value[draw]) for name, value in values.items()}
-        own |= {name: v.layout.pooled(v.value[draw]) for name, v in probe.taken.items()}
+        own |= {name: v.layout.pooled(v.value[draw]) for name, v in probe.marginalised.items()}
         try:
             with handlers.given(batch.device, values=own):
                 nodes = handlers.sample_sites(poutine.trace(program.model).get_trace(batch))

@@ -18,7 +18,7 @@ from bayesfed.vmap.levels import Layout, Levels, opened
 _WITHIN = (Tensor, list, tuple, Distribution, Transform)
 
 
-def outside(fn: Any, levels: Levels, layout: Layout) -> Any:
+def batched(fn: Any, levels: Levels, layout: Layout) -> Any:
     """The distribution with batch dimensions S, K and B or 1; further batch dimensions become part of the event.
 
     If each parameter has all dimensions of the batch, as in most distributions, the parameters are converted; else the
@@ -29,7 +29,7 @@ def outside(fn: Any, levels: Levels, layout: Layout) -> Any:
         if value.shape[: len(layout.batch)] == layout.batch:
             moved[id(value)] = levels.leave(value, layout)
         elif value.ndim or _functorch.is_batchedtensor(value):
-            return Inside.of(fn, levels, layout)
+            return InsideVmap.of(fn, levels, layout)
     own = len(layout.own)
     size = own + (3 if levels.draws else 2)
     lead = torch.broadcast_shapes(*(value.shape[:size] for value in moved.values()))
@@ -42,7 +42,7 @@ def outside(fn: Any, levels: Levels, layout: Layout) -> Any:
     return distribution.to_event(own) if own else distribution
 
 
-def whole(fn: Any) -> Any:
+def expand_matrices(fn: Any) -> Any:
     """The distribution with matrices that torch stores once for the whole batch expanded over the batch."""
     kept = {
         name: value.expand(*fn.batch_shape, *value.shape[-1 if name.endswith("diag") else -2 :])
@@ -83,7 +83,7 @@ def _rebuilt(value: Any, use: Callable[[Tensor], Tensor], batch: Callable[[Any],
     return new
 
 
-class Inside(TorchDistribution):
+class InsideVmap(TorchDistribution):
     """A distribution that is used outside vmap and evaluated inside.
 
     Args:
@@ -105,7 +105,7 @@ class Inside(TorchDistribution):
         super().__init__(lead, self.own + fn.event_shape, validate_args=False)
 
     @classmethod
-    def of(cls, fn: Any, levels: Levels, layout: Layout) -> Inside:
+    def of(cls, fn: Any, levels: Levels, layout: Layout) -> InsideVmap:
         """Convert the distribution that a program has inside vmap."""
         sizes = (levels.draws[1] if levels.draws else None), levels.clients[1]
         return cls(_rebuilt(fn, levels.outside, lambda shape: shape), fn.support, sizes, layout)
@@ -115,9 +115,9 @@ class Inside(TorchDistribution):
         """The support of ``fn``, with the program's own dimensions in front."""
         return torch.distributions.constraints.independent(self._support, len(self.own))
 
-    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> Inside:
+    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> InsideVmap:
         """The same distribution: it has all draws and clients already."""
-        new = Inside(self.fn, self._support, self.sizes, self.layout)
+        new = InsideVmap(self.fn, self._support, self.sizes, self.layout)
         new._batch_shape = torch.Size(batch_shape)
         return new
 

@@ -26,16 +26,16 @@ from bayesfed.data.batch import MISSING, OBSERVATIONS
 from bayesfed.elbo import handlers
 from bayesfed.elbo.moments import moments
 from bayesfed.vmap import distributions, quadrature
-from bayesfed.vmap.boundary import Crossing, layout_of, weight_of, weight_outside
+from bayesfed.vmap.boundary import Boundary, layout_of, weight_of, weight_outside
 from bayesfed.vmap.levels import Layout, Levels
-from bayesfed.vmap.mixtures import ClientMixture, Mixture, apart, counted, repeated
+from bayesfed.vmap.mixtures import ClientMixture, Mixture, masked, repeat_draws, split_copies
 from bayesfed.vmap.quadrature import Place
 
 Values = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Taken:
+class Marginalised:
     """A variable that is summed or integrated out.
 
     Attributes:
@@ -53,7 +53,7 @@ class Taken:
     place: Place | None
 
 
-class Seen(NamedTuple):
+class EarlierSite(NamedTuple):
     """A site after a variable that is summed or integrated out.
 
     Attributes:
@@ -70,7 +70,7 @@ class Seen(NamedTuple):
 
 
 @dataclass
-class Rows:
+class Marginalisation:
     """The variables of rows and clients that a run sums or integrates out.
 
     Attributes:
@@ -78,20 +78,20 @@ class Rows:
         levels: the levels of vmap.
         nodes: the number of nodes of an integral.
         known: the evidence of the clients' own rows for their discrete variables, see :class:`handlers.Known`.
-        taken: the variables, in order.
+        marginalised: the variables, in order.
         before: the earlier sites that depend on them.
         places: location and scale of the integrand at the last site, by the values of the discrete variables.
     """
 
-    run: Callable[..., Again]
+    run: Callable[..., Rerun]
     levels: Levels
     nodes: int = quadrature.NODES[0]
     known: Tensor | None = None
-    taken: dict[str, Taken] = field(default_factory=dict)
-    before: list[Seen] = field(default_factory=list)
+    marginalised: dict[str, Marginalised] = field(default_factory=dict)
+    before: list[EarlierSite] = field(default_factory=list)
     places: dict[tuple[tuple[str, int], ...], Place] = field(default_factory=dict)
 
-    def take(
+    def add(
         self,
         name: str,
         fn: Any,
@@ -115,11 +115,13 @@ class Rows:
             if values is not None:
                 value = values[0].expand(batch)
             else:
-                distribution = distributions.outside(fn, self.levels, layout)
+                distribution = distributions.batched(fn, self.levels, layout)
                 at, lead = moments(distribution), (1, *batch)[-3:]
                 value = biject_to(distribution.support)(at.loc).expand(batch)
                 place = Place(at.loc.expand(lead).detach(), at.scale.expand(lead).detach())
-        self.taken[name] = Taken(layout, of_row, value if data is None else data, values, place)
+        self.marginalised[name] = Marginalised(
+            layout, of_row, value if data is None else data, values, place
+        )
         return value
 
     def values_of(self, name: str, fn: Any, layout: Layout, of_row: bool) -> Tensor | None:
@@ -145,22 +147,22 @@ class Rows:
             )
         return None
 
-    def reach(self, layout: Layout, in_rows: bool) -> bool:
+    def is_mixture(self, layout: Layout, in_rows: bool) -> bool:
         """Return whether the distribution of a site is a mixture over earlier variables."""
-        return layout.local and any(in_rows or not v.of_row for v in self.taken.values())
+        return layout.local and any(in_rows or not v.of_row for v in self.marginalised.values())
 
-    def after(self, name: str, distribution: Mixture, value: Tensor, in_rows: bool) -> None:
+    def record(self, name: str, distribution: Mixture, value: Tensor, in_rows: bool) -> None:
         """Record a site and its value."""
-        within = in_rows and any(v.of_row for n, v in self.taken.items() if n != name)
-        self.before.append(Seen(distribution, value, in_rows, within))
+        within = in_rows and any(v.of_row for n, v in self.marginalised.items() if n != name)
+        self.before.append(EarlierSite(distribution, value, in_rows, within))
 
     def distribution(
         self, name: str, first: Any, in_rows: bool, value: Tensor | None, mask: Any
     ) -> Mixture:
         """The mixture of a site with data ``value``; ``first`` is its distribution in the program's own run."""
-        kinds = [n for n, one in self.taken.items() if not one.of_row]
+        kinds = [n for n, one in self.marginalised.items() if not one.of_row]
         size = prod(self._sizes[n] for n in kinds)
-        within = in_rows and len(kinds) < len(self.taken)
+        within = in_rows and len(kinds) < len(self.marginalised)
         batch = self._batch(first.batch_shape[-1])
         before = evidence = torch.zeros(*batch, size)
         for seen in self.before:
@@ -217,12 +219,12 @@ class Rows:
             copies = self.nodes
             for nth in self._each(sizes, kind):
                 log_f = partial(self._log_joint, name, nth, value, mask)
-                place = quadrature.around(log_f, self._place(nth))
+                place = quadrature.find_modes(log_f, self._place(nth))
                 self.places[tuple(nth.items())] = place
                 points, log_weight = quadrature.nodes(place, self.nodes)
                 again = self._at(name, nth, points)
-                weight = apart(again.log_weight, batch, copies)
-                log_weight = apart(log_weight.flatten(0, 1), batch, copies)
+                weight = split_copies(again.log_weight, batch, copies)
+                log_weight = split_copies(log_weight.flatten(0, 1), batch, copies)
                 found.append((weight + log_weight, again.distribution))
             variables = sizes | {self._number: copies}
         weights, components = zip(*found, strict=True)
@@ -234,18 +236,22 @@ class Rows:
             mask=mask,
             copies=copies,
             first=first,
-            drawn=None if self._number is None else partial(self._drawn, name, sizes, kind),
+            sampler=None
+            if self._number is None
+            else partial(self._sampled_mixture, name, sizes, kind),
         )
 
-    def _drawn(self, name: str, sizes: Mapping[str, int], kind: Mapping[str, int]) -> Mixture:
+    def _sampled_mixture(
+        self, name: str, sizes: Mapping[str, int], kind: Mapping[str, int]
+    ) -> Mixture:
         """The mixture that a site is sampled from, at a draw of the continuous variable given the earlier sites."""
         found = []
         for nth in self._each(sizes, kind):
             log_f = partial(self._log_joint, name, nth, None, None)
-            place = quadrature.around(log_f, self._place(nth))
+            place = quadrature.find_modes(log_f, self._place(nth))
             points, log_weight = quadrature.nodes(place, self.nodes)
             evidence = (log_f(points) + log_weight).logsumexp(1)
-            u = quadrature.drawn(log_f, place)
+            u = quadrature.sample(log_f, place)
             again = self._at(name, nth, u.unsqueeze(1))
             batch = self._batch(u.shape[-1])
             found.append((evidence.reshape(batch), again.distribution))
@@ -259,30 +265,32 @@ class Rows:
         again = self._at(name, nth, points)
         found = again.log_weight
         if value is not None:
-            own = repeated(value, points.shape[1], len(again.distribution.event_shape))
-            at = repeated(mask, points.shape[1], 0) if isinstance(mask, Tensor) else mask
-            found = found + counted(again.distribution.log_prob(own), at)
+            own = repeat_draws(value, points.shape[1], len(again.distribution.event_shape))
+            at = repeat_draws(mask, points.shape[1], 0) if isinstance(mask, Tensor) else mask
+            found = found + masked(again.distribution.log_prob(own), at)
         return found.expand(points.flatten(0, 1).shape).reshape(points.shape)
 
-    def _at(self, name: str, nth: Mapping[str, int], points: Tensor) -> Again:
+    def _at(self, name: str, nth: Mapping[str, int], points: Tensor) -> Rerun:
         assert self._number is not None
         return self._again(name, nth, {self._number: points.flatten(0, 1)}, points.shape[1])
 
     def _again(
         self, name: str, nth: Mapping[str, int], points: Values | None = None, copies: int = 1
-    ) -> Again:
+    ) -> Rerun:
         """Run the program up to a site, at values of its discrete variables and points of the continuous one."""
-        return self.run(name, self.taken, nth, points or {}, copies=copies)
+        return self.run(name, self.marginalised, nth, points or {}, copies=copies)
 
     @property
     def _sizes(self) -> dict[str, int]:
         """The number of values of each discrete variable."""
-        return {name: len(v.values) for name, v in self.taken.items() if v.values is not None}
+        return {
+            name: len(v.values) for name, v in self.marginalised.items() if v.values is not None
+        }
 
     @property
     def _number(self) -> str | None:
         """The name of the continuous variable."""
-        return next((name for name, v in self.taken.items() if v.values is None), None)
+        return next((name for name, v in self.marginalised.items() if v.values is None), None)
 
     def _each(
         self, names: Collection[str], others: Mapping[str, int] | None = None
@@ -294,7 +302,7 @@ class Rows:
 
     def _place(self, nth: Mapping[str, int]) -> Place:
         assert self._number is not None
-        start = self.taken[self._number].place
+        start = self.marginalised[self._number].place
         assert start is not None
         return self.places.get(tuple(nth.items()), start)
 
@@ -303,13 +311,13 @@ class Rows:
         return torch.Size((*draws, self.levels.clients[1], width))
 
 
-class Again(Crossing):
+class Rerun(Boundary):
     """Run the program again with given values, up to a site.
 
     Args:
         levels: the levels of vmap, with draws for the nodes.
         until: the name of the site.
-        taken: the variables that are summed or integrated out.
+        marginalised: the variables that are summed or integrated out.
         values: the values of all other earlier sites, outside vmap.
         nth: the number of the value that each discrete variable has.
         points: values of the continuous variable, unconstrained; by default its value in the first run.
@@ -327,14 +335,14 @@ class Again(Crossing):
         self,
         levels: Levels,
         until: str,
-        taken: Mapping[str, Taken],
+        marginalised: Mapping[str, Marginalised],
         values: Values,
         nth: Mapping[str, int],
         points: Values,
         copies: int,
     ) -> None:
         super().__init__(levels)
-        self.until, self.taken, self.values = until, taken, values
+        self.until, self.marginalised, self.values = until, marginalised, values
         self.nth, self.points, self.copies = nth, points, copies
         self.log_weight, self.after = torch.zeros(()), False
         self.log_client = torch.zeros(())
@@ -348,21 +356,21 @@ class Again(Crossing):
         if handlers.is_plate(msg) or msg["infer"].get("_deterministic"):
             msg["done"] = False
             return
-        fn, layout, name = distributions.whole(msg["fn"]), layout_of(msg), msg["name"]
-        one, event = self.taken.get(name), fn.event_dim + len(layout.own)
+        fn, layout, name = distributions.expand_matrices(msg["fn"]), layout_of(msg), msg["name"]
+        one, event = self.marginalised.get(name), fn.event_dim + len(layout.own)
         counts = self.after and OBSERVATIONS in handlers.plates(msg)
         mask = weight_of(msg, "mask", msg["mask"], layout)
         missing = weight_of(msg, "mask", msg["infer"].get(MISSING), layout)
         if name == self.until or one is not None or counts:
             with temporarily_clear_interpreter_stack():
-                distribution = distributions.outside(fn, self.levels, layout)
+                distribution = distributions.batched(fn, self.levels, layout)
                 if name == self.until:
                     self.distribution = distribution
                     raise _Reached
                 if counts and name in self.values:
-                    own = repeated(self.values[name], self.copies, event)
+                    own = repeat_draws(self.values[name], self.copies, event)
                     mask = weight_outside(mask, self.levels, layout)
-                    self.log_weight = self.log_weight + counted(distribution.log_prob(own), mask)
+                    self.log_weight = self.log_weight + masked(distribution.log_prob(own), mask)
                 if one is not None:
                     missing = weight_outside(missing, self.levels, layout)
                     value, log_prob = self._of(name, one, distribution, missing)
@@ -374,10 +382,12 @@ class Again(Crossing):
             msg["value"] = self.levels.enter(value, layout, event)
         elif not msg["is_observed"]:
             msg["value"] = self.levels.enter(
-                repeated(self.values[name], self.copies, event), layout, event
+                repeat_draws(self.values[name], self.copies, event), layout, event
             )
 
-    def _of(self, name: str, one: Taken, distribution: Any, missing: Any) -> tuple[Tensor, Tensor]:
+    def _of(
+        self, name: str, one: Marginalised, distribution: Any, missing: Any
+    ) -> tuple[Tensor, Tensor]:
         """A variable's value and log density; where it has data, the data and a density that integrates to 1."""
         if one.values is None and name not in self.points:
             return one.value, torch.zeros(())
@@ -390,7 +400,7 @@ class Again(Crossing):
             log_prob = distribution.log_prob(value) + transform.log_abs_det_jacobian(u, value)
             flat = Normal(0.0, 1.0).log_prob(u)
         if isinstance(missing, Tensor):
-            value = torch.where(missing, value, repeated(one.value, self.copies, 0))
+            value = torch.where(missing, value, repeat_draws(one.value, self.copies, 0))
             log_prob = torch.where(missing, log_prob, flat)
         return value, log_prob
 

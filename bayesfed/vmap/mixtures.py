@@ -23,7 +23,7 @@ class Mixture(TorchDistribution):
         mask: the rows that count as observed; None for all.
         copies: the number of nodes that each component holds.
         first: the distribution at the values that the variables have in the program's own run.
-        drawn: returns the mixture that is sampled; by default this one.
+        sampler: returns the mixture that is sampled; by default this one.
 
     Example:
         >>> import torch, pyro.distributions as dist
@@ -45,11 +45,11 @@ class Mixture(TorchDistribution):
         mask: Any = None,
         copies: int = 1,
         first: Any = None,
-        drawn: Callable[[], Mixture] | None = None,
+        sampler: Callable[[], Mixture] | None = None,
     ) -> None:
         self.log_weights, self.components, self.variables = log_weights, components, variables
         self.log_evidence = log_weights.logsumexp(-1) if log_evidence is None else log_evidence
-        self.there, self.copies, self.drawn = mask, copies, drawn
+        self.row_mask, self.copies, self.sampler = mask, copies, sampler
         self.first = components[0] if first is None else first
         shapes = [distribution.batch_shape for distribution in components] if copies == 1 else []
         batch = torch.broadcast_shapes(log_weights.shape[:-1], *shapes)
@@ -72,19 +72,21 @@ class Mixture(TorchDistribution):
 
     def each(self, value: Tensor) -> Tensor:
         """log p(y | z) of each component: ``(*batch, k)``."""
-        return self._apart(lambda distribution: distribution.log_prob(self._repeated(value)))
+        return self._stack(lambda distribution: distribution.log_prob(self._repeat(value)))
 
     def rows(self, value: Tensor, kinds: int) -> Tensor:
         """log p(y) by row, 0 for rows that do not count, repeated for each kind of the client: ``(*batch, kinds)``."""
         return (
-            counted(self.log_prob(value), self.there).unsqueeze(-1).expand(*self.batch_shape, kinds)
+            masked(self.log_prob(value), self.row_mask)
+            .unsqueeze(-1)
+            .expand(*self.batch_shape, kinds)
         )
 
     def log_prob(self, value: Tensor) -> Tensor:
         """log Σ_z p(z) p(y | z)."""
         return (self.log_weights + self.each(value)).logsumexp(-1) - self.log_evidence
 
-    def apart(self) -> Iterator[tuple[Tensor, Any]]:
+    def weighted_components(self) -> Iterator[tuple[Tensor, Any]]:
         """Yield the logarithm of the weight and the distribution of each component, nested mixtures included."""
         if self.copies > 1:
             yield torch.zeros(self.batch_shape), self
@@ -92,7 +94,7 @@ class Mixture(TorchDistribution):
         log_weights = self._weights().log_softmax(-1).unbind(-1)
         for log_weight, distribution in zip(log_weights, self.components, strict=True):
             for weight, part in (
-                distribution.apart()
+                distribution.weighted_components()
                 if isinstance(distribution, Mixture)
                 else ((0.0, distribution),)
             ):
@@ -101,20 +103,20 @@ class Mixture(TorchDistribution):
     @property
     def mean(self) -> Tensor:
         """Σ_z p(z) E[y | z]."""
-        return self._weighted(self._apart(lambda distribution: distribution.mean))
+        return self._weighted(self._stack(lambda distribution: distribution.mean))
 
     @property
     def variance(self) -> Tensor:
         """The variance within the components plus the variance between them."""
-        squares = self._apart(
+        squares = self._stack(
             lambda distribution: distribution.variance + distribution.mean.square()
         )
         return self._weighted(squares) - self.mean.square()
 
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Draw z, then y given z."""
-        if self.drawn is not None:
-            return self.drawn().sample(sample_shape)
+        if self.sampler is not None:
+            return self.sampler().sample(sample_shape)
         weights = self.log_weights.expand(*self.batch_shape, len(self.components))
         return self._sample(weights, sample_shape)
 
@@ -134,16 +136,16 @@ class Mixture(TorchDistribution):
         """The logarithms of the components' weights, by row."""
         return self.log_weights
 
-    def _repeated(self, value: Tensor) -> Tensor:
-        return repeated(value, self.copies, len(self.event_shape))
+    def _repeat(self, value: Tensor) -> Tensor:
+        return repeat_draws(value, self.copies, len(self.event_shape))
 
-    def _apart(self, use: Callable[[Any], Tensor]) -> Tensor:
+    def _stack(self, use: Callable[[Any], Tensor]) -> Tensor:
         """Stack a function of each component, ``(*batch, *rest)``, to ``(*batch, *rest, k)``."""
         found = [use(distribution) for distribution in self.components]
         if self.copies == 1:
             return torch.stack(torch.broadcast_tensors(*found), -1)
         rest = max(value.ndim for value in found) - 3
-        found = [apart(value, self.batch_shape, self.copies, rest) for value in found]
+        found = [split_copies(value, self.batch_shape, self.copies, rest) for value in found]
         return torch.cat(found, -1)
 
     def _weighted(self, values: Tensor) -> Tensor:
@@ -201,15 +203,15 @@ class ClientMixture(Mixture):
             [distribution.expand(batch_shape) for distribution in self.components],
             self.variables,
             before=self.before.expand(*lead, *self.before.shape[-2:]),
-            mask=self.there,
+            mask=self.row_mask,
             known=self.known,
             first=self.first,
         )
 
     def rows(self, value: Tensor, kinds: int) -> Tensor:
         """log p(y_b | z, y_<k of the row), 0 for rows that do not count, repeated if z is only a part of the kinds."""
-        mask = self.there.unsqueeze(-1) if isinstance(self.there, Tensor) else self.there
-        return counted(self.each(value), mask).repeat_interleave(kinds // len(self.components), -1)
+        mask = self.row_mask.unsqueeze(-1) if isinstance(self.row_mask, Tensor) else self.row_mask
+        return masked(self.each(value), mask).repeat_interleave(kinds // len(self.components), -1)
 
     def evidence(self, value: Tensor) -> Tensor:
         """log p(z) p(all observed sites up to this one | z): ``(*draws, K, 1, k)``."""
@@ -243,19 +245,19 @@ class ClientMixture(Mixture):
         return self.log_weights + self.before if self.known else self._start
 
 
-def counted(log_prob: Tensor, mask: Any) -> Tensor:
+def masked(log_prob: Tensor, mask: Any) -> Tensor:
     """Return the log density, and 0 where it is masked."""
     return torch.where(torch.as_tensor(mask), log_prob, 0.0) if mask is not None else log_prob
 
 
-def repeated(value: Tensor, copies: int, event: int) -> Tensor:
+def repeat_draws(value: Tensor, copies: int, event: int) -> Tensor:
     """Repeat each draw of a site's value, ``(S or 1, K, B, *event)`` or without S, ``copies`` times."""
     if copies == 1 or value.ndim < event + 3 or len(value) == 1:
         return value
     return value.repeat_interleave(copies, 0)
 
 
-def apart(value: Tensor, batch: torch.Size, copies: int, rest: int = 0) -> Tensor:
+def split_copies(value: Tensor, batch: torch.Size, copies: int, rest: int = 0) -> Tensor:
     """Reshape ``(S · copies, K, B, *rest)``, in which each size may be 1, to ``(*batch, *rest, copies)``.
 
     ``batch`` is ``(S, K, B)``, or ``(K, B)`` without draws.

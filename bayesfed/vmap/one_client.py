@@ -27,9 +27,9 @@ from bayesfed.data.batch import CLIENTS, MISSING, OBSERVATIONS, Batch, Fields
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import handlers
 from bayesfed.vmap import distributions, quadrature
-from bayesfed.vmap.boundary import Crossing, layout_of, weight_of, weight_outside
+from bayesfed.vmap.boundary import Boundary, layout_of, weight_of, weight_outside
 from bayesfed.vmap.levels import Layout, Levels, opened
-from bayesfed.vmap.marginalise import Again, Rows
+from bayesfed.vmap.marginalise import Marginalisation, Rerun
 from bayesfed.vmap.mixtures import Mixture
 
 
@@ -92,7 +92,7 @@ class OneClient:
         with unchecked, opened(draws, len(batch)) as levels:
             messenger = kind(levels, *settings)
             with messenger, _own_dimensions():
-                self.model(_seen(batch, levels))
+                self.model(_batch_of_one_client(batch, levels))
         return messenger
 
 
@@ -106,16 +106,16 @@ class Run:
         rows: the variables of rows and clients that are summed or integrated out.
     """
 
-    rows: Rows
+    rows: Marginalisation
     layouts: dict[str, Layout] = field(default_factory=dict)
     values: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Outside(Crossing):
+class Outside(Boundary):
     """Give the handlers outside each site with all clients and draws, and return its value to the program.
 
     They do not get a latent variable of a row, or a discrete one of a client: later sites have a mixture distribution,
-    see :class:`~bayesfed.vmap.marginalise.Rows`.
+    see :class:`~bayesfed.vmap.marginalise.Marginalisation`.
 
     Args:
         levels: the levels of vmap.
@@ -131,15 +131,15 @@ class Outside(Crossing):
         self.program, self.batch, self.changed = program, batch, changed
         asked = (frame.log_weights for frame in _PYRO_STACK if isinstance(frame, handlers.Known))
         nodes = program.points if program.points > 1 else quadrature.NODES[0]
-        self.seen = Run(Rows(self._again, levels, nodes, next(asked, None)))
+        self.seen = Run(Marginalisation(self._again, levels, nodes, next(asked, None)))
 
-    def _again(self, until: str, taken: Any, *at: Any, copies: int) -> Again:
+    def _again(self, until: str, marginalised: Any, *at: Any, copies: int) -> Rerun:
         """Run the program again, up to a site."""
         here = _PYRO_STACK.index(self)
         stack, _PYRO_STACK[here:] = _PYRO_STACK[:], []
         try:
             return self.program._run(
-                self.batch, Again, until, taken, self.seen.values, *at, copies, copies=copies
+                self.batch, Rerun, until, marginalised, self.seen.values, *at, copies, copies=copies
             )
         finally:
             _PYRO_STACK[:] = stack
@@ -149,7 +149,7 @@ class Outside(Crossing):
             name, distribution = msg["name"], msg["fn"]
             value = self.seen.values.setdefault(name, msg["value"])
             if isinstance(distribution, Mixture):
-                self.seen.rows.after(
+                self.seen.rows.record(
                     name, distribution, value, OBSERVATIONS in handlers.plates(msg)
                 )
         self._return(msg)
@@ -162,7 +162,7 @@ class Outside(Crossing):
             msg["stop"] = True
             self._derive(msg)
             return
-        fn, layout, name = distributions.whole(msg["fn"]), layout_of(msg), msg["name"]
+        fn, layout, name = distributions.expand_matrices(msg["fn"]), layout_of(msg), msg["name"]
         value, observed, rows = msg["value"], msg["is_observed"], self.seen.rows
         in_rows = OBSERVATIONS in handlers.plates(msg)
         if in_rows and not layout.local:
@@ -171,15 +171,15 @@ class Outside(Crossing):
                 "clients, open `with federation.clients():` around `with federation.observations()`"
             )
         if not observed and not msg["done"] and self._is_latent(msg, fn, layout, in_rows):
-            drawn = rows.take(name, fn, layout, in_rows, rows.values_of(name, fn, layout, in_rows))
+            drawn = rows.add(name, fn, layout, in_rows, rows.values_of(name, fn, layout, in_rows))
             given = self.levels.enter(drawn, layout, 0)
-            msg["value"] = _another(fn, given) if name == self.changed else given
+            msg["value"] = _other_values(fn, given) if name == self.changed else given
             msg["done"] = msg["stop"] = True
             return
         self.seen.layouts[name] = layout
         weights = {what: weight_of(msg, what, msg[what], layout) for what in ("mask", "scale")}
         own, clients = len(layout.own), self.levels.clients[1]
-        given = _another(fn, value) if name == self.changed else value
+        given = _other_values(fn, value) if name == self.changed else value
 
         def back(drawn: Any) -> Any:
             return given if observed else self.levels.enter(drawn, layout, fn.event_dim + own)
@@ -188,7 +188,7 @@ class Outside(Crossing):
         gaps = observed and name in self.program.covariates and MISSING in msg["infer"]
         values = rows.values_of(name, fn, layout, in_rows) if gaps else None
         self._leave(back)
-        distribution = distributions.outside(fn, self.levels, layout)
+        distribution = distributions.batched(fn, self.levels, layout)
         if layout.local and distribution.batch_shape[-2] != clients:
             distribution = distribution.expand(
                 (*distribution.batch_shape[:-2], clients, distribution.batch_shape[-1])
@@ -199,12 +199,12 @@ class Outside(Crossing):
             seen = self.levels.leave(seen, layout)
             seen = seen.squeeze(0) if self.levels.draws and len(seen) == 1 else seen
             msg["value"] = self.seen.values[name] = seen
-        if rows.reach(layout, in_rows):
+        if rows.is_mixture(layout, in_rows):
             distribution = rows.distribution(
                 name, distribution, in_rows, seen if observed else None, msg["mask"]
             )
         if gaps:
-            rows.take(name, fn, layout, in_rows, values, seen)
+            rows.add(name, fn, layout, in_rows, values, seen)
         msg["fn"] = distribution
         frames = {frame.name: frame for frame in msg["cond_indep_stack"]}
         msg["cond_indep_stack"] = tuple(
@@ -230,7 +230,7 @@ class Outside(Crossing):
             derived.found[msg["name"]] = handlers.Derivation(value, layout.local, per_row)
 
 
-def _another(fn: Any, value: Tensor) -> Tensor:
+def _other_values(fn: Any, value: Tensor) -> Tensor:
     """Other values in the support of a site."""
     if not fn.support.is_discrete:
         return transform_to(fn.support)(torch.full_like(value, 0.3))
@@ -240,7 +240,7 @@ def _another(fn: Any, value: Tensor) -> Tensor:
     return torch.where(value == first, last, first)
 
 
-def _seen(batch: Batch, levels: Levels) -> Batch:
+def _batch_of_one_client(batch: Batch, levels: Levels) -> Batch:
     """The batch of one client that the program sees inside vmap."""
 
     def one(value: Tensor) -> Tensor:
@@ -255,8 +255,8 @@ def _seen(batch: Batch, levels: Levels) -> Batch:
 @contextmanager
 def _own_dimensions() -> Iterator[None]:
     """Let the program's plates take the dimensions that they would take without the plates outside."""
-    taken, _DIM_ALLOCATOR._stack = _DIM_ALLOCATOR._stack, []
+    outer, _DIM_ALLOCATOR._stack = _DIM_ALLOCATOR._stack, []
     try:
         yield
     finally:
-        _DIM_ALLOCATOR._stack = taken
+        _DIM_ALLOCATOR._stack = outer

@@ -17,7 +17,7 @@ from bayesfed.data.federation import Model
 from bayesfed.elbo import handlers
 from bayesfed.vmap.compare import densities
 from bayesfed.vmap.levels import Layout
-from bayesfed.vmap.marginalise import Taken
+from bayesfed.vmap.marginalise import Marginalised
 from bayesfed.vmap.one_client import OneClient, Run
 
 DRAWS = 2
@@ -49,9 +49,9 @@ class Probe:
         return self.run.layouts
 
     @property
-    def taken(self) -> Mapping[str, Taken]:
+    def marginalised(self) -> Mapping[str, Marginalised]:
         """The variables that are summed or integrated out."""
-        return self.run.rows.taken
+        return self.run.rows.marginalised
 
     @cached_property
     def values(self) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ class Place(NamedTuple):
         return self.loc.unsqueeze(1) + self.scale.unsqueeze(1) * z[:, None, None]
 
 
-def around(log_f: LogDensity, place: Place) -> Place:
+def find_modes(log_f: LogDensity, place: Place) -> Place:
     """The modes of integrands and the scales of the Normals that fit them there, without gradients.
 
     Each pass evaluates some points and moves to the vertex of the parabola through the highest point and its two
@@ -44,9 +44,9 @@ def around(log_f: LogDensity, place: Place) -> Place:
 
     Example:
         >>> import torch
-        >>> from bayesfed.vmap.quadrature import Place, around
+        >>> from bayesfed.vmap.quadrature import Place, find_modes
         >>> start = Place(torch.zeros(1, 1, 1), torch.ones(1, 1, 1))
-        >>> place = around(lambda u: -0.5 * ((u - 3) / 0.01) ** 2, start)
+        >>> place = find_modes(lambda u: -0.5 * ((u - 3) / 0.01) ** 2, start)
         >>> f"{place.loc.item():.3f} {place.scale.item():.3f}"
         '3.000 0.010'
     """
@@ -84,7 +84,7 @@ def nodes(place: Place, count: int = NODES[0]) -> tuple[Tensor, Tensor]:
     return place.points(z), place.scale.log().unsqueeze(1) + log_weight[:, None, None]
 
 
-def drawn(log_f: LogDensity, place: Place, cells: int = 97) -> Tensor:
+def sample(log_f: LogDensity, place: Place, cells: int = 97) -> Tensor:
     """A draw ``(S, K, B)`` from the density proportional to f, taken as constant within an eighth of its scale."""
     z = torch.linspace(-6, 6, cells).to(place.loc)
     values = log_f(place.points(z)).movedim(1, -1)

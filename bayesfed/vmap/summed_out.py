@@ -39,18 +39,18 @@ def sum_out(probe: Probe, gaps: bool) -> OneClient:
         ValueError: no outcome depends on a variable, or something depends on it that is not an outcome of the row or
             client.
     """
-    taken, of_rows = probe.taken, probe.of_rows
-    _check_needed(list(taken), probe.nodes)
-    dependents = {name: _dependents(probe, name) for name in (*taken, *of_rows[:-1])}
+    marginalised, of_rows = probe.marginalised, probe.of_rows
+    _check_needed(list(marginalised), probe.nodes)
+    dependents = {name: _dependents(probe, name) for name in (*marginalised, *of_rows[:-1])}
     covariates = {name for name in of_rows if dependents.get(name)}
-    for name in (*taken, *(covariates if gaps else ())):
-        of_row = name in of_rows or taken[name].of_row
+    for name in (*marginalised, *(covariates if gaps else ())):
+        of_row = name in of_rows or marginalised[name].of_row
         outcomes = of_rows if of_row else probe.layouts
         _check_dependents(name, dependents[name].difference(outcomes), of_row)
-    latent = frozenset(name for name, variable in taken.items() if variable.of_row)
-    kinds = tuple(name for name in taken if name not in latent)
+    latent = frozenset(name for name, variable in marginalised.items() if variable.of_row)
+    kinds = tuple(name for name in marginalised if name not in latent)
     program = OneClient(probe.program.model, latent, kinds, frozenset(covariates))
-    integrals = any(variable.values is None for variable in taken.values())
+    integrals = any(variable.values is None for variable in marginalised.values())
     if integrals or (covariates and gaps):
         return _with_enough_nodes(program, probe.batch, probe.params)
     return program

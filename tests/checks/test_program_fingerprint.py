@@ -126,6 +126,5 @@ def test_a_guide_of_ones_own():
     program, now = of(hierarchy(), guide(1.1))
     assert difference(program, before, before) is None
     assert (
-        difference(program, before, now)
-        == "the guide of 'a', or a prior that it uses, has changed"
+        difference(program, before, now) == "the guide of 'a', or a prior that it uses, has changed"
     )

@@ -146,7 +146,10 @@ def test_rows_are_predicted_by_the_mixture():
 
 def test_mixtures_know_their_moments():
     """Against a million draws."""
-    components = dist.Normal(torch.tensor([0.0, 1.0]), 1.0), dist.Normal(torch.tensor([4.0, -1.0]), 2.0)
+    components = (
+        dist.Normal(torch.tensor([0.0, 1.0]), 1.0),
+        dist.Normal(torch.tensor([4.0, -1.0]), 2.0),
+    )
     mixture = Mixture(torch.tensor([[0.7, 0.3], [0.5, 0.5]]).log(), components, {"z": 2})
     torch.manual_seed(0)
     draws = mixture.sample((500_000,))

@@ -25,7 +25,7 @@ def data(gaps=False, clients=4, seed=0):
     return bf.Federation.from_arrays(rows, missing="keep" if gaps else "fail")
 
 
-# Each program beside log p(values of discrete variables of the client, and what is observed, by row) by hand: the distribution
+# Each program beside log p(values of the client's discrete variables, and its data, by row) by hand: the distributions
 # of its discrete variables, of its own variable `a`, and of a row summed over the row's own variables.
 
 
