@@ -51,7 +51,7 @@ class Mixture(TorchDistribution):
         self.log_evidence = log_weights.logsumexp(-1) if log_evidence is None else log_evidence
         self.row_mask, self.copies, self.sampler = mask, copies, sampler
         self.first = components[0] if first is None else first
-        shapes = [distribution.batch_shape for distribution in components] if copies == 1 else []
+        shapes = [part.batch_shape for part in components] if copies == 1 else []
         batch = torch.broadcast_shapes(log_weights.shape[:-1], *shapes)
         super().__init__(batch, components[0].event_shape, validate_args=False)
 
@@ -67,12 +67,12 @@ class Mixture(TorchDistribution):
         assert self.copies == 1
         weights = self.log_weights.expand(*batch_shape, self.log_weights.shape[-1])
         evidence = self.log_evidence.expand(batch_shape)
-        components = [distribution.expand(batch_shape) for distribution in self.components]
+        components = [part.expand(batch_shape) for part in self.components]
         return Mixture(weights, components, self.variables, log_evidence=evidence)
 
     def each(self, value: Tensor) -> Tensor:
         """log p(y | z) of each component: ``(*batch, k)``."""
-        return self._stack(lambda distribution: distribution.log_prob(self._repeat(value)))
+        return self._stack(lambda part: part.log_prob(self._repeat(value)))
 
     def rows(self, value: Tensor, kinds: int) -> Tensor:
         """log p(y) by row, 0 for rows that do not count, repeated for each kind of the client: ``(*batch, kinds)``."""
@@ -92,25 +92,20 @@ class Mixture(TorchDistribution):
             yield torch.zeros(self.batch_shape), self
             return
         log_weights = self._weights().log_softmax(-1).unbind(-1)
-        for log_weight, distribution in zip(log_weights, self.components, strict=True):
-            for weight, part in (
-                distribution.weighted_components()
-                if isinstance(distribution, Mixture)
-                else ((0.0, distribution),)
-            ):
-                yield (log_weight + weight).expand(self.batch_shape), part
+        for log_weight, part in zip(log_weights, self.components, strict=True):
+            inner = part.weighted_components() if isinstance(part, Mixture) else ((0.0, part),)
+            for weight, one in inner:
+                yield (log_weight + weight).expand(self.batch_shape), one
 
     @property
     def mean(self) -> Tensor:
         """Σ_z p(z) E[y | z]."""
-        return self._weighted(self._stack(lambda distribution: distribution.mean))
+        return self._weighted(self._stack(lambda part: part.mean))
 
     @property
     def variance(self) -> Tensor:
         """The variance within the components plus the variance between them."""
-        squares = self._stack(
-            lambda distribution: distribution.variance + distribution.mean.square()
-        )
+        squares = self._stack(lambda part: part.variance + part.mean.square())
         return self._weighted(squares) - self.mean.square()
 
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
@@ -125,8 +120,8 @@ class Mixture(TorchDistribution):
         nth = torch.distributions.Categorical(logits=log_weights).sample(torch.Size(sample_shape))
         each = torch.stack(
             [
-                distribution.expand(self.batch_shape).sample(torch.Size(sample_shape))
-                for distribution in self.components
+                part.expand(self.batch_shape).sample(torch.Size(sample_shape))
+                for part in self.components
             ]
         )
         nth = nth.reshape(1, *nth.shape, *[1] * len(self.event_shape)).expand(1, *each.shape[1:])
@@ -141,7 +136,7 @@ class Mixture(TorchDistribution):
 
     def _stack(self, use: Callable[[Any], Tensor]) -> Tensor:
         """Stack a function of each component, ``(*batch, *rest)``, to ``(*batch, *rest, k)``."""
-        found = [use(distribution) for distribution in self.components]
+        found = [use(part) for part in self.components]
         if self.copies == 1:
             return torch.stack(torch.broadcast_tensors(*found), -1)
         rest = max(value.ndim for value in found) - 3
@@ -174,8 +169,8 @@ class ClientMixture(Mixture):
         >>> import torch, pyro.distributions as dist
         >>> from bayesfed.vmap.mixtures import ClientMixture
         >>> parts = dist.Normal(torch.zeros(1, 2), 1.0), dist.Normal(torch.full((1, 2), 9.0), 1.0)
-        >>> distribution = ClientMixture(torch.zeros(1, 1, 2), parts, {"z": 2}, before=torch.zeros(1, 1, 2), mask=None)
-        >>> (distribution.sample() > 4.5).tolist() in ([[True, True]], [[False, False]])
+        >>> mixture = ClientMixture(torch.zeros(1, 1, 2), parts, {"z": 2}, before=torch.zeros(1, 1, 2), mask=None)
+        >>> (mixture.sample() > 4.5).tolist() in ([[True, True]], [[False, False]])
         True
     """
 
@@ -200,7 +195,7 @@ class ClientMixture(Mixture):
         lead, k = batch_shape[:-1], self.log_weights.shape[-1]
         return ClientMixture(
             self.log_weights.expand(*lead, 1, k),
-            [distribution.expand(batch_shape) for distribution in self.components],
+            [part.expand(batch_shape) for part in self.components],
             self.variables,
             before=self.before.expand(*lead, *self.before.shape[-2:]),
             mask=self.row_mask,

@@ -18,7 +18,7 @@ from bayesfed.elbo import handlers
 from bayesfed.vmap.compare import densities
 from bayesfed.vmap.levels import Layout
 from bayesfed.vmap.marginalise import Marginalised
-from bayesfed.vmap.one_client import OneClient, Run
+from bayesfed.vmap.one_client import OneClient
 
 DRAWS = 2
 
@@ -32,7 +32,8 @@ class Probe:
         batch: the rows of two clients.
         params: the parameters, unconstrained; each client has its own value of global ones too.
         nodes: the sample sites of the trace, by name, but for variables that are summed or integrated out.
-        run: the layouts of these sites, and the variables that are summed or integrated out.
+        layouts: the layouts of these sites.
+        marginalised: the variables that are summed or integrated out.
         derived: the values that the model names by ``pyro.deterministic``.
     """
 
@@ -40,18 +41,9 @@ class Probe:
     batch: Batch
     params: Mapping[str, Tensor]
     nodes: Mapping[str, Any]
-    run: Run
+    layouts: Mapping[str, Layout]
+    marginalised: Mapping[str, Marginalised]
     derived: Mapping[str, Tensor]
-
-    @property
-    def layouts(self) -> Mapping[str, Layout]:
-        """The layouts of the sample sites."""
-        return self.run.layouts
-
-    @property
-    def marginalised(self) -> Mapping[str, Marginalised]:
-        """The variables that are summed or integrated out."""
-        return self.run.rows.marginalised
 
     @cached_property
     def values(self) -> dict[str, Tensor]:
@@ -95,7 +87,7 @@ def run_probe(model: Model, batch: Batch) -> Probe:
         params = _params_of_clients(recorder.seen, len(batch))
     values = {name: derivation.value for name, derivation in derived.found.items()}
     nodes = handlers.sample_sites(tracer.trace)
-    return Probe(program, batch, params or {}, nodes, run, values)
+    return Probe(program, batch, params or {}, nodes, run.layouts, run.rows.marginalised, values)
 
 
 def _params_of_clients(seen: Mapping[str, Any], clients: int) -> dict[str, Tensor]:
