@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from bayesfed.algorithms import SFVI, Algorithm
+from bayesfed.checks.data import check_data
 from bayesfed.checks.independence import check_independence
 from bayesfed.checks.units import warn_of_units
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params, Program
-from bayesfed.engine.checks import check_data
 from bayesfed.engine.cohort import cohort_size
 from bayesfed.engine.execution import Execution
 from bayesfed.engine.plan import Plan

@@ -24,12 +24,12 @@ from bayesfed.data.chunks import PASS, chunks, weight
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.elbo import client_terms, draw
-from bayesfed.elbo.mixtures import ClientMixture
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.sites import Site
 from bayesfed.guides.hierarchical import LOCAL
 from bayesfed.output.evidence import COST, Candidates, laplace_candidates, noise_draws
 from bayesfed.output.fitted import Fitted
+from bayesfed.vmap.mixtures import ClientMixture
 
 _CENTRE = {"normal": 0.0, "uniform": 0.5}
 Chunks = Iterator[tuple[Tensor, "Draws"]]

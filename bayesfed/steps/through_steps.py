@@ -28,9 +28,9 @@ from torch import Tensor
 from bayesfed.data.batch import Batch, Fields
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
-from bayesfed.elbo.context import contexts
 from bayesfed.elbo.elbo import client_losses
 from bayesfed.elbo.program import Params, Program
+from bayesfed.guides.encoders import contexts
 from bayesfed.guides.globals import Point
 from bayesfed.guides.locals import Encoded, Locals, Remade, prior_centre
 from bayesfed.settings import Rate

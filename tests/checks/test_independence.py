@@ -181,7 +181,7 @@ def test_right_models_pass(name, batch_size):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_algorithm_and_model_of_the_laws_passes(name):
+def test_every_algorithm_and_model_of_the_invariants_passes(name):
     (algorithm, problem), data = CASES[name](), federation()
     check_independence(algorithm.program(problem, data), data, shuffled=True)
 

@@ -1,4 +1,4 @@
-"""Numbers of a program at fixed places: a change of any law is seen and named, other rounding is not."""
+"""Fingerprints of programs: a change of any distribution is found and named, a change of round-off is not."""
 
 import pyro
 import pyro.distributions as dist
@@ -40,7 +40,7 @@ def of(model, algorithm=None, data=None):
 
 
 def test_the_numbers_are_log_densities():
-    """Of mu and of the clients' prior, at places that are told by the first."""
+    """The densities of mu and of the clients' prior at the fixed values that their names give."""
     _, found = of(hierarchy())
     wide, _ = of(hierarchy(mu=7.0))[1]["model mu"][:, :, 0]
     narrow, _ = found["model mu"][:, :, 0]
@@ -91,7 +91,7 @@ def test_double_precision_sees_more(float64):
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_program_has_numbers(name):
-    """Which are the same for a second program of a model, with the clients in another order and fewer of them."""
+    """A second program of a model has the same fingerprint, with fewer clients in another order."""
     algorithm, model = CASES[name]()
     program, whole = of(model, algorithm)
     assert all(value.isfinite().all() for value in whole.values())

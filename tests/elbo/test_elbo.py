@@ -93,7 +93,7 @@ def test_losses_are_the_densities_of_the_program():
     ids=["full rank", "mean field", "points"],
 )
 def test_a_parameter_that_is_left_out_is_named(algorithm):
-    """Of the model's own and of the guide's, a client's or all clients': never its initial value in silence."""
+    """A parameter without a value is an error, in the model and in the guide, local or global."""
 
     def model(federation):
         slope = pyro.param("slope", torch.tensor(0.5))

@@ -9,8 +9,8 @@ from pyro import poutine
 
 import bayesfed as bf
 from bayesfed.elbo import handlers
-from bayesfed.elbo.mixtures import Mixture
 from bayesfed.vmap.choose import for_batches
+from bayesfed.vmap.mixtures import Mixture
 
 
 def data(kind, clients=4, seed=0):
@@ -146,8 +146,11 @@ def test_rows_are_predicted_by_the_mixture():
 
 def test_mixtures_know_their_moments():
     """Against a million draws."""
-    laws = dist.Normal(torch.tensor([0.0, 1.0]), 1.0), dist.Normal(torch.tensor([4.0, -1.0]), 2.0)
-    mixture = Mixture(torch.tensor([[0.7, 0.3], [0.5, 0.5]]).log(), laws, {"z": 2})
+    components = (
+        dist.Normal(torch.tensor([0.0, 1.0]), 1.0),
+        dist.Normal(torch.tensor([4.0, -1.0]), 2.0),
+    )
+    mixture = Mixture(torch.tensor([[0.7, 0.3], [0.5, 0.5]]).log(), components, {"z": 2})
     torch.manual_seed(0)
     draws = mixture.sample((500_000,))
     torch.testing.assert_close(draws.mean(0), mixture.mean, atol=0.02, rtol=0)

@@ -25,7 +25,7 @@ def data(gaps=False, clients=4, seed=0):
     return bf.Federation.from_arrays(rows, missing="keep" if gaps else "fail")
 
 
-# Each program beside log p(values of discrete variables of the client, and what is observed, by row) by hand: the law
+# Each program beside log p(values of the client's discrete variables, and its data, by row) by hand: the distributions
 # of its discrete variables, of its own variable `a`, and of a row summed over the row's own variables.
 
 
@@ -81,7 +81,7 @@ def of_two_kinds(p, a, y, v):
 
 
 def with_rows(federation):
-    """A discrete variable of a row whose law depends on that of its client."""
+    """A discrete variable of a row whose distribution depends on that of its client."""
     p = pyro.sample("p", dist.Beta(2.0, 2.0))
     with federation.clients():
         a = pyro.sample("a", dist.Normal(0.0, 1.0))
@@ -335,7 +335,7 @@ def test_what_cannot_be_summed_out_is_refused():
                 pyro.sample("y", dist.Normal(a, 1.0), obs=obs["y"])
 
     for model, said in [
-        (of_a_mixture, "latent site 'a': torch knows no way from the reals.*discrete variable"),
+        (of_a_mixture, "latent site 'a': torch has no transform from the reals.*discrete variable"),
         (named, "'level' depends on site 'z', which is discrete, of a client, and summed out"),
         (
             counted,

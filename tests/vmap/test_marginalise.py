@@ -57,21 +57,21 @@ def local(*values):
 A = {"a": local(0.3, -1.0, 2.0, 0.0)}
 
 
-def effect(law, outcome, field="n"):
+def effect(distribution, outcome, field="n"):
     """A program whose rows have a variable of their own."""
 
     def model(federation):
         with federation.clients():
             a = pyro.sample("a", dist.Normal(0.0, 1.0))
             with federation.observations() as obs:
-                u = pyro.sample("u", law)
+                u = pyro.sample("u", distribution)
                 pyro.sample(field, outcome(a, u), obs=obs.get(field))
 
     return model
 
 
 def rows_of(found, federation):
-    """Of ``(1, K, B)``: the rows that are there, by client."""
+    """The rows of ``(1, K, B)`` that are not padding, by client."""
     return [found[0, i, :n] for i, n in enumerate(federation.lengths.tolist())]
 
 
@@ -95,8 +95,8 @@ def test_measurement_error(noise):
         mean = torch.tensor([mu, float(a) + slope * mu])
         covariance = tau**2 * torch.tensor([[1.0, slope], [slope, slope**2]])
         covariance += torch.tensor([noise**2, sigma**2]).diag()
-        law = dist.MultivariateNormal(mean, covariance)
-        expected = law.log_prob(torch.as_tensor(np.stack([mine["x"], mine["y"]], 1)))
+        distribution = dist.MultivariateNormal(mean, covariance)
+        expected = distribution.log_prob(torch.as_tensor(np.stack([mine["x"], mine["y"]], 1)))
         torch.testing.assert_close(log_prob, expected, rtol=1e-8, atol=1e-6)
 
 
@@ -141,8 +141,8 @@ def test_other_supports():
     gamma = effect(dist.Gamma(3.0, 2.0), lambda a, u: dist.Poisson(u * a.exp()))
     found = rows_of(run(gamma, federation, A, 1), federation)
     for a, mine, log_prob in zip(A["a"].flatten(), rows.values(), found, strict=True):
-        law = stats.nbinom(3, 2 / (2 + np.exp(float(a))))
-        np.testing.assert_allclose(log_prob, law.logpmf(mine["n"]), atol=1e-5)
+        distribution = stats.nbinom(3, 2 / (2 + np.exp(float(a))))
+        np.testing.assert_allclose(log_prob, distribution.logpmf(mine["n"]), atol=1e-5)
     beta = effect(dist.Beta(2.0, 3.0), lambda a, p: dist.Binomial(30, p))
     found = rows_of(run(beta, federation, A, 1), federation)
     for mine, log_prob in zip(rows.values(), found, strict=True):
@@ -211,7 +211,7 @@ def test_missing_covariates_that_have_a_prior():
 
 
 def test_a_fit_is_the_exact_posterior():
-    """Of a linear Gaussian hierarchy, by linear algebra; means to .15 sd, sds to a tenth of it."""
+    """The posterior of a linear Gaussian hierarchy by linear algebra: means to 0.15 sd, sds to 10 %."""
 
     def model(federation):
         mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
@@ -381,5 +381,5 @@ def test_an_integrand_with_a_kink():
                 e = pyro.sample("e", dist.Normal(0.0, 1.0))
                 pyro.sample("y", dist.Normal(a + (5 * e).floor(), 0.3), obs=obs["y"])
 
-    with pytest.warns(UserWarning, match="is not settled with 81 nodes: a clamp, a step"):
+    with pytest.warns(UserWarning, match="has not converged with 81 nodes: a clamp, a step"):
         for_batches(stairs, federation)

@@ -120,11 +120,11 @@ def scaled(federation):
     with federation.clients():
         scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
         with federation.observations() as obs:
-            law = dist.TransformedDistribution(
+            distribution = dist.TransformedDistribution(
                 dist.Normal(torch.zeros_like(obs["y"]), 1.0),
                 [dist.transforms.AffineTransform(0.5, scale.squeeze())],
             )
-            pyro.sample("y", law, obs=obs["y"])
+            pyro.sample("y", distribution, obs=obs["y"])
 
 
 def bounded(federation):
@@ -177,7 +177,7 @@ def sites(trace):
 
 
 def unconstrained(model, data):
-    """Of each latent site one number for each entry, drawn for S draws and K clients, and the trace of one client."""
+    """A value of each latent site for S draws and K clients, and the trace of one client."""
     one = data.batch(torch.arange(1))
     with handlers.given(one.device, noise={}):
         nodes = sites(poutine.trace(model).get_trace(one))
@@ -267,7 +267,7 @@ def test_every_algorithm_takes_them(model, algorithm):
 def test_a_program_that_can_be_run_both_ways_is_the_same(model, data, algorithm):
     """To the last bits: the same operations, some of them under vmap."""
     data = data()
-    assert for_batches(model, data) is model
+    assert for_batches(model, data).model is model
     draws = [
         bf.fit(run, data, algorithm, rounds=2).sample(50)
         for run in (model, lambda f: OneClient(model)(f))
