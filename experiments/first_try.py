@@ -5,12 +5,12 @@
     python experiments/first_try.py seeds pumps     # two rows
     python experiments/first_try.py --no-nuts       # only fit, without the reference: minutes
 
-The programs of ``first_tries`` are plain Pyro, written for one client; nothing but their two plates is made for bayesfed.
-Each is fitted by `bf.fit(program, data)` with the usual settings, and stops by itself. The table has the distance from
-NUTS on the pooled data (the same function, see pooled_nuts.py): the largest shift of a posterior mean in NUTS' standard
+The programs of ``first_tries`` are plain Pyro, written for one client; only their two plates are bayesfed's. Each is
+fitted by `bf.fit(program, data)` with the usual settings, and stops by itself. The table has the distance from NUTS on
+the pooled data (the same function, see pooled_nuts.py): the largest shift of a posterior mean in NUTS' standard
 deviations, and the range of the ratios of standard deviations, over all entries of global and of local variables. The
-scales of a horseshoe have the tails of a Cauchy, hence neither mean nor standard deviation: the figures of that row mean
-little. k is Pareto's.
+scales of a horseshoe have the tails of a Cauchy, hence neither mean nor standard deviation: the figures of that row
+mean little. k is Pareto's.
 """
 
 from __future__ import annotations

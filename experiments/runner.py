@@ -7,9 +7,9 @@ rows. A script looks like this:
         given = runner.arguments(__doc__, rounds=100)
         runner.table("algorithm | accuracy | seconds", ["FedAvg", "FOLA"], measure, given)
 
-Each result is a line of ``runs/raw/SCRIPT.jsonl`` as soon as it is there: a run that was killed goes on with ``--resume``.
-A row stands in the Markdown table beside the script as soon as its results are complete. The table begins with the
-command that made it, the date, the commit, the machine and the versions.
+Each result is a line of ``runs/raw/SCRIPT.jsonl`` as soon as it is there: a run that was killed goes on with
+``--resume``. A row stands in the Markdown table beside the script as soon as its results are complete. The table begins
+with the command that made it, the date, the commit, the machine and the versions.
 """
 
 from __future__ import annotations
@@ -214,8 +214,8 @@ def table(
 
     Args:
         columns: the heads, joined by `` | ``.
-        rows: by their first cells in the order of the table, the calls that each needs; a list where the first cells are
-            the call.
+        rows: by their first cells in the order of the table, the calls that each needs; a list where the first cells
+            are the call.
         measure: the experiment.
         given: the parsed command line.
         cells: from a row's results the other cells, or a list of several rows of them.
@@ -277,17 +277,21 @@ def _merge(
     made: set[str],
     note: str,
 ) -> None:
-    """Put the rows of a key into a file, in the order of the keys; rows that no key has are left out."""
+    """Put the rows of a key into a file in place of those that it has there, in the order of the keys."""
     lines = path.read_text().splitlines() if path.exists() else []
     old = lines[lines.index(heads[0]) + 2 :] if heads[0] in lines else []
-    rows = [line for line in old if line.startswith("|")]
-    kept = {each: [row for row in rows if _begins(row, each)] for each in order}
-    if key is not None:
-        kept[key] = block
-    rows = [row for each in order for row in kept[each]]
+    rows = [line for line in old if line.startswith("|") and not (key and _begins(line, key))]
+    rows = sorted([*rows, *block], key=lambda row: _place(row, order))
     older = len(rows) - sum(row in made for row in rows)
     said = f" {older} of {len(rows)} rows are older." if older else ""
     write(path, [*heads, *rows, *(["", note] if note else [])], said)
+
+
+def _place(row: str, order: list[tuple[Any, ...]]) -> int:
+    """Return the number of the row's key, else of the first key with the same first cell."""
+    keys = [*order, *((key[0],) for key in order)]
+    found = (number for number, key in enumerate(keys) if _begins(row, key))
+    return next(found, len(keys)) % len(order) if order else 0
 
 
 def _begins(row: str, key: tuple[Any, ...]) -> bool:
