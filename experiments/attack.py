@@ -230,7 +230,7 @@ def measure(name: str, first: int, trials: int) -> dict[str, Any]:
     return {"rounds": run.rounds, "epsilon": run.epsilon, "delta": delta, "ratios": ratios}
 
 
-def cells(found: list[dict[str, Any]]) -> list[Any]:
+def cells(_: Any, found: list[dict[str, Any]]) -> list[Any]:
     """Return the cells of a game from all its trials."""
     pairs, one = [pair for each in found for pair in each["ratios"]], found[0]
     zeros, ones = map(list, zip(*pairs, strict=True))

@@ -380,7 +380,7 @@ def start(seed: int) -> str:
 
 
 def programs(given: Any) -> None:
-    def cells(found: list[str]) -> list[Any]:
+    def cells(_: Any, found: list[str]) -> list[Any]:
         alarms = [f"program {seed}: {words}" for seed, words in enumerate(found) if words]
         return [len(found), len(alarms), "; ".join(alarms)]
 
@@ -428,7 +428,7 @@ def converged(given: Any) -> None:
     }
     every: dict[str, list[float]] = {kind: [] for kind in KINDS}
 
-    def cells(found: list[tuple[float, float]]) -> list[str]:
+    def cells(_: Any, found: list[tuple[float, float]]) -> list[str]:
         for error, far in found:
             kind = "done" if error < 0.25 else "not done" if error > 0.5 else "between"
             every[kind].append(far)

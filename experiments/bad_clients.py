@@ -78,7 +78,7 @@ def main() -> None:
         for clipped in (False, True)
     }
     columns = f"algorithm | clip | {' | '.join(ATTACKS)}"
-    runner.table(columns, rows, measure, given, cells=lambda found: found)
+    runner.table(columns, rows, measure, given, cells=lambda _, found: found)
 
 
 if __name__ == "__main__":

@@ -204,12 +204,12 @@ def main() -> None:
     given = runner.arguments(__doc__, seeds=5)
     every: dict[str, Tensor] = {}
 
-    def cells(found: list[tuple[list[float], float]]) -> list[str]:
+    def cells(key: tuple[str], found: list[tuple[list[float], float]]) -> list[str]:
         half = len(found) // 2
         runs, best = (
             torch.tensor([path for path, _ in part]) for part in (found[:half], found[half:])
         )
-        name = next(name for name in METHODS if name not in every)
+        name = key[0]
         every[name] = runs
         (mean, wide), (log_mean, log_wide) = band(runs), band((runs / best).log())
         sd = f"{sum(sd for _, sd in found[:half]) / half:.3f}" if name.startswith("FedABML") else ""
@@ -223,7 +223,8 @@ def main() -> None:
         for name in METHODS
     }
     heads = " | ".join(f"round {r}" for r in ROUNDS)
-    columns = f"method | {heads} | σ_θ at the end | {heads}"
+    ratios = " | ".join(f"÷ best, round {r}" for r in ROUNDS)
+    columns = f"method | {heads} | σ_θ at the end | {ratios}"
     runner.table(columns, rows, measure, given, cells, note=lambda: NOTE.strip())
     if given.usual and len(every) == len(METHODS):
         draw(every, runner.ROOT / "experiments/fedabml_toy.png")

@@ -96,18 +96,13 @@ def measure(design: str, settings: dict[str, Any], seed: int) -> list[tuple[floa
     return found
 
 
-def cells(found: list[list[tuple[float, float]]]) -> list[list[str]]:
+def cells(_: Any, found: list[list[tuple[float, float]]]) -> list[list[str]]:
     """Return a row of D and one of the ratio from the seeds' figures."""
-    return [
-        [
-            name,
-            *(
-                runner.plus_minus([run[r][i] for run in found], digits, ".1g")
-                for r in range(len(ROUNDS))
-            ),
-        ]
-        for i, (name, digits) in enumerate((("D", ".3g"), ("ratio", ".3f")))
-    ]
+    rows = []
+    for i, (name, *digits) in enumerate((("D", ".3g", ".1g"), ("ratio", ".3f"))):
+        at = range(len(ROUNDS))
+        rows.append([name, *(runner.plus_minus([run[r][i] for run in found], *digits) for r in at)])
+    return rows
 
 
 def main() -> None:

@@ -293,7 +293,7 @@ def main() -> None:
         rows[MISTAKES.get(drawn(seed)[1], "right")].append((seed,))
     outcomes = ["same", "refused", "not by Pyro", "warned", "silent", "raw"]
 
-    def cells(found: list[tuple[str, str]]) -> list[int]:
+    def cells(_: Any, found: list[tuple[str, str]]) -> list[int]:
         for came, said in found:
             if given.say or came in ("raw", "silent"):
                 print(f"{came}: {said.splitlines()[0] if said else ''}")

@@ -349,7 +349,7 @@ def measure(folder: str, sample: int, seed: int, jobs: int) -> dict[str, Any]:
     return {"every": len(every), "found": found}
 
 
-def cells(found: list[dict[str, Any]]) -> list[Any]:
+def cells(_: Any, found: list[dict[str, Any]]) -> list[Any]:
     """Return the counts of a folder."""
     count = Counter(mutant["verdict"] for mutant in found[0]["found"])
     killed = f"{count['killed']} ({count['killed'] / count.total():.0%})"

@@ -120,7 +120,7 @@ def main() -> None:
         for count in given.clients
     }
 
-    def cells(found: list[dict[str, Any]]) -> list[str]:
+    def cells(_: Any, found: list[dict[str, Any]]) -> list[str]:
         parts = range(0, len(found), given.seeds)
         return [cell(found[i : i + given.seeds]) for i in parts]
 

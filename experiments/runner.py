@@ -202,7 +202,7 @@ def table(
     rows: Mapping[Any, Sequence[Call]] | Sequence[Any],
     measure: Callable[..., Any],
     given: argparse.Namespace,
-    cells: Callable[[list[Any]], Any] = lambda found: found[0],
+    cells: Callable[[Any, list[Any]], Any] = lambda _, found: found[0],
     *,
     path: Path | None = None,
     note: Callable[[], str] = str,
@@ -218,7 +218,7 @@ def table(
             are the call.
         measure: the experiment.
         given: the parsed command line.
-        cells: from a row's results the other cells, or a list of several rows of them.
+        cells: from a row's first cells and results its other cells, or a list of several rows of them.
         path: of the table; by default beside the script.
         note: makes a text below the table.
         how: see :func:`results`.
@@ -238,7 +238,7 @@ def table(
             keys = [json.dumps(call) for call in needed]
             if all(each in found for each in keys):
                 del chosen[key]
-                rest = cells([found[each] for each in keys])
+                rest = cells(key, [found[each] for each in keys])
                 several = rest if rest and isinstance(rest[0], list) else [rest]
                 block = [f"| {' | '.join(map(str, [*key, *each]))} |" for each in several]
                 print("\n".join(block), flush=True)
@@ -261,8 +261,8 @@ def _first(key: Any) -> tuple[Any, ...]:
 
 def _asked(key: tuple[Any, ...], names: Sequence[str], every: Mapping[Any, Any]) -> bool:
     """Return whether a row is named, in full or, where no row has that name, by its beginning."""
-    whole = {str(other[0]) for other in every}
-    first = str(key[0])
+    whole = {str(other[0]) for other in every if other}
+    first = str(key[0]) if key else ""
     return not names or any(
         first == name if name in whole else first.startswith(name) for name in names
     )
@@ -289,13 +289,13 @@ def _merge(
 
 def _place(row: str, order: list[tuple[Any, ...]]) -> int:
     """Return the number of the row's key, else of the first key with the same first cell."""
-    keys = [*order, *((key[0],) for key in order)]
+    keys = [*order, *(key[:1] for key in order)]
     found = (number for number, key in enumerate(keys) if _begins(row, key))
     return next(found, len(keys)) % len(order) if order else 0
 
 
 def _begins(row: str, key: tuple[Any, ...]) -> bool:
-    return row.startswith(f"| {' | '.join(map(str, key))} |")
+    return row.startswith("".join(f"| {cell} " for cell in key) + "|")
 
 
 def write(path: Path, lines: Sequence[str], said: str = "") -> None:

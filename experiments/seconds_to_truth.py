@@ -91,7 +91,7 @@ def measure(name: str, method: str) -> dict[str, Any]:
     return {"seconds": seconds, "distance": words(moments(draws(), names), truth), "rounds": rounds}
 
 
-def cells(found: list[dict[str, Any]]) -> list[str]:
+def cells(_: Any, found: list[dict[str, Any]]) -> list[str]:
     """Return the cells of a problem from the results of the three methods."""
     made = []
     for method, result in zip(METHODS, found, strict=True):

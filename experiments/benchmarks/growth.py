@@ -94,7 +94,7 @@ def measure(
         }
 
 
-def cells(found: list[dict[str, float]]) -> list[str]:
+def cells(_: Any, found: list[dict[str, float]]) -> list[str]:
     """Return medians over the turns; a row's figures come before those of the first row, to compare with."""
     half = len(found) // 2
     middle, first = (

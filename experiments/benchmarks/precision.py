@@ -58,7 +58,7 @@ def measure(name: str, seed: int, precision: Any) -> list[float]:
     return [*(float(found[figure]) for figure in FIGURES), seconds]
 
 
-def cells(found: list[list[float]]) -> list[str]:
+def cells(_: Any, found: list[list[float]]) -> list[str]:
     """Return the cells of a method from its runs in full, then in lowered precision."""
     half, made = len(found) // 2, []
     pairs = list(zip(found[:half], found[half:], strict=True))

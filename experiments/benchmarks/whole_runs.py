@@ -94,7 +94,7 @@ def measure(method: str, recipe: str, who: str, rounds: int, data: str) -> list[
     return [[b - a for a, b in itertools.pairwise(each)] for each in marks]
 
 
-def cells(found: list[list[list[float]]]) -> list[str]:
+def cells(_: Any, found: list[list[list[float]]]) -> list[str]:
     """Return the cells of a method; both runs are compared with the loop's second."""
     parts = [" + ".join(f"{part:.1f}" for part in run) for who in found for run in who]
     return [*parts, *(f"{sum(run) / sum(found[1][1]):.2f}" for run in found[0])]
