@@ -18,6 +18,8 @@ import io
 import json
 import subprocess
 import time
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import arviz as az
@@ -27,70 +29,7 @@ import runner
 import bayesfed as bf
 
 COLUMNS = "data | what | bayesfed | bambi, NUTS | shift in sd | ratio of sd | lme4"
-PROBLEMS: dict[str, dict[str, Any]] = {
-    "sleepstudy, uncorrelated": {
-        "data": "sleepstudy",
-        "formula": "Reaction ~ Days + (1 + Days || Subject)",
-        "family": "gaussian",
-        "client": "Subject",
-        "lme4": {  # Bates et al. (2015), J. Stat. Softw. 67(1), section 3.2.2, model with independent effects
-            "Intercept": "251.405 ± 6.885",
-            "Days": "10.467 ± 1.560",
-            "1|Subject_sigma": "25.051",
-            "Days|Subject_sigma": "5.988",
-            "sigma": "25.565",
-        },
-    },
-    "sleepstudy, correlated": {
-        "data": "sleepstudy",
-        "formula": "Reaction ~ Days + (1 + Days | Subject)",
-        "family": "gaussian",
-        "client": "Subject",
-        "bambi": False,
-        "lme4": {  # the same, summary(fm1)
-            "Intercept": "251.405 ± 6.825",
-            "Days": "10.467 ± 1.546",
-            "1|Subject_sigma": "24.741",
-            "Days|Subject_sigma": "5.922",
-            "cor(1, Days)|Subject": "0.066",
-            "sigma": "25.592",
-        },
-    },
-    "cbpp": {
-        "data": "cbpp",
-        "formula": "p(incidence, size) ~ period + (1 | herd)",
-        "family": "binomial",
-        "client": "herd",
-        "text": ["herd", "period"],
-        "lme4": {  # lme4's manual, ?cbpp and ?glmer, gm1
-            "Intercept": "-1.398 ± 0.231",
-            "period[2]": "-0.992 ± 0.303",
-            "period[3]": "-1.128 ± 0.323",
-            "period[4]": "-1.580 ± 0.422",
-            "1|herd_sigma": "0.642",
-        },
-    },
-    "epilepsy": {
-        "data": "epil",
-        "formula": "y ~ lbase * trt + lage + (1 | subject)",
-        "family": "negative_binomial",
-        "client": "subject",
-        "text": ["subject"],
-        "lme4": {},
-    },
-    "penicillin": {
-        "data": "Penicillin",
-        "formula": "diameter ~ 1 + (1 | plate) + (1 | sample)",
-        "family": "gaussian",
-        "client": "plate",
-        "lme4": {  # Bates (2010), lme4: Mixed-effects modeling with R, section 2.1
-            "Intercept": "22.972 ± 0.809",
-            "1|plate_sigma": "0.847",
-            "1|sample_sigma": "1.932",
-            "sigma": "0.550",
-        },
-    },
-}
+PROBLEMS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 OTHER = """
 import contextlib, io, json, logging, sys, time, warnings
 warnings.simplefilter("ignore")

@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -43,88 +44,15 @@ APART = (
     "cli/test_app",
 )
 """Tests that start processes or compilers of their own, which is impossible in a fork."""
-PRIVACY, ALGORITHMS = "bayesfed/engine/privacy.py", "bayesfed/algorithms"
+ALGORITHMS = "bayesfed/algorithms"
 FOLDERS = {
-    "privacy": [PRIVACY],
+    "privacy": ["bayesfed/engine/privacy.py"],
     "bounds": ["bayesfed/output/bounds.py"],
     "partition": ["bayesfed/elbo/elbo.py", "bayesfed/engine/cohort.py"],
     "rules": [f"{ALGORITHMS}/protocol.py", f"{ALGORITHMS}/schedules.py"],
     "algorithms": [f"{ALGORITHMS}/*.py"],
     "guides": ["guides/*.py"],
 }
-FAULTS = {
-    "no noise": (
-        PRIVACY,
-        "value + self.scale(name, clip, multiplier) * self._drawn(value, name, number)",
-        "value",
-    ),
-    "no clipping": (
-        PRIVACY,
-        "(clip / norm.clamp(min=1e-30)).clamp(max=1.0)",
-        "torch.ones_like(norm)",
-    ),
-    "the same noise each round": (
-        PRIVACY,
-        "os.urandom(8 * max(1, count))",
-        "bytes(range(8)) * max(1, count)",
-    ),
-    "the same seeded noise each round": (
-        PRIVACY,
-        'noise.word("privacy")), number)',
-        'noise.word("privacy")), 0)',
-    ),
-    "FedAvg: clients count alike": (
-        f"{ALGORITHMS}/protocol.py",
-        "weighted(moves(job, work.found), job.weight)",
-        "weighted(moves(job, work.found))",
-    ),
-    "pFedMe: one inner step": (
-        f"{ALGORITHMS}/per_fed_avg.py",
-        "for _ in range(self.inner_steps):",
-        "for _ in range(1):",
-    ),
-    "FedProx: the penalty per row": (
-        f"{ALGORITHMS}/fed_avg.py",
-        "self.proximal / 2 * squared(own, to)",
-        "self.proximal / 2 * squared(own, to) / 10",
-    ),
-    "pFedBayes: no ζ": (
-        f"{ALGORITHMS}/fedabml.py",
-        "self.kl_weight * losses.divergence + losses.hyper / program.clients",
-        "losses.divergence + losses.hyper / program.clients",
-    ),
-    "FedRep: as FedPer": (
-        f"{ALGORITHMS}/fed_per.py",
-        "yield list(program.local_params), self.head_epochs\n        yield body(program), self.local_epochs",
-        "yield [*program.local_params, *body(program)], self.local_epochs",
-    ),
-    "FedBABU: the head is trained": (
-        f"{ALGORITHMS}/fed_per.py",
-        '"""The body."""\n        yield body(program), self.local_epochs',
-        '"""The body."""\n        yield [*program.local_params, *body(program)], self.local_epochs',
-    ),
-    "PFedVEM: the body's rate times ten": (
-        f"{ALGORITHMS}/pfedvem.py",
-        "job.rate * self.body_lr",
-        "10 * job.rate * self.body_lr",
-    ),
-    "PFedVEM: personalised without ρ": (
-        f"{ALGORITHMS}/pfedvem.py",
-        "state = self.own_spreads(program, theta, state, first)\n            supplied",
-        "supplied",
-    ),
-    "CAFeMe: one support for all steps": (
-        f"{ALGORITHMS}/cafeme.py",
-        "self.support(personal, own, inner)",
-        "self.support(personal, own, 0)",
-    ),
-    "CAFeMe: one support, personalising": (
-        f"{ALGORITHMS}/cafeme.py",
-        "self.support(rows, job.keys, step)",
-        "self.support(rows, job.keys, 0)",
-    ),
-}
-"""Deliberate faults, most of which no test noticed once: a file, its code, and the faulty code."""
 
 
 def files(folder: str) -> list[str]:
@@ -184,7 +112,9 @@ def faults() -> Iterator[tuple[str, tuple[str, int, str]]]:
     Raises:
         ValueError: the code has changed.
     """
-    for what, (name, old, new) in FAULTS.items():
+    stored = tomllib.loads((ROOT / "experiments/mutation_faults.toml").read_text())
+    for what, fault in stored.items():
+        name, old, new = fault["file"], fault["code"], fault["faulty"]
         source = (ROOT / name).read_text()
         if old not in source:
             raise ValueError(f"{name} has no {old!r} any more: write the fault {what!r} anew")
