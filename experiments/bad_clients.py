@@ -11,9 +11,11 @@ the model wherever nothing clips it, and an upload of the opposite sign may come
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import runner
 import torch
@@ -28,40 +30,34 @@ BAD = 10
 ATTACKS = {"none": 1.0, "not a number": math.nan, "a million times": 1e6, "the opposite": -1.0}
 
 
-def spoilt(algorithm: Any, factor: float) -> Any:
-    """Return the algorithm with ten first clients that multiply what they send."""
+@contextmanager
+def spoilt(algorithm: Any, factor: float) -> Iterator[None]:
+    """Multiply the uploads of the first ten clients."""
+    kind = type(algorithm)
+    encode = kind.encode
 
-    def encode(self: Any, job: Any, work: Any) -> dict[str, Tensor]:
+    def changed(self: Any, job: Any, work: Any) -> dict[str, Tensor]:
         bad = job.rows(0).index < BAD
-        upload = super(cls, self).encode(job, work)
-        shape = {name: [-1, *[1] * (value.ndim - 1)] for name, value in upload.items()}
+        upload = encode(self, job, work)
         return {
-            name: torch.where(bad.reshape(shape[name]), factor * value, value)
+            name: torch.where(bad.reshape(-1, *[1] * (value.ndim - 1)), factor * value, value)
             for name, value in upload.items()
         }
 
-    cls = dataclasses.dataclass(frozen=True)(
-        type(type(algorithm).__name__, (type(algorithm),), {"encode": encode})
-    )
-    fields = {f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm)}
-    return cls(**fields)
+    with patch.object(kind, "encode", changed):
+        yield
 
 
 def measure(name: str, attack: str, clipped: bool) -> str:
     """Return the distance of μ_β from the truth and how many were refused in every round, or why the run ended."""
     train, _ = clients(100, 0)
-    make = {"PVI": bf.PVI, "FOLA": bf.FOLA, **ALGORITHMS}[name]
-    algorithm = make() if attack == "none" else spoilt(make(), ATTACKS[attack])
+    algorithm = {"PVI": bf.PVI, "FOLA": bf.FOLA, **ALGORITHMS}[name]()
+    how = {"rounds": 30, "privacy": bf.Privacy() if clipped else None}
     try:
-        run = bf.start(
-            models.hierarchical_logistic,
-            train,
-            algorithm,
-            rounds=30,
-            privacy=bf.Privacy() if clipped else None,
-        )
-        while run.done < run.rounds:
-            bf.step(run)
+        with spoilt(algorithm, ATTACKS[attack]):
+            run = bf.start(models.hierarchical_logistic, train, algorithm, **how)
+            while run.done < run.rounds:
+                bf.step(run)
         beta = bf.finish(run).sample(1000)["mu_beta"].reshape(1000, 3).mean(0)
     except (ValueError, FloatingPointError, RuntimeError) as error:
         return type(error).__name__ + ": " + str(error).splitlines()[0][:80]

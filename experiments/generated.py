@@ -44,7 +44,7 @@ TOLERANCE = 1e-3
 
 MISTAKES: dict[str, str] = {
     "index from 1": "categories counted from 1",
-    "index not whole": "a category .5",
+    "index not whole": "a category 0.5",
     "no long": "an index without .long()",
     "other name": "a field that is not there",
     "missing in x": "a missing covariate",

@@ -77,7 +77,7 @@ def correlated(federation: Any) -> None:
 
 
 def correlated_data() -> bf.Federation:
-    """12 clients with 5 to 16 rows each, drawn from the model."""
+    """Return 12 clients with 5 to 16 rows each, drawn from the model."""
     generator = np.random.default_rng(0)
     clients = {}
     for i in range(12):

@@ -23,7 +23,7 @@ EAGER = bf.Execution(compile=False)
 
 
 def federation(seed: int = 3) -> bf.Federation:
-    """Eight clients of unequal length: y around a level of the client, and a covariate that does nothing."""
+    """Return eight clients of unequal length: y around a level of the client, and a covariate that does nothing."""
     generator, clients = np.random.default_rng(seed), {}
     for i, n in enumerate([3, 9, 5, 12, 1, 7, 4, 10]):
         level = generator.normal(3.0, 1.0)
@@ -127,7 +127,7 @@ def dollars() -> bf.Federation:
 
 
 def apart() -> bf.Federation:
-    """Sixty clients, one at 5 and the next at −5."""
+    """Return sixty clients, one at 5 and the next at −5."""
     torch.manual_seed(0)
     return bf.Federation.from_arrays(
         {f"c{k}": {"y": 5.0 * (-1) ** k + torch.randn(6)} for k in range(60)}
@@ -180,8 +180,8 @@ def centre(model: Any, variance: float, rounds: int, of: Callable[[Any], Any]) -
         means = torch.stack([data.select([name])["y"].double().mean() for name in data.names])
         precision = weight.sum() + 1 / variance
         exact = (weight * means).sum() / precision
-        spread = f"{drawn.std():.2f}, exact {exact:.2f} ± {precision**-0.5:.2f}"
-        return f"{drawn.mean():.2f} ± {spread}"
+        spread = f"{drawn.std():0.2f}, exact {exact:0.2f} ± {precision**-0.5:0.2f}"
+        return f"{drawn.mean():0.2f} ± {spread}"
 
     return found
 
@@ -192,8 +192,8 @@ def wide_locals() -> Any:
     posterior = fitted(wide, data, 300)()
     if posterior.caveat:
         return posterior
-    found = ", ".join(f"{sd:.2f}" for sd in posterior.sample(20_000)["a"].std(0))
-    right = ", ".join(f"{n**-0.5:.2f}" for n in data.lengths.tolist())
+    found = ", ".join(f"{sd:0.2f}" for sd in posterior.sample(20_000)["a"].std(0))
+    right = ", ".join(f"{n**-0.5:0.2f}" for n in data.lengths.tolist())
     return f"without a word: {found}, about right {right}"
 
 
@@ -201,19 +201,19 @@ ATTEMPTS: list[tuple[int, str, str, Callable[[], Any]]] = [
     (
         13,
         "the observed site one indent too shallow: padding is data",
-        "2.93 ± .22, exact 2.00 ± .82",
+        "2.93 ± 0.22, exact 2.00 ± 0.82",
         started(shallow),
     ),
     (
         13,
         "`b.sum()`, which added up over draws",
-        ".03, exact 2.68",
+        "0.03, exact 2.68",
         centre(summed, 50.0, 100, lambda draws: draws["b"].sum(-1)),
     ),
     (
         13,
         "`obs['x'].mean(-1)`: the mean of a client's padded rows",
-        "τ .76, right .19",
+        "τ 0.76, right 0.19",
         started(hierarchy(mean=lambda a, o: a + o["x"] - o["x"].mean(-1, keepdim=True))),
     ),
     (
@@ -243,7 +243,7 @@ ATTEMPTS: list[tuple[int, str, str, Callable[[], Any]]] = [
     (
         13,
         "a row that looks at the one before, in minibatches",
-        "ρ −.01, truth .8",
+        "ρ −0.01, truth 0.8",
         started(lagged, batch_size=2),
     ),
     (
@@ -261,7 +261,7 @@ ATTEMPTS: list[tuple[int, str, str, Callable[[], Any]]] = [
     (
         14,
         "prior N(0, 100²), 80 rounds",
-        "sd 3.57, exact .39",
+        "sd 3.57, exact 0.39",
         centre(
             hierarchy(prior=lambda f: dist.Normal(0.0, 100.0)), 1e4, 80, lambda draws: draws["mu"]
         ),
@@ -269,7 +269,7 @@ ATTEMPTS: list[tuple[int, str, str, Callable[[], Any]]] = [
     (
         14,
         "Cauchy(0, 10), HalfCauchy(25), Student-t locals, 300 rounds",
-        "clients' sds .47, right .29",
+        "clients' sds 0.47, right 0.29",
         wide_locals,
     ),
     (14, "a calendar year as a covariate", "slope of the wrong sign", started(slope, years())),

@@ -82,7 +82,7 @@ def student_t(federation: Any) -> None:
 
 
 def simulated(kind: str) -> bf.Federation:
-    """Ten clients with 7 to 16 rows."""
+    """Return ten clients with 7 to 16 rows."""
     generator, clients = np.random.default_rng(0), {}
     for i in range(10):
         n = 7 + i if i < 9 else 15
@@ -103,7 +103,7 @@ def simulated(kind: str) -> bf.Federation:
 
 
 def radon() -> bf.Federation:
-    """Log radon by floor in 85 counties."""
+    """Return log radon by floor in 85 counties."""
     raw = json.loads(runner.RADON.read_text())
     frame = pd.DataFrame({"county": raw["county"], "floor": raw["x"], "log_radon": raw["y"]})
     return bf.Federation.from_frame(
@@ -112,7 +112,7 @@ def radon() -> bf.Federation:
 
 
 def thinned(federation: bf.Federation, rows: int) -> bf.Federation:
-    """At most so many rows of each client, spread evenly over those it has."""
+    """Return at most that many rows of each client, spread evenly over its rows."""
     parts = {}
     for i, name in enumerate(federation.names):
         start, end = int(federation.offsets[i]), int(federation.offsets[i + 1])
@@ -122,7 +122,7 @@ def thinned(federation: bf.Federation, rows: int) -> bf.Federation:
 
 
 def many() -> bf.Federation:
-    """10,000 clients of 5 to 50 rows, as in scale.py."""
+    """Return 10,000 clients of 5 to 50 rows, as in scale.py."""
     return scale.draw(10_000)
 
 

@@ -317,10 +317,10 @@ def header() -> str:
 
 
 def _commit() -> str:
-    told = subprocess.run(
+    found = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
     )
-    return told.stdout.strip() or "unknown"
+    return found.stdout.strip() or "unknown"
 
 
 def machine() -> str:

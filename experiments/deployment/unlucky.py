@@ -24,7 +24,6 @@ from in_process import LIAR, Change
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.algorithms import Algorithm
 from bayesfed.deploy.node import Site
 from bayesfed.deploy.plan import Plan
 from bayesfed.deploy.server import Globals
@@ -97,8 +96,10 @@ def measure(name: str) -> list[str]:
             return found, "-" if len(whole) == 1 else away(found, whole[0])
 
         cells = [fit("whole")[1], fit("missing", missing=MISSING)[1]]
-        refuses = type(algorithm).late is Algorithm.late
-        cells.append("refused" if refuses else fit("late", missing=MISSING, late=True)[1])
+        try:
+            cells.append(fit("late", missing=MISSING, late=True)[1])
+        except ValueError:  # the algorithm cannot use stale updates
+            cells.append("refused")
         for what, lie in LIES.items():
             try:
                 found, cell = fit(what, lie=lie)

@@ -24,7 +24,7 @@ def on(data: Data) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
 
 
 def rows(**columns: Any) -> Callable[[], bf.Federation]:
-    """One row a client."""
+    """Return data with one row a client."""
     length = len(next(iter(columns.values())))
 
     def data() -> bf.Federation:
@@ -44,7 +44,7 @@ def simulated(
     least: int = 6,
     seed: int = 0,
 ) -> Callable[[], bf.Federation]:
-    """Clients with ``least`` rows and more; ``make`` gives client i's n rows."""
+    """Return data of clients with ``least`` rows and more; ``make`` gives client i's n rows."""
 
     def data() -> bf.Federation:
         generator = np.random.default_rng(seed)
@@ -56,7 +56,7 @@ def simulated(
 
 
 def lines(generator: np.random.Generator, i: int, n: int) -> dict[str, Any]:
-    """y = a_i + 0.8 x₁ − 0.5 x₂ + an effect of one of three kinds + noise."""
+    """Draw y = a_i + 0.8 x₁ − 0.5 x₂ + an effect of one of three kinds + noise."""
     x, kind = generator.normal(size=(n, 2)), generator.integers(0, 3, n)
     a = np.random.default_rng(1000 + i).normal(1.0, 0.7)
     mean = a + x @ [0.8, -0.5] + np.array([0.0, 0.6, -0.4])[kind]
@@ -64,7 +64,7 @@ def lines(generator: np.random.Generator, i: int, n: int) -> dict[str, Any]:
 
 
 def of_lines(outcome: Callable[[np.random.Generator, Any], Any], **settings: Any) -> Any:
-    """The same with another outcome, made from that y."""
+    """Return the data of :func:`lines` with another outcome, made from that y."""
 
     def make(generator: np.random.Generator, i: int, n: int) -> dict[str, Any]:
         found = lines(generator, i, n)
@@ -74,7 +74,7 @@ def of_lines(outcome: Callable[[np.random.Generator, Any], Any], **settings: Any
 
 
 def hospitals(generator: np.random.Generator, i: int, n: int) -> dict[str, Any]:
-    """Nine hospitals in three regions, with wards."""
+    """Draw rows of nine hospitals in three regions, with wards."""
     region = i % 3
     level = [1.0, -0.3, 0.2][region] + np.random.default_rng(2000 + i).normal(0, 0.5)
     ward = generator.integers(0, 4, n)
@@ -84,7 +84,7 @@ def hospitals(generator: np.random.Generator, i: int, n: int) -> dict[str, Any]:
 
 
 def series(generator: np.random.Generator, i: int, n: int) -> dict[str, Any]:
-    """An autoregression with ρ = 0.7 around a level of its own."""
+    """Draw an autoregression with ρ = 0.7 around a level of its own."""
     level, y = np.random.default_rng(4000 + i).normal(0, 1), [0.0]
     for _ in range(2 * n):
         y.append(level * 0.3 + 0.7 * y[-1] + 0.5 * generator.normal())
@@ -92,7 +92,7 @@ def series(generator: np.random.Generator, i: int, n: int) -> dict[str, Any]:
 
 
 def answers(generator: np.random.Generator, i: int, n: int) -> dict[str, Any]:
-    """A person's answers to five items of other difficulties."""
+    """Draw a person's answers to five items of other difficulties."""
     ability = np.random.default_rng(5000 + i).normal()
     item = np.arange(5)
     p = 1 / (1 + np.exp(-(ability - np.array([-1.0, -0.5, 0.0, 0.5, 1.0]))))

@@ -27,7 +27,7 @@ def measured_with_error(federation: Any) -> None:
 
 
 def measured_integrated(federation: Any) -> None:
-    """The same by hand: of rows that are padding NUTS would walk the truth."""
+    """The same with the truth integrated out by hand: NUTS would sample it for padding, too."""
     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
     tau = pyro.sample("tau", dist.HalfNormal(1.0))
     sigma = pyro.sample("sigma", dist.HalfNormal(1.0))
@@ -67,7 +67,7 @@ def kinds(federation: Any) -> None:
 
 
 def two_kinds(generator: np.random.Generator, i: int, n: int) -> dict[str, Any]:
-    """Every third client's rows lie higher."""
+    """Draw rows that are higher for every third client."""
     return {"y": (2.0 if i % 3 == 0 else 0.0) + 1.5 * generator.normal(size=n)}
 
 
@@ -84,7 +84,7 @@ def kinds_of_clients(federation: Any) -> None:
 
 
 def two_classes(generator: np.random.Generator, i: int, n: int) -> dict[str, Any]:
-    """Every third client lies higher, and clients differ besides."""
+    """Draw rows that are higher for every third client, around a mean of each client."""
     middle = (3.0 if i % 3 == 0 else 0.0) + 0.5 * generator.normal()
     return {"y": middle + generator.normal(size=n)}
 
@@ -105,7 +105,7 @@ def classes(federation: Any) -> None:
 
 
 def classes_summed(federation: Any) -> None:
-    """The same by hand: Pyro's own sum has the effect once for each class."""
+    """The same with the class summed out by hand: Pyro's own sum has the effect once for each class."""
     share = pyro.sample("share", dist.Dirichlet(torch.tensor([2.0, 2.0])))
     low = pyro.sample("low", dist.Normal(0.0, 1.0))
     gap = pyro.sample("gap", dist.LogNormal(0.7, 0.3))
@@ -120,4 +120,4 @@ def classes_summed(federation: Any) -> None:
 
 
 REFERENCES = {"classes": classes_summed, "measured_with_error": measured_integrated}
-"""What NUTS walks in place of a program."""
+"""The programs that NUTS samples in place of others."""
