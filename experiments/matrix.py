@@ -205,9 +205,7 @@ CASES = {
     "varying_intercept": Case(lambda: models.varying_intercept, datasets.grunfeld, 200),
     "varying_slope": Case(lambda: models.varying_slope, datasets.grunfeld, 200),
     "hierarchical_logistic": Case(
-        lambda: models.hierarchical_logistic,
-        lambda: thinned(datasets.china_smoking(), 200),
-        200,
+        lambda: models.hierarchical_logistic, lambda: thinned(datasets.china_smoking(), 200), 200
     ),
     "hierarchical_count": Case(
         lambda: models.hierarchical_count, lambda: thinned(datasets.randhie(), 200), 200

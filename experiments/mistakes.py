@@ -274,12 +274,7 @@ ATTEMPTS: list[tuple[int, str, str, Callable[[], Any]]] = [
     ),
     (14, "a calendar year as a covariate", "slope of the wrong sign", started(slope, years())),
     (14, "dollars as a covariate", "slope of the wrong sign", started(slope, dollars())),
-    (
-        14,
-        "the same years, the fit after 300 rounds",
-        "slope of the wrong sign",
-        years_anyway,
-    ),
+    (14, "the same years, the fit after 300 rounds", "slope of the wrong sign", years_anyway),
     (
         14,
         "3 rounds",

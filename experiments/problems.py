@@ -276,15 +276,10 @@ PROBLEMS = {
     "grunfeld": Problem(models.varying_slope, n_varying_slope, datasets.grunfeld, centred=True),
     "radon": Problem(models.varying_intercept, n_varying_intercept, radon),
     "count": Problem(
-        models.hierarchical_count,
-        n_count,
-        lambda: thinned(datasets.randhie(), 200),
-        centred=True,
+        models.hierarchical_count, n_count, lambda: thinned(datasets.randhie(), 200), centred=True
     ),
     "logistic": Problem(
-        models.hierarchical_logistic,
-        n_logistic,
-        lambda: thinned(datasets.china_smoking(), 200),
+        models.hierarchical_logistic, n_logistic, lambda: thinned(datasets.china_smoking(), 200)
     ),
     "negative binomial": Problem(
         negative_binomial, n_negative_binomial, lambda: simulated("counts")

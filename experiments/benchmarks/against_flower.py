@@ -15,7 +15,6 @@ import logging
 import os
 import statistics
 import time
-from typing import Any
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -31,11 +30,6 @@ from timing import ratio, runner
 
 import bayesfed as bf
 from bayesfed import models
-from bayesfed.algorithms.protocol import Turn
-from bayesfed.elbo import noise
-from bayesfed.engine.batches import batches
-from bayesfed.steps.job import Job
-from bayesfed.tracing.compiler import Compiler, using
 
 SETTINGS = {
     "MLP 784-100-10, 10 clients × 600": (10, 600, (784, 100, 10), 5, 50),
@@ -43,29 +37,15 @@ SETTINGS = {
 }
 
 
-def our_round(clients: int, rows: int, sizes: tuple[int, ...], epochs: int, batch: int) -> Any:
-    """Return a function that trains a round."""
+def our_run(clients: int, rows: int, sizes: tuple[int, ...], epochs: int, batch: int) -> bf.Run:
+    """Start a run with the same rows."""
     parts = [rows_of(i, rows, sizes[0], sizes[-1]) for i in range(clients)]
     fields = {"x": torch.cat([x for x, _ in parts]), "y": torch.cat([y for _, y in parts])}
     offsets = torch.arange(0, clients * rows + 1, rows)
     federation = bf.Federation(fields, offsets, [f"{i}" for i in range(clients)])
-    algorithm = bf.FedAvg(local_epochs=epochs)
-    program = algorithm.program(models.Network(models.mlp(*sizes)), federation)
-    state: dict[str, Any] = {"round": 0, "server": algorithm.start(program)}
-    everyone, compiler = torch.arange(clients), Compiler(True)
-
-    def round_() -> None:
-        state["round"] += 1
-        keys = noise.fold(noise.fold(noise.key(0), state["round"]), federation.stream_ids)
-        with using(compiler):
-            rows_at = batches(federation, everyone, batch, keys)
-            turn = Turn(program, keys[0], clients)
-            job = Job(program, algorithm.broadcast(turn, state["server"]), {}, rows_at, keys)
-            upload = algorithm.encode(job, algorithm.work(job))
-            total = {name: value.sum(0) for name, value in upload.items()}
-            state["server"], _ = algorithm.decode(turn, state["server"], total)
-
-    return round_
+    how = {"rounds": 1000, "batch_size": batch, "execution": bf.Execution(compile=True)}
+    model, algorithm = models.Network(models.mlp(*sizes)), bf.FedAvg(local_epochs=epochs)
+    return bf.start(model, federation, algorithm, **how)
 
 
 def compared(
@@ -73,7 +53,7 @@ def compared(
 ) -> tuple[list[float], list[float]]:
     """Return seconds of Flower's rounds and of ours; without the first, in which workers load torch."""
     threads = 1 if clients > 100 else os.cpu_count() or 1
-    ours = our_round(clients, rows, sizes, epochs, batch)
+    ours = our_run(clients, rows, sizes, epochs, batch)
     theirs: list[float] = []
     own: list[float] = []
     sums: set[float] = set()
@@ -87,9 +67,9 @@ def compared(
             theirs.append(now - started)
             time.sleep(0.5)  # until Ray's workers are idle
             torch.set_num_threads(threads)  # of this thread, which is Flower's server
-            ours()
+            bf.step(ours)
             begin = time.perf_counter()
-            ours()
+            bf.step(ours)
             own.append(time.perf_counter() - begin)
         started = time.perf_counter()
         return MetricRecord({"round": server_round})

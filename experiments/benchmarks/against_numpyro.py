@@ -74,10 +74,7 @@ def measure(groups: int, rows: int, rounds: int) -> list[str]:
     cell = ""
     for compile in (True, False):
         algorithm = bf.SFVI(
-            global_guide=bf.MeanField(),
-            conditioned=False,
-            local_steps=STEPS,
-            draws=DRAWS,
+            global_guide=bf.MeanField(), conditioned=False, local_steps=STEPS, draws=DRAWS
         )
         posterior = bf.fit(
             models.varying_intercept,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-from functools import cache
 
 import torch
 from steps import cells, cnn, measured, mlp, radon
@@ -27,18 +26,12 @@ PROBLEMS = {
 }
 
 
-@cache
-def machine() -> tuple[float, float]:
-    """Return the GPU's limits."""
-    return limits(8192, torch.cuda.synchronize)
-
-
 def measure(name: str, repeats: int) -> list[str]:
     """Time a problem in full precision, then in lower ones."""
     torch.set_default_device("cuda")
     problem = PROBLEMS[name]()
     times, _, difference = measured(problem, repeats, torch.cuda.synchronize)
-    found = [*cells(times, problem, *machine()), f"{difference:.0e}"]
+    found = [*cells(times, problem, *limits(8192, torch.cuda.synchronize)), f"{difference:.0e}"]
     for precision in ("tf32", "bf16"):
         torch.manual_seed(0)
         with products(precision, torch.device("cuda")):
@@ -48,7 +41,7 @@ def measure(name: str, repeats: int) -> list[str]:
 
 
 def note() -> str:
-    flops, bandwidth = machine()
+    flops, bandwidth = limits(8192, torch.cuda.synchronize)
     return (
         f"Limit: matrix products at {flops / 1e12:.0f} TFLOP/s and memory at {bandwidth / 1e12:.2f} TB/s, as "
         "measured here, one after the other."

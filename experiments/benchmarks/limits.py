@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 from rounds import BATCH, ROWS_OF_TABLE, Row, data
@@ -50,15 +49,9 @@ def run(row: Row, federation: bf.Federation, compile: bool, rounds: int) -> Any:
     )
 
 
-@cache
-def machine() -> tuple[float, float]:
-    """Return the machine's limits."""
-    return limits()
-
-
 def measure(name: str) -> list[str]:
     """Count a round's products and bytes, and time it compiled."""
-    row, federation, (rate, bandwidth) = ROWS_OF_TABLE[name](), data(), machine()
+    row, federation, (rate, bandwidth) = ROWS_OF_TABLE[name](), data(), limits()
     eager = run(row, federation, False, 1)
     with FlopCounterMode(display=False) as counter:
         bf.step(eager)
@@ -81,7 +74,8 @@ def main() -> None:
     rows = [name for name in ROWS_OF_TABLE if name.startswith(ROWS)]
 
     def note() -> str:
-        return f"{machine()[0] / 1e9:.0f} GFLOP/s, {machine()[1] / 1e9:.0f} GB/s."
+        rate, bandwidth = limits()
+        return f"{rate / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.0f} GB/s."
 
     runner.table(columns, rows, measure, runner.arguments(__doc__), note=note, threads=None)
 

@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import loops
@@ -83,12 +83,7 @@ ROWS_OF_TABLE: dict[str, Callable[[], Row]] = {
         "117 (12 per client trained)",
     ),
     "Per-FedAvg, second order": lambda: Row(bf.PerFedAvg(), network(), fed_avg, "3.7"),
-    "Ditto, 5 + 5 epochs": lambda: Row(
-        bf.Ditto(),
-        network(),
-        fed_avg,
-        "4.0",
-    ),
+    "Ditto, 5 + 5 epochs": lambda: Row(bf.Ditto(), network(), fed_avg, "4.0"),
     "pFedMe, 5 inner steps": lambda: Row(bf.PFedMe(), network(), fed_avg, "9.5"),
     "FOLA, per-sample Fisher": lambda: Row(bf.FOLA(), network(local=()), fed_avg, "4.7"),
     "FOLA, batch Fisher": lambda: Row(bf.FOLA(fisher="batch"), network(local=()), fed_avg, "4.7"),
@@ -138,12 +133,6 @@ def timed(row: Row, federation: bf.Federation, rounds: int, compile: bool) -> tu
     return ours, times["loop"][1:], times["unit"][1:], posterior.compiled
 
 
-@cache
-def machine() -> tuple[float, float]:
-    """Return the machine's limits."""
-    return limits()
-
-
 def measure(name: str, rounds: int) -> list[str]:
     """Time a row compiled and eager."""
     federation, make = data(), ROWS_OF_TABLE[name]
@@ -156,7 +145,7 @@ def measure(name: str, rounds: int) -> list[str]:
 
 
 def note() -> str:
-    flops, bandwidth = machine()
+    flops, bandwidth = limits()
     products = CLIENTS * ROWS * EPOCHS * 2 * (3 * 79400 - 78400)
     return (
         f"The matrix products of a FedAvg round on the MLP take {1000 * products / flops:.0f} ms at "

@@ -16,7 +16,6 @@ import itertools
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import pyro
@@ -215,10 +214,7 @@ def radon(clients: int, rows: int, draws: int = 8) -> Problem:
             pyro.sample("alpha", dist.Normal(loc, log_scale.exp()))
 
     offsets = torch.arange(0, clients * rows + 1, rows)
-    fields = {
-        "floor": torch.rand(clients * rows).round(),
-        "log_radon": torch.randn(clients * rows),
-    }
+    fields = {"floor": torch.rand(clients * rows).round(), "log_radon": torch.randn(clients * rows)}
     federation = bf.Federation(fields, offsets, [f"{i}" for i in range(clients)])
     algorithm = bf.SFVI(guide=guide, draws=draws)
     program = algorithm.program(model, federation)
@@ -330,15 +326,9 @@ def cells(
     return found
 
 
-@cache
-def machine() -> tuple[float, float]:
-    """Return the machine's limits."""
-    return limits()
-
-
 def measure(name: str, repeats: int) -> list[str]:
     """Time a problem."""
-    limit, (make, threads) = machine(), PROBLEMS[name]
+    limit, (make, threads) = limits(), PROBLEMS[name]
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     problem = make()
@@ -348,7 +338,7 @@ def measure(name: str, repeats: int) -> list[str]:
 
 
 def note() -> str:
-    flops, bandwidth = machine()
+    flops, bandwidth = limits()
     return (
         f"Limit: matrix products at {flops / 1e9:.0f} GFLOP/s and memory at {bandwidth / 1e9:.0f} GB/s, as measured "
         "here with two threads, one after the other: parameters read, their gradients and new values written, rows "

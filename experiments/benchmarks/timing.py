@@ -7,6 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -18,9 +19,7 @@ __all__ = ["interleaved", "limits", "ratio", "runner"]
 
 
 def interleaved(
-    contenders: Mapping[str, Callable[[], object]],
-    repeats: int,
-    at_least: float = 0.05,
+    contenders: Mapping[str, Callable[[], object]], repeats: int, at_least: float = 0.05
 ) -> dict[str, list[float]]:
     """Return seconds a call of each contender, ``repeats`` of each, taken in turn.
 
@@ -53,6 +52,7 @@ def ratio(of: Sequence[float], to: Sequence[float], digits: str = ".1f") -> str:
     return f"{middle:{digits}} ({low:{digits}} to {high:{digits}})"
 
 
+@cache
 def limits(size: int = 2048, finish: Callable[[], object] = lambda: None) -> tuple[float, float]:
     """Return the machine's float32 matrix products in FLOP a second, and copies in bytes a second.
 

@@ -10,21 +10,17 @@ run together, in place of all: the effect of round-off on the method.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import in_process
 import torch
+from in_process import runner
 
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.deploy.plan import Plan
-
-sys.path.append(str(Path(__file__).parents[1]))
-import runner
 
 
 def network() -> Any:

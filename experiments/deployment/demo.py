@@ -9,21 +9,17 @@ minutes, most of which are Flower's, which starts a process for every message.
 from __future__ import annotations
 
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 
 import pandas as pd
-
-import bayesfed as bf
-from bayesfed import datasets, models
-
-sys.path.insert(0, str(Path(__file__).parent))
 from network import network
 from sites import sockets, start_worker, workers, write
 
+import bayesfed as bf
+from bayesfed import datasets, models
 from bayesfed.cli.flower import APP
 
 KILLED, AFTER = "midwest", 3

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Mapping
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 
@@ -16,6 +18,10 @@ from bayesfed.deploy.plan import Plan
 from bayesfed.deploy.server import Globals, deployed
 from bayesfed.deploy.transport import Carrier, Wait
 
+sys.path.append(str(Path(__file__).parents[1]))
+import runner
+
+__all__ = ["LIAR", "Change", "fit", "runner"]
 LIAR = "site3"
 Change = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 

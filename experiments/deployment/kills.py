@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import random
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -25,10 +24,7 @@ from pathlib import Path
 import torch
 from flower_processes import FlowerProcesses
 from safetensors.torch import load_file
-from sites import COMMAND, NAMES, identities, start, write
-
-sys.path.append(str(Path(__file__).parents[1]))
-import runner
+from sites import COMMAND, NAMES, identities, runner, start, write
 
 RUN = [*COMMAND, "run", "experiment.toml", "--on", "sockets", "--output", "result", "--resume"]
 

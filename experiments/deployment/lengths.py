@@ -9,22 +9,18 @@ of its round. An upload below that, such as a tenfold false one, cannot be refus
 
 from __future__ import annotations
 
-import sys
 import tempfile
-from pathlib import Path
 from statistics import median_low
 from typing import Any
 from unittest.mock import patch
 
 import in_process
+from in_process import runner
 
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.deploy import collect
 from bayesfed.deploy.plan import Plan
-
-sys.path.append(str(Path(__file__).parents[1]))
-import runner
 
 FIRMS = (models.varying_slope, datasets.grunfeld)
 SCHOOLS = (models.eight_schools, datasets.eight_schools)

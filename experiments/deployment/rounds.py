@@ -12,18 +12,15 @@ import contextlib
 import json
 import queue
 import statistics
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from network import network
+from sites import runner
 
 from bayesfed.deploy.sockets import serve
-
-sys.path.append(str(Path(__file__).parents[1]))
-import runner
 
 MEGABYTE = 10**6
 

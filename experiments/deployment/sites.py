@@ -20,6 +20,20 @@ import bayesfed as bf
 from bayesfed import datasets
 from bayesfed.deploy.secure import new_key, public_key
 
+sys.path.append(str(Path(__file__).parents[1]))
+import runner
+
+__all__ = [
+    "COMMAND",
+    "NAMES",
+    "identities",
+    "runner",
+    "sockets",
+    "start",
+    "start_worker",
+    "workers",
+    "write",
+]
 EXPERIMENT = Path(__file__).with_name("experiment.toml")
 SITE = """name = "{name}"
 experiment = "experiment.toml"

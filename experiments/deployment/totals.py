@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,15 +21,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from network import network
+from sites import NAMES, SITE, runner, sockets, workers, write
 
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.cli.flower import APP
-
-sys.path.append(str(Path(__file__).parents[1]))
-import runner
-from network import network
-from sites import NAMES, SITE, sockets, workers, write
 
 ROUNDS = 10
 MODEL = "from bayesfed import models\n\nnetwork = models.Network(models.mlp(64, 10))\n"

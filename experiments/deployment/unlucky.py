@@ -12,25 +12,20 @@ uploads were refused; for networks the accuracy on held-out rows of the clients 
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import in_process
 import torch
-from in_process import LIAR, Change
+from distances import distance, moments
+from in_process import LIAR, Change, runner
 
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.deploy.node import Site
 from bayesfed.deploy.plan import Plan
 from bayesfed.deploy.server import Globals
-
-sys.path.append(str(Path(__file__).parents[1]))
-import runner
-from distances import distance, moments
 
 MISSING = 0.3
 LIES: dict[str, Change] = {

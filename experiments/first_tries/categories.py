@@ -54,8 +54,7 @@ def ordered(federation: Any) -> None:
     """Ordered logistic, an ordered global."""
     base = dist.Normal(torch.zeros(2), 2.0).to_event(1)
     cut = pyro.sample(
-        "cut",
-        dist.TransformedDistribution(base, [dist.transforms.OrderedTransform()]),
+        "cut", dist.TransformedDistribution(base, [dist.transforms.OrderedTransform()])
     )
     tau = pyro.sample("tau", dist.HalfNormal(1.0))
     with federation.clients():

@@ -24,10 +24,7 @@ from sklearn.metrics import roc_auc_score
 
 import bayesfed as bf
 
-CHOSEN = {
-    "FedAvg": ({"rate": 0.7}, 0.3),
-    "FedABML": ({"rate": 0.3, "lam": 0.1}, 0.3),
-}
+CHOSEN = {"FedAvg": ({"rate": 0.7}, 0.3), "FedABML": ({"rate": 0.3, "lam": 0.1}, 0.3)}
 """The point of the grid and the personal rate of few_images.md."""
 KINDS = ("own digits", "unseen digits", "own digits, turned")
 
