@@ -29,6 +29,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -226,13 +227,12 @@ def table(
     every = {_first(key): calls for key, calls in _calls(rows).items()}
     chosen = {key: calls for key, calls in every.items() if _asked(key, given.rows, every)}
     calls = list({json.dumps(call): call for needed in chosen.values() for call in needed}.values())
-    target = given.out or path or Path(sys.argv[0]).resolve().with_suffix(".md")
-    heads = [f"| {columns} |", "| --- " * len(columns.split(" | ")) + "|"]
+    usual = path or Path(sys.argv[0]).resolve().with_suffix(".md")
+    stored = _Table(given.out or (usual if given.usual else None), columns, list(every))
     found: dict[str, Any] = {}
-    made: set[str] = set()
     for call, result in results(measure, calls, given, **how):
         if not found:
-            print("\n".join(heads))
+            print("\n".join(stored.heads))
         found[json.dumps(call)] = result
         for key, needed in list(chosen.items()):
             keys = [json.dumps(call) for call in needed]
@@ -242,13 +242,10 @@ def table(
                 several = rest if rest and isinstance(rest[0], list) else [rest]
                 block = [f"| {' | '.join(map(str, [*key, *each]))} |" for each in several]
                 print("\n".join(block), flush=True)
-                made.update(block)
-                if given.usual or given.out:
-                    _merge(target, heads, key, block, list(every), made, "")
-    if text := note():
+                stored.put(key, block)
+    if found and (text := note()):
         print(f"\n{text}")
-        if (given.usual or given.out) and target.exists():
-            _merge(target, heads, None, [], list(every), made, text)
+        stored.put(None, [], text)
 
 
 def _calls(rows: Any) -> dict[Any, Sequence[Call]]:
@@ -268,30 +265,46 @@ def _asked(key: tuple[Any, ...], names: Sequence[str], every: Mapping[Any, Any])
     )
 
 
-def _merge(
-    path: Path,
-    heads: list[str],
-    key: tuple[Any, ...] | None,
-    block: list[str],
-    order: list[tuple[Any, ...]],
-    made: set[str],
-    note: str,
-) -> None:
-    """Put the rows of a key into a file in place of those that it has there, in the order of the keys."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    old = lines[lines.index(heads[0]) + 2 :] if heads[0] in lines else []
-    rows = [line for line in old if line.startswith("|") and not (key and _begins(line, key))]
-    rows = sorted([*rows, *block], key=lambda row: _place(row, order))
-    older = len(rows) - sum(row in made for row in rows)
-    said = f" {older} of {len(rows)} rows are older." if older else ""
-    write(path, [*heads, *rows, *(["", note] if note else [])], said)
+@dataclass
+class _Table:
+    """A Markdown table in a file.
 
+    Attributes:
+        path: the file; None writes nothing.
+        columns: its heads.
+        order: the keys, which are first cells of rows.
+        made: the rows that this command has made.
+    """
 
-def _place(row: str, order: list[tuple[Any, ...]]) -> int:
-    """Return the number of the row's key, else of the first key with the same first cell."""
-    keys = [*order, *(key[:1] for key in order)]
-    found = (number for number, key in enumerate(keys) if _begins(row, key))
-    return next(found, len(keys)) % len(order) if order else 0
+    path: Path | None
+    columns: str
+    order: list[tuple[Any, ...]]
+    made: set[str] = field(default_factory=set)
+
+    @property
+    def heads(self) -> list[str]:
+        return [f"| {self.columns} |", "| --- " * len(self.columns.split(" | ")) + "|"]
+
+    def put(self, key: tuple[Any, ...] | None, block: list[str], note: str = "") -> None:
+        """Put the rows of a key in place of those that it has in the file, and a note below all."""
+        if self.path is None:
+            return
+        self.made.update(block)
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        old = lines[lines.index(self.heads[0]) + 2 :] if self.heads[0] in lines else []
+        rows = [
+            row for row in old if row.startswith("|") and (key is None or not _begins(row, key))
+        ]
+        rows = sorted([*rows, *block], key=self._place)
+        older = len(rows) - sum(row in self.made for row in rows)
+        said = f" {older} of {len(rows)} rows are older." if older else ""
+        write(self.path, [*self.heads, *rows, *(["", note] if note else [])], said)
+
+    def _place(self, row: str) -> int:
+        """Return the number of the row's key, else of the first key with the same first cell."""
+        keys = [*self.order, *(key[:1] for key in self.order)]
+        found = (number for number, key in enumerate(keys) if _begins(row, key))
+        return next(found, len(keys)) % len(self.order)
 
 
 def _begins(row: str, key: tuple[Any, ...]) -> bool:
