@@ -9,6 +9,7 @@ import pytest
 PATH = Path(__file__).parents[1] / "experiments" / "runner.py"
 SPEC = importlib.util.spec_from_file_location("experiment_runner", PATH)
 runner = importlib.util.module_from_spec(SPEC)
+sys.modules["experiment_runner"] = runner  # dataclasses look their module up
 SPEC.loader.exec_module(runner)
 
 
