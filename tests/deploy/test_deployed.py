@@ -117,7 +117,7 @@ def test_sites_look_closely_where_they_are_asked_to(tmp_path, monkeypatch):
     sites = sites_of(SCHOOLS, plan, tmp_path)
     found = run_on(sites, plan, tmp_path)
     expected = bf.fit(plan.model, SCHOOLS, plan.algorithm, rounds=plan.rounds)
-    assert expected.correction.closely
+    assert expected.correction.laplace
     draws = expected.sample(200)
     torch.testing.assert_close(found.sample(200)["tau"], draws["tau"], rtol=1e-3, atol=1e-3)
     at_sites = [posterior.sample(200)["theta"] for posterior in posteriors(sites)]
