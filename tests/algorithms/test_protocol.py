@@ -26,7 +26,7 @@ def test_uploads_are_tensors_by_name(algorithm):
     clients = algorithm.start_clients(program, server, data.batch())
     message = algorithm.broadcast(Turn(program, noise.key(0), 8), server)
     job = Job(program, message, clients, batches(data, torch.arange(8), None, keys), keys)
-    upload = algorithm.encode(job, algorithm.work(job))
+    upload = algorithm.work(job).upload
     assert {type(name) for name in upload} == {str}
     assert {type(value) for value in upload.values()} == {torch.Tensor}
     assert {len(value) for value in upload.values()} == {8}

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.algorithms import FAMILY
 from bayesfed.algorithms.registry import ALGORITHMS
 from bayesfed.cli import app as cli
 from bayesfed.cli import forest, report

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import bayesfed as bf
-from bayesfed.algorithms import FAMILY
 from bayesfed.algorithms.registry import ALGORITHMS, GUIDES, algorithm_of
 from bayesfed.cli.choices import choices
 from bayesfed.cli.experiment import read_experiment

@@ -8,7 +8,6 @@ import torch
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.algorithms.sfvi import LEVEL, faded
 from bayesfed.deploy.institutions import Expected, Patience
 from bayesfed.deploy.messages import (
     Ask,

@@ -13,11 +13,11 @@ from scipy.stats import kstest
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.algorithms.protocol import WEIGHT, Turn
 from bayesfed.elbo import noise
 from bayesfed.engine.batches import batches
 from bayesfed.engine.privacy import NORMS
 from bayesfed.guides.particles import PARTICLES
+from bayesfed.rules import Turn
 from bayesfed.steps.job import Job
 from tests.invariants.cases import CASES, SPECIAL, federation
 from tests.scenarios import conjugate_hierarchy, exact, ragged
@@ -264,7 +264,7 @@ def test_numbers_of_rows_are_not_sent_under_noise(name):
         message = algorithm.broadcast(Turn(run.program, key, 5, noise=float(private)), run.server)
         rows = batches(data, every, None, keys)
         job = Job(run.program, message, run.clients.take(every), rows, keys, private=private)
-        uploads[private] = algorithm.encode(job, algorithm.work(job))
+        uploads[private] = algorithm.work(job).upload
     counts = data.lengths.to(data.dtype)
     assert WEIGHT not in uploads[True]
     assert not any(torch.equal(value.flatten(), counts) for value in uploads[True].values())

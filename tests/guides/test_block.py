@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import bayesfed as bf
-from bayesfed.algorithms.sfvi import SFVI
 
 
 def data(wards=3):

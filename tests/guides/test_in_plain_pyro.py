@@ -8,7 +8,7 @@ import pytest
 from pyro.infer import MCMC, NUTS, SVI, Trace_ELBO
 
 import bayesfed as bf
-from bayesfed.algorithms.structured import hierarchical
+from bayesfed.guides.hierarchical import hierarchical
 from tests.scenarios import conjugate_hierarchy, exact, ragged
 
 pytestmark = pytest.mark.usefixtures("float64")

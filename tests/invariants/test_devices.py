@@ -11,9 +11,9 @@ import torch
 
 import bayesfed as bf
 from bayesfed import models
-from bayesfed.algorithms.protocol import Turn
 from bayesfed.elbo import noise
 from bayesfed.engine.batches import batches
+from bayesfed.rules import Turn
 from bayesfed.steps.job import Job
 from tests.invariants.cases import CASES, SPECIAL, federation
 
@@ -51,8 +51,8 @@ def test_a_cohorts_work_asks_for_no_number(name, batch_size, monkeypatch):
     everyone = torch.arange(len(data))
     keys = noise.fold(turn.key, data.stream_ids[everyone])
     job = Job(program, message, clients, batches(data, everyone, batch_size, keys), keys)
-    work = algorithm.work(job)
-    upload = algorithm.encode(job, work)
+    answer = algorithm.work(job)
+    upload = answer.upload
     kept = [value for part in work.clients.values() for value in part.values()]
     assert {value.device for value in (work.terms, *upload.values(), *kept)} == {META}
     if not isinstance(algorithm, SERVERS_THAT_LOOK):

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from pyro.infer import Trace_ELBO
 
 import bayesfed as bf
-from bayesfed.algorithms.protocol import Turn
-from bayesfed.algorithms.structured import hierarchical, moved
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.build import build
 from bayesfed.elbo.elbo import client_terms, elbo_terms, server_pass
 from bayesfed.engine.batches import batches
 from bayesfed.guides import factorised
+from bayesfed.guides.hierarchical import hierarchical
 from bayesfed.guides.natural_gradient import paired
+from bayesfed.rules import Turn
 from bayesfed.steps.job import Job
 
 GLOBALS = {
@@ -241,7 +241,7 @@ def test_a_global_parameter_that_clients_read_is_shared():
     message = algorithm.broadcast(Turn(program, key, 3), server)
     keys = noise.fold(key, federation.stream_ids)
     job = Job(program, message, clients, batches(federation, torch.arange(3), None, keys), keys)
-    upload = algorithm.encode(job, algorithm.work(job))
+    upload = algorithm.work(job).upload
     params = {n: v.clone().requires_grad_() for n, v in program.init.items()}
     of_theta = program.noise(key, 2, local=False)
     supplied = {name: [paired(part) for part in parts] for name, parts in of_theta.items()}
