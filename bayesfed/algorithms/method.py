@@ -22,12 +22,14 @@ class Setting:
         values: what the fields hold, by what users write, where these differ.
         kinds: the classes of which the value may be, where it is a part itself.
         wrap: what is made of a value before it is set; such a keyword is None by default.
+        value_type: the type of its values, by default that of the first field.
     """
 
     paths: tuple[str, ...]
     values: Mapping[Any, Any] = field(default_factory=dict)
     kinds: tuple[type[Any], ...] = ()
     wrap: Callable[[Any], Any] | None = None
+    value_type: Any = None
 
     def value(self, algorithm: Algorithm) -> Any:
         """Return what a user would have written for an algorithm."""
@@ -55,6 +57,8 @@ class Setting:
         """Return the type of its values, with their rules."""
         if self.wrap is not None:
             return Callable[..., Any] | None
+        if self.value_type is not None:
+            return self.value_type
         if self.kinds:
             return Any
         if self.values:

@@ -38,7 +38,7 @@ def hospital_and_wards(federation):
 
 
 def block_of(model):
-    guide = SFVI().program(model, data()).guide
+    guide = bf.SFVI().program(model, data()).guide
     assert guide.block == tuple(guide.locals)
     return guide.normal, guide.chain
 
@@ -168,7 +168,7 @@ def test_a_normal_prior_that_the_factor_stands_for_is_not_counted_beside_it():
             c = pyro.sample("c", dist.Normal(0.0, 2.0))
             observe(federation, lambda obs: b + c)
 
-    guide = SFVI().program(model, data()).guide
+    guide = bf.SFVI().program(model, data()).guide
     assert guide.normal == ("a", "c")
     head = data().batch(torch.arange(1)).head()
     _, scale = guide.block_prior(torch.zeros(1), head)
@@ -186,7 +186,7 @@ def test_the_mode_under_a_prior_far_from_zero():
                 pyro.sample("y", dist.Poisson(a.exp()), obs=obs.get("y"))
 
     federation = bf.Federation.from_arrays({"a": {"y": [3.0]}, "b": {"y": [40.0, 60.0]}})
-    program = SFVI().program(counts, federation)
+    program = bf.SFVI().program(counts, federation)
     batch = federation.batch()
     found = program.laplace(program.init, program.init_locals(batch), batch)
     start = program.guide.block_start
@@ -205,7 +205,7 @@ def test_the_mode_under_a_prior_far_from_zero():
 
 def test_a_guide_takes_the_coordinates_of_another():
     """As a site takes the server's, where they are of its shape."""
-    guide = SFVI().program(hospital_and_wards, data()).guide
+    guide = bf.SFVI().program(hospital_and_wards, data()).guide
     moved = {name: value + 0.5 for name, value in guide.coordinates().items()}
     placed = guide.placed(moved | {"ward": torch.zeros(2, 7)}).coordinates()
     assert torch.equal(placed["mu"], moved["mu"])

@@ -13,9 +13,10 @@ import bayesfed as bf
 from bayesfed import models
 from bayesfed.elbo import noise
 from bayesfed.engine.batches import batches
-from bayesfed.rules import Turn
+from bayesfed.rules import MStep, ProductOfFactors, ProductOfGaussians, Turn
 from bayesfed.steps.job import Job
 from tests.invariants.cases import CASES, SPECIAL, federation
+from tests.scenarios import summed
 
 META = torch.device("meta")
 
@@ -29,8 +30,8 @@ def moved(value, monkeypatch, keep=()):
 
 
 WORKS = (CASES | SPECIAL).keys() - {"SFVI, flow"}  # torch's splines look at their bounds
-SERVERS_THAT_LOOK = (bf.PVI, bf.PFedVEM, bf.FedABML, bf.FOLA)
-"""Whether what they have come to is still a distribution."""
+SERVERS_THAT_LOOK = (ProductOfFactors, MStep, ProductOfGaussians)
+"""Rules that read numbers of the sum, such as whether the product of all factors is a proper Gaussian."""
 
 
 @pytest.mark.parametrize(
@@ -52,11 +53,11 @@ def test_a_cohorts_work_asks_for_no_number(name, batch_size, monkeypatch):
     keys = noise.fold(turn.key, data.stream_ids[everyone])
     job = Job(program, message, clients, batches(data, everyone, batch_size, keys), keys)
     answer = algorithm.work(job)
-    upload = answer.upload
-    kept = [value for part in work.clients.values() for value in part.values()]
-    assert {value.device for value in (work.terms, *upload.values(), *kept)} == {META}
-    if not isinstance(algorithm, SERVERS_THAT_LOOK):
-        algorithm.decode(turn, server, {name: value.sum(0) for name, value in upload.items()})
+    states = (answer.upload, answer.clients, answer.memory)
+    tensors = [value for state in states for part in state.values() for value in part.values()]
+    assert {value.device for value in (answer.terms, *tensors)} == {META}
+    if not isinstance(algorithm.rule, SERVERS_THAT_LOOK):
+        algorithm.decode(turn, server, summed(answer.upload))
 
 
 def test_a_default_device_is_no_matter():

@@ -125,7 +125,7 @@ ALGORITHMS = [
 ]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: type(a).__name__)
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
 def test_nothing_depends_on_how_clients_are_put_together(data, algorithm, monkeypatch):
     posterior = bf.fit(conjugate_hierarchy, data, algorithm, rounds=2, **QUIET)
 

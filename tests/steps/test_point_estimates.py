@@ -1,4 +1,4 @@
-"""What algorithms of points ask of a model."""
+"""The structure that steps on point estimates need in a model."""
 
 import pyro
 import pyro.distributions as dist
