@@ -154,8 +154,8 @@ def test_equal_compositions_are_equal_values():
         ),
         (
             bf.PerFedAvg().replace(rule=rules.ControlVariates(), name="mine"),
-            "mine: rule=ControlVariates() needs 'path', which steps=ThroughSteps() does not give: take steps=Descent(), "
-            "or another rule than ControlVariates()",
+            "mine: rule=ControlVariates() needs 'path', which steps=ThroughSteps() does not give: take "
+            "steps=Descent(), or another rule than ControlVariates()",
         ),
         (
             bf.FedAvg(optimizer="adam").replace(rule=NormalisedMean(), name="mine"),

@@ -493,7 +493,7 @@ def test_messages():
     with pytest.raises(ValueError, match="no hidden layer to modulate"):
         Modulated(mlp(3, 2), mlp(3, 2))
     with pytest.raises(
-        ValueError, match=r"local site \('weights'\) has an encoder.*PerFedAvg adapt"
+        ValueError, match=r"local variable \('weights'\) has an encoder.*PerFedAvg adapt"
     ):
         bf.fit(models.Network(nn.Linear(3, 2)), federation(3), CAFeMe(), rounds=1)
     with pytest.raises(ValueError, match="'client 1' has a single row"):

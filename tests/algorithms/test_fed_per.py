@@ -8,6 +8,7 @@ from torch.nn.functional import cross_entropy
 
 import bayesfed as bf
 from bayesfed import FedBABU, FedPer, FedRep, Local, datasets, models
+from bayesfed.algorithms import METHODS
 from bayesfed.elbo import noise
 from bayesfed.engine.batches import batches
 
@@ -107,13 +108,21 @@ def head_then_body(body, head, rows, lr):
 def test_as_it_ships_against_plain_torch(algorithm, turns, settings):
     data, model = federation(), network(**settings)
     posterior = bf.fit(model, data, algorithm, rounds=ROUNDS, batch_size=BATCH)
-    body, heads = by_hand(data, model.start, model.shared_start, turns, algorithm.lr)
+    body, heads = by_hand(
+        data,
+        model.start,
+        model.shared_start,
+        turns,
+        METHODS[algorithm.name].values(algorithm)["lr"],
+    )
     torch.testing.assert_close(posterior.params["shared"], body)
     if algorithm.name == "FedBABU":  # heads are trained at the end
         key = noise.fold(noise.key(0), noise.word("personalize"))
         rows = minibatches(data, key, lambda _: algorithm.locals.personal_steps)
         pairs = zip(heads, rows, strict=True)
-        heads = torch.stack([head_alone(body, head, own, algorithm.lr)[1] for head, own in pairs])
+        heads = torch.stack(
+            [head_alone(body, head, own, algorithm.steps.lr)[1] for head, own in pairs]
+        )
     torch.testing.assert_close(posterior.sample(1)["weights"][0], heads)
 
 

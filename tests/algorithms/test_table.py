@@ -27,7 +27,8 @@ SIGNATURES = {
     "FedBABU": "lr local_epochs optimizer lr_decay personal_steps",
     "Local": "lr local_epochs optimizer lr_decay personal_steps",
     "Ditto": "lam lr local_epochs local_steps optimizer lr_decay personal_steps",
-    "PerFedAvg": "lr prior_lr inner_steps second_order local_epochs local_steps prior_optimizer lr_decay personal_steps",
+    "PerFedAvg": "lr prior_lr inner_steps second_order local_epochs local_steps prior_optimizer "
+    "lr_decay personal_steps",
     "PFedMe": "lam lr prior_lr inner_steps local_epochs local_steps lr_decay personal_steps",
     "CAFeMe": "inner_lr lr optimizer inner_steps second_order personal_fraction support_rows outer_steps weighted "
     "lr_decay personal_steps",
@@ -51,11 +52,12 @@ SIGNATURES |= {
 def test_every_method_is_in_the_table_and_in_the_package():
     assert METHODS.keys() == SIGNATURES.keys() | {"MAML", "MTL", "Pooled"}
     for name in SIGNATURES:
-        assert getattr(bf, name) is getattr(algorithms, name) is METHODS[name]
+        assert getattr(algorithms, name) is METHODS[name]
+        assert getattr(bf, name, METHODS[name]) is METHODS[name]
         assert isinstance(METHODS[name], Method)
         assert METHODS[name].name == name
     assert METHODS["MAML"] is bf.PerFedAvg
-    assert METHODS["MTL"] is bf.PFedMAP
+    assert METHODS["MTL"] is METHODS["PFedMAP"]
     assert METHODS["Pooled"] is bf.FedAvg
 
 
@@ -94,10 +96,8 @@ def test_every_setting_can_be_set_and_read(name):
         assert method.values(algorithm) == method.values(method()) | {key: value}, key
         held = {get(algorithm, path) for path in setting.paths}
         assert held == {setting.values.get(value, value)}
-        restored = algorithm
-        for path in setting.paths:
-            restored = put(restored, path, get(method.default, path))
-        assert restored == method()
+        before = {path: get(method.default, path) for path in setting.paths}
+        assert put(algorithm, before) == method()
 
 
 def another(kind, default):
@@ -137,7 +137,9 @@ def test_settings_out_of_range_are_refused_by_name(name):
     ("make", "message"),
     [
         (lambda: bf.FedAvg(lr=0.0), "lr is 0.0; it must be more than 0"),
-        (lambda: bf.FedAvg(learning_rate=0.1), "learning_rate is unknown; did you mean"),
+        (lambda: bf.FedAvg(proximall=0.1), "proximall is unknown; did you mean 'proximal'?"),
+        (lambda: bf.FedABML(prior_lr=2.0), "prior_lr is 2.0: natural steps diverge from 2 on"),
+        (lambda: bf.PVI(draws=7), "draws is 7; PVI draws pairs"),
         (lambda: bf.FedAvg(local_epochs=0), "local_epochs is 0; it must be at least 1"),
         (lambda: bf.FedAvg(optimizer="adamw"), "optimizer is \"adamw\"; it must be 'sgd'"),
         (lambda: bf.FedAvg(personal_steps=-1), "personal_steps is -1; it must be at least 0"),
@@ -152,7 +154,7 @@ def test_settings_out_of_range_are_refused_by_name(name):
     ],
 )
 def test_messages(make, message):
-    with pytest.raises(SettingsError) as error:
+    with pytest.raises(ValueError) as error:
         make()
     assert str(error.value).startswith(message)
 
@@ -160,6 +162,12 @@ def test_messages(make, message):
 def test_settings_are_keywords():
     with pytest.raises(TypeError):
         bf.FedAvg(0.1)
+
+
+def test_the_order_of_settings_does_not_matter():
+    """A rate that only plain steps may have, given before and after the word that makes them plain."""
+    plain = bf.FedABML(natural=False, lr=3.0, prior_lr=3.0)
+    assert bf.FedABML(lr=3.0, prior_lr=3.0, natural=False) == plain
 
 
 def test_a_setting_that_is_a_part():

@@ -38,10 +38,8 @@ def federation(dtype: torch.dtype | None = None) -> bf.Federation:
 def small(algorithm: Algorithm) -> Algorithm:
     """Return the algorithm with small settings, where it has and uses them."""
     method = METHODS[algorithm.name]
-    for name, value in method.values(algorithm).items():
-        if value and name in SMALL:
-            algorithm = method.settings[name].set(algorithm, SMALL[name])
-    return algorithm
+    values = method.values(algorithm)
+    return method.compose(values | {n: v for n, v in SMALL.items() if values.get(n)})
 
 
 def network(**settings: Any) -> models.Network:
