@@ -105,13 +105,15 @@ def test_a_combination_that_no_paper_has_runs(algorithm):
     assert posterior.sample(3)["theta"].shape == (3, 8)
 
 
-def test_it_learns_as_its_parts_do():
-    """FedABML's clients under an M-step, whose mean follows from their precisions: the exact posterior mean of μ."""
-    algorithm = bf.FedABML().replace(rule=MStep())
-    posterior = bf.fit(models.eight_schools, SCHOOLS, algorithm, rounds=40, **QUIET)
-    named = bf.fit(models.eight_schools, SCHOOLS, bf.PFedVEM(), rounds=40, **QUIET)
-    found, expected = (float(p.sample(1)["mu"].mean()) for p in (posterior, named))
-    assert abs(found - expected) < 2.0  # the standard errors of the schools are 9 to 18
+def test_a_composition_is_the_method_that_has_its_parts():
+    """FedProx put together by hand: the same numbers."""
+    algorithm = bf.Algorithm(
+        Point(), AtPrior(), Descent("globals", lr=0.1, epochs=5, proximal=0.1), Mean("rows")
+    )
+    pair = algorithm, METHODS["FedProx"]()
+    one, other = (bf.fit(models.eight_schools, SCHOOLS, a, rounds=3, **QUIET) for a in pair)
+    assert one.params.keys() == other.params.keys()
+    assert all(torch.equal(one.params[name], other.params[name]) for name in one.params)
 
 
 def test_a_composition_has_no_name_but_its_parts():
@@ -125,7 +127,7 @@ def test_a_composition_has_no_name_but_its_parts():
 def test_equal_compositions_are_equal_values():
     assert bf.FedAvg(lr=0.05) == replace(bf.FedAvg(), steps=Descent(lr=0.05))
     assert hash(bf.SFVI()) == hash(bf.SFVI())
-    assert bf.FedProx(proximal=0.0) != bf.FedAvg()  # the name differs
+    assert METHODS["FedProx"](proximal=0.0) != bf.FedAvg()  # the name differs
     with pytest.raises(AttributeError):
         bf.FedAvg().lr_decay = 0.5
 
@@ -151,6 +153,10 @@ def test_equal_compositions_are_equal_values():
         (
             bf.FedAvg().replace(locals=Encoded(), name="mine"),
             "mine: steps=Descent() does not go with locals=Encoded(): take locals=AtPrior() or Kept() or Remade()",
+        ),
+        (
+            bf.FedAvg().replace(steps=Descent("locals"), name="mine"),
+            "mine: steps=Descent() does not go with locals=AtPrior(): take locals=Kept() or Remade()",
         ),
         (
             bf.PerFedAvg().replace(rule=rules.ControlVariates(), name="mine"),

@@ -100,7 +100,9 @@ def towns(tmp_path, monkeypatch):
         )
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bf.SFVI, "personal_steps", 20)  # of the town that is held out
+    monkeypatch.setattr(
+        bf.SFVI, "default", bf.SFVI(personal_steps=20)
+    )  # of the town that is held out
     return "study/towns.toml"
 
 

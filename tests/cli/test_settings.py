@@ -149,7 +149,7 @@ def test_every_method_is_made_by_its_name():
     for name, method in METHODS.items():
         assert algorithm_of(name) == method()
     name = "FedProx"
-    assert algorithm_of({"name": name, "personal_steps": 3}) == bf.FedProx(personal_steps=3)
+    assert algorithm_of({"name": name, "personal_steps": 3}) == METHODS[name](personal_steps=3)
     with pytest.raises(SettingsError, match="personal_step is unknown; did you mean"):
         algorithm_of({"name": name, "personal_step": 3})
     with pytest.raises(SettingsError, match=rf"did you mean '{name}'\?"):

@@ -62,7 +62,7 @@ def same(found, expected, tolerance=1e-5):
         replace(PLAN, clients_per_round=0.5, rounds=6),
         replace(PLAN, algorithm=bf.PVI()),
         replace(PLAN, algorithm=bf.SFVI(), privacy=bf.Privacy(clip=0.2)),
-        replace(PLAN, algorithm=replace(PLAN.algorithm, global_guide=bf.Flow()), rounds=4),
+        replace(PLAN, algorithm=PLAN.algorithm.replace(globals=bf.Flow(), name="SFVI"), rounds=4),
     ],
     ids=["until settled, corrected", "half of the clients", "PVI", "clipped", "Flow"],
 )

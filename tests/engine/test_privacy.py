@@ -110,7 +110,7 @@ def test_gaussian_accounting_against_a_closed_form():
 @pytest.mark.parametrize(
     "algorithm",
     [bf.SFVI(), bf.SFVIAvg(), bf.PVI(), bf.PACPFL(particles=2), bf.Scaffold(), bf.FedAvg()],
-    ids=lambda a: type(a).__name__,
+    ids=str,
 )
 def test_no_noise_and_no_clipping_is_no_privacy(algorithm):
     schools = datasets.eight_schools()

@@ -13,13 +13,13 @@ from bayesfed import datasets, models
 def asked(monkeypatch):
     """For how many clients networks were made, at each call."""
     calls = []
-    before = bf.FedAvg.personalize
+    before = bf.Algorithm.personalize
 
     def counted(self, job, *args):
         calls.append(len(job))
         return before(self, job, *args)
 
-    monkeypatch.setattr(bf.FedAvg, "personalize", counted)
+    monkeypatch.setattr(bf.Algorithm, "personalize", counted)
     return calls
 
 

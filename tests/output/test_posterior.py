@@ -385,9 +385,7 @@ RANDOM = {  # what an algorithm has a distribution over: (globals, locals)
 }
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "random"), RANDOM.items(), ids=[type(a).__name__ for a in RANDOM]
-)
+@pytest.mark.parametrize(("algorithm", "random"), RANDOM.items(), ids=map(str, RANDOM))
 def test_every_algorithm_has_a_whole_posterior(data, algorithm, random, tmp_path):
     """What is random varies between draws, what is a point does not; and all that can be asked is answered."""
     some = data.select(data.names[:4])
