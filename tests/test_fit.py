@@ -1,6 +1,5 @@
 import dataclasses
 import io
-from dataclasses import dataclass
 
 import pyro
 import pyro.distributions as dist
@@ -16,7 +15,7 @@ from tests.scenarios import conjugate_hierarchy, ragged
 QUICK = {"local_steps": 1, "draws": 1}
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Watched(GradientsAtDraws):
     """SFVI's steps, with a list of the rows that each group of clients was given."""
 
