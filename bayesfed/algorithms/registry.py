@@ -214,10 +214,7 @@ def settings_of(algorithm: Algorithm) -> dict[str, Any]:
     method = METHODS.get(algorithm.name)
     if method is not None:
         found = method.values(algorithm)
-        same = method.default
-        for key, value in found.items():
-            same = method.settings[key].set(same, value)
-        if same == algorithm:
+        if method.compose(found) == algorithm:
             return {"name": algorithm.name} | {key: _plain(v, key) for key, v in found.items()}
     return {name: _plain(getattr(algorithm, name), name) for name in FIELDS}
 

@@ -34,6 +34,7 @@ from bayesfed.rules import (
     Stein,
     SummedCurvature,
 )
+from bayesfed.settings import Rate
 from bayesfed.steps import (
     Alternate,
     CavitySteps,
@@ -190,7 +191,7 @@ PFedMe = Method(
         ),
         Mean(by="clients"),
     ),
-    lam="steps.inner.proximal",
+    lam=Setting(("steps.inner.proximal",), value_type=Rate),
     lr="steps.inner.lr",
     prior_lr="steps.outer.lr",
     inner_steps="steps.times",

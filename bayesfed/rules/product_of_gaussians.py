@@ -163,7 +163,8 @@ class ProductOfGaussians(Rule):
         message = job.message["gaussian"]
         theta, hessian = work.found["mode"]["theta"], work.found["curvature"]["theta"]
         fisher = definite(hessian, matrix=True) if hessian.ndim == 3 else hessian
-        loc, offset = message["loc"], theta - message["loc"]
+        loc = message["loc"].expand(len(job), -1)
+        offset = theta - loc
         if not self.with_cavity(job.program):
             n, r = job.counts[:, None], message["round"]
             own = fisher / r + (r - 1) / r * message["precision"]

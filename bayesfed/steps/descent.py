@@ -63,7 +63,11 @@ class Descent(Steps):
     steepest: Rate | None = None
     clip: Rate | None = None
     globals = (Point,)
-    locals = (AtPrior, Kept, Remade)
+
+    @property
+    def locals(self) -> tuple[type[Locals], ...]:  # type: ignore[override]
+        """Families with variables to move, where the steps move the clients' own."""
+        return (Kept, Remade) if self.moves in ("locals", "all") else (AtPrior, Kept, Remade)
 
     @property
     def gives(self) -> frozenset[str]:  # type: ignore[override]

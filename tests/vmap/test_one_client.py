@@ -263,7 +263,7 @@ def test_every_algorithm_takes_them(model, algorithm):
     ],
     ids=lambda x: x.__name__,
 )
-@pytest.mark.parametrize("algorithm", [bf.SFVI(), bf.FedABML()], ids=lambda a: type(a).__name__)
+@pytest.mark.parametrize("algorithm", [bf.SFVI(), bf.FedABML()], ids=str)
 def test_a_program_that_can_be_run_both_ways_is_the_same(model, data, algorithm):
     """Draws of a fit are equal up to round-off, with and without vmap."""
     data = data()
