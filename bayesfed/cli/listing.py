@@ -1,4 +1,4 @@
-"""Tables of what an experiment file can name."""
+"""Tables of the names and settings for experiment files."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rich.text import Text
 
 from bayesfed.algorithms import FAMILY
 from bayesfed.algorithms.registry import ALGORITHMS, GUIDES
-from bayesfed.cli.names import DATASETS, MODELS
+from bayesfed.cli.catalogue import DATASETS, MODELS
 
 
 def show(what: str | None) -> None:
-    """Print tables of what there is, of one kind or of all."""
+    """Print tables of the names of one kind, or of all."""
     console = Console(highlight=False)
     registries: dict[str, Mapping[str, Any]] = {
         "models": MODELS,
@@ -29,10 +29,7 @@ def show(what: str | None) -> None:
     for kind, registry in registries.items():
         if what is not None and what != kind:
             continue
-        table = Table(title=kind, title_justify="left", title_style="bold", box=None)
-        table.add_column(style="cyan", no_wrap=True)
-        table.add_column()
-        table.show_header = False
+        table = _table(kind, 2)
         for name, entry in registry.items():
             table.add_row(Text(name), Text(_first_line(entry)))
         console.print(table, "")
@@ -43,13 +40,19 @@ def show(what: str | None) -> None:
                 console.print(_settings_table(name, entry), "")
 
 
-def _family_table() -> Table:
-    """The methods that are choices of parts: the algorithm of ours and the settings that differ."""
-    table = Table(title="special cases", title_justify="left", title_style="bold", box=None)
+def _table(title: str, columns: int) -> Table:
+    """Return a table without a header, the first column of which has names."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None)
     table.add_column(style="cyan", no_wrap=True)
-    table.add_column()
-    table.add_column()
+    for _ in range(columns - 1):
+        table.add_column()
     table.show_header = False
+    return table
+
+
+def _family_table() -> Table:
+    """Return the table of methods that are settings of another algorithm."""
+    table = _table("special cases", 3)
     for name, make in FAMILY.items():
         algorithm = make()
         plain = type(algorithm)()
@@ -69,7 +72,7 @@ def _first_line(entry: Any) -> str:
 
 
 def _plain(text: str) -> str:
-    """Docstring text on one line, without Sphinx markup."""
+    """Return docstring text on one line, without Sphinx markup."""
     return re.sub(r":\w+:`~?([^`]*)`", r"\1", " ".join(text.split())).replace("``", "")
 
 
@@ -79,7 +82,7 @@ def _settings_table(name: str, cls: Any) -> Table:
     table.add_column("default", no_wrap=True)
     table.add_column("meaning")
     meaning: dict[str, str] = {}
-    for base in reversed(cls.__mro__):  # what a class inherits is explained where it is defined
+    for base in reversed(cls.__mro__):  # inherited settings are explained in their class
         meaning |= _attributes(inspect.getdoc(base) or "")
     for field in dataclasses.fields(cls):
         default = field.default
@@ -92,7 +95,7 @@ def _settings_table(name: str, cls: Any) -> Table:
 
 
 def _attributes(doc: str) -> dict[str, str]:
-    """The entries of a Google-style ``Attributes:`` section."""
+    """Return the entries of a Google-style ``Attributes:`` section."""
     _, _, section = doc.partition("Attributes:\n")
     section = section.split("\n\n")[0]
     entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, flags=re.MULTILINE)

@@ -1,8 +1,8 @@
-"""A fit over three sites beside the same fit in one process, seed for seed: makes agreement.md.
+"""A fit over three nodes beside the same fit in one process, seed for seed: makes agreement.md.
 
     python experiments/deployment/agreement.py       # a few minutes
 
-Sites are workers in this process, reached through the messages that travel otherwise. Differences are round-off: sums
+Institutions are workers in this process, reached through the messages that travel otherwise. Differences are round-off: sums
 are added in another order. They are of the guide's global parameters, of the clients' own ones, both relative to the
 largest of the tensor, and of the ELBO of the last round. Beside them those of one process in which two clients run
 together, in place of as many as go: what round-off does to the method.
@@ -22,13 +22,13 @@ import torch
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.deploy.institutions import Patience
-from bayesfed.deploy.node import Site
+from bayesfed.deploy.node import Node
 from bayesfed.deploy.plan import Plan
-from bayesfed.deploy.server import deployed
+from bayesfed.deploy.server import run_server
 from bayesfed.deploy.transport import Carrier
 
 HERE = Path(__file__).parent
-SITES = 3
+INSTITUTIONS = 3
 
 
 def network() -> Any:
@@ -79,21 +79,21 @@ def compared(case: str) -> str:
     if model == "modulated":
         model = models.Modulated(models.mlp(64, 16, 10), models.mlp(64, 8), context=8)
     plan = Plan(model, algorithm, **schedule)
-    cuts = [round(i * len(federation) / SITES) for i in range(SITES + 1)]
+    cuts = [round(i * len(federation) / INSTITUTIONS) for i in range(INSTITUTIONS + 1)]
     with tempfile.TemporaryDirectory() as folder:
-        sites = {
-            f"site{i}": Site(
-                f"site{i}", federation.select(federation.names[a:b]), plan, f"{folder}/site{i}"
+        nodes = {
+            f"node{i}": Node(
+                f"node{i}", federation.select(federation.names[a:b]), plan, f"{folder}/node{i}"
             )
             for i, (a, b) in enumerate(pairwise(cuts))
         }
         carrier = Carrier(
-            lambda: list(sites), lambda sent, _: {at: sites[at].handle(p) for at, p in sent.items()}
+            lambda: list(nodes), lambda sent, _: {at: nodes[at].handle(p) for at, p in sent.items()}
         )
         begin = time.perf_counter()
-        over = deployed(carrier, plan, Patience(tuple(sites)), f"{folder}/server.safetensors")
+        over = run_server(carrier, plan, Patience(tuple(nodes)), f"{folder}/server.safetensors")
         seconds = time.perf_counter() - begin
-        own = [part.posterior.local_params for s in sites.values() for part in s._parts.values()]
+        own = [part.posterior.local_params for s in nodes.values() for part in s._runs.values()]
     begin = time.perf_counter()
     here = bf.fit(model, federation, algorithm, **schedule)
     alone = time.perf_counter() - begin
@@ -122,7 +122,7 @@ def main() -> None:
         "clients' own",
         "global, other chunks",
         "ELBO",
-        "seconds, sites / here",
+        "seconds, nodes / here",
     ]
     lines = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
     for case in CASES if len(sys.argv) == 1 else sys.argv[1:]:

@@ -1,6 +1,6 @@
 """A fit between processes, one of which is killed: python experiments/deployment/demo.py, or make deployment.
 
-A SuperLink and three SuperNodes with TLS and keys of their own, and three sites' workers, all on this machine. The
+A SuperLink and three SuperNodes with TLS and keys of their own, and three nodes' workers, all on this machine. The
 model of experiments/grunfeld.toml is fitted; after a few rounds the worker in the midwest is killed and started again.
 In the end θ is compared with that of the fit in one process, where the data are in one place. About five minutes, most
 of which is Flower's, which starts a process for every message.
@@ -24,15 +24,15 @@ from bayesfed import datasets, models
 
 sys.path.insert(0, str(Path(__file__).parent))
 from network import network
-from sites import NAMES, written
+from nodes import NAMES, written
 
-from bayesfed.cli.flower import APP
+from bayesfed.cli.flower_server import APP
 
 KILLED, AFTER = "midwest", 3
 
 
 def worker(folder: Path, name: str) -> subprocess.Popen[bytes]:
-    """A site's worker."""
+    """A node's worker."""
     command = [sys.executable, "-m", "bayesfed.cli.app", "node", f"{name}.toml"]
     return subprocess.Popen(command, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
@@ -62,13 +62,13 @@ def main() -> None:
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bf") as name:
         folder, done = Path(name), threading.Event()
-        for site, part in written(folder).items():
-            print(f"{site}: {part}")
-        workers = {site: worker(folder, site) for site in NAMES}
+        for node, part in written(folder).items():
+            print(f"{node}: {part}")
+        workers = {node: worker(folder, node) for node in NAMES}
         try:
-            while not all((folder / f"{site}.sock").exists() for site in NAMES):
+            while not all((folder / f"{node}.sock").exists() for node in NAMES):
                 time.sleep(0.2)
-            sockets = {site: str(folder / f"{site}.sock") for site in NAMES}
+            sockets = {node: str(folder / f"{node}.sock") for node in NAMES}
             with network(sockets, folder / "flower", tls=True) as made:
                 print("SuperLink and SuperNodes are up, with TLS and keys", flush=True)
                 killer = threading.Thread(target=kill_one, args=(folder, workers, done))
@@ -91,7 +91,7 @@ def main() -> None:
     draws = here.sample(1000)
     alone = {}
     for variable, value in draws.items():
-        if not here.program.sites[variable].local:
+        if not here.program.nodes[variable].local:
             flat = value.reshape(len(value), -1)
             for j in range(flat.shape[1]):
                 label = variable if value.ndim == 1 else f"{variable}[{j}]"

@@ -16,16 +16,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from network import BIN, CONNECTION, Network, network
-from sites import NAMES
+from nodes import NAMES
 
-from bayesfed.cli.flower import APP
+from bayesfed.cli.flower_server import APP
 
 AGAIN = 5.0
 """Seconds between two starts of a process that does not stay."""
 
 
 class FlowerProcesses:
-    """A SuperLink and SuperNodes with TLS and keys, and the sites' workers."""
+    """A SuperLink and SuperNodes with TLS and keys, and the nodes' workers."""
 
     between, seconds = (15.0, 60.0), 240
 
@@ -67,14 +67,14 @@ class FlowerProcesses:
 
     def kill(self, name: str) -> bool:
         """As the kernel does where memory runs out: this process, none that it has started; whether it was there."""
-        kind, _, site = name.partition(" of ")
+        kind, _, node = name.partition(" of ")
         if kind == "ServerApp":
             found = self._ours(b"serverapp")
             _kill(found)
             return bool(found)
         process = {
-            "worker": self.workers.get(site),
-            "SuperNode": self.flower.processes.get(site),
+            "worker": self.workers.get(node),
+            "SuperNode": self.flower.processes.get(node),
             "SuperLink": self.flower.processes["superlink"],
         }[kind]
         assert process is not None

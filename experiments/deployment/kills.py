@@ -3,7 +3,7 @@
     python experiments/deployment/kills.py [KILLS] [--secure]       # 100 kills: six minutes
     python experiments/deployment/kills.py 25 --flower              # over Flower, with TLS and keys: half an hour
 
-Three sites' workers (``bayesfed node``) and a server (``bayesfed run --on sockets``) are processes of this machine. One
+Three nodes' workers (``bayesfed node``) and a server (``bayesfed run --on sockets``) are processes of this machine. One
 of the four is killed (SIGKILL) after a random time and started again at once; when the server has ended, another run
 begins. In the end θ, and the clients' parameters, are compared with those of the run that was left alone.
 
@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from flower_processes import FlowerProcesses
-from sites import NAMES, identities, written
+from nodes import NAMES, identities, written
 
 HERE = Path(__file__).parent
 COMMAND = [sys.executable, "-m", "bayesfed.cli.app"]
@@ -37,7 +37,7 @@ RUN = [*COMMAND, "run", "experiment.toml", "--on", "sockets", "--output", "resul
 
 
 class SocketProcesses:
-    """The sites' workers and the server, without Flower."""
+    """The nodes' workers and the server, without Flower."""
 
     between, seconds = (0.5, 6.0), 60
 
@@ -95,7 +95,7 @@ class SocketProcesses:
 
 
 def found(folder: Path) -> dict[str, torch.Tensor]:
-    """What the sites have in the end."""
+    """What the nodes have in the end."""
     parameters = {}
     for name in NAMES:
         runs = sorted((folder / name / "runs").iterdir(), key=lambda path: path.stat().st_mtime)

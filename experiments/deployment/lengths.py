@@ -1,9 +1,9 @@
-"""How much longer than others' an honest site's upload may be: makes lengths.md.
+"""How much longer than others' an honest node's upload may be: makes lengths.md.
 
     python experiments/deployment/lengths.py
 
-The server refuses an upload that is, a client of it, more than a thousand times as long as the sites' median. Here are
-the sites of unlucky.py, all honest, ten rounds: the longest upload of any round, in medians of its round. What lies
+The server refuses an upload that is, a client of it, more than a thousand times as long as the nodes' median. Here are
+the nodes of unlucky.py, all honest, ten rounds: the longest upload of any round, in medians of its round. What lies
 below that cannot be refused by its length, such as a liar's tenfold one.
 """
 
@@ -19,7 +19,7 @@ import unlucky
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.deploy import collect
-from bayesfed.deploy.institutions import Sites
+from bayesfed.deploy.institutions import Institutions
 from bayesfed.deploy.plan import Plan
 from bayesfed.engine.run import Run
 
@@ -42,17 +42,17 @@ def longest(name: str) -> tuple[float, int]:
     found: list[float] = []
     checks = collect._too_large
 
-    def noted(sites: Sites, run: Run, replies: dict) -> list[str]:
+    def noted(nodes: Institutions, run: Run, replies: dict) -> list[str]:
         lengths = [collect._length(parts) for parts in replies.values()]
         found.append(max(lengths) / median_low(lengths))
-        return checks(sites, run, replies)
+        return checks(nodes, run, replies)
 
     collect._too_large = noted
     try:
         with tempfile.TemporaryDirectory() as folder:
             federation = data()
-            unlucky.SITES = min(10, len(federation))
-            unlucky.over_sites(Plan(model, algorithm, rounds=ROUNDS), federation, folder)
+            unlucky.INSTITUTIONS = min(10, len(federation))
+            unlucky.over_nodes(Plan(model, algorithm, rounds=ROUNDS), federation, folder)
     finally:
         collect._too_large = checks
     return max(found), 1 + found.index(max(found))

@@ -4,8 +4,8 @@
 
 "Flower's own" is Flower's empty app: ``Grid.send_and_receive``, and a ClientApp that returns its message.
 "bayesfed's" is :func:`bayesfed.deploy.flower.carrier`, and :data:`bayesfed.deploy.flower.client_app` before workers
-that stay and return their message. A round is from the first push to the last answer. Sites on one machine share its
-cores, and a round starts a process at each: one site is what a site on a machine of its own waits.
+that stay and return their message. A round is from the first push to the last answer. Institutions on one machine share its
+cores, and a round starts a process at each: one node is what a node on a machine of its own waits.
 """
 
 import contextlib
@@ -129,10 +129,10 @@ def write_app(folder: Path, name: str) -> Path:
 
 
 @contextlib.contextmanager
-def echoes(folder: Path, sites: int) -> Iterator[dict[str, str]]:
-    """Workers that return their message: their addresses by site."""
+def echoes(folder: Path, nodes: int) -> Iterator[dict[str, str]]:
+    """Workers that return their message: their addresses by node."""
     stop, ready = threading.Event(), queue.Queue[str]()
-    addresses = {f"site-{i}": str(folder / f"{i}.sock") for i in range(sites)}
+    addresses = {f"node-{i}": str(folder / f"{i}.sock") for i in range(nodes)}
     threads = [
         threading.Thread(
             target=serve, args=(address, bytes), kwargs={"ready": ready.put, "stop": stop}
@@ -152,18 +152,18 @@ def echoes(folder: Path, sites: int) -> Iterator[dict[str, str]]:
 
 
 def measured(
-    sites: int, tls: bool, cases: list[tuple[str, int]], rounds: int
+    nodes: int, tls: bool, cases: list[tuple[str, int]], rounds: int
 ) -> Iterator[list[float]]:
     """Seconds of each round of each case."""
     with tempfile.TemporaryDirectory(prefix="bf") as name:
         folder = Path(name)
         with (
-            echoes(folder, sites) as addresses,
+            echoes(folder, nodes) as addresses,
             network(addresses, folder / "flower", tls=tls) as flower,
         ):
             for app, size in cases:
                 report = folder / "report.json"
-                given = {"rounds": rounds, "nodes": sites, "size": size, "report": str(report)}
+                given = {"rounds": rounds, "nodes": nodes, "size": size, "report": str(report)}
                 flower.run(write_app(folder, app), **given)
                 yield json.loads(report.read_text())
 
@@ -180,18 +180,18 @@ def main(rounds: int) -> None:
     small = [("empty", 0), ("bayesfed", 0), ("bayesfed", MEGABYTE)]
     large = [(app, 50 * MEGABYTE) for app in APPS]
     lines = [
-        "| sites | TLS and keys | app | MB a message | median seconds a round | least | most |",
+        "| nodes | TLS and keys | app | MB a message | median seconds a round | least | most |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for sites, tls, cases in (
+    for nodes, tls, cases in (
         (1, False, small + large),
         (1, True, small),
         (3, False, small),
         (3, True, small),
     ):
-        for (app, size), seconds in zip(cases, measured(sites, tls, cases, rounds), strict=True):
+        for (app, size), seconds in zip(cases, measured(nodes, tls, cases, rounds), strict=True):
             figures = (statistics.median(seconds), min(seconds), max(seconds))
-            row = (sites, "yes" if tls else "no", NAMES[app], size // MEGABYTE)
+            row = (nodes, "yes" if tls else "no", NAMES[app], size // MEGABYTE)
             lines.append(
                 f"| {' | '.join(map(str, row))} | {' | '.join(f'{s:.1f}' for s in figures)} |"
             )

@@ -2,7 +2,7 @@
 
     python experiments/deployment/totals.py
 
-Three sites' workers, a SuperLink and three SuperNodes. The demonstration's model is fitted until it has settled, a
+Three nodes' workers, a SuperLink and three SuperNodes. The demonstration's model is fitted until it has settled, a
 network to digits by FedAvg and FedABML, ten rounds each. Seconds are from ``flwr run`` to its end, with the start of
 the ServerApp and what comes before and after the rounds; beside them those of the same fit in one process.
 """
@@ -26,11 +26,11 @@ import pandas as pd
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.cli.flower import APP
+from bayesfed.cli.flower_server import APP
 
 sys.path.insert(0, str(Path(__file__).parent))
 from network import network
-from sites import NAMES, SITE, written
+from nodes import NAMES, NODE_FILE, written
 
 HERE = Path(__file__).parent
 ROUNDS = 10
@@ -50,19 +50,19 @@ rounds = {rounds}
 batch_size = 10
 
 [deployment]
-sites = ["east", "midwest", "west"]
+institutions = ["east", "midwest", "west"]
 seconds = 120
 """
 
 
 def demo(folder: Path) -> Callable[[], Any]:
-    """The demonstration's sites, and its fit in one process."""
+    """The demonstration's nodes, and its fit in one process."""
     written(folder)
     return lambda: bf.fit(models.varying_slope, datasets.grunfeld())
 
 
 def digits(algorithm: str) -> Callable[[Path], Callable[[], Any]]:
-    """Nine clients at three sites, and the fit in one process."""
+    """Nine clients at three nodes, and the fit in one process."""
 
     def write(folder: Path) -> Callable[[], Any]:
         folder.mkdir(parents=True)
@@ -78,7 +78,7 @@ def digits(algorithm: str) -> Callable[[Path], Callable[[], Any]]:
             frame["y"] = part["y"].numpy()
             frame["writer"] = np.repeat(np.array(part.names), part.lengths.numpy())
             frame.to_csv(folder / f"{name}.csv", index=False)
-            (folder / f"{name}.toml").write_text(SITE.format(name=name))
+            (folder / f"{name}.toml").write_text(NODE_FILE.format(name=name))
         model = models.Network(models.mlp(64, 10))
         method = getattr(bf, algorithm)()
         return lambda: bf.fit(model, train, method, rounds=ROUNDS, batch_size=10)
@@ -108,7 +108,7 @@ def over_flower(folder: Path) -> float:
 
 
 def upload(folder: Path) -> float:
-    """Kilobytes that a site sends in a round."""
+    """Kilobytes that a node sends in a round."""
     lines = (folder / "east" / "log.jsonl").read_text().splitlines()
     sent = [json.loads(line) for line in lines]
     sizes = [line["bytes"] for line in sent if line.get("message", {}).get("kind") == "reply"]
@@ -151,7 +151,7 @@ def main() -> None:
         "median seconds a round",
         "seconds in all",
         "seconds in one process",
-        "kB a site sends a round",
+        "kB a node sends a round",
         "load",
     ]
     lines = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]

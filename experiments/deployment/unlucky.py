@@ -1,13 +1,13 @@
-"""Runs in which sites are missing, late or lie, beside the run in which none is: makes unlucky.md.
+"""Runs in which nodes are missing, late or lie, beside the run in which none is: makes unlucky.md.
 
     python experiments/deployment/unlucky.py                 # about half an hour
     python experiments/deployment/unlucky.py SFVI PVI        # these rows
 
-Ten sites of one or two firms or clients each, workers in this process. *Missing*: in each round each site stays silent
+Ten nodes of one or two firms or clients each, workers in this process. *Missing*: in each round each node stays silent
 with probability .3. *Late*: it answers one to three rounds later instead, and that counts then. *Hostile*: one of the
-ten (10 %) sends what it likes, in every round; in rows "of medians" what counts is the median of the sites. How far
+ten (10 %) sends what it likes, in every round; in rows "of medians" what counts is the median of the nodes. How far
 q(θ) is then from the run without, in standard deviations of its own, and how many of the uploads were refused; for
-networks the accuracy on held-out rows of the clients of honest sites.
+networks the accuracy on held-out rows of the clients of honest nodes.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.algorithms import Algorithm
 from bayesfed.deploy.institutions import Patience
-from bayesfed.deploy.messages import Reply, packed, unpacked
-from bayesfed.deploy.node import Site
+from bayesfed.deploy.messages import Reply, pack, unpack
+from bayesfed.deploy.node import Node
 from bayesfed.deploy.plan import Plan
-from bayesfed.deploy.server import Globals, deployed
+from bayesfed.deploy.server import GlobalPosterior, run_server
 from bayesfed.deploy.transport import Carrier, Wait
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))
 from tables import keep  # noqa: E402
 
-SITES, MISSING, LIAR = 10, 0.3, "site3"
+INSTITUTIONS, MISSING, LIAR = 10, 0.3, "node3"
 Change = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 LIES: dict[str, Change] = {
     "NaN": lambda total: {n: v * torch.nan for n, v in total.items()},
@@ -67,7 +67,7 @@ def cases() -> dict[str, tuple[Any, bf.Federation, bf.Federation | None, Any, di
     }
 
 
-def over_sites(
+def over_nodes(
     plan: Plan,
     federation: bf.Federation,
     folder: str,
@@ -75,12 +75,12 @@ def over_sites(
     missing: float = 0.0,
     late: bool = False,
     lie: Change | None = None,
-) -> tuple[Globals, dict[str, Site]]:
-    """The fit, and the sites."""
-    cuts = [round(i * len(federation) / SITES) for i in range(SITES + 1)]
-    sites = {
-        f"site{i}": Site(
-            f"site{i}", federation.select(federation.names[a:b]), plan, f"{folder}/{i}"
+) -> tuple[GlobalPosterior, dict[str, Node]]:
+    """The fit, and the nodes."""
+    cuts = [round(i * len(federation) / INSTITUTIONS) for i in range(INSTITUTIONS + 1)]
+    nodes = {
+        f"node{i}": Node(
+            f"node{i}", federation.select(federation.names[a:b]), plan, f"{folder}/{i}"
         )
         for i, (a, b) in enumerate(pairwise(cuts))
     }
@@ -88,30 +88,30 @@ def over_sites(
 
     def exchange(messages: Mapping[str, bytes], wait: Wait) -> dict[str, bytes]:
         nonlocal rounds
-        rounds += any(unpacked(payload)[0].kind == "ask" for payload in messages.values())
+        rounds += any(unpack(payload)[0].kind == "ask" for payload in messages.values())
         found = {at: reply for at, (due, reply) in under_way.items() if due <= rounds}
         for at in [*found, *messages]:
             under_way.pop(at, None)
         for at, payload in messages.items():
-            asked = unpacked(payload)[0].kind == "ask"
+            asked = unpack(payload)[0].kind == "ask"
             if asked and chance.random() < missing:
                 if late:
-                    under_way[at] = rounds + chance.randint(1, 3), sites[at].handle(payload)
+                    under_way[at] = rounds + chance.randint(1, 3), nodes[at].handle(payload)
                 continue
-            found[at] = sites[at].handle(payload)
+            found[at] = nodes[at].handle(payload)
             if lie is not None and asked and at == LIAR:
-                reply, parts = unpacked(found[at])
+                reply, parts = unpack(found[at])
                 if isinstance(reply, Reply):
-                    found[at] = packed(reply, **(parts | {"total": dict(lie(parts["total"]))}))
+                    found[at] = pack(reply, **(parts | {"total": dict(lie(parts["total"]))}))
         return found
 
-    patience = Patience(tuple(sites), seconds=5.0, late=3 if late else 0)
-    carrier = Carrier(lambda: list(sites), exchange)
-    return deployed(carrier, plan, patience, f"{folder}/server.safetensors"), sites
+    patience = Patience(tuple(nodes), seconds=5.0, max_staleness=3 if late else 0)
+    carrier = Carrier(lambda: list(nodes), exchange)
+    return run_server(carrier, plan, patience, f"{folder}/server.safetensors"), nodes
 
 
-def distance(found: Globals, other: Globals) -> str:
-    """Of the means and standard deviations of the global sites."""
+def distance(found: GlobalPosterior, other: GlobalPosterior) -> str:
+    """Of the means and standard deviations of the global nodes."""
     one, two = found.sample(2000), other.sample(2000)
     shift, ratio = 0.0, [1.0]
     for name, value in one.items():
@@ -121,12 +121,12 @@ def distance(found: Globals, other: Globals) -> str:
     return f"{shift:.2f} sd, {min(ratio):.2f} to {max(ratio):.2f}"
 
 
-def accuracy(sites: Mapping[str, Site], test: bf.Federation) -> str:
-    """Of the clients of honest sites on rows of theirs that nobody trained on."""
+def accuracy(nodes: Mapping[str, Node], test: bf.Federation) -> str:
+    """Of the clients of honest nodes on rows of theirs that nobody trained on."""
     right = rows = 0
-    for name, site in sites.items():
-        own = test.select(site.federation.names)
-        for part in site._parts.values():
+    for name, node in nodes.items():
+        own = test.select(node.federation.names)
+        for part in node._runs.values():
             if name != LIAR and part.posterior is not None:
                 (probabilities,) = part.posterior.probabilities(own, 50).values()
                 right += int((probabilities.argmax(-1) == own["y"]).sum())
@@ -139,27 +139,27 @@ def row(name: str) -> str:
     model, federation, test, algorithm, schedule = cases()[name]
     plan, cells = Plan(model, algorithm, **schedule), []
 
-    def told(found: Globals, sites: dict[str, Site], whole: Globals | None) -> str:
+    def told(found: GlobalPosterior, nodes: dict[str, Node], whole: GlobalPosterior | None) -> str:
         if test is not None:
-            return accuracy(sites, test)
+            return accuracy(nodes, test)
         return "-" if whole is None else distance(found, whole)
 
     with tempfile.TemporaryDirectory() as folder:
-        whole, sites = over_sites(plan, federation, f"{folder}/whole")
-        cells.append(told(whole, sites, None))
-        found, sites = over_sites(plan, federation, f"{folder}/missing", missing=MISSING)
-        cells.append(told(found, sites, whole))
+        whole, nodes = over_nodes(plan, federation, f"{folder}/whole")
+        cells.append(told(whole, nodes, None))
+        found, nodes = over_nodes(plan, federation, f"{folder}/missing", missing=MISSING)
+        cells.append(told(found, nodes, whole))
         if type(algorithm).late is Algorithm.late:
             cells.append("refused")
         else:
-            found, sites = over_sites(
+            found, nodes = over_nodes(
                 plan, federation, f"{folder}/late", missing=MISSING, late=True
             )
-            cells.append(told(found, sites, whole))
+            cells.append(told(found, nodes, whole))
         for what, lie in LIES.items():
             try:
-                found, sites = over_sites(plan, federation, f"{folder}/{what}", lie=lie)
-                cells.append(f"{told(found, sites, whole)}; {found.refused[LIAR]} refused")
+                found, nodes = over_nodes(plan, federation, f"{folder}/{what}", lie=lie)
+                cells.append(f"{told(found, nodes, whole)}; {found.refused[LIAR]} refused")
             except FloatingPointError as error:
                 cells.append(f"stopped: {str(error)[:40]}")
     return f"| {name} | " + " | ".join(cells) + " |"

@@ -1,6 +1,6 @@
-"""Three sites' folders, for the demonstration: their firms' rows, their site files and the experiment that all have.
+"""Three nodes' folders, for the demonstration: their firms' rows, their node files and the experiment that all have.
 
-python experiments/deployment/sites.py FOLDER [--secure]
+python experiments/deployment/nodes.py FOLDER [--secure]
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bayesfed import datasets
 from bayesfed.deploy.secure import new_key, public_key
 
 EXPERIMENT = Path(__file__).with_name("experiment.toml")
-SITE = """name = "{name}"
+NODE_FILE = """name = "{name}"
 experiment = "experiment.toml"
 socket = "./{name}.sock"
 
@@ -37,26 +37,26 @@ def rows(federation: bf.Federation) -> pd.DataFrame:
 def written(
     folder: Path, *, secure: bool = False, rounds: int | None = None, seconds: int = 60
 ) -> dict[str, bf.Federation]:
-    """Write what each site has into a folder, and give its clients."""
+    """Write what each node has into a folder, and give its clients."""
     folder.mkdir(parents=True, exist_ok=True)
-    firms, sites = datasets.grunfeld(), {}
+    firms, nodes = datasets.grunfeld(), {}
     text = EXPERIMENT.read_text(encoding="utf-8")
     sockets = "".join(f'{name} = "./{name}.sock"\n' for name in NAMES)
-    hidden = "secure = true                 # the server sees the sum of what the sites upload\n"
+    hidden = "secure = true                 # the server sees the sum of what the nodes upload\n"
     if rounds is not None:
         text = text.replace("seed = 0", f"seed = 0\nrounds = {rounds}")
     text = text.replace("seconds = 60 ", f"seconds = {seconds} ")
     text = f"{text}{hidden if secure else ''}\n[deployment.sockets]\n{sockets}"
     (folder / "experiment.toml").write_text(text, encoding="utf-8")
     for number, name in enumerate(NAMES):
-        sites[name] = firms.select(firms.names[number * 4 : number * 4 + 4])
-        rows(sites[name]).to_csv(folder / f"{name}.csv", index=False)
-        (folder / f"{name}.toml").write_text(SITE.format(name=name), encoding="utf-8")
-    return sites
+        nodes[name] = firms.select(firms.names[number * 4 : number * 4 + 4])
+        rows(nodes[name]).to_csv(folder / f"{name}.csv", index=False)
+        (folder / f"{name}.toml").write_text(NODE_FILE.format(name=name), encoding="utf-8")
+    return nodes
 
 
 def identities(folder: Path) -> None:
-    """Make the sites' keys of secure sums, and give each the public ones of all: sites do that by telephone."""
+    """Make the nodes' keys of secure sums, and give each the public ones of all: nodes do that by telephone."""
     keys = {}
     for name in NAMES:
         (folder / name).mkdir(exist_ok=True)
