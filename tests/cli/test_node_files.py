@@ -137,7 +137,7 @@ def test_a_second_worker_of_a_node_is_refused(folder, capsys):
     vectors = EXPERIMENT.replace('["x", "y"]', '{ x = ["x"], y = "y" }')
     (folder / "experiment.toml").write_text(vectors)
     (folder / "north").mkdir()
-    with held(folder / "north" / ".worker.lock", "it"):
+    with held(folder / "north" / ".node.lock", "it"):
         assert main(["node", str(folder / "north.toml")]) == 2
     assert "another process has the folder of institution 'north'" in capsys.readouterr().err
 
@@ -177,7 +177,7 @@ def test_workers_and_a_server_as_processes(folder):
         for node in nodes:
             node.kill()
             node.wait()
-    assert "The clients' posteriors are at their nodes." in done.stdout
+    assert "The clients' posteriors are at their institutions." in done.stdout
     table = pd.read_csv(folder / "result" / "summary.csv")
     assert not table["variable"].str.contains("north").any()
     assert len(list(folder.glob("*/runs/*/posterior.safetensors"))) == 3

@@ -18,7 +18,7 @@ from bayesfed.cli.app import main
 from bayesfed.cli.choices import load_clients
 from bayesfed.cli.deployment import local_posteriors, make_plan
 from bayesfed.cli.experiment import read_node_file, read_rows
-from bayesfed.cli.local_queries import Answer, Question, asked
+from bayesfed.cli.local_queries import Answer, Question, ask
 from bayesfed.deploy.institutions import Patience
 from bayesfed.deploy.messages import Hello, Refusal, pack, unpack
 from bayesfed.deploy.node import Node
@@ -210,7 +210,7 @@ def test_the_worker_says_what_the_command_says_by_itself(folder, capsys, monkeyp
         monkeypatch.setattr("bayesfed.cli.deployment.local_posteriors", None)  # the worker answers
         pd.testing.assert_frame_equal(predicted(folder, capsys, MIXED), alone)
         with pytest.raises(ValueError, match="no column 'x'"):
-            asked(own, Question(rows="ward,y\na,1\n"))
+            ask(own, Question(rows="ward,y\na,1\n"))
     assert not (folder / "north.own.sock").exists()
 
 
@@ -228,8 +228,8 @@ def test_no_message_of_a_server_is_a_question(folder):
                     own, payload, 10.0
                 )  # as Flower's client calls, see tests/deploy/test_flower.py
         told = Answer.model_validate_json(call(own, pack(Hello()), 10.0, local=True))
-        assert told.error.startswith("no question") and not told.table
-        assert asked(own, Question(rows=MIXED)).startswith("row,client,variable")
+        assert told.error.startswith("not a question") and not told.table
+        assert ask(own, Question(rows=MIXED)).startswith("row,client,variable")
 
 
 def test_people_ask_at_a_socket_of_their_own_user():
@@ -263,7 +263,7 @@ def test_questions_change_no_fit(folder, tmp_path):
     ("rows", "more", "said"),
     [
         ("ward,x\na,1\n", (), "no column 'y'"),
-        ("ward,x,y\na,,1\n", (), "nothing can be said of y of client 'a'"),
+        ("ward,x,y\na,,1\n", (), "there is no prediction of y for client 'a'"),
         ("ward,x,y\na,one,1\n", (), "field 'x' is categorical or text"),
         ("ward,x,y\n,1,1\n", (), "has no client"),
         ("", (), "No columns to parse from file"),

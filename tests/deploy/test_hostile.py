@@ -53,7 +53,7 @@ def test_a_late_one_is_refused_too(tmp_path):
     at.exchange = exchange
     found = fitted(at, plan, tmp_path, said, max_staleness=2)
     assert found.refused["node1"] == 2, said
-    assert any("late as it is, the server's step has no solution" in line for line in said)
+    assert any("stale as it is, the server's step has no solution" in line for line in said)
 
 
 def test_what_diverges_without_a_liar_is_nobodys_fault(tmp_path):
@@ -86,8 +86,8 @@ def put(at, value):
         (put(2, 1e6), "1e+06 of its 2 clients are new"),
         (put(2, -1.0), "-1 of its 2 clients are new"),
         (put(2, 0.5), "0.5 of its 2 clients are new"),
-        (put(0, 1e300), "larger than single precision has them"),
-        (put(1, -1e300), "larger than single precision has them"),
+        (put(0, 1e300), "beyond the range of single precision"),
+        (put(1, -1e300), "beyond the range of single precision"),
         (put(1, math.nan), "is not finite"),
     ],
 )
@@ -159,7 +159,7 @@ def test_two_that_have_one_name_are_both_left_out(tmp_path):
     with pytest.raises(TimeoutError, match="institution 'node1' has not answered"):
         run_server(carrier, PLAN, patience, tmp_path / "s.safetensors", report=said.append)
     assert (
-        "copy and node1 say both that they are institution 'node1': neither is taken for it" in said
+        "copy and node1 both claim to be institution 'node1': neither is accepted" in said
     )
 
 
@@ -168,7 +168,7 @@ def test_two_that_have_one_name_are_both_left_out(tmp_path):
 
 @pytest.mark.parametrize("kind", ["begin", "finish", "end"])
 def test_rubbish_is_told_with_the_name_of_its_node(kind, tmp_path):
-    with pytest.raises(MessageError, match="from institution 'node1': these bytes are no whole"):
+    with pytest.raises(MessageError, match="from institution 'node1': these bytes are not a whole"):
         hostile(replace(PLAN, rounds=1), tmp_path, lambda reply: b"rubbish", kind)
 
 
@@ -184,7 +184,7 @@ def test_a_digest_of_another_type_is_another_model(change, tmp_path):
 
 def test_weights_of_another_form_are_told_with_the_name_of_their_node(tmp_path):
     plan = replace(PLAN, algorithm=bf.SFVI(), rounds=3)
-    with pytest.raises(MessageError, match="institution 'node1': the weights"):
+    with pytest.raises(MessageError, match="institution 'node1': the log densities"):
         hostile(plan, tmp_path, changed("terms", lambda v: v[:1]), "evaluate")
 
 

@@ -94,7 +94,7 @@ def test_a_node_that_does_not_answer_costs_an_attempt(nodes, tmp_path):
 
 def test_of_two_nodes_there_is_no_sum(tmp_path):
     two = acquainted(nodes_of(SCHOOLS, PLAN, tmp_path, 2))
-    with pytest.raises((TimeoutError, MessageError), match="2 nodes|fewer than 3"):
+    with pytest.raises((TimeoutError, MessageError), match="2 institutions|fewer than 3"):
         fitted(Wire(two), PLAN, tmp_path, attempts=1)
 
 
