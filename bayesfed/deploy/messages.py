@@ -76,13 +76,18 @@ class Schema(Strict):
     version: str
 
 
-class Begin(Strict):
+class RunMessage(Strict):
+    """A message of the run with this identifier."""
+
+    run: Name
+
+
+class Begin(RunMessage):
     """The run in which a node is to take part.
 
     Tensors: ``state``, the server's first state; ``start``, the coordinates of the guide.
 
     Attributes:
-        run: its identifier.
         terms: the settings that all must share.
         clients: N, the number of clients.
         rows: Σ n_i, the number of rows.
@@ -90,23 +95,20 @@ class Begin(Strict):
     """
 
     kind: Literal["begin"] = "begin"
-    run: Name
     terms: dict[str, Any]
     clients: Count
     rows: Count
     cohort: Count
 
 
-class Digest(Strict):
+class Digest(RunMessage):
     """The answer to :class:`Begin`. Tensors: ``program``, a fingerprint by which the server recognises its model.
 
     Attributes:
-        run: its identifier.
         key: for secure sums, the node's public key of this run, in hexadecimal.
     """
 
     kind: Literal["digest"] = "digest"
-    run: Name
     key: Key | None = None
 
 
@@ -122,11 +124,10 @@ class RoundId(Strict):
         return self.number, self.attempt
 
 
-class Ask(Strict):
+class Ask(RunMessage):
     """A round's request to a node. Tensors: ``message``; ``cohort``, the positions of the node's clients in it.
 
     Attributes:
-        run: its identifier.
         round: the round and attempt.
         accepted: the round in which the server last accepted an answer of this node, if any.
         rate: the learning rate's factor.
@@ -136,7 +137,6 @@ class Ask(Strict):
     """
 
     kind: Literal["ask"] = "ask"
-    run: Name
     round: RoundId
     accepted: RoundId | None
     rate: float
@@ -145,37 +145,33 @@ class Ask(Strict):
     roster: dict[Name, Key] | None = None
 
 
-class Reply(Strict):
+class Reply(RunMessage):
     """The answer to :class:`Ask`. Tensors: ``total``, ``sound``, ``elbo``; with secure sums ``masked``, ``sound``."""
 
     kind: Literal["reply"] = "reply"
-    run: Name
     round: RoundId
 
 
-class Open(Strict):
+class Open(RunMessage):
     """A request for a seal, when all masked uploads have arrived; ``broadcast`` is the digest of the request."""
 
     kind: Literal["open"] = "open"
-    run: Name
     round: RoundId
     broadcast: Key
     roster: dict[Name, Key]
 
 
-class Seal(Strict):
+class Seal(RunMessage):
     """The key of a node's own mask, in hexadecimal."""
 
     kind: Literal["seal"] = "seal"
-    run: Name
     seal: Key
 
 
-class Finish(Strict):
+class Finish(RunMessage):
     """The end of the rounds. Tensors: ``state``, the server's last state; ``history``."""
 
     kind: Literal["finish"] = "finish"
-    run: Name
     accepted: RoundId | None
     done: Times
     epsilon: float | None
@@ -184,44 +180,39 @@ class Finish(Strict):
     settled: bool | None
 
 
-class Evaluate(Strict):
+class Evaluate(RunMessage):
     """A request for log densities at draws of θ. Tensors: ``theta``, ``key``.
 
     Attributes:
-        run: its identifier.
         closely: how they are computed, see :func:`bayesfed.output.draws.terms`.
         round: for secure sums, the identifier of this sum.
         roster: for secure sums, all institutions, with their public keys.
     """
 
     kind: Literal["evaluate"] = "evaluate"
-    run: Name
     closely: bool = False
     round: RoundId | None = None
     roster: dict[Name, Key] | None = None
 
 
-class LogDensities(Strict):
+class LogDensities(RunMessage):
     """The answer to :class:`Evaluate`. Tensors: ``terms``; with secure sums ``masked``."""
 
     kind: Literal["log_densities"] = "log_densities"
-    run: Name
 
 
-class End(Strict):
+class End(RunMessage):
     """The end of the fit. Tensors: ``theta``, the corrected draws of θ, if any, which the settings describe."""
 
     kind: Literal["end"] = "end"
-    run: Name
     khat: float | None
     closely: bool = False
 
 
-class Done(Strict):
+class Done(RunMessage):
     """The answer to a request that needs no other."""
 
     kind: Literal["done"] = "done"
-    run: Name
 
 
 class Refusal(Strict):
@@ -306,6 +297,13 @@ def unpack_as(
     if run is not None and getattr(message, "run", run) != run:
         raise MessageError("a message is of another run")
     return message, parts
+
+
+def summarise(message: Request | Response, parts: Mapping[str, Tensors]) -> dict[str, Any]:
+    """Return the contents of a message for a log: its plain data and the shapes of its tensors."""
+    shapes = {f"{p}/{n}": list(v.shape) for p, values in parts.items() for n, v in values.items()}
+    hidden = {"fields", "clients"} if message.kind == "schema" else set()
+    return {"message": message.model_dump(exclude=hidden), "tensors": shapes}
 
 
 def check_like(part: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -52,6 +52,7 @@ from bayesfed.deploy.messages import (
     broadcast_digest,
     check_like,
     pack,
+    summarise,
     unflatten_state,
     unpack,
     unpack_as,
@@ -155,7 +156,7 @@ class Node:
             self._log("failed", error=f"{kind}: {error}")
             why = f"institution {self.name!r} failed ({kind}): its log says why"
             reply = pack(Refusal(why=why))
-        self._log("sent", bytes=len(reply), **_summary(*unpack(reply)))
+        self._log("sent", bytes=len(reply), **summarise(*unpack(reply)))
         return reply
 
     def _hello(self, message: Hello, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
@@ -396,10 +397,3 @@ class Node:
         line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "what": what} | data
         with (Path(self.folder) / "log.jsonl").open("a", encoding="utf-8") as log:
             log.write(json.dumps(line) + "\n")
-
-
-def _summary(message: Any, parts: Mapping[str, Tensors]) -> dict[str, Any]:
-    """Return the contents of a message for the log: its plain data and the shapes of its tensors."""
-    shapes = {f"{p}/{n}": list(v.shape) for p, found in parts.items() for n, v in found.items()}
-    plain = message.model_dump(exclude={"fields", "clients"} if message.kind == "schema" else set())
-    return {"message": plain, "tensors": shapes}

@@ -1,8 +1,8 @@
-"""A fit over three nodes beside the same fit in one process, seed for seed: makes agreement.md.
+"""A fit over three institutions beside the same fit in one process, seed for seed: makes agreement.md.
 
     python experiments/deployment/agreement.py       # a few minutes
 
-Institutions are workers in this process, reached through the messages that travel otherwise. Differences are round-off: sums
+Nodes are in this process, and are reached through the messages that travel otherwise. Differences are round-off: sums
 are added in another order. They are of the guide's global parameters, of the clients' own ones, both relative to the
 largest of the tensor, and of the ELBO of the last round. Beside them those of one process in which two clients run
 together, in place of as many as go: what round-off does to the method.
@@ -38,7 +38,7 @@ def network() -> Any:
 
 DIGITS = {"rounds": 5, "clients_per_round": 0.5, "batch_size": 10}
 CASES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
-    "SFVI, until settled": (models.varying_slope, datasets.grunfeld, bf.SFVI(), {}),
+    "SFVI, until converged": (models.varying_slope, datasets.grunfeld, bf.SFVI(), {}),
     "SFVI, half of the clients": (
         models.varying_slope,
         datasets.grunfeld,

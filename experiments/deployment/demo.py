@@ -1,6 +1,6 @@
 """A fit between processes, one of which is killed: python experiments/deployment/demo.py, or make deployment.
 
-A SuperLink and three SuperNodes with TLS and keys of their own, and three nodes' workers, all on this machine. The
+A SuperLink and three SuperNodes with TLS and keys of their own, and three nodes, all on this machine. The
 model of experiments/grunfeld.toml is fitted; after a few rounds the worker in the midwest is killed and started again.
 In the end θ is compared with that of the fit in one process, where the data are in one place. About five minutes, most
 of which is Flower's, which starts a process for every message.
@@ -23,8 +23,8 @@ import bayesfed as bf
 from bayesfed import datasets, models
 
 sys.path.insert(0, str(Path(__file__).parent))
+from institutions import NAMES, written
 from network import network
-from nodes import NAMES, written
 
 from bayesfed.cli.flower_server import APP
 
@@ -32,7 +32,7 @@ KILLED, AFTER = "midwest", 3
 
 
 def worker(folder: Path, name: str) -> subprocess.Popen[bytes]:
-    """A node's worker."""
+    """Start a node."""
     command = [sys.executable, "-m", "bayesfed.cli.app", "node", f"{name}.toml"]
     return subprocess.Popen(command, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
@@ -91,7 +91,7 @@ def main() -> None:
     draws = here.sample(1000)
     alone = {}
     for variable, value in draws.items():
-        if not here.program.nodes[variable].local:
+        if not here.program.sites[variable].local:
             flat = value.reshape(len(value), -1)
             for j in range(flat.shape[1]):
                 label = variable if value.ndim == 1 else f"{variable}[{j}]"

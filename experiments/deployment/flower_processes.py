@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+from institutions import NAMES
 from network import BIN, CONNECTION, Network, network
-from nodes import NAMES
 
 from bayesfed.cli.flower_server import APP
 
@@ -25,7 +25,7 @@ AGAIN = 5.0
 
 
 class FlowerProcesses:
-    """A SuperLink and SuperNodes with TLS and keys, and the nodes' workers."""
+    """A SuperLink and SuperNodes with TLS and keys, and the nodes."""
 
     between, seconds = (15.0, 60.0), 240
 

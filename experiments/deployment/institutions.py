@@ -1,6 +1,6 @@
-"""Three nodes' folders, for the demonstration: their firms' rows, their node files and the experiment that all have.
+"""Three institutions' folders, for the demonstration: firms' rows, node files and the experiment that all have.
 
-python experiments/deployment/nodes.py FOLDER [--secure]
+python experiments/deployment/institutions.py FOLDER [--secure]
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAMES = ("east", "midwest", "west")
 
 
 def rows(federation: bf.Federation) -> pd.DataFrame:
-    """The rows of clients, with the columns that the experiment names."""
+    """Return the rows of clients, with the columns that the experiment names."""
     value, capital = federation["x"].unbind(-1)
     firms = np.repeat(np.array(federation.names), federation.lengths.numpy())
     columns = {"firm": firms, "value": value, "capital": capital, "invest": federation["y"]}
@@ -37,12 +37,12 @@ def rows(federation: bf.Federation) -> pd.DataFrame:
 def written(
     folder: Path, *, secure: bool = False, rounds: int | None = None, seconds: int = 60
 ) -> dict[str, bf.Federation]:
-    """Write what each node has into a folder, and give its clients."""
+    """Write the files of each institution into a folder, and return its clients."""
     folder.mkdir(parents=True, exist_ok=True)
     firms, nodes = datasets.grunfeld(), {}
     text = EXPERIMENT.read_text(encoding="utf-8")
     sockets = "".join(f'{name} = "./{name}.sock"\n' for name in NAMES)
-    hidden = "secure = true                 # the server sees the sum of what the nodes upload\n"
+    hidden = "secure = true                 # the server sees the sum of the uploads\n"
     if rounds is not None:
         text = text.replace("seed = 0", f"seed = 0\nrounds = {rounds}")
     text = text.replace("seconds = 60 ", f"seconds = {seconds} ")

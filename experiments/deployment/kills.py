@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from flower_processes import FlowerProcesses
-from nodes import NAMES, identities, written
+from institutions import NAMES, identities, written
 
 HERE = Path(__file__).parent
 COMMAND = [sys.executable, "-m", "bayesfed.cli.app"]

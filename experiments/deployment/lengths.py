@@ -1,10 +1,10 @@
-"""How much longer than others' an honest node's upload may be: makes lengths.md.
+"""The largest norm of an honest institution's upload beside the others': makes lengths.md.
 
     python experiments/deployment/lengths.py
 
-The server refuses an upload that is, a client of it, more than a thousand times as long as the nodes' median. Here are
-the nodes of unlucky.py, all honest, ten rounds: the longest upload of any round, in medians of its round. What lies
-below that cannot be refused by its length, such as a liar's tenfold one.
+The server refuses an upload whose norm, a client, is more than a thousand times the institutions' median. The table has
+the institutions of unlucky.py, all honest, for ten rounds: the largest norm of any round, in medians of its round. An
+upload below that, such as a hostile one of ten times the norm, cannot be refused by its norm.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ import unlucky
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.deploy import collect
-from bayesfed.deploy.institutions import Institutions
 from bayesfed.deploy.plan import Plan
-from bayesfed.engine.run import Run
 
 HERE = Path(__file__).parent
 ROUNDS = 10
@@ -37,24 +35,24 @@ CASES = {
 
 
 def longest(name: str) -> tuple[float, int]:
-    """The largest ratio of any round, and the round."""
+    """Return the largest ratio of any round, and the round."""
     model, data, algorithm = CASES[name]
     found: list[float] = []
-    checks = collect._too_large
+    check = collect.Collector._refuse_large
 
-    def noted(nodes: Institutions, run: Run, replies: dict) -> list[str]:
-        lengths = [collect._length(parts) for parts in replies.values()]
-        found.append(max(lengths) / median_low(lengths))
-        return checks(nodes, run, replies)
+    def noting_check(collector: collect.Collector, replies: dict) -> list[str]:
+        norms = [collect._norm(parts) for parts in replies.values()]
+        found.append(max(norms) / median_low(norms))
+        return check(collector, replies)
 
-    collect._too_large = noted
+    collect.Collector._refuse_large = noting_check
     try:
         with tempfile.TemporaryDirectory() as folder:
             federation = data()
             unlucky.INSTITUTIONS = min(10, len(federation))
             unlucky.over_nodes(Plan(model, algorithm, rounds=ROUNDS), federation, folder)
     finally:
-        collect._too_large = checks
+        collect.Collector._refuse_large = check
     return max(found), 1 + found.index(max(found))
 
 

@@ -1,4 +1,4 @@
-"""A throw-away network of Flower on this machine: a SuperLink, and a SuperNode for each site, with TLS and keys.
+"""A throw-away network of Flower on this machine: a SuperLink, and a SuperNode for each institution, with TLS and keys.
 
     with network({"north": "./north.sock", "south": "./south.sock"}, folder) as flower:
         flower.run(app, experiment="grunfeld.toml")
@@ -40,7 +40,7 @@ DAY = datetime.timedelta(days=1)
 
 @dataclass
 class Network:
-    """A running network. Its parts are ``superlink`` and the sites' names."""
+    """A running network. Its parts are ``superlink`` and the institutions' names."""
 
     folder: Path
     environment: Mapping[str, str]
@@ -143,8 +143,8 @@ class Network:
 
 
 @contextlib.contextmanager
-def network(sites: Mapping[str, str], folder: Path, *, tls: bool = True) -> Iterator[Network]:
-    """A SuperLink, and a SuperNode for each site, whose messages go to the worker at the site's address.
+def network(nodes: Mapping[str, str], folder: Path, *, tls: bool = True) -> Iterator[Network]:
+    """A SuperLink, and a SuperNode for each institution, whose messages go to the node at its address.
 
     With ``tls`` the SuperLink has a certificate of a throw-away authority, and only nodes with a registered key get in.
 
@@ -152,14 +152,14 @@ def network(sites: Mapping[str, str], folder: Path, *, tls: bool = True) -> Iter
         RuntimeError: a part did not start; says what it wrote.
     """
     with _superlink(folder.resolve(), tls) as made:
-        for site, address in sites.items():
-            key = write_key(made.folder, site) if tls else None
+        for name, address in nodes.items():
+            key = write_key(made.folder, name) if tls else None
             if key:
                 made.flwr("supernode", "register", key.with_suffix(".pub"), CONNECTION)
-            made.commands[site] = supernode_command(made.folder, made.port, address, key, tls)
-            made.start(site)
-        for site in sites:
-            made.await_line(site, "SuperNode ID:")
+            made.commands[name] = supernode_command(made.folder, made.port, address, key, tls)
+            made.start(name)
+        for name in nodes:
+            made.await_line(name, "SuperNode ID:")
         yield made
 
 
@@ -260,10 +260,10 @@ def write_certificates(folder: Path) -> None:
     )
 
 
-def write_key(folder: Path, site: str) -> Path:
-    """A SuperNode's key (P-384, as ssh-keygen writes it) in ``SITE.key``, and what is registered in ``SITE.pub``."""
+def write_key(folder: Path, name: str) -> Path:
+    """A SuperNode's key (P-384, as ssh-keygen writes it) in ``NAME.key``, and what is registered in ``NAME.pub``."""
     private = ec.generate_private_key(ec.SECP384R1())
-    path = folder / f"{site}.key"
+    path = folder / f"{name}.key"
     _write_secret(
         path,
         private.private_bytes(

@@ -3,9 +3,9 @@
     python experiments/deployment/rounds.py [ROUNDS]     writes rounds.md
 
 "Flower's own" is Flower's empty app: ``Grid.send_and_receive``, and a ClientApp that returns its message.
-"bayesfed's" is :func:`bayesfed.deploy.flower.carrier`, and :data:`bayesfed.deploy.flower.client_app` before workers
-that stay and return their message. A round is from the first push to the last answer. Institutions on one machine share its
-cores, and a round starts a process at each: one node is what a node on a machine of its own waits.
+"bayesfed's" is :func:`bayesfed.deploy.flower.carrier`, and :data:`bayesfed.deploy.flower.client_app` before nodes
+that stay and return their message. A round is from the first push to the last answer. Nodes on one machine share its
+cores, and a round starts a process at each: a node on a machine of its own waits as long as a single one.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
     python experiments/deployment/totals.py
 
-Three nodes' workers, a SuperLink and three SuperNodes. The demonstration's model is fitted until it has settled, a
+Three nodes, a SuperLink and three SuperNodes. The demonstration's model is fitted until it has converged, a
 network to digits by FedAvg and FedABML, ten rounds each. Seconds are from ``flwr run`` to its end, with the start of
 the ServerApp and what comes before and after the rounds; beside them those of the same fit in one process.
 """
@@ -29,8 +29,8 @@ from bayesfed import datasets, models
 from bayesfed.cli.flower_server import APP
 
 sys.path.insert(0, str(Path(__file__).parent))
+from institutions import NAMES, NODE_FILE, written
 from network import network
-from nodes import NAMES, NODE_FILE, written
 
 HERE = Path(__file__).parent
 ROUNDS = 10
@@ -118,7 +118,7 @@ def upload(folder: Path) -> float:
 CASES = {
     "network of 650 weights, FedAvg": digits("FedAvg"),
     "network of 650 weights, FedABML": digits("FedABML"),
-    "varying_slope, SFVI until settled": demo,
+    "varying_slope, SFVI until converged": demo,
 }
 
 

@@ -1,10 +1,10 @@
-"""Runs in which nodes are missing, late or lie, beside the run in which none is: makes unlucky.md.
+"""Runs in which institutions are missing, late or hostile, beside the run in which none is: makes unlucky.md.
 
     python experiments/deployment/unlucky.py                 # about half an hour
     python experiments/deployment/unlucky.py SFVI PVI        # these rows
 
-Ten nodes of one or two firms or clients each, workers in this process. *Missing*: in each round each node stays silent
-with probability .3. *Late*: it answers one to three rounds later instead, and that counts then. *Hostile*: one of the
+Ten institutions of one or two firms or clients each, nodes in this process. *Missing*: in each round each is silent
+with probability 0.3. *Late*: it answers one to three rounds later instead, and that counts then. *Hostile*: one of the
 ten (10 %) sends what it likes, in every round; in rows "of medians" what counts is the median of the nodes. How far
 q(θ) is then from the run without, in standard deviations of its own, and how many of the uploads were refused; for
 networks the accuracy on held-out rows of the clients of honest nodes.
@@ -111,7 +111,7 @@ def over_nodes(
 
 
 def distance(found: GlobalPosterior, other: GlobalPosterior) -> str:
-    """Of the means and standard deviations of the global nodes."""
+    """Return the distance of the means and standard deviations of the global variables."""
     one, two = found.sample(2000), other.sample(2000)
     shift, ratio = 0.0, [1.0]
     for name, value in one.items():
@@ -122,7 +122,7 @@ def distance(found: GlobalPosterior, other: GlobalPosterior) -> str:
 
 
 def accuracy(nodes: Mapping[str, Node], test: bf.Federation) -> str:
-    """Of the clients of honest nodes on rows of theirs that nobody trained on."""
+    """Return the accuracy of the clients of honest institutions on rows that nobody trained on."""
     right = rows = 0
     for name, node in nodes.items():
         own = test.select(node.federation.names)
@@ -139,27 +139,29 @@ def row(name: str) -> str:
     model, federation, test, algorithm, schedule = cases()[name]
     plan, cells = Plan(model, algorithm, **schedule), []
 
-    def told(found: GlobalPosterior, nodes: dict[str, Node], whole: GlobalPosterior | None) -> str:
+    def result(
+        found: GlobalPosterior, nodes: dict[str, Node], whole: GlobalPosterior | None
+    ) -> str:
         if test is not None:
             return accuracy(nodes, test)
         return "-" if whole is None else distance(found, whole)
 
     with tempfile.TemporaryDirectory() as folder:
         whole, nodes = over_nodes(plan, federation, f"{folder}/whole")
-        cells.append(told(whole, nodes, None))
+        cells.append(result(whole, nodes, None))
         found, nodes = over_nodes(plan, federation, f"{folder}/missing", missing=MISSING)
-        cells.append(told(found, nodes, whole))
+        cells.append(result(found, nodes, whole))
         if type(algorithm).late is Algorithm.late:
             cells.append("refused")
         else:
             found, nodes = over_nodes(
                 plan, federation, f"{folder}/late", missing=MISSING, late=True
             )
-            cells.append(told(found, nodes, whole))
+            cells.append(result(found, nodes, whole))
         for what, lie in LIES.items():
             try:
                 found, nodes = over_nodes(plan, federation, f"{folder}/{what}", lie=lie)
-                cells.append(f"{told(found, nodes, whole)}; {found.refused[LIAR]} refused")
+                cells.append(f"{result(found, nodes, whole)}; {found.refused[LIAR]} refused")
             except FloatingPointError as error:
                 cells.append(f"stopped: {str(error)[:40]}")
     return f"| {name} | " + " | ".join(cells) + " |"

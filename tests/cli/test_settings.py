@@ -308,7 +308,10 @@ def test_overrides_are_toml_or_else_text(tmp_path):
             "data: give one of dataset (a name), csv, parquet, arrow and npz (a path)",
         ),
         ("data.client=a", "data: client is for a file"),
-        ("deployment.institution=1", "deployment.institution is unknown; did you mean 'institutions'?"),
+        (
+            "deployment.institution=1",
+            "deployment.institution is unknown; did you mean 'institutions'?",
+        ),
         ("deployment.sites=[]", "deployment.sites is now called deployment.institutions"),
         ("deployment.late=1", "deployment.late is now called deployment.max_staleness"),
         ("output.sites=[]", "output.sites is now called output.variables"),

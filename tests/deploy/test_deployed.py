@@ -699,7 +699,11 @@ def test_a_sum_that_is_no_average_has_no_median(algorithm):
             {"max_staleness": 1},
             "SFVIAvg uploads what is of use",
         ),
-        (replace(PLAN, privacy=bf.Privacy(clip=1.0)), {"max_staleness": 1}, "max_staleness: clip and noise"),
+        (
+            replace(PLAN, privacy=bf.Privacy(clip=1.0)),
+            {"max_staleness": 1},
+            "max_staleness: clip and noise",
+        ),
         (replace(PLAN, secure=True), {"enough": 2}, "a secure sum is of all"),
         (PLAN, {"enough": 1, "minimum": 2}, "fewer than the minimum"),
         (PLAN, {"expected": {f"node{i}": Expected(2, 2) for i in range(3)}}, "there at the start"),

@@ -293,12 +293,12 @@ server_app = ServerApp()
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
     """Two rounds over all nodes, and what came back into a file."""
-    config, nodes = context.run_config, carrier(grid)
-    while len(nodes := list(nodes.reachable())) < config["nodes"]:
+    config, server = context.run_config, carrier(grid)
+    while len(nodes := list(server.reachable())) < config["nodes"]:
         time.sleep(0.1)
     rounds = []
     for word in ("first", "second"):
-        found = nodes.exchange({node: word.encode() for node in nodes}, Wait(config["seconds"]))
+        found = server.exchange({node: word.encode() for node in nodes}, Wait(config["seconds"]))
         rounds.append(sorted(answer.decode() for answer in found.values()))
     with open(config["report"], "w") as file:
         json.dump(rounds, file)

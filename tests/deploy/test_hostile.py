@@ -158,9 +158,7 @@ def test_two_that_have_one_name_are_both_left_out(tmp_path):
     patience = Patience(tuple(at.nodes), joining=1.0, seconds=1.0)
     with pytest.raises(TimeoutError, match="institution 'node1' has not answered"):
         run_server(carrier, PLAN, patience, tmp_path / "s.safetensors", report=said.append)
-    assert (
-        "copy and node1 both claim to be institution 'node1': neither is accepted" in said
-    )
+    assert "copy and node1 both claim to be institution 'node1': neither is accepted" in said
 
 
 # -- beginning and end -----------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
     python bayesfed_job.py /path/to/admin/startup-kit /path/on/the/server/experiment.toml SITES
 
-FLARE keeps a process at each institution, which it calls a site, for the whole job; the process forwards messages to the
-institution's node. The node's address is the environment variable BAYESFED_SOCKET of the FLARE client, in which `{site}`
-is replaced by the site's name.
+FLARE keeps a process at each institution, which it calls a site, for the whole job; the process forwards messages to
+the institution's node. The node's address is the environment variable BAYESFED_SOCKET of the FLARE client, in which
+`{site}` is replaced by the site's name.
 """
 
 import logging
