@@ -93,7 +93,7 @@ class DataSection(Strict):
 
     @property
     def is_given(self) -> bool:
-        """Whether the section names data."""
+        """True if the section names data."""
         return bool(self._given)
 
     @property
@@ -172,13 +172,13 @@ class Experiment(Strict):
                 raise ValueError("a formula names columns: give data.csv or data.parquet")
             if self.data.fields is not None or self.data.missing != "fail":
                 raise ValueError(
-                    "data.fields and data.missing are for models by name: a formula says what it reads"
+                    "data.fields and data.missing are for models by name: a formula names its columns"
                 )
         return self
 
 
 class NodeFile(Strict):
-    """What an institution adds to the experiment on which all have agreed: its rows, folder and node's address.
+    """The settings of one institution, beside the experiment on which all have agreed: its rows, folder and socket.
 
     Attributes:
         name: the institution's name.

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyro.distributions as dist
@@ -171,17 +171,8 @@ def _draw(axis: Axes, rows: _Intervals, y: np.ndarray, colour: str, marker: str)
     size = 4.5 if len(y) <= _MOST_LABELS else 2.0
     axis.hlines(y, *rows.wide.T, color=colour, linewidth=1.1 * size / 4.5)
     axis.hlines(y, *rows.narrow.T, color=colour, linewidth=3.0 * size / 4.5)
-    axis.plot(
-        rows.mean,
-        y,
-        linestyle="",
-        marker=marker,
-        markersize=size + 0.5,
-        color=colour,
-        markeredgecolor="white",
-        markeredgewidth=0.7,
-        zorder=3,
-    )
+    edge: dict[str, Any] = {"markeredgecolor": "white", "markeredgewidth": 0.7}
+    axis.plot(rows.mean, y, marker, markersize=size + 0.5, color=colour, zorder=3, **edge)
 
 
 def _finish(axis: Axes, labels: list[str]) -> None:

@@ -14,7 +14,7 @@ from bayesfed.deploy.sockets import call
 from bayesfed.settings import Strict
 
 SECONDS = 600.0
-"""How long a node may take: it answers after the round that it is computing."""
+"""The longest time in which a node must answer: it first completes the round that it is computing."""
 
 
 class Question(Strict):

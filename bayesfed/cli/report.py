@@ -46,7 +46,7 @@ class RunFolder:
 
     A folder that holds anything is never written to: the run goes to ``<folder>-2``, ``-3``, ...
     With ``overwrite`` the files of the earlier run are removed after the first round, ``run.safetensors`` at once.
-    With ``go_on`` the run in the folder is resumed, or begun if the folder is empty.
+    With ``go_on`` the run in the folder is resumed, or started if the folder is empty.
 
     Attributes:
         path: the folder; it exists.
@@ -104,7 +104,7 @@ class RunFolder:
             temporary.write_text(text, encoding="utf-8")
 
     def abandon(self) -> None:
-        """Remove the folder, if it is this run's and still empty."""
+        """Remove the folder, if it is this run's and empty."""
         if self._ours and not any(self.path.iterdir()):
             self.path.rmdir()
 

@@ -39,7 +39,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long the server waits, and for whom.
+    """The institutions for which the server waits, and for how long.
 
     Attributes:
         institutions: names of the institutions that take part; a run begins once all have answered.
@@ -264,8 +264,8 @@ class Institutions:
                     found[name] = unpack_as(payload, kind, run)
                 except MessageError as error:
                     who = f"institution {name!r}"
-                    said = f"{error}" if who in str(error) else f"from {who}: {error}"
-                    raise MessageError(said) from None
+                    text = f"{error}" if who in str(error) else f"from {who}: {error}"
+                    raise MessageError(text) from None
             self.await_return(left.keys() - found.keys())
         if missing := requests.keys() - found.keys():
             raise TimeoutError(f"institution {min(missing)!r} does not answer")

@@ -60,6 +60,7 @@ from bayesfed.deploy.messages import (
 from bayesfed.deploy.node_run import (
     BEGIN,
     FINISH,
+    POSTERIOR,
     LastAnswer,
     NodeRun,
     copy_states,
@@ -221,11 +222,11 @@ class Node:
         return NodeRun(message, run, form, self._folder(message.run), (None, copy_states(run)))
 
     def _run(self, run: str) -> NodeRun:
-        """Return the node's part in a run, which an earlier process may have begun."""
+        """Return the node's part in a run, which an earlier process may have started."""
         if run not in self._runs:
             folder = self._folder(run)
             if not (folder / BEGIN).exists():
-                raise MessageError(f"run {run!r} has not begun here")
+                raise MessageError(f"run {run!r} was not started here")
             own = self._start_run(*unpack_as((folder / BEGIN).read_bytes(), Begin))
             own.load()
             if (folder / FINISH).exists():
@@ -325,7 +326,7 @@ class Node:
         if own.posterior is None:
             own.commit(message.accepted)
             own.posterior = self._make_posterior(own, message, parts)
-            own.save_posterior()
+            own.posterior.save(own.folder / POSTERIOR)
             with atomically(own.folder / FINISH) as file:
                 file.write_bytes(payload)
         return pack(Done(run=message.run))
@@ -373,8 +374,8 @@ class Node:
         own, posterior = self._finished(message.run)
         if theta := self._to_device(parts.get("theta", {})):
             mended = Correction(theta, float(message.khat or 0.0), message.closely)
-            own.posterior = replace(posterior, correction=mended)
-        own.save_posterior()
+            own.posterior = posterior = replace(posterior, correction=mended)
+        posterior.save(own.folder / POSTERIOR)
         own.delete_key()
         return pack(Done(run=message.run))
 

@@ -110,11 +110,6 @@ class NodeRun:
                 self.answered = LastAnswer(round_id, metadata["asked"], reply)
             _restore(self.run, found)
 
-    def save_posterior(self) -> None:
-        """Write the posterior's file."""
-        assert self.posterior is not None
-        self.posterior.save(self.folder / POSTERIOR)
-
     # -- secure sums ------------------------------------------------------------------------------
 
     @property

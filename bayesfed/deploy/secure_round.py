@@ -12,7 +12,17 @@ from torch import Tensor
 from bayesfed.deploy import secure
 from bayesfed.deploy.combine import Answers
 from bayesfed.deploy.institutions import Institutions, run_name
-from bayesfed.deploy.messages import Ask, Open, RoundId, Seal, Tensors, broadcast_digest, pack
+from bayesfed.deploy.messages import (
+    Ask,
+    Done,
+    Open,
+    RoundId,
+    Seal,
+    Tensors,
+    broadcast_digest,
+    pack,
+    unpack,
+)
 from bayesfed.deploy.node_run import sum_id
 from bayesfed.engine.files import read_tensors, write_tensors
 from bayesfed.engine.run import Run
@@ -78,10 +88,8 @@ def stored_path(run: Run) -> Path:
 
 def _save(run: Run, answers: Answers) -> None:
     tensors = {
-        f"{institution}/{part}/{name}": value
-        for institution, parts in answers.replies.items()
-        for part, values in parts.items()
-        for name, value in values.items()
+        name: torch.frombuffer(bytearray(pack(Done(run=name), **parts)), dtype=torch.uint8)
+        for name, parts in answers.replies.items()
     }
     data = {"round": answers.round.model_dump(), "institutions": list(answers.replies)}
     write_tensors(stored_path(run), tensors, _METADATA, data)
@@ -95,8 +103,5 @@ def load_stored(run: Run) -> Answers | None:
     round_id = RoundId(**data["round"])
     if round_id.number != run.done:
         return None
-    replies: dict[str, dict[str, Tensors]] = {name: {} for name in data["institutions"]}
-    for full, value in tensors.items():
-        institution, part, name = full.split("/", 2)
-        replies[institution].setdefault(part, {})[name] = value
+    replies = {name: unpack(tensors[name].numpy().tobytes())[1] for name in data["institutions"]}
     return Answers(round_id, replies)

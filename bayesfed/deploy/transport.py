@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Wait:
-    """How long the server waits for answers.
+    """The time that the server waits for answers.
 
     Attributes:
         seconds: the longest time.

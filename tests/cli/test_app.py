@@ -220,7 +220,7 @@ def test_a_formula(towns, capsys):
     _, error = fails(capsys, "run", "study/formula.toml", "--set", "model.name=eight_schools")
     assert "give either name (a model) or formula" in error
     _, error = fails(capsys, "run", "study/formula.toml", "--set", 'data.fields=["u"]')
-    assert "a formula says what it reads" in error
+    assert "a formula names its columns" in error
     _, error = fails(capsys, "run", "study/formula.toml", "--set", 'output.variables=["w|town"]')
     assert "the model has 1|town, v|town" in error
 

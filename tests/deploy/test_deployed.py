@@ -571,7 +571,7 @@ def test_finish_before_begin_is_refused(tmp_path):
     early = Finish(
         run="abc", accepted=None, done=0, epsilon=None, moving=None, rising=None, settled=None
     )
-    with pytest.raises(MessageError, match="run 'abc' has not begun here"):
+    with pytest.raises(MessageError, match="run 'abc' was not started here"):
         unpack_as(node.handle(pack(early)), Reply)
 
 
