@@ -189,12 +189,6 @@ def make_patience(section: DeploymentSection) -> Patience:
 
 def draws_dataset(found: GlobalPosterior, num_samples: int) -> xr.Dataset:
     """Return draws of the global variables in ArviZ's form."""
-    return xr.Dataset(
-        {
-            name: (
-                ("chain", "draw", *(f"{name}_dim_{j}" for j in range(value.ndim - 1))),
-                value[None].numpy(force=True),
-            )
-            for name, value in found.sample(num_samples).items()
-        }
-    )
+    draws = {n: v[None].numpy(force=True) for n, v in found.sample(num_samples).items()}
+    dims = {n: [f"{n}_dim_{j}" for j in range(v.ndim - 2)] for n, v in draws.items()}
+    return xr.Dataset({n: (["chain", "draw", *dims[n]], v) for n, v in draws.items()})
