@@ -131,7 +131,11 @@ def test_no_node_takes_anothers_place(tmp_path):
     def hello(reply):
         schema, _ = unpack(reply)
         greeted["node1"] += 1
-        return reply if greeted["node1"] == 1 else pack(schema.model_copy(update={"institution": "node2"}))
+        return (
+            reply
+            if greeted["node1"] == 1
+            else pack(schema.model_copy(update={"institution": "node2"}))
+        )
 
     count = {"asks": 0}
 
