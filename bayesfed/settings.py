@@ -182,6 +182,7 @@ def validated(schema: type[M], data: Any, where: str = "") -> M:
 
 
 def _explain(error: ValidationError, schema: type[BaseModel], data: Any, where: str) -> str:
+    """Describe the first unknown or missing key, or else the deepest invalid value, in one line."""
     errors = error.errors(include_url=False)
     for kind in ("extra_forbidden", "missing"):
         for item in errors:
@@ -190,7 +191,7 @@ def _explain(error: ValidationError, schema: type[BaseModel], data: Any, where: 
                 for part in item["loc"][:-1]:
                     inner = _section(inner.model_fields[str(part)].annotation)
                 key = str(item["loc"][-1])
-                full = _dotted(where, item["loc"])
+                full = _dotted_key(where, item["loc"])
                 if kind == "missing":
                     return f"{full} is missing"
                 known = list(inner.model_fields)
@@ -208,12 +209,12 @@ def _explain(error: ValidationError, schema: type[BaseModel], data: Any, where: 
         found.setdefault(path, []).append(text.format(**item.get("ctx", {})))
     path = max(found, key=len)
     if path not in given:
-        return _dotted(where, path) + found[path][0]
+        return _dotted_key(where, path) + found[path][0]
     kinds = list(dict.fromkeys(found[path]))
     if "a number" in kinds and "a whole number" in kinds:
         kinds.remove("a whole number")
     allowed = " or ".join(kinds)
-    return f"{_dotted(where, path)} is {shown(given[path])}; it must be {allowed}"
+    return f"{_dotted_key(where, path)} is {shown(given[path])}; it must be {allowed}"
 
 
 def _section(kind: Any) -> type[BaseModel]:
@@ -235,7 +236,7 @@ def _resolve(loc: tuple[int | str, ...], data: Any) -> tuple[tuple[int | str, ..
     return tuple(path), data
 
 
-def _dotted(where: str, path: tuple[int | str, ...]) -> str:
+def _dotted_key(where: str, path: tuple[int | str, ...]) -> str:
     """Return a location as a dotted key."""
     text = where
     for part in path:

@@ -47,7 +47,9 @@ FOLDERS = (
 """Where the rules are enforced. The list is to grow until it is :data:`EVERYWHERE`."""
 EVERYWHERE = ("bayesfed", "models", "guides", "docs", "README.md")
 
-_FORBIDDEN = {re.compile(rf"\b({words})\b", re.IGNORECASE): words for words in WORDS}
+_FORBIDDEN = {re.compile(rf"\b({w})\b", re.IGNORECASE): instead for w, instead in WORDS.items()} | {
+    re.compile(r"(?<![\w.)\]}:%/*\"'\\])\.\d+"): "a zero before the decimal point"
+}
 _INSIDE = re.compile(r"_|(?<=[a-z])(?=[A-Z])")
 
 
@@ -65,9 +67,9 @@ def forbidden_words(text: str) -> Iterator[tuple[int, str, str]]:
         words = _INSIDE.sub(" ", line)
         for exception in EXCEPTIONS:
             words = words.replace(exception, "")
-        for pattern, key in _FORBIDDEN.items():
+        for pattern, instead in _FORBIDDEN.items():
             for found in pattern.finditer(words):
-                yield number, found[0], WORDS[key]
+                yield number, found[0], instead
 
 
 def openings(text: str) -> Iterator[tuple[int, str]]:
@@ -90,6 +92,7 @@ def is_clause(line: str) -> bool:
         ("class AtRest:", ["At Rest"]),
         ("# The law of large numbers.", []),
         ("outlaw = lawn", []),
+        ("from .5 to 0.5: {x:.3f} x[..., 1] a.py", [".5"]),
     ],
 )
 def test_that_identifiers_are_split_and_exceptions_are_left_out(line, found):

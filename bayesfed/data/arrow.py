@@ -138,7 +138,7 @@ def _table(source: Any) -> Any:
         return pa.concat_tables([_map_file(file) for file in files])
     if isinstance(source, pa.Table):
         return source
-    if getattr(source, "_indices", None) is not None:  # a selection or an order over the file
+    if getattr(source, "_indices", None) is not None:  # a selection or permutation of rows
         source = source.flatten_indices()
     if not hasattr(source, "data"):
         raise TypeError(

@@ -217,9 +217,9 @@ def kidney() -> Federation:
 
         ``event``: scalar, 1 for an infection, 0 where the time is censored.
 
-    ``x`` is standardised by :func:`~bayesfed.data.standardise.standardise`, from sums over each patient only: (mean, standard deviation) are
-    (43.70, 14.64) and (0.737, 0.440). Suits :func:`bayesfed.models.weibull_survival`, and :class:`bayesfed.models.Cox`
-    with ``cuts=[0.5, 1, 5]``, say.
+    ``x`` is standardised by :func:`~bayesfed.data.standardise.standardise`, from sums over each patient only: (mean,
+    standard deviation) are (43.70, 14.64) and (0.737, 0.440). Suits :func:`bayesfed.models.weibull_survival`, and
+    :class:`bayesfed.models.Cox`, for example with ``cuts=[0.5, 1, 5]``.
 
     Source: C. A. McGilchrist and C. W. Aisbett (1991), "Regression with frailty in survival analysis", Biometrics
     47(2), 461–466, as in the R package survival.

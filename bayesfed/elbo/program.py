@@ -176,12 +176,12 @@ class Program:
 
     @property
     def weights_draws(self) -> bool:
-        """Whether a draw of (θ, w_i) is weighted by client i's ELBO term, as where q(w_i | θ) is the prior."""
+        """True if draws of (θ, w_i) are weighted by client i's ELBO term, as they are if q(w_i | θ) is the prior."""
         return bool(getattr(self.guide, "weights_draws", False))
 
     @property
     def local_draws(self) -> int:
-        """Number of draws of w_i for each draw of θ, of which one is chosen where draws are weighted."""
+        """Number of draws of w_i for each draw of θ, of which one is chosen by weight if draws are weighted."""
         return int(getattr(self.guide, "local_draws", 1))
 
     @property
@@ -195,7 +195,7 @@ class Program:
         return getattr(getattr(self.guide, "family", None), "levels", (1.0,))
 
     def temper(self, batch: Batch) -> Batch:
-        """Scale the rows' log likelihoods as the guide does where draws are weighted; by default not at all."""
+        """Scale the rows' log likelihoods as the guide's weights of draws need it; by default leave them unchanged."""
         temper = getattr(self.guide, "temper", None)
         return batch if temper is None else temper(batch)
 

@@ -98,7 +98,7 @@ class InspectedModel:
     Attributes:
         model: the Pyro model.
         federation: the clients' data.
-        clients_apart: it was run under ``torch.vmap``, so that no client and no draw depends on another.
+        clients_apart: whether its densities are those under ``torch.vmap``, where no client or draw depends on another.
 
     Example:
         >>> from bayesfed import datasets, models

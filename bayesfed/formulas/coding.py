@@ -133,7 +133,7 @@ class Coding:
             if column not in self.levels:
                 kept[column] = values.astype(float)
                 continue
-            agreed = {level: level for level in self.levels[column]}  # 1.0 is 1 and True, as agreed
+            agreed = {level: level for level in self.levels[column]}  # 1.0, 1 and True are equal
             new = next((level for level in values.tolist() if level not in agreed), None)
             if new is not None:
                 known = ", ".join(map(str, self.levels[column][:8]))

@@ -260,9 +260,9 @@ def _outcome(coding: Coding, family: str, federation: Federation) -> Outcome:
             )
         loc = _to_digits(mean - offset, sd) if coding.intercept else 0.0
         intercept = "dist.Normal(0.0, 2.5)" if coding.intercept else None
-        return Outcome(name, loc, _seven(sd), intercept, coding.offset)
+        return Outcome(name, loc, _to_seven_digits(sd), intercept, coding.offset)
     centre = 0.0 if link == "logit" or mean <= 0 else math.log(mean)
-    prior = f"dist.Normal({_seven(centre - offset)}, {1.5 if link == 'logit' else 2.5})"
+    prior = f"dist.Normal({_to_seven_digits(centre - offset)}, {1.5 if link == 'logit' else 2.5})"
     return Outcome(name, 0.0, 1.0, prior if coding.intercept else None, coding.offset)
 
 
@@ -284,7 +284,7 @@ def _columns(
                 "out, or subtract a common offset"
             )
     means = tuple(_to_digits(m, s) if centred else 0.0 for m, s in zip(mean, sd, strict=True))
-    sds = tuple(map(_seven, sd))
+    sds = tuple(map(_to_seven_digits, sd))
     prior_sd = [2.5] * len(sds)
     if logit:
         of_categories = [all(c.kind == "categoric" for c in t.components) for _, t in columns]
@@ -332,7 +332,7 @@ def _names(common: Columns, groups: list[GroupColumns], family: str, coding: Cod
     return names
 
 
-def _seven(value: float) -> float:
+def _to_seven_digits(value: float) -> float:
     """Round to seven digits."""
     return float(f"{value:.7g}")
 

@@ -277,7 +277,7 @@ class Compiler:
 
     def _refuse(self, name: str, why: str) -> None:
         """Warn, once for each reason, that a function runs eagerly."""
-        if why not in self._refused.values():  # several steps of a model meet the same obstacle
+        if why not in self._refused.values():  # several steps may fail for the same reason
             warnings.warn(f"{name} runs eagerly: {why}", stacklevel=2)
         self._refused[name] = why
 

@@ -26,7 +26,7 @@ def compile_graph(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[...,
     """
     options: dict[str, Any] = {"post_grad_custom_pre_pass": Products()}
     if graph.graph.find_nodes(op="call_function", target=aten.__rshift__.Scalar):
-        # a hash reads each of its intermediates twice: with all of them inlined, compilation takes ten times as long
+        # a hash reads each of its intermediate results twice: inlining them all makes compilation ten times as slow
         options["realize_opcount_threshold"] = 10
     with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
         run = torch._inductor.compile(graph, list(inputs), options=options)

@@ -160,7 +160,7 @@ def test_a_place_does_not_depend_on_the_others():
 
 
 def test_every_permutation_of_few_is_equally_likely():
-    """Chi-square at level 1/1000, as below."""
+    """A chi-square test at level 0.001 accepts the uniform distribution over permutations."""
     drawn = [noise.permuted(noise.fold(noise.key(4), r), 4, torch.arange(4)) for r in range(3000)]
     seen = (torch.stack(drawn) * 4 ** torch.arange(4)).sum(1).unique(return_counts=True)[1]
     assert len(seen) == 24
@@ -217,7 +217,7 @@ def record(fn):
 
 
 def replay(fn, keys):
-    """Draws of an expanded distribution, one for each key: as a program supplies them."""
+    """Draws of an expanded distribution with the noise that a program supplies, one for each key."""
     draws = record(fn)
     wide = fn.expand((len(keys), *fn.batch_shape))
     site = noise.fold(keys, 0).reshape(-1, *[1] * len(fn.batch_shape))

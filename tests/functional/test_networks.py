@@ -11,8 +11,7 @@ from torch.distributions import LogNormal, Normal
 from torch.nn.utils import vector_to_parameters
 
 import bayesfed as bf
-from bayesfed import models
-from bayesfed.algorithms.fedabml import FedABML
+from bayesfed import FedABML, models
 from bayesfed.elbo import handlers
 from bayesfed.functional.networks import apply, check_stateless, flatten
 from bayesfed.models.network import WEIGHTS, Network

@@ -29,7 +29,7 @@ def outcomes():
 @pytest.mark.parametrize(
     "algorithm",
     [bf.SFVI(), bf.PVI(), bf.FedABML(), bf.PFedVEM(), bf.FOLA()],
-    ids=lambda a: type(a).__name__,
+    ids=str,
 )
 @pytest.mark.parametrize(
     "model",

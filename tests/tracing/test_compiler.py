@@ -392,13 +392,13 @@ def test_a_module_of_the_users_own(data, only_traced):
 
 @needs_compiler
 def test_terms_add_up_to_pyros_elbo_compiled(float64):
-    from bayesfed.algorithms.structured import hierarchical
     from bayesfed.elbo.elbo import client_terms, server_pass
+    from bayesfed.guides.locals import Conditioned
     from tests.invariants.test_partition import make_federation, make_model, pooled_elbo
 
     federation = make_federation([3, 1, 4], "Normal", 0)
     model = make_model(["real", "positive"], ["real", "positive"], "Normal")
-    program = hierarchical(model, federation, bf.FullRank(), True)
+    program = Conditioned(True).build(bf.FullRank(), model, federation)
     params = program.init | program.init_locals(federation.batch())
     key, draws = noise.key(0), 3
     theirs = program.noise(key, draws, local=False)
