@@ -26,7 +26,7 @@ from bayesfed.steps.steps import Steps
 
 
 class Answer(NamedTuple):
-    """What K clients return in a round.
+    """The answers of K clients in a round.
 
     Attributes:
         upload: of which the server sees the sum over the cohort only, ``(K, ...)`` each.

@@ -44,7 +44,7 @@ def check_independence(program: Program, federation: Federation, shuffled: bool)
     if shuffled and program.kinds:
         raise ValueError(
             f"site {program.kinds[0]!r} is discrete, of a client, and summed out: the density of its rows is no sum "
-            "over rows that a minibatch could stand for. Leave out batch_size"
+            "over rows, which a minibatch could represent. Leave out batch_size"
         )
     clients, positions = two_clients(federation)
     rows = (positions >= 0).sum(-1).tolist()

@@ -52,7 +52,7 @@ def make_plan(config: Experiment, base: Path) -> DeploymentPlan:
         algorithm=named_algorithm(config, base),
         privacy=None if config.privacy is None else made(Privacy, config.privacy, "privacy"),
         **schedule.model_dump(include=set(Schedule.model_fields)),
-        **({} if own is None else own.model_dump(include={"secure", "honest", "median"})),
+        **({} if own is None else own.model_dump(include={"secure", "honest"})),
     )
 
 

@@ -115,7 +115,7 @@ def _write(
     console.print(
         f"ELBO {float(last.mean()):,.2f} (mean of the last {len(last)} rounds); "
         f"{seconds:,.1f} s in {len(posterior.history['elbo']):,} rounds"
-        + (", then it had converged" if posterior.settled else "")
+        + (", then it had converged" if posterior.converged else "")
         + (f", {posterior.compiled}" if posterior.compiled else "")
     )
     if posterior.epsilon is not None and chosen.privacy is not None:

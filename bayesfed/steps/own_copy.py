@@ -34,7 +34,7 @@ from bayesfed.tracing.compiler import traceable
 
 MOST = 3.0
 """The largest gradient of a step, in root mean squares of the rounds before: where a step goes too far for the
-curvature the next gradient is larger still, and only the next round measures it."""
+curvature the next gradient is even larger, and only the next round measures it."""
 
 
 @dataclass(frozen=True)

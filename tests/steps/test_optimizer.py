@@ -163,8 +163,3 @@ def test_without_a_mask_all_step():
     grads, everyone = gradients(start()), torch.ones(3, dtype=torch.bool)
     one, other = (optimizer.descend("momentum", state, grads, 0.1, a) for a in (None, everyone))
     assert all(torch.equal(one["params"][n], other["params"][n]) for n in grads)
-
-
-def test_an_unknown_rule_is_refused():
-    with pytest.raises(ValueError, match="body_optimizer is 'sdg'"):
-        optimizer.check_rules(body_optimizer="sdg")
