@@ -63,6 +63,7 @@ class Descent(Steps):
     at_prior: bool = False
     clip: Rate | None = None
     globals = (Point,)
+    kinds = ("point",)
 
     @property
     def locals(self) -> tuple[type[Locals], ...]:  # type: ignore[override]
