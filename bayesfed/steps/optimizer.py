@@ -14,7 +14,6 @@ from torch import Tensor
 from bayesfed.tracing.compiler import tracing
 
 State = dict[str, dict[str, Tensor]]
-RULES = ("sgd", "momentum", "adam")
 MOMENTUM = 0.9
 
 
@@ -52,17 +51,6 @@ def ascend(
         new["params"][name] = value + (lr * direction.clamp(-1.0, 1.0)).to(value.dtype)
         new["mean"][name], new["square"][name] = mean, square
     return new
-
-
-def check_rules(**rules: str) -> None:
-    """Refuse what is none of :data:`RULES`.
-
-    Raises:
-        ValueError: names the setting.
-    """
-    for name, rule in rules.items():
-        if rule not in RULES:
-            raise ValueError(f"{name} is {rule!r}: use one of {RULES}")
 
 
 def begin(rule: str, params: Mapping[str, Tensor], rows: int | None = None) -> State:
