@@ -92,6 +92,13 @@ class Algorithm:
         for part in (self.locals, self.steps, self.rule):
             self._check_family("globals", self.globals, part, part.globals)
         self._check_family("locals", self.locals, self.steps, self.steps.locals)
+        kind, fitting = getattr(self.locals, "kind", None), self.steps.kinds
+        if kind is not None and kind not in fitting:
+            family = type(self.locals).__name__
+            raise ValueError(
+                f"{self}: {_called(self.steps)} does not go with locals={family}({kind!r}): take "
+                f"locals={' or '.join(f'{family}({other!r})' for other in fitting)}"
+            )
         for needed, giver, verb, given in (
             (self.rule, self.steps, "give", self.steps.gives),
             (self.steps, self.rule, "send", self.rule.sends),

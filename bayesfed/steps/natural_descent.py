@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -71,6 +71,7 @@ class NaturalDescent:
     natural: bool = True
     epochs: int = 5
     steps: int | None = None
+    kinds: ClassVar[tuple[str, ...]] = ("point", "normal")
 
     def __post_init__(self) -> None:
         if self.natural and self.lr >= 2:

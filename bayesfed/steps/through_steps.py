@@ -70,6 +70,7 @@ class ThroughSteps(Steps):
     optimizer: Literal["sgd", "momentum", "adam"] = "sgd"
     globals = (Point,)
     locals = (Remade,)
+    kinds = ("point",)
 
     def accept(
         self, program: Program, federation: Federation, locals_: Locals, name: str
