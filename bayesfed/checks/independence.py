@@ -144,8 +144,7 @@ class _Point:
 
 def _two_draws(program: Program, batch: Batch, keys: Tensor) -> _Point:
     """Two different values of each latent site near the guide's start."""
-    own = program.init_locals(batch) if program.resting else {}
-    params = program.init | {name: own[name] for name in program.resting}
+    params = program.init | program.init_locals(batch)
     root = noise.key(0).to(batch.device)
     supplied = program.noise(root, 2, local=False) | program.noise(keys, 2, local=True)
     _, trace = run(program, params, {}, batch, supplied, 2, program.local_params)
