@@ -46,10 +46,10 @@ def plan_of(config: Experiment, base: Path) -> DeploymentPlan:
         )
     if schedule.held_out is not None:
         raise SettingsError("schedule.held_out: between machines give schedule.rounds")
-    own = config.deployment
+    own, algorithm = config.deployment, algorithm_named(config, base)
     return DeploymentPlan(
         model=model_of(config.model, base),
-        algorithm=algorithm_named(config, base),
+        algorithm=algorithm,
         privacy=None if config.privacy is None else made(Privacy, config.privacy, "privacy"),
         **schedule.model_dump(include=set(Schedule.model_fields)),
         **({} if own is None else own.model_dump(include={"secure", "honest", "median"})),

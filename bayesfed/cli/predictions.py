@@ -17,7 +17,7 @@ from bayesfed.data.federation import Federation
 from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.output.posterior import Posterior
-from bayesfed.settings import SettingsError, callables
+from bayesfed.settings import SettingsError
 
 QUANTILES = {"3 %": 0.03, "50 %": 0.5, "97 %": 0.97}
 KEPT = "posterior.safetensors"
@@ -102,9 +102,7 @@ class Kept:
             )
         key = (paths[-1], paths[-1].stat().st_mtime_ns)
         if self._last is None or self._last[0] != key:
-            algorithm = self.plan.algorithm
-            guides = [getattr(algorithm, name) for name in callables(type(algorithm))]
-            guide = next((guide for guide in guides if guide is not None), None)
+            guide = getattr(self.plan.algorithm.globals, "guide", None)
             self._last = (
                 key,
                 Posterior.load(paths[-1], self.plan.model, self.federation, guide=guide),
