@@ -145,13 +145,14 @@ def _check_members(case: _Case) -> Any:
         key = noise.fold(noise.fold(noise.key(case.plan.seed), run.done), -1)
         turn = Turn(case.program, key, clients, run.stopping.rate(run.done), steps=steps)
         message = _call(rule, "broadcast", (turn, run.server), server=run.server)
-        missing = {"theta", *rule.sends} - message.keys()
+        missing = rule.sends - message.keys()
         if missing:
             raise AssertionError(f"{_name(rule)}.broadcast does not send {sorted(missing)}")
-        job = case.job(run, everyone, message)
-        answer = _check_work(case, job)
-        for some in (everyone.flip(0), everyone[:1], everyone[-1:]):
-            _check_alone(case, job, case.job(run, some, message), some)
+        job, work, answer = _check_work(case, case.job(run, everyone, message))
+        if run.done + 1 == case.plan.rounds:  # states are not those of the start any more
+            for some in (everyone.flip(0), everyone[:1]):
+                own = case.job(run, some, message)
+                _check_alone(case, own, some, job, work, (answer.upload, answer.memory))
         total = tree_map(lambda v: v.sum(0), answer.upload)
         found = _call(rule, "decode", (turn, run.server, total), server=run.server, total=total)
         if not isinstance(found, tuple) or len(found) != 2:
@@ -168,8 +169,8 @@ def _check_members(case: _Case) -> Any:
     return run.server
 
 
-def _check_work(case: _Case, job: Job) -> Answer:
-    """Return the answers of all clients, whose parts, shapes and states have been checked."""
+def _check_work(case: _Case, job: Job) -> tuple[Job, Work, Answer]:
+    """Return all clients' prepared work, its result and their answers: their parts, shapes and states are right."""
     rule, steps = case.algorithm.rule, case.algorithm.steps
     given = {"message": job.message, "clients": job.clients, "rows": dict(job.rows(0).fields)}
     job = replace(job, given=_call(rule, "prepare", (job,), **given))
@@ -190,19 +191,28 @@ def _check_work(case: _Case, job: Job) -> Answer:
             f"{_name(rule)}.encode remembers {sorted(both)}, which is a state of {_name(steps)} too: rename it"
         )
     _check_states(case, job, work.clients, memory)
-    return Answer(upload, work.terms, work.clients, memory)
+    return job, work, Answer(upload, work.terms, work.clients, memory)
 
 
-def _check_alone(case: _Case, job: Job, own: Job, some: Tensor) -> None:
-    """Fail if clients have another result in another batch: others or none beside them, or in another order."""
-    rule, steps, locals_ = case.algorithm.rule, case.algorithm.steps, case.algorithm.locals
-    given, own_given = rule.prepare(job), rule.prepare(own)
-    _check_close(rule, "prepare", given, own_given, some)
-    job, own = replace(job, given=given), replace(own, given=own_given)
-    work, alone = steps.run(job, locals_), steps.run(own, locals_)
-    _check_close(steps, "run", work, alone, some)
+def _check_alone(
+    case: _Case, own: Job, some: Tensor, job: Job, work: Work, encoded: tuple[Any, Any]
+) -> None:
+    """Fail if some clients have another result by themselves, or in another order, than in the batch of all.
+
+    Args:
+        case: the run.
+        own: their work.
+        some: their positions.
+        job: the work of all.
+        work: its result.
+        encoded: uploads and memory of all.
+    """
+    rule, steps = case.algorithm.rule, case.algorithm.steps
+    own = replace(own, given=rule.prepare(own))
+    _check_close(rule, "prepare", job.given, own.given, some)
+    _check_close(steps, "run", work, steps.run(own, case.algorithm.locals), some)
     picked = tree_map(lambda v: v[some], work)  # so that the rule is checked by itself
-    _check_close(rule, "encode", rule.encode(job, work), rule.encode(own, picked), some)
+    _check_close(rule, "encode", encoded, rule.encode(own, picked), some)
 
 
 def _check_states(case: _Case, job: Job, own: Any, memory: Any) -> None:
