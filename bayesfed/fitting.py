@@ -11,22 +11,24 @@ import torch
 from torch import Tensor
 
 from bayesfed.algorithms import SFVI, Algorithm
+from bayesfed.checks.data import check_data
 from bayesfed.checks.independence import check_independence
 from bayesfed.checks.units import warn_of_units
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params, Program
-from bayesfed.engine.checks import check_data
 from bayesfed.engine.cohort import cohort_size
 from bayesfed.engine.execution import Execution
 from bayesfed.engine.plan import Plan
-from bayesfed.engine.privacy import Privacy
+from bayesfed.engine.privacy import NO_PRIVACY, Privacy
 from bayesfed.engine.program import build_program
 from bayesfed.engine.progress import show_rounds
 from bayesfed.engine.resume import initialise
 from bayesfed.engine.rounds import answer, ask, update
-from bayesfed.engine.run import Round, Run, create_run
+from bayesfed.engine.run import Round, Run
+from bayesfed.engine.run_file import RunFile
+from bayesfed.engine.states import States
 from bayesfed.engine.stopping.convergence import convergence
 from bayesfed.engine.stopping.drift import caveat, warn_if_moving
 from bayesfed.engine.stopping.fixed_rounds import FixedRounds
@@ -37,6 +39,7 @@ from bayesfed.output.correction import correct
 from bayesfed.output.locals_of_run import fitted_cohort, log_predictive, make_local_params
 from bayesfed.output.posterior import Posterior
 from bayesfed.rules.rule import Turn
+from bayesfed.tracing.compiler import Compiler
 
 
 @on_cpu()
@@ -120,7 +123,7 @@ def prepare_run(
         resume: the run's file.
         institutions: between machines, their number; the rows of ``federation`` are then made up.
     """
-    server = plan.algorithm.start(program)
+    clients, server = len(federation), plan.algorithm.start(program)
     if plan.held_out is None:
         stopping = _stopping_rule(plan, program, server)
     else:
@@ -132,9 +135,24 @@ def prepare_run(
             return log_predictive(fitted_cohort(run, params, names), rows.select(names))
 
         stopping = HeldOut(rows, plan.algorithm.lr_decay, score)
-    run = create_run(
-        plan, program, federation, stopping, server=server, file=resume, institutions=institutions
+    run = Run(
+        plan=plan,
+        program=program,
+        federation=federation,
+        stopping=stopping,
+        cohort_size=cohort_size(plan.clients_per_round, clients),
+        server=server,
+        clients=States(clients if institutions is None else 1, device=federation.device),
+        client_terms=torch.full((clients,), torch.nan, dtype=federation.dtype),
+        term_totals=torch.zeros(2, dtype=torch.float64),
+        refused=torch.zeros(clients, dtype=torch.int64),
+        clip=(plan.privacy or NO_PRIVACY).first_clip(),
+        history=torch.zeros(3, stopping.bound, dtype=torch.float64),
+        compiler=Compiler(plan.execution.compile),
+        accepted=None if institutions is None else torch.full((institutions, 2), -1),
     )
+    if resume is not None:
+        run.file = RunFile(Path(resume), run.description, program, federation)
     initialise(run)
     return run
 

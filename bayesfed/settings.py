@@ -1,7 +1,7 @@
-"""What settings may be: found in the annotations of a dataclass, checked by pydantic, said in one line.
+"""Checks of settings: rules from a dataclass's annotations, checked by pydantic, with errors of one line.
 
-The same check is made wherever settings come from: of an algorithm when it is fitted, of ``Privacy`` and ``Execution``
-when they are made, and of all of them when they are read from a checkpoint or an experiment file.
+The same check is made wherever settings come from: an algorithm's when it is fitted, those of ``Privacy`` and
+``Execution`` when they are constructed, and all of them when they are read from a checkpoint or an experiment file.
 
     lr: Rate = 0.1           positive            local_steps: int = 1           at least 1
     kl_weight: float = 1.0   not negative        personal_steps: Times = 50     at least 0
@@ -19,33 +19,33 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 Count = Annotated[int, Field(ge=1)]
-"""What a whole number is that says nothing else."""
+"""The rule for a field annotated ``int``."""
 Times = Annotated[int, Field(ge=0)]
-"""How often something is done, which may be never."""
+"""A number of repetitions, which may be 0."""
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-"""What a number is that says nothing else."""
+"""The rule for a field annotated ``float``."""
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-"""A number that would be senseless if it were 0."""
+"""A positive number."""
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
 CUSTOM = "custom"
-"""What stands for a Pyro guide of the user's own, which is code and cannot be stored."""
+"""The placeholder of a user's Pyro guide, which is code and cannot be stored."""
 
 
 class SettingsError(ValueError):
-    """A key or value that settings cannot have; one line that names the dotted key."""
+    """An invalid key or value of settings; the message is one line that names the dotted key."""
 
 
 class Strict(BaseModel):
-    """No other keys, no conversions."""
+    """A model without extra keys and without conversions."""
 
     model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
 
 
 class Schedule(Strict):
-    """How long a run is, and how much of it a round: the same arguments of :func:`bayesfed.fit`."""
+    """The length of a run and the size of a round: arguments of :func:`bayesfed.fit`."""
 
     rounds: Count | None = None
     clients_per_round: int | float = 1.0
@@ -57,7 +57,7 @@ class Schedule(Strict):
 
 
 def schema(cls: type[Any]) -> type[BaseModel]:
-    """A dataclass's fields with their types and defaults: whole numbers are a :data:`Count`, others a :data:`Weight`.
+    """Make a model of a dataclass's fields and defaults: an ``int`` is a :data:`Count`, a ``float`` a :data:`Weight`.
 
     Example:
         >>> import bayesfed as bf
@@ -76,7 +76,7 @@ def schema(cls: type[Any]) -> type[BaseModel]:
 
 
 def ruled(kind: Any) -> Any:
-    """An annotation with the rule of plain numbers; dataclasses are checked by themselves."""
+    """Add the rules of plain numbers to an annotation; nested dataclasses are checked separately."""
     if get_origin(kind) in (Union, UnionType):
         return Union[tuple(map(ruled, get_args(kind)))]  # noqa: UP007
     if dataclasses.is_dataclass(kind):
@@ -85,7 +85,7 @@ def ruled(kind: Any) -> Any:
 
 
 def check(settings: Any, where: str = "") -> None:
-    """Fail on what settings cannot be; what is no dataclass has none.
+    """Raise an error for an invalid field of a dataclass; other objects have no settings.
 
     Raises:
         SettingsError: names the field.
@@ -109,7 +109,7 @@ def check(settings: Any, where: str = "") -> None:
 
 
 def made(cls: type[T], data: Any, where: str) -> T:
-    """A dataclass from plain data."""
+    """Make a dataclass from plain data, with a SettingsError if they are invalid."""
     checked = validated(schema(cls), data, where)
     try:
         return cls(**{name: getattr(checked, name) for name in checked.model_fields_set})
@@ -118,12 +118,12 @@ def made(cls: type[T], data: Any, where: str) -> T:
 
 
 def callables(cls: type[Any]) -> list[str]:
-    """Fields that hold code."""
+    """Return the fields that hold code."""
     return [n for n, kind in get_type_hints(cls).items() if "Callable" in str(kind)]
 
 
 def plain_number(value: Any) -> Any:
-    """A NumPy number as Python's."""
+    """Convert a NumPy number to a Python number."""
     return value.item() if hasattr(value, "item") else value
 
 
@@ -151,7 +151,7 @@ _KINDS = {
 
 
 def choose(name: Any, registry: Mapping[str, T], where: str) -> T:
-    """The entry of a registry, or an error that names the nearest and all others.
+    """Return the entry of a registry, or raise an error that names the nearest and all others.
 
     Example:
         >>> from bayesfed.settings import choose
@@ -167,14 +167,14 @@ def choose(name: Any, registry: Mapping[str, T], where: str) -> T:
 
 
 def nearest(name: Any, known: Mapping[str, Any] | Sequence[str]) -> str:
-    """``"did you mean 'x'? "``, or nothing where no name is near."""
+    """Return ``"did you mean 'x'? "``, or an empty string if no name is similar."""
     lower = {str(k).lower(): k for k in known}
     near = difflib.get_close_matches(str(name).lower(), lower, n=1)
     return f"did you mean {lower[near[0]]!r}? " if near else ""
 
 
 def validated(schema: type[M], data: Any, where: str = "") -> M:
-    """Data as an instance of a schema, or a :class:`SettingsError` of one line."""
+    """Return data as an instance of a schema, or raise a :class:`SettingsError` of one line."""
     try:
         return schema.model_validate(data)
     except ValidationError as error:
@@ -182,6 +182,7 @@ def validated(schema: type[M], data: Any, where: str = "") -> M:
 
 
 def _explain(error: ValidationError, schema: type[BaseModel], data: Any, where: str) -> str:
+    """Describe the first unknown or missing key, or else the deepest invalid value, in one line."""
     errors = error.errors(include_url=False)
     for kind in ("extra_forbidden", "missing"):
         for item in errors:
@@ -190,7 +191,7 @@ def _explain(error: ValidationError, schema: type[BaseModel], data: Any, where: 
                 for part in item["loc"][:-1]:
                     inner = _section(inner.model_fields[str(part)].annotation)
                 key = str(item["loc"][-1])
-                full = _dotted(where, item["loc"])
+                full = _dotted_key(where, item["loc"])
                 if kind == "missing":
                     return f"{full} is missing"
                 known = list(inner.model_fields)
@@ -208,23 +209,23 @@ def _explain(error: ValidationError, schema: type[BaseModel], data: Any, where: 
         found.setdefault(path, []).append(text.format(**item.get("ctx", {})))
     path = max(found, key=len)
     if path not in given:
-        return _dotted(where, path) + found[path][0]
+        return _dotted_key(where, path) + found[path][0]
     kinds = list(dict.fromkeys(found[path]))
     if "a number" in kinds and "a whole number" in kinds:
         kinds.remove("a whole number")
     allowed = " or ".join(kinds)
-    return f"{_dotted(where, path)} is {shown(given[path])}; it must be {allowed}"
+    return f"{_dotted_key(where, path)} is {shown(given[path])}; it must be {allowed}"
 
 
 def _section(kind: Any) -> type[BaseModel]:
-    """The model of a section, which may be left out."""
+    """Return the model of a section that may be None."""
     return next(
         (m for m in get_args(kind) if isinstance(m, type) and issubclass(m, BaseModel)), kind
     )
 
 
 def _resolve(loc: tuple[int | str, ...], data: Any) -> tuple[tuple[int | str, ...], Any]:
-    """The part of an error's place that is in the data: pydantic adds the members of unions."""
+    """Return the part of an error's location that exists in the data, without pydantic's members of unions."""
     path: list[int | str] = []
     for part in loc:
         try:
@@ -235,7 +236,8 @@ def _resolve(loc: tuple[int | str, ...], data: Any) -> tuple[tuple[int | str, ..
     return tuple(path), data
 
 
-def _dotted(where: str, path: tuple[int | str, ...]) -> str:
+def _dotted_key(where: str, path: tuple[int | str, ...]) -> str:
+    """Return a location as a dotted key."""
     text = where
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"
@@ -243,6 +245,6 @@ def _dotted(where: str, path: tuple[int | str, ...]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as JSON, shortened, for a message."""
+    """Return a value as shortened JSON, for a message."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,73 +1,50 @@
-"""How close federated fits come to pooled NUTS on the same program: makes accuracy.md.
+"""How close do federated fits come to NUTS on the pooled data? Makes accuracy.md.
 
     pip install 'bayesfed[benchmarks]'
     python experiments/accuracy.py                  # all problems, about an hour
-    python experiments/accuracy.py "eight schools"  # one of them; its rows in accuracy.md are replaced as they come
+    python experiments/accuracy.py "eight schools"  # the rows of one problem
 
-Fits without a number of rounds, which stop by themselves, after so many rounds. For every latent variable (each entry
-of each site, global and local) the posterior mean is compared in units of NUTS' posterior standard deviation, and the
-standard deviations by their ratio; a row holds the largest shift and the range of the ratios. The problems and their
-references are those of problems.py. Radon needs its data, a JSON file with `county`, `x` (floor) and `y` (log radon):
---radon PATH.
+The problems and their references are those of problems.py. Fits have no number of rounds: they stop by themselves. The
+posterior means of all entries of all latent variables are compared in units of NUTS' posterior standard deviation, the
+standard deviations by their ratio; a row holds the largest shift and the range of the ratios.
 
-Rows "pooled SVI" are pyro.infer.SVI with the same guide on all data at once: where such a row has the same
-error, the family is the limit and not the federation. Rows "new client" fit without one client, personalise
-it, and compare with its posterior given NUTS' draws of the globals from the others, drawn in closed form; only where
-there is one.
+Rows "pooled SVI" are pyro.infer.SVI with the same guide on all data at once: where such a row has the same error, the
+variational family is the limit and not the federation. Rows "new client" fit without one client, personalise it, and
+compare with its posterior given NUTS' draws of the global variables from the others, which is known in closed form.
 """
 
 from __future__ import annotations
 
-import argparse
-import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pyro
-import torch
+import runner
+from distances import cells
 from problems import PROBLEMS, reference
 from pyro.infer import SVI, Trace_ELBO
-from tables import keep, rounds_of
 
 import bayesfed as bf
 from bayesfed.elbo.sites import sites
 
-warnings.simplefilter("ignore", FutureWarning)
-HERE = Path(__file__).parent
-
-
-def compare(
-    draws: dict[str, torch.Tensor], reference: dict[str, np.ndarray], local: set[str]
-) -> list[str]:
-    """Largest shift and range of sd ratios, over the globals and over the locals."""
-    cells = []
-    for wanted in (False, True):
-        shift, ratio = [np.zeros(0)], [np.zeros(0)]
-        for name, ref in reference.items():
-            if (name in local) == wanted:
-                value, sd = draws[name].numpy(), ref.std(0)
-                shift.append(np.ravel(np.abs(value.mean(0) - ref.mean(0)) / sd))
-                ratio.append(np.ravel(value.std(0) / sd))
-        shift, ratio = np.concatenate(shift), np.concatenate(ratio)
-        cells += (
-            [f"{shift.max():.2f}", f"{ratio.min():.2f}–{ratio.max():.2f}"]
-            if len(shift)
-            else ["", ""]
-        )
-    return cells
-
-
-def elbo(posterior: bf.Posterior) -> str:
-    values = posterior.elbo(20_000)
-    return f"{float(values.mean()):.2f} ± {float(values.std()) / len(values) ** 0.5:.2f}"
+COLUMNS = (
+    "problem | guide | run | rounds | mean, globals | sd ratio | mean, locals | sd ratio | ELBO"
+)
+NEW_CLIENT = {"eight schools": "A", "grunfeld": "IBM", "radon": "20"}
+BATCHES = {"grunfeld": 10, "radon": 10, "anes96": 10}
+NAMES = ["eight schools", "grunfeld", "radon", "anes96", "kidney", "kidney, Cox"]
+GUIDES = {
+    "default": bf.SFVI(),
+    "Flow": bf.SFVI(global_guide=bf.Flow()),
+    "MeanField": bf.SFVI(global_guide=bf.MeanField(), conditioned=False),
+    "PVI": bf.PVI(),
+}
 
 
 def given_globals(
     theta: dict[str, np.ndarray], client: bf.Federation, seed: int = 0
 ) -> dict[str, np.ndarray]:
-    """The client's variables, drawn in closed form for each draw of the globals.
+    """Draw the client's variables in closed form for each draw of the global ones.
 
     The models that leave out a client are y = D w + offset + N(0, s²) with w ~ N(m, diag t²), so
     w | θ, y ~ N(V (m / t² + Dᵀ(y − offset) / s²), V) with V = (diag t⁻² + DᵀD / s²)⁻¹.
@@ -89,10 +66,10 @@ def given_globals(
         else:
             offset = np.zeros((len(m), len(y)))
             s = np.repeat(client["sigma"].double().numpy()[None], len(m), 0)
-    weighted = design.T[None] / s[:, None] ** 2
-    precision = weighted @ design
+    scaled = design.T[None] / s[:, None] ** 2
+    precision = scaled @ design
     precision[:, np.arange(m.shape[1]), np.arange(m.shape[1])] += t**-2.0
-    natural = m / t**2 + (weighted @ (y - offset)[..., None])[..., 0]
+    natural = m / t**2 + (scaled @ (y - offset)[..., None])[..., 0]
     cov = np.linalg.inv(precision)
     w = (cov @ natural[..., None])[..., 0]
     w = w + (np.linalg.cholesky(cov) @ generator.standard_normal(w.shape)[..., None])[..., 0]
@@ -101,11 +78,16 @@ def given_globals(
     return {"alpha" if "beta" in theta else "theta": w[:, :1]}
 
 
-def pooled_svi(posterior: bf.Posterior, steps: int, seed: int) -> bf.Posterior:
-    """The same guide fitted by pyro.infer.SVI on all rows at once."""
+def pooled_svi(
+    problem: str, federation: bf.Federation, algorithm: bf.SFVI, steps: int, seed: int
+) -> bf.Posterior:
+    """Return the same guide fitted by pyro.infer.SVI on all rows at once."""
+    execution = bf.Execution(compile=False)
+    run = bf.start(PROBLEMS[problem].model, federation, algorithm, rounds=1, execution=execution)
+    posterior = replace(bf.finish(run), correction=None)
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
-    program, federation = posterior.program, posterior.federation
+    program = posterior.program
     optimiser = pyro.optim.ClippedAdam({"lr": 0.03, "lrd": 0.01 ** (1 / steps), "clip_norm": 1e9})
     elbo = Trace_ELBO(num_particles=8, vectorize_particles=True, max_plate_nesting=2)
     svi = SVI(program.model, program.guide, optimiser, elbo)
@@ -120,84 +102,52 @@ def pooled_svi(posterior: bf.Posterior, steps: int, seed: int) -> bf.Posterior:
     )
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """How a problem is fitted here beside the runs of all rows, and who is left out, if anybody."""
-
-    new_client: str | None
-    batch_size: int | None = 10
-
-
-SCHEDULES = {
-    "eight schools": Schedule("A", None),
-    "grunfeld": Schedule("IBM"),
-    "radon": Schedule("20"),
-    "anes96": Schedule(None),
-    "kidney": Schedule(None, None),
-    "kidney, Cox": Schedule(None, None),
-}
-GUIDES = {
-    "default": bf.SFVI(),
-    "Flow": bf.SFVI(global_guide=bf.Flow()),
-    "MeanField": bf.SFVI(global_guide=bf.MeanField(), conditioned=False),
-    "PVI": bf.PVI(),
-}
-HEADER = [
-    "| problem | guide | run | rounds | mean, globals | sd ratio | mean, locals | sd ratio | ELBO |",
-    "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-]
+def runs(name: str) -> dict[str, dict[str, float]]:
+    """Return how a problem is fitted, by the words of the table."""
+    some: dict[str, float] = {"clients_per_round": 0.2}
+    found: dict[str, dict[str, float]] = {"all clients": {}, "20 %": some}
+    if name in BATCHES:
+        found[f"20 %, {BATCHES[name]} rows a step"] = some | {"batch_size": BATCHES[name]}
+    return found
 
 
-def rows(name: str, guides: list[str], path: Path) -> Iterator[str]:
-    """Its rows, as they come."""
-    problem, schedule = PROBLEMS[name], SCHEDULES[name]
-    federation = problem.data(path)
+def measure(name: str, guide: str, run: str) -> list[str]:
+    """Fit a problem and compare it with NUTS."""
+    problem, algorithm = PROBLEMS[name], GUIDES[guide]
+    federation = problem.data()
+    found = sites(problem.model, federation).values()
+    latent = [site.name for site in found if not site.observed]
+    local = {site.name for site in found if site.local}
+    if run.startswith("new client"):
+        others, client = federation.hold_out([NEW_CLIENT[name]])
+        theta = reference(f"{name} without {NEW_CLIENT[name]}", problem, others)
+        posterior = bf.fit(problem.model, others, seed=1, clients_per_round=0.2)
+        draws = posterior.personalize(client).sample(20_000)
+        truth = given_globals({k: theta[k] for k in latent if k not in local}, client)
+        return [runner.rounds_of(posterior), *cells(draws, truth, local), ""]
     truth = reference(name, problem, federation)
-    latent = {site.name for site in sites(problem.model, federation).values() if not site.observed}
-    truth = {name: draws for name, draws in truth.items() if name in latent}
-    some = {"clients_per_round": 0.2}
-    runs: list[tuple[str, dict[str, float]]] = [("all clients", {}), ("20 %", some)]
-    if schedule.batch_size:
-        batch = some | {"batch_size": schedule.batch_size}
-        runs.append((f"20 %, {schedule.batch_size} rows a step", batch))
-    for guide in guides:
-        for run, how in runs:
-            posterior = bf.fit(problem.model, federation, GUIDES[guide], seed=1, **how)
-            local = {site.name for site in posterior.program.locals}
-            cells = compare(posterior.sample(20_000), truth, local)
-            yield " | ".join([name, guide, run, rounds_of(posterior), *cells, elbo(posterior)])
-        if guide != "PVI":
-            pooled = pooled_svi(posterior, 5000, seed=1)
-            cells = compare(pooled.sample(20_000), truth, local)
-            yield " | ".join([name, guide, "pooled SVI", "", *cells, elbo(pooled)])
-    if "default" not in guides or schedule.new_client is None:
-        return
-    others, client = federation.hold_out([schedule.new_client])
-    theta = reference(f"{name} without {schedule.new_client}", problem, others)
-    posterior = bf.fit(problem.model, others, seed=1, **some)
-    new = posterior.personalize(client)
-    of_client = given_globals({k: theta[k] for k in latent - local}, client)
-    cells = compare(new.sample(20_000), of_client, local)
-    run = f"new client {schedule.new_client}"
-    yield " | ".join([name, "default", run, rounds_of(posterior), *cells, ""])
+    truth = {site: truth[site] for site in latent if site in truth}
+    if run == "pooled SVI":
+        posterior, rounds = pooled_svi(name, federation, algorithm, 5000, seed=1), ""
+    else:
+        posterior = bf.fit(problem.model, federation, algorithm, seed=1, **runs(name)[run])
+        rounds = runner.rounds_of(posterior)
+    elbo = posterior.elbo(20_000)
+    error = float(elbo.std()) / len(elbo) ** 0.5
+    compared = cells(posterior.sample(20_000), truth, local)
+    return [rounds, *compared, f"{float(elbo.mean()):.2f} ± {error:.2f}"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("problems", nargs="*", default=list(SCHEDULES), metavar="problem")
-    parser.add_argument(
-        "--radon", type=Path, default=HERE.parent.parent / "shared/data/radon_mn.json"
-    )
-    parser.add_argument("--guides", nargs="*", choices=GUIDES, default=list(GUIDES))
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    print("\n".join(HEADER))
-    for name in args.problems:
-        for row in rows(name, args.guides, args.radon):
-            print(f"| {row} |", flush=True)
-            keep(HERE / "accuracy.md", HEADER, f"| {row} |", list(SCHEDULES), columns=3)
+    given = runner.arguments(__doc__, guides=list(GUIDES))
+    rows = []
+    for name in NAMES:
+        for guide in given.guides:
+            rows += [(name, guide, run) for run in runs(name)]
+            rows += [(name, guide, "pooled SVI")] * (guide != "PVI")
+        if "default" in given.guides and name in NEW_CLIENT:
+            rows.append((name, "default", f"new client {NEW_CLIENT[name]}"))
+    runner.table(COLUMNS, rows, measure, given)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,19 @@
-"""A membership game against private runs: measured lower bounds on ε beside what is claimed. Makes attack.md.
+"""How much does a private run reveal, beside what is claimed? A membership game; makes attack.md.
 
     python experiments/attack.py                    # minutes on two cores
-    python experiments/attack.py --trials 200
+    python experiments/attack.py --trials 200 --out attack.md
 
-The adversary knows the model, the algorithm, all settings, the seed, every other client's data, and both federations
-that may be: they differ in one client's rows, chosen so that its uploads lie at opposite ends of the clip. It sees
-every noisy sum of a run, works out what either federation would have sent in that round, and takes the likelihood
-ratio of the whole transcript: by Neyman and Pearson no test does better. Where cohorts are secret, the ratio is of
-mixtures over them. It also tries the noise that the run's seed would give. A test at a threshold with true positive
-rate p and false positive rate q shows ε ≥ ln((p - δ) / q). p and q are taken by Clopper and Pearson's 99 % limits on
-one half of the trials, at the threshold that is best on the other half.
+The adversary has the model, the algorithm, all settings, the seed, every other client's data, and both federations that
+are possible: they differ in one client's rows, chosen so that its uploads lie at opposite ends of the clip. It sees
+every noisy sum of a run, computes what either federation would have sent in that round, and takes the likelihood ratio
+of the whole transcript: by Neyman and Pearson no test does better. Where cohorts are secret, the ratio is of mixtures
+over them. It also tries the noise that the run's seed would give. A test at a threshold with true positive rate p and
+false positive rate q shows ε ≥ ln((p - δ) / q). p and q are taken by Clopper and Pearson's 99 % limits on one half of
+the trials, at the threshold that is best on the other half.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 import itertools
@@ -24,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pyro
 import pyro.distributions as dist
@@ -35,11 +35,11 @@ import bayesfed as bf
 from bayesfed.algorithms.protocol import Turn
 from bayesfed.elbo import noise
 from bayesfed.engine.cohort import Cohort
+from bayesfed.steps.gradients import annealed
 
 sys.path.append(str(Path(__file__).parent))
-from tables import done, keep
+import runner
 
-HERE = Path(__file__).parent
 CONFIDENCE = 0.99
 FAR = 50.0
 SURE = 1e6
@@ -73,13 +73,13 @@ class Game:
     clients: int = 3
 
     def federation(self, bit: int) -> bf.Federation:
-        """What the clients have; the first one's rows lie on either side."""
+        """Return the clients' rows; those of the first lie on either side."""
         side = FAR if bit else -FAR
         others = {f"client {i}": {"y": [0.5 * i, -0.5 * i]} for i in range(1, self.clients)}
         return bf.Federation.from_arrays({"victim": {"y": [side, side]}} | others)
 
     def start(self, bit: int) -> bf.Run:
-        """A run of one of the two federations."""
+        """Start a run of one of the two federations."""
         return bf.start(
             self.model,
             self.federation(bit),
@@ -93,83 +93,84 @@ class Game:
 
 @contextmanager
 def overheard() -> Iterator[list[dict[str, Tensor]]]:
-    """The noisy sums of all rounds."""
-    told: list[dict[str, Tensor]] = []
-    add_noise = bf.Privacy.add_noise
+    """Record the noisy sums of all rounds."""
+    heard: list[dict[str, Tensor]] = []
+    noisy = bf.Privacy.noisy
 
     def listening(self: bf.Privacy, *args: Any) -> dict[str, Tensor]:
-        told.append(dict(add_noise(self, *args)))
-        return dict(told[-1])
+        heard.append(dict(noisy(self, *args)))
+        return dict(heard[-1])
 
-    bf.Privacy.add_noise = listening  # type: ignore[method-assign]
-    try:
-        yield told
-    finally:
-        bf.Privacy.add_noise = add_noise  # type: ignore[method-assign]
+    with patch.object(bf.Privacy, "noisy", listening):
+        yield heard
 
 
 def sums(run: bf.Run, world: bf.Run, cohort: tuple[int, ...]) -> dict[str, Tensor]:
-    """What a cohort of a world would send in the next round of a run, clipped and added up."""
-    key = noise.fold(noise.key(run.plan.seed), run.done)
-    rate = run.stopping.rate(run.done)
-    turn = Turn(world.program, noise.fold(key, -1), run.cohort_size, rate)
+    """Return what a cohort of a world would send in the next round of a run, clipped and added up."""
+    key = noise.fold(noise.key(run.seed), run.done)
+    rate = annealed(run.algorithm.lr_decay, run.done / run.rounds)
+    turn = Turn(world.program, noise.fold(key, -1), run.size, rate)
     work = Cohort(
-        world.plan,
+        world.algorithm,
         world.program,
         world.federation,
         world.clients,
+        world.batch_size,
+        world.execution,
         world.privacy,
         float(run.clip),
         noisy=True,
     )
-    message = world.plan.algorithm.broadcast(turn, run.server)
+    message = world.algorithm.broadcast(turn, run.server)
     total, _, _ = work(message, torch.tensor(cohort), key, rate)
     return total
 
 
 def log_density(
-    run: bf.Run, told: dict[str, Tensor], total: dict[str, Tensor], clip: float, number: int
+    run: bf.Run, heard: dict[str, Tensor], total: dict[str, Tensor], clip: float, number: int
 ) -> float:
-    """Of the noisy sums, given what they are the sums of; infinite where the seed's own noise accounts for them."""
+    """Return the log density of noisy sums given the sums; infinite where the seed's own noise explains them."""
     privacy, multiplier = run.privacy, run.multiplier
+    assert privacy is not None
     zero = {name: torch.zeros_like(value) for name, value in total.items()}
-    guess = dataclasses.replace(privacy, seed=run.plan.seed).add_noise(
-        zero, clip, multiplier, number
-    )
-    if all(torch.allclose(told[n], total[n] + guess[n], rtol=1e-9) for n in total):
+    guess = dataclasses.replace(privacy, seed=run.seed).noisy(zero, clip, multiplier, number)
+    if all(torch.allclose(heard[n], total[n] + guess[n], rtol=1e-9) for n in total):
         return math.inf
     found = 0.0
     for name, value in total.items():
         scale = privacy.scale(name, clip, multiplier)
-        law: Any = dist.Normal if privacy.mechanism == "gaussian" else dist.Laplace
-        found += float(law(value, scale).log_prob(told[name]).sum())
+        family: Any = dist.Normal if privacy.mechanism == "gaussian" else dist.Laplace
+        found += float(family(value, scale).log_prob(heard[name]).sum())
     return found
 
 
 def fresh(run: bf.Run) -> bf.Run:
-    """A run as it started."""
-    changed = {name: getattr(run, name).clone() for name in ("client_terms", "refused", "history")}
+    """Return a copy of a run as it started."""
+    changed = {name: getattr(run, name).clone() for name in ("known", "refused", "history")}
     return dataclasses.replace(run, clients=copy.deepcopy(run.clients), **changed)
 
 
 def ratio(game: Game, starts: Sequence[bf.Run], bit: int) -> float:
-    """ln p(transcript | one) - ln p(transcript | other) of a run of federation ``bit``."""
+    """Return ln p(transcript | one) - ln p(transcript | other) of a run of federation ``bit``."""
     worlds, run = [fresh(start) for start in starts], fresh(starts[bit])
     cohorts = list(itertools.combinations(range(game.clients), game.size))
     found = [0.0, 0.0]
     for number in range(game.rounds):
         clip = float(run.clip)
         expected = [[sums(run, world, cohort) for cohort in cohorts] for world in worlds]
-        with overheard() as told:
+        with overheard() as heard:
             bf.step(run)
         for i, options in enumerate(expected):
-            each = [log_density(run, told[0], total, clip, number) for total in options]
+            each = [log_density(run, heard[0], total, clip, number) for total in options]
             found[i] += float(torch.tensor(each, dtype=torch.float64).logsumexp(0))
     return found[1] - found[0]
 
 
 def lower_bound(zeros: list[float], ones: list[float], delta: float) -> float:
-    """On ε, from the ratios of runs of either federation, at the middle of the widest gap that shows most."""
+    """Return a lower bound on ε from the ratios of runs of either federation.
+
+    The threshold is the middle of the widest gap of those that show most.
+    """
     half = len(zeros) // 2
 
     def shown(q: int, p: int, n: int) -> float:
@@ -215,38 +216,33 @@ GAMES = {
 
 
 def played(name: str, first: int, trials: int) -> list[tuple[float, float]]:
-    """The ratios of so many runs of either federation."""
-    torch.set_num_threads(1)
+    """Return the ratios of that many runs of either federation."""
     game = GAMES[name]
     starts = game.start(0), game.start(1)
     return [(ratio(game, starts, 0), ratio(game, starts, 1)) for _ in range(first, first + trials)]
 
 
+def measure(name: str, first: int, trials: int) -> dict[str, Any]:
+    """Play a game that many times."""
+    run = GAMES[name].start(0)
+    delta = run.privacy.delta if run.privacy.mechanism == "gaussian" else 0.0
+    ratios = played(name, first, trials)
+    return {"rounds": run.rounds, "epsilon": run.epsilon, "delta": delta, "ratios": ratios}
+
+
+def cells(_: Any, found: list[dict[str, Any]]) -> list[Any]:
+    """Return the cells of a game from all its trials."""
+    pairs, one = [pair for each in found for pair in each["ratios"]], found[0]
+    zeros, ones = map(list, zip(*pairs, strict=True))
+    bound = lower_bound(zeros, ones, one["delta"])
+    return [one["rounds"], f"{one['epsilon']:.2f}", f"{bound:.2f}", 2 * len(pairs)]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--games", nargs="+", choices=GAMES, default=list(GAMES))
-    parser.add_argument("--trials", type=int, default=2000, help="of either federation")
-    parser.add_argument("--jobs", type=int, default=2)
-    asked = parser.parse_args()
-    header = [
-        "| mechanism | rounds | ε claimed | ε measured, at least | trials |",
-        "| --- " * 5 + "|",
-    ]
-    found: dict[str, list[tuple[float, float]]] = {}
-    calls = [(name, i, 100) for name in asked.games for i in range(0, asked.trials, 100)]
-    for (name, *_), pairs in done(played, calls, asked.jobs, resume=False):
-        found.setdefault(name, []).extend(map(tuple, pairs))
-        if len(found[name]) >= asked.trials:
-            zeros, ones = map(list, zip(*found[name], strict=True))
-            run = GAMES[name].start(0)
-            delta = run.privacy.delta if run.privacy.mechanism == "gaussian" else 0.0
-            measured = lower_bound(zeros, ones, delta)
-            cells = [name, run.rounds, f"{run.epsilon:.2f}", f"{measured:.2f}", 2 * len(zeros)]
-            row = f"| {' | '.join(map(str, cells))} |"
-            keep(HERE / "attack.md", header, row, list(GAMES))
-            print(row, flush=True)
+    given = runner.arguments(__doc__, jobs=2, trials=2000)
+    rows = {name: [(name, i, 100) for i in range(0, given.trials, 100)] for name in GAMES}
+    columns = "mechanism | rounds | ε claimed | ε measured, at least | trials"
+    runner.table(columns, rows, measure, given, cells)
 
 
 if __name__ == "__main__":

@@ -1,356 +1,35 @@
-"""Attempts at answers that are wrong without a word, and what is said of each now: makes attempts.md.
+"""What is said of mistakes, of correct programs, and of fits that have not converged? Makes attempts.md and two more.
 
     python experiments/attempts.py                 # all three tables, about half an hour
-    python experiments/attempts.py programs        # one of them
+    python experiments/attempts.py --tables programs
 
-"attempts": a mistake of the kind that Pyro itself lets pass, the figure that it gave before, and the first sentence of
-the refusal, warning or caveat now. "programs": generated programs that are correct
-(tests/invariants/programs.py), started with
-any warning an error. "settled": fits of mu ~ N(0, s), a_i ~ N(mu, 1), y_ij ~ N(a_i, 1), whose posterior of mu is
-known, for several s, numbers of rounds, cohorts and seeds: what is said of those that are done, within a quarter of a
-standard deviation and of a log standard deviation, and of those that are not.
+attempts.md: mistakes of the kind that Pyro itself lets pass, the figure that bayesfed gave before, and the first
+sentence of the refusal, warning or caveat now. attempts_programs.md: generated programs that are correct
+(tests/invariants/programs.py), started with any warning an error. attempts_converged.md: fits of mu ~ N(0, s), a_i ~
+N(mu, 1), y_ij ~ N(a_i, 1), whose posterior of mu is known, for several s, numbers of rounds, cohorts and seeds: what is
+said of those that are within a quarter of a standard deviation and of a log standard deviation, and of the others.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
-import numpy as np
-import pandas as pd
-import pyro
 import pyro.distributions as dist
+import runner
 import torch
+from mistakes import ATTEMPTS, EAGER, federation, hierarchy
 
 import bayesfed as bf
-from bayesfed import datasets, models
 
-HERE = Path(__file__).parent
-EAGER = bf.Execution(compile=False)
+HERE = runner.ROOT / "experiments"
 
 
-# -- data and models -------------------------------------------------------------------------------
-
-
-def federation(seed: int = 3) -> bf.Federation:
-    """Eight clients of unequal length: y around a level of the client, and a covariate that does nothing."""
-    generator, clients = np.random.default_rng(seed), {}
-    for i, n in enumerate([3, 9, 5, 12, 1, 7, 4, 10]):
-        level = generator.normal(3.0, 1.0)
-        clients[f"c{i}"] = {
-            "y": level + generator.normal(size=n),
-            "x": generator.normal(1.0, 1.0, size=n),
-            "first": np.arange(n) == 0,
-        }
-    return bf.Federation.from_arrays(clients)
-
-
-def hierarchy(
-    prior: Callable[[Any], Any] = lambda f: dist.Normal(0.0, 5.0),
-    value: Callable[[Any], Any] = lambda a: a,
-    mean: Callable[[Any, Any], Any] = lambda a, obs: a,
-) -> Callable[[Any], None]:
-    """Levels of clients, of which a part may be wrong."""
-
-    def model(federation: Any) -> None:
-        mu = pyro.sample("mu", prior(federation))
-        with federation.clients():
-            a = value(pyro.sample("a", dist.Normal(mu, 1.0)))
-            with federation.observations() as obs:
-                pyro.sample("y", dist.Normal(mean(a, obs), 1.0), obs=obs.get("y"))
-
-    return model
-
-
-def shallow(federation: Any) -> None:
-    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
-    with federation.clients():
-        a = pyro.sample("a", dist.Normal(mu, 1.0))
-        with federation.observations() as obs:
-            pass
-        pyro.sample("y", dist.Normal(a, 1.0), obs=obs["y"])
-
-
-def summed(federation: Any) -> None:
-    b = pyro.sample("b", dist.Normal(0.0, 5.0).expand([2]).to_event(1))
-    with federation.clients():
-        a = pyro.sample("a", dist.Normal(b.sum(), 1.0))
-        with federation.observations() as obs:
-            pyro.sample("y", dist.Normal(a, 1.0), obs=obs.get("y"))
-
-
-def lagged(federation: Any) -> None:
-    rho = pyro.sample("rho", dist.Normal(0.0, 1.0))
-    with federation.clients():
-        a = pyro.sample("a", dist.Normal(0.0, 1.0))
-        with federation.observations() as obs:
-            before = torch.where(obs["first"] == 1, 0.0, obs["y"].roll(1, -1))
-            pyro.sample("y", dist.Normal(a + rho * before, 1.0), obs=obs["y"])
-
-
-def wide(federation: Any) -> None:
-    mu = pyro.sample("mu", dist.Cauchy(0.0, 10.0))
-    tau = pyro.sample("tau", dist.HalfCauchy(25.0))
-    with federation.clients():
-        a = pyro.sample("a", dist.StudentT(4.0, mu, tau))
-        with federation.observations() as obs:
-            pyro.sample("y", dist.Normal(a, 1.0), obs=obs.get("y"))
-
-
-def counted() -> bf.Federation:
-    generator, lengths = np.random.default_rng(4), {"a": 5, "b": 9, "c": 3, "d": 12}
-    return bf.Federation.from_arrays(
-        {
-            name: {"y": generator.poisson(6 if name == "d" else 0.6, n).astype(float)}
-            for name, n in lengths.items()
-        }
-    )
-
-
-def slope(federation: Any) -> None:
-    mu, g = pyro.sample("mu", dist.Normal(0.0, 100.0)), pyro.sample("g", dist.Normal(0.0, 1.0))
-    s, tau = pyro.sample("s", dist.HalfNormal(2.0)), pyro.sample("tau", dist.HalfNormal(2.0))
-    with federation.clients():
-        a = pyro.sample("a", dist.Normal(mu, tau))
-        with federation.observations() as obs:
-            pyro.sample("y", dist.Normal(a + g * obs["x"], s), obs=obs.get("y"))
-
-
-def years() -> bf.Federation:
-    generator = np.random.default_rng(1)
-    lengths, levels = generator.integers(4, 15, 8), generator.normal(2, 1, 8)
-    clients = {}
-    for k, n in enumerate(lengths):
-        x = generator.integers(1990, 2021, n).astype(float)
-        y = levels[k] + 0.05 * (x - 2005) + 0.5 * generator.normal(size=n)
-        clients[f"c{k}"] = {"x": x, "y": y}
-    return bf.Federation.from_arrays(clients)
-
-
-def dollars() -> bf.Federation:
-    generator, clients = np.random.default_rng(2), {}
-    for k in range(8):
-        x = generator.lognormal(10.5, 0.5, int(generator.integers(5, 15)))
-        y = 1 + generator.normal() + 3e-5 * x + 0.5 * generator.normal(size=len(x))
-        clients[f"c{k}"] = {"x": x, "y": y}
-    return bf.Federation.from_arrays(clients)
-
-
-def apart() -> bf.Federation:
-    """Sixty clients, one at 5 and the next at −5."""
-    torch.manual_seed(0)
-    return bf.Federation.from_arrays(
-        {f"c{k}": {"y": 5.0 * (-1) ** k + torch.randn(6)} for k in range(60)}
-    )
-
-
-def frame(**columns: Any) -> bf.Federation:
-    return bf.Federation.from_frame(pd.DataFrame({"who": ["a", "a", "b"]} | columns), client="who")
-
-
-# -- attempts --------------------------------------------------------------------------------------
-
-
-class Attempt(NamedTuple):
-    """A mistake, what it gave in silence, and how to make it."""
-
-    point: int
-    what: str
-    before: str
-    make: Callable[[], Any]
-
-
-def started(model: Any, data: bf.Federation | None = None, **how: Any) -> Callable[[], Any]:
-    return lambda: bf.start(model, data or federation(), rounds=1, **how)
-
-
-def fitted(model: Any, data: bf.Federation, rounds: int, **how: Any) -> Callable[[], Any]:
-    return lambda: bf.fit(model, data, rounds=rounds, progress=False, execution=EAGER, **how)
-
-
-def years_anyway() -> Any:
-    """Three hundred rounds in spite of the warning at the start."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return fitted(slope, years(), 300)()
-
-
-def unvisited() -> Any:
-    """A fit that leaves clients' states in files, where those who were in no cohort stay where they start."""
-    model = hierarchy()
-    with tempfile.TemporaryDirectory() as folder:
-        execution = bf.Execution(compile=False, states=folder)
-        return bf.fit(model, apart(), rounds=40, clients_per_round=1, execution=execution)
-
-
-def centre(model: Any, variance: float, rounds: int, of: Callable[[Any], Any]) -> Callable[[], Any]:
-    """Fit levels of clients around a centre with a prior of that variance; say the centre, and what it is exactly.
-
-    A row has the centre for mean and variance 2, and two rows of one client covariance 1. A caveat comes first.
-    """
-
-    def found() -> Any:
-        data = federation()
-        posterior = fitted(model, data, rounds)()
-        if posterior.caveat:
-            return posterior
-        drawn, n = of(posterior.sample(20_000)), data.lengths.double()
-        weight = n / (1 + n)  # 1 / the variance of a client's mean around the centre, 1 + 1 / n
-        means = torch.stack([data.select([name])["y"].double().mean() for name in data.names])
-        precision = weight.sum() + 1 / variance
-        exact = (weight * means).sum() / precision
-        spread = f"{drawn.std():.2f}, exact {exact:.2f} ± {precision**-0.5:.2f}"
-        return f"{drawn.mean():.2f} ± {spread}"
-
-    return found
-
-
-def wide_locals() -> Any:
-    """Student-t levels under wide priors; say their spreads beside 1 / √n, which they nearly are."""
-    data = counted()
-    posterior = fitted(wide, data, 300)()
-    if posterior.caveat:
-        return posterior
-    found = ", ".join(f"{sd:.2f}" for sd in posterior.sample(20_000)["a"].std(0))
-    right = ", ".join(f"{n**-0.5:.2f}" for n in data.lengths.tolist())
-    return f"without a word: {found}, about right {right}"
-
-
-ATTEMPTS = [
-    Attempt(
-        13,
-        "the observed site one indent too shallow: padding is data",
-        "2.93 ± .22, exact 2.00 ± .82",
-        started(shallow),
-    ),
-    Attempt(
-        13,
-        "`b.sum()`, which added up over draws",
-        ".03, exact 2.68",
-        centre(summed, 50.0, 100, lambda draws: draws["b"].sum(-1)),
-    ),
-    Attempt(
-        13,
-        "`obs['x'].mean(-1)`: the mean of a client's padded rows",
-        "τ .76, right .19",
-        started(hierarchy(mean=lambda a, o: a + o["x"] - o["x"].mean(-1, keepdim=True))),
-    ),
-    Attempt(
-        13,
-        "`x - x.mean()`: over the clients of a batch",
-        "depends on chunk_size",
-        started(hierarchy(mean=lambda a, o: a + o["x"] - o["x"].mean())),
-    ),
-    Attempt(
-        13,
-        "`a - a.mean(-2)`: levels that sum to zero over a batch",
-        "depends on chunk_size",
-        started(hierarchy(value=lambda a: a - a.mean(-2, keepdim=True))),
-    ),
-    Attempt(
-        13,
-        "the data's mean as the centre of a prior",
-        "another prior at the server",
-        started(hierarchy(prior=lambda f: dist.Normal(f.fields["y"].mean(), 0.2))),
-    ),
-    Attempt(
-        13,
-        "`len(federation)` in a prior",
-        "another prior at the server",
-        started(hierarchy(prior=lambda f: dist.Normal(0.0, 4.0 / len(f)))),
-    ),
-    Attempt(
-        13,
-        "a row that looks at the one before, in minibatches",
-        "ρ −.01, truth .8",
-        started(lagged, batch_size=2),
-    ),
-    Attempt(
-        13,
-        "numbers that the model draws itself",
-        "another model at every step",
-        started(hierarchy(mean=lambda a, o: a + torch.randn(()))),
-    ),
-    Attempt(
-        13,
-        "numbers that numpy draws in the model",
-        "another model at every step",
-        started(hierarchy(mean=lambda a, o: a + float(np.random.normal()))),
-    ),
-    Attempt(
-        14,
-        "prior N(0, 100²), 80 rounds",
-        "sd 3.57, exact .39",
-        centre(
-            hierarchy(prior=lambda f: dist.Normal(0.0, 100.0)), 1e4, 80, lambda draws: draws["mu"]
-        ),
-    ),
-    Attempt(
-        14,
-        "Cauchy(0, 10), HalfCauchy(25), Student-t locals, 300 rounds",
-        "clients' sds .47, right .29",
-        wide_locals,
-    ),
-    Attempt(
-        14, "a calendar year as a covariate", "slope of the wrong sign", started(slope, years())
-    ),
-    Attempt(14, "dollars as a covariate", "slope of the wrong sign", started(slope, dollars())),
-    Attempt(
-        14,
-        "the same years, the fit after 300 rounds",
-        "slope of the wrong sign",
-        years_anyway,
-    ),
-    Attempt(
-        14,
-        "3 rounds",
-        "full tables, no caveat",
-        fitted(models.eight_schools, datasets.eight_schools(), 3),
-    ),
-    Attempt(
-        14,
-        "60 clients, one a round, 40 rounds, states in files",
-        "half were never visited",
-        unvisited,
-    ),
-    Attempt(16, 'text "02139"', "2139", lambda: frame(code=["02139", "10001", "2139"])),
-    Attempt(
-        16,
-        "seconds since 1970",
-        "rounded to 128 s",
-        lambda: frame(time=[1700000000, 1700000050, 1700000100]),
-    ),
-    Attempt(
-        16, "identifiers above 2²⁴", "two of them merged", lambda: frame(id=[16777217, 16777216, 5])
-    ),
-    Attempt(
-        16,
-        "a category with a missing value",
-        "−1, by the message's advice",
-        lambda: frame(sex=pd.Categorical(["m", None, "f"])),
-    ),
-    Attempt(
-        16,
-        '`missing="drop"`',
-        "not said how many",
-        lambda: bf.Federation.from_frame(
-            pd.DataFrame({"who": ["a", "a", "b"], "x": [1.0, np.nan, 2.0]}),
-            client="who",
-            missing="drop",
-        ),
-    ),
-    Attempt(16, "infinity", "accepted", lambda: frame(x=[1.0, np.inf, 2.0])),
-]
-
-
-def said(make: Callable[[], Any]) -> str:
-    """What an attempt is answered with; empty if with nothing."""
+def answer(make: Callable[[], Any]) -> str:
+    """Return the answer to an attempt; empty if there is none."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -366,114 +45,109 @@ def said(make: Callable[[], Any]) -> str:
     return ""
 
 
-def attempts() -> Iterator[str]:
-    yield "## Attempts\n"
-    yield "| point | attempt | before | now |"
-    yield "| --- | --- | --- | --- |"
-    for attempt in ATTEMPTS:
-        torch.manual_seed(0)
-        now = said(attempt.make).replace("|", "\\|").replace("\n", " ")
-        yield f"| {attempt.point} | {attempt.what} | {attempt.before} | {now or '**nothing**'} |"
+def attempt(number: int) -> list[str]:
+    """Make a mistake; the cells say what came of it before and comes of it now."""
+    _, _, before, make = ATTEMPTS[number]
+    now = answer(make).replace("|", "\\|").replace("\n", " ")
+    return [before, now or "**nothing**"]
+
+
+def attempts(given: Any) -> None:
+    rows = {(row[0], row[1]): [(number,)] for number, row in enumerate(ATTEMPTS)}
+    runner.table("point | attempt | before | now", rows, attempt, given)
 
 
 # -- programs that are right -----------------------------------------------------------------------
 
 
-def programs(count: int = 200) -> Iterator[str]:
-    spec = importlib.util.spec_from_file_location(
-        "programs", HERE.parent / "tests/invariants/programs.py"
+def start(seed: int) -> str:
+    """Start a correct program; the words of an error or warning."""
+    sys.path.append(str(runner.ROOT / "tests/invariants"))
+    model, data = importlib.import_module("programs").program(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            bf.start(model, data, rounds=1, batch_size=2 if seed % 2 else None)
+        except Exception as error:
+            return str(error)
+    return ""
+
+
+def programs(given: Any) -> None:
+    def cells(_: Any, found: list[str]) -> list[Any]:
+        alarms = [f"program {seed}: {words}" for seed, words in enumerate(found) if words]
+        return [len(found), len(alarms), "; ".join(alarms)]
+
+    columns, path = (
+        "programs | started | refused or warned of | words",
+        HERE / "attempts_programs.md",
     )
-    assert spec is not None and spec.loader is not None
-    generated = importlib.util.module_from_spec(spec)
-    sys.modules["programs"] = generated
-    spec.loader.exec_module(generated)
-    alarms = []
-    for seed in range(count):
-        model, data = generated.program(seed)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            try:
-                bf.start(model, data, rounds=1, batch_size=2 if seed % 2 else None)
-            except Exception as error:
-                alarms.append(f"program {seed}: {error}")
-    yield "## Correct programs\n"
-    yield f"{count} generated programs were started: {len(alarms)} refused or warned of."
-    yield from alarms
+    rows = {"generated, correct": [(seed,) for seed in range(200)]}
+    runner.table(columns, rows, start, given, cells, path=path)
 
 
-# -- fits that are done, and fits that are not -----------------------------------------------------
+# -- fits that have converged, and fits that have not ----------------------------------------------
+
+KINDS = ("done", "between", "not done")
 
 
-def settled() -> Iterator[str]:
+def converge(width: float, rounds: int, cohort: float, seed: int) -> tuple[float, float]:
+    """Fit for some rounds; how far from exact mu is, and how far the fit says that it has to go."""
     data = federation()
     weight = 1 / (1 + 1 / data.lengths.double())
     means = torch.stack([data.select([name])["y"].double().mean() for name in data.names])
-    table: dict[str, list[int]] = {name: [0, 0, 0] for name in ("done", "between", "not done")}
-    rows = []
-    for width in (5.0, 40.0, 100.0, 1000.0):
-        precision = weight.sum() + width**-2
-        exact, sd = (weight * means).sum() / precision, precision**-0.5
-        for rounds in (45, 70, 110, 160, 250):
-            errors, moving = [], []
-            for seed, cohort in ((0, 1.0), (1, 0.5), (2, 0.5), (3, 1.0)):
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    posterior = bf.fit(
-                        hierarchy(prior=lambda f, width=width: dist.Normal(0.0, width)),
-                        data,
-                        bf.SFVI(local_steps=2),
-                        rounds=rounds,
-                        clients_per_round=cohort,
-                        seed=seed,
-                        progress=False,
-                        execution=EAGER,
-                    )
-                draws = posterior.sample(4000)["mu"].double()
-                error = max(
-                    abs(float((draws.mean() - exact) / sd)), abs(float((draws.std() / sd).log()))
-                )
-                far = max(posterior.moving.values(), default=0.0)
-                kind = "done" if error < 0.25 else "not done" if error > 0.5 else "between"
-                table[kind][0] += 1
-                table[kind][1] += far > 0
-                table[kind][2] += far > 1
-                errors.append(error)
-                moving.append(far)
-            rows.append(
-                f"| {width:g} | {rounds} | {' '.join(f'{e:.2f}' for e in errors)} | "
-                f"{' '.join(f'{m:.2f}' if m else '–' for m in moving)} |"
-            )
-    yield "## Fits that are done, and fits that are not\n"
-    yield "| | fits | said to move | warned of |"
-    yield "| --- | --- | --- | --- |"
-    for name, numbers in table.items():
-        yield f"| {name} | {' | '.join(map(str, numbers))} |"
-    yield "\nEach: how far from exact, and how far it says it has to go (– where it says nothing), four fits a row.\n"
-    yield "| prior sd | rounds | off | said |"
-    yield "| --- | --- | --- | --- |"
-    yield from rows
+    precision = weight.sum() + width**-2
+    exact, sd = (weight * means).sum() / precision, precision**-0.5
+    posterior = bf.fit(
+        hierarchy(prior=lambda f: dist.Normal(0.0, width)),
+        data,
+        bf.SFVI(local_steps=2),
+        rounds=rounds,
+        clients_per_round=cohort,
+        seed=seed,
+        progress=False,
+        execution=EAGER,
+    )
+    draws = posterior.sample(4000)["mu"].double()
+    error = max(abs(float((draws.mean() - exact) / sd)), abs(float((draws.std() / sd).log())))
+    return error, max(posterior.moving.values(), default=0.0)
 
 
-TABLES = {"attempts": attempts, "programs": programs, "settled": settled}
+def converged(given: Any) -> None:
+    how = ((1.0, 0), (0.5, 1), (0.5, 2), (1.0, 3))
+    rows = {
+        (f"{width:g}", rounds): [(width, rounds, *each) for each in how]
+        for width in (5.0, 40.0, 100.0, 1000.0)
+        for rounds in (45, 70, 110, 160, 250)
+    }
+    every: dict[str, list[float]] = {kind: [] for kind in KINDS}
+
+    def cells(_: Any, found: list[tuple[float, float]]) -> list[str]:
+        for error, far in found:
+            kind = "done" if error < 0.25 else "not done" if error > 0.5 else "between"
+            every[kind].append(far)
+        said = " ".join(f"{far:.2f}" if far else "–" for _, far in found)
+        return [" ".join(f"{error:.2f}" for error, _ in found), said]
+
+    def note() -> str:
+        return "\n".join(
+            f"{kind}: {len(far)} fits, {sum(f > 0 for f in far)} said to move, {sum(f > 1 for f in far)} warned of."
+            for kind, far in every.items()
+        )
+
+    path = HERE / "attempts_converged.md"
+    runner.table(
+        "prior sd | rounds | off | said", rows, converge, given, cells, path=path, note=note
+    )
+
+
+TABLES = {"attempts": attempts, "programs": programs, "converged": converged}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("tables", nargs="*", default=list(TABLES), metavar="table")
-    path = HERE / "attempts.md"
-    parts = path.read_text().split("\n\n## ") if path.exists() else []
-    made = {part.removeprefix("## ").splitlines()[0]: part.removeprefix("## ") for part in parts}
-    torch.set_num_threads(1)
-    for name in parser.parse_args().tables:
-        lines = []
-        for line in TABLES[name]():
-            print(line, flush=True)
-            lines.append(line)
-        text = "\n".join(lines).removeprefix("## ")
-        made[text.splitlines()[0]] = text
-        path.write_text("\n\n".join(f"## {part.strip()}" for part in made.values()) + "\n")
+    given = runner.arguments(__doc__, tables=list(TABLES))
+    for name in given.tables:
+        TABLES[name](given)
 
 
 if __name__ == "__main__":

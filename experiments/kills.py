@@ -1,4 +1,4 @@
-"""Runs that are killed (``kill -9``) at random times and go on: makes kills.md.
+"""Do runs that are killed (``kill -9``) at random times go on to the same numbers? Makes kills.md.
 
     python experiments/kills.py
 
@@ -11,7 +11,6 @@ since the run was last written.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import shutil
@@ -19,7 +18,6 @@ import signal
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,17 +25,14 @@ from typing import Any
 import numpy as np
 import pyro
 import pyro.distributions as dist
+import runner
 import torch
 
 import bayesfed as bf
-from bayesfed.engine import run_file
+from bayesfed.engine import resume
 from bayesfed.engine.files import read_tensors
 
-HERE = Path(__file__).parent
-HEADER = [
-    "| algorithm | clients' states | kills | in a write | in a round | runs | bit-identical |",
-    "| --- | --- | --- | --- | --- | --- | --- |",
-]
+COLUMNS = "algorithm | clients' states | kills | in a write | in a round | runs | bit-identical"
 ALGORITHMS = {
     "SFVI": bf.SFVI(local_steps=1, draws=2),
     "PFedVEM": bf.PFedVEM(head_steps=1, body_epochs=1, draws=2, personal_steps=2),
@@ -66,7 +61,7 @@ def data() -> bf.Federation:
 
 
 def run(name: str, files: bool, folder: Path) -> None:
-    """Begin or go on, to the end."""
+    """Start a run or resume it, to the end."""
     posterior = bf.fit(
         model,
         data(),
@@ -82,7 +77,7 @@ def run(name: str, files: bool, folder: Path) -> None:
 
 
 def forked(work: Callable[[], None]) -> int:
-    """A process of its own, which shares what this one has imported."""
+    """Start a process that shares what this one has imported, and return its number."""
     sys.stdout.flush()
     if pid := os.fork():
         return pid
@@ -94,8 +89,8 @@ def forked(work: Callable[[], None]) -> int:
         os._exit(1)
 
 
-def left(folder: Path) -> dict[str, bytes]:
-    """All numbers of a run that is over, but the seconds that its rounds took."""
+def numbers(folder: Path) -> dict[str, bytes]:
+    """Return all numbers of a run that has ended, but the seconds that its rounds took."""
     found = {}
     for file, name in (("run.safetensors", "bayesfed run"), ("posterior.safetensors", "bayesfed")):
         tensors, _ = read_tensors(folder / file, name)
@@ -108,8 +103,8 @@ def left(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def killed(name: str, files: bool, kills: int, chance: random.Random) -> dict[str, int]:
-    """So many kills, and what they met."""
+def count_kills(name: str, files: bool, kills: int, chance: random.Random) -> dict[str, int]:
+    """Kill a run that many times and count what the kills met."""
     met = {"kills": 0, "in a write": 0, "in a round": 0, "runs": 0, "bit-identical": 0}
     with tempfile.TemporaryDirectory() as place:
         whole, folder = Path(place) / "whole", Path(place) / "run"
@@ -119,7 +114,7 @@ def killed(name: str, files: bool, kills: int, chance: random.Random) -> dict[st
             begin = time.perf_counter()
             run(name, files, whole)
             seconds = time.perf_counter() - begin
-        expected = left(whole)
+        expected = numbers(whole)
         while met["kills"] < kills or folder.exists():
             folder.mkdir(exist_ok=True)
             pid = forked(lambda: run(name, files, folder))
@@ -134,50 +129,45 @@ def killed(name: str, files: bool, kills: int, chance: random.Random) -> dict[st
                 met["in a round"] += any(folder.glob("states/*.journal"))
             else:
                 met["runs"] += 1
-                met["bit-identical"] += left(folder) == expected
+                met["bit-identical"] += numbers(folder) == expected
                 shutil.rmtree(folder)
     return met
 
 
 def wait_for_a_write(folder: Path, most: float) -> None:
-    """Until a temporary file is there, or for so many seconds."""
+    """Wait until a temporary file is there, or for that many seconds."""
     end = time.perf_counter() + most
     while time.perf_counter() < end and not any(folder.glob(".*")):
         pass
 
 
 def finish(pid: int) -> bool:
-    """Wait for a process; whether it was killed."""
+    """Wait for a process and return whether it was killed."""
     status = os.waitpid(pid, 0)[1]
     if os.WIFEXITED(status) and os.WEXITSTATUS(status):
         raise SystemExit("a run failed")
     return os.WIFSIGNALED(status)
 
 
+def measure(name: str, where: str, kills: int, seed: int) -> list[int]:
+    """Kill runs of an algorithm and compare those that go on with one that never stopped."""
+    resume._SHARE = float("inf")
+    met = count_kills(name, where == "in files", kills, random.Random(f"{name} {where} {seed}"))
+    if met["bit-identical"] != met["runs"]:
+        raise SystemExit("a run that went on ended elsewhere than one that never stopped")
+    return list(met.values())
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--only", nargs="*", choices=ALGORITHMS, default=list(ALGORITHMS))
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    torch.set_num_threads(1)  # processes are forked
-    warnings.simplefilter("ignore")
-    run_file._SHARE = float("inf")
-    chance, lines = random.Random(args.seed), []
-    print("\n".join(HEADER))
-    settings = [(name, files) for name in args.only for files in (False, True)]
-    for number, (name, files) in enumerate(settings):
-        share = args.kills * (number + 1) // len(settings) - args.kills * number // len(settings)
-        met = killed(name, files, share, chance)
-        cells = (name, "in files" if files else "in memory", *map(str, met.values()))
-        lines.append(f"| {' | '.join(cells)} |")
-        print(lines[-1], flush=True)
-        if met["bit-identical"] != met["runs"]:
-            raise SystemExit("a run that went on ended elsewhere than one that never stopped")
-    if args.only == list(ALGORITHMS) and args.kills == parser.get_default("kills"):
-        (HERE / "kills.md").write_text("\n".join([*HEADER, *lines]) + "\n")
+    given = runner.arguments(__doc__, kills=200, seed=0)
+    names = [name for name in ALGORITHMS if not given.rows or name in given.rows]
+    settings = [(name, where) for name in names for where in ("in memory", "in files")]
+    ends = [given.kills * number // len(settings) for number in range(len(settings) + 1)]
+    rows = {
+        key: [(*key, end - begin, given.seed)]
+        for key, begin, end in zip(settings, ends, ends[1:], strict=False)
+    }
+    runner.table(COLUMNS, rows, measure, given)
 
 
 if __name__ == "__main__":

@@ -1,38 +1,35 @@
-"""One program, every algorithm: makes matrix.md and matrix_networks.md.
+"""How does every algorithm fare on one program? Makes matrix.md and matrix_networks.md.
 
     pip install 'bayesfed[benchmarks]'
-    python experiments/matrix.py            # everything, about two hours; rows are replaced as they come
-    python experiments/matrix.py --models Network --algorithms FedAvg FOLA
+    python experiments/matrix.py            # everything, about two hours
+    python experiments/matrix.py Network --algorithms FedAvg FOLA
 
-The algorithm is the one argument that changes; its settings are those it comes with. Hierarchies take 200 rounds of all
-clients (FOLA, whose rounds are Newton's, 20), the Gaussian process 200, networks 20 rounds in minibatches of 10 rows.
-"refused" stands where an algorithm lacks what it needs of a model, with the sentence that a user gets.
+Only the algorithm changes; it has its usual settings. Hierarchies take 200 rounds of all clients (FOLA, whose rounds
+are Newton's, 20), the Gaussian process 200, networks 20 rounds in minibatches of 10 rows. "refused" stands where an
+algorithm lacks what it needs of a model, with the sentence that a user gets.
 
-Hierarchies are compared with pooled NUTS on the same program, for every entry of every site: the largest shift of a
-posterior mean in NUTS' standard deviations, and the range of the ratios of standard deviations, over global and over
-local variables. A point has no standard deviation: its cell says "point". The model of `pyro.param` is compared with
-its maximum marginal likelihood and the clients' exact posteriors there, both in closed form. Networks and the Gaussian
-process are judged by test rows: accuracy % / NLL / calibration error of digits; root mean square error over the
-targets' standard deviation / NLL of polynomials.
+Hierarchies are compared with pooled NUTS on the same program, for all entries of all latent variables: the largest
+shift of a posterior mean in NUTS' standard deviations, and the range of the ratios of standard deviations. A point
+estimate has no standard deviation: its cell says "point". The model of `pyro.param` is compared with its maximum
+marginal likelihood and the clients' exact posteriors there, both in closed form. Networks and the Gaussian process are
+judged by test rows: accuracy % / NLL / calibration error of digits; root mean square error over the targets' standard
+deviation / NLL of polynomials.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyro
 import pyro.distributions as dist
+import runner
 import torch
-from pooled_nuts import nuts
+from distances import cells
 from problems import thinned
-from tables import done, keep
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -40,19 +37,12 @@ import bayesfed as bf
 from bayesfed import datasets, metrics, models, simulations
 from bayesfed.algorithms import FAMILY
 
-HERE = Path(__file__).parent
 ALGORITHMS: dict[str, Callable[[], Any]] = {
     name: getattr(bf, name)
     for name in ("SFVI", "SFVIAvg", "PVI", "FedABML", "PFedVEM", "FOLA", "CAFeMe", "PACPFL")
 } | FAMILY
-HEADER = [
-    "| model | algorithm | globals: shift | sd ratio | locals: shift | sd ratio | seconds |",
-    "| --- | --- | --- | --- | --- | --- | --- |",
-]
-NETWORKS = [
-    "| model | algorithm | test rows | seconds |",
-    "| --- | --- | --- | --- |",
-]
+COLUMNS = "model | algorithm | globals: shift | sd ratio | locals: shift | sd ratio | seconds"
+NETWORKS = "model | algorithm | test rows | seconds"
 
 
 # -- models that the package does not ship ---------------------------------------------------------
@@ -87,7 +77,7 @@ def correlated(federation: Any) -> None:
 
 
 def correlated_data() -> bf.Federation:
-    """12 clients with 5 to 16 rows each, drawn from the model."""
+    """Return 12 clients with 5 to 16 rows each, drawn from the model."""
     generator = np.random.default_rng(0)
     clients = {}
     for i in range(12):
@@ -102,11 +92,11 @@ def correlated_data() -> bf.Federation:
     return bf.Federation.from_arrays(clients)
 
 
-# -- what a fit is compared with -------------------------------------------------------------------
+# -- references ------------------------------------------------------------------------------------
 
 
 def exact(federation: bf.Federation) -> tuple[dict[str, Tensor], dict[str, np.ndarray]]:
-    """θ of `point_globals` at its maximum marginal likelihood, and 4000 draws of alpha given it, in closed form.
+    """Return the θ of `point_globals` with the largest marginal likelihood, and 4000 draws of alpha given it.
 
     Client i's rows are Normal with mean mu + x beta and covariance sigma² I + tau² 1 1ᵀ.
     """
@@ -150,55 +140,51 @@ def exact(federation: bf.Federation) -> tuple[dict[str, Tensor], dict[str, np.nd
     return found, {"alpha": alpha[..., None].squeeze(-1).numpy()}
 
 
-def spread(draws: np.ndarray, reference: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Shifts of the means in the reference's sds, and ratios of sds, of every entry that varies."""
-    draws, reference = draws.astype(np.float64), reference.astype(np.float64)
-    sd = np.ravel(reference.std(0))
-    free = sd > 1e-6  # not the corner of a Cholesky factor
-    shift = np.ravel(np.abs(draws.mean(0) - reference.mean(0)))
-    return shift[free] / sd[free], np.ravel(draws.std(0))[free] / sd[free]
+def against_nuts(posterior: bf.Posterior, name: str) -> list[str]:
+    """Return the cells of a hierarchy, from draws of pooled NUTS.
 
+    Raises:
+        FloatingPointError: draws are not finite.
+    """
+    from pooled_nuts import nuts
 
-def cells(pairs: list[tuple[np.ndarray, np.ndarray]]) -> list[str]:
-    """Largest shift and range of ratios."""
-    if not pairs:
-        return ["", ""]
-    shift, ratio = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
-    if ratio.max() < 1e-3:
-        return [f"{shift.max():.2f}", "point"]
-    return [f"{shift.max():.2f}", f"{ratio.min():.2f}–{ratio.max():.2f}"]
-
-
-def against(posterior: bf.Posterior, reference: Mapping[str, np.ndarray]) -> list[str]:
-    """The cells of a hierarchy."""
+    slug, case = "matrix_" + name.replace(" ", "_"), CASES[name]
     draws = posterior.sample(4000)
     if not all(value.isfinite().all() for value in draws.values()):
         raise FloatingPointError("draws that are not finite")
     local = {site.name for site in posterior.program.locals}
-    parts: dict[bool, list[Any]] = {False: [], True: []}
-    for name, ref in reference.items():
-        value = draws[name].numpy()
-        parts[name in local].append(spread(value, ref.reshape(len(ref), *value.shape[1:])))
-    return [*cells(parts[False]), *cells(parts[True])]
+    return cells(draws, nuts(slug, case.model(), case.data()), local)
 
 
 def against_exact(posterior: bf.Posterior) -> list[str]:
-    """The cells of the model of `pyro.param`: distances of θ in its own units, no reference having a width for it."""
+    """Return the cells of the model of `pyro.param`; θ is compared in its own units, as the reference has no width."""
     theta, reference = exact(posterior.federation)
     drawn = posterior.sample(4000)
-    found = {}
-    for name in theta:
+    far = 0.0
+    for name, value in theta.items():
         if name in drawn:  # an algorithm with a distribution over parameters
-            found[name] = drawn[name].double().mean(0)
+            found = drawn[name].double().mean(0)
         else:
             over = posterior.program.constraints[name]
-            found[name] = torch.distributions.transform_to(over)(posterior.params[name].double())
-    far = max(float((found[name] - theta[name]).abs().max()) for name in theta)
-    return [
-        f"{far:.2f} (in its units)",
-        "point",
-        *cells([spread(drawn["alpha"].numpy(), reference["alpha"])]),
-    ]
+            found = torch.distributions.transform_to(over)(posterior.params[name].double())
+        far = max(far, float((found - value).abs().max()))
+    return [f"{far:.2f} (in its units)", "point", *cells(drawn, reference, {"alpha"})[2:]]
+
+
+def digits_cell(posterior: bf.Posterior, test: bf.Federation) -> str:
+    """Return accuracy % / NLL / calibration error over all test rows."""
+    (site,) = posterior.program.observed
+    probabilities = posterior.probabilities(test, 50)[site.name]
+    overall = metrics.classification(probabilities, test["y"], test.owner, test.names).overall
+    return f"{100 * overall['accuracy']:.1f} / {overall['nll']:.3f} / {overall['ece']:.3f}"
+
+
+def process_cell(posterior: bf.Posterior, test: bf.Federation) -> str:
+    """Return RMSE over the targets' standard deviation / NLL over all test rows."""
+    mixture = posterior.predictive(test)
+    y = test["y"]
+    rsmse = float((mixture.mean - y).square().mean().sqrt() / y.std())
+    return f"{rsmse:.3f} / {-float(mixture.log_prob(y).mean()):.3f}"
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -206,7 +192,7 @@ def against_exact(posterior: bf.Posterior) -> list[str]:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its data and schedule."""
+    """A model, its data and its schedule."""
 
     model: Callable[[], Any]
     data: Callable[[], Any]
@@ -219,9 +205,7 @@ CASES = {
     "varying_intercept": Case(lambda: models.varying_intercept, datasets.grunfeld, 200),
     "varying_slope": Case(lambda: models.varying_slope, datasets.grunfeld, 200),
     "hierarchical_logistic": Case(
-        lambda: models.hierarchical_logistic,
-        lambda: thinned(datasets.china_smoking(), 200),
-        200,
+        lambda: models.hierarchical_logistic, lambda: thinned(datasets.china_smoking(), 200), 200
     ),
     "hierarchical_count": Case(
         lambda: models.hierarchical_count, lambda: thinned(datasets.randhie(), 200), 200
@@ -254,85 +238,43 @@ CASES = {
 }
 
 
-def reference(name: str, case: Case) -> dict[str, np.ndarray]:
-    """Draws of pooled NUTS, kept in runs/reference."""
-    slug = "matrix_" + name.replace(" ", "_")
-    return nuts(slug, case.model(), case.data())
-
-
-def row(model: str, algorithm: str) -> str:
-    """One row, without its bars."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+def measure(model: str, algorithm: str) -> list[str]:
+    """Fit a model by an algorithm and compare it with the reference."""
     case, start = CASES[model], time.perf_counter()
     given = case.data()
     train, test = given if isinstance(given, tuple) else (given, None)
-    wide = 5 if case.kind in ("hierarchy", "exact") else 2
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            posterior = bf.fit(
-                case.model(),
-                train,
-                ALGORITHMS[algorithm](),
-                rounds=20 if algorithm == "FOLA" and case.kind != "network" else case.rounds,
-                batch_size=case.batch_size,
-                seed=1,
-                progress=False,
-                execution=bf.Execution(compile=False),
-            )
-            seconds = f"{time.perf_counter() - start:.0f}"
-            if case.kind == "hierarchy":
-                found = against(posterior, reference(model, case))
-            elif case.kind == "exact":
-                found = against_exact(posterior)
-            elif case.kind == "network":
-                found = [digits_cell(posterior, test)]
-            else:
-                found = [process_cell(posterior, test)]
-    except (ValueError, TypeError, NotImplementedError) as error:
-        return " | ".join([model, algorithm, f"refused: {error}", *[""] * (wide - 1)])
-    except ArithmeticError as error:
-        return " | ".join([model, algorithm, f"failed: {error}", *[""] * (wide - 1)])
-    return " | ".join([model, algorithm, *found, seconds])
-
-
-def digits_cell(posterior: bf.Posterior, test: bf.Federation) -> str:
-    """Accuracy % / NLL / calibration error over all test rows."""
-    (site,) = posterior.program.observed
-    probabilities = posterior.probabilities(test, 50)[site.name]
-    overall = metrics.classification(probabilities, test["y"], test.owner, test.names).overall
-    return f"{100 * overall['accuracy']:.1f} / {overall['nll']:.3f} / {overall['ece']:.3f}"
-
-
-def process_cell(posterior: bf.Posterior, test: bf.Federation) -> str:
-    """RMSE over the targets' standard deviation / NLL over all test rows."""
-    mixture = posterior.predictive(test)
-    y = test["y"]
-    rsmse = float((mixture.mean - y).square().mean().sqrt() / y.std())
-    return f"{rsmse:.3f} / {-float(mixture.log_prob(y).mean()):.3f}"
+        posterior = bf.fit(
+            case.model(),
+            train,
+            ALGORITHMS[algorithm](),
+            rounds=20 if algorithm == "FOLA" and case.kind != "network" else case.rounds,
+            batch_size=case.batch_size,
+            seed=1,
+            progress=False,
+            execution=bf.Execution(compile=False),
+        )
+        seconds = f"{time.perf_counter() - start:.0f}"
+        if case.kind == "hierarchy":
+            found = against_nuts(posterior, model)
+        elif case.kind == "exact":
+            found = against_exact(posterior)
+        else:
+            found = [(digits_cell if case.kind == "network" else process_cell)(posterior, test)]
+    except (ValueError, TypeError, NotImplementedError, ArithmeticError) as error:
+        how = "failed" if isinstance(error, ArithmeticError) else "refused"
+        return [f"{how}: {error}", *[""] * (4 if test is None else 1)]
+    return [*found, seconds]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", nargs="*", choices=CASES, default=list(CASES))
-    parser.add_argument("--algorithms", nargs="*", choices=ALGORITHMS, default=list(ALGORITHMS))
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--resume", action="store_true", help="take rows that are stored")
-    args = parser.parse_args()
-    for model in args.models:
-        if CASES[model].kind == "hierarchy":
-            reference(model, CASES[model])
-    calls = [(m, a) for m in args.models for a in args.algorithms]
-    for (model, _), line in done(row, calls, args.jobs, args.resume):
-        print(f"| {line} |", flush=True)
-        small = CASES[model].kind in ("hierarchy", "exact")
-        path, header = (
-            (HERE / "matrix.md", HEADER) if small else (HERE / "matrix_networks.md", NETWORKS)
-        )
-        keep(path, header, f"| {line} |", list(CASES), columns=2)
+    given = runner.arguments(__doc__, jobs=2, algorithms=list(ALGORITHMS))
+    path = runner.ROOT / "experiments/matrix_networks.md"
+    small = [name for name, case in CASES.items() if case.kind in ("hierarchy", "exact")]
+    large = [name for name in CASES if name not in small]
+    for columns, names, file in ((COLUMNS, small, None), (NETWORKS, large, path)):
+        rows = [(name, algorithm) for name in names for algorithm in given.algorithms]
+        runner.table(columns, rows, measure, given, path=file)
 
 
 if __name__ == "__main__":

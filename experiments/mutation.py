@@ -1,30 +1,29 @@
-"""Do the tests find faults? Small changes of the code, and what of them the tests notice. Makes mutation.md.
+"""Do the tests find faults? Small changes of the code, and how many the tests notice. Makes mutation.md.
 
     pip install mutmut pytest-cov
     python experiments/mutation.py --measure        # first: the suite with coverage, half an hour on two cores
     python experiments/mutation.py                  # hours on two cores
-    python experiments/mutation.py --folders bounds --sample 40
+    python experiments/mutation.py bounds --sample 40 --out bounds.md
 
 The changes are mutmut's: an operator for another, a number plus one, an argument dropped, an assignment of None, a
-condition forced. Words are left alone (strings, annotations and their names, what is raised or warned of). A mutant is
-drawn at random from all of a folder's, and meets the tests that run its line, its module's own first, in a fork of a
-process that has imported everything but bayesfed, until one fails. It survives when all of them pass that fit into
+condition forced. Strings, annotations, and the words of errors and warnings are not changed. Mutants are drawn at
+random from all of a folder's. The tests that run a mutant's line, its module's own first, run in a fork of a process
+that has imported everything but bayesfed, until one fails. A mutant survives when all those pass that fit into
 ``LIMIT`` seconds.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import difflib
 import importlib.machinery
-import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,107 +32,38 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parent))
-from tables import keep
+import runner
 
-ROOT = Path(__file__).parents[1]
-TABLE = ROOT / "experiments/mutation.md"
+ROOT = runner.ROOT
 STORE = ROOT / "runs/mutation"
 LIMIT = 90.0
-APART = ("laws/test_processes", "laws/test_resume", "tracing/test_compiler", "cli/test_app")
-"""Tests that start processes or compilers of their own, which a fork cannot."""
-PRIVACY, ALGORITHMS = "bayesfed/engine/privacy.py", "bayesfed/algorithms"
+APART = (
+    "invariants/test_processes",
+    "invariants/test_resume",
+    "tracing/test_compiler",
+    "cli/test_app",
+)
+"""Tests that start processes or compilers of their own, which is impossible in a fork."""
+ALGORITHMS = "bayesfed/algorithms"
 FOLDERS = {
-    "privacy": [PRIVACY],
+    "privacy": ["bayesfed/engine/privacy.py"],
     "bounds": ["bayesfed/output/bounds.py"],
     "partition": ["bayesfed/elbo/elbo.py", "bayesfed/engine/cohort.py"],
     "rules": [f"{ALGORITHMS}/protocol.py", f"{ALGORITHMS}/schedules.py"],
     "algorithms": [f"{ALGORITHMS}/*.py"],
     "guides": ["guides/*.py"],
 }
-FAULTS = {
-    "no noise": (
-        PRIVACY,
-        "value + self.scale(name, clip, multiplier) * self._draw(value, name, number)",
-        "value",
-    ),
-    "no clipping": (
-        PRIVACY,
-        "(clip / norm.clamp(min=1e-30)).clamp(max=1.0)",
-        "torch.ones_like(norm)",
-    ),
-    "the same noise each round": (
-        PRIVACY,
-        "os.urandom(8 * max(1, count))",
-        "bytes(range(8)) * max(1, count)",
-    ),
-    "the same seeded noise each round": (
-        PRIVACY,
-        'noise.word("privacy")), number)',
-        'noise.word("privacy")), 0)',
-    ),
-    "FedAvg: clients count alike": (
-        f"{ALGORITHMS}/protocol.py",
-        "weighted(moves(job, work.found), job.weight)",
-        "weighted(moves(job, work.found))",
-    ),
-    "pFedMe: one inner step": (
-        f"{ALGORITHMS}/per_fed_avg.py",
-        "for _ in range(self.inner_steps):",
-        "for _ in range(1):",
-    ),
-    "FedProx: the penalty per row": (
-        f"{ALGORITHMS}/fed_avg.py",
-        "self.proximal / 2 * squared(own, to)",
-        "self.proximal / 2 * squared(own, to) / 10",
-    ),
-    "pFedBayes: no ζ": (
-        f"{ALGORITHMS}/fedabml.py",
-        "self.kl_weight * losses.divergence + losses.hyper / program.clients",
-        "losses.divergence + losses.hyper / program.clients",
-    ),
-    "FedRep: as FedPer": (
-        f"{ALGORITHMS}/fed_per.py",
-        "yield list(program.local_params), self.head_epochs\n        yield body(program), self.local_epochs",
-        "yield [*program.local_params, *body(program)], self.local_epochs",
-    ),
-    "FedBABU: the head is trained": (
-        f"{ALGORITHMS}/fed_per.py",
-        '"""The body."""\n        yield body(program), self.local_epochs',
-        '"""The body."""\n        yield [*program.local_params, *body(program)], self.local_epochs',
-    ),
-    "PFedVEM: the body's rate times ten": (
-        f"{ALGORITHMS}/pfedvem.py",
-        "job.rate * self.body_lr",
-        "10 * job.rate * self.body_lr",
-    ),
-    "PFedVEM: personalised without ρ": (
-        f"{ALGORITHMS}/pfedvem.py",
-        "state = self.own_spreads(program, theta, state, first)\n            supplied",
-        "supplied",
-    ),
-    "CAFeMe: one support for all steps": (
-        f"{ALGORITHMS}/cafeme.py",
-        "self.support(personal, own, inner)",
-        "self.support(personal, own, 0)",
-    ),
-    "CAFeMe: one support, personalising": (
-        f"{ALGORITHMS}/cafeme.py",
-        "self.support(rows, job.keys, step)",
-        "self.support(rows, job.keys, 0)",
-    ),
-}
-"""Deliberate faults, most of which no test noticed once: a file, what is in it, and what stands there instead."""
 
 
 def files(folder: str) -> list[str]:
-    """The modules of a folder; the rules' own are not counted among the algorithms."""
+    """Return the modules of a folder; the rules' own are not counted among the algorithms."""
     found = [path for pattern in FOLDERS[folder] for path in sorted(ROOT.glob(pattern))]
     names = [str(path.relative_to(ROOT)) for path in found if path.name != "__init__.py"]
     return [name for name in names if folder == "rules" or name not in FOLDERS["rules"]]
 
 
 def mutants(name: str) -> Iterator[tuple[int, Callable[[], str]]]:
-    """Line numbers of a module, and what makes its changed sources."""
+    """Yield line numbers of a module, and functions that make its changed sources."""
     import libcst as cst
     from libcst.metadata import MetadataWrapper, PositionProvider
     from mutmut.mutation.mutators import mutation_operators, operator_string
@@ -165,7 +95,7 @@ def mutants(name: str) -> Iterator[tuple[int, Callable[[], str]]]:
 
 
 def _names_a_type(node: Any) -> bool:
-    """``Upload = dict[str, Tensor]``."""
+    """Return whether a node is like ``Upload = dict[str, Tensor]``."""
     import libcst.matchers as m
 
     name = m.Name(value=m.MatchRegex("[A-Z][a-z]+[A-Za-z]*"))
@@ -177,48 +107,38 @@ def _source(module: Any, node: Any, new: Any) -> str:
 
 
 def faults() -> Iterator[tuple[str, tuple[str, int, str]]]:
-    """The deliberate faults, as mutants.
+    """Yield the deliberate faults, as mutants.
 
     Raises:
         ValueError: the code has changed.
     """
-    for what, (name, old, new) in FAULTS.items():
+    stored = tomllib.loads((ROOT / "experiments/mutation_faults.toml").read_text())
+    for what, fault in stored.items():
+        name, old, new = fault["file"], fault["code"], fault["faulty"]
         source = (ROOT / name).read_text()
         if old not in source:
             raise ValueError(f"{name} has no {old!r} any more: write the fault {what!r} anew")
         yield what, (name, source[: source.index(old)].count("\n") + 1, source.replace(old, new))
 
 
-def measure(tests: list[str]) -> None:
-    """Which test runs which line, and how long each test takes; of some tests beside what is known, or of all."""
+def measure_coverage(tests: list[str]) -> None:
+    """Store which test runs which line, and how long each test takes: of all tests, or in addition of some."""
     STORE.mkdir(parents=True, exist_ok=True)
     if not tests:
         for old in STORE.glob("times*.xml"):
             old.unlink()
     number = len([*STORE.glob("times*.xml")])
     where = {"COVERAGE_FILE": str(STORE / "coverage"), "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "--numprocesses", "2", "--dist", "loadfile"),
-            *(
-                "-m",
-                "not slow",
-                "--cov=bayesfed",
-                "--cov=guides",
-                "--cov-context=test",
-                "--cov-report=",
-            ),
-            *("--junitxml", str(STORE / f"times{number}.xml"), "--ignore=tests/test_packaging.py"),
-            *(["--cov-append", *tests] if tests else []),
-        ],
-        cwd=ROOT,
-        env=os.environ | where,
-        check=True,
-    )
+    quick = ["-m", "pytest", "-q", "--numprocesses", "2", "--dist", "loadfile", "-m", "not slow"]
+    cover = ["--cov=bayesfed", "--cov=guides", "--cov-context=test", "--cov-report="]
+    times = ["--junitxml", str(STORE / f"times{number}.xml"), "--ignore=tests/test_packaging.py"]
+    more = ["--cov-append", *tests] if tests else []
+    command = [sys.executable, *quick, *cover, *times, *more]
+    subprocess.run(command, cwd=ROOT, env=os.environ | where, check=True)
 
 
 def times() -> dict[str, float]:
-    """Seconds of each test, by its node id as coverage writes it."""
+    """Return the seconds of each test, by its node id as coverage writes it."""
     found = {}
     for file in sorted(STORE.glob("times*.xml")):
         for case in ElementTree.parse(file).iter("testcase"):
@@ -228,7 +148,7 @@ def times() -> dict[str, float]:
 
 
 class Runs:
-    """Which tests run a line."""
+    """The tests that run each line."""
 
     def __init__(self) -> None:
         from coverage import CoverageData
@@ -239,7 +159,7 @@ class Runs:
         self.lines: dict[str, dict[int, list[str]]] = {}
 
     def of(self, name: str, line: int) -> tuple[list[str], float]:
-        """Tests of a line, its module's own first, quickest first, and their seconds.
+        """Return the tests of a line, its module's own first, quickest first, and their seconds.
 
         Where only the import runs the line, those of the whole module.
         """
@@ -259,7 +179,7 @@ class Runs:
 
 
 def child(name: str, source: str, tests: list[str]) -> int:
-    """In the fork: import the changed module in place of the one on disk, and run tests until one fails."""
+    """Import the changed module in place of the one on disk, and run tests until one fails; for the fork."""
     import pytest
 
     path = str(ROOT / name)
@@ -276,8 +196,8 @@ def child(name: str, source: str, tests: list[str]) -> int:
     return int(pytest.main([*quiet, *tests]))
 
 
-def started(name: str, source: str, tests: list[str]) -> int:
-    """The process of a mutant, of whose tests one failed where it ends with another status than 0."""
+def fork(name: str, source: str, tests: list[str]) -> int:
+    """Start the process of a mutant; it ends with another status than 0 if a test fails."""
     pid = os.fork()
     if pid == 0:
         code = 70
@@ -292,7 +212,7 @@ def started(name: str, source: str, tests: list[str]) -> int:
 
 
 def verdicts(chosen: list[Any], runs: Runs, jobs: int) -> Iterator[tuple[Any, str]]:
-    """Mutants as they end: killed, survived, or of a line that no test runs."""
+    """Yield mutants as they end: killed, survived, or of a line that no test runs."""
     waiting, running = list(chosen), {}
     while waiting or running:
         if waiting and len(running) < jobs:
@@ -301,7 +221,7 @@ def verdicts(chosen: list[Any], runs: Runs, jobs: int) -> Iterator[tuple[Any, st
             if not tests:
                 yield mutant, "no test"
                 continue
-            running[started(name, source, tests)] = mutant, time.monotonic() + 60 + 3 * seconds
+            running[fork(name, source, tests)] = mutant, time.monotonic() + 60 + 3 * seconds
         for pid, (mutant, end) in list(running.items()):
             done, status = os.waitpid(pid, os.WNOHANG)
             if not done and time.monotonic() > end:  # a loop without an end
@@ -314,74 +234,68 @@ def verdicts(chosen: list[Any], runs: Runs, jobs: int) -> Iterator[tuple[Any, st
 
 
 def difference(name: str, source: str) -> str:
-    """The changed lines of a mutant."""
+    """Return the changed lines of a mutant."""
     lines = difflib.unified_diff(
         (ROOT / name).read_text().splitlines(), source.splitlines(), n=0, lineterm=""
     )
     return "\n".join(line for line in list(lines)[3:])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--folders", nargs="+", choices=FOLDERS, default=list(FOLDERS))
-    parser.add_argument("--sample", type=int, default=100, help="mutants of each folder")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument(
-        "--measure", nargs="*", metavar="TEST", help="run the suite, or new tests, with coverage"
-    )
-    asked = parser.parse_args()
-    if asked.measure is not None:
-        measure(asked.measure)
-        return
+def check_unchanged(names: set[str], runs: Runs) -> None:
+    """Run the tests of modules as they are, in a fork.
+
+    Raises:
+        RuntimeError: one fails.
+    """
+    whole = [(name, 1, (ROOT / name).read_text()) for name in sorted(names)]
+    for (name, *_), verdict in verdicts(whole, runs, 1):
+        if verdict == "killed":
+            raise RuntimeError(f"the tests of {name} fail on the code as it is, in a fork")
+
+
+def measure(folder: str, sample: int, seed: int, jobs: int) -> dict[str, Any]:
+    """Draw mutants of a folder, and count those that are killed and those that survive."""
     os.environ["OMP_NUM_THREADS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     import arviz  # noqa: F401
     import gpytorch  # noqa: F401
     import pandas  # noqa: F401
     import pydantic  # noqa: F401
     import pyro  # noqa: F401
-    import torch
     import xarray  # noqa: F401
 
-    torch.set_num_threads(1)
     runs = Runs()
-    header = [
-        "| folder | mutants | drawn | killed | survived | in a line that no test runs |",
-        "| --- " * 6 + "|",
-    ]
-    order = ["deliberate faults", *FOLDERS]
-
-    def row(name: str, every: int, count: Counter[str]) -> None:
-        drawn = sum(count.values())
-        killed = f"{count['killed']} ({count['killed'] / drawn:.0%})"
-        cells = [name, every, drawn, killed, count["survived"], count["no test"]]
-        line = f"| {' | '.join(map(str, cells))} |"
-        print(line, flush=True)
-        keep(TABLE, header, line, order)
-
-    of = {mutant: what for what, mutant in faults()}
-    found = {of[mutant]: verdict for mutant, verdict in verdicts([*of], runs, asked.jobs)}
-    print(*(f"{found[what]}: {what}" for what in FAULTS), sep="\n")
-    row("deliberate faults", len(FAULTS), Counter(found.values()))
-    for folder in asked.folders:
+    if folder == "deliberate faults":
+        every = [mutant for _, mutant in faults()]
+        chosen = every
+    else:
         every = [(name, *mutant) for name in files(folder) for mutant in mutants(name)]
-        drawn = random.Random(asked.seed).sample(every, min(asked.sample, len(every)))
+        drawn = random.Random(seed).sample(every, min(sample, len(every)))
         chosen = [(name, line, source()) for name, line, source in drawn]
-        of_file = {name: (name, line, (ROOT / name).read_text()) for name, line, _ in drawn}
-        for (name, *_), verdict in verdicts([*of_file.values()], runs, asked.jobs):
-            if verdict == "killed":
-                raise RuntimeError(f"the tests of {name} fail on the code as it is, in a fork")
-        count: Counter[str] = Counter()
-        kept = STORE / f"{folder}.jsonl"
-        kept.unlink(missing_ok=True)
-        for (name, line, source), verdict in verdicts(chosen, runs, asked.jobs):
-            count[verdict] += 1
-            entry = {"file": name, "line": line, "verdict": verdict}
-            with kept.open("a") as out:
-                out.write(json.dumps(entry | {"change": difference(name, source)}) + "\n")
-        row(folder, len(every), count)
+    check_unchanged({name for name, *_ in chosen}, runs)
+    found = [
+        {"file": name, "line": line, "verdict": verdict, "change": difference(name, source)}
+        for (name, line, source), verdict in verdicts(chosen, runs, jobs)
+    ]
+    return {"every": len(every), "found": found}
+
+
+def cells(_: Any, found: list[dict[str, Any]]) -> list[Any]:
+    """Return the counts of a folder."""
+    count = Counter(mutant["verdict"] for mutant in found[0]["found"])
+    killed = f"{count['killed']} ({count['killed'] / count.total():.0%})"
+    return [found[0]["every"], count.total(), killed, count["survived"], count["no test"]]
+
+
+def main() -> None:
+    given = runner.arguments(__doc__, jobs=2, sample=100, seed=0, measure=False)
+    if given.measure:
+        measure_coverage(given.rows)
+        return
+    columns = "folder | mutants | drawn | killed | survived | in a line that no test runs"
+    how = (given.sample, given.seed, given.jobs)
+    rows = {folder: [(folder, *how)] for folder in ("deliberate faults", *FOLDERS)}
+    given.jobs = 1  # a row forks processes of its own
+    runner.table(columns, rows, measure, given, cells)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""NUTS on the pooled data, for any program of bayesfed's, knowing nothing of bayesfed's own inference.
+"""NUTS on the pooled data for any program that bayesfed takes, independent of bayesfed's own inference.
 
 Pyro gives the potential energy of the program as it is written, with all clients in one plate. Its value and gradient
-are traced into one list of operations and compiled, since of so small a model Pyro's handlers take nearly all the time;
-at random points the result is compared with Pyro's own. nutpie's NUTS walks over it. So a
-reference takes a quarter of a minute, where Pyro's own NUTS takes three to seven.
+are traced into one list of operations and compiled, since Pyro's handlers take nearly all the time of so small a model.
+At random points the result is compared with Pyro's own. nutpie's NUTS samples it: a reference takes a quarter of a
+minute, where Pyro's own NUTS takes three to seven minutes.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from bayesfed.elbo.sites import Site, sites
 from bayesfed.tracing.recorder import Recorder
 from bayesfed.vmap.choose import for_batches
 
-RUNS = Path(__file__).parents[1] / "runs" / "reference"
+RUNS = Path(__file__).parents[1] / "runs/reference"
 CHAINS, WARMUP, DRAWS, MORE = 4, 1000, 1000, 8000
 R_HAT, ESS = 1.01, 500
-"""The most and the least that chains may have."""
+"""The largest r-hat and the smallest effective sample size that chains may have."""
 POINTS = 8
-"""At how many random points what is compiled is compared with what Pyro says."""
+"""Number of random points at which the compiled function is compared with Pyro's."""
 Function = Callable[[Tensor], list[Tensor]]
 
 
 def nuts(
     name: str, model: Callable[[Any], None], federation: bf.Federation
 ) -> dict[str, np.ndarray]:
-    """Draws ``(S, ...)`` of the program's continuous latent sites; kept in runs/reference.
+    """Return draws ``(S, ...)`` of the program's continuous latent variables; they are stored in runs/reference.
 
-    Sites that are Normal are non-centred by Pyro's LocScaleReparam: the posterior is the same. Where chains do not
-    agree so, clients may have too many rows for it: local sites are left as they are written, and the chains whose
-    draws count for more are kept, or longer ones where these do not agree either.
+    Normal variables are non-centred by Pyro's LocScaleReparam, which leaves the posterior as it is. Where the chains do
+    not agree then, clients may have too many rows for it: local variables are sampled as they are written, and the
+    chains with the larger effective sample size are taken, or longer ones where these do not agree either.
     """
     path = RUNS / f"{name}.npz"
     if path.exists():
@@ -65,14 +65,14 @@ def nuts(
         for name, node in nodes.items()
         if not node["is_observed"] and node["fn"].support.is_discrete
     }
-    tried: list[tuple[_Way, Any]] = []
-    for moved in (normal, [s for s in normal if not s.local]):
-        if not tried or (not good(tried[0][1]) and moved != normal):
-            way = _Way(model, federation, latent, moved, kinds)
-            tried.append((way, way.walked(DRAWS)))
+    tried: list[tuple[_Compiled, Any]] = []
+    for free in (normal, [s for s in normal if not s.local]):
+        if not tried or (not good(tried[0][1]) and free != normal):
+            way = _Compiled(model, federation, latent, free, kinds)
+            tried.append((way, way.sample(DRAWS)))
     best, chains = max(tried, key=lambda pair: ess(pair[1]))
     if not good(chains):
-        chains = best.walked(MORE)
+        chains = best.sample(MORE)
     print(
         f"{name}: NUTS {time.perf_counter() - start:.0f} s, r_hat {r_hat(chains):.3f}, ess {ess(chains):.0f}, "
         f"{int(chains.sample_stats.diverging.sum())} divergences",
@@ -86,40 +86,40 @@ def nuts(
 
 
 def good(chains: Any) -> bool:
-    """Whether chains agree, and their draws count for enough."""
+    """Return whether the chains agree, and their effective sample size is large enough."""
     return r_hat(chains) < R_HAT and ess(chains) > ESS
 
 
 def r_hat(chains: Any) -> float:
-    """The largest of all entries; constant ones have none."""
+    """Return the largest r-hat of all entries; constant ones have none."""
     return float(az.rhat(chains).to_array().max())
 
 
 def ess(chains: Any) -> float:
-    """The least of all entries."""
+    """Return the smallest effective sample size of all entries."""
     return float(az.ess(chains).to_array().min())
 
 
-class _Way:
-    """A program with some of its sites non-centred, as compiled functions of one unconstrained vector."""
+class _Compiled:
+    """A program with some variables non-centred, as compiled functions of one unconstrained vector."""
 
     def __init__(
         self,
         model: Any,
         federation: bf.Federation,
         latent: list[Site],
-        moved: list[Site],
+        free: list[Site],
         kinds: dict[str, Tensor],
     ) -> None:
-        config: dict[str, Any] = {s.name: TransformReparam() for s in moved if _is_positive(s)}
+        config: dict[str, Any] = {s.name: TransformReparam() for s in free if _is_positive(s)}
         config |= {
-            f"{s.name}_base" if s.name in config else s.name: LocScaleReparam(0.0) for s in moved
+            f"{s.name}_base" if s.name in config else s.name: LocScaleReparam(0.0) for s in free
         }
-        free = poutine.reparam(model, config=config)
+        program = poutine.reparam(model, config=config)
         points = []
         for seed in range(POINTS):
             pyro.set_rng_seed(seed)
-            first, potential, transforms, _ = initialize_model(free, (federation,))
+            first, potential, transforms, _ = initialize_model(program, (federation,))
             points.append(torch.cat([u.detach().reshape(-1) for u in first.values()]))
         shapes = {site: u.shape for site, u in first.items()}
 
@@ -130,7 +130,7 @@ class _Way:
 
         def values(z: Tensor) -> list[Tensor]:
             given = {site: transforms[site].inv(u) for site, u in _parts(z, shapes).items()}
-            at = poutine.condition(free, given | kinds)
+            at = poutine.condition(program, given | kinds)
             nodes = poutine.trace(at).get_trace(federation).nodes
             return [nodes[s.name]["value"].squeeze(1 if s.local else ()) for s in latent]
 
@@ -138,8 +138,8 @@ class _Way:
         self.energy = _traced(energy, points, compiles=True)
         self.values = _traced(values, points, compiles=False)
 
-    def walked(self, draws: int) -> Any:
-        """Chains of NUTS, as ArviZ knows them."""
+    def sample(self, draws: int) -> Any:
+        """Return chains of NUTS as ArviZ' data."""
         like = self.values(torch.zeros(self.size))
 
         def log_density(z: np.ndarray) -> tuple[float, np.ndarray]:
@@ -172,13 +172,13 @@ class _Way:
 
 
 def _parts(z: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """The sites' unconstrained values from one vector of all."""
+    """Split one vector into the unconstrained values of all sample sites."""
     parts = z.split([shape.numel() for shape in shapes.values()])
     return {site: part.reshape(shapes[site]) for site, part in zip(shapes, parts, strict=True)}
 
 
 class _Dependent(Recorder):
-    """Notes what depends on the inputs; the rest is worked out once, whatever it does."""
+    """A recorder of what depends on the inputs; everything else is computed once."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._depends((args, kwargs)):
@@ -196,7 +196,7 @@ class _Dependent(Recorder):
 
 
 def _positions(mask: Tensor | None) -> list[Tensor | None]:
-    """An index of integers in place of one by truth values."""
+    """Return a Boolean index as one of integers."""
     return (
         list(mask.nonzero(as_tuple=True))
         if mask is not None and mask.dtype == torch.bool
@@ -205,9 +205,9 @@ def _positions(mask: Tensor | None) -> list[Tensor | None]:
 
 
 def _traced(what: Function, at: list[Tensor], *, compiles: bool) -> Function:
-    """The function as a list of operations, found equal to itself at these points."""
+    """Return a function as a list of operations, compared with the function itself at these points."""
     recorder, z = _Dependent(), at[0].clone()
-    with pyro.validation_enabled(False), recorder.of([z]):
+    with pyro.validation_enabled(False), recorder.with_inputs([z]):
         found = what(z)
     fast: Function = recorder.function(found)
     if compiles:
@@ -218,12 +218,12 @@ def _traced(what: Function, at: list[Tensor], *, compiles: bool) -> Function:
 
 
 def _is_positive(site: Site) -> bool:
-    """Whether it is log-Normal, if :func:`_is_normal`."""
+    """Return whether a variable for which :func:`_is_normal` holds is log-Normal."""
     return not bool(biject_to(site.support)(torch.tensor([-1.0])) < 0)
 
 
 def _is_normal(fn: Any) -> bool:
-    """Or log-Normal, or Student's: what is standardised by a location and a scale."""
+    """Return whether a distribution is Normal, log-Normal or Student's: it has a location and a scale."""
     while isinstance(fn, dist.Independent | dist.ExpandedDistribution):
         fn = fn.base_dist
     return isinstance(fn, dist.Normal | dist.LogNormal | dist.StudentT)

@@ -1,25 +1,22 @@
-"""What algorithms are worth in private: a logistic regression of 100 or 1000 clients at ε = 1, 3, 10. Makes private.md.
+"""What are algorithms worth in private? Makes private.md.
 
     python experiments/private.py                  # minutes on two cores
-    python experiments/private.py --clients 100 --epsilons 10 inf --algorithms SFVI FedAvg
+    python experiments/private.py SFVI FedAvg --clients 100
 
-Clients have 10 rows of three numbers and a yes or no, drawn from models.hierarchical_logistic at μ_α = -0.5, τ_α = 0.7,
-μ_β = (1, -1, 0.5), τ_β = (0.3, 0.3, 0.3). All clients take part in 30 rounds; Gaussian noise, δ = 10⁻⁵; the clip is the
-adaptive one. Cells are the negative log-likelihood of 20 further rows of every client, which knows its own rows, and
-the error of μ_β: its root mean square distance from the truth; where there is a posterior of it, also the
-largest shift of its mean from that without privacy, in standard deviations of the posterior without and in its own.
-Means over the seeds, with their standard errors. "alone" is what
-clients know whose neighbours tell nothing: the model under its prior.
+A logistic regression of 100 or 1000 clients at ε = 1, 3, 10. Clients have 10 rows of three numbers and a yes or no,
+drawn from models.hierarchical_logistic at μ_α = -0.5, τ_α = 0.7, μ_β = (1, -1, 0.5), τ_β = (0.3, 0.3, 0.3). All clients
+take part in 30 rounds; Gaussian noise, δ = 10⁻⁵, an adaptive clip. Cells are the negative log-likelihood of 20 further
+rows of every client, conditional on its own rows, and the error of μ_β: its root mean square distance from the truth;
+where there is a posterior of it, also the largest shift of its mean from the one without privacy, in standard
+deviations of the posterior without privacy and of its own. Means over the seeds, with their standard errors.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import warnings
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 import torch
@@ -28,9 +25,8 @@ import bayesfed as bf
 from bayesfed import models
 
 sys.path.append(str(Path(__file__).parent))
-from tables import done, keep
+import runner
 
-HERE = Path(__file__).parent
 SLOPES = torch.tensor([1.0, -1.0, 0.5])
 ALGORITHMS: dict[str, Any] = {
     "SFVI": lambda: bf.SFVI(),
@@ -45,7 +41,7 @@ EPSILONS = (math.inf, 10.0, 3.0, 1.0)
 
 
 def clients(count: int, seed: int) -> tuple[bf.Federation, bf.Federation]:
-    """Rows to learn from, and further rows."""
+    """Return rows to learn from, and further rows."""
     generator = torch.Generator().manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     alpha, beta = -0.5 + 0.7 * normal(count, 1), SLOPES + 0.3 * normal(count, 3)
@@ -62,7 +58,7 @@ def clients(count: int, seed: int) -> tuple[bf.Federation, bf.Federation]:
 
 
 def fitted(name: str, count: int, epsilon: float, seed: int, rounds: int = 30) -> bf.Posterior:
-    """The posterior of one run."""
+    """Return the posterior of one run."""
     torch.manual_seed(seed)
     privacy = None if math.isinf(epsilon) else bf.Privacy(epsilon=epsilon)
     return bf.fit(
@@ -76,17 +72,15 @@ def fitted(name: str, count: int, epsilon: float, seed: int, rounds: int = 30) -
     )
 
 
-def worth(name: str, count: int, epsilon: float, seed: int) -> dict[str, Any]:
-    """NLL of further rows, distance of μ_β, its shift in standard deviations; or why there is none."""
-    torch.set_num_threads(1)
-    said: list[str] = []
+def measure(name: str, count: int, epsilon: float, seed: int) -> dict[str, Any]:
+    """Return NLL of further rows, error of μ_β, its shift in standard deviations; or why there is none."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             posterior = fitted(name, count, epsilon, seed)
         except (ValueError, FloatingPointError) as error:
             return {"refused": str(error).splitlines()[0]}
-        said += [str(warning.message) for warning in caught]
+        warned = any("noise" in str(warning.message) for warning in caught)
         test = clients(count, seed)[1]
         nll = -posterior.predictive(test, num_samples=100).log_prob(test["y"]).mean()
         beta = posterior.sample(1000)["mu_beta"].reshape(1000, 3)
@@ -99,57 +93,38 @@ def worth(name: str, count: int, epsilon: float, seed: int) -> dict[str, Any]:
             shift = (beta.mean(0) - plain.mean(0)).abs()
             found["shift"] = float((shift / plain.std(0)).max())
             found["own"] = float((shift / beta.std(0)).max())
-    return found | {"said": said}
+    return found | {"warned": warned}
 
 
 def cell(found: list[dict[str, Any]]) -> str:
-    """The figures of all seeds."""
+    """Return the figures of all seeds as one cell."""
     if refusal := next((each["refused"] for each in found if "refused" in each), None):
         return refusal
 
-    def shown(name: str, digits: int) -> str:
-        values = [each[name] for each in found]
-        error = f" ± {stdev(values) / math.sqrt(len(values)):.{digits}f}" if len(values) > 1 else ""
-        return f"{mean(values):.{digits}f}{error}"
+    def shown(name: str, digits: str) -> str:
+        return runner.plus_minus([each[name] for each in found], digits)
 
-    text = f"{shown('nll', 3)} / {shown('distance', 2)}"
+    text = f"{shown('nll', '.3f')} / {shown('distance', '.2f')}"
     if all("shift" in each for each in found):
-        text += f" / {shown('shift', 1)} sd, {shown('own', 1)} of its own"
-    warned = sum(any("noise" in each for each in one["said"]) for one in found)
+        text += f" / {shown('shift', '.1f')} sd, {shown('own', '.1f')} of its own"
+    warned = sum(one["warned"] for one in found)
     return text + (f" (warned {warned} of {len(found)})" if warned else "")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
-    parser.add_argument("--clients", nargs="+", type=int, default=[100, 1000])
-    parser.add_argument("--epsilons", nargs="+", type=float, default=list(EPSILONS))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--resume", action="store_true", help="take fits that are stored")
-    asked = parser.parse_args()
-    calls = [
-        (name, count, epsilon, seed)
-        for name in asked.algorithms
-        for count in asked.clients
-        for epsilon in asked.epsilons
-        for seed in range(asked.seeds)
-    ]
-    results: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    columns = [f"ε = {epsilon:g}" if epsilon < math.inf else "not private" for epsilon in EPSILONS]
-    header = [
-        f"| algorithm | clients | {' | '.join(columns)} |",
-        "| --- " * (2 + len(columns)) + "|",
-    ]
-    for (name, count, epsilon, _), found in done(worth, calls, asked.jobs, asked.resume):
-        results.setdefault((name, count, epsilon), []).append(found)
-        cells = [results.get((name, count, each), []) for each in EPSILONS]
-        if all(len(each) == asked.seeds for each in cells):
-            row = f"| {name} | {count} | {' | '.join(map(cell, cells))} |"
-            keep(HERE / "private.md", header, row, list(ALGORITHMS), columns=2)
-            print(row, flush=True)
+    given = runner.arguments(__doc__, jobs=2, clients=[100, 1000], seeds=3)
+    kinds = " | ".join("not private" if math.isinf(e) else f"ε = {e:g}" for e in EPSILONS)
+    rows = {
+        (name, count): [(name, count, e, seed) for e in EPSILONS for seed in range(given.seeds)]
+        for name in ALGORITHMS
+        for count in given.clients
+    }
+
+    def cells(_: Any, found: list[dict[str, Any]]) -> list[str]:
+        parts = range(0, len(found), given.seeds)
+        return [cell(found[i : i + given.seeds]) for i in parts]
+
+    runner.table(f"algorithm | clients | {kinds}", rows, measure, given, cells)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Small hierarchies with a posterior to compare with: what rounds_to_truth.py and seconds_to_truth.py fit.
+"""Small hierarchies with a reference posterior, shared by several experiments.
 
-Each is a model of bayesfed's on its data and the same model in NumPyro on the pooled rows, whose NUTS is the reference.
-The data: eight schools; Grunfeld's ten firms; radon in 85 counties (a JSON file with `county`, `x` and `y`); 200 rows
+Each is a Pyro program with its data, and the same model in NumPyro on the pooled rows, whose NUTS is the reference. The
+data: eight schools; Grunfeld's firms; radon in 85 counties (runner.RADON, JSON with `county`, `x` and `y`); 200 rows
 of each of the six plans of the RAND experiment and of eight Chinese cities; voters by education; two infections of each
 of 38 patients; three simulated sets of ten clients and 114 rows, negative binomial with exposure, Weibull with
 censoring, Student-t; and 10,000 simulated clients.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import arviz as az
@@ -24,6 +23,7 @@ import numpyro.distributions as ndist
 import pandas as pd
 import pyro
 import pyro.distributions as dist
+import runner
 import scale
 import torch
 from numpyro.infer import MCMC, NUTS
@@ -36,14 +36,14 @@ from bayesfed.models.weibull_survival import CensoredWeibull
 
 CUTS = [0.5, 1.0, 5.0]
 """Months: the kidney patients have about as many infections in each interval."""
-RUNS = Path(__file__).parents[1] / "runs" / "reference"
+RUNS = runner.ROOT / "runs/reference"
 
 
 # -- models that the package does not ship ---------------------------------------------------------
 
 
 def negative_binomial(federation: Any) -> None:
-    """Counts with exposure, more varied than Poisson's."""
+    """Overdispersed counts with exposure."""
     mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
     tau = pyro.sample("tau", dist.HalfNormal(1.0))
     beta = pyro.sample("beta", dist.Normal(0.0, 1.0))
@@ -82,7 +82,7 @@ def student_t(federation: Any) -> None:
 
 
 def simulated(kind: str) -> bf.Federation:
-    """Ten clients with 7 to 16 rows."""
+    """Return ten clients with 7 to 16 rows."""
     generator, clients = np.random.default_rng(0), {}
     for i in range(10):
         n = 7 + i if i < 9 else 15
@@ -102,9 +102,9 @@ def simulated(kind: str) -> bf.Federation:
     return bf.Federation.from_arrays(clients)
 
 
-def radon(path: Path) -> bf.Federation:
-    """Log radon by floor in 85 counties."""
-    raw = json.loads(path.read_text())
+def radon() -> bf.Federation:
+    """Return log radon by floor in 85 counties."""
+    raw = json.loads(runner.RADON.read_text())
     frame = pd.DataFrame({"county": raw["county"], "floor": raw["x"], "log_radon": raw["y"]})
     return bf.Federation.from_frame(
         frame, client="county", fields={"x": ["floor"], "y": "log_radon"}
@@ -112,7 +112,7 @@ def radon(path: Path) -> bf.Federation:
 
 
 def thinned(federation: bf.Federation, rows: int) -> bf.Federation:
-    """At most so many rows of each client, spread evenly over those it has."""
+    """Return at most that many rows of each client, spread evenly over its rows."""
     parts = {}
     for i, name in enumerate(federation.names):
         start, end = int(federation.offsets[i]), int(federation.offsets[i + 1])
@@ -121,12 +121,12 @@ def thinned(federation: bf.Federation, rows: int) -> bf.Federation:
     return bf.Federation.from_arrays(parts)
 
 
-def many(_: Path) -> bf.Federation:
-    """10,000 clients of 5 to 50 rows, as in scale.py."""
+def many() -> bf.Federation:
+    """Return 10,000 clients of 5 to 50 rows, as in scale.py."""
     return scale.draw(10_000)
 
 
-# -- the same models in NumPyro, of all rows, `of` the client that each is of ----------------------
+# -- the same models in NumPyro, on all rows; `of` is the client of each row -----------------------
 
 
 def _half(scale: float, shape: Any = ()) -> Any:
@@ -197,18 +197,18 @@ def n_weibull(rows: Any, of: Any, clients: int) -> None:
     alpha = _intercept(clients)
     beta = numpyro.sample("beta", ndist.Normal(0.0, 1.0))
     shape = numpyro.sample("shape", ndist.LogNormal(0.0, 0.5))
-    law = ndist.Weibull(jnp.exp(alpha[of] + beta * rows["x"]), shape)
-    beyond = -((rows["t"] / law.scale) ** shape)
-    numpyro.factor("t", jnp.where(rows["censored"] == 1, beyond, law.log_prob(rows["t"])).sum())
+    over = ndist.Weibull(jnp.exp(alpha[of] + beta * rows["x"]), shape)
+    beyond = -((rows["t"] / over.scale) ** shape)
+    numpyro.factor("t", jnp.where(rows["censored"] == 1, beyond, over.log_prob(rows["t"])).sum())
 
 
 def n_weibull_survival(rows: Any, of: Any, clients: int) -> None:
     alpha = _intercept(clients)
     beta = numpyro.sample("beta", ndist.Normal(0.0, 1.0).expand(rows["x"].shape[1:]).to_event(1))
     shape = numpyro.sample("shape", ndist.LogNormal(0.0, 0.5))
-    law = ndist.Weibull(jnp.exp(alpha[of] + rows["x"] @ beta), shape)
-    beyond = -((rows["time"] / law.scale) ** shape)
-    numpyro.factor("t", jnp.where(rows["event"] == 1, law.log_prob(rows["time"]), beyond).sum())
+    over = ndist.Weibull(jnp.exp(alpha[of] + rows["x"] @ beta), shape)
+    beyond = -((rows["time"] / over.scale) ** shape)
+    numpyro.factor("t", jnp.where(rows["event"] == 1, over.log_prob(rows["time"]), beyond).sum())
 
 
 def _frailty(rows: Any, of: Any, clients: int, scale: float) -> Any:
@@ -245,8 +245,8 @@ def n_student_t(rows: Any, of: Any, clients: int) -> None:
     alpha = _intercept(clients)
     beta = numpyro.sample("beta", ndist.Normal(0.0, 1.0))
     sigma = numpyro.sample("sigma", ndist.HalfNormal(1.0))
-    law = ndist.StudentT(4.0, alpha[of] + beta * rows["x"], sigma)
-    numpyro.sample("y", law, obs=rows["y"])
+    over = ndist.StudentT(4.0, alpha[of] + beta * rows["x"], sigma)
+    numpyro.sample("y", over, obs=rows["y"])
 
 
 # -- the problems ----------------------------------------------------------------------------------
@@ -254,55 +254,52 @@ def n_student_t(rows: Any, of: Any, clients: int) -> None:
 
 @dataclass(frozen=True)
 class Problem:
-    """A model, its twin, its data, whether NUTS walks over its local sites centred, and where it need not walk.
+    """A model, its twin in NumPyro and its data.
 
-    ``exact`` gives NUTS' draws of the globals alone, the local sites integrated out.
+    Attributes:
+        model: the Pyro program.
+        twin: the same in NumPyro.
+        data: makes the federation.
+        centred: NUTS samples the local variables as they are written, not non-centred.
+        exact: NUTS' draws of the global variables alone, the local ones integrated out.
     """
 
     model: Callable[[Any], None]
     twin: Callable[[Any, Any, int], None]
-    data: Callable[[Path], bf.Federation]
+    data: Callable[[], bf.Federation]
     centred: bool = False
     exact: Callable[[bf.Federation], dict[str, Tensor]] | None = None
 
 
 PROBLEMS = {
-    "eight schools": Problem(
-        models.eight_schools, n_eight_schools, lambda _: datasets.eight_schools()
-    ),
-    "grunfeld": Problem(
-        models.varying_slope, n_varying_slope, lambda _: datasets.grunfeld(), centred=True
-    ),
+    "eight schools": Problem(models.eight_schools, n_eight_schools, datasets.eight_schools),
+    "grunfeld": Problem(models.varying_slope, n_varying_slope, datasets.grunfeld, centred=True),
     "radon": Problem(models.varying_intercept, n_varying_intercept, radon),
     "count": Problem(
-        models.hierarchical_count,
-        n_count,
-        lambda _: thinned(datasets.randhie(), 200),
-        centred=True,
+        models.hierarchical_count, n_count, lambda: thinned(datasets.randhie(), 200), centred=True
     ),
     "logistic": Problem(
-        models.hierarchical_logistic,
-        n_logistic,
-        lambda _: thinned(datasets.china_smoking(), 200),
+        models.hierarchical_logistic, n_logistic, lambda: thinned(datasets.china_smoking(), 200)
     ),
     "negative binomial": Problem(
-        negative_binomial, n_negative_binomial, lambda _: simulated("counts")
+        negative_binomial, n_negative_binomial, lambda: simulated("counts")
     ),
-    "censored Weibull": Problem(weibull, n_weibull, lambda _: simulated("times")),
-    "Student-t": Problem(student_t, n_student_t, lambda _: simulated("heavy")),
-    "anes96": Problem(
-        models.OrderedLogistic(categories=7), n_ordered_logistic, lambda _: datasets.anes96()
-    ),
-    "kidney": Problem(models.weibull_survival, n_weibull_survival, lambda _: datasets.kidney()),
-    "kidney, Cox": Problem(models.Cox(CUTS), n_cox, lambda _: datasets.kidney()),
+    "censored Weibull": Problem(weibull, n_weibull, lambda: simulated("times")),
+    "Student-t": Problem(student_t, n_student_t, lambda: simulated("heavy")),
+    "anes96": Problem(models.OrderedLogistic(categories=7), n_ordered_logistic, datasets.anes96),
+    "kidney": Problem(models.weibull_survival, n_weibull_survival, datasets.kidney),
+    "kidney, Cox": Problem(models.Cox(CUTS), n_cox, datasets.kidney),
     "10,000 clients": Problem(
         models.varying_intercept, n_varying_intercept, many, centred=True, exact=scale.exact
     ),
 }
 
 
+SMALL = [name for name in PROBLEMS if name != "10,000 clients"]
+
+
 def sampler(problem: Problem, warmup: int, draws: int, chains: int) -> MCMC:
-    """NumPyro's NUTS on the twin."""
+    """Return NumPyro's NUTS on the twin."""
     local = [] if problem.centred else ["theta", "alpha", "beta"]
     config = {site: LocScaleReparam(0.0) for site in local}
 
@@ -323,13 +320,13 @@ def sampler(problem: Problem, warmup: int, draws: int, chains: int) -> MCMC:
 
 
 def pooled(federation: bf.Federation) -> tuple[dict[str, Any], Any, int]:
-    """All rows, and the client that each is of."""
+    """Return all rows, and the client of each."""
     rows = {name: jnp.asarray(federation[name].numpy()) for name in federation.fields}
     return rows, jnp.asarray(federation.owner.numpy()), len(federation)
 
 
 def reference(name: str, problem: Problem, federation: bf.Federation) -> dict[str, np.ndarray]:
-    """Draws of NUTS, four chains of 2000, by site; kept in runs/reference/."""
+    """Return draws of NUTS by sample site, from four chains of 2000; they are stored in runs/reference."""
     path = RUNS / f"problem_{name.replace(' ', '_').replace(',', '')}.npz"
     if not path.exists() and problem.exact is not None:
         RUNS.mkdir(parents=True, exist_ok=True)

@@ -1,24 +1,21 @@
-"""Time and memory against the number of clients and the cohort: makes scale.md.
+"""How do time and memory grow with the number of clients and the cohort? Makes scale.md.
 
     python experiments/scale.py
 
-Clients of 5 to 50 rows drawn from the varying-intercept model. Each line runs in a process of its own; memory is
-the highest resident size less what the process held once the packages were loaded. The last columns compare the
-posterior of the globals (mu, tau, beta, sigma) with NUTS on the same model, in which the clients' intercepts are
-integrated out in closed form: the largest |mean shift| in NUTS' sd, and the range of the sd ratios.
+Clients of 5 to 50 rows are drawn from the varying-intercept model. Each row runs in a process of its own; memory is
+the highest resident size less that of the process once the packages were loaded. The last columns compare the posterior
+of the global variables (mu, tau, beta, sigma) with NUTS on the same model, in which the clients' intercepts are
+integrated out in closed form: the largest shift of a mean in NUTS' standard deviations, and the range of the ratios.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import resource
-import subprocess
-import sys
-from pathlib import Path
 
 import pyro
+import runner
 import torch
+from distances import cells
 from pyro import poutine
 from pyro.infer import MCMC, NUTS
 from torch import Tensor
@@ -26,15 +23,12 @@ from torch import Tensor
 import bayesfed as bf
 from bayesfed import models
 
-HERE = Path(__file__).parent
-HEADER = [
-    "| clients | rows | cohort | data MB | locals MB | peak MB | rounds | ms a round | mean | sd ratio |",
-    "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-]
+COLUMNS = "clients | cohort | rows | data MB | locals MB | peak MB | rounds | ms a round | mean | sd ratio"
+SIZES = [(1_000, 100, 15), (10_000, 100, 1000), (100_000, 100, 15), (10_000, 1_000, 15)]
 
 
 def draw(clients: int) -> bf.Federation:
-    """mu = 1.5, tau = 0.5, beta = -0.7, sigma = 0.8."""
+    """Draw clients with mu = 1.5, tau = 0.5, beta = -0.7, sigma = 0.8."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(5, 51, (clients,), generator=generator)
     owner = torch.repeat_interleave(torch.arange(clients), lengths)
@@ -46,7 +40,7 @@ def draw(clients: int) -> bf.Federation:
 
 
 def exact(federation: bf.Federation) -> dict[str, Tensor]:
-    """NUTS' draws of the globals: y_i ~ N(mu + x beta, sigma² I + tau² 11ᵀ) for each client."""
+    """Return NUTS' draws of the global variables: y_i ~ N(mu + x beta, sigma² I + tau² 11ᵀ) for each client."""
     owner, n = federation.owner, federation.lengths.double()
     x, y = federation["x"][:, 0].double(), federation["y"].double()
     trace = poutine.trace(models.varying_intercept).get_trace(federation.select(["client 0"]))
@@ -73,65 +67,29 @@ def megabytes() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def one(clients: int, cohort: int, rounds: int) -> dict[str, float]:
-    torch.set_num_threads(1)
+def measure(clients: int, cohort: int, rounds: int) -> list[str]:
+    """Fit that many clients and compare long runs with NUTS."""
     bf.fit(models.varying_intercept, draw(20), rounds=2)
-    before = megabytes()
-    federation = draw(clients)
-    posterior = bf.fit(
-        models.varying_intercept,
-        federation,
-        rounds=rounds,
-        clients_per_round=cohort,
-        seed=0,
-    )
+    before, federation = megabytes(), draw(clients)
+    how = {"rounds": rounds, "clients_per_round": cohort, "seed": 0}
+    posterior = bf.fit(models.varying_intercept, federation, **how)
     peak = megabytes() - before
-    seconds = posterior.history["seconds"]
-    figures = {
-        "rounds": rounds,
-        "rows": federation.rows,
-        "data": sum(v.nbytes for v in federation.fields.values()) / 2**20,
-        "locals": 3 * sum(v.nbytes for v in posterior.local_params.values()) / 2**20,
-        "peak": peak,
-        "round": 1000 * float(seconds.median()),
-    }
+    data, states = (
+        sum(value.nbytes for value in tensors.values()) / 2**20
+        for tensors in (federation.fields, posterior.local_params)
+    )
+    found = ["", ""]
     if rounds >= 500:
-        # one client is enough to draw the globals
-        draws = posterior.select(["client 0"]).sample(20_000)
-        shift, ratio = [], []
-        for name, reference in exact(federation).items():
-            value = draws[name].flatten().double()
-            shift.append(abs(float((value.mean() - reference.mean()) / reference.std())))
-            ratio.append(float(value.std() / reference.std()))
-        figures |= {"shift": max(shift), "low": min(ratio), "high": max(ratio)}
-    return figures
+        draws = posterior.select(["client 0"]).sample(20_000)  # enough for the global variables
+        found = cells(draws, exact(federation), set())[:2]
+    ms = 1000 * float(posterior.history["seconds"].median())
+    sizes = [f"{federation.rows:,}", f"{data:.1f}", f"{3 * states:.1f}"]
+    return [*sizes, f"{peak:.0f}", f"{rounds:,}", f"{ms:.0f}", *found]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--one", nargs=3, type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.one:
-        print(json.dumps(one(*args.one)))
-        return
-    print("\n".join(HEADER))
-    lines = []
-    sizes = [(1_000, 100, 15), (10_000, 100, 1000), (100_000, 100, 15), (10_000, 1_000, 15)]
-    for clients, cohort, rounds in sizes:
-        command = [sys.executable, __file__, "--one", str(clients), str(cohort), str(rounds)]
-        ran = subprocess.run(command, check=True, capture_output=True, text=True)
-        f = json.loads(ran.stdout.splitlines()[-1])
-        fitted = f"{f['shift']:.2f} | {f['low']:.2f}–{f['high']:.2f}" if "shift" in f else " | "
-        lines.append(
-            f"| {clients:,} | {f['rows']:,} | {cohort:,} | {f['data']:.1f} | {f['locals']:.1f} | "
-            f"{f['peak']:.0f} | {f['rounds']:,} | {f['round']:.0f} | {fitted} |"
-        )
-        print(lines[-1], flush=True)
-    fresh = HERE / "scale.tmp"
-    fresh.write_text("\n".join([*HEADER, *lines]) + "\n")
-    fresh.replace(HERE / "scale.md")
+    rows = {(f"{size[0]:,}", f"{size[1]:,}"): [size] for size in SIZES}
+    runner.table(COLUMNS, rows, measure, runner.arguments(__doc__), alone=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pyro.distributions.transforms as T
 import torch
 from torch import Tensor, nn
 
-from bayesfed.functional.networks import called
+from bayesfed.functional.networks import call_with
 from bayesfed.guides import natural_gradient
 from bayesfed.guides.family import GLOBAL, Family, Params
 from bayesfed.guides.full_rank import FullRank, affine
@@ -137,7 +137,7 @@ class _Pushforward(dist.TorchDistribution):
         spline, weights, loc, scale_tril = self.parts
         shape = (*sample_shape, *self.batch_shape, *self.event_shape)
         noise = torch.randn(shape, dtype=loc.dtype, device=loc.device)
-        pushed, log_det = called(spline, weights, noise)
+        pushed, log_det = call_with(spline, weights, noise)
         z = loc + (scale_tril @ pushed[..., None]).squeeze(-1)
         log_prob = dist.Normal(torch.zeros_like(loc), 1.0).log_prob(noise).sum(-1) - log_det
         self.drawn = z, log_prob - scale_tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)

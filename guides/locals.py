@@ -17,12 +17,12 @@ from torch import Tensor
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.build import build
-from bayesfed.elbo.context import Encoded as WithEncoder
-from bayesfed.elbo.context import contexts
 from bayesfed.elbo.elbo import local_priors
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.sites import Site, sites
 from bayesfed.guides.automatic import automatic_guide
+from bayesfed.guides.encoders import Encoded as WithEncoder
+from bayesfed.guides.encoders import contexts
 from bayesfed.guides.factorised import factorised
 from bayesfed.guides.flow import Flow
 from bayesfed.guides.full_rank import FullRank

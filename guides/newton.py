@@ -30,8 +30,8 @@ def newton(
         precision: a lower bound of the negative curvature, diagonal: ``(K, 1, P)``.
         u: the start, ``(K, 1, P)``.
         steps: the largest number of steps.
-        tolerance: stop if twice the predicted gain of every step is below it. Only on a CPU: elsewhere, reading it would wait for
-            the device.
+        tolerance: stop if twice the predicted gain of every step is below it. Only on a CPU: elsewhere, reading it
+            would wait for the device.
     """
     for _ in range(steps):
         step, gain = newton_step(objective, precision, u)

@@ -15,6 +15,7 @@ from torch.distributions.transforms import ComposeTransform
 
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import handlers, noise
+from bayesfed.elbo.sites import InspectedModel
 from bayesfed.vmap.one_client import OneClient
 
 
@@ -90,6 +91,7 @@ def lift_params(model: Model, federation: Federation, precision: float) -> Lifte
         >>> list(sites(random, data)), random.starts
         (['mu', 'y'], {'mu': tensor(0.5000)})
     """
+    model = model.model if isinstance(model, InspectedModel) else model
     batch = federation.batch(torch.arange(1)).head()
     found = handlers.Parameters()
     with noise.seeded(0), torch.no_grad(), handlers.on(batch.device), poutine.block(), found:

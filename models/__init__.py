@@ -1,17 +1,17 @@
 """Hierarchical models, one per file, each a Pyro program a user could have written.
 
 - :func:`eight_schools`: normal means with known standard errors (Rubin, 1981).
-- :func:`varying_intercept`: linear regression, one intercept a client.
-- :func:`varying_slope`: linear regression, one intercept and one vector of slopes a client.
-- :func:`hierarchical_logistic`: logistic regression, one intercept and vector of slopes a client.
-- :func:`hierarchical_count`: Poisson regression with exposure, one intercept a client.
-- :class:`OrderedLogistic`: ordered categories, one intercept a client.
-- :func:`weibull_survival`: Weibull regression of censored times, one intercept (frailty) a client.
-- :class:`Cox`: Cox regression of censored times, the baseline hazard piecewise constant, one frailty a client.
-- :class:`Network`: any ``torch.nn.Module``, all or some of its weights a client's own; :func:`mlp` and
-  :func:`cnn` make the usual ones.
-- :class:`Modulated`: a network whose hidden units are gated by what a client's rows look like (CAFeMe).
-- :class:`GaussianProcess`: a function a client, their prior's mean and kernel global (PAC-PFL).
+- :func:`varying_intercept`: linear regression, one intercept per client.
+- :func:`varying_slope`: linear regression, one intercept and one vector of slopes per client.
+- :func:`hierarchical_logistic`: logistic regression, one intercept and vector of slopes per client.
+- :func:`hierarchical_count`: Poisson regression with exposure, one intercept per client.
+- :class:`OrderedLogistic`: ordered categories, one intercept per client.
+- :func:`weibull_survival`: Weibull regression of censored times, one intercept (frailty) per client.
+- :class:`Cox`: Cox regression of censored times, the baseline hazard piecewise constant, one frailty per client.
+- :class:`Network`: any ``torch.nn.Module``, with all or some weights local to each client; :func:`mlp` and
+  :func:`cnn` make common ones.
+- :class:`Modulated`: a network whose hidden units are gated by a second network that reads a client's rows (CAFeMe).
+- :class:`GaussianProcess`: one function per client; the mean and kernel of their prior are global (PAC-PFL).
 """
 
 from bayesfed.models.cox import Cox

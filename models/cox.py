@@ -1,4 +1,4 @@
-"""Cox regression with a piecewise constant baseline hazard and one frailty a client."""
+"""Cox regression with a piecewise constant baseline hazard and one frailty per client."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ class Cox:
         row j    h_ij(t) = λ_k(t) exp(α_i + x_ij·β)
                  p(t) = h(t) S(t) of an event, S(t) = exp(−∫_0^t h) of a censored row
 
-    e^β are hazard ratios, e^(α_i) is the client's frailty. With ever narrower intervals the estimate of β becomes that
-    of Cox's partial likelihood, which compares each row with those of all clients that are still at risk, and so cannot
-    be computed by clients apart; this one is a sum over rows. It is the likelihood of Poisson regression on rows that
-    are split at the cuts, the logarithm of the time at risk being the offset, without the need to split them.
+    e^β are hazard ratios, e^(α_i) is the client's frailty. As intervals become narrower, the estimate of β converges to
+    that of Cox's partial likelihood. The partial likelihood compares each row with the rows of all clients that are at
+    risk at that time, so clients cannot compute it separately; this likelihood is a sum over rows. It equals the
+    likelihood of Poisson regression on rows that are split at the cuts, with the logarithm of the time at risk as
+    offset, and needs no splitting.
 
-    The unit of λ is that of 1 / time: choose one in which typical times are between .02 and 50, the nearer to 1 the
-    better. An interval in which nobody has an event has a hazard that only the prior knows. The other priors are weakly
-    informative for standardised ``x`` (:func:`bayesfed.data.datasets.standardise`).
+    The unit of λ is that of 1 / time: choose one in which typical times are between 0.02 and 50, ideally near 1. The
+    hazard of an interval without events is determined by its prior alone. The other priors are weakly informative for
+    standardised ``x`` (:func:`bayesfed.data.standardise.standardise`).
 
     The program reads a vector field ``x``, shape ``(rows, P)``, and two scalar fields, shape ``(rows,)``: ``time`` > 0,
-    and ``event``, 1 where that is the time of the event and 0 where it is censored there. Without ``event`` no row is
-    censored. Without ``time`` the site ``time`` is sampled; times that are drawn are those of events.
+    and ``event``, 1 if that is the time of the event and 0 if it is censored. Without ``event`` no row is censored.
+    Without ``time`` the sample site ``time`` is sampled, as times of events.
 
     Attributes:
-        cuts: where the baseline hazard changes, ascending, in the unit of time.
+        cuts: the times at which the baseline hazard changes, ascending.
 
     Raises:
         ValueError: the cuts are not positive, finite and ascending.
@@ -78,7 +79,7 @@ class Cox:
             raise ValueError(f"cuts are {list(self.cuts)}: they must be positive and ascend")
 
     def __call__(self, federation: Federation | Batch) -> None:
-        """The program."""
+        """Run the Pyro program."""
         predictors, intervals = federation.event_shape("x"), [len(self.cuts) + 1]
         log_hazard = pyro.sample("log_hazard", dist.Normal(0.0, 2.0).expand(intervals).to_event(1))
         tau = pyro.sample("tau", dist.HalfNormal(1.0))
@@ -92,17 +93,17 @@ class Cox:
 
 
 class PiecewiseExponential(dist.TorchDistribution):
-    """Times with a hazard that is constant between cuts, some of which are known only to be longer.
+    """The distribution of times, some of them censored, with a hazard that is constant between cuts.
 
     ::
 
         log p(t) = event · log h(t) − H(t),    H(t) = Σ_k λ_k e^η · (time in interval k until t),    h = H′
 
     Args:
-        cuts: where the hazard changes, K of them.
+        cuts: the K times at which the hazard changes.
         log_hazard: log λ, ``(..., K + 1)``.
-        log_ratio: η, by which all log hazards are shifted.
-        event: 1 where a time is that of the event, 0 where it is censored there; by default all are.
+        log_ratio: η, added to all log hazards.
+        event: 1 for the time of an event, 0 for a censored time; by default all are times of events.
     """
 
     arg_constraints: dict[str, Any] = {}  # noqa: RUF012  (torch's interface)
@@ -124,12 +125,12 @@ class PiecewiseExponential(dist.TorchDistribution):
         super().__init__(self.log_ratio.shape, validate_args=False)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> PiecewiseExponential:
-        """The same of more rows."""
+        """Return the same distribution with a larger batch shape."""
         log_ratio, event = self.log_ratio.expand(batch_shape), self.event.expand(batch_shape)
         return PiecewiseExponential(self.cuts, self.log_hazard, log_ratio, event)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Times of events: H⁻¹ of exponential times."""
+        """Draw times of events: H⁻¹ of exponential times."""
         _, widths = self._intervals()
         shape = torch.Size(sample_shape) + self.batch_shape
         uniform = torch.rand(shape, dtype=self.log_ratio.dtype, device=self.log_ratio.device)
@@ -141,7 +142,7 @@ class PiecewiseExponential(dist.TorchDistribution):
         return torch.minimum(within, widths).sum(-1)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Of the event at that time, or where censored of a later one."""
+        """Return the log density of an event at that time, or if censored the log probability of a later event."""
         starts, widths = self._intervals()
         since = value.unsqueeze(-1) - starts
         spent = torch.minimum(since.clamp(min=0.0), widths)
@@ -150,6 +151,6 @@ class PiecewiseExponential(dist.TorchDistribution):
         return self.event * ((here * self.log_hazard).sum(-1) + self.log_ratio) - cumulative
 
     def _intervals(self) -> tuple[Tensor, Tensor]:
-        """Where they start and how wide they are, ``(K + 1,)`` each; the last has no end."""
+        """Return starts and widths of the intervals, ``(K + 1,)`` each; the last is unbounded."""
         edges = self.log_ratio.new_tensor([0.0, *self.cuts, math.inf])
         return edges[:-1], edges.diff()

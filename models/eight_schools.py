@@ -8,7 +8,7 @@ from bayesfed.data.federation import Federation
 
 
 def eight_schools(federation: Federation | Batch) -> None:
-    """Effects that differ between clients, each measured with a known standard error.
+    """Model effects that differ between clients, each measured with a known standard error.
 
     ::
 
@@ -17,13 +17,13 @@ def eight_schools(federation: Federation | Batch) -> None:
         client i θ_i ~ Normal(μ, τ)
         row j    y_ij ~ Normal(θ_i, σ_ij)        σ_ij is known
 
-    The parametrisation is centred. A school has one row; a client with several rows (several
-    studies of one effect) is as good.
+    The parametrisation is centred. A school has one row; a client may also have several rows
+    (several studies of one effect).
 
     Args:
         federation: clients with two scalar fields, both in the unit of the effect (for the eight
             schools, points of the SAT): the estimate ``y``, shape ``(rows,)``, and its standard
-            error ``sigma`` > 0, shape ``(rows,)``. Without ``y`` the site ``y`` is sampled.
+            error ``sigma`` > 0, shape ``(rows,)``. Without ``y`` the sample site ``y`` is drawn.
 
     Sources: D. B. Rubin (1981), "Estimation in parallel randomized experiments", Journal of
     Educational Statistics 6(4), 377–401. A half-Cauchy prior on τ: A. Gelman (2006), "Prior

@@ -1,4 +1,4 @@
-"""A Gaussian process for every client, the mean and kernel of all of them drawn from one hyper-prior."""
+"""A Gaussian process for every client, with a global mean function and kernel that have a hyper-prior."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from bayesfed.functional.multivariate_normal import Gaussian
 from bayesfed.functional.networks import apply, check_stateless, flatten
 
 PRIOR = "prior"
-"""The global site that holds the parameters φ of mean, kernel and noise: a prior over functions."""
+"""The global sample site of the parameters φ of mean, kernel and noise, which define a prior over functions."""
 
 
 @dataclass(frozen=True, eq=False)
 class GaussianProcess:
-    r"""Functions f_i ~ GP(m_φ, k_φ), one a client, seen with noise; φ has a Gaussian hyper-prior.
+    r"""Functions f_i ~ GP(m_φ, k_φ), one per client, observed with noise; φ has a Gaussian hyper-prior.
 
     .. code-block:: text
 
-        server      φ ~ N(centre, hyper_scale²)                    site ``prior``
+        server      φ ~ N(centre, hyper_scale²)                    sample site ``prior``
         client i    y_i ~ N(m_φ(X_i), k_φ(X_i, X_i) + σ_φ² I)      f_i is integrated out (PAC-PFL, eq. 33)
 
-    Any GPyTorch mean, kernel and Gaussian likelihood serve, and in place of the mean, or before the kernel,
-    any network: k_φ(x, x') = kernel(g_φ(x), g_φ(x')). Parameters that do not require a gradient stay as they
-    are. The centre is 0 for a network's weights, as in PAC-PFL, and the present value for a parameter of
-    GPyTorch's, before its constraint.
+    Any GPyTorch mean, kernel and Gaussian likelihood can be used, and any network as the mean, or before the kernel:
+    k_φ(x, x') = kernel(g_φ(x), g_φ(x')). Parameters that do not require a gradient are constants. The centre is 0 for
+    a network's weights, as in PAC-PFL, and the present unconstrained value for a parameter of GPyTorch's.
 
-    All S draws and K clients are leading dimensions of one batched Cholesky factorisation; rows that only
-    fill up a shorter client count for nothing. Predictions condition on a client's own rows (PAC-PFL, eq. 35).
+    All S draws and K clients are leading dimensions of one batched Cholesky factorisation; padding rows do not count.
+    Predictions condition on a client's own rows (PAC-PFL, eq. 35).
 
-    ln Z is no sum over rows. Of a minibatch of b it is n/b times that of the b rows: their own likelihood, so that its
-    gradient is 0 on average where the data come from (a composite likelihood), but of what rows say together only
-    the part within a minibatch. Read to the letter, PAC-PFL's Algorithm 2, ln Z_{m_i} of b rows, has every row m_i/b
-    times under one function; that points to the optimum of all rows from afar, and past it to a noise of 0. All rows
-    in a step, where they can be had, are better than either.
+    ln Z is not a sum over rows. For a minibatch of b rows, this model multiplies their ln Z by n/b. This is a composite
+    likelihood: the mean of its gradient is 0 at the parameters that generated the data, but it uses only the
+    dependence between rows of one minibatch. PAC-PFL's Algorithm 2, read literally, uses ln Z_{m_i} of b rows, in which
+    every row counts m_i/b times under one function; far from the optimum of all rows its gradient points towards that
+    optimum, but its own optimum has a noise of 0. Use all rows in a step if memory allows.
 
     Args:
         mean: a :class:`gpytorch.means.Mean` or a module with one output; by default a constant.
         kernel: a :class:`gpytorch.kernels.Kernel`; by default exp(−‖x − x'‖² / 2).
-        features: a module g_φ through which the kernel sees the inputs; by default they are seen as they are.
-        likelihood: a :class:`gpytorch.likelihoods.GaussianLikelihood`: the noise, by default of sd 0.4 at first.
+        features: a module g_φ that transforms the inputs of the kernel; by default the identity.
+        likelihood: a :class:`gpytorch.likelihoods.GaussianLikelihood`: the noise, by default with an initial standard
+            deviation of 0.4.
         hyper_scale: σ_P, the hyper-prior's standard deviation.
         x: the field of inputs ``(rows, *event)``.
         y: the field of targets ``(rows,)``.
 
     Raises:
-        ValueError: a module keeps state, or draws noise of its own.
+        ValueError: a module keeps state or draws its own noise.
 
     Example:
         >>> import torch
@@ -96,7 +96,7 @@ class GaussianProcess:
 
     @property
     def size(self) -> int:
-        """How many parameters φ has: P."""
+        """The number P of parameters in φ."""
         return len(self.centre)
 
     @property
@@ -104,7 +104,7 @@ class GaussianProcess:
         return "Gaussian process"
 
     def __call__(self, federation: Any) -> None:
-        """The Pyro program."""
+        """Run the Pyro program."""
         scale = torch.full_like(self.centre, self.hyper_scale)
         phi = pyro.sample(PRIOR, dist.Normal(self.centre, scale).to_event(1))
         with federation.clients(), federation.jointly() as (obs, mask):
@@ -116,9 +116,9 @@ class GaussianProcess:
             pyro.sample(self.y, y, obs=seen)
 
     def marginal(self, phi: Tensor, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """m_φ(X_i), and k_φ(X_i, X_i) + σ_φ² I.
+        """Return m_φ(X_i) and k_φ(X_i, X_i) + σ_φ² I.
 
-        Rows outside the mask are apart from the others: mean 0, variance 1 / 2π, density 1 at 0.
+        Rows outside the mask are independent of the others, with mean 0 and variance 1 / 2π: density 1 at 0.
 
         Args:
             phi: ``(..., K or 1, 1, P)``, or ``(P,)``.
@@ -135,20 +135,18 @@ class GaussianProcess:
         return mean * mask, covariance
 
     def noise(self, phi: Tensor) -> Tensor:
-        """σ_φ², ``(..., K or 1, 1)``."""
+        """Return σ_φ², ``(..., K or 1, 1)``."""
         return self._with("likelihood", phi, lambda part: part.noise)
 
-    # -- the modules with parameters φ ------------------------------------------------------------
-
-    def _of(self, name: str, phi: Tensor) -> Tensor:
-        """The parameters of one part: ``(..., K or 1, 1, P_part)``."""
+    def _part_of(self, name: str, phi: Tensor) -> Tensor:
+        """Return the parameters of one part: ``(..., K or 1, 1, P_part)``."""
         sizes = [len(flatten(part, _free(part))) for part in self.parts.values()]
         split = (phi[None, None] if phi.ndim == 1 else phi).split(sizes, -1)
         return dict(zip(self.parts, split, strict=True))[name]
 
     def _with(self, name: str, phi: Tensor, what: Callable[[Any], Tensor]) -> Tensor:
-        """What is done with a part of GPyTorch's, its parameters having φ's dimensions in front."""
-        part, own = self.parts[name], self._of(name, phi).squeeze(-2)
+        """Call a function on a GPyTorch module whose parameters are those of φ, with φ's dimensions in front."""
+        part, own = self.parts[name], self._part_of(name, phi).squeeze(-2)
         free = {n: p for n, p in part.named_parameters() if p.requires_grad}
         split = own.split([p.numel() for p in free.values()], -1)
         values = {
@@ -158,24 +156,24 @@ class GaussianProcess:
         return functional_call(_Part(part), values, (what,))
 
     def _mean_and_inputs(self, phi: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """m_φ(x) ``(..., K, B)`` and what the kernel sees of x, ``(..., K, B, F)``."""
+        """Return m_φ(x) ``(..., K, B)`` and the inputs of the kernel, ``(..., K, B, F)``."""
         x = x[..., None] if x.ndim == 2 else x
-        flat = x.flatten(2).expand(*_lead(phi), *x.shape[:2], -1)
+        flat = x.flatten(2).expand(*phi.shape[:-3], *x.shape[:2], -1)
         if isinstance(self.mean, gpytorch.Module):
             mean = self._with("mean", phi, lambda part: part(flat))
         else:
-            mean = apply(self.mean, self._of("mean", phi), x).squeeze(-1)
+            mean = apply(self.mean, self._part_of("mean", phi), x).squeeze(-1)
         if self.features is None:
             return mean, flat
-        return mean, apply(self.features, self._of("features", phi), x)
+        return mean, apply(self.features, self._part_of("features", phi), x)
 
     def _covariance(self, phi: Tensor, x1: Tensor, x2: Tensor) -> Tensor:
-        """k_φ(x, x'), ``(..., K, B, B')``."""
+        """Return k_φ(x, x'), ``(..., K, B, B')``."""
         return self._with("kernel", phi, lambda part: part(x1, x2).to_dense())
 
 
 class _Part(nn.Module):
-    """A module of GPyTorch's, whatever one does with it, for :func:`torch.func.functional_call`."""
+    """A wrapper that lets :func:`torch.func.functional_call` call any function on a GPyTorch module."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
@@ -186,24 +184,19 @@ class _Part(nn.Module):
 
 
 def unit_kernel() -> gpytorch.kernels.RBFKernel:
-    """exp(−‖x − x'‖² / 2), without parameters."""
+    """Return the kernel exp(−‖x − x'‖² / 2), without parameters."""
     kernel = gpytorch.kernels.RBFKernel()
     kernel.lengthscale = 1.0
     return kernel.requires_grad_(False)
 
 
 def noise_of(scale: float) -> gpytorch.likelihoods.GaussianLikelihood:
-    """Gaussian noise of this standard deviation at first."""
+    """Return Gaussian noise with this initial standard deviation."""
     likelihood = gpytorch.likelihoods.GaussianLikelihood()
     likelihood.noise = scale**2
     return likelihood
 
 
 def _free(part: nn.Module) -> list[str]:
-    """The parameters that belong to φ."""
+    """Return the names of the parameters that belong to φ."""
     return [name for name, value in part.named_parameters() if value.requires_grad]
-
-
-def _lead(phi: Tensor) -> torch.Size:
-    """The dimensions of φ before those of the clients, the rows and its own."""
-    return phi.shape[:-3]

@@ -1,4 +1,4 @@
-"""Poisson regression with exposure and one intercept a client."""
+"""Poisson regression with exposure and one intercept per client."""
 
 import pyro
 import pyro.distributions as dist
@@ -8,7 +8,7 @@ from bayesfed.data.federation import Federation
 
 
 def hierarchical_count(federation: Federation | Batch) -> None:
-    """Counts whose base rate differs between clients; the rate ratios e^β are common to all.
+    """Model counts whose base rate differs between clients; the rate ratios e^β are common to all.
 
     ::
 
@@ -18,16 +18,16 @@ def hierarchical_count(federation: Federation | Batch) -> None:
         client i α_i ~ Normal(μ, τ)
         row j    y_ij ~ Poisson(e_ij · exp(α_i + x_ij·β))
 
-    The exposure e (time, population or area at risk) is 1 where the field is not given. The unit of
-    α and β is the log-rate per unit of exposure; μ is wide because the rate depends on that unit,
-    so choose one in which rates are between 10⁻⁴ and 10⁴. The priors are weakly informative for
-    standardised ``x`` (:func:`bayesfed.data.datasets.standardise`).
+    The exposure e (time, population or area at risk) is 1 if the field is not given. The unit of
+    α and β is the log-rate per unit of exposure; μ has a wide prior because the rate depends on
+    that unit: choose one in which rates are between 10⁻⁴ and 10⁴. The priors are weakly informative for
+    standardised ``x`` (:func:`bayesfed.data.standardise.standardise`).
 
     Args:
         federation: clients with a vector field ``x``, shape ``(rows, P)``, a scalar field ``y`` of
             counts 0, 1, 2, …, shape ``(rows,)``, and optionally a scalar field ``exposure`` > 0,
             shape ``(rows,)``. One predictor is a vector too: ``fields={"x": ["age"], "y": ...}``.
-            Without ``y`` the site ``y`` is sampled.
+            Without ``y`` the sample site ``y`` is drawn.
 
     Source: A. Gelman and J. Hill (2007), "Data Analysis Using Regression and Multilevel/
     Hierarchical Models", Cambridge University Press, section 15.1.

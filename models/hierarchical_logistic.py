@@ -1,4 +1,4 @@
-"""Logistic regression with one intercept and one vector of slopes a client."""
+"""Logistic regression with one intercept and one vector of slopes per client."""
 
 import pyro
 import pyro.distributions as dist
@@ -8,7 +8,7 @@ from bayesfed.data.federation import Federation
 
 
 def hierarchical_logistic(federation: Federation | Batch) -> None:
-    """A binary outcome whose base rate and odds ratios differ between clients.
+    """Model a binary outcome whose base rate and odds ratios differ between clients.
 
     ::
 
@@ -21,17 +21,17 @@ def hierarchical_logistic(federation: Federation | Batch) -> None:
         row j    y_ij   ~ Bernoulli(p_ij),       log(p_ij / (1 − p_ij)) = α_i + x_ij·β_i
 
     The unit of α and β is the log-odds: 2.5 is a factor of 12 in the odds. The priors are weakly
-    informative for ``x`` that is standardised (:func:`bayesfed.data.datasets.standardise`) or 0/1.
+    informative for ``x`` that is standardised (:func:`bayesfed.data.standardise.standardise`) or 0/1.
 
     Args:
         federation: clients with a vector field ``x``, shape ``(rows, P)``, and a scalar field ``y``
             that is 0 or 1, shape ``(rows,)``. One predictor is a vector too:
-            ``fields={"x": ["smoker"], "y": ...}``. Without ``y`` the site ``y`` is sampled.
+            ``fields={"x": ["smoker"], "y": ...}``. Without ``y`` the sample site ``y`` is drawn.
 
     Source: A. Gelman and J. Hill (2007), "Data Analysis Using Regression and Multilevel/
     Hierarchical Models", Cambridge University Press, chapter 14. The scale 2.5: A. Gelman et al.
     (2008), "A weakly informative default prior distribution for logistic and other regression
-    models", Annals of Applied Statistics 2(4), 1360–1383, there of a Cauchy distribution.
+    models", Annals of Applied Statistics 2(4), 1360–1383, who use a Cauchy distribution.
 
     Example:
         >>> import bayesfed as bf

@@ -1,4 +1,4 @@
-"""A modulated network: a second network reads a client's rows and gates the units of the first (CAFeMe)."""
+"""A modulated network: a second network reads a client's rows and gates the hidden units of the first (CAFeMe)."""
 
 from __future__ import annotations
 
@@ -16,39 +16,38 @@ from bayesfed.models.network import WEIGHTS, common, mlp
 
 ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid)
 GATES = "gates"
-"""The local site that holds what multiplies a client's hidden units, before the sigmoid."""
+"""The local sample site of the gates, which after a sigmoid multiply a client's hidden units."""
 
 
 @dataclass(frozen=True, eq=False)
 class Modulated:
-    r"""A classifier f whose hidden units are gated by what a modulator g makes of the client's labelled rows.
+    r"""A classifier f whose hidden units are gated by a modulator g that reads a client's labelled rows.
 
     .. code-block:: text
 
-        client i    ω_i = (ψ_i, μ_i) ~ N(m, scale²)         site ``weights``: of f and of g
-                    ζ_i ~ N(0, 1)                           site ``gates``: one number per hidden unit
+        client i    ω_i = (ψ_i, μ_i) ~ N(m, scale²)         sample site ``weights``: those of f and of g
+                    ζ_i ~ N(0, 1)                           sample site ``gates``: one number per hidden unit
         row j       y_ij ~ Categorical(softmax f(x_ij; ψ_i, ζ_i)),    hidden layers a(·) ⊗ sigmoid(ζ_i)   (eq. 4.4)
         context     ζ_i = g(D_i; μ_i),    g(D; μ) = MLP(mean_b h(h_x(x_b) ⊕ onehot(y_b)))                (section 4.1)
 
-    What follows an activation of f is gated, each unit or channel by one number. m is the site ``prior.loc``:
-    ``pyro.param``, or with ``hyper_scale`` a random variable, Normal around where it starts. g is the encoder of the
-    site ``gates`` (:mod:`bayesfed.elbo.context`): an algorithm with a context
-    (:class:`~bayesfed.algorithms.cafeme.CAFeMe`) makes ζ_i from the client's labelled rows, and its prior enters no
-    loss; for any other ζ_i is a variable of the client with a standard Normal prior. Either way what is predicted for a
-    row does not depend on which other rows are predicted with it.
+    The output of each activation of f is gated, each unit or channel by one number. m is named ``prior.loc``: a
+    ``pyro.param``, or with ``hyper_scale`` a random variable, Normal around its initial value. g is the encoder of the
+    sample site ``gates`` (:mod:`bayesfed.guides.encoders`): an algorithm with a context
+    (:class:`~bayesfed.algorithms.cafeme.CAFeMe`) computes ζ_i from the client's labelled rows, and its prior enters no
+    loss; for any other algorithm ζ_i is a local variable with a standard Normal prior. In both cases the prediction for
+    a row does not depend on the other rows that are predicted with it.
 
     Equations of Vettoruzzo, Bouguelia & Rögnvaldsson, "Personalized Federated Learning with Contextual
     Modulation and Meta-Learning".
 
     Args:
-        module: f, layers in sequence with an activation after every hidden one, such as
-            :func:`~bayesfed.models.mlp` and :func:`~bayesfed.models.cnn` make; its present parameters are where
-            ψ starts.
-        encoder: h_x, any module that makes a vector of an input; its last layer is linear. A ReLU follows it.
+        module: f, layers in sequence with an activation after every hidden one, for example from
+            :func:`~bayesfed.models.mlp` or :func:`~bayesfed.models.cnn`; its present parameters are the initial ψ.
+        encoder: h_x, any module that maps an input to a vector; its last layer is linear. A ReLU follows it.
         context: width of h and of the context.
         film: scale and shift the activations, (1 + ζ_a) ⊗ a(·) + ζ_b, with two numbers per unit, in place of
             the gates. The paper has ζ_a for 1 + ζ_a and found it unstable.
-        scale: standard deviation of the weights' prior, for good.
+        scale: standard deviation of the weights' prior, which is fixed.
         hyper_scale: standard deviation of the hyper-prior of m; by default m is a ``pyro.param``.
         x: the field of inputs ``(rows, *event)``.
         y: the field of labels, 0 to classes − 1, ``(rows,)``.
@@ -93,17 +92,17 @@ class Modulated:
 
     @property
     def size(self) -> int:
-        """How many weights there are, of f and g together: D."""
+        """The number D of weights of f and g together."""
         return len(self.start)
 
     @property
     def base_size(self) -> int:
-        """How many of them, the first ones, are f's."""
+        """The number of weights of f, which come first."""
         return self.size - len(flatten(self.modulator))
 
     @property
     def gates_size(self) -> int:
-        """How many numbers modulate a client's network: G."""
+        """The number G of gates of a client's network."""
         return len(flatten(self.base, [GATES]))
 
     @property
@@ -111,7 +110,7 @@ class Modulated:
         return f"modulated {type(self.module).__name__} network"
 
     def __call__(self, federation: Any) -> None:
-        """The Pyro program."""
+        """Run the Pyro program."""
         loc = common("prior.loc", self.start, self.hyper_scale)
         zeros = loc.new_zeros(self.gates_size)
         with federation.clients():
@@ -129,7 +128,7 @@ class Modulated:
                 pyro.sample(self.y, y, obs=obs.get(self.y))
 
     def outputs(self, weights: Tensor, gates: Tensor, x: Tensor) -> Tensor:
-        """f(x; ψ, ζ), the logits of every row.
+        """Return f(x; ψ, ζ), the logits of every row.
 
         Args:
             weights: ω, ``(..., K, 1, D)``.
@@ -154,13 +153,13 @@ class Modulated:
         )
 
     def gates(self, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-        """g(D; μ): what the modulator makes of each client's labelled rows, in whatever order they come.
+        """Return g(D; μ), the modulator's output for each client's labelled rows; their order does not matter.
 
         Args:
             weights: ω, ``(..., K, 1, D)``; the result is differentiable in it.
             x: ``(K, B, *event)``.
             y: labels ``(K, B)``.
-            mask: bool ``(K, B)``: the rows that are read.
+            mask: bool ``(K, B)``: the rows to read.
 
         Returns:
             ζ, ``(..., K, 1, G)``.
@@ -179,7 +178,7 @@ class Modulated:
 
 
 class _Base(nn.Module):
-    """f: layers in sequence, modulated after each activation. ζ stands first among its parameters, ``(G,)``."""
+    """The network f: layers in sequence, modulated after each activation. ζ ``(G,)`` is its first parameter."""
 
     def __init__(self, module: nn.Sequential, film: bool) -> None:
         super().__init__()
@@ -204,7 +203,7 @@ class _Base(nn.Module):
             x = layer(x)
             if not isinstance(layer, ACTIVATIONS):
                 continue
-            gates = next(parts).reshape(-1, *[1] * (x.ndim - 2))  # of a channel's whole map
+            gates = next(parts).reshape(-1, *[1] * (x.ndim - 2))  # one for a channel's whole map
             if self.film:
                 scale, shift = gates.chunk(2)
                 x = (1 + scale) * x + shift
@@ -214,7 +213,7 @@ class _Base(nn.Module):
 
 
 class _Modulator(nn.Module):
-    """g: rows ``(B, *event)``, one-hot labels ``(B, classes)`` and which count ``(B,)``, to ζ ``(G,)``."""
+    """The network g: from rows ``(B, *event)``, one-hot labels ``(B, classes)`` and mask ``(B,)`` to ζ ``(G,)``."""
 
     def __init__(self, encoder: nn.Module, classes: int, context: int, gates: int) -> None:
         super().__init__()
@@ -229,14 +228,16 @@ class _Modulator(nn.Module):
 
 
 def _width(layers: Sequence[nn.Module]) -> int:
-    """Units or channels that come out of the last linear or convolutional layer of some.
+    """Return the number of output units or channels of the last linear or convolutional layer.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such layer.
     """
     for layer in reversed(layers):
         if isinstance(layer, nn.Linear):
             return layer.out_features
         if isinstance(layer, nn.modules.conv._ConvNd):
             return layer.out_channels
-    raise ValueError("no linear or convolutional layer comes before: the width is not known")
+    raise ValueError(
+        "the width is unknown: no linear or convolutional layer precedes the activation"
+    )

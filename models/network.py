@@ -1,4 +1,4 @@
-"""Bayesian networks: every client has weights of its own around a common centre, for all layers or for some."""
+"""Bayesian networks: every client has its own weights around a common centre, in all layers or in some."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributions import constraints
 from bayesfed.functional.networks import apply, check_stateless, flatten
 
 WEIGHTS = "weights"
-"""The local site that holds a client's weights as one vector."""
+"""The local sample site of a client's weights, as one vector."""
 
 
 @dataclass(frozen=True)
@@ -25,18 +25,18 @@ class Network:
 
     .. code-block:: text
 
-        client i    w_i ~ N(m, diag(σ²))          σ fixed, learnt (one for each weight) or one ρ_i a client
+        client i    w_i ~ N(m, diag(σ²))          σ fixed, learnt (one for each weight) or one ρ_i per client
         row j       y_ij ~ Categorical(softmax f(x_ij; w_i, v))    or    N(f(x_ij; w_i, v), noise²)
 
-    m, σ and v, the weights that all clients share, are the sites ``prior.loc``, ``prior.scale`` and ``shared``:
-    ``pyro.param``, or with ``hyper_scale`` random variables, Normal (σ: log-Normal) around where they start. ρ_i is
-    the client's own parameter ``prior.rho``. Without local weights all clients have one network.
+    m, σ and v, the weights that all clients share, are named ``prior.loc``, ``prior.scale`` and ``shared``: each a
+    ``pyro.param``, or with ``hyper_scale`` a random variable, Normal (σ: log-Normal) around its initial value. ρ_i is
+    the client's parameter ``prior.rho``. Without local weights all clients have the same network.
 
     Args:
-        module: any module without state; its present parameters are where m and v start.
-        local: which parameters are a client's own: ``"all"``, or beginnings of their names, ``()`` for none.
-        scale: σ, at the start or for good: one number, or one for each beginning of a local parameter's name, of
-            which the longest counts (``{"": 0.1, "2.bias": 0.3}``).
+        module: any module without state; its present parameters are the initial m and v.
+        local: the local parameters: ``"all"``, or prefixes of their names, ``()`` for none.
+        scale: σ, initial or fixed: one number, or one for each prefix of a local parameter's name, of which the longest
+            counts (``{"": 0.1, "2.bias": 0.3}``).
         spread: ``"fixed"``, ``"learnt"`` (σ) or ``"client"`` (ρ_i).
         likelihood: ``"categorical"`` or ``"normal"``.
         noise: standard deviation of the normal likelihood.
@@ -45,7 +45,7 @@ class Network:
         y: the field of labels (int64) or targets ``(rows,)``.
 
     Raises:
-        ValueError: the module keeps state; ``local`` names no parameter; an unknown spread or likelihood.
+        ValueError: the module keeps state; ``local`` is a prefix of no parameter; an unknown spread or likelihood.
 
     Example:
         >>> from bayesfed import models
@@ -79,7 +79,7 @@ class Network:
         names = tuple(name for name in every if name.startswith(wanted))
         if wanted and not names:
             raise ValueError(
-                f"local={self.local!r} begins no parameter's name; there are {', '.join(every)}"
+                f"local={self.local!r} is a prefix of no parameter's name; there are {', '.join(every)}"
             )
         rest = [name for name in every if name not in names]
         object.__setattr__(self, "names", names)
@@ -88,7 +88,7 @@ class Network:
         object.__setattr__(self, "scales", self._scales())
 
     def _scales(self) -> Tensor:
-        """σ of every local weight, ``(D,)``."""
+        """Return σ of every local weight, ``(D,)``."""
         given = self.scale if isinstance(self.scale, Mapping) else {"": self.scale}
         if self.spread == "client" and len(given) > 1:
             raise ValueError(
@@ -97,22 +97,22 @@ class Network:
         params = dict(self.module.named_parameters())
         parts = []
         for name in self.names:
-            beginnings = [beginning for beginning in given if name.startswith(beginning)]
-            if not beginnings:
+            prefixes = [prefix for prefix in given if name.startswith(prefix)]
+            if not prefixes:
                 raise ValueError(
                     f"scale gives no standard deviation for the local weights {name!r}"
                 )
-            parts.append(torch.full_like(params[name].detach(), given[max(beginnings, key=len)]))
+            parts.append(torch.full_like(params[name].detach(), given[max(prefixes, key=len)]))
         return torch.cat([part.flatten() for part in parts]) if parts else torch.zeros(0)
 
     @property
     def size(self) -> int:
-        """How many weights a client has for itself."""
+        """The number of local weights of a client."""
         return len(self.start)
 
     @property
     def shared_size(self) -> int:
-        """How many weights all clients share."""
+        """The number of weights that all clients share."""
         return len(self.shared_start)
 
     @property
@@ -120,7 +120,7 @@ class Network:
         return f"{type(self.module).__name__} network"
 
     def __call__(self, federation: Any) -> None:
-        """The Pyro program."""
+        """Run the Pyro program."""
         local, shared = self.size > 0, None
         if local:
             loc, scale = common("prior.loc", self.start, self.hyper_scale), self.scales
@@ -146,7 +146,7 @@ class Network:
                 pyro.sample(self.y, y, obs=obs.get(self.y))
 
     def outputs(self, w: Tensor | None, obs: Any, shared: Tensor | None) -> Tensor:
-        """f(x; w, v) for every row: ``(..., K, B, C)``."""
+        """Return f(x; w, v) for every row: ``(..., K, B, C)``."""
         w, shared = (v[None, None] if v is not None and v.ndim == 1 else v for v in (w, shared))
         if w is None:
             assert shared is not None
@@ -157,7 +157,7 @@ class Network:
 def common(
     name: str, start: Tensor, hyper_scale: float | None, *, positive: bool = False
 ) -> Tensor:
-    """What clients have in common: a parameter, or a random variable of this spread around where it would start."""
+    """Return a global vector: a ``pyro.param``, or with a hyper-prior's scale a sample around the initial value."""
     if hyper_scale is None:
         over = constraints.positive if positive else constraints.real
         return pyro.param(name, start.clone, constraint=over, event_dim=1)
@@ -169,7 +169,7 @@ def common(
 
 
 def mlp(*sizes: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
-    """Layers of the given sizes with an activation between them; ``mlp(784, 10)`` is a logistic regression.
+    """Make linear layers of the given sizes with an activation between them; ``mlp(784, 10)`` is a logistic regression.
 
     Example:
         >>> from bayesfed import models
@@ -185,13 +185,13 @@ def mlp(*sizes: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequen
 def cnn(
     shape: tuple[int, int, int], classes: int, channels: Sequence[int] = (32, 32), hidden: int = 128
 ) -> nn.Sequential:
-    """Convolutions 5 × 5 with ReLU and 2 × 2 pooling, then one hidden layer and the head.
+    """Make convolutions 5 × 5 with ReLU and 2 × 2 pooling, then one hidden layer and the head.
 
     Args:
-        shape: of one image: channels, height, width; rows may be flat or not.
+        shape: channels, height and width of one image; rows may be flat or not.
         classes: number of outputs.
-        channels: of each convolution: two as in the FEMNIST benchmark; three, as ``(32, 64, 64)``, make the five
-            layers usual for CIFAR.
+        channels: number of channels of each convolution: two as in the FEMNIST benchmark; three, as ``(32, 64, 64)``,
+            make the usual five layers for CIFAR.
         hidden: width of the layer before the head.
 
     Example:

@@ -1,4 +1,4 @@
-"""Ordered logistic regression with one intercept a client."""
+"""Ordered logistic regression with one intercept per client."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bayesfed.data.federation import Federation
 
 @dataclass(frozen=True)
 class OrderedLogistic:
-    """Ordered categories (grades, stages, answers) towards whose end clients tend more or less.
+    """Ordered categories (grades, stages, answers), higher or lower on average from client to client.
 
     ::
 
@@ -29,16 +29,16 @@ class OrderedLogistic:
         client i α_i ~ Normal(0, τ)
         row j    P(y_ij ≤ k) = 1 / (1 + exp(α_i + x_ij·β − c_k))        k = 0 … C − 2
 
-    The prior of the cutpoints c is that all probabilities p of the categories are alike for a row with
-    α_i + x_ij·β = 0, whatever their number C. e^β is the factor in the odds of any higher category against the lower
-    ones (proportional odds). The priors are weakly informative for ``x`` that is standardised
-    (:func:`bayesfed.data.datasets.standardise`) or 0/1.
+    The prior of the cutpoints c is a uniform prior of the probabilities p of the C categories for a row with
+    α_i + x_ij·β = 0. e^β is the factor in the odds of any higher category against the lower ones (proportional odds).
+    The priors are weakly informative for ``x`` that is standardised (:func:`bayesfed.data.standardise.standardise`) or
+    0/1.
 
     The program reads a vector field ``x``, shape ``(rows, Q)``, and a scalar field ``y``, shape ``(rows,)``, of whole
-    numbers from 0 to C − 1. Without ``y`` the site ``y`` is sampled.
+    numbers from 0 to C − 1. Without ``y`` the sample site ``y`` is drawn.
 
     Attributes:
-        categories: C, 2 or more. It is not counted, since no client needs to have rows of all.
+        categories: C, 2 or more; it must be given because no client needs to have rows in all categories.
 
     Raises:
         ValueError: fewer than two categories.
@@ -65,13 +65,13 @@ class OrderedLogistic:
 
     def __post_init__(self) -> None:
         if self.categories < 2:
-            raise ValueError(f"categories is {self.categories}; there must be 2 or more")
+            raise ValueError(f"categories is {self.categories}; it must be 2 or more")
 
     def __call__(self, federation: Federation | Batch) -> None:
-        """The program."""
+        """Run the Pyro program."""
         predictors = federation.event_shape("x")
-        alike = dist.Dirichlet(torch.ones(self.categories))
-        prior = dist.TransformedDistribution(alike, [SimplexToOrderedTransform()])
+        uniform = dist.Dirichlet(torch.ones(self.categories))
+        prior = dist.TransformedDistribution(uniform, [SimplexToOrderedTransform()])
         cutpoints = pyro.sample("cutpoints", prior)
         tau = pyro.sample("tau", dist.HalfNormal(1.0))
         beta = pyro.sample("beta", dist.Normal(0.0, 2.5).expand(predictors).to_event(1))
@@ -83,13 +83,13 @@ class OrderedLogistic:
 
 
 class Ordered(dist.TorchDistribution):
-    """P(y ≤ k) = σ(c_k − location); of a value only the two cutpoints around it are looked at.
+    """The distribution P(y ≤ k) = σ(c_k − location), evaluated from the two cutpoints around a value.
 
     Example:
         >>> import torch
         >>> from bayesfed.models.ordered_logistic import Ordered
-        >>> law = Ordered(torch.tensor(0.0), torch.tensor([0.0, 1.0]))
-        >>> law.log_prob(law.enumerate_support()).exp()
+        >>> ordered = Ordered(torch.tensor(0.0), torch.tensor([0.0, 1.0]))
+        >>> ordered.log_prob(ordered.enumerate_support()).exp()
         tensor([0.5000, 0.2311, 0.2689])
     """
 
@@ -109,11 +109,11 @@ class Ordered(dist.TorchDistribution):
 
     @property
     def support(self) -> constraints.Constraint:
-        """0 … C − 1."""
+        """The whole numbers 0 … C − 1."""
         return constraints.integer_interval(0, self.cutpoints.shape[-1])
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Ordered:
-        """To more rows."""
+        """Return the same distribution with a larger batch shape."""
         return Ordered(
             self.location.expand(batch_shape),
             self.cutpoints.expand(*batch_shape, -1),
@@ -121,15 +121,15 @@ class Ordered(dist.TorchDistribution):
         )
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """How many cutpoints a logistic variable around the location has passed."""
+        """Draw a logistic variable around the location, and count the cutpoints below it."""
         u = torch.rand(self._extended_shape(sample_shape)).to(self.location)
         passed = self.cutpoints < (self.location + u.logit(eps=1e-7)).unsqueeze(-1)
         return passed.sum(-1)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """log(σ(a) − σ(b)), a = c_y − location, b = c_{y−1} − location, with c_{−1} = −∞ and c_{C−1} = ∞.
+        """Return log(σ(a) − σ(b)), a = c_y − location, b = c_{y−1} − location, with c_{−1} = −∞ and c_{C−1} = ∞.
 
-        σ(a) − σ(b) = σ(a) σ(−b) (1 − e^(b−a)), of which no factor is a difference of nearly equal numbers.
+        It is computed as σ(a) − σ(b) = σ(a) σ(−b) (1 − e^(b−a)), where no factor cancels.
         """
         last = self.cutpoints.shape[-1]
         shape = torch.broadcast_shapes(value.shape, self.batch_shape)
@@ -148,7 +148,7 @@ class Ordered(dist.TorchDistribution):
         )
 
     def enumerate_support(self, expand: bool = True) -> Tensor:
-        """All categories."""
+        """Return all categories."""
         values = torch.arange(self.cutpoints.shape[-1] + 1, device=self.location.device)
         values = values.reshape(-1, *[1] * len(self.batch_shape))
         return values.expand(-1, *self.batch_shape) if expand else values

@@ -1,4 +1,4 @@
-"""Linear regression with one intercept a client."""
+"""Linear regression with one intercept per client."""
 
 import pyro
 import pyro.distributions as dist
@@ -8,7 +8,7 @@ from bayesfed.data.federation import Federation
 
 
 def varying_intercept(federation: Federation | Batch) -> None:
-    """Clients differ by their level; the slopes β and the noise σ are common to all.
+    """Model an outcome whose level differs between clients; the slopes β and the noise σ are common to all.
 
     ::
 
@@ -20,13 +20,13 @@ def varying_intercept(federation: Federation | Batch) -> None:
         row j    y_ij ~ Normal(α_i + x_ij·β, σ)
 
     The priors are weakly informative for standardised ``x`` and ``y``
-    (:func:`bayesfed.data.datasets.standardise`).
+    (:func:`bayesfed.data.standardise.standardise`).
 
     Args:
         federation: clients with a vector field ``x``, shape ``(rows, P)``, and a scalar field
             ``y``, shape ``(rows,)``. One predictor is a vector too:
             ``fields={"x": ["floor"], "y": ...}``.
-            Without ``y`` the site ``y`` is sampled.
+            Without ``y`` the sample site ``y`` is drawn.
 
     Source: A. Gelman and J. Hill (2007), "Data Analysis Using Regression and Multilevel/
     Hierarchical Models", Cambridge University Press, section 12.4.

@@ -1,4 +1,4 @@
-"""Linear regression with one intercept and one vector of slopes a client."""
+"""Linear regression with one intercept and one vector of slopes per client."""
 
 import pyro
 import pyro.distributions as dist
@@ -8,7 +8,7 @@ from bayesfed.data.federation import Federation
 
 
 def varying_slope(federation: Federation | Batch) -> None:
-    """Clients differ by their level and by their slopes; the noise σ is common to all.
+    """Model an outcome whose level and slopes differ between clients; the noise σ is common to all.
 
     ::
 
@@ -22,17 +22,17 @@ def varying_slope(federation: Federation | Batch) -> None:
         row j    y_ij   ~ Normal(α_i + x_ij·β_i, σ)
 
     Given the global variables, a client's intercept and slopes are independent. The priors are
-    weakly informative for standardised ``x`` and ``y`` (:func:`bayesfed.data.datasets.standardise`).
+    weakly informative for standardised ``x`` and ``y`` (:func:`bayesfed.data.standardise.standardise`).
 
     Args:
         federation: clients with a vector field ``x``, shape ``(rows, P)``, and a scalar field
             ``y``, shape ``(rows,)``. One predictor is a vector too:
             ``fields={"x": ["floor"], "y": ...}``.
-            Without ``y`` the site ``y`` is sampled.
+            Without ``y`` the sample site ``y`` is drawn.
 
     Source: A. Gelman and J. Hill (2007), "Data Analysis Using Regression and Multilevel/
-    Hierarchical Models", Cambridge University Press, section 13.1, there with correlated
-    coefficients.
+    Hierarchical Models", Cambridge University Press, section 13.1, where the coefficients are
+    correlated.
 
     Example:
         >>> import bayesfed as bf

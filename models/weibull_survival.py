@@ -1,4 +1,4 @@
-"""Weibull regression of right-censored times with one intercept (frailty) a client."""
+"""Weibull regression of right-censored times with one intercept (frailty) per client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bayesfed.data.federation import Federation
 
 
 def weibull_survival(federation: Federation | Batch) -> None:
-    """Times to an event, some known only to be longer, whose typical length differs between clients.
+    """Model times to an event, some of them censored, whose typical length differs between clients.
 
     ::
 
@@ -28,15 +28,14 @@ def weibull_survival(federation: Federation | Batch) -> None:
                  p(t) = k/λ (t/λ)^(k−1) S(t) of an event, S(t) = exp(−(t/λ)^k) of a censored row
 
     e^β is the factor by which a unit of x makes times longer (accelerated failure time), e^(−kβ) the hazard ratio;
-    k > 1 means a hazard that grows. e^(−kα_i) is the client's frailty. The unit of e^μ is that of time: choose one in
-    which typical times are between .02 and 50, the nearer to 1 the better. The other priors are weakly informative for
-    standardised ``x`` (:func:`bayesfed.data.datasets.standardise`).
+    k > 1 means an increasing hazard. e^(−kα_i) is the client's frailty. The unit of e^μ is that of time: choose one in
+    which typical times are between 0.02 and 50, ideally near 1. The other priors are weakly informative for
+    standardised ``x`` (:func:`bayesfed.data.standardise.standardise`).
 
     Args:
         federation: clients with a vector field ``x``, shape ``(rows, P)``, and two scalar fields, shape ``(rows,)``:
-            ``time`` > 0, and ``event``, 1 where that is the time of the event and 0 where it is censored there.
-            Without ``event`` no row is censored. Without ``time`` the site ``time`` is sampled; times that are drawn
-            are those of events.
+            ``time`` > 0, and ``event``, 1 if that is the time of the event and 0 if it is censored. Without ``event``
+            no row is censored. Without ``time`` the sample site ``time`` is drawn, as times of events.
 
     Source: D. R. Cox and D. Oakes (1984), "Analysis of Survival Data", Chapman and Hall, sections 2.3, 5.2 and 6.4;
     with a frailty for each patient: D. Spiegelhalter et al. (1996), "BUGS 0.5 Examples Volume 1", "Kidney".
@@ -71,7 +70,7 @@ def weibull_survival(federation: Federation | Batch) -> None:
 
 
 class CensoredWeibull(dist.TorchDistribution):
-    """Weibull times, some of which are known only to be longer.
+    """The distribution of Weibull times, some of them censored.
 
     ::
 
@@ -80,7 +79,7 @@ class CensoredWeibull(dist.TorchDistribution):
     Args:
         log_scale: log λ.
         shape: k > 0.
-        event: 1 where a time is that of the event, 0 where it is censored there; by default all are.
+        event: 1 for the time of an event, 0 for a censored time; by default all are times of events.
     """
 
     arg_constraints: dict[str, Any] = {}  # noqa: RUF012  (torch's interface)
@@ -92,18 +91,18 @@ class CensoredWeibull(dist.TorchDistribution):
         super().__init__(self.log_scale.shape, validate_args=False)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> CensoredWeibull:
-        """The same of more rows."""
+        """Return the same distribution with a larger batch shape."""
         parts = (self.log_scale, self.shape_, self.event)
         return CensoredWeibull(*(part.expand(batch_shape) for part in parts))
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Times of events: H⁻¹ of exponential times."""
+        """Draw times of events: H⁻¹ of exponential times."""
         shape = torch.Size(sample_shape) + self.batch_shape
         exponential = -torch.rand(shape, dtype=self.log_scale.dtype, device=self.log_scale.device)
         return (self.log_scale + torch.log(-torch.log1p(exponential)) / self.shape_).exp()
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Of the event at that time, or where censored of a later one."""
+        """Return the log density of an event at that time, or if censored the log probability of a later event."""
         log_time = value.log()
         log_cumulative = self.shape_ * (log_time - self.log_scale)
         log_hazard = self.shape_.log() + log_cumulative - log_time

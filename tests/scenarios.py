@@ -12,6 +12,14 @@ from torch import Tensor
 import bayesfed as bf
 
 
+def summed(upload):
+    """Return the sum of the uploads ``(K, ...)`` of K clients, as the server sees it."""
+    return {
+        part: {name: value.sum(0) for name, value in values.items()}
+        for part, values in upload.items()
+    }
+
+
 def conjugate_hierarchy(federation):
     """mu ~ N(0, 2), alpha_i ~ N(mu, 1), y_ij ~ N(alpha_i, 0.5): everything is jointly Gaussian."""
     mu = pyro.sample("mu", dist.Normal(0.0, 2.0))

@@ -8,18 +8,25 @@ import torch
 
 import bayesfed as bf
 from bayesfed.engine.cohort import cohort_size
+from bayesfed.steps import GradientsAtDraws
 from tests.invariants.cases import CASES, federation
 from tests.scenarios import conjugate_hierarchy, ragged
 
 QUICK = {"local_steps": 1, "draws": 1}
 
 
-class Watched(bf.SFVI):
-    """SFVI that notes what each group of clients was given to work on."""
+@dataclasses.dataclass(frozen=True)
+class Watched(GradientsAtDraws):
+    """SFVI's steps, with a list of the rows that each group of clients was given."""
 
-    def work(self, job):
-        SEEN.append([job.rows(step) for step in range(self.local_steps)])
-        return super().work(job)
+    def run(self, job, locals_):
+        SEEN.append([job.rows(step) for step in range(self.steps)])
+        return super().run(job, locals_)
+
+
+def watched(**settings):
+    algorithm = bf.SFVI(**settings)
+    return algorithm.replace(steps=Watched(**vars(algorithm.steps)))
 
 
 SEEN: list = []
@@ -169,10 +176,10 @@ def test_a_callback_can_stop_the_run():
 def test_chunks_change_memory_not_results(seen, chunk_size):
     """Sums are added in another order: float64 round-off, magnified a little by Adam."""
     data = ragged(6)
-    whole = fit(data, Watched(**QUICK), clients_per_round=5, batch_size=2)
+    whole = fit(data, watched(**QUICK), clients_per_round=5, batch_size=2)
     assert [len(steps[0]) for steps in seen] == [5, 5, 5]
     seen.clear()
-    chunked = fit(data, Watched(**QUICK), clients_per_round=5, batch_size=2, chunk_size=chunk_size)
+    chunked = fit(data, watched(**QUICK), clients_per_round=5, batch_size=2, chunk_size=chunk_size)
     expected = {1: [1] * 5, 2: [2, 2, 1], 4: [4, 1], 100: [5]}[chunk_size]
     assert [len(steps[0]) for steps in seen] == expected * 3
     same(whole, chunked, rtol=1e-9, atol=1e-11)
@@ -183,7 +190,7 @@ def test_minibatches(seen):
     data = bf.Federation.from_arrays(
         {f"c{n}": {"y": 100.0 * n + torch.arange(n)} for n in (1, 3, 20)}
     )
-    fit(data, Watched(local_steps=3, draws=1), rounds=2, batch_size=4)
+    fit(data, watched(local_steps=3, draws=1), rounds=2, batch_size=4)
     drawn = set()
     for steps in seen:
         for batch in steps:
@@ -201,7 +208,7 @@ def test_minibatches(seen):
 
 def test_without_batch_size_all_rows_are_used(seen):
     data = ragged(4)
-    fit(data, Watched(**QUICK), rounds=1)
+    fit(data, watched(**QUICK), rounds=1)
     (steps,) = seen
     assert steps[0].mask.sum() == data.rows
     assert (steps[0].scale == 1).all()

@@ -4,8 +4,8 @@
     client i  work(job): the steps, from the message and the client's state; then the rule encodes their result
     server    sees the sum of the uploads only:            state, term = decode(turn, state, total)
 
-:mod:`bayesfed.algorithms.table` has every method of the literature as such a value. All K clients of a job are rows of the
-same tensors.
+:mod:`bayesfed.algorithms.table` has every method of the literature as such a value. All K clients of a job are rows
+of the same tensors.
 """
 
 from __future__ import annotations
@@ -52,17 +52,16 @@ class Algorithm:
         steps: what a client does in a round.
         rule: what is summed over the cohort, and what the server does with the sum.
         lr_decay: the fraction of the learning rates that is left in the last round, on half a cosine.
-        corrected: whether a fit ends with importance weights for draws of θ, by all clients, where q(θ) is some way from
-            the posterior (:mod:`bayesfed.output.correction`).
+        corrected: whether a fit ends with importance weights for draws of θ, by all clients, where q(θ) is some way
+            from the posterior (:mod:`bayesfed.output.correction`).
         name: the name of the method, "" for a composition without one.
 
     Example:
         >>> import bayesfed as bf
         >>> from bayesfed import datasets, models, rules
         >>> algorithm = bf.FedABML().replace(rule=rules.MStep())  # a composition that has no name
-        >>> bf.fit(models.eight_schools, datasets.eight_schools(), algorithm, rounds=2)
-        Posterior: Point · Remade · Alternate · MStep (mean-field locals), 2 rounds, 8 clients; globals mu, tau; locals theta
-        2 rounds are too few to tell whether the fit still moves
+        >>> print(bf.fit(models.eight_schools, datasets.eight_schools(), algorithm, rounds=2).algorithm)
+        Point · Remade · Alternate · MStep
     """
 
     globals: Any

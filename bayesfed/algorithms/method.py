@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, create_model
@@ -22,12 +22,14 @@ class Setting:
         values: what the fields hold, by what users write, where these differ.
         kinds: the classes of which the value may be, where it is a part itself.
         wrap: what is made of a value before it is set; such a keyword is None by default.
+        value_type: the type of its values, by default that of the first field.
     """
 
     paths: tuple[str, ...]
     values: Mapping[Any, Any] = field(default_factory=dict)
     kinds: tuple[type[Any], ...] = ()
     wrap: Callable[[Any], Any] | None = None
+    value_type: Any = None
 
     def value(self, algorithm: Algorithm) -> Any:
         """Return what a user would have written for an algorithm."""
@@ -39,22 +41,22 @@ class Setting:
             return None
         return next((k for k, v in self.values.items() if v == held), held)
 
-    def set(self, algorithm: Algorithm, value: Any) -> Algorithm:
-        """Return the algorithm with a value of the keyword."""
-        if self.wrap is not None:
-            if value is None:
-                return algorithm
-            value = self.wrap(value)
-        else:
+    def changes(self, value: Any) -> dict[str, Any]:
+        """Return the values of the fields, by path, that a value of the keyword means."""
+        if self.wrap is None:
             value = next((v for k, v in self.values.items() if k == value), value)
-        for path in self.paths:
-            algorithm = put(algorithm, path, value)
-        return algorithm
+        elif value is None:
+            return {}
+        else:
+            value = self.wrap(value)
+        return dict.fromkeys(self.paths, value)
 
     def annotation(self, algorithm: Algorithm) -> Any:
         """Return the type of its values, with their rules."""
         if self.wrap is not None:
             return Callable[..., Any] | None
+        if self.value_type is not None:
+            return self.value_type
         if self.kinds:
             return Any
         if self.values:
@@ -120,10 +122,26 @@ class Method:
         """Return the algorithm with these settings; ``where`` is their dotted key, for messages."""
         plain = {key: plain_number(value) for key, value in settings.items()}
         validated(self.schema(), plain, where)
-        algorithm = self.default
-        for key, value in plain.items():
-            algorithm = self.settings[key].set(algorithm, value)
+        return self.compose(plain)
+
+    def compose(self, settings: Mapping[str, Any]) -> Algorithm:
+        """Return the default composition with other values of these settings."""
+        changes: dict[str, Any] = {}
+        for key, value in settings.items():
+            changes |= self.settings[key].changes(value)
+        try:
+            algorithm: Algorithm = put(self.default, changes)
+        except ValueError as error:
+            raise ValueError(self._by_keyword(str(error))) from None
         return algorithm
+
+    def _by_keyword(self, message: str) -> str:
+        """Return a message that begins with the path of a field with the keyword in its place."""
+        for key, setting in self.settings.items():
+            for path in setting.paths:
+                if message.startswith(f"{path} "):
+                    return key + message.removeprefix(path)
+        return message
 
     def values(self, algorithm: Algorithm) -> dict[str, Any]:
         """Return the settings of an algorithm."""
@@ -145,13 +163,26 @@ def get(value: Any, path: str) -> Any:
     return value
 
 
-def put(value: Any, path: str, new: Any) -> Any:
-    """Return nested dataclasses and tuples with another value of a field."""
-    name, _, rest = path.partition(".")
+def put(value: Any, changes: Mapping[str, Any], where: str = "") -> Any:
+    """Return nested dataclasses and tuples with other values of some fields, by path.
+
+    Each is made once, so that it sees all of its new values together.
+
+    Raises:
+        ValueError: a dataclass refuses its values; the message begins with the path to it.
+    """
+    new: dict[str, Any] = {}
+    inner: dict[str, dict[str, Any]] = {}
+    for path, change in changes.items():
+        name, _, rest = path.partition(".")
+        if rest:
+            inner.setdefault(name, {})[rest] = change
+        else:
+            new[name] = change
+    new |= {n: put(get(value, n), some, f"{where}{n}.") for n, some in inner.items()}
     if isinstance(value, tuple):
-        items = list(value)
-        items[int(name)] = put(items[int(name)], rest, new) if rest else new
-        return tuple(items)
-    assert is_dataclass(value) and not isinstance(value, type)
-    inner = put(getattr(value, name), rest, new) if rest else new
-    return replace(value, **{name: inner})
+        return tuple(new.get(str(number), item) for number, item in enumerate(value))
+    try:
+        return replace(value, **new)
+    except ValueError as error:
+        raise ValueError(f"{where}{error}") from None

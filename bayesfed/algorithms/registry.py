@@ -50,10 +50,7 @@ def algorithm_of(
     """Return the algorithm that plain data describe.
 
     Args:
-        settings: the name of a method, or a table of its ``name``, any of its settings, and parts in place of its own; or
-            a table of all four parts. A part is a name or a table of its ``name`` and fields; ``module:name`` is a
-            class outside the package. The name of a method may be ``module:name`` too: an algorithm, or a function
-            of the settings that returns one.
+            f"{where} is {reference!r}, code of your own that was not stored: import the module {file!r} first"
         guide: the Pyro guide that ``"guide": "custom"`` means.
         where: the dotted key of these settings, for messages.
         load: finds classes outside the package; by default those of modules that are already imported.
@@ -201,7 +198,7 @@ def _imported(reference: str, where: str) -> Any:
     module = sys.modules.get(file)
     if module is None:
         raise SettingsError(
-            f"{where} is {reference!r}, which is code of your own and was not stored: import the module {file!r} first"
+            f"{where} is {reference!r}, code of your own that was not stored: import the module {file!r} first"
         )
     try:
         return operator.attrgetter(name)(module)  # a class in a class has a dotted name
@@ -239,10 +236,7 @@ def settings_of(algorithm: Algorithm) -> dict[str, Any]:
     method = METHODS.get(algorithm.name)
     if method is not None:
         found = method.values(algorithm)
-        same = method.default
-        for key, value in found.items():
-            same = method.settings[key].set(same, value)
-        if same == algorithm:
+        if method.compose(found) == algorithm:
             return {"name": algorithm.name} | {key: _plain(v, key) for key, v in found.items()}
     return {name: _plain(getattr(algorithm, name), name) for name in FIELDS}
 

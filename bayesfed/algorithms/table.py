@@ -1,8 +1,8 @@
 """Every method as a composition of four parts: globals q(θ), locals q(w_i | θ), a client's steps, and the rule.
 
-The keywords under a method are its settings, ``bf.FedAvg(lr=0.05)``, and say which field of which part each of them is.
-Two names of the literature that are one composition stand side by side: MAML is Per-FedAvg, MTL (mean-regularised multi-task
-learning) is pFedMAP, Pooled is FedAvg of ``federation.pool()``, a single client with all rows.
+The keywords under a method are its settings, ``bf.FedAvg(lr=0.05)``, and say which field of which part each of them
+is. Two names of the literature that are one composition stand side by side: MAML is Per-FedAvg, MTL (mean-regularised
+multi-task learning) is pFedMAP, Pooled is FedAvg of ``federation.pool()``, a single client with all rows.
 """
 
 from typing import Any
@@ -34,6 +34,7 @@ from bayesfed.rules import (
     Stein,
     SummedCurvature,
 )
+from bayesfed.settings import Rate
 from bayesfed.steps import (
     Alternate,
     CavitySteps,
@@ -131,7 +132,7 @@ FedRep = Method(
 )
 FedBABU = Method(
     "FedBABU",
-    "The body alone, under the head with which all clients start; fine-tuning in the end (Oh et al. 2022, Algorithm 1).",
+    "The body alone, under the head with which all clients start; then fine-tuning (Oh et al. 2022, Algorithm 1).",
     FedPer().replace(locals=Remade("point"), steps=Descent("body", lr=0.1, epochs=5)),
     lr="steps.lr",
     local_epochs="steps.epochs",
@@ -190,7 +191,7 @@ PFedMe = Method(
         ),
         Mean(by="clients"),
     ),
-    lam="steps.inner.proximal",
+    lam=Setting(("steps.inner.proximal",), value_type=Rate),
     lr="steps.inner.lr",
     prior_lr="steps.outer.lr",
     inner_steps="steps.times",
@@ -200,7 +201,7 @@ PFedMe = Method(
 )
 CAFeMe = Method(
     "CAFeMe",
-    "Meta-learning with an encoder of the client's labelled rows, for models with such an encoder (Algorithms 1 and 2).",
+    "Meta-learning with an encoder of the client's labelled rows, which the model names (Algorithms 1 and 2).",
     Algorithm(
         Point(), Encoded(), ThroughContext(inner_lr=0.3, inner_steps=5, lr=0.5), Mean(by="clients")
     ),
@@ -245,8 +246,7 @@ FedABML = Method(
 )
 PFedBayes = Method(
     "PFedBayes",
-    "FedABML with its KL weighted by ζ = 0.05; the same local algorithm where the likelihood does not depend on θ given w_i "
-    "(Zhang et al. 2022).",
+    "FedABML with its KL weighted by ζ = 0.05, for likelihoods that depend on w_i alone (Zhang et al. 2022).",
     FedABML(kl_weight=0.05),
     **ABML,
 )
@@ -267,7 +267,7 @@ VEM: dict[str, Any] = {
 }
 PFedVEM = Method(
     "PFedVEM",
-    "Variational EM: the distance of each client to the centre follows from its own uncertainty (Zhu et al. 2023, eq. 5, 7).",
+    "Variational EM: each client's distance to the centre follows from its uncertainty (Zhu et al. 2023, eq. 5, 7).",
     Algorithm(Point(), Kept("normal", scale=0.3), VariationalEM(), MStep(), lr_decay=0.1),
     **VEM,
 )
@@ -282,7 +282,7 @@ PFedMAP = Method(
 
 FOLA = Method(
     "FOLA",
-    "Federated online Laplace approximation of one Gaussian over all globals, of any model (Liu et al. 2023, eq. 11 to 24).",
+    "Federated online Laplace approximation: one Gaussian over all globals (Liu et al. 2023, eq. 11 to 24).",
     Algorithm(LaplaceGaussian(), Integrated(), LaplaceSteps(), ProductOfGaussians()),
     lr="steps.lr",
     prior_weight="rule.prior_weight",
@@ -317,7 +317,7 @@ PACPFL = Method(
 )
 PFedGP = Method(
     "PFedGP",
-    "One prior for all clients, of maximum marginal likelihood; of a GaussianProcess its regression (Achituve et al. 2021).",
+    "One prior for all clients, of maximum marginal likelihood; regression only (Achituve et al. 2021).",
     PACPFL(particles=1, flat=True),
     **PACPFL_SETTINGS,
 )

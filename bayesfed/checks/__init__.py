@@ -1,1 +1,1 @@
-"""What is checked of a model and its data before the first round."""
+"""Checks of a model and its data before the first round."""

@@ -1,19 +1,19 @@
-"""What a client contributes may depend on that client and that draw alone: a model that mixes them is refused.
+"""Check that the density of a client depends on that client and that draw alone.
 
-A step runs several clients and draws as one batch, padded to the longest client; the server runs the program without
+A step runs several clients and draws as one batch, padded to the longest client; the server runs the model without
 data. A reduction over a dimension too many, a statistic over padded rows or a prior that reads data then changes the
-answer without an error. So the log density of every site is compared, at the same values: two clients together and each
-alone, two draws together and each alone, rows in another order where minibatches shuffle them, with data and without.
+densities without an error. So the log density of every site is compared, at the same values: two clients together and
+each alone, two draws together and each alone, rows in another order if minibatches shuffle them, with data and without.
+Of a model that has run under vmap for one client and one draw, padding alone needs to be compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 from torch.distributions import biject_to
 
@@ -22,15 +22,16 @@ from bayesfed.data.federation import Federation
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.elbo import run
 from bayesfed.elbo.program import Params, Program
-from bayesfed.vmap.choose import two
+from bayesfed.elbo.sites import InspectedModel
+from bayesfed.vmap.compare import CLIENT_ADVICE, check_same, densities, two_clients
 
 Densities = dict[str, Tensor]
-"""By site, log density of S draws and K clients ``(S, K)``, or of global sites ``(S, 1)``."""
+"""Sample site to log density of S draws and K clients ``(S, K)``, or of a global site ``(S, 1)``."""
 
 
 @torch.no_grad()
 def check_independence(program: Program, federation: Federation, shuffled: bool) -> None:
-    """Compare two clients and two draws together and apart.
+    """Compare the log densities of two clients and two draws together and apart.
 
     Args:
         program: the model/guide pair.
@@ -45,104 +46,119 @@ def check_independence(program: Program, federation: Federation, shuffled: bool)
             f"site {program.kinds[0]!r} is discrete, of a client, and summed out: the density of its rows is no sum "
             "over rows that a minibatch could stand for. Leave out batch_size"
         )
-    clients, positions = two(federation)
+    clients, positions = two_clients(federation)
     rows = (positions >= 0).sum(-1).tolist()
     pair = federation.batch(clients, positions)
+    keys = noise.fold(noise.key(0).to(federation.device), federation.stream_ids[clients])
+    point = _two_draws(program, pair, keys)
+    together = point.densities(pair)
 
-    params = program.init | program.init_locals(pair)
-    root = noise.key(0).to(federation.device)
-    supplied = program.noise(root, 2, local=False)
-    supplied |= program.noise(noise.fold(root, federation.stream_ids[clients]), 2, local=True)
-    _, trace = run(program, params, {}, pair, supplied, 2)
-    generator = torch.Generator().manual_seed(0)
-    values = {}
-    for site in (*program.globals, *program.locals):  # the second draw elsewhere, for points too
-        node = trace.nodes[site.name]
-        transform = biject_to(node["fn"].support)
-        u = transform.inv(node["value"])
-        lead = (2, 2 if site.local else 1, 1)
-        u = u.expand(*lead, *u.shape[node["value"].ndim - len(site.event_shape) :]).clone()
-        u[1] += 0.3 * torch.randn(u[1].shape, generator=generator).to(u)
-        values[site.name] = transform(u)
+    def compare(
+        one: Densities, other: Densities, problem: str, between_draws: bool = False
+    ) -> None:
+        try:
+            check_same(one, other, problem, between_draws=between_draws)
+        except ValueError:
+            check_same(
+                together,
+                point.densities(pair),
+                "differs from one run to the next at the same values: the model draws numbers of its own. Sample them "
+                "with pyro.sample, or give them as data",
+            )
+            raise
 
-    def densities(batch: Batch, draw: slice = slice(2), client: slice = slice(2)) -> Densities:
-        """Of some of the draws and clients."""
-        own = {n: v[client] if n in program.local_params else v for n, v in params.items()}
-        some = {n: v[draw] for n, v in values.items()}
-        some |= {site.name: some[site.name][:, client] for site in program.locals}
-        return _densities(program, own, some, batch, draw.stop - (draw.start or 0))
-
-    together = densities(pair)
-    _compare(
-        together,
-        densities(pair),
-        "differs from one run to the next at the same values: the model draws numbers of its own. Sample them with "
-        "pyro.sample, or give them as data",
-    )
+    apart = isinstance(program.model, InspectedModel) and program.model.clients_apart
     for k, name in enumerate(federation.names[i] for i in clients.tolist()):
+        if apart and rows[k] == positions.shape[1]:
+            continue
         alone = federation.batch(clients[k : k + 1], positions[k : k + 1, : rows[k]])
         own = {site: v[:, k : k + 1] if v.shape[1] > 1 else v for site, v in together.items()}
-        _compare(
+        compare(
             own,
-            densities(alone, client=slice(k, k + 1)),
-            f"depends, for client {name!r}, on which other clients are in the batch, or on padding: every client has "
-            "its own entry at dim -2 and its rows at dim -1. Reduce over a dimension, value.sum(-1), not value.sum(); "
-            "work out means over rows or clients beforehand; observe inside `with federation.observations()`",
-            apart=True,
+            point.client(k).densities(alone),
+            f"depends, for client {name!r}, on which other clients are in the batch, or on padding. {CLIENT_ADVICE}",
+            between_draws=True,
         )
-    for s in range(2):
-        _compare(
+    for s in () if apart else range(2):
+        compare(
             {site: value[s : s + 1] for site, value in together.items()},
-            densities(pair, draw=slice(s, s + 1)),
+            point.draw(s).densities(pair),
             "depends on other draws, which stand in front: reduce over a dimension, value.sum(-1), not value.sum(), "
             "and index from the right, value[..., 0]",
         )
     if shuffled:
+        root = noise.key(0).to(federation.device)
         order = noise.shuffle(root[None], torch.tensor(rows[:1]))[0].cpu()
-        _compare(
+        compare(
             {site: value[:, :1] for site, value in together.items()},
-            densities(federation.batch(clients[:1], order[None]), client=slice(1)),
+            point.client(0).densities(federation.batch(clients[:1], order[None])),
             "depends on the order of a client's rows, which minibatches take at random: leave out batch_size",
         )
     names = {site.name for site in program.globals}
-    _compare(
+    compare(
         {site: value for site, value in together.items() if site in names},
-        densities(program.schema, client=slice(1)),
+        point.client(0).densities(program.schema),
         "is global, and its prior depends on the clients' data or their number, which the server does not have: give "
         "it constants",
     )
 
 
-def _densities(
-    program: Program, params: Params, values: Mapping[str, Tensor], batch: Batch, draws: int
-) -> Densities:
-    """The log densities of all sites at these values."""
-    with handlers.given(batch.device, params, values=values, draws=draws):
-        nodes = poutine.trace(program.model).get_trace(batch).nodes
-    found = {}
-    for name, site in program.sites.items():
-        node = nodes[name]
-        with pyro.validation_enabled(False):
-            density = scale_and_mask(
-                node["fn"].log_prob(node["value"]), node["scale"], node["mask"]
-            )
-        density = density.sum(-1) if density.ndim else density
-        found[name] = density.expand(draws, len(batch) if site.local else 1)
-    return found
+@dataclass(frozen=True)
+class _Point:
+    """The values at which densities are compared.
 
-
-def _compare(one: Densities, other: Densities, what: str, *, apart: bool = False) -> None:
-    """Fail on a site whose densities differ by more than single precision accounts for.
-
-    With ``apart`` it is compared by how much the two draws differ: what padding adds to every draw alike, such as a
-    normaliser, moves nothing.
+    Attributes:
+        program: the model/guide pair.
+        params: the parameters, ``(K, ...)`` if a client has its own.
+        values: draws of the latent sites, ``(S, K or 1, 1, *event)``.
     """
-    for site, value in one.items():
-        expected, round_off = other[site].to(value), 1e-2 + 1e-5 * float(value.abs().max())
-        if apart:
-            value, expected = value[0] - value[1], expected[0] - expected[1]
-        error = (value - expected).abs()
-        if (error > round_off + 1e-3 * expected.abs()).any() or (
-            error.isnan() & expected.isfinite()
-        ).any():
-            raise ValueError(f"the log density of site {site!r} {what}")
+
+    program: Program
+    params: Params
+    values: Params
+
+    def client(self, k: int) -> _Point:
+        """The values of one client."""
+        own, sites = self.program.local_params, self.program.sites
+        params = {n: v[k : k + 1] if n in own else v for n, v in self.params.items()}
+        values = {n: v[:, k : k + 1] if sites[n].local else v for n, v in self.values.items()}
+        return _Point(self.program, params, values)
+
+    def draw(self, s: int) -> _Point:
+        """The values of one draw."""
+        return replace(self, values={n: v[s : s + 1] for n, v in self.values.items()})
+
+    def densities(self, batch: Batch) -> Densities:
+        """The log densities of all sites."""
+        draws = len(next(iter(self.values.values()))) if self.values else 2
+        with handlers.given(batch.device, self.params, values=self.values, draws=draws):
+            nodes = poutine.trace(self.program.model).get_trace(batch).nodes
+        found = {}
+        with pyro.validation_enabled(False):
+            each = densities({name: nodes[name] for name in self.program.sites})
+        for name, site in self.program.sites.items():
+            density = each[name].sum(-1) if each[name].ndim else each[name]
+            found[name] = density.expand(draws, len(batch) if site.local else 1)
+        return found
+
+
+def _two_draws(program: Program, batch: Batch, keys: Tensor) -> _Point:
+    """Two different values of each latent site near the guide's start."""
+    own = program.init_locals(batch) if program.resting else {}
+    params = program.init | {name: own[name] for name in program.resting}
+    root = noise.key(0).to(batch.device)
+    supplied = program.noise(root, 2, local=False) | program.noise(keys, 2, local=True)
+    _, trace = run(program, params, {}, batch, supplied, 2, program.local_params)
+    generator = torch.Generator().manual_seed(0)
+    values = {}
+    for site in (*program.globals, *program.locals):
+        node = trace.nodes[site.name]
+        transform = biject_to(node["fn"].support)
+        u = transform.inv(node["value"])
+        lead = (2, len(batch) if site.local else 1, 1)
+        u = u.expand(*lead, *u.shape[node["value"].ndim - len(site.event_shape) :]).clone()
+        u[1] += 0.3 * torch.randn(u[1].shape, generator=generator).to(
+            u
+        )  # point estimates differ too
+        values[site.name] = transform(u)
+    return _Point(program, params, values)

@@ -1,11 +1,11 @@
-"""What a file says of the model and the guide, so that others are noticed later: their numbers at fixed places.
+"""A fingerprint of model and guide, stored in files so that changes are noticed: their values at fixed points.
 
     log p(θ_s),   log p(w_s | θ_s),   log p(D_i | w_s, θ_s)      by site of the model
     θ_s(ε_s),     w_s(θ_s, ε_s)                                  by latent site of the guide, at fixed noise ε_s
 
-for a client with one row of zeros and for a few clients of the federation. Numbers differ between processors, so they
-are kept as they are and compared up to rounding: a change that moves no site's density by a ten-thousandth of its terms
-(in double precision a hundred-millionth) is not seen.
+It holds these numbers at fixed values, for a client with one row of zeros and for a few clients of the federation.
+Numbers differ between processors, so they are stored themselves, not as a hash, and compared up to round-off: a change
+of every site's density by less than 1e-4 of its terms (1e-8 in double precision) is not seen.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import biject_to
@@ -23,18 +22,19 @@ from torch.distributions import biject_to
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import handlers, noise
+from bayesfed.elbo.log_density import log_density
 from bayesfed.elbo.program import Params, Program
 
 DRAWS, CLIENTS, ROWS = 2, 4, 32
-"""Places, clients, and the most rows of each, at which a program is looked at."""
+"""The numbers of fixed values and of clients, and the most rows of each client."""
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
 _JOINT = 100.0
-"""How much more rounding the density of many dependent rows may show."""
+"""The factor by which the tolerance is larger for the density of dependent rows."""
 _MODEL, _GUIDE = "model ", "guide "
 
 
 def witnesses(clients: int) -> Tensor:
-    """Positions of the clients, among so many, with whose rows a program is looked at: int64 ``(K,)``.
+    """The positions of the clients whose rows enter the fingerprint: int64 ``(K,)``.
 
     Example:
         >>> from bayesfed.checks.program_fingerprint import witnesses
@@ -45,16 +45,18 @@ def witnesses(clients: int) -> Tensor:
 
 
 @handlers.on_cpu()
-def digest(program: Program, federation: Federation, clients: Tensor) -> dict[str, Tensor]:
-    """By ``"model <site>"`` and ``"guide <site>"`` numbers, and how large the terms are that they are the sums of.
+def program_fingerprint(
+    program: Program, federation: Federation, clients: Tensor
+) -> dict[str, Tensor]:
+    """Return a number per sample site, ``"model <site>"`` and ``"guide <site>"``, and the size of the terms it sums.
 
     Args:
         program: the model/guide pair.
         federation: some clients.
-        clients: positions of those that are looked at, int64 ``(K,)``; none at all leaves the one with a row of zeros.
+        clients: positions of the clients to evaluate, int64 ``(K,)``; if empty, only a client with a row of zeros.
 
     Returns:
-        float64 ``(2, S, 1 + K)`` on the CPU, of global sites ``(2, S, 1)``.
+        float64 ``(2, S, 1 + K)`` on the CPU, for global sites ``(2, S, 1)``.
     """
     found = _at(program, program.schema)
     if len(clients):
@@ -67,21 +69,23 @@ def digest(program: Program, federation: Federation, clients: Tensor) -> dict[st
     return found
 
 
-def of_clients(digest: Mapping[str, Tensor], positions: Sequence[int]) -> dict[str, Tensor]:
-    """What it would be of some of its clients only."""
+def select_clients(
+    fingerprint: Mapping[str, Tensor], positions: Sequence[int]
+) -> dict[str, Tensor]:
+    """Return the fingerprint of some of its clients only."""
     columns = [0, *(1 + position for position in positions)]
-    return {n: v if v.shape[-1] == 1 else v[..., columns] for n, v in digest.items()}
+    return {n: v if v.shape[-1] == 1 else v[..., columns] for n, v in fingerprint.items()}
 
 
-def difference(
+def describe_program_change(
     program: Program, before: Mapping[str, Tensor], now: Mapping[str, Tensor]
 ) -> str | None:
-    """What has changed of the program since, in words; None where nothing has.
+    """Describe the first change between two fingerprints of a program, or return None if there is none.
 
     Args:
         program: the program now.
-        before: its :func:`digest`, of the same clients.
-        now: the same.
+        before: its :func:`program_fingerprint`, of the same clients.
+        now: that of the program now.
     """
     tolerance = _TOLERANCE.get(program.schema.scale.dtype, 1e-2)
     changed = []
@@ -94,15 +98,15 @@ def difference(
         elif kind == _MODEL:
             return f"the model has {'no' if name in before else 'a'} site {site!r} now"
         changed.append((kind, site))
-    model = [_law(program, site) for kind, site in changed if kind == _MODEL]
-    if changed and not model:  # a guide may stand on the model's priors, so they are named first
-        return f"the guide of {changed[0][1]!r}, or a prior that it stands on, has changed"
+    model = [_part(program, site) for kind, site in changed if kind == _MODEL]
+    if changed and not model:  # a guide may use the model's priors, so they are named first
+        return f"the guide of {changed[0][1]!r}, or a prior that it uses, has changed"
     if len(model) < 2:
         return f"{model[0]} has changed" if model else None
     return f"{', '.join(model[:-1])} and {model[-1]} have changed"
 
 
-def _law(program: Program, name: str) -> str:
+def _part(program: Program, name: str) -> str:
     return f"the {'likelihood' if program.sites[name].observed else 'prior'} of {name!r}"
 
 
@@ -115,7 +119,7 @@ def _same(before: Tensor, now: Tensor, tolerance: float) -> bool:
 
 
 class _Fixed(Messenger):
-    """Put latent sites at fixed places, and note log densities and the sizes of their terms: ``(S, K or 1)`` each."""
+    """Give latent sites fixed values; ``found`` has Σ log p and Σ |log p| over rows by site, ``(S, K or 1)`` each."""
 
     def __init__(self, like: Tensor) -> None:
         super().__init__()
@@ -130,15 +134,15 @@ class _Fixed(Messenger):
             transform = biject_to(fn.support)
             shape = transform.inverse_shape(fn.shape())
             event = shape[len(fn.batch_shape) :]
-            places = _fixed(msg["name"], torch.Size([DRAWS, 1, 1, *event]), self.like)
-            msg["value"] = transform(places.expand(shape))
+            fixed = _fixed(msg["name"], torch.Size([DRAWS, 1, 1, *event]), self.like)
+            msg["value"] = transform(fixed.expand(shape))
             msg["done"] = True
-        log_prob = scale_and_mask(fn.log_prob(msg["value"]), msg["scale"], msg["mask"])
+        log_prob = log_density(msg)
         self.found[msg["name"]] = log_prob.sum(-1), log_prob.abs().sum(-1)
 
 
 def _at(program: Program, batch: Batch) -> dict[str, Tensor]:
-    """The digest of K clients, ``(2, S, K or 1)``."""
+    """The fingerprint of K clients: ``(2, S, K or 1)`` by site."""
     like = batch.scale
     start = program.init | {n: value[:1] for n, value in program.init_locals(batch).items()}
     params: Params = {name: _fixed(name, value.shape, like) for name, value in start.items()}
@@ -164,6 +168,6 @@ def _at(program: Program, batch: Batch) -> dict[str, Tensor]:
 
 
 def _fixed(name: str, shape: torch.Size, like: Tensor) -> Tensor:
-    """Numbers that a name alone tells, about Normal."""
+    """Fixed standard normal numbers that depend on a name alone."""
     key = noise.fold(noise.key(0), noise.word(name)).to(like.device)
     return noise.Draw("normal", tuple(shape))(key, like.dtype)

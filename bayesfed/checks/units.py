@@ -1,8 +1,8 @@
-"""Data in units that the priors do not know, such as dollars and calendar years: named before the first round.
+"""Warnings of fields in units that do not fit the priors, such as dollars and calendar years.
 
-A slope with prior N(0, 1) on a year moves a prediction by two thousand, and goes with the intercept but for half a per
-cent; a fit needs many more rounds then, or ends elsewhere. Whether a field's units matter is for the program to say,
-which may well centre a field itself: it is run at draws of its prior, with the field as it is and standardised.
+A slope with prior N(0, 1) on a year changes a prediction by two thousand, and is almost collinear with the intercept; a
+fit then needs many more rounds, or ends elsewhere. Units may not matter, for a model may standardise a field itself. So
+the model is run at draws of its prior, with the field as it is and standardised.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import torch
 from pyro import poutine
@@ -21,17 +22,17 @@ from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.program import Program
 
 SHIFTED, LARGE = 30.0, 100.0
-"""Fields whose mean is so many standard deviations off zero, or whose standard deviation is so large, are looked at."""
+"""A field is checked if its mean is so many standard deviations from zero, or its standard deviation so large."""
 WORSE = 100.0
-"""By what factor a field in its own units must make rows less likely under the prior, in nats a row."""
+"""The factor by which a field in its own units must increase −log p of a row under the prior, in nats."""
 CLIENTS, ROWS, DRAWS = 16, 64, 64
-"""What is looked at."""
+"""The numbers of clients, rows of each and draws of the prior."""
 _NEVER = 1e9  # −log p of a row that is impossible
 
 
 @torch.no_grad()
 def warn_of_units(program: Program, federation: Federation) -> None:
-    """Warn of fields in whose units the rows have no chance under the prior, but would if these were standardised."""
+    """Warn of fields whose units make the rows very unlikely under the prior, while standardised fields would not."""
     some = torch.linspace(0, len(federation) - 1, min(CLIENTS, len(federation))).round().long()
     lengths = federation.lengths[some, None]
     slots = torch.arange(min(ROWS, int(lengths.max())))
@@ -40,20 +41,23 @@ def warn_of_units(program: Program, federation: Federation) -> None:
     for name, value in batch.fields.items():
         if value.is_floating_point() and (found := _wild(value[batch.mask])) is not None:
             wild[name] = found
-    if not wild or _cost(program, batch) < WORSE:
+    if not wild:
         return
 
+    @cache
     def cost(*standardised: str) -> float:
         fields = {n: wild[n][0](batch.fields[n]) for n in standardised}
         return _cost(program, replace(batch, fields=Fields(batch.fields | fields)))
 
+    if cost() < WORSE:
+        return
     usable = [name for name in wild if cost(name) < float("inf")]
     best = cost(*usable)
     for name in usable:
         worse = cost(*(other for other in usable if other != name))
         if worse > WORSE * max(best, 1.0):
             warnings.warn(
-                f"field {name!r} is {wild[name][1]}, units that the priors do not know: at draws of the prior a row "
+                f"field {name!r} is {wild[name][1]}, units that do not fit the priors: at draws of the prior a row "
                 f"costs {worse:.2g} nats, with the field standardised {best:.2g}. The fit may need many more rounds, "
                 "or end elsewhere. Give it (x - mean) / sd, as bayesfed.datasets.standardise does, or priors in its "
                 "units",
@@ -62,7 +66,10 @@ def warn_of_units(program: Program, federation: Federation) -> None:
 
 
 def _wild(rows: Tensor) -> tuple[Callable[[Tensor], Tensor], str] | None:
-    """How to standardise what is wild in a field ``(R, *event)``, and what that is; None where nothing is."""
+    """The function that standardises the suspicious entries of a field ``(R, *event)``, and their description.
+
+    None if no entry is suspicious.
+    """
     rows = rows[~rows.reshape(len(rows), -1).isnan().any(-1)]
     mean, sd = rows.mean(0), rows.std(0, correction=0)
     varies = sd > 1e-6 * mean.abs()
@@ -77,12 +84,12 @@ def _wild(rows: Tensor) -> tuple[Callable[[Tensor], Tensor], str] | None:
 
 
 def _cost(program: Program, batch: Batch) -> float:
-    """The median over draws of the prior of −log p(row); infinite where the program cannot do with such rows."""
+    """The median over draws of the prior of −log p(row); infinite if the model cannot use such rows."""
     params = program.init | program.init_locals(batch)
     try:
         with noise.seeded(0), handlers.given(batch.device, params, draws=DRAWS):
             nodes = poutine.trace(program.model).get_trace(batch).nodes
-    except (IndexError, ValueError, RuntimeError):  # what is an index is no quantity
+    except (IndexError, ValueError, RuntimeError):  # an index is not a quantity
         return float("inf")
     total = torch.zeros(DRAWS, device=batch.device)
     for site in program.observed:
@@ -90,7 +97,7 @@ def _cost(program: Program, batch: Batch) -> float:
         inside, density = fn.support.check(value), fn.log_prob(value)
         if site.per_row:
             inside, density = inside | ~batch.mask, density.where(batch.mask, 0.0)
-        if not inside.all():  # a count is none either
+        if not inside.all():  # neither is a count
             return float("inf")
         total = total - density.where(density.isfinite(), -_NEVER).sum((-2, -1))
     return float(total.median() / batch.mask.sum())

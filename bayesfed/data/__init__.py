@@ -1,1 +1,1 @@
-"""The clients' data: what they hold, where it comes from, and the batches that a model runs on."""
+"""The clients' data: federations, sources of data, and the batches that a model runs on."""

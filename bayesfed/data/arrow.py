@@ -1,4 +1,4 @@
-"""Fields that stay on disk: columns of Arrow files, mapped into memory, of which a step reads its rows."""
+"""Fields that stay on disk: columns of memory-mapped Arrow files, from which a step reads only its rows."""
 
 from __future__ import annotations
 
@@ -13,26 +13,22 @@ import torch
 from torch import Tensor
 
 from bayesfed.data.columns import check_columns
-from bayesfed.data.ingest import (
-    Missing,
-    check_missing,
-    check_precision,
-    say_dropped,
-)
+from bayesfed.data.ingest import Missing, check_missing, check_precision, warn_dropped
+from bayesfed.data.optional import import_optional
 
-_ROWS = 100_000  # rows that are looked at together
+_ROWS = 100_000  # rows checked at once
 
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """A field of a federation that lies in Arrow record batches; what it reads are tensors.
+    """A field of a federation that lies in Arrow record batches and is read as tensors.
 
     Attributes:
         parts: the numbers of each record batch ``(rows, *event)``, views of the mapped file.
-        starts: the row at which each of them starts, int64.
-        order: where in the file each row of the federation is, int64 ``(rows,)``.
-        dtype: floating type of what is read.
-        device: where what is read goes.
+        starts: the first row of each record batch, int64.
+        order: the position in the file of each row of the federation, int64 ``(rows,)``.
+        dtype: floating type of the tensors.
+        device: device of the tensors.
     """
 
     parts: Sequence[Tensor]
@@ -52,11 +48,11 @@ class Column:
         return len(self.shape)
 
     def is_floating_point(self) -> bool:
-        """Always: whole numbers become floating ones when they are read."""
+        """Return True: whole numbers are converted when they are read."""
         return True
 
     def index_select(self, dim: int, rows: Tensor) -> Tensor:
-        """The rows at these positions, read: as ``Tensor.index_select`` with ``dim=0``."""
+        """Read the rows at these positions, as ``Tensor.index_select`` with ``dim=0`` does."""
         at = self.order[rows.to(self.order.device)]
         found = torch.empty(len(at), *self.shape[1:], dtype=self.dtype)
         batch = torch.bucketize(at, self.starts, right=True) - 1
@@ -68,13 +64,13 @@ class Column:
         return found.to(self.device)
 
     def __getitem__(self, rows: Tensor) -> Column:
-        """The column of some rows, nothing read."""
+        """Return the column of some rows, without reading it."""
         return replace(self, order=self.order[rows.to(self.order.device)])
 
     def to(
         self, device: str | torch.device | None = None, dtype: torch.dtype | None = None
     ) -> Column:
-        """The same column, read to another device or as another type."""
+        """Return the same column, to be read to another device or as another type."""
         return replace(
             self,
             device=self.device if device is None else torch.device(device),
@@ -82,18 +78,18 @@ class Column:
         )
 
     def read(self) -> Tensor:
-        """All rows."""
+        """Read all rows."""
         return self.index_select(0, torch.arange(len(self.order)))
 
 
-def of_table(
+def read_table(
     source: Any, client: str, fields: Sequence[str] | None, missing: Missing
 ) -> tuple[dict[str, Column], np.ndarray, tuple[str, ...]]:
-    """Fields, offsets and names of the clients of an Arrow table; see :meth:`bayesfed.Federation.from_arrow`."""
+    """Map the fields of an Arrow table, with offsets and clients' names; see :meth:`bayesfed.Federation.from_arrow`."""
     check_missing(missing)
     if missing == "keep":
         raise ValueError(
-            "missing='keep' is for what is in memory: read the table into a data frame"
+            "missing='keep' needs data in memory: read the table into a data frame and use from_frame"
         )
     table = _table(source)
     wanted = [c for c in table.column_names if c != client] if fields is None else list(fields)
@@ -113,12 +109,12 @@ def of_table(
         for row in _missing(name, parts[name], chunks[name]):
             if missing == "fail":
                 raise ValueError(
-                    f"client {names[codes[row]]!r}, row {row} of the table: field {name!r} is missing. Mend the "
+                    f"client {names[codes[row]]!r}, row {row} of the table: field {name!r} is missing. Correct the "
                     "data, or pass missing='drop' to leave such rows out"
                 )
             keep[row] = False
     if not keep.all():
-        say_dropped(codes[~keep], names, len(keep))
+        warn_dropped(codes[~keep], names, len(keep))
     order = codes.argsort(stable=True)
     order = order[keep[order]]
     lengths = codes[keep].bincount(minlength=len(names))
@@ -132,23 +128,17 @@ def of_table(
 
 
 def _table(source: Any) -> Any:
-    """A ``pyarrow.Table``, nothing read, of a file, a folder of files or a Hugging Face dataset."""
-    try:
-        import pyarrow as pa
-    except ImportError as error:
-        raise ImportError(
-            "Federation.from_arrow needs pyarrow: python -m pip install 'bayesfed[arrow]'"
-        ) from error
-
+    """Map a file, a folder of files or a Hugging Face dataset as a ``pyarrow.Table``, without reading it."""
+    pa = import_optional("pyarrow", "'bayesfed[arrow]'")
     if isinstance(source, str | Path):
         path = Path(source)
         files = sorted(path.glob("*.arrow")) if path.is_dir() else [path]
         if not files or not files[0].is_file():
             raise FileNotFoundError(f"there is no Arrow file {path}")
-        return pa.concat_tables([_mapped(file) for file in files])
+        return pa.concat_tables([_map_file(file) for file in files])
     if isinstance(source, pa.Table):
         return source
-    if getattr(source, "_indices", None) is not None:  # a selection or an order over the file
+    if getattr(source, "_indices", None) is not None:  # a selection or permutation of rows
         source = source.flatten_indices()
     if not hasattr(source, "data"):
         raise TypeError(
@@ -157,7 +147,8 @@ def _table(source: Any) -> Any:
     return source.data.table
 
 
-def _mapped(file: Path) -> Any:
+def _map_file(file: Path) -> Any:
+    """Map an Arrow file or stream into memory."""
     import pyarrow as pa
 
     try:
@@ -166,30 +157,38 @@ def _mapped(file: Path) -> Any:
         try:
             return pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
         except pa.ArrowInvalid as error:
-            raise ValueError(f"{file} is no Arrow file: {error}") from None
+            raise ValueError(f"{file} is not an Arrow file: {error}") from None
 
 
 def _numbers(field: str, array: Any) -> Tensor:
-    """A record batch's column as a view of its buffer, ``(rows, *event)``; what is null is any number."""
+    """Return a record batch's column as a view of its buffer, ``(rows, *event)``; nulls become arbitrary numbers."""
     import pyarrow as pa
 
     kind = array.type
     if isinstance(kind, pa.BaseExtensionType):
         return _numbers(field, array.storage)
     if pa.types.is_fixed_size_list(kind):
-        size = kind.list_size
-        inner = array.values.slice(array.offset * size, len(array) * size)
-        return _numbers(field, inner).unflatten(0, (len(array), size))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        size, start = kind.list_size, array.offset * kind.list_size
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
         sizes = np.diff(array.offsets.to_numpy())
         if (sizes != sizes[0]).any():
             raise TypeError(
                 f"field {field!r} has rows of {sizes.min()} to {sizes.max()} entries: all rows of a field need "
                 "the same shape"
             )
-        inner = array.values.slice(array.offsets[0].as_py(), int(sizes.sum()))
-        return _numbers(field, inner).unflatten(0, (len(array), int(sizes[0])))
-    if pa.types.is_boolean(kind):  # bits: the one type that is copied
+        size, start = int(sizes[0]), array.offsets[0].as_py()
+    else:
+        return _flat_numbers(field, array)
+    inner = _numbers(field, array.values.slice(start, len(array) * size))
+    return inner.unflatten(0, (len(array), size))
+
+
+def _flat_numbers(field: str, array: Any) -> Tensor:
+    """Return a record batch's column of numbers as a view of its buffer, ``(rows,)``."""
+    import pyarrow as pa
+
+    kind = array.type
+    if pa.types.is_boolean(kind):  # stored as bits: the only type that is copied
         return torch.from_numpy(np.array(array.fill_null(False).to_numpy(zero_copy_only=False)))
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         raise TypeError(
@@ -197,24 +196,23 @@ def _numbers(field: str, array: Any) -> Tensor:
         )
     dtype = np.dtype(kind.to_pandas_dtype())
     numbers = np.frombuffer(array.buffers()[1], dtype, len(array), array.offset * dtype.itemsize)
-    with warnings.catch_warnings():  # nobody writes to it
+    with warnings.catch_warnings():  # the tensor is never written to
         warnings.filterwarnings("ignore", "The given NumPy array is not writ")
         return torch.from_numpy(numbers)
 
 
 def _missing(field: str, parts: Sequence[Tensor], chunks: Sequence[Any]) -> Iterator[int]:
-    """The rows of the table that are null or hold a NaN, in one pass that refuses what is no number of ours."""
+    """Yield the rows of the table that are null or hold a NaN; refuse infinite and unrepresentable numbers."""
     start = 0
     for part, array in zip(parts, chunks, strict=True):
         if array.null_count:
             yield from (start + np.flatnonzero(array.is_null())).tolist()
         for rows in part.split(_ROWS):
-            if rows.is_floating_point():
-                bad = rows.isnan().reshape(len(rows), -1).any(1)
-                yield from (start + bad.nonzero().flatten()).tolist()
+            bad = rows.isnan().reshape(len(rows), -1).any(1)
+            yield from (start + bad.nonzero().flatten()).tolist()
             check_precision(field, rows, "the table")
-            if rows.is_floating_point() and rows.isinf().any():
+            if rows.isinf().any():
                 raise ValueError(
-                    f"the table: field {field!r} holds an infinite number. Mend the data"
+                    f"the table: field {field!r} holds an infinite number. Correct the data"
                 )
             start += len(rows)

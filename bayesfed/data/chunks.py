@@ -1,4 +1,4 @@
-"""How many clients run at once: what may be held in memory, and the one function that cuts clients by it."""
+"""Chunks of clients that run at once, so that memory stays bounded."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ import torch
 from torch import Tensor
 
 ROUND = 250_000_000
-"""Numbers of a chunk of clients in a round: a gigabyte in single precision."""
+"""Numbers in a chunk of clients in a round: a gigabyte in single precision."""
 PASS = 4_000_000
-"""Numbers of a chunk of clients wherever else all are gone through, with what is worked out on the way: a cacheful."""
+"""Numbers in a chunk of clients in any other pass over all of them, intermediate results included: a cacheful."""
 SMALL = 1_000_000
-"""So few numbers that another chunk would cost more than padding."""
+"""Numbers in a chunk below which another chunk would cost more than padding."""
 KEPT = 25_000_000
-"""Numbers of minibatches that are kept for the next epoch."""
+"""Numbers in the minibatches that are kept for the next epoch."""
 NOISE = 1_000_000
-"""Numbers of noise that are drawn at once."""
+"""Numbers of noise drawn at once."""
 GRADIENTS = 20_000_000
-"""Numbers of the gradients of single rows."""
+"""Numbers in the gradients of single rows that are computed at once."""
 
 
 def weight(size: int, per_row: int, copies: int, points: int = 1) -> tuple[int, int]:
-    """About how many numbers a client takes, and each of its rows: its variables, and what is worked out of a row.
+    """Estimate the numbers in memory per client, for its variables, and per row, for data and intermediate results.
 
     Args:
-        size: numbers of the variables.
-        per_row: numbers of a row of data.
+        size: numbers in a client's variables.
+        per_row: numbers in a row of data.
         copies: of everything, such as draws.
-        points: at how many values of a variable of its own each copy of a row is worked out.
+        points: values of its own latent variable at which each copy of a row is evaluated.
 
     Example:
         >>> from bayesfed.data.chunks import weight
@@ -41,17 +41,19 @@ def weight(size: int, per_row: int, copies: int, points: int = 1) -> tuple[int, 
 def chunks(
     lengths: Tensor, client: int, row: int, most: int = PASS, *, padding: float | None = None
 ) -> Iterator[Tensor]:
-    """Positions of consecutive clients, in chunks that hold at most so many numbers, or one client.
+    """Cut consecutive clients into chunks of at most ``most`` numbers each, or of one client.
 
     The rows of a chunk are padded to its longest client.
 
     Args:
         lengths: n_i, ``(N,)``.
-        client: numbers of a client.
-        row: numbers of a row.
-        most: numbers of a chunk.
-        padding: how many rows with padding there may be for a row without, in chunks that are not :data:`SMALL`;
-            by default any number.
+        client: numbers per client.
+        row: numbers per row.
+        most: numbers per chunk.
+        padding: the largest ratio of padded rows to real rows, in chunks that are not :data:`SMALL`; by default any.
+
+    Yields:
+        Positions of the clients of a chunk, int64.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Columns and other things that have names, and what is said where one is not there."""
+"""Errors for names that do not exist: of columns, fields and clients."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 
 class UnknownName(KeyError):
-    """A client, field or column that is not there; unlike KeyError it prints its message as it is."""
+    """A client, field or column that does not exist; unlike KeyError it prints its message without quotes."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 def check_columns(what: str, wanted: Iterable[str], there: Iterable[Any]) -> None:
-    """Fail on a column that is not there, saying which are."""
+    """Raise UnknownName for a column that does not exist, and list those that do."""
     columns = list(there)
     for column in wanted:
         if column not in columns:

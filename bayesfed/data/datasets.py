@@ -1,16 +1,15 @@
-"""Real data that packages ship, as federations: nothing is downloaded."""
+"""Real data sets that packages ship, as federations; nothing is downloaded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
-
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
 from bayesfed.data.federation import Federation
+from bayesfed.data.optional import import_optional
+from bayesfed.data.standardise import standardise as standardise
 
 
 def eight_schools() -> Federation:
@@ -47,10 +46,10 @@ def grunfeld() -> Federation:
 
         ``y``: scalar, the logarithm of the firm's gross investment, standardised.
 
-        ``year``: scalar, 1935 to 1954, as it is.
+        ``year``: scalar, 1935 to 1954, not standardised.
 
     The raw unit is millions of dollars of 1947, and all three are positive in every row. The
-    logarithms are standardised by :func:`standardise`, from sums over each firm only: (mean,
+    logarithms are standardised by :func:`~bayesfed.data.standardise.standardise`, from sums over each firm only: (mean,
     standard deviation) are (6.073, 1.351) and (4.821, 1.499) for ``x`` and (3.911, 1.530) for
     ``y``. Suits :func:`bayesfed.models.varying_intercept` and
     :func:`bayesfed.models.varying_slope`: a slope is the elasticity times the ratio of the two
@@ -68,7 +67,7 @@ def grunfeld() -> Federation:
         >>> datasets.grunfeld()
         Federation: 11 clients, 220 rows (20 to 20 a client), fields x[2], y, year
     """
-    frame = _statsmodels().grunfeld.load_pandas().data
+    frame = _table("grunfeld")
     logs = frame.assign(**{c: np.log(frame[c]) for c in ("value", "capital", "invest")})
     federation = Federation.from_frame(
         logs, client="firm", fields={"x": ["value", "capital"], "y": "invest", "year": "year"}
@@ -79,9 +78,9 @@ def grunfeld() -> Federation:
 def china_smoking() -> Federation:
     """Smoking and lung cancer in eight Chinese cities: 8 clients, 8419 rows.
 
-    Eight case-control studies, a 2 × 2 table each, expanded to one row a person. The share of cases
-    was set by the studies' design, so a city's intercept says nothing about how common the disease
-    is; its slope, the log odds ratio, does mean what it says.
+    Eight case-control studies, a 2 × 2 table each, expanded to one row per person. The share of
+    cases was set by the studies' design, so a city's intercept does not measure how common the
+    disease is; its slope, the log odds ratio, can be interpreted.
 
     Fields:
         ``x``: shape ``(1,)``, 1 for a smoker, else 0.
@@ -92,7 +91,7 @@ def china_smoking() -> Federation:
 
     Source: Z. Liu (1992), "Smoking and lung cancer in China: combined analysis of eight
     case-control studies", International Journal of Epidemiology 21, 197–201. Shipped by
-    statsmodels, whose spelling "Nanjng" is mended here.
+    statsmodels, whose spelling "Nanjng" is corrected here.
 
     Raises:
         ImportError: statsmodels is not installed: ``pip install 'bayesfed[datasets]'``.
@@ -105,7 +104,7 @@ def china_smoking() -> Federation:
         >>> federation.names[:4]
         ('Beijing', 'Shanghai', 'Shenyang', 'Nanjing')
     """
-    table = _statsmodels().china_smoking.load_pandas().data.rename(index={"Nanjng": "Nanjing"})
+    table = _table("china_smoking").rename(index={"Nanjng": "Nanjing"})
     cells = [
         ("smoking_yes_cancer_yes", 1, 1),
         ("smoking_yes_cancer_no", 1, 0),
@@ -123,8 +122,8 @@ def randhie() -> Federation:
     """Visits to a doctor under six health insurance plans: 6 clients, 20190 rows.
 
     The RAND Health Insurance Experiment assigned families at random to plans. A client is a plan
-    and holds its members' records; a row is a person in one year. Plans are called by the share of
-    the costs that the patient pays (coinsurance) and whether there is an individual deductible.
+    and holds its members' records; a row is a person in one year. Plans are named after the share
+    of the costs that the patient pays (coinsurance) and whether there is an individual deductible.
 
     Fields:
         ``x``: shape ``(5,)``, standardised: a physical limitation (0 or 1; a fraction where it was
@@ -133,10 +132,10 @@ def randhie() -> Federation:
 
         ``y``: scalar, the number of outpatient visits to a doctor in that year, 0 to 77.
 
-    ``x`` is standardised by :func:`standardise`, from sums over each plan only. Suits
-    :func:`bayesfed.models.hierarchical_count`, which leaves two things out: the counts vary more
-    than a Poisson model says, and a person's years are not independent (the shipped table does not
-    tell persons apart). So its posterior is too narrow to be taken as a finding about the plans.
+    ``x`` is standardised by :func:`~bayesfed.data.standardise.standardise`, from sums over each plan only. Suits
+    :func:`bayesfed.models.hierarchical_count`, which ignores two facts: the counts are
+    overdispersed relative to a Poisson model, and a person's years are not independent (the shipped
+    table does not identify persons). So its posterior is too narrow for conclusions about the plans.
 
     Source: J. P. Newhouse and the Insurance Experiment Group (1993), "Free for All? Lessons from
     the RAND Health Insurance Experiment", Harvard University Press; the subset of A. C. Cameron and
@@ -155,7 +154,7 @@ def randhie() -> Federation:
         >>> federation.names
         ('0 %', '0 %, deductible', '25 %', '50 %', '95 %', '100 %, deductible')
     """
-    frame = _statsmodels().randhie.load_pandas().data
+    frame = _table("randhie")
     percent = np.expm1(frame["lncoins"]).round().astype(int)
     deductible = frame["idp"].map({0: "", 1: ", deductible"})
     frame = frame.assign(plan=percent.astype(str) + " %" + deductible)
@@ -178,7 +177,7 @@ def anes96() -> Federation:
 
         ``y``: scalar, 0 (strong Democrat) to 6 (strong Republican).
 
-    ``x`` is standardised by :func:`standardise`, from sums over each level only. Suits
+    ``x`` is standardised by :func:`~bayesfed.data.standardise.standardise`, from sums over each level only. Suits
     :class:`bayesfed.models.OrderedLogistic` with ``categories=7``.
 
     Source: American National Election Study of 1996. Shipped by statsmodels (public domain).
@@ -196,7 +195,7 @@ def anes96() -> Federation:
     """
     levels = ["8 grades", "some high school", "high school", "some college"]
     levels += ["college", "master", "doctor"]
-    frame = _statsmodels().anes96.load_pandas().data.sort_values("educ", kind="stable")
+    frame = _table("anes96").sort_values("educ", kind="stable")
     federation = Federation.from_frame(
         frame.assign(education=[levels[int(level) - 1] for level in frame["educ"]]),
         client="education",
@@ -208,8 +207,8 @@ def anes96() -> Federation:
 def kidney() -> Federation:
     """Months until infection of patients on dialysis, some censored: 38 clients with 2 rows each.
 
-    A client is a patient with a portable dialysis machine; a row is one insertion of its catheter, until an infection
-    where it goes in, or until it was removed for another reason (censored).
+    A client is a patient with a portable dialysis machine; a row is one insertion of its catheter, which ends with an
+    infection at the point of insertion, or with a removal for another reason (censored).
 
     Fields:
         ``x``: shape ``(2,)``, standardised: age in years, and 1 for a woman, 0 for a man.
@@ -218,9 +217,9 @@ def kidney() -> Federation:
 
         ``event``: scalar, 1 for an infection, 0 where the time is censored.
 
-    ``x`` is standardised by :func:`standardise`, from sums over each patient only: (mean, standard deviation) are
-    (43.70, 14.64) and (0.737, 0.440). Suits :func:`bayesfed.models.weibull_survival`, and :class:`bayesfed.models.Cox`
-    with ``cuts=[0.5, 1, 5]``, say.
+    ``x`` is standardised by :func:`~bayesfed.data.standardise.standardise`, from sums over each patient only: (mean,
+    standard deviation) are (43.70, 14.64) and (0.737, 0.440). Suits :func:`bayesfed.models.weibull_survival`, and
+    :class:`bayesfed.models.Cox`, for example with ``cuts=[0.5, 1, 5]``.
 
     Source: C. A. McGilchrist and C. W. Aisbett (1991), "Regression with frailty in survival analysis", Biometrics
     47(2), 461–466, as in the R package survival.
@@ -230,7 +229,7 @@ def kidney() -> Federation:
         >>> datasets.kidney()
         Federation: 38 clients, 76 rows (2 to 2 a client), fields x[2], time, event
     """
-    # of each patient: the two times in days, + where censored, the age at each, and the sex
+    # for each patient: two times in days (+ if censored), the age at each, and the sex
     table = """
         8 16 28 28 m; 23 13+ 48 48 f; 22 28 32 32 m; 447 318 31 32 f; 30 12 10 10 m;
         24 245 16 17 f; 7 9 51 51 m; 511 30 55 56 f; 53 196 69 69 f; 15 154 51 52 m;
@@ -255,9 +254,9 @@ def kidney() -> Federation:
 def digits(clients: int = 20, classes: int = 3, seed: int = 0) -> tuple[Federation, Federation]:
     """Handwritten digits, a few classes for each client: ``(train, test)``, for quick trials.
 
-    Each client has ``classes`` random digits, and of each the same number of images: 60 / ``classes``, or fewer
-    where a digit's images do not go round, which no two clients share. A third of a client's images, drawn at
-    random, are for the test, so by default most clients have 40 and 20.
+    Each client has ``classes`` random digits and the same number of images of each: 60 / ``classes``, or fewer if a
+    digit has too few images for all clients that have it. No two clients share an image. A third of a client's images,
+    drawn at random, are for the test, so by default most clients have 40 and 20.
 
     Fields:
         ``x``: shape ``(64,)``, an image of 8 × 8 pixels, flat, from 0 (paper) to 1 (ink).
@@ -267,7 +266,7 @@ def digits(clients: int = 20, classes: int = 3, seed: int = 0) -> tuple[Federati
     Args:
         clients: N; they are called "client 0", "client 1", ...
         classes: digits per client, 1 to 10.
-        seed: of all random choices.
+        seed: seed of all random choices.
 
     Source: E. Alpaydin and C. Kaynak (1998), "Optical recognition of handwritten digits", UCI
     Machine Learning Repository, doi 10.24432/C50P49; its 1797 test images, as shipped by scikit-learn.
@@ -284,12 +283,7 @@ def digits(clients: int = 20, classes: int = 3, seed: int = 0) -> tuple[Federati
         >>> test
         Federation: 5 clients, 100 rows (20 to 20 a client), fields x[64], y
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ImportError(
-            "this dataset comes with scikit-learn, which is not installed: pip install scikit-learn"
-        ) from error
+    load_digits = import_optional("sklearn.datasets", "scikit-learn").load_digits
     if not 1 <= classes <= 10:
         raise ValueError(f"classes is {classes}; a client has 1 to 10 of the ten digits")
     images, labels = load_digits(return_X_y=True)
@@ -314,95 +308,8 @@ def digits(clients: int = 20, classes: int = 3, seed: int = 0) -> tuple[Federati
     return Federation.from_arrays(parts[0]), Federation.from_arrays(parts[1])
 
 
-def standardise(
-    federation: Federation, fields: Sequence[str]
-) -> tuple[Federation, dict[str, tuple[Tensor, Tensor]]]:
-    """Shift and scale fields to mean 0 and standard deviation 1 over all clients' rows together.
-
-    Clients' data never meet: each client gives three sums a field, n_i, Σ_j x_ij and Σ_j x_ij², and
-    the constants are computed from the sums' totals, in float64::
-
-        loc   = Σ_i Σ_j x_ij / Σ_i n_i
-        scale = √(Σ_i Σ_j x_ij² / Σ_i n_i − loc²)
-
-    The standard deviation is that of the population (divisor n). Each entry of a vector field has
-    constants of its own.
-
-    Args:
-        federation: the clients.
-        fields: names of the fields to standardise; an integer field becomes floating.
-
-    Returns:
-        The federation with these fields standardised and the others as they were, and the constants
-        used: field name to ``(loc, scale)``, float64, each with the field's event shape and in the
-        field's raw unit. The raw value is ``loc + scale * x``.
-
-    Raises:
-        KeyError: a field is not there.
-        ValueError: an entry of a field is constant, varies by less than a millionth of its size
-            (subtract a known offset first) or overflows, so that its standard deviation cannot be
-            computed from sums.
-
-    Example:
-        >>> import bayesfed as bf
-        >>> from bayesfed import datasets
-        >>> federation = bf.Federation.from_arrays(
-        ...     {"north": {"x": [1.0, 2.0]}, "south": {"x": [6.0]}}
-        ... )
-        >>> standardised, constants = datasets.standardise(federation, ["x"])
-        >>> constants["x"]
-        (tensor(3., dtype=torch.float64), tensor(2.1602, dtype=torch.float64))
-        >>> standardised["x"]
-        tensor([-0.9258, -0.4629,  1.3887])
-    """
-    wanted = [fields] if isinstance(fields, str) else list(fields)
-    standardised = dict(federation.fields)
-    constants = {}
-    for field in wanted:
-        loc, scale = moments(federation, field)
-        if scale.isnan().any():
-            raise ValueError(
-                f"field {field!r} cannot be standardised: an entry of it is constant, varies by "
-                "less than a millionth of its size (subtract an offset first), or overflows"
-            )
-        raw = federation[field].double()
-        standardised[field] = ((raw - loc) / scale).to(federation.dtype)
-        constants[field] = (loc, scale)
-    return replace(federation, fields=standardised), constants
-
-
-def moments(federation: Federation, field: str) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of a field over all clients' rows together, from sums over each client.
-
-    Returns:
-        Both float64, each with the field's event shape; the standard deviation, see :func:`standardise`, is NaN where
-        it cannot be computed from sums.
-
-    Example:
-        >>> import bayesfed as bf
-        >>> from bayesfed import datasets
-        >>> federation = bf.Federation.from_arrays({"north": {"x": [1.0, 2.0]}, "south": {"x": [6.0]}})
-        >>> [round(float(value), 4) for value in datasets.moments(federation, "x")]
-        [3.0, 2.1602]
-    """
-    n, raw = federation.lengths.sum(), federation[field].double()
-    # one row of sums a client: all that leaves it
-    sums = raw.new_zeros(len(federation), *raw.shape[1:]).index_add(0, federation.owner, raw)
-    squares = torch.zeros_like(sums).index_add(0, federation.owner, raw.square())
-    loc = sums.sum(0) / n
-    variance = squares.sum(0) / n - loc.square()
-    # not >, so that NaN fails too; below this, rounding is no longer negligible
-    sound = variance > 1e-12 * squares.sum(0) / n
-    return loc, variance.where(sound, torch.nan).sqrt()
-
-
-def _statsmodels() -> Any:
-    """``statsmodels.datasets``, an optional dependency."""
-    try:
-        from statsmodels import datasets
-    except ImportError as error:
-        raise ImportError(
-            "this dataset comes with statsmodels, which is not installed: "
-            "pip install 'bayesfed[datasets]'"
-        ) from error
-    return datasets
+def _table(name: str) -> pd.DataFrame:
+    """Load a data set of statsmodels."""
+    datasets = import_optional("statsmodels.datasets", "'bayesfed[datasets]'")
+    table: pd.DataFrame = getattr(datasets, name).load_pandas().data
+    return table

@@ -1,34 +1,32 @@
-"""What a file says of the clients' rows, so that other rows are noticed later: a hash for each client and field.
+"""A fingerprint of the clients' rows, stored in files so that changed rows are noticed: a hash per client and field.
 
-The hashes are the same wherever the fields lie, in memory, on disk or on a device. They keep no secret: whoever has one
-can confirm a guess of a small client's rows.
+The hashes do not depend on where the fields lie, in memory, on disk or on a device. They keep no secret: whoever has
+one can confirm a guess of a small client's rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from bayesfed.data.arrow import Column
-    from bayesfed.data.federation import Federation
+from bayesfed.data.arrow import Column
+from bayesfed.data.federation import Federation
 
 READ = 1_000_000
-"""Numbers that are read at once."""
+"""Numbers read at once."""
 _ROWS, _FIELD = "rows", "field "
 
 
-def digest(federation: Federation) -> dict[str, Tensor]:
-    """By ``"rows"`` the clients' numbers of rows, by ``"field <name>"`` hashes of their numbers: int64 ``(N,)`` each.
+def data_fingerprint(federation: Federation) -> dict[str, Tensor]:
+    """Return the clients' numbers of rows (``"rows"``) and hashes of each field (``"field <name>"``): int64 ``(N,)``.
 
     Example:
         >>> from bayesfed import datasets
-        >>> from bayesfed.data.fingerprint import digest
-        >>> {name: len(value) for name, value in digest(datasets.eight_schools()).items()}
+        >>> from bayesfed.data.fingerprint import data_fingerprint
+        >>> {name: len(value) for name, value in data_fingerprint(datasets.eight_schools()).items()}
         {'rows': 8, 'field y': 8, 'field sigma': 8}
     """
     offsets = federation.offsets.tolist()
@@ -39,23 +37,23 @@ def digest(federation: Federation) -> dict[str, Tensor]:
     return {_ROWS: federation.lengths.clone()} | hashes
 
 
-def difference(
+def describe_data_change(
     before: Mapping[str, Tensor], now: Mapping[str, Tensor], names: Sequence[str]
 ) -> str | None:
-    """What has changed of the same clients' data, in words; None where nothing has.
+    """Describe the first change between two fingerprints of the same clients' data, or return None if there is none.
 
     Example:
         >>> import bayesfed as bf
-        >>> from bayesfed.data.fingerprint import difference, digest
+        >>> from bayesfed.data.fingerprint import data_fingerprint, describe_data_change
         >>> one, other = (bf.Federation.from_arrays({"a": {"y": [1.0]}, "b": {"y": [y]}}) for y in (2.0, 3.0))
-        >>> difference(digest(one), digest(other), one.names)
+        >>> describe_data_change(data_fingerprint(one), data_fingerprint(other), one.names)
         "field 'y' of client 'b' has changed"
     """
     for name in [*now, *before]:
         if name not in now:
-            return f"the clients have no {_said(name)} any more"
+            return f"the clients have no {_label(name)} any more"
         if name not in before:
-            return f"the clients had no {_said(name)} before"
+            return f"the clients had no {_label(name)} before"
         changed = (before[name] != now[name]).nonzero().flatten().tolist()
         if not changed:
             continue
@@ -64,16 +62,16 @@ def difference(
         if name == _ROWS:
             had, has = (int(rows[name][changed[0]]) for rows in (before, now))
             return f"client {client}{more} had {had:,} rows and now has {has:,}"
-        return f"{_said(name)} of client {client}{more} has changed"
+        return f"{_label(name)} of client {client}{more} has changed"
     return None
 
 
-def _said(name: str) -> str:
+def _label(name: str) -> str:
     return f"field {name.removeprefix(_FIELD)!r}"
 
 
 def _hashes(value: Tensor | Column, offsets: Sequence[int]) -> Iterator[int]:
-    """A client's rows may be read in several pieces, and a piece hold several clients."""
+    """Hash each client's rows; a client may be read in several pieces, and a piece may hold several clients."""
     step = max(1, READ // max(1, value.shape[1:].numel()))
     ends, whole = iter(offsets[1:]), blake2b(digest_size=8)
     end = next(ends)

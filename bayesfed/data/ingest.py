@@ -1,4 +1,4 @@
-"""What users hold, as tensors: numbers only, and no missing ones."""
+"""Conversion of the user's data to tensors: numbers only, checked for missing and infinite values."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from torch import Tensor
 from bayesfed.data.columns import UnknownName, check_columns
 
 Missing = Literal["fail", "drop", "keep"]
-
-
+"""Treatment of missing numbers."""
 Stored = tuple[dict[str, Tensor], np.ndarray, tuple[str, ...]]
-"""Field name to ``(rows, *event)``, client by client; where each client's rows start, ``(N + 1,)``; the N names."""
+"""Field name to ``(rows, *event)``, client by client; the offsets of the clients' rows, ``(N + 1,)``; the N names."""
 
 
-def of_frame(
+def read_frame(
     frame: pd.DataFrame,
     client: str,
     fields: Sequence[str] | Mapping[str, str | Sequence[str]] | None,
 ) -> Stored:
-    """The rows of a data frame, sorted by client; see :meth:`bayesfed.Federation.from_frame`."""
+    """Read the rows of a data frame, sorted by client; see :meth:`bayesfed.Federation.from_frame`."""
     if fields is None:
         fields = [c for c in frame.columns if c != client]
     sources = fields if isinstance(fields, Mapping) else {name: name for name in fields}
@@ -48,8 +47,8 @@ def of_frame(
     return columns, offsets, tuple(map(str, names))
 
 
-def of_arrays(clients: Mapping[str, Mapping[str, Any]]) -> Stored:
-    """The clients' arrays, one after the other; see :meth:`bayesfed.Federation.from_arrays`."""
+def read_arrays(clients: Mapping[str, Mapping[str, Any]]) -> Stored:
+    """Read the clients' arrays, one after the other; see :meth:`bayesfed.Federation.from_arrays`."""
     if not isinstance(clients, Mapping):
         raise TypeError(
             "from_arrays takes one mapping per named client: {'hospital A': {'x': ..., 'y': ...}}, "
@@ -88,46 +87,85 @@ def of_arrays(clients: Mapping[str, Mapping[str, Any]]) -> Stored:
     return columns, offsets, tuple(map(str, names))
 
 
+def read_partitions(
+    dataset: Any, partitioner: Any, fields: Sequence[str] | None
+) -> tuple[dict[str, dict[str, Any]], str]:
+    """Read each partition's arrays by name, and the partitioning column; see :meth:`Federation.from_partitioner`."""
+    partitioner.dataset = dataset
+    ids: Mapping[int, Any] = {}
+    clients = {}
+    for number in range(partitioner.num_partitions):
+        rows = partitioner.load_partition(number).with_format("numpy")
+        wanted = rows.column_names if fields is None else fields
+        check_columns("dataset", wanted, rows.column_names)
+        # the first load creates the mapping
+        ids = getattr(partitioner, "partition_id_to_natural_id", None) or {}
+        clients[str(ids.get(number, number))] = {field: rows[field][:] for field in wanted}
+    column = getattr(partitioner, "_partition_by", None) if ids else None
+    return clients, column or "client"
+
+
+def check_clients(fields: Mapping[str, Any], offsets: Tensor, names: Sequence[str]) -> None:
+    """Raise ValueError unless each client has a name of its own and rows, and each field as many rows as they have."""
+    if not names:
+        raise ValueError("a federation needs at least one client; none was given")
+    if len(set(names)) != len(names):
+        twice = next(n for n in names if names.count(n) > 1)
+        raise ValueError(f"client {twice!r} appears twice; clients' names must be unique")
+    empty = (offsets.diff() <= 0).nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(
+            f"client {names[empty[0]]!r} is empty (no rows): leave it out of the federation"
+        )
+    rows = int(offsets[-1])
+    for name, value in fields.items():
+        if value.shape[:1] != (rows,):
+            raise ValueError(
+                f"field {name!r} has {value.shape[0]} rows, the clients have {rows} together"
+            )
+
+
 def check_missing(missing: str) -> None:
-    """Refuse what is no way to treat missing numbers."""
+    """Raise ValueError for an unknown treatment of missing numbers."""
     if missing not in get_args(Missing):
         raise ValueError(f"missing is {missing!r}; choose 'fail', 'drop' or 'keep'")
 
 
 def to_tensor(field: str, values: Any, client: str) -> Tensor:
-    """A field as a tensor; numbers become floating, torch tensors keep their type."""
+    """Convert a field to a tensor; numbers become floating, torch tensors keep their type."""
     if isinstance(values, Tensor):
         return values.detach()
     array = np.asarray(values)
-    if array.dtype == object or isinstance(getattr(values, "dtype", None), pd.CategoricalDtype):
+    dtype = getattr(values, "dtype", None)
+    categorical = isinstance(dtype, pd.CategoricalDtype)
+    if array.dtype == object or categorical:
         try:
-            if isinstance(getattr(values, "dtype", None), pd.CategoricalDtype):
+            # text is never converted: "02139" is not the number 2139
+            if categorical or any(isinstance(value, str) for value in np.ravel(array)):
                 raise ValueError
-            if any(isinstance(value, str) for value in np.ravel(array)):
-                raise ValueError  # "02139" is no 2139, unless the user says so
             array = pd.to_numeric(pd.Series(array)).to_numpy(dtype=float, na_value=np.nan)
         except (ValueError, TypeError):
             example = pd.unique(pd.Series(np.ravel(array)))[:3].tolist()
             raise TypeError(
-                f"field {field!r} is categorical or text (e.g. {example}; client {client!r}): make numbers of it "
+                f"field {field!r} is categorical or text (e.g. {example}; client {client!r}): convert it to numbers "
                 f"first. Quantities: frame[{field!r}].astype(float). Categories: pandas.get_dummies, or "
-                f"frame[{field!r}].astype('category').cat.codes, which makes -1 of what is missing: leave that "
-                "out before, frame.dropna()"
+                f"frame[{field!r}].astype('category').cat.codes, which codes missing values as -1: drop "
+                "them before, frame.dropna()"
             ) from None
     if array.dtype.kind not in "biuf":
         raise TypeError(
             f"field {field!r} has type {array.dtype}: only numbers can be stored (client {client!r}); "
             "encode it as numbers first"
         )
-    made = torch.from_numpy(np.array(array))
-    check_precision(field, made, f"client {client!r}")
-    return made.to(torch.get_default_dtype())
+    tensor = torch.from_numpy(np.array(array))
+    check_precision(field, tensor, f"client {client!r}")
+    return tensor.to(torch.get_default_dtype())
 
 
 def check_precision(field: str, values: Tensor, where: str) -> None:
-    """Fail on numbers that are others in torch's default floating type, such as identifiers and seconds since 1970.
+    """Raise an error if torch's default floating type changes numbers too much: identifiers or seconds since 1970.
 
-    Whole numbers may not change at all; others by no more than a ten-thousandth of their range.
+    Whole numbers may not change at all; others by at most a ten-thousandth of their range.
 
     Raises:
         ValueError: they do; the message names the field and says what to do.
@@ -143,25 +181,28 @@ def check_precision(field: str, values: Tensor, where: str) -> None:
         largest = int(error.flatten().argmax())
         before, after = (float(v.flatten()[largest]) for v in (exact, exact.to(dtype)))
         raise ValueError(
-            f"{where}: field {field!r} has numbers that {str(dtype)[6:]} cannot tell from their neighbours, such as "
-            f"{before:.17g}, which becomes {after:.17g}. Subtract what they have in common (a first date), leave out "
-            "what is a name and no quantity, or call torch.set_default_dtype(torch.float64)"
+            f"{where}: field {field!r} has numbers that {str(dtype)[6:]} cannot represent, such as {before:.17g}, "
+            f"which becomes {after:.17g}. Subtract a common offset (a first date), leave out a column that is an "
+            "identifier and not a quantity, or call torch.set_default_dtype(torch.float64)"
         )
 
 
-def without_missing(
+def treat_missing(
     columns: dict[str, Tensor], offsets: np.ndarray, names: tuple[str, ...], missing: Missing
 ) -> tuple[dict[str, Tensor], np.ndarray]:
-    """Fail on a NaN, naming client and row, or drop the rows that hold one and say how many; fail on infinity.
+    """Raise an error for a NaN, or drop the rows that hold one with a warning, or keep them; refuse infinite numbers.
 
     Args:
         columns: field name to ``(rows, *event)``, client by client.
-        offsets: where each client's rows start, ``(N + 1,)``.
+        offsets: the offsets of the clients' rows, ``(N + 1,)``.
         names: the N clients.
-        missing: ``"fail"``, ``"drop"``, or ``"keep"``, which leaves them in.
+        missing: ``"fail"``, ``"drop"`` or ``"keep"``.
 
     Returns:
-        The columns and offsets that are left.
+        The remaining columns and their offsets.
+
+    Raises:
+        ValueError: a number is infinite, or NaN under ``"fail"``; the message names client and row.
     """
     check_missing(missing)
     if not columns:
@@ -173,33 +214,36 @@ def without_missing(
         if not value.is_floating_point() or len(value) != len(bad):
             continue
         nan, infinite = (x.reshape(len(value), -1).any(-1) for x in (value.isnan(), value.isinf()))
-        if infinite.any():
-            row = int(infinite.nonzero()[0])
-            client = int(owner[row])
-            raise ValueError(
-                f"client {names[client]!r}, row {row - int(offsets[client])}: field {field!r} is infinite. Mend the "
-                "data (the logarithm of 0, a division by 0?) or leave the row out"
-            )
-        if missing == "fail" and nan.any():
-            row = int(nan.nonzero()[0])
-            client = int(owner[row])
-            raise ValueError(
-                f"client {names[client]!r}, row {row - int(offsets[client])}: field {field!r} is "
-                "NaN. Mend the data, or pass missing='drop' to leave such rows out, 'keep' where it is an outcome, or "
-                "has a prior"
-            )
+        refused = {
+            "infinite. Correct the data (the logarithm of 0?) or leave the row out": infinite
+        }
+        if missing == "fail":
+            reason = "NaN. Correct the data, pass missing='drop' to leave such rows out, or missing='keep' if the field"
+            refused[f"{reason} is an outcome or has a prior"] = nan
+        for reason, wrong in refused.items():
+            if wrong.any():
+                row = int(wrong.nonzero()[0])
+                client = int(owner[row])
+                place = f"client {names[client]!r}, row {row - int(offsets[client])}"
+                raise ValueError(f"{place}: field {field!r} is {reason}")
         if missing == "drop":
             bad |= nan
     if bad.any():
-        say_dropped(owner[bad], names, len(bad))
+        warn_dropped(owner[bad], names, len(bad))
         columns = {field: value[~bad] for field, value in columns.items()}
         lengths = np.bincount(owner[~bad].numpy(), minlength=len(names))
         offsets = np.concatenate([[0], lengths.cumsum()])
     return columns, offsets
 
 
-def say_dropped(owners: Tensor, names: Sequence[str], rows: int) -> None:
-    """Warn of rows that are left out: whose they were, of how many in all."""
+def warn_dropped(owners: Tensor, names: Sequence[str], rows: int) -> None:
+    """Warn of rows that are left out, with the clients that have most of them.
+
+    Args:
+        owners: the client of each row that is left out, int64.
+        names: all clients.
+        rows: the number of all rows.
+    """
     clients, counts = owners.unique(return_counts=True)
     most = counts.argsort(descending=True)[:3].tolist()
     worst = ", ".join(f"{names[int(clients[i])]!r} {int(counts[i])}" for i in most)

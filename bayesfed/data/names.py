@@ -1,4 +1,4 @@
-"""Names as integers, the same on every machine: what tells clients' and sites' noise streams apart."""
+"""Names as integers, the same on every machine: they give each client and each sample site its own noise stream."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def word(text: str) -> int:
-    """A signed 64-bit integer that stands for a name, the same on every machine."""
+    """Return a signed 64-bit hash of a name, the same on every machine."""
     return int.from_bytes(
         hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True
     )
 
 
 def words(names: Sequence[str]) -> Tensor:
-    """:func:`word` of each name: int64, shape ``(len(names),)``."""
+    """Return the :func:`word` of each name: int64, shape ``(len(names),)``."""
     return torch.tensor([word(name) for name in names], dtype=torch.int64)

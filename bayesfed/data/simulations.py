@@ -1,4 +1,4 @@
-"""Simulated federations whose clients are of two kinds: polynomials, and photovoltaic plants under real weather."""
+"""Simulated federations with two kinds of clients: polynomials, and photovoltaic plants under real weather."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pandas as pd
 import torch
 
 from bayesfed.data.federation import Federation
+from bayesfed.data.optional import import_optional
 
 # PAC-PFL, section 8.4: roots of the mean functions of the two kinds of clients, and their length scales
 _ROOTS = (
@@ -23,19 +24,19 @@ _LENGTH_SCALES = (0.3, 3.0)
 def polynomials(
     clients: int = 24, rows: int = 10, test_rows: int = 200, seed: int = 0
 ) -> tuple[Federation, Federation]:
-    """Functions from two Gaussian processes with polynomial means: ``(train, test)``.
+    """Simulate clients' functions from two Gaussian processes with polynomial means: ``(train, test)``.
 
-    Client i has a function f ~ GP(±Π_j (x − r_j), 0.2² exp(−(x − x')² / 2ℓ²)), the sign, the seven roots and ℓ those
-    of the first kind (ℓ = 0.3) where i is even and of the second (ℓ = 3) where it is odd. It sees
+    Client i has a function f ~ GP(±Π_j (x − r_j), 0.2² exp(−(x − x')² / 2ℓ²)); the sign, the seven roots and ℓ are
+    those of the first kind (ℓ = 0.3) if i is even and of the second (ℓ = 3) if it is odd. It observes
     y = f(x) + 0.05 ε at x from a standard normal truncated to [−0.8, 0.8].
 
     Fields: ``x``, shape ``(1,)``, and ``y``, scalar.
 
     Args:
         clients: N; "client 0", "client 1", ...
-        rows: of each client, for training.
-        test_rows: of each client, of the same function.
-        seed: of everything.
+        rows: training rows per client.
+        test_rows: test rows per client, of the same function.
+        seed: seed of all random numbers.
 
     Source: M. Boroujeni, A. Krause, G. Ferrari Trecate, "Personalized federated learning of probabilistic models: a
     PAC-Bayesian approach", the polynomial data.
@@ -85,7 +86,7 @@ FEATURES = (
     "cosine of the hour",
     "day of the year",
 )
-"""The 15 inputs of :func:`photovoltaics`; weather is the station's, of the hour before."""
+"""The 15 inputs of :func:`photovoltaics`; the weather is that of the station in the previous hour."""
 
 
 def photovoltaics(
@@ -95,15 +96,16 @@ def photovoltaics(
     seed: int = 0,
     weather: str | Path | None = None,
 ) -> tuple[Federation, Federation]:
-    """Houses with photovoltaic panels that forecast their output of the next hour: ``(train, test)``.
+    """Simulate houses with photovoltaic panels that forecast their output of the next hour: ``(train, test)``.
 
     Each house is computed by pvlib (Hay-Davies sky, cell temperature, PVWatts) from one station's typical year. Its
-    panels face east or west, a coin toss, or south, give or take 15°; they are tilted by 15° to 40°. Over the house
-    pass clouds of its own, which scale all irradiance by exp(a), a being autoregressive from hour to hour (sd 0.2);
-    and a neighbour 30° wide in a random direction takes the direct light below 5° to 25°.
+    panels face east or west with equal probability, or south, with a standard deviation of 15°; they are tilted by 15°
+    to 40°. Each house has its own clouds, which scale all irradiance by exp(a), where a is autoregressive from hour to
+    hour (standard deviation 0.2). A building 30° wide in a random direction blocks the direct light below an elevation
+    of 5° to 25°.
 
-    Hours with the sun higher than 10°, from 16 May on. Every third day is for the test, until the other days have
-    given the training rows; 15 August is the end.
+    Rows are the hours with the sun higher than 10°, from 16 May to 15 August. Every third day is for the test; the test
+    ends with the last training row.
 
     Fields, standardised by each house's training rows:
         ``x``: shape ``(15,)``, see :data:`FEATURES`.
@@ -113,8 +115,8 @@ def photovoltaics(
     Args:
         facing: ``"east-west"`` or ``"south"``.
         clients: N; "house 0", "house 1", ...
-        rows: of each house, for training: 150 are two weeks, 610 two months.
-        seed: of the houses.
+        rows: training rows per house: 150 are two weeks, 610 two months.
+        seed: seed of the houses.
         weather: a typical year of PVGIS (CSV) or of NSRDB (TMY3); by default the TMY3 file of Greensboro, North
             Carolina, that pvlib ships.
 
@@ -157,18 +159,13 @@ def photovoltaics(
 
 
 def _day(month: int, day: int) -> int:
-    """The day of a year without a 29th of February."""
+    """Return the number of a day in a year without a 29th of February."""
     return date(2018, month, day).timetuple().tm_yday
 
 
 def _station(weather: str | Path | None) -> pd.DataFrame:
-    """Hourly irradiance, temperature, wind and the sun's place, a row an hour of a year."""
-    try:
-        import pvlib
-    except ImportError as error:
-        raise ImportError(
-            "this simulation needs pvlib, which is not installed: pip install 'bayesfed[photovoltaics]'"
-        ) from error
+    """Read hourly irradiance, temperature, wind and the position of the sun, one row per hour of a year."""
+    pvlib = import_optional("pvlib", "'bayesfed[photovoltaics]'")
     path = Path(pvlib.__file__).parent / "data/723170TYA.CSV" if weather is None else Path(weather)
     with path.open(encoding="latin-1") as file:
         is_pvgis = "Latitude" in file.readline()
@@ -177,7 +174,7 @@ def _station(weather: str | Path | None) -> pd.DataFrame:
         place, shift = meta["inputs"], pd.Timedelta(0)
     else:
         data, place = pvlib.iotools.read_tmy3(path, coerce_year=2018, map_variables=True)
-        shift = pd.Timedelta(minutes=30)  # its hours end at their labels
+        shift = pd.Timedelta(minutes=30)  # a label is the end of its hour
     columns = ["ghi", "dni", "dhi", "temp_air", "wind_speed"]
     station = data[columns].astype(float)
     at = station.index.map(lambda t: t.replace(year=2018)) - shift
@@ -189,7 +186,7 @@ def _station(weather: str | Path | None) -> pd.DataFrame:
 
 
 def _output(station: pd.DataFrame, azimuth: float, rng: np.random.Generator) -> np.ndarray:
-    """What a house's panels give in every hour, per unit of their size."""
+    """Simulate the output of a house's panels in every hour, per unit of their size."""
     import pvlib
 
     tilt, neighbour = rng.uniform(15, 40), rng.uniform(0, 360)

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from bayesfed.checks import program_fingerprint
+from bayesfed.checks.program_fingerprint import program_fingerprint
 from bayesfed.data.federation import Federation
 from bayesfed.deploy import secure
 from bayesfed.deploy.messages import (
@@ -189,7 +189,7 @@ class Site:
                 with atomically(part.folder / BEGIN) as file:
                     file.write_bytes(payload)
                 self._parts[message.run] = part
-        program = program_fingerprint.digest(part.run.program, self.federation, torch.arange(0))
+        program = program_fingerprint(part.run.program, self.federation, torch.arange(0))
         key = secure.public_key(part.run_key).hex() if self.plan.secure else None
         return packed(Digest(run=message.run, key=key), program=program)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bayesfed.checks import program_fingerprint
+from bayesfed.checks.program_fingerprint import describe_program_change, program_fingerprint
 from bayesfed.deploy import secure
 from bayesfed.deploy.collect import (
     Answered,
@@ -182,7 +182,7 @@ def _begin(sites: Sites, run: Run, payload: bytes, members: Sequence[Member]) ->
     """Tell sites of the run, and see that their programs are the server's."""
     assert run.file is not None
     program = run.program
-    mine = program_fingerprint.digest(program, run.federation, torch.arange(0))
+    mine = program_fingerprint(program, run.federation, torch.arange(0))
     found = sites.told({member.name: payload for member in members}, Digest, run.file.name)
     keys = {name: said.key for name, (said, _) in found.items() if said.key is not None}
     if sites.plan.secure:
@@ -191,7 +191,7 @@ def _begin(sites: Sites, run: Run, payload: bytes, members: Sequence[Member]) ->
         secure.check_keys(sites.keys | keys)
     sites.keys |= keys
     for name, (_, parts) in found.items():
-        differs = program_fingerprint.difference(program, mine, parts.get("program", {}))
+        differs = describe_program_change(program, mine, parts.get("program", {}))
         if differs is not None:
             raise MessageError(f"site {name!r} has another model: {differs}")
 

@@ -1,24 +1,26 @@
-"""From a model and a guide to a program: checked, and its structure found by tracing and by gradients."""
+"""Build a program from a model and a guide: check them, and find their structure from one trace and its gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pyro
 import torch
 from pyro import poutine
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import transform_to
 
 from bayesfed.data.batch import Batch, Fields
 from bayesfed.data.federation import Federation, Model
-from bayesfed.elbo import handlers, noise
-from bayesfed.elbo.elbo import client_losses, client_terms, draw, local_priors, run
+from bayesfed.elbo import handlers
+from bayesfed.elbo.elbo import local_priors, log_ratio
+from bayesfed.elbo.log_density import log_density
 from bayesfed.elbo.moments import Moments
-from bayesfed.elbo.program import Anchor, Program
-from bayesfed.elbo.sites import sites
+from bayesfed.elbo.program import Params, PriorParameters, Program
+from bayesfed.elbo.sites import Site, sites
 
 
 def build(model: Model, guide: Callable[[Any], Any], federation: Federation) -> Program:
@@ -26,17 +28,92 @@ def build(model: Model, guide: Callable[[Any], Any], federation: Federation) -> 
 
     Raises:
         ValueError: see :func:`sites`; the guide misses a site, has one that the model lacks, puts one
-            on the other side of the boundary, or has a local parameter without a row per client.
+            on the other side of the clients plate, or has a local parameter without a row per client.
         NotImplementedError: a guide site that cannot be drawn from normal or uniform noise.
     """
     found = sites(model, federation)
     first = torch.arange(min(2, len(federation)))
     batch = federation.batch(first, torch.zeros(len(first), 1, dtype=torch.int64))
     params, recorder = handlers.Parameters(), handlers.Noise(None)
-    with handlers.on(batch.device), params, recorder, handlers.draws_plate(1):
-        guide_trace = poutine.trace(guide).get_trace(batch)
-    guides = set(params.seen)
-    guide_sites = handlers.sample_sites(guide_trace)
+    leaves, derived = _Leaves(), handlers.Derived()
+    with handlers.on(batch.device), params, recorder, leaves, handlers.draws_plate(1):
+        with _ConstantDraws():
+            guide_trace = poutine.trace(guide).get_trace(batch)
+        in_guide, guide_sites = set(params.seen), handlers.sample_sites(guide_trace)
+        _check_sites(found, guide_sites)
+        with derived:
+            model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(batch)
+    init, local = _initial_values(params.seen, len(batch))
+    random = tuple(
+        n for n, s in guide_sites.items() if not handlers.is_local(s) and not handlers.is_point(s)
+    )
+    terms = log_ratio(guide_trace, model_trace, local=True)
+    schema = federation.batch(torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1).long())
+    zeros = {name: torch.zeros_like(value) for name, value in schema.fields.items()}
+    program = Program(
+        model=model,
+        guide=guide,
+        sites=found,
+        random=random,
+        direct=tuple(name for name in leaves.read_by(terms) if name in init),
+        local_params=tuple(local),
+        resting=tuple(name for name in local if name not in in_guide),
+        constraints={name: seen["constraint"] for name, seen in params.seen.items()},
+        init=init,
+        schema=Batch(Fields(zeros), schema.mask, torch.ones_like(schema.scale), schema.index),
+        randomness=recorder.draws,
+        clients=len(federation),
+        rows=federation.rows,
+        derived={
+            name: ("observation",) * one.per_row or ("client",) * one.local
+            for name, one in derived.found.items()
+        },
+    )
+    if random:
+        return program
+    nodes = model_trace.nodes
+    likelihood = sum(log_density(nodes[site.name]).sum() for site in program.likelihood)
+    reads = {
+        site.name: frozenset(leaves.read_by(_log_prob_of_constant(nodes[site.name])))
+        for site in (*program.locals, *program.likelihood)
+    }
+    return replace(
+        program,
+        unread=frozenset(init).difference(leaves.read_by(likelihood)),
+        anchors=_prior_parameters(program, init | local, reads, batch),
+        reads=reads,
+    )
+
+
+class _Leaves(Messenger):
+    """Make each parameter a leaf of the autograd graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, Tensor] = {}
+
+    def _pyro_post_param(self, msg: Any) -> None:
+        msg["value"] = self.found.setdefault(msg["name"], msg["value"].requires_grad_())
+
+    def read_by(self, value: Tensor | float) -> list[str]:
+        """The parameters that a value depends on, other than through global draws."""
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            return []
+        leaves = list(self.found.values())
+        grads = torch.autograd.grad(value.sum(), leaves, allow_unused=True, retain_graph=True)
+        return [name for name, grad in zip(self.found, grads, strict=True) if grad is not None]
+
+
+class _ConstantDraws(Messenger):
+    """Make each global draw of a guide a constant."""
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        if not (handlers.is_plate(msg) or handlers.is_local(msg) or handlers.is_point(msg)):
+            msg["value"] = msg["value"].detach()
+
+
+def _check_sites(found: Mapping[str, Site], guide_sites: Mapping[str, Any]) -> None:
+    """Fail unless the guide has the model's latent sites, on the same side of the clients plate, and no others."""
     for site in found.values():
         if site.observed:
             continue
@@ -58,98 +135,60 @@ def build(model: Model, guide: Callable[[Any], Any], federation: Federation) -> 
                 f"the guide samples {name!r}, which the model does not; if it is auxiliary, say "
                 "infer={'is_auxiliary': True}"
             )
-    derived = handlers.Derived()
-    with handlers.on(batch.device), params, recorder, handlers.draws_plate(1), derived:
-        poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(batch)
-    init, constraint, local_params = {}, {}, []
-    for name, seen in params.seen.items():
-        constraint[name] = seen["constraint"]
-        value = seen["value"]
-        if seen["local"]:
-            if value.shape[:2] != (len(batch), 1):
-                raise ValueError(
-                    f"local parameter {name!r} has shape {tuple(value.shape)}: inside the clients plate "
-                    "a parameter has a row per client, shape (K, 1, *event) with K = len(federation)"
-                )
-            local_params.append(name)
-        else:
-            init[name] = transform_to(seen["constraint"]).inv(value).detach().clone()
-    random = tuple(
-        n for n, s in guide_sites.items() if not handlers.is_local(s) and not handlers.is_point(s)
-    )
-    schema = federation.batch(torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1).long())
-    zeros = {name: torch.zeros_like(value) for name, value in schema.fields.items()}
-    program = Program(
-        model=model,
-        guide=guide,
-        sites=found,
-        random=random,
-        direct=(),
-        local_params=tuple(local_params),
-        resting=tuple(name for name in local_params if name not in guides),
-        constraints=constraint,
-        init=init,
-        schema=Batch(Fields(zeros), schema.mask, torch.ones_like(schema.scale), schema.index),
-        randomness=recorder.draws,
-        clients=len(federation),
-        rows=federation.rows,
-        derived={
-            name: ("observation",) * one.per_row or ("client",) * one.local
-            for name, one in derived.found.items()
-        },
-    )
-    keys = noise.fold(noise.key(0).to(batch.device), federation.stream_ids[batch.index])
-    program = _with_direct(program, batch, keys)
-    return program if random else _with_anchors(program, batch, keys)
 
 
-def _with_direct(program: Program, batch: Batch, keys: Tensor) -> Program:
-    """Find the global parameters that a client's term reads other than through the draws."""
-    root = noise.key(0).to(batch.device)
-    values = draw(program, program.init, program.noise(root, 1, local=False), 1)
-    values = {name: value.detach() for name, value in values.items()}
-    leaves = {name: value.clone().requires_grad_() for name, value in program.init.items()}
-    params, supplied = leaves | program.init_locals(batch), program.noise(keys, 1, local=True)
-    terms = client_terms(program, params, values, batch, supplied, 1)
-    if not terms.requires_grad:
-        return program
-    grads = torch.autograd.grad(terms.sum(), list(leaves.values()), allow_unused=True)
-    read = tuple(name for name, grad in zip(leaves, grads, strict=True) if grad is not None)
-    return replace(program, direct=read)
+def _initial_values(seen: Mapping[str, Mapping[str, Any]], clients: int) -> tuple[Params, Params]:
+    """The unconstrained initial values of the global and of the local parameters.
+
+    Raises:
+        ValueError: a local parameter has no row per client.
+    """
+    found: dict[bool, Params] = {False: {}, True: {}}
+    for name, param in seen.items():
+        value = param["value"]
+        if param["local"] and value.shape[:2] != (clients, 1):
+            raise ValueError(
+                f"local parameter {name!r} has shape {tuple(value.shape)}: inside the clients plate "
+                "a parameter has a row per client, shape (K, 1, *event) with K = len(federation)"
+            )
+        unconstrained = transform_to(param["constraint"]).inv(value)
+        found[param["local"]][name] = unconstrained.detach().clone()
+    return found[False], found[True]
 
 
-def _with_anchors(program: Program, batch: Batch, keys: Tensor) -> Program:
-    """Find what the local priors stand on, and the parameters that only they read, for globals that are points."""
-    local = program.init_locals(batch)
-    leaves = {
-        name: value.clone().requires_grad_() for name, value in (program.init | local).items()
-    }
-    losses = client_losses(program, leaves, batch, program.noise(keys, 1, local=True), 1)
-    unread = set(program.init)
-    if losses.nll.requires_grad:
-        grads = torch.autograd.grad(losses.nll.sum(), list(leaves.values()), allow_unused=True)
-        unread -= {name for name, grad in zip(leaves, grads, strict=True) if grad is not None}
-    reads = _reads(program, leaves, batch, keys)
-    at: list[tuple[dict[str, Tensor], dict[str, Moments]]] = []
+def _log_prob_of_constant(node: Mapping[str, Any]) -> Tensor:
+    """The log density of a site's value, which counts as a constant."""
+    with pyro.validation_enabled(False):
+        return node["fn"].log_prob(node["value"].detach())
+
+
+def _prior_parameters(
+    program: Program, start: Params, reads: Mapping[str, Collection[str]], batch: Batch
+) -> dict[str, PriorParameters]:
+    """Find the parameters that are the location or the log scale of a Normal local prior.
+
+    A parameter is the location of a prior if both are equal at two random values of all parameters.
+    """
+    at: list[tuple[Params, dict[str, Moments]]] = []
     for trial in range(2):
         generator = torch.Generator().manual_seed(trial)
-        moved = {
-            name: value.detach() + 0.3 * torch.randn(value.shape, generator=generator).to(value)
-            for name, value in leaves.items()
+        params = {
+            name: value + 0.3 * torch.randn(value.shape, generator=generator).to(value)
+            for name, value in start.items()
         }
-        moved = {name: value.requires_grad_() for name, value in moved.items()}
-        at.append((moved, local_priors(program, moved, batch)))
+        params = {name: value.requires_grad_() for name, value in params.items()}
+        at.append((params, local_priors(program, params, batch)))
 
-    def same(site: str, field: str) -> str | None:
-        """The parameter that this moment of the site's prior is, wherever the parameters lie."""
-        for name in leaves:
+    def equal_to(site: str, field: str) -> str | None:
+        """The parameter that is this field of the prior's moments, if there is one."""
+        for name in start:
             if name not in reads[site]:
                 continue
             for params, priors in at:
                 found = getattr(priors[site], field)
                 found = found.log() if field == "scale" else found
                 value = params[name]
-                if not _reaches(value.shape, found.shape) or not torch.allclose(
+                if not _expands_to(value.shape, found.shape) or not torch.allclose(
                     found, value.expand_as(found), rtol=1e-4, atol=1e-4
                 ):
                     break
@@ -157,41 +196,19 @@ def _with_anchors(program: Program, batch: Batch, keys: Tensor) -> Program:
                 return name
         return None
 
-    anchors = {
-        site.name: Anchor(
-            same(site.name, "loc"),
-            same(site.name, "scale"),
-            not at[0][1][site.name].scale.requires_grad,
+    return {
+        name: PriorParameters(
+            loc=equal_to(name, "loc"),
+            log_scale=equal_to(name, "scale"),
+            fixed=not prior.scale.requires_grad,
         )
-        for site in program.locals
-        if at[0][1][site.name].exact
+        for name, prior in at[0][1].items()
+        if prior.exact
     }
-    return replace(program, unread=frozenset(unread), anchors=anchors, reads=reads)
 
 
-def _reads(
-    program: Program, leaves: Mapping[str, Tensor], batch: Batch, keys: Tensor
-) -> dict[str, frozenset[str]]:
-    """Which parameters the law of each local or observed site depends on, its own value given."""
-    supplied, found = program.noise(keys, 1, local=True), {}
-    _, model = run(program, leaves, {}, batch, supplied, 1)
-    for site in (*program.locals, *program.likelihood):
-        node = model.nodes[site.name]
-        with pyro.validation_enabled(False):
-            log_prob = node["fn"].log_prob(node["value"].detach())
-        grads: Sequence[Tensor | None] = [None] * len(leaves)
-        if log_prob.requires_grad:
-            grads = torch.autograd.grad(
-                log_prob.sum(), list(leaves.values()), allow_unused=True, retain_graph=True
-            )
-        found[site.name] = frozenset(
-            name for name, grad in zip(leaves, grads, strict=True) if grad is not None
-        )
-    return found
-
-
-def _reaches(shape: torch.Size, target: torch.Size) -> bool:
-    """Whether a tensor of that shape expands to the target."""
+def _expands_to(shape: torch.Size, target: torch.Size) -> bool:
+    """Return whether a tensor of one shape can be expanded to the other."""
     try:
         return torch.broadcast_shapes(shape, target) == target
     except RuntimeError:

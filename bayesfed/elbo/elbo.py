@@ -4,8 +4,8 @@
     server_term   = log p(θ) − log q(θ)
     client_term_i = log p(w_i | θ) + log p(D_i | w_i, θ) − log q(w_i | θ)
 
-Each function is pure: its result depends on its arguments only, the noise being one of them. All K clients
-and S draws run as one batched pass of the program.
+Each function is pure: its result depends on its arguments only, and noise is one of them. All K clients and S draws
+run as one batched pass of the program.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 from torch.distributions import Independent, Normal, kl_divergence
 
 from bayesfed.data.batch import Batch
 from bayesfed.elbo import handlers
+from bayesfed.elbo.log_density import log_density
 from bayesfed.elbo.moments import Moments, moments, unconstrained
 from bayesfed.tracing.compiler import traceable
 
@@ -50,7 +50,7 @@ def run(
     draws: int,
     starting: Sequence[str] = (),
 ) -> tuple[Any, Any]:
-    """Traces of the guide and of the model replayed against it, everything given from outside."""
+    """Trace the guide, and the model replayed against it, with all parameters, values and noise given."""
     with handlers.given(batch.device, params, noise, values, draws, starting):
         guide = poutine.trace(program.guide).get_trace(batch)
         model = poutine.trace(poutine.replay(program.model, trace=guide)).get_trace(batch)
@@ -58,13 +58,12 @@ def run(
 
 
 def _log_prob(trace: Any, *, local: bool, skip: Sequence[str] = ()) -> Tensor | float:
-    """Σ log p over a trace's local or global sites: ``(S, K or 1)``; 0 where there are none."""
+    """Σ log p over a trace's local or global sites: ``(S, K or 1)``; 0 if there are none."""
     total: Tensor | float = 0.0
     with pyro.validation_enabled(False):
         for name, node in handlers.sample_sites(trace).items():
             if name not in skip and handlers.is_local(node) == local:
-                log_prob = node["fn"].log_prob(node["value"])
-                total = total + scale_and_mask(log_prob, node["scale"], node["mask"]).sum(-1)
+                total = total + log_density(node).sum(-1)
     return total
 
 
@@ -83,7 +82,7 @@ def _terms(value: Tensor | float, like: Tensor, draws: int, clients: int) -> Ten
 def draw(
     program: Program, params: Mapping[str, Tensor], noise: Noise, draws: int
 ) -> dict[str, Tensor]:
-    """What the server sends: draws of the guide's global random sites.
+    """The draws of the guide's global random sites, which the server sends to the clients.
 
     Args:
         program: the model/guide pair.
@@ -133,7 +132,7 @@ def client_terms(
 
 @dataclass(frozen=True, eq=False)
 class Losses:
-    """The parts of the negative ELBO term apart, per client ``(K,)``.
+    """The parts of the negative ELBO term, per client ``(K,)``.
 
     Attributes:
         nll: −E_q[log p(D_i | w_i, θ)] of all n_i rows.
@@ -147,10 +146,10 @@ class Losses:
 
     @cached_property
     def divergence(self) -> Tensor:
-        """KL(q(w_i) ‖ p(w_i | θ)), in closed form where there is one; for a point −log p(w_i | θ).
+        """KL(q(w_i) ‖ p(w_i | θ)), in closed form if there is one; for a point estimate −log p(w_i | θ).
 
-        A point says nothing of a spread: where the prior is Normal its scale is a constant to it (the density of a
-        point has no maximum in it), and its normaliser is left out.
+        For a point estimate the scale of a Normal prior is a constant and its normaliser is left out: the density at a
+        point has no maximum in the scale.
         """
         total = torch.zeros_like(self.nll)
         for q, p in self._locals:
@@ -168,14 +167,16 @@ class Losses:
 
     @cached_property
     def hyper(self) -> Tensor:
-        """−log p(θ), in unconstrained coordinates; 0 where no global is random."""
+        """−log p(θ) in unconstrained coordinates; 0 if no global variable is random."""
         found = log_ratio(*self._traces, local=False)
-        found = found[:1] if isinstance(found, Tensor) else found  # points: alike for all draws
+        found = (
+            found[:1] if isinstance(found, Tensor) else found
+        )  # point estimates: equal for all draws
         return -_terms(found, self.rows, 1, len(self.rows))[0]
 
 
 def _once(*fns: Any) -> tuple[Any, ...]:
-    """Normals that are the same for every draw, with one draw; others as they are."""
+    """Normals that are equal for all draws, reduced to one draw; other distributions unchanged."""
     found = []
     for fn in fns:
         base = fn.base_dist if isinstance(fn, Independent) else fn
@@ -197,7 +198,7 @@ def client_losses(
     noise: Noise,
     draws: int,
 ) -> Losses:
-    """The parts of K clients' negative ELBO terms, for a guide whose globals are points.
+    """The parts of K clients' negative ELBO terms, for a guide whose globals are point estimates.
 
     Arguments as in :func:`client_terms`.
     """
@@ -207,9 +208,9 @@ def client_losses(
 
 
 def centred_losses(program: Program, params: Mapping[str, Tensor], batch: Batch) -> Losses:
-    """The losses of K clients that stand at the centre of their priors, differentiable in the parameters.
+    """The losses of K clients whose variables lie at the centre of their priors, differentiable in the parameters.
 
-    One run of the model: what :func:`local_priors` and then :func:`client_losses` would need two for.
+    It takes one run of the model, where :func:`local_priors` and then :func:`client_losses` would take two.
     """
     names = [site.name for site in program.globals]
     origin = handlers.given(batch.device, params, noise={}, draws=1)
@@ -226,16 +227,14 @@ def _nll(program: Program, model: Any, batch: Batch, draws: int) -> Tensor:
     nll = batch.scale.new_zeros(draws, len(batch))
     with pyro.validation_enabled(False):
         for site in program.likelihood:
-            node = model.nodes[site.name]
-            log_prob = node["fn"].log_prob(node["value"])
-            nll = nll - scale_and_mask(log_prob, node["scale"], node["mask"]).sum(-1)
+            nll = nll - log_density(model.nodes[site.name]).sum(-1)
     return nll.mean(0)
 
 
 def local_priors(
     program: Program, params: Mapping[str, Tensor], batch: Batch
 ) -> dict[str, Moments]:
-    """Where the local sites' priors lie given the parameters, the clients' other variables at their centre.
+    """The moments of the local sites' priors given the parameters, with earlier local variables at their centre.
 
     The tensors are ``(K, 1, *shape)``, differentiable in the parameters.
     """
@@ -262,7 +261,7 @@ def _of_server(
     noise: Noise,
     draws: int,
 ) -> tuple[Any, Any]:
-    """As :func:`run`, without any client's data, as far as the global sites."""
+    """Trace the guide and the model as :func:`run`, without any client's data, up to the last global site."""
     device, own = program.schema.device, program.local_params
     names = [site.name for site in program.globals]
     with handlers.given(device, params, noise, values, draws, own):
@@ -274,12 +273,12 @@ def _of_server(
 
 
 class ServerTerm(NamedTuple):
-    """What the server can say of S draws of θ.
+    """The server's part of the ELBO at S draws of θ.
 
     Attributes:
-        term: its ELBO term, log p(θ) − log q(θ), ``(S,)``.
+        term: log p(θ) − log q(θ), ``(S,)``.
         log_prior: log p(θ) in the coordinates of the draws, ``(S,)``.
-        theta: the draws as :func:`draw` gives them. All are differentiable.
+        theta: the draws, as :func:`draw` returns them. All are differentiable.
     """
 
     term: Tensor
@@ -308,7 +307,7 @@ def server_pass(
 
 
 def log_prior(program: Program, params: Mapping[str, Tensor], values: Draws, draws: int) -> Tensor:
-    """log p of given draws in the coordinates of the draws (Jacobian included): shape ``(S,)``."""
+    """log p(θ) of given draws in the coordinates of the draws (Jacobian included): shape ``(S,)``."""
     guide, model = _of_server(program, params, values, {}, draws)
     total = log_ratio(guide, model, local=False, skip=program.random)
     return _terms(total, program.schema.scale, draws, 1).squeeze(-1)
@@ -324,7 +323,7 @@ def log_parts(
     *,
     local: bool,
 ) -> tuple[Tensor, Tensor]:
-    """What an ELBO term is the difference of, as columns of K clients, or as one of the server's.
+    """The log densities of the model and of the guide, whose difference is an ELBO term.
 
     Arguments as in :func:`client_terms`; the server's batch is the program's schema.
 
@@ -348,7 +347,7 @@ def elbo_terms(
     draws: int,
     values: Draws | None = None,
 ) -> Terms:
-    """Both parts in one pass; with parameters or noise that have a row per client, ``server`` is ``(S, K)``."""
+    """Both parts of the ELBO in one pass; ``server`` is ``(S, K)`` if parameters or noise have a row per client."""
     guide, model = run(program, params, values or {}, batch, noise, draws)
     server = torch.as_tensor(
         log_ratio(guide, model, local=False), dtype=batch.scale.dtype, device=batch.scale.device

@@ -1,4 +1,4 @@
-"""Effect handlers: run a Pyro program with its parameters, noise and values given from outside."""
+"""Pyro effect handlers that give a program its parameters, noise and values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributions import biject_to, constraints, transform_to
 
 from bayesfed.data.batch import CLIENTS
 from bayesfed.elbo.moments import moments
-from bayesfed.elbo.noise import Draw, Lifted
+from bayesfed.elbo.noise import Draw, SuppliedNoise
 
 DRAWS = "draws"
 
@@ -28,19 +28,19 @@ def draws_plate(count: int) -> Any:
 
 @contextmanager
 def trusted(device: torch.device) -> Iterator[None]:
-    """Without Pyro's checks of arguments, which the first pass of a program has made, and :func:`on` a device."""
+    """Turn off Pyro's checks of arguments, which the first run of a program has made, and enter :func:`on`."""
     with pyro.validation_enabled(False), on(device):
         yield
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """New tensors on that device: a model's own constants go where its data are."""
+    """Create new tensors on a device, so that a model's own constants lie where its data do."""
     return nullcontext() if torch.get_default_device() == device else device
 
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """New tensors on the CPU, whatever ``torch.set_default_device`` says: schedules are made there."""
+    """Create new tensors on the CPU, whatever ``torch.set_default_device`` says: schedules are made there."""
     with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
         yield
 
@@ -54,16 +54,16 @@ def given(
     draws: int | None = None,
     starting: Collection[str] = (),
 ) -> Iterator[Parameters]:
-    """Run programs on a device with whatever is given from outside: the one place where handlers are opened.
+    """Run programs on a device with given parameters, noise and values.
 
     Args:
         device: where new tensors go.
         params: values of ``pyro.param``, unconstrained; by default all take their initial value.
-        noise: of latent sites; those without stand at the origin. By default sites are drawn by torch's generator.
+        noise: of latent sites; sites without noise lie at the origin. By default torch's generator draws the sites.
         values: of latent sites.
-        draws: how many of everything, by a plate to the left of the two others; by default no such plate.
-        starting: parameters that take their initial value where ``params`` has none, such as a client's own in a run
-            that has no client.
+        draws: S, the size of a plate to the left of the two others; by default there is no such plate.
+        starting: parameters that take their initial value if ``params`` lacks them, such as local ones in a run without
+            clients.
 
     Example:
         >>> import torch
@@ -89,7 +89,7 @@ def given(
 
 
 def is_plate(message: Mapping[str, Any]) -> bool:
-    """Whether a sample message is only a plate that opens."""
+    """Return whether a sample message only opens a plate."""
     return isinstance(message["fn"], _Subsample)
 
 
@@ -103,17 +103,17 @@ def sample_sites(trace: Any) -> dict[str, Any]:
 
 
 def plates(message: Mapping[str, Any]) -> set[str]:
-    """Names of the plates that a site lies in."""
+    """The names of the plates that a site lies in."""
     return {frame.name for frame in message["cond_indep_stack"]}
 
 
 def is_local(message: Mapping[str, Any]) -> bool:
-    """Whether a site lies inside the clients plate."""
+    """Return whether a site lies inside the clients plate."""
     return CLIENTS in plates(message)
 
 
 def is_point(message: Mapping[str, Any]) -> bool:
-    """Whether a guide's site is a point (or a function of other sites), not a draw."""
+    """Return whether a guide's site is a point estimate (or a function of other sites), not a draw."""
     fn = message["fn"]
     while isinstance(fn, dist.Independent):
         fn = fn.base_dist
@@ -121,10 +121,10 @@ def is_point(message: Mapping[str, Any]) -> bool:
 
 
 class Parameters(Messenger):
-    """Answer ``pyro.param`` from ``values`` (unconstrained), never from the global store; all are noted in ``seen``.
+    """Give ``pyro.param`` its value from ``values`` (unconstrained), never from Pyro's global store.
 
-    Where there are no values at all, as when a program is looked at for the first time, parameters take their initial
-    value; so do those of ``starting``. Any other that ``values`` lacks is an error.
+    ``seen`` records all parameters. If ``values`` is None, parameters take their initial value; so do those of
+    ``starting``. Any other that ``values`` lacks is an error.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Parameters(Messenger):
 
 
 class Values(Messenger):
-    """Give latent sites the values of ``values``; with ``strict=False`` others are left alone."""
+    """Give latent sites the values of ``values``; other sites are left alone."""
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class Values(Messenger):
 
 
 class Centred(Messenger):
-    """Put latent sites that have no value yet at their centre, and note their laws and values in ``found``."""
+    """Put latent sites without a value at the centre of their prior; ``found`` has their distributions and values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,11 +194,11 @@ class Centred(Messenger):
 
 
 class _Enough(Exception):
-    """All that was asked of a program has been sampled."""
+    """All requested sites of a program have been sampled."""
 
 
 class Until(Messenger):
-    """Leave the program once all of these sites are sampled: what comes after them is not run."""
+    """Stop the program as soon as all of these sites are sampled."""
 
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class Until(Messenger):
 
 
 class Derivation(NamedTuple):
-    """A value that depends on other variables, and whether each client, or each row, has its own."""
+    """A value computed from other variables; ``local`` if each client has one, ``per_row`` if each row has."""
 
     value: Tensor
     local: bool
@@ -225,9 +225,9 @@ class Derivation(NamedTuple):
 class Noise(Messenger):
     """Draw latent sites from the noise supplied for them.
 
-    Sites that have no noise take the origin of their unconstrained space: so a server runs a program
-    without any client's variables. With ``supplied=None`` every site is drawn from a constant, and what
-    it would need is noted in ``draws``.
+    Sites without noise take the origin of their unconstrained space, so that a server can run a program without any
+    client's variables. With ``supplied=None`` every site is drawn from constants, and ``draws`` records the random
+    tensors that it needs.
     """
 
     def __init__(self, supplied: Mapping[str, Sequence[Tensor]] | None) -> None:
@@ -250,22 +250,22 @@ class Noise(Messenger):
                     "reparameterised sampler: use a (transformed) Normal"
                 )
             supplied = None if self.supplied is None else self.supplied[name]
-            if supplied:  # clients that draw a global site each for themselves have a row each
+            if supplied:  # each client has its own draw of a global site
                 lead = supplied[0].shape[: len(fn.batch_shape)]
                 if (shape := torch.broadcast_shapes(fn.batch_shape, lead)) != fn.batch_shape:
                     msg["fn"] = fn = fn.expand(shape)
-            lifted = Lifted(supplied, len(fn.batch_shape))
+            source = SuppliedNoise(supplied, len(fn.batch_shape))
             try:
-                with lifted:
+                with source:
                     msg["value"] = fn.rsample()
             except NotImplementedError as error:
                 raise NotImplementedError(f"site {name!r} of the guide: {error}") from None
-            self.draws[name] = lifted.recorded
+            self.draws[name] = source.recorded
         msg["done"] = True
 
 
 class Known(Messenger):
-    """Say what clients' own rows tell of their discrete variables: log p(z, own rows), ``(S, K, 1, k)``."""
+    """Supply the evidence of clients' own rows for their discrete variables: log p(z, own rows), ``(S, K, 1, k)``."""
 
     def __init__(self, log_weights: Tensor) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class Known(Messenger):
 
 
 class Derived(Messenger):
-    """Note what a program names by ``pyro.deterministic``: ``(S, K, B or 1, *)`` for S draws and K clients."""
+    """Record the values of ``pyro.deterministic``: ``(S, K, B or 1, *)`` for S draws and K clients."""
 
     def __init__(self) -> None:
         super().__init__()

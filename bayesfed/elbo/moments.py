@@ -1,4 +1,4 @@
-"""Centre and spread of a distribution in the unconstrained coordinates of its support."""
+"""Location and scale of a distribution in the unconstrained coordinates of its support."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributions import biject_to, constraints
 
 
 class Moments(NamedTuple):
-    """Location and scale ``(..., *shape)`` of an unconstrained variable; ``exact`` where it is a diagonal Normal."""
+    """Location and scale ``(..., *shape)`` of an unconstrained variable; ``exact`` if it is a diagonal Normal."""
 
     loc: Tensor
     scale: Tensor
@@ -19,11 +19,11 @@ class Moments(NamedTuple):
 
 
 def moments(fn: Any) -> Moments:
-    """Centre and spread of ``fn``, batch dimensions in front.
+    """The location and scale of a distribution, batch dimensions in front.
 
-    Normal and log-Normal: exactly. Over the reals mean and standard deviation, where they are finite (else location
-    and scale). Over the positive numbers those of the log-Normal with the same mean and variance. Elsewhere the
-    image of the mean, with a spread of 1.
+    They are exact for a Normal and a log-Normal. Over the reals they are the location and scale of the family, else the
+    mean and standard deviation. Over the positive numbers they are those of the log-Normal with the same mean and
+    variance. Elsewhere they are the image of the mean, and 1.
 
     Example:
         >>> import torch, pyro.distributions as dist

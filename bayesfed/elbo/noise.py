@@ -2,7 +2,7 @@
 
 A stream is a key, an int64 scalar; the j-th number of a stream is a hash of (key, j). So noise does not
 depend on the order, chunking or device of the clients, a thousand small clients cost one tensor
-operation, and a client that runs alone draws what it would have drawn in a cohort (law 3).
+operation, and a client that runs alone has the same draws as in a cohort (invariant 3).
 
 The hash is SplitMix64's finaliser (Steele, Lea & Flood 2014, *Fast splittable pseudorandom number
 generators*, OOPSLA) on 64-bit integers that wrap.
@@ -36,7 +36,7 @@ def _mix(x: Tensor) -> Tensor:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Torch's own random state as after a seed, for programs that draw by it; as it was afterwards, on every device.
+    """Seed torch's own generator inside a block, and restore its state afterwards, on every device.
 
     Example:
         >>> import torch
@@ -81,11 +81,11 @@ def uniform(keys: Tensor, shape: Sequence[int] = ()) -> Tensor:
 
 
 Path = Sequence[Tensor | int]
-"""What keys are folded with, one after the other."""
+"""The numbers that keys are folded with, one after the other."""
 
 
 def _normal32(keys: Tensor, path: Path, shape: Sequence[int]) -> Tensor:
-    """Normal numbers in single precision, two from each hash: less than half the time of double."""
+    """Normal numbers in single precision, two from each hash, in less than half the time of double precision."""
     count = math.prod(shape)
     strides = torch.arange(1, (count + 1) // 2 + 1, device=keys.device) * _GOLDEN
     drawn = _normals(keys, list(path), strides, count)
@@ -94,10 +94,10 @@ def _normal32(keys: Tensor, path: Path, shape: Sequence[int]) -> Tensor:
 
 @traceable
 def _normals(keys: Tensor, path: list[Tensor | int], strides: Tensor, count: int) -> Tensor:
-    """The shape of the folded keys ``+ (count,)``.
+    """Normal numbers of the shape of the folded keys ``+ (count,)``.
 
-    ``strides`` is an argument so that compiled code multiplies no index by a large constant: a C++ compiler may take
-    it that integers do not overflow, and conclude that the loop is short.
+    ``strides`` is an argument so that compiled code multiplies no index by a large constant: a C++ compiler may assume
+    that integers do not overflow, and conclude that the loop is short.
     """
     for data in path:
         keys = fold(keys, data)
@@ -119,7 +119,7 @@ _TAIL = (-0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573
 
 
 def _erfinv(x: Tensor) -> Tensor:
-    """erf⁻¹ as polynomials, which a compiler makes vectors of, to 3e-7 of its value.
+    """erf⁻¹ as polynomials that a compiler can vectorise, accurate to 3e-7 of its value.
 
     Source: M. Giles (2010), "Approximating the erfinv function", GPU Computing Gems, single precision.
     """
@@ -132,14 +132,14 @@ def _erfinv(x: Tensor) -> Tensor:
 
 
 _FEW, _FEISTEL = 10_000, 10
-"""Up to so many numbers are sorted; rounds of the network: seven are like a random permutation (Patarin 2004)."""
+"""The most numbers that are sorted; the rounds of the Feistel network, of which seven suffice (Patarin 2004)."""
 
 
 def permuted(key: Tensor, count: int, places: Tensor) -> Tensor:
-    """What a permutation of ``range(count)`` has at some places: int64, in time that does not grow with ``count``.
+    """The values of a random permutation of ``range(count)`` at some places: int64, in time independent of ``count``.
 
-    Few are sorted by random numbers. Of many, the digits of each place go through a Feistel network until they are a
-    number below ``count`` again (Black & Rogaway 2002, *Ciphers with arbitrary finite domains*).
+    A small range is sorted by random numbers. In a large one the digits of each place go through a Feistel network
+    until they are a number below ``count`` again (Black & Rogaway 2002, *Ciphers with arbitrary finite domains*).
 
     Example:
         >>> import torch
@@ -162,7 +162,7 @@ def permuted(key: Tensor, count: int, places: Tensor) -> Tensor:
 
 
 def shuffle(keys: Tensor, lengths: Tensor) -> Tensor:
-    """``range(length)`` in random order for each key: int64 ``(K, lengths.max())``, what is left over last."""
+    """``range(length)`` in random order for each key: int64 ``(K, lengths.max())``, the surplus numbers last."""
     longest = int(lengths.max())
     absent = (torch.arange(longest, device="cpu") >= lengths[:, None]).to(keys.device)
     return uniform(keys, (longest,)).masked_fill(absent, torch.inf).argsort(-1)
@@ -196,13 +196,13 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Draw:
-    """One random tensor that a sample site needs: its kind and its shape behind the batch dims."""
+    """One random tensor that a sample site needs: its kind, and its shape after the batch dimensions."""
 
     kind: str
     tail: tuple[int, ...]
 
     def __call__(self, keys: Tensor, dtype: torch.dtype, path: Path = ()) -> Tensor:
-        """Noise of the keys, folded along ``path`` first: their shape ``+ tail``."""
+        """The noise of the keys, which are folded along ``path`` first: of their shape ``+ tail``."""
         if self.kind == "normal" and dtype == torch.float32:
             return _normal32(keys, path, self.tail)
         for data in path:
@@ -211,8 +211,8 @@ class Draw:
         return (torch.special.ndtri(u) if self.kind == "normal" else u).to(dtype)
 
 
-class Lifted(TorchDispatchMode):
-    """Run a distribution's ``rsample`` with its random tensors supplied, or recorded if none are."""
+class SuppliedNoise(TorchDispatchMode):
+    """Run a distribution's ``rsample`` with its random tensors supplied, or record them if none are."""
 
     def __init__(self, supplied: Sequence[Tensor] | None, batch_dims: int) -> None:
         super().__init__()

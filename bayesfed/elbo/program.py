@@ -1,4 +1,4 @@
-"""A model and its guide as pure functions of parameters, rows and noise."""
+"""A Pyro model and its guide as pure functions of parameters, rows and noise."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.sites import Site
 
 Params = dict[str, Tensor]
-"""Parameter name to unconstrained tensor; local ones have one row per client in front."""
+"""Parameter name to unconstrained tensor; local parameters have a row per client in front."""
 
 
-class Anchor(NamedTuple):
-    """What a Normal local prior stands on.
+class PriorParameters(NamedTuple):
+    """The parameters that a Normal local prior consists of.
 
     Attributes:
-        loc: the parameter that is its unconstrained location, if one alone is.
-        log_scale: the parameter that is the logarithm of its scale, if one alone is.
-        fixed: its scale depends on no parameter.
+        loc: the parameter that is its unconstrained location, or None.
+        log_scale: the parameter that is the logarithm of its scale, or None.
+        fixed: whether its scale depends on no parameter.
     """
 
     loc: str | None
@@ -36,26 +36,28 @@ class Anchor(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """A model/guide pair, ready to run as pure functions of (parameters, batch, noise).
+    """A model/guide pair that runs as pure functions of (parameters, batch, noise).
 
     Attributes:
         model: the Pyro model.
-        guide: the Pyro guide; what it offers beside being called is known to the algorithm that has chosen it.
-        sites: the model's sites by name.
+        guide: the Pyro guide; an algorithm that has chosen it may use its other methods.
+        sites: the model's sample sites by name.
         random: the guide's global random sites: the server draws them and sends them to the clients.
-        direct: global parameters that a client's term reads directly, and so are sent too.
-        constraints: constraint of every parameter.
-        init: unconstrained initial value of every global parameter.
-        schema: one client with one row of zeros: what a server without data runs the program on.
+        direct: the global parameters that a client's ELBO term reads other than through these draws; they are sent too.
+        local_params: the parameters inside the clients plate, which have a row per client.
+        constraints: the constraint of every parameter.
+        init: the unconstrained initial value of every global parameter.
+        schema: one client with one row of zeros, on which a server without data runs the program.
         randomness: the random tensors that each guide site needs.
         clients: N, the number of clients in the federation.
-        rows: Σ n_i.
-        unread: global parameters that the likelihood does not depend on, given the local variables.
+        rows: Σ n_i, the number of rows of all clients.
+        unread: the global parameters that the likelihood does not depend on, given the local variables. Only found if
+            the global variables are point estimates; so are ``anchors`` and ``reads``.
+        resting: the local parameters of the model that the guide does not have, such as a scale of each client's own.
         anchors: by local site with a Normal prior, the parameters that are its location and its log scale.
-        resting: the local parameters that the model has, not the guide, such as a spread of each client's own.
-        reads: by local or observed site, the parameters that its law depends on, also through the site's parents in
-            the clients plate; of a program whose globals are points.
-        derived: what the model names by ``pyro.deterministic``, and what has a value of it each: nothing, ``client`` or
+        reads: by local or observed site, the parameters that its distribution depends on, also through the site's
+            parents in the clients plate.
+        derived: the names of ``pyro.deterministic`` values, and the dimension that each value has: none, ``client`` or
             ``observation``.
     """
 
@@ -73,19 +75,19 @@ class Program:
     rows: int
     unread: frozenset[str] = frozenset()
     resting: tuple[str, ...] = ()
-    anchors: Mapping[str, Anchor] = field(default_factory=dict)
+    anchors: Mapping[str, PriorParameters] = field(default_factory=dict)
     reads: Mapping[str, frozenset[str]] = field(default_factory=dict)
     derived: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def guide_name(self) -> str:
-        """What the guide is, in words."""
+        """The guide in words."""
         named = "__str__" in vars(type(self.guide))
         return str(self.guide) if named else "a guide of your own"
 
     @property
     def joint(self) -> bool:
-        """Whether the rows of a client depend on each other given all variables: a Gaussian process."""
+        """Return whether the rows of a client depend on each other given all variables, as in a Gaussian process."""
         return any(site.joint for site in self.observed)
 
     @property
@@ -105,7 +107,7 @@ class Program:
 
     @property
     def contexts(self) -> list[Site]:
-        """Those local latent sites that the model makes from a client's rows."""
+        """The local latent sites that have an encoder."""
         return [s for s in self.locals if s.context]
 
     @property
@@ -115,18 +117,18 @@ class Program:
 
     @property
     def likelihood(self) -> list[Site]:
-        """Those, and the model's factors."""
+        """The model's sites that have data, and its factors."""
         return [s for s in self.sites.values() if s.observed]
 
     def noise(self, keys: Tensor, draws: int, *, local: bool) -> dict[str, list[Tensor]]:
-        """Noise for the guide's local (or global) sites.
+        """The noise of the guide's local (or global) sites.
 
         Args:
             keys: int64, ``(K,)`` for K clients, or ``()`` for the server. K keys with ``local=False``
-                give each client draws of the global sites of its own. More dimensions in front, such as
-                steps, stand in front of the result.
+                give each client its own draws of the global sites. The result has further dimensions of the keys,
+                such as steps, in front.
             draws: S.
-            local: for the local sites, else for the global ones.
+            local: the noise of the local sites, else of the global ones.
 
         Returns:
             Site name to tensors of shape ``(S, K, 1, ...)``, or ``(S, 1, 1, ...)`` for the server.
@@ -145,17 +147,17 @@ class Program:
 
     @property
     def size(self) -> int:
-        """How many numbers the global parameters and one client's variables are."""
+        """The number of numbers in the global parameters and in one client's variables."""
         return self.variables + sum(value.numel() for value in self.init.values())
 
     @property
     def variables(self) -> int:
-        """How many numbers one client's variables are."""
+        """The number of numbers in one client's variables."""
         return sum(site.event_shape.numel() for site in self.locals)
 
     @property
     def points(self) -> int:
-        """At how many values of variables of its own a row is worked out at once."""
+        """The number of values of a row's own variable at which the model runs at once."""
         return getattr(self.model, "points", 1)
 
     @property
@@ -165,21 +167,21 @@ class Program:
 
     @property
     def laplace_params(self) -> list[str]:
-        """The local parameters for which the guide has a closed form, its ``laplace`` method."""
+        """The local parameters that the guide's ``laplace`` method gives in closed form."""
         return list(getattr(self.guide, "laplace_params", ()))
 
     def laplace(self, params: Mapping[str, Tensor], phi: Params, batch: Batch) -> Params:
-        """The guide's closed form of its local parameters, for K clients ``(K, 1, ...)``."""
+        """The guide's closed form of the local parameters of K clients: ``(K, 1, ...)``."""
         return self.guide.laplace(dict(params), phi, batch)
 
     @property
     def weights_draws(self) -> bool:
-        """Whether a draw of (θ, w_i) is weighted by client i's ELBO term, as where q(w_i | θ) is the prior."""
+        """True if draws of (θ, w_i) are weighted by client i's ELBO term, as they are if q(w_i | θ) is the prior."""
         return bool(getattr(self.guide, "weights_draws", False))
 
     @property
     def local_draws(self) -> int:
-        """Number of draws of w_i for each draw of θ, of which one is chosen where draws are weighted."""
+        """Number of draws of w_i for each draw of θ, of which one is chosen by weight if draws are weighted."""
         return int(getattr(self.guide, "local_draws", 1))
 
     @property
@@ -193,12 +195,12 @@ class Program:
         return getattr(getattr(self.guide, "family", None), "levels", (1.0,))
 
     def temper(self, batch: Batch) -> Batch:
-        """Scale the rows' log likelihoods as the guide does where draws are weighted; by default not at all."""
+        """Scale the rows' log likelihoods as the guide's weights of draws need it; by default leave them unchanged."""
         temper = getattr(self.guide, "temper", None)
         return batch if temper is None else temper(batch)
 
     def init_locals(self, batch: Batch) -> Params:
-        """Initial local parameters of K clients: tensors of shape ``(K, ...)``."""
+        """The initial local parameters of K clients: tensors of shape ``(K, ...)``."""
         at = handlers.given(batch.device, self.init, noise={}, starting=self.local_params)
         with at as recorder:
             self.guide(batch)
@@ -212,7 +214,7 @@ class Program:
         return found
 
     def chunks(self, federation: Federation, copies: int = 1) -> Iterator[Tensor]:
-        """Positions of all clients, some at a time, that ``copies`` of their rows and variables are not too many."""
+        """The positions of all clients in chunks, so that ``copies`` of a chunk's rows and variables fit in memory."""
         return chunks(
             federation.lengths,
             *weight(self.variables, federation.numbers_per_row, copies, self.points),
@@ -220,11 +222,11 @@ class Program:
 
     @property
     def needs_rows(self) -> bool:
-        """Whether the guide reads the clients' rows, as one of the user's own may."""
+        """Return whether the guide reads the clients' rows, as a user's guide may."""
         return getattr(self.guide, "needs_rows", True)
 
     def starts(self, federation: Federation) -> Iterator[Batch]:
-        """All clients, some at a time, with as many of their rows as the guide's start needs."""
+        """All clients in chunks, with the rows that the guide needs for its initial values."""
         for some in self.chunks(federation):
             rows = None if self.needs_rows else torch.zeros(len(some), 1, dtype=torch.int64)
             yield federation.batch(some, rows)

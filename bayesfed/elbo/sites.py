@@ -1,12 +1,12 @@
-"""The sites of a model, classified by tracing it: what is global, what is local, what is observed."""
+"""The sample sites of a model, classified as global or local, latent or observed, by tracing it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.poutine.messenger import Messenger
@@ -15,13 +15,12 @@ from torch.distributions import biject_to
 from bayesfed.data.batch import CLIENTS, OBSERVATIONS
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import handlers, noise
-from bayesfed.elbo.mixtures import Mixture
 
 CONTEXT = "context"
-"""The mark of a local site that is made from rows, ``infer={"context": encode}``: see :mod:`bayesfed.elbo.context`."""
+"""The key of ``infer`` for the encoder of a local site: see :mod:`bayesfed.guides.encoders`."""
 
 
-TAKEN = (
+RESERVED = (
     "chain",
     "draw",
     "client",
@@ -33,7 +32,7 @@ TAKEN = (
     "global",
     "local",
 )
-"""Names that no site may have: of plates, of ArviZ's dimensions, of what a guide draws beside the sites."""
+"""Names that no site may have: plates, ArviZ's dimensions and the auxiliary sites of a guide."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +41,14 @@ class Site:
 
     Attributes:
         name: its name.
-        local: inside the clients plate.
-        observed: it has data.
-        per_row: inside the observations plate.
-        joint: observed, all rows of a client being one event: given all variables they depend on each other.
+        local: whether it lies inside the clients plate.
+        observed: whether it has data.
+        per_row: whether it lies inside the observations plate.
+        joint: observed, and all rows of a client are one event, so that they depend on each other given all variables.
         event_shape: shape of one value.
         support: Pyro's constraint.
-        context: local, and the model has an encoder that makes it from the client's rows.
-        factor: observed without data: ``pyro.factor``.
+        context: local, with an encoder that gives its value from the client's rows.
+        factor: a ``pyro.factor``, which counts as observed but has no data.
     """
 
     name: str
@@ -64,11 +63,11 @@ class Site:
 
 
 class NeedsOneClient(ValueError):
-    """A variable that is summed or integrated out only by :mod:`bayesfed.vmap.one_client`."""
+    """A variable that only :mod:`bayesfed.vmap.one_client` can sum or integrate out."""
 
 
-class _Watch(Messenger):
-    """Name a site that is sampled twice, before Pyro's own message does."""
+class _CheckNames(Messenger):
+    """Fail on a site with a reserved name, or that is sampled twice, with a message that names it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,9 +77,10 @@ class _Watch(Messenger):
         if handlers.is_plate(msg):
             return
         name, local = msg["name"], handlers.is_local(msg)
-        if name in TAKEN:
+        if name in RESERVED:
             raise ValueError(
-                f"site {name!r} has the name of a dimension or of a part of the guide ({', '.join(TAKEN)}): rename it"
+                f"site {name!r} has the name of a dimension or of a part of the guide ({', '.join(RESERVED)}): "
+                "rename it"
             )
         if name in self.seen:
             where = {True: "inside the clients plate", False: "outside it"}
@@ -91,69 +91,77 @@ class _Watch(Messenger):
         self.seen[name] = local
 
 
-def sites(model: Model, federation: Federation) -> dict[str, Site]:
-    """The sample sites of a model, classified by tracing it on one client.
+@dataclass(frozen=True, eq=False)
+class InspectedModel:
+    """A model whose sample sites are found once, and handed on to all that need them.
 
-    Raises:
-        ValueError: no clients plate, an observed site outside it, a site named twice or as no site may be, a latent
-            site inside the observations plate, a discrete latent site, a plate that it does not know, or nothing
-            observed.
+    Attributes:
+        model: the Pyro model.
+        federation: the clients' data.
+        clients_apart: whether its densities are those under ``torch.vmap``, where no client or draw depends on another.
+
+    Example:
+        >>> from bayesfed import datasets, models
+        >>> from bayesfed.elbo.sites import InspectedModel, sites
+        >>> schools = datasets.eight_schools()
+        >>> model = InspectedModel(models.eight_schools, schools)
+        >>> sites(model, schools) is sites(model, schools)
+        True
     """
 
+    model: Model
+    federation: Federation
+    clients_apart: bool = False
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.model, "__name__", type(self.model).__name__)
+
+    @property
+    def points(self) -> int:
+        """The number of values of a row's own variable at which the model runs at once."""
+        return getattr(self.model, "points", 1)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The clients' discrete variables, which are summed out."""
+        return getattr(self.model, "kinds", ())
+
+    @cached_property
+    def sites(self) -> dict[str, Site]:
+        """The sample sites."""
+        return _find_sites(self.model, self.federation)
+
+    def __call__(self, federation: Any) -> None:
+        """Run the Pyro model."""
+        self.model(federation)
+
+
+def sites(model: Model, federation: Federation) -> dict[str, Site]:
+    """The sample sites of a model, classified by tracing it on one client, once if the model is inspected.
+
+    Raises:
+        ValueError: no clients plate, an observed site outside it, two sites of one name or a reserved name, a latent
+            site inside the observations plate, a discrete latent site, an unknown plate, or nothing observed.
+    """
+    if isinstance(model, InspectedModel) and model.federation is federation:
+        return model.sites
+    return _find_sites(model, federation)
+
+
+def _find_sites(model: Model, federation: Federation) -> dict[str, Site]:
     def traced(rows: int) -> Any:
         batch = federation.batch(torch.arange(1), torch.zeros(1, rows, dtype=torch.int64))
-        with noise.seeded(0), handlers.on(batch.device), handlers.Parameters(), _Watch():
+        with noise.seeded(0), handlers.on(batch.device), handlers.Parameters(), _CheckNames():
             return poutine.trace(model).get_trace(batch)
 
     trace, longer = traced(1), None
     found = {}
-    for name, node in trace.nodes.items():
-        if node["type"] != "sample" or handlers.is_plate(node):
-            continue
-        inside = handlers.plates(node)
-        latent = not node["is_observed"]
-        others = inside - {CLIENTS, OBSERVATIONS}
-        if others:
-            raise ValueError(
-                f"site {name!r} lies in plate {others.pop()!r}: only the clients and observations "
-                "plates may be open; make the dimension part of the event with .to_event()"
-            )
-        factor = isinstance(_base(node["fn"]), dist.Unit)
-        if factor and CLIENTS not in inside:
-            raise ValueError(
-                f"pyro.factor {name!r} lies outside the clients plate, where no data are: make it part of the "
-                "distribution of a global site"
-            )
-        if not latent and CLIENTS not in inside:
-            raise ValueError(
-                f"observed site {name!r} lies outside the clients plate: data belong to clients, move "
-                "it inside `with federation.clients():`"
-            )
-        if latent and OBSERVATIONS not in inside and node["fn"].support.is_discrete:
-            if CLIENTS in inside:
-                raise NeedsOneClient(
-                    f"latent site {name!r} is discrete, of a client. It is summed out only where the program runs for "
-                    "one client and one draw"
-                )
-            raise ValueError(
-                f"latent site {name!r} is discrete, and lies outside the clients plate: those of a row or of a client "
-                "are summed out, not those of all. Fit the model at each of its values"
-            )
-        if latent and OBSERVATIONS in inside:
-            raise NeedsOneClient(
-                f"latent site {name!r} lies inside the observations plate (is its field missing from "
-                "the federation, so that obs.get(...) is None?). Those of a single row are integrated out only "
-                "where the program runs for one client and one draw"
-            )
+    for name, node in handlers.sample_sites(trace).items():
+        _check_plates(name, node)
+        inside, latent = handlers.plates(node), not node["is_observed"]
         if latent:
-            try:
-                biject_to(node["fn"].support)
-            except NotImplementedError:
-                raise ValueError(
-                    f"latent site {name!r}: torch knows no way from the reals onto the values of "
-                    f"{type(node['fn']).__name__}, which a guide needs. Of a mixture write the component as a discrete "
-                    "variable of the row or client, which is summed out"
-                ) from None
+            _check_latent(name, node["fn"], inside)
         joint = False
         if not latent and OBSERVATIONS not in inside and node["fn"].event_dim:
             longer = longer or traced(2)
@@ -167,7 +175,7 @@ def sites(model: Model, federation: Federation) -> dict[str, Site]:
             event_shape=node["fn"].event_shape,
             support=node["fn"].support,
             context=latent and CLIENTS in inside and CONTEXT in node["infer"],
-            factor=factor,
+            factor=_is_factor(node),
         )
     if not any(site.local for site in found.values()):
         raise ValueError(
@@ -179,16 +187,65 @@ def sites(model: Model, federation: Federation) -> dict[str, Site]:
     return found
 
 
-def _base(fn: Any) -> Any:
-    while isinstance(fn, dist.Independent | dist.MaskedDistribution | Mixture):
-        fn = fn.first if isinstance(fn, Mixture) else fn.base_dist
-    return fn
+def _check_plates(name: str, node: Mapping[str, Any]) -> None:
+    """Fail on a site in an unknown plate, and on data outside the clients plate."""
+    inside = handlers.plates(node)
+    others = inside - {CLIENTS, OBSERVATIONS}
+    if others:
+        raise ValueError(
+            f"site {name!r} lies in plate {others.pop()!r}: only the clients and observations "
+            "plates may be open; make the dimension part of the event with .to_event()"
+        )
+    if CLIENTS in inside or not node["is_observed"]:
+        return
+    if _is_factor(node):
+        raise ValueError(
+            f"pyro.factor {name!r} lies outside the clients plate, where no data are: make it part of the "
+            "distribution of a global site"
+        )
+    raise ValueError(
+        f"observed site {name!r} lies outside the clients plate: data belong to clients, move "
+        "it inside `with federation.clients():`"
+    )
+
+
+def _check_latent(name: str, fn: Any, inside: Collection[str]) -> None:
+    """Fail on a latent site that is discrete, of a row, or has no transform from the reals onto its support."""
+    if OBSERVATIONS in inside:
+        raise NeedsOneClient(
+            f"latent site {name!r} lies inside the observations plate (is its field missing from "
+            "the federation, so that obs.get(...) is None?). Those of a single row are integrated out only "
+            "where the program runs for one client and one draw"
+        )
+    if fn.support.is_discrete:
+        if CLIENTS in inside:
+            raise NeedsOneClient(
+                f"latent site {name!r} is discrete, of a client. It is summed out only where the program runs for "
+                "one client and one draw"
+            )
+        raise ValueError(
+            f"latent site {name!r} is discrete, and lies outside the clients plate: those of a row or of a client "
+            "are summed out, not those of all. Fit the model at each of its values"
+        )
+    try:
+        biject_to(fn.support)
+    except NotImplementedError:
+        raise ValueError(
+            f"latent site {name!r}: torch has no transform from the reals onto the support of "
+            f"{type(fn).__name__}, which a guide needs. Of a mixture write the component as a discrete "
+            "variable of the row or client, which is summed out"
+        ) from None
+
+
+def _is_factor(node: Mapping[str, Any]) -> bool:
+    """Return whether a site is a ``pyro.factor``, whose value holds no number."""
+    return node["is_observed"] and node["fn"].event_shape[-1:] == (0,)
 
 
 def prior_draws(
     model: Model, found: Mapping[str, Site], federation: Federation, count: int, seed: int = 0
 ) -> Mapping[str, Any]:
-    """The latent sites, traced at ``count`` draws of the prior on one client: ``(count, 1, 1, *event)``."""
+    """Trace the latent sites at ``count`` draws of the prior on one client: values ``(count, 1, 1, *event)``."""
     latent = [site.name for site in found.values() if not site.observed]
     batch = federation.batch(torch.arange(1)).head()
     with noise.seeded(seed), torch.no_grad(), handlers.given(batch.device, draws=count):

@@ -8,9 +8,10 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from bayesfed.data.batch import Batch, Rows
+from bayesfed.data.batch import Batch
 from bayesfed.data.chunks import KEPT
 from bayesfed.data.federation import Federation
+from bayesfed.data.minibatches import Minibatches
 from bayesfed.elbo import noise
 
 _LITTLE = 50_000  # numbers of a batch below which a smaller batch makes a step no faster
@@ -31,7 +32,9 @@ def padded_length(federation: Federation, lengths: Tensor) -> int:
     return found
 
 
-def batches(federation: Federation, clients: Tensor, batch_size: int | None, keys: Tensor) -> Rows:
+def batches(
+    federation: Federation, clients: Tensor, batch_size: int | None, keys: Tensor
+) -> Minibatches:
     """The rows that each client uses in a local step: all, or the next ``batch_size`` of a shuffled order.
 
     ``None`` in place of the step gives all rows. A round goes through all of a client's rows before it uses one again,
@@ -42,7 +45,7 @@ def batches(federation: Federation, clients: Tensor, batch_size: int | None, key
     places = torch.where(places < lengths[:, None], places, -1)
     if batch_size is None or batch_size >= int(lengths.max()):
         full = federation.batch(clients, places)
-        return Rows(lambda step: full, lengths, places.shape[1])
+        return Minibatches(lambda step: full, lengths, places.shape[1])
     order = noise.shuffle(noise.fold(keys, noise.word("rows")), lengths)[None]
     here = clients.to(keys.device)
     slots = torch.arange(batch_size, device=keys.device)
@@ -65,6 +68,8 @@ def batches(federation: Federation, clients: Tensor, batch_size: int | None, key
     period, rest = divmod(int(lengths[0]), batch_size)
     small = int(lengths.sum()) * federation.numbers_per_row <= KEPT
     if rest or not small or (lengths != lengths[0]).any():
-        return Rows(at, lengths, batch_size)
+        return Minibatches(at, lengths, batch_size)
     cached = cache(at)  # every epoch has the minibatches of the first
-    return Rows(lambda step: cached(step if step is None else step % period), lengths, batch_size)
+    return Minibatches(
+        lambda step: cached(step if step is None else step % period), lengths, batch_size
+    )

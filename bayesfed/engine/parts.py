@@ -1,4 +1,4 @@
-"""Structured messages and uploads as flat ones, in which names are ``part/name``, for sums, noise, files and the wire."""
+"""Structured messages and uploads as flat ones with names ``part/name``, for sums, noise, files and the wire."""
 
 from __future__ import annotations
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bayesfed.data.federation import Federation
 from bayesfed.elbo.program import Params, Program
-from bayesfed.engine.cohort import cohort_size
 from bayesfed.engine.plan import Plan
 from bayesfed.engine.privacy import NO_PRIVACY, Privacy
 from bayesfed.engine.run_file import RunFile
@@ -176,46 +173,3 @@ class Run:
         rows = min(self.plan.batch_size or self.federation.rows, int(lengths.max()))
         per_client = rows * self.federation.numbers_per_row + self.program.size
         return self.cohort_size * per_client
-
-
-def create_run(
-    plan: Plan,
-    program: Program,
-    federation: Federation,
-    stopping: Stopping,
-    *,
-    server: Any,
-    file: str | Path | None = None,
-    institutions: int | None = None,
-) -> Run:
-    """A run before its first round; neither its clients' states nor its file are there yet.
-
-    Args:
-        plan: the options of the fit.
-        program: the model/guide pair.
-        federation: the clients' data.
-        stopping: when the run ends.
-        server: the server's first state.
-        file: saves the run after its rounds.
-        institutions: between machines, their number; the rows of ``federation`` are then made up.
-    """
-    clients = len(federation)
-    run = Run(
-        plan=plan,
-        program=program,
-        federation=federation,
-        stopping=stopping,
-        cohort_size=cohort_size(plan.clients_per_round, clients),
-        server=server,
-        clients=States(clients if institutions is None else 1, device=federation.device),
-        client_terms=torch.full((clients,), torch.nan, dtype=federation.dtype),
-        term_totals=torch.zeros(2, dtype=torch.float64),
-        refused=torch.zeros(clients, dtype=torch.int64),
-        clip=(plan.privacy or NO_PRIVACY).first_clip(),
-        history=torch.zeros(3, stopping.bound, dtype=torch.float64),
-        compiler=Compiler(plan.execution.compile),
-        accepted=None if institutions is None else torch.full((institutions, 2), -1),
-    )
-    if file is not None:
-        run.file = RunFile(Path(file), run.description, program, federation)
-    return run

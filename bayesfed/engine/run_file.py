@@ -13,9 +13,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-from bayesfed.checks import program_fingerprint
-from bayesfed.data import fingerprint
+from bayesfed.checks.program_fingerprint import (
+    describe_program_change,
+    program_fingerprint,
+    witnesses,
+)
 from bayesfed.data.federation import Federation
+from bayesfed.data.fingerprint import data_fingerprint, describe_data_change
 from bayesfed.elbo.program import Program
 from bayesfed.engine.files import read_tensors, sweep, write_tensors
 from bayesfed.engine.states import States
@@ -71,9 +75,9 @@ class RunFile:
     _cost: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        seen = program_fingerprint.witnesses(len(self.federation))
-        self._data = fingerprint.digest(self.federation)
-        self._program = program_fingerprint.digest(self.program, self.federation, seen)
+        seen = witnesses(len(self.federation))
+        self._data = data_fingerprint(self.federation)
+        self._program = program_fingerprint(self.program, self.federation, seen)
 
     def read(self) -> Written | None:
         """Read the file, and take over the run's name; None where there is no file.
@@ -137,12 +141,10 @@ class RunFile:
             if before.get(name) != now.get(name):
                 was, is_ = _shorten(before.get(name)), _shorten(now.get(name))
                 return f"with {name} {was}, this one has {is_}"
-        changed = fingerprint.difference(_under(_DATA, found), self._data, names)
+        changed = describe_data_change(_under(_DATA, found), self._data, names)
         if changed is not None:
             return f"with other data ({changed})"
-        changed = program_fingerprint.difference(
-            self.program, _under(_PROGRAM, found), self._program
-        )
+        changed = describe_program_change(self.program, _under(_PROGRAM, found), self._program)
         return changed and f"of another model ({changed})"
 
 

@@ -1,1 +1,1 @@
-"""Formulas as brms, bambi and lme4 have them: read, agreed upon over the clients, and written as Pyro programs."""
+"""Formulas in the notation of brms, bambi and lme4, parsed, coded consistently by all clients, and written in Pyro."""

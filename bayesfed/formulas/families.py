@@ -1,4 +1,4 @@
-"""The families: how an outcome is distributed, and what is known of it beforehand."""
+"""The families: likelihoods of an outcome, with the default priors of their parameters."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _FOLDED = "dist.FoldedDistribution(dist.StudentT(4.0, 0.0, 1.0))"
 
 @dataclass(frozen=True)
 class Family:
-    """A likelihood as code, of ``mean``, which is the linear predictor, and of parameters of its own.
+    """A likelihood as code, a function of the linear predictor ``mean`` and of further parameters.
 
     Attributes:
         link: ``"identity"``, ``"log"`` or ``"logit"``.
-        likelihood: the law of a row.
+        likelihood: the code of the distribution of an observation.
         parameters: name to the code of its default prior.
-        in_units: those of them that have the outcome's unit.
+        in_units: the parameters that have the outcome's unit.
     """
 
     link: str
@@ -56,7 +56,7 @@ FAMILIES = {
         "log", "dist.Gamma(alpha, alpha * (-mean).exp())", {"alpha": "dist.HalfCauchy(1.0)"}
     ),
 }
-"""By name."""
+"""Name to family."""
 _ALSO = {
     "t": "student_t",
     "student": "student_t",
@@ -67,7 +67,7 @@ _ALSO = {
 
 
 def family_of(name: str) -> str:
-    """A family's name, as brms or bambi write it too.
+    """Return a family's name here from its name here or in brms or bambi.
 
     Raises:
         FormulaError: there is no such family.
@@ -83,16 +83,16 @@ def family_of(name: str) -> str:
     return found
 
 
-def said(name: str, prior: Any) -> str:
-    """A prior as code.
+def prior_code(name: str, prior: Any) -> str:
+    """Return a prior as code.
 
     Raises:
-        FormulaError: it is no distribution of a number, or one that code cannot say.
+        FormulaError: it is not a distribution of a number, or cannot be written as code.
 
     Example:
         >>> import pyro.distributions as dist
-        >>> from bayesfed.formulas.families import said
-        >>> said("x", dist.StudentT(3.0, 0.0, 2.5))
+        >>> from bayesfed.formulas.families import prior_code
+        >>> prior_code("x", dist.StudentT(3.0, 0.0, 2.5))
         'dist.StudentT(df=3.0, loc=0.0, scale=2.5)'
     """
     if not isinstance(prior, torch.distributions.Distribution) or not hasattr(prior, "event_shape"):
@@ -101,7 +101,7 @@ def said(name: str, prior: Any) -> str:
         )
     if prior.batch_shape or prior.event_shape:
         raise FormulaError(
-            f"priors[{name!r}] has a shape: give a distribution of one number, all columns have it"
+            f"priors[{name!r}] has a shape: give a distribution of one number, which is used for all columns"
         )
     kind = type(prior).__name__
     names = [key for key in prior.arg_constraints if key != "logits"]
@@ -112,7 +112,7 @@ def said(name: str, prior: Any) -> str:
         written = False
     if not written:
         raise FormulaError(
-            f"priors[{name!r}], a {kind}, cannot be written down: take one of pyro.distributions with numbers as "
+            f"priors[{name!r}], a {kind}, cannot be written as code: use one of pyro.distributions with numbers as "
             "parameters"
         )
     return f"dist.{kind}({', '.join(f'{key}={value!r}' for key, value in values.items())})"

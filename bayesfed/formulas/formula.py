@@ -1,4 +1,4 @@
-"""``bf.formula``: a formula and data to a model, printable as the Pyro program that it is."""
+"""``bf.formula``: a model from a formula and data, printable as the Pyro program that it is."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ import pandas as pd
 
 from bayesfed.data.batch import Batch
 from bayesfed.data.columns import check_columns
-from bayesfed.data.datasets import moments
 from bayesfed.data.federation import Federation, Model
-from bayesfed.formulas.coding import Coding, agree
-from bayesfed.formulas.families import FAMILIES, family_of, said
-from bayesfed.formulas.program import Columns, GroupColumns, Outcome, source
+from bayesfed.data.standardise import moments
+from bayesfed.formulas.agreement import agree
+from bayesfed.formulas.coding import Coding
+from bayesfed.formulas.families import FAMILIES, family_of, prior_code
+from bayesfed.formulas.program import Columns, GroupColumns, Outcome, program_code
 from bayesfed.formulas.terms import FormulaError, Group, Terms, parse
 
 _RESERVED = ("X", "offset", "trials")
-"""Fields of the predictors, which no outcome may be called."""
+"""Names of the predictors' fields, which an outcome may not have."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Formula:
-    """A hierarchical model that a formula wrote; called with a federation it is a Pyro program like any other.
+    """A hierarchical model written from a formula; it is called with a federation, like any other Pyro program.
 
     Attributes:
         text: the formula.
-        family: how the outcome is distributed.
-        source: the program as code: what ``print`` shows is what is run.
-        federation: the clients that the levels and scales were agreed by, with the columns that the program reads.
-        coding: what was agreed.
+        family: the family of the outcome.
+        source: the code of the program, which ``print`` shows and which is run.
+        federation: the clients that agreed on levels and scales, with the columns that the program reads.
+        coding: the agreed coding.
     """
 
     text: str
@@ -44,7 +45,7 @@ class Formula:
     coding: Coding
 
     def __call__(self, federation: Federation | Batch) -> None:
-        """Run the program."""
+        """Run the Pyro program."""
         self._program(federation)
 
     def __str__(self) -> str:
@@ -59,15 +60,10 @@ class Formula:
 
     @cached_property
     def _program(self) -> Model:
-        """The code, run."""
+        """The function that the code defines."""
         name = f"<formula {self.text}>"
         lines = self.source.splitlines(keepends=True)
-        linecache.cache[name] = (
-            len(self.source),
-            None,
-            lines,
-            name,
-        )  # so that errors show their line
+        linecache.cache[name] = len(self.source), None, lines, name  # tracebacks show the line
         namespace: dict[str, Any] = {}
         exec(compile(self.source, name, "exec"), namespace)
         model: Model = namespace["model"]
@@ -75,33 +71,34 @@ class Formula:
 
     @property
     def coords(self) -> dict[str, list[str]]:
-        """What the entries of vectors are called: ``posterior.to_arviz().assign_coords(model.coords)``."""
+        """The names of the entries of vectors, for ``posterior.to_arviz().assign_coords(model.coords)``."""
         found: dict[str, list[str]] = {}
         for group in self.coding.terms.groups:
             if group.columns != [self.coding.client]:
                 levels = self.coding.levels[group.factor]
-                said = [":".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in levels]
-                found |= {f"{name}|{group.factor}_dim_0": said for name in self._names(group)}
+                names = [":".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in levels]
+                found |= {f"{name}|{group.factor}_dim_0": names for name in self._names(group)}
         return found
 
     @property
     def effects(self) -> list[str]:
-        """What a client has of its own, in the data's units: ``["1|g", "x|g"]``."""
+        """The names of a client's effects, in the data's units: ``["1|g", "x|g"]``."""
         groups = [g for g in self.coding.terms.groups if self.coding.client in g.columns]
         return [f"{name}|{group.factor}" for group in groups for name in self._names(group)]
 
     def _names(self, group: Group) -> list[str]:
-        exprs = self.coding.of_group(group)
+        """Return the names of a group's effects: ``"1"`` and the labels of columns."""
+        exprs = self.coding.expressions(group)
         return [n for e in exprs for n in (["1"] if e.kind == "intercept" else e.labels)]
 
     def encode(self, data: pd.DataFrame | Mapping[str, pd.DataFrame]) -> Federation:
-        """Other rows, or those of other clients, with the agreed coding: to predict, or to personalise.
+        """Encode other rows, of the same or other clients, with the agreed coding, to predict or to personalise.
 
         Args:
-            data: as for :func:`formula`; the outcome may be missing.
+            data: as for :func:`formula`; the column of the outcome may be absent.
 
         Raises:
-            FormulaError: a column is missing or has gaps, or a level that was not there when levels were agreed.
+            FormulaError: a column is absent, has missing values, or has a level that no client had at the agreement.
         """
         clients = _clients(data, self.coding.client)
         return _federation(self.coding, clients)
@@ -115,46 +112,47 @@ def formula(
     family: str = "gaussian",
     priors: Mapping[str, Any] | None = None,
 ) -> Formula:
-    """A model from a formula as brms, bambi and lme4 have them.
+    """Make a model from a formula in the notation of brms, bambi and lme4.
 
     ::
 
-        y ~ x + z                 numbers; text is coded by treatment, C(year) makes text of numbers
+        y ~ x + z                 numbers; text is coded by treatment, C(year) treats numbers as text
         x*z, x:z, x/z             interactions
         np.log(x), I(x**2), {x/z}, center(x), scale(x), offset(np.log(n))
         0 + x                     no intercept
         (1 + x | g)               correlated effects of the levels of g; || uncorrelated
-        (1 | g/h), (1 | g:h)      levels within others
+        (1 | g/h), (1 | g:h)      nested levels
         p(y, n), y | trials(n)    successes of n, of the binomial family
         y["yes"]                  1 where y is "yes"
 
-    A factor that is the client has its effects with the clients, and so has one within it, ``g:h``. Those of any other
-    are the server's. At the start each client says of each column whether it holds numbers or text, the levels of
-    text, and sums; of these the levels, means and standard deviations are made.
+    If a factor is the client, or lies within it, ``g:h``, its random effects are local variables of the clients. Those
+    of any other factor are global variables. At the start each client sends, for each column, whether it holds numbers
+    or text, the levels of text, and sums; the levels, means and standard deviations are computed from these.
 
     Default priors are those of rstanarm and bambi: with predictors centred, slopes ``Normal(0, 2.5 sd(y) / sd(x))``,
     the intercept ``Normal(mean(y), 2.5 sd(y))``, a group's standard deviations ``HalfNormal(2.5 sd(y) / sd(x))``,
-    ``sigma`` ``HalfStudentT(4, sd(y))``. Where the link is the logarithm sd(y) is 1 and the intercept about the
-    logarithm of mean(y). Where it is the logit slopes have ``Normal(0, 1 / sd(x))``, effects of categories
-    ``Normal(0, 1)`` and the intercept ``Normal(0, 1.5)``. Correlations have ``LKJ(1)``.
+    ``sigma`` ``HalfStudentT(4, sd(y))``. For the log link sd(y) is replaced by 1 and mean(y) by its logarithm. For the
+    logit link slopes have ``Normal(0, 1 / sd(x))``, effects of categories ``Normal(0, 1)`` and the intercept
+    ``Normal(0, 1.5)``. Correlations have ``LKJ(1)``.
 
     Args:
         text: the formula.
-        data: one row an observation, with a column that says whose it is; or each client's own frame, by its name.
-        client: what the clients are, by default the one grouping factor: a column, or with frames by name what the
-            formula calls them.
+        data: a frame with one row per observation and a column that names the client; or client's name to frame.
+        client: the column that names the client, or, if ``data`` is a mapping, the clients' name in the formula; by
+            default the only grouping factor.
         family: ``"gaussian"``, ``"student_t"``, ``"bernoulli"``, ``"binomial"``, ``"beta"``, ``"poisson"``,
             ``"negative_binomial"`` or ``"gamma"``, with links identity, logit and log.
-        priors: by name in the results a distribution of Pyro's: ``{"x": dist.Laplace(0.0, 1.0)}``, or of all columns of
-            a term. That of ``"Intercept"`` is where the predictors are at their means.
+        priors: name in the results, or of a term with several columns, to a Pyro distribution:
+            ``{"x": dist.Laplace(0.0, 1.0)}``. The prior of ``"Intercept"`` is that of the mean outcome with the
+            predictors at their means.
 
     Returns:
-        The model; its ``federation`` is what to fit it to. What the program names by ``_`` is standardised; all else,
-        in ``posterior.derived()`` and ArviZ, is in the data's own units and called as in bambi.
+        The model, to be fitted to its ``federation``. Variables whose names begin with ``_`` are standardised; all
+        others, in ``posterior.derived()`` and ArviZ, are in the data's units and named as in bambi.
 
     Raises:
-        FormulaError: the formula cannot be read, or does not fit the data; in one line, which says what to write.
-        KeyError: a column is not there.
+        FormulaError: the formula cannot be parsed or does not fit the data; the message is one line with a remedy.
+        KeyError: a column does not exist.
         ImportError: formulae is not installed: ``pip install 'bayesfed[formulas]'``.
 
     Example:
@@ -175,48 +173,44 @@ def formula(
     if not (coding.intercept or coding.common or terms.groups):
         raise FormulaError(f"formula {text!r} has no predictors: y ~ 1 has an intercept")
     federation = _federation(coding, clients)
-    logit = FAMILIES[family].link == "logit"
     outcome = _outcome(coding, family, federation)
-    centred = coding.intercept
-    prior_sd = [1.0 if logit else 2.5] * sum(len(term.labels) for term in coding.common)
-    common = _columns(federation, "X", coding.common, centred, prior_sd)
-    if logit:
-        common = _of_categories(common, coding.common)
+    logit = FAMILIES[family].link == "logit"
+    common = _columns(federation, "X", coding.common, coding.intercept, logit=logit)
     groups = _groups(coding, federation, priors)
     names = {label: term.name for term in coding.common for label in term.labels}
     for label, term in names.items():
         if term in priors and term != label:
             priors.setdefault(label, priors[term])
     public = _names(common, groups, family, coding)
-    for name in {*priors} - {*public, *names.values()}:
+    for name in sorted({*priors} - {*public, *names.values()}):
         raise FormulaError(
-            f"priors has {name!r}, which the model has not: it has {', '.join(public)}"
+            f"priors has {name!r}, which the model does not have: it has {', '.join(public)}"
         )
-    code = {name: said(name, prior) for name, prior in priors.items() if name in public}
+    code = {name: prior_code(name, prior) for name, prior in priors.items() if name in public}
     title = f"{text}, {family}."
-    program = source(title, FAMILIES[family], outcome, common, groups, code)
+    program = program_code(title, FAMILIES[family], outcome, common, groups, code)
     return Formula(text, family, program, federation, coding)
 
 
 def _client_of(
     terms: Terms, data: pd.DataFrame | Mapping[str, pd.DataFrame], client: str | None
 ) -> str:
-    """What the clients are: the one plain grouping factor, if nothing is said."""
+    """Return the column that names the client: by default the only grouping factor of one column."""
     if client is not None:
         return client
     plain = list(dict.fromkeys(g.columns[0] for g in terms.groups if len(g.columns) == 1))
     if not isinstance(data, pd.DataFrame):
         plain = [name for name in plain if any(name not in rows for rows in data.values())]
     if len(plain) != 1:
-        found = f"{', '.join(plain)} may be it" if plain else "no ( ... | g) is in the formula"
-        raise FormulaError(f"whose row is it? Say client=, a column: {found}")
+        found = ", ".join(plain) if plain else "the formula has no ( ... | g)"
+        raise FormulaError(f"pass client=, the column that names the client of each row: {found}")
     return plain[0]
 
 
 def _clients(
     data: pd.DataFrame | Mapping[str, pd.DataFrame], client: str
 ) -> dict[str, pd.DataFrame]:
-    """Each client's own rows, with its name as a column."""
+    """Return each client's rows, with its name as a column."""
     if not isinstance(data, pd.DataFrame):
         return {str(name): rows.assign(**{client: str(name)}) for name, rows in data.items()}
     check_columns("frame", [client], data.columns)
@@ -230,10 +224,10 @@ def _clients(
 
 
 def _federation(coding: Coding, clients: Mapping[str, pd.DataFrame]) -> Federation:
-    """The clients' fields; of all rows at once, since each is coded alone, which is faster in one process."""
+    """Code the clients' fields, all rows at once, which is faster than by client and gives the same."""
     try:
-        fields = coding.fields("of all", pd.concat(list(clients.values()), ignore_index=True))
-    except (ValueError, KeyError):  # which client's?
+        fields = coding.fields("all", pd.concat(list(clients.values()), ignore_index=True))
+    except (ValueError, KeyError):  # code each client alone, for an error that names it
         own = {name: coding.fields(name, rows) for name, rows in clients.items()}
     else:
         ends = np.cumsum([len(rows) for rows in clients.values()])[:-1]
@@ -246,15 +240,15 @@ def _federation(coding: Coding, clients: Mapping[str, pd.DataFrame]) -> Federati
 
 
 def _outcome(coding: Coding, family: str, federation: Federation) -> Outcome:
-    """The constants of the outcome, from sums."""
+    """Compute the constants of the outcome, from sums."""
     name = coding.outcome
     if name in _RESERVED:
         raise FormulaError(
-            f"the outcome cannot be called {name!r}, as a field of the predictors: rename it"
+            f"the outcome cannot have the name {name!r}, which a field of the predictors has: rename it"
         )
     if ("trials" in federation.fields) != (family == "binomial"):
         raise FormulaError(
-            f"family {family!r}: the binomial family, and no other, has an outcome p(y, n), successes y of n trials"
+            f"family {family!r}: the binomial family, and only it, has an outcome p(y, n), successes y of n trials"
         )
     offset = float(moments(federation, "offset")[0]) if coding.offset else 0.0
     mean, sd = (float(value) for value in moments(federation, name))
@@ -262,77 +256,69 @@ def _outcome(coding: Coding, family: str, federation: Federation) -> Outcome:
     if link == "identity":
         if not sd > 0:
             raise FormulaError(
-                f"the outcome {name!r} is the same in all rows, or overflows: nothing is to be explained"
+                f"the outcome {name!r} is the same in all rows, or overflows: a model needs an outcome that varies"
             )
         loc = _to_digits(mean - offset, sd) if coding.intercept else 0.0
         intercept = "dist.Normal(0.0, 2.5)" if coding.intercept else None
-        return Outcome(name, loc, _seven(sd), intercept, coding.offset)
+        return Outcome(name, loc, _to_seven_digits(sd), intercept, coding.offset)
     centre = 0.0 if link == "logit" or mean <= 0 else math.log(mean)
-    law = f"dist.Normal({_seven(centre - offset)}, {1.5 if link == 'logit' else 2.5})"
-    return Outcome(name, 0.0, 1.0, law if coding.intercept else None, coding.offset)
+    prior = f"dist.Normal({_to_seven_digits(centre - offset)}, {1.5 if link == 'logit' else 2.5})"
+    return Outcome(name, 0.0, 1.0, prior if coding.intercept else None, coding.offset)
 
 
 def _columns(
-    federation: Federation, name: str, terms: list[Any], centred: bool, prior_sd: list[float]
+    federation: Federation, name: str, terms: list[Any], centred: bool, *, logit: bool = False
 ) -> Columns:
-    """The columns of some terms with means and standard deviations, from sums."""
-    labels = tuple(str(label) for term in terms for label in term.labels)
-    if not labels:
+    """Compute the means and standard deviations of some terms' columns, from sums.
+
+    With the logit link the prior standard deviation of the effects of categories is 1 in the data's units.
+    """
+    columns = [(str(label), term) for term in terms for label in term.labels]
+    if not columns:
         return Columns()
     mean, sd = (value.tolist() for value in moments(federation, name))
-    for label, one, m in zip(labels, sd, mean, strict=True):
-        if not one > 0:
+    for (label, _), m, s in zip(columns, mean, sd, strict=True):
+        if not s > 0:
             raise FormulaError(
                 f"{label} is the same in all rows, or varies by less than a millionth of its size ({m:.4g}): leave it "
-                "out, or subtract what all have in common"
+                "out, or subtract a common offset"
             )
     means = tuple(_to_digits(m, s) if centred else 0.0 for m, s in zip(mean, sd, strict=True))
-    return Columns(labels, means, tuple(map(_seven, sd)), tuple(prior_sd))
-
-
-def _of_categories(common: Columns, terms: list[Any]) -> Columns:
-    """On the scale of a logit effects of categories have standard deviation 1 as they are."""
-    own = [
-        all(component.kind == "categoric" for component in term.components)
-        for term in terms
-        for _ in term.labels
-    ]
-    sds = tuple(
-        sd if yes else prior for yes, sd, prior in zip(own, common.sd, common.prior_sd, strict=True)
-    )
-    return Columns(common.labels, common.mean, common.sd, sds)
+    sds = tuple(map(_to_seven_digits, sd))
+    prior_sd = [2.5] * len(sds)
+    if logit:
+        of_categories = [all(c.kind == "categoric" for c in t.components) for _, t in columns]
+        prior_sd = [s if own else 1.0 for s, own in zip(sds, of_categories, strict=True)]
+    return Columns(tuple(label for label, _ in columns), means, sds, tuple(prior_sd))
 
 
 def _groups(
     coding: Coding, federation: Federation, priors: Mapping[str, Any]
 ) -> list[GroupColumns]:
-    """The groups' effects.
+    """Return the groups' effects.
 
-    Predictors of correlated ones are centred, unless a prior says how far the intercepts, at 0, differ.
+    Predictors of correlated effects are centred, unless the user gives the prior of the intercepts' scale, which refers
+    to predictors at 0.
     """
     found: list[GroupColumns] = []
-    for key, group in coding.keyed:
-        exprs = coding.of_group(group)
+    for key, group in coding.keyed_groups:
+        exprs = coding.expressions(group)
         slopes = [expr for expr in exprs if expr.kind != "intercept"]
         intercept = len(slopes) < len(exprs)
         own = f"1|{group.factor}_sigma" in priors
-        prior_sd = [2.5] * sum(len(expr.labels) for expr in slopes)
         centred = group.correlated and intercept and not own
-        columns = _columns(federation, f"X|{key}", slopes, centred, prior_sd)
+        columns = _columns(federation, f"X|{key}", slopes, centred)
         within = coding.client in group.columns
         place = "client" if group.columns == [coding.client] else "within" if within else "global"
         levels = len(coding.levels.get(group.factor, ()))
-        effects = intercept + len(columns.labels)
-        several = effects > 1
-        one = GroupColumns(
-            group.factor, key, intercept, columns, group.correlated and several, place, levels
+        found.append(
+            GroupColumns(group.factor, key, intercept, columns, group.correlated, place, levels)
         )
-        found.append(one)
     return found
 
 
 def _names(common: Columns, groups: list[GroupColumns], family: str, coding: Coding) -> list[str]:
-    """What the model names in the data's units; fails where two things have one name."""
+    """Return the names of the model's variables in the data's units; raise FormulaError for a name used twice."""
     names = ["Intercept"] * coding.intercept + [*common.labels, *FAMILIES[family].parameters]
     for group in groups:
         names += [f"{name}|{group.factor}_sigma" for name in group.names]
@@ -341,15 +327,16 @@ def _names(common: Columns, groups: list[GroupColumns], family: str, coding: Cod
     twice = twice or next((name for name in fields[1:] if name == coding.outcome), None)
     if twice is not None:
         raise FormulaError(
-            f"two things are called {twice!r} (of the {family} family, or columns): rename the column"
+            f"the name {twice!r} is used twice (by a parameter of the {family} family, or a column): rename the column"
         )
     return names
 
 
-def _seven(value: float) -> float:
+def _to_seven_digits(value: float) -> float:
+    """Round to seven digits."""
     return float(f"{value:.7g}")
 
 
 def _to_digits(mean: float, sd: float) -> float:
-    """A mean to a millionth of the standard deviation."""
+    """Round a mean to a millionth of the standard deviation."""
     return round(mean, 6 - math.floor(math.log10(sd)))

@@ -1,4 +1,4 @@
-"""A formula as the code of a Pyro program: standardised inside, what it names in the data's own units.
+"""A formula as the code of a Pyro program: it samples standardised coefficients and names them in the data's units.
 
 With m and s the means and standard deviations of the columns x_k and of the outcome (0 and 1 unless the link is the
 identity), and a, b_k, u the standardised coefficients::
@@ -10,9 +10,12 @@ identity), and a, b_k, u the standardised coefficients::
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from bayesfed.formulas.families import Family
 
@@ -29,13 +32,13 @@ INDENT = "    "
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of one field, and what standardises them.
+    """The columns of one field, and the constants that standardise them.
 
     Attributes:
-        labels: their names.
-        mean: what is subtracted; zeros where nothing is.
-        sd: by what they are divided.
-        prior_sd: of the standardised coefficients.
+        labels: names of the columns.
+        mean: means to subtract; zeros for columns that are not centred.
+        sd: standard deviations to divide by.
+        prior_sd: prior standard deviations of the standardised coefficients.
     """
 
     labels: tuple[str, ...] = ()
@@ -50,12 +53,12 @@ class GroupColumns:
 
     Attributes:
         factor: ``g``.
-        key: what tells it from another group of the same factor.
-        intercept: its first effect is of the intercept.
-        columns: those of the others.
+        key: the factor, with a number if it has several groups.
+        intercept: its first effect is that of the intercept.
+        columns: the columns of the other effects.
         correlated: see :class:`~bayesfed.formulas.terms.Group`.
         place: ``"client"``, the factor is the client; ``"within"``, levels within a client; ``"global"``.
-        levels: how many levels the factor has, but of the clients.
+        levels: the number of the factor's levels, unless it is the client.
     """
 
     factor: str
@@ -68,13 +71,13 @@ class GroupColumns:
 
     @property
     def names(self) -> list[str]:
-        """The effects: ``"1"`` and the columns."""
+        """The names of the effects: ``"1"`` and the columns."""
         return ["1"] * self.intercept + list(self.columns.labels)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the outcome is called, and the constants of its prior: see :mod:`bayesfed.formulas.program`."""
+    """The name of the outcome and the constants of its prior, see :mod:`bayesfed.formulas.program`."""
 
     name: str
     loc: float
@@ -85,7 +88,7 @@ class Outcome:
 
 @dataclass
 class _Code:
-    """Lines by where they stand."""
+    """Lines of code outside and inside the clients plate and inside that of observations, and terms of the mean."""
 
     outside: list[str] = field(default_factory=list)
     inside: list[str] = field(default_factory=list)
@@ -93,7 +96,7 @@ class _Code:
     sum: list[str] = field(default_factory=list)
 
 
-def source(
+def program_code(
     title: str,
     family: Family,
     outcome: Outcome,
@@ -101,15 +104,15 @@ def source(
     groups: Sequence[GroupColumns],
     priors: Mapping[str, str],
 ) -> str:
-    """The program's code.
+    """Write the code of the program.
 
     Args:
         title: its docstring.
         family: the likelihood.
-        outcome: name and constants.
+        outcome: name and constants of the outcome.
         common: columns of the common terms.
         groups: the groups' effects.
-        priors: by name in the data's units the code of a prior that replaces the default.
+        priors: name in the data's units to the code of a prior that replaces the default.
     """
     code = _Code()
     if outcome.intercept is not None:
@@ -117,7 +120,7 @@ def source(
     if common.labels:
         _common(code, outcome, common, priors)
     elif outcome.intercept is not None:
-        _own_intercept(code, outcome, common)
+        _intercept_in_units(code, outcome, common)
     _parameters(code, family, outcome, priors)
     suffixes: list[str] = []
     for group in groups:
@@ -130,9 +133,7 @@ def source(
     mean = predictor if outcome.scale == 1 else f"{_n(outcome.scale)} * ({predictor})"
     mean = mean if outcome.loc == 0 else f"{_exact(outcome.loc)} + {mean}"
     mean += ' + obs["offset"]' * outcome.offset
-    observed = (
-        f"pyro.sample({_q(outcome.name)}, {family.likelihood}, obs=obs.get({_q(outcome.name)}))"
-    )
+    observed = _sample(outcome.name, f"{family.likelihood}, obs=obs.get({_q(outcome.name)})")
     lines = [f'"""{title}"""', *code.outside, "with federation.clients():"]
     inner = [*code.inside, "with federation.observations() as obs:"]
     rows = [*code.rows, f"mean = {mean}", observed]
@@ -141,42 +142,67 @@ def source(
 
 
 def _intercept(code: _Code, outcome: Outcome, priors: Mapping[str, str]) -> None:
-    if "Intercept" in priors:  # of the outcome where the predictors are at their means
-        drawn = f'pyro.sample("_intercept", {priors["Intercept"]})'
-        code.outside.append(f"intercept = {_over(_minus(drawn, outcome), outcome.scale)}")
-    else:
-        code.outside.append(f'intercept = pyro.sample("_intercept", {outcome.intercept})')
+    """Write the standardised intercept; a user's prior is that of the outcome with the predictors at their means."""
+    value = _sample("_intercept", priors.get("Intercept", outcome.intercept))
+    if "Intercept" in priors:
+        shifted = f"({value} - {_exact(outcome.loc)})" if outcome.loc else value
+        value = _over(shifted, outcome.scale)
+    code.outside.append(f"intercept = {value}")
     code.sum.append("intercept")
 
 
-def _minus(drawn: str, outcome: Outcome) -> str:
-    return f"({drawn} - {_exact(outcome.loc)})" if outcome.loc else drawn
-
-
 def _common(code: _Code, outcome: Outcome, common: Columns, priors: Mapping[str, str]) -> None:
-    by_default = [k for k, label in enumerate(common.labels) if label not in priors]
+    """Write the standardised slopes of the common terms, and the slopes and the intercept in the data's units."""
     units = [outcome.scale / sd for sd in common.sd]
-    if by_default:
-        sds = _t([common.prior_sd[k] for k in by_default])
-        law = f"dist.Normal(torch.zeros({len(by_default)}), {sds}).to_event(1)"
-        code.outside.append(f'beta = pyro.sample("_beta", {law})')
-    if len(by_default) < len(common.labels):
-        parts = []
-        for k, label in enumerate(common.labels):
-            drawn = f"pyro.sample({_q(label)}, {priors.get(label)})"
-            at = f"beta[..., {by_default.index(k)}]" if k in by_default else _over(drawn, units[k])
-            parts.append(at)
-        code.outside.append(f"beta = torch.stack([{', '.join(parts)}], -1)")
+    lines, by_default = _vector(
+        "beta",
+        "_beta",
+        common.labels,
+        "dist.Normal(torch.zeros({}), {})",
+        common.prior_sd,
+        units,
+        priors,
+    )
+    code.outside += lines
     if outcome.intercept is not None:
-        _own_intercept(code, outcome, common)
+        _intercept_in_units(code, outcome, common)
     for k in by_default:
-        label = _q(common.labels[k])
-        code.outside.append(f"pyro.deterministic({label}, {_times(units[k], f'beta[..., {k}]')})")
+        code.outside.append(_named(common.labels[k], _times(units[k], f"beta[..., {k}]")))
     code.rows.append(f"x = {_standardised('X', common)}")
     code.sum.append("(beta * x).sum(-1)")
 
 
-def _own_intercept(code: _Code, outcome: Outcome, common: Columns) -> None:
+def _vector(
+    variable: str,
+    site: str,
+    names: Sequence[str],
+    default: str,
+    scales: Sequence[float],
+    units: Sequence[float],
+    priors: Mapping[str, str],
+) -> tuple[list[str], list[int]]:
+    """Write a vector of standardised variables, some of which may have a user's prior in the data's units.
+
+    Returns:
+        The lines, and the positions of the variables with the default prior.
+    """
+    lines, by_default = [], [k for k, name in enumerate(names) if name not in priors]
+    if by_default:
+        prior = default.format(len(by_default), _t([scales[k] for k in by_default]))
+        lines.append(f"{variable} = {_sample(site, f'{prior}.to_event(1)')}")
+    if len(by_default) < len(names):
+        parts = [
+            _over(_sample(name, priors[name]), units[k])
+            if name in priors
+            else f"{variable}[..., {by_default.index(k)}]"
+            for k, name in enumerate(names)
+        ]
+        lines.append(f"{variable} = torch.stack([{', '.join(parts)}], -1)")
+    return lines, by_default
+
+
+def _intercept_in_units(code: _Code, outcome: Outcome, common: Columns) -> None:
+    """Write the intercept in the data's units."""
     value = "intercept"
     if any(common.mean):
         ratios = _t([m / s for m, s in zip(common.mean, common.sd, strict=True)])
@@ -185,54 +211,51 @@ def _own_intercept(code: _Code, outcome: Outcome, common: Columns) -> None:
         value = f"{_n(outcome.scale)} * ({value})"
     if outcome.loc != 0:
         value = f"{_exact(outcome.loc)} + {value}"
-    code.outside.append(f'pyro.deterministic("Intercept", {value})')
+    code.outside.append(_named("Intercept", value))
 
 
 def _parameters(code: _Code, family: Family, outcome: Outcome, priors: Mapping[str, str]) -> None:
+    """Write the parameters of the family."""
     for name, default in family.parameters.items():
         scale = outcome.scale if name in family.in_units else 1.0
         if name in priors or scale == 1:
-            code.outside.append(f"{name} = pyro.sample({_q(name)}, {priors.get(name, default)})")
+            code.outside.append(f"{name} = {_sample(name, priors.get(name, default))}")
         else:
-            code.outside.append(f'{name} = {_n(scale)} * pyro.sample("_{name}", {default})')
-            code.outside.append(f"pyro.deterministic({_q(name)}, {name})")
+            code.outside.append(f"{name} = {_n(scale)} * {_sample(f'_{name}', default)}")
+            code.outside.append(_named(name, name))
 
 
 def _group(
     code: _Code, outcome: Outcome, group: GroupColumns, suffix: str, priors: Mapping[str, str]
 ) -> None:
-    """Scales τ, and the effects u of a level: Normal(0, τ), or with a correlation Normal(0, diag(τ) L Lᵀ diag(τ))."""
+    """Write a group's scales τ and effects u ~ Normal(0, τ), or if correlated Normal(0, diag(τ) L Lᵀ diag(τ))."""
     tau, u, of = f"tau_{suffix}", f"u_{suffix}", f"|{group.factor}"
     names = group.names
     units = [outcome.scale] * group.intercept + [outcome.scale / sd for sd in group.columns.sd]
-    mapped = _units(group, outcome.scale)
-    _scales(code, group, tau, units, mapped is None, priors)
+    _scales(code, group, tau, units, not any(group.columns.mean), priors)
     where = code.outside if group.place == "global" else code.inside
     levels = () if group.place == "client" else (group.levels,)
+    zeros = f"torch.zeros({', '.join(map(str, (*levels, len(names))))})"
+    lines: list[str] = []
     if len(names) == 1:
-        law = f"dist.Normal(0.0, {tau})"
+        prior = f"dist.Normal(0.0, {tau})"
         if levels:
-            law = f"dist.Normal(torch.zeros({group.levels}), {tau}.unsqueeze(-1)).to_event(1)"
+            prior = f"dist.Normal(torch.zeros({group.levels}), {tau}.unsqueeze(-1)).to_event(1)"
         effects = [_times(units[0], u)]
     elif group.correlated:
-        tril, matrix = f"tril_{suffix}", f"units_{suffix}"
-        zeros = f"torch.zeros({_size(*levels, len(names))})"
-        law = f"dist.MultivariateNormal({zeros}, scale_tril={tril})"
+        tril = f"tril_{suffix}"
+        prior = f"dist.MultivariateNormal({zeros}, scale_tril={tril})"
         if levels:
-            law = f"dist.MultivariateNormal({zeros}, scale_tril={tril}.unsqueeze(-3)).to_event(1)"
-        _correlations(code, group, suffix, mapped, units, priors)
-        in_units = f"effects_{suffix} = ({matrix} @ {u}.unsqueeze(-1)).squeeze(-1)"
+            prior = f"dist.MultivariateNormal({zeros}, scale_tril={tril}.unsqueeze(-3)).to_event(1)"
+        _correlations(code, group, suffix, _units(group, outcome.scale, units), priors)
+        lines = [f"effects_{suffix} = (units_{suffix} @ {u}.unsqueeze(-1)).squeeze(-1)"]
         effects = [f"effects_{suffix}[..., {k}]" for k in range(len(names))]
     else:
         scale = f"{tau}.unsqueeze(-2)" if levels else tau
-        law = f"dist.Normal(torch.zeros({_size(*levels, len(names))}), {scale})"
-        law += f".to_event({1 + len(levels)})"
+        prior = f"dist.Normal({zeros}, {scale}).to_event({1 + len(levels)})"
         effects = [_times(units[k], f"{u}[..., {k}]") for k in range(len(names))]
-    where.append(f"{u} = pyro.sample({_q('_u|' + group.key)}, {law})")
-    if group.correlated:
-        where.append(in_units)
-    for name, effect in zip(names, effects, strict=True):
-        where.append(f"pyro.deterministic({_q(name + of)}, {effect})")
+    lines += [_named(name + of, value) for name, value in zip(names, effects, strict=True)]
+    where += [f"{u} = {_sample(f'_u|{group.key}', prior)}", *lines]
     _contribution(code, group, suffix, u)
 
 
@@ -244,64 +267,51 @@ def _scales(
     named: bool,
     priors: Mapping[str, str],
 ) -> None:
-    """The standardised scales τ; ``named`` says them in the data's units at once."""
+    """Write the standardised scales τ; if ``named``, also the scales in the data's units."""
     names = [f"{name}|{group.factor}_sigma" for name in group.names]
-    sds = ([2.5] * group.intercept) + list(group.columns.prior_sd)
-    by_default = [k for k, name in enumerate(names) if name not in priors]
-    site = _q("_tau|" + group.key)
-    one = len(names) == 1
-    if one and by_default:
-        code.outside.append(f"{tau} = pyro.sample({site}, dist.HalfNormal({_n(sds[0])}))")
-        code.outside.append(f"pyro.deterministic({_q(names[0])}, {_times(units[0], tau)})")
-        return
-    if by_default:
-        law = f"dist.HalfNormal({_t([sds[k] for k in by_default])}).to_event(1)"
-        code.outside.append(f"{tau} = pyro.sample({site}, {law})")
-    for at, k in enumerate(by_default):
-        if named:
-            value = _times(units[k], f"{tau}[..., {at}]")
-            code.outside.append(f"pyro.deterministic({_q(names[k])}, {value})")
-    if len(by_default) < len(names):
-        parts = []
-        for k, name in enumerate(names):
-            drawn = _over(f"pyro.sample({_q(name)}, {priors.get(name)})", units[k])
-            parts.append(f"{tau}[..., {by_default.index(k)}]" if k in by_default else drawn)
-        code.outside.append(f"{tau} = {parts[0] if one else f'torch.stack([{_join(parts)}], -1)'}")
+    sds = [2.5] * group.intercept + list(group.columns.prior_sd)
+    site = f"_tau|{group.key}"
+    if len(names) > 1:
+        lines, by_default = _vector(tau, site, names, "dist.HalfNormal({1})", sds, units, priors)
+        code.outside += lines
+        for k in by_default if named else ():
+            code.outside.append(_named(names[k], _times(units[k], f"{tau}[..., {k}]")))
+    elif names[0] in priors:
+        code.outside.append(f"{tau} = {_over(_sample(names[0], priors[names[0]]), units[0])}")
+    else:
+        code.outside.append(f"{tau} = {_sample(site, f'dist.HalfNormal({_n(sds[0])})')}")
+        code.outside.append(_named(names[0], _times(units[0], tau)))
 
 
-def _units(group: GroupColumns, scale: float) -> list[list[float]] | None:
-    """The matrix from standardised effects to those in the data's units, where it is not diagonal."""
-    mean, sd = group.columns.mean, group.columns.sd
-    if not any(mean):
-        return None
-    first = [scale] + [-scale * m / s for m, s in zip(mean, sd, strict=True)]
-    size = len(first)
-    rest = [[scale / sd[k - 1] * (j == k) for j in range(size)] for k in range(1, size)]
-    return [first, *rest]
+def _units(group: GroupColumns, scale: float, units: Sequence[float]) -> list[list[float]]:
+    """Return the matrix from standardised effects to effects in the data's units."""
+    matrix: list[list[float]] = np.diag(units).tolist()
+    if any(group.columns.mean):
+        shifts = zip(group.columns.mean, group.columns.sd, strict=True)
+        matrix[0][1:] = [-scale * mean / sd for mean, sd in shifts]
+    return matrix
 
 
 def _correlations(
     code: _Code,
     group: GroupColumns,
     suffix: str,
-    mapped: list[list[float]] | None,
-    units: Sequence[float],
+    matrix: list[list[float]],
     priors: Mapping[str, str],
 ) -> None:
-    """The Cholesky factor of the effects' covariance, and scales and correlations in the data's units."""
+    """Write the Cholesky factor of the effects' covariance, and scales and correlations in the data's units."""
     size, names = len(group.names), group.names
-    matrix = mapped or [[units[k] * (j == k) for j in range(size)] for k in range(size)]
     if size == 2:  # LKJ(1), in operations that can be traced
         rho = f"rho_{suffix}"
         rows = f"torch.stack([one, 0.0 * one], -1), torch.stack([{rho}, (1.0 - {rho}.square()).sqrt()], -1)"
         lines = [
-            f"{rho} = pyro.sample({_q('_rho|' + group.key)}, dist.Uniform(-1.0, 1.0))",
+            f"{rho} = {_sample(f'_rho|{group.key}', 'dist.Uniform(-1.0, 1.0)')}",
             f"one = torch.ones_like({rho})",
             f"chol_{suffix} = torch.stack([{rows}], -2)",
         ]
     else:
-        law = f"dist.LKJCholesky({size}, 1.0)"
-        lines = [f"chol_{suffix} = pyro.sample({_q('_chol|' + group.key)}, {law})"]
+        prior = f"dist.LKJCholesky({size}, 1.0)"
+        lines = [f"chol_{suffix} = {_sample(f'_chol|{group.key}', prior)}"]
     lines += [
         f"tril_{suffix} = tau_{suffix}.unsqueeze(-1) * chol_{suffix}",
         f"units_{suffix} = torch.tensor([{', '.join(_l(row) for row in matrix)}])",
@@ -309,19 +319,17 @@ def _correlations(
         f"sd_{suffix} = spread_{suffix}.square().sum(-1).sqrt()",
     ]
     for k, name in enumerate(f"{name}|{group.factor}_sigma" for name in names):
-        if mapped is not None and name not in priors:
-            lines.append(f"pyro.deterministic({_q(name)}, sd_{suffix}[..., {k}])")
-    for j in range(size):
-        for k in range(j + 1, size):
-            product = f"(spread_{suffix}[..., {j}, :] * spread_{suffix}[..., {k}, :]).sum(-1)"
-            value = f"{product} / (sd_{suffix}[..., {j}] * sd_{suffix}[..., {k}])"
-            name = f"cor({names[j]}, {names[k]})|{group.factor}"
-            lines.append(f"pyro.deterministic({_q(name)}, {value})")
+        if any(group.columns.mean) and name not in priors:
+            lines.append(_named(name, f"sd_{suffix}[..., {k}]"))
+    for j, k in itertools.combinations(range(size), 2):
+        product = f"(spread_{suffix}[..., {j}, :] * spread_{suffix}[..., {k}, :]).sum(-1)"
+        value = f"{product} / (sd_{suffix}[..., {j}] * sd_{suffix}[..., {k}])"
+        lines.append(_named(f"cor({names[j]}, {names[k]})|{group.factor}", value))
     code.outside += lines
 
 
 def _contribution(code: _Code, group: GroupColumns, suffix: str, u: str) -> None:
-    """What a group adds to a row's linear predictor."""
+    """Write the terms that a group adds to a row's linear predictor."""
     several, z = len(group.names) > 1, f"z_{suffix}"
     if group.columns.labels:
         code.rows.append(f"{z} = {_standardised(f'X|{group.key}', group.columns)}")
@@ -331,11 +339,11 @@ def _contribution(code: _Code, group: GroupColumns, suffix: str, u: str) -> None
         code.rows.append(f"{own} = {u}[{index}]")
     elif group.place == "within":
         own = f"own_{suffix}"
-        code.rows.append(f"here_{suffix} = torch.nn.functional.one_hot({index}, {group.levels})")
-        if several:
-            code.rows.append(f"{own} = ({u} * here_{suffix}.unsqueeze(-1)).sum(-2)")
-        else:
-            code.rows.append(f"{own} = ({u} * here_{suffix}).sum(-1)")
+        here, last = (f"here_{suffix}.unsqueeze(-1)", -2) if several else (f"here_{suffix}", -1)
+        code.rows += [
+            f"here_{suffix} = torch.nn.functional.one_hot({index}, {group.levels})",
+            f"{own} = ({u} * {here}).sum({last})",
+        ]
     if not several:
         code.sum.append(own if group.intercept else f"{own} * {z}[..., 0]")
     elif group.intercept:
@@ -345,6 +353,7 @@ def _contribution(code: _Code, group: GroupColumns, suffix: str, u: str) -> None
 
 
 def _standardised(name: str, columns: Columns) -> str:
+    """Write a field's standardised columns."""
     shifted = f"obs[{_q(name)}]"
     if any(columns.mean):
         shifted = f"({shifted} - torch.tensor([{', '.join(map(_exact, columns.mean))}]))"
@@ -359,21 +368,23 @@ def _times(scale: float, code: str) -> str:
     return code if scale == 1 else f"{_n(scale)} * {code}"
 
 
-def _join(parts: Sequence[str]) -> str:
-    return ", ".join(parts)
+def _sample(name: str, distribution: str | None) -> str:
+    """Write a sample statement."""
+    return f"pyro.sample({_q(name)}, {distribution})"
 
 
-def _size(*sizes: int) -> str:
-    return ", ".join(map(str, sizes))
+def _named(name: str, value: str) -> str:
+    """Write a deterministic site."""
+    return f"pyro.deterministic({_q(name)}, {value})"
 
 
 def _n(value: float) -> str:
-    """A number as code: seven digits, more than single precision keeps of a sum."""
+    """Write a number with seven digits, more than the precision of a sum of single-precision numbers."""
     return repr(float(f"{value:.7g}"))
 
 
 def _exact(value: float) -> str:
-    """A mean as code: its digits go by the standard deviation."""
+    """Write a mean, which is already rounded relative to the standard deviation."""
     return repr(float(f"{value:.15g}"))
 
 

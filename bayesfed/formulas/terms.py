@@ -1,4 +1,4 @@
-"""What a formula says: its outcome, its common terms and its groups. The parsing is formulae's."""
+"""A parsed formula: its outcome, its common terms and its groups. The package formulae parses it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from bayesfed.data.optional import import_optional
+
 STATEFUL = ("center", "scale", "standardize")
-"""Functions of all rows together, which sums over the clients give."""
+"""Functions of all rows together, computed from sums over the clients."""
 CATEGORIES = ("C", "S", "T")
 """Functions that make categories of a column."""
 PROPORTIONS = ("p", "prop", "proportion")
@@ -18,11 +20,11 @@ _OF_R = {
 }
 _OWN = (*STATEFUL, *CATEGORIES, "I", "offset")
 NAMESPACE = {"np": np, **_OF_R}
-"""What a formula may use beside formulae's own functions."""
+"""The names that a formula may use in addition to formulae's own functions."""
 
 
 class FormulaError(ValueError):
-    """A formula that cannot be read, or does not fit the data; one line, which says what to write."""
+    """A formula that cannot be parsed or does not fit the data; the message is one line with a remedy."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,8 @@ class Group:
 
     Attributes:
         factor: the factor as written, ``"g"`` or ``"g:h"``.
-        terms: formulae's group-specific terms.
-        correlated: a level's effects have a correlation, as ``|`` says and ``||`` does not.
+        terms: the group-specific terms of formulae.
+        correlated: the effects of a level are correlated, as with ``|`` and not with ``||``.
     """
 
     factor: str
@@ -41,18 +43,18 @@ class Group:
 
     @property
     def columns(self) -> list[str]:
-        """The columns of the data that make the factor."""
+        """The columns of the data that form the factor."""
         return [component.name for component in self.terms[0].factor.components]
 
 
 @dataclass(frozen=True)
 class Terms:
-    """A formula, read.
+    """A parsed formula.
 
     Attributes:
         text: the formula.
-        model: formulae's model.
-        groups: its group-specific terms, as they were written together.
+        model: the model of formulae.
+        groups: its group-specific terms, grouped as in the text.
     """
 
     text: str
@@ -61,22 +63,22 @@ class Terms:
 
     @property
     def outcome(self) -> Any:
-        """The outcome: formulae's variable or call."""
+        """The outcome: a variable or call of formulae."""
         return self.model.response.term.components[0]
 
     @property
     def components(self) -> list[Any]:
-        """The variables and calls of which all terms are made, but the outcome and the groups' factors."""
+        """The variables and calls of all terms, except the outcome and the groups' factors."""
         exprs = [term.expr for term in self.model.group_terms]
         found = (getattr(term, "components", []) for term in (*self.model.common_terms, *exprs))
         return [component for components in found for component in components]
 
 
 def parse(text: str) -> Terms:
-    """Read a formula.
+    """Parse a formula.
 
     Raises:
-        FormulaError: it is none, or holds what is not known here.
+        FormulaError: it cannot be parsed, or uses something unsupported.
         ImportError: formulae is not installed: ``pip install 'bayesfed[formulas]'``.
 
     Example:
@@ -85,41 +87,37 @@ def parse(text: str) -> Terms:
         >>> [(group.factor, [term.name for term in group.terms], group.correlated) for group in terms.groups]
         [('g', ['1|g', 'x|g'], True), ('item', ['1|item'], False)]
     """
-    try:
-        from formulae.parser import Parser
-        from formulae.resolver import Resolver
-        from formulae.scanner import Scanner
-    except ImportError as error:
-        raise ImportError(
-            "formulas are parsed by formulae, which is not installed: pip install 'bayesfed[formulas]'"
-        ) from error
+    parse_tokens, resolve, scan = (
+        getattr(import_optional(f"formulae.{name.lower()}", "'bayesfed[formulas]'"), name)
+        for name in ("Parser", "Resolver", "Scanner")
+    )
     if not text.partition("~")[2] or not text.partition("~")[0].strip():
         raise FormulaError(f"formula {text!r}: write outcome ~ predictors, as in 'y ~ x + (1 | g)'")
     try:
-        tokens, double = _single_pipes(Scanner(text).scan())
-        parser = Parser(tokens)
+        tokens, double = _single_pipes(scan(text).scan())
+        parser = parse_tokens(tokens)
         tree = parser.parse()
         if not parser.at_end():
             raise FormulaError(f"formula {text!r} cannot be read from {parser.peek().lexeme!r} on")
         _as_proportion(tree)
-        model = Resolver(tree).resolve()
+        model = resolve(tree).resolve()
         groups = [group for pipe in _pipes(tree.right) for group in _groups(pipe, double)]
     except FormulaError:
         raise
     except Exception as error:  # formulae's errors have no class in common
-        said = str(error) or type(error).__name__
-        if "response term" in said or "Response" in said:
-            said = (
+        reason = str(error) or type(error).__name__
+        if "response term" in reason or "Response" in reason:
+            reason = (
                 "the outcome is one column, a function of it such as log(y) or I(y / n), or p(y, n)"
             )
-        raise FormulaError(f"formula {text!r} cannot be read: {said}") from None
+        raise FormulaError(f"formula {text!r} cannot be read: {reason}") from None
     terms = Terms(text, model, tuple(groups))
     _check(terms)
     return terms
 
 
 def _single_pipes(tokens: list[Any]) -> tuple[list[Any], set[int]]:
-    """The tokens with ``|`` for each ``||``, and the ids of those."""
+    """Replace each ``||`` by ``|``, and return the tokens and the ids of the replaced ones."""
     kept: list[Any] = []
     double = set()
     for token in tokens:
@@ -131,7 +129,7 @@ def _single_pipes(tokens: list[Any]) -> tuple[list[Any], set[int]]:
 
 
 def _as_proportion(tree: Any) -> None:
-    """``y | trials(n) ~``, as brms writes it, into ``p(y, n) ~``."""
+    """Turn ``y | trials(n) ~``, the notation of brms, into ``p(y, n) ~``."""
     from formulae.expr import Binary, Call, Variable
     from formulae.token import Token
 
@@ -141,13 +139,14 @@ def _as_proportion(tree: Any) -> None:
     call = left.right
     if not isinstance(call, Call) or call.callee.name.lexeme != "trials" or len(call.args) != 1:
         raise FormulaError(
-            "beside the outcome only | trials(n) is known, of the binomial family; an exposure is offset(log(n))"
+            "after the outcome only | trials(n) is supported, for the binomial family; write an exposure as "
+            "offset(log(n))"
         )
     tree.left = Call(Variable(Token("IDENTIFIER", "p")), [left.left, call.args[0]])
 
 
 def _pipes(tree: Any) -> Iterator[Any]:
-    """The ``( ... | g)`` of a formula, in order."""
+    """Yield each ``( ... | g)`` of a formula, in order."""
     if getattr(getattr(tree, "operator", None), "kind", None) == "PIPE":
         yield tree
         return
@@ -157,7 +156,7 @@ def _pipes(tree: Any) -> Iterator[Any]:
 
 
 def _groups(pipe: Any, double: set[int]) -> Iterator[Group]:
-    """What one ``( ... | g + h)`` says: a group for each factor."""
+    """Yield a group for each factor of one ``( ... | g + h)``."""
     from formulae.resolver import Resolver
 
     found = Resolver(pipe).resolve()
@@ -168,7 +167,7 @@ def _groups(pipe: Any, double: set[int]) -> Iterator[Group]:
 
 
 def _check(terms: Terms) -> None:
-    """Fail on what would need all rows in one place, is not known, or is said twice."""
+    """Raise FormulaError for terms that need all rows in one place, are unsupported, or appear twice."""
     names = [term.name for group in terms.groups for term in group.terms]
     for name in names:
         if names.count(name) > 1:
@@ -182,25 +181,25 @@ def _check(terms: Terms) -> None:
             _check_call(call, terms.outcome.name)
         if call.callee in (*STATEFUL, *CATEGORIES):
             raise FormulaError(
-                f"{terms.outcome.name}: the outcome is taken as it is, it is scaled inside"
+                f"{terms.outcome.name}: write the outcome itself, the model scales it internally"
             )
     for component in terms.components:
         for call in calls(component):
             _check_call(call, component.name)
         if str(component.name).replace(".", "").isdigit():
             raise FormulaError(
-                f"{component.name} is a number and no column: only 0 and 1 can stand alone"
+                f"{component.name} is a number, not a column: only 0 and 1 can be terms"
             )
     for group in terms.groups:
         for component in group.terms[0].factor.components:
             if hasattr(component, "call"):
                 raise FormulaError(
-                    f"a group's factor is a column, not {component.name}: make a column of it first"
+                    f"a group's factor is a column, not {component.name}: store it as a column first"
                 )
 
 
 def calls(component: Any) -> Iterator[Any]:
-    """The function calls of a component, innermost first."""
+    """Yield the function calls of a component, innermost first."""
     node = getattr(component, "call", component)
     for part in (*getattr(node, "args", ()), *getattr(node, "kwargs", {}).values()):
         yield from calls(part)
@@ -209,23 +208,24 @@ def calls(component: Any) -> Iterator[Any]:
 
 
 def _check_call(call: Any, name: str) -> None:
+    """Raise FormulaError for a function that is not one of single rows."""
     callee = call.callee
     if callee in CATEGORIES:
         if type(call.args[0]).__name__ != "LazyVariable":
             raise FormulaError(
-                f"{name}: {callee}() takes a column; make one of {call.args[0]} first"
+                f"{name}: {callee}() takes a column; store {call.args[0]} as a column first"
             )
         return
-    known = callee in _OWN or callee in _OF_R or _row_wise(callee)
-    if not known:
+    if not (callee in _OWN or callee in _OF_R or _is_elementwise(callee)):
         raise FormulaError(
-            f"{name}: {callee}() is not a function of single rows that is known here, and no place has all rows. Make "
-            "a column of it first; known are numpy's of single numbers (np.log, np.sqrt, ...), I, C, offset, center "
-            "and scale"
+            f"{name}: {callee}() is not a supported function of single rows, and no place has all rows. Store its "
+            "values as a column first; supported are elementwise functions of numpy (np.log, np.sqrt, ...), I, C, "
+            "offset, center and scale"
         )
 
 
-def _row_wise(callee: str) -> bool:
+def _is_elementwise(callee: str) -> bool:
+    """Return whether a call is of an elementwise function of numpy."""
     module, _, name = callee.partition(".")
-    known = isinstance(getattr(np, name, None), np.ufunc) or name in ("clip", "round", "where")
-    return module == "np" and known
+    found = isinstance(getattr(np, name, None), np.ufunc) or name in ("clip", "round", "where")
+    return module == "np" and found

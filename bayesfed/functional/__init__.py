@@ -1,1 +1,1 @@
-"""Building blocks of models and guides as pure functions: networks of a weight vector, multivariate Normals."""
+"""Building blocks of models and guides as pure functions: networks with given weights, multivariate Normals."""

@@ -1,4 +1,4 @@
-"""A multivariate Normal whose log density has a cheap gradient: one inverse in place of a Cholesky's own derivative."""
+"""A multivariate Normal whose gradient needs one matrix inverse, not the derivative of a Cholesky factorisation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Gaussian(dist.TorchDistribution):
     """N(mean, covariance) for many small dense covariances, batched in front.
 
     With α = Σ⁻¹ (y − m), ∂ ln p / ∂Σ = (α αᵀ − Σ⁻¹) / 2 and ∂ ln p / ∂m = α (Rasmussen & Williams 2006, eq. 5.9).
-    Otherwise torch's MultivariateNormal, whose gradient goes back through the Cholesky factorisation.
+    In all else it agrees with torch's MultivariateNormal, which differentiates the Cholesky factorisation.
 
     Args:
         mean: ``(..., B)``.
@@ -41,7 +41,7 @@ class Gaussian(dist.TorchDistribution):
         super().__init__(batch, mean.shape[-1:], validate_args=False)
 
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> Gaussian:
-        """The same, over more draws."""
+        """Return the same distribution with a larger batch shape."""
         size = self.event_shape[0]
         return Gaussian(
             self.loc.expand(*batch_shape, size),
@@ -49,11 +49,11 @@ class Gaussian(dist.TorchDistribution):
         )
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """ln p, ``(...)``."""
+        """Return ln p, ``(...)``."""
         return _LogDensity.apply(value - self.loc, self.covariance_matrix)
 
     def rsample(self, sample_shape: Sequence[int] = ()) -> Tensor:
-        """Reparameterised draws."""
+        """Return reparameterised draws."""
         shape = self._extended_shape(torch.Size(sample_shape))
         noise = torch.randn(shape, dtype=self.loc.dtype, device=self.loc.device)
         return self.loc + (psd_safe_cholesky(self.covariance_matrix) @ noise[..., None]).squeeze(-1)
@@ -62,7 +62,7 @@ class Gaussian(dist.TorchDistribution):
 def conditioned(
     mean: Tensor, covariance: Tensor, value: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Mean and variance of each of the last Q variables given the first B (Rasmussen & Williams 2006, eq. A.6).
+    """Return mean and variance of each of the last Q variables given the first B (Rasmussen & Williams 2006, eq. A.6).
 
         m_Q + C_QB C_BB⁻¹ (y − m_B),     diag(C_QQ − C_QB C_BB⁻¹ C_BQ)
 
@@ -70,7 +70,7 @@ def conditioned(
         mean: ``(..., B + Q)``.
         covariance: ``(..., B + Q, B + Q)``.
         value: y, ``(..., B)``.
-        mask: which of the first B are known, bool ``(..., B)``; what stands for the others counts for nothing.
+        mask: bool ``(..., B)``: True for each of the first B that is known; the values of the others are ignored.
 
     Returns:
         ``(..., Q)`` each.
@@ -95,7 +95,7 @@ def conditioned(
 
 
 def _cholesky(covariance: Tensor) -> Tensor:
-    """The factor; where a graph is traced, which cannot try again with more jitter, NaN if there is none."""
+    """Return the Cholesky factor; in a traced graph, which cannot retry with more jitter, NaN if there is none."""
     if not tracing():
         return psd_safe_cholesky(covariance)
     factor, info = torch.linalg.cholesky_ex(covariance)
@@ -103,7 +103,7 @@ def _cholesky(covariance: Tensor) -> Tensor:
 
 
 class _LogDensity(torch.autograd.Function):
-    """ln N(residual; 0, covariance), differentiable twice."""
+    """The log density ln N(residual; 0, covariance), twice differentiable."""
 
     @staticmethod
     def forward(ctx: Any, residual: Tensor, covariance: Tensor) -> Tensor:

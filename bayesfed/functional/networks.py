@@ -1,4 +1,4 @@
-"""Networks as functions of a weight vector: one module, a batch of weights, a batch of clients."""
+"""Networks as functions of a weight vector, for batches of weights and clients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Named = dict[str, Tensor]
 
 
 def check_stateless(module: nn.Module) -> None:
-    """Refuse a module that keeps state or draws noise of its own.
+    """Raise an error for a module that keeps state or draws its own noise.
 
     Raises:
         ValueError: names the submodule and says what to use instead.
@@ -27,13 +27,13 @@ def check_stateless(module: nn.Module) -> None:
             )
         if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0:
             raise ValueError(
-                f"module {where} draws noise of its own: a mean-field guide is the Bayesian way to it; "
-                "remove it or set p=0"
+                f"module {where} draws its own noise: remove it or set p=0; a mean-field guide is the Bayesian "
+                "counterpart of dropout"
             )
 
 
 def flatten(module: nn.Module, names: Sequence[str] | None = None) -> Tensor:
-    """The parameters of those names (by default all) as one vector ``(D,)``.
+    """Return the parameters of these names (by default all) as one vector ``(D,)``.
 
     Example:
         >>> from torch import nn
@@ -48,19 +48,20 @@ def flatten(module: nn.Module, names: Sequence[str] | None = None) -> Tensor:
     return torch.cat([value.detach().flatten() for value in chosen.values()])
 
 
-def called(module: nn.Module, params: Mapping[str, Tensor], *args: Tensor) -> Any:
-    """The module's output with these parameters, by their names in ``module.named_parameters()``, in place of its own.
+def call_with(module: nn.Module, params: Mapping[str, Tensor], *args: Tensor) -> Any:
+    """Return the module's output with these parameters, named as in ``module.named_parameters()``.
 
-    A parameter that stands in several places is replaced in each, a module that does in one only: torch's own
-    ``tie_weights`` replaces it twice, and puts back what the first time has put there (seen with torch 2.13).
+    A parameter that several modules share is replaced in each of them, and a module that appears several times is
+    handled once: torch's own ``tie_weights`` replaces its parameters twice and then restores the replaced ones (torch
+    2.13).
 
     Example:
         >>> import torch
         >>> from torch import nn
-        >>> from bayesfed.functional.networks import called
+        >>> from bayesfed.functional.networks import call_with
         >>> layer = nn.Linear(2, 2, bias=False)
         >>> twice, own = nn.Sequential(layer, layer), layer.weight
-        >>> called(twice, {"0.weight": 3 * torch.eye(2)}, torch.ones(2))
+        >>> call_with(twice, {"0.weight": 3 * torch.eye(2)}, torch.ones(2))
         tensor([9., 9.])
         >>> layer.weight is own
         True
@@ -83,14 +84,14 @@ def apply(
     shared: Tensor | None = None,
     names: Sequence[str] | None = None,
 ) -> Tensor:
-    """The module's outputs for every row of every client, each client with weights of its own.
+    """Return the module's outputs for every row of every client, each client with its own weights.
 
     Args:
-        module: takes ``(B, *event)`` and, where given, the context tensors of one client.
-        weights: ``(..., K, 1, D)``, or ``(..., 1, 1, D)`` where all clients have the same.
+        module: takes ``(B, *event)`` and, if given, the context tensors of one client.
+        weights: ``(..., K, 1, D)``, or ``(..., 1, 1, D)`` if all clients have the same.
         x: ``(K, B, *event)``.
         context: tensors ``(K, ...)`` that the module takes after x.
-        shared: the other parameters ``(..., K or 1, 1, D')``, where ``weights`` are only those of ``names``.
+        shared: the other parameters ``(..., K or 1, 1, D')``, if ``weights`` holds only those of ``names``.
         names: the parameters that ``weights`` holds, in the module's order; by default all.
 
     Returns:
@@ -113,17 +114,17 @@ def apply(
         return {n: p.reshape(*shape, *params[n].shape) for n, p in zip(of, parts, strict=True)}
 
     def run(weights: Named, other: Named, x: Tensor, context: tuple[Tensor, ...]) -> Tensor:
-        return called(module, weights | other, x, *context)
+        return call_with(module, weights | other, x, *context)
 
     weights = weights.squeeze(-2)
     other = weights.new_zeros(1, 0) if shared is None else shared.squeeze(-2)
     batch = torch.broadcast_shapes(weights.shape[:-2], other.shape[:-2])
     clients, several = weights.shape[-2], other.shape[-2]
-    mine, rest_of = (_draws(value, batch) for value in (weights, other))
+    mine, rest_of = (_flatten_draws(value, batch) for value in (weights, other))
     if clients == 1 and several == 1 and not context:  # one network for all rows
         rows = x.flatten(0, 1)
         one = unpack(mine[:, 0], own), unpack(rest_of[:, 0], rest)
-        out = _over(lambda w, v: run(w, v, rows, ()), *one)
+        out = _map_draws(lambda w, v: run(w, v, rows, ()), *one)
         return out.reshape(*batch, *x.shape[:2], *out.shape[2:])
     per_client = vmap(run, in_dims=(0 if clients > 1 else None, 0 if several > 1 else None, 0, 0))
 
@@ -132,19 +133,19 @@ def apply(
         second = v if several > 1 else _only(v)
         return per_client(first, second, x, context)
 
-    out = _over(draw, unpack(mine, own), unpack(rest_of, rest))
+    out = _map_draws(draw, unpack(mine, own), unpack(rest_of, rest))
     return out.reshape(*batch, *out.shape[1:])
 
 
-def _draws(value: Tensor, batch: Sequence[int]) -> Tensor:
-    """``(..., K, D)`` as ``(P, K, D)``, P being 1 where all draws have the same."""
+def _flatten_draws(value: Tensor, batch: Sequence[int]) -> Tensor:
+    """Reshape ``(..., K, D)`` to ``(P, K, D)``, where P is 1 if all draws have the same."""
     if value.ndim == 2 or all(size == 1 for size in value.shape[:-2]):
         return value.reshape(1, *value.shape[-2:])
     return value.expand(*batch, *value.shape[-2:]).reshape(-1, *value.shape[-2:])
 
 
-def _over(draw: Callable[[Named, Named], Tensor], w: Named, v: Named) -> Tensor:
-    """A function of two sets of weights for every draw: ``(P, ...)``."""
+def _map_draws(draw: Callable[[Named, Named], Tensor], w: Named, v: Named) -> Tensor:
+    """Apply a function of two sets of weights to every draw: ``(P, ...)``."""
     counts = [len(next(iter(part.values()))) if part else 1 for part in (w, v)]
     if max(counts) == 1:
         return draw(_only(w), _only(v))[None]
@@ -154,5 +155,5 @@ def _over(draw: Callable[[Named, Named], Tensor], w: Named, v: Named) -> Tensor:
 
 
 def _only(weights: Named) -> Named:
-    """The first of one; a squeeze's gradient is a view, an index's a copy."""
+    """Remove the dimension of a single draw, by a squeeze: its gradient is a view, that of an index a copy."""
     return {name: value.squeeze(0) for name, value in weights.items()}

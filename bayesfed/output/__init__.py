@@ -1,1 +1,1 @@
-"""What a fit gives: posterior, predictions, ArviZ, files, metrics, bounds."""
+"""Results of a fit: posterior, predictions, ArviZ data, files, metrics and bounds."""

@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 
 from bayesfed.algorithms.registry import algorithm_of, settings_of
-from bayesfed.checks import program_fingerprint
-from bayesfed.data import fingerprint
+from bayesfed.checks.program_fingerprint import (
+    describe_program_change,
+    program_fingerprint,
+    select_clients,
+    witnesses,
+)
 from bayesfed.data.federation import Federation, Model
+from bayesfed.data.fingerprint import data_fingerprint, describe_data_change
 from bayesfed.elbo.program import Params, Program
 from bayesfed.engine.files import read_tensors, write_tensors
 from bayesfed.engine.program import build_program
@@ -71,11 +76,11 @@ def save(fitted: Fitted, path: str | Path) -> None:
         "params": fitted.params,
         "local_params": dict(fitted.local_params),
         "history": dict(fitted.history),
-        "data": fingerprint.digest(fitted.federation),
-        "program": program_fingerprint.digest(
+        "data": data_fingerprint(fitted.federation),
+        "program": program_fingerprint(
             fitted.program,
             fitted.federation,
-            program_fingerprint.witnesses(len(fitted.federation)),
+            witnesses(len(fitted.federation)),
         ),
     }
     program, correction = fitted.program, fitted.correction
@@ -199,7 +204,7 @@ def load(
 
 def _check_data(path: str | Path, federation: Federation, before: Mapping[str, Tensor]) -> None:
     """Fail if the clients' rows differ from those of the fit, whose fingerprint is ``before``."""
-    changed = fingerprint.difference(before, fingerprint.digest(federation), federation.names)
+    changed = describe_data_change(before, data_fingerprint(federation), federation.names)
     if changed is not None:
         raise ValueError(
             f"{path} is a posterior of other data: {changed}. Load it with the rows of the fit, then predict "
@@ -217,11 +222,11 @@ def _check_program(
 ) -> None:
     """Fail if the model or the guide differs from that of the fit, whose fingerprint is ``saved``."""
     clients = metadata["clients"]
-    seen = [clients[row] for row in program_fingerprint.witnesses(len(clients)).tolist()]
+    seen = [clients[row] for row in witnesses(len(clients)).tolist()]
     here = [] if other_rows else [name for name in seen if name in federation.names]
-    before = program_fingerprint.of_clients(saved, [seen.index(name) for name in here])
-    now = program_fingerprint.digest(program, federation, federation.index(here))
-    changed = program_fingerprint.difference(program, before, now)
+    before = select_clients(saved, [seen.index(name) for name in here])
+    now = program_fingerprint(program, federation, federation.index(here))
+    changed = describe_program_change(program, before, now)
     if changed is not None:
         raise ValueError(
             f"{path} is a posterior of another model: {changed} (saved with bayesfed {metadata['version']}). Load it "

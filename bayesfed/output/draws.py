@@ -10,7 +10,7 @@ finitely many values, such as particles, all of them are used.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +24,12 @@ from bayesfed.data.chunks import PASS, chunks, weight
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.elbo import client_terms, draw
-from bayesfed.elbo.mixtures import ClientMixture
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.sites import Site
 from bayesfed.guides.hierarchical import LOCAL
-from bayesfed.output.evidence import COST, Candidates, laplace_candidates, noise_draws
+from bayesfed.output.evidence import COST, EACH, Candidates, laplace_candidates
 from bayesfed.output.fitted import Fitted
+from bayesfed.vmap.mixtures import ClientMixture
 
 _CENTRE = {"normal": 0.0, "uniform": 0.5}
 Chunks = Iterator[tuple[Tensor, "Draws"]]
@@ -100,11 +100,23 @@ def equal_draws(
     """
     program, key = fitted.program, fitted.key(seed)
     theta = draw_theta(fitted, num_samples, key, centre)
-    if not (program.weights_draws and program.locals):
-        for chunk in client_chunks(fitted, num_samples, *federations):
-            yield chunk, draw_clients(fitted, theta, num_samples, chunk, key, centre=centre)
+    if program.weights_draws and program.locals:
+        yield from _resampled_draws(fitted, theta, num_samples, key, federations, centre)
         return
-    each = program.local_draws
+    for chunk in client_chunks(fitted, num_samples, *federations):
+        yield chunk, draw_clients(fitted, theta, num_samples, chunk, key, centre=centre)
+
+
+def _resampled_draws(
+    fitted: Fitted,
+    theta: Params,
+    num_samples: int,
+    key: Tensor,
+    federations: Sequence[Federation],
+    centre: bool,
+) -> Chunks:
+    """Yield draws of w_i given each draw of θ, chosen by weight from several, for blocks of draws of θ at a time."""
+    program, each = fitted.program, fitted.program.local_draws
     together = max(1, PASS // (each * max(1, program.variables)))
     blocks = [min(together, num_samples - at) for at in range(0, num_samples, together)]
     for chunk in client_chunks(fitted, each * blocks[0], *federations):
@@ -231,7 +243,7 @@ def candidates(fitted: Fitted, theta: Params, count: int, chunk: Tensor, key: Te
     """Draw candidates of some clients' variables from Laplace approximations at each draw of θ."""
     program, federation = fitted.program, fitted.federation
     keys = noise.fold(key, federation.stream_ids[chunk])
-    supplied = program.noise(keys, noise_draws(count), local=True)
+    supplied = program.noise(keys, EACH // 2 * count, local=True)
     batch, params = federation.batch(chunk), fitted.params_of(chunk)
     return laplace_candidates(program, params, theta, batch, supplied, count)
 

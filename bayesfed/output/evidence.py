@@ -42,11 +42,6 @@ def has_block(program: Program) -> bool:
     return set(program.randomness) - set(program.random) == {LOCAL}
 
 
-def noise_draws(count: int) -> int:
-    """Return the number of draws of noise that :func:`laplace_candidates` needs for ``count`` draws of θ."""
-    return EACH // 2 * count
-
-
 class Candidates(NamedTuple):
     """Draws of a block of local variables, and their log importance weights for S draws of θ and K clients.
 
@@ -86,7 +81,7 @@ def laplace_candidates(
         params: parameters of the program and of these clients.
         theta: draws of the guide's global sites, ``(S, 1, 1, *event)``.
         batch: the clients' rows.
-        noise: noise of the block, for :func:`noise_draws` draws.
+        noise: noise of the block, for ``EACH / 2 * S`` draws.
         count: S.
     """
     eps = noise[LOCAL][0].unflatten(0, (-1, count))

@@ -54,7 +54,7 @@ class Fitted:
         algorithm: the algorithm and its settings.
         seed: the run's seed.
         epsilon: ε of differential privacy that the run has spent; None for a run without privacy.
-        compiled: whether the run was compiled, and why; empty if unknown.
+        compiled: a description of whether the run was compiled, and why; empty if unknown.
         moving: estimated distance of q(θ) from convergence at the end of the run, by global site: in standard
             deviations of q or in its log standard deviation, if above a quarter. None if there were too few rounds for
             an estimate. Always empty for point estimates.
@@ -81,7 +81,7 @@ class Fitted:
 
     @property
     def laplace(self) -> bool:
-        """Whether clients' variables are drawn with Laplace approximations as proposals, see :class:`Correction`."""
+        """True if clients' variables are drawn with Laplace approximations as proposals, see :class:`Correction`."""
         return self.correction is not None and self.correction.laplace
 
     def key(self, seed: int, word: str = "posterior") -> Tensor:

@@ -33,7 +33,7 @@ class LazyLocals(Mapping[str, Tensor]):
 
     @property
     def computed(self) -> bool:
-        """Whether the parameters have been computed."""
+        """True once the parameters have been computed."""
         return self._params is not None
 
     def of(self, federation: Federation) -> LazyLocals:

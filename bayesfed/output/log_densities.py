@@ -39,25 +39,13 @@ def log_densities(fitted: Fitted, num_samples: int, key: Tensor) -> tuple[Tensor
     return log_p, log_q
 
 
-def elbo(
-    fitted: Fitted, num_samples: int, seed: int, log_weights: SumLogWeights | None = None
-) -> Tensor:
-    """Compute the ELBO of all clients at draws from q, ``(S,)``; ``log_weights`` as :func:`sum_log_weights`."""
-    program, key = fitted.program, fitted.key(seed, "elbo")
-    with torch.no_grad():
-        supplied = program.noise(key, num_samples, local=False)
-        at_server = server_pass(program, fitted.params, supplied, num_samples)
-    of_clients = (log_weights or sum_log_weights)(fitted, at_server.theta, num_samples, key, False)
-    return at_server.term + of_clients.to(at_server.term.dtype)
-
-
 def sum_log_weights(
     fitted: Fitted, theta: Params, count: int, key: Tensor, laplace: bool = False
 ) -> Tensor:
     """Estimate Σ_i log p(D_i | θ_s) at draws of θ: ``(S,)``, in double precision.
 
-    By one draw of each client's variables, log p(w_is, D_i | θ_s) − log q(w_is | θ_s); or with ``laplace`` by several
-    draws from a Laplace approximation at θ_s, see :mod:`bayesfed.output.evidence`.
+    The estimate uses one draw of each client's variables, log p(w_is, D_i | θ_s) − log q(w_is | θ_s). With ``laplace``
+    it uses several draws from a Laplace approximation at θ_s, see :mod:`bayesfed.output.evidence`.
 
     Args:
         fitted: q of the clients.
@@ -74,6 +62,18 @@ def sum_log_weights(
     for chunk in client_chunks(fitted, COST * count, fitted.federation):
         total += candidates(fitted, theta, count, chunk, key).evidence().sum(1)
     return total
+
+
+def elbo(
+    fitted: Fitted, num_samples: int, seed: int, log_weights: SumLogWeights = sum_log_weights
+) -> Tensor:
+    """Compute the ELBO of all clients at draws from q, ``(S,)``; ``log_weights`` as :func:`sum_log_weights`."""
+    program, key = fitted.program, fitted.key(seed, "elbo")
+    with torch.no_grad():
+        supplied = program.noise(key, num_samples, local=False)
+        at_server = server_pass(program, fitted.params, supplied, num_samples)
+    client_terms = log_weights(fitted, at_server.theta, num_samples, key, False)
+    return at_server.term + client_terms.to(at_server.term.dtype)
 
 
 def _client_log_densities(

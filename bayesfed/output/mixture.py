@@ -11,11 +11,11 @@ from torch.distributions import Categorical, Independent, MixtureSameFamily, Nor
 
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation
-from bayesfed.elbo.mixtures import Mixture
 from bayesfed.elbo.sites import Site
 from bayesfed.output import dependent_rows
 from bayesfed.output.draws import Draws, flatten_rows, run_model, weighted_draws
 from bayesfed.output.fitted import Fitted
+from bayesfed.vmap.mixtures import Mixture
 
 Part = tuple[Tensor, Callable[..., Any], dict[str, Tensor]]
 """Log weights ``(rows, S)``, a family of distributions and its parameters ``(rows, S, *)``."""
@@ -113,7 +113,9 @@ def _independent_rows(
         batch = federation.batch(chunk)
         fn = run_model(fitted, fitted.program.model, draws, chunk, batch)[site.name]["fn"]
         weights, found = _weights(draws, site, batch), []
-        for weight, component in fn.apart() if isinstance(fn, Mixture) else ((None, fn),):
+        for weight, component in (
+            fn.weighted_components() if isinstance(fn, Mixture) else ((None, fn),)
+        ):
             family, params = _family_and_params(component, site)
             if weight is not None:
                 params["weight"] = weight

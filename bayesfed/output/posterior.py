@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.distributions import MixtureSameFamily
 
+from bayesfed.checks.data import check_data
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
-from bayesfed.engine.checks import check_data
 from bayesfed.engine.stopping.drift import caveat
 from bayesfed.output import checkpoint, khat, mixture, predictions
 from bayesfed.output.correction import correct

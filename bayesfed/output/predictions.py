@@ -9,7 +9,6 @@ from torch import Tensor
 
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
-from bayesfed.elbo.mixtures import ClientMixture
 from bayesfed.output import dependent_rows
 from bayesfed.output.draws import (
     derive,
@@ -20,6 +19,7 @@ from bayesfed.output.draws import (
     weighted_draws,
 )
 from bayesfed.output.fitted import Fitted
+from bayesfed.vmap.mixtures import ClientMixture
 
 
 def sample(

@@ -3,8 +3,8 @@
     clients upload (τ_i μ_i, τ_i) with τ_i = 1 / ρ_i², and (n_i body_i, n_i)
     m ← Σ τ_i μ_i / Σ τ_i (eq. 7);  body ← Σ n_i body_i / Σ n_i                           (Zhu et al. 2023)
 
-An uncertain or outlying client has a large ρ_i: it pulls m less and is pulled less. The M-step is as exact as the structure
-of the local priors lets it be:
+An uncertain or outlying client has a large ρ_i: it pulls m less and is pulled less. The M-step is as exact as the
+structure of the local priors lets it be:
 
 - m: a parameter that is the location of Normal priors, and nothing else: eq. 7. (The sum is of τ_i (μ_i − m), and
   the result is added to m: the same number, with less round-off.)

@@ -17,17 +17,17 @@ The steps are Newton's where q(θ) is Gaussian, of rate 1 at first. While succes
 far from its target; each time a step goes back, noise dominates, and the rate falls (Kesten 1958, *Accelerated
 stochastic approximation*).
 
-Under partial participation the clients' last uploads remain in the sum, and clients that have not been seen are taken to
-be like those that have. But a quadratic term is made where q(θ) lies, and may say little of where q(θ) has gone since. The
-uploads of two cohorts differ by √(2 D N / K) standard deviations of q(θ) where all is well. Where those of a cohort move a
-step by more, d of them, all terms keep exp(1 − d² K / (2 D N)) of their weight: first steps rest on the last cohorts,
-terms that are quadratic are kept, and in the end nothing is forgotten.
+Under partial participation the clients' last uploads remain in the sum, and clients that have not been seen are taken
+to be like those that have. But a quadratic term is made where q(θ) lies, and may say little of where q(θ) has gone
+since. The uploads of two cohorts differ by √(2 D N / K) standard deviations of q(θ) where all is well. Where those of
+a cohort move a step by more, d of them, all terms keep exp(1 − d² K / (2 D N)) of their weight: first steps rest on
+the last cohorts, terms that are quadratic are kept, and in the end nothing is forgotten.
 
-Parameters that have no Gaussian take Adam's steps along gradients: a Flow's spline, a guide of the user's, a model's global
-``pyro.param``, which are points. There clients upload, for each draw, the difference between the gradient and that of their
-quadratic term (for a guide of the user's, the mean gradient that they sent last), of which the server takes N / K times
-the sum: unbiased, and less noisy as clients differ less in how they change than in where they are (SAGA; Defazio, Bach &
-Lacoste-Julien 2014, eq. 1). With all clients in every round nothing is different.
+Parameters that have no Gaussian take Adam's steps along gradients: a Flow's spline, a guide of the user's, a model's
+global ``pyro.param``, which are points. There clients upload, for each draw, the difference between the gradient and
+that of their quadratic term (for a guide of the user's, the mean gradient that they sent last), of which the server
+takes N / K times the sum: unbiased, and less noisy as clients differ less in how they change than in where they are
+(SAGA; Defazio, Bach & Lacoste-Julien 2014, eq. 1). With all clients in every round nothing is different.
 
 Where the sum is noisy, the server's memory would add up the noise of all rounds, and a clipped change would not
 be what the client remembers. Then clients upload the gradients themselves and remember nothing: the cohort's sum
@@ -63,7 +63,7 @@ from bayesfed.steps.optimizer import State
 from bayesfed.tracing.compiler import traceable
 
 FORGOTTEN = 4.0
-"""The most that a round adds to the level: of a thousand clients, ten a round, one run in 32 diverged without a bound."""
+"""The most that a round adds to the level: without a bound one run in 32 diverged (1,000 clients, ten a round)."""
 TURN = 0.25
 """What a turn adds to the divisor of the first rate: 1 + turns / 4."""
 ADAM = 1 / 20
@@ -76,8 +76,8 @@ QUADRATIC = ("pull", "slope", "seen")
 class NaturalGradient(Rule):
     """Natural-gradient steps on a Gaussian q(θ), Adam's steps on all other parameters.
 
-    The server's and the clients' memory has, where q(θ) is a family's, the part ``quadratic``: pull h, slope H, the number
-    ``seen`` of clients, and the ``level``, −log of the weight that a first term has left.
+    The server's and the clients' memory has, where q(θ) is a family's, the part ``quadratic``: pull h, slope H, the
+    number ``seen`` of clients, and the ``level``, −log of the weight that a first term has left.
 
     Attributes:
         lr: the first rate of natural-gradient steps; a twentieth of it is Adam's. A Flow's affine part takes
@@ -138,8 +138,8 @@ class NaturalGradient(Rule):
         }
         if job.private:
             return {"gradients": dict(grads)}, memory
-        mean = {name: grads[name].sum(1) for name in memory["mean gradient"]}
-        before = memory["mean gradient"]
+        before = memory.get("mean gradient", {})
+        mean = {name: grads[name].sum(1) for name in before}
         upload: Parts = {"mean gradient": {n: v - before[n] for n, v in mean.items()}}
         new: State = {"mean gradient": mean}
         rest = {name: grads[name] - before[name][:, None] / grads[name].shape[1] for name in before}
@@ -162,7 +162,7 @@ class NaturalGradient(Rule):
 
     def stale(self, server: State, total: Parts, count: int) -> Parts:
         """Return the changes, as much as is left of them; the rest ends with its round's draws."""
-        changes = {"mean gradient": total["mean gradient"]}
+        changes = {"mean gradient": total.get("mean gradient", {})}
         if "quadratic" not in total:
             return changes
         then = total["quadratic"] | {"level": total["forgetting"]["level"] / count}

@@ -1,7 +1,7 @@
 """The product of the clients' Gaussians over all that they have in common (FOLA).
 
-N(μ_S, Σ_S) is the server's Gaussian over θ, π_i = n_i / n. Precisions are per row: the posterior is N(μ_S, Σ_S / n). θ is
-unconstrained; a ``pyro.param`` has the prior N(start, 1 / γ).
+N(μ_S, Σ_S) is the server's Gaussian over θ, π_i = n_i / n. Precisions are per row: the posterior is N(μ_S, Σ_S / n).
+θ is unconstrained; a ``pyro.param`` has the prior N(start, 1 / γ).
 
     server    sends μ_S, Σ_S⁻¹ and the round r = 1, 2, ...; at first the model's start and the prior's curvature there
     client i  has the prior N(μ_S, Σ_S / λ), finds θ_i and F̄_i (:mod:`bayesfed.steps.laplace_steps`)
@@ -163,7 +163,8 @@ class ProductOfGaussians(Rule):
         message = job.message["gaussian"]
         theta, hessian = work.found["mode"]["theta"], work.found["curvature"]["theta"]
         fisher = definite(hessian, matrix=True) if hessian.ndim == 3 else hessian
-        loc, offset = message["loc"], theta - message["loc"]
+        loc = message["loc"].expand(len(job), -1)
+        offset = theta - loc
         if not self.with_cavity(job.program):
             n, r = job.counts[:, None], message["round"]
             own = fisher / r + (r - 1) / r * message["precision"]

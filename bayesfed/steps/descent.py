@@ -2,9 +2,9 @@
 
     θ_i = θ as sent;  steps  x ← x − η ∇_x (L_i(w_i, θ_i) + μ/2 ‖x − x₀‖² + ⟨c, θ_i⟩)
 
-with L_i of :mod:`bayesfed.steps.losses`. x is what the steps move; x₀ is θ as it was sent where they move θ (FedProx, Li et
-al. 2020, eq. 2), and the centre of the prior p(w_i | θ) where they move w_i (Ditto, Li et al. 2021, Algorithm 1); c is a
-correction that the rule may prepare (SCAFFOLD).
+with L_i of :mod:`bayesfed.steps.losses`. x is what the steps move; x₀ is θ as it was sent where they move θ (FedProx,
+Li et al. 2020, eq. 2), and the centre of the prior p(w_i | θ) where they move w_i (Ditto, Li et al. 2021, Algorithm
+1); c is a correction that the rule may prepare (SCAFFOLD).
 """
 
 from __future__ import annotations
@@ -63,7 +63,11 @@ class Descent(Steps):
     steepest: Rate | None = None
     clip: Rate | None = None
     globals = (Point,)
-    locals = (AtPrior, Kept, Remade)
+
+    @property
+    def locals(self) -> tuple[type[Locals], ...]:  # type: ignore[override]
+        """Families with variables to move, where the steps move the clients' own."""
+        return (Kept, Remade) if self.moves in ("locals", "all") else (AtPrior, Kept, Remade)
 
     @property
     def gives(self) -> frozenset[str]:  # type: ignore[override]

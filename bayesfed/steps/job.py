@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from bayesfed.data.batch import Rows
+from bayesfed.data.minibatches import Minibatches
 from bayesfed.elbo.program import Params, Program
 from bayesfed.steps.optimizer import State
 
@@ -34,7 +34,7 @@ class Job:
     program: Program
     message: Parts
     clients: State
-    rows: Rows
+    rows: Minibatches
     keys: Tensor
     rate: float = 1.0
     private: bool = False

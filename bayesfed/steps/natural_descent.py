@@ -1,4 +1,4 @@
-"""Natural-gradient steps on a Normal q(w_i | φ) and on the Normal priors p(w_i | θ) of the clients' variables (FedABML).
+"""Natural-gradient steps on a Normal q(w_i | φ) and on Normal local priors p(w_i | θ) (FedABML).
 
     L_i(φ, θ) = (−E_q[log p(D_i | w, θ)] + λ KL(q(w | φ) ‖ p(w | θ)) − log p(θ) / N) / n_i          (eq. 3.5)
 

@@ -90,7 +90,7 @@ class OwnCopy(LocalVariational):
         supplied: Noise,
         rate: float,
     ) -> tuple[State, Params, Params, Tensor]:
-        """Take one step on φ_i and λ_i; return also the mean of λ_i's squared gradients so far, and the terms ``(K,)``."""
+        """Take one step on φ_i and λ_i; return also λ_i's mean squared gradients so far, and the terms ``(K,)``."""
         lam, phi = leaves(own), leaves(clients["params"])
         server, client = elbo_terms(program, {**lam, **phi}, batch, supplied, self.draws)
         term = client.mean(0)

@@ -85,6 +85,13 @@ class Alternate(Steps):
     globals = (Point,)
     locals = (Kept, Remade)
 
+    def __post_init__(self) -> None:
+        if isinstance(self.inner, Descent) and not self.inner.proximal:
+            raise ValueError(
+                "inner=Descent(proximal=0.0): θ_i moves by the penalty, which ties w_i to it; give a proximal above 0, "
+                "or take NaturalDescent"
+            )
+
     @property
     def draws(self) -> int:
         """Draws of w_i in an inner step."""

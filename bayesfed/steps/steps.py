@@ -1,7 +1,7 @@
 """The interface of steps: the work of a client in a round.
 
-Steps *give* parts to the rule, such as copies of θ, and may *need* parts of its message. A combination whose steps do not
-give what its rule needs is refused before anything runs (:mod:`bayesfed.algorithms.algorithm`).
+Steps *give* parts to the rule, such as copies of θ, and may *need* parts of its message. A combination whose steps do
+not give what its rule needs is refused before anything runs (:mod:`bayesfed.algorithms.algorithm`).
 """
 
 from __future__ import annotations

@@ -4,14 +4,14 @@
     S times   φ ← φ − α ∇_φ L(φ, θ_i; D)
     θ_i ← θ_i − β ∇_{θ_i} L(φ(θ_i), θ_i; D')            through the S steps
 
-L is the client's mean loss, in the last line with −log p(θ) / (N n_i). Per-FedAvg (Fallah et al. 2020, Algorithm 1) takes
-a new minibatch for every D and for D'. CAFeMe (Algorithm 1) splits a client's rows once a round into D_pers, from
-which every D is drawn, and D' = D_eval; a variable ζ that the model's encoder makes from D is made anew before each
-step (Algorithm 2), and in the end from all of D_pers, where the paper draws one more D: the context is a mean over rows,
-so this is the same mean with less noise.
+L is the client's mean loss, in the last line with −log p(θ) / (N n_i). Per-FedAvg (Fallah et al. 2020, Algorithm 1)
+takes a new minibatch for every D and for D'. CAFeMe (Algorithm 1) splits a client's rows once a round into D_pers,
+from which every D is drawn, and D' = D_eval; a variable ζ that the model's encoder makes from D is made anew before
+each step (Algorithm 2), and in the end from all of D_pers, where the paper draws one more D: the context is a mean
+over rows, so this is the same mean with less noise.
 
-The authors' code of CAFeMe differs from their paper. It is first order (``second_order=False``), and it predicts with the
-mean over the *test* batch as context, so that a prediction depends on the rows predicted with it and on their
+The authors' code of CAFeMe differs from their paper. It is first order (``second_order=False``), and it predicts with
+the mean over the *test* batch as context, so that a prediction depends on the rows predicted with it and on their
 labels. Here the context is that of the client's labelled training rows, fixed when the client personalises.
 """
 
@@ -28,9 +28,9 @@ from torch import Tensor
 from bayesfed.data.batch import Batch, Fields
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
-from bayesfed.elbo.context import contexts
 from bayesfed.elbo.elbo import client_losses
 from bayesfed.elbo.program import Params, Program
+from bayesfed.guides.encoders import contexts
 from bayesfed.guides.globals import Point
 from bayesfed.guides.locals import Encoded, Locals, Remade, prior_centre
 from bayesfed.settings import Rate

@@ -6,14 +6,15 @@
     E-step  steps on (μ_i, s_i), downhill in −E_q[log p(D_i | w_i, θ)] + λ KL(q(w_i) ‖ p(w_i | θ))
     M-step  steps on its copy of the body, downhill in the same, with log p(θ) / N added
 
-The body is all of θ that has no closed form in the server's M-step (:mod:`bayesfed.rules.m_step`). Its gradients are divided
-by their root mean square over the clients of the rounds before, one number for each parameter, which the server keeps:
-steps fit any unit, as Adam's do, but as it is the same number for all clients they still pull by the size of their
-gradients, so that the fixed point is the maximum.
+The body is all of θ that has no closed form in the server's M-step (:mod:`bayesfed.rules.m_step`). Its gradients are
+divided by their root mean square over the clients of the rounds before, one number for each parameter, which the
+server keeps: steps fit any unit, as Adam's do, but as it is the same number for all clients they still pull by the
+size of their gradients, so that the fixed point is the maximum.
 
 As in the paper q(w_i) has no correlations, and where rows make them (an intercept with a slope) its variances, and ρ
-with them, come out too small: in ``varying_slope`` on Grunfeld's firms a slope's ρ is 0.033 after 200 rounds and 0.013 in
-the end, where the exact marginal likelihood under the same priors has its maximum at 0.18. A fit warns of that.
+with them, come out too small: in ``varying_slope`` on Grunfeld's firms a slope's ρ is 0.033 after 200 rounds and
+0.013 in the end, where the exact marginal likelihood under the same priors has its maximum at 0.18. A fit warns of
+that.
 """
 
 from __future__ import annotations

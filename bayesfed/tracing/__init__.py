@@ -1,1 +1,1 @@
-"""From a function of tensors to a compiled graph."""
+"""Tracing and compilation of functions of tensors."""

@@ -1,15 +1,16 @@
-"""Steps of a round, each written down once as a flat graph of ATen operations, and compiled where that pays.
+"""Tracing of the steps of a round to flat graphs of ATen operations, and compilation where it saves time.
 
-A step is a pure function of tensors: loss, gradients, optimiser. Run eagerly, each of its operations costs Python,
-Pyro's handlers, autograd and a pass over memory. Traced, it is the list of its operations, without handlers and
-autograd; compiled by Inductor, elementwise operations share their passes too. What differs from call to call must be
-an argument: noise, rows, rates.
+A step is a pure function of tensors: loss, gradients, optimiser. Run eagerly, each of its operations pays for Python,
+Pyro's handlers, autograd and a pass over memory. A traced step is the list of its operations, without handlers and
+autograd; compiled by Inductor, elementwise operations share their passes too. Everything that differs from call to
+call must be an argument: noise, rows, rates.
 
     @traceable
     def step(self, program, state, batch, noise, lr): ...
 
-runs as it is written, unless a :class:`Compiler` is in use (:func:`bayesfed.fit` has one). Then there is a graph for
-every combination of shapes; a float becomes an argument of the graph, what is neither tensor nor float a part of it.
+runs eagerly, unless a :class:`Compiler` is in use (:func:`bayesfed.fit` has one). Then there is a graph for every
+combination of shapes. A float becomes an argument of the graph; a value that is neither tensor nor float is a constant
+of it.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from bayesfed.data.batch import Batch, Fields
 from bayesfed.tracing.recorder import Recorder
+from bayesfed.tracing.structure import flatten, unflatten
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Mode = Literal["auto"] | bool
 
 GRAPHS, TRACED = 16, 4
-"""Compiled, and merely traced graphs of one function: where shapes differ more than that, the rest run eagerly."""
+"""The most graphs of one function, compiled or only traced; for further shapes the function runs eagerly."""
 _OPERATION, _TRACED, _BYTES = 12e-6, 5e-6, 1.5e10
-"""Seconds that an operation costs through Pyro and autograd, and in a graph that is run as it is; bytes a second."""
+"""Seconds per operation through Pyro and autograd, seconds per operation of a traced graph, bytes per second."""
 _COMPILING, _COMPILING_ONE = 20.0, 0.03
-"""Seconds that Inductor takes for a graph at first, and for each of its operations."""
+"""Seconds that Inductor takes to start, and for each operation of a graph."""
 _LIBRARIES = (
     *tuple(module.__path__[0] for module in (torch, pyro)),
     str(Path(__file__).parents[1]),
@@ -59,8 +60,8 @@ _inductor: ContextVar[bool] = ContextVar("for Inductor", default=False)
 def traceable(function: Callable[P, R]) -> Callable[P, R]:
     """Mark a pure function of tensors, which the :class:`Compiler` in use may trace and compile.
 
-    Its arguments are positional: tensors, floats, and dicts, lists, named tuples and batches of them; whatever else is
-    the same object at every call.
+    Its arguments are positional: tensors, floats, and dicts, lists, named tuples and batches of them; any other
+    argument must be the same object at every call.
 
     Example:
         >>> import torch
@@ -96,18 +97,18 @@ def using(compiler: Compiler | None) -> Iterator[Compiler | None]:
 
 
 def tracing() -> bool:
-    """Whether a graph is being traced, so that no branch may depend on numbers."""
+    """Return whether a graph is being traced, so that no branch may depend on numbers."""
     return _recording.get()
 
 
 def compiling() -> bool:
-    """Whether it is traced for Inductor, which does best with long formulas of simple operations."""
+    """Return whether a graph is being traced for Inductor, which compiles long formulas of simple operations best."""
     return _inductor.get()
 
 
 @dataclass
-class _Work:
-    """What one call of a step costs, and how often it was called in the first round."""
+class _Cost:
+    """The cost of one call of a step, and the number of its calls in the first round."""
 
     operations: int
     bytes: int
@@ -115,12 +116,12 @@ class _Work:
 
     @property
     def small(self) -> bool:
-        """Whether it is what operations cost each, not what they write, that takes the time."""
+        """True if the overhead of the operations exceeds the time to write their results."""
         return self.operations * _OPERATION > self.bytes / _BYTES
 
     @property
     def seconds(self) -> float:
-        """In a round, traced where that is any use."""
+        """The time of all calls in a round, traced if that saves time."""
         each = _TRACED if self.small else _OPERATION
         return self.calls * (self.operations * each + self.bytes / _BYTES)
 
@@ -130,13 +131,14 @@ class Compiler:
     """Traced and compiled steps of one run.
 
     Attributes:
-        mode: True compiles every step at its first call, False runs all eagerly. ``"auto"`` takes what is cheapest by
-            the operations of a step's first call and the bytes that they write: where operations cost more than what
-            they write the graph is run as it is, and after the first round a step is compiled if the rest of the run
-            would take it longer than that does. The count depends on shapes only, so a run always chooses alike.
-        graphs: by function, what is static and shapes: the graph, or None where the function runs eagerly.
-        seconds: spent on tracing and compiling.
-        reason: what was chosen, and why.
+        mode: True compiles every step at its first call, False runs all eagerly. ``"auto"`` estimates costs from the
+            number of operations in a step's first call and the bytes that they write. If the overhead of the operations
+            exceeds the time to write their results, the traced graph is run. After the first round a step is compiled
+            if the rest of the run would take longer than the compilation. These counts depend on shapes only, so the
+            same run always makes the same choice.
+        graphs: (function, threads, structure of the arguments) to graph, or None if the function runs eagerly.
+        seconds: time spent on tracing and compiling.
+        reason: the choice and its reason, for reports.
         chosen: the names of the functions that ``"auto"`` compiles.
     """
 
@@ -145,25 +147,25 @@ class Compiler:
     seconds: float = 0.0
     reason: str = ""
     chosen: set[str] = field(default_factory=set)
-    _work: dict[Any, _Work] = field(default_factory=dict)
+    _work: dict[Any, _Cost] = field(default_factory=dict)
     _refused: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """The function's result."""
+        """Return the function's result, by a graph where there is one."""
         if self.mode is False or tracing():
             return function(*args)
         tensors: list[Tensor] = []
-        form = _form(tuple(args), tensors)
+        structure = flatten(tuple(args), tensors)
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-        if device is not None:  # rates too: what a CUDA graph reads lies on its device
+        if device is not None:  # rates too: a CUDA graph reads only from its device
             tensors = [tensor.to(device) for tensor in tensors]
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            return function(*args)  # a graph ends gradients
-        key = function, torch.get_num_threads(), form
+            return function(*args)  # gradients do not flow through a graph
+        key = function, torch.get_num_threads(), structure
         if key not in self.graphs:
             started = time.perf_counter()
             compiles = self.mode is True or function.__qualname__ in self.chosen
-            self.graphs[key] = (self._compiled if compiles else self._traced)(key, tensors)
+            self.graphs[key] = (self._compile if compiles else self._trace)(key, tensors)
             self.seconds += time.perf_counter() - started
         if key in self._work:
             self._work[key].calls += 1
@@ -171,7 +173,7 @@ class Compiler:
         return function(*args) if graph is None else graph(tensors)
 
     def decide(self, rounds: int) -> None:
-        """After the first round: what to compile for the ``rounds`` that are left."""
+        """Choose the functions to compile, after the first round, for the remaining ``rounds``."""
         if self.mode != "auto":
             return
         total = 0.0
@@ -195,24 +197,24 @@ class Compiler:
             else self.reason
         )
 
-    def _traced(self, key: Any, tensors: list[Tensor]) -> Callable[[list[Tensor]], Any] | None:
-        """The graph as it is, checked at its second call: at other numbers than those that it was traced with.
+    def _trace(self, key: Any, tensors: list[Tensor]) -> Callable[[list[Tensor]], Any] | None:
+        """Return the traced graph, which is checked at its second call, with other numbers than in the first.
 
-        Of shapes beyond the first few the function itself, run as if it were traced: whichever shapes came first, the
-        numbers are the same.
+        For shapes beyond the first few, return the function itself, run as if it were traced, so that the numbers do
+        not depend on which shapes came first.
         """
         if self._too_many(key, TRACED):
             others = [graph for other, graph in self.graphs.items() if other[0] is key[0]]
-            return None if None in others else functools.partial(_as_if_traced, key)
+            return None if None in others else functools.partial(_run_as_if_traced, key)
         recorder = Recorder()
         try:
-            with _uncollected():
-                results, form = _recorded(recorder, key, tensors)
+            with _without_garbage_collection():
+                results, structure = _record(recorder, key, tensors)
                 graph = recorder.function(results)
-        except Exception:  # not to be traced, or wrong: run eagerly it will say what it is
+        except Exception:  # it cannot be traced, or is wrong: the eager run raises the error
             return None
         finally:
-            self._work[key] = _Work(recorder.operations, recorder.bytes)
+            self._work[key] = _Cost(recorder.operations, recorder.bytes)
         if not self._work[key].small:
             return None
         calls = 0
@@ -222,17 +224,17 @@ class Compiler:
             calls += 1
             with torch.no_grad():
                 found = graph(*tensors)
-            if calls == 2 and not _agree(found, expected := _eager(key, tensors), 1e-3):
-                why = "what it does depends on more than its arguments"
+            if calls == 2 and not _agree(found, expected := _run_eagerly(key, tensors), 1e-3):
+                why = "its result depends on more than its arguments"
                 self._refuse(key[0].__qualname__, why)
                 self.graphs[key] = None
                 found = expected
-            return _filled(form, iter(found))
+            return unflatten(structure, iter(found))
 
         return run
 
-    def _compiled(self, key: Any, tensors: list[Tensor]) -> Callable[[list[Tensor]], Any] | None:
-        """The graph as Inductor makes it, checked at once."""
+    def _compile(self, key: Any, tensors: list[Tensor]) -> Callable[[list[Tensor]], Any] | None:
+        """Return the graph compiled by Inductor, which is checked at once."""
         name = key[0].__qualname__
         if name in self._refused:
             return None
@@ -242,53 +244,55 @@ class Compiler:
             return None
         try:
             recorder = Recorder()
-            with _uncollected(), _set(_inductor):
-                expected, form = _recorded(recorder, key, tensors)
+            with _without_garbage_collection(), _switched_on(_inductor):
+                expected, structure = _record(recorder, key, tensors)
                 graph = recorder.graph(expected)
-        except Exception as error:  # whatever a model may do that cannot be traced
-            self._refuse(name, _where(error))
+        except Exception as error:  # a model may do anything that cannot be traced
+            self._refuse(name, _describe_location(error))
             return None
         try:
             with torch.no_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Inductor's, at itself
+                warnings.simplefilter("ignore")  # Inductor's own warnings
                 from bayesfed.tracing import inductor  # seconds to import
 
-                compiled = inductor.compiled(graph, tensors)
+                compiled = inductor.compile_graph(graph, tensors)
                 found = compiled(*tensors)
         except Exception as error:  # no C++ compiler, or an operation that Inductor lacks
             self._refuse(name, f"Inductor could not compile it: {_first_line(error)}")
             return None
         lowered = torch.is_autocast_enabled(tensors[0].device.type)
         if not _agree(found, expected, 0.05 if lowered else 1e-3):
-            self._refuse(name, "what Inductor made of it gives other numbers")
+            self._refuse(name, "the graph compiled by Inductor gives other numbers")
             return None
 
         def run(tensors: list[Tensor]) -> Any:
             with torch.no_grad():
-                return _filled(form, iter(compiled(*tensors)))
+                return unflatten(structure, iter(compiled(*tensors)))
 
         return run
 
     def _too_many(self, key: Any, most: int) -> bool:
+        """Return whether a function has as many graphs as it may have."""
         return sum(other[0] is key[0] for other in self.graphs) >= most
 
     def _refuse(self, name: str, why: str) -> None:
-        if why not in self._refused.values():  # several steps of a model meet the same obstacle
+        """Warn, once for each reason, that a function runs eagerly."""
+        if why not in self._refused.values():  # several steps may fail for the same reason
             warnings.warn(f"{name} runs eagerly: {why}", stacklevel=2)
         self._refused[name] = why
 
 
-def _recorded(recorder: Recorder, key: Any, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-    """The results of a function at these tensors, whose operations are noted, and their form."""
-    # a tensor that is given twice must not become one input: at the next call it may be two
+def _record(recorder: Recorder, key: Any, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+    """Run a function on these tensors, record its operations, and return its results and their structure."""
+    # a tensor given twice must be two inputs: at the next call there may be two tensors
     inputs = [tensor.detach() for tensor in tensors]
-    with _set(_recording), recorder.of(inputs):
-        return _flat(key, inputs)
+    with _switched_on(_recording), recorder.with_inputs(inputs):
+        return _run_flat(key, inputs)
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """No search for garbage while thousands of objects are made that are all needed: it takes as long as all else."""
+def _without_garbage_collection() -> Iterator[None]:
+    """Suspend garbage collection while thousands of needed objects are made: it would double the time."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -299,7 +303,8 @@ def _uncollected() -> Iterator[None]:
 
 
 @contextmanager
-def _set(flag: ContextVar[bool]) -> Iterator[None]:
+def _switched_on(flag: ContextVar[bool]) -> Iterator[None]:
+    """Set a flag for the block."""
     token = flag.set(True)
     try:
         yield
@@ -307,28 +312,30 @@ def _set(flag: ContextVar[bool]) -> Iterator[None]:
         flag.reset(token)
 
 
-def _as_if_traced(key: Any, tensors: Sequence[Tensor]) -> Any:
-    with _set(_recording):
-        found, form = _flat(key, tensors)
-    return _filled(form, iter(found))
+def _run_as_if_traced(key: Any, tensors: Sequence[Tensor]) -> Any:
+    """Run a function with the branches that it takes while it is traced."""
+    with _switched_on(_recording):
+        found, structure = _run_flat(key, tensors)
+    return unflatten(structure, iter(found))
 
 
-def _eager(key: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _run_eagerly(key: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Run a function without any graph, its own steps included."""
     with using(None):
-        return _flat(key, tensors)[0]
+        return _run_flat(key, tensors)[0]
 
 
-def _flat(key: Any, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-    """A function's results as a list, and their form."""
-    function, _, form = key
+def _run_flat(key: Any, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+    """Run a function and return its results as a list, and their structure."""
+    function, _, structure = key
     found: list[Tensor] = []
     with torch.enable_grad(), pyro.validation_enabled(False), _SameStorage():
-        made = _form(function(*_filled(form, iter(tensors))), found)
+        made = flatten(function(*unflatten(structure, iter(tensors))), found)
     return [x.detach() for x in found], made
 
 
 class _SameStorage(TorchFunctionMode):
-    """``torch.equal`` as whether both are the same numbers in memory: GPyTorch's kernels ask it to save work."""
+    """Let ``torch.equal`` compare places in memory, not numbers: GPyTorch's kernels call it only to save work."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -339,64 +346,15 @@ class _SameStorage(TorchFunctionMode):
         return one == other
 
 
-class _Same:
-    """An argument that must be the same object for a graph to be of use."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-def _form(value: Any, tensors: list[Tensor]) -> Any:
-    """What a graph depends on: nesting, shapes and whatever is no tensor. The tensors are appended to ``tensors``.
-
-    A float is a tensor without dimensions.
-    """
-    kind = type(value)
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return Tensor, value.shape, value.stride(), value.dtype, value.device
-    if kind is float:
-        return _form(torch.tensor(value, dtype=torch.float64), tensors)
-    if kind is dict or kind is Fields:
-        return kind, tuple(value), *[_form(v, tensors) for v in value.values()]
-    if kind is Batch:
-        return kind, *[_form(v, tensors) for v in vars(value).values()]
-    if issubclass(kind, list | tuple):
-        return kind, *[_form(v, tensors) for v in value]
-    if kind in (int, bool, str, type(None)):
-        return kind, value
-    return _Same, _Same(value)
-
-
-def _filled(form: Any, tensors: Iterator[Tensor]) -> Any:
-    """A value of that form, with these tensors."""
-    kind, *parts = form
-    if kind is Tensor:
-        return next(tensors)
-    if kind is dict or kind is Fields:
-        return kind(zip(parts[0], [_filled(part, tensors) for part in parts[1:]], strict=True))
-    if kind is list or kind is tuple:
-        return kind([_filled(part, tensors) for part in parts])
-    if kind is Batch or issubclass(kind, tuple):
-        return kind(*[_filled(part, tensors) for part in parts])
-    return parts[0].value if kind is _Same else parts[0]
-
-
 def _agree(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> bool:
-    """Whether tensors are alike to a fraction of the largest of each, or to round-off of the largest of all."""
+    """Compare tensors up to a fraction of each one's largest number, or round-off of the largest of all."""
     floats = [b for b in expected if b.is_floating_point() and b.numel()]
-    largest = max((_size(b) for b in floats), default=0.0)
+    largest = max((_largest(b) for b in floats), default=0.0)
     for a, b in zip(found, expected, strict=True):
         if a.shape != b.shape or a.dtype != b.dtype:
             return False
         if b.is_floating_point() and b.numel():
-            atol = max(tolerance * _size(b), 100 * torch.finfo(b.dtype).eps * largest)
+            atol = max(tolerance * _largest(b), 100 * torch.finfo(b.dtype).eps * largest)
             if not torch.allclose(a, b, rtol=tolerance, atol=atol, equal_nan=True):
                 return False
         elif not torch.equal(a, b):
@@ -404,21 +362,22 @@ def _agree(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float
     return True
 
 
-def _size(x: Tensor) -> float:
+def _largest(x: Tensor) -> float:
+    """Return the largest finite absolute value."""
     return float(x.abs().nan_to_num(0, 0).max())
 
 
 def users_frames(error: Exception) -> list[traceback.FrameSummary]:
-    """The places that an error passed through which are neither of this package nor of what it stands on."""
+    """Return the frames of an error's traceback that are outside this package, Pyro and torch."""
     frames = traceback.extract_tb(error.__traceback__)
     return [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
 
 
-def _where(error: Exception) -> str:
-    """The line of the user's that an error comes from, and what it says."""
-    theirs = [frame for frame in users_frames(error) if frame.line]
-    if theirs:
-        frame = theirs[-1]
+def _describe_location(error: Exception) -> str:
+    """Name the line of the user's code that an error comes from, with the error's message."""
+    frames = [frame for frame in users_frames(error) if frame.line]
+    if frames:
+        frame = frames[-1]
         place = f"{Path(frame.filename).name}, line {frame.lineno}, cannot be traced ({frame.line})"
     else:
         place = "it cannot be traced"

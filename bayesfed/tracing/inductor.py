@@ -1,4 +1,4 @@
-"""A graph compiled by Inductor, with the matrix products as the batches of small networks of a cohort need them."""
+"""Compilation by Inductor, with a pass that rewrites the matrix products of a cohort's small networks."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 aten = torch.ops.aten
 SMALL = 512
-"""Multiplications of a product that is none for BLAS."""
+"""The most multiplications in a matrix product that is computed without BLAS."""
 
 
-def compiled(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., list[Tensor]]:
-    """The graph as a function of tensors like these, which Inductor keeps on disk for other processes.
+def compile_graph(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., list[Tensor]]:
+    """Compile the graph to a function of tensors like these; Inductor caches it on disk for other processes.
 
-    It does so for Dynamo, who says by what shapes are known; here all are numbers.
+    The cache needs a tracing context with a shape environment, as Dynamo provides; here all shapes are constants.
     """
     options: dict[str, Any] = {"post_grad_custom_pre_pass": Products()}
     if graph.graph.find_nodes(op="call_function", target=aten.__rshift__.Scalar):
-        # a hash reads each of its intermediates twice: inlining them all would take ten times as long to compile
+        # a hash reads each of its intermediate results twice: inlining them all makes compilation ten times as slow
         options["realize_opcount_threshold"] = 10
     with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
         run = torch._inductor.compile(graph, list(inputs), options=options)
-    return captured(run, inputs) if inputs[0].is_cuda else run
+    return capture(run, inputs) if inputs[0].is_cuda else run
 
 
-def captured(
+def capture(
     run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]
 ) -> Callable[..., list[Tensor]]:
-    """The function's kernels as one CUDA graph, launched at once, for tensors like these on a GPU.
+    """Capture the function's kernels as one CUDA graph, launched at once, for tensors like these on a GPU.
 
-    Inputs are copied to where the graph reads them, results from where it writes them.
+    Inputs are copied to the memory that the graph reads, results from the memory that it writes.
     """
-    places = [_once(value).clone() for value in inputs]
+    places = [_without_repetitions(value).clone() for value in inputs]
     read = [place.expand_as(value) for place, value in zip(places, inputs, strict=True)]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # kernels are chosen and loaded before anything is recorded
+    with torch.cuda.stream(side):  # choose and load the kernels before the capture
         for _ in range(3):
             run(*read)
     torch.cuda.current_stream().wait_stream(side)
@@ -53,24 +53,24 @@ def captured(
         results = run(*read)
 
     def replay(*values: Tensor) -> list[Tensor]:
-        torch._foreach_copy_(places, [_once(value) for value in values])
+        torch._foreach_copy_(places, [_without_repetitions(value) for value in values])
         graph.replay()
         return [result.clone() for result in results]
 
     return replay
 
 
-def _once(value: Tensor) -> Tensor:
-    """The tensor without its repetitions: one entry of every dimension that was expanded."""
+def _without_repetitions(value: Tensor) -> Tensor:
+    """Return the tensor with one entry in every dimension that was expanded."""
     return value[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in value.stride())]
 
 
 class Products(CustomGraphPass):
-    """Batched matrix products of a cohort's small networks.
+    """A pass that rewrites the batched matrix products of a cohort's small networks.
 
-    A gradient XᵀD of many inputs and few outputs is taken as (DᵀX)ᵀ: BLAS is up to four times as fast where there are
-    more columns than rows, and the layout is that of the weights, so that the optimiser reads it in order. Products
-    of a few numbers are multiplications and a sum, without BLAS.
+    A gradient XᵀD of many inputs and few outputs is computed as (DᵀX)ᵀ: BLAS is up to four times as fast with more
+    columns than rows, and the layout is that of the weights, so that the optimiser reads it in order. Products of a few
+    numbers become multiplications and a sum, without BLAS.
     """
 
     def __call__(self, graph: Graph) -> None:
@@ -81,32 +81,35 @@ class Products(CustomGraphPass):
             _, rows, columns = node.meta["val"].shape
             with graph.inserting_before(node):
                 if rows * columns * inner <= SMALL:
-                    pairs = _call(
+                    pairs = _add_node(
                         graph,
                         aten.mul.Tensor,
-                        _call(graph, aten.unsqueeze.default, left, 3),
-                        _call(graph, aten.unsqueeze.default, right, 1),
+                        _add_node(graph, aten.unsqueeze.default, left, 3),
+                        _add_node(graph, aten.unsqueeze.default, right, 1),
                     )
-                    product = _call(graph, aten.sum.dim_IntList, pairs, [2])
+                    product = _add_node(graph, aten.sum.dim_IntList, pairs, [2])
                 elif columns < rows:
-                    wide = _call(graph, aten.bmm.default, *(_mt(graph, m) for m in (right, left)))
-                    product = _mt(graph, wide)
+                    wide = _add_node(
+                        graph, aten.bmm.default, *(_transpose(graph, m) for m in (right, left))
+                    )
+                    product = _transpose(graph, wide)
                 else:
                     continue
             node.replace_all_uses_with(product)
             graph.erase_node(node)
 
     def uuid(self) -> str:
-        """What a cached graph depends on."""
+        """Identify this version of the pass in Inductor's cache."""
         return "bayesfed: products, 2"
 
 
-def _mt(graph: Graph, matrix: Any) -> Node:
-    return _call(graph, aten.permute.default, matrix, [0, 2, 1])
+def _transpose(graph: Graph, matrix: Any) -> Node:
+    """Add the transpose of a batch of matrices."""
+    return _add_node(graph, aten.permute.default, matrix, [0, 2, 1])
 
 
-def _call(graph: Graph, target: Any, *args: Any) -> Node:
-    """A new node, with what it would return as Inductor wants to know it."""
+def _add_node(graph: Graph, target: Any, *args: Any) -> Node:
+    """Add a node, with the example result that Inductor needs."""
     node = graph.call_function(target, args)
     values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in args]
     node.meta["val"] = target(*values)

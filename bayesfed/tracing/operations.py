@@ -1,4 +1,4 @@
-"""A function as the list of its tensor operations, and what that is written as: Python to run, a graph to compile."""
+"""A function as the list of its tensor operations, written out as Python to run or as a graph to compile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 
 class Form(NamedTuple):
-    """What is known of a tensor without its numbers; its offset in memory is from that of the first tensor there."""
+    """The layout of a tensor; its offset is relative to the first recorded tensor in the same memory."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -26,14 +26,14 @@ class Form(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """A tensor that an operation reads or gives.
+    """A tensor that an operation reads or returns.
 
     Attributes:
-        form: its form.
-        memory: a number for all that lie in the same memory.
-        address: where that is while the tensor lives.
-        constant: its numbers, where neither an input nor an operation gives them.
-        made: it was made by operations that no input reaches, and belongs to nobody.
+        form: its layout.
+        memory: a number that all values in the same memory share.
+        address: the address of that memory while the tensor lives.
+        constant: its numbers, if it is neither an input nor the result of an operation.
+        made: the constant was computed while tracing, by operations that depend on no input.
     """
 
     form: Form
@@ -45,14 +45,14 @@ class Value:
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """One of ATen's.
+    """A call of an ATen operation.
 
     Attributes:
         target: the operation.
-        args: its arguments, values in place of tensors.
-        kwargs: those by name.
-        results: what it gives; None for what is no tensor.
-        single: it gives one tensor, not a list.
+        args: its positional arguments, with values in place of tensors.
+        kwargs: its keyword arguments.
+        results: its results; None for a result that is no tensor.
+        single: it returns one tensor, not a list.
         reads: the values among its arguments.
     """
 
@@ -64,46 +64,46 @@ class Operation:
     reads: list[Value] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.reads = [*values(self.args), *values([*self.kwargs.values()])]
+        self.reads = [*values_in(self.args), *values_in([*self.kwargs.values()])]
 
-    def of(self, now: Mapping[Value, Value]) -> Operation:
-        """The same, of other values."""
+    def with_values(self, now: Mapping[Value, Value]) -> Operation:
+        """Return the same operation of other values."""
         if not any(value in now for value in self.reads):
             return self
-        args = replaced(self.args, now)
-        kwargs = {name: replaced(value, now) for name, value in self.kwargs.items()}
+        args = replace_values(self.args, now)
+        kwargs = {name: replace_values(value, now) for name, value in self.kwargs.items()}
         return Operation(self.target, args, kwargs, self.results, self.single)
 
     def touches(self, memory: set[int]) -> bool:
-        """Whether it reads there, or gives what lies there."""
+        """Return whether one of its arguments or results lies in some memory."""
         return any(
             value is not None and value.memory in memory for value in (*self.reads, *self.results)
         )
 
     @property
     def changes(self) -> bool:
-        """Whether it changes what it reads."""
+        """The operation changes one of its arguments in place."""
         return self.target._schema.is_mutable
 
 
-def values(args: Sequence[Any]) -> Iterator[Value]:
-    """Those among arguments."""
+def values_in(args: Sequence[Any]) -> Iterator[Value]:
+    """Yield the values among arguments, lists included."""
     for arg in args:
         if type(arg) is Value:
             yield arg
         elif type(arg) is list:
-            yield from values(arg)
+            yield from values_in(arg)
 
 
-def replaced(arg: Any, by: Mapping[Value, Any]) -> Any:
-    """An argument with other values, or what stands for them."""
+def replace_values(arg: Any, by: Mapping[Value, Any]) -> Any:
+    """Return an argument with its values replaced."""
     if type(arg) is Value:
         return by.get(arg, arg)
-    return [replaced(part, by) for part in arg] if type(arg) is list else arg
+    return [replace_values(part, by) for part in arg] if type(arg) is list else arg
 
 
-def needed(operations: Sequence[Operation], results: Sequence[Value]) -> list[Operation]:
-    """Those that the results depend on, and those that change memory."""
+def needed_operations(operations: Sequence[Operation], results: Sequence[Value]) -> list[Operation]:
+    """Return the operations that the results depend on, and those that change memory."""
     wanted, kept = set(results), []
     for operation in reversed(operations):
         if operation.changes or not wanted.isdisjoint(operation.results):
@@ -115,7 +115,7 @@ def needed(operations: Sequence[Operation], results: Sequence[Value]) -> list[Op
 def as_function(
     operations: Sequence[Operation], inputs: Sequence[Value], results: Sequence[Value]
 ) -> Callable[..., list[Tensor]]:
-    """A Python function of the inputs, an operation a line; a name whose tensor is needed no more is used anew."""
+    """Compile a Python function of the inputs, one operation per line; names are reused to free tensors early."""
     scope: dict[str, Any] = {}
     names = {value: f"x{number}" for number, value in enumerate(inputs)}
     lines = [f"def graph({', '.join(names.values())}):"]
@@ -133,7 +133,7 @@ def as_function(
     def written(arg: Any) -> str:
         if type(arg) is Value:
             return name_of(arg)
-        if type(arg) is list and [*values(arg)]:
+        if type(arg) is list and [*values_in(arg)]:
             return f"[{', '.join(map(written, arg))}]"
         if arg is None or type(arg) in (int, bool):
             return repr(arg)
@@ -169,7 +169,7 @@ def as_function(
 
 
 def _binding(operation: OpOverload) -> Any:
-    """Torch's binding of the operation if it has one: on small tensors half the time of the overload itself."""
+    """Return torch's own binding of the operation, if any: on small tensors it takes half the time of the overload."""
     name = operation.overloadpacket.__name__
     for where in (torch, torch.Tensor):
         found = getattr(where, name, None)
@@ -183,7 +183,7 @@ def _binding(operation: OpOverload) -> Any:
 def as_graph(
     operations: Sequence[Operation], inputs: Sequence[Value], results: Sequence[Value]
 ) -> GraphModule:
-    """The graph of ATen's operations."""
+    """Build the graph of ATen operations."""
     graph, root = Graph(), torch.nn.Module()
     nodes: dict[Value, Node] = {}
     for number, value in enumerate(inputs):
@@ -198,8 +198,8 @@ def as_graph(
 
     for operation in operations:
         read(operation.reads)
-        args = tuple(replaced(arg, nodes) for arg in operation.args)
-        kwargs = {name: replaced(arg, nodes) for name, arg in operation.kwargs.items()}
+        args = tuple(replace_values(arg, nodes) for arg in operation.args)
+        kwargs = {name: replace_values(arg, nodes) for name, arg in operation.kwargs.items()}
         node = graph.call_function(operation.target, args, kwargs)
         for number, result in enumerate(operation.results):
             if result is not None:

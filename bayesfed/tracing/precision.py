@@ -1,4 +1,4 @@
-"""In what precision the clients' matrix products are taken; all else stays as the data are."""
+"""The precision of the clients' matrix products; all other operations have that of the data."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Precision = Literal["full", "tf32", "bf16"]
 
 
 def products(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """Single-precision products in ``"tf32"`` (8 + 10 bits, on GPUs that have it), or ``"bf16"`` (8 + 7 bits).
+    """Compute single-precision products in ``"tf32"`` (8 + 10 bits, on GPUs that have it) or ``"bf16"`` (8 + 7 bits).
 
-    ``"full"`` is whatever torch is set to. ``"bf16"`` is ``torch.autocast``; double precision is never lowered.
+    ``"full"`` leaves torch's setting. ``"bf16"`` is ``torch.autocast``; double precision is never lowered.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""A function's operations, written down while it runs."""
+"""A recorder of a function's operations while it runs."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from bayesfed.tracing.operations import (
     Value,
     as_function,
     as_graph,
-    needed,
-    values,
+    needed_operations,
+    values_in,
 )
-from bayesfed.tracing.simplify import simplified
+from bayesfed.tracing.simplify import simplify
 
 VARYING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-"""Of operations that give Python a number, or a tensor whose shape depends on numbers."""
+"""Tags of operations that return a Python number, or a tensor whose shape depends on numbers."""
 
 
 class Recorder(TorchDispatchMode):
-    """Notes each ATen operation in a block, those of autograd's backward passes too.
+    """Record each ATen operation in a block, those of autograd's backward passes included.
 
-    The operations run as they would have run, at a few microseconds more for each: tracing by ``make_fx`` calls for
-    ten times as much, and for a run of its own. What is neither an input nor made in the block is a constant.
+    The operations run as usual, each a few microseconds slower; tracing by ``make_fx`` costs ten times as much, and a
+    separate run. A tensor that is neither an input nor made in the block is a constant.
 
     Attributes:
-        operations: how many there were.
-        bytes: that they wrote.
-        left: how many were left of them.
+        operations: the number of recorded operations.
+        bytes: the number of bytes that they wrote.
+        left: the number of operations after simplification.
 
     Example:
         >>> import torch
         >>> from bayesfed.tracing.recorder import Recorder
         >>> recorder, x = Recorder(), torch.ones(3)
-        >>> with recorder.of([x]):
+        >>> with recorder.with_inputs([x]):
         ...     y = torch.where(x > 0, 2 * x, 3 * x)
         >>> recorder.function([y])(torch.tensor([1.0, -1.0, 2.0]))
         [tensor([ 2., -3.,  4.])]
@@ -55,17 +55,17 @@ class Recorder(TorchDispatchMode):
         self._noted: list[Operation] = []
         self._values = WeakTensorKeyDictionary()
         self._inputs: list[Value] = []
-        self._outside: list[Value] = []  # inputs and constants, which live as long as this
-        self._offsets: list[int] = []  # of the first tensor in each memory
+        self._outside: list[Value] = []  # inputs and constants, which live as long as the recorder
+        self._offsets: list[int] = []  # offset of the first tensor in each memory
         self._written: set[int] = set()  # memory that an operation changes
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nobody traces this by Dynamo; keeping it out takes as long as an operation."""
+        """Return False: Dynamo is not in use, and excluding this code from it takes as long as an operation."""
         return False
 
-    def of(self, inputs: Sequence[Tensor]) -> Recorder:
-        """Itself, with what the graph is a function of; no two may be the same object."""
+    def with_inputs(self, inputs: Sequence[Tensor]) -> Recorder:
+        """Set the inputs of the graph, no two of which may be the same object, and return the recorder."""
         self._inputs = [self._value_of(x, self._outside) for x in inputs]
         self._outside += self._inputs
         self._values.update(zip(inputs, self._inputs, strict=True))
@@ -74,32 +74,32 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run the operation, and note it.
+        """Run the operation and record it.
 
         Raises:
-            ValueError: it draws random numbers, or what follows may depend on numbers that were computed.
+            ValueError: it draws random numbers, or later operations may depend on computed numbers.
         """
         result = func(*args, **kwargs) if kwargs else func(*args)
         self.operations += 1
         if isinstance(result, Tensor) and not func.is_view:
             self.bytes += result.numel() * result.element_size()
-        if refusal := _refusal(func):
+        if refusal := _reason_not_to_trace(func):
             raise ValueError(f"{refusal} ({func})")
         self.note(func, args, kwargs or {}, result)
         return result
 
     def note(self, func: OpOverload, args: Sequence[Any], kwargs: Any, result: Any) -> None:
-        """An operation, and what it gave."""
+        """Record an operation and its result."""
         operation = Operation(
             func,
-            [self._lowered(arg) for arg in args],
-            {name: self._lowered(arg) for name, arg in kwargs.items()},
+            [self._to_values(arg) for arg in args],
+            {name: self._to_values(arg) for name, arg in kwargs.items()},
             [],
             single=isinstance(result, Tensor),
         )
         for place, name in _places_written(func):
             changed = operation.args[place] if place < len(args) else operation.kwargs.get(name)
-            self._written |= {value.memory for value in values([changed])}
+            self._written |= {value.memory for value in values_in([changed])}
         for part in (result,) if operation.single else result or ():
             value = None
             if isinstance(part, Tensor):
@@ -108,26 +108,26 @@ class Recorder(TorchDispatchMode):
         self._noted.append(operation)
 
     def function(self, results: Sequence[Tensor]) -> Callable[..., list[Tensor]]:
-        """A function of the inputs that gives these tensors, to be run as it is."""
-        return as_function(*self._simplified(results, to_run=True))
+        """Return a Python function of the inputs that computes these tensors."""
+        return as_function(*self._simplify(results, to_run=True))
 
     def graph(self, results: Sequence[Tensor]) -> GraphModule:
-        """The graph of these tensors, to be compiled."""
-        return as_graph(*self._simplified(results, to_run=False))
+        """Return the graph of these tensors, to be compiled."""
+        return as_graph(*self._simplify(results, to_run=False))
 
-    def _simplified(
+    def _simplify(
         self, results: Sequence[Tensor], *, to_run: bool
     ) -> tuple[list[Operation], list[Value], list[Value]]:
-        ends = [self._lowered(x) for x in results]
-        operations = needed(self._noted, ends)
-        operations, same = simplified(operations, self._written, to_run=to_run)
+        ends = [self._to_values(x) for x in results]
+        operations = needed_operations(self._noted, ends)
+        operations, same = simplify(operations, self._written, to_run=to_run)
         ends = [same.get(value, value) for value in ends]
-        operations = needed(operations, ends)
+        operations = needed_operations(operations, ends)
         self.left = len(operations)
         return operations, self._inputs, ends
 
-    def _lowered(self, arg: Any) -> Any:
-        """An argument, values in place of tensors."""
+    def _to_values(self, arg: Any) -> Any:
+        """Return an argument with values in place of tensors."""
         if isinstance(arg, Tensor):
             value = self._values.get(arg)
             if value is None:
@@ -135,10 +135,10 @@ class Recorder(TorchDispatchMode):
                 value.constant = arg.detach()
                 self._outside.append(value)
             return value
-        return [self._lowered(part) for part in arg] if isinstance(arg, list | tuple) else arg
+        return [self._to_values(part) for part in arg] if isinstance(arg, list | tuple) else arg
 
     def _value_of(self, x: Tensor, others: Sequence[Value]) -> Value:
-        """A new one, in the memory of one of the others that live or in its own: addresses are used again."""
+        """Make a value in the memory of one of some living values, or in its own; addresses of dead ones are reused."""
         address, offset = x.untyped_storage()._cdata, int(x.storage_offset())
         memory = next((v.memory for v in others if v.address == address), None)
         if memory is None:
@@ -149,17 +149,17 @@ class Recorder(TorchDispatchMode):
 
 
 @functools.cache
-def _refusal(func: OpOverload) -> str:
-    """Why no graph can have the operation; empty where it can."""
+def _reason_not_to_trace(func: OpOverload) -> str:
+    """Say why no graph can contain the operation; an empty string if it can."""
     if torch.Tag.nondeterministic_seeded in func.tags:
-        return "it draws random numbers of its own; a guide's sites are given theirs"
+        return "it draws random numbers of its own; a guide's sample sites receive theirs as inputs"
     if VARYING & set(func.tags):
-        return "what it does depends on numbers that it has computed"
+        return "its control flow or a shape depends on numbers that it has computed"
     return ""
 
 
 @functools.cache
 def _places_written(func: OpOverload) -> list[tuple[int, str]]:
-    """Which of its arguments an operation changes."""
+    """Return the positions and names of the arguments that an operation changes in place."""
     arguments = enumerate(func._schema.arguments)
     return [(place, argument.name) for place, argument in arguments if argument.is_write]

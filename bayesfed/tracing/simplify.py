@@ -1,31 +1,31 @@
-"""Fewer operations that give the same: without aliases, and nothing twice; to be run as they are, fewer still.
+"""Simplification of recorded operations: no aliases and no repetitions, and for graphs run as Python even fewer.
 
-What a model and its gradients are written as leaves much that does nothing: a tensor times one, plus zero, expanded to
-its own shape, a chain of views, the logarithm of ones. Inductor removes that itself; a graph that is run as it is pays
-for each. Of memory that is changed in between everything stays as it is.
+A model and its gradients contain many operations without effect: a tensor times one, plus zero, expanded to its own
+shape, a chain of views, the logarithm of ones. Inductor removes them itself; a graph that runs as Python pays for each.
+Operations on memory that is changed in place are left unchanged.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from bayesfed.tracing.operations import Form, Operation, Value, replaced
+from bayesfed.tracing.operations import Form, Operation, Value, replace_values
 
 aten = torch.ops.aten
 _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
-"""Operations that give their argument; where gradients are over they are nothing."""
+"""Operations that return their argument; without gradients they have no effect."""
 _NEUTRAL = {
     **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), 1),
     **dict.fromkeys((aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar), 1),
     **dict.fromkeys((aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar), 0),
 }
-"""The second argument that leaves the first as it is."""
+"""Operation to the second argument with which it returns the first unchanged."""
 _COMMUTE = (aten.mul.Tensor, aten.add.Tensor)
 _COPIES = (aten._to_copy.default, aten.cat.default)
 _SUMS = (aten.sum.dim_IntList, aten.mean.dim)
@@ -33,55 +33,36 @@ _ALIKE = (
     *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
     *(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
 )
-"""Operations that read the form of their argument alone."""
+"""Operations that read only the layout of their argument."""
 _OTHER_NUMBERS = (aten._conj.default, aten._neg_view.default)
-"""Views that read the same memory as other numbers."""
+"""Views whose numbers differ from those in memory."""
 _EMPTY = (aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided)
 LARGEST = 4096
-"""The most numbers of a constant that is kept in place of the operations that make it."""
-
-
-class Kind(NamedTuple):
-    """What is known of an operation: see the names above."""
-
-    alias: bool
-    neutral: int | None
-    commutes: bool
-    copies: bool
-    sums: bool
-    alike: bool
-    empty: bool
-    expands: bool
-    views: bool
-    pointwise: bool
+"""The most numbers in a constant that replaces the operations that compute it."""
 
 
 @functools.cache
-def _kind(target: OpOverload) -> Kind:
-    return Kind(
-        alias=target in _ALIASES,
-        neutral=_NEUTRAL.get(target),
-        commutes=target in _COMMUTE,
-        copies=target in _COPIES,
-        sums=target in _SUMS,
-        alike=target in _ALIKE,
-        empty=target.overloadpacket in _EMPTY,
-        expands=target is aten.expand.default,
-        views=target.is_view and target not in _OTHER_NUMBERS,
-        pointwise=torch.Tag.pointwise in target.tags and not target._schema.is_mutable,
-    )
+def _is_view(target: OpOverload) -> bool:
+    """Return whether an operation returns a view of the same numbers."""
+    return target.is_view and target not in _OTHER_NUMBERS
+
+
+@functools.cache
+def _is_pointwise(target: OpOverload) -> bool:
+    """Return whether an operation computes each number from the numbers at its place, not in place."""
+    return torch.Tag.pointwise in target.tags and not target._schema.is_mutable
 
 
 @torch.no_grad()
-def simplified(
+def simplify(
     operations: Sequence[Operation], written: set[int], *, to_run: bool
 ) -> tuple[list[Operation], dict[Value, Value]]:
-    """Fewer operations, and by what values others are replaced.
+    """Return fewer operations with the same results, and a mapping from replaced values to their replacements.
 
     Args:
         operations: in order.
         written: memory that one of them changes.
-        to_run: as they are.
+        to_run: the operations are to run as Python, so remove those that Inductor would remove.
     """
     same: dict[Value, Value] = {}
     seen: dict[Any, Operation] = {}
@@ -89,26 +70,25 @@ def simplified(
     views: dict[Value, Operation] = {}
     kept: list[Operation] = []
     for operation in operations:
-        operation = operation.of(same)
+        operation = operation.with_values(same)
         if written and operation.touches(written):
             kept.append(operation)
             continue
         if operation.single:
-            kind, result = _kind(operation.target), _result(operation)
-            if to_run and kind.sums:
-                operation = _unsummed(operation)
-                kind = _kind(operation.target)
-            argument = operation.reads[0] if kind.alias else None
+            result = _result(operation)
+            if to_run and operation.target in _SUMS:
+                operation = _sum_as_view(operation)
+            argument = operation.reads[0] if operation.target in _ALIASES else None
             if to_run and argument is None:
-                argument = _made(operation, kind, made) or _given(operation, kind, views)
+                argument = _fold_constant(operation, made) or _unchanged_argument(operation, views)
             if argument is not None:
                 same[result] = argument
                 continue
-            if to_run and kind.pointwise:
-                operation = _unexpanded(operation, views)
-            if to_run and kind.views:
+            if to_run and _is_pointwise(operation.target):
+                operation = _without_expansions(operation, views)
+            if to_run and _is_view(operation.target):
                 views[result] = operation
-                operation = _viewed(operation, views)
+                operation = _view_of_root(operation, views)
         first = seen.setdefault(_key(operation), operation)
         if first is operation:
             kept.append(operation)
@@ -125,56 +105,60 @@ def _result(operation: Operation) -> Value:
     return result
 
 
-def _given(operation: Operation, kind: Kind, views: dict[Value, Operation]) -> Value | None:
-    """The argument that an operation gives as it is, if it does; or what that is a view of."""
-    form, reads = _result(operation).form, operation.reads
-    if kind.views:
+def _unchanged_argument(operation: Operation, views: dict[Value, Operation]) -> Value | None:
+    """Return the argument that the result is equal to, or the tensor that it is a view of; None if there is none."""
+    form, reads, target = _result(operation).form, operation.reads, operation.target
+    if _is_view(target):
         return next((v for v in (reads[0], _root(reads[0], views)) if v.form == form), None)
-    if kind.copies:
+    if target in _COPIES:
         return reads[0] if len(reads) == 1 and reads[0].form == form else None
-    if kind.neutral is None:
+    if target not in _NEUTRAL:
         return None
     first, second = operation.args
-    for value, other in ((first, second), (second, first))[: 1 + kind.commutes]:
-        if isinstance(value, Value) and value.form == form and _is(other, kind.neutral):
+    for value, other in ((first, second), (second, first))[: 1 + (target in _COMMUTE)]:
+        if (
+            isinstance(value, Value)
+            and value.form == form
+            and _is_everywhere(other, _NEUTRAL[target])
+        ):
             return value
     return None
 
 
-def _is(value: Any, number: int) -> bool:
-    """Whether an argument is that number everywhere."""
+def _is_everywhere(value: Any, number: int) -> bool:
+    """Return whether all entries of an argument are that number."""
     if not isinstance(value, Value):
         return bool(value == number)
     return value.made and value.constant is not None and bool((value.constant == number).all())
 
 
-def _made(operation: Operation, kind: Kind, made: dict[Any, Value]) -> Value | None:
-    """What an operation gives of no input, as a constant; ``made`` has those of before."""
+def _fold_constant(operation: Operation, made: dict[Any, Value]) -> Value | None:
+    """Return the result of an operation that depends on no input as a constant; ``made`` caches them."""
     result = _result(operation)
-    if kind.empty or result.form.shape.numel() > LARGEST:
+    if operation.target.overloadpacket in _EMPTY or result.form.shape.numel() > LARGEST:
         return None
-    if not kind.alike and not all(value.made for value in operation.reads):
+    if operation.target not in _ALIKE and not all(value.made for value in operation.reads):
         return None
     key = _key(operation)
     if key not in made:
         known = {value: _stand_in(value) for value in operation.reads}
-        args = replaced(operation.args, known)
-        kwargs = {name: replaced(arg, known) for name, arg in operation.kwargs.items()}
+        args = replace_values(operation.args, known)
+        kwargs = {name: replace_values(arg, known) for name, arg in operation.kwargs.items()}
         numbers = operation.target(*args, **kwargs)
         made[key] = Value(result.form, result.memory, result.address, numbers, made=True)
     return made[key]
 
 
 def _stand_in(value: Value) -> Tensor:
-    """Its numbers, or others where only its form is read."""
+    """Return its numbers, or any numbers in its layout if only that is read."""
     if value.constant is not None:
         return value.constant
     shape, stride, _, dtype, device = value.form
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
-def _unsummed(operation: Operation) -> Operation:
-    """Over dimensions of one a sum is a view."""
+def _sum_as_view(operation: Operation) -> Operation:
+    """Replace a sum over dimensions of size one by a view."""
     result, first = _result(operation), operation.reads[0]
     one, other = first.form, result.form
     alike = one[2:] == other[2:] and _dense(one) and _dense(other)
@@ -184,7 +168,7 @@ def _unsummed(operation: Operation) -> Operation:
 
 
 def _dense(form: Form) -> bool:
-    """Whether it lies in memory in order, without gaps."""
+    """Return whether the numbers lie in memory in order, without gaps."""
     size = 1
     for length, stride in zip(reversed(form.shape), reversed(form.stride), strict=True):
         if length != 1 and stride != size:
@@ -193,27 +177,23 @@ def _dense(form: Form) -> bool:
     return True
 
 
-def _unexpanded(operation: Operation, views: dict[Value, Operation]) -> Operation:
-    """Numbers that an operation expands anyway, as they were before others did."""
+def _without_expansions(operation: Operation, views: dict[Value, Operation]) -> Operation:
+    """Read arguments before their expansion if the operation broadcasts them itself."""
     by: dict[Value, Value] = {}
     for value in operation.reads:
-        if value in views and _kind(views[value].target).expands:
+        if value in views and views[value].target is aten.expand.default:
             source = views[value].reads[0]
             shapes = [(by | {value: source}).get(read, read).form.shape for read in operation.reads]
-            if source.form.shape and _broadcast(shapes) == _result(operation).form.shape:
+            if (
+                source.form.shape
+                and torch.broadcast_shapes(*shapes) == _result(operation).form.shape
+            ):
                 by[value] = source
-    return operation.of(by)
+    return operation.with_values(by)
 
 
-def _broadcast(shapes: Sequence[torch.Size]) -> tuple[int, ...]:
-    """As :func:`torch.broadcast_shapes`, of shapes that fit each other."""
-    most = max(map(len, shapes))
-    whole = [(1,) * (most - len(shape)) + tuple(shape) for shape in shapes]
-    return tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*whole, strict=True))
-
-
-def _viewed(operation: Operation, views: dict[Value, Operation]) -> Operation:
-    """A view of a view as one of what that is a view of."""
+def _view_of_root(operation: Operation, views: dict[Value, Operation]) -> Operation:
+    """Replace a view of a view by a view of the root."""
     result, source = _result(operation), operation.reads[0]
     root, form = _root(source, views), result.form
     plain = form.dtype == root.form.dtype and not form.dtype.is_complex
@@ -224,18 +204,18 @@ def _viewed(operation: Operation, views: dict[Value, Operation]) -> Operation:
 
 
 def _root(value: Value, views: dict[Value, Operation]) -> Value:
-    """What a view is a view of."""
+    """Return the tensor at the start of a chain of views."""
     while value in views:
         value = views[value].reads[0]
     return value
 
 
 def _key(operation: Operation) -> Any:
-    """Something hashable that is equal where operations are: 1 is neither 1.0 nor True."""
-    return operation.target, _of(operation.args), _of([*operation.kwargs.items()])
+    """Return a hashable key that is equal for equal operations; 1 differs from 1.0 and True."""
+    return operation.target, _hashable(operation.args), _hashable([*operation.kwargs.items()])
 
 
-def _of(arg: Any) -> Any:
+def _hashable(arg: Any) -> Any:
     if isinstance(arg, list | tuple):
-        return tuple(map(_of, arg))
+        return tuple(map(_hashable, arg))
     return type(arg), repr(arg) if isinstance(arg, float) else arg

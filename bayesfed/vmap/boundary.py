@@ -1,4 +1,4 @@
-"""Between a program that runs for one client and one draw, inside vmap, and the handlers outside."""
+"""Leave vmap at each Pyro site so that handlers see batched tensors, then enter it again."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from bayesfed.data.batch import CLIENTS, OBSERVATIONS
 from bayesfed.vmap.levels import Layout, Levels
 
 
-class Crossing(Messenger):
-    """Leaves vmap for what the handlers outside do at a site or parameter, and enters it again with the value."""
+class Boundary(Messenger):
+    """Leave vmap before the outer handlers process a site or parameter, and enter it again with its value."""
 
     def __init__(self, levels: Levels) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Crossing(Messenger):
         return super().__exit__(*error)
 
     def _leave(self, back: Callable[[Any], Any]) -> None:
-        """Leave vmap; ``back`` makes of the value that is given outside what the program gets."""
+        """Leave vmap; ``back`` turns the value from outside into the value that the program gets."""
         self.back = back
         self.out.enter_context(temporarily_clear_interpreter_stack())
 
@@ -61,7 +61,7 @@ class Crossing(Messenger):
 
 
 def layout_of(msg: Any, batch: torch.Size | None = None) -> Layout:
-    """Where a site has what dimensions."""
+    """The layout of a site's dimensions."""
     batch = msg["fn"].batch_shape if batch is None else batch
     frames = {frame.name: frame.dim for frame in msg["cond_indep_stack"]}
     others = {dim for name, dim in frames.items() if name not in (CLIENTS, OBSERVATIONS)}
@@ -70,20 +70,24 @@ def layout_of(msg: Any, batch: torch.Size | None = None) -> Layout:
 
 
 def weight_of(msg: Any, what: str, weight: Any, layout: Layout) -> Any:
-    """A site's mask or scale, if a tensor of the site's batch, in whose own dimensions all must be alike."""
+    """Expand a site's mask or scale to its batch.
+
+    Raises:
+        ValueError: it differs along a plate of the program's own.
+    """
     if not isinstance(weight, Tensor):
         return weight
     lead = len(layout.batch) - weight.ndim
     if any(axis >= lead and weight.shape[axis - lead] > 1 for axis in layout.own):
         raise ValueError(
             f"site {msg['name']!r}: a {what} differs along a plate of the program's own. Give the site's log "
-            "density by pyro.factor, with what does not count as 0"
+            "density by pyro.factor, with 0 for what does not count"
         )
     return weight.expand(layout.batch)
 
 
 def weight_outside(weight: Any, levels: Levels, layout: Layout) -> Any:
-    """It, outside vmap: ``(S, K, B or 1)``, without S where there is none."""
+    """A mask or scale outside vmap: ``(S, K, B or 1)``, without S if there is no plate of draws."""
     if not isinstance(weight, Tensor):
         return weight
     weight = levels.leave(weight, layout)

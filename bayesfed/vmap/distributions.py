@@ -1,4 +1,4 @@
-"""A law over one client's variable, inside vmap, as one over those of all clients and draws, outside."""
+"""Conversion of a distribution inside vmap, of one client and draw, to one of all clients and draws outside."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from bayesfed.vmap.levels import Layout, Levels, opened
 _WITHIN = (Tensor, list, tuple, Distribution, Transform)
 
 
-def outside(fn: Any, levels: Levels, layout: Layout) -> Any:
-    """The law with S, K and B or 1 in front; what else the program has in its batch is part of the event.
+def batched(fn: Any, levels: Levels, layout: Layout) -> Any:
+    """The distribution with batch dimensions S, K and B or 1; further batch dimensions become part of the event.
 
-    Its parameters are moved where each has all dimensions of the batch, as most distributions make them; else it is
-    evaluated where it was. vmap's interpreters are left before.
+    If each parameter has all dimensions of the batch, as in most distributions, the parameters are converted; else the
+    distribution is evaluated inside vmap. The caller has left vmap's interpreters.
     """
     moved: dict[int, Tensor] = {}
     for value in _tensors(fn):
         if value.shape[: len(layout.batch)] == layout.batch:
             moved[id(value)] = levels.leave(value, layout)
         elif value.ndim or _functorch.is_batchedtensor(value):
-            return Inside.of(fn, levels, layout)
+            return InsideVmap.of(fn, levels, layout)
     own = len(layout.own)
     size = own + (3 if levels.draws else 2)
     lead = torch.broadcast_shapes(*(value.shape[:size] for value in moved.values()))
@@ -38,17 +38,17 @@ def outside(fn: Any, levels: Levels, layout: Layout) -> Any:
         new = moved.get(id(value))
         return value if new is None else new.expand(*lead, *new.shape[size:])
 
-    law = _rebuilt(fn, placed, lambda shape: (*lead, *shape[len(layout.batch) :]))
-    return law.to_event(own) if own else law
+    distribution = _rebuilt(fn, placed, lambda shape: (*lead, *shape[len(layout.batch) :]))
+    return distribution.to_event(own) if own else distribution
 
 
-def whole(fn: Any) -> Any:
-    """The law, with matrices that torch keeps once for the whole batch repeated for each entry of it."""
+def expand_matrices(fn: Any) -> Any:
+    """The distribution with matrices that torch stores once for the whole batch expanded over the batch."""
     kept = {
         name: value.expand(*fn.batch_shape, *value.shape[-1 if name.endswith("diag") else -2 :])
         for name, value in vars(fn).items()
         if name.startswith("_unbroadcasted_")
-        and fn.event_dim  # the ends of a Uniform are no matrices
+        and fn.event_dim  # the bounds of a Uniform are no matrices
     }
     if not kept:
         return fn
@@ -58,7 +58,7 @@ def whole(fn: Any) -> Any:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Those that a distribution, a transform or a list of them is made of."""
+    """Yield the tensors of a distribution, a transform or a list of these."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, _WITHIN) and not isinstance(value, torch.Size):
@@ -67,7 +67,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _rebuilt(value: Any, use: Callable[[Tensor], Tensor], batch: Callable[[Any], Any]) -> Any:
-    """A copy with other tensors and batch shapes; arguments are not checked again."""
+    """A copy with converted tensors and batch shapes, without another check of the arguments."""
     if isinstance(value, Tensor):
         return use(value)
     if not isinstance(value, _WITHIN) or isinstance(value, torch.Size):
@@ -83,14 +83,14 @@ def _rebuilt(value: Any, use: Callable[[Tensor], Tensor], batch: Callable[[Any],
     return new
 
 
-class Inside(TorchDistribution):
-    """A law that is evaluated under vmap, wherever it is used.
+class InsideVmap(TorchDistribution):
+    """A distribution that is used outside vmap and evaluated inside.
 
     Args:
-        fn: the law, its tensors ``(S or 1, K or 1, *shape)``.
-        support: of the law.
-        sizes: S, or None for no draws, and K.
-        layout: of the site.
+        fn: the distribution, with tensors ``(S or 1, K or 1, *shape)``.
+        support: the support of ``fn``.
+        sizes: S, or None without a plate of draws, and K.
+        layout: the layout of the site.
     """
 
     arg_constraints = {}  # noqa: RUF012  (torch's interface)
@@ -105,24 +105,24 @@ class Inside(TorchDistribution):
         super().__init__(lead, self.own + fn.event_shape, validate_args=False)
 
     @classmethod
-    def of(cls, fn: Any, levels: Levels, layout: Layout) -> Inside:
-        """The law that a program has inside."""
+    def of(cls, fn: Any, levels: Levels, layout: Layout) -> InsideVmap:
+        """Convert the distribution that a program has inside vmap."""
         sizes = (levels.draws[1] if levels.draws else None), levels.clients[1]
         return cls(_rebuilt(fn, levels.outside, lambda shape: shape), fn.support, sizes, layout)
 
     @property
     def support(self) -> Any:
-        """That of the law, the dimensions of its own in front."""
+        """The support of ``fn``, with the program's own dimensions in front."""
         return torch.distributions.constraints.independent(self._support, len(self.own))
 
-    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> Inside:
-        """The same: it has all draws and clients already."""
-        new = Inside(self.fn, self._support, self.sizes, self.layout)
+    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> InsideVmap:
+        """The same distribution: it has all draws and clients already."""
+        new = InsideVmap(self.fn, self._support, self.sizes, self.layout)
         new._batch_shape = torch.Size(batch_shape)
         return new
 
     def _run(self, use: Callable[..., Tensor], *values: Tensor) -> Tensor:
-        """A function of the law, and of values of the site, that is taken inside."""
+        """Evaluate a function of the distribution and of values of the site inside vmap."""
         with opened(*self.sizes) as levels:
             fn = _rebuilt(self.fn, levels.inside, lambda shape: shape)
             found = use(fn, *(levels.enter(v, self.layout, len(self.event_shape)) for v in values))
@@ -130,22 +130,22 @@ class Inside(TorchDistribution):
                 return levels.leave(found, self.layout)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Summed over the dimensions of its own."""
+        """The log density, summed over the program's own dimensions."""
         found = self._run(lambda fn, inside: fn.log_prob(inside).expand(fn.batch_shape), value)
         return found.flatten(-len(self.own)).sum(-1) if self.own else found
 
     @property
     def mean(self) -> Tensor:
-        """Of each entry."""
+        """The mean of each entry."""
         return self._run(lambda fn: fn.mean.expand(fn.batch_shape + fn.event_shape))
 
     @property
     def variance(self) -> Tensor:
-        """Of each entry."""
+        """The variance of each entry."""
         return self._run(lambda fn: fn.variance.expand(fn.batch_shape + fn.event_shape))
 
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
-        """One after the other: vmap draws no numbers."""
+        """Draw a value for each client and draw in turn: vmap draws no random numbers."""
         assert not sample_shape
         draws, clients = self.sizes[0] or 1, self.sizes[1]
 

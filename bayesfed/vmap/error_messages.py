@@ -1,4 +1,4 @@
-"""What stops a program, in the words of those who wrote it: the line, what is the matter, what to write instead."""
+"""Readable messages for errors in a user's model: the line, the problem and what to write instead."""
 
 from __future__ import annotations
 
@@ -37,16 +37,17 @@ _REASONS = {
         'obs["x"] @ beta, (w * obs["x"]).sum(-1)'
     ),
 }
-"""By what an error of torch or Pyro says."""
+"""Patterns of torch's and Pyro's messages, and the explanations that are shown instead."""
 LONG = 160
+"""The most characters of the original message that are shown."""
 
 
-def explained(error: Exception, name: str) -> Exception:
-    """The error of a program as one that names its line; our own as they are.
+def readable_error(error: Exception, name: str) -> Exception:
+    """An error of a model as one that names the line; an error that bayesfed itself has raised is returned unchanged.
 
     Args:
-        error: as it was raised.
-        name: of the program.
+        error: the error that the model has raised.
+        name: the name of the model.
     """
     theirs, last = users_frames(error), traceback.extract_tb(error.__traceback__)[-1]
     if not theirs or Path(last.filename).is_relative_to(_OURS):

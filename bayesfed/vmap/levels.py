@@ -1,4 +1,4 @@
-"""Draws and clients as two levels of ``torch.vmap``: what a tensor is inside, and what it is outside."""
+"""Draws and clients as two levels of ``torch.vmap``, and the conversion of tensors between inside and outside."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch._C import _functorch
 from torch._functorch.vmap import vmap_increment_nesting
 
 RANDOM = "error"
-"""A program that draws numbers of its own would be another one at every step."""
+"""vmap's treatment of random numbers: a program that draws its own would differ from step to step."""
 
 
 @dataclass(frozen=True)
 class Levels:
-    """The levels of vmap, draws around clients, and how many there are; without a plate of draws the first is None."""
+    """The numbers and sizes of vmap's levels, draws around clients; ``draws`` is None without a plate of draws."""
 
     draws: tuple[int, int] | None
     clients: tuple[int, int]
 
     def inside(self, value: Tensor) -> Tensor:
-        """A tensor ``(S or 1, K or 1, *shape)`` as one of ``shape``."""
+        """Convert a tensor ``(S or 1, K or 1, *shape)`` to one of ``shape`` inside vmap."""
         for level in (self.draws, self.clients):
             if level is None or value.shape[0] == 1 != level[1]:
                 value = value.squeeze(0)
@@ -32,7 +32,10 @@ class Levels:
         return value
 
     def outside(self, value: Tensor) -> Tensor:
-        """A tensor of ``shape`` as ``(S or 1, K or 1, *shape)``; vmap's interpreters are left before."""
+        """Convert a tensor of ``shape`` inside vmap to ``(S or 1, K or 1, *shape)``.
+
+        The caller has left vmap's interpreters.
+        """
         at = {}
         while _functorch.is_batchedtensor(value):
             at[_functorch.maybe_get_level(value)] = _functorch.maybe_get_bdim(value)
@@ -40,7 +43,7 @@ class Levels:
         draw = None if self.draws is None else at.get(self.draws[0])
         client = at.get(self.clients[0])
         if client is not None and draw is not None and client >= draw:
-            client += 1  # it was counted without the dimension of draws
+            client += 1  # its number does not count the dimension of draws
         moved = [axis for axis in (draw, client) if axis is not None]
         value = value.movedim(moved, tuple(range(len(moved))))
         if draw is None:
@@ -48,19 +51,19 @@ class Levels:
         return value.unsqueeze(1) if client is None else value
 
     def leave(self, value: Tensor, layout: Layout) -> Tensor:
-        """A site's tensor ``(*batch, *event)`` as ``(S, K, B or 1, *own, *event)``, without S where there is none."""
+        """Convert a site's tensor ``(*batch, *event)`` to ``(S, K, B or 1, *own, *event)``, S if there are draws."""
         value = layout.outside(self.outside(value))
         return value if self.draws else value.squeeze(0)
 
     def enter(self, value: Tensor, layout: Layout, event: int) -> Tensor:
-        """The other way round; ``event`` of the last dimensions are no batch of the site outside."""
+        """The inverse of :meth:`leave`; the last ``event`` dimensions are no batch dimensions outside."""
         lead = value.ndim - event
         return layout.inside(self.inside(value.reshape((*[1] * (3 - lead), *value.shape))))
 
 
 @contextmanager
 def opened(draws: int | None, clients: int) -> Iterator[Levels]:
-    """Both levels of vmap."""
+    """Open both levels of vmap."""
     with ExitStack() as stack:
         outer = None
         if draws is not None:
@@ -71,12 +74,12 @@ def opened(draws: int | None, clients: int) -> Iterator[Levels]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a site has what dimensions: in the program ``(*batch, *event)``, outside ``(S, K, B or 1, *own, *event)``.
+    """The dimensions of a site: ``(*batch, *event)`` in the program, ``(S, K, B or 1, *own, *event)`` outside.
 
     Attributes:
         batch: the batch shape that the program gives the site.
-        local: dimension -2 is the one client.
-        rows: dimension -1 is the client's rows, or nothing.
+        local: whether dimension -2 is the client, of size 1.
+        rows: whether dimension -1 holds the client's rows, or has size 1.
     """
 
     batch: torch.Size
@@ -85,17 +88,17 @@ class Layout:
 
     @property
     def width(self) -> int:
-        """B, or 1."""
+        """The size of the dimension of rows outside: B or 1."""
         return self.batch[-1] if self.local and self.rows else 1
 
     @property
     def own(self) -> list[int]:
-        """The dimensions of the batch that become part of the event."""
+        """The program's own batch dimensions, which become part of the event."""
         left = len(self.batch) - (2 if self.local else 0)
         return [*range(left)] + ([left + 1] if self.local and not self.rows else [])
 
     def outside(self, value: Tensor) -> Tensor:
-        """Of ``(S, K, *batch, *event)``: ``(S, K, B or 1, *own, *event)``."""
+        """Permute ``(S, K, *batch, *event)`` to ``(S, K, B or 1, *own, *event)``."""
         axes, first = [2 + axis for axis in self.own], 2 + len(self.batch)
         front = [0, 1]
         if self.local:
@@ -107,7 +110,7 @@ class Layout:
         return value if self.local and self.rows else value.unsqueeze(2)
 
     def inside(self, value: Tensor) -> Tensor:
-        """Of ``(B or 1, *own, *event)``: ``(*batch, *event)``."""
+        """Permute ``(B or 1, *own, *event)`` to ``(*batch, *event)``."""
         if not self.local:
             return value.squeeze(0)
         own = list(range(1, 1 + len(self.own)))
@@ -118,6 +121,6 @@ class Layout:
         return value.permute(*left, 0, *last, *rest)
 
     def pooled(self, value: Tensor) -> Tensor:
-        """What a program that runs for K clients at once has for ``(K or 1, 1, *own, *event)``."""
+        """The value in a program that runs for K clients at once without vmap, of ``(K or 1, 1, *own, *event)``."""
         parts = [self.inside(one) for one in value]
         return torch.cat(parts, len(self.batch) - 2) if self.local else parts[0]

@@ -1,11 +1,11 @@
-"""The variables of a row, summed or integrated out of the laws of what is observed after them, and those of a client.
+"""Marginalise over latent variables of a row and discrete variables of a client.
 
     p(y_k | y_<k) = Σ_z ∫ p(z, u, y_<k) p(y_k | z, u, y_<k) du / p(y_<k)
 
-z are discrete, and u is one continuous variable of the row. For each value of z, and for nodes of u that lie where the
-integrand of each row lies (:mod:`bayesfed.vmap.quadrature`), the program is run again up to y_k: nodes are more draws.
-A discrete variable of a client has all of this within each of its values
-(:class:`~bayesfed.elbo.mixtures.ClientMixture`).
+z are discrete variables, and u is one continuous variable of the row. For each value of z, and for nodes of u around
+the mode of each row's integrand (:mod:`bayesfed.vmap.quadrature`), the program runs again up to y_k, with nodes as
+further draws. For a discrete variable of a client this happens within each of its values
+(:class:`~bayesfed.vmap.mixtures.ClientMixture`).
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributions import Normal, biject_to
 
-from bayesfed.data.batch import MISSING, OBSERVATIONS
+from bayesfed.data.batch import OBSERVATIONS
+from bayesfed.data.missing import MISSING
 from bayesfed.elbo import handlers
-from bayesfed.elbo.mixtures import ClientMixture, Mixture, apart, counted, repeated
 from bayesfed.elbo.moments import moments
 from bayesfed.vmap import distributions, quadrature
-from bayesfed.vmap.boundary import Crossing, layout_of, weight_of, weight_outside
+from bayesfed.vmap.boundary import Boundary, layout_of, weight_of, weight_outside
 from bayesfed.vmap.levels import Layout, Levels
+from bayesfed.vmap.mixtures import ClientMixture, Mixture, masked, repeat_draws, split_copies
 from bayesfed.vmap.quadrature import Place
 
 Values = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Taken:
+class Marginalised:
     """A variable that is summed or integrated out.
 
     Attributes:
-        layout: where it has what dimensions.
-        of_row: each row has one; else each client.
-        value: that it has in the program's own run, of the data where it is observed in some rows.
-        values: all that it can have, of a discrete one.
-        place: where its prior lies in unconstrained coordinates, of a continuous one: ``(S or 1, K, B)``.
+        layout: the layout of its dimensions.
+        of_row: whether each row has one; else each client has.
+        value: its value in the program's own run, or the data if it is observed in some rows.
+        values: all possible values of a discrete variable.
+        place: location and scale of a continuous variable's prior, unconstrained: ``(S or 1, K, B)``.
     """
 
     layout: Layout
@@ -53,45 +54,45 @@ class Taken:
     place: Place | None
 
 
-class Seen(NamedTuple):
+class EarlierSite(NamedTuple):
     """A site after a variable that is summed or integrated out.
 
     Attributes:
-        law: of the site.
-        value: that it has.
-        in_rows: rows have one each.
-        within: and a variable of the row came before it.
+        distribution: the distribution of the site.
+        value: its value.
+        in_rows: whether it lies inside the observations plate.
+        within: whether it does, and a variable of the row comes before it.
     """
 
-    law: Mixture
+    distribution: Mixture
     value: Tensor
     in_rows: bool
     within: bool
 
 
 @dataclass
-class Rows:
-    """What a run of the program has met of its rows' variables, and of its clients' discrete ones.
+class Marginalisation:
+    """The variables of rows and clients that a run sums or integrates out.
 
     Attributes:
-        run: the program, run again by another handler.
-        levels: of vmap.
-        nodes: of an integral.
-        known: what the clients' own rows say of their discrete variables, see :class:`handlers.Known`.
-        taken: the variables, in order.
-        before: the sites after the first of them.
-        places: by the values of the discrete ones, where the integrand lay at the last site.
+        run: runs the program again, up to a site.
+        levels: the levels of vmap.
+        nodes: the number of nodes of an integral.
+        known: the evidence of the clients' own rows for their discrete variables, see :class:`handlers.Known`.
+        marginalised: the variables, in order.
+        before: the earlier sites that depend on them.
+        places: location and scale of the integrand at the last site, by the values of the discrete variables.
     """
 
-    run: Callable[..., Again]
+    run: Callable[..., Rerun]
     levels: Levels
     nodes: int = quadrature.NODES[0]
     known: Tensor | None = None
-    taken: dict[str, Taken] = field(default_factory=dict)
-    before: list[Seen] = field(default_factory=list)
+    marginalised: dict[str, Marginalised] = field(default_factory=dict)
+    before: list[EarlierSite] = field(default_factory=list)
     places: dict[tuple[tuple[str, int], ...], Place] = field(default_factory=dict)
 
-    def take(
+    def add(
         self,
         name: str,
         fn: Any,
@@ -100,33 +101,35 @@ class Rows:
         values: Tensor | None,
         data: Tensor | None = None,
     ) -> Tensor:
-        """A variable takes the first of its values, or that at the centre of its law.
+        """Set a marginalised variable to its first value, or to the centre of its prior.
 
         Args:
-            name: of the site.
-            fn: its law inside.
-            layout: of the site.
-            of_row: it lies inside the observations plate.
-            values: that it can have, see :meth:`values_of`.
-            data: of an observed one, whose missing values are the variable.
+            name: the name of the site.
+            fn: its distribution inside vmap.
+            layout: the layout of the site.
+            of_row: whether it lies inside the observations plate.
+            values: its possible values, see :meth:`values_of`.
+            data: the data of an observed site, whose missing values are the variable.
         """
         batch, place = self._batch(layout.width), None
         with temporarily_clear_interpreter_stack():
             if values is not None:
                 value = values[0].expand(batch)
             else:
-                law = distributions.outside(fn, self.levels, layout)
-                at, lead = moments(law), (1, *batch)[-3:]
-                value = biject_to(law.support)(at.loc).expand(batch)
+                distribution = distributions.batched(fn, self.levels, layout)
+                at, lead = moments(distribution), (1, *batch)[-3:]
+                value = biject_to(distribution.support)(at.loc).expand(batch)
                 place = Place(at.loc.expand(lead).detach(), at.scale.expand(lead).detach())
-        self.taken[name] = Taken(layout, of_row, value if data is None else data, values, place)
+        self.marginalised[name] = Marginalised(
+            layout, of_row, value if data is None else data, values, place
+        )
         return value
 
     def values_of(self, name: str, fn: Any, layout: Layout, of_row: bool) -> Tensor | None:
-        """All that a variable can have, inside; None of a continuous one.
+        """All possible values of a variable inside vmap; None if it is continuous.
 
         Raises:
-            ValueError: it cannot be summed or integrated out.
+            ValueError: the variable cannot be summed or integrated out.
         """
         discrete = fn.support.is_discrete
         if layout.own or fn.event_dim or (discrete and not fn.has_enumerate_support):
@@ -141,40 +144,42 @@ class Rows:
         if self._number is not None:
             raise ValueError(
                 f"latent sites {self._number!r} and {name!r} are continuous, and of a row: one is integrated out, not "
-                "two. Write the outcomes' law with one of them: of two Normals that are added, their sum"
+                "two. Write the outcomes' distribution with one of them: of two Normals that are added, their sum"
             )
         return None
 
-    def reach(self, layout: Layout, in_rows: bool) -> bool:
-        """Whether the law of a site after those taken is a sum over them."""
-        return layout.local and any(in_rows or not v.of_row for v in self.taken.values())
+    def is_mixture(self, layout: Layout, in_rows: bool) -> bool:
+        """Return whether the distribution of a site is a mixture over earlier variables."""
+        return layout.local and any(in_rows or not v.of_row for v in self.marginalised.values())
 
-    def after(self, name: str, law: Mixture, value: Tensor, in_rows: bool) -> None:
-        """Note a site, which has the value."""
-        within = in_rows and any(v.of_row for n, v in self.taken.items() if n != name)
-        self.before.append(Seen(law, value, in_rows, within))
+    def record(self, name: str, distribution: Mixture, value: Tensor, in_rows: bool) -> None:
+        """Record a site and its value."""
+        within = in_rows and any(v.of_row for n, v in self.marginalised.items() if n != name)
+        self.before.append(EarlierSite(distribution, value, in_rows, within))
 
-    def law(self, name: str, first: Any, in_rows: bool, value: Tensor | None, mask: Any) -> Mixture:
-        """That of a site, whose law in the program's own run is ``first``; ``value`` is what is observed there."""
-        kinds = [n for n, one in self.taken.items() if not one.of_row]
+    def distribution(
+        self, name: str, first: Any, in_rows: bool, value: Tensor | None, mask: Any
+    ) -> Mixture:
+        """The mixture of a site with data ``value``; ``first`` is its distribution in the program's own run."""
+        kinds = [n for n, one in self.marginalised.items() if not one.of_row]
         size = prod(self._sizes[n] for n in kinds)
-        within = in_rows and len(kinds) < len(self.taken)
+        within = in_rows and len(kinds) < len(self.marginalised)
         batch = self._batch(first.batch_shape[-1])
         before = evidence = torch.zeros(*batch, size)
         for seen in self.before:
             if seen.in_rows:
-                rows = seen.law.rows(seen.value, size)
+                rows = seen.distribution.rows(seen.value, size)
                 before, evidence = before + rows, evidence + rows * seen.within
         if not kinds:
             return self._within(name, {}, first, evidence.squeeze(-1), value, mask)
-        weights, laws = [], []
+        weights, components = [], []
         for k, kind in enumerate(self._each(kinds)):
             again = self._again(name, dict.fromkeys(self._sizes, 0) | kind)
             weights.append(again.log_client.expand(*batch[:-1], 1))
-            laws.append(
-                self._within(name, kind, again.law, evidence[..., k], value, mask)
+            components.append(
+                self._within(name, kind, again.distribution, evidence[..., k], value, mask)
                 if within
-                else again.law
+                else again.distribution
             )
         if self.known is not None:
             weight = self.known.unflatten(-1, (size, -1)).logsumexp(-1)
@@ -182,10 +187,10 @@ class Rows:
             weight = torch.stack(weights, -1)
             for seen in self.before:
                 if not seen.in_rows:
-                    weight = weight + seen.law.rows(seen.value, size)
+                    weight = weight + seen.distribution.rows(seen.value, size)
         return ClientMixture(
             weight,
-            laws,
+            components,
             {n: self._sizes[n] for n in kinds},
             before=before,
             mask=mask,
@@ -202,26 +207,26 @@ class Rows:
         value: Tensor | None,
         mask: Any,
     ) -> Mixture:
-        """The sum over the variables of a row, those of the client having values by these numbers."""
+        """The mixture over the variables of a row; ``kind`` has the numbers of the values of the client's variables."""
         batch, found = self._batch(first.batch_shape[-1]), []
         sizes = {n: size for n, size in self._sizes.items() if n not in kind}
         if self._number is None:
             for nth in self._each(sizes, kind):
                 again = self._again(name, nth)
                 weight = again.log_weight.expand(batch)
-                found.append((weight[..., None], again.law))
+                found.append((weight[..., None], again.distribution))
             variables, copies = sizes, 1
         else:
             copies = self.nodes
             for nth in self._each(sizes, kind):
                 log_f = partial(self._log_joint, name, nth, value, mask)
-                place = quadrature.around(log_f, self._place(nth))
+                place = quadrature.find_modes(log_f, self._place(nth))
                 self.places[tuple(nth.items())] = place
                 points, log_weight = quadrature.nodes(place, self.nodes)
                 again = self._at(name, nth, points)
-                weight = apart(again.log_weight, batch, copies)
-                log_weight = apart(log_weight.flatten(0, 1), batch, copies)
-                found.append((weight + log_weight, again.law))
+                weight = split_copies(again.log_weight, batch, copies)
+                log_weight = split_copies(log_weight.flatten(0, 1), batch, copies)
+                found.append((weight + log_weight, again.distribution))
             variables = sizes | {self._number: copies}
         weights, components = zip(*found, strict=True)
         return Mixture(
@@ -232,67 +237,73 @@ class Rows:
             mask=mask,
             copies=copies,
             first=first,
-            drawn=None if self._number is None else partial(self._drawn, name, sizes, kind),
+            sampler=None
+            if self._number is None
+            else partial(self._sampled_mixture, name, sizes, kind),
         )
 
-    def _drawn(self, name: str, sizes: Mapping[str, int], kind: Mapping[str, int]) -> Mixture:
-        """What is sampled of a site: its law at a draw of the continuous variable given what was observed before."""
+    def _sampled_mixture(
+        self, name: str, sizes: Mapping[str, int], kind: Mapping[str, int]
+    ) -> Mixture:
+        """The mixture that a site is sampled from, at a draw of the continuous variable given the earlier sites."""
         found = []
         for nth in self._each(sizes, kind):
             log_f = partial(self._log_joint, name, nth, None, None)
-            place = quadrature.around(log_f, self._place(nth))
+            place = quadrature.find_modes(log_f, self._place(nth))
             points, log_weight = quadrature.nodes(place, self.nodes)
             evidence = (log_f(points) + log_weight).logsumexp(1)
-            u = quadrature.drawn(log_f, place)
+            u = quadrature.sample(log_f, place)
             again = self._at(name, nth, u.unsqueeze(1))
             batch = self._batch(u.shape[-1])
-            found.append((evidence.reshape(batch), again.law))
+            found.append((evidence.reshape(batch), again.distribution))
         weights, components = zip(*found, strict=True)
         return Mixture(torch.stack(weights, -1), components, sizes)
 
     def _log_joint(
         self, name: str, nth: Mapping[str, int], value: Tensor | None, mask: Any, points: Tensor
     ) -> Tensor:
-        """log p(z, u, y_<k) at points ``(S, Q, K, B)`` of u, and with y_k where that is given."""
+        """log p(z, u, y_<k) at points ``(S, Q, K, B)`` of u, times p(y_k | z, u, y_<k) if its value is given."""
         again = self._at(name, nth, points)
         found = again.log_weight
         if value is not None:
-            own = repeated(value, points.shape[1], len(again.law.event_shape))
-            at = repeated(mask, points.shape[1], 0) if isinstance(mask, Tensor) else mask
-            found = found + counted(again.law.log_prob(own), at)
+            own = repeat_draws(value, points.shape[1], len(again.distribution.event_shape))
+            at = repeat_draws(mask, points.shape[1], 0) if isinstance(mask, Tensor) else mask
+            found = found + masked(again.distribution.log_prob(own), at)
         return found.expand(points.flatten(0, 1).shape).reshape(points.shape)
 
-    def _at(self, name: str, nth: Mapping[str, int], points: Tensor) -> Again:
+    def _at(self, name: str, nth: Mapping[str, int], points: Tensor) -> Rerun:
         assert self._number is not None
         return self._again(name, nth, {self._number: points.flatten(0, 1)}, points.shape[1])
 
     def _again(
         self, name: str, nth: Mapping[str, int], points: Values | None = None, copies: int = 1
-    ) -> Again:
-        """The program up to a site, at those values of its discrete variables and points of the continuous one."""
-        return self.run(name, self.taken, nth, points or {}, copies=copies)
+    ) -> Rerun:
+        """Run the program up to a site, at values of its discrete variables and points of the continuous one."""
+        return self.run(name, self.marginalised, nth, points or {}, copies=copies)
 
     @property
     def _sizes(self) -> dict[str, int]:
-        """How many values each discrete variable has."""
-        return {name: len(v.values) for name, v in self.taken.items() if v.values is not None}
+        """The number of values of each discrete variable."""
+        return {
+            name: len(v.values) for name, v in self.marginalised.items() if v.values is not None
+        }
 
     @property
     def _number(self) -> str | None:
-        """The continuous variable."""
-        return next((name for name, v in self.taken.items() if v.values is None), None)
+        """The name of the continuous variable."""
+        return next((name for name, v in self.marginalised.items() if v.values is None), None)
 
     def _each(
         self, names: Collection[str], others: Mapping[str, int] | None = None
     ) -> Iterator[dict[str, int]]:
-        """The values of some discrete variables, by their numbers, beside those that others have."""
+        """Yield the numbers of the values of some discrete variables, together with those of others."""
         sizes = self._sizes
         for nth in product(*(range(sizes[name]) for name in names)):
             yield {**(others or {}), **dict(zip(names, nth, strict=True))}
 
     def _place(self, nth: Mapping[str, int]) -> Place:
         assert self._number is not None
-        start = self.taken[self._number].place
+        start = self.marginalised[self._number].place
         assert start is not None
         return self.places.get(tuple(nth.items()), start)
 
@@ -301,69 +312,69 @@ class Rows:
         return torch.Size((*draws, self.levels.clients[1], width))
 
 
-class Again(Crossing):
-    """Run the program again with values that are known, up to a site.
+class Rerun(Boundary):
+    """Run the program again with given values, up to a site.
 
     Args:
-        levels: of vmap, with draws for the nodes.
-        until: the site.
-        taken: the variables that are summed or integrated out.
-        values: of all other sites before it, as those outside know them.
-        nth: which of its values each discrete variable has.
-        points: where the continuous one is, in unconstrained coordinates; by default where it is in the first run.
-        copies: how many points of a row there are.
+        levels: the levels of vmap, with draws for the nodes.
+        until: the name of the site.
+        marginalised: the variables that are summed or integrated out.
+        values: the values of all other earlier sites, outside vmap.
+        nth: the number of the value that each discrete variable has.
+        points: values of the continuous variable, unconstrained; by default its value in the first run.
+        copies: the number of points of a row.
 
     Attributes:
-        law: of the site.
-        log_weight: log density of the variables of a row, and of what was observed after the first of them.
-        log_client: log density of those of the client.
+        distribution: the distribution of the site.
+        log_weight: log density of the variables of a row, and of the observed sites after the first of them.
+        log_client: log density of the variables of the client.
     """
 
-    law: Any
+    distribution: Any
 
     def __init__(
         self,
         levels: Levels,
         until: str,
-        taken: Mapping[str, Taken],
+        marginalised: Mapping[str, Marginalised],
         values: Values,
         nth: Mapping[str, int],
         points: Values,
         copies: int,
     ) -> None:
         super().__init__(levels)
-        self.until, self.taken, self.values = until, taken, values
+        self.until, self.marginalised, self.values = until, marginalised, values
         self.nth, self.points, self.copies = nth, points, copies
         self.log_weight, self.after = torch.zeros(()), False
         self.log_client = torch.zeros(())
 
     def __exit__(self, kind: Any, *error: Any) -> Any:
         super().__exit__(kind, *error)
-        return kind is _There
+        return kind is _Reached
 
     def _pyro_sample(self, msg: Any) -> None:
         msg["stop"] = msg["done"] = True
         if handlers.is_plate(msg) or msg["infer"].get("_deterministic"):
             msg["done"] = False
             return
-        fn, layout, name = distributions.whole(msg["fn"]), layout_of(msg), msg["name"]
-        one, event = self.taken.get(name), fn.event_dim + len(layout.own)
+        fn, layout, name = distributions.expand_matrices(msg["fn"]), layout_of(msg), msg["name"]
+        one, event = self.marginalised.get(name), fn.event_dim + len(layout.own)
         counts = self.after and OBSERVATIONS in handlers.plates(msg)
         mask = weight_of(msg, "mask", msg["mask"], layout)
         missing = weight_of(msg, "mask", msg["infer"].get(MISSING), layout)
         if name == self.until or one is not None or counts:
             with temporarily_clear_interpreter_stack():
-                law = distributions.outside(fn, self.levels, layout)
+                distribution = distributions.batched(fn, self.levels, layout)
                 if name == self.until:
-                    self.law = law
-                    raise _There
+                    self.distribution = distribution
+                    raise _Reached
                 if counts and name in self.values:
-                    own = repeated(self.values[name], self.copies, event)
+                    own = repeat_draws(self.values[name], self.copies, event)
                     mask = weight_outside(mask, self.levels, layout)
-                    self.log_weight = self.log_weight + counted(law.log_prob(own), mask)
+                    self.log_weight = self.log_weight + masked(distribution.log_prob(own), mask)
                 if one is not None:
                     missing = weight_outside(missing, self.levels, layout)
-                    value, log_prob = self._of(name, one, law, missing)
+                    value, log_prob = self._of(name, one, distribution, missing)
                     if one.of_row:
                         self.log_weight, self.after = self.log_weight + log_prob, True
                     else:
@@ -372,26 +383,28 @@ class Again(Crossing):
             msg["value"] = self.levels.enter(value, layout, event)
         elif not msg["is_observed"]:
             msg["value"] = self.levels.enter(
-                repeated(self.values[name], self.copies, event), layout, event
+                repeat_draws(self.values[name], self.copies, event), layout, event
             )
 
-    def _of(self, name: str, one: Taken, law: Any, missing: Any) -> tuple[Tensor, Tensor]:
-        """A variable's value, and its log density; where there are data, these and one that integrates to 1."""
+    def _of(
+        self, name: str, one: Marginalised, distribution: Any, missing: Any
+    ) -> tuple[Tensor, Tensor]:
+        """A variable's value and log density; where it has data, the data and a density that integrates to 1."""
         if one.values is None and name not in self.points:
             return one.value, torch.zeros(())
         if one.values is not None:
             value = one.values[self.nth[name]]
-            log_prob, flat = law.log_prob(value), -torch.tensor(len(one.values)).log()
+            log_prob, flat = distribution.log_prob(value), -torch.tensor(len(one.values)).log()
         else:
-            u, transform = self.points[name], biject_to(law.support)
+            u, transform = self.points[name], biject_to(distribution.support)
             value = transform(u)
-            log_prob = law.log_prob(value) + transform.log_abs_det_jacobian(u, value)
+            log_prob = distribution.log_prob(value) + transform.log_abs_det_jacobian(u, value)
             flat = Normal(0.0, 1.0).log_prob(u)
         if isinstance(missing, Tensor):
-            value = torch.where(missing, value, repeated(one.value, self.copies, 0))
+            value = torch.where(missing, value, repeat_draws(one.value, self.copies, 0))
             log_prob = torch.where(missing, log_prob, flat)
         return value, log_prob
 
 
-class _There(Exception):
-    """The site at which a run is to end."""
+class _Reached(Exception):
+    """The run has reached its last site."""

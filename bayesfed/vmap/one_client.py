@@ -1,11 +1,11 @@
 """A program written for one client and one draw, run for all clients and draws of a batch at once.
 
 Between two sites such a program is any function of tensors without dimensions of draws and clients, and ``torch.vmap``
-adds these. At a site it steps out of vmap: the law that was written becomes one over draws and clients, ``(S, K, 1)``
-or ``(S, K, B)`` in front, as the engine's handlers know it, and the value that they give it goes back in. So whatever
-the program does between its sites it need not know how many there are, and what is outside need not know of vmap.
+adds these. At a site it leaves vmap: the distribution becomes one of all draws and clients, with batch shape
+``(S, K, 1)`` or ``(S, K, B)``, for the handlers outside, and the program continues inside vmap with the value that they
+give. So the program does not depend on the number of draws and clients, and the handlers do not depend on vmap.
 
-Plates of the program's own, and entries that it did not declare as an event, become part of the event.
+Further plates of the program, and batch dimensions that it did not declare as an event, become part of the event.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributions import transform_to
 
-from bayesfed.data.batch import CLIENTS, MISSING, OBSERVATIONS, Batch, Fields
+from bayesfed.data.batch import CLIENTS, OBSERVATIONS, Batch, Fields
 from bayesfed.data.federation import Federation, Model
+from bayesfed.data.missing import MISSING
 from bayesfed.elbo import handlers
-from bayesfed.elbo.mixtures import Mixture
 from bayesfed.vmap import distributions, quadrature
-from bayesfed.vmap.boundary import Crossing, layout_of, weight_of, weight_outside
+from bayesfed.vmap.boundary import Boundary, layout_of, weight_of, weight_outside
 from bayesfed.vmap.levels import Layout, Levels, opened
-from bayesfed.vmap.marginalise import Again, Rows
+from bayesfed.vmap.marginalise import Marginalisation, Rerun
+from bayesfed.vmap.mixtures import Mixture
 
 
 @dataclass(frozen=True)
 class OneClient:
-    """The model, run under vmap wherever it is given a batch; given a federation it is the program that it was.
+    """A model that runs under vmap on a batch, and unchanged on a federation.
 
     Attributes:
-        model: the program.
-        latent: its latent variables of a row; None where they are not known yet, and are all that is not observed.
-        kinds: its clients' discrete variables, known with those.
-        covariates: observed sites of a row on whose values others depend: where a value is missing, it is one of those.
-        points: at how many values of these a row is worked out at once.
+        model: the Pyro model.
+        latent: the latent variables of a row; None before they are found, when every site without data counts.
+        kinds: the clients' discrete variables, found together with ``latent``.
+        covariates: observed sites of a row that others depend on; a missing value is a latent variable of the row.
+        points: the number of values of a row's latent variable at which the model runs at once.
 
     Example:
         >>> import torch, pyro, pyro.distributions as dist, bayesfed as bf
@@ -78,87 +79,91 @@ class OneClient:
         else:
             self.run(batch)
 
-    def run(self, batch: Batch, moved: str | None = None) -> Run:
-        """The program on a batch, and what its sites were like; with other values of one of a row's, if asked."""
-        return self._run(batch, Outside, self, batch, moved).seen
+    def run(self, batch: Batch, changed: str | None = None) -> Run:
+        """Run the model on a batch and return a record of its sites; the site ``changed`` takes other values."""
+        return self._run(batch, Outside, self, batch, changed).seen
 
     def _run(self, batch: Batch, kind: Callable[..., Any], *settings: Any, copies: int = 1) -> Any:
-        unchecked = pyro.validation_enabled(False)  # a check asks for a value, which vmap has not
+        unchecked = pyro.validation_enabled(
+            False
+        )  # a check needs a value, which vmap does not give
         plates = [frame for frame in _PYRO_STACK if isinstance(frame, IndepMessenger)]
         sizes = [frame.size for frame in plates if frame.name == handlers.DRAWS]
         draws = copies * (sizes[-1] if sizes else 1) if sizes or copies > 1 else None
         with unchecked, opened(draws, len(batch)) as levels:
             messenger = kind(levels, *settings)
             with messenger, _own_dimensions():
-                self.model(_seen(batch, levels))
+                self.model(_batch_of_one_client(batch, levels))
         return messenger
 
 
 @dataclass
 class Run:
-    """What a run of a program has met.
+    """A record of the sites of a run.
 
     Attributes:
-        layouts: where it has the dimensions of its sites.
-        values: of its sites, as those outside know them; of observed ones their data.
-        rows: the variables of its rows, which are summed or integrated out.
+        layouts: the layouts of the sites.
+        values: the values of the sites outside vmap; the data of observed ones.
+        rows: the variables of rows and clients that are summed or integrated out.
     """
 
-    rows: Rows
+    rows: Marginalisation
     layouts: dict[str, Layout] = field(default_factory=dict)
     values: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Outside(Crossing):
-    """Give each site to the handlers outside as one of all clients and draws, and its value back to the program.
+class Outside(Boundary):
+    """Give the handlers outside each site with all clients and draws, and return its value to the program.
 
-    A latent variable of a row, and a discrete one of a client, are not given to them: what comes after them has the
-    law of :class:`~bayesfed.vmap.marginalise.Rows`.
+    They do not get a latent variable of a row, or a discrete one of a client: later sites have a mixture distribution,
+    see :class:`~bayesfed.vmap.marginalise.Marginalisation`.
 
     Args:
-        levels: of vmap.
-        program: which is run, on
-        batch: these clients.
-        moved: a site of a row that gives the program other values than it has.
+        levels: the levels of vmap.
+        program: the program that runs.
+        batch: the clients' rows.
+        changed: a site inside the observations plate to which the program is given other values.
     """
 
     def __init__(
-        self, levels: Levels, program: OneClient, batch: Batch, moved: str | None = None
+        self, levels: Levels, program: OneClient, batch: Batch, changed: str | None = None
     ) -> None:
         super().__init__(levels)
-        self.program, self.batch, self.moved = program, batch, moved
+        self.program, self.batch, self.changed = program, batch, changed
         asked = (frame.log_weights for frame in _PYRO_STACK if isinstance(frame, handlers.Known))
         nodes = program.points if program.points > 1 else quadrature.NODES[0]
-        self.seen = Run(Rows(self._again, levels, nodes, next(asked, None)))
+        self.seen = Run(Marginalisation(self._again, levels, nodes, next(asked, None)))
 
-    def _again(self, until: str, taken: Any, *at: Any, copies: int) -> Again:
-        """The program, up to a site."""
+    def _again(self, until: str, marginalised: Any, *at: Any, copies: int) -> Rerun:
+        """Run the program again, up to a site."""
         here = _PYRO_STACK.index(self)
         stack, _PYRO_STACK[here:] = _PYRO_STACK[:], []
         try:
             return self.program._run(
-                self.batch, Again, until, taken, self.seen.values, *at, copies, copies=copies
+                self.batch, Rerun, until, marginalised, self.seen.values, *at, copies, copies=copies
             )
         finally:
             _PYRO_STACK[:] = stack
 
     def _pyro_post_sample(self, msg: Any) -> None:
         if self.back is not None:
-            name, law = msg["name"], msg["fn"]
+            name, distribution = msg["name"], msg["fn"]
             value = self.seen.values.setdefault(name, msg["value"])
-            if isinstance(law, Mixture):
-                self.seen.rows.after(name, law, value, OBSERVATIONS in handlers.plates(msg))
+            if isinstance(distribution, Mixture):
+                self.seen.rows.record(
+                    name, distribution, value, OBSERVATIONS in handlers.plates(msg)
+                )
         self._return(msg)
 
     def _pyro_sample(self, msg: Any) -> None:
         if handlers.is_plate(msg):
-            msg["stop"] = True  # outside it has another size
+            msg["stop"] = True  # the plate has another size outside
             return
         if msg["infer"].get("_deterministic"):
             msg["stop"] = True
             self._derive(msg)
             return
-        fn, layout, name = distributions.whole(msg["fn"]), layout_of(msg), msg["name"]
+        fn, layout, name = distributions.expand_matrices(msg["fn"]), layout_of(msg), msg["name"]
         value, observed, rows = msg["value"], msg["is_observed"], self.seen.rows
         in_rows = OBSERVATIONS in handlers.plates(msg)
         if in_rows and not layout.local:
@@ -167,15 +172,15 @@ class Outside(Crossing):
                 "clients, open `with federation.clients():` around `with federation.observations()`"
             )
         if not observed and not msg["done"] and self._is_latent(msg, fn, layout, in_rows):
-            drawn = rows.take(name, fn, layout, in_rows, rows.values_of(name, fn, layout, in_rows))
+            drawn = rows.add(name, fn, layout, in_rows, rows.values_of(name, fn, layout, in_rows))
             given = self.levels.enter(drawn, layout, 0)
-            msg["value"] = _another(fn, given) if name == self.moved else given
+            msg["value"] = _other_values(fn, given) if name == self.changed else given
             msg["done"] = msg["stop"] = True
             return
         self.seen.layouts[name] = layout
         weights = {what: weight_of(msg, what, msg[what], layout) for what in ("mask", "scale")}
         own, clients = len(layout.own), self.levels.clients[1]
-        given = _another(fn, value) if name == self.moved else value
+        given = _other_values(fn, value) if name == self.changed else value
 
         def back(drawn: Any) -> Any:
             return given if observed else self.levels.enter(drawn, layout, fn.event_dim + own)
@@ -184,20 +189,24 @@ class Outside(Crossing):
         gaps = observed and name in self.program.covariates and MISSING in msg["infer"]
         values = rows.values_of(name, fn, layout, in_rows) if gaps else None
         self._leave(back)
-        law = distributions.outside(fn, self.levels, layout)
-        if layout.local and law.batch_shape[-2] != clients:
-            law = law.expand((*law.batch_shape[:-2], clients, law.batch_shape[-1]))
+        distribution = distributions.batched(fn, self.levels, layout)
+        if layout.local and distribution.batch_shape[-2] != clients:
+            distribution = distribution.expand(
+                (*distribution.batch_shape[:-2], clients, distribution.batch_shape[-1])
+            )
         for what, weight in weights.items():
             msg[what] = weight_outside(weight, self.levels, layout)
         if observed:
             seen = self.levels.leave(seen, layout)
             seen = seen.squeeze(0) if self.levels.draws and len(seen) == 1 else seen
             msg["value"] = self.seen.values[name] = seen
-        if rows.reach(layout, in_rows):
-            law = rows.law(name, law, in_rows, seen if observed else None, msg["mask"])
+        if rows.is_mixture(layout, in_rows):
+            distribution = rows.distribution(
+                name, distribution, in_rows, seen if observed else None, msg["mask"]
+            )
         if gaps:
-            rows.take(name, fn, layout, in_rows, values, seen)
-        msg["fn"] = law
+            rows.add(name, fn, layout, in_rows, values, seen)
+        msg["fn"] = distribution
         frames = {frame.name: frame for frame in msg["cond_indep_stack"]}
         msg["cond_indep_stack"] = tuple(
             frames[name]._replace(size=clients if name == CLIENTS else frames[name].size)
@@ -206,13 +215,13 @@ class Outside(Crossing):
         )
 
     def _is_latent(self, msg: Any, fn: Any, layout: Layout, in_rows: bool) -> bool:
-        """Whether a site without data is one to be summed or integrated out, not an outcome that is to be predicted."""
+        """Return whether a site without data is to be summed or integrated out, and is not an outcome to predict."""
         if self.program.latent is None:
             return layout.local and (in_rows or fn.support.is_discrete)
         return msg["name"] in (*self.program.latent, *self.program.kinds)
 
     def _derive(self, msg: Any) -> None:
-        """A value that depends on others, for those who ask."""
+        """Give the value of a ``pyro.deterministic`` to the handlers that record them."""
         asked = [frame for frame in _PYRO_STACK if isinstance(frame, handlers.Derived)]
         for derived in asked:
             layout = layout_of(msg, msg["value"].shape)
@@ -222,8 +231,8 @@ class Outside(Crossing):
             derived.found[msg["name"]] = handlers.Derivation(value, layout.local, per_row)
 
 
-def _another(fn: Any, value: Tensor) -> Tensor:
-    """Other values that a site could have."""
+def _other_values(fn: Any, value: Tensor) -> Tensor:
+    """Other values in the support of a site."""
     if not fn.support.is_discrete:
         return transform_to(fn.support)(torch.full_like(value, 0.3))
     if not fn.has_enumerate_support:
@@ -232,8 +241,8 @@ def _another(fn: Any, value: Tensor) -> Tensor:
     return torch.where(value == first, last, first)
 
 
-def _seen(batch: Batch, levels: Levels) -> Batch:
-    """What the program sees of one client."""
+def _batch_of_one_client(batch: Batch, levels: Levels) -> Batch:
+    """The batch of one client that the program sees inside vmap."""
 
     def one(value: Tensor) -> Tensor:
         return levels.inside(value[None]).unsqueeze(0)
@@ -246,9 +255,9 @@ def _seen(batch: Batch, levels: Levels) -> Batch:
 
 @contextmanager
 def _own_dimensions() -> Iterator[None]:
-    """Plates of the program take the dimensions that they would without those around it."""
-    taken, _DIM_ALLOCATOR._stack = _DIM_ALLOCATOR._stack, []
+    """Let the program's plates take the dimensions that they would take without the plates outside."""
+    outer, _DIM_ALLOCATOR._stack = _DIM_ALLOCATOR._stack, []
     try:
         yield
     finally:
-        _DIM_ALLOCATOR._stack = taken
+        _DIM_ALLOCATOR._stack = outer

@@ -1,12 +1,12 @@
-"""A FedAvg round in Flower's simulation, and the same round here. Makes against_flower.md.
+"""How long does a FedAvg round take in Flower's simulation, and here? Makes against_flower.md.
 
     pip install 'bayesfed[benchmarks]'
     python experiments/benchmarks/against_flower.py       # some minutes, on a machine that does nothing else
 
 10 clients with 600 images train an MLP 784-100-10 for 5 epochs of batches of 50, 1000 clients with 10 rows a logistic
 regression 8-2 for one epoch. Flower's simulation engine runs its clients in Ray's workers, as many as there are cores,
-each with one thread; a client's data are made once in a worker. After each of Flower's rounds two of ours run in the
-same process, compiled, and the second is timed.
+each with one thread; a client's data are made once in a worker. After each round of Flower two of ours run in the same
+process, compiled, and the second is timed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ import logging
 import os
 import statistics
 import time
-import warnings
-from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -29,15 +26,10 @@ from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
-from timing import command, ratio, write
+from timing import ratio, runner
 
 import bayesfed as bf
 from bayesfed import models
-from bayesfed.algorithms.protocol import Turn
-from bayesfed.elbo import noise
-from bayesfed.engine.batches import batches
-from bayesfed.steps.job import Job
-from bayesfed.tracing.compiler import Compiler, using
 
 SETTINGS = {
     "MLP 784-100-10, 10 clients × 600": (10, 600, (784, 100, 10), 5, 50),
@@ -45,36 +37,23 @@ SETTINGS = {
 }
 
 
-def our_round(clients: int, rows: int, sizes: tuple[int, ...], epochs: int, batch: int) -> Any:
+def our_run(clients: int, rows: int, sizes: tuple[int, ...], epochs: int, batch: int) -> bf.Run:
+    """Start a run with the same rows."""
     parts = [rows_of(i, rows, sizes[0], sizes[-1]) for i in range(clients)]
     fields = {"x": torch.cat([x for x, _ in parts]), "y": torch.cat([y for _, y in parts])}
     offsets = torch.arange(0, clients * rows + 1, rows)
     federation = bf.Federation(fields, offsets, [f"{i}" for i in range(clients)])
-    algorithm = bf.FedAvg(local_epochs=epochs)
-    program = algorithm.program(models.Network(models.mlp(*sizes)), federation)
-    state: dict[str, Any] = {"round": 0, "server": algorithm.start(program)}
-    everyone, compiler = torch.arange(clients), Compiler(True)
-
-    def round_() -> None:
-        state["round"] += 1
-        keys = noise.fold(noise.fold(noise.key(0), state["round"]), federation.stream_ids)
-        with using(compiler):
-            rows_at = batches(federation, everyone, batch, keys)
-            turn = Turn(program, keys[0], clients)
-            job = Job(program, algorithm.broadcast(turn, state["server"]), {}, rows_at, keys)
-            upload = algorithm.encode(job, algorithm.work(job))
-            total = {name: value.sum(0) for name, value in upload.items()}
-            state["server"], _ = algorithm.decode(turn, state["server"], total)
-
-    return round_
+    how = {"rounds": 1000, "batch_size": batch, "execution": bf.Execution(compile=True)}
+    model, algorithm = models.Network(models.mlp(*sizes)), bf.FedAvg(local_epochs=epochs)
+    return bf.start(model, federation, algorithm, **how)
 
 
 def compared(
     clients: int, rows: int, sizes: tuple[int, ...], epochs: int, batch: int, rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds of Flower's rounds and of ours; without the first, in which workers load torch."""
+    """Return seconds of Flower's rounds and of ours; without the first, in which workers load torch."""
     threads = 1 if clients > 100 else os.cpu_count() or 1
-    ours = our_round(clients, rows, sizes, epochs, batch)
+    ours = our_run(clients, rows, sizes, epochs, batch)
     theirs: list[float] = []
     own: list[float] = []
     sums: set[float] = set()
@@ -86,11 +65,11 @@ def compared(
         if server_round > 0:
             sums.add(sum(float(v.sum()) for v in arrays.to_torch_state_dict().values()))
             theirs.append(now - started)
-            time.sleep(0.5)  # until Ray's workers rest
+            time.sleep(0.5)  # until Ray's workers are idle
             torch.set_num_threads(threads)  # of this thread, which is Flower's server
-            ours()
+            bf.step(ours)
             begin = time.perf_counter()
-            ours()
+            bf.step(ours)
             own.append(time.perf_counter() - begin)
         started = time.perf_counter()
         return MetricRecord({"round": server_round})
@@ -117,28 +96,21 @@ def compared(
     return theirs[1:], own[1:]
 
 
-def main() -> None:
-    parser = command(__doc__)
-    parser.add_argument("--rounds", type=int, default=6)
-    args = parser.parse_args()
-    warnings.simplefilter("ignore")
+def measure(name: str, rounds: int) -> list[str]:
+    """Time a setting."""
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    torch.set_num_threads(
-        1
-    )  # of the main thread: OpenMP's workers there would slow those of Flower's server
-    lines = [
-        "| a FedAvg round of | Flower's simulation, ms | ours, ms | Flower / ours |",
-        "| --- |" + " --- |" * 3,
-    ]
-    for name, settings in SETTINGS.items():
-        theirs, own = compared(*settings, args.rounds)
-        lines.append(
-            f"| {name} | {1000 * statistics.median(theirs):.0f} | {1000 * statistics.median(own):.1f} | "
-            f"{ratio(theirs, own)} |"
-        )
-        print(lines[-1], flush=True)
-    lines.append(f"\nFlower {flwr.__version__}.")
-    write(Path(__file__), lines)
+    torch.set_num_threads(1)  # the main thread's OpenMP workers would slow those of Flower's server
+    theirs, own = compared(*SETTINGS[name], rounds)
+    ms = [1000 * statistics.median(times) for times in (theirs, own)]
+    return [f"{ms[0]:.0f}", f"{ms[1]:.1f}", ratio(theirs, own)]
+
+
+def main() -> None:
+    given = runner.arguments(__doc__, rounds=6)
+    rows = {name: [(name, given.rounds)] for name in SETTINGS}
+    columns = "a FedAvg round of | Flower's simulation, ms | ours, ms | Flower / ours"
+    note = f"Flower {flwr.__version__}."
+    runner.table(columns, rows, measure, given, note=lambda: note, threads=None)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A gradient of a hierarchical model's ELBO: rounds of SFVI against NumPyro's jitted SVI. Makes against_numpyro.md.
+"""How long does a gradient of a hierarchical model's ELBO take, beside NumPyro's SVI? Makes against_numpyro.md.
 
     pip install 'bayesfed[benchmarks]'
     python experiments/benchmarks/against_numpyro.py      # some minutes, on a machine that does nothing else
@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import statistics
 import time
-import warnings
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -22,7 +20,7 @@ import numpyro.distributions as dist
 import torch
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
-from timing import command, ratio, write
+from timing import ratio, runner
 
 import bayesfed as bf
 from bayesfed import models
@@ -41,7 +39,7 @@ def federation(groups: int, rows: int) -> bf.Federation:
 
 
 def pooled(group: jax.Array, x: jax.Array, y: jax.Array, groups: int) -> None:
-    """models.varying_intercept in NumPyro."""
+    """Sample as models.varying_intercept, in NumPyro."""
     mu = numpyro.sample("mu", dist.Normal(0.0, 2.0))
     tau = numpyro.sample("tau", dist.HalfNormal(1.0))
     beta = numpyro.sample("beta", dist.Normal(0.0, 2.0).expand([1]).to_event(1))
@@ -52,64 +50,57 @@ def pooled(group: jax.Array, x: jax.Array, y: jax.Array, groups: int) -> None:
         numpyro.sample("y", dist.Normal(alpha[group] + x @ beta, sigma), obs=y)
 
 
+def measure(groups: int, rows: int, rounds: int) -> list[str]:
+    """Time a number of groups; NumPyro's steps run between our rounds."""
+    data = federation(groups, rows)
+    group = jax.numpy.asarray(np.arange(groups).repeat(rows))
+    x, y = (jax.numpy.asarray(data[name].numpy()) for name in ("x", "y"))
+    svi = SVI(pooled, AutoNormal(pooled), numpyro.optim.Adam(0.01), Trace_ELBO(num_particles=DRAWS))
+    state = svi.init(jax.random.PRNGKey(0), group, x, y, groups)
+
+    @jax.jit
+    def steps(state, svi=svi, group=group, x=x, y=y, groups=groups):
+        update = lambda state, _: svi.update(state, group, x, y, groups)  # noqa: E731
+        return jax.lax.scan(update, state, length=STEPS)
+
+    times: dict[bool | str, list[float]] = {"numpyro": []}
+
+    def theirs(_: object, steps=steps, times=times, start=state) -> None:
+        jax.block_until_ready(steps(start))
+        begin = time.perf_counter()
+        jax.block_until_ready(steps(start))
+        times["numpyro"].append((time.perf_counter() - begin) / STEPS)
+
+    cell = ""
+    for compile in (True, False):
+        algorithm = bf.SFVI(
+            global_guide=bf.MeanField(), conditioned=False, local_steps=STEPS, draws=DRAWS
+        )
+        posterior = bf.fit(
+            models.varying_intercept,
+            data,
+            algorithm,
+            rounds=rounds,
+            execution=bf.Execution(compile=compile),
+            progress=False,
+            callbacks=[theirs],
+        )
+        times[compile] = [s / STEPS for s in posterior.history["seconds"].tolist()[2:]]
+        if compile:
+            cell = ratio(times["numpyro"][2:], times[True], ".2f")
+    middle = [1000 * statistics.median(times[k]) for k in ("numpyro", True, False)]
+    return [*(f"{m:.2f}" for m in middle), cell]
+
+
 def main() -> None:
-    parser = command(__doc__)
-    parser.add_argument("--rounds", type=int, default=30)
-    args = parser.parse_args()
-    warnings.simplefilter("ignore")
-    lines = [
-        "| groups × rows | NumPyro, ms a gradient | ours compiled | ours eager | NumPyro / compiled |",
-        "| --- |" + " --- |" * 4,
-    ]
-    for groups, rows in ((85, 11), (1000, 10), (1000, 100)):
-        data = federation(groups, rows)
-        group = jax.numpy.asarray(np.arange(groups).repeat(rows))
-        x, y = (jax.numpy.asarray(data[name].numpy()) for name in ("x", "y"))
-        svi = SVI(
-            pooled, AutoNormal(pooled), numpyro.optim.Adam(0.01), Trace_ELBO(num_particles=DRAWS)
-        )
-        state = svi.init(jax.random.PRNGKey(0), group, x, y, groups)
-
-        @jax.jit
-        def steps(state, svi=svi, group=group, x=x, y=y, groups=groups):
-            update = lambda state, _: svi.update(state, group, x, y, groups)  # noqa: E731
-            return jax.lax.scan(update, state, length=STEPS)
-
-        times: dict[bool | str, list[float]] = {"numpyro": []}
-
-        def theirs(_: object, steps=steps, times=times, start=state) -> None:
-            jax.block_until_ready(steps(start))
-            begin = time.perf_counter()
-            jax.block_until_ready(steps(start))
-            times["numpyro"].append((time.perf_counter() - begin) / STEPS)
-
-        cell = ""
-        for compile in (True, False):
-            algorithm = bf.SFVI(
-                global_guide=bf.MeanField(),
-                conditioned=False,
-                local_steps=STEPS,
-                draws=DRAWS,
-            )
-            posterior = bf.fit(
-                models.varying_intercept,
-                data,
-                algorithm,
-                rounds=args.rounds,
-                execution=bf.Execution(compile=compile),
-                progress=False,
-                callbacks=[theirs],
-            )
-            times[compile] = [s / STEPS for s in posterior.history["seconds"].tolist()[2:]]
-            if compile:
-                cell = ratio(times["numpyro"][2:], times[True], ".2f")
-        middle = [1000 * statistics.median(times[k]) for k in ("numpyro", True, False)]
-        lines.append(
-            f"| {groups} × {rows} | " + " | ".join(f"{m:.2f}" for m in middle) + f" | {cell} |"
-        )
-        print(lines[-1], flush=True)
-    lines.append(f"\nNumPyro {numpyro.__version__}, jax {jax.__version__}.")
-    write(Path(__file__), lines)
+    given = runner.arguments(__doc__, rounds=30)
+    sizes = ((85, 11), (1000, 10), (1000, 100))
+    rows = {f"{groups} × {rows}": [(groups, rows, given.rounds)] for groups, rows in sizes}
+    columns = (
+        "groups × rows | NumPyro, ms a gradient | ours compiled | ours eager | NumPyro / compiled"
+    )
+    note = f"NumPyro {numpyro.__version__}, jax {jax.__version__}."
+    runner.table(columns, rows, measure, given, note=lambda: note, threads=None)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,14 @@ from bayesfed import models
 
 @cache
 def rows_of(client: int, rows: int, inputs: int, classes: int) -> tuple[Tensor, Tensor]:
+    """Return a client's rows."""
     generator = torch.Generator().manual_seed(client)
     x = torch.rand(rows, inputs, generator=generator)
     return x, torch.randint(0, classes, (rows,), generator=generator)
 
 
 def client_app(rows: int, sizes: tuple[int, ...], epochs: int, batch: int) -> ClientApp:
+    """Return an app that trains a client's network."""
     app = ClientApp()
 
     @app.train()

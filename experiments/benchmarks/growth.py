@@ -1,33 +1,26 @@
-"""Time and memory of a round against the number of clients and against the cohort. Makes growth.md.
+"""How do time and memory of a round grow with the number of clients and with the cohort? Makes growth.md.
 
     python experiments/benchmarks/growth.py             # some minutes, on a machine that does nothing else
 
-Every line is a run in a process of its own; lines of one table take turns, and a time is the median over rounds of the
-median over turns. Data lie in an Arrow file, what clients keep in mapped files, both in a temporary folder. Memory is
-what the process must have of its own at the end of a round (on Linux, ``RssAnon``; pages of mapped files the system
-takes back when it needs them), less what it had before the fit. "Before and after" is what is no round: reading names,
-checking data, first states. PFedVEM keeps a posterior for every client, FedAvg nothing until the end. The last line is
-100,000 clients of 9,993 weights each (100-97-2).
+Every run has a process of its own; a figure is the median over the turns of a row. Data lie in an Arrow file, clients'
+states in mapped files, both in a temporary folder. Memory is the process' own at the end of a round (on Linux,
+``RssAnon``; the system takes back pages of mapped files when it needs them), less what it had before the fit. "Before
+and after" is all that is not a round: reading names, checking data, first states. PFedVEM is stateful, FedAvg keeps
+nothing until the end. The last row is 100,000 clients of 9,993 weights each (100-97-2).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
-from timing import command, write
+from timing import runner
 
 import bayesfed as bf
 from bayesfed import models
@@ -38,7 +31,7 @@ COHORTS = (10, 50, 250, 1250)
 
 
 def stored(folder: Path, clients: int, inputs: int) -> Path:
-    """An Arrow file of that many clients, written once, ten thousand of them at a time."""
+    """Write an Arrow file of that many clients once, ten thousand of them at a time; its path."""
     path = folder / f"{clients}x{inputs}.arrow"
     if path.exists():
         return path
@@ -60,16 +53,19 @@ def stored(folder: Path, clients: int, inputs: int) -> Path:
 
 
 def owned() -> float:
-    """Memory of this process that is no file's, MB."""
+    """Return the memory of this process that is no file's, MB."""
     return int(re.findall(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[0]) / 1024
 
 
-def one(name: str, path: str, cohort: int, hidden: list[int], rounds: int) -> dict[str, float]:
-    """The figures of one run."""
-    torch.manual_seed(0)
+def measure(
+    folder: str, name: str, clients: int, cohort: int, hidden: int, turn: int
+) -> dict[str, float]:
+    """Fit once and return the figures."""
+    inputs, layers = (100, [hidden]) if hidden else (INPUTS, [])
+    path = stored(Path(folder), clients, inputs)
     started = time.perf_counter()
     data = bf.Federation.from_arrow(path, client="client")
-    network = models.mlp(data.event_shape("x")[0], *hidden, 2)
+    network = models.mlp(inputs, *layers, 2)
     if name == "PFedVEM":
         algorithm: Any = bf.PFedVEM(head_steps=10, draws=5)
         model = models.Network(network, spread="client", scale=0.1)
@@ -77,13 +73,13 @@ def one(name: str, path: str, cohort: int, hidden: list[int], rounds: int) -> di
         algorithm = bf.FedAvg(local_steps=10, personal_steps=1)
         model = models.Network(network)
     peaks: list[float] = []
-    with tempfile.TemporaryDirectory(dir=Path(path).parent) as states:
+    with tempfile.TemporaryDirectory(dir=folder) as states:
         before = owned()
         posterior = bf.fit(
             model,
             data,
             algorithm,
-            rounds=rounds,
+            rounds=ROUNDS,
             clients_per_round=cohort,
             execution=bf.Execution(states=states),
             progress=False,
@@ -98,52 +94,40 @@ def one(name: str, path: str, cohort: int, hidden: list[int], rounds: int) -> di
         }
 
 
+def cells(_: Any, found: list[dict[str, float]]) -> list[str]:
+    """Return medians over the turns; a row's figures come before those of the first row, to compare with."""
+    half = len(found) // 2
+    middle, first = (
+        {key: statistics.median(run[key] for run in runs) for key in found[0]}
+        for runs in (found[:half], found[half:])
+    )
+    ms, mb, start, disk = (middle[key] for key in ("ms", "MB", "start", "disk"))
+    return [f"{ms:.1f}", f"{ms / first['ms']:.2f}", f"{mb:.0f}", f"{start:.1f}", f"{disk:.0f}"]
+
+
 def main() -> None:
-    parser = command(__doc__)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    warnings.simplefilter("ignore")
-    if args.one:
-        print(json.dumps(one(*json.loads(args.one))))
-        return
-    lines = [
-        "| algorithm | clients | cohort | ms a round | to the first line | memory, MB | before and after, s "
-        "| states, MB |",
-        "| --- |" + " --- |" * 7,
-    ]
-    grid: list[tuple[int, int, int, list[int]]] = [(n, COHORT, INPUTS, []) for n in CLIENTS]
-    grid += [(10_000, cohort, INPUTS, []) for cohort in COHORTS]
+    given = runner.arguments(__doc__, turns=3)
+    points = [(n, COHORT, 0) for n in CLIENTS] + [(10_000, cohort, 0) for cohort in COHORTS]
+    large, rows = (100_000, COHORT, 97), {}
     with tempfile.TemporaryDirectory() as folder:
 
-        def run(name: str, clients: int, cohort: int, inputs: int, hidden: list[int]) -> Any:
-            path = str(stored(Path(folder), clients, inputs))
-            task = json.dumps([name, path, cohort, hidden, ROUNDS])
-            command = [sys.executable, __file__, "--one", task]
-            return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+        def calls(name: str, point: tuple[int, int, int], turns: int) -> list[tuple[object, ...]]:
+            return [(folder, name, *point, turn) for turn in range(turns)]
 
-        for name, turns, points in (
-            ("PFedVEM", args.turns, grid),
-            ("FedAvg", args.turns, grid),
-            ("PFedVEM", 1, [(100_000, COHORT, 100, [97])]),
-        ):
-            found: list[list[dict[str, float]]] = [[] for _ in points]
-            for _ in range(turns):
-                for runs, point in zip(found, points, strict=True):
-                    runs.append(run(name, *point))
-            middle = [
-                {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-                for runs in found
-            ]
-            for (clients, cohort, _, hidden), figures in zip(points, middle, strict=True):
-                what = f"{name}, 9,993 weights" if hidden else name
-                lines.append(
-                    f"| {what} | {clients:,} | {cohort:,} | {figures['ms']:.1f} | "
-                    f"{figures['ms'] / middle[0]['ms']:.2f} | {figures['MB']:.0f} | "
-                    f"{figures['start']:.1f} | {figures['disk']:.0f} |"
+        for name, several in (("PFedVEM", points), ("FedAvg", points), ("PFedVEM", [large])):
+            turns = 1 if several == [large] else given.turns
+            for point in several:
+                key = (
+                    f"{name}, 9,993 weights" if point[2] else name,
+                    f"{point[0]:,}",
+                    f"{point[1]:,}",
                 )
-                print(lines[-1], flush=True)
-    write(Path(__file__), lines)
+                rows[key] = calls(name, point, turns) + calls(name, several[0], turns)
+        columns = (
+            "algorithm | clients | cohort | ms a round | to the first line | memory, MB "
+            "| before and after, s | states, MB"
+        )
+        runner.table(columns, rows, measure, given, cells, alone=True, threads=None)
 
 
 if __name__ == "__main__":

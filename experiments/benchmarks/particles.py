@@ -1,26 +1,26 @@
-"""The gradient of ln Z for 24 clients × 150 rows × 4 particles: one batched pass against loops. Makes particles.md.
+"""Is one batched pass for the gradient of ln Z faster than loops over clients and particles? Makes particles.md.
 
     python experiments/benchmarks/particles.py             # a minute; on a machine that does nothing else
 
-The pass, compiled and eager, beside two loops over clients and particles: the same pass, one client and one particle
-at a time; and what one would write with GPyTorch alone, an ExactGP and its ExactMarginalLogLikelihood for each,
-backward, the parameters' gradients. All are timed in turn in one process on one thread. Ratios are medians, with the
-least and the greatest.
+24 clients with 150 rows, 4 particles. The pass, compiled and eager, is timed beside two loops over clients and
+particles: the same pass, one client and one particle at a time; and GPyTorch alone, an ExactGP and its
+ExactMarginalLogLikelihood for each, backward, the parameters' gradients. All take turns in one process on one thread.
+Ratios are medians, with the least and the greatest.
 """
 
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
 
 import gpytorch
 import torch
-from timing import command, interleaved, ratio, write
+from timing import interleaved, ratio, runner
 from torch import Tensor, nn
 
 import bayesfed as bf
 from bayesfed import models
-from bayesfed.data.batch import Batch, Rows
+from bayesfed.data.batch import Batch
+from bayesfed.data.minibatches import Minibatches
 from bayesfed.elbo import noise
 from bayesfed.guides.particles import PARTICLES
 from bayesfed.steps.job import Job
@@ -41,12 +41,12 @@ class Exact(gpytorch.models.ExactGP):
         self.kernel.requires_grad_(False)
 
     def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
-        """GPyTorch's interface."""
+        """Return the prior at inputs; GPyTorch's interface."""
         covariance = self.kernel(self.features(x))
         return gpytorch.distributions.MultivariateNormal(self.mean(x).squeeze(-1), covariance)
 
     def parts(self) -> list[nn.Parameter]:
-        """In the order of φ."""
+        """Return the parameters in the order of φ."""
         every = [*self.mean.parameters(), *self.features.parameters()]
         return [*every, *self.likelihood.parameters()]
 
@@ -55,12 +55,8 @@ def _network(outputs: int) -> nn.Module:
     return models.mlp(INPUTS, 16, 16, outputs, activation=nn.Tanh)
 
 
-def main() -> None:
-    parser = command(__doc__)
-    parser.add_argument("--repeats", type=int, default=15)
-    args = parser.parse_args()
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
+def measure(repeats: int) -> list[list[str]]:
+    """Time the four in turn."""
     arrays = {
         f"client {i}": {"x": torch.randn(ROWS, INPUTS), "y": torch.randn(ROWS)}
         for i in range(CLIENTS)
@@ -73,7 +69,7 @@ def main() -> None:
     keys, batch = noise.fold(noise.key(0), federation.stream_ids), federation.batch()
 
     def gradient(particles: Tensor, batch: Batch, keys: Tensor) -> Tensor:
-        rows = Rows(lambda step: batch, federation.lengths[batch.index], ROWS)
+        rows = Minibatches(lambda step: batch, federation.lengths[batch.index], ROWS)
         job = Job(program, {PARTICLES: particles}, {}, rows, keys)
         return algorithm.encode(job, algorithm.work(job))[PARTICLES]
 
@@ -116,18 +112,20 @@ def main() -> None:
     }
     expected = batched()
     scale = float(expected.abs().max())
-    times = interleaved(contenders, args.repeats)
-    lines = [
-        "| gradient | ms | times the compiled | times the batched | differs by |",
-        "| --- |" + " --- |" * 4,
-    ]
+    times = interleaved(contenders, repeats)
+    rows = []
     for name, run in contenders.items():
-        cells = [f"{1000 * statistics.median(times[name]):.0f}"]
-        for to in ("compiled", "batched"):
-            cells.append(ratio(times[name], times[to]))
-        cells.append(f"{float((run() - expected).abs().max()) / scale:.0e}")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    write(Path(__file__), lines)
+        differs = float((run() - expected).abs().max()) / scale
+        ratios = [ratio(times[name], times[to]) for to in ("compiled", "batched")]
+        ms = f"{1000 * statistics.median(times[name]):.0f}"
+        rows.append([name, ms, *ratios, f"{differs:.0e}"])
+    return rows
+
+
+def main() -> None:
+    given = runner.arguments(__doc__, repeats=15)
+    columns = "gradient | ms | times the compiled | times the batched | differs by"
+    runner.table(columns, {(): [(given.repeats,)]}, measure, given)
 
 
 if __name__ == "__main__":

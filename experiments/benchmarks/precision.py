@@ -1,22 +1,20 @@
-"""What products in bf16 do to accuracy and time: digits on 20 clients, full and lowered in turn. Makes precision.md.
+"""What do products in bf16 change in accuracy and time? Makes precision.md.
 
     python experiments/benchmarks/precision.py          # two minutes
 
-Means over seeds of the accuracy, NLL and calibration error on the clients' test rows, the mean difference to full
-precision with the standard error of that difference over seeds, and the ratio of the seconds a round, on this
-machine: a CPU without bf16 units has nothing to gain. TF32, which no CPU has, is timed by gpu.py.
+Digits on 20 clients. Means over seeds of the accuracy, NLL and calibration error on the clients' test rows, the mean
+difference to full precision with the standard error of that difference over seeds, and the ratio of the seconds a
+round, on this machine: a CPU without bf16 units has nothing to gain. TF32, which no CPU has, is timed by gpu.py.
 """
 
 from __future__ import annotations
 
 import statistics
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from timing import command, write
+from timing import runner
 
 import bayesfed as bf
 from bayesfed import datasets, metrics, models
@@ -37,8 +35,8 @@ METHODS: dict[str, Callable[[], tuple[Any, Any]]] = {
 }
 
 
-def fitted(name: str, seed: int, precision: Any) -> tuple[dict[str, float], float]:
-    """The figures of one run, and its seconds a round."""
+def measure(name: str, seed: int, precision: Any) -> list[float]:
+    """Return the figures of one run, and its seconds a round."""
     train, test = datasets.digits(seed=seed)
     torch.manual_seed(seed)
     algorithm, model = METHODS[name]()
@@ -57,31 +55,27 @@ def fitted(name: str, seed: int, precision: Any) -> tuple[dict[str, float], floa
     report = metrics.classification(probabilities, test["y"].long(), test.owner, test.names)
     found = report.overall
     seconds = statistics.median(posterior.history["seconds"].tolist()[2:])
-    return {figure: float(found[figure]) for figure in FIGURES}, seconds
+    return [*(float(found[figure]) for figure in FIGURES), seconds]
+
+
+def cells(_: Any, found: list[list[float]]) -> list[str]:
+    """Return the cells of a method from its runs in full, then in lowered precision."""
+    half, made = len(found) // 2, []
+    pairs = list(zip(found[:half], found[half:], strict=True))
+    for i in range(len(FIGURES)):
+        full = statistics.mean(run[i] for run in found[:half])
+        made += [f"{full:.4f}", runner.plus_minus([b[i] - a[i] for a, b in pairs], "+.5f", ".5f")]
+    return [*made, f"{statistics.median(b[-1] / a[-1] for a, b in pairs):.2f}"]
 
 
 def main() -> None:
-    parser = command(__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
-    args = parser.parse_args()
-    warnings.simplefilter("ignore")
+    given = runner.arguments(__doc__, seeds=5)
     heads = " | ".join(f"{figure}, full | bf16 less full" for figure in FIGURES)
-    lines = [f"| method | {heads} | seconds, bf16 / full |", "| --- |" + " --- |" * 7]
-    for name in METHODS:
-        runs = [
-            {precision: fitted(name, seed, precision) for precision in ("full", "bf16")}
-            for seed in range(args.seeds)
-        ]
-        cells = []
-        for figure in FIGURES:
-            full = [run["full"][0][figure] for run in runs]
-            gaps = [run["bf16"][0][figure] - run["full"][0][figure] for run in runs]
-            error = statistics.stdev(gaps) / len(gaps) ** 0.5
-            cells += [f"{statistics.mean(full):.4f}", f"{statistics.mean(gaps):+.5f} ± {error:.5f}"]
-        times = statistics.median(run["bf16"][1] / run["full"][1] for run in runs)
-        lines.append(f"| {name} | " + " | ".join(cells) + f" | {times:.2f} |")
-        print(lines[-1], flush=True)
-    write(Path(__file__), lines)
+    rows = {
+        name: [(name, seed, kind) for kind in ("full", "bf16") for seed in range(given.seeds)]
+        for name in METHODS
+    }
+    runner.table(f"method | {heads} | seconds, bf16 / full", rows, measure, given, cells)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,28 @@
-"""One step of a cohort: draws, gradient, optimiser. Ours compiled and eager, torch batched by hand, torch in a loop.
+"""How long does one step of a cohort take, beside torch batched by hand and torch in a loop? Makes steps.md.
 
     python experiments/benchmarks/steps.py                          # some minutes, on a machine that does nothing else
     python experiments/benchmarks/steps.py "MLP" --repeats 5        # one problem
 
-Every client has a mean-field posterior over its weights, one draw a step and plain gradient descent; the radon-like
-model has the server's draws of four globals (8 of them), one intercept a client, and Adam. "Hand" is what one would
-write in torch for this very model, all clients as one batch, in place; "loop" the same for one client after
-another. All do the same mathematics: "differ by" compares gradients with the same noise, to the largest of them.
-Times are medians of rounds in which the contenders take turns.
+A step has draws, a gradient and an optimiser. Every client has a mean-field posterior over its weights, one draw a step
+and plain gradient descent; the radon-like model has 8 draws of four global variables from the server, one intercept a
+client, and Adam. "Hand" is torch written for this model, all clients as one batch, in place; "loop" the same for one
+client after another. All do the same mathematics: "differ by" compares gradients with the same noise, relative to the
+largest of them. Times are medians of rounds in which the contenders take turns.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import torch
 import torch.nn.functional as F
-from timing import command, interleaved, limits, ratio, write
+from timing import interleaved, limits, ratio, runner
 from torch import Tensor, nn
 
 import bayesfed as bf
@@ -61,7 +59,7 @@ def bayesian_network(
     classes: int,
     flop_per_row: float,
 ) -> Problem:
-    """q(w_i) = N(loc, e^{2 log_scale}) of every client around N(m, s²), as FedABML steps on it."""
+    """Return a step of FedABML on q(w_i) = N(loc, e^{2 log_scale}) of every client around N(m, s²)."""
     x, y = torch.rand(clients * rows, inputs), torch.randint(0, classes, (clients * rows,))
     offsets = torch.arange(0, clients * rows + 1, rows)
     federation = bf.Federation({"x": x, "y": y}, offsets, [f"{i}" for i in range(clients)])
@@ -127,7 +125,7 @@ def bayesian_network(
 
 
 def _layers(w: Tensor, sizes: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
-    """Weights ``(..., out, in)`` and biases ``(..., out)`` of an MLP."""
+    """Return weights ``(..., out, in)`` and biases ``(..., out)`` of an MLP."""
     found, at = [], 0
     for before, after in itertools.pairwise(sizes):
         weight = w[..., at : at + before * after].unflatten(-1, (after, before))
@@ -158,7 +156,7 @@ def mlp(clients: int, rows: int, *sizes: int) -> Problem:
 
 
 def cnn(clients: int, rows: int) -> Problem:
-    """Two convolutions and two layers, 28 × 28; by hand, clients are groups of channels."""
+    """Return a step on two convolutions and two layers, 28 × 28; by hand, clients are groups of channels."""
     module = models.cnn((1, 28, 28), 10, channels=(8, 16), hidden=32)
     shapes = [p.shape for p in module.parameters()]
 
@@ -195,7 +193,7 @@ GLOBALS = ("mu", "log_tau", "slope", "log_sigma")
 
 
 def radon(clients: int, rows: int, draws: int = 8) -> Problem:
-    """Varying intercepts: gradients in q(alpha_i) and, for the server, in its draws of the globals."""
+    """Return a step on varying intercepts: gradients in q(alpha_i) and in the server's draws of the globals."""
 
     def model(federation: Any) -> None:
         mu, log_tau, slope, log_sigma = (pyro.sample(n, dist.Normal(0.0, 2.0)) for n in GLOBALS)
@@ -216,10 +214,7 @@ def radon(clients: int, rows: int, draws: int = 8) -> Problem:
             pyro.sample("alpha", dist.Normal(loc, log_scale.exp()))
 
     offsets = torch.arange(0, clients * rows + 1, rows)
-    fields = {
-        "floor": torch.rand(clients * rows).round(),
-        "log_radon": torch.randn(clients * rows),
-    }
+    fields = {"floor": torch.rand(clients * rows).round(), "log_radon": torch.randn(clients * rows)}
     federation = bf.Federation(fields, offsets, [f"{i}" for i in range(clients)])
     algorithm = bf.SFVI(guide=guide, draws=draws)
     program = algorithm.program(model, federation)
@@ -298,7 +293,7 @@ PROBLEMS: dict[str, tuple[Callable[[], Problem], int]] = {
 def measured(
     problem: Problem, repeats: int, finish: Callable[[], object] = lambda: None
 ) -> tuple[dict[str, list[float]], Compiler, float]:
-    """Seconds of the contenders, the compiler, and how far ours are from hand-written gradients.
+    """Return seconds of the contenders, the compiler, and how far ours are from hand-written gradients.
 
     ``finish`` waits for a device.
     """
@@ -319,46 +314,46 @@ def measured(
     return interleaved(runs, repeats), compiler, difference
 
 
-def cells(times: dict[str, list[float]], problem: Problem, flops: float, bandwidth: float) -> str:
-    """The columns of times, ratios and the part of the limit that is reached."""
+def cells(
+    times: dict[str, list[float]], problem: Problem, flops: float, bandwidth: float
+) -> list[str]:
+    """Return the columns of times, ratios and the part of the limit that is reached."""
     found = [f"{1000 * statistics.median(of):.3g}" for of in times.values()]
     for of, to in (("compiled", "hand"), ("eager", "hand"), ("loop", "compiled")):
         found.append(ratio(times[of], times[to], ".2g"))
     least = problem.flop / flops + 4 * problem.numbers / bandwidth
     found.append(f"{100 * least / statistics.median(times['compiled']):.0f} %")
-    return " | ".join(found)
+    return found
 
 
-def main() -> None:
-    parser = command(__doc__)
-    parser.add_argument("problems", nargs="*", help="beginnings of their names; by default all")
-    parser.add_argument("--repeats", type=int, default=15)
-    args = parser.parse_args()
-    warnings.simplefilter("ignore")
-    rows = [
-        "| one step of | compiled, ms | eager, ms | hand, ms | loop, ms | compiled / hand | eager / hand "
-        "| loop / compiled | of the machine's limit | compile, s | threads | differ by |",
-        "| --- |" + " --- |" * 11,
-    ]
+def measure(name: str, repeats: int) -> list[str]:
+    """Time a problem."""
+    limit, (make, threads) = limits(), PROBLEMS[name]
+    torch.manual_seed(0)
+    torch.set_num_threads(threads)
+    problem = make()
+    times, compiler, difference = measured(problem, repeats)
+    last = [f"{compiler.seconds:.0f}", str(threads), f"{difference:.0e}"]
+    return [*cells(times, problem, *limit), *last]
+
+
+def note() -> str:
     flops, bandwidth = limits()
-    for name, (make, threads) in PROBLEMS.items():
-        if args.problems and not name.startswith(tuple(args.problems)):
-            continue
-        torch.manual_seed(0)
-        torch.set_num_threads(threads)
-        problem = make()
-        times, compiler, difference = measured(problem, args.repeats)
-        rows.append(
-            f"| {name} | {cells(times, problem, flops, bandwidth)} | {compiler.seconds:.0f} | {threads} | "
-            f"{difference:.0e} |"
-        )
-        print(rows[-1], flush=True)
-    rows.append(
-        f"\nLimit: matrix products at {flops / 1e9:.0f} GFLOP/s and memory at {bandwidth / 1e9:.0f} GB/s, as measured "
+    return (
+        f"Limit: matrix products at {flops / 1e9:.0f} GFLOP/s and memory at {bandwidth / 1e9:.0f} GB/s, as measured "
         "here with two threads, one after the other: parameters read, their gradients and new values written, rows "
         "read once."
     )
-    write(Path(__file__), rows)
+
+
+def main() -> None:
+    given = runner.arguments(__doc__, repeats=15)
+    columns = (
+        "one step of | compiled, ms | eager, ms | hand, ms | loop, ms | compiled / hand | eager / hand "
+        "| loop / compiled | of the machine's limit | compile, s | threads | differ by"
+    )
+    rows = {name: [(name, given.repeats)] for name in PROBLEMS}
+    runner.table(columns, rows, measure, given, note=note, threads=None)
 
 
 if __name__ == "__main__":

@@ -1,44 +1,36 @@
-"""A fit over three sites beside the same fit in one process, seed for seed: makes agreement.md.
+"""Does a fit over three institutions agree with the same fit in one process, seed for seed? Makes agreement.md.
 
     python experiments/deployment/agreement.py       # a few minutes
 
-Sites are workers in this process, reached through the messages that travel otherwise. Differences are round-off: sums
-are added in another order. They are of the guide's global parameters, of the clients' own ones, both relative to the
-largest of the tensor, and of the ELBO of the last round. Beside them those of one process in which two clients run
-together, in place of as many as go: what round-off does to the method.
+Institutions are workers in this process, reached through the messages that otherwise travel. Differences are round-off:
+sums are added in another order. They are of the guide's global parameters, of the clients' own ones, both relative to
+the largest of the tensor, and of the ELBO of the last round. Beside them are those of one process in which two clients
+run together, in place of all: the effect of round-off on the method.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
+import in_process
 import torch
+from in_process import runner
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.deploy.institutions import Patience
-from bayesfed.deploy.node import Site
-from bayesfed.deploy.plan import DeploymentPlan
-from bayesfed.deploy.server import deployed
-from bayesfed.deploy.transport import Carrier
-
-HERE = Path(__file__).parent
-SITES = 3
+from bayesfed.deploy.plan import Plan
 
 
 def network() -> Any:
-    """A small classifier of digits."""
+    """Return a small classifier of digits."""
     return models.Network(models.mlp(64, 10))
 
 
 DIGITS = {"rounds": 5, "clients_per_round": 0.5, "batch_size": 10}
 CASES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
-    "SFVI, until settled": (models.varying_slope, datasets.grunfeld, bf.SFVI(), {}),
+    "SFVI, until converged": (models.varying_slope, datasets.grunfeld, bf.SFVI(), {}),
     "SFVI, half of the clients": (
         models.varying_slope,
         datasets.grunfeld,
@@ -62,7 +54,7 @@ CASES: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
 
 
 def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest difference, relative to the largest number of its tensor."""
+    """Return the largest difference, relative to the largest number of its tensor."""
     return max(
         (
             float((found[n] - v).abs().max() / v.abs().max().clamp(min=1e-12))
@@ -72,26 +64,15 @@ def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
     )
 
 
-def compared(case: str) -> str:
-    """A row of the table."""
+def measure(case: str) -> list[str]:
+    """Fit over institutions, in one process, and in other chunks."""
     model, data, algorithm, schedule = CASES[case]
     federation = datasets.digits(clients=9)[0] if data == "digits" else data()
     if model == "modulated":
         model = models.Modulated(models.mlp(64, 16, 10), models.mlp(64, 8), context=8)
-    plan = DeploymentPlan(model, algorithm, **schedule)
-    cuts = [round(i * len(federation) / SITES) for i in range(SITES + 1)]
+    plan, begin = Plan(model, algorithm, **schedule), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        sites = {
-            f"site{i}": Site(
-                f"site{i}", federation.select(federation.names[a:b]), plan, f"{folder}/site{i}"
-            )
-            for i, (a, b) in enumerate(pairwise(cuts))
-        }
-        carrier = Carrier(
-            lambda: list(sites), lambda sent, _: {at: sites[at].handle(p) for at, p in sent.items()}
-        )
-        begin = time.perf_counter()
-        over = deployed(carrier, plan, Patience(tuple(sites)), f"{folder}/server.safetensors")
+        over, sites = in_process.fit(plan, federation, folder, institutions=3)
         seconds = time.perf_counter() - begin
         own = [part.posterior.local_params for s in sites.values() for part in s._parts.values()]
     begin = time.perf_counter()
@@ -102,7 +83,7 @@ def compared(case: str) -> str:
     local = {name: torch.cat([part[name] for part in own]) for name in here.local_params}
     rounds = [len(p.history["elbo"]) for p in (over.posterior, here)]
     elbo = [float(p.history["elbo"][-1]) for p in (over.posterior, here)]
-    cells = [
+    return [
         f"{rounds[0]} / {rounds[1]}",
         f"{worst(over.params, here.params):.1e}",
         f"{worst(local, dict(here.local_params)):.1e}",
@@ -110,26 +91,13 @@ def compared(case: str) -> str:
         f"{abs(elbo[0] - elbo[1]):.1e} of {elbo[1]:.1f}",
         f"{seconds:.1f} / {alone:.1f}",
     ]
-    return f"| {case} | " + " | ".join(cells) + " |"
 
 
 def main() -> None:
-    """Print the table and write it."""
-    heads = [
-        "",
-        "rounds",
-        "global",
-        "clients' own",
-        "global, other chunks",
-        "ELBO",
-        "seconds, sites / here",
-    ]
-    lines = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
-    for case in CASES if len(sys.argv) == 1 else sys.argv[1:]:
-        lines.append(compared(case))
-        print(lines[-1], flush=True)
-    if len(sys.argv) == 1:
-        (HERE / "agreement.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    columns = (
+        "fit | rounds | global | clients' own | global, other chunks | ELBO | seconds, sites / here"
+    )
+    runner.table(columns, list(CASES), measure, runner.arguments(__doc__))
 
 
 if __name__ == "__main__":

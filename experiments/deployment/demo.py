@@ -1,87 +1,69 @@
 """A fit between processes, one of which is killed: python experiments/deployment/demo.py, or make deployment.
 
-A SuperLink and three SuperNodes with TLS and keys of their own, and three sites' workers, all on this machine. The
-model of experiments/grunfeld.toml is fitted; after a few rounds the worker in the midwest is killed and started again.
-In the end θ is compared with that of the fit in one process, where the data are in one place. About five minutes, most
-of which is Flower's, which starts a process for every message.
+A SuperLink and three SuperNodes with TLS and keys of their own, and three institutions' workers, all on this machine.
+The model of experiments/grunfeld.toml is fitted; after a few rounds the worker in the midwest is killed and started
+again. In the end θ is compared with that of the fit in one process, where the data are in one place. About five
+minutes, most of which are Flower's, which starts a process for every message.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 
 import pandas as pd
+from network import network
+from sites import sockets, start_worker, workers, write
 
 import bayesfed as bf
 from bayesfed import datasets, models
-
-sys.path.insert(0, str(Path(__file__).parent))
-from network import network
-from sites import NAMES, written
-
 from bayesfed.cli.flower import APP
 
 KILLED, AFTER = "midwest", 3
 
 
-def worker(folder: Path, name: str) -> subprocess.Popen[bytes]:
-    """A site's worker."""
-    command = [sys.executable, "-m", "bayesfed.cli.app", "node", f"{name}.toml"]
-    return subprocess.Popen(command, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"})
-
-
 def rounds(folder: Path) -> int:
-    """How many are done."""
+    """Return how many rounds are done."""
     history = folder / "runs" / "experiment" / "history.csv"
     return len(history.read_text().splitlines()) - 1 if history.exists() else 0
 
 
 def kill_one(
-    folder: Path, workers: dict[str, subprocess.Popen[bytes]], done: threading.Event
+    folder: Path, running: dict[str, subprocess.Popen[bytes]], done: threading.Event
 ) -> None:
-    """Kill a worker once some rounds are done, and start it again."""
+    """Kill a worker after some rounds, and start it again."""
     while rounds(folder) < AFTER and not done.is_set():
         time.sleep(0.2)
-    workers[KILLED].send_signal(signal.SIGKILL)
-    workers[KILLED].wait()
+    running[KILLED].kill()
+    running[KILLED].wait()
     print(
         f"killed the worker of {KILLED} after round {rounds(folder)}; starting it again", flush=True
     )
-    workers[KILLED] = worker(folder, KILLED)
+    running[KILLED] = start_worker(folder, KILLED)
 
 
 def main() -> None:
-    """Show that the two fits are one."""
+    """Fit between processes and in one, and compare."""
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bf") as name:
         folder, done = Path(name), threading.Event()
-        for site, part in written(folder).items():
+        for site, part in write(folder).items():
             print(f"{site}: {part}")
-        workers = {site: worker(folder, site) for site in NAMES}
-        try:
-            while not all((folder / f"{site}.sock").exists() for site in NAMES):
-                time.sleep(0.2)
-            sockets = {site: str(folder / f"{site}.sock") for site in NAMES}
-            with network(sockets, folder / "flower", tls=True) as made:
-                print("SuperLink and SuperNodes are up, with TLS and keys", flush=True)
-                killer = threading.Thread(target=kill_one, args=(folder, workers, done))
-                killer.start()
-                try:
-                    made.run(APP, experiment=str(folder / "experiment.toml"), seconds=1200.0)
-                finally:
-                    done.set()
-                    killer.join()
-        finally:
-            for process in workers.values():
-                process.kill()
-                process.wait()
+        with (
+            workers(folder) as running,
+            network(sockets(folder), folder / "flower", tls=True) as made,
+        ):
+            print("SuperLink and SuperNodes are up, with TLS and keys", flush=True)
+            killer = threading.Thread(target=kill_one, args=(folder, running, done))
+            killer.start()
+            try:
+                made.run(APP, experiment=str(folder / "experiment.toml"), seconds=1200.0)
+            finally:
+                done.set()
+                killer.join()
         table = pd.read_csv(folder / "runs" / "experiment" / "summary.csv", index_col="variable")
         print(
             f"between processes: {rounds(folder)} rounds in {time.monotonic() - begin:.0f} s in all"

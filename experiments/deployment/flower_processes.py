@@ -1,7 +1,7 @@
 """A run over Flower whose processes may be killed: SuperLink, ServerApp, SuperNodes and workers, all on this machine.
 
-Who is dead is started again, as systemd does it: a SuperNode every five seconds, until the SuperLink lets it in, which
-is when two heartbeats (60 s) of the dead one are over; and `flwr run`, until there is a result.
+A dead process is started again, as systemd does it: a SuperNode every five seconds, until the SuperLink lets it in,
+which is after two heartbeats (60 s) of the dead one; and `flwr run`, until there is a result.
 """
 
 from __future__ import annotations
@@ -10,22 +10,20 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
 from network import BIN, CONNECTION, Network, network
-from sites import NAMES
+from sites import NAMES, sockets, start_worker
 
 from bayesfed.cli.flower import APP
 
 AGAIN = 5.0
-"""Seconds between two starts of a process that does not stay."""
+"""Seconds between two starts of a process that ends."""
 
 
 class FlowerProcesses:
-    """A SuperLink and SuperNodes with TLS and keys, and the sites' workers."""
+    """A SuperLink and SuperNodes with TLS and keys, and the institutions' workers."""
 
     between, seconds = (15.0, 60.0), 240
 
@@ -46,18 +44,16 @@ class FlowerProcesses:
     def begin(self) -> None:
         """Start everything."""
         for name in NAMES:
-            self._start_worker(name)
-        while not all((self.folder / f"{name}.sock").exists() for name in NAMES):
-            time.sleep(0.2)
-        sockets = {name: str(self.folder / f"{name}.sock") for name in NAMES}
-        self.flower = self.stack.enter_context(network(sockets, self.folder / "flower", tls=True))
+            self.workers[name] = start_worker(self.folder, name)
+        flower = network(sockets(self.folder), self.folder / "flower", tls=True)
+        self.flower = self.stack.enter_context(flower)
         self._start_client()
 
     def tick(self) -> None:
-        """Start again who is dead."""
+        """Start dead processes again."""
         for name in NAMES:
             if self.workers[name].poll() is not None and self._due(f"worker of {name}"):
-                self._start_worker(name)
+                self.workers[name] = start_worker(self.folder, name)
         for part, process in list(self.flower.processes.items()):
             if process.poll() is not None and self._due(part):
                 self.flower.start(part)
@@ -66,7 +62,7 @@ class FlowerProcesses:
             self._start_client()
 
     def kill(self, name: str) -> bool:
-        """As the kernel does where memory runs out: this process, none that it has started; whether it was there."""
+        """Kill this process and none that it has started, as the kernel does; return whether it was there."""
         kind, _, site = name.partition(" of ")
         if kind == "ServerApp":
             found = self._ours(b"serverapp")
@@ -84,11 +80,11 @@ class FlowerProcesses:
         return there
 
     def ended(self) -> bool:
-        """Whether there is a result, and whoever asked for it has gone."""
+        """Return whether there is a result, and the client that asked for it has ended."""
         return self._result() and self.client is not None and self.client.poll() is not None
 
     def stop(self) -> None:
-        """All of them, and what killed ones have left behind."""
+        """End all processes, and those that killed ones have left behind."""
         for process in [*self.workers.values(), *([self.client] if self.client else [])]:
             process.kill()
             process.wait()
@@ -99,22 +95,12 @@ class FlowerProcesses:
         return (self.folder / "runs" / "experiment" / "summary.csv").exists()
 
     def _due(self, name: str) -> bool:
-        """Whether it is time to start a process again; notes that it was."""
+        """Return whether it is time to start a process again, and note the time."""
         now = time.monotonic()
         if now - self.started.get(name, -AGAIN) < AGAIN:
             return False
         self.started[name] = now
         return True
-
-    def _start_worker(self, name: str) -> None:
-        with (self.folder / f"{name}.out").open("ab") as out:
-            self.workers[name] = subprocess.Popen(
-                [sys.executable, "-m", "bayesfed.cli.app", "node", f"{name}.toml"],
-                cwd=self.folder,
-                stdout=out,
-                stderr=out,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
 
     def _start_client(self) -> None:
         path = self.folder / "experiment.toml"
@@ -128,7 +114,7 @@ class FlowerProcesses:
             )
 
     def _ours(self, named: bytes = b"") -> list[int]:
-        """The processes that were started with this run's folder, and are named so."""
+        """Return the processes that were started with this run's folder, and are named so."""
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):

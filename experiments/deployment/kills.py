@@ -1,11 +1,11 @@
-"""Runs whose processes are killed at random and started again, beside one that is left alone: makes kills.md.
+"""Do runs go on to the same numbers whose processes are killed at random and started again? Makes kills.md.
 
     python experiments/deployment/kills.py [KILLS] [--secure]       # 100 kills: six minutes
     python experiments/deployment/kills.py 25 --flower              # over Flower, with TLS and keys: half an hour
 
-Three sites' workers (``bayesfed node``) and a server (``bayesfed run --on sockets``) are processes of this machine. One
-of the four is killed (SIGKILL) after a random time and started again at once; when the server has ended, another run
-begins. In the end θ, and the clients' parameters, are compared with those of the run that was left alone.
+Three institutions' workers (``bayesfed node``) and a server (``bayesfed run --on sockets``) are processes of this
+machine. One of the four is killed (SIGKILL) after a random time and started again at once; when the server has ended,
+another run begins. In the end θ, and the clients' parameters, are compared with those of the run that was left alone.
 
 ``--flower``: the processes are Flower's SuperLink, ServerApp and three SuperNodes, and the workers; see
 flower_processes.py for how they are started again. The run that is left alone is one without Flower.
@@ -14,30 +14,23 @@ flower_processes.py for how they are started again. The run that is left alone i
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parent))
 from flower_processes import FlowerProcesses
-from sites import NAMES, identities, written
+from safetensors.torch import load_file
+from sites import COMMAND, NAMES, identities, runner, start, write
 
-HERE = Path(__file__).parent
-COMMAND = [sys.executable, "-m", "bayesfed.cli.app"]
 RUN = [*COMMAND, "run", "experiment.toml", "--on", "sockets", "--output", "result", "--resume"]
 
 
 class SocketProcesses:
-    """The sites' workers and the server, without Flower."""
+    """The institutions' workers and the server, without Flower."""
 
     between, seconds = (0.5, 6.0), 60
 
@@ -54,10 +47,10 @@ class SocketProcesses:
             self._start(name)
 
     def tick(self) -> None:
-        """Start again who is dead."""
+        """Do nothing: :meth:`kill` starts what it has killed."""
 
     def ended(self) -> bool:
-        """Whether the server has.
+        """Return whether the server has ended.
 
         Raises:
             RuntimeError: it failed.
@@ -68,34 +61,26 @@ class SocketProcesses:
         return status is not None
 
     def _start(self, name: str) -> None:
-        """Start one, its output in a file."""
-        with (self.folder / f"{name}.out").open("ab") as out:
-            self.running[name] = subprocess.Popen(
-                self.command[name],
-                cwd=self.folder,
-                stdout=out,
-                stderr=out,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
+        self.running[name] = start(self.folder, name, self.command[name])
 
     def kill(self, name: str) -> bool:
-        """As the kernel does where memory runs out; and start it again."""
+        """Kill a process, as the kernel does where memory runs out, and start it again."""
         self._kill(name)
         self._start(name)
         return True
 
     def _kill(self, name: str) -> None:
-        self.running[name].send_signal(signal.SIGKILL)
+        self.running[name].kill()
         self.running[name].wait()
 
     def stop(self) -> None:
-        """All of them."""
+        """End all processes."""
         for name in self.running:
             self._kill(name)
 
 
 def found(folder: Path) -> dict[str, torch.Tensor]:
-    """What the sites have in the end."""
+    """Return the institutions' parameters in the end."""
     parameters = {}
     for name in NAMES:
         runs = sorted((folder / name / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
@@ -116,8 +101,8 @@ def one_run(
     kills: int,
     chance: random.Random,
 ) -> Counter[str]:
-    """A whole run with at most so many kills: how often each process was killed."""
-    written(folder, secure=secure, rounds=rounds, seconds=kind.seconds)
+    """Run to the end with at most that many kills, and return how often each process was killed."""
+    write(folder, secure=secure, rounds=rounds, seconds=kind.seconds)
     if secure:
         identities(folder)
     processes, killed = kind(folder), Counter[str]()
@@ -142,7 +127,7 @@ def one_run(
 
 
 def main() -> None:
-    """Print the table and write it."""
+    """Kill, compare, print the result and write it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("kills", type=int, nargs="?", default=100)
     parser.add_argument("--rounds", type=int, default=20)
@@ -170,12 +155,12 @@ def main() -> None:
     text = (
         f"{done.total()} kills ({', '.join(f'{name} {count}' for name, count in sorted(done.items()))}) in {runs} "
         f"run{'s' * (runs > 1)} of {given.rounds} rounds{how}: all ended; the largest "
-        f"difference of any parameter, θ's or a client's, from the run that was left alone: {worst:.1e}\n"
+        f"difference of any parameter, θ's or a client's, from the run that was left alone: {worst:.1e}"
     )
     print(text)
     if given.kills >= (20 if given.flower else 100):
         name = "kills" + "_flower" * given.flower + "_secure" * given.secure
-        (HERE / f"{name}.md").write_text(text, encoding="utf-8")
+        runner.write(Path(__file__).with_name(f"{name}.md"), [text])
 
 
 if __name__ == "__main__":

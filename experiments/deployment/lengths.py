@@ -1,30 +1,27 @@
-"""How much longer than others' an honest site's upload may be: makes lengths.md.
+"""How much longer than others' may an honest institution's upload be? Makes lengths.md.
 
     python experiments/deployment/lengths.py
 
-The server refuses an upload that is, a client of it, more than a thousand times as long as the sites' median. Here are
-the sites of unlucky.py, all honest, ten rounds: the longest upload of any round, in medians of its round. What lies
-below that cannot be refused by its length, such as a liar's tenfold one.
+The server refuses an upload that is, for each of its clients, more than a thousand times as long as the institutions'
+median. Here are the institutions of unlucky.py, all honest, in ten rounds: the longest upload of any round, in medians
+of its round. An upload below that, such as a tenfold false one, cannot be refused by its length.
 """
 
 from __future__ import annotations
 
 import tempfile
-import warnings
-from pathlib import Path
 from statistics import median_low
+from typing import Any
+from unittest.mock import patch
 
-import unlucky
+import in_process
+from in_process import runner
 
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.deploy import collect
-from bayesfed.deploy.institutions import Sites
-from bayesfed.deploy.plan import DeploymentPlan
-from bayesfed.engine.run import Run
+from bayesfed.deploy.plan import Plan
 
-HERE = Path(__file__).parent
-ROUNDS = 10
 FIRMS = (models.varying_slope, datasets.grunfeld)
 SCHOOLS = (models.eight_schools, datasets.eight_schools)
 CASES = {
@@ -36,37 +33,25 @@ CASES = {
 }
 
 
-def longest(name: str) -> tuple[float, int]:
-    """The largest ratio of any round, and the round."""
-    model, data, algorithm = CASES[name]
-    found: list[float] = []
-    checks = collect._too_large
+def measure(name: str) -> list[Any]:
+    """Return the largest ratio of any round, and the round."""
+    (model, data, algorithm), ratios, check = CASES[name], [], collect._too_large
 
-    def noted(sites: Sites, run: Run, replies: dict) -> list[str]:
+    def note(sites: Any, run: Any, replies: dict[str, Any]) -> list[str]:
         lengths = [collect._length(parts) for parts in replies.values()]
-        found.append(max(lengths) / median_low(lengths))
-        return checks(sites, run, replies)
+        ratios.append(max(lengths) / median_low(lengths))
+        return check(sites, run, replies)
 
-    collect._too_large = noted
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            federation = data()
-            unlucky.SITES = min(10, len(federation))
-            unlucky.over_sites(DeploymentPlan(model, algorithm, rounds=ROUNDS), federation, folder)
-    finally:
-        collect._too_large = checks
-    return max(found), 1 + found.index(max(found))
+    federation = data()
+    with patch.object(collect, "_too_large", note), tempfile.TemporaryDirectory() as folder:
+        count = min(10, len(federation))
+        in_process.fit(Plan(model, algorithm, rounds=10), federation, folder, institutions=count)
+    return [f"{max(ratios):.1f}", 1 + ratios.index(max(ratios))]
 
 
 def main() -> None:
-    """Print the table and write it."""
-    warnings.simplefilter("ignore")
-    lines = ["| algorithm, data | longest upload, in medians | in round |", "| --- | --- | --- |"]
-    for name in CASES:
-        ratio, number = longest(name)
-        lines.append(f"| {name} | {ratio:.1f} | {number} |")
-        print(lines[-1], flush=True)
-        (HERE / "lengths.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    columns = "algorithm, data | longest upload, in medians | in round"
+    runner.table(columns, list(CASES), measure, runner.arguments(__doc__))
 
 
 if __name__ == "__main__":

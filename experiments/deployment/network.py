@@ -1,12 +1,10 @@
-"""A throw-away network of Flower on this machine: a SuperLink, and a SuperNode for each site, with TLS and keys.
+"""A temporary network of Flower on this machine: a SuperLink, and a SuperNode for each institution, with TLS and keys.
 
     with network({"north": "./north.sock", "south": "./south.sock"}, folder) as flower:
         flower.run(app, experiment="grunfeld.toml")
 
 Everything lies in one folder (certificates, keys, database, logs, Flower's home), the ports are free ones of 127.0.0.1,
 and nothing outlives the ``with``, Ctrl-C and ``kill`` included; on Linux not even ``kill -9``.
-
-    python experiments/deployment/network.py     measures rounds of the empty app, without and with TLS
 """
 
 import contextlib
@@ -40,7 +38,7 @@ DAY = datetime.timedelta(days=1)
 
 @dataclass
 class Network:
-    """A running network. Its parts are ``superlink`` and the sites' names."""
+    """A running network. Its parts are ``superlink`` and the institutions' names."""
 
     folder: Path
     environment: Mapping[str, str]
@@ -63,7 +61,7 @@ class Network:
             )
 
     def stop(self, name: str, how: signal.Signals = signal.SIGTERM) -> None:
-        """End a part and what it has started, by SIGKILL what does not go by itself within 10 s."""
+        """End a part and all that it has started, by SIGKILL after 10 s."""
         process = self.processes.pop(name)
         process.send_signal(how)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -76,11 +74,11 @@ class Network:
         process.wait()
 
     def log(self, name: str) -> str:
-        """What a part has written so far."""
+        """Return all that a part has written so far."""
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def flwr(self, *arguments: str | Path, seconds: float = 60.0) -> str:
-        """What a command of Flower's prints.
+        """Run a command of Flower's and return its output.
 
         Raises:
             RuntimeError: it failed, or took longer.
@@ -107,10 +105,10 @@ class Network:
         supernodes: int | None = None,
         **config: str | int | float,
     ) -> str:
-        """Run an app to its end, and give its log; ``supernodes`` is how many a simulation has.
+        """Run an app to its end and return its log; ``supernodes`` is their number in a simulation.
 
         Raises:
-            RuntimeError: it failed, which `flwr run` does not tell by its exit status.
+            RuntimeError: it failed, which the exit status of `flwr run` does not show.
         """
         given: list[str] = []
         if config:
@@ -129,7 +127,7 @@ class Network:
         return log
 
     def await_line(self, name: str, line: str, seconds: float = 60.0, since: int = 0) -> None:
-        """Wait until a part's log, from a place on, has a line with these words.
+        """Wait until a part's log, from an offset on, has a line with these words.
 
         Raises:
             RuntimeError: it ended before, or it took longer.
@@ -144,12 +142,12 @@ class Network:
 
 @contextlib.contextmanager
 def network(sites: Mapping[str, str], folder: Path, *, tls: bool = True) -> Iterator[Network]:
-    """A SuperLink, and a SuperNode for each site, whose messages go to the worker at the site's address.
+    """Start a SuperLink, and a SuperNode for each institution, whose messages go to the worker at its address.
 
-    With ``tls`` the SuperLink has a certificate of a throw-away authority, and only nodes with a registered key get in.
+    With ``tls`` the SuperLink has a certificate of a temporary authority, and only nodes with a registered key get in.
 
     Raises:
-        RuntimeError: a part did not start; says what it wrote.
+        RuntimeError: a part did not start; with its output.
     """
     with _superlink(folder.resolve(), tls) as made:
         for site, address in sites.items():
@@ -165,14 +163,14 @@ def network(sites: Mapping[str, str], folder: Path, *, tls: bool = True) -> Iter
 
 @contextlib.contextmanager
 def simulation(folder: Path) -> Iterator[Network]:
-    """A SuperLink that simulates its SuperNodes, with Ray: ``run(app, supernodes=3)``."""
+    """Start a SuperLink that simulates its SuperNodes, with Ray: ``run(app, supernodes=3)``."""
     with _superlink(folder.resolve(), False, "--simulation") as made:
         yield made
 
 
 @contextlib.contextmanager
 def _superlink(folder: Path, tls: bool, *more: str) -> Iterator[Network]:
-    """A SuperLink that is up, and Flower's configuration that knows it."""
+    """Start a SuperLink and write Flower's configuration for it."""
     made = Network(folder, _environment(folder), free_port(), tls)
     (folder / "flwr").mkdir(parents=True, exist_ok=True)
     connection: dict[str, object] = {"address": f"{LOCALHOST}:{made.port}"}
@@ -190,7 +188,7 @@ def _superlink(folder: Path, tls: bool, *more: str) -> Iterator[Network]:
 
 
 def superlink_command(folder: Path, port: int, tls: bool) -> list[str]:
-    """Without ``--database`` the SuperLink forgets its runs and its nodes' keys when it ends."""
+    """Return the SuperLink's command; without ``--database`` it loses its runs and its nodes' keys when it ends."""
     secure = [
         *("--ssl-ca-certfile", folder / "ca.crt"),
         *("--ssl-certfile", folder / "server.crt"),
@@ -209,7 +207,7 @@ def superlink_command(folder: Path, port: int, tls: bool) -> list[str]:
 def supernode_command(
     folder: Path, superlink: int, socket_address: str, key: Path | None, tls: bool
 ) -> list[str]:
-    """``--port`` is of the SuperNode's own interface to its ClientApps."""
+    """Return a SuperNode's command; ``--port`` is of its own interface to its ClientApps."""
     command = [
         *(BIN / "flower-supernode", "--superlink", f"{LOCALHOST}:{superlink}"),
         *("--host", LOCALHOST, "--port", free_port()),
@@ -224,7 +222,7 @@ def supernode_command(
 
 
 def write_certificates(folder: Path) -> None:
-    """``ca.crt``, and ``server.crt`` with ``server.key`` for localhost; the authority's own key is not kept."""
+    """Write ``ca.crt``, and ``server.crt`` with ``server.key`` for localhost; the authority's own key is not stored."""
     authority, server = (
         ec.generate_private_key(ec.SECP384R1()),
         ec.generate_private_key(ec.SECP384R1()),
@@ -261,7 +259,7 @@ def write_certificates(folder: Path) -> None:
 
 
 def write_key(folder: Path, site: str) -> Path:
-    """A SuperNode's key (P-384, as ssh-keygen writes it) in ``SITE.key``, and what is registered in ``SITE.pub``."""
+    """Write a SuperNode's key (P-384, as by ssh-keygen) to ``SITE.key``, and the public one to ``SITE.pub``."""
     private = ec.generate_private_key(ec.SECP384R1())
     path = folder / f"{site}.key"
     _write_secret(
@@ -289,13 +287,13 @@ def _write_secret(path: Path, content: bytes) -> None:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody has now."""
+    """Return a free port of 127.0.0.1."""
     with socket.create_server((LOCALHOST, 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Flower finds its own programs by PATH, and starts a task as soon as it sees it, not once a second."""
+    """Return an environment in which Flower finds its programs, and starts tasks at once, not once a second."""
     return {
         **os.environ,
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
@@ -321,7 +319,7 @@ def _await_health(made: Network, seconds: float = 60.0) -> None:
 
 @contextlib.contextmanager
 def _stopped_at_the_end(made: Network) -> Iterator[None]:
-    """SIGTERM ends us as Ctrl-C does: the parts that were started last go first."""
+    """Stop all parts at the end, on SIGTERM as on Ctrl-C, those that were started last first."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -336,6 +334,6 @@ def _stopped_at_the_end(made: Network) -> Iterator[None]:
 
 
 def _die_with_parent() -> None:
-    """Linux: SIGTERM when whoever started us is gone (prctl, PR_SET_PDEATHSIG)."""
+    """Ask Linux for SIGTERM when the parent process has ended (prctl, PR_SET_PDEATHSIG)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)

@@ -1,25 +1,24 @@
-"""How long a round takes between Flower's processes on this machine, of apps that compute nothing.
+"""How long does a round take between Flower's processes on this machine? Makes rounds.md.
 
-    python experiments/deployment/rounds.py [ROUNDS]     writes rounds.md
+    python experiments/deployment/rounds.py
 
-"Flower's own" is Flower's empty app: ``Grid.send_and_receive``, and a ClientApp that returns its message.
-"bayesfed's" is :func:`bayesfed.deploy.flower.carrier`, and :data:`bayesfed.deploy.flower.client_app` before workers
-that stay and return their message. A round is from the first push to the last answer. Sites on one machine share its
-cores, and a round starts a process at each: one site is what a site on a machine of its own waits.
+The apps compute nothing. "Flower's own" is Flower's empty app: ``Grid.send_and_receive``, and a ClientApp that returns
+its message. "bayesfed's" is :func:`bayesfed.deploy.flower.carrier`, and :data:`bayesfed.deploy.flower.client_app`
+before workers that return their message. A round is from the first push to the last answer. Institutions on one machine
+share its cores, and a round starts a process at each: one alone waits as long as one on a machine of its own.
 """
 
 import contextlib
 import json
-import os
 import queue
 import statistics
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from network import network
+from sites import runner
 
 from bayesfed.deploy.sockets import serve
 
@@ -70,10 +69,10 @@ def timed(grid, context, exchange):
         time.sleep(0.1)
     for _ in range(config["rounds"]):
         payload = os.urandom(config["size"])
-        begun = time.monotonic()
+        begin = time.monotonic()
         answers = exchange(nodes, payload)
         assert answers == [payload] * len(nodes), [len(answer or b"") for answer in answers]
-        seconds.append(time.monotonic() - begun)
+        seconds.append(time.monotonic() - begin)
     with open(config["report"], "w") as file:
         json.dump(seconds, file)
 
@@ -120,7 +119,7 @@ APPS = {
 
 
 def write_app(folder: Path, name: str) -> Path:
-    """A folder that `flwr run` takes."""
+    """Write an app that `flwr run` takes, and return its folder."""
     app = folder / name
     app.mkdir(exist_ok=True)
     (app / "pyproject.toml").write_text(PYPROJECT.format(name=name, client=APPS[name]))
@@ -130,7 +129,7 @@ def write_app(folder: Path, name: str) -> Path:
 
 @contextlib.contextmanager
 def echoes(folder: Path, sites: int) -> Iterator[dict[str, str]]:
-    """Workers that return their message: their addresses by site."""
+    """Start workers that return their message, and give their addresses by name."""
     stop, ready = threading.Event(), queue.Queue[str]()
     addresses = {f"site-{i}": str(folder / f"{i}.sock") for i in range(sites)}
     threads = [
@@ -151,21 +150,19 @@ def echoes(folder: Path, sites: int) -> Iterator[dict[str, str]]:
             thread.join()
 
 
-def measured(
-    sites: int, tls: bool, cases: list[tuple[str, int]], rounds: int
-) -> Iterator[list[float]]:
-    """Seconds of each round of each case."""
+def measure(sites: int, tls: bool, app: str, size: int, rounds: int) -> list[str]:
+    """Time rounds of an app."""
     with tempfile.TemporaryDirectory(prefix="bf") as name:
         folder = Path(name)
+        report = folder / "report.json"
+        given = {"rounds": rounds, "nodes": sites, "size": size, "report": str(report)}
         with (
             echoes(folder, sites) as addresses,
             network(addresses, folder / "flower", tls=tls) as flower,
         ):
-            for app, size in cases:
-                report = folder / "report.json"
-                given = {"rounds": rounds, "nodes": sites, "size": size, "report": str(report)}
-                flower.run(write_app(folder, app), **given)
-                yield json.loads(report.read_text())
+            flower.run(write_app(folder, app), **given)
+        seconds = json.loads(report.read_text())
+    return [f"{s:.1f}" for s in (statistics.median(seconds), min(seconds), max(seconds))]
 
 
 NAMES = {
@@ -175,36 +172,17 @@ NAMES = {
 }
 
 
-def main(rounds: int) -> None:
-    """Measure, print as it goes, and write rounds.md."""
+def main() -> None:
+    given, rows = runner.arguments(__doc__, rounds=5), {}
     small = [("empty", 0), ("bayesfed", 0), ("bayesfed", MEGABYTE)]
     large = [(app, 50 * MEGABYTE) for app in APPS]
-    lines = [
-        "| sites | TLS and keys | app | MB a message | median seconds a round | least | most |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for sites, tls, cases in (
-        (1, False, small + large),
-        (1, True, small),
-        (3, False, small),
-        (3, True, small),
-    ):
-        for (app, size), seconds in zip(cases, measured(sites, tls, cases, rounds), strict=True):
-            figures = (statistics.median(seconds), min(seconds), max(seconds))
-            row = (sites, "yes" if tls else "no", NAMES[app], size // MEGABYTE)
-            lines.append(
-                f"| {' | '.join(map(str, row))} | {' | '.join(f'{s:.1f}' for s in figures)} |"
-            )
-            print(lines[-1], flush=True)
-    load = os.getloadavg()[1]
-    about = (
-        "Rounds of apps that compute nothing, between Flower's processes on one machine: "
-        f"`python experiments/deployment/rounds.py {rounds}`.\n{rounds} rounds each, {os.cpu_count()} cores, "
-        f"which others used too (load {load:.0f}).\n"
-    )
-    path = Path(__file__).with_suffix(".md")
-    path.write_text("\n".join(["# Seconds a round\n", about, *lines, ""]))
+    for sites, tls in ((1, False), (1, True), (3, False), (3, True)):
+        for app, size in small + (large if (sites, tls) == (1, False) else []):
+            key = sites, "yes" if tls else "no", NAMES[app], size // MEGABYTE
+            rows[key] = [(sites, tls, app, size, given.rounds)]
+    columns = "sites | TLS and keys | app | MB a message | median seconds a round | least | most"
+    runner.table(columns, rows, measure, given)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 5)
+    main()

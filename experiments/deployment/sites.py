@@ -1,11 +1,16 @@
-"""Three sites' folders, for the demonstration: their firms' rows, their site files and the experiment that all have.
+"""Folders and workers of three institutions: their firms' rows, their node files and the experiment that all have.
 
 python experiments/deployment/sites.py FOLDER [--secure]
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +20,20 @@ import bayesfed as bf
 from bayesfed import datasets
 from bayesfed.deploy.secure import new_key, public_key
 
+sys.path.append(str(Path(__file__).parents[1]))
+import runner
+
+__all__ = [
+    "COMMAND",
+    "NAMES",
+    "identities",
+    "runner",
+    "sockets",
+    "start",
+    "start_worker",
+    "workers",
+    "write",
+]
 EXPERIMENT = Path(__file__).with_name("experiment.toml")
 SITE = """name = "{name}"
 experiment = "experiment.toml"
@@ -27,17 +46,17 @@ NAMES = ("east", "midwest", "west")
 
 
 def rows(federation: bf.Federation) -> pd.DataFrame:
-    """The rows of clients, with the columns that the experiment names."""
+    """Return the rows of clients, with the columns that the experiment names."""
     value, capital = federation["x"].unbind(-1)
     firms = np.repeat(np.array(federation.names), federation.lengths.numpy())
     columns = {"firm": firms, "value": value, "capital": capital, "invest": federation["y"]}
     return pd.DataFrame({name: np.asarray(column) for name, column in columns.items()})
 
 
-def written(
+def write(
     folder: Path, *, secure: bool = False, rounds: int | None = None, seconds: int = 60
 ) -> dict[str, bf.Federation]:
-    """Write what each site has into a folder, and give its clients."""
+    """Write each institution's files into a folder, and return its clients."""
     folder.mkdir(parents=True, exist_ok=True)
     firms, sites = datasets.grunfeld(), {}
     text = EXPERIMENT.read_text(encoding="utf-8")
@@ -56,7 +75,7 @@ def written(
 
 
 def identities(folder: Path) -> None:
-    """Make the sites' keys of secure sums, and give each the public ones of all: sites do that by telephone."""
+    """Make the keys of secure sums, and give each institution the public ones of all; people do that by telephone."""
     keys = {}
     for name in NAMES:
         (folder / name).mkdir(exist_ok=True)
@@ -69,9 +88,44 @@ def identities(folder: Path) -> None:
             file.write(text)
 
 
+COMMAND = [sys.executable, "-m", "bayesfed.cli.app"]
+
+
+def start(folder: Path, name: str, command: list[str]) -> subprocess.Popen[bytes]:
+    """Start a process of the folder, with its output in a file."""
+    with (folder / f"{name}.out").open("ab") as out:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, cwd=folder, stdout=out, stderr=out, env=environment)
+
+
+def start_worker(folder: Path, name: str) -> subprocess.Popen[bytes]:
+    """Start an institution's worker."""
+    return start(folder, name, [*COMMAND, "node", f"{name}.toml"])
+
+
+def sockets(folder: Path) -> dict[str, str]:
+    """Wait until all workers listen, and return their addresses."""
+    found = {name: folder / f"{name}.sock" for name in NAMES}
+    while not all(path.exists() for path in found.values()):
+        time.sleep(0.2)
+    return {name: str(path) for name, path in found.items()}
+
+
+@contextlib.contextmanager
+def workers(folder: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Start all institutions' workers, which end with the block."""
+    running = {name: start_worker(folder, name) for name in NAMES}
+    try:
+        yield running
+    finally:
+        for worker in running.values():
+            worker.kill()
+            worker.wait()
+
+
 if __name__ == "__main__":
     secure, target = "--secure" in sys.argv, Path(sys.argv[1])
-    for name, part in written(target, secure=secure).items():
+    for name, part in write(target, secure=secure).items():
         print(f"{name}: {part}")
     if secure:
         identities(target)

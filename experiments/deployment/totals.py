@@ -1,10 +1,10 @@
-"""How long whole fits take between Flower's processes on this machine, with TLS and keys: makes totals.md.
+"""How long do whole fits take between Flower's processes on this machine, with TLS and keys? Makes totals.md.
 
     python experiments/deployment/totals.py
 
-Three sites' workers, a SuperLink and three SuperNodes. The demonstration's model is fitted until it has settled, a
-network to digits by FedAvg and FedABML, ten rounds each. Seconds are from ``flwr run`` to its end, with the start of
-the ServerApp and what comes before and after the rounds; beside them those of the same fit in one process.
+Three institutions' workers, a SuperLink and three SuperNodes. The demonstration's model is fitted until it has
+converged, a network to digits by FedAvg and FedABML, ten rounds each. Seconds are from ``flwr run`` to its end, with
+the start of the ServerApp and all before and after the rounds; beside them those of the same fit in one process.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,16 +21,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from network import network
+from sites import NAMES, SITE, runner, sockets, workers, write
 
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.cli.flower import APP
 
-sys.path.insert(0, str(Path(__file__).parent))
-from network import network
-from sites import NAMES, SITE, written
-
-HERE = Path(__file__).parent
 ROUNDS = 10
 MODEL = "from bayesfed import models\n\nnetwork = models.Network(models.mlp(64, 10))\n"
 EXPERIMENT = """[model]
@@ -56,15 +51,15 @@ seconds = 120
 
 
 def demo(folder: Path) -> Callable[[], Any]:
-    """The demonstration's sites, and its fit in one process."""
-    written(folder)
+    """Write the demonstration's files, and return its fit in one process."""
+    write(folder)
     return lambda: bf.fit(models.varying_slope, datasets.grunfeld())
 
 
 def digits(algorithm: str) -> Callable[[Path], Callable[[], Any]]:
-    """Nine clients at three sites, and the fit in one process."""
+    """Return what writes nine clients at three institutions, and gives the fit in one process."""
 
-    def write(folder: Path) -> Callable[[], Any]:
+    def write_digits(folder: Path) -> Callable[[], Any]:
         folder.mkdir(parents=True)
         train, _ = datasets.digits(clients=9)
         columns = [f"x{i}" for i in range(64)]
@@ -83,32 +78,19 @@ def digits(algorithm: str) -> Callable[[Path], Callable[[], Any]]:
         method = getattr(bf, algorithm)()
         return lambda: bf.fit(model, train, method, rounds=ROUNDS, batch_size=10)
 
-    return write
+    return write_digits
 
 
 def over_flower(folder: Path) -> float:
-    """Seconds of `flwr run`."""
-    command = [sys.executable, "-m", "bayesfed.cli.app", "node"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    workers = [
-        subprocess.Popen([*command, f"{name}.toml"], cwd=folder, env=environment) for name in NAMES
-    ]
-    try:
-        while not all((folder / f"{name}.sock").exists() for name in NAMES):
-            time.sleep(0.2)
-        sockets = {name: str(folder / f"{name}.sock") for name in NAMES}
-        with network(sockets, folder / "flower", tls=True) as made:
-            begin = time.monotonic()
-            made.run(APP, experiment=str(folder / "experiment.toml"), seconds=2400.0)
-            return time.monotonic() - begin
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
+    """Return the seconds of `flwr run`."""
+    with workers(folder), network(sockets(folder), folder / "flower", tls=True) as made:
+        begin = time.monotonic()
+        made.run(APP, experiment=str(folder / "experiment.toml"), seconds=2400.0)
+        return time.monotonic() - begin
 
 
 def upload(folder: Path) -> float:
-    """Kilobytes that a site sends in a round."""
+    """Return the kilobytes that an institution sends in a round."""
     lines = (folder / "east" / "log.jsonl").read_text().splitlines()
     sent = [json.loads(line) for line in lines]
     sizes = [line["bytes"] for line in sent if line.get("message", {}).get("kind") == "reply"]
@@ -118,12 +100,12 @@ def upload(folder: Path) -> float:
 CASES = {
     "network of 650 weights, FedAvg": digits("FedAvg"),
     "network of 650 weights, FedABML": digits("FedABML"),
-    "varying_slope, SFVI until settled": demo,
+    "varying_slope, SFVI until converged": demo,
 }
 
 
-def row(case: str) -> str:
-    """A row of the table."""
+def measure(case: str) -> list[str]:
+    """Fit over Flower and in one process."""
     with tempfile.TemporaryDirectory(prefix="bf") as name:
         folder = Path(name) / "run"
         alone = CASES[case](folder)
@@ -132,7 +114,7 @@ def row(case: str) -> str:
         kilobytes = upload(folder)
     begin = time.monotonic()
     here = alone()
-    cells = [
+    return [
         f"{len(history)} / {len(here.history['elbo'])}",
         f"{history['seconds'].median():.1f}",
         f"{seconds:.0f}",
@@ -140,25 +122,14 @@ def row(case: str) -> str:
         f"{kilobytes:.1f}",
         f"{os.getloadavg()[1]:.0f}",
     ]
-    return f"| {case} | {' | '.join(cells)} |"
 
 
 def main() -> None:
-    """Print the table and write it."""
-    heads = [
-        "",
-        "rounds, Flower / one process",
-        "median seconds a round",
-        "seconds in all",
-        "seconds in one process",
-        "kB a site sends a round",
-        "load",
-    ]
-    lines = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
-    for case in CASES:
-        lines.append(row(case))
-        print(lines[-1], flush=True)
-        (HERE / "totals.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    columns = (
+        "fit | rounds, Flower / one process | median seconds a round | seconds in all "
+        "| seconds in one process | kB a site sends a round | load"
+    )
+    runner.table(columns, list(CASES), measure, runner.arguments(__doc__))
 
 
 if __name__ == "__main__":

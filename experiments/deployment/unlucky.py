@@ -1,44 +1,33 @@
-"""Runs in which sites are missing, late or lie, beside the run in which none is: makes unlucky.md.
+"""What do institutions do to a fit that are missing, late or hostile? Makes unlucky.md.
 
     python experiments/deployment/unlucky.py                 # about half an hour
     python experiments/deployment/unlucky.py SFVI PVI        # these rows
 
-Ten sites of one or two firms or clients each, workers in this process. *Missing*: in each round each site stays silent
-with probability .3. *Late*: it answers one to three rounds later instead, and that counts then. *Hostile*: one of the
-ten (10 %) sends what it likes, in every round; in rows "of medians" what counts is the median of the sites. How far
-q(θ) is then from the run without, in standard deviations of its own, and how many of the uploads were refused; for
-networks the accuracy on held-out rows of the clients of honest sites.
+Ten institutions of one or two firms or clients each, workers in this process. *Missing*: in each round each institution
+does not answer with probability 0.3. *Late*: it answers one to three rounds later instead, and that counts then.
+*Hostile*: one of the ten (10 %) changes its upload in every round; in rows "of medians" the median of the institutions
+counts. The cells are the distance of q(θ) from the run without, in standard deviations of its own, and how many of the
+uploads were refused; for networks the accuracy on held-out rows of the clients of honest institutions.
 """
 
 from __future__ import annotations
 
-import random
-import sys
 import tempfile
-import warnings
-from collections.abc import Callable, Mapping
-from itertools import pairwise
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
+import in_process
 import torch
+from distances import distance, moments
+from in_process import LIAR, Change, runner
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.algorithms import Algorithm
-from bayesfed.deploy.institutions import Patience
-from bayesfed.deploy.messages import Reply, packed, unpacked
 from bayesfed.deploy.node import Site
-from bayesfed.deploy.plan import DeploymentPlan
-from bayesfed.deploy.server import Globals, deployed
-from bayesfed.deploy.transport import Carrier, Wait
+from bayesfed.deploy.plan import Plan
+from bayesfed.deploy.server import Globals
 
-HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent))
-from tables import keep  # noqa: E402
-
-SITES, MISSING, LIAR = 10, 0.3, "site3"
-Change = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+MISSING = 0.3
 LIES: dict[str, Change] = {
     "NaN": lambda total: {n: v * torch.nan for n, v in total.items()},
     "a million times": lambda total: {n: v * 1e6 for n, v in total.items()},
@@ -48,7 +37,7 @@ LIES: dict[str, Change] = {
 
 
 def cases() -> dict[str, tuple[Any, bf.Federation, bf.Federation | None, Any, dict[str, Any]]]:
-    """Model, clients, held-out rows, algorithm and schedule."""
+    """Return model, clients, held-out rows, algorithm and schedule of each row."""
     firms = datasets.grunfeld()
     train, test = datasets.digits(clients=20)
     network = models.Network(models.mlp(64, 10))
@@ -67,62 +56,15 @@ def cases() -> dict[str, tuple[Any, bf.Federation, bf.Federation | None, Any, di
     }
 
 
-def over_sites(
-    plan: DeploymentPlan,
-    federation: bf.Federation,
-    folder: str,
-    *,
-    missing: float = 0.0,
-    late: bool = False,
-    lie: Change | None = None,
-) -> tuple[Globals, dict[str, Site]]:
-    """The fit, and the sites."""
-    cuts = [round(i * len(federation) / SITES) for i in range(SITES + 1)]
-    sites = {
-        f"site{i}": Site(
-            f"site{i}", federation.select(federation.names[a:b]), plan, f"{folder}/{i}"
-        )
-        for i, (a, b) in enumerate(pairwise(cuts))
-    }
-    chance, rounds, under_way = random.Random(0), 0, dict[str, tuple[int, bytes]]()
-
-    def exchange(messages: Mapping[str, bytes], wait: Wait) -> dict[str, bytes]:
-        nonlocal rounds
-        rounds += any(unpacked(payload)[0].kind == "ask" for payload in messages.values())
-        found = {at: reply for at, (due, reply) in under_way.items() if due <= rounds}
-        for at in [*found, *messages]:
-            under_way.pop(at, None)
-        for at, payload in messages.items():
-            asked = unpacked(payload)[0].kind == "ask"
-            if asked and chance.random() < missing:
-                if late:
-                    under_way[at] = rounds + chance.randint(1, 3), sites[at].handle(payload)
-                continue
-            found[at] = sites[at].handle(payload)
-            if lie is not None and asked and at == LIAR:
-                reply, parts = unpacked(found[at])
-                if isinstance(reply, Reply):
-                    found[at] = packed(reply, **(parts | {"total": dict(lie(parts["total"]))}))
-        return found
-
-    patience = Patience(tuple(sites), seconds=5.0, late=3 if late else 0)
-    carrier = Carrier(lambda: list(sites), exchange)
-    return deployed(carrier, plan, patience, f"{folder}/server.safetensors"), sites
-
-
-def distance(found: Globals, other: Globals) -> str:
-    """Of the means and standard deviations of the global sites."""
+def away(found: Globals, other: Globals) -> str:
+    """Return the distance of the means and standard deviations of the global variables."""
     one, two = found.sample(2000), other.sample(2000)
-    shift, ratio = 0.0, [1.0]
-    for name, value in one.items():
-        sd = two[name].std(0)
-        shift = max(shift, float(((value.mean(0) - two[name].mean(0)).abs() / sd).max()))
-        ratio += (value.std(0) / sd).flatten().tolist()
-    return f"{shift:.2f} sd, {min(ratio):.2f} to {max(ratio):.2f}"
+    shift, least, most = distance(moments(one, one), moments(two, one))
+    return f"{shift:.2f} sd, {min(1, least):.2f} to {max(1, most):.2f}"
 
 
 def accuracy(sites: Mapping[str, Site], test: bf.Federation) -> str:
-    """Of the clients of honest sites on rows of theirs that nobody trained on."""
+    """Return the accuracy of honest institutions' clients on their held-out rows."""
     right = rows = 0
     for name, site in sites.items():
         own = test.select(site.federation.names)
@@ -134,47 +76,38 @@ def accuracy(sites: Mapping[str, Site], test: bf.Federation) -> str:
     return f"{100 * right / rows:.1f} %"
 
 
-def row(name: str) -> str:
-    """A row of the table."""
+def measure(name: str) -> list[str]:
+    """Fit without and with each trouble."""
     model, federation, test, algorithm, schedule = cases()[name]
-    plan, cells = DeploymentPlan(model, algorithm, **schedule), []
-
-    def told(found: Globals, sites: dict[str, Site], whole: Globals | None) -> str:
-        if test is not None:
-            return accuracy(sites, test)
-        return "-" if whole is None else distance(found, whole)
+    plan, whole = Plan(model, algorithm, **schedule), []
 
     with tempfile.TemporaryDirectory() as folder:
-        whole, sites = over_sites(plan, federation, f"{folder}/whole")
-        cells.append(told(whole, sites, None))
-        found, sites = over_sites(plan, federation, f"{folder}/missing", missing=MISSING)
-        cells.append(told(found, sites, whole))
-        if type(algorithm).late is Algorithm.late:
+
+        def fit(what: str, **trouble: Any) -> tuple[Globals, str]:
+            found, sites = in_process.fit(plan, federation, f"{folder}/{what}", **trouble)
+            whole.append(found)
+            if test is not None:
+                return found, accuracy(sites, test)
+            return found, "-" if len(whole) == 1 else away(found, whole[0])
+
+        cells = [fit("whole")[1], fit("missing", missing=MISSING)[1]]
+        try:
+            cells.append(fit("late", missing=MISSING, late=True)[1])
+        except ValueError:  # the algorithm cannot use stale updates
             cells.append("refused")
-        else:
-            found, sites = over_sites(
-                plan, federation, f"{folder}/late", missing=MISSING, late=True
-            )
-            cells.append(told(found, sites, whole))
         for what, lie in LIES.items():
             try:
-                found, sites = over_sites(plan, federation, f"{folder}/{what}", lie=lie)
-                cells.append(f"{told(found, sites, whole)}; {found.refused[LIAR]} refused")
+                found, cell = fit(what, lie=lie)
+                cells.append(f"{cell}; {found.refused[LIAR]} refused")
             except FloatingPointError as error:
                 cells.append(f"stopped: {str(error)[:40]}")
-    return f"| {name} | " + " | ".join(cells) + " |"
+    return cells
 
 
 def main() -> None:
-    """Print the table and write it."""
-    warnings.simplefilter("ignore")
-    lies = [f"one in ten sends {what}" for what in LIES]
-    heads = ["algorithm", "none missing", "30 % missing", "30 % late", *lies]
-    for name in sys.argv[1:] or cases():
-        found = row(name)
-        print(found, flush=True)
-        header = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
-        keep(HERE / "unlucky.md", header, found, list(cases()))
+    lies = " | ".join(f"one in ten sends {what}" for what in LIES)
+    columns = f"algorithm | none missing | 30 % missing | 30 % late | {lies}"
+    runner.table(columns, list(cases()), measure, runner.arguments(__doc__))
 
 
 if __name__ == "__main__":

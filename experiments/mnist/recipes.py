@@ -1,4 +1,4 @@
-"""Five ways of dealing MNIST out to clients.
+"""Five ways to deal MNIST out to clients.
 
 Each takes the path of an MNIST npz file (or the arrays, as :class:`Digits`) and a seed. Inputs are float32 in [0, 1],
 flat (784 for MNIST); labels are int64. Training and validation images come from the official training split and no
@@ -33,7 +33,7 @@ class Digits:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What a recipe gives; every federation has fields ``x`` ``(pixels,)`` and ``y``.
+    """The result of a recipe; every federation has fields ``x`` ``(pixels,)`` and ``y``.
 
     Attributes:
         train: the clients that are fitted.
@@ -66,7 +66,7 @@ def load(path: str | Path) -> Digits:
 
 
 def few_images(source: Source, seed: int = 0) -> Task:
-    """100 clients with five random digits each and 4 training images of each: 20 in all.
+    """Deal to 100 clients with five random digits each 4 training images of each: 20 in all.
 
     For validation and for the test, 40 images of each digit: 200 in all.
     """
@@ -75,7 +75,7 @@ def few_images(source: Source, seed: int = 0) -> Task:
 
 
 def small_shards(source: Source, seed: int = 0) -> Task:
-    """100 clients with two random digits each and 10 training images of each: 20 in all.
+    """Deal to 100 clients with two random digits each 10 training images of each: 20 in all.
 
     For validation and for the test, 50 images of each digit: 100 in all.
     """
@@ -84,7 +84,7 @@ def small_shards(source: Source, seed: int = 0) -> Task:
 
 
 def concept_drift(source: Source, seed: int = 0) -> Task:
-    """50 clients, five labels of two digits each (digit // 2), of which a client sees one: a coin toss.
+    """Deal to 50 clients five labels of two digits each (digit // 2), of which a client sees one: a coin toss.
 
     From 50 to 150 training images a client, uniformly; 200 for validation and 200 for the test. All as
     evenly spread over the client's five digits as they go.
@@ -97,7 +97,7 @@ def concept_drift(source: Source, seed: int = 0) -> Task:
 
 
 def new_clients(source: Source, seed: int = 0) -> Task:
-    """100 clients with five random digits each, whose images are turned; 20 of them join later.
+    """Deal to 100 clients with five random digits each, whose images are turned; 20 of them join later.
 
     Client i turns its images by (i modulo 4) times 90 degrees, counterclockwise. The first 80 train with 200
     images; the last 20, five of each rotation, have 20 labelled images. All have 200 for the test and
@@ -129,7 +129,7 @@ def new_clients(source: Source, seed: int = 0) -> Task:
 
 
 def extreme_skew(source: Source, seed: int = 0) -> Task:
-    """20 clients among whom the training split is dealt digit by digit, in Dirichlet(0.01) proportions.
+    """Deal the training split to 20 clients digit by digit, in Dirichlet(0.01) proportions.
 
     Such proportions give nearly all of a digit to one client, so that most of 20 clients get nothing of
     any of the ten. Each of these, one after the other, takes half of what is then the largest lot of
@@ -173,14 +173,14 @@ def _names(clients: int) -> list[str]:
 
 
 def _choices(rng: np.random.Generator, *, clients: int, digits: int) -> np.ndarray:
-    """Distinct random digits for each client: ``(clients, digits)``."""
+    """Return distinct random digits for each client: ``(clients, digits)``."""
     return np.stack([rng.choice(DIGITS, size=digits, replace=False) for _ in range(clients)])
 
 
 def _spread(rng: np.random.Generator, digits: np.ndarray, images: int | np.ndarray) -> np.ndarray:
-    """How many images of each digit a client gets, ``(clients, 10)``: as even as possible over its own.
+    """Return how many images of each digit a client gets, ``(clients, 10)``: as even as possible over its own.
 
-    What does not divide goes to random ones of its digits.
+    The remainder goes to random ones of its digits.
     """
     clients, each = digits.shape
     whole, rest = np.divmod(np.broadcast_to(images, clients), each)
@@ -192,7 +192,7 @@ def _spread(rng: np.random.Generator, digits: np.ndarray, images: int | np.ndarr
 
 
 def _deal(rng: np.random.Generator, labels: np.ndarray, wanted: np.ndarray) -> list[np.ndarray]:
-    """Rows with so many of each digit, ``wanted`` ``(hands, 10)``; no row is in two hands."""
+    """Return rows with that many of each digit, ``wanted`` ``(hands, 10)``; no row is in two hands."""
     hands: list[list[np.ndarray]] = [[] for _ in wanted]
     for digit in range(DIGITS):
         pool = rng.permutation(np.flatnonzero(labels == digit))
@@ -207,7 +207,7 @@ def _deal(rng: np.random.Generator, labels: np.ndarray, wanted: np.ndarray) -> l
 
 
 def _draw(rng: np.random.Generator, labels: np.ndarray, wanted: np.ndarray) -> list[np.ndarray]:
-    """As :func:`_deal`, but each hand from the full pack."""
+    """Return the same as :func:`_deal`, but each hand from the full pack."""
     return [_deal(rng, labels, hand[None])[0] for hand in wanted]
 
 
@@ -219,7 +219,7 @@ def _by_digit(
     train: int | np.ndarray,
     held: int,
 ) -> Task:
-    """Clients with the given digits, as many test as validation images."""
+    """Return a task of clients with these digits, as many test as validation images."""
     clients, names = len(digits), _names(len(digits))
     wanted = np.concatenate([_spread(rng, digits, train), _spread(rng, digits, held)])
     dealt = _deal(rng, data.train_y, wanted)
@@ -244,7 +244,7 @@ def _federation(
     names: Sequence[str],
     turns: np.ndarray | None = None,
 ) -> bf.Federation:
-    """Clients with these rows, each one's images turned so many times by 90 degrees."""
+    """Return clients with these rows, each one's images turned that many times by 90 degrees."""
     turns = np.zeros(len(rows), dtype=int) if turns is None else turns
     x = np.concatenate(
         [np.rot90(images[r], k, axes=(1, 2)) for r, k in zip(rows, turns, strict=True)]

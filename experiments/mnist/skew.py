@@ -1,7 +1,7 @@
-"""One network for 20 clients who hold a digit or two each: makes extreme_skew.md.
+"""Which method makes one network for 20 clients with a digit or two each? Makes extreme_skew.md.
 
     python experiments/mnist/skew.py                                   # hours on two cores
-    python experiments/mnist/skew.py --methods FedAvg FOLA --seeds 3 --jobs 2 --data PATH
+    python experiments/mnist/skew.py FedAvg FOLA --data PATH
 
 The digits are dealt in Dirichlet(0.01) proportions, all 20 clients take part in each of 20 rounds, 5 local epochs,
 batches of 50, an MLP 784-100-10, one global model. The grid is run for 10 rounds on seed 0 and judged by the NLL on
@@ -12,21 +12,16 @@ the seeds, and the NLL after 20.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import statistics
-import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import recipes
 import torch
-from run import DATA, HERE, network
-from tables import combinations, done, keep
+from run import HERE, network, runner
 
 import bayesfed as bf
 from bayesfed import metrics
@@ -38,14 +33,14 @@ RATES = (0.03, 0.1, 0.3)
 
 @dataclass(frozen=True)
 class Method:
-    """How the algorithm is made from a point of the grid."""
+    """An algorithm made from a point of the grid."""
 
     make: Callable[..., Any]
     grid: dict[str, tuple[Any, ...]]
 
 
 def fola(*, rate: float, weight: float) -> Any:
-    """Batch Fisher, about 3 · 10⁻⁶ a row; γ = .006, which is 10⁻⁷ a row: next to no prior."""
+    """Return FOLA with batch Fisher, about 3 · 10⁻⁶ a row; γ = 0.006, which is 10⁻⁷ a row: next to no prior."""
     return bf.FOLA(lr=rate, prior_weight=weight, fisher="batch", gamma=0.006)
 
 
@@ -62,7 +57,7 @@ METHODS = {
 
 
 def merged(first: bf.Federation, second: bf.Federation) -> bf.Federation:
-    """The clients of the first with what the second has of theirs."""
+    """Return the clients of the first with the rows that the second has of them."""
     arrays = {}
     for name in first.names:
         parts = [f.select([name]) for f in (first, second) if name in f.names]
@@ -78,10 +73,8 @@ def curve(
     rounds: int,
     seed: int,
 ) -> list[tuple[float, float]]:
-    """(accuracy %, NLL) of the global model after each round; no more once the fit has diverged."""
-    torch.set_num_threads(1)
+    """Return (accuracy %, NLL) of the global model after each round; no more once the fit has diverged."""
     torch.manual_seed(seed)
-    warnings.simplefilter("ignore")
     found = []
     with contextlib.suppress(FloatingPointError, ValueError):  # the second: not finite any more
         run = bf.start(
@@ -102,70 +95,40 @@ def curve(
     return found + [(math.nan, math.inf)] * (rounds - len(found))
 
 
-def skew_tried(
-    data: Path, name: str, point: dict[str, Any], rounds: int
-) -> list[tuple[float, float]]:
+def tune(data: str, name: str, point: dict[str, Any]) -> list[tuple[float, float]]:
     task = recipes.extreme_skew(data, 0)
-    return curve(name, point, task.train, task.valid, rounds, 0)
+    return curve(name, point, task.train, task.valid, TRIED, 0)
 
 
-def skew_judged(
-    data: Path, name: str, point: dict[str, Any], seed: int
-) -> list[tuple[float, float]]:
+def measure(data: str, name: str, point: dict[str, Any], seed: int) -> list[tuple[float, float]]:
     task = recipes.extreme_skew(data, seed)
     return curve(name, point, merged(task.train, task.valid), task.test, ROUNDS[-1], seed)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=2, help="fits at a time")
-    parser.add_argument("--data", type=Path, default=DATA, help="the npz")
-    parser.add_argument(
-        "--resume", action="store_true", help="take fits that an earlier run of the same code made"
-    )
-    args = parser.parse_args()
-    header = [
-        f"| method | {' | '.join(f'{r} rounds' for r in ROUNDS)} | NLL | seeds | chosen of the grid |",
-        "| --- |" + " --- |" * (len(ROUNDS) + 3),
-    ]
-    start = time.perf_counter()
-    best: dict[str, tuple[float, dict[str, Any]]] = {}
-    trials = [
-        (args.data, name, point, TRIED)
-        for name in args.methods
-        for point in combinations(METHODS[name].grid)
-    ]
-    for (_, name, point, _), found in done(skew_tried, trials, args.jobs, args.resume):
-        accuracy = found[-1][0]
-        nll = statistics.mean(found[r - 1][1] for r in ROUNDS if r <= TRIED)
-        shown = ", ".join(f"{key} {value:g}" for key, value in point.items())
-        print(
-            f"{time.perf_counter() - start:5.0f} s  {name}: {shown}: {accuracy:.1f} / {nll:.3f}",
-            flush=True,
-        )
-        if nll < best.get(name, (math.inf,))[0]:
-            best[name] = nll, point
-    runs = [(args.data, name, best[name][1], seed) for name in best for seed in range(args.seeds)]
-    of_seed: dict[str, dict[int, Any]] = {name: {} for name in best}
-    for (_, name, _, seed), found in done(skew_judged, runs, args.jobs, args.resume):
-        of_seed[name][seed] = found
-        if len(of_seed[name]) == args.seeds:
-            seeded = [of_seed[name][s] for s in range(args.seeds)]
-            values = torch.tensor(seeded, dtype=torch.float64)
-            mean, error = values.mean(0), values.std(0) / args.seeds**0.5
-            cells = [f"{mean[r - 1, 0]:.1f} ± {error[r - 1, 0]:.1f}" for r in ROUNDS]
-            cells.append(f"{mean[-1, 1]:.3f} ± {error[-1, 1]:.3f}")
-            chosen = [
-                f"{key} {value:g} of {METHODS[name].grid[key]}"
-                for key, value in best[name][1].items()
-            ]
-            row = f"| {name} | {' | '.join(cells)} | {args.seeds} | {'; '.join(chosen)} |"
-            print(row, flush=True)
-            keep(HERE / "extreme_skew.md", header, row, list(METHODS))
+    given = runner.arguments(__doc__, jobs=2, seeds=3, data=runner.MNIST)
+    trials = {
+        name: [(str(given.data), name, point) for point in runner.combinations(method.grid)]
+        for name, method in METHODS.items()
+        if not given.rows or name in given.rows
+    }
+
+    def nll(found: list[tuple[float, float]]) -> float:
+        return statistics.mean(found[r - 1][1] for r in ROUNDS if r <= TRIED)
+
+    best = runner.best(tune, trials, nll, given)
+    rows = {
+        name: [(*call, seed) for seed in range(given.seeds)] for name, (call, _) in best.items()
+    }
+
+    def cells(key: tuple[str], found: list[list[tuple[float, float]]]) -> list[Any]:
+        made = [runner.plus_minus([run[r - 1][0] for run in found], ".1f") for r in ROUNDS]
+        chosen = runner.chosen_of(best[key[0]][0][2], METHODS[key[0]].grid)
+        return [*made, runner.plus_minus([run[-1][1] for run in found]), given.seeds, chosen]
+
+    heads = " | ".join(f"{r} rounds" for r in ROUNDS)
+    columns = f"method | {heads} | NLL | seeds | chosen of the grid"
+    runner.table(columns, rows, measure, given, cells, path=HERE / "extreme_skew.md")
 
 
 if __name__ == "__main__":

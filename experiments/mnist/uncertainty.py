@@ -1,39 +1,36 @@
-"""Do clients know what they do not know? Makes uncertainty.md and uncertainty.png.
+"""Is the predictive entropy higher on images that a client has never seen? Makes uncertainty.md and uncertainty.png.
 
     python experiments/mnist/uncertainty.py --seeds 3 --data PATH        # about ten minutes on two cores
 
-The recipe few_images: 100 clients with five digits each, fitted with the settings that few_images.md says, then
-50 personal steps. Predictive entropy of each client on test images of its own digits, of the five digits that it
-has never seen, and of its own digits turned by 90 degrees. The table is the area under the ROC curve with which
-entropy tells the second and the third from the first, in each client by itself: mean of the clients, ± standard error
-over the seeds. The picture is of seed 0, a line for each client.
+The recipe few_images: 100 clients with five digits each, fitted with the settings of few_images.md, then 50 personal
+steps. Each client has a predictive entropy on test images of its own digits, of the five digits that it has never seen,
+and of its own digits turned by 90 degrees. The table is the area under the ROC curve with which entropy separates the
+second and the third from the first, in each client by itself: mean of the clients, ± standard error over the seeds. The
+picture is of seed 0, a line for each client.
 """
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 import recipes
 import torch
-from run import DATA, HERE, METHODS, fitted
+from run import HERE, METHODS, fitted, runner
 from scipy.stats import gaussian_kde
 from sklearn.metrics import roc_auc_score
 
 import bayesfed as bf
 
-CHOSEN = {
-    "FedAvg": ({"rate": 0.7}, 0.3),
-    "FedABML": ({"rate": 0.3, "lam": 0.1}, 0.3),
-}
-"""Point of the grid, and the personal rate, of few_images.md."""
+CHOSEN = {"FedAvg": ({"rate": 0.7}, 0.3), "FedABML": ({"rate": 0.3, "lam": 0.1}, 0.3)}
+"""The point of the grid and the personal rate of few_images.md."""
 KINDS = ("own digits", "unseen digits", "own digits, turned")
 
 
 def unseen(task: recipes.Task, data: recipes.Digits, seed: int) -> bf.Federation:
-    """200 test images of the other digits for every client."""
+    """Return 200 test images of the other digits for every client."""
     rng = np.random.default_rng(seed)
     clients = {}
     for name in task.test.names:
@@ -45,14 +42,14 @@ def unseen(task: recipes.Task, data: recipes.Digits, seed: int) -> bf.Federation
 
 
 def turned(federation: bf.Federation) -> bf.Federation:
-    """The same images, turned by 90 degrees."""
+    """Return the same images, turned by 90 degrees."""
     images = federation["x"].reshape(-1, 28, 28).rot90(1, (1, 2)).flatten(1)
     fields = {"x": images, "y": federation["y"]}
     return bf.Federation(fields, federation.offsets, federation.names)
 
 
-def entropies(data: Path, method: str, seed: int) -> list[list[np.ndarray]]:
-    """Predictive entropy, in nats, of the rows of each kind and client."""
+def entropies(data: str, method: str, seed: int) -> list[list[np.ndarray]]:
+    """Return the predictive entropy, in nats, of the rows of each kind and client."""
     source = recipes.load(data)
     task = recipes.few_images(source, seed)
     point, rate = CHOSEN[method]
@@ -67,15 +64,12 @@ def entropies(data: Path, method: str, seed: int) -> list[list[np.ndarray]]:
 
 
 def areas(own: list[np.ndarray], other: list[np.ndarray]) -> float:
-    """Mean over clients of the area under the ROC curve."""
-    return float(
-        np.mean(
-            [
-                roc_auc_score(np.repeat([0, 1], [len(a), len(b)]), np.concatenate([a, b]))
-                for a, b in zip(own, other, strict=True)
-            ]
-        )
-    )
+    """Return the mean over clients of the area under the ROC curve."""
+    found = [
+        roc_auc_score(np.repeat([0, 1], [len(a), len(b)]), np.concatenate([a, b]))
+        for a, b in zip(own, other, strict=True)
+    ]
+    return float(np.mean(found))
 
 
 def draw(of_method: dict[str, list[list[np.ndarray]]], path: Path) -> None:
@@ -95,27 +89,25 @@ def draw(of_method: dict[str, list[list[np.ndarray]]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def measure(data: str, method: str, seed: int) -> list[float]:
+    """Return the areas of the unseen and of the turned digits."""
+    own, *others = entropies(data, method, seed)
+    return [areas(own, other) for other in others]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    given = runner.arguments(__doc__, seeds=3, data=runner.MNIST)
+    data = str(given.data)
+    rows = {name: [(data, name, seed) for seed in range(given.seeds)] for name in CHOSEN}
+
+    def cells(_: Any, found: list[list[float]]) -> list[str]:
+        return [*(runner.plus_minus([run[i] for run in found]) for i in range(2)), given.seeds]
+
+    runner.table(
+        f"method | {' | '.join(KINDS[1:])} | seeds", rows, measure, given, cells, threads=2
     )
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--data", type=Path, default=DATA, help="the npz")
-    args = parser.parse_args()
-    torch.set_num_threads(2)
-    lines = [f"| method | {' | '.join(KINDS[1:])} | seeds |", "| --- | --- | --- | --- |"]
-    first = {}
-    for method in CHOSEN:
-        found = [entropies(args.data, method, seed) for seed in range(args.seeds)]
-        first[method] = found[0]
-        cells = []
-        for kind in (1, 2):
-            area = np.array([areas(kinds[0], kinds[kind]) for kinds in found])
-            cells.append(f"{area.mean():.3f} ± {area.std(ddof=1) / len(area) ** 0.5:.3f}")
-        lines.append(f"| {method} | {' | '.join(cells)} | {args.seeds} |")
-        print(lines[-1], flush=True)
-    (HERE / "uncertainty.md").write_text("\n".join(lines) + "\n")
-    draw(first, HERE / "uncertainty.png")
+    if given.usual:
+        draw({name: entropies(data, name, 0) for name in CHOSEN}, HERE / "uncertainty.png")
 
 
 if __name__ == "__main__":

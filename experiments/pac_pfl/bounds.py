@@ -1,4 +1,4 @@
-"""Do the PAC-Bayes bounds hold, and from how many clients and rows on do they say anything? Makes bounds.md.
+"""Do the PAC-Bayes bounds hold, and from how many clients and rows on are they not vacuous? Makes bounds.md.
 
     python experiments/pac_pfl/bounds.py                   # a minute
 
@@ -16,10 +16,10 @@ the bound failed (client bounds: of clients); "vacuous" where the mean is 1 or m
 from __future__ import annotations
 
 import math
-import warnings
+from typing import Any
 
 import torch
-from regression import HERE
+from regression import runner
 from torch import Tensor
 
 from bayesfed import PACPFL, bounds
@@ -31,7 +31,7 @@ DELTA, FEDERATIONS, UPSILON = 0.1, 200, 1e-4
 
 
 def drawn(clients: int, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Mean losses on the rows and risks, of each client and hypothesis: ``(n, H)`` twice."""
+    """Draw mean losses on the rows and risks, of each client and hypothesis: ``(n, H)`` twice."""
     at = 0.3 + 0.05 * torch.randn(clients, generator=generator, dtype=torch.float64)
     x = torch.rand(clients, rows, generator=generator, dtype=torch.float64)
     y = (x > at[:, None]) ^ (torch.rand(clients, rows, generator=generator) < 0.1)
@@ -39,8 +39,8 @@ def drawn(clients: int, rows: int, generator: torch.Generator) -> tuple[Tensor, 
     return losses, 0.1 + 0.8 * (GRID - at[:, None]).abs()
 
 
-def compared(clients: int, rows: int) -> dict[str, tuple[float, float, float]]:
-    """Risk, bound and share of failures of each bound."""
+def measure(clients: int, rows: int) -> list[tuple[float, float, float]]:
+    """Return risk, bound and share of failures of each bound."""
     generator = torch.Generator().manual_seed(clients * 10_000 + rows)
     beta = 2 * math.sqrt(rows)
     tau = 0.1 * rows / (2 * beta)
@@ -74,27 +74,24 @@ def compared(clients: int, rows: int) -> dict[str, tuple[float, float, float]]:
         posterior = (PRIORS.log() - beta * new_losses).softmax(1)
         found["new"].append((float(q @ (posterior * new_risks).sum(1)), bound))
     pairs = {name: torch.tensor(several) for name, several in found.items()}
-    return {
-        name: (*pair.mean(0).tolist(), float((pair[:, 0] > pair[:, 1]).double().mean()))
-        for name, pair in pairs.items()
-    }
+    return [
+        (*pair.mean(0).tolist(), float((pair[:, 0] > pair[:, 1]).double().mean()))
+        for pair in pairs.values()
+    ]
+
+
+def cells(_: Any, found: list[list[tuple[float, float, float]]]) -> list[str]:
+    """Return a cell for each bound."""
+    return [
+        f"{risk:.2f}, {bound:.2f}, {failed:.3f}" + (" vacuous" if bound >= 1 else "")
+        for risk, bound, failed in found[0]
+    ]
 
 
 def main() -> None:
-    warnings.simplefilter("ignore", bounds.VacuousBound)
-    torch.set_num_threads(1)
-    lines = [
-        "| clients n | rows m | own | shared | server | new |",
-        "| --- |" + " --- |" * 5,
-    ]
-    for clients, rows in [(n, m) for n in (3, 10, 30, 100) for m in (5, 10, 20, 50, 100, 300)]:
-        cells = [
-            f"{risk:.2f}, {bound:.2f}, {failed:.3f}" + (" vacuous" if bound >= 1 else "")
-            for risk, bound, failed in compared(clients, rows).values()
-        ]
-        lines.append(f"| {clients} | {rows} | {' | '.join(cells)} |")
-        print(lines[-1], flush=True)
-    (HERE / "bounds.md").write_text("\n".join(lines) + "\n")
+    rows = [(n, m) for n in (3, 10, 30, 100) for m in (5, 10, 20, 50, 100, 300)]
+    columns = "clients n | rows m | own | shared | server | new"
+    runner.table(columns, rows, measure, runner.arguments(__doc__), cells)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,25 @@
-"""Error against ε: 120 clients with 10 rows of a polynomial each learn their prior in private. Makes private.md, .png.
+"""What does privacy cost 120 clients that learn a prior together? Makes private.md and .png.
 
     python experiments/pac_pfl/private.py                  # a quarter of an hour on two cores
 
-One particle (as the paper's private variant), networks for mean and kernel, 50 or 200 rounds in which all clients take
-part, Adam at 0.03. Cells are the mean RSMSE of the first 24 clients and of 24 that join later and are never asked: they
-condition, at home. Mean ± standard error over 5 seeds. Clip and rounds are chosen for each ε and mechanism from a grid
-of three and two, on another seed: looking at that choice spends no privacy of these clients. δ = 10⁻³.
+Each client has 10 rows of a polynomial. One particle (as the paper's private variant), networks for mean and kernel, 50
+or 200 rounds in which all clients take part, Adam at 0.03. Cells are the mean RSMSE of the first 24 clients and of 24
+that join later and only condition. Mean ± standard error over 5 seeds. Clip and rounds are chosen for each ε and
+mechanism from a grid of three and two, on another seed: looking at that choice spends no privacy of these clients. δ =
+10⁻³.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-import warnings
 from typing import Any
 
 import matplotlib.pyplot as plt
 import regression
 import torch
-from regression import DRAWS, HERE, OLD, TUNING
-from tables import combinations, done, keep
+from regression import DRAWS, HERE, OLD, TUNING, runner
 
 import bayesfed as bf
-from bayesfed import metrics
 
 CLIENTS = 120
 EPSILONS = {
@@ -33,11 +30,9 @@ EPSILONS = {
 GRID: dict[str, tuple[Any, ...]] = {"clip": (3.0, 10.0, 30.0), "rounds": (50, 200)}
 
 
-def errors(mechanism: str, epsilon: float, point: dict[str, Any], seed: int) -> list[float]:
-    """RSMSE of clients that trained, and of those that joined."""
-    torch.set_num_threads(1)
+def measure(mechanism: str, epsilon: float, point: dict[str, Any], seed: int) -> list[float]:
+    """Return RSMSE of clients that trained, and of those that joined."""
     torch.manual_seed(seed)
-    warnings.simplefilter("ignore")
     train, test = regression.polynomials(seed, old=CLIENTS)
     privacy = None
     if mechanism != "none":
@@ -56,58 +51,48 @@ def errors(mechanism: str, epsilon: float, point: dict[str, Any], seed: int) -> 
         for names in (train.names[:OLD], train.names[CLIENTS:]):
             rows = test.select(names)
             draws = posterior.personalize(train.select(names)).predict(rows, DRAWS)["y"]
-            clients = metrics.regression(draws, rows["y"], rows.owner, rows.names).clients
-            found.append(float(clients["rsmse"].mean()))
+            found += regression.errors(draws, rows, "rsmse")
     except (FloatingPointError, ValueError):
         return [math.inf, math.inf]
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--resume", action="store_true", help="take fits that are stored")
-    args = parser.parse_args()
-    kinds = [(m, epsilon) for m, several in EPSILONS.items() for epsilon in several]
-    trials = [
-        (*kind, point, TUNING)
-        for kind in kinds
-        for point in combinations(GRID | ({"clip": (math.inf,)} if kind[0] == "none" else {}))
-    ]
-    best: dict[tuple[str, float], tuple[float, dict[str, Any]]] = {}
-    for (mechanism, epsilon, point, _), found in done(errors, trials, args.jobs, args.resume):
-        print(mechanism, epsilon, point, *(f"{v:.3f}" for v in found), flush=True)
-        kind = (mechanism, epsilon)
-        if sum(found) < best.get(kind, (math.inf,))[0]:
-            best[kind] = sum(found), point
-    runs = [(*kind, best[kind][1], seed) for kind in best for seed in range(args.seeds)]
-    of_kind: dict[tuple[str, float], list[list[float]]] = {kind: [] for kind in best}
-    for (*kind, _, _), found in done(errors, runs, args.jobs, args.resume):
-        of_kind[tuple(kind)].append(found)
-    header = ["| mechanism | ε | trained | joined | clip | rounds |", "| --- |" + " --- |" * 5]
+def draw(found: dict[tuple[str, str], list[float]]) -> None:
+    """Draw the error of clients that join against ε."""
     figure, axes = plt.subplots(figsize=(5, 3.2), layout="constrained")
     for mechanism, several in EPSILONS.items():
-        lines = []
-        for epsilon in several:
-            values = torch.tensor(of_kind[mechanism, epsilon], dtype=torch.float64)
-            mean, error = values.mean(0), values.std(0) / args.seeds**0.5
-            lines.append((float(mean[1]), float(error[1])))
-            cells = " | ".join(f"{m:.3f} ± {e:.3f}" for m, e in zip(mean, error, strict=True))
-            point = best[mechanism, epsilon][1]
-            row = f"| {mechanism} | {epsilon:g} | {cells} | {point['clip']:g} | {point['rounds']} |"
-            print(row, flush=True)
-            keep(HERE / "private.md", header, row, list(EPSILONS), columns=2)
+        values = torch.tensor([found[mechanism, f"{epsilon:g}"] for epsilon in several])
+        mean, half = values.mean(1), values.std(1) / values.shape[1] ** 0.5
         if mechanism == "none":
-            axes.axhline(lines[0][0], color="black", linestyle="--", label="not private")
+            axes.axhline(mean[0], color="black", linestyle="--", label="not private")
         else:
-            means, halves = zip(*lines, strict=True)
-            axes.errorbar(several, means, halves, marker="o", capsize=3, label=mechanism)
+            axes.errorbar(several, mean, half, marker="o", capsize=3, label=mechanism)
     axes.set(xscale="log", xlabel="ε", ylabel="RSMSE of clients that join")
     axes.legend()
     figure.savefig(HERE / "private.png", dpi=150)
+
+
+def main() -> None:
+    given = runner.arguments(__doc__, jobs=2, seeds=5)
+    trials: dict[Any, list[Any]] = {}
+    for mechanism, several in EPSILONS.items():
+        grid = GRID | ({"clip": (math.inf,)} if mechanism == "none" else {})
+        for epsilon in several:
+            points = runner.combinations(grid)
+            trials[mechanism, epsilon] = [(mechanism, epsilon, each, TUNING) for each in points]
+    best, rows, joined, chosen = runner.best(measure, trials, sum, given), {}, {}, {}
+    for (mechanism, epsilon), ((*call, _), _) in best.items():
+        key = mechanism, f"{epsilon:g}"
+        chosen[key] = f"{call[2]['clip']:g}", call[2]["rounds"]
+        rows[key] = [(*call, seed) for seed in range(given.seeds)]
+
+    def cells(key: tuple[str, str], found: list[list[float]]) -> list[str]:
+        joined[key] = [run[1] for run in found]
+        return [*(runner.plus_minus([run[i] for run in found]) for i in (0, 1)), *chosen[key]]
+
+    runner.table("mechanism | ε | trained | joined | clip | rounds", rows, measure, given, cells)
+    if given.usual and not given.rows:
+        draw(joined)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Gaussian processes whose prior is federated, beside other ways to forecast: makes regression.md.
+"""Do Gaussian processes with a federated prior forecast better than other methods? Makes regression.md.
 
     python experiments/pac_pfl/regression.py                                            # everything: hours on two cores
-    python experiments/pac_pfl/regression.py polynomials east-west-150 --methods PACPFL PFedGP --seeds 5 --jobs 2
+    python experiments/pac_pfl/regression.py polynomials east-west-150 --methods PACPFL PFedGP
 
 24 clients train, 24 more join later. Data sets: polynomials of two kinds, 10 rows a client; houses with photovoltaic
 panels, which face east or west or all south, with 150 or 610 hours (bayesfed.simulations). Cells are the mean over the
@@ -15,11 +15,8 @@ a length scale for each input.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
-import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +34,7 @@ from bayesfed.functional.multivariate_normal import Gaussian, conditioned
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))
-from tables import combinations, done, keep  # noqa: E402
+import runner  # noqa: E402
 
 OLD = 24
 TUNING = 1000  # the seed on which settings are chosen
@@ -46,7 +43,7 @@ Task = tuple[bf.Federation, bf.Federation]
 
 
 def polynomials(seed: int, old: int = OLD, new: int = OLD) -> Task:
-    """Standardised, as the paper's, by the clients that train."""
+    """Return polynomials standardised by the clients that train, as the paper does."""
     train, test = simulations.polynomials(clients=old + new, seed=seed)
     _, constants = datasets.standardise(train.select(train.names[:old]), ["x", "y"])
 
@@ -74,7 +71,7 @@ DATA: dict[str, Callable[[int], Task]] = {
 
 
 def prior(kind: str, inputs: int, scale: float = 1.0) -> models.GaussianProcess:
-    """Networks for mean and kernel, or GPyTorch's."""
+    """Return a prior with networks for mean and kernel, or with GPyTorch's."""
     if kind == "networks":
         return models.GaussianProcess(
             models.mlp(inputs, 16, 16, 1, activation=nn.Tanh),
@@ -91,7 +88,7 @@ def inputs_of(federation: bf.Federation) -> int:
 
 
 Predict = Callable[[bf.Federation, bf.Federation], Tensor]
-"""From clients' own rows and those to predict: draws ``(S, rows)``."""
+"""A function from clients' own rows and those to predict to draws ``(S, rows)``."""
 
 
 def _conditioned(posterior: bf.Posterior) -> Predict:
@@ -101,20 +98,20 @@ def _conditioned(posterior: bf.Posterior) -> Predict:
 def pac_pfl(
     train: bf.Federation, *, kind: str, scale: float, tau: float, particles: int = 4
 ) -> Predict:
-    """τ is in units of 1 / n: 24 is the sum over clients, 1 their average."""
+    """Fit PACPFL; τ is in units of 1 / n: 24 is the sum over clients, 1 their average."""
     algorithm = bf.PACPFL(particles=particles, tau=tau / len(train), lr=RATE[kind])
     model = prior(kind, inputs_of(train), scale)
     return _conditioned(_fit(model, train, algorithm, 1000, 5, 150))
 
 
 def pfed_gp(train: bf.Federation, *, kind: str, rounds: int) -> Predict:
-    """One particle, flat hyper-prior; it starts at a draw from N(0, 0.4²)."""
+    """Fit one particle with a flat hyper-prior; it starts at a draw from N(0, 0.4²)."""
     algorithm = FAMILY["PFedGP"](lr=RATE[kind])
     return _conditioned(_fit(prior(kind, inputs_of(train), 0.4), train, algorithm, rounds, 5, 150))
 
 
 def vanilla(train: bf.Federation, *, kind: str, steps: int) -> Predict:
-    """Each client by itself maximises its evidence: 24 fits as one batch."""
+    """Let each client maximise its evidence by itself: 24 fits as one batch."""
 
     def predict(own: bf.Federation, rows: bf.Federation) -> Tensor:
         model, batch, queries = prior(kind, inputs_of(own), 0.4), own.batch(), rows.batch()
@@ -137,7 +134,7 @@ def vanilla(train: bf.Federation, *, kind: str, steps: int) -> Predict:
 
 
 def pooled_gp(train: bf.Federation, *, kind: str, rounds: int) -> Predict:
-    """One process for all clients' rows; of more than 1000, a random 1000."""
+    """Fit one process for all clients' rows; of more than 1000, a random 1000."""
     everyone = train.pool()
     rows = torch.randperm(everyone.rows)[:1000]
     fields = {name: value[rows] for name, value in everyone.fields.items()}
@@ -148,7 +145,7 @@ def pooled_gp(train: bf.Federation, *, kind: str, rounds: int) -> Predict:
 
 
 def mtl(train: bf.Federation, *, rho: float, noise: float) -> Predict:
-    """Networks of their own around a common mean."""
+    """Fit a network for each client around a common mean."""
     model = _network(train, noise, scale=rho)
     algorithm = FAMILY["MTL"](lr=0.01)
     posterior = _fit(model, train, algorithm, 100, OLD, 50)
@@ -193,7 +190,7 @@ KINDS = ("networks", "GPyTorch's")
 
 @dataclass(frozen=True)
 class Method:
-    """A way to forecast, and what is tried of its settings."""
+    """A way to forecast, and the grid of its settings."""
 
     fit: Callable[..., Predict]
     grid: dict[str, tuple[Any, ...]]
@@ -209,74 +206,53 @@ METHODS = {
 }
 
 
+def errors(draws: Tensor, rows: bf.Federation, *names: str) -> list[float]:
+    """Return the mean over clients of these errors of draws of their rows."""
+    clients = metrics.regression(draws, rows["y"], rows.owner, rows.names).clients
+    return [float(clients[name].mean()) for name in names]
+
+
 def forecasts(name: str, method: str, point: dict[str, Any], seed: int) -> list[float]:
-    """RSMSE and calibration error of clients that trained, then of those that joined."""
-    torch.set_num_threads(1)
+    """Return RSMSE and calibration error of clients that trained, then of those that joined."""
     torch.manual_seed(seed)
-    warnings.simplefilter("ignore")
     train, test = DATA[name](seed)
     found = []
     try:
         predict = METHODS[method].fit(train.select(train.names[:OLD]), **point)
         for names in (train.names[:OLD], train.names[OLD:]):
             rows = test.select(names)
-            draws = predict(train.select(names), rows)
-            clients = metrics.regression(draws, rows["y"], rows.owner, rows.names).clients
-            found += [float(clients["rsmse"].mean()), float(clients["calibration"].mean())]
+            found += errors(predict(train.select(names), rows), rows, "rsmse", "calibration")
     except (FloatingPointError, ValueError) as error:
-        print(f"{name} {method} {point}: {error}", flush=True)
+        print(f"{name} {method} {point}: {error}", file=sys.stderr)
         return [math.inf] * 4
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    given = runner.arguments(__doc__, jobs=2, methods=list(METHODS), seeds=5)
+    asked = [name for name in DATA if not given.rows or name in given.rows]
+    trials = {
+        (name, method): [(name, method, point, TUNING) for point in runner.combinations(grid)]
+        for name in asked
+        for method, grid in ((method, METHODS[method].grid) for method in given.methods)
+    }
+    best = runner.best(forecasts, trials, lambda found: found[0] + found[2], given)
+    rows = {
+        key: [(*call[:3], seed) for seed in range(given.seeds)] for key, (call, _) in best.items()
+    }
+
+    def cells(key: tuple[str, str], found: list[list[float]]) -> list[Any]:
+        values = torch.tensor(found, dtype=torch.float64)
+        quantile = student.ppf(0.975, given.seeds - 1)
+        mean, half = values.mean(0), quantile * values.std(0) / given.seeds**0.5
+        texts = [f"{m:.3f} ± {h:.3f}" for m, h in zip(mean, half, strict=True)]
+        chosen = runner.chosen_of(best[key][0][2], METHODS[key[1]].grid)
+        return [*(f"{texts[i]} ({texts[i + 1]})" for i in (0, 2)), given.seeds, chosen]
+
+    columns = (
+        "data | method | RSMSE (calibration error), trained | joined | seeds | chosen of the grid"
     )
-    parser.add_argument("data", nargs="*", default=list(DATA), metavar="data")
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--jobs", type=int, default=2, help="fits at a time")
-    parser.add_argument("--resume", action="store_true", help="take fits that are stored")
-    args = parser.parse_args()
-    start = time.perf_counter()
-    header = [
-        "| data | method | RSMSE (calibration error), trained | joined | seeds | chosen of the grid |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for name in args.data:
-        best: dict[str, tuple[float, dict[str, Any]]] = {}
-        trials = [
-            (name, method, point, TUNING)
-            for method in args.methods
-            for point in combinations(METHODS[method].grid)
-        ]
-        for (_, method, point, _), found in done(forecasts, trials, args.jobs, args.resume):
-            print(
-                f"{time.perf_counter() - start:5.0f} s  {name} {method} {point}: "
-                + " ".join(f"{v:.3f}" for v in found),
-                flush=True,
-            )
-            if found[0] + found[2] < best.get(method, (math.inf,))[0]:
-                best[method] = found[0] + found[2], point
-        runs = [(name, m, best[m][1], seed) for m in best for seed in range(args.seeds)]
-        of_seed: dict[str, list[list[float]]] = {m: [] for m in best}
-        for (_, method, _, _), found in done(forecasts, runs, args.jobs, args.resume):
-            of_seed[method].append(found)
-            if len(of_seed[method]) < args.seeds:
-                continue
-            values = torch.tensor(of_seed[method], dtype=torch.float64)
-            mean = values.mean(0)
-            half = student.ppf(0.975, args.seeds - 1) * values.std(0) / args.seeds**0.5
-            cells = [
-                f"{mean[i]:.3f} ± {half[i]:.3f} ({mean[i + 1]:.3f} ± {half[i + 1]:.3f})"
-                for i in (0, 2)
-            ]
-            grid = METHODS[method].grid
-            chosen = [f"{key} {value} of {grid[key]}" for key, value in best[method][1].items()]
-            row = f"| {name} | {method} | {cells[0]} | {cells[1]} | {args.seeds} | {'; '.join(chosen)} |"
-            print(row, flush=True)
-            keep(HERE / "regression.md", header, row, list(DATA), columns=2)
+    runner.table(columns, rows, forecasts, given, cells)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """CAFeMe against the paper's formulas, written out in plain torch."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pyro
 import pyro.distributions as dist
@@ -10,13 +10,14 @@ from torch import nn
 from torch.nn.functional import cross_entropy, linear, one_hot
 
 import bayesfed as bf
-from bayesfed import datasets, models
-from bayesfed.algorithms.cafeme import CAFeMe, chosen, split
-from bayesfed.algorithms.protocol import WEIGHT, Turn
-from bayesfed.data.batch import Rows
+from bayesfed import CAFeMe, datasets, models
+from bayesfed.data.minibatches import Minibatches
 from bayesfed.elbo import noise
 from bayesfed.models import Modulated, mlp
+from bayesfed.rules import Turn
 from bayesfed.steps.job import Job
+from bayesfed.steps.through_steps import ThroughContext, draw_rows, split
+from tests.scenarios import summed
 
 float64 = pytest.mark.usefixtures("float64")
 
@@ -37,7 +38,7 @@ def federation(*lengths):
 
 
 def whole(data):
-    return Rows(lambda step: data.batch(), data.lengths, int(data.lengths.max()))
+    return Minibatches(lambda step: data.batch(), data.lengths, int(data.lengths.max()))
 
 
 def keys_of(data):
@@ -47,9 +48,8 @@ def keys_of(data):
 def update(algorithm, program, theta, data, keys=None):
     """Uploads and terms of all clients, from this θ."""
     keys = keys_of(data) if keys is None else keys
-    job = Job(program, theta, {}, whole(data), keys)
-    work = algorithm.work(job)
-    return algorithm.encode(job, work), work.terms
+    answer = algorithm.work(Job(program, {"theta": theta}, {}, whole(data), keys))
+    return answer.upload, answer.terms
 
 
 # -- by hand, for one client --------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_an_update_is_a_step_through_the_inner_steps(second_order, steps):
 
     message = {"prior.loc": model.start}
     upload, term = update(algorithm, program, message, data)
-    torch.testing.assert_close(upload["prior.loc"][0], -0.3 * grad, rtol=0, atol=1e-10)
+    torch.testing.assert_close(upload["theta"]["prior.loc"][0], -0.3 * grad, rtol=0, atol=1e-10)
     assert (0.3 * grad).abs().max() > 1e-3
     torch.testing.assert_close(
         -term[0] / 7, loss_by_hand(model, inner, query, support).detach(), rtol=0, atol=1e-10
@@ -191,7 +191,7 @@ def test_the_two_orders_differ():
         program = algorithm.program(model, data)
         message = {"prior.loc": model.start}
         upload, _ = update(algorithm, program, message, data)
-        found.append(upload["prior.loc"])
+        found.append(upload["theta"]["prior.loc"])
     assert (found[0] - found[1]).abs().max() > 1e-4
 
 
@@ -227,7 +227,7 @@ def test_the_two_sets_are_disjoint_and_all_there_is(share):
 def test_support_rows_are_some_of_those_that_may_be():
     mask = torch.rand(5, 20) < 0.5
     mask[0, :2] = True
-    some = chosen(noise.fold(noise.key(0), torch.arange(5)), mask, 4)
+    some = draw_rows(noise.fold(noise.key(0), torch.arange(5)), mask, 4)
     assert not (some & ~mask).any()
     assert torch.equal(some.sum(1), mask.sum(1).clamp(max=4))
 
@@ -236,17 +236,18 @@ def test_every_inner_step_has_support_of_its_own():
     """Of 20 rows, 16 of which are D_pers; twelve single rows of 16 are one and the same once in 10^13 trials."""
     seen = []
 
-    class Watched(CAFeMe):
+    @dataclass(frozen=True)
+    class Watched(ThroughContext):
         def support(self, batch, keys, step):
             found = super().support(batch, keys, step)
             seen.append(found.fields["x"][found.mask])
             return found
 
     model, data = small(), federation(20)
-    algorithm = Watched(support_rows=1, personal_fraction=0.8, inner_steps=12, outer_steps=2)
+    steps = Watched(support_rows=1, personal_fraction=0.8, inner_steps=12, steps=2)
+    algorithm = CAFeMe().replace(steps=steps)
     program = algorithm.program(model, data)
-    theta = algorithm.start(program)
-    job = Job(program, theta, {}, whole(data), keys_of(data))
+    job = Job(program, algorithm.start(program), {}, whole(data), keys_of(data))
     for visit, calls in ((algorithm.work, 2), (lambda job: algorithm.personalize(job, 12), 1)):
         seen.clear()
         visit(job)
@@ -285,12 +286,13 @@ def test_the_server_takes_the_mean():
         algorithm = CAFeMe(weighted=weighted)
         program = algorithm.program(model, data)
         server = algorithm.start(program)
-        upload, _ = update(algorithm, program, server, data)
-        total = {name: value.sum(0) for name, value in upload.items()}
-        after, _ = algorithm.decode(Turn(program, keys[0], 2), server, total)
-        own = upload["prior.loc"] / (upload[WEIGHT][:, None] if weighted else 1.0)
-        expected = server["prior.loc"] + torch.tensor(weight) @ own
-        torch.testing.assert_close(after["prior.loc"], expected, rtol=0, atol=1e-12)
+        upload, _ = update(algorithm, program, server["theta"], data)
+        after, _ = algorithm.decode(Turn(program, keys[0], 2), server, summed(upload))
+        own = upload["theta"]["prior.loc"] / (
+            upload["weight"]["rows"][:, None] if weighted else 1.0
+        )
+        expected = server["theta"]["prior.loc"] + torch.tensor(weight) @ own
+        torch.testing.assert_close(after["theta"]["prior.loc"], expected, rtol=0, atol=1e-12)
 
 
 @float64
@@ -435,7 +437,9 @@ def test_any_model_with_an_encoder_will_do(second_order):
         objective = loss - hyper / 2 / n
         grads = torch.autograd.grad(objective, list(theta.values()))
         for name, grad in zip(theta, grads, strict=True):
-            torch.testing.assert_close(upload[name][client], -0.1 * grad, rtol=1e-8, atol=1e-10)
+            torch.testing.assert_close(
+                upload["theta"][name][client], -0.1 * grad, rtol=1e-8, atol=1e-10
+            )
             assert (grad.abs() > 1e-4).any()
 
 
@@ -489,7 +493,7 @@ def test_messages():
     with pytest.raises(ValueError, match="no hidden layer to modulate"):
         Modulated(mlp(3, 2), mlp(3, 2))
     with pytest.raises(
-        ValueError, match=r"local site \('weights'\) has an encoder.*PerFedAvg adapt"
+        ValueError, match=r"local variable \('weights'\) has an encoder.*PerFedAvg adapt"
     ):
         bf.fit(models.Network(nn.Linear(3, 2)), federation(3), CAFeMe(), rounds=1)
     with pytest.raises(ValueError, match="'client 1' has a single row"):

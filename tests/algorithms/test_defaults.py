@@ -1,7 +1,5 @@
 """Algorithms as they come, on a network as it comes."""
 
-from dataclasses import replace
-
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -9,7 +7,7 @@ import torch
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.algorithms import FAMILY
+from bayesfed.algorithms import METHODS
 
 WELL = 0.93
 """Of 160 test rows; FedAvg reaches .97, and a binomial standard error at .95 is .017."""
@@ -20,7 +18,7 @@ WELL = 0.93
 def test_defaults_learn_digits(name):
     torch.manual_seed(0)
     train, test = datasets.digits(clients=8)
-    algorithm = FAMILY[name]() if name in FAMILY else getattr(bf, name)()
+    algorithm = METHODS[name]()
     model = models.Network(models.mlp(64, 32, 10))
     posterior = bf.fit(
         model,
@@ -51,11 +49,11 @@ def coefficients(size):
 @pytest.mark.parametrize("algorithm", [bf.SFVI(), bf.SFVIAvg()], ids=["SFVI", "SFVIAvg"])
 def test_mean_field_is_never_taken_in_silence(algorithm):
     """Up to 100 global dimensions the default is full rank; above, who has chosen nothing is told."""
-    known = algorithm.program(*coefficients(100))
-    assert (known.guide.family, known.guide.conditioned) == (bf.FullRank(), False)
+    program = algorithm.program(*coefficients(100))
+    assert (program.guide.family, program.guide.conditioned) == (bf.FullRank(), False)
     assert algorithm.program(*coefficients(50)).guide.conditioned
     with pytest.warns(UserWarning, match="the 101 global dimensions .* too small.*FullRank"):
         assert algorithm.program(*coefficients(101)).guide.family == bf.MeanField()
     for family in (bf.FullRank(), bf.MeanField()):  # warnings are errors
-        chosen = replace(algorithm, global_guide=family)
+        chosen = algorithm.replace(globals=family)
         assert chosen.program(*coefficients(101)).guide.family == family

@@ -5,8 +5,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import bayesfed as bf
-from bayesfed import datasets, models
-from bayesfed.algorithms.ditto import Ditto
+from bayesfed import Ditto, datasets, models
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -42,7 +41,7 @@ def gradient(w, x, y):
 def test_against_algorithm_1(algorithm, clients_per_round, spread):
     """w ← mean of SGD from w;  v_k ← v_k − η (∇F_k(v_k) + λ (v_k − w)), of those selected."""
     data, model = federation(), network(spread=spread)
-    cohorts = []
+    cohorts, settings = [], Ditto.values(algorithm)
     posterior = bf.fit(
         model,
         data,
@@ -57,10 +56,10 @@ def test_against_algorithm_1(algorithm, clients_per_round, spread):
         ends = {}
         for name in cohort:
             one, own = data.select([name]), w.clone()
-            for _ in range(algorithm.local_epochs):
-                own = own - algorithm.lr * gradient(own, one["x"], one["y"])
-                pull = algorithm.lam * (v[name] - w)
-                v[name] = v[name] - algorithm.lr * (gradient(v[name], one["x"], one["y"]) + pull)
+            for _ in range(settings["local_epochs"]):
+                own = own - settings["lr"] * gradient(own, one["x"], one["y"])
+                pull = settings["lam"] * (v[name] - w)
+                v[name] = v[name] - settings["lr"] * (gradient(v[name], one["x"], one["y"]) + pull)
             ends[name] = own
         counts = {name: len(data.select([name])["y"]) for name in cohort}
         w = sum(counts[name] * end for name, end in ends.items()) / sum(counts.values())

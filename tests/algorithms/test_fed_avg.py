@@ -8,6 +8,7 @@ from torch.nn.functional import cross_entropy
 
 import bayesfed as bf
 from bayesfed import datasets, models
+from bayesfed.algorithms import METHODS
 from bayesfed.elbo import noise
 from bayesfed.engine.batches import batches
 
@@ -67,17 +68,18 @@ def steps_of(epochs):
 
 def by_hand(data, algorithm, rounds, start):
     """θ after some rounds: McMahan et al. 2017, Algorithm 1; Li et al. 2020, eq. 2; Wang et al. 2020, eq. 8."""
-    theta = start.clone()
+    theta, settings = start.clone(), METHODS[algorithm.name].values(algorithm)
     share = data.lengths / data.lengths.sum()
-    for of_round in minibatches(data, rounds, steps_of(algorithm.local_epochs)):
+    for of_round in minibatches(data, rounds, steps_of(settings["local_epochs"])):
         ends, counts = [], []
         for client in of_round:
             w = theta.clone()
             for x, y in client:
-                w = w - algorithm.lr * (gradient(w, x, y) + algorithm.proximal * (w - theta))
+                step = gradient(w, x, y) + settings["proximal"] * (w - theta)
+                w = w - settings["lr"] * step
             ends.append(w)
             counts.append(len(client))
-        if isinstance(algorithm, bf.FedNova):
+        if algorithm.name == "FedNova":
             effective = sum(p * t for p, t in zip(share, counts, strict=True))
             moves = [(theta - w) / t for w, t in zip(ends, counts, strict=True)]
             theta = theta - effective * sum(p * d for p, d in zip(share, moves, strict=True))
@@ -101,15 +103,16 @@ def test_three_rounds_by_hand(algorithm):
 def test_scaffold_by_hand():
     """Karimireddy et al. 2020, Algorithm 1, option II, all clients, global rate 1."""
     data, model, algorithm, rounds = federation(), network(), bf.Scaffold(), 3
+    lr, epochs = algorithm.steps.lr, algorithm.steps.epochs
     theta = model.start.double()
     control, own = torch.zeros_like(theta), [torch.zeros_like(theta) for _ in LENGTHS]
-    for of_round in minibatches(data, rounds, steps_of(algorithm.local_epochs)):
+    for of_round in minibatches(data, rounds, steps_of(epochs)):
         ends, changes = [], []
         for i, client in enumerate(of_round):
             w = theta.clone()
             for x, y in client:
-                w = w - algorithm.lr * (gradient(w, x, y) - own[i] + control)
-            new = own[i] - control + (theta - w) / (len(client) * algorithm.lr)
+                w = w - lr * (gradient(w, x, y) - own[i] + control)
+            new = own[i] - control + (theta - w) / (len(client) * lr)
             ends.append(w)
             changes.append(new - own[i])
             own[i] = new
@@ -170,7 +173,7 @@ def test_fine_tuning_starts_at_the_centre_and_descends():
         torch.testing.assert_close(tuned.local_params["weights.loc"][i, 0], w)
 
 
-@pytest.mark.parametrize("algorithm", [bf.FedAvg(), bf.FedNova(), bf.Scaffold()])
+@pytest.mark.parametrize("algorithm", [bf.FedAvg(), bf.FedNova(), bf.Scaffold()], ids=str)
 @pytest.mark.parametrize(
     "settings",
     [{}, {"local": ()}, {"local": ["2."]}, {"spread": "learnt", "hyper_scale": 0.3, "scale": 0.1}],

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 import bayesfed as bf
-from bayesfed import models
-from bayesfed.algorithms.fed_curv import FedCurv
+from bayesfed import FedCurv, models
 
 EAGER = bf.Execution(compile=False)
 

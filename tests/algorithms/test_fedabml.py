@@ -11,11 +11,12 @@ from torch.nn.functional import cross_entropy, linear
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.algorithms.fedabml import LEFT, MOST
-from bayesfed.algorithms.protocol import Turn
 from bayesfed.elbo import noise
 from bayesfed.engine.batches import batches
+from bayesfed.rules import Turn
 from bayesfed.steps.job import Job
+from bayesfed.steps.natural_descent import LEFT, MOST
+from tests.scenarios import summed
 
 float64 = pytest.mark.usefixtures("float64")
 LENGTHS = (6, 3, 9)
@@ -42,20 +43,20 @@ class Round:
 
     def __init__(self, algorithm, model, data=None, batch_size=None):
         self.data = federation() if data is None else data
-        self.algorithm = algorithm
+        self.settings = bf.FedABML.values(algorithm)
         self.program = algorithm.program(model, self.data)
-        self.server = algorithm.start(self.program)
+        server = algorithm.start(self.program)
+        self.server = server["theta"]
         self.keys = noise.fold(noise.key(3), self.data.stream_ids)
         everyone = torch.arange(len(self.data))
         self.rows = batches(self.data, everyone, batch_size, self.keys)
         turn = Turn(self.program, noise.key(4), len(self.data))
-        message = algorithm.broadcast(turn, self.server)
+        message = algorithm.broadcast(turn, server)
         self.job = Job(self.program, message, {}, self.rows, self.keys)
-        self.work = algorithm.work(self.job)
-        upload = algorithm.encode(self.job, self.work)
-        self.copies = {name: v + upload[name] for name, v in self.server.items()}
-        total = {name: value.sum(0) for name, value in upload.items()}
-        self.after, _ = algorithm.decode(turn, self.server, total)
+        upload = algorithm.work(self.job).upload
+        self.copies = {name: v + upload["theta"][name] for name, v in self.server.items()}
+        after, _ = algorithm.decode(turn, server, summed(upload))
+        self.after = after["theta"]
 
     def xy(self, client, step):
         """The rows of one client at a step, without padding."""
@@ -68,7 +69,7 @@ class Round:
         keys = self.keys
         for data in path:
             keys = noise.fold(keys, data)
-        supplied = self.program.noise(keys, self.algorithm.draws, local=True)
+        supplied = self.program.noise(keys, self.settings["draws"], local=True)
         return supplied["weights"][0][:, client, 0]
 
 
@@ -115,29 +116,30 @@ def natural_step(params, grads, rate, nats, widest):
 
 def algorithm_one(done, client, theta, steps, widest, *, learnt=True, hyper=None):
     """Algorithm 1 on one client, in natural or plain steps: its θ_i and φ."""
-    algorithm, n, clients = done.algorithm, LENGTHS[client], len(LENGTHS)
-    nats, weight, phi = n / algorithm.kl_weight, algorithm.kl_weight / n, theta
+    settings, n, clients = done.settings, LENGTHS[client], len(LENGTHS)
+    natural, prior_lr = settings["natural"], settings["prior_lr"]
+    nats, weight, phi = n / settings["kl_weight"], settings["kl_weight"] / n, theta
     for r in range(steps):
         x, y = done.xy(client, r)
         half_cosine = (1 + math.cos(math.pi * r / steps)) / 2
-        lr = algorithm.lr
-        if algorithm.natural:
+        lr = settings["lr"]
+        if natural:
             lr = lr * (LEFT + (1 - LEFT) * half_cosine)
-        for i in range(algorithm.inner_steps):
+        for i in range(settings["inner_steps"]):
             phi = leaves(*phi)
             loss = loss_of(phi, theta, x, y, done.eps(client, r, 1 + i), weight)
             grads = torch.autograd.grad(loss, phi)
-            if algorithm.natural:
+            if natural:
                 phi = natural_step(phi, grads, lr, nats, widest)
             else:
                 phi = [p - lr * g for p, g in zip(phi, grads, strict=True)]
         phi, own = [p.detach() for p in phi], leaves(*theta)
         far = 0.0 if hyper is None else hyper(*own) / (clients * n)
         grads = torch.autograd.grad(weight * kl(*phi, *own) + far, own)
-        if algorithm.natural:
-            new = natural_step(own, grads, algorithm.prior_lr, nats, widest)
+        if natural:
+            new = natural_step(own, grads, prior_lr, nats, widest)
         else:
-            new = [(t - algorithm.prior_lr * g).detach() for t, g in zip(own, grads, strict=True)]
+            new = [(t - prior_lr * g).detach() for t, g in zip(own, grads, strict=True)]
         theta = new if learnt else (new[0], theta[1])
     return theta, phi
 
@@ -253,7 +255,7 @@ def test_the_posterior_is_exact_whatever_its_scale(scale):
     program = algorithm.program(conjugate(scale), data)
     keys = noise.fold(noise.key(0), data.stream_ids)
     rows = batches(data, torch.arange(1), None, keys)
-    phi = algorithm.personalize(Job(program, program.init, {}, rows, keys), 200)
+    phi = algorithm.personalize(Job(program, {"theta": program.init}, {}, rows, keys), 200)
     precision = scale**-2 + 4 * 0.1**-2
     mean, sd = y.sum(0) * 0.1**-2 / precision, precision**-0.5
     assert ((phi["w.loc"][0, 0] - mean).abs() / sd).max() < 0.3
@@ -460,7 +462,7 @@ def test_the_toy_of_the_paper():
     assert after < 0.2 < before
 
 
-# -- laws ---------------------------------------------------------------------------------------------
+# -- invariants ---------------------------------------------------------------------------------------------
 
 
 @float64

@@ -10,14 +10,15 @@ from torch.func import functional_call
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.algorithms.fola import _loss
-from bayesfed.algorithms.protocol import Turn
 from bayesfed.elbo import noise
 from bayesfed.engine.batches import batches
 from bayesfed.functional.networks import apply
 from bayesfed.models.network import Network, mlp
+from bayesfed.rules import Turn
 from bayesfed.steps.curvature import _row_by_row, slopes
 from bayesfed.steps.job import Job
+from bayesfed.steps.laplace_steps import _loss
+from tests.scenarios import summed
 
 ROWS = (6, 9, 12)
 N = sum(ROWS)
@@ -63,10 +64,9 @@ def one_round(algorithm, program, federation, server, clients, batch_size=None):
     keys = noise.fold(key, federation.stream_ids)
     rows = batches(federation, torch.arange(len(federation)), batch_size, keys)
     job = Job(program, algorithm.broadcast(turn, server), clients, rows, keys)
-    work = algorithm.work(job)
-    upload = algorithm.encode(job, work)
-    server, _ = algorithm.decode(turn, server, {n: v.sum(0) for n, v in upload.items()})
-    return server, work.clients, upload
+    answer = algorithm.work(job)
+    server, _ = algorithm.decode(turn, server, summed(answer.upload))
+    return server, answer.clients | answer.memory, answer.upload["gaussian"]
 
 
 def run(algorithm, model, federation, rounds, **how):
@@ -405,8 +405,8 @@ def marginal_likelihood(groups, mu, log_tau):
     for rows in groups.values():
         n = len(rows["y"])
         covariance = 0.64 * torch.eye(n) + (2 * log_tau).exp()
-        law = torch.distributions.MultivariateNormal(mu.expand(n), covariance)
-        total = total + law.log_prob(rows["y"])
+        marginal = torch.distributions.MultivariateNormal(mu.expand(n), covariance)
+        total = total + marginal.log_prob(rows["y"])
     return total
 
 

@@ -12,13 +12,15 @@ from torch.distributions import Categorical, MixtureSameFamily, Normal
 
 import bayesfed as bf
 from bayesfed import datasets, metrics, models, simulations
-from bayesfed.algorithms.pacpfl import stein
-from bayesfed.algorithms.protocol import Turn
-from bayesfed.data.batch import Rows
+from bayesfed.data.minibatches import Minibatches
 from bayesfed.elbo import noise
 from bayesfed.guides.particles import PARTICLES
 from bayesfed.output.mixture import quantiles
+from bayesfed.rules import Turn
+from bayesfed.rules.stein import stein_direction
+from bayesfed.steps.evidence import log_evidence
 from bayesfed.steps.job import Job
+from tests.scenarios import summed
 
 float64 = pytest.mark.usefixtures("float64")
 
@@ -60,10 +62,17 @@ def data(*lengths, seed=0):
 def update(algorithm, program, message, federation, keys=None):
     """Uploads and terms of all clients."""
     keys = noise.fold(noise.key(0), federation.stream_ids) if keys is None else keys
-    rows = Rows(lambda step: federation.batch(), federation.lengths, int(federation.lengths.max()))
-    job = Job(program, message, {}, rows, keys)
-    work = algorithm.work(job)
-    return algorithm.encode(job, work), work.terms
+    rows = Minibatches(
+        lambda step: federation.batch(), federation.lengths, int(federation.lengths.max())
+    )
+    answer = algorithm.work(Job(program, {"theta": message}, {}, rows, keys))
+    return answer.upload, answer.terms
+
+
+def draws_of_prior(program, keys, particles):
+    """Return the noise of L draws of the clients' variables for each particle."""
+    draws = program.local_draws if program.locals else 1
+    return program.noise(keys, particles * draws, local=True)
 
 
 def log_evidence_of_line(mu, y):
@@ -102,7 +111,7 @@ def test_the_direction_is_that_of_the_paper():
             kernel = (-(moving - phi[target]).square().sum() / h).exp()
             (slope,) = torch.autograd.grad(kernel, moving)
             by_hand[target] += (kernel.detach() * score[source] + slope) / 4
-    torch.testing.assert_close(stein(phi, score), by_hand, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(stein_direction(phi, score), by_hand, rtol=1e-12, atol=1e-12)
 
 
 @float64
@@ -115,7 +124,7 @@ def test_many_particles_have_the_moments_of_a_gaussian():
     phi = torch.randn(100, 2) * 0.1
     for step in range(2000):
         score = torch.linalg.solve(covariance, (target.loc - phi).T).T
-        phi = phi + (1.0 if step < 1500 else 0.3) * stein(phi, score)
+        phi = phi + (1.0 if step < 1500 else 0.3) * stein_direction(phi, score)
     assert (phi.mean(0) - target.loc).abs().max() < 0.1
     assert (phi.T.cov() - covariance).abs().max() < 0.28
 
@@ -144,8 +153,8 @@ def test_the_evidence_is_renyis_bound_at_alpha_zero():
     program = algorithm.program(line, federation)
     keys = noise.fold(noise.key(3), federation.stream_ids)
     particles = torch.tensor([[0.3], [-1.0]])
-    supplied = algorithm.noise(program, keys, 2)
-    found = algorithm.evidence(
+    supplied = draws_of_prior(program, keys, 2)
+    found = log_evidence(
         program, {PARTICLES: particles}, particles[:, None, None], federation.batch(), supplied
     )
     supplied = supplied["a"][0]  # (2 L, K, 1)
@@ -179,12 +188,12 @@ def test_the_evidence_nears_the_closed_form():
     phi = torch.tensor([[[[0.3]]]])
     found = torch.stack(
         [
-            algorithm.evidence(
+            log_evidence(
                 program,
                 {PARTICLES: phi[:, 0, 0]},
                 phi,
                 federation.batch(),
-                algorithm.noise(program, noise.fold(noise.key(seed), federation.stream_ids), 1),
+                draws_of_prior(program, noise.fold(noise.key(seed), federation.stream_ids), 1),
             )[0].detach()
             for seed in range(10)
         ]
@@ -206,7 +215,9 @@ def test_a_client_uploads_the_gradient_of_each_particle():
     for k, name in enumerate(federation.names):
         y = federation.select([name])["y"]
         by_hand = (y[:, None] - message[PARTICLES].T).sum(0)[:, None]
-        torch.testing.assert_close(upload[PARTICLES][k], by_hand, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            upload["gradients"][PARTICLES][k], by_hand, rtol=1e-10, atol=1e-10
+        )
         likelihood = Normal(message[PARTICLES], 1.0).log_prob(y).sum(1).mean()
         torch.testing.assert_close(terms[k], likelihood, rtol=1e-10, atol=1e-10)
 
@@ -228,12 +239,12 @@ def test_tau_weighs_the_clients_and_a_flat_hyper_prior_weighs_nothing():
 def test_tau_is_that_of_corollary_4_4():
     algorithm = bf.PACPFL(lam=100.0, new_data_clients=3, upsilon=0.5)
     by_hand = 100 / (100 + 10 * 24 * 3.5)
-    assert algorithm.temperature(clients=24, rows=10) == pytest.approx(by_hand)
-    assert bf.PACPFL(lam=100.0, beta=5.0, new_data_clients=3, upsilon=0.5).temperature(
+    assert algorithm.rule.temperature(clients=24, rows=10) == pytest.approx(by_hand)
+    assert bf.PACPFL(lam=100.0, beta=5.0, new_data_clients=3, upsilon=0.5).rule.temperature(
         24, 10
     ) == pytest.approx(100 / (100 + 5 * 24 * 3.5))
     with pytest.raises(ValueError, match="must exceed"):
-        bf.PACPFL(lam=3.0, new_data_clients=3).temperature(clients=24, rows=10)
+        bf.PACPFL(lam=3.0, new_data_clients=3).rule.temperature(clients=24, rows=10)
 
 
 @float64
@@ -244,8 +255,8 @@ def test_beta_tempers_the_likelihood():
     program = algorithm.program(line, federation)
     phi = torch.tensor([[[[0.3]]]])
     keys = noise.fold(noise.key(0), federation.stream_ids)
-    supplied = algorithm.noise(program, keys, 1)
-    found = algorithm.evidence(program, {PARTICLES: phi[0, 0]}, phi, federation.batch(), supplied)
+    supplied = draws_of_prior(program, keys, 1)
+    found = log_evidence(program, {PARTICLES: phi[0, 0]}, phi, federation.batch(), supplied)
     grid = torch.linspace(-5, 6, 20_001)
     density = Normal(0.3, 0.5).log_prob(grid).exp()
     mean = Normal(grid[:, None], 1.0).log_prob(federation["y"]).mean(1).exp()
@@ -292,12 +303,12 @@ def test_a_minibatch_of_a_gaussian_process_counts_for_all_rows():
     algorithm = bf.PACPFL(particles=1)
     program = algorithm.program(models.GaussianProcess(), federation)
     rows = torch.tensor([[0, 4, -1], [5, 1, 2], [3, -1, -1]])
-    found = algorithm.evidence(
+    found = log_evidence(
         program,
         {PARTICLES: phi},
         phi[:, None, None],
         federation.batch(torch.arange(3), rows),
-        algorithm.noise(program, federation.stream_ids, 1),
+        draws_of_prior(program, federation.stream_ids, 1),
     )
     for k in range(3):
         own = 6 * k + rows[k][rows[k] >= 0]
@@ -318,8 +329,8 @@ def test_minibatches_of_a_gaussian_process_have_no_drift_where_the_data_come_fro
     algorithm = bf.PACPFL(particles=1)
     program = algorithm.program(models.GaussianProcess(), federation)
     batch = federation.batch(torch.arange(4000), torch.tensor([[0, 2, 4]]).expand(4000, 3))
-    supplied = algorithm.noise(program, federation.stream_ids, 1)
-    slopes, _ = algorithm.slopes(program, {PARTICLES: phi}, batch, supplied)
+    supplied = draws_of_prior(program, federation.stream_ids, 1)
+    slopes, _ = algorithm.steps.slopes(program, {PARTICLES: phi}, batch, supplied)
     slopes = slopes[PARTICLES].reshape(4000, 2)
     assert (slopes.mean(0).abs() < 4 * slopes.std(0) / 4000**0.5).all()
 
@@ -361,8 +372,7 @@ def test_parameters_take_the_mean_of_their_slopes_over_the_particles(flat):
     server = algorithm.start(program)
     start = {name: value.clone() for name, value in server["params"].items()}
     upload, _ = update(algorithm, program, start, federation)
-    total = {name: value.sum(0) for name, value in upload.items()}
-    after, _ = algorithm.decode(Turn(program, noise.key(0), 2), server, total)
+    after, _ = algorithm.decode(Turn(program, noise.key(0), 2), server, summed(upload))
 
     at = {name: value.clone().requires_grad_() for name, value in start.items()}
     evidence, prior = [], []
@@ -376,7 +386,7 @@ def test_parameters_take_the_mean_of_their_slopes_over_the_particles(flat):
     )
     for name, value in start.items():
         if name == PARTICLES:
-            by_hand = value + lr * stein(value, grads[name])
+            by_hand = value + lr * stein_direction(value, grads[name])
         else:
             slope = torch.zeros_like(value) if grads[name] is None else grads[name] / 3
             by_hand = value + lr * slope
@@ -502,12 +512,12 @@ def test_the_evidence_of_a_bayesian_network():
     program = algorithm.program(model, federation)
     m = torch.randn(3)
     keys = noise.fold(noise.key(0), federation.stream_ids)
-    found = algorithm.evidence(
+    found = log_evidence(
         program,
         {PARTICLES: m[None]},
         m[None, None, None],
         federation.batch(),
-        algorithm.noise(program, keys, 1),
+        draws_of_prior(program, keys, 1),
     )
     design = torch.cat([federation["x"], torch.ones(3, 1)], 1)
     covariance = 0.25 * design @ design.T + 0.49 * torch.eye(3)

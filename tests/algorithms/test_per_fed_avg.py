@@ -7,12 +7,12 @@ import torch
 from torch.nn.functional import cross_entropy, linear
 
 import bayesfed as bf
-from bayesfed import datasets, models
-from bayesfed.algorithms.per_fed_avg import PerFedAvg, PFedMe
-from bayesfed.algorithms.protocol import Turn
+from bayesfed import PerFedAvg, PFedMe, datasets, models
 from bayesfed.elbo import noise
 from bayesfed.engine.batches import batches
+from bayesfed.rules import Turn
 from bayesfed.steps.job import Job
+from tests.scenarios import summed
 
 float64 = pytest.mark.usefixtures("float64")
 LENGTHS = (6, 3, 9)
@@ -40,16 +40,16 @@ class Round:
     def __init__(self, algorithm, model, batch_size):
         data = federation()
         program = algorithm.program(model, data)
-        self.server = algorithm.start(program)
+        server = algorithm.start(program)
+        self.server = server["theta"]
         keys = noise.fold(noise.key(3), data.stream_ids)
         self.rows = batches(data, torch.arange(3), batch_size, keys)
         turn = Turn(program, noise.key(4), 3)
-        self.job = Job(program, algorithm.broadcast(turn, self.server), {}, self.rows, keys)
-        work = algorithm.work(self.job)
-        upload = algorithm.encode(self.job, work)
-        self.copies = {name: v + upload[name] for name, v in self.server.items()}
-        total = {name: value.sum(0) for name, value in upload.items()}
-        self.after, _ = algorithm.decode(turn, self.server, total)
+        self.job = Job(program, algorithm.broadcast(turn, server), {}, self.rows, keys)
+        upload = algorithm.work(self.job).upload
+        self.copies = {name: v + upload["theta"][name] for name, v in self.server.items()}
+        after, _ = algorithm.decode(turn, server, summed(upload))
+        self.after = after["theta"]
 
     def xy(self, client, step):
         batch = self.rows(step)
@@ -121,16 +121,18 @@ def test_its_personal_points_are_steps_of_gradient_descent():
 def test_pfedme(batch_size):
     """θ ← θ − η λ (θ − w) after k steps on f(w) + λ/2 ‖w − θ‖²; a plain mean."""
     algorithm = PFedMe()
+    settings = PFedMe.values(algorithm)
+    lam = settings["lam"]
     done = Round(algorithm, network(), batch_size)
     for client in range(3):
         theta = w = done.server["prior.loc"]
         for step in range(done.steps(client, batch_size)):
             x, y = done.xy(client, step)
-            for _ in range(algorithm.inner_steps):
+            for _ in range(settings["inner_steps"]):
                 w = w.detach().requires_grad_()
                 (grad,) = torch.autograd.grad(mean_nll(w, x, y), w)
-                w = (w - algorithm.lr * (grad + algorithm.lam * (w - theta))).detach()
-            theta = theta - algorithm.prior_lr * algorithm.lam * (theta - w)
+                w = (w - settings["lr"] * (grad + lam * (w - theta))).detach()
+            theta = theta - settings["prior_lr"] * lam * (theta - w)
         torch.testing.assert_close(done.copies["prior.loc"][client], theta, rtol=0, atol=1e-9)
         assert (theta - w).norm() > 0.01 * (theta - done.server["prior.loc"]).norm()
     expected = done.copies["prior.loc"].mean(0)
@@ -140,6 +142,8 @@ def test_pfedme(batch_size):
 @float64
 def test_its_personal_points_stay_near_theta():
     algorithm = PFedMe()
+    settings = PFedMe.values(algorithm)
+    lam = settings["lam"]
     done = Round(algorithm, network(), None)
     made = algorithm.personalize(done.job, 3, 0.2)["weights.loc"]
     for client in range(3):
@@ -147,7 +151,7 @@ def test_its_personal_points_stay_near_theta():
         for _ in range(3):
             w = w.detach().requires_grad_()
             (grad,) = torch.autograd.grad(mean_nll(w, *done.xy(client, 0)), w)
-            w = (w - 0.2 * (grad + algorithm.lam * (w - theta))).detach()
+            w = (w - 0.2 * (grad + lam * (w - theta))).detach()
         torch.testing.assert_close(made[client, 0], w, rtol=0, atol=1e-9)
 
 

@@ -14,14 +14,14 @@ from scipy import optimize, stats
 from torch.distributions import constraints
 
 import bayesfed as bf
-from bayesfed import datasets, metrics
-from bayesfed.algorithms.m_step import closed_forms, m_step_of_own
-from bayesfed.algorithms.pfedvem import PFedVEM
-from bayesfed.algorithms.protocol import Turn
+from bayesfed import PFedVEM, datasets, metrics
 from bayesfed.elbo import noise
 from bayesfed.engine.batches import batches
+from bayesfed.guides.closed_forms import closed_forms, own_spreads
 from bayesfed.models import Network, mlp
+from bayesfed.rules import Turn
 from bayesfed.steps.job import Job, Work
+from tests.scenarios import summed
 
 D = torch.float64
 
@@ -77,11 +77,12 @@ def job(program, federation, message, clients=None):
 
 def m_step(algorithm, program, federation, theta, phi, found=None):
     """θ after the M-step, of clients that have made these q(w_i)."""
-    task = job(program, federation, theta)
-    upload = algorithm.encode(task, Work(found or {}, None, {"params": phi}))
-    total = {name: value.sum(0) for name, value in upload.items()}
     server = algorithm.start(program) | {"theta": theta}
-    return algorithm.decode(Turn(program, noise.key(0), len(federation)), server, total)[0]["theta"]
+    task = job(program, federation, server)
+    parts = {"theta": {}, "posterior": phi} | (found or {})
+    upload, _ = algorithm.rule.encode(task, Work(parts, None))
+    turn = Turn(program, noise.key(0), len(federation))
+    return algorithm.decode(turn, server, summed(upload))[0]["theta"]
 
 
 # -- the M-step ----------------------------------------------------------------------------------------
@@ -100,11 +101,11 @@ def test_rho_by_hand():
     known = closed_forms(program)
     assert known == ({"prior.loc": ["weights"]}, {}, {"prior.rho": ["weights"]})
     theta = {"prior.loc": torch.tensor([[[1.0, 0.0]]])}
-    found = m_step_of_own(program, known.own, theta, phi, federation.batch(torch.arange(1)))
+    found = own_spreads(program, known.own, theta, phi, federation.batch(torch.arange(1)))
     torch.testing.assert_close((2 * found["prior.rho"]).exp().squeeze(), torch.tensor(5.625))
 
 
-def test_the_server_weighs_by_precision():
+def test_the_server_takes_means_weighted_by_precision():
     """μ = (1, 3), ρ² = (1, ¼): m = (1 · 1 + 4 · 3) / 5 (eq. 7); the body by rows: (2 · 10 + 6 · 30) / 8."""
 
     def model(federation):
@@ -125,7 +126,8 @@ def test_the_server_weighs_by_precision():
         "w.log_scale": torch.zeros(2, 1),
         "r": torch.tensor([[0.0], [math.log(0.5)]]),
     }
-    found = {"v": torch.tensor([[10.0], [30.0]]), "v: square": torch.ones(2, 1)}
+    body = torch.tensor([[10.0], [30.0]])
+    found = {"theta": {"v": body}, "squares": {"v": torch.ones(2, 1)}}
     new = m_step(algorithm, program, federation, program.init, phi, found)
     torch.testing.assert_close(new["m"], torch.tensor(13 / 5))
     torch.testing.assert_close(new["v"], torch.tensor(25.0))
@@ -398,6 +400,7 @@ def rate(algorithm, done):
 def test_points_under_a_fixed_rho_are_pfedmap(rho):
     """Three rounds of Adam on the mean over rows of ½ (y − Xw)² + ‖w − m‖² / (2 ρ²), its moments kept by the client."""
     federation, algorithm = regression(), PFedVEM(point=True)
+    settings = PFedVEM.values(algorithm)
     torch.manual_seed(0)
     model = Network(torch.nn.Linear(2, 1), likelihood="normal", scale=rho)
     posterior = bf.fit(model, federation, algorithm, rounds=3)
@@ -405,10 +408,10 @@ def test_points_under_a_fixed_rho_are_pfedmap(rho):
     own = [common.clone().requires_grad_() for _ in federation.names]
     optimisers = [Adam([w]) for w in own]
     for number in range(3):
-        lr = algorithm.lr * rate(algorithm, number / 3)
+        lr = settings["lr"] * rate(algorithm, number / 3)
         for w, optimiser, name in zip(own, optimisers, federation.names, strict=True):
             data = federation.select([name])
-            for _ in range(algorithm.head_epochs):
+            for _ in range(settings["head_epochs"]):
                 error = data["y"] - data["x"] @ w[:2] - w[2]
                 loss = error.square().sum() / 2 + (w - common).square().sum() / (2 * rho**2)
                 optimiser.descend(loss / len(error), lr)
@@ -422,6 +425,7 @@ def test_points_under_a_fixed_rho_are_pfedmap(rho):
 def test_as_it_ships_against_plain_torch():
     """Three rounds of PFedVEM() with a personal head: eq. 5 and 7, client by client, with the same draws."""
     federation, algorithm = regression((5, 8)), PFedVEM()
+    settings = PFedVEM.values(algorithm)
     torch.manual_seed(0)
     model = Network(mlp(2, 3, 1), local=["2."], likelihood="normal", spread="client")
     posterior = bf.fit(model, federation, algorithm, rounds=3)
@@ -430,12 +434,12 @@ def test_as_it_ships_against_plain_torch():
         [m.clone().requires_grad_(), torch.full_like(m, math.log(0.3)).requires_grad_()]
         for _ in federation.names
     ]
-    assert algorithm.init_scale == 0.3
+    assert settings["init_scale"] == 0.3
     optimisers = [Adam(params) for params in phi]
 
     def negative_elbo(data, params, rho, v, keys, step):
-        supplied = algorithm.noise(posterior.program, keys, step)["weights"][0]
-        w = params[0] + params[1].exp() * supplied.reshape(algorithm.draws, model.size)
+        supplied = algorithm.steps.noise(posterior.program, keys, step)["weights"][0]
+        w = params[0] + params[1].exp() * supplied.reshape(settings["draws"], model.size)
         hidden = torch.relu(data["x"] @ v[:6].reshape(3, 2).T + v[6:])
         mean = w[:, :3] @ hidden.T + w[:, 3:]
         nll = -dist.Normal(mean, 1.0).log_prob(data["y"]).sum(1).mean()
@@ -449,17 +453,17 @@ def test_as_it_ships_against_plain_torch():
         for i, name in enumerate(federation.names):
             data, params, key = federation.select([name]), phi[i], keys[i : i + 1]
             rho = ((2 * params[1]).exp() + (params[0] - m) ** 2).mean().sqrt().detach()
-            for step in range(algorithm.head_epochs):
+            for step in range(settings["head_epochs"]):
                 loss = negative_elbo(data, params, rho, body, key, step)
-                optimisers[i].descend(loss, slower * algorithm.lr)
+                optimisers[i].descend(loss, slower * settings["lr"])
             v, own_squares = body.clone(), []
-            for step in range(algorithm.body_epochs):
+            for step in range(settings["body_epochs"]):
                 v.requires_grad_()
                 loss = negative_elbo(data, params, rho, v, key, -1 - step)
                 (grad,) = torch.autograd.grad(loss, v)
                 own_squares.append(grad.square().mean())
                 unit = (own_squares[-1] if square is None else square).sqrt()
-                v = (v - slower * algorithm.body_lr * (grad / unit).clamp(-3, 3)).detach()
+                v = (v - slower * settings["body_lr"] * (grad / unit).clamp(-3, 3)).detach()
             rhos.append(rho)
             bodies.append(v)
             squares.append(torch.stack(own_squares).mean())
@@ -598,8 +602,8 @@ def test_each_client_keeps_the_state_of_its_own_optimiser(optimizer):
     data = means()
     algorithm = bf.PFedVEM(optimizer=optimizer)
     program = algorithm.program(wide((3,), ()), data)
-    kept = algorithm.start_clients(program, algorithm.start(program), data.batch())
-    for part in kept.values():
+    states = algorithm.start_clients(program, algorithm.start(program), data.batch())
+    for part in states.values():
         assert all(value.shape[:1] == (len(data),) for value in part.values())
 
 

@@ -1,4 +1,4 @@
-"""Models that mix clients, draws or rows are refused, and no others. Each fitted without a word before this check."""
+"""Models that mix clients, draws or rows are refused, and no others. Each would otherwise fit without an error."""
 
 import itertools
 
@@ -26,7 +26,7 @@ def ragged():
 
 
 def equal():
-    """As many rows for each client, where no batch has padding by itself."""
+    """Clients with equally many rows, so that no batch has padding."""
     generator = np.random.default_rng(3)
     return bf.Federation.from_arrays(
         {
@@ -42,7 +42,7 @@ def model(
     value=lambda a: a,
     mean=lambda a, x: a + 0.5 * x,
 ):
-    """A hierarchy of intercepts, of which a part may be wrong."""
+    """A hierarchy of intercepts, one part of which may be wrong."""
 
     def hierarchy(federation):
         mu = pyro.sample("mu", prior(federation))
@@ -55,7 +55,7 @@ def model(
 
 
 def outside(federation):
-    """The observed site is one indent too shallow: padding counts as data."""
+    """A model whose observed site is one indent too shallow, so that padding counts as data."""
     mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
     with federation.clients():
         a = pyro.sample("a", dist.Normal(mu, 1.0))
@@ -65,7 +65,7 @@ def outside(federation):
 
 
 def slopes(reduce):
-    """A vector of slopes that is summed to a mean."""
+    """A model with a vector of slopes that is summed to a mean."""
 
     def regression(federation):
         b = pyro.sample("b", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
@@ -81,7 +81,7 @@ RUNS = itertools.count()
 
 
 def own_noise(a, x):
-    """Another number at each run, and never nearly the same."""
+    """A function whose result differs clearly at each call."""
     return a + 0.5 * x + 0.3 * next(RUNS)
 
 
@@ -128,7 +128,7 @@ def test_models_that_mix_are_refused(name, algorithm):
 
 
 PADDED = ("mean over padding", "observed outside observations")
-"""Right where no client is ever padded."""
+"""Models that are right if no client is ever padded."""
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -142,7 +142,7 @@ def test_padding_is_no_matter_where_there_is_none(name):
 
 
 def lagged(federation):
-    """A row looks at the one before it."""
+    """A model in which a row depends on the one before it."""
     rho = pyro.sample("rho", dist.Normal(0.0, 1.0))
     with federation.clients():
         a = pyro.sample("a", dist.Normal(0.0, 1.0))
@@ -181,14 +181,14 @@ def test_right_models_pass(name, batch_size):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_algorithm_and_model_of_the_laws_passes(name):
+def test_every_algorithm_and_model_of_the_invariants_passes(name):
     (algorithm, problem), data = CASES[name](), federation()
     check_independence(algorithm.program(problem, data), data, shuffled=True)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_gaussian_processes_pass(seed):
-    """Their covariances are nearly singular: what is padded rounds differently."""
+    """Nearly singular covariances round differently with padding, and are accepted."""
     train, _ = simulations.polynomials(clients=12, seed=seed)
     torch.manual_seed(seed)
     process = models.GaussianProcess(models.mlp(1, 16, 1), features=models.mlp(1, 16, 2))
@@ -196,7 +196,7 @@ def test_gaussian_processes_pass(seed):
 
 
 def by_beds(federation):
-    """A predictor of clients, not of rows."""
+    """A model with a predictor of clients, not of rows."""
     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
     with federation.clients():
         level = pyro.sample("level", dist.Normal(slope * federation.of_clients("beds"), 0.01))

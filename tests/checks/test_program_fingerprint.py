@@ -1,4 +1,4 @@
-"""Numbers of a program at fixed places: a change of any law is seen and named, other rounding is not."""
+"""Fingerprints of programs: a change of any distribution is found and named, a change of round-off is not."""
 
 import pyro
 import pyro.distributions as dist
@@ -8,7 +8,12 @@ from scipy import stats
 
 import bayesfed as bf
 from bayesfed import models
-from bayesfed.checks.program_fingerprint import difference, digest, of_clients, witnesses
+from bayesfed.checks.program_fingerprint import (
+    describe_program_change,
+    program_fingerprint,
+    select_clients,
+    witnesses,
+)
 from tests.invariants.cases import CASES, federation
 
 
@@ -31,11 +36,11 @@ def of(model, algorithm=None, data=None):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         program = algorithm.program(model, data)
-    return program, digest(program, data, witnesses(len(data)))
+    return program, program_fingerprint(program, data, witnesses(len(data)))
 
 
 def test_the_numbers_are_log_densities():
-    """Of mu and of the clients' prior, at places that are told by the first."""
+    """The densities of mu and of the clients' prior at the fixed values that their names give."""
     _, found = of(hierarchy())
     wide, _ = of(hierarchy(mu=7.0))[1]["model mu"][:, :, 0]
     narrow, _ = found["model mu"][:, :, 0]
@@ -65,7 +70,7 @@ def test_the_numbers_are_log_densities():
 def test_what_has_changed_is_named(change, words):
     _, before = of(hierarchy())
     program, now = of(hierarchy(**change))
-    assert difference(program, before, now) == words
+    assert describe_program_change(program, before, now) == words
 
 
 def test_other_rounding_is_no_change():
@@ -75,18 +80,18 @@ def test_other_rounding_is_no_change():
         name: torch.stack([v[0] + 1e-6 * torch.randn(v[0].shape, generator=generator) * v[1], v[1]])
         for name, v in single.items()
     }
-    assert difference(program, single, noisy) is None
+    assert describe_program_change(program, single, noisy) is None
 
 
 def test_double_precision_sees_more(float64):
     _, before = of(hierarchy())
     program, now = of(hierarchy(mu=5.0 + 1e-6))
-    assert difference(program, before, now) == "the prior of 'mu' has changed"
+    assert describe_program_change(program, before, now) == "the prior of 'mu' has changed"
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_program_has_numbers(name):
-    """Which are the same for a second program of a model, with the clients in another order and fewer of them."""
+    """A second program of a model has the same fingerprint, with fewer clients in another order."""
     algorithm, model = CASES[name]()
     program, whole = of(model, algorithm)
     assert all(value.isfinite().all() for value in whole.values())
@@ -94,8 +99,8 @@ def test_every_program_has_numbers(name):
     data, kept = federation(), [3, 1]
     seen = [data.names[i] for i in witnesses(len(data)).tolist()]
     few = data.select([seen[i] for i in kept][::-1])
-    found = digest(again, few, torch.tensor([1, 0]))
-    assert difference(program, of_clients(whole, kept), found) is None
+    found = program_fingerprint(again, few, torch.tensor([1, 0]))
+    assert describe_program_change(program, select_clients(whole, kept), found) is None
 
 
 def test_a_network_that_starts_elsewhere_is_the_same_model():
@@ -104,10 +109,12 @@ def test_a_network_that_starts_elsewhere_is_the_same_model():
     two = models.Network(models.mlp(3, 4, 2), scale=0.5)
     wider = models.Network(models.mlp(3, 4, 2), scale=0.51)
     _, before = of(one, bf.FedAvg())
-    assert difference(*of(two, bf.FedAvg())[:1], before, of(two, bf.FedAvg())[1]) is None
+    assert (
+        describe_program_change(*of(two, bf.FedAvg())[:1], before, of(two, bf.FedAvg())[1]) is None
+    )
     program, now = of(wider, bf.PFedVEM())
     _, before = of(one, bf.PFedVEM())
-    assert "prior" in difference(program, before, now)
+    assert "prior" in describe_program_change(program, before, now)
 
 
 def test_a_guide_of_ones_own():
@@ -124,8 +131,8 @@ def test_a_guide_of_ones_own():
 
     _, before = of(hierarchy(), guide(1.0))
     program, now = of(hierarchy(), guide(1.1))
-    assert difference(program, before, before) is None
+    assert describe_program_change(program, before, before) is None
     assert (
-        difference(program, before, now)
+        describe_program_change(program, before, now)
         == "the guide of 'a', or a prior that it stands on, has changed"
     )

@@ -1,4 +1,4 @@
-"""Fields in units that the priors do not know are named at the start, where the program does not see to it."""
+"""A start warns of fields whose units do not fit the priors, unless the model standardises them itself."""
 
 import warnings
 
@@ -33,7 +33,7 @@ def linear(mean, family=lambda m: dist.Normal(m, 1.0)):
     return model
 
 
-def told(model, data):
+def warnings_of(model, data):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         bf.start(model, data, rounds=1)
@@ -79,7 +79,7 @@ WILD = {
 @pytest.mark.parametrize("name", WILD)
 def test_wild_units_are_named(name):
     model, data, expected = WILD[name]
-    found = told(model, data)
+    found = warnings_of(model, data)
     assert len(found) == len(expected)
     for message, what in zip(found, expected, strict=True):
         assert what in message and "(x - mean) / sd" in message
@@ -113,4 +113,4 @@ TAME = {
 
 @pytest.mark.parametrize("name", TAME)
 def test_others_are_not(name):
-    assert told(*TAME[name]) == []
+    assert warnings_of(*TAME[name]) == []

@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.algorithms import FAMILY
-from bayesfed.algorithms.registry import ALGORITHMS
+from bayesfed.algorithms import METHODS
 from bayesfed.cli import app as cli
 from bayesfed.cli import forest, report
 from bayesfed.cli.experiment import read_experiment
@@ -101,7 +100,9 @@ def towns(tmp_path, monkeypatch):
         )
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bf.SFVI, "personal_steps", 20)  # of the town that is held out
+    monkeypatch.setattr(
+        bf.SFVI, "default", bf.SFVI(personal_steps=20)
+    )  # of the town that is held out
     return "study/towns.toml"
 
 
@@ -534,7 +535,7 @@ def test_list_shows_everything(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     assert cli.main(["list"]) == 0
     everything = capsys.readouterr().out
-    names = [*MODELS, *ALGORITHMS, *FAMILY, "MeanField", "FullRank", "Flow", "randhie"]
+    names = [*MODELS, *METHODS, "MeanField", "FullRank", "Flow", "randhie"]
     assert "eight_schools" in MODELS and "mlp" not in MODELS
     assert all(name in everything for name in names)
     assert "standardise" not in everything

@@ -1,4 +1,4 @@
-"""Data on disk: the same federation as in memory, read a row at a time."""
+"""Tests of data on disk, which must give the same federation as data in memory."""
 
 import datasets
 import numpy as np
@@ -13,7 +13,7 @@ ROWS = 500
 
 
 def frame_like(seed=0, clients=7):
-    """Columns of 500 rows whose clients are mixed."""
+    """Return columns of 500 rows, with the clients in random order."""
     rng = np.random.default_rng(seed)
     return {
         "site": [f"c{i}" for i in rng.integers(0, clients, ROWS)],
@@ -24,7 +24,7 @@ def frame_like(seed=0, clients=7):
 
 
 def table(columns, batch=64, variable=False):
-    """An Arrow table in record batches, vectors as lists of fixed or variable length."""
+    """Return an Arrow table in record batches, with vectors as lists of fixed or variable length."""
     x = columns["x"]
     flat = pa.array(x.ravel())
     lists = (
@@ -81,7 +81,7 @@ def test_files_are_mapped_not_read(tmp_path, kind):
     whole = bf.Federation.from_arrow(tmp_path / "b.arrow", client="site", fields=["x"])
     assert pa.total_allocated_bytes() - before < whole["x"].nbytes
     (tmp_path / "c.arrow").write_bytes(b"nothing of the kind")
-    with pytest.raises(ValueError, match="c.arrow is no Arrow file"):
+    with pytest.raises(ValueError, match="c.arrow is not an Arrow file"):
         bf.Federation.from_arrow(tmp_path / "c.arrow", client="site")
     with pytest.raises(FileNotFoundError, match="no Arrow file"):
         bf.Federation.from_arrow(tmp_path / "d.arrow", client="site")

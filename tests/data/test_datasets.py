@@ -19,7 +19,7 @@ def float64():
 
 @pytest.fixture
 def raw():
-    """The tables as statsmodels ships them."""
+    """Return the tables as statsmodels ships them."""
     from statsmodels import datasets as shipped
 
     return lambda name: getattr(shipped, name).load_pandas().data
@@ -99,7 +99,7 @@ def test_anes96_is_the_shipped_table_by_education(raw):
 
 
 def test_kidney_gives_what_was_published():
-    """By R's coxph(Surv(time, status) ~ age + sex, kidney), ties by Efron's method; female is sex less 1.
+    """The reference is R's coxph(Surv(time, status) ~ age + sex, kidney), ties by Efron's method; female is sex − 1.
 
     T. M. Therneau and P. M. Grambsch (2000), "Modeling Survival Data", section 9.5.2, have 38 patients, 58 infections.
     """
@@ -144,7 +144,7 @@ def test_the_model_that_the_docstring_names_takes_the_dataset(model, dataset):
     "dataset", [datasets.grunfeld, datasets.china_smoking, datasets.randhie, datasets.anes96]
 )
 def test_without_statsmodels_the_error_names_the_extra(monkeypatch, dataset):
-    monkeypatch.setitem(sys.modules, "statsmodels", None)
+    monkeypatch.setitem(sys.modules, "statsmodels.datasets", None)
     with pytest.raises(ImportError, match=r"pip install 'bayesfed\[datasets\]'"):
         dataset()
 

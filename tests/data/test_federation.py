@@ -29,7 +29,7 @@ def small():
 
 
 def numbered(*lengths):
-    """Rows 0, 1, 2, ... dealt out to clients."""
+    """Return rows 0, 1, 2, ... distributed over clients."""
     ends = torch.tensor(lengths).cumsum(0).tolist()
     return bf.Federation.from_arrays(
         {
@@ -183,7 +183,7 @@ def test_a_column_that_the_dataset_lacks(digits):
         )
 
 
-# -- what is in it --------------------------------------------------------------------------------
+# -- properties -----------------------------------------------------------------------------------
 
 
 def test_lengths_owner_and_repr():
@@ -198,7 +198,7 @@ def test_lengths_owner_and_repr():
     assert repr(one) == "Federation: 1 client, 1 rows (1 to 1 a client), fields x[2], y"
 
 
-def test_no_padding_at_rest():
+def test_padding_is_not_stored():
     federation = numbered(1, 100, 1)
     assert federation["id"].untyped_storage().nbytes() == 102 * 8
     federation.batch()  # a dense view of 300 entries, not kept
@@ -225,7 +225,7 @@ def test_streams_belong_to_names():
     assert len(federation.stream_ids.unique()) == 4
 
 
-# -- other federations from this one --------------------------------------------------------------
+# -- derived federations --------------------------------------------------------------------------
 
 
 def test_select_keeps_the_order_asked_for():
@@ -271,7 +271,7 @@ def test_split_needs_two_rows_and_a_fraction():
         numbered(2, 2).split(test=1.0, seed=0)
 
 
-# -- what a model sees ----------------------------------------------------------------------------
+# -- batches and plates ---------------------------------------------------------------------------
 
 
 def test_padding_repeats_the_first_row():

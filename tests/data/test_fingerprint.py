@@ -1,4 +1,4 @@
-"""Hashes of the clients' rows: the same wherever they lie, and different wherever a number is."""
+"""Tests of the hashes of clients' rows: equal in memory and on disk, different for different numbers."""
 
 from hashlib import blake2b
 
@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import bayesfed as bf
-from bayesfed.data import fingerprint as rows
-from bayesfed.data.fingerprint import difference, digest
+from bayesfed.data.fingerprint import data_fingerprint, describe_data_change
 
 LENGTHS = (4, 1, 7, 2)
 
@@ -23,7 +22,7 @@ def clients():
 
 
 def test_a_hash_is_of_a_clients_bytes():
-    found = digest(bf.Federation.from_arrays(clients()))
+    found = data_fingerprint(bf.Federation.from_arrays(clients()))
     assert found["rows"].tolist() == list(LENGTHS)
     for field in ("x", "y"):
         expected = [
@@ -38,9 +37,9 @@ def test_a_hash_is_of_a_clients_bytes():
 @pytest.mark.parametrize("read", [1, 5, 9, 30])
 def test_it_does_not_depend_on_the_pieces_that_are_read(read, monkeypatch):
     federation = bf.Federation.from_arrays(clients())
-    whole = digest(federation)
-    monkeypatch.setattr(rows, "READ", read)
-    assert difference(whole, digest(federation), federation.names) is None
+    whole = data_fingerprint(federation)
+    monkeypatch.setattr("bayesfed.data.fingerprint.READ", read)
+    assert describe_data_change(whole, data_fingerprint(federation), federation.names) is None
 
 
 def test_it_does_not_depend_on_where_the_rows_lie():
@@ -54,7 +53,9 @@ def test_it_does_not_depend_on_where_the_rows_lie():
     memory = bf.Federation.from_arrays(
         {n: {"x": x[site == int(n[1:])], "y": y[site == int(n[1:])]} for n in disk.names}
     )
-    assert difference(digest(disk), digest(memory), disk.names) is None
+    assert (
+        describe_data_change(data_fingerprint(disk), data_fingerprint(memory), disk.names) is None
+    )
 
 
 def test_what_has_changed_is_named():
@@ -63,8 +64,8 @@ def test_what_has_changed_is_named():
     def since(change):
         data = clients()
         change(data)
-        before, now = (digest(bf.Federation.from_arrays(c)) for c in (clients(), data))
-        return difference(before, now, names)
+        before, now = (data_fingerprint(bf.Federation.from_arrays(c)) for c in (clients(), data))
+        return describe_data_change(before, now, names)
 
     def number(data):
         data["client 7"]["x"][6, 2] += 1e-6

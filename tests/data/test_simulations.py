@@ -1,4 +1,4 @@
-"""Simulated federations: their laws, and that the same seed gives the same."""
+"""Tests of simulated federations: their distributions and their seeds."""
 
 import numpy as np
 import pandas as pd
@@ -12,7 +12,7 @@ pytest.importorskip("pvlib")
 
 
 def residuals(federation, kind):
-    """y − mean of one kind of clients, ``(clients, rows)``, from the roots in the paper."""
+    """Return y − mean for one kind of clients, ``(clients, rows)``, from the roots in the paper."""
     rows = federation.batch().fields
     x, y = rows["x"].squeeze(-1).double(), rows["y"].double()
     roots = torch.tensor(simulations._ROOTS[kind], dtype=torch.float64)
@@ -60,7 +60,7 @@ def test_houses_are_standardised_by_their_training_rows(houses):
     assert y.mean(1).abs().max() < 1e-5 and (y.std(1, correction=0) - 1).abs().max() < 1e-5
     x = train.batch().fields["x"].double()
     assert x.shape == (12, 150, 15) and x.mean(1).abs().max() < 1e-5
-    assert test.batch().fields["y"].mean(1).abs().max() < 1  # other days of the same weeks
+    assert test.batch().fields["y"].mean(1).abs().max() < 1  # test days lie between training days
     assert torch.isfinite(test["x"]).all()
 
 
@@ -71,7 +71,9 @@ def test_houses_that_face_both_ways_differ_more(houses):
     assert correlation["east-west"][apart].mean() < correlation["south"][apart].mean()
     train, _ = houses["east-west"]
     fields = train.batch().fields
-    sine = fields["x"][..., simulations.FEATURES.index("sine of the hour")]  # falls through the day
+    sine = fields["x"][
+        ..., simulations.FEATURES.index("sine of the hour")
+    ]  # decreases during the day
     peak = (sine * fields["y"]).mean(1)
     assert (peak > 0.3).any() and (peak < -0.3).any()
 
@@ -81,11 +83,11 @@ def test_the_first_lag_is_the_output_an_hour_before(houses):
     first = train.select(["house 0"])
     lag, output = first["x"][:, 0].double(), first["y"].double()
     slope = torch.corrcoef(torch.stack([lag[1:], output[:-1]]))[0, 1]
-    assert slope > 0.9  # but for the first hour of a day, whose hour before is none of the rows
+    assert slope > 0.9  # not 1: the hour before the first of a day is no row
 
 
-def test_a_file_of_pvgis_serves_too(tmp_path):
-    """A year written in PVGIS' format: clear days under a sun that rises at six."""
+def test_a_file_of_pvgis_can_be_used(tmp_path):
+    """The file has a year in PVGIS' format: clear days on which the sun rises at six."""
     times = pd.date_range("2018-01-01", periods=8760, freq="h")
     height = np.sin((times.hour.to_numpy() - 6) / 12 * np.pi).clip(0)
     wave = 0.6 + 0.4 * np.sin(np.arange(8760) / 37)
@@ -113,7 +115,7 @@ def test_a_file_of_pvgis_serves_too(tmp_path):
     assert torch.isfinite(train["x"]).all()
 
 
-def test_what_cannot_be_is_refused():
+def test_invalid_arguments_are_refused():
     with pytest.raises(ValueError, match="facing is 'north'"):
         simulations.photovoltaics("north")
     with pytest.raises(ValueError, match="there are .* bright hours"):
@@ -121,7 +123,7 @@ def test_what_cannot_be_is_refused():
 
 
 def test_pac_pfl_learns_polynomials():
-    """Clients that never trained: conditioning under the learnt prior beats that under a draw from the hyper-prior."""
+    """For new clients, conditioning under the learnt prior predicts better than under a draw from the hyper-prior."""
     train, test = simulations.polynomials(clients=16, test_rows=50)
     old, new = train.hold_out(train.names[8:])
     torch.manual_seed(0)

@@ -8,13 +8,13 @@ import torch
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.algorithms.protocol import WEIGHT
 from bayesfed.deploy import secure
 from bayesfed.deploy.institutions import Patience
 from bayesfed.deploy.messages import Digest, MessageError, Refusal, of_kind, packed, unpacked
 from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.deploy.server import deployed
 from bayesfed.deploy.transport import Carrier
+from bayesfed.engine.parts import ROWS
 from tests.deploy.test_deployed import PLAN, SCHOOLS, Wire, changed, fitted
 from tests.deploy.together import sites_of
 
@@ -105,7 +105,7 @@ def test_a_weight_below_nothing_is_refused(tmp_path):
     def negative(reply):
         message, parts = unpacked(reply)
         total = parts["total"]
-        return packed(message, **(parts | {"total": total | {WEIGHT: -3 * total[WEIGHT]}}))
+        return packed(message, **(parts | {"total": total | {ROWS: -3 * total[ROWS]}}))
 
     found, said = hostile(plan, tmp_path, negative, federation=train)
     assert found.refused["site1"] == 1 and any("is negative" in line for line in said)

@@ -1,4 +1,4 @@
-"""Losses of points against the densities of the program itself."""
+"""Losses of point estimates equal the densities of the model itself."""
 
 import pyro
 import pyro.distributions as dist
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 def rates(federation):
-    """A local site whose prior is no Normal, on a level of its own."""
+    """A model with a local site whose prior is not Normal."""
     shape = pyro.sample("shape", dist.LogNormal(0.0, 1.0))
     with federation.clients():
         middle = pyro.sample("middle", dist.Normal(shape, 1.0))
@@ -49,7 +49,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_clients_at_the_centre_of_their_priors(case):
-    """One run of the model has the losses and gradients of the two that go by the priors' moments."""
+    """The losses and gradients from one run equal those from two runs, with the priors' moments in between."""
     model, data = case()
     program = bf.FedAvg().program(model, data)
     batch = data.batch()
@@ -93,7 +93,7 @@ def test_losses_are_the_densities_of_the_program():
     ids=["full rank", "mean field", "points"],
 )
 def test_a_parameter_that_is_left_out_is_named(algorithm):
-    """Of the model's own and of the guide's, a client's or all clients': never its initial value in silence."""
+    """A parameter without a value is an error, in the model and in the guide, local or global."""
 
     def model(federation):
         slope = pyro.param("slope", torch.tensor(0.5))

@@ -5,7 +5,7 @@ from scipy import stats
 
 import bayesfed as bf
 from bayesfed.elbo import noise
-from bayesfed.elbo.noise import Lifted
+from bayesfed.elbo.noise import SuppliedNoise
 from tests.scenarios import conjugate_hierarchy, ragged
 
 LEVEL = (
@@ -160,7 +160,7 @@ def test_a_place_does_not_depend_on_the_others():
 
 
 def test_every_permutation_of_few_is_equally_likely():
-    """Chi-square at level 1/1000, as below."""
+    """A chi-square test at level 0.001 accepts the uniform distribution over permutations."""
     drawn = [noise.permuted(noise.fold(noise.key(4), r), 4, torch.arange(4)) for r in range(3000)]
     seen = (torch.stack(drawn) * 4 ** torch.arange(4)).sum(1).unique(return_counts=True)[1]
     assert len(seen) == 24
@@ -169,7 +169,7 @@ def test_every_permutation_of_few_is_equally_likely():
 
 @pytest.mark.parametrize("count", [50, 20_000])
 def test_neighbours_are_anywhere_and_places_are_uniform(count):
-    """Where three places next to each other go, over many permutations: eight parts of the range, seven of gaps."""
+    """Three neighbouring places are permuted uniformly: eight parts of the range, seven of the gaps."""
     places = count // 2 + torch.arange(3)
     keys = noise.fold(noise.key(5), torch.arange(20_000 if count < 10_000 else 4000))
     drawn = torch.stack([noise.permuted(key, count, places) for key in keys])
@@ -211,19 +211,19 @@ CDFS = {
 
 
 def record(fn):
-    with Lifted(None, len(fn.batch_shape)) as lifted:
+    with SuppliedNoise(None, len(fn.batch_shape)) as lifted:
         fn.rsample()
     return lifted.recorded
 
 
 def replay(fn, keys):
-    """Draws of an expanded distribution, one for each key: as a program supplies them."""
+    """Draws of an expanded distribution with the noise that a program supplies, one for each key."""
     draws = record(fn)
     wide = fn.expand((len(keys), *fn.batch_shape))
     site = noise.fold(keys, 0).reshape(-1, *[1] * len(fn.batch_shape))
     site = noise.fold(site, torch.arange(fn.batch_shape.numel()).reshape(fn.batch_shape))
     supplied = [draw(noise.fold(site, j), torch.float32) for j, draw in enumerate(draws)]
-    with Lifted(supplied, len(wide.batch_shape)):
+    with SuppliedNoise(supplied, len(wide.batch_shape)):
         return wide.rsample()
 
 
@@ -264,7 +264,7 @@ def test_replayed_draws_have_the_covariance(name):
 def test_gradients_pass_through():
     loc = torch.tensor([0.3], requires_grad=True)
     scale = torch.tensor([2.0], requires_grad=True)
-    with Lifted([torch.tensor([1.5])], 1):
+    with SuppliedNoise([torch.tensor([1.5])], 1):
         value = dist.Normal(loc, scale).rsample()
     value.backward()
     assert (value.item(), loc.grad.item(), scale.grad.item()) == pytest.approx((3.3, 1.0, 1.5))
@@ -285,5 +285,8 @@ def test_gradients_pass_through():
     ids=lambda fn: type(fn).__name__,
 )
 def test_what_is_no_function_of_such_noise_is_refused(fn):
-    with Lifted(None, 0), pytest.raises(NotImplementedError, match="normal or uniform noise"):
+    with (
+        SuppliedNoise(None, 0),
+        pytest.raises(NotImplementedError, match="normal or uniform noise"),
+    ):
         fn.rsample()

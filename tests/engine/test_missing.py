@@ -131,7 +131,9 @@ def test_a_covariate_that_is_missing_is_refused():
         ValueError, match=r"client 'c1', row 4: x is missing, and site 'y' depends on it \(1 such"
     ):
         bf.fit(intercepts, data, rounds=1)
-    with pytest.raises(ValueError, match="NaN. Mend the data, .*'keep' where it is an outcome"):
+    with pytest.raises(
+        ValueError, match="NaN. Correct the data, .*missing='keep' if the field is an outcome"
+    ):
         bf.Federation.from_arrays(found)
 
 

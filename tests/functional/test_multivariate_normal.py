@@ -1,4 +1,4 @@
-"""The log density of a Normal and its derivatives, against torch's."""
+"""Tests of the log density of a Normal and its derivatives against torch's."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Networks applied to a batch of weights, and the model around them."""
+"""Tests of networks applied to a batch of weights, and of the model ``Network``."""
 
 import copy
 
@@ -11,8 +11,7 @@ from torch.distributions import LogNormal, Normal
 from torch.nn.utils import vector_to_parameters
 
 import bayesfed as bf
-from bayesfed import models
-from bayesfed.algorithms.fedabml import FedABML
+from bayesfed import FedABML, models
 from bayesfed.elbo import handlers
 from bayesfed.functional.networks import apply, check_stateless, flatten
 from bayesfed.models.network import WEIGHTS, Network
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 def by_hand(module, vector, x):
-    """The module itself, with the weights written into it."""
+    """Call the module itself with the weights written into it."""
     one = copy.deepcopy(module).double()
     vector_to_parameters(vector, one.parameters())
     with torch.no_grad():
@@ -83,8 +82,8 @@ def test_a_body_is_shared_and_a_head_is_not(copies):
             close(out[s, k], by_hand(module, whole, x[k]))
 
 
-def test_layers_that_stand_twice_stay_what_they_were():
-    """A layer at two places, and two layers of one weight: each place has it, and the module keeps its own."""
+def test_shared_layers_are_replaced_and_restored():
+    """A layer in two places, or two layers with one weight: each gets the weights, and the module is unchanged."""
     layer = nn.Linear(3, 3)
     other, head = nn.Linear(3, 3), nn.Linear(3, 2)
     other.weight = layer.weight
@@ -124,7 +123,7 @@ def test_gradients_do_not_cross_clients():
             "buffers",
         ),
         (nn.Sequential(nn.Linear(5, 2), nn.Dropout(0.5)), "'1' .Dropout.*set p=0"),
-        (nn.Dropout2d(0.1), "module Dropout2d draws noise of its own"),
+        (nn.Dropout2d(0.1), "module Dropout2d draws its own noise"),
     ],
     ids=["BatchNorm", "InstanceNorm", "Dropout", "alone"],
 )
@@ -200,8 +199,8 @@ def test_without_local_weights_all_clients_have_one_network():
     close(nodes["y"]["log_prob_sum"], expected)
 
 
-def test_with_a_hyper_prior_what_clients_share_is_random():
-    """m and v around where they start, σ likewise on the logarithmic scale; the client's weights around m."""
+def test_with_a_hyper_prior_global_weights_are_random():
+    """m and v are centred at their initial values, log σ likewise, and the client's weights at m."""
     torch.manual_seed(0)
     data = federation(lambda n: torch.arange(n) % 2)
     module = models.mlp(3, 4, 2).double()
@@ -210,13 +209,15 @@ def test_with_a_hyper_prior_what_clients_share_is_random():
     nodes = trace_of(model, data, w)
     m, s, v = (nodes[name]["value"] for name in ("prior.loc", "prior.scale", "shared"))
     start = flatten(module)
-    for name, law in {
+    for name, distribution in {
         "prior.loc": Normal(start[16:], 0.3).log_prob(m),
         "shared": Normal(start[:16], 0.3).log_prob(v),
         "prior.scale": LogNormal(torch.full((10,), 0.2).log(), 0.3).log_prob(s),
         WEIGHTS: Normal(m, s).log_prob(w),
     }.items():
-        torch.testing.assert_close(nodes[name]["log_prob_sum"], law.sum(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            nodes[name]["log_prob_sum"], distribution.sum(), rtol=1e-6, atol=0
+        )
 
 
 def test_a_spread_of_the_clients_own():
@@ -233,14 +234,14 @@ def test_a_spread_of_the_clients_own():
     [
         (
             {"local": ["head."]},
-            r"local=\['head.'\] begins no parameter's name; there are 0.weight, 0.bias",
+            r"local=\['head.'\] is a prefix of no parameter's name; there are 0.weight, 0.bias",
         ),
         ({"spread": "wide"}, "spread is 'wide'"),
         ({"likelihood": "poisson"}, "likelihood is 'poisson'"),
     ],
     ids=["local", "spread", "likelihood"],
 )
-def test_a_setting_that_cannot_be_is_named(settings, message):
+def test_an_invalid_setting_is_named(settings, message):
     with pytest.raises(ValueError, match=message):
         Network(models.mlp(3, 4, 2), **settings)
 
@@ -254,7 +255,7 @@ def test_a_label_that_the_network_has_no_output_for():
 # -- the prior's scale ----------------------------------------------------------------------------------
 
 
-def test_the_longest_beginning_of_a_name_gives_its_scale():
+def test_the_longest_prefix_of_a_name_gives_its_scale():
     module = models.mlp(3, 2, 2)
     network = Network(module, scale={"": 0.1, "2.": 0.5, "2.bias": 2.0})
     by_hand = torch.tensor([0.1] * 8 + [0.5] * 4 + [2.0] * 2)

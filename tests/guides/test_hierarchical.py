@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import bayesfed as bf
-from bayesfed.algorithms.sfvi import SFVI
 
 
 def data(wards=3):
@@ -39,7 +38,7 @@ def hospital_and_wards(federation):
 
 
 def block_of(model):
-    guide = SFVI().program(model, data()).guide
+    guide = bf.SFVI().program(model, data()).guide
     assert guide.block
     return guide.normal, guide.chain
 
@@ -169,7 +168,7 @@ def test_a_normal_prior_in_the_factor_is_not_counted_twice():
             c = pyro.sample("c", dist.Normal(0.0, 2.0))
             observe(federation, lambda obs: b + c)
 
-    guide = SFVI().program(model, data()).guide
+    guide = bf.SFVI().program(model, data()).guide
     assert guide.normal == ("a", "c")
     head = data().batch(torch.arange(1)).head()
     _, scale = guide.block_prior(torch.zeros(1), head)
@@ -187,7 +186,7 @@ def test_the_mode_under_a_prior_far_from_zero():
                 pyro.sample("y", dist.Poisson(a.exp()), obs=obs.get("y"))
 
     federation = bf.Federation.from_arrays({"a": {"y": [3.0]}, "b": {"y": [40.0, 60.0]}})
-    program = SFVI().program(counts, federation)
+    program = bf.SFVI().program(counts, federation)
     batch = federation.batch()
     found = program.laplace(program.init, program.init_locals(batch), batch)
     start = program.guide.block_scaling
@@ -206,9 +205,9 @@ def test_the_mode_under_a_prior_far_from_zero():
 
 def test_a_guide_takes_the_coordinates_of_another():
     """A node takes the server's coordinates where they have the shape of its sample site."""
-    guide = SFVI().program(hospital_and_wards, data()).guide
-    shifted = {name: value + 0.5 for name, value in guide.coordinates().items()}
-    placed = guide.placed(shifted | {"ward": torch.zeros(2, 7)}).coordinates()
-    assert torch.equal(placed["mu"], shifted["mu"])
-    assert torch.equal(placed["a"], shifted["a"])
+    guide = bf.SFVI().program(hospital_and_wards, data()).guide
+    moved = {name: value + 0.5 for name, value in guide.coordinates().items()}
+    placed = guide.placed(moved | {"ward": torch.zeros(2, 7)}).coordinates()
+    assert torch.equal(placed["mu"], moved["mu"])
+    assert torch.equal(placed["a"], moved["a"])
     assert torch.equal(placed["ward"], guide.coordinates()["ward"])

@@ -8,7 +8,7 @@ import pytest
 from pyro.infer import MCMC, NUTS, SVI, Trace_ELBO
 
 import bayesfed as bf
-from bayesfed.algorithms.structured import hierarchical
+from bayesfed.guides.locals import Conditioned
 from tests.scenarios import conjugate_hierarchy, exact, ragged
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -38,7 +38,7 @@ def constrained(federation):
 @pytest.mark.parametrize("model", [conjugate_hierarchy, constrained])
 def test_svi(model, family, conditioned):
     data = ragged(4)
-    guide = hierarchical(model, data, family, conditioned).guide
+    guide = Conditioned(conditioned).build(family, model, data).guide
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), Trace_ELBO())
     losses = [svi.step(data) for _ in range(4)]
     assert all(math.isfinite(loss) for loss in losses)
@@ -52,7 +52,7 @@ def test_svi(model, family, conditioned):
 def test_svi_reaches_the_evidence():
     """The family contains the posterior, so the ELBO of 200 draws is the evidence, within 0.3 nats."""
     data = ragged(4)
-    guide = hierarchical(conjugate_hierarchy, data, bf.FullRank(), True).guide
+    guide = Conditioned(True).build(bf.FullRank(), conjugate_hierarchy, data).guide
     optimiser = pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.985})
     svi = SVI(
         conjugate_hierarchy,

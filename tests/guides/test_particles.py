@@ -9,7 +9,7 @@ from bayesfed import datasets, models
 SCHOOLS = datasets.eight_schools()
 
 
-@pytest.mark.parametrize("algorithm", [bf.FedAvg(), bf.SFVI()], ids=repr)
+@pytest.mark.parametrize("algorithm", [bf.FedAvg(), bf.SFVI()], ids=str)
 def test_other_guides_draw_from_q_with_equal_weights(algorithm):
     program = algorithm.program(models.eight_schools, SCHOOLS)
     batch = SCHOOLS.batch()

@@ -1,15 +1,15 @@
-"""Every algorithm, and every special case, on models small enough for a test of an invariant."""
+"""Every algorithm, and every special case, on models small enough for a test of invariants."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import bayesfed as bf
-from bayesfed import algorithms, models
+from bayesfed import models
+from bayesfed.algorithms import METHODS, Algorithm
 
 SMALL = {
     "local_steps": 2,
@@ -35,10 +35,11 @@ def federation(dtype: torch.dtype | None = None) -> bf.Federation:
     return bf.Federation.from_arrays({f"client {n}": client(n) for n in (4, 9, 5, 7, 6)})
 
 
-def small(algorithm: Any) -> Any:
-    """The algorithm with small settings, where it has and uses them."""
-    given = {f.name for f in dataclasses.fields(algorithm) if getattr(algorithm, f.name)}
-    return dataclasses.replace(algorithm, **{n: v for n, v in SMALL.items() if n in given})
+def small(algorithm: Algorithm) -> Algorithm:
+    """Return the algorithm with small settings, where it has and uses them."""
+    method = METHODS[algorithm.name]
+    values = method.values(algorithm)
+    return method.compose(values | {n: v for n, v in SMALL.items() if values.get(n)})
 
 
 def network(**settings: Any) -> models.Network:
@@ -52,18 +53,22 @@ def modulated() -> models.Modulated:
 
 
 def _hierarchy(name: str) -> Callable[[], tuple[Any, Any]]:
-    return lambda: (small(getattr(bf, name)()), models.hierarchical_logistic)
+    return lambda: (small(METHODS[name]()), models.hierarchical_logistic)
 
 
 def _head(name: str) -> Callable[[], tuple[Any, Any]]:
-    return lambda: (small(getattr(bf, name)()), network(local=["2."], scale=0.5))
+    return lambda: (small(METHODS[name]()), network(local=["2."], scale=0.5))
 
 
 HEADS = ("FedPer", "FedRep", "FedBABU")
-ON_A_HIERARCHY = {n: _hierarchy(n) for n in algorithms.__all__ if n not in (*HEADS, "CAFeMe")}
+ALIASES = ("MAML", "MTL", "Pooled")
+SPECIAL_CASES = ("FedProx", "PFedBayes", "PFedMAP", "PFedGP")
+ON_A_HIERARCHY = {
+    n: _hierarchy(n) for n in METHODS if n not in (*HEADS, *ALIASES, *SPECIAL_CASES, "CAFeMe")
+}
 """What any of them does with one and the same model; CAFeMe's clients need an encoder of their rows, others a body."""
 ON_A_NETWORK: dict[str, Callable[[], tuple[Any, Any]]] = {
-    **{name: _head(name) for name in HEADS if name in algorithms.__all__},
+    **{name: _head(name) for name in HEADS},
     "CAFeMe": lambda: (small(bf.CAFeMe()), modulated()),
     "FedAvg of a network": lambda: (small(bf.FedAvg()), network(scale=0.5)),
     "Scaffold of a network": lambda: (small(bf.Scaffold()), network(local=())),
@@ -94,7 +99,7 @@ CASES = ON_A_HIERARCHY | ON_A_NETWORK | FAMILIES
 """By name: an algorithm and a model."""
 SPECIAL = {
     name: lambda make=make: (small(make()), network(scale=0.5, hyper_scale=0.5))
-    for name, make in algorithms.FAMILY.items()
-    if name not in CASES
+    for name, make in METHODS.items()
+    if name in SPECIAL_CASES + ALIASES
 }
 """The special cases, on a network."""

@@ -11,11 +11,12 @@ import torch
 
 import bayesfed as bf
 from bayesfed import models
-from bayesfed.algorithms.protocol import Turn
 from bayesfed.elbo import noise
 from bayesfed.engine.batches import batches
+from bayesfed.rules import MStep, ProductOfFactors, ProductOfGaussians, Turn
 from bayesfed.steps.job import Job
 from tests.invariants.cases import CASES, SPECIAL, federation
+from tests.scenarios import summed
 
 META = torch.device("meta")
 
@@ -29,8 +30,8 @@ def moved(value, monkeypatch, keep=()):
 
 
 WORKS = (CASES | SPECIAL).keys() - {"SFVI, flow"}  # torch's splines look at their bounds
-SERVERS_THAT_LOOK = (bf.PVI, bf.PFedVEM, bf.FedABML, bf.FOLA)
-"""Algorithms whose server checks that the next q(θ) is a proper distribution, which reads numbers."""
+SERVERS_THAT_LOOK = (ProductOfFactors, MStep, ProductOfGaussians)
+"""Rules that read numbers of the sum, such as whether the product of all factors is a proper Gaussian."""
 
 
 @pytest.mark.parametrize(
@@ -51,12 +52,12 @@ def test_a_cohorts_work_needs_no_number_from_the_device(name, batch_size, monkey
     everyone = torch.arange(len(data))
     keys = noise.fold(turn.key, data.stream_ids[everyone])
     job = Job(program, message, clients, batches(data, everyone, batch_size, keys), keys)
-    work = algorithm.work(job)
-    upload = algorithm.encode(job, work)
-    kept = [value for part in work.clients.values() for value in part.values()]
-    assert {value.device for value in (work.terms, *upload.values(), *kept)} == {META}
-    if not isinstance(algorithm, SERVERS_THAT_LOOK):
-        algorithm.decode(turn, server, {name: value.sum(0) for name, value in upload.items()})
+    answer = algorithm.work(job)
+    states = (answer.upload, answer.clients, answer.memory)
+    tensors = [value for state in states for part in state.values() for value in part.values()]
+    assert {value.device for value in (answer.terms, *tensors)} == {META}
+    if not isinstance(algorithm.rule, SERVERS_THAT_LOOK):
+        algorithm.decode(turn, server, summed(answer.upload))
 
 
 def test_a_default_device_does_not_matter():

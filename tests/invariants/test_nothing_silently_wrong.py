@@ -243,7 +243,7 @@ def test_a_client_whose_rows_are_all_dropped_is_empty():
 )
 def test_categorical_field(column):
     frame = pd.DataFrame({"firm": list("aabb"), "risk": column})
-    with pytest.raises(TypeError, match=r"field 'risk' .*(make numbers of it|encode it)"):
+    with pytest.raises(TypeError, match=r"field 'risk' .*(convert it to numbers|encode it)"):
         bf.Federation.from_frame(frame, client="firm")
 
 

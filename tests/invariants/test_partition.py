@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 from pyro.infer import Trace_ELBO
 
 import bayesfed as bf
-from bayesfed.algorithms.protocol import Turn
-from bayesfed.algorithms.structured import hierarchical, moved
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.build import build
 from bayesfed.elbo.elbo import client_terms, elbo_terms, server_pass
 from bayesfed.engine.batches import batches
 from bayesfed.guides import factorised
+from bayesfed.guides.locals import Conditioned
 from bayesfed.guides.natural_gradient import paired
+from bayesfed.rules import Turn
 from bayesfed.steps.job import Job
+from bayesfed.steps.local_variational import follow_origin
 
 GLOBALS = {
     "real": lambda: dist.Normal(0.3, 2.0),
@@ -146,7 +147,7 @@ def test_terms_add_up_to_pyros_elbo(
     if family == "factorised":
         program = build(model, factorised(model, federation, local_point=choice), federation)
     else:
-        program = hierarchical(model, federation, family, choice)
+        program = Conditioned(choice).build(family, model, federation)
     check_partition(program, federation, draws, seed)
 
 
@@ -241,14 +242,15 @@ def test_a_global_parameter_that_clients_read_is_shared():
     message = algorithm.broadcast(Turn(program, key, 3), server)
     keys = noise.fold(key, federation.stream_ids)
     job = Job(program, message, clients, batches(federation, torch.arange(3), None, keys), keys)
-    upload = algorithm.encode(job, algorithm.work(job))
+    upload = algorithm.work(job).upload
     params = {n: v.clone().requires_grad_() for n, v in program.init.items()}
     of_theta = program.noise(key, 2, local=False)
     supplied = {name: [paired(part) for part in parts] for name, parts in of_theta.items()}
     supplied |= program.noise(noise.fold(keys, 0), 2, local=True)
-    phi = moved(program, program.init, clients, federation.batch())[
-        "params"
-    ]  # where the gradient is taken
+    clients = follow_origin(program, program.init, clients, federation.batch())
+    phi = clients["params"]  # where the gradient is taken
     loss = pooled_elbo(program, federation, params | phi, supplied, 2)
     expected = torch.autograd.grad(loss, params["sigma"])[0]
-    torch.testing.assert_close(upload["sigma"].sum(), expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        upload["mean gradient"]["sigma"].sum(), expected, rtol=1e-10, atol=1e-12
+    )

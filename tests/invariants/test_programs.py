@@ -1,4 +1,4 @@
-"""Programs that are correct start without a word; of 200 see experiments/attempts.md."""
+"""Programs that are correct start without a word; of 200 see experiments/attempts_programs.md."""
 
 import pytest
 

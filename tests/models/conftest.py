@@ -1,4 +1,4 @@
-"""What the tests of all models share."""
+"""Fixtures and checks for the tests of all models."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -16,7 +16,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @pytest.fixture(autouse=True)
 def float64() -> Iterator[None]:
-    """Double precision and a fixed seed; what was the default comes back afterwards."""
+    """Use double precision and a fixed seed, and restore the default afterwards."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     pyro.set_rng_seed(0)
@@ -26,7 +26,7 @@ def float64() -> Iterator[None]:
 
 @pytest.fixture
 def ragged() -> Federation:
-    """Clients with 4, 1 and 2 rows; ``y`` is in every model's support."""
+    """Return clients with 4, 1 and 2 rows; ``y`` is in every model's support."""
     rows = {"north": 4, "middle": 1, "south": 2}
     return Federation.from_arrays(
         {
@@ -45,7 +45,7 @@ def ragged() -> Federation:
 
 @pytest.fixture
 def check_sites(ragged: Federation) -> Callable[..., None]:
-    """The sites are those named, with these event shapes, inside and outside the boundary."""
+    """Check that the sample sites are those named, with these event shapes, inside and outside the clients plate."""
 
     def check(model: Model, global_sites: Shapes, local_sites: Shapes, outcome: str = "y") -> None:
         two = ragged.batch(torch.tensor([2, 0]), torch.tensor([[1, 0, -1], [0, 3, 2]]))
@@ -73,7 +73,7 @@ def check_sites(ragged: Federation) -> Callable[..., None]:
 
 @pytest.fixture
 def check_draws(ragged: Federation) -> Callable[..., None]:
-    """Three draws at once have the log densities of three runs."""
+    """Check that three draws at once have the log densities of three runs."""
 
     def check(model: Model, outcome: str = "y") -> None:
         minibatch = ragged.batch(torch.tensor([2, 0]), torch.tensor([[1, -1], [0, 3]]))
@@ -108,7 +108,7 @@ def check_draws(ragged: Federation) -> Callable[..., None]:
 
 
 def three(model: Model, handler: Callable[..., Model] | None = None, **kwargs: object) -> Model:
-    """The model under a leading plate of three, and under a handler."""
+    """Run the model under a leading plate of three, and under a handler."""
 
     def run(data: Federation | Batch) -> None:
         with pyro.plate("draws", 3, dim=-3):
@@ -119,7 +119,7 @@ def three(model: Model, handler: Callable[..., Model] | None = None, **kwargs: o
 
 @pytest.fixture
 def log_joint() -> Callable[[Model, Federation, Mapping[str, Tensor]], float]:
-    """Pyro's log joint density at the given values; local ones have one row per client."""
+    """Return Pyro's log joint density at the given values; local ones have one row per client."""
 
     def evaluate(model: Model, federation: Federation, values: Mapping[str, Tensor]) -> float:
         trace = poutine.trace(poutine.condition(model, data=dict(values))).get_trace(federation)

@@ -1,4 +1,4 @@
-"""Censored times and ordered categories under the algorithms that most differ: they run, and all is finite."""
+"""Tests that censored times and ordered categories run under very different algorithms, with finite results."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from bayesfed import models
 
 @pytest.fixture
 def outcomes():
-    """Six clients of eight rows."""
+    """Return six clients of eight rows."""
     generator = torch.Generator().manual_seed(0)
 
     def rows():
@@ -29,7 +29,7 @@ def outcomes():
 @pytest.mark.parametrize(
     "algorithm",
     [bf.SFVI(), bf.PVI(), bf.FedABML(), bf.PFedVEM(), bf.FOLA()],
-    ids=lambda a: type(a).__name__,
+    ids=str,
 )
 @pytest.mark.parametrize(
     "model",

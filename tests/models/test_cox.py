@@ -23,12 +23,12 @@ def test_sites(check_sites):
     check_sites(models.Cox(CUTS), sites, {"alpha": ()}, outcome="time")
 
 
-def test_draws_together_are_draws_apart(check_draws):
+def test_batched_draws_agree_with_single_draws(check_draws):
     check_draws(models.Cox(CUTS), outcome="time")
 
 
 def test_log_joint_by_hand(log_joint):
-    """In the first interval, on a cut, and censored in the last; H is the integral of h by quadrature."""
+    """Times lie in the first interval, on a cut, and censored in the last; H is the integral of h by quadrature."""
     hazards, eta = np.array([0.3, 1.2, 0.1]), [1.2 + 0.4, 1.2 + 0.2, -0.3 + 1.2]
     times, events = [0.4, 2.0, 7.0], [1, 1, 0]
 
@@ -63,12 +63,14 @@ def test_log_joint_by_hand(log_joint):
 
 
 def most_likely(frame, cuts, predictors):
-    """The β and log λ at which the rows' likelihood is largest, without clients, by Newton's method."""
+    """Return the maximum likelihood estimate of β and log λ without clients, by Newton's method."""
     x, time, event = (torch.tensor(frame[c].to_numpy(float)) for c in (predictors, "time", "event"))
 
     def loss(at):
-        law = PiecewiseExponential(cuts, at[: len(cuts) + 1], x @ at[len(cuts) + 1 :], event)
-        return -law.log_prob(time).sum()
+        distribution = PiecewiseExponential(
+            cuts, at[: len(cuts) + 1], x @ at[len(cuts) + 1 :], event
+        )
+        return -distribution.log_prob(time).sum()
 
     at = torch.zeros(len(cuts) + 1 + len(predictors))
     for _ in range(30):
@@ -78,7 +80,7 @@ def most_likely(frame, cuts, predictors):
 
 
 def test_the_likelihood_is_that_of_poisson_regression_on_split_rows():
-    """The maximum is statsmodels' GLM's, with the logarithm of the time at risk as offset."""
+    """The maximum is that of statsmodels' GLM, with the logarithm of the time at risk as offset."""
     federation, cuts = datasets.kidney(), [0.5, 1.0, 5.0]
     frame = pd.DataFrame({name: federation[name] for name in ("time", "event")})
     frame[["age", "female"]] = federation["x"].numpy()
@@ -97,7 +99,7 @@ def test_the_likelihood_is_that_of_poisson_regression_on_split_rows():
 
 
 def test_with_many_intervals_it_is_cox_regression():
-    """A cut before each event gives the partial likelihood's maximum: exactly where no two events are at one time.
+    """A cut before each event gives the partial likelihood's maximum, exactly if no two events are at one time.
 
     Breslow (1974): with a hazard of its own up to each event, and rows at risk until the end of the interval in which
     they are censored. Times are ranks here, censored ones just after the event before them, so that it is exact to
@@ -118,16 +120,16 @@ def test_with_many_intervals_it_is_cox_regression():
 
 
 def test_draws_have_the_hazard():
-    """Kolmogorov's test of 4000 draws, as exponential times: H(t) is one."""
-    law = PiecewiseExponential(CUTS, torch.tensor([-1.0, 0.5, -0.7]), torch.tensor(0.3))
-    draws = law.sample((4000,))
+    """Kolmogorov's test of 4000 draws: H(t) is an exponential time."""
+    distribution = PiecewiseExponential(CUTS, torch.tensor([-1.0, 0.5, -0.7]), torch.tensor(0.3))
+    draws = distribution.sample((4000,))
     cumulative = -PiecewiseExponential(
-        CUTS, law.log_hazard, law.log_ratio, torch.tensor(0.0)
+        CUTS, distribution.log_hazard, distribution.log_ratio, torch.tensor(0.0)
     ).log_prob(draws)
     assert kstest(cumulative.numpy(), expon.cdf).pvalue > 1e-3
 
 
-def test_what_is_censored_is_predicted_beyond_what_was_seen():
+def test_censored_times_are_predicted_beyond_the_censoring():
     rows = {"x": [[0.0]] * 6, "time": [0.4] + [1.0] * 5, "event": [1, 0, 0, 0, 0, 0]}
     federation = Federation.from_arrays({f"hospital {i}": rows for i in range(4)})
     posterior = bf.fit(models.Cox([1.0]), federation)
@@ -137,6 +139,6 @@ def test_what_is_censored_is_predicted_beyond_what_was_seen():
 
 
 @pytest.mark.parametrize("cuts", [[0.0, 1.0], [2.0, 1.0], [1.0, 1.0], [math.inf], [math.nan]])
-def test_cuts_that_cannot_be(cuts):
+def test_invalid_cuts_are_refused(cuts):
     with pytest.raises(ValueError, match="they must be positive and ascend"):
         models.Cox(cuts)

@@ -1,4 +1,4 @@
-"""Against GPyTorch, one client and one particle at a time."""
+"""Tests of the Gaussian process against GPyTorch, one client and one particle at a time."""
 
 import gpytorch
 import pytest
@@ -74,7 +74,7 @@ class Exact(gpytorch.models.ExactGP):
 
 
 def conditional(model, phi, own, x):
-    """Mean and variance of rows at ``x`` given a client's own, and the evidence of these, from the joint law."""
+    """Return mean and variance of rows at ``x`` given a client's own, and the evidence, from the joint distribution."""
     y = torch.where(own.mask, own.fields["y"], 0.0)
     evidence = Gaussian(*model.marginal(phi, own.fields["x"], own.mask)).log_prob(y)
     mask = torch.cat([own.mask, torch.ones(x.shape[:2], dtype=torch.bool)], 1)
@@ -124,7 +124,7 @@ def test_padding_changes_nothing():
             torch.testing.assert_close(one[:, k], other[:, 0], rtol=1e-9, atol=1e-9)
 
 
-def test_clients_may_have_priors_of_their_own():
+def test_clients_may_have_different_priors():
     model, data = ard(), federation()
     phi = model.centre + torch.randn(2, len(LENGTHS), 1, model.size)
     x, batch = torch.randn(len(LENGTHS), 4, 2), data.batch()
@@ -135,7 +135,7 @@ def test_clients_may_have_priors_of_their_own():
             torch.testing.assert_close(one[:, k], other[:, k])
 
 
-def test_what_needs_no_gradient_stays():
+def test_parameters_without_gradient_are_constant():
     kernel = gpytorch.kernels.RBFKernel()
     kernel.lengthscale = 0.7
     kernel.requires_grad_(False)
@@ -147,7 +147,7 @@ def test_what_needs_no_gradient_stays():
     torch.testing.assert_close(covariance[0, 0, 1], torch.tensor(-0.5).exp())
 
 
-def test_networks_are_centred_at_zero_and_other_parameters_where_they_are():
+def test_networks_are_centred_at_zero_and_other_parameters_at_their_values():
     model = networks()
     assert (model.centre[:-1] == 0).all()
     torch.testing.assert_close(model.noise(model.centre).squeeze(), torch.tensor(0.16))

@@ -12,7 +12,7 @@ def test_sites(check_sites):
     check_sites(hierarchical_count, {"mu": (), "tau": (), "beta": (2,)}, {"alpha": ()})
 
 
-def test_draws_together_are_draws_apart(check_draws):
+def test_batched_draws_agree_with_single_draws(check_draws):
     check_draws(hierarchical_count)
 
 

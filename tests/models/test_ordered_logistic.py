@@ -16,7 +16,7 @@ def test_sites(check_sites):
     check_sites(models.OrderedLogistic(4), sites, {"alpha": ()})
 
 
-def test_draws_together_are_draws_apart(check_draws):
+def test_batched_draws_agree_with_single_draws(check_draws):
     check_draws(models.OrderedLogistic(4))
 
 
@@ -52,7 +52,7 @@ def test_log_joint_by_hand(log_joint):
 
 
 def rows(federation, values, categories):
-    """The site of the rows at these values."""
+    """Return the sample site of the rows at these values."""
     model = poutine.condition(models.OrderedLogistic(categories), data=values)
     trace = poutine.trace(model).get_trace(federation)
     trace.compute_log_prob()
@@ -60,7 +60,7 @@ def rows(federation, values, categories):
 
 
 def test_the_likelihood_is_that_of_statsmodels():
-    """OrderedModel's at any parameters; its thresholds are the first cutpoint and the logarithms of the gaps."""
+    """OrderedModel has the same likelihood; its thresholds are the first cutpoint and the logarithms of the gaps."""
     federation = datasets.anes96()
     generator = np.random.default_rng(0)
     beta, cutpoints = generator.normal(size=3), np.sort(generator.normal(size=6))
@@ -76,8 +76,8 @@ def test_the_likelihood_is_that_of_statsmodels():
 
 
 def test_far_from_all_cutpoints_nothing_is_infinite():
-    """Single precision has σ(a) − σ(b) = 0 from 17 on; the probabilities are e^(c − location) there."""
-    torch.set_default_dtype(torch.float32)  # the fixture puts it back
+    """In single precision σ(a) − σ(b) = 0 from 17 on, where the probabilities are e^(c − location)."""
+    torch.set_default_dtype(torch.float32)  # the fixture restores it
     federation = Federation.from_arrays(
         {"A": {"x": [[1.0]], "y": [1]}, "B": {"x": [[1.0]], "y": [2]}}
     )
@@ -94,14 +94,14 @@ def test_far_from_all_cutpoints_nothing_is_infinite():
     np.testing.assert_allclose(gradient[:, 0], [-1.0, 1.0], rtol=1e-6)
 
 
-def test_categories_that_cannot_be():
-    with pytest.raises(ValueError, match="there must be 2 or more"):
+def test_invalid_categories_are_refused():
+    with pytest.raises(ValueError, match="it must be 2 or more"):
         models.OrderedLogistic(1)
 
 
 @pytest.mark.slow
 def test_predictions_have_the_frequencies():
-    """Of 944 voters; a share's Monte Carlo error is below .01, its posterior's sd about .015: .06 is four of them."""
+    """Shares of 944 voters: Monte Carlo error below 0.01, the posterior's sd about 0.015; 0.06 is four of them."""
     federation = datasets.anes96()
     predicted = bf.fit(models.OrderedLogistic(7), federation, rounds=20).predict()["y"]
     assert set(predicted.unique().tolist()) == set(range(7))

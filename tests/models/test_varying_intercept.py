@@ -10,7 +10,7 @@ def test_sites(check_sites):
     check_sites(varying_intercept, {"mu": (), "tau": (), "beta": (2,), "sigma": ()}, {"alpha": ()})
 
 
-def test_draws_together_are_draws_apart(check_draws):
+def test_batched_draws_agree_with_single_draws(check_draws):
     check_draws(varying_intercept)
 
 

@@ -14,7 +14,7 @@ def test_sites(check_sites):
     )
 
 
-def test_draws_together_are_draws_apart(check_draws):
+def test_batched_draws_agree_with_single_draws(check_draws):
     check_draws(varying_slope)
 
 

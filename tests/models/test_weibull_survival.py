@@ -16,7 +16,7 @@ def test_sites(check_sites):
     check_sites(models.weibull_survival, globals_, {"alpha": ()}, outcome="time")
 
 
-def test_draws_together_are_draws_apart(check_draws):
+def test_batched_draws_agree_with_single_draws(check_draws):
     check_draws(models.weibull_survival, outcome="time")
 
 
@@ -53,17 +53,19 @@ def test_log_joint_by_hand(log_joint, censored):
 
 
 def test_draws_are_weibull_whether_censored_or_not():
-    """By Kolmogorov's test of 4000 draws, whose p-value is below .001 once in a thousand seeds."""
-    law = CensoredWeibull(torch.tensor([0.7, -1.0]), torch.tensor(1.6), torch.tensor([0.0, 1.0]))
-    draws = law.sample((4000,)).numpy()
+    """Kolmogorov's test of 4000 draws has a p-value below 0.001 once in a thousand seeds."""
+    distribution = CensoredWeibull(
+        torch.tensor([0.7, -1.0]), torch.tensor(1.6), torch.tensor([0.0, 1.0])
+    )
+    draws = distribution.sample((4000,)).numpy()
     for column, log_scale in zip(draws.T, (0.7, -1.0), strict=True):
         assert kstest(column, weibull_min(1.6, scale=np.exp(log_scale)).cdf).pvalue > 1e-3
 
 
-def test_what_is_censored_is_predicted_beyond_what_was_seen():
-    """Five patients of six are still there at time 1: the posterior's times are mostly longer.
+def test_censored_times_are_predicted_beyond_the_censoring():
+    """Five patients of six are at risk at time 1, so the posterior's times are mostly longer.
 
-    As if all had an event at 1, no more than half of them would be.
+    If all had an event at 1, at most half of them would be.
     """
     rows = {"x": [[0.0]] * 6, "time": [1.0] * 6, "event": [1, 0, 0, 0, 0, 0]}
     federation = Federation.from_arrays({f"hospital {i}": rows for i in range(4)})

@@ -190,7 +190,7 @@ def test_the_centre_is_that_of_q():
     assert torch.equal(plain.corrected().sample(1, centre=True)["tau"], centre)
 
 
-@pytest.mark.parametrize("algorithm", [bf.FedAvg(), bf.PACPFL()], ids=lambda a: type(a).__name__)
+@pytest.mark.parametrize("algorithm", [bf.FedAvg(), bf.PACPFL()], ids=str)
 def test_point_estimates_and_particles_are_not_corrected(algorithm):
     posterior = bf.fit(models.eight_schools, SCHOOLS, algorithm, rounds=1)
     assert posterior.corrected().correction is None

@@ -125,7 +125,7 @@ ALGORITHMS = [
 ]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: type(a).__name__)
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
 def test_results_do_not_depend_on_chunks_of_clients(data, algorithm, monkeypatch):
     posterior = bf.fit(conjugate_hierarchy, data, algorithm, rounds=2, **QUIET)
 

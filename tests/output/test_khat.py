@@ -39,7 +39,7 @@ def test_khat_agrees_with_arviz():
     assert khat(posterior) == pytest.approx(float(expected), abs=0.05)
 
 
-@pytest.mark.parametrize("algorithm", [bf.FedAvg(), bf.PACPFL()], ids=lambda a: type(a).__name__)
+@pytest.mark.parametrize("algorithm", [bf.FedAvg(), bf.PACPFL()], ids=str)
 def test_point_estimates_and_particles_have_none(algorithm):
     assert bf.fit(models.eight_schools, datasets.eight_schools(), algorithm, rounds=1).khat is None
 

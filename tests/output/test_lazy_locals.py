@@ -13,13 +13,13 @@ from bayesfed import datasets, models
 def asked(monkeypatch):
     """The number of clients in each call of ``personalize``."""
     calls = []
-    before = bf.FedAvg.personalize
+    before = bf.Algorithm.personalize
 
     def counted(self, job, *args):
         calls.append(len(job))
         return before(self, job, *args)
 
-    monkeypatch.setattr(bf.FedAvg, "personalize", counted)
+    monkeypatch.setattr(bf.Algorithm, "personalize", counted)
     return calls
 
 

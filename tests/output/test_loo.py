@@ -125,10 +125,10 @@ def test_a_large_k_is_warned_of():
         assert bf.loo(idata).warning
 
 
-@pytest.mark.parametrize("algorithm", [bf.FedAvg(), bf.PACPFL()], ids=lambda a: type(a).__name__)
+@pytest.mark.parametrize("algorithm", [bf.FedAvg(), bf.PACPFL()], ids=str)
 def test_point_estimates_and_particles_have_no_density(algorithm):
     idata = bf.fit(models.eight_schools, datasets.eight_schools(), algorithm, rounds=1).to_arviz(8)
-    name = type(algorithm).__name__
+    name = algorithm.name
     with pytest.raises(
         ValueError, match=rf"have no log_q, which the correction needs \({name}: point est"
     ):

@@ -385,9 +385,7 @@ RANDOM = {  # whether an algorithm has distributions over (globals, locals)
 }
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "random"), RANDOM.items(), ids=[type(a).__name__ for a in RANDOM]
-)
+@pytest.mark.parametrize(("algorithm", "random"), RANDOM.items(), ids=map(str, RANDOM))
 def test_every_algorithm_has_a_whole_posterior(data, algorithm, random, tmp_path):
     """Random variables vary between draws, point estimates do not; and all methods work."""
     some = data.select(data.names[:4])

@@ -6,8 +6,8 @@ from torch import nn
 
 import bayesfed as bf
 from bayesfed import FOLA, models
-from bayesfed.algorithms.fola import _loss
 from bayesfed.steps import curvature
+from bayesfed.steps.laplace_steps import _loss
 
 LENGTHS = (9, 4, 6)
 

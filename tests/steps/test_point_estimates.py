@@ -1,4 +1,4 @@
-"""What algorithms of points ask of a model."""
+"""The structure that steps on point estimates need in a model."""
 
 import pyro
 import pyro.distributions as dist
@@ -7,7 +7,7 @@ import torch
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.algorithms import FAMILY
+from bayesfed.algorithms import METHODS
 
 
 def one_for_all(federation):
@@ -21,7 +21,7 @@ NAMES = ["FedABML", "PFedBayes", "PerFedAvg", "MAML", "PFedMe", "Ditto", "Local"
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_whose_clients_have_nothing_of_their_own_is_refused(name):
-    algorithm = FAMILY[name]() if name in FAMILY else getattr(bf, name)()
+    algorithm = METHODS[name]()
     with pytest.raises(
         ValueError,
         match="needs variables of a client's own, and the model samples none: use FedAvg",
@@ -52,7 +52,7 @@ def test_a_parameter_of_the_clients_own_is_theirs_under_every_algorithm(name):
     """A spread ρ_i: points leave it where it starts, at 0.3, and hand it over; PFedVEM and SFVI fit it."""
     train, test = datasets.digits(clients=3)
     model = models.Network(models.mlp(64, 3, 10), local=["2."], spread="client")
-    algorithm = FAMILY[name]() if name in FAMILY else getattr(bf, name)()
+    algorithm = METHODS[name]()
     how = {"progress": False, "execution": bf.Execution(compile=False)}
     posterior = bf.fit(model, train, algorithm, rounds=2, **how)
     start = posterior.program.init_locals(train.batch())["prior.rho"]

@@ -1,4 +1,4 @@
-"""Compiled steps do what eager ones do; what cannot be compiled says so and runs."""
+"""Tests that compiled steps agree with eager ones, and that others run eagerly with a warning."""
 
 from __future__ import annotations
 
@@ -91,10 +91,10 @@ CASES = {
 
 @pytest.fixture
 def only_traced(monkeypatch):
-    """Graphs as they are traced, which takes no C++ compiler and less time."""
+    """Skip Inductor, which takes a C++ compiler and more time: run the traced graphs."""
     from bayesfed.tracing import inductor
 
-    monkeypatch.setattr(inductor, "compiled", lambda graph, inputs: graph)
+    monkeypatch.setattr(inductor, "compile_graph", lambda graph, inputs: graph)
 
 
 def fit(model, data, algorithm, compile="auto", chunk_size=None, **settings):
@@ -103,9 +103,9 @@ def fit(model, data, algorithm, compile="auto", chunk_size=None, **settings):
 
 
 def agree(name, data):
-    """Single precision: parameters after two rounds, with the same noise, to 1e-4 of the largest.
+    """Compare parameters after two rounds with the same noise, in single precision, to 1e-4 of the largest.
 
-    In double precision they are the same; SFVI's local weights, next to nothing yet, show 3e-5 here.
+    In double precision they are equal; SFVI's local weights, which are nearly 0 so early, differ by 3e-5 here.
     """
     fits = {}
     for mode in (False, True):
@@ -136,7 +136,7 @@ def test_traced_and_eager_agree(name, data, only_traced):
 
 
 def test_gaussian_processes_are_traced(only_traced):
-    """GPyTorch's kernels ask whether their inputs are equal, its Cholesky whether it failed."""
+    """GPyTorch's kernels branch on equal inputs, its Cholesky factorisation on failure."""
     train, _ = simulations.polynomials(clients=3, rows=4)
     fits = []
     for mode in (False, True):
@@ -151,7 +151,7 @@ def test_gaussian_processes_are_traced(only_traced):
 
 
 def test_chunks_of_traced_clients_sum_to_the_same(data, only_traced):
-    """Law 2: float64, to 1e-12."""
+    """Invariant 2: float64, to 1e-12."""
     fields = {"x": data["x"].double(), "y": data["y"]}
     data = bf.Federation(fields, data.offsets, data.names)
     torch.set_default_dtype(torch.float64)
@@ -170,7 +170,7 @@ def test_chunks_of_traced_clients_sum_to_the_same(data, only_traced):
 @needs_compiler
 @pytest.mark.parametrize(("clients", "draws", "shape"), [(3, 2, (7,)), (2, 1, (20_001,))])
 def test_compiled_noise_is_the_noise(clients, draws, shape):
-    """Odd sizes leave remainders in vectors; to the last digits of single precision."""
+    """Odd sizes leave remainders in vectors; the tolerance is single precision's round-off."""
     keys = noise.fold(noise.key(1), torch.arange(clients))[:, None]
     draw = noise.Draw("normal", shape)
     path = noise.word("w"), torch.arange(draws)[:, None, None], 0
@@ -206,7 +206,7 @@ def test_a_graph_for_every_shape_and_none_for_a_number():
 
 @needs_compiler
 def test_a_graph_that_was_compiled_before_is_read_from_disk():
-    """By another run, or another process."""
+    """The graph was compiled by another run, or another process."""
     from torch._dynamo.utils import counters
 
     from bayesfed.tracing import inductor
@@ -215,15 +215,15 @@ def test_a_graph_that_was_compiled_before_is_read_from_disk():
     for _ in range(2):
         counters.clear()
         recorder = Recorder()
-        with recorder.of([x]):
+        with recorder.with_inputs([x]):
             y = (x.sigmoid() * 0.1234).sum()
-        found = inductor.compiled(recorder.graph([y]), [x])
+        found = inductor.compile_graph(recorder.graph([y]), [x])
         torch.testing.assert_close(found(x)[0], y)
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
 
 
 def test_arguments_that_were_one_tensor_may_be_two(only_traced):
-    """A graph knows its arguments by their places, not by what they happened to be when it was traced."""
+    """A graph identifies its arguments by position, not by their identity when it was traced."""
 
     @traceable
     def pull(w, centre):
@@ -261,7 +261,7 @@ def test_a_model_with_a_branch_fits(data, only_traced):
     algorithm = bf.SFVI(local_steps=1, draws=2)
     with pytest.warns(UserWarning, match="runs eagerly: test_compiler.py.*spread") as warned:
         found = fit(branching, data, algorithm, rounds=2, compile=True)
-    assert len(warned) == 1  # though other steps meet the same line
+    assert len(warned) == 1  # although other steps fail at the same line
     expected = fit(branching, data, algorithm, rounds=2, compile=False)
     for name, value in expected.params.items():
         torch.testing.assert_close(found.params[name], value, rtol=1e-5, atol=1e-5)
@@ -281,7 +281,7 @@ def test_without_a_compiler_it_runs_eagerly(monkeypatch):
     def fail(graph, inputs):
         raise RuntimeError("No working C++ compiler found")
 
-    monkeypatch.setattr(inductor, "compiled", fail)
+    monkeypatch.setattr(inductor, "compile_graph", fail)
     with using(Compiler(True)), pytest.warns(UserWarning, match="No working C\\+\\+ compiler"):
         assert descend(torch.ones(1), 0.25).tolist() == [0.5]
 
@@ -289,7 +289,7 @@ def test_without_a_compiler_it_runs_eagerly(monkeypatch):
 def test_wrong_numbers_are_found(monkeypatch):
     from bayesfed.tracing import inductor
 
-    monkeypatch.setattr(inductor, "compiled", lambda graph, inputs: lambda *x: [x[0] + 1])
+    monkeypatch.setattr(inductor, "compile_graph", lambda graph, inputs: lambda *x: [x[0] + 1])
     with using(Compiler(True)), pytest.warns(UserWarning, match="gives other numbers"):
         assert descend(torch.ones(1), 0.25).tolist() == [0.5]
 
@@ -314,7 +314,7 @@ def test_auto_chooses_by_the_work(seconds, data, monkeypatch, only_traced):
 
 
 def test_where_numbers_take_the_time_nothing_is_traced():
-    """Two runs choose alike: the count is of operations and bytes."""
+    """Two runs make the same choice, because it depends only on counts of operations and bytes."""
     for _ in range(2):
         compiler = Compiler("auto")
         with using(compiler):
@@ -327,7 +327,7 @@ def test_where_numbers_take_the_time_nothing_is_traced():
 
 @pytest.mark.parametrize("name", CASES)
 def test_runs_that_are_traced_by_themselves_agree(name, data, monkeypatch):
-    """As ``agree``, with ``"auto"``; small enough that every step is traced."""
+    """Do as ``agree`` with ``"auto"``; the problem is so small that every step is traced."""
     monkeypatch.setattr(compiling, "_BYTES", 1e30)
     fits = {}
     for mode in (False, "auto"):
@@ -344,7 +344,7 @@ def test_runs_that_are_traced_by_themselves_agree(name, data, monkeypatch):
 
 
 def test_what_is_traced_is_checked_at_other_numbers():
-    """A function that remembers gives other numbers than its graph at the second call."""
+    """A function with state gives other numbers than its graph at the second call."""
     calls = []
 
     @traceable
@@ -387,18 +387,18 @@ def test_a_module_of_the_users_own(data, only_traced):
         fit(model, data, algorithm, rounds=1, compile=True)
 
 
-# -- laws 1 and 3, compiled; 2 holds of any uploads, 4 is in tests/invariants/test_resume.py --------------------
+# -- invariants 1 and 3, compiled; 2 holds for any uploads, 4 is in tests/invariants/test_resume.py -------------
 
 
 @needs_compiler
 def test_terms_add_up_to_pyros_elbo_compiled(float64):
-    from bayesfed.algorithms.structured import hierarchical
     from bayesfed.elbo.elbo import client_terms, server_pass
+    from bayesfed.guides.locals import Conditioned
     from tests.invariants.test_partition import make_federation, make_model, pooled_elbo
 
     federation = make_federation([3, 1, 4], "Normal", 0)
     model = make_model(["real", "positive"], ["real", "positive"], "Normal")
-    program = hierarchical(model, federation, bf.FullRank(), True)
+    program = Conditioned(True).build(bf.FullRank(), model, federation)
     params = program.init | program.init_locals(federation.batch())
     key, draws = noise.key(0), 3
     theirs = program.noise(key, draws, local=False)

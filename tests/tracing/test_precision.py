@@ -1,4 +1,4 @@
-"""Products in fewer bits: what changes is small, what is not a product does not change."""
+"""Tests of products in fewer bits: they change little, and other operations do not change."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_a_run_in_bf16_is_close_to_one_in_full(compile):
     assert gap < 0.02  # bf16 keeps 8 bits: 2⁻⁸ a product, and rounding averages out
 
 
-def test_the_setting_of_torch_comes_back():
+def test_the_setting_of_torch_is_restored():
     before = torch.get_float32_matmul_precision()
     with products("tf32", torch.device("cpu")):
         assert torch.get_float32_matmul_precision() == "high"

@@ -1,4 +1,4 @@
-"""A recorded graph is the function, at other numbers too."""
+"""Tests that a recorded graph computes the function, also at other numbers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def recorded(function, *inputs, **kwargs):
 
 
 def noted(function, *inputs, to_compile=False):
-    """The graph, and of how many operations it is."""
+    """Return the graph and the number of its operations."""
     recorder = Recorder()
-    with recorder.of(inputs):
+    with recorder.with_inputs(inputs):
         result = function(*inputs)
     made = recorder.graph if to_compile else recorder.function
     return made([result]), recorder.left
 
 
 def writes_in_place(x):
-    """Views of memory that is changed between two readings of it."""
+    """Read views of memory that is changed in between."""
     room = torch.zeros(3)
     first = room[:2]
     before = first * 2
@@ -90,8 +90,8 @@ def test_nothing_is_done_twice():
         assert noted(twice, torch.ones(2), to_compile=to_compile)[1] == 3
 
 
-def test_a_number_and_a_truth_are_two():
-    """1, 1.0 and True are equal in Python and not to an operation."""
+def test_numbers_and_truth_values_are_distinguished():
+    """The constants 1, 1.0 and True are equal in Python but not for an operation."""
     x = torch.tensor([1, 2])
     graph = recorded(lambda x: (x * 1).double() + x * 1.0 + x.clamp(max=True), x)
     (found,) = graph(x)
@@ -115,7 +115,7 @@ EIGHT = torch.tensor(8.0)
         (lambda x: x.exp()[:, None].sum(-1), 2),
         (lambda x: x[:, None].mean(-1) - x.expand(1, 3)[0], 1),
         (lambda x: x * torch.eye(3) + torch.eye(3), 2),
-        # these are not the same
+        # different operations
         (lambda x: x + 0.0 * x, 2),
         (lambda x: x * torch.ones(2, 3), 1),
         (lambda x: x.double() * 1 + x, 2),
@@ -126,7 +126,7 @@ EIGHT = torch.tensor(8.0)
         (lambda x: torch.complex(x, x).conj().imag.neg(), 9),
     ],
 )
-def test_what_does_nothing_is_left_out(function, left):
+def test_operations_without_effect_are_left_out(function, left):
     graph, found = noted(function, torch.tensor([0.3, -1.0, 2.0]))
     assert found <= left
     for other in ([0.3, -1.0, 2.0], [1.0, torch.inf, -3.0]):
@@ -137,7 +137,7 @@ def test_what_does_nothing_is_left_out(function, left):
 
 
 def written_over(a, _):
-    """A tensor that is changed after a view of it was taken."""
+    """Change a tensor after a view of it was taken."""
     v = a.clone()
     first = v[..., :1]
     v.add_(1.0)
@@ -187,7 +187,7 @@ PIECES = [
 
 
 def random_program(seed):
-    """Of two tensors: pieces put together at random, as far as shapes allow."""
+    """Compose a random function of two tensors, as far as shapes allow."""
 
     def program(x, y):
         chance, values = random.Random(seed), [x, y]
@@ -203,7 +203,7 @@ def random_program(seed):
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (1, 3), (3, 1), (4, 1, 2)])
 def test_random_programs(shape):
-    """What is run and what is compiled give the same as the program, at other numbers, and change no input."""
+    """Both forms of the graph give the program's results at other numbers, and change no input."""
     generator = torch.Generator().manual_seed(0)
 
     def numbers():
@@ -213,7 +213,7 @@ def test_random_programs(shape):
         program = random_program(seed)
         for to_compile in (False, True):
             recorder, inputs = Recorder(), numbers()
-            with recorder.of(inputs):
+            with recorder.with_inputs(inputs):
                 results = program(*inputs)
             graph = (recorder.graph if to_compile else recorder.function)(results)
             inputs = numbers()
@@ -223,15 +223,15 @@ def test_random_programs(shape):
             assert all(map(torch.equal, inputs, before))
 
 
-def test_a_constant_is_given_to_one_only():
-    """What a graph makes is its caller's to change."""
+def test_a_constant_result_is_copied():
+    """The caller may change the results of a graph."""
     graph = recorded(lambda x: torch.zeros_like(x) + torch.ones(3), torch.ones(3))
     graph(torch.ones(3))[0].fill_(7.0)
     assert graph(torch.ones(3))[0].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_memory_that_is_used_again_is_another_memory():
-    """Where allocators put things differs from run to run; what is on disk is found by the graph."""
+    """Addresses differ from run to run, but the graph, by which Inductor's cache is searched, does not."""
 
     def function(x):
         for _ in range(5):
@@ -242,7 +242,7 @@ def test_memory_that_is_used_again_is_another_memory():
 
 
 def test_memory_is_kept_no_longer_than_needed():
-    """A chain of operations needs the room of two of its tensors, however long it is."""
+    """A chain of operations needs memory for two of its tensors, however long it is."""
 
     def chain(x):
         for _ in range(20):
@@ -268,13 +268,13 @@ def test_memory_is_kept_no_longer_than_needed():
         (lambda x: x[x > 0], "depends on numbers"),
     ],
 )
-def test_what_no_graph_can_be_of(function, why):
+def test_functions_without_a_graph_are_refused(function, why):
     with pytest.raises(ValueError, match=why):
         recorded(function, torch.ones(3))
 
 
 def test_a_constant_is_read_where_it_is():
-    """As a function that runs eagerly reads it: what its owner changes is seen."""
+    """A graph reads a constant at each call, as an eager function does, so that changes by its owner are seen."""
     weight = torch.ones(2)
     graph = recorded(lambda x: x * weight, torch.ones(2))
     weight.fill_(3.0)

@@ -1,4 +1,4 @@
-"""Discrete variables of a row, summed out: against sums by hand."""
+"""Densities with discrete variables of a row summed out equal sums by hand."""
 
 import numpy as np
 import pyro
@@ -9,8 +9,8 @@ from pyro import poutine
 
 import bayesfed as bf
 from bayesfed.elbo import handlers
-from bayesfed.elbo.mixtures import Mixture
 from bayesfed.vmap.choose import for_batches
+from bayesfed.vmap.mixtures import Mixture
 
 
 def data(kind, clients=4, seed=0):
@@ -52,7 +52,7 @@ def by_kinds(p, middle, a, rows):
 
 
 def two_outcomes(federation):
-    """The second variable depends on the first, and outcomes on both: they are dependent given all else."""
+    """A model whose second variable depends on the first, and whose outcomes depend on both."""
     p = pyro.sample("p", dist.Beta(2.0, 2.0))
     with federation.clients():
         a = pyro.sample("a", dist.Normal(0.0, 1.0))
@@ -87,7 +87,7 @@ def of_two_outcomes(p, a, rows):
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_each_rows_density_is_the_sum(program, by_hand, kind):
-    """At three draws of the prior; rows that are not there count for nothing."""
+    """Densities at three draws of the prior equal sums by hand; padded rows count as 0."""
     federation = data(kind)
     batch, model = federation.batch(), for_batches(program, federation)
     torch.manual_seed(1)
@@ -109,7 +109,7 @@ def test_each_rows_density_is_the_sum(program, by_hand, kind):
 
 
 def test_a_fit_is_that_of_the_program_summed_by_hand():
-    """With the same seed to the last digits but for round-off, whatever is compiled."""
+    """With one seed the fit is equal to that of the model summed by hand, up to round-off, compiled or not."""
 
     def by_factor(federation):
         p = pyro.sample("p", dist.Dirichlet(torch.ones(3)))
@@ -129,7 +129,7 @@ def test_a_fit_is_that_of_the_program_summed_by_hand():
 
 
 def test_rows_are_predicted_by_the_mixture():
-    """Two kinds ten apart: each row is of the one or of the other; shares to four errors of 4000 draws of 26 rows."""
+    """Sampled rows have two kinds, ten apart; shares are right to four standard errors of 4000 draws of 26 rows."""
 
     def model(federation):
         with federation.clients():
@@ -145,9 +145,12 @@ def test_rows_are_predicted_by_the_mixture():
 
 
 def test_mixtures_know_their_moments():
-    """Against a million draws."""
-    laws = dist.Normal(torch.tensor([0.0, 1.0]), 1.0), dist.Normal(torch.tensor([4.0, -1.0]), 2.0)
-    mixture = Mixture(torch.tensor([[0.7, 0.3], [0.5, 0.5]]).log(), laws, {"z": 2})
+    """The mean and variance of a mixture agree with a million draws."""
+    components = (
+        dist.Normal(torch.tensor([0.0, 1.0]), 1.0),
+        dist.Normal(torch.tensor([4.0, -1.0]), 2.0),
+    )
+    mixture = Mixture(torch.tensor([[0.7, 0.3], [0.5, 0.5]]).log(), components, {"z": 2})
     torch.manual_seed(0)
     draws = mixture.sample((500_000,))
     torch.testing.assert_close(draws.mean(0), mixture.mean, atol=0.02, rtol=0)

@@ -1,4 +1,4 @@
-"""Discrete variables of a client, summed out: against sums by hand, and what a posterior says of them."""
+"""Densities with discrete variables of a client summed out equal sums by hand, and the posterior reports them."""
 
 import itertools
 
@@ -25,7 +25,7 @@ def data(gaps=False, clients=4, seed=0):
     return bf.Federation.from_arrays(rows, missing="keep" if gaps else "fail")
 
 
-# Each program beside log p(values of discrete variables of the client, and what is observed, by row) by hand: the law
+# Each program beside log p(values of the client's discrete variables, and its data, by row) by hand: the distributions
 # of its discrete variables, of its own variable `a`, and of a row summed over the row's own variables.
 
 
@@ -45,7 +45,7 @@ def of_one_kind(p, level, a, y, v):
 
 
 def behind(federation):
-    """The client's own variable depends on its kind, and so do two outcomes."""
+    """A model whose client's own variable depends on its kind, and so do two outcomes."""
     p = pyro.sample("p", dist.Beta(2.0, 2.0))
     with federation.clients():
         kind = pyro.sample("kind", dist.Bernoulli(p))
@@ -61,7 +61,7 @@ def of_behind(p, a, y, v):
 
 
 def two_kinds(federation):
-    """The second depends on the first, and is known of after the first outcome."""
+    """A model whose second kind depends on the first, and appears after the first outcome."""
     p = pyro.sample("p", dist.Beta(2.0, 2.0))
     with federation.clients():
         first = pyro.sample("first", dist.Bernoulli(p))
@@ -81,7 +81,7 @@ def of_two_kinds(p, a, y, v):
 
 
 def with_rows(federation):
-    """A discrete variable of a row whose law depends on that of its client."""
+    """A discrete variable of a row whose distribution depends on that of its client."""
     p = pyro.sample("p", dist.Beta(2.0, 2.0))
     with federation.clients():
         a = pyro.sample("a", dist.Normal(0.0, 1.0))
@@ -105,7 +105,7 @@ def of_with_rows(p, a, y, v):
 
 
 def with_noise(federation):
-    """A continuous variable of a row, in both outcomes."""
+    """A model with a continuous variable of a row, in both outcomes."""
     p = pyro.sample("p", dist.Beta(2.0, 2.0))
     with federation.clients():
         a = pyro.sample("a", dist.Normal(0.0, 1.0))
@@ -131,7 +131,7 @@ def of_with_noise(p, a, y, v):
 
 
 def normal(value, loc, scale):
-    """0 where it is missing."""
+    """The log density of a value, 0 if it is missing."""
     value = torch.as_tensor(value)
     return dist.Normal(loc, scale).log_prob(value.nan_to_num()).where(~value.isnan(), 0.0)
 
@@ -156,7 +156,7 @@ def traced(program, federation, draws=3):
 @pytest.mark.parametrize("gaps", [False, True])
 @pytest.mark.parametrize(("program", "by_hand"), PROGRAMS, ids=lambda value: value.__name__)
 def test_a_clients_density_is_the_sum(program, by_hand, gaps):
-    """At three draws of the prior; clients of 4 to 7 rows, of which one outcome each is missing or none."""
+    """Densities at three draws of the prior equal sums by hand, with 4 to 7 rows and up to one missing outcome."""
     federation = data(gaps)
     nodes = traced(program, federation)
     assert not {"kind", "first", "second", "late", "e"} & nodes.keys()
@@ -180,7 +180,7 @@ def test_a_clients_density_is_the_sum(program, by_hand, gaps):
 
 
 def test_rows_left_out_are_given_all_others():
-    """log p(D) − log p(D without the row), at a draw of q each, as leave-one-out needs it."""
+    """The pointwise densities of leave-one-out are log p(D) − log p(D without the row), at each draw of q."""
     federation = data()
     posterior = bf.fit(two_kinds, federation, rounds=2)
     found = posterior.log_likelihood(num_samples=2)
@@ -243,7 +243,7 @@ def test_a_known_clients_rows_are_of_its_kind_a_new_ones_all_of_one(levels):
 
 
 def test_new_rows_are_each_given_the_clients_own(levels):
-    """Held-out rows: densities, moments, the mixture and class probabilities by the client's kind."""
+    """Predictions of held-out rows use the client's kind: densities, moments, the mixture and class probabilities."""
     test = bf.Federation.from_arrays({"c0": {"y": [10.0, 0.0]}, "c1": {"y": [10.0, 0.0]}})
     log_p = levels.log_likelihood(test).values()
     (found,) = (value.mean(0) for value in log_p)
@@ -265,7 +265,7 @@ def test_arviz_has_them(levels):
 
 
 def test_a_covariate_with_gaps_beside_a_discrete_variable():
-    """Its missing values are integrated out: against the sum by hand, of a program in which nothing else is unknown."""
+    """Missing values of a covariate are integrated out: the density equals the sum by hand."""
 
     def program(federation):
         slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
@@ -335,7 +335,7 @@ def test_what_cannot_be_summed_out_is_refused():
                 pyro.sample("y", dist.Normal(a, 1.0), obs=obs["y"])
 
     for model, said in [
-        (of_a_mixture, "latent site 'a': torch knows no way from the reals.*discrete variable"),
+        (of_a_mixture, "latent site 'a': torch has no transform from the reals.*discrete variable"),
         (named, "'level' depends on site 'z', which is discrete, of a client, and summed out"),
         (
             counted,

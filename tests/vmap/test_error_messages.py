@@ -1,4 +1,4 @@
-"""What is wrong with a program, in its own lines."""
+"""Errors of a model name its line and the problem."""
 
 import pyro
 import pyro.distributions as dist

@@ -1,4 +1,4 @@
-"""Continuous variables of a row, integrated out: against closed forms and scipy's quadrature."""
+"""Densities with continuous variables of a row integrated out equal closed forms and scipy's quadrature."""
 
 import warnings
 
@@ -35,7 +35,7 @@ def data(seed=0, **kwargs):
 
 
 def run(program, federation, latent, draws=3, noise=1):
-    """Log densities ``(S, K, B)`` of all that is observed, where latent sites are."""
+    """Log densities ``(S, K, B)`` of all observed sites, at given values of the latent ones."""
     batch, model = federation.batch(), for_batches(program, federation)
     torch.manual_seed(noise)
     with handlers.given(batch.device, values=latent, draws=draws), poutine.trace() as tracer:
@@ -57,27 +57,27 @@ def local(*values):
 A = {"a": local(0.3, -1.0, 2.0, 0.0)}
 
 
-def effect(law, outcome, field="n"):
-    """A program whose rows have a variable of their own."""
+def effect(distribution, outcome, field="n"):
+    """A model whose rows have a latent variable of their own."""
 
     def model(federation):
         with federation.clients():
             a = pyro.sample("a", dist.Normal(0.0, 1.0))
             with federation.observations() as obs:
-                u = pyro.sample("u", law)
+                u = pyro.sample("u", distribution)
                 pyro.sample(field, outcome(a, u), obs=obs.get(field))
 
     return model
 
 
 def rows_of(found, federation):
-    """Of ``(1, K, B)``: the rows that are there, by client."""
+    """The rows of ``(1, K, B)`` that are not padding, by client."""
     return [found[0, i, :n] for i, n in enumerate(federation.lengths.tolist())]
 
 
 @pytest.mark.parametrize("noise", [1.0, 1 / 30, 1 / 1000])
 def test_measurement_error(noise):
-    """Normals: exact, however peaked a row is and however far from its prior; x's density is its own, not a part."""
+    """Normal rows are exact, however narrow and however far from the prior, and so is a covariate's own density."""
     mu, tau, slope, sigma = 0.4, 0.8, -1.5, 0.5
 
     def model(federation):
@@ -95,14 +95,14 @@ def test_measurement_error(noise):
         mean = torch.tensor([mu, float(a) + slope * mu])
         covariance = tau**2 * torch.tensor([[1.0, slope], [slope, slope**2]])
         covariance += torch.tensor([noise**2, sigma**2]).diag()
-        law = dist.MultivariateNormal(mean, covariance)
-        expected = law.log_prob(torch.as_tensor(np.stack([mine["x"], mine["y"]], 1)))
+        distribution = dist.MultivariateNormal(mean, covariance)
+        expected = distribution.log_prob(torch.as_tensor(np.stack([mine["x"], mine["y"]], 1)))
         torch.testing.assert_close(log_prob, expected, rtol=1e-8, atol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [0.1, 0.7, 2.0])
 def test_overdispersed_counts_and_their_gradients(scale):
-    """A Poisson whose rate is log-Normal, against scipy: densities, and their slopes in a and in the scale."""
+    """Densities of a log-Normal-Poisson, and their gradients in a and in the scale, agree with scipy."""
     spread = torch.tensor(scale, requires_grad=True)
     model = effect(dist.Normal(0.0, spread), lambda a, e: dist.Poisson((a + e).exp()))
     rows = {f"c{i}": {"n": np.array([n])} for i, n in enumerate([0.0, 3.0, 400.0, 7.0])}
@@ -135,14 +135,14 @@ def test_overdispersed_counts_and_their_gradients(scale):
 
 
 def test_other_supports():
-    """Over the positive numbers and the unit interval: a Gamma-Poisson, and a Beta-binomial."""
+    """Variables over the positive numbers and the unit interval: a Gamma-Poisson and a Beta-binomial."""
     rows = data()
     federation = bf.Federation.from_arrays(rows)
     gamma = effect(dist.Gamma(3.0, 2.0), lambda a, u: dist.Poisson(u * a.exp()))
     found = rows_of(run(gamma, federation, A, 1), federation)
     for a, mine, log_prob in zip(A["a"].flatten(), rows.values(), found, strict=True):
-        law = stats.nbinom(3, 2 / (2 + np.exp(float(a))))
-        np.testing.assert_allclose(log_prob, law.logpmf(mine["n"]), atol=1e-5)
+        distribution = stats.nbinom(3, 2 / (2 + np.exp(float(a))))
+        np.testing.assert_allclose(log_prob, distribution.logpmf(mine["n"]), atol=1e-5)
     beta = effect(dist.Beta(2.0, 3.0), lambda a, p: dist.Binomial(30, p))
     found = rows_of(run(beta, federation, A, 1), federation)
     for mine, log_prob in zip(rows.values(), found, strict=True):
@@ -150,7 +150,7 @@ def test_other_supports():
 
 
 def test_beside_a_discrete_variable():
-    """Both at once: a mixture of two Normals, each wider by the row's own."""
+    """A discrete and a continuous variable at once: a mixture of two Normals, each wider by the row's own variable."""
 
     def model(federation):
         with federation.clients():
@@ -190,7 +190,7 @@ def covariates(federation):
 
 
 def test_missing_covariates_that_have_a_prior():
-    """Two, of which the second depends on the first: a row's density is that of what is there of it."""
+    """Two covariates with gaps, the second given the first: a row's density is that of its observed values."""
     rows = with_gaps()
     federation = bf.Federation.from_arrays(rows, missing="keep")
     found = rows_of(run(covariates, federation, A, 1), federation)
@@ -211,7 +211,7 @@ def test_missing_covariates_that_have_a_prior():
 
 
 def test_a_fit_is_the_exact_posterior():
-    """Of a linear Gaussian hierarchy, by linear algebra; means to .15 sd, sds to a tenth of it."""
+    """The posterior of a linear Gaussian hierarchy by linear algebra: means to 0.15 sd, sds to 10 %."""
 
     def model(federation):
         mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
@@ -241,7 +241,7 @@ def test_a_fit_is_the_exact_posterior():
 
 
 def test_what_is_predicted():
-    """y given the row's x, and counts of rows that have none: moments to five errors of 4000 draws."""
+    """Predictions of y given the row's x, and of counts in rows without x: moments to five errors of 4000 draws."""
     slope = 1.5
 
     def model(federation):
@@ -332,7 +332,7 @@ def test_a_model_of_row_variables_alone_is_refused():
 
 
 def test_a_factor_of_a_rows_variable_is_integrated_as_an_outcome_is():
-    """y | e of spread .5 and e of spread 1: y of spread √1.25; the same by pyro.factor, and it fits."""
+    """y | e with scale 0.5 and e with scale 1 give y the scale √1.25, also with pyro.factor, and the model fits."""
 
     def model(federation):
         with federation.clients():
@@ -351,7 +351,7 @@ def test_a_factor_of_a_rows_variable_is_integrated_as_an_outcome_is():
 
 
 def test_an_integrand_with_a_kink():
-    """A clamp in the outcome's mean, against scipy; a staircase, which no number of nodes can climb, is warned of."""
+    """A clamp in the outcome's mean agrees with scipy; a staircase, for which no number of nodes suffices, warns."""
 
     def clamped(federation):
         with federation.clients():
@@ -381,5 +381,5 @@ def test_an_integrand_with_a_kink():
                 e = pyro.sample("e", dist.Normal(0.0, 1.0))
                 pyro.sample("y", dist.Normal(a + (5 * e).floor(), 0.3), obs=obs["y"])
 
-    with pytest.warns(UserWarning, match="is not settled with 81 nodes: a clamp, a step"):
+    with pytest.warns(UserWarning, match="has not converged with 81 nodes: a clamp, a step"):
         for_batches(stairs, federation)

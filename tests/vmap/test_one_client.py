@@ -1,4 +1,4 @@
-"""Programs for one client and one draw: as a loop over clients and draws has them, and under every algorithm."""
+"""Models for one client and one draw have the densities of a loop over both, and fit under every algorithm."""
 
 import pyro
 import pyro.distributions as dist
@@ -116,19 +116,19 @@ def simplex(federation):
 
 
 def scaled(federation):
-    """A transform whose parameter has no dimension of rows."""
+    """A model with a transform whose parameter has no dimension of rows."""
     with federation.clients():
         scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
         with federation.observations() as obs:
-            law = dist.TransformedDistribution(
+            distribution = dist.TransformedDistribution(
                 dist.Normal(torch.zeros_like(obs["y"]), 1.0),
                 [dist.transforms.AffineTransform(0.5, scale.squeeze())],
             )
-            pyro.sample("y", law, obs=obs["y"])
+            pyro.sample("y", distribution, obs=obs["y"])
 
 
 def bounded(federation):
-    """The ends of a Uniform: plain numbers, and one for each entry."""
+    """A model with Uniform priors whose bounds are plain numbers, or one for each entry."""
     rho = pyro.sample("rho", dist.Uniform(-1.0, 1.0))
     w = pyro.sample("w", dist.Uniform(torch.tensor([-1.0, 0.0]), torch.ones(2)).to_event(1))
     with federation.clients():
@@ -177,7 +177,7 @@ def sites(trace):
 
 
 def unconstrained(model, data):
-    """Of each latent site one number for each entry, drawn for S draws and K clients, and the trace of one client."""
+    """A value of each latent site for S draws and K clients, and the trace of one client."""
     one = data.batch(torch.arange(1))
     with handlers.given(one.device, noise={}):
         nodes = sites(poutine.trace(model).get_trace(one))
@@ -193,7 +193,7 @@ def unconstrained(model, data):
 
 
 def looped(model, data, values):
-    """Log densities ``(S, K)`` by site, of the program run as it is for each client and each draw."""
+    """Log densities ``(S, K)`` by site, from a run of the unchanged model for each client and each draw."""
     found = {}
     for k in range(len(data)):
         batch = data.batch(torch.tensor([k]))
@@ -237,7 +237,7 @@ def test_densities_are_those_of_a_loop(model):
 
 ALGORITHMS = [bf.SFVI(), bf.FedABML(), bf.PFedVEM(), bf.FOLA(), bf.FedAvg()]
 RANDOM = [bf.SFVIAvg(), bf.PVI(), bf.PACPFL()]
-"""Want random globals."""
+"""Algorithms that need random global variables."""
 
 
 @pytest.mark.parametrize(
@@ -263,11 +263,11 @@ def test_every_algorithm_takes_them(model, algorithm):
     ],
     ids=lambda x: x.__name__,
 )
-@pytest.mark.parametrize("algorithm", [bf.SFVI(), bf.FedABML()], ids=lambda a: type(a).__name__)
+@pytest.mark.parametrize("algorithm", [bf.SFVI(), bf.FedABML()], ids=str)
 def test_a_program_that_can_be_run_both_ways_is_the_same(model, data, algorithm):
-    """To the last bits: the same operations, some of them under vmap."""
+    """Draws of a fit are equal up to round-off, with and without vmap."""
     data = data()
-    assert for_batches(model, data) is model
+    assert for_batches(model, data).model is model
     draws = [
         bf.fit(run, data, algorithm, rounds=2).sample(50)
         for run in (model, lambda f: OneClient(model)(f))

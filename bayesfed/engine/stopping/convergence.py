@@ -32,7 +32,7 @@ from torch import Tensor
 from bayesfed.algorithms.algorithm import Algorithm
 from bayesfed.elbo.program import Params, Program
 from bayesfed.engine.stopping.drift import NATS, NATS_PER_ROW, moments
-from bayesfed.engine.stopping.rule import BOUND, Outcome, Stopping
+from bayesfed.engine.stopping.rule import BOUND, Outcome, Remaining, Stopping
 from bayesfed.steps.gradients import annealed
 from bayesfed.tracing.compiler import using
 
@@ -128,9 +128,7 @@ class Convergence(Stopping):
         elif self._has_converged(elbo, start):
             self.marks[:3] = torch.tensor([level, start, done] if last else [level + 1, done, 0])
 
-    def remaining(
-        self, params: Params, elbo: Tensor
-    ) -> tuple[dict[str, float] | None, float | None]:
+    def remaining(self, params: Params, elbo: Tensor) -> Remaining:
         """The distances beyond :data:`FAR`; None where noise hides them."""
         return self.distances(len(elbo)), 0.0
 

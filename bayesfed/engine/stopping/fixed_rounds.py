@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from bayesfed.elbo.program import Params, Program
-from bayesfed.engine.stopping.drift import (
-    add_round,
-    distances_left,
-    elbo_left,
-    empty_windows,
-)
-from bayesfed.engine.stopping.rule import Outcome, Stopping
+from bayesfed.engine.stopping.drift import add_round, distances_left, elbo_left, empty_windows
+from bayesfed.engine.stopping.rule import Outcome, Remaining, Stopping
 from bayesfed.steps.gradients import annealed
 
 
@@ -38,21 +32,7 @@ class FixedRounds(Stopping):
 
     def __post_init__(self) -> None:
         self.windows = empty_windows(self.program)
-
-    @property
-    def bound(self) -> int:
-        """The number of rounds."""
-        return self.rounds
-
-    @property
-    def usual(self) -> int:
-        """The number of rounds."""
-        return self.rounds
-
-    @property
-    def converged(self) -> None:
-        """None: the run ends after its rounds, converged or not."""
-        return None
+        self.bound = self.usual = self.rounds
 
     def rate(self, done: int) -> float:
         """The factor on the learning rates after so many rounds."""
@@ -63,9 +43,7 @@ class FixedRounds(Stopping):
         number = len(outcome.elbo) - 1
         add_round(self.windows, outcome.params, self.final, number, self.rounds)
 
-    def remaining(
-        self, params: Params, elbo: Tensor
-    ) -> tuple[Mapping[str, float] | None, float | None]:
+    def remaining(self, params: Params, elbo: Tensor) -> Remaining:
         """The distances that are left, by extrapolation of the last windows."""
         done, final, rounds = len(elbo), self.final, self.rounds
         distances = distances_left(self.program, self.windows, params, final, done, rounds)

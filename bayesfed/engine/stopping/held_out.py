@@ -21,7 +21,7 @@ from torch import Tensor
 from bayesfed.data.federation import Federation
 from bayesfed.elbo.program import Params
 from bayesfed.engine.stopping.convergence import cooling_rounds, rise
-from bayesfed.engine.stopping.rule import BOUND, Outcome, Stopping
+from bayesfed.engine.stopping.rule import BOUND, Outcome, Remaining, Stopping
 from bayesfed.steps.gradients import annealed
 
 GAIN = 0.002
@@ -90,9 +90,7 @@ class HeldOut(Stopping):
         elif self._has_no_gain(done):
             self.marks[:] = torch.tensor([done, int(self.final == 1)])
 
-    def remaining(
-        self, params: Params, elbo: Tensor
-    ) -> tuple[dict[str, float] | None, float | None]:
+    def remaining(self, params: Params, elbo: Tensor) -> Remaining:
         """No distances: the rule does not look at q(θ)."""
         return ({} if self.converged else None), 0.0
 

@@ -16,6 +16,9 @@ from bayesfed.tracing.compiler import Compiler
 BOUND, USUAL = 500, 60
 """Of a run that stops by itself: the largest number of rounds, and the number that is expected."""
 
+Remaining = tuple[Mapping[str, float] | None, float | None]
+"""Distances by global sample site, and nats of the ELBO, see :meth:`Stopping.remaining`."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -39,20 +42,17 @@ class Outcome:
 
 
 class Stopping(ABC):
-    """A stopping rule. Its defaults are those of a rule that ends the run by itself, for good."""
+    """A stopping rule.
+
+    Attributes:
+        changing: names of the attributes that rounds change: tensors.
+        bound: the largest number of rounds.
+        usual: the number of rounds that is expected, within which compilation must pay.
+    """
 
     changing: ClassVar[tuple[str, ...]]
-    """Names of the attributes that rounds change: tensors."""
-
-    @property
-    def bound(self) -> int:
-        """The largest number of rounds."""
-        return BOUND
-
-    @property
-    def usual(self) -> int:
-        """The number of rounds that is expected, for which compilation must pay."""
-        return USUAL
+    bound: int = BOUND
+    usual: int = USUAL
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -60,9 +60,9 @@ class Stopping(ABC):
         return {name: getattr(self, name) for name in self.changing}
 
     @property
-    @abstractmethod
     def converged(self) -> bool | None:
-        """Whether the rule has ended the run; None where the number of rounds is fixed."""
+        """Whether the rule has ended the run; None of a rule that ends it after its rounds, converged or not."""
+        return None
 
     @property
     def provisional(self) -> bool:
@@ -82,9 +82,7 @@ class Stopping(ABC):
         """Record a round, and end the run if the rule is met."""
 
     @abstractmethod
-    def remaining(
-        self, params: Params, elbo: Tensor
-    ) -> tuple[Mapping[str, float] | None, float | None]:
+    def remaining(self, params: Params, elbo: Tensor) -> Remaining:
         """How far q(θ) is from convergence, by global sample site, in standard deviations; and the ELBO, in nats.
 
         Small distances are left out, or 0; None means that the rounds do not tell.

@@ -10,7 +10,7 @@ import torch
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.engine.stopping import convergence, rule
+from bayesfed.engine.stopping import convergence
 from bayesfed.engine.stopping.convergence import Convergence
 from bayesfed.output.correction import CorrectionResult
 
@@ -260,7 +260,7 @@ def test_a_fit_whose_correction_fails_goes_on(monkeypatch, tmp_path):
 
 def test_the_bound_is_in_the_caveat(monkeypatch):
     monkeypatch.setattr(convergence, "rise", lambda values: math.inf)
-    monkeypatch.setattr(rule, "BOUND", 12)
+    monkeypatch.setattr(Convergence, "bound", 12)
     posterior = bf.fit(models.eight_schools, datasets.eight_schools(), execution=EAGER)
     assert posterior.settled is False
     assert "12 rounds" in posterior.caveat

@@ -1,12 +1,12 @@
-"""Local sites that are made from a client's rows by an encoder, which the model names with the site.
+"""Local variables that an encoder computes from a client's rows; the model names the encoder with the site.
 
     with federation.clients():
         z = pyro.sample("z", dist.Normal(0.0, 1.0), infer={"context": encode})
 
-``encode(fields, mask)`` gives the site's value ``(..., K, 1, *event)`` from rows ``(K, B, *event)`` of K clients, those
-where the mask ``(K, B)`` is True. It may use all that the program has sampled before, so that the value is a function
-of θ, of the client's other variables and of these rows. An algorithm that has no use for the encoder takes the site
-for the random variable that it is.
+``encode(fields, mask)`` returns the site's value ``(..., K, 1, *event)`` from the fields ``(K, B, *event)`` of K
+clients; rows where the mask ``(K, B)`` is False are padding. It may use everything that the model has sampled before,
+so that the value is a function of θ, of the client's other variables and of these rows. An algorithm without encoders
+treats the site as an ordinary random variable.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bayesfed.elbo.sites import CONTEXT
 
 
 class Encoded(Messenger):
-    """Give the sites that have an encoder what it makes of these rows; their laws and values are in ``found``."""
+    """Give each site with an encoder its encoded value; ``found`` has the distributions and values of these sites."""
 
     def __init__(self, batch: Batch) -> None:
         super().__init__()
@@ -43,12 +43,12 @@ class Encoded(Messenger):
 
 
 def contexts(program: Program, params: Mapping[str, Tensor], batch: Batch) -> dict[str, Moments]:
-    """What the encoders of a program make of K clients' rows, by site: ``(K, 1, *shape)``, unconstrained.
+    """The encoded values of K clients, by site: ``(K, 1, *shape)``, unconstrained.
 
-    Differentiable in the parameters, the clients' own among them.
+    They are differentiable in the global and local parameters.
 
     Raises:
-        ValueError: an encoder's result does not have the shape of its site.
+        ValueError: an encoder's value does not have the shape of its site.
     """
     head, names = batch.head(), [site.name for site in program.contexts]
     with handlers.given(batch.device, params, noise={}):

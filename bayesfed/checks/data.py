@@ -1,4 +1,4 @@
-"""Checks that keep a run from being silently wrong: data outside a site's support, numbers not finite."""
+"""Check the rows of all clients against the model: values outside a site's support, missing covariates."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from bayesfed.elbo.program import Program
 
 
 def check_data(program: Program, federation: Federation) -> None:
-    """Run the model once over every row of every client, in chunks, before the first round.
+    """Check every row of every client, in one run of the model in chunks.
 
     Raises:
-        ValueError: an observed value lies outside its site's support (names site, client and row), or
-            a client's observation has the wrong shape.
+        ValueError: names the client and row. An observed value lies outside its site's support, a field that the
+            model reads as one of the client differs between its rows, or a covariate is missing.
     """
     observed = [site.name for site in program.observed]
     server = program.noise(noise.key(0).to(federation.device), 1, local=False)
@@ -51,7 +51,7 @@ def check_data(program: Program, federation: Federation) -> None:
 
 
 def _check_constant(federation: Federation, field: str) -> None:
-    """Fail on a field of clients that differs between a client's rows."""
+    """Fail on a field of ``federation.of_clients`` that differs between a client's rows."""
     value = federation[field]
     first = value[federation.offsets[:-1].to(value.device)][federation.owner]
     differs = (value != first).reshape(len(value), -1).any(-1)
@@ -68,7 +68,7 @@ def _check_constant(federation: Federation, field: str) -> None:
 def _check_gaps(
     federation: Federation, chunk: Tensor, batch: Batch, name: str, node: Mapping[str, Any]
 ) -> None:
-    """Fail on a row whose log density is not there because a covariate is missing."""
+    """Fail on a row whose log density is NaN because a covariate is missing."""
     density = node["fn"].log_prob(node["value"])
     lost = (density.isnan() & batch.mask).flatten(0, -3).any(0)
     if lost.any():

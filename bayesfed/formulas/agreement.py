@@ -1,0 +1,176 @@
+"""The agreement on a coding: clients report kinds and levels of their columns, and sums.
+
+At the start a client sends, for each column that the formula names, whether it holds numbers or text; for text and for
+factors the set of levels; and sums. The codes of a level (the reference level, the interactions that span the
+intercept) are those of formulae, evaluated on a table that has every agreed level and no client's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from bayesfed.data.columns import check_columns
+from bayesfed.formulas.coding import Coding, environment
+from bayesfed.formulas.columns import (
+    Level,
+    check_complete,
+    kind_of,
+    levels_of,
+    without_decimals,
+)
+from bayesfed.formulas.terms import CATEGORIES, NAMESPACE, STATEFUL, FormulaError, Terms, calls
+
+
+@dataclass(frozen=True)
+class ClientColumns:
+    """A client's report on its columns before the agreement.
+
+    Attributes:
+        kinds: column to ``"number"``, ``"text"`` or, for an ordered categorical, ``"ordered"``.
+        levels: column, or a group's factor, to its levels, without their counts.
+    """
+
+    kinds: Mapping[str, str]
+    levels: Mapping[str, tuple[Level, ...]]
+
+
+def agree(terms: Terms, clients: Mapping[str, pd.DataFrame], client: str) -> Coding:
+    """Make the coding that all clients use, from the reports of each on its columns, and from sums.
+
+    Args:
+        terms: the formula.
+        clients: client's name to rows.
+        client: the column that names the client of each row.
+
+    Raises:
+        FormulaError: a column differs in kind between clients, or cannot be coded.
+        KeyError: a column does not exist.
+
+    Example:
+        >>> import pandas as pd
+        >>> from bayesfed.formulas.agreement import agree
+        >>> from bayesfed.formulas.terms import parse
+        >>> rows = {"A": pd.DataFrame({"y": [1.0], "kind": ["b"]}), "B": pd.DataFrame({"y": [2.0], "kind": ["a"]})}
+        >>> coding = agree(parse("y ~ kind"), rows, "hospital")
+        >>> coding.levels["kind"], coding.fields("A", rows["A"])["X"].tolist()
+        (('a', 'b'), [[1.0]])
+    """
+    reports = {name: describe_columns(terms, name, rows, client) for name, rows in clients.items()}
+    first = next(iter(reports.values()))
+    for name, report in reports.items():
+        for column, kind in report.kinds.items():
+            if kind != first.kinds[column]:
+                raise FormulaError(
+                    f"client {name!r}: {column!r} holds {kind}, where client {next(iter(reports))!r} has "
+                    f"{first.kinds[column]}"
+                )
+    levels = {}
+    for column in first.levels:
+        merge = _same_order if first.kinds.get(column) == "ordered" else _sorted_union
+        levels[column] = merge(column, [report.levels[column] for report in reports.values()])
+    coding = Coding(terms, client, first.kinds, levels)
+    _evaluate(coding)
+    for component, call in _stateful_calls(coding):
+        parts = [
+            call.args[0].eval(coding.checked_rows(n, rows), component.env)
+            for n, rows in clients.items()
+        ]
+        mean, sd = _moments(parts)
+        if not sd > 0:
+            raise FormulaError(f"{call}: {call.args[0]} is the same in all rows")
+        call.stateful_transform.mean, call.stateful_transform.std = mean, sd
+    return coding
+
+
+def describe_columns(terms: Terms, name: str, rows: pd.DataFrame, client: str) -> ClientColumns:
+    """Describe one client's columns: nothing else leaves the client before the sums."""
+    names = {str(variable) for variable in terms.model.var_names} - {""}
+    columns = sorted(names - _names_of_functions())
+    check_columns("frame", columns, rows.columns)
+    for column in columns:
+        check_complete(name, column, rows[column])
+    kinds = {column: kind_of(column, rows[column]) for column in columns}
+    as_category = {
+        call.args[0].name
+        for component in terms.components
+        for call in calls(component)
+        if call.callee in CATEGORIES
+    }
+    levels: dict[str, tuple[Level, ...]] = {}
+    for column in columns:
+        values = rows[column]
+        if kinds[column] == "ordered":
+            levels[column] = tuple(values.dtype.categories)
+        elif kinds[column] == "text" or column in as_category:
+            levels[column] = tuple(map(without_decimals, pd.unique(values).tolist()))
+    for group in terms.groups:
+        if group.columns != [client]:
+            levels[group.factor] = tuple(dict.fromkeys(levels_of(group, client, rows)))
+    return ClientColumns(kinds, levels)
+
+
+def _names_of_functions() -> set[str]:
+    """Return the names in calls that are no columns, such as ``Treatment`` in ``C(x, Treatment)``."""
+    from formulae.categorical import ENCODINGS
+
+    return {*ENCODINGS, *NAMESPACE}
+
+
+def _sorted_union(column: str, sets: Sequence[tuple[Level, ...]]) -> tuple[Level, ...]:
+    """Return the levels of all clients, sorted."""
+    union = {level for levels in sets for level in levels}
+    try:
+        return tuple(sorted(union))
+    except TypeError:
+        raise FormulaError(
+            f"the levels of {column!r} are numbers at some clients and text at others"
+        ) from None
+
+
+def _same_order(column: str, orders: Sequence[tuple[Level, ...]]) -> tuple[Level, ...]:
+    """Return the categories of an ordered categorical, which must be the same for all clients."""
+    if any(order != orders[0] for order in orders):
+        raise FormulaError(
+            f"column {column!r} is an ordered categorical with other categories at some clients: give all of them "
+            "the same categories"
+        )
+    return orders[0]
+
+
+def _evaluate(coding: Coding) -> None:
+    """Let formulae code the terms, on a table that has every agreed level and no client's rows."""
+    levels, model = coding.levels, coding.terms.model
+    size = max([1, *(len(levels[column]) for column in coding.kinds if column in levels)])
+    witness = {}
+    for column, kind in coding.kinds.items():
+        if kind == "number":
+            witness[column] = np.resize(np.array(levels.get(column, (1.0,))), size)
+        else:
+            values = [levels[column][i % len(levels[column])] for i in range(size)]
+            witness[column] = pd.Categorical(values, categories=list(levels[column]), ordered=True)
+    with np.errstate(all="ignore"):
+        try:
+            model.eval(pd.DataFrame(witness), environment())
+        except Exception as error:  # formulae's errors have no class in common
+            raise FormulaError(f"formula {coding.terms.text!r} cannot be coded: {error}") from None
+
+
+def _stateful_calls(coding: Coding) -> Iterator[tuple[Any, Any]]:
+    """Yield the calls whose constants depend on all rows together, with their components, innermost first."""
+    for component in coding.terms.components:
+        for call in calls(component):
+            if call.callee in STATEFUL:
+                yield component, call
+
+
+def _moments(parts: Iterable[Any]) -> tuple[float, float]:
+    """Return mean and standard deviation (divisor n) from n_i, Σ_j x_ij and Σ_j x_ij² of each client."""
+    arrays = [np.asarray(part, dtype=float) for part in parts]
+    n, total, squares = np.sum([[len(x), x.sum(), (x * x).sum()] for x in arrays], axis=0)
+    mean = total / n
+    return float(mean), float(np.sqrt(max(squares / n - mean * mean, 0.0)))

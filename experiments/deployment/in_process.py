@@ -1,0 +1,80 @@
+"""Institutions whose workers run in this process, reached through the messages that otherwise travel."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+import bayesfed as bf
+from bayesfed.deploy.institutions import Patience
+from bayesfed.deploy.messages import Reply, packed, unpacked
+from bayesfed.deploy.node import Site
+from bayesfed.deploy.plan import Plan
+from bayesfed.deploy.server import Globals, deployed
+from bayesfed.deploy.transport import Carrier, Wait
+
+sys.path.append(str(Path(__file__).parents[1]))
+import runner
+
+__all__ = ["LIAR", "Change", "fit", "runner"]
+LIAR = "site3"
+Change = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+
+
+def fit(
+    plan: Plan,
+    federation: bf.Federation,
+    folder: str,
+    *,
+    institutions: int = 10,
+    missing: float = 0.0,
+    late: bool = False,
+    lie: Change | None = None,
+) -> tuple[Globals, dict[str, Site]]:
+    """Fit over institutions, and return the result and their nodes.
+
+    Args:
+        plan: the fit.
+        federation: all clients; each institution has some that follow each other.
+        folder: for the states of all.
+        institutions: how many there are.
+        missing: probability with which an institution does not answer in a round.
+        late: it answers one to three rounds later instead.
+        lie: changes the uploads of one institution.
+    """
+    cuts = [round(i * len(federation) / institutions) for i in range(institutions + 1)]
+    nodes = {
+        f"site{i}": Site(
+            f"site{i}", federation.select(federation.names[a:b]), plan, f"{folder}/{i}"
+        )
+        for i, (a, b) in enumerate(pairwise(cuts))
+    }
+    chance, rounds, under_way = random.Random(0), 0, dict[str, tuple[int, bytes]]()
+
+    def exchange(messages: Mapping[str, bytes], wait: Wait) -> dict[str, bytes]:
+        nonlocal rounds
+        rounds += any(unpacked(payload)[0].kind == "ask" for payload in messages.values())
+        found = {at: reply for at, (due, reply) in under_way.items() if due <= rounds}
+        for at in [*found, *messages]:
+            under_way.pop(at, None)
+        for at, payload in messages.items():
+            asked = unpacked(payload)[0].kind == "ask"
+            if asked and chance.random() < missing:
+                if late:
+                    under_way[at] = rounds + chance.randint(1, 3), nodes[at].handle(payload)
+                continue
+            found[at] = nodes[at].handle(payload)
+            if lie is not None and asked and at == LIAR:
+                reply, parts = unpacked(found[at])
+                if isinstance(reply, Reply):
+                    found[at] = packed(reply, **(parts | {"total": dict(lie(parts["total"]))}))
+        return found
+
+    patience = Patience(tuple(nodes), seconds=5.0, late=3 if late else 0)
+    carrier = Carrier(lambda: list(nodes), exchange)
+    return deployed(carrier, plan, patience, f"{folder}/server.safetensors"), nodes

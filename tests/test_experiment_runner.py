@@ -1,0 +1,70 @@
+"""The runner of all experiments: raw results that survive a kill, and tables under one header."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+PATH = Path(__file__).parents[1] / "experiments" / "runner.py"
+SPEC = importlib.util.spec_from_file_location("experiment_runner", PATH)
+runner = importlib.util.module_from_spec(SPEC)
+sys.modules["experiment_runner"] = runner  # dataclasses look their module up
+SPEC.loader.exec_module(runner)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run a script with two rows of two seeds; returns the seeds that it has measured and its table."""
+    monkeypatch.setattr(runner, "RAW", tmp_path / "raw")
+    path = tmp_path / "made.md"
+
+    def script(*words, factor=1):
+        monkeypatch.setattr(sys, "argv", [str(PATH.with_name("made.py")), *words])
+        measured = []
+
+        def measure(name, seed):
+            measured.append((name, seed))
+            return factor * (seed + len(name))
+
+        given = runner.arguments("A question?", scale=1.0)
+        rows = {name: [(name, seed) for seed in range(2)] for name in ("one", "three")}
+        runner.table("name | sum", rows, measure, given, lambda _, found: [sum(found)], path=path)
+        return measured, path.read_text().splitlines() if path.exists() else []
+
+    return script
+
+
+def test_a_table_says_how_it_was_made(run):
+    _, lines = run()
+    assert lines[0].startswith("Made by `python experiments/made.py`, 20")
+    assert "bayesfed" in lines[0] and "torch" in lines[0] and "commit" in lines[0]
+    assert lines[2:] == ["| name | sum |", "| --- | --- |", "| one | 7 |", "| three | 11 |"]
+
+
+def test_rows_replace_their_predecessors(run):
+    run()
+    measured, lines = run("th", factor=2)
+    assert measured == [("three", 0), ("three", 1)]
+    assert lines[0].endswith(" 1 of 2 rows are older.")
+    assert lines[4:] == ["| one | 7 |", "| three | 22 |"]
+
+
+def test_a_killed_run_goes_on(run):
+    run("one")
+    (store,) = runner.RAW.glob("*.jsonl")
+    first, second = store.read_text().splitlines()
+    store.write_text(f"{first}\n{second[:20]}")  # cut off by the kill
+    measured, lines = run("--resume")
+    assert measured == [("one", 1), ("three", 0), ("three", 1)]
+    assert lines[4:] == ["| one | 7 |", "| three | 11 |"]
+
+
+def test_other_settings_leave_the_table(run, tmp_path):
+    _, before = run()
+    assert run("--scale", "2.0", factor=2)[1] == before
+    out = tmp_path / "other.md"
+    run("--scale", "2.0", "--out", str(out), factor=2)
+    made = out.read_text()
+    assert "| one | 14 |" in made
+    assert str(tmp_path) not in made
