@@ -50,13 +50,14 @@ def modulated():
 MODELS: dict[str, Callable[[], Any]] = {
     "CAFeMe": modulated,
     **dict.fromkeys(("FedPer", "FedRep", "FedBABU"), lambda: network(local=["2."], scale=0.5)),
+    "FOLA": lambda: network(local=(), hyper_scale=1.0),
     **dict.fromkeys(("PACPFL", "PFedGP"), lambda: network(scale=0.3, hyper_scale=0.4)),
 }
 
 
 def small(name):
     method = METHODS[name]
-    given = SMALL | ({"local_steps": 5, "draws": 8} if name == "PVI" else {})
+    given = SMALL | ({"draws": 8} if name == "PVI" else {})
     return method(**{key: value for key, value in given.items() if key in method.settings})
 
 
