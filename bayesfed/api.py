@@ -1,6 +1,6 @@
 """The public names: ``bayesfed.fit`` is the ``fit`` of this module."""
 
-from bayesfed import guides, models
+from bayesfed import guides, models, testing
 from bayesfed.algorithms import (
     FOLA,
     PACPFL,
@@ -78,4 +78,5 @@ __all__ = [
     "simulations",
     "start",
     "step",
+    "testing",
 ]

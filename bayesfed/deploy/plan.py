@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from bayesfed.engine.plan import Plan
@@ -49,7 +52,26 @@ class DeploymentPlan(Plan):
         """The plan as plain data: an institution takes part only in a run of the very same description."""
         own = {"secure": self.secure, "honest": self.honest}
         plain: dict[str, Any] = json.loads(json.dumps(super().description | own))
-        return plain
+        return plain | {"own code": code_digests(plain["algorithm"])}
+
+
+def code_digests(settings: Any) -> dict[str, str]:
+    """Return a digest of every file that holds parts of the user's own, by module: all machines must have the same.
+
+    Args:
+        settings: plain data of an algorithm, in which such parts are called ``module:name``.
+    """
+    if isinstance(settings, list):
+        return {k: v for item in settings for k, v in code_digests(item).items()}
+    if not isinstance(settings, dict):
+        return {}
+    found = code_digests(list(settings.values()))
+    module, colon, _ = str(settings.get("name")).partition(":")
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if colon and file is not None and module != "__main__":  # each machine has a script of its own
+        text = Path(file).read_text(encoding="utf-8")
+        found[module] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return found
 
 
 def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any], where: str = "") -> str | None:

@@ -1,7 +1,10 @@
 import pytest
 import torch
 
-from bayesfed.steps import optimizer
+import bayesfed as bf
+from bayesfed import datasets, models
+from bayesfed.settings import SettingsError
+from bayesfed.steps import Descent, optimizer
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -163,3 +166,9 @@ def test_without_a_mask_all_step():
     grads, everyone = gradients(start()), torch.ones(3, dtype=torch.bool)
     one, other = (optimizer.descend("momentum", state, grads, 0.1, a) for a in (None, everyone))
     assert all(torch.equal(one["params"][n], other["params"][n]) for n in grads)
+
+
+def test_an_unknown_rule_is_refused_before_a_run():
+    schools, steps = datasets.eight_schools(), Descent(optimizer="sdg")
+    with pytest.raises(SettingsError, match=r'^steps\.optimizer is "sdg"; it must be .sgd'):
+        bf.start(models.eight_schools, schools, bf.FedAvg().replace(steps=steps), rounds=1)
