@@ -7,7 +7,7 @@ import json
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -111,7 +111,8 @@ def _check_settings(algorithm: Algorithm) -> None:
     """Fail unless the parts are dataclasses that fit, and plain data describe the algorithm."""
     for name in PARTS:
         part = getattr(algorithm, name)
-        if not (is_dataclass(part) and part.__dataclass_params__.frozen):  # type: ignore[attr-defined]
+        frozen = getattr(part, "__dataclass_params__", None)
+        if frozen is None or not frozen.frozen:
             raise AssertionError(
                 f"{type(part).__name__}: give the class of {name} @dataclass(frozen=True); its fields are its settings"
             )

@@ -86,9 +86,9 @@ class Algorithm:
         Raises:
             ValueError: names the parts, and those that would do.
         """
-        for name, kind in _KINDS.items():
-            if not isinstance(getattr(self, name), kind):
-                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be a {kind.__name__}")
+        for name, whole in _KINDS.items():
+            if not isinstance(getattr(self, name), whole):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be a {whole.__name__}")
         for part in (self.locals, self.steps, self.rule):
             self._check_family("globals", self.globals, part, part.globals)
         self._check_family("locals", self.locals, self.steps, self.steps.locals)

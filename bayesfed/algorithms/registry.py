@@ -50,7 +50,9 @@ def algorithm_of(
     """Return the algorithm that plain data describe.
 
     Args:
-            f"{where} is {reference!r}, code of your own that was not stored: import the module {file!r} first"
+        settings: the name of a method, or a table of its ``name``, any of its settings, and parts in place of its
+            own; or a table of all four parts. A part is a name or a table of its ``name`` and fields; ``module:name``
+            is a class outside the package.
         guide: the Pyro guide that ``"guide": "custom"`` means.
         where: the dotted key of these settings, for messages.
         load: finds classes outside the package; by default those of modules that are already imported.
