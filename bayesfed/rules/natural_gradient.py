@@ -160,7 +160,7 @@ class NaturalGradient(Rule):
 
     def stale(self, server: State, total: Parts, count: int) -> Parts:
         """Return the changes, as much as is left of them; the rest ends with its round's draws."""
-        changes = {"mean gradient": total["mean gradient"]}
+        changes = {"mean gradient": total.get("mean gradient", {})}
         if "quadratic" not in total:
             return changes
         then = total["quadratic"] | {"level": total["forgetting"]["level"] / count}

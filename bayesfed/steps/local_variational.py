@@ -93,7 +93,7 @@ class GradientsAtDraws(LocalVariational):
 
     def run(self, job: Job, locals_: Locals) -> Work:
         """Take the steps of a round, and return the gradients in each draw, ``(K, draws, ...)``."""
-        program, keys, drawn = job.program, job.keys, job.message["draws"]
+        program, keys, drawn = job.program, job.keys, job.message.get("draws", {})
         draws = next((len(v) for v in drawn.values()), self.steps * self.draws) // self.steps
         params, lr = job.theta, job.rate * self.local_lr
         clients = follow_origin(program, params, phi_state(job.clients), job.rows(None))
