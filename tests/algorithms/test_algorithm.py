@@ -3,6 +3,8 @@
 import itertools
 from dataclasses import dataclass, replace
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from bayesfed.algorithms.algorithm import draws_at_once, subclasses
 from bayesfed.algorithms.registry import parts_by_name
 from bayesfed.elbo import noise
 from bayesfed.engine.batches import batches
-from bayesfed.engine.parts import flat
+from bayesfed.engine.parts import flat, nested
 from bayesfed.engine.program import build_program
 from bayesfed.guides.globals import (
     Gaussian,
@@ -240,15 +242,29 @@ def test_every_combination_is_a_program_or_a_message_of_one_line(family):
     assert made or isinstance(family, OwnGuide)
 
 
+@pytest.mark.parametrize("name", ["SFVI", "SFVIAvg", "PFedVEM", "Local"])
+def test_messages_and_sums_without_a_tensor_in_some_part(name):
+    """Between machines and in files only tensors are written, so that empty parts are lost."""
+
+    def separate(federation):
+        with federation.clients():
+            w = pyro.sample("w", dist.Normal(0.0, 1.0))
+            with federation.observations() as obs:
+                pyro.sample("y", dist.Normal(w, obs["sigma"]), obs=obs.get("y"))
+
+    algorithm = METHODS[name]()
+    one_round(algorithm, algorithm.program(separate, SCHOOLS))
+
+
 def one_round(algorithm, program):
     """Take a round of all clients; return the upload and the server's next state."""
     server, keys = algorithm.start(program), noise.fold(noise.key(0), SCHOOLS.stream_ids)
     clients = algorithm.start_clients(program, server, SCHOOLS.batch())
     turn = Turn(program, noise.key(0), 8)
-    message = algorithm.broadcast(turn, server)
+    message = nested(flat(algorithm.broadcast(turn, server)))
     job = Job(program, message, clients, batches(SCHOOLS, torch.arange(8), None, keys), keys)
     answer = algorithm.work(job)
-    after, _ = algorithm.decode(turn, server, summed(answer.upload))
+    after, _ = algorithm.decode(turn, server, nested(flat(summed(answer.upload))))
     return answer, after
 
 
