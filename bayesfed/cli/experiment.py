@@ -253,7 +253,8 @@ def read_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     for override in overrides:
         _override(data, override)
     experiment = validated(Experiment, data)
-    experiment.algorithm.setdefault("name", "SFVI")
+    if not {"globals", "locals", "steps", "rule"} <= experiment.algorithm.keys():
+        experiment.algorithm.setdefault("name", "SFVI")
     return experiment
 
 
