@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import operator
@@ -237,9 +238,10 @@ def settings_of(algorithm: Algorithm) -> dict[str, Any]:
         )
     method = METHODS.get(algorithm.name)
     if method is not None:
-        found = method.values(algorithm)
-        if method.compose(found) == algorithm:
-            return {"name": algorithm.name} | {key: _plain(v, key) for key, v in found.items()}
+        with contextlib.suppress(AttributeError):  # a user's composition of that name may have other parts
+            found = method.values(algorithm)
+            if method.compose(found) == algorithm:
+                return {"name": algorithm.name} | {key: _plain(v, key) for key, v in found.items()}
     return {name: _plain(getattr(algorithm, name), name) for name in FIELDS}
 
 

@@ -110,7 +110,9 @@ def named_algorithm(config: Experiment, base: Path) -> Any:
     def load(reference: str, where: str) -> Any:
         return load_part(reference, base, where)
 
-    return algorithm_of(data, guide=guide, load=load)
+    algorithm = algorithm_of(data, guide=guide, load=load)
+    algorithm.check()  # before anything is written
+    return algorithm
 
 
 def _with_clients(

@@ -255,7 +255,8 @@ def read_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
         if isinstance(data.get(section), dict) and old in data[section]:
             raise SettingsError(f"{section}.{old} is now called {new}")
     experiment = validated(Experiment, data)
-    experiment.algorithm.setdefault("name", "SFVI")
+    if not {"globals", "locals", "steps", "rule"} <= experiment.algorithm.keys():
+        experiment.algorithm.setdefault("name", "SFVI")
     return experiment
 
 

@@ -101,24 +101,30 @@ def _is_of(module: ModuleType, path: Path) -> bool:
 
 
 def _execute(path: Path, where: str, *, register: bool = False) -> ModuleType:
-    """Return a file as a module; it is registered before it runs, as dataclasses look up the module of their class."""
+    """Return a file as a module.
+
+    While it runs it is in ``sys.modules``, where dataclasses look up the module of their class, unless another has its
+    name; it remains there if ``register``.
+    """
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
     if spec is None or spec.loader is None:
         raise SettingsError(f"{where}: {path} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    if register:
+    free = path.stem not in sys.modules
+    if free:
         sys.modules[path.stem] = module
     sys.path.insert(0, str(path.resolve().parent))  # for what lies beside it
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        if register:
-            del sys.modules[path.stem]
+        register = False
         raise SettingsError(
             f"{where}: {path} cannot be imported: {type(error).__name__}: {error}"
         ) from error
     finally:
         sys.path.pop(0)
+        if free and not register:
+            del sys.modules[path.stem]
     return module
 
 
