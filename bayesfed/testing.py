@@ -41,8 +41,8 @@ def check_algorithm(
 
     The parts fit together, and their settings go to plain data and back. Every member gives the same when it is called
     again, and changes nothing that it is given. A client's result and upload do not depend on the other clients of its
-    batch, nor on their order, and the sum of the uploads is all that ``decode`` needs: chunks of one client give the same
-    fit. Clients' states keep their shapes. A run that is stopped and resumed from its file ends with the same bits. An
+    batch, nor on their order, and the sum of the uploads is all that ``decode`` needs: chunks of one client give
+    the same fit. Clients' states keep their shapes. A run that is stopped and resumed from its file ends with the same bits. An
     upload that is not finite is left out. Under noise the rule works, unless it says ``no_noise``, and clients' memory
     of their uploads does not change. ``personalize`` makes local parameters of the right shapes.
 
@@ -244,8 +244,8 @@ def _check_server(algorithm: Algorithm, before: Any, after: Any, member: str) ->
     for path, leaf in tree_flatten_with_path(after)[0]:
         if not isinstance(leaf, Tensor):
             raise AssertionError(
-                f"{_name(rule)}.{member}: the server's state has {_at(path)} = {leaf!r}; it is made of tensors in dicts "
-                "and named tuples, so that files can hold it"
+                f"{_name(rule)}.{member}: the server's state has {_at(path)} = {leaf!r}; it is made of tensors in "
+                "dicts and named tuples, so that files can hold it"
             )
     if (difference := _difference(before, after)) is not None:
         raise AssertionError(f"{_name(rule)}.{member} changes the server's form: {difference}")
@@ -276,7 +276,7 @@ def _check_personal(case: _Case, job: Job) -> None:
 
 
 def _check_runs(case: _Case, server: Any) -> None:
-    """Fail if chunks of one client, or a stop in between, change a run; ``server`` is the end of the members' rounds."""
+    """Fail if chunks of one client, or a stop in between, change a run; ``server`` ends the members' rounds."""
     rounds = case.plan.rounds or 0
     whole = _run(case.start(), rounds)
     chunked = _run(case.start(execution=Execution(compile=False, chunk_size=1)), rounds)
@@ -293,7 +293,7 @@ def _check_runs(case: _Case, server: Any) -> None:
         one, other = whole.state[part], resumed.state[part]
         if (difference := _difference(one, other, exact=True)) is not None:
             raise AssertionError(
-                f"{case.algorithm}: a run that is resumed after round 1 ends with another state ({part}, {difference}); "
+                f"{case.algorithm}: a run that is resumed after round 1 ends in another state ({part}, {difference}); "
                 "all that lasts must be in the server's state (start, decode) or the clients' (start_clients, run, "
                 "encode)"
             )

@@ -91,7 +91,7 @@ def accuracy(sites: Mapping[str, Site], test: bf.Federation) -> str:
 def measure(name: str) -> list[str]:
     """Fit without and with each trouble."""
     model, federation, test, algorithm, schedule = cases()[name]
-    plan, whole = Plan(model, algorithm, **schedule), []
+    plan, whole = DeploymentPlan(model, algorithm, **schedule), []
 
     with tempfile.TemporaryDirectory() as folder:
 

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from tests.deploy.together import sites_of
 
 import bayesfed as bf
 from bayesfed.deploy import plan as plans
@@ -16,7 +17,6 @@ from bayesfed.deploy.plan import DeploymentPlan, code_digests, difference
 from bayesfed.deploy.server import deployed
 from bayesfed.deploy.sockets import carrier, serve
 from docs import own_parts
-from tests.deploy.together import sites_of
 
 SCHOOLS = bf.datasets.eight_schools()
 PLAN = DeploymentPlan(bf.models.eight_schools, own_parts.with_momentum(), rounds=3)
@@ -52,7 +52,9 @@ def test_over_sockets_it_is_the_fit_in_one_process(algorithm, tmp_path):
         torch.testing.assert_close(found.params[name], value, rtol=1e-5, atol=1e-5)
     of_sites = [
         bf.Posterior.load(
-            next((site.folder / "runs").glob("*/posterior.safetensors")), plan.model, site.federation
+            next((site.folder / "runs").glob("*/posterior.safetensors")),
+            plan.model,
+            site.federation,
         )
         for site in sites
     ]
