@@ -39,12 +39,13 @@ def check_algorithm(
 ) -> None:
     """Try the invariants of an algorithm on a model and data: small ones, as every member runs several times.
 
-    The parts fit together, and their settings go to plain data and back. Every member gives the same when it is called
-    again, and changes nothing that it is given. A client's result and upload do not depend on the other clients of its
-    batch, nor on their order, and the sum of the uploads is all that ``decode`` needs: chunks of one client give
-    the same fit. Clients' states keep their shapes. A run that is stopped and resumed from its file ends with the same bits. An
-    upload that is not finite is left out. Under noise the rule works, unless it says ``no_noise``, and clients' memory
-    of their uploads does not change. ``personalize`` makes local parameters of the right shapes.
+    The parts fit together, and their settings go to plain data and back. Every member gives the same when it is
+    called again, and changes nothing that it is given. A client's result and upload do not depend on the other
+    clients of its batch, nor on their order, and the sum of the uploads is all that ``decode`` needs: chunks of one
+    client give the same fit. Clients' states keep their shapes. A run that is stopped and resumed from its file ends
+    with the same bits. An upload that is not finite is left out. Under noise the rule works, unless it says
+    ``no_noise``, and clients' memory of their uploads does not change. ``personalize`` makes local parameters of the
+    right shapes.
 
     A federation in float64 shows smaller differences: results must agree to three times the root of the precision.
 

@@ -24,6 +24,7 @@ from in_process import LIAR, Change, runner
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.deploy.node import Site
+from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.deploy.server import Globals
 from bayesfed.rules import MedianOfInstitutions
 
