@@ -1,6 +1,6 @@
 """The public names: ``bayesfed.fit`` is the ``fit`` of this module."""
 
-from bayesfed import guides, models
+from bayesfed import guides, models, testing
 from bayesfed.algorithms import (
     FOLA,
     PACPFL,
@@ -15,9 +15,13 @@ from bayesfed.algorithms import (
     FedCurv,
     FedNova,
     FedPer,
+    FedProx,
     FedRep,
     Local,
     PerFedAvg,
+    PFedBayes,
+    PFedGP,
+    PFedMAP,
     PFedMe,
     PFedVEM,
     Scaffold,
@@ -50,12 +54,16 @@ __all__ = [
     "FedCurv",
     "FedNova",
     "FedPer",
+    "FedProx",
     "FedRep",
     "Federation",
     "Flow",
     "FullRank",
     "Local",
     "MeanField",
+    "PFedBayes",
+    "PFedGP",
+    "PFedMAP",
     "PFedMe",
     "PFedVEM",
     "PerFedAvg",
@@ -78,4 +86,5 @@ __all__ = [
     "simulations",
     "start",
     "step",
+    "testing",
 ]

@@ -124,7 +124,7 @@ def callables(cls: type[Any]) -> list[str]:
 
 def plain_number(value: Any) -> Any:
     """Convert a NumPy number to a Python number."""
-    return value.item() if hasattr(value, "item") else value
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 # -- messages -------------------------------------------------------------------------------------

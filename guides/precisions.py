@@ -42,13 +42,17 @@ def inverse(precision: Tensor, more: float, *, matrix: bool) -> Tensor:
 
 
 def definite(precision: Tensor, *, matrix: bool) -> Tensor:
-    """The precision if it is positive definite, else with absolute eigenvalues; none is below :data:`FLOOR`."""
+    """The precision if it is positive definite, else with absolute eigenvalues; none is below :data:`FLOOR`.
+
+    A matrix that is not finite is returned as it is: its eigenvalues would fail for all others of the batch.
+    """
     if not matrix:
         return precision.clamp(min=FLOOR)
     indefinite = torch.linalg.cholesky_ex(precision).info != 0
     # elsewhere, reading this would wait for the device
     if precision.device.type == "cpu" and not indefinite.any():
         return precision
-    values, vectors = torch.linalg.eigh(precision)
+    finite = precision.isfinite().all(-1).all(-1)
+    values, vectors = torch.linalg.eigh(torch.where(finite[..., None, None], precision, 1.0))
     repaired = (vectors * values.abs().clamp(min=FLOOR)[..., None, :]) @ vectors.mT
-    return torch.where(indefinite[..., None, None], repaired, precision)
+    return torch.where((indefinite & finite)[..., None, None], repaired, precision)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import operator
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -94,7 +96,7 @@ class _Builder:
         parts = {key: data.pop(key) for key in PARTS if key in data}
         name = data.pop("name", None)
         if isinstance(name, str) and ":" in name:
-            return self._own(name, where)
+            return self._with(self._own(name, data, where), parts, where)
         if len(parts) == len(PARTS):
             found = {key: self.part(value, f"{where}.{key}") for key, value in parts.items()}
             return made(Algorithm, found | data | {"name": name or ""}, where)
@@ -110,15 +112,26 @@ class _Builder:
             raise
         except ValueError as error:
             raise SettingsError(f"{where}: {error}") from None
-        if parts:
-            found = {key: self.part(value, f"{where}.{key}") for key, value in parts.items()}
-            algorithm = algorithm.replace(**found)
-        return algorithm
+        return self._with(algorithm, parts, where)
 
-    def _own(self, reference: str, where: str) -> Algorithm:
-        """Return the user's own algorithm, a value or a function that returns one."""
+    def _with(self, algorithm: Algorithm, parts: Mapping[str, Any], where: str) -> Algorithm:
+        """Return the algorithm with some parts in place of its own."""
+        found = {key: self.part(value, f"{where}.{key}") for key, value in parts.items()}
+        return algorithm.replace(**found) if found else algorithm
+
+    def _own(self, reference: str, settings: Mapping[str, Any], where: str) -> Algorithm:
+        """Return the user's own algorithm: a value, or what a function returns for these settings."""
         value = self.load(reference, f"{where}.name")
-        value = value if isinstance(value, Algorithm) else value()
+        if isinstance(value, Algorithm) and settings:
+            raise SettingsError(
+                f"{where}.{next(iter(settings))} is unknown: {reference} is an algorithm, of which only the parts "
+                f"({', '.join(PARTS)}) can be replaced; a function that returns it may have settings"
+            )
+        if callable(value):
+            try:
+                value = value(**settings)
+            except (TypeError, ValueError) as error:
+                raise SettingsError(f"{where}: {error}") from error
         if not isinstance(value, Algorithm):
             raise SettingsError(f"{where}.name: {reference} is {value!r}, not a bayesfed.Algorithm")
         return value
@@ -146,7 +159,13 @@ class _Builder:
         name = value.get("name") if isinstance(value, Mapping) else value
         known = parts_by_name()
         if isinstance(name, str) and ":" in name:
-            known = known | {name: self.load(name, where)}
+            cls = self.load(name, f"{where}.name")
+            if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+                raise SettingsError(
+                    f"{where}.name: {name} is {cls!r}; a part is a class with @dataclass(frozen=True), whose fields "
+                    "are its settings"
+                )
+            known = known | {name: cls}
         return self.named(value, known, where)
 
     def named(self, value: Any, known: Mapping[str, type[Any]], where: str) -> Any:
@@ -178,13 +197,19 @@ class _Builder:
 
 def _imported(reference: str, where: str) -> Any:
     """Return what a reference names in a module that is imported already: opening a file must not run code."""
-    module, _, name = reference.partition(":")
-    found = getattr(sys.modules.get(module), name, None)
-    if found is None:
+    file, _, name = reference.partition(":")
+    module = sys.modules.get(file)
+    if module is None:
         raise SettingsError(
-            f"{where} is {reference!r}, code of your own that was not stored: import the module {module!r} first"
+            f"{where} is {reference!r}, code of your own that was not stored: import the module {file!r} first"
         )
-    return found
+    try:
+        return operator.attrgetter(name)(module)  # a class in a class has a dotted name
+    except AttributeError:
+        raise SettingsError(
+            f"{where} is {reference!r}, but the module {file!r} ({getattr(module, '__file__', 'a session')}) has no "
+            f"{name!r}: it is code of your own and was not stored, so put it there"
+        ) from None
 
 
 # -- to plain data --------------------------------------------------------------------------------
@@ -213,9 +238,12 @@ def settings_of(algorithm: Algorithm) -> dict[str, Any]:
         )
     method = METHODS.get(algorithm.name)
     if method is not None:
-        found = method.values(algorithm)
-        if method.compose(found) == algorithm:
-            return {"name": algorithm.name} | {key: _plain(v, key) for key, v in found.items()}
+        with contextlib.suppress(
+            AttributeError
+        ):  # a user's composition of that name may have other parts
+            found = method.values(algorithm)
+            if method.compose(found) == algorithm:
+                return {"name": algorithm.name} | {key: _plain(v, key) for key, v in found.items()}
     return {name: _plain(getattr(algorithm, name), name) for name in FIELDS}
 
 

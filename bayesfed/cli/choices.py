@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from bayesfed.algorithms.registry import algorithm_of
 from bayesfed.cli.catalogue import DATASETS, MODELS
 from bayesfed.cli.errors import one_line
 from bayesfed.cli.experiment import DataSection, Experiment, ModelSection
+from bayesfed.cli.own_code import load_function, load_part
 from bayesfed.data.columns import check_columns
 from bayesfed.data.federation import Federation, Model
 from bayesfed.data.ingest import Missing
@@ -60,8 +59,8 @@ def choices(config: Experiment, rows: pd.DataFrame | None, base: Path) -> Choice
     Raises:
         SettingsError: an unknown name, setting, file, column or client.
     """
+    algorithm = named_algorithm(config, base)  # first: its file may have the model too
     model = named_model(config.model, base) if config.model.formula is None else None
-    algorithm = named_algorithm(config, base)
     execution = made(Execution, config.execution, "execution")
     privacy = None if config.privacy is None else made(Privacy, config.privacy, "privacy")
     model, everyone = _with_clients(config, model, rows, base)
@@ -84,7 +83,7 @@ def named_model(section: ModelSection, base: Path) -> Model:
             raise SettingsError(
                 f"model.{next(iter(own))}: {name} is a function and has no settings"
             )
-        return _function(name, base, "model.name")
+        return load_function(name, base, "model.name")
     if name not in MODELS and name.endswith(".py"):
         raise SettingsError(f'model.name is "{name}"; say which function: "{name}:function"')
     model = choose(name, MODELS, "model.name")
@@ -95,51 +94,25 @@ def named_model(section: ModelSection, base: Path) -> Model:
     return model
 
 
-def _function(name: str, base: Path, where: str) -> Any:
-    """Return the function of a name ``file.py:function``; the file is relative to ``base``."""
-    file, _, function = name.rpartition(":")
-    path = base / file
-    if not path.is_file():
-        raise SettingsError(f"{where}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise SettingsError(f"{where}: {path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.resolve().parent))  # so that it can import files beside it
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise SettingsError(
-            f"{where}: {path} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
-    finally:
-        sys.path.pop(0)
-    own = [
-        n
-        for n, value in vars(module).items()
-        if callable(value) and getattr(value, "__module__", None) == module.__name__
-    ]
-    if not callable(getattr(module, function, None)):
-        raise SettingsError(
-            f"{where}: {path} has no function {function!r}; {nearest(function, own)}"
-            f"it has {', '.join(own) or 'none'}"
-        )
-    return getattr(module, function)
-
-
 def named_algorithm(config: Experiment, base: Path) -> Any:
-    """Return the algorithm; its ``guide`` may be ``file.py:function``."""
+    """Return the algorithm; its ``guide`` may be ``file.py:function``, it and its parts ``file.py:name``."""
     data, guide = dict(config.algorithm), None
     named = data.get("guide")
     if isinstance(named, str) and ":" in named:
-        guide = _function(named, base, "algorithm.guide")
+        guide = load_function(named, base, "algorithm.guide")
         data["guide"] = CUSTOM
     elif named is not None:
         raise SettingsError(
             f'algorithm.guide is {named!r}; give "file.py:function", or leave it out and choose '
             "algorithm.global_guide"
         )
-    return algorithm_of(data, guide=guide)
+
+    def load(reference: str, where: str) -> Any:
+        return load_part(reference, base, where)
+
+    algorithm = algorithm_of(data, guide=guide, load=load)
+    algorithm.check()  # before anything is written
+    return algorithm
 
 
 def _with_clients(

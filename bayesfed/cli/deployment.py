@@ -47,12 +47,13 @@ def make_plan(config: Experiment, base: Path) -> DeploymentPlan:
         )
     if schedule.held_out is not None:
         raise SettingsError("schedule.held_out: between machines give schedule.rounds")
+    algorithm = named_algorithm(config, base)
     return DeploymentPlan(
         model=named_model(config.model, base),
-        algorithm=named_algorithm(config, base),
+        algorithm=algorithm,
         privacy=None if config.privacy is None else made(Privacy, config.privacy, "privacy"),
         **schedule.model_dump(include=set(Schedule.model_fields)),
-        **({} if own is None else own.model_dump(include={"secure", "honest", "median"})),
+        **({} if own is None else own.model_dump(include={"secure", "honest"})),
     )
 
 

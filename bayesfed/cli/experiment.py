@@ -40,9 +40,10 @@ class ModelSection(Strict, extra="allow"):
 Kind = Literal["dataset", "csv", "parquet", "arrow", "npz"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _RENAMED = {
-    ("deployment", "sites"): "institutions",
-    ("deployment", "late"): "max_staleness",
-    ("output", "sites"): "variables",
+    ("deployment", "sites"): "deployment.institutions",
+    ("deployment", "late"): "deployment.max_staleness",
+    ("deployment", "median"): 'algorithm.rule = "MedianOfInstitutions"',
+    ("output", "sites"): "output.variables",
 }
 """Sections and keys that have another name now."""
 ONE_OF = "give one of dataset (a name), csv, parquet, arrow and npz (a path)"
@@ -133,7 +134,7 @@ class DeploymentSection(Strict):
         superlink: Flower's name of the SuperLink in ``$FLWR_HOME/config.toml``.
         seconds, minimum, attempts, joining, enough, max_staleness, expected: see
             :class:`~bayesfed.deploy.institutions.Patience`.
-        secure, honest, median: see :class:`~bayesfed.deploy.plan.Plan`.
+        secure, honest: see :class:`~bayesfed.deploy.plan.Plan`.
     """
 
     institutions: Annotated[list[str], Field(min_length=1)]
@@ -146,7 +147,6 @@ class DeploymentSection(Strict):
     enough: Count | None = None
     max_staleness: Times = 0
     expected: dict[str, ExpectedInstitution] = Field(default_factory=dict)
-    median: bool = False
     secure: bool = False
     honest: Count | None = None
 
@@ -253,9 +253,10 @@ def read_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
         _override(data, override)
     for (section, old), new in _RENAMED.items():
         if isinstance(data.get(section), dict) and old in data[section]:
-            raise SettingsError(f"{section}.{old} is now called {section}.{new}")
+            raise SettingsError(f"{section}.{old} is now called {new}")
     experiment = validated(Experiment, data)
-    experiment.algorithm.setdefault("name", "SFVI")
+    if not {"globals", "locals", "steps", "rule"} <= experiment.algorithm.keys():
+        experiment.algorithm.setdefault("name", "SFVI")
     return experiment
 
 

@@ -18,7 +18,7 @@ from bayesfed.deploy.node_run import POSTERIOR
 from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.output.posterior import Posterior
-from bayesfed.settings import SettingsError, callables
+from bayesfed.settings import SettingsError
 
 QUANTILES = {"3 %": 0.03, "50 %": 0.5, "97 %": 0.97}
 _ROW, _CLIENT, _VARIABLE = "row", "client", "variable"
@@ -103,8 +103,7 @@ class LocalPosteriors:
         path, algorithm = paths[-1], self.plan.algorithm
         key = (path, path.stat().st_mtime_ns)
         if self._last is None or self._last[0] != key:
-            guides = [getattr(algorithm, name) for name in callables(type(algorithm))]
-            guide = next((guide for guide in guides if guide is not None), None)
+            guide = getattr(algorithm.globals, "guide", None)
             found = Posterior.load(path, self.plan.model, self.federation, guide=guide)
             self._last = (key, found)
         return self._last[1]

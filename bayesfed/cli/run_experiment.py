@@ -16,6 +16,7 @@ from bayesfed.cli.choices import Choices
 from bayesfed.cli.errors import RunError, one_line
 from bayesfed.cli.experiment import Experiment
 from bayesfed.cli.forest import plot_forest, population_means
+from bayesfed.cli.own_code import with_files
 from bayesfed.engine.stopping.rule import BOUND
 from bayesfed.fitting import fit
 from bayesfed.output import arviz_compat
@@ -115,7 +116,7 @@ def _write(
     console.print(
         f"ELBO {float(last.mean()):,.2f} (mean of the last {len(last)} rounds); "
         f"{seconds:,.1f} s in {len(posterior.history['elbo']):,} rounds"
-        + (", then it had converged" if posterior.settled else "")
+        + (", then it had converged" if posterior.converged else "")
         + (f", {posterior.compiled}" if posterior.compiled else "")
     )
     if posterior.epsilon is not None and chosen.privacy is not None:
@@ -134,7 +135,7 @@ def _resolve(
     data["execution"] = dataclasses.asdict(chosen.execution)
     if chosen.privacy is not None:
         data["privacy"] = dataclasses.asdict(chosen.privacy)
-    data["algorithm"] = settings_of(chosen.algorithm)
+    data["algorithm"] = with_files(settings_of(chosen.algorithm), folder)
     named = config.algorithm.get("guide")
     if named is not None:
         data["algorithm"]["guide"] = named

@@ -121,10 +121,8 @@ class Collector:
         def has_solution(names: Iterable[str]) -> bool:
             some = [found[name] for name in names]
             counted = sum(int(parts["sound"]["clients"].sum()) for parts in some)
-            median = self.institutions.plan.median
-            return not counted or can_update(
-                self.run, self.asked, combine(some, median)[0], counted
-            )
+            rule = self.institutions.plan.algorithm.rule
+            return not counted or can_update(self.run, self.asked, combine(some, rule)[0], counted)
 
         if len(found) < 3 or has_solution(found):
             return None

@@ -48,7 +48,7 @@ class Patience:
         attempts: how often a round is asked.
         joining: how long a run waits for all institutions at its start, in seconds.
         enough: a round goes on once so many of the institutions that it asks have answered; by default all.
-        max_staleness: in how many later rounds an answer still counts; until then its institution is not asked again.
+        max_staleness: in how many later rounds an answer counts; until then its institution is not asked again.
         expected: institutions that are not waited for at the start, and their data when they join.
 
     Raises:
@@ -287,7 +287,7 @@ class Institutions:
     def available(
         self, members: Mapping[str, Institution], done: int, fewest: int
     ) -> Mapping[str, Institution]:
-        """Return the institutions without an answer that may still come; all, if these are too few."""
+        """Return the institutions without an answer that may yet come; all, if these are too few."""
         limit = self.patience.max_staleness
         self.overdue = {n: o for n, o in self.overdue.items() if done - o.round.number <= limit}
         free = {name: member for name, member in members.items() if name not in self.overdue}

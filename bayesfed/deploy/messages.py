@@ -177,7 +177,7 @@ class Finish(RunMessage):
     epsilon: float | None
     moving: dict[str, float] | None
     rising: float | None
-    settled: bool | None
+    converged: bool | None
 
 
 class Evaluate(RunMessage):

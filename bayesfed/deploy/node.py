@@ -342,7 +342,7 @@ class Node:
             epsilon=message.epsilon,
             moving=message.moving,
             rising=message.rising,
-            settled=message.settled,
+            converged=message.converged,
         )
 
     def _evaluate(self, message: Evaluate, parts: Mapping[str, Tensors], payload: bytes) -> bytes:

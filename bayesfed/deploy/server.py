@@ -203,7 +203,7 @@ class Coordinator:
         if plan.secure:
             total, elbo = unmask_round(self.institutions, run, asked, found, collector.form)
         else:
-            total, elbo = combine(list(found.replies.values()), plan.median)
+            total, elbo = combine(list(found.replies.values()), plan.algorithm.rule)
         sound = torch.cat([parts["sound"]["clients"] for parts in found.replies.values()])
         total, stale = collector.add_stale(total, int(sound.sum()), stale)
         for _, parts in stale.values():
@@ -307,7 +307,7 @@ class Coordinator:
                 epsilon=posterior.epsilon,
                 moving=None if posterior.moving is None else dict(posterior.moving),
                 rising=posterior.rising,
-                settled=posterior.settled,
+                converged=posterior.converged,
             )
             requests[member.name] = pack(
                 message, state=flatten_state(run.server), history=dict(posterior.history)

@@ -26,7 +26,7 @@ from bayesfed.guides.mean_field import MeanField
 from bayesfed.rules.rule import Progress, Rule, Turn, mean_of, weighted_sum
 from bayesfed.steps.gradients import copies
 from bayesfed.steps.job import Job, Parts, Work
-from bayesfed.steps.losses import zeros_like
+from bayesfed.steps.losses import per_client, zeros_like
 from bayesfed.steps.optimizer import State
 
 
@@ -64,8 +64,13 @@ class Barycentre(Rule):
         return {"theta": server.params, "size": size}
 
     def encode(self, job: Job, work: Work) -> tuple[Parts, State]:
-        """Return the maps of the copies, less the map that leaves q(θ) where it is."""
-        found = maps(job.program, job.theta, work.found["copy"])
+        """Return the maps of the copies, less the identity map of q(θ); NaN for a copy that is not finite."""
+        copy = work.found["copy"]
+        sound = torch.stack([v.isfinite().flatten(1).all(1) for v in copy.values()]).all(0)
+        # an eigenvalue problem that is not finite would fail for all clients of the batch
+        copy = {n: torch.where(per_client(sound, v), v, job.theta[n]) for n, v in copy.items()}
+        found = maps(job.program, job.theta, copy)
+        found = {n: torch.where(per_client(sound, v), v, torch.nan) for n, v in found.items()}
         identity = maps(job.program, job.theta, copies(job.theta, 1))
         upload = weighted_sum({name: value - identity[name] for name, value in found.items()})
         return upload | {"squares": weighted_sum(work.found["squares"])["theta"]}, {}

@@ -8,7 +8,6 @@ import torch
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.algorithms.sfvi import LEVEL, faded
 from bayesfed.deploy.institutions import Expected, Patience
 from bayesfed.deploy.messages import (
     Ask,
@@ -28,6 +27,8 @@ from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.deploy.server import run_server
 from bayesfed.deploy.transport import Carrier
 from bayesfed.output.correction import CorrectionResult, correct
+from bayesfed.rules import MedianOfInstitutions
+from bayesfed.rules.natural_gradient import fade
 from tests.deploy.in_process import divided, nodes_of, run_on
 
 SCHOOLS = datasets.eight_schools()
@@ -62,9 +63,9 @@ def same(found, expected, tolerance=1e-5):
         replace(PLAN, clients_per_round=0.5, rounds=6),
         replace(PLAN, algorithm=bf.PVI()),
         replace(PLAN, algorithm=bf.SFVI(), privacy=bf.Privacy(clip=0.2)),
-        replace(PLAN, algorithm=replace(PLAN.algorithm, global_guide=bf.Flow()), rounds=4),
+        replace(PLAN, algorithm=PLAN.algorithm.replace(globals=bf.Flow(), name="SFVI"), rounds=4),
     ],
-    ids=["until settled, corrected", "half of the clients", "PVI", "clipped", "Flow"],
+    ids=["until convergence, corrected", "half of the clients", "PVI", "clipped", "Flow"],
 )
 def test_it_is_the_fit_in_one_process(plan, tmp_path):
     nodes = nodes_of(SCHOOLS, plan, tmp_path)
@@ -103,7 +104,7 @@ def test_nodes_go_on_where_their_weights_say_nothing(tmp_path, monkeypatch):
     nodes = nodes_of(SCHOOLS, plan, tmp_path)
     found = run_on(nodes, plan, tmp_path)
     expected = bf.fit(plan.model, SCHOOLS, bf.SFVI(corrected=False))
-    assert seen == [True, True] and found.posterior.settled
+    assert seen == [True, True] and found.posterior.converged
     same(found.params, expected.params)
     assert {len(own.history["elbo"]) for own in posteriors(nodes)} == {
         len(expected.history["elbo"])
@@ -569,7 +570,7 @@ def test_the_schema_says_nothing_of_the_rows(tmp_path):
 def test_finish_before_begin_is_refused(tmp_path):
     node = nodes_of(SCHOOLS, PLAN, tmp_path, 1)[0]
     early = Finish(
-        run="abc", accepted=None, done=0, epsilon=None, moving=None, rising=None, settled=None
+        run="abc", accepted=None, done=0, epsilon=None, moving=None, rising=None, converged=None
     )
     with pytest.raises(MessageError, match="run 'abc' was not started here"):
         unpack_as(node.handle(pack(early)), Reply)
@@ -589,16 +590,16 @@ def test_a_late_answer_counts_when_it_comes(algorithm, tmp_path):
     assert found.absent == {"node0": 0, "node1": 0, "node2": 4}
     assert sum("has answered round" in line for line in said) == 4
     runs = [part.run for node in nodes for part in node._runs.values()]
-    part = "factor" if isinstance(algorithm, bf.PVI) else "sent"
+    part = "factor" if algorithm.name == "PVI" else "quadratic"
     sent = [run.clients.tensors[part] for run in runs]
-    if isinstance(algorithm, bf.PVI):
+    if algorithm.name == "PVI":
         q, prior = runs[0].server.q, runs[0].server.prior
         known = {n: getattr(q, n) - getattr(prior, n) for n in sent[0]}
     else:
-        known = dict(runs[0].server["known"])
-        level = known.pop(LEVEL)
-        assert known["global.seen"] == len(SCHOOLS)
-        sent = [own | faded(own, level) for own in sent]
+        known = dict(runs[0].server["quadratic"])
+        level = known.pop("level")
+        assert known["seen"] == len(SCHOOLS)
+        sent = [own | fade(own, level) for own in sent]
     for name, value in known.items():
         of_clients = sum(own[name].sum(0) for own in sent)
         torch.testing.assert_close(value, of_clients.reshape(value.shape), rtol=1e-4, atol=1e-4)
@@ -655,13 +656,16 @@ def test_a_round_goes_on_once_enough_have_answered(tmp_path):
 
 @pytest.mark.parametrize(
     ("algorithm", "weight"),
-    [(bf.FedAvg(), lambda own: own.rows), (bf.FedABML(weighted=False), len)],
+    [
+        (bf.FedAvg().replace(rule=MedianOfInstitutions()), lambda own: own.rows),
+        (bf.FedABML().replace(rule=MedianOfInstitutions(by="clients")), len),
+    ],
     ids=["by rows", "alike"],
 )
 def test_the_median_of_the_nodes_is_what_moves_the_server(algorithm, weight, tmp_path):
     """Against its definition, and whatever one node of three sends."""
     train, _ = datasets.digits(clients=7)
-    plan = DeploymentPlan(models.Network(models.mlp(64, 10)), algorithm, 1, 1.0, 10, median=True)
+    plan = DeploymentPlan(models.Network(models.mlp(64, 10)), algorithm, 1, 1.0, 10)
     at = Wire(nodes_of(train, plan, tmp_path))
     found = fitted(at, plan, tmp_path)
     replies = [unpack(r) for _, p, r in at.heard if isinstance(unpack(p)[0], Ask)]
@@ -685,10 +689,15 @@ def test_the_median_of_the_nodes_is_what_moves_the_server(algorithm, weight, tmp
     assert bool(((moved >= honest.amin(0) - 1e-6) & (moved <= honest.amax(0) + 1e-6)).all())
 
 
-@pytest.mark.parametrize("algorithm", [bf.SFVI(), bf.Scaffold(), bf.PACPFL()])
-def test_a_sum_that_is_no_average_has_no_median(algorithm):
-    with pytest.raises(ValueError, match="does more with its clients' uploads than average them"):
-        replace(PLAN, algorithm=algorithm, median=True)
+def test_a_median_is_for_rules_that_average_between_machines_in_clear_sums():
+    rule = MedianOfInstitutions()
+    with pytest.raises(ValueError, match="MedianOfInstitutions.* needs 'theta'"):
+        bf.SFVI().replace(rule=rule, globals=bf.guides.Point()).check()
+    median = bf.FedAvg().replace(rule=rule)
+    with pytest.raises(ValueError, match="in one process there are none"):
+        bf.fit(models.Network(models.mlp(64, 10)), datasets.digits(clients=7)[0], median, rounds=1)
+    with pytest.raises(ValueError, match="not seen in a secure or noisy sum"):
+        replace(PLAN, algorithm=median, secure=True)
 
 
 @pytest.mark.parametrize(

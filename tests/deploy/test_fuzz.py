@@ -157,7 +157,7 @@ def test_a_state_of_another_form_is_refused(node, shapes):
     assert isinstance(reply, Refusal)
     (run,) = [path.name for path in (node.folder / "runs").iterdir()]
     over = Finish(
-        run=run, accepted=None, done=1, epsilon=None, moving=None, rising=None, settled=None
+        run=run, accepted=None, done=1, epsilon=None, moving=None, rising=None, converged=None
     )
     node.handle(pack(over, state=state))
     assert kept(node) == before

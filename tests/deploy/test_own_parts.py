@@ -1,0 +1,78 @@
+"""A user's own parts between machines: over sockets, and refused where the machines' files differ."""
+
+import queue
+import threading
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from tests.deploy.together import sites_of
+
+import bayesfed as bf
+from bayesfed.deploy import plan as plans
+from bayesfed.deploy.institutions import Patience
+from bayesfed.deploy.plan import DeploymentPlan, code_digests, difference
+from bayesfed.deploy.server import deployed
+from bayesfed.deploy.sockets import carrier, serve
+from docs import own_parts
+
+SCHOOLS = bf.datasets.eight_schools()
+PLAN = DeploymentPlan(bf.models.eight_schools, own_parts.with_momentum(), rounds=3)
+
+
+@contextmanager
+def listening(handle):
+    """The address of a worker in a thread."""
+    address, stop = queue.Queue(), threading.Event()
+    worker = partial(serve, "127.0.0.1:0", handle, ready=address.put, stop=stop)
+    thread = threading.Thread(target=worker, daemon=True)
+    thread.start()
+    try:
+        yield address.get(timeout=10)
+    finally:
+        stop.set()
+        thread.join(10)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [own_parts.adam, own_parts.with_momentum()], ids=["server", "clients and server"]
+)
+def test_over_sockets_it_is_the_fit_in_one_process(algorithm, tmp_path):
+    plan = replace(PLAN, algorithm=algorithm)
+    sites = sites_of(SCHOOLS, plan, tmp_path)
+    with ExitStack() as stack:
+        addresses = [stack.enter_context(listening(site.handle)) for site in sites]
+        patience = Patience(tuple(site.name for site in sites), joining=10.0, seconds=60.0)
+        found = deployed(carrier(addresses), plan, patience, tmp_path / "server.safetensors")
+    expected = bf.fit(plan.model, SCHOOLS, algorithm, rounds=plan.rounds)
+    assert found.posterior.algorithm == algorithm
+    for name, value in expected.params.items():
+        torch.testing.assert_close(found.params[name], value, rtol=1e-5, atol=1e-5)
+    of_sites = [
+        bf.Posterior.load(
+            next((site.folder / "runs").glob("*/posterior.safetensors")),
+            plan.model,
+            site.federation,
+        )
+        for site in sites
+    ]
+    assert all(posterior.algorithm == algorithm for posterior in of_sites)
+    for name, value in expected.local_params.items():
+        joined = torch.cat([posterior.local_params[name] for posterior in of_sites])
+        torch.testing.assert_close(joined, value, rtol=1e-4, atol=1e-4)
+
+
+def test_the_plan_names_the_module_and_digests_its_file(monkeypatch):
+    mine = PLAN.description
+    assert mine["algorithm"]["rule"]["name"] == "docs.own_parts:TrimmedMean"
+    assert list(mine["own code"]) == ["docs.own_parts"]
+    assert replace(PLAN, algorithm=bf.FedAvg()).description["own code"] == {}
+    monkeypatch.setattr(plans, "code_digests", lambda settings: {"docs.own_parts": "0"})
+    assert difference(mine, PLAN.description).startswith("own code.docs.own_parts is")
+
+
+def test_parts_in_parts_are_found():
+    settings = {"steps": {"name": "InTurn", "phases": [{"name": "docs.own_parts:LastingMomentum"}]}}
+    assert list(code_digests(settings)) == ["docs.own_parts"]
