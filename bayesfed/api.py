@@ -1,6 +1,6 @@
 """The public names: ``bayesfed.fit`` is the ``fit`` of this module."""
 
-from bayesfed import guides, models, testing
+from bayesfed import guides, models, rules, steps, testing
 from bayesfed.algorithms import (
     FOLA,
     PACPFL,
@@ -83,8 +83,10 @@ __all__ = [
     "loo",
     "metrics",
     "models",
+    "rules",
     "simulations",
     "start",
     "step",
+    "steps",
     "testing",
 ]

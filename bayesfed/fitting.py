@@ -84,6 +84,11 @@ def start(
         execution=Execution() if execution is None else execution,
         **options,
     )
+    if plan.algorithm.rule.robust:
+        raise ValueError(
+            f"rule: {type(plan.algorithm.rule).__name__} combines institutions' sums, and in one process "
+            "there are none: use it between machines, or Mean here"
+        )
     return start_run(plan, federation, resume)
 
 
@@ -97,11 +102,6 @@ def start_run(plan: Plan, federation: Federation, resume: str | Path | None = No
         )
     if execution.device is not None:
         federation = federation.to(execution.device)
-    if plan.algorithm.rule.robust:
-        raise ValueError(
-            f"rule: {type(plan.algorithm.rule).__name__} combines institutions' sums, and in one process "
-            "there are none: use it between machines, or Mean here"
-        )
     cohort_size(plan.clients_per_round, len(federation))  # fails early
     program = build_program(plan.model, federation, plan.algorithm, plan.seed)
     check_data(program, federation)

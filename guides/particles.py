@@ -68,7 +68,7 @@ class OneOf(dist.TorchDistribution):
 
 
 @dataclass(frozen=True)
-class Particles:
+class ParticleGuide:
     """q(θ) = (1/k) Σ_κ δ(θ − θ_κ), and every local variable drawn from its prior given θ.
 
     With the prior as local guide a client's term is ln p(D_i | w_i), so that logsumexp over L draws − ln L
@@ -126,8 +126,8 @@ def from_prior(
     count: int,
     local_draws: int = 1,
     beta: float | None = None,
-) -> Particles:
-    """The :class:`Particles` guide of a model, started at draws of its prior with the seed of torch's generator.
+) -> ParticleGuide:
+    """The :class:`ParticleGuide` of a model, started at draws of its prior with the seed of torch's generator.
 
     A model without global latent sites has particles without dimensions.
     """
@@ -141,4 +141,4 @@ def from_prior(
     start = torch.cat(list(flat.values()), 1)
     sizes = {name: value.shape[1] for name, value in flat.items() if name}
     locals_ = tuple(site.name for site in sites.values() if site.local and not site.observed)
-    return Particles(model, sizes, locals_, start, local_draws, beta)
+    return ParticleGuide(model, sizes, locals_, start, local_draws, beta)

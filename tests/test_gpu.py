@@ -14,11 +14,11 @@ def test_an_expanded_tensor_is_copied_once():
     """What a CUDA graph reads has the strides of what it was recorded for."""
     values = [torch.rand(3, 1, 4).expand(3, 5, 4), torch.rand(4, 3).mT, torch.tensor(1.0)]
     for value in values:
-        place = inductor._once(value).clone()
+        place = inductor._without_repetitions(value).clone()
         read = place.expand_as(value)
         assert read.stride() == value.stride()
         assert torch.equal(read, value)
-        place.copy_(inductor._once(value) + 1)
+        place.copy_(inductor._without_repetitions(value) + 1)
         assert torch.equal(read, value + 1)
 
 

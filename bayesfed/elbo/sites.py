@@ -117,6 +117,12 @@ class InspectedModel:
     def __name__(self) -> str:
         return getattr(self.model, "__name__", type(self.model).__name__)
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the model itself, such as one of the user's class."""
+        if name.startswith("__") or name == "model":
+            raise AttributeError(name)
+        return getattr(self.model, name)
+
     @property
     def points(self) -> int:
         """The number of values of a row's own variable at which the model runs at once."""

@@ -66,7 +66,8 @@ class Barycentre(Rule):
     def encode(self, job: Job, work: Work) -> tuple[Parts, State]:
         """Return the maps of the copies, less the identity map of q(θ); NaN for a copy that is not finite."""
         copy = work.found["copy"]
-        sound = torch.stack([v.isfinite().flatten(1).all(1) for v in copy.values()]).all(0)
+        finite = [v.isfinite().flatten(1).all(1) for v in copy.values()]
+        sound = torch.stack([torch.ones_like(job.keys, dtype=torch.bool), *finite]).all(0)
         # an eigenvalue problem that is not finite would fail for all clients of the batch
         copy = {n: torch.where(per_client(sound, v), v, job.theta[n]) for n, v in copy.items()}
         found = maps(job.program, job.theta, copy)

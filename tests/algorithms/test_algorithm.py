@@ -131,7 +131,7 @@ def test_a_composition_has_no_name_but_its_parts():
 
 
 def test_equal_compositions_are_equal_values():
-    assert bf.FedAvg(lr=0.05) == replace(bf.FedAvg(), steps=Descent(lr=0.05))
+    assert bf.FedAvg(lr=0.05) == replace(bf.FedAvg(), steps=Descent(lr=0.05, steepest=100.0))
     assert hash(bf.SFVI()) == hash(bf.SFVI())
     assert METHODS["FedProx"](proximal=0.0) != bf.FedAvg()  # the name differs
     with pytest.raises(AttributeError):

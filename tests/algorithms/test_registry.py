@@ -104,7 +104,7 @@ def test_a_module_that_is_not_imported_is_refused(tmp_path, monkeypatch):
     data = {"name": "FedAvg", "rule": "never_imported:Trimmed"}
     with pytest.raises(
         SettingsError,
-        match=r"^algorithm\.rule is 'never_imported:Trimmed'.* import the module 'never_imported' first$",
+        match=r"^algorithm\.rule\.name is 'never_imported:Trimmed'.* import the module 'never_imported' first$",
     ):
         algorithm_of(data)
     assert "never_imported" not in sys.modules
@@ -119,7 +119,7 @@ def test_references_are_looked_up_by_whoever_reads_them():
 
     found = algorithm_of({"name": "FedAvg", "rule": {"name": "my.py:T", "most": 3.0}}, load=load)
     assert found.rule == Trimmed(most=3.0)
-    assert seen == [("my.py:T", "algorithm.rule")]
+    assert seen == [("my.py:T", "algorithm.rule.name")]
 
 
 @pytest.mark.parametrize("made", [bf.FedAvg(lr=0.3), lambda: bf.FedAvg(lr=0.3)])

@@ -134,5 +134,5 @@ def test_a_guide_of_ones_own():
     assert describe_program_change(program, before, before) is None
     assert (
         describe_program_change(program, before, now)
-        == "the guide of 'a', or a prior that it stands on, has changed"
+        == "the guide of 'a', or a prior that it uses, has changed"
     )

@@ -531,7 +531,7 @@ def test_a_node_out_of_step_says_so(tmp_path):
 def test_a_run_s_name_is_no_path(run, tmp_path):
     node = nodes_of(SCHOOLS, PLAN, tmp_path, 1)[0]
     with pytest.raises(ValueError):
-        begin = Begin(run=run, terms=PLAN.terms, clients=8, rows=8, cohort=8)
+        begin = Begin(run=run, terms=PLAN.description, clients=8, rows=8, cohort=8)
         unpack_as(node.handle(pack(begin)), Reply)
     assert not (tmp_path.parent / "etc").exists()
 

@@ -152,7 +152,7 @@ def test_a_run_with_other_terms_is_refused(node, terms, run):
 def test_a_state_of_another_form_is_refused(node, shapes):
     before = kept(node)
     state = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    begin = Begin(run="c3", terms=PLAN.terms, clients=8, rows=8, cohort=8)
+    begin = Begin(run="c3", terms=PLAN.description, clients=8, rows=8, cohort=8)
     reply, _ = unpack(node.handle(pack(begin, state=state)))
     assert isinstance(reply, Refusal)
     (run,) = [path.name for path in (node.folder / "runs").iterdir()]

@@ -195,9 +195,9 @@ def test_a_round_that_is_less_private_than_agreed_is_refused(tmp_path):
 
 
 def test_noise_under_secure_sums_needs_to_know_of_how_many_nodes():
-    with pytest.raises(ValueError, match="honest says"):
+    with pytest.raises(ValueError, match="honest is the number of institutions"):
         replace(PRIVATE, honest=None)
-    with pytest.raises(ValueError, match="honest says"):
+    with pytest.raises(ValueError, match="honest is the number of institutions"):
         replace(PLAN, honest=2)
 
 

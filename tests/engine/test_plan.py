@@ -10,6 +10,7 @@ from bayesfed import datasets, models
 from bayesfed.deploy.plan import DeploymentPlan, difference
 from bayesfed.engine.plan import Plan
 from bayesfed.engine.privacy import NO_PRIVACY
+from bayesfed.steps import GradientsAtDraws
 
 SCHOOLS = datasets.eight_schools()
 
@@ -17,7 +18,10 @@ SCHOOLS = datasets.eight_schools()
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"algorithm": bf.SFVI(local_steps=0)}, "local_steps is 0; it must be at least 1"),
+        (
+            {"algorithm": bf.SFVI().replace(steps=GradientsAtDraws(steps=0))},
+            "steps is 0; it must be at least 1",
+        ),
         ({"batch_size": 1.5}, "batch_size is 1.5; it must be a whole number"),
         ({"seed": None}, "seed is null; it must be a whole number"),
         ({"privacy": bf.Privacy(noise=1.0)}, "rounds: ε depends on the number of rounds"),

@@ -200,7 +200,9 @@ def test_algorithms_that_need_no_global_variables(algorithm):
 
 
 def test_algorithms_refuse_guides_that_they_cannot_average():
-    with pytest.raises(ValueError, match="SFVIAvg averages Gaussians.*use MeanField or FullRank"):
+    with pytest.raises(
+        ValueError, match=r"global_guide is Flow.*must be MeanField\(\) or FullRank\(\)"
+    ):
         fit(good, algorithm=bf.SFVIAvg(global_guide=bf.Flow()))
 
 

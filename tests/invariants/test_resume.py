@@ -96,7 +96,7 @@ def test_a_run_that_is_written_rarely_goes_on_too(tmp_path, monkeypatch):
 def test_a_compiled_run_goes_on_compiled(tmp_path, every_round, monkeypatch):
     monkeypatch.setattr("bayesfed.tracing.compiler._COMPILING", 0.0)
     monkeypatch.setattr("bayesfed.tracing.compiler._COMPILING_ONE", 0.0)
-    monkeypatch.setattr("bayesfed.tracing.inductor.compiled", lambda graph, inputs: graph)
+    monkeypatch.setattr("bayesfed.tracing.inductor.compile_graph", lambda graph, inputs: graph)
     whole = fit("FedAvg of a network", compile="auto")
     path = tmp_path / "run.safetensors"
     with pytest.raises(Stopped):

@@ -102,9 +102,9 @@ def test_at_the_optimal_hyper_posterior_the_data_terms_of_both_bounds_agree():
     n, beta, lam, changed = 4, 3.0, 50.0, 1 + 1e-4
     log_z = -5 * torch.rand(n, 5, dtype=torch.float64)
     tau = lam / (lam + beta * n * changed)
-    assert bf.PACPFL(lam=lam, beta=beta, new_data_clients=1).temperature(n, 9.0) == pytest.approx(
-        tau
-    )
+    assert bf.PACPFL(lam=lam, beta=beta, new_data_clients=1).rule.temperature(
+        n, 9.0
+    ) == pytest.approx(tau)
     score = tau * log_z.sum(0)
     q = score.softmax(0)
     log_z_tau = score.logsumexp(0) - math.log(5)
