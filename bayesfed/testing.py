@@ -7,7 +7,7 @@ import json
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,10 +41,10 @@ def check_algorithm(
 
     The parts fit together, and their settings go to plain data and back. Every member gives the same when it is called
     again, and changes nothing that it is given. A client's result and upload do not depend on the other clients of its
-    batch, nor on their order, and the sum of the uploads is all that ``decode`` needs: chunks of one client give the same
-    fit. Clients' states keep their shapes. A run that is stopped and resumed from its file ends with the same bits. An
-    upload that is not finite is left out. Under noise the rule works, unless it says ``no_noise``, and clients' memory
-    of their uploads does not change. ``personalize`` makes local parameters of the right shapes.
+    batch, nor on their order, and the sum of the uploads is all that ``decode`` needs: chunks of one client give the
+    same fit. Clients' states keep their shapes. A run that is stopped and resumed from its file ends with the same
+    bits. An upload that is not finite is left out. Under noise the rule works, unless it says ``no_noise``, and
+    clients' memory of their uploads does not change. ``personalize`` makes local parameters of the right shapes.
 
     A federation in float64 shows smaller differences: results must agree to three times the root of the precision.
 
@@ -68,7 +68,9 @@ def check_algorithm(
         try:
             program = build_program(model, federation, algorithm, plan.seed)
         except ValueError as error:
-            raise AssertionError(f"the parts, the model and the data do not fit: {error}") from error
+            raise AssertionError(
+                f"the parts, the model and the data do not fit: {error}"
+            ) from error
         case = _Case(plan, program, federation)
         server = _check_members(case)
         _check_runs(case, server)
@@ -109,7 +111,8 @@ def _check_settings(algorithm: Algorithm) -> None:
     """Fail unless the parts are dataclasses that fit, and plain data describe the algorithm."""
     for name in PARTS:
         part = getattr(algorithm, name)
-        if not (is_dataclass(part) and part.__dataclass_params__.frozen):  # type: ignore[attr-defined]
+        how: Any = getattr(type(part), "__dataclass_params__", None)
+        if how is None or not how.frozen:
             raise AssertionError(
                 f"{type(part).__name__}: give the class of {name} @dataclass(frozen=True); its fields are its settings"
             )
@@ -179,7 +182,9 @@ def _check_work(case: _Case, job: Job) -> tuple[Job, Work, Answer]:
     _check_rows(steps, "run", "found", work.found, len(job))
     _check_rows(steps, "run", "terms", work.terms, len(job))
     if missing := steps.gives - work.found.keys():
-        raise AssertionError(f"{_name(steps)}.run does not give {sorted(missing)}, which `gives` has")
+        raise AssertionError(
+            f"{_name(steps)}.run does not give {sorted(missing)}, which `gives` has"
+        )
     upload, memory = _call(rule, "encode", (job, work), **given, work=work)
     _check_rows(rule, "encode", "the upload", upload, len(job))
     if not all(isinstance(part, dict) for part in upload.values()):
@@ -239,8 +244,8 @@ def _check_server(algorithm: Algorithm, before: Any, after: Any, member: str) ->
     for path, leaf in tree_flatten_with_path(after)[0]:
         if not isinstance(leaf, Tensor):
             raise AssertionError(
-                f"{_name(rule)}.{member}: the server's state has {_at(path)} = {leaf!r}; it is made of tensors in dicts "
-                "and named tuples, so that files can hold it"
+                f"{_name(rule)}.{member}: the server's state has {_at(path)} = {leaf!r}; it is made of tensors in "
+                "dicts and named tuples, so that files can hold it"
             )
     if (difference := _difference(before, after)) is not None:
         raise AssertionError(f"{_name(rule)}.{member} changes the server's form: {difference}")
@@ -271,7 +276,7 @@ def _check_personal(case: _Case, job: Job) -> None:
 
 
 def _check_runs(case: _Case, server: Any) -> None:
-    """Fail if chunks of one client, or a stop in between, change a run; ``server`` is the end of the members' rounds."""
+    """Fail if chunks of one client, or a stop in between, change a run, whose server should end in this state."""
     rounds = case.plan.rounds or 0
     whole = _run(case.start(), rounds)
     chunked = _run(case.start(execution=Execution(compile=False, chunk_size=1)), rounds)
@@ -288,7 +293,7 @@ def _check_runs(case: _Case, server: Any) -> None:
         one, other = whole.state[part], resumed.state[part]
         if (difference := _difference(one, other, exact=True)) is not None:
             raise AssertionError(
-                f"{case.algorithm}: a run that is resumed after round 1 ends with another state ({part}, {difference}); "
+                f"{case.algorithm}: a run that is resumed after round 1 ends with another {part} ({difference}); "
                 "all that lasts must be in the server's state (start, decode) or the clients' (start_clients, run, "
                 "encode)"
             )
@@ -306,7 +311,9 @@ def _check_left_out(case: _Case) -> None:
             f"{_name(rule)}.encode or decode: an upload that is not finite is not left out: {error}"
         ) from error
     if int(run.refused.sum()) != 1 or not _finite(run.server):
-        raise AssertionError(f"{_name(rule)}: one upload is not finite, {run.refused.tolist()} count as such")
+        raise AssertionError(
+            f"{_name(rule)}: one upload is not finite, {run.refused.tolist()} count as such"
+        )
     if _difference(first, tree_map(lambda v: v[:1], run.clients.tensors), exact=True):
         raise AssertionError(f"{case.algorithm}: a client that was left out has another state")
 
@@ -339,8 +346,15 @@ def _check_noise(case: _Case) -> None:
         return
     run = case.start(privacy=Privacy(clip=1.0, noise=0.01, seed=0))
     before = copy.deepcopy(run.clients.tensors)
-    memory = rule.start_clients(case.program, run.server, next(case.program.starts(case.federation)))
-    _guarded(rule, "decode", lambda: _run(run, case.plan.rounds or 0), " under noise: mend it, or say so in no_noise")
+    memory = rule.start_clients(
+        case.program, run.server, next(case.program.starts(case.federation))
+    )
+    _guarded(
+        rule,
+        "decode",
+        lambda: _run(run, case.plan.rounds or 0),
+        " under noise: mend it, or say so in no_noise",
+    )
     if not _finite(run.server):
         raise AssertionError(f"{_name(rule)}.decode under noise gives numbers that are not finite")
     for part in memory:
@@ -408,7 +422,9 @@ def _check_rows(part: Any, member: str, what: str, values: Any, clients: int) ->
 
 def _check_close(part: Any, member: str, whole: Any, alone: Any, some: Tensor) -> None:
     """Fail unless clients in a batch have, to round-off, what they have by themselves."""
-    if (difference := _difference(tree_map(lambda v: v[some], whole), alone, exact=False)) is not None:
+    if (
+        difference := _difference(tree_map(lambda v: v[some], whole), alone, exact=False)
+    ) is not None:
         raise AssertionError(
             f"{_name(part)}.{member}: what a client gets depends on the others in its batch, or on their order "
             f"({difference}); only the sum over the clients may bring them together, in decode"
@@ -442,7 +458,11 @@ def _distance(a: Tensor, b: Tensor) -> float:
     """Return the largest difference, infinite where one of two numbers is not finite."""
     distance = (a.double() - b.double()).abs()
     same = (a == b) | (a.isnan() & b.isnan())
-    return float(torch.where(same, 0.0, distance.nan_to_num(nan=torch.inf)).amax()) if a.numel() else 0.0
+    return (
+        float(torch.where(same, 0.0, distance.nan_to_num(nan=torch.inf)).amax())
+        if a.numel()
+        else 0.0
+    )
 
 
 def _tolerance(value: Tensor) -> float:

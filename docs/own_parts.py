@@ -47,6 +47,8 @@ class FedAdam(Mean):
         gradient = zeros_like(server["params"]) | mean_of(turn, total)
         state = optimizer.ascend(server, gradient, turn.rate * self.lr, eps=self.tau, beta2=0.99)
         return state, torch.zeros(())
+
+
 # end: FedAdam
 
 
@@ -58,8 +60,8 @@ class TrimmedMean(Rule):
         θ ← θ + Σ_i 1[|Δ_i| ≤ c] Δ_i / Σ_i 1[|Δ_i| ≤ c],   Δ_i = θ_i − θ
 
     The usual trimmed mean sorts the clients' moves, which no sum can do. Here both sums are uploads, and the server
-    adapts c so that a fraction q of the clients is left out, as adaptive clipping does (Andrew et al. 2021, Algorithm 1):
-    c ← c exp(η (s − q)), s being the share that was left out in this round.
+    adapts c so that a fraction q of the clients is left out, as adaptive clipping does (Andrew et al. 2021, Algorithm
+    1): c ← c exp(η (s − q)), s being the share that was left out in this round.
 
     Attributes:
         fraction: q.
@@ -86,7 +88,10 @@ class TrimmedMean(Rule):
         move = moves(job, work.found["theta"])
         inside = {n: v.abs() <= job.message["threshold"][n] for n, v in move.items()}
         kept = {n: torch.where(inside[n], v, 0.0).squeeze(1) for n, v in move.items()}
-        return {"theta": kept, "inside": {n: v.to(kept[n]).squeeze(1) for n, v in inside.items()}}, {}
+        return {
+            "theta": kept,
+            "inside": {n: v.to(kept[n]).squeeze(1) for n, v in inside.items()},
+        }, {}
 
     def decode(self, turn, server, total):
         """Return θ moved by the means, and the next thresholds."""
@@ -96,6 +101,8 @@ class TrimmedMean(Rule):
             left_out = 1.0 - count / turn.cohort
             threshold[name] = threshold[name] * (self.speed * (left_out - self.fraction)).exp()
         return {"theta": theta, "threshold": threshold}, torch.zeros(())
+
+
 # end: TrimmedMean
 
 
@@ -140,6 +147,8 @@ class LastingMomentum(Steps):
     def adapt(self, job, theta, own, steps, lr):
         """Fine-tune the clients' own variables by plain descent."""
         return Descent("locals", lr=self.lr).adapt(job, theta, own, steps, lr)
+
+
 # end: LastingMomentum
 
 

@@ -1,4 +1,4 @@
-"""The check of algorithms passes for every method and for the worked examples, and names what is wrong with broken parts."""
+"""The check of algorithms passes for every method and for the worked examples, and names the faults of broken parts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -85,7 +85,9 @@ class FirstCounts(Mean):
         upload, memory = super().encode(job, work)
         twice = torch.ones(len(job))
         twice[0] = 2.0
-        upload["theta"] = {n: v * twice.reshape(-1, *[1] * (v.ndim - 1)) for n, v in upload["theta"].items()}
+        upload["theta"] = {
+            n: v * twice.reshape(-1, *[1] * (v.ndim - 1)) for n, v in upload["theta"].items()
+        }
         return upload, memory
 
 
@@ -114,7 +116,9 @@ class Momentum(Mean):
 
     def decode(self, turn, server, total):
         move = mean_of(turn, total)
-        theta = {n: server["theta"][n] + v + 0.5 * sum(s[n] for s in SEEN[-1:]) for n, v in move.items()}
+        theta = {
+            n: server["theta"][n] + v + 0.5 * sum(s[n] for s in SEEN[-1:]) for n, v in move.items()
+        }
         SEEN.append(move)
         return {"theta": theta}, torch.zeros(())
 
@@ -170,7 +174,9 @@ class NoSum(Mean):
 
     def decode(self, turn, server, total):
         new, term = super().decode(turn, server, total)
-        return {"theta": {n: v + 0 * total["square"][n].log() for n, v in new["theta"].items()}}, term
+        return {
+            "theta": {n: v + 0 * total["square"][n].log() for n, v in new["theta"].items()}
+        }, term
 
 
 @dataclass(frozen=True)
@@ -260,7 +266,9 @@ def test_a_broken_part_is_named(part, float64):
 def test_a_part_must_be_frozen():
     class_of = dataclass(type("Thawed", (), {}))
     algorithm = replace(bf.FedAvg(), globals=class_of())
-    with pytest.raises(AssertionError, match=r"Thawed: give the class of globals @dataclass\(frozen=True\)"):
+    with pytest.raises(
+        AssertionError, match=r"Thawed: give the class of globals @dataclass\(frozen=True\)"
+    ):
         check_algorithm(algorithm, models.hierarchical_logistic, federation())
 
 

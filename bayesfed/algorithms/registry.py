@@ -51,7 +51,10 @@ def algorithm_of(
     """Return the algorithm that plain data describe.
 
     Args:
-            f"{where} is {reference!r}, code of your own that was not stored: import the module {file!r} first"
+        settings: the name of a method, or a table of its ``name``, any of its settings, and parts in place of its
+            own; or a table of all four parts. A part is a name or a table of its ``name`` and fields; ``module:name``
+            is a class outside the package. The name of a method may be ``module:name`` too: an algorithm, or a
+            function of the settings that returns one.
         guide: the Pyro guide that ``"guide": "custom"`` means.
         where: the dotted key of these settings, for messages.
         load: finds classes outside the package; by default those of modules that are already imported.
@@ -236,7 +239,9 @@ def settings_of(algorithm: Algorithm) -> dict[str, Any]:
         )
     method = METHODS.get(algorithm.name)
     if method is not None:
-        with contextlib.suppress(AttributeError):  # a user's composition of that name may have other parts
+        with contextlib.suppress(
+            AttributeError
+        ):  # a user's composition of that name may have other parts
             found = method.values(algorithm)
             if method.compose(found) == algorithm:
                 return {"name": algorithm.name} | {key: _plain(v, key) for key, v in found.items()}

@@ -78,7 +78,9 @@ def with_files(settings: Any, folder: Path) -> Any:
     found = {key: with_files(value, folder) for key, value in settings.items()}
     module, colon, name = str(found.get("name")).partition(":")
     file = getattr(sys.modules.get(module), "__file__", None)
-    if colon and file is not None and "." not in module:  # else it is a package's, which is installed
+    if (
+        colon and file is not None and "." not in module
+    ):  # else it is a package's, which is installed
         found["name"] = f"{report.relative(Path(file), folder)}:{name}"
     return found
 

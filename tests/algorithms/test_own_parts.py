@@ -63,7 +63,11 @@ def test_steps_by_hand_are_the_fit_and_states_change(name):
     run = bf.start(MODEL, SCHOOLS, OWN[name], rounds=2, execution=EAGER)
     assert bf.step(run).number == 1 and bf.step(run).number == 2
     if name != "steps with a state":
-        state = run.server["step"]["step"] if "step" in run.server else run.server["threshold"]["mu.loc"]
+        state = (
+            run.server["step"]["step"]
+            if "step" in run.server
+            else run.server["threshold"]["mu.loc"]
+        )
         assert float(state) not in (0.0, 0.1)
     if name != "rule with a state":
         assert all((v != 0).any() for v in run.clients.tensors["velocity"].values())
@@ -77,7 +81,9 @@ def test_a_posterior_comes_back_with_its_own_parts(name, tmp_path):
     found = bf.Posterior.load(tmp_path / "p.safetensors", MODEL, SCHOOLS)
     assert found.algorithm == OWN[name] and str(found.algorithm) == str(OWN[name])
     same(found, fitted)
-    assert found.personalize(SCHOOLS.select(["A"])).local_params.keys() == fitted.local_params.keys()
+    assert (
+        found.personalize(SCHOOLS.select(["A"])).local_params.keys() == fitted.local_params.keys()
+    )
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -132,13 +138,28 @@ def test_a_composition_by_name_with_other_parts_and_settings():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"name": "docs.own_parts:with_momentum", "ls": 1}, "algorithm: .*unexpected keyword argument 'ls'"),
-        ({"name": "docs.own_parts:adam", "lr": 0.1}, "algorithm.lr is unknown: docs.own_parts:adam is an algorithm"),
+        (
+            {"name": "docs.own_parts:with_momentum", "ls": 1},
+            "algorithm: .*unexpected keyword argument 'ls'",
+        ),
+        (
+            {"name": "docs.own_parts:adam", "lr": 0.1},
+            "algorithm.lr is unknown: docs.own_parts:adam is an algorithm",
+        ),
         ({"name": "docs.own_parts:Rate"}, "algorithm"),
         ({"name": "docs.own_parts:nowhere"}, "has no 'nowhere'"),
-        ({"name": "FedAvg", "rule": "docs.own_parts:with_momentum"}, r"a part is a class with @dataclass\(frozen=True\)"),
-        ({"name": "FedAvg", "rule": {"name": "docs.own_parts:FedAdam", "rate": 1.0}}, "algorithm.rule.rate is unknown"),
-        ({"name": "FedAvg", "rule": {"name": "docs.own_parts:FedAdam", "lr": -1.0}}, "algorithm.rule.lr is -1.0"),
+        (
+            {"name": "FedAvg", "rule": "docs.own_parts:with_momentum"},
+            r"a part is a class with @dataclass\(frozen=True\)",
+        ),
+        (
+            {"name": "FedAvg", "rule": {"name": "docs.own_parts:FedAdam", "rate": 1.0}},
+            "algorithm.rule.rate is unknown",
+        ),
+        (
+            {"name": "FedAvg", "rule": {"name": "docs.own_parts:FedAdam", "lr": -1.0}},
+            "algorithm.rule.lr is -1.0",
+        ),
     ],
 )
 def test_mistakes_name_the_key(data, message):

@@ -21,12 +21,19 @@ from tests.deploy.together import sites_of
 SCHOOLS = bf.datasets.eight_schools()
 PLAN = DeploymentPlan(bf.models.eight_schools, own_parts.with_momentum(), rounds=3)
 
+TURN = threading.Lock()
+
 
 @contextmanager
 def listening(handle):
-    """The address of a worker in a thread."""
+    """The address of a worker in a thread; one works at a time, as Pyro is not made for threads."""
+
+    def alone(payload):
+        with TURN:
+            return handle(payload)
+
     address, stop = queue.Queue(), threading.Event()
-    worker = partial(serve, "127.0.0.1:0", handle, ready=address.put, stop=stop)
+    worker = partial(serve, "127.0.0.1:0", alone, ready=address.put, stop=stop)
     thread = threading.Thread(target=worker, daemon=True)
     thread.start()
     try:
@@ -52,7 +59,9 @@ def test_over_sockets_it_is_the_fit_in_one_process(algorithm, tmp_path):
         torch.testing.assert_close(found.params[name], value, rtol=1e-5, atol=1e-5)
     of_sites = [
         bf.Posterior.load(
-            next((site.folder / "runs").glob("*/posterior.safetensors")), plan.model, site.federation
+            next((site.folder / "runs").glob("*/posterior.safetensors")),
+            plan.model,
+            site.federation,
         )
         for site in sites
     ]
