@@ -17,7 +17,7 @@ help:  ## show this help
 demo: $(RUN)  ## install bayesfed into .venv and run a first experiment
 	$(BIN)/bayesfed run experiments/grunfeld.toml
 
-deployment: $(DEV)  ## a fit over three sites with Flower, TLS and a killed site, on this machine: five minutes
+deployment: $(DEV)  ## a fit over three institutions with Flower, TLS and a killed node, on this machine: five minutes
 	$(INSTALL) -e '.[dev,flower]'
 	$(BIN)/python experiments/deployment/demo.py
 

@@ -97,6 +97,11 @@ def start_run(plan: Plan, federation: Federation, resume: str | Path | None = No
         )
     if execution.device is not None:
         federation = federation.to(execution.device)
+    if plan.algorithm.rule.robust:
+        raise ValueError(
+            f"rule: {type(plan.algorithm.rule).__name__} combines institutions' sums, and in one process "
+            "there are none: use it between machines, or Mean here"
+        )
     cohort_size(plan.clients_per_round, len(federation))  # fails early
     program = build_program(plan.model, federation, plan.algorithm, plan.seed)
     check_data(program, federation)
@@ -242,7 +247,7 @@ def make_posterior(run: Run, local_params: Mapping[str, Tensor]) -> Posterior:
         compiled=str(run.compiler),
         moving=moving,
         rising=rising,
-        settled=run.stopping.converged,
+        converged=run.stopping.converged,
     )
 
 

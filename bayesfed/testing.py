@@ -39,12 +39,13 @@ def check_algorithm(
 ) -> None:
     """Try the invariants of an algorithm on a model and data: small ones, as every member runs several times.
 
-    The parts fit together, and their settings go to plain data and back. Every member gives the same when it is called
-    again, and changes nothing that it is given. A client's result and upload do not depend on the other clients of its
-    batch, nor on their order, and the sum of the uploads is all that ``decode`` needs: chunks of one client give the
-    same fit. Clients' states keep their shapes. A run that is stopped and resumed from its file ends with the same
-    bits. An upload that is not finite is left out. Under noise the rule works, unless it says ``no_noise``, and
-    clients' memory of their uploads does not change. ``personalize`` makes local parameters of the right shapes.
+    The parts fit together, and their settings go to plain data and back. Every member gives the same when it is
+    called again, and changes nothing that it is given. A client's result and upload do not depend on the other
+    clients of its batch, nor on their order, and the sum of the uploads is all that ``decode`` needs: chunks of one
+    client give the same fit. Clients' states keep their shapes. A run that is stopped and resumed from its file ends
+    with the same bits. An upload that is not finite is left out. Under noise the rule works, unless it says
+    ``no_noise``, and clients' memory of their uploads does not change. ``personalize`` makes local parameters of the
+    right shapes.
 
     A federation in float64 shows smaller differences: results must agree to three times the root of the precision.
 
@@ -111,8 +112,8 @@ def _check_settings(algorithm: Algorithm) -> None:
     """Fail unless the parts are dataclasses that fit, and plain data describe the algorithm."""
     for name in PARTS:
         part = getattr(algorithm, name)
-        how: Any = getattr(type(part), "__dataclass_params__", None)
-        if how is None or not how.frozen:
+        frozen = getattr(part, "__dataclass_params__", None)
+        if frozen is None or not frozen.frozen:
             raise AssertionError(
                 f"{type(part).__name__}: give the class of {name} @dataclass(frozen=True); its fields are its settings"
             )
@@ -276,7 +277,7 @@ def _check_personal(case: _Case, job: Job) -> None:
 
 
 def _check_runs(case: _Case, server: Any) -> None:
-    """Fail if chunks of one client, or a stop in between, change a run, whose server should end in this state."""
+    """Fail if chunks of one client, or a stop in between, change a run; ``server`` ends the members' rounds."""
     rounds = case.plan.rounds or 0
     whole = _run(case.start(), rounds)
     chunked = _run(case.start(execution=Execution(compile=False, chunk_size=1)), rounds)
@@ -293,7 +294,7 @@ def _check_runs(case: _Case, server: Any) -> None:
         one, other = whole.state[part], resumed.state[part]
         if (difference := _difference(one, other, exact=True)) is not None:
             raise AssertionError(
-                f"{case.algorithm}: a run that is resumed after round 1 ends with another {part} ({difference}); "
+                f"{case.algorithm}: a run that is resumed after round 1 ends in another state ({part}, {difference}); "
                 "all that lasts must be in the server's state (start, decode) or the clients' (start_clients, run, "
                 "encode)"
             )

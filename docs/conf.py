@@ -46,7 +46,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
 
-_FIRST = {"api", "arviz", "cli", "contributing", "formulas", "idea", "tutorial"}
+_FIRST = {"api", "arviz", "cli", "formulas", "idea", "own_parts", "tutorial"}
 
 
 def setup(app):

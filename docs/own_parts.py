@@ -60,8 +60,8 @@ class TrimmedMean(Rule):
         θ ← θ + Σ_i 1[|Δ_i| ≤ c] Δ_i / Σ_i 1[|Δ_i| ≤ c],   Δ_i = θ_i − θ
 
     The usual trimmed mean sorts the clients' moves, which no sum can do. Here both sums are uploads, and the server
-    adapts c so that a fraction q of the clients is left out, as adaptive clipping does (Andrew et al. 2021, Algorithm
-    1): c ← c exp(η (s − q)), s being the share that was left out in this round.
+    adapts c so that a fraction q of the clients is left out, as adaptive clipping does (Andrew et al. 2021):
+    c ← c exp(η (s − q)), s being the share that was left out in this round.
 
     Attributes:
         fraction: q.

@@ -366,4 +366,4 @@ def chosen_of(point: Mapping[str, Any], grid: Mapping[str, Sequence[Any]]) -> st
 def rounds_of(posterior: Any) -> str:
     """Return after how many rounds a fit stopped by itself, or that it had not converged."""
     rounds = len(posterior.history["elbo"])
-    return f"{rounds}" if posterior.settled else f"{rounds}, not converged"
+    return f"{rounds}" if posterior.converged else f"{rounds}, not converged"

@@ -1,4 +1,4 @@
-"""The check of algorithms passes for every method and for the worked examples, and names the faults of broken parts."""
+"""The check of algorithms passes for all methods and worked examples, and names the faults of broken parts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

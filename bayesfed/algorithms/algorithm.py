@@ -26,7 +26,7 @@ from bayesfed.steps.steps import Steps
 
 
 class Answer(NamedTuple):
-    """What K clients return in a round.
+    """The answers of K clients in a round.
 
     Attributes:
         upload: of which the server sees the sum over the cohort only, ``(K, ...)`` each.
@@ -86,12 +86,19 @@ class Algorithm:
         Raises:
             ValueError: names the parts, and those that would do.
         """
-        for name, kind in _KINDS.items():
-            if not isinstance(getattr(self, name), kind):
-                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be a {kind.__name__}")
+        for name, whole in _KINDS.items():
+            if not isinstance(getattr(self, name), whole):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be a {whole.__name__}")
         for part in (self.locals, self.steps, self.rule):
             self._check_family("globals", self.globals, part, part.globals)
         self._check_family("locals", self.locals, self.steps, self.steps.locals)
+        kind, fitting = getattr(self.locals, "kind", None), self.steps.kinds
+        if kind is not None and kind not in fitting:
+            family = type(self.locals).__name__
+            raise ValueError(
+                f"{self}: {_called(self.steps)} does not go with locals={family}({kind!r}): take "
+                f"locals={' or '.join(f'{family}({other!r})' for other in fitting)}"
+            )
         for needed, giver, verb, given in (
             (self.rule, self.steps, "give", self.steps.gives),
             (self.steps, self.rule, "send", self.rule.sends),

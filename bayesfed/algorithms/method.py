@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, create_model
 
 from bayesfed.algorithms.algorithm import Algorithm
-from bayesfed.settings import Strict, plain_number, ruled, validated
+from bayesfed.settings import SettingsError, Strict, check, plain_number, ruled, validated
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,15 @@ class Setting:
         else:
             value = self.wrap(value)
         return dict.fromkeys(self.paths, value)
+
+    def check(self, value: Any, where: str) -> None:
+        """Refuse a part of another class, or with fields out of range."""
+        if not self.kinds or value is None:
+            return
+        if not isinstance(value, self.kinds):
+            names = " or ".join(f"{cls.__name__}()" for cls in self.kinds)
+            raise SettingsError(f"{where} is {value!r}; it must be {names}")
+        check(value, where)
 
     def annotation(self, algorithm: Algorithm) -> Any:
         """Return the type of its values, with their rules."""
@@ -122,6 +131,8 @@ class Method:
         """Return the algorithm with these settings; ``where`` is their dotted key, for messages."""
         plain = {key: plain_number(value) for key, value in settings.items()}
         validated(self.schema(), plain, where)
+        for key, value in plain.items():
+            self.settings[key].check(value, f"{where}.{key}".lstrip("."))
         return self.compose(plain)
 
     def compose(self, settings: Mapping[str, Any]) -> Algorithm:

@@ -53,8 +53,7 @@ def algorithm_of(
     Args:
         settings: the name of a method, or a table of its ``name``, any of its settings, and parts in place of its
             own; or a table of all four parts. A part is a name or a table of its ``name`` and fields; ``module:name``
-            is a class outside the package. The name of a method may be ``module:name`` too: an algorithm, or a
-            function of the settings that returns one.
+            is a class outside the package.
         guide: the Pyro guide that ``"guide": "custom"`` means.
         where: the dotted key of these settings, for messages.
         load: finds classes outside the package; by default those of modules that are already imported.

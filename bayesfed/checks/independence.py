@@ -44,7 +44,7 @@ def check_independence(program: Program, federation: Federation, shuffled: bool)
     if shuffled and program.kinds:
         raise ValueError(
             f"site {program.kinds[0]!r} is discrete, of a client, and summed out: the density of its rows is no sum "
-            "over rows that a minibatch could stand for. Leave out batch_size"
+            "over rows, which a minibatch could represent. Leave out batch_size"
         )
     clients, positions = two_clients(federation)
     rows = (positions >= 0).sum(-1).tolist()
@@ -144,8 +144,7 @@ class _Point:
 
 def _two_draws(program: Program, batch: Batch, keys: Tensor) -> _Point:
     """Two different values of each latent site near the guide's start."""
-    own = program.init_locals(batch) if program.resting else {}
-    params = program.init | {name: own[name] for name in program.resting}
+    params = program.init | program.init_locals(batch)
     root = noise.key(0).to(batch.device)
     supplied = program.noise(root, 2, local=False) | program.noise(keys, 2, local=True)
     _, trace = run(program, params, {}, batch, supplied, 2, program.local_params)

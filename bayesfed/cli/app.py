@@ -1,7 +1,7 @@
-"""The command line: ``bayesfed run experiment.toml``, ``node site.toml``, ``predict site.toml rows.csv`` and ``list``.
+"""The command line: ``bayesfed run experiment.toml``, ``node node.toml``, ``predict node.toml rows.csv``, ``list``.
 
-What takes seconds to import (torch, Pyro, ArviZ) is imported by a command once it needs it: help, and mistakes in an
-experiment file or in the columns of its data, come before.
+A command imports torch, Pyro and ArviZ, which takes seconds, once it needs them: help, and mistakes in an experiment
+file or in the columns of its data, come before.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import click
 import typer
 
 from bayesfed import __version__
-from bayesfed.cli.experiment import address_of, read_experiment, read_rows, read_site
-from bayesfed.cli.local_queries import Question, asked, text_of
-from bayesfed.cli.messages import RunError, message
+from bayesfed.cli.errors import RunError, one_line
+from bayesfed.cli.experiment import read_experiment, read_node_file, read_rows, socket_address
+from bayesfed.cli.local_queries import Question, ask, read_text
 from bayesfed.settings import SettingsError
 
 app = typer.Typer(
@@ -33,15 +33,15 @@ app = typer.Typer(
 _MISTAKES = (ValueError, KeyError, TypeError, OSError, ImportError, NotImplementedError)
 
 
-class Carrier(StrEnum):
-    """What carries messages between a server and sites."""
+class Transport(StrEnum):
+    """The transports of messages between a server and nodes."""
 
     sockets = "sockets"
     flower = "flower"
 
 
-class What(StrEnum):
-    """What can be listed."""
+class Listed(StrEnum):
+    """The kinds of names that can be listed."""
 
     models = "models"
     datasets = "datasets"
@@ -50,9 +50,9 @@ class What(StrEnum):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns 0, 1 (a run failed), 2 (a mistake to mend) or 130 (Ctrl-C).
+    """Run the command line; return 0, 1 (a run failed), 2 (a mistake to correct) or 130 (Ctrl-C).
 
-    A mistake gives one line on stderr, ``error: ...``; ``--debug`` gives the traceback instead.
+    A mistake prints one line on stderr, ``error: ...``; with ``--debug`` the traceback instead.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if "--debug" in arguments:
             raise
-        _complain(message(error))
+        _complain(one_line(error))
         if isinstance(error, RunError):
             return error.code
         return 2 if isinstance(error, _MISTAKES) else 1
@@ -104,16 +104,16 @@ def run(
         bool, typer.Option("--resume", help="Go on with the run in the folder, or begin it there.")
     ] = False,
     on: Annotated[
-        Carrier | None,
-        typer.Option("--on", help="The clients are at sites: what carries the messages."),
+        Transport | None,
+        typer.Option("--on", help="The clients are at institutions: how messages get there."),
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Fit the model of an experiment file and write a folder of results.
 
-    The folder is --output, else [output] folder, else runs/<name of the file>, seen from where you
-    stand. If it holds anything already, the run goes to <folder>-2, -3, ... instead. A run that was stopped goes
-    on with --resume and the same experiment, which may have more rounds.
+    The folder is --output, else [output] folder, else runs/<name of the file> in the working directory. If it holds
+    anything already, the run goes to <folder>-2, -3, ... instead. A run that was stopped goes on with --resume and
+    the same experiment, which may have more rounds.
     """
     if overwrite and resume:
         raise click.UsageError("give either --resume or --overwrite")
@@ -121,13 +121,13 @@ def run(
     folder = output or Path(config.output.folder or Path("runs") / experiment.stem)
     if on is not None:
         if config.deployment is None:
-            raise SettingsError("deployment is missing: --on needs the names of the sites")
-        if on is Carrier.flower:
+            raise SettingsError("deployment is missing: --on needs the names of the institutions")
+        if on is Transport.flower:
             if overrides or output or overwrite:
                 raise SettingsError(
-                    "--on flower takes the experiment as its file says, which the sites have too"
+                    "--on flower takes the experiment as in its file, which the institutions have too"
                 )
-            from bayesfed.cli.flower import run_over_flower
+            from bayesfed.cli.flower_server import run_over_flower
 
             run_over_flower(experiment, config.deployment.superlink)
             return
@@ -135,13 +135,13 @@ def run(
 
         run_on_sockets(config, experiment, folder, overwrite=overwrite, resume=resume)
         return
-    if not config.data.here:
-        raise SettingsError("data is missing: the clients are at sites, so run it with --on")
+    if not config.data.is_given:
+        raise SettingsError("data is missing: the clients are at institutions, so run it with --on")
     rows = read_rows(config.data, experiment.parent)
     from bayesfed.cli.choices import choices
 
     chosen = choices(config, rows, experiment.parent)
-    from bayesfed.cli.run import fit_and_write
+    from bayesfed.cli.run_experiment import fit_and_write
 
     fit_and_write(
         config, chosen, experiment, folder, overwrite=overwrite, resume=resume, debug=debug
@@ -150,53 +150,53 @@ def run(
 
 @app.command()
 def node(
-    site: Annotated[Path, typer.Argument(help="Site file (TOML).")],
+    file: Annotated[Path, typer.Argument(help="Node file (TOML).")],
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
-    """Answer for the clients of a site, until stopped.
+    """Answer for the clients of an institution, until stopped.
 
-    Reads the site's rows, listens on its socket and keeps its clients' variables in its folder. What left the site
-    stands in log.jsonl there.
+    Reads the institution's rows, listens on its socket and stores its clients' local variables in its folder, where
+    log.jsonl says what left the institution.
     """
-    config, experiment, base = read_site(site)
-    rows = read_rows(experiment.data, site.parent)
-    from bayesfed.cli.deployment import answer
+    config, experiment, base = read_node_file(file)
+    rows = read_rows(experiment.data, file.parent)
+    from bayesfed.cli.deployment import run_node
 
-    answer(config, experiment, rows, site.parent, base)
+    run_node(config, experiment, rows, file.parent, base)
 
 
 @app.command()
 def predict(
-    site: Annotated[Path, typer.Argument(help="Site file (TOML).")],
+    file: Annotated[Path, typer.Argument(help="Node file (TOML).")],
     rows: Annotated[Path, typer.Argument(help="Rows to predict (CSV), with the fit's columns.")],
     output: Annotated[
         Path | None, typer.Option("--output", help="Write the table there, not to the terminal.")
     ] = None,
     variables: Annotated[
-        bool, typer.Option("--variables", help="Of the clients' variables, not of the outcomes.")
+        bool, typer.Option("--variables", help="Clients' local variables, not rows' outcomes.")
     ] = False,
     run: Annotated[
-        str | None, typer.Option("--run", help="Of this fit; by default the last that ended.")
+        str | None, typer.Option("--run", help="The fit; by default the last that ended.")
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
-    """At a site: what its posterior says of rows, as a CSV table of means, spreads and quantiles.
+    """At an institution: predict rows by its posterior, as a CSV table of means, sds and quantiles.
 
-    Clients of the fit have the variables that the site keeps for them; new ones get theirs from the global
-    variables and those of their rows that have an outcome. Nothing leaves the site. Where the site file has an
-    own_socket the worker there answers, if it runs.
+    Clients of the fit have the local variables that the node has stored; new ones get theirs from the global
+    variables and those of their rows that have an outcome. Nothing leaves the institution. If the node file has an
+    own_socket the node there answers, if it runs.
     """
-    config, experiment, base = read_site(site)
-    question = Question(rows=text_of(rows), variables=variables, run=run)
+    config, experiment, base = read_node_file(file)
+    question = Question(rows=read_text(rows), variables=variables, run=run)
     found = None
     if config.own_socket is not None:
-        with contextlib.suppress(ConnectionError):  # no worker is needed for it
-            found = asked(address_of(config.own_socket, site.parent), question)
+        with contextlib.suppress(ConnectionError):  # it works without a node too
+            found = ask(socket_address(config.own_socket, file.parent), question)
     if found is None:
-        own = read_rows(experiment.data, site.parent)
-        from bayesfed.cli.deployment import kept_of
+        own = read_rows(experiment.data, file.parent)
+        from bayesfed.cli.deployment import local_posteriors
 
-        found = kept_of(config, experiment, own, site.parent, base).table(question)
+        found = local_posteriors(config, experiment, own, file.parent, base).table(question)
     if output is None:
         print(found, end="")
     else:
@@ -205,7 +205,7 @@ def predict(
 
 @app.command("list")
 def list_(
-    what: Annotated[What | None, typer.Argument(help="By default everything.")] = None,
+    what: Annotated[Listed | None, typer.Argument(help="By default everything.")] = None,
 ) -> None:
     """Show the models, data sets, algorithms and guides that an experiment can name."""
     from bayesfed.cli.listing import show

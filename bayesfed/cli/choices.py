@@ -1,4 +1,4 @@
-"""What an experiment names, found: its model, algorithm, clients, and how it runs."""
+"""The objects that an experiment names: its model, algorithm, clients, and how it runs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 
 from bayesfed.algorithms.registry import algorithm_of
+from bayesfed.cli.catalogue import DATASETS, MODELS
+from bayesfed.cli.errors import one_line
 from bayesfed.cli.experiment import DataSection, Experiment, ModelSection
-from bayesfed.cli.messages import message
-from bayesfed.cli.names import DATASETS, MODELS
 from bayesfed.cli.own_code import load_function, load_part
 from bayesfed.data.columns import check_columns
 from bayesfed.data.federation import Federation, Model
@@ -28,18 +28,18 @@ from bayesfed.settings import CUSTOM, SettingsError, choose, made, nearest
 
 @dataclass(frozen=True)
 class Choices:
-    """What a run needs.
+    """The objects that a run needs.
 
     Attributes:
         model: the Pyro program.
         algorithm: how it is fitted.
-        everyone: all clients, those held out too.
+        everyone: all clients, including those held out.
         federation: the clients that take part, with the rows that they train on.
         held: the clients held out, if there are any.
         execution: where and how it runs.
-        privacy: what is clipped, and the noise.
-        held_out: the part of the rows that nobody trains on, if there is one.
-        shown: the local sites to plot.
+        privacy: the clip and the noise.
+        held_out: the rows that nobody trains on, if there are any.
+        shown: the local variables to plot.
     """
 
     model: Model
@@ -54,18 +54,18 @@ class Choices:
 
 
 def choices(config: Experiment, rows: pd.DataFrame | None, base: Path) -> Choices:
-    """What an experiment file in the folder ``base`` names, with the rows of its data file if it has one.
+    """Return the objects that an experiment file in the folder ``base`` names, with the rows of its data file.
 
     Raises:
-        SettingsError: a name, setting, file, column or client that is not there.
+        SettingsError: an unknown name, setting, file, column or client.
     """
-    algorithm = algorithm_named(config, base)  # first: its file may have the model too
-    model = model_of(config.model, base) if config.model.formula is None else None
+    algorithm = named_algorithm(config, base)  # first: its file may have the model too
+    model = named_model(config.model, base) if config.model.formula is None else None
     execution = made(Execution, config.execution, "execution")
     privacy = None if config.privacy is None else made(Privacy, config.privacy, "privacy")
     model, everyone = _with_clients(config, model, rows, base)
-    everyone, federation, held = _parts(config, everyone, execution.device)
-    shown = _shown_sites(config, model, federation)
+    everyone, federation, held = _split(config, everyone, execution.device)
+    shown = _shown_variables(config, model, federation)
     schedule, held_out = config.schedule, None
     if schedule.held_out is not None:
         federation, held_out = federation.split(test=schedule.held_out, seed=schedule.seed)
@@ -75,8 +75,8 @@ def choices(config: Experiment, rows: pd.DataFrame | None, base: Path) -> Choice
     )
 
 
-def model_of(section: ModelSection, base: Path) -> Model:
-    """The model of a name."""
+def named_model(section: ModelSection, base: Path) -> Model:
+    """Return the model of a name."""
     name, own = str(section.name), section.model_extra or {}
     if ":" in name:
         if own:
@@ -94,7 +94,7 @@ def model_of(section: ModelSection, base: Path) -> Model:
     return model
 
 
-def algorithm_named(config: Experiment, base: Path) -> Any:
+def named_algorithm(config: Experiment, base: Path) -> Any:
     """Return the algorithm; its ``guide`` may be ``file.py:function``, it and its parts ``file.py:name``."""
     data, guide = dict(config.algorithm), None
     named = data.get("guide")
@@ -118,27 +118,27 @@ def algorithm_named(config: Experiment, base: Path) -> Any:
 def _with_clients(
     config: Experiment, model: Model | None, rows: pd.DataFrame | None, base: Path
 ) -> tuple[Model, Federation]:
-    """The model, by default the one that the formula writes, and all clients."""
+    """Return the model, by default that of the formula, and all clients."""
     data, text, family = config.data, str(config.model.formula), config.model.family
     if model is not None:
-        return model, clients_of(data, rows, base)
-    assert rows is not None  # a formula has a frame's
+        return model, load_clients(data, rows, base)
+    assert rows is not None  # a formula has the rows of a frame
     try:
         written = formula(text, rows, client=str(data.client), family=family or "gaussian")
         return written, written.federation
     except FormulaError as error:
         raise SettingsError(f"model.formula: {error}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise SettingsError(f"data ({base / data.source}): {message(error)}") from error
+        raise SettingsError(f"data ({base / data.source}): {one_line(error)}") from error
 
 
-def clients_of(
+def load_clients(
     data: DataSection, rows: pd.DataFrame | None, base: Path, alone: str | None = None
 ) -> Federation:
-    """All clients; where all rows are those of one, it is called ``alone``.
+    """Return all clients; if ``alone`` is given, it is the client of all rows.
 
     Raises:
-        SettingsError: the data are not what clients can have; the message names the file.
+        SettingsError: the data are not valid for clients; the message names the file.
     """
     if data.kind == "dataset":
         return choose(data.source, DATASETS, "data.dataset")()
@@ -151,18 +151,18 @@ def clients_of(
             )
         fields = None if data.fields is None else list(data.fields)
         if data.kind == "npz":
-            return _of_npz(path, client, fields, data.missing, alone)
+            return _load_npz(path, client, fields, data.missing, alone)
         if alone is not None:
-            raise ValueError("an Arrow file has a column that says whose row it is")
+            raise ValueError("an Arrow file has a column with the client of each row")
         return Federation.from_arrow(path, client=client, fields=fields, missing=data.missing)
     except (ValueError, KeyError, TypeError, OSError) as error:
-        raise SettingsError(f"data ({path}): {message(error)}") from error
+        raise SettingsError(f"data ({path}): {one_line(error)}") from error
 
 
-def _of_npz(
+def _load_npz(
     path: Path, client: str, fields: list[str] | None, missing: Missing, alone: str | None
 ) -> Federation:
-    """An array of each field, and one that says whose row it is; none of them is a pickle."""
+    """Return the clients of an array for each field and one with the client of each row; none may be a pickle."""
     with np.load(path, allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
     fields = [name for name in arrays if name != client] if fields is None else fields
@@ -177,10 +177,10 @@ def _of_npz(
     return Federation.from_arrays(clients, client_dim=client, missing=missing)
 
 
-def _parts(
+def _split(
     config: Experiment, federation: Federation, device: Any
 ) -> tuple[Federation, Federation, Federation | None]:
-    """All clients, those that take part and those held out, on the device."""
+    """Return all clients, those that take part and those held out, on the device."""
     data = config.data
     if device is not None:
         try:
@@ -199,16 +199,17 @@ def _parts(
     return federation, *federation.hold_out(data.hold_out)
 
 
-def _shown_sites(config: Experiment, model: Model, federation: Federation) -> list[str]:
+def _shown_variables(config: Experiment, model: Model, federation: Federation) -> list[str]:
+    """Return the local variables to plot."""
     if isinstance(model, Formula):
         local = model.effects
     else:
         found = [s.name for s in sites(model, federation).values() if s.local and not s.observed]
         local = [name for name in found if not name.startswith("_")]  # which ArviZ does not have
-    for name in config.output.sites or ():
+    for name in config.output.variables or ():
         if name not in local:
             raise SettingsError(
-                f'output.sites: there is no local site "{name}"; {nearest(name, local)}'
+                f'output.variables: there is no local variable "{name}"; {nearest(name, local)}'
                 f"the model has {', '.join(local)}"
             )
-    return local if config.output.sites is None else config.output.sites
+    return local if config.output.variables is None else config.output.variables

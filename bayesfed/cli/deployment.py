@@ -1,4 +1,4 @@
-"""A fit between machines from the command line: a site's worker, and the server's run."""
+"""A fit between machines from the command line: an institution's node, and the server's run."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import xarray as xr
 from rich.console import Console
 
 from bayesfed.cli import report
-from bayesfed.cli.choices import algorithm_named, clients_of, model_of
+from bayesfed.cli.choices import load_clients, named_algorithm, named_model
 from bayesfed.cli.experiment import (
     DeploymentSection,
     Experiment,
-    SiteFile,
-    address_of,
+    NodeFile,
     read_experiment,
+    socket_address,
 )
-from bayesfed.cli.predictions import Kept
+from bayesfed.cli.predictions import LocalPosteriors
+from bayesfed.deploy.global_posterior import GlobalPosterior
 from bayesfed.deploy.institutions import Expected, Patience
-from bayesfed.deploy.node import Site
+from bayesfed.deploy.node import Node
 from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.deploy.secure import public_key
-from bayesfed.deploy.server import Globals, deployed
+from bayesfed.deploy.server import run_server
 from bayesfed.deploy.sockets import carrier, serve
 from bayesfed.deploy.transport import Carrier
 from bayesfed.engine.execution import Execution
@@ -33,65 +34,75 @@ from bayesfed.output import arviz_compat
 from bayesfed.settings import Schedule, SettingsError, made
 
 
-def plan_of(config: Experiment, base: Path) -> DeploymentPlan:
-    """What an experiment file in the folder ``base`` says of the fit.
+def make_plan(config: Experiment, base: Path) -> DeploymentPlan:
+    """Return the fit of an experiment file in the folder ``base``.
 
     Raises:
-        SettingsError: a name or setting that is not there; or what a run between machines cannot have.
+        SettingsError: an unknown name or setting, or one that a run between machines cannot have.
     """
-    schedule = config.schedule
+    schedule, own = config.schedule, config.deployment
     if config.model.formula is not None:
         raise SettingsError(
             "model.formula: between machines give model.name; print(bf.formula(...)) writes the model to put in a file"
         )
     if schedule.held_out is not None:
         raise SettingsError("schedule.held_out: between machines give schedule.rounds")
-    own, algorithm = config.deployment, algorithm_named(config, base)
+    algorithm = named_algorithm(config, base)
     return DeploymentPlan(
-        model=model_of(config.model, base),
+        model=named_model(config.model, base),
         algorithm=algorithm,
         privacy=None if config.privacy is None else made(Privacy, config.privacy, "privacy"),
         **schedule.model_dump(include=set(Schedule.model_fields)),
-        **({} if own is None else own.model_dump(include={"secure", "honest", "median"})),
+        **({} if own is None else own.model_dump(include={"secure", "honest"})),
     )
 
 
-def answer(
-    site: SiteFile, config: Experiment, rows: pd.DataFrame | None, here: Path, base: Path
+def run_node(
+    node: NodeFile, config: Experiment, rows: pd.DataFrame | None, here: Path, base: Path
 ) -> None:
-    """Answer for a site's clients until stopped: its file is in the folder ``here``, the experiment's in ``base``."""
-    kept = kept_of(site, config, rows, here, base)
-    federation, plan, folder = kept.federation, kept.plan, kept.folder
-    execution = made(Execution, site.execution, "execution")
-    pinned = {name: bytes.fromhex(key) for name, key in site.identities.items()}
-    worker = Site(site.name, federation, plan, folder, execution, pinned)
-    key = public_key(worker.identity)
-    if plan.secure and pinned.get(site.name) != key:
+    """Answer for an institution's clients until stopped.
+
+    Args:
+        node: the node file.
+        config: the experiment.
+        rows: the institution's.
+        here: the folder of the node file.
+        base: the folder of the experiment file.
+    """
+    local = local_posteriors(node, config, rows, here, base)
+    federation, plan, folder = local.federation, local.plan, local.folder
+    execution = made(Execution, node.execution, "execution")
+    pinned = {name: bytes.fromhex(key) for name, key in node.identities.items()}
+    resident = Node(node.name, federation, plan, folder, execution, pinned)
+    key = public_key(resident.identity)
+    if plan.secure and pinned.get(node.name) != key:
         raise SettingsError(
-            f'identities: secure sums need the keys of all sites; {site.name} = "{key.hex()}" is this one\'s'
+            f'identities: secure sums need the keys of all institutions; {node.name} = "{key.hex()}" is this one\'s'
         )
     console = Console(highlight=False)
 
     def ready(address: str) -> None:
-        console.print(f"site {site.name}: {federation!r}", soft_wrap=True, markup=False)
         console.print(
-            f"listening at {address}; what leaves is in {folder / 'log.jsonl'}", soft_wrap=True
+            f"institution {node.name}: {federation!r}\n"
+            f"listening at {address}; {folder / 'log.jsonl'} says what leaves",
+            soft_wrap=True,
+            markup=False,
         )
 
-    own = None if site.own_socket is None else (address_of(site.own_socket, here), kept.handle)
-    with lock(folder / ".worker.lock", f"the folder of site {site.name!r}"):
-        serve(address_of(site.socket, here), worker.handle, here=own, ready=ready)
+    own = None if node.own_socket is None else (socket_address(node.own_socket, here), local.handle)
+    with lock(folder / ".node.lock", f"the folder of institution {node.name!r}"):
+        serve(socket_address(node.socket, here), resident.handle, local=own, ready=ready)
 
 
-def kept_of(
-    site: SiteFile, config: Experiment, rows: pd.DataFrame | None, here: Path, base: Path
-) -> Kept:
-    """What a site keeps, whose file is in the folder ``here``, the experiment's in ``base``."""
-    alone, data = site.name if site.one_client else None, config.data
-    return Kept(
-        federation=clients_of(data, rows, here, alone),
-        plan=plan_of(config, base),
-        folder=here / (site.folder or site.name),
+def local_posteriors(
+    node: NodeFile, config: Experiment, rows: pd.DataFrame | None, here: Path, base: Path
+) -> LocalPosteriors:
+    """Return the posteriors that a node has stored; the arguments are those of :func:`run_node`."""
+    alone, data = node.name if node.one_client else None, config.data
+    return LocalPosteriors(
+        federation=load_clients(data, rows, here, alone),
+        plan=make_plan(config, base),
+        folder=here / (node.folder or node.name),
         client=str(data.client),
         fields=data.fields,
         alone=alone,
@@ -101,24 +112,25 @@ def kept_of(
 def run_on_sockets(
     config: Experiment, experiment: Path, wanted: Path, *, overwrite: bool, resume: bool
 ) -> None:
-    """Fit over workers of this machine.
+    """Fit over nodes of this machine.
 
     Raises:
-        SettingsError: a site has no socket.
+        SettingsError: an institution has no socket.
     """
     assert config.deployment is not None
-    where = config.deployment.sockets
-    for name in config.deployment.sites:
-        if name not in where:
-            raise SettingsError(f"deployment.sockets has no address of site {name!r}")
-    addresses = [address_of(where[name], experiment.parent) for name in config.deployment.sites]
+    addresses = []
+    for name in config.deployment.institutions:
+        if name not in config.deployment.sockets:
+            raise SettingsError(f"deployment.sockets has no address of institution {name!r}")
+        socket = config.deployment.sockets[name]
+        addresses.append(socket_address(socket, experiment.parent))
     run_on(carrier(addresses), config, experiment, wanted, overwrite=overwrite, resume=resume)
 
 
-def run_file(wire: Carrier, path: Path) -> Globals:
-    """Fit what an experiment's file says, and go on where an earlier process has stopped.
+def run_file(wire: Carrier, path: Path) -> GlobalPosterior:
+    """Fit an experiment file, and go on if an earlier process has stopped.
 
-    Results, and the run to go on with, are in ``runs/<name of the file>`` beside it.
+    The results, and the run to go on with, are in ``runs/<name of the file>`` beside it.
     """
     folder = path.parent / "runs" / path.stem
     return run_on(wire, read_experiment(path), path, folder, resume=True)
@@ -132,60 +144,45 @@ def run_on(
     *,
     overwrite: bool = False,
     resume: bool = False,
-) -> Globals:
-    """Fit over sites, and write what a server may know into the folder that is wanted, or beside it."""
+) -> GlobalPosterior:
+    """Fit over institutions, and write the server's results into the folder that is wanted, or beside it."""
     assert config.deployment is not None
-    plan, console = plan_of(config, experiment.parent), Console(highlight=False)
+    plan, console = make_plan(config, experiment.parent), Console(highlight=False)
     folder = report.RunFolder(wanted, overwrite=overwrite, go_on=resume)
     folder.config = report.to_toml(config.model_dump(exclude_unset=True))
-    title = f"{plan.algorithm} over {len(config.deployment.sites)} sites"
+    title = f"{plan.algorithm} over {len(config.deployment.institutions)} institutions"
     console.print(
         f"{config.model}, {title}, results in {folder.path}", soft_wrap=True, markup=False
     )
     with show_rounds(title, plan.rounds, None) as show:
-        found = deployed(
+        found = run_server(
             wire,
             plan,
-            patience_of(config.deployment),
+            make_patience(config.deployment),
             folder.run,
-            say=lambda line: console.print(line, soft_wrap=True, markup=False),
+            report=lambda line: console.print(line, soft_wrap=True, markup=False),
             callbacks=[folder.record, lambda done: show(done.number, done.elbo, "")],
         )
     if not folder.rounds:  # all of them were done before
         folder.begin(len(found.posterior.history["elbo"]))
-    draws = dataset(found, config.output.num_samples)
+    draws = draws_dataset(found, config.output.num_samples)
     folder.write_draws("globals.nc", arviz_compat.product({"posterior": draws}))
-    table = report.summary(draws)
-    folder.write("summary.csv", table.to_csv(index_label="variable", float_format="%.6g"))
-    report.print_summary(table, console, found.caveat)
-    for name, what in folder.written():
-        console.print(f"{folder.path / name}  {what}", soft_wrap=True, markup=False)
-    console.print("The clients' posteriors are at their sites.")
+    folder.write_summary(draws, console, found.caveat)
+    folder.print_files(console)
+    console.print("The clients' posteriors are at their institutions.")
     return found
 
 
-def patience_of(section: DeploymentSection) -> Patience:
-    """What a section says of waiting."""
-    return Patience(
-        sites=tuple(section.sites),
-        seconds=section.seconds,
-        minimum=section.minimum,
-        attempts=section.attempts,
-        joining=section.joining,
-        enough=section.enough,
-        late=section.late,
-        expected={n: Expected(s.clients, s.rows) for n, s in section.expected.items()},
-    )
+def make_patience(section: DeploymentSection) -> Patience:
+    """Return how long the server waits, and for whom."""
+    same = {"seconds", "minimum", "attempts", "joining", "enough", "max_staleness"}
+    expected = {name: Expected(e.clients, e.rows) for name, e in section.expected.items()}
+    plain = section.model_dump(include=same)
+    return Patience(tuple(section.institutions), expected=expected, **plain)
 
 
-def dataset(found: Globals, num_samples: int) -> xr.Dataset:
-    """Draws of the global sites, as ArviZ has them."""
-    return xr.Dataset(
-        {
-            name: (
-                ("chain", "draw", *(f"{name}_dim_{j}" for j in range(value.ndim - 1))),
-                value[None].numpy(force=True),
-            )
-            for name, value in found.sample(num_samples).items()
-        }
-    )
+def draws_dataset(found: GlobalPosterior, num_samples: int) -> xr.Dataset:
+    """Return draws of the global variables in ArviZ's form."""
+    draws = {n: v[None].numpy(force=True) for n, v in found.sample(num_samples).items()}
+    dims = {n: [f"{n}_dim_{j}" for j in range(v.ndim - 2)] for n, v in draws.items()}
+    return xr.Dataset({n: (["chain", "draw", *dims[n]], v) for n, v in draws.items()})

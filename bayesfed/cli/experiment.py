@@ -1,4 +1,4 @@
-"""Experiment files: TOML, and the rows that they name, checked before anything that takes long to import is."""
+"""Experiment files and node files (TOML), and the rows that they name, checked before slow imports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ModelSection(Strict, extra="allow"):
-    """Which model: the name of one in ``bayesfed.models`` with its settings, ``"file.py:function"``, or a formula."""
+    """The model: the name of one in ``bayesfed.models`` with its settings, ``"file.py:function"``, or a formula."""
 
     name: str | None = None
     formula: str | None = None
@@ -39,14 +39,21 @@ class ModelSection(Strict, extra="allow"):
 
 Kind = Literal["dataset", "csv", "parquet", "arrow", "npz"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+_RENAMED = {
+    ("deployment", "sites"): "deployment.institutions",
+    ("deployment", "late"): "deployment.max_staleness",
+    ("deployment", "median"): 'algorithm.rule = "MedianOfInstitutions"',
+    ("output", "sites"): "output.variables",
+}
+"""Sections and keys that have another name now."""
 ONE_OF = "give one of dataset (a name), csv, parquet, arrow and npz (a path)"
 
 
 class DataSection(Strict):
-    """Which data: a data set by name, or a file and how its columns are to be read.
+    """The data: a data set by name, or a file and how its columns are to be read.
 
     A CSV or Parquet file has a row per observation, an Arrow file stays on disk, and an NPZ file has an array for each
-    field and one that says whose row it is.
+    field and one with the client of each row.
     """
 
     dataset: str | None = None
@@ -63,10 +70,10 @@ class DataSection(Strict):
     def _one_source(self) -> DataSection:
         if len(self._given) > 1:
             raise ValueError(ONE_OF)
-        if not self._given:  # the sites have theirs
+        if not self._given:  # the institutions have theirs
             return self
         if self.dataset is None and self.client is None:
-            raise ValueError(f"{self.kind} needs client, the column that says whose row it is")
+            raise ValueError(f"{self.kind} needs client, the column with the client of each row")
         idle = sorted(self.model_fields_set & {"client", "fields", "missing"})
         if self.dataset is not None and any(getattr(self, k) not in (None, "fail") for k in idle):
             raise ValueError(
@@ -78,7 +85,7 @@ class DataSection(Strict):
 
     @property
     def kind(self) -> Kind:
-        """Which of these it is."""
+        """The kind of data that is given."""
         return self._given[0]
 
     @property
@@ -86,58 +93,51 @@ class DataSection(Strict):
         return [kind for kind in KINDS if getattr(self, kind) is not None]
 
     @property
-    def here(self) -> bool:
-        """Whether the section names data."""
+    def is_given(self) -> bool:
+        """True if the section names data."""
         return bool(self._given)
 
     @property
     def source(self) -> str:
-        """Its name or path."""
+        """The data's name or path."""
         return str(getattr(self, self.kind))
 
 
 class ScheduleSection(Schedule):
-    """How long, and how much of it a round: arguments of :func:`bayesfed.fit`; ``held_out`` as a part of all rows."""
+    """The length of a run and the size of a round, as in :func:`bayesfed.fit`; ``held_out`` is a part of all rows."""
 
     held_out: Annotated[float, Field(gt=0, lt=1)] | None = None
     progress: bool | None = None
 
 
 class Output(Strict):
-    """Where the results go, how many draws they hold and which local sites the plot shows."""
+    """The results' folder, their number of draws, and the local variables that the plot shows."""
 
     folder: str | None = None
     num_samples: Annotated[int, Field(ge=4)] = 1000
-    sites: list[str] | None = None
+    variables: list[str] | None = None
 
 
-class ExpectedSite(Strict):
-    """What a site brings that may join later."""
+class ExpectedInstitution(Strict):
+    """The numbers of clients and rows of an institution that may join later."""
 
     clients: Count
     rows: Count
 
 
 class DeploymentSection(Strict):
-    """Where the clients are: at sites, each with a ``bayesfed node``; see :mod:`bayesfed.deploy`.
+    """The institutions that hold the clients' rows, each with a ``bayesfed node``; see :mod:`bayesfed.deploy`.
 
     Attributes:
-        sites: their names, all of them.
-        sockets: by site, where its worker listens, if it is on this machine.
-        superlink: of Flower, what ``$FLWR_HOME/config.toml`` calls it.
-        seconds: how long a round waits for answers.
-        minimum: how many sites must answer in time; else the round is asked again.
-        attempts: how often.
-        joining: how long the run waits for all sites at its start, in seconds.
-        enough: a round goes on once so many sites have answered; by default all that it asks.
-        late: in how many later rounds an answer still counts, of SFVI and PVI.
-        expected: sites that may join after the start, and with how many clients and rows.
-        median: what counts is the median of the sites' mean moves.
-        secure: the server sees sums of the sites' uploads only.
-        honest: with ``secure`` and privacy, the shares of noise of how many sites are noise enough.
+        institutions: the names of all.
+        sockets: by institution, its node's address, if it is on this machine.
+        superlink: Flower's name of the SuperLink in ``$FLWR_HOME/config.toml``.
+        seconds, minimum, attempts, joining, enough, max_staleness, expected: see
+            :class:`~bayesfed.deploy.institutions.Patience`.
+        secure, honest: see :class:`~bayesfed.deploy.plan.Plan`.
     """
 
-    sites: Annotated[list[str], Field(min_length=1)]
+    institutions: Annotated[list[str], Field(min_length=1)]
     sockets: dict[str, str] = Field(default_factory=dict)
     superlink: str = "local-deployment"
     seconds: Rate = 600.0
@@ -145,15 +145,14 @@ class DeploymentSection(Strict):
     attempts: Count = 10
     joining: Rate = 600.0
     enough: Count | None = None
-    late: Times = 0
-    expected: dict[str, ExpectedSite] = Field(default_factory=dict)
-    median: bool = False
+    max_staleness: Times = 0
+    expected: dict[str, ExpectedInstitution] = Field(default_factory=dict)
     secure: bool = False
     honest: Count | None = None
 
 
 class Experiment(Strict):
-    """An experiment file."""
+    """The contents of an experiment file."""
 
     model: ModelSection
     data: DataSection = Field(default_factory=DataSection)
@@ -166,31 +165,31 @@ class Experiment(Strict):
 
     @model_validator(mode="after")
     def _columns_of_a_formula(self) -> Experiment:
-        if self.deployment is None and not self.data.here:
+        if self.deployment is None and not self.data.is_given:
             raise ValueError(f"data: {ONE_OF}")
-        if self.model.formula is not None and self.data.here:
+        if self.model.formula is not None and self.data.is_given:
             if self.data.kind not in ("csv", "parquet"):
                 raise ValueError("a formula names columns: give data.csv or data.parquet")
             if self.data.fields is not None or self.data.missing != "fail":
                 raise ValueError(
-                    "data.fields and data.missing are for models by name: a formula says what it reads"
+                    "data.fields and data.missing are for models by name: a formula names its columns"
                 )
         return self
 
 
-class SiteFile(Strict):
-    """What a site adds to the experiment that all have agreed on: its rows, its folder and its worker's address.
+class NodeFile(Strict):
+    """The settings of one institution, beside the experiment on which all have agreed: its rows, folder and socket.
 
     Attributes:
-        name: what the site is called.
+        name: the institution's name.
         experiment: the experiment file.
-        socket: where its worker listens: ``HOST:PORT`` of this machine, or a Unix socket's path with a slash.
-        folder: where it keeps what must not be lost, by default one called like the site.
-        data: in place of the experiment's.
-        one_client: all rows are those of one client, called like the site.
+        socket: where the node listens: ``HOST:PORT`` of this machine, or a Unix socket's path with a slash.
+        folder: where it stores what must not be lost, by default a folder with the institution's name.
+        data: replaces the experiment's.
+        one_client: true if all rows are those of one client, with the institution's name.
         execution: how it runs.
-        identities: of secure sums, the public keys of all sites, which they have given to each other.
-        own_socket: a Unix socket's path with a slash, where the worker answers the site's own people; none by default.
+        identities: for secure sums, the public keys of all institutions, which they have exchanged.
+        own_socket: a Unix socket's path with a slash, where the node answers the institution's own people, if given.
     """
 
     name: Annotated[str, Field(min_length=1)]
@@ -206,30 +205,30 @@ class SiteFile(Strict):
     )
 
 
-def read_site(path: Path) -> tuple[SiteFile, Experiment, Path]:
-    """A site's file, its experiment with the site's data, and the folder that paths of its model are relative to.
+def read_node_file(path: Path) -> tuple[NodeFile, Experiment, Path]:
+    """Return a node's file, its experiment with the institution's data, and the folder of the model's paths.
 
     Raises:
         SettingsError: bad TOML, an unknown key, a value of the wrong type.
         OSError: a file cannot be read.
     """
-    site = validated(SiteFile, _toml(path))
-    agreed = path.parent / site.experiment
+    node = validated(NodeFile, _toml(path))
+    agreed = path.parent / node.experiment
     experiment = read_experiment(agreed)
     before = experiment.data.model_dump(exclude_unset=True)
-    data = {name: v for name, v in before.items() if name not in (*KINDS, "hold_out")} | site.data
-    if site.one_client:
-        if "client" in site.data:
+    data = {name: v for name, v in before.items() if name not in (*KINDS, "hold_out")} | node.data
+    if node.one_client:
+        if "client" in node.data:
             raise SettingsError("data.client is a column; with one_client there is none")
         data["client"] = before.get("client", "client")
     section = validated(DataSection, data, "data")
-    if not section.here or section.kind == "dataset":
-        raise SettingsError("data: a site's is one of csv, parquet, arrow and npz (a path)")
-    return site, experiment.model_copy(update={"data": section}), agreed.parent
+    if not section.is_given or section.kind == "dataset":
+        raise SettingsError("data: a node's is one of csv, parquet, arrow and npz (a path)")
+    return node, experiment.model_copy(update={"data": section}), agreed.parent
 
 
-def address_of(socket: str, base: Path) -> str:
-    """A Unix socket's path is seen from the file that names it."""
+def socket_address(socket: str, base: Path) -> str:
+    """Return an address in which a Unix socket's path, relative to the folder ``base``, is absolute."""
     return str((base / socket).resolve()) if "/" in socket else socket
 
 
@@ -252,6 +251,9 @@ def read_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     data = _toml(path)
     for override in overrides:
         _override(data, override)
+    for (section, old), new in _RENAMED.items():
+        if isinstance(data.get(section), dict) and old in data[section]:
+            raise SettingsError(f"{section}.{old} is now called {new}")
     experiment = validated(Experiment, data)
     if not {"globals", "locals", "steps", "rule"} <= experiment.algorithm.keys():
         experiment.algorithm.setdefault("name", "SFVI")
@@ -259,11 +261,11 @@ def read_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
 
 
 def read_rows(data: DataSection, base: Path) -> pd.DataFrame | None:
-    """The rows of a CSV or Parquet file, a path being relative to ``base``; None of others, which are read later.
+    """Return the rows of a CSV or Parquet file, whose path is relative to ``base``; None for other kinds of data.
 
     Raises:
         SettingsError: there is no such file, it cannot be read, or it lacks a column.
-        ImportError: pandas reads Parquet by pyarrow.
+        ImportError: pyarrow, which reads Parquet, is not installed.
     """
     if data.kind == "dataset":
         return None

@@ -1,7 +1,7 @@
-"""The forest plot of a run: the clients beside the population that they are drawn from.
+"""The forest plot of a run: the clients beside the population from which they are drawn.
 
-ArviZ's ``plot_forest`` knows no such pairs: it puts all variables on one axis, the components of a vector between each
-other, and a client held out loses its name.
+ArviZ's ``plot_forest`` has no such pairs: it puts all variables on one axis and mixes the components of a vector, and
+clients that were held out lose their names.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyro.distributions as dist
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 def population_means(posterior: Posterior) -> dict[str, str]:
-    """Which global site is the location of which local one, found by running the model once.
+    """Return the global variable that is the location of each local one, found by running the model once.
 
-    A local site counts if its prior is a location family (Normal, Student's t, Laplace, Cauchy)
-    whose location is the value of one global site, e.g. ``{"theta": "mu"}``.
+    A local variable counts if its prior is a location family (Normal, Student's t, Laplace, Cauchy) whose location is
+    the value of one global variable, for example ``{"theta": "mu"}``.
     """
     program = posterior.program
     batch = posterior.federation.batch(torch.arange(1)).head()
@@ -57,7 +57,7 @@ def population_means(posterior: Posterior) -> dict[str, str]:
 
 
 @dataclass
-class _Rows:
+class _Intervals:
     """Labelled intervals: ``mean`` ``(R,)``, ``wide`` and ``narrow`` ``(R, 2)``."""
 
     labels: list[str]
@@ -70,30 +70,29 @@ _CLIENT, _HELD, _GLOBAL = "#2f6db0", "#d1731b", "#3b3b3b"
 _MOST_PANELS, _MOST_LABELS, _COLUMNS = 12, 60, 4
 
 
-def forest(
+def plot_forest(
     path: Path,
     posterior: xr.Dataset,
     means: dict[str, str],
     *,
-    sites: Sequence[str],
+    variables: Sequence[str],
     held_out: xr.Dataset | None = None,
     client_dim: str = "client",
     title: str = "",
 ) -> None:
-    """Draw every client's interval beside the population's, a panel per scalar of each local site.
+    """Draw every client's interval beside the population's, a panel for each scalar of each local variable.
 
     Args:
         path: the PNG to write, atomically.
         posterior: draws of the clients that took part.
-        means: local site to the global site that is its location (:func:`population_means`).
-        sites: local sites to show; at most 12 panels are drawn.
+        means: the global variable that is the location of each local one (:func:`population_means`).
+        variables: local variables to show; at most 12 panels are drawn.
         held_out: draws of clients that took no part; they stand below the others.
-        client_dim: what a client is called.
+        client_dim: the name of the client dimension.
         title: of the figure.
     """
-    panels = [(site, index) for site in sites for index in np.ndindex(*posterior[site].shape[3:])][
-        :_MOST_PANELS
-    ]
+    panels = [(name, i) for name in variables for i in np.ndindex(*posterior[name].shape[3:])]
+    panels = panels[:_MOST_PANELS]
     names = [str(name) for name in posterior if "client" not in posterior[name].dims]
     globals_ = [(name, i) for name in names for i in np.ndindex(*posterior[name].shape[2:])]
     globals_ = globals_[:_MOST_LABELS]
@@ -107,11 +106,11 @@ def forest(
     figure.set_layout_engine("constrained", h_pad=0.08, w_pad=0.08)
     ratios = [max(lines, 0.01) * height, below]
     upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=ratios)[:, 0]
+    band = any(name in means for name, _ in panels)
     if panels:
         axes = upper.subplots(lines, columns, sharey=True, squeeze=False)
-        band = any(site in means for site, _ in panels)
-        for axis, (site, index) in zip(axes.flat, panels, strict=False):
-            _panel(axis, posterior, held_out, site, index, means.get(site), band)
+        for axis, (name, index) in zip(axes.flat, panels, strict=False):
+            _panel(axis, posterior, held_out, name, index, means.get(name), band)
         for axis in axes.flat[len(panels) :]:
             axis.set_visible(False)
         for axis in axes[:, 0]:
@@ -124,13 +123,13 @@ def forest(
     if title:
         figure.suptitle(title, fontsize=11, x=0.01, ha="left", parse_math=False)
     note = "Dots: posterior means. Thick and thin lines: 50 % and 94 % highest-density intervals."
-    if any(site in means for site, _ in panels):
+    if band:
         note += "\nDiamond and grey bands: the population mean that the clients are drawn around."
     if held_out is not None:
         note += " Orange: held out of the fit."
     figure.supxlabel(note, fontsize=8, color="0.35", x=0.01, ha="left")
     with atomically(path) as temporary, warnings.catch_warnings():
-        # a name in a script that the font lacks is drawn as boxes
+        # characters that the font lacks are drawn as boxes
         warnings.filterwarnings("ignore", "Glyph .* missing from")
         figure.savefig(temporary, dpi=140, format="png", metadata={"Software": None})
 
@@ -139,7 +138,7 @@ def _panel(
     axis: Axes,
     posterior: xr.Dataset,
     held_out: xr.Dataset | None,
-    site: str,
+    name: str,
     index: tuple[int, ...],
     mean: str | None,
     band: bool,
@@ -160,29 +159,20 @@ def _panel(
         if draws is None:
             continue
         clients = draws["client"].values.tolist()
-        rows = _client_rows(draws, site, index)
+        rows = _client_rows(draws, name, index)
         _draw(axis, rows, start + np.arange(len(clients)), colour, "o")
-        labels += [str(name) for name in clients]
+        labels += [str(client) for client in clients]
         start += len(clients)
     _finish(axis, labels)
-    axis.set_title(_label(site, index), loc="left", fontweight="bold", fontsize=10)
+    axis.set_title(_label(name, index), loc="left", fontweight="bold", fontsize=10)
 
 
-def _draw(axis: Axes, rows: _Rows, y: np.ndarray, colour: str, marker: str) -> None:
+def _draw(axis: Axes, rows: _Intervals, y: np.ndarray, colour: str, marker: str) -> None:
     size = 4.5 if len(y) <= _MOST_LABELS else 2.0
     axis.hlines(y, *rows.wide.T, color=colour, linewidth=1.1 * size / 4.5)
     axis.hlines(y, *rows.narrow.T, color=colour, linewidth=3.0 * size / 4.5)
-    axis.plot(
-        rows.mean,
-        y,
-        linestyle="",
-        marker=marker,
-        markersize=size + 0.5,
-        color=colour,
-        markeredgecolor="white",
-        markeredgewidth=0.7,
-        zorder=3,
-    )
+    edge: dict[str, Any] = {"markeredgecolor": "white", "markeredgewidth": 0.7}
+    axis.plot(rows.mean, y, marker, markersize=size + 0.5, color=colour, zorder=3, **edge)
 
 
 def _finish(axis: Axes, labels: list[str]) -> None:
@@ -201,30 +191,30 @@ def _finish(axis: Axes, labels: list[str]) -> None:
     axis.spines["bottom"].set_color("0.6")
 
 
-def _rows(draws: xr.Dataset, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> _Rows:
-    """One row per scalar component of sites without clients."""
+def _rows(draws: xr.Dataset, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> _Intervals:
+    """Return a row for each scalar of global variables."""
     values = [_scalar(draws, name, index) for name, index in wanted]
     return _intervals([_label(*w) for w in wanted], np.stack(values, -1) if values else None)
 
 
-def _client_rows(draws: xr.Dataset, site: str, index: tuple[int, ...]) -> _Rows:
-    """One row per client, of one scalar component of a local site."""
-    return _intervals(draws["client"].values.tolist(), _scalar(draws, site, index))
+def _client_rows(draws: xr.Dataset, name: str, index: tuple[int, ...]) -> _Intervals:
+    """Return a row for each client, of one scalar of a local variable."""
+    return _intervals(draws["client"].values.tolist(), _scalar(draws, name, index))
 
 
-def _scalar(draws: xr.Dataset, site: str, index: tuple[int, ...]) -> np.ndarray:
-    """Draws of one scalar component: dims ``chain``, ``draw`` and, for a local site, ``client``."""
-    return draws[site].isel({f"{site}_dim_{j}": i for j, i in enumerate(index)}).values
+def _scalar(draws: xr.Dataset, name: str, index: tuple[int, ...]) -> np.ndarray:
+    """Return draws of one scalar: dims ``chain``, ``draw`` and, for a local variable, ``client``."""
+    return draws[name].isel({f"{name}_dim_{j}": i for j, i in enumerate(index)}).values
 
 
-def _intervals(labels: list[str], values: np.ndarray | None) -> _Rows:
-    """Intervals of draws ``(chain, draw, R)``."""
+def _intervals(labels: list[str], values: np.ndarray | None) -> _Intervals:
+    """Return intervals of draws ``(chain, draw, R)``."""
     if values is None:
-        return _Rows([], np.empty(0), np.empty((0, 2)), np.empty((0, 2)))
+        return _Intervals([], np.empty(0), np.empty((0, 2)), np.empty((0, 2)))
     data = xr.Dataset({"v": (("chain", "draw", "row"), values)})
     wide, narrow = (arviz_compat.hdi(data, prob)["v"] for prob in (0.94, 0.5))
-    return _Rows(labels, values.mean((0, 1)), wide, narrow)
+    return _Intervals(labels, values.mean((0, 1)), wide, narrow)
 
 
-def _label(site: str, index: tuple[int, ...]) -> str:
-    return f"{site}[{', '.join(map(str, index))}]" if index else site
+def _label(name: str, index: tuple[int, ...]) -> str:
+    return f"{name}[{', '.join(map(str, index))}]" if index else name

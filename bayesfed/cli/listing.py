@@ -1,4 +1,4 @@
-"""Tables of what an experiment file can name."""
+"""Tables of the names and settings for experiment files."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rich.text import Text
 from bayesfed.algorithms import METHODS, Method
 from bayesfed.algorithms.method import get
 from bayesfed.algorithms.registry import GUIDES
-from bayesfed.cli.names import DATASETS, MODELS
+from bayesfed.cli.catalogue import DATASETS, MODELS
 
 
 def show(what: str | None) -> None:
-    """Print tables of what there is, of one kind or of all."""
+    """Print tables of the names of one kind, or of all."""
     console = Console(highlight=False)
     registries: dict[str, Mapping[str, Any]] = {
         "models": MODELS,
@@ -30,10 +30,7 @@ def show(what: str | None) -> None:
     for kind, registry in registries.items():
         if what is not None and what != kind:
             continue
-        table = Table(title=kind, title_justify="left", title_style="bold", box=None)
-        table.add_column(style="cyan", no_wrap=True)
-        table.add_column()
-        table.show_header = False
+        table = _table(kind, 2)
         for name, entry in registry.items():
             table.add_row(Text(name), Text(_first_line(entry)))
         console.print(table, "")
@@ -44,34 +41,57 @@ def show(what: str | None) -> None:
                 console.print(_settings_table(name, entry), "")
 
 
+def _table(title: str, columns: int) -> Table:
+    """Return a table without a header, the first column of which has names."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None)
+    table.add_column(style="cyan", no_wrap=True)
+    for _ in range(columns - 1):
+        table.add_column()
+    table.show_header = False
+    return table
+
+
 def _first_line(entry: Any) -> str:
     return _plain((inspect.getdoc(entry) or "").split("\n\n")[0])
 
 
 def _plain(text: str) -> str:
-    """Docstring text on one line, without Sphinx markup."""
+    """Return docstring text on one line, without Sphinx markup."""
     return re.sub(r":\w+:`~?([^`]*)`", r"\1", " ".join(text.split())).replace("``", "")
 
 
 def _method_table(method: Method) -> Table:
     """Return the settings of a method, with the meaning that the fields of its parts have."""
-    table = _table(f"settings of {method.name}")
+    table = _empty_settings(method.name)
     for key, value in method.values(method.default).items():
-        path = method.settings[key].paths[0]
-        owner, _, field = path.rpartition(".")
+        owner, _, field = method.settings[key].paths[0].rpartition(".")
         part = get(method.default, owner) if owner else method.default
-        meaning = _meaning(type(part)).get(field, "")
-        table.add_row(Text(key), Text("not set" if value is None else str(value)), Text(meaning))
+        _add_setting(table, key, value, _meaning(type(part)).get(field, ""))
     return table
 
 
-def _table(title: str) -> Table:
-    """Return an empty table of settings."""
-    table = Table(title=title, title_justify="left", title_style="", box=None)
+def _settings_table(name: str, cls: Any) -> Table:
+    """Return the settings of a dataclass."""
+    table, meaning = _empty_settings(name), _meaning(cls)
+    for field in dataclasses.fields(cls):
+        required = field.default is dataclasses.MISSING
+        default = "required" if required else field.default
+        if required and field.default_factory is not dataclasses.MISSING:
+            default = "..."
+        _add_setting(table, field.name, default, meaning.get(field.name, ""))
+    return table
+
+
+def _empty_settings(name: str) -> Table:
+    table = Table(title=f"settings of {name}", title_justify="left", title_style="", box=None)
     table.add_column("key", style="cyan", no_wrap=True)
     table.add_column("default", no_wrap=True)
     table.add_column("meaning")
     return table
+
+
+def _add_setting(table: Table, key: str, default: Any, meaning: str) -> None:
+    table.add_row(Text(key), Text("not set" if default is None else str(default)), Text(meaning))
 
 
 def _meaning(cls: type[Any]) -> dict[str, str]:
@@ -82,20 +102,8 @@ def _meaning(cls: type[Any]) -> dict[str, str]:
     return meaning
 
 
-def _settings_table(name: str, cls: Any) -> Table:
-    table, meaning = _table(f"settings of {name}"), _meaning(cls)
-    for field in dataclasses.fields(cls):
-        default = field.default
-        if default is dataclasses.MISSING:
-            shown = "required" if field.default_factory is dataclasses.MISSING else "..."
-        else:
-            shown = "not set" if default is None else str(default)
-        table.add_row(Text(field.name), Text(shown), Text(meaning.get(field.name, "")))
-    return table
-
-
 def _attributes(doc: str) -> dict[str, str]:
-    """The entries of a Google-style ``Attributes:`` section."""
+    """Return the entries of a Google-style ``Attributes:`` section."""
     _, _, section = doc.partition("Attributes:\n")
     section = section.split("\n\n")[0]
     entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, flags=re.MULTILINE)

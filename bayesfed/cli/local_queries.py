@@ -1,7 +1,7 @@
-"""What people at a site ask of its worker: what is said of rows of theirs, new clients' too. Nothing of it leaves.
+"""Questions of an institution's own people to its node: predictions for rows of theirs. Nothing leaves the institution.
 
-A question and its answer are JSON and go over a socket of their own, see :mod:`bayesfed.deploy.sockets`. Imports no
-torch: whoever asks a worker that has the posterior at hand does not wait for it.
+A question and its answer are JSON and go over a socket of their own, see :mod:`bayesfed.deploy.sockets`. The module
+does not import torch: nobody waits for it who asks a node that has loaded the posterior already.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from bayesfed.deploy.sockets import call
 from bayesfed.settings import Strict
 
 SECONDS = 600.0
-"""How long a worker may take: it answers once it has done with the round that it is in."""
+"""The longest time in which a node must answer: it first completes the round that it is computing."""
 
 
 class Question(Strict):
-    """What is asked of rows.
+    """A question about rows.
 
     Attributes:
-        rows: a CSV file's text.
-        variables: of their clients' variables, in place of the rows' outcomes.
-        run: of the fit, by default the last that has ended.
+        rows: the text of a CSV file.
+        variables: true to ask for their clients' local variables, in place of the rows' outcomes.
+        run: the fit to use, by default the last that has ended.
     """
 
     rows: str
@@ -31,45 +31,44 @@ class Question(Strict):
     run: str | None = None
 
 
-class Told(Strict):
-    """A CSV file's text, or why there is none."""
+class Answer(Strict):
+    """The text of a CSV file, or the reason why there is none."""
 
     table: str = ""
     error: str = ""
 
 
-def asked(address: str, question: Question, seconds: float = SECONDS) -> str:
-    """The table that the worker at a site's own socket makes.
+def ask(address: str, question: Question, seconds: float = SECONDS) -> str:
+    """Return the table that the node at an institution's own socket makes.
 
     Raises:
-        ConnectionError: no worker listens there.
-        TimeoutError: it does not answer in time.
-        ValueError: it says why not.
+        ConnectionError: no node listens there.
+        TimeoutError: the node does not answer in time.
+        ValueError: the node gives a reason why there is no table.
     """
-    found = call(address, question.model_dump_json().encode(), seconds, here=True)
-    told = Told.model_validate_json(found)
-    if told.error:
-        raise ValueError(told.error)
-    return told.table
+    payload = call(address, question.model_dump_json().encode(), seconds, local=True)
+    answer = Answer.model_validate_json(payload)
+    if answer.error:
+        raise ValueError(answer.error)
+    return answer.table
 
 
-def question_of(payload: bytes) -> Question:
-    """What is asked.
+def read_question(payload: bytes) -> Question:
+    """Return the question in these bytes.
 
     Raises:
-        ValueError: these bytes are no question.
+        ValueError: the bytes are not a question.
     """
     try:
         return Question.model_validate_json(payload)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(
-            f"no question: {'.'.join(map(str, first['loc']))} {first['msg']}"
-        ) from None
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"not a question: {where} {first['msg']}") from None
 
 
-def text_of(path: Path) -> str:
-    """A CSV file's text.
+def read_text(path: Path) -> str:
+    """Return the text of a CSV file.
 
     Raises:
         ValueError: it is not UTF-8.

@@ -1,4 +1,4 @@
-"""What a site's posterior says of rows, as a table: for people at the site, by the worker or without it."""
+"""Predictions of an institution's posterior for rows, as a table: for its own people, by the node or without it."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ import numpy as np
 import pandas as pd
 from torch.distributions.constraints import integer_interval
 
-from bayesfed.cli.local_queries import Question, Told, question_of
-from bayesfed.cli.messages import message
+from bayesfed.cli.errors import one_line
+from bayesfed.cli.local_queries import Answer, Question, read_question
 from bayesfed.data.federation import Federation
+from bayesfed.deploy.node_run import POSTERIOR
 from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.output.posterior import Posterior
 from bayesfed.settings import SettingsError
 
 QUANTILES = {"3 %": 0.03, "50 %": 0.5, "97 %": 0.97}
-KEPT = "posterior.safetensors"
 _ROW, _CLIENT, _VARIABLE = "row", "client", "variable"
 
 
 @dataclass
-class Kept:
-    """What a site keeps of its fits, for its own people.
+class LocalPosteriors:
+    """The posteriors of an institution's fits, for its own people.
 
     Attributes:
         federation: its clients, with the rows of the fit.
-        plan: what was fitted.
-        folder: the site's.
-        client: the column that says whose row it is.
-        fields: of a CSV file, the columns of each field.
-        alone: all rows are of this client, where the column is not there.
+        plan: the model and how it was fitted.
+        folder: the node's.
+        client: the column with a row's client.
+        fields: the columns of each field in a CSV file.
+        alone: the client of all rows, if the institution is one client.
     """
 
     federation: Federation
@@ -46,19 +46,19 @@ class Kept:
     _last: tuple[tuple[Path, int], Posterior] | None = field(default=None, init=False)
 
     def handle(self, payload: bytes) -> bytes:
-        """The answer to a question, as bytes; whatever is wrong with it is told in the answer."""
+        """Return the answer to a question, as bytes; to an invalid one it is an error."""
         try:
-            told = Told(table=self.table(question_of(payload)))
+            answer = Answer(table=self.table(read_question(payload)))
         except Exception as error:
-            told = Told(error=message(error))
-        return told.model_dump_json().encode()
+            answer = Answer(error=one_line(error))
+        return answer.model_dump_json().encode()
 
     @on_cpu()
     def table(self, question: Question) -> str:
-        """What is asked, as the text of a CSV file.
+        """Return the answer to a question, as the text of a CSV file.
 
         Raises:
-            ValueError: the rows are not what the fit's are; there is no such fit.
+            ValueError: the rows do not have the fields of the fit; there is no such fit.
         """
         posterior = self.posterior(question.run)
         rows = pd.read_csv(io.StringIO(question.rows), dtype={self.client: str})
@@ -86,13 +86,13 @@ class Kept:
         return text
 
     def posterior(self, run: str | None = None) -> Posterior:
-        """That of a run, by default the one that ended last.
+        """Return the posterior of a run, by default of the run that ended last.
 
         Raises:
             SettingsError: no run of that name has ended here.
         """
         ended = sorted(
-            (self.folder / "runs").glob(f"*/{KEPT}"), key=lambda path: path.stat().st_mtime_ns
+            (self.folder / "runs").glob(f"*/{POSTERIOR}"), key=lambda path: path.stat().st_mtime_ns
         )
         paths = [path for path in ended if run is None or path.parent.name == run]
         if not paths:
@@ -100,40 +100,37 @@ class Kept:
             raise SettingsError(
                 f"no fit{'' if run is None else f' {run!r}'} has ended here; those that have: {known}"
             )
-        key = (paths[-1], paths[-1].stat().st_mtime_ns)
+        path, algorithm = paths[-1], self.plan.algorithm
+        key = (path, path.stat().st_mtime_ns)
         if self._last is None or self._last[0] != key:
-            guide = getattr(self.plan.algorithm.globals, "guide", None)
-            self._last = (
-                key,
-                Posterior.load(paths[-1], self.plan.model, self.federation, guide=guide),
-            )
+            guide = getattr(algorithm.globals, "guide", None)
+            found = Posterior.load(path, self.plan.model, self.federation, guide=guide)
+            self._last = (key, found)
         return self._last[1]
 
 
 def _check_fields(found: Federation, expected: Federation) -> None:
     for name in expected.fields:
         if name not in found.fields:
-            raise ValueError(
-                f"the rows have no field {name!r}; it may be empty where it is not known"
-            )
+            raise ValueError(f"the rows have no field {name!r}; it may be empty if it is not known")
         one, other = tuple(found.event_shape(name)), tuple(expected.event_shape(name))
         if one != other:
-            raise ValueError(f"field {name!r} is {one} a row, in the fit it is {other}")
+            raise ValueError(f"field {name!r} has shape {one} a row, in the fit it is {other}")
 
 
 def _check_finite(table: pd.DataFrame) -> None:
-    """Fail where nothing can be said of a row because something that its outcome depends on is missing."""
+    """Fail on a row without a prediction, because a number on which its outcome depends is missing."""
     lacking = table[table["mean"].isna()]
     if len(lacking):
         first = lacking.iloc[0]
         raise ValueError(
-            f"nothing can be said of {first['variable']} of client {first['client']!r}: its rows lack a number that is "
-            "no outcome"
+            f"there is no prediction of {first['variable']} for client {first['client']!r}: its rows lack a number "
+            "that is no outcome"
         )
 
 
 def _outcomes(posterior: Posterior, rows: Federation, numbers: np.ndarray) -> pd.DataFrame:
-    """Of every row, which is called by its number; or of every client where an outcome is the client's."""
+    """Return predictions for every row, by its number, and for every client if an outcome is the client's."""
     clients, draws, tables = np.array(rows.names), posterior.predict(rows), []
     by_row = {_ROW: numbers, _CLIENT: clients[rows.owner.numpy()]}
     for site in posterior.program.observed:
@@ -144,24 +141,24 @@ def _outcomes(posterior: Posterior, rows: Federation, numbers: np.ndarray) -> pd
                 heads = whose | {_VARIABLE: f"{site.name} = {k}"}
                 tables.append(pd.DataFrame(heads | {"mean": (value == k).mean(0)}))
         else:
-            tables += _described(site.name, whose, value)
+            tables += _describe(site.name, whose, value)
     return pd.concat(tables)
 
 
 def _variables(posterior: Posterior) -> pd.DataFrame:
-    """Of every client."""
+    """Return summaries of the local variables of every client."""
     local, draws = [site.name for site in posterior.program.locals], posterior.sample()
     if not local:
-        raise ValueError("the model has no variables of its clients' own")
+        raise ValueError("the model has no local variables")
     whose = {_CLIENT: np.array(posterior.federation.names)}
-    tables = [t for n in local for t in _described(n, whose, draws[n].numpy(force=True))]
+    tables = [t for n in local for t in _describe(n, whose, draws[n].numpy(force=True))]
     return pd.concat(tables)
 
 
-def _described(
+def _describe(
     name: str, whose: Mapping[str, np.ndarray], draws: np.ndarray
 ) -> Iterator[pd.DataFrame]:
-    """Mean, standard deviation and quantiles of each number of ``(S, K, *event)`` draws."""
+    """Return mean, standard deviation and quantiles of each number of ``(S, K, *event)`` draws."""
     flat = draws.reshape(*draws.shape[:2], -1).astype(float)
     for j in range(flat.shape[2]):
         value, label = flat[:, :, j], name if draws.ndim == 2 else f"{name}[{j}]"

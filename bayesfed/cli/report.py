@@ -1,11 +1,11 @@
-"""What a run leaves behind: configuration, history, posterior and summary, in one folder."""
+"""The results of a run: configuration, history, posterior and summary, in one folder."""
 
 from __future__ import annotations
 
 import errno
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,14 +46,14 @@ class RunFolder:
 
     A folder that holds anything is never written to: the run goes to ``<folder>-2``, ``-3``, ...
     With ``overwrite`` the files of the earlier run are removed after the first round, ``run.safetensors`` at once.
-    With ``go_on`` the run is that of the folder, or a new one if there is nothing in it.
+    With ``go_on`` the run in the folder is resumed, or started if the folder is empty.
 
     Attributes:
         path: the folder; it exists.
         rounds: rounds recorded so far.
 
     Raises:
-        FileExistsError: the folder holds something, but no run to go on with.
+        FileExistsError: the folder holds files, but no run to go on with.
     """
 
     def __init__(self, wanted: Path, *, overwrite: bool = False, go_on: bool = False) -> None:
@@ -74,11 +74,11 @@ class RunFolder:
 
     @property
     def run(self) -> Path:
-        """Where the run is kept after its rounds."""
+        """The file that stores the run after its rounds."""
         return self.path / RUN
 
     def record(self, done: Round) -> None:
-        """Append a round to ``history.csv``; before the first, :meth:`begin`."""
+        """Append a round to ``history.csv``; before the first one call :meth:`begin`."""
         if not self.rounds:
             self.begin(done.number - 1)
         row = (done.number, done.elbo, done.seconds, len(done.cohort))
@@ -87,7 +87,7 @@ class RunFolder:
         self.rounds = done.number
 
     def begin(self, done: int) -> None:
-        """Write ``config.toml`` and the history of rounds that were done before; remove what was made of the run."""
+        """Write ``config.toml`` and the history of the rounds done before; remove earlier results."""
         for name in FILES.keys() - {RUN}:
             sweep(self.path / name)
             if name != "history.csv":
@@ -104,22 +104,37 @@ class RunFolder:
             temporary.write_text(text, encoding="utf-8")
 
     def abandon(self) -> None:
-        """Remove the folder, if it is this run's and still empty."""
+        """Remove the folder, if it is this run's and empty."""
         if self._ours and not any(self.path.iterdir()):
             self.path.rmdir()
 
     def write_draws(self, name: str, idata: az.InferenceData | xr.DataTree) -> None:
-        """Write what ``to_arviz`` gave as netCDF 4, atomically."""
+        """Write ArviZ's data as netCDF 4, atomically."""
         with atomically(self.path / name) as temporary:
             idata.to_netcdf(str(temporary), engine="h5netcdf")
 
-    def written(self) -> Iterator[tuple[str, str]]:
-        """The files that are there, each with what it is."""
-        return ((name, what) for name, what in FILES.items() if (self.path / name).exists())
+    def write_summary(
+        self,
+        posterior: xr.Dataset,
+        console: Console,
+        caveat: str,
+        held_out: xr.Dataset | None = None,
+    ) -> None:
+        """Write and print a :func:`summary`."""
+        table = summary(posterior, held_out)
+        self.write("summary.csv", table.to_csv(index_label="variable", float_format="%.6g"))
+        print_summary(table, console, caveat)
+
+    def print_files(self, console: Console) -> None:
+        """Print the files that exist, each with its contents."""
+        for name, what in FILES.items():
+            if (self.path / name).exists():
+                line = Text(str(self.path / name), style="bold").append(f"  {what}", style="dim")
+                console.print(line, soft_wrap=True)
 
 
 def _used(folder: Path) -> bool:
-    """Whether a folder holds more than a killed process may leave before anything is written."""
+    """Return whether a folder holds more than a killed process leaves before anything is written."""
     return folder.is_dir() and any(not file.name.startswith(".") for file in folder.iterdir())
 
 
@@ -131,14 +146,13 @@ def _line(number: int, elbo: float, seconds: float, clients: float) -> str:
 
 
 def summary(posterior: xr.Dataset, held_out: xr.Dataset | None = None) -> pd.DataFrame:
-    """Mean, sd and 94 % highest-density interval of every scalar, globals first.
+    """Return mean, sd and 94 % highest-density interval of every scalar, globals first.
 
-    ``r_hat`` and effective sample sizes are left out: the draws are independent, so they would say
-    nothing.
+    ``r_hat`` and effective sample sizes are left out: they mean nothing for independent draws.
 
     Args:
         posterior: draws, dims ``chain`` and ``draw`` in front.
-        held_out: draws of clients that took no part; a column ``held_out`` then tells them apart.
+        held_out: draws of clients that took no part, marked in a column ``held_out``.
     """
     names = sorted(map(str, posterior), key=lambda name: "client" in posterior[name].dims)
     table = arviz_compat.summary(posterior, names)
@@ -149,12 +163,12 @@ def summary(posterior: xr.Dataset, held_out: xr.Dataset | None = None) -> pd.Dat
     return pd.concat([table.assign(held_out=False), extra.assign(held_out=True)])
 
 
-def rounded(row: Sequence[float], sd: float) -> list[str]:
-    """Numbers with as many decimals as two significant digits of the sd need.
+def format_row(row: Sequence[float], sd: float) -> list[str]:
+    """Return numbers with as many decimals as two significant digits of the sd need.
 
     Example:
-        >>> from bayesfed.cli.report import rounded
-        >>> rounded([12.3456, 0.0876], sd=0.0876), rounded([1234.5, 56.7], sd=56.7)
+        >>> from bayesfed.cli.report import format_row
+        >>> format_row([12.3456, 0.0876], sd=0.0876), format_row([1234.5, 56.7], sd=56.7)
         (['12.346', '0.088'], ['1234', '57'])
     """
     usable = math.isfinite(sd) and sd > 0
@@ -163,7 +177,7 @@ def rounded(row: Sequence[float], sd: float) -> list[str]:
 
 
 def print_summary(table: pd.DataFrame, console: Console, caveat: str = "") -> None:
-    """Print a :func:`summary`, its first 40 rows, under what must be known before it is used."""
+    """Print the first 40 rows of a :func:`summary`, below a caveat, if there is one."""
     if caveat:
         console.print(Text(caveat, style="yellow"))
     shown = Table(box=None, header_style="bold", pad_edge=False)
@@ -176,7 +190,7 @@ def print_summary(table: pd.DataFrame, console: Console, caveat: str = "") -> No
         if marked and row["held_out"]:
             label.append(" (held out)", style="dim")
         numbers = row[["mean", "sd", "hdi_3%", "hdi_97%"]].astype(float).tolist()
-        shown.add_row(label, *rounded(numbers, numbers[1]))
+        shown.add_row(label, *format_row(numbers, numbers[1]))
     console.print(shown)
     if len(table) > _MOST_ROWS:
         console.print(f"... and {len(table) - _MOST_ROWS:,} more in summary.csv")
@@ -186,7 +200,7 @@ def print_summary(table: pd.DataFrame, console: Console, caveat: str = "") -> No
 
 
 def relative(path: Path, folder: Path) -> str:
-    """A path as seen from a folder, with forward slashes; absolute if on another drive."""
+    """Return a path relative to a folder, with forward slashes; absolute if on another drive."""
     try:
         return Path(os.path.relpath(path, folder)).as_posix()
     except ValueError:
@@ -194,7 +208,7 @@ def relative(path: Path, folder: Path) -> str:
 
 
 def to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """Sections as TOML, which has no null: keys that are None are left out.
+    """Return sections as TOML, which has no null: keys that are None are left out.
 
     Example:
         >>> from bayesfed.cli.report import to_toml

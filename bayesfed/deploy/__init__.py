@@ -1,1 +1,1 @@
-"""A fit between machines: the clients' rows and variables stay at their sites."""
+"""A fit between machines: the clients' rows and local variables stay at their institutions."""

@@ -1,9 +1,9 @@
-"""bayesfed as an app of Flower: bytes to and from the workers that stay; the server is :mod:`bayesfed.cli.flower`.
+"""bayesfed as a Flower app: bytes to and from the resident nodes; :mod:`bayesfed.cli.flower_server` is the server.
 
-Flower starts a new process for every message. So :data:`client_app` computes nothing: it hands the message to the
-resident worker of its site, whose address is ``socket`` in the SuperNode's ``--node-config``, and returns the answer.
-It imports no torch. In Flower's simulation, which has no node-config, the addresses are ``sockets`` in the run's
-configuration, separated by spaces, in the order of the partitions.
+Flower starts a new process for every message. So :data:`client_app` computes nothing: it forwards the message to the
+resident node of its institution, whose address is ``socket`` in the SuperNode's ``--node-config``, and returns the
+answer. It does not import torch. In Flower's simulation, which has no node-config, the addresses are ``sockets`` in the
+run's configuration, separated by spaces, in the order of the partitions.
 """
 
 import logging
@@ -29,29 +29,29 @@ client_app = ClientApp()
 
 @client_app.query()
 def forward(message: Message, context: Context) -> Message:
-    """Ask the site's worker, for as long as the server waits.
+    """Forward a message to the institution's node, and wait for the answer as long as the server does.
 
     Raises:
-        ValueError: the site says no worker's address; the message is not of :func:`carrier`.
-        OSError: the worker did not answer. Flower tells the server so.
+        ValueError: the configuration has no node's address; the message is not of :func:`carrier`.
+        OSError: the node did not answer; Flower reports it to the server.
     """
     payload = _payload(message.content)
     if payload is None:
         raise ValueError("the message is not of bayesfed's server")
-    answer = call(worker(context), payload, message.metadata.ttl)
+    answer = call(node_address(context), payload, message.metadata.ttl)
     return Message(_content(answer), reply_to=message)
 
 
-def worker(context: Context) -> str:
-    """The address of the worker behind a SuperNode, or behind one of a simulation.
+def node_address(context: Context) -> str:
+    """Return the address of the node behind a SuperNode, or behind one of a simulation.
 
     Raises:
-        ValueError: says where to put it.
+        ValueError: there is no address; the message says where to put it.
 
     Example:
-        >>> context = Context(0, 0, {"socket": "/run/ward/worker.sock"}, RecordDict(), {}, 0)
-        >>> worker(context)
-        '/run/ward/worker.sock'
+        >>> context = Context(0, 0, {"socket": "/run/ward/node.sock"}, RecordDict(), {}, 0)
+        >>> node_address(context)
+        '/run/ward/node.sock'
     """
     node, run = context.node_config, context.run_config
     if "socket" in node:
@@ -59,7 +59,7 @@ def worker(context: Context) -> str:
     addresses = str(run.get("sockets", "")).split()
     if "partition-id" not in node or not addresses:
         raise ValueError(
-            "no worker's address: start the SuperNode with --node-config 'socket=\"ADDRESS\"', or a simulation with "
+            "no node's address: start the SuperNode with --node-config 'socket=\"ADDRESS\"', or a simulation with "
             "--run-config 'sockets=\"ADDRESS ADDRESS\"'"
         )
     partition = int(node["partition-id"])
@@ -71,34 +71,39 @@ def worker(context: Context) -> str:
 
 
 def carrier(grid: Grid) -> Carrier:
-    """The nodes of a run, whose addresses are their ids; a node that was lost is reachable for another minute."""
+    """Return a carrier to the SuperNodes of a run; a lost one remains reachable for another minute.
+
+    Addresses are the SuperNodes' ids.
+    """
 
     def reachable() -> list[str]:
         return [str(node) for node in grid.get_node_ids()]
 
-    waiting: dict[str, str] = {}  # the node of a message
+    waiting: dict[str, str] = {}  # the address of a message
 
     def exchange(messages: Mapping[str, bytes], wait: Wait) -> dict[str, bytes]:
-        begun, found = time.monotonic(), dict[str, bytes]()
+        start, found = time.monotonic(), dict[str, bytes]()
         enough = len(messages) if wait.enough is None else wait.enough
         for name in [name for name, address in waiting.items() if address in messages]:
-            del waiting[name]  # of an earlier message
+            del waiting[name]  # its answer would be to an earlier message
         sent = grid.push_messages(
             [
-                Message(_content(payload), int(address), _KIND, ttl=wait.seconds + wait.late)
+                Message(
+                    _content(payload), int(address), _KIND, ttl=wait.seconds + wait.stale_seconds
+                )
                 for address, payload in messages.items()
             ]
         )
         asked = {name: address for name, address in zip(sent, messages, strict=True) if name}
         waiting.update(asked)
         for address in messages.keys() - set(asked.values()):
-            _log.warning("node %s: Flower knows it no longer", address)
+            _log.warning("node %s: Flower does not list it any more", address)
         while waiting:
             for reply in grid.pull_messages(list(waiting)):
                 address = waiting.pop(reply.metadata.reply_to_message_id, "")
                 if address and (answer := _answer(reply, address)) is not None:
                     found[address] = answer
-            waited = time.monotonic() - begun
+            waited = time.monotonic() - start
             if (
                 not asked.keys() & waiting.keys()
                 or len(messages.keys() & found.keys()) >= enough
@@ -108,7 +113,7 @@ def carrier(grid: Grid) -> Carrier:
             time.sleep(min(max(0.1, 0.02 * waited), wait.seconds - waited))
         for name in asked.keys() & waiting.keys():
             _log.warning("node %s: no answer within %g s", waiting[name], wait.seconds)
-            if not wait.late:
+            if not wait.stale_seconds:
                 del waiting[name]
         return found
 
@@ -116,7 +121,7 @@ def carrier(grid: Grid) -> Carrier:
 
 
 def _answer(reply: Message, address: str) -> bytes | None:
-    """What a node answered; where it did not, the log says why."""
+    """Return the answer of a SuperNode, or None and a line in the log that says why there is none."""
     if reply.has_error():
         _log.warning("node %s: %s", address, reply.error.reason)
         return None
@@ -126,7 +131,7 @@ def _answer(reply: Message, address: str) -> bytes | None:
 
 
 def _content(payload: bytes) -> RecordDict:
-    """An array, as Flower sends arrays by pieces of 5 MB: 50 MB take half as long as in one piece."""
+    """Return an array record, since Flower sends arrays in pieces of 5 MB: 50 MB take half as long as in one piece."""
     array = Array("uint8", (len(payload),), "bytes", payload)
     return RecordDict({_RECORD: ArrayRecord({_PAYLOAD: array})})
 

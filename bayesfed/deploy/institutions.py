@@ -1,4 +1,4 @@
-"""The sites of a run: who they are, where they are reached, and what is waited for."""
+"""The institutions of a run: their names and data, their nodes' addresses, and how long the server waits for them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from torch import Tensor
 from bayesfed.deploy.messages import (
     Hello,
     MessageError,
-    Round,
+    RoundId,
     Schema,
     Tensors,
-    of_kind,
-    packed,
+    check_unique,
+    pack,
     schema_difference,
-    unique,
+    unpack_as,
 )
 from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.deploy.transport import Carrier, Wait
+from bayesfed.engine.run import Run
 from bayesfed.rules import Rule
 from bayesfed.settings import Strict
 
@@ -30,7 +31,7 @@ M = TypeVar("M", bound=Strict)
 
 @dataclass(frozen=True)
 class Expected:
-    """What a site brings that may join a run later."""
+    """The numbers of clients and rows of an institution that may join a run later."""
 
     clients: int
     rows: int
@@ -38,72 +39,74 @@ class Expected:
 
 @dataclass(frozen=True)
 class Patience:
-    """What the server waits for.
+    """The institutions for which the server waits, and for how long.
 
     Attributes:
-        sites: names of the sites that take part; a run begins once all have answered.
+        institutions: names of the institutions that take part; a run begins once all have answered.
         seconds: how long a round waits for answers.
-        minimum: how many of the sites that a round asks must answer in time; else it is asked again.
-        attempts: how often.
-        joining: how long a run waits for all sites at its start, in seconds.
-        enough: a round goes on once so many of the sites that it asks have answered; by default all.
-        late: in how many later rounds an answer still counts; until then its site is not asked again.
-        expected: sites that are not waited for at the start, and what they bring when they join.
+        minimum: the number of institutions that must answer a round in time; else it is asked again.
+        attempts: how often a round is asked.
+        joining: how long a run waits for all institutions at its start, in seconds.
+        enough: a round goes on once so many of the institutions that it asks have answered; by default all.
+        max_staleness: in how many later rounds an answer counts; until then its institution is not asked again.
+        expected: institutions that are not waited for at the start, and their data when they join.
 
     Raises:
-        ValueError: ``enough`` is fewer than the minimum; none of the sites is there at the start.
+        ValueError: ``enough`` is below the minimum; no institution takes part from the start.
     """
 
-    sites: tuple[str, ...]
+    institutions: tuple[str, ...]
     seconds: float = 600.0
     minimum: int = 1
     attempts: int = 10
     joining: float = 600.0
     enough: int | None = None
-    late: int = 0
+    max_staleness: int = 0
     expected: Mapping[str, Expected] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.enough is not None and self.enough < self.minimum:
             raise ValueError(
-                f"enough: {self.enough} sites are fewer than the minimum, {self.minimum}"
+                f"enough: {self.enough} institutions are fewer than the minimum, {self.minimum}"
             )
-        if not set(self.sites) - self.expected.keys():
-            raise ValueError("expected: a run begins with a site that is there at the start")
+        if not set(self.institutions) - self.expected.keys():
+            raise ValueError(
+                "expected: a run begins with an institution that is there at the start"
+            )
 
     def check(self, plan: DeploymentPlan) -> None:
-        """Fail where answers of a part of the sites, or late ones, cannot count.
+        """Fail if the plan does not allow answers of some of the institutions, or stale ones.
 
         Raises:
-            ValueError: says why.
+            ValueError: gives the reason.
         """
-        if plan.secure and (self.enough is not None or self.late):
+        if plan.secure and (self.enough is not None or self.max_staleness):
             raise ValueError(
-                "enough, late: a secure sum is of all whom its round asks: leave them out"
+                "enough, max_staleness: a secure sum is of all whom its round asks: leave them out"
             )
-        if self.late and plan.privacy is not None:
+        if self.max_staleness and plan.privacy is not None:
             raise ValueError(
-                "late: clip and noise are of a round's own uploads: leave it out, or privacy"
+                "max_staleness: clip and noise are of a round's own uploads: leave it out, or privacy"
             )
-        if self.late and type(plan.algorithm.rule).stale is Rule.stale:
+        if self.max_staleness and type(plan.algorithm.rule).stale is Rule.stale:
             raise ValueError(
-                f"late: {plan.algorithm} uploads what is of use in its own round only; SFVI and PVI "
-                "upload changes of what the server remembers"
+                f"max_staleness: {plan.algorithm} uploads what is of use in its own round only; SFVI "
+                "and PVI upload changes of what the server remembers"
             )
 
     @property
     def wait(self) -> Wait:
-        """Of a round."""
-        return Wait(self.seconds, self.enough, self.late * self.seconds)
+        """The wait for the answers to a round."""
+        return Wait(self.seconds, self.enough, self.max_staleness * self.seconds)
 
 
 @dataclass(frozen=True)
-class Member:
-    """A site of the run.
+class Institution:
+    """An institution of the run.
 
     Attributes:
-        schema: what it has.
-        first: position of its first client among all.
+        schema: a description of its data.
+        first: the position of its first client among all.
     """
 
     schema: Schema
@@ -111,174 +114,197 @@ class Member:
 
     @property
     def name(self) -> str:
-        """What it is called."""
-        return self.schema.site
+        """The institution's name."""
+        return self.schema.institution
 
-    def own(self, cohort: Tensor) -> Tensor:
-        """Which of a cohort are its clients: bool ``(K,)``."""
+    def owns(self, cohort: Tensor) -> Tensor:
+        """Return which clients of a cohort are its own: bool ``(K,)``."""
         return (cohort >= self.first) & (cohort < self.first + len(self.schema.clients))
 
 
 @dataclass(frozen=True)
-class Due:
-    """An answer that has not come in its round: of which round, and of how many clients."""
+class Overdue:
+    """An answer that has not come in its round: the round, and the number of clients that it is of."""
 
-    round: Round
+    round: RoundId
     clients: int
 
 
-class Sites:
-    """The sites of a run, and where they are reached.
+class Institutions:
+    """The institutions of a run, and the addresses of their nodes.
 
     Args:
-        carrier: what carries messages.
-        plan: what was agreed on.
-        patience: what is waited for.
-        say: told what happens, a line at a time.
+        carrier: the transport of messages.
+        plan: the fit.
+        patience: how long the server waits, and for whom.
+        report: called with a line of text for each event.
+
+    Attributes:
+        addresses: by institution, where its node was reached last.
+        keys: for secure sums, the public keys of the run, in hexadecimal.
+        refused, absent: by institution, the number of its answers that were refused, or did not come in time.
+        overdue: by institution, the answer that has not come.
+        present: the institutions that take part already.
     """
 
     def __init__(
-        self, carrier: Carrier, plan: DeploymentPlan, patience: Patience, say: Callable[[str], None]
+        self,
+        carrier: Carrier,
+        plan: DeploymentPlan,
+        patience: Patience,
+        report: Callable[[str], None],
     ) -> None:
-        self.carrier, self.plan, self.patience, self.say = carrier, plan, patience, say
+        self.carrier, self.plan, self.patience, self.report = carrier, plan, patience, report
         self.addresses: dict[str, str] = {}
         self.keys: dict[str, str] = {}
-        self.refused = dict.fromkeys(patience.sites, 0)
-        self.absent = dict.fromkeys(patience.sites, 0)
-        self.due: dict[str, Due] = {}
-        self._later: dict[str, bytes] = {}
-        self.there = {name for name in patience.sites if name not in patience.expected}
+        self.refused = dict.fromkeys(patience.institutions, 0)
+        self.absent = dict.fromkeys(patience.institutions, 0)
+        self.overdue: dict[str, Overdue] = {}
+        self.present = set(patience.institutions) - patience.expected.keys()
+        self._stale: dict[str, bytes] = {}
         patience.check(plan)
 
-    def members(self) -> list[Member]:
-        """The sites, in the order of the plan; of those who may join later what is expected of them.
+    def gather(self) -> list[Institution]:
+        """Wait for the institutions, and return them in the order of the plan; some may be expected to join later.
 
         Raises:
-            MessageError: their data do not fit together, or clients are called the same.
-            TimeoutError: one has not answered.
+            MessageError: their data do not fit together, or clients have the same name.
+            TimeoutError: an institution has not answered.
         """
-        schemas = self.found(self.patience.joining)
-        known = [schemas[name] for name in self.patience.sites if name in schemas]
+        schemas = self._find_all(self.patience.joining)
+        known = [schemas[name] for name in self.patience.institutions if name in schemas]
         for schema in known[1:]:
             differs = schema_difference(known[0], schema)
             if differs is not None:
                 raise MessageError(differs)
-        unique(known)
+        check_unique(known)
         members, first = [], 0
-        for name in self.patience.sites:
-            schema = schemas[name] if name in schemas else self._expected(name, known[0])
-            members.append(Member(schema, first))
+        for name in self.patience.institutions:
+            schema = schemas[name] if name in schemas else self._expected_schema(name, known[0])
+            members.append(Institution(schema, first))
             first += len(schema.clients)
         return members
 
-    def _expected(self, name: str, like: Schema) -> Schema:
-        brings = self.patience.expected[name]
-        clients = [f"{name} {i + 1}" for i in range(brings.clients)]
-        return like.model_copy(update={"site": name, "clients": clients, "rows": brings.rows})
+    def _expected_schema(self, name: str, like: Schema) -> Schema:
+        expected = self.patience.expected[name]
+        clients = [f"{name} {i + 1}" for i in range(expected.clients)]
+        update = {"institution": name, "clients": clients, "rows": expected.rows}
+        return like.model_copy(update=update)
 
-    def found(self, seconds: float) -> dict[str, Schema]:
-        """Where the sites are now that are there from the start.
-
-        Raises:
-            TimeoutError: one has not answered in time.
-        """
+    def _find_all(self, seconds: float) -> dict[str, Schema]:
+        """Wait for all institutions that are there from the start, and return their schemas."""
         end, schemas = time.monotonic() + seconds, dict[str, Schema]()
-        while missing := self.there - schemas.keys():
+        while missing := self.present - schemas.keys():
             if (left := end - time.monotonic()) <= 0:
                 raise TimeoutError(
-                    f"site {min(missing)!r} has not answered in {seconds:.0f} s ({len(missing)} of "
-                    f"{len(self.there)} sites have not): is its worker running?"
+                    f"institution {min(missing)!r} has not answered in {seconds:.0f} s ({len(missing)} of "
+                    f"{len(self.present)} institutions have not): is its node running?"
                 )
             known = {self.addresses[name] for name in schemas}
-            schemas |= self._greeted(missing, known, max(1.0, min(left, 60.0)))
-            time.sleep(0.2 if self.there - schemas.keys() else 0.0)
+            schemas |= self._greet(missing, known, max(1.0, min(left, 60.0)))
+            time.sleep(0.2 if self.present - schemas.keys() else 0.0)
         return schemas
 
-    def _greeted(self, names: Set[str], known: Set[str], seconds: float) -> dict[str, Schema]:
-        """Those of these sites that answer at other addresses than the known ones, where they are from now on."""
-        hello = {a: packed(Hello()) for a in self.carrier.reachable() if a not in known}
+    def _greet(self, names: Set[str], known: Set[str], seconds: float) -> dict[str, Schema]:
+        """Look for institutions at all but the known addresses; note the addresses, and return the schemas."""
+        hello = {a: pack(Hello()) for a in self.carrier.reachable() if a not in known}
         owner = {address: name for name, address in self.addresses.items()}
         found: dict[str, list[tuple[str, Schema]]] = {}
         for address, payload in self._exchange(hello, Wait(seconds)).items():
             try:
-                schema, _ = of_kind(payload, Schema)
+                schema, _ = unpack_as(payload, Schema)
             except MessageError as error:
-                self.say(f"{address}: {error}")
+                self.report(f"{address}: {error}")
                 continue
-            if owner.get(address, schema.site) != schema.site:
-                self.say(f"{address} was site {owner[address]!r}, it is not {schema.site!r} now")
-            elif schema.site in names:
-                found.setdefault(schema.site, []).append((address, schema))
+            name = schema.institution
+            if owner.get(address, name) != name:
+                self.report(f"{address} was institution {owner[address]!r}, it is not {name!r} now")
+            elif name in names:
+                found.setdefault(name, []).append((address, schema))
         for name in [name for name, who in found.items() if len(who) > 1]:
             where = " and ".join(sorted(address for address, _ in found.pop(name)))
-            self.say(f"{where} say both that they are site {name!r}: neither is taken for it")
+            self.report(f"{where} both claim to be institution {name!r}: neither is accepted")
         self.addresses |= {name: who[0][0] for name, who in found.items()}
         return {name: who[0][1] for name, who in found.items()}
 
-    def told(
+    def _greet_again(self, names: Set[str], *, elsewhere: bool = False) -> dict[str, Schema]:
+        """Return the schemas of those institutions that answer now, wherever they are.
+
+        Args:
+            names: of the institutions.
+            elsewhere: look at new addresses only, since nodes at the known ones may be busy.
+        """
+        known = {self.addresses[n] for n in self.addresses if elsewhere or n not in names}
+        return self._greet(names, known, min(10.0, self.patience.seconds))
+
+    def newcomers(self) -> dict[str, Schema]:
+        """Return the schemas of institutions that were to join later and have appeared."""
+        missing = self.patience.expected.keys() - self.present
+        return self._greet_again(missing, elsewhere=True) if missing else {}
+
+    def await_return(self, names: Set[str]) -> None:
+        """Wait until these institutions can be asked again, for as long as a round waits for answers."""
+        end, missing = time.monotonic() + self.patience.seconds, set(names)
+        while missing and time.monotonic() < end:
+            missing -= self._greet_again(missing).keys()
+            time.sleep(0.5 if missing else 0.0)
+
+    def request_all(
         self, requests: Mapping[str, bytes], kind: type[M], run: str
     ) -> dict[str, tuple[M, dict[str, Tensors]]]:
-        """What all of these sites answer; who does not is asked again.
+        """Return the answers of all of these institutions; those that do not answer are asked again.
 
         Raises:
-            MessageError: a site refuses.
-            TimeoutError: one does not answer.
+            MessageError: an institution refuses.
+            TimeoutError: an institution does not answer.
         """
         found: dict[str, tuple[M, dict[str, Tensors]]] = {}
         for _ in range(self.patience.attempts):
             left = {name: payload for name, payload in requests.items() if name not in found}
             if not left:
                 break
-            for name, payload in self.sent(left, Wait(self.patience.seconds)).items():
+            for name, payload in self.send(left, Wait(self.patience.seconds)).items():
                 try:
-                    found[name] = of_kind(payload, kind, run)
+                    found[name] = unpack_as(payload, kind, run)
                 except MessageError as error:
-                    who = "" if f"site {name!r}" in str(error) else f"from site {name!r}: "
-                    raise MessageError(f"{who}{error}") from None
-            self.await_back(left.keys() - found.keys())
+                    who = f"institution {name!r}"
+                    text = f"{error}" if who in str(error) else f"from {who}: {error}"
+                    raise MessageError(text) from None
+            self.await_return(left.keys() - found.keys())
         if missing := requests.keys() - found.keys():
-            raise TimeoutError(f"site {min(missing)!r} does not answer")
+            raise TimeoutError(f"institution {min(missing)!r} does not answer")
         return found
 
-    def sent(self, requests: Mapping[str, bytes], wait: Wait) -> dict[str, bytes]:
-        """What these sites answer in time, by site; those that do not are looked for at other addresses."""
+    def send(self, requests: Mapping[str, bytes], wait: Wait) -> dict[str, bytes]:
+        """Return the answers that come in time, by institution; look for the others at other addresses."""
         replies = self._exchange({self.addresses[n]: p for n, p in requests.items()}, wait)
         found = {n: replies[self.addresses[n]] for n in requests if self.addresses[n] in replies}
         if missing := requests.keys() - found.keys():
-            busy = wait.enough is not None or wait.late > 0
-            self._look_again(missing, elsewhere=busy)
+            busy = wait.enough is not None or wait.stale_seconds > 0
+            self._greet_again(missing, elsewhere=busy)
         return found
 
-    def idle(self, own: Mapping[str, Member], done: int, fewest: int) -> Mapping[str, Member]:
-        """Those of these sites whose answers to earlier rounds are not waited for; all, where these are too few."""
-        late = self.patience.late
-        self.due = {n: due for n, due in self.due.items() if done - due.round.number <= late}
-        free = {name: member for name, member in own.items() if name not in self.due}
-        return free if len(free) >= fewest else own
+    def available(
+        self, members: Mapping[str, Institution], done: int, fewest: int
+    ) -> Mapping[str, Institution]:
+        """Return the institutions without an answer that may yet come; all, if these are too few."""
+        limit = self.patience.max_staleness
+        self.overdue = {n: o for n, o in self.overdue.items() if done - o.round.number <= limit}
+        free = {name: member for name, member in members.items() if name not in self.overdue}
+        return free if len(free) >= fewest else members
 
-    def belated(self) -> dict[str, bytes]:
-        """What sites have answered since to an earlier round, by site; each is told once."""
-        found, self._later = self._later, {}
+    def take_stale(self) -> dict[str, bytes]:
+        """Return the answers to earlier rounds that have come since the last call, by institution."""
+        found, self._stale = self._stale, {}
         return {n: found[address] for n, address in self.addresses.items() if address in found}
 
     def _exchange(self, messages: Mapping[str, bytes], wait: Wait) -> dict[str, bytes]:
         found = self.carrier.exchange(messages, wait)
-        self._later |= {at: payload for at, payload in found.items() if at not in messages}
+        self._stale |= {at: payload for at, payload in found.items() if at not in messages}
         return {at: payload for at, payload in found.items() if at in messages}
 
-    def await_back(self, names: Set[str]) -> None:
-        """Wait until these sites can be asked again, for as long as a round waits for answers."""
-        end, missing = time.monotonic() + self.patience.seconds, set(names)
-        while missing and time.monotonic() < end:
-            missing -= self._look_again(missing).keys()
-            time.sleep(0.5 if missing else 0.0)
 
-    def arrived(self) -> dict[str, Schema]:
-        """Of the sites that may join later those that are there now."""
-        missing = self.patience.expected.keys() - self.there
-        return self._look_again(missing, elsewhere=True) if missing else {}
-
-    def _look_again(self, names: Set[str], *, elsewhere: bool = False) -> dict[str, Schema]:
-        """Those of these sites that answer, wherever they are now; who is busy where it was only at another address."""
-        known = {self.addresses[n] for n in self.addresses if elsewhere or n not in names}
-        return self._greeted(names, known, min(10.0, self.patience.seconds))
+def run_name(run: Run) -> str:
+    """Return the identifier of a run in messages."""
+    assert run.file is not None
+    return run.file.name

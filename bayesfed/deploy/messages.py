@@ -1,17 +1,17 @@
-"""What passes between the server and a site: plain data and tensors in one safetensors file, never a pickle.
+"""The messages between the server and a node: plain data and tensors in one safetensors file, never a pickle.
 
-    server → site        site → server
-    Hello                Schema       who are you?
-    Begin                Digest       the settings, and the server's first state
-    Ask                  Reply        a round; and which earlier answer was accepted
-    Open                 Seal         of a secure sum: the masked uploads of all are there
-    Finish               Done         the last state, of which clients make their variables
-    Weigh                Weights      log densities of draws of θ, see bayesfed.output.correction
-    End                  Done         what stands for q(θ)
-    any of these         Refusal      why not, in words
+    server → node        node → server
+    Hello                Schema          a description of the institution's data
+    Begin                Digest          the settings, and the server's first state
+    Ask                  Reply           a round, and which earlier answer the server accepted
+    Open                 Seal            secure sums: the masked uploads of all institutions have arrived
+    Finish               Done            the last state, from which the node makes its clients' local variables
+    Evaluate             LogDensities    log densities at draws of θ, see bayesfed.output.correction
+    End                  Done            the corrected draws of θ, if any
+    any of these         Refusal         the reason for a refusal, in words
 
-A message is checked before anything of it is used: its plain data by pydantic, its tensors by their names, shapes and
-types, see :func:`check_like`.
+A message is checked before any of it is used: pydantic checks its plain data; :func:`check_like` checks the names,
+shapes and types of its tensors.
 """
 
 from __future__ import annotations
@@ -28,220 +28,218 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-from bayesfed.settings import Strict
+from bayesfed.settings import Count, Strict, Times
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Key = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-Number = Annotated[int, Field(ge=0)]
 Tensors = dict[str, Tensor]
 _METADATA = "bayesfed message"
 
 
 class MessageError(ValueError):
-    """Bytes that are no message, or one that says what cannot be."""
+    """Bytes that are not a message, or a message whose contents are not valid."""
 
 
 class Hello(Strict):
-    """Who is there?"""
+    """A request for the schema of the institution behind an address."""
 
     kind: Literal["hello"] = "hello"
 
 
 class FieldSchema(Strict):
-    """Of a field: the shape of one row of it, and its type."""
+    """The shape of one row of a field, and its type."""
 
-    shape: list[Number]
+    shape: list[Times]
     dtype: Literal["float16", "bfloat16", "float32", "float64", "int64", "int32", "bool", "uint8"]
 
 
 class Schema(Strict):
-    """What a site has, without a number of its rows.
+    """A description of an institution's data, without any number from its rows.
 
     Attributes:
-        site: what it is called.
-        clients: its clients' names.
-        rows: how many rows they have together.
-        client_dim: what a client is called in the data.
-        gaps: fields may have missing values.
-        version: of bayesfed.
+        institution: its name.
+        clients: the names of its clients.
+        rows: the number of rows of all its clients.
+        client_dim: the name of the data's client dimension.
+        gaps: true if fields may have missing values.
+        fields: the schema of each field.
+        version: the node's version of bayesfed.
     """
 
     kind: Literal["schema"] = "schema"
-    site: Name
+    institution: Name
     clients: Annotated[list[Name], Field(min_length=1)]
-    rows: Annotated[int, Field(ge=1)]
+    rows: Count
     client_dim: Name
     gaps: bool
     fields: dict[Name, FieldSchema]
     version: str
 
 
-class Begin(Strict):
-    """The run that a site is to take part in.
+class RunMessage(Strict):
+    """A message of the run with this identifier."""
 
-    Tensors: ``state`` the server's first, ``start`` the coordinates of the guide.
+    run: Name
+
+
+class Begin(RunMessage):
+    """The run in which a node is to take part.
+
+    Tensors: ``state``, the server's first state; ``start``, the coordinates of the guide.
 
     Attributes:
-        run: what it calls itself.
-        terms: the settings that all must have in common.
-        clients: N.
-        rows: Σ n_i.
-        cohort: K.
+        terms: the settings that all must share.
+        clients: N, the number of clients.
+        rows: Σ n_i, the number of rows.
+        cohort: K, the number of clients in a round.
     """
 
     kind: Literal["begin"] = "begin"
-    run: Name
     terms: dict[str, Any]
-    clients: Annotated[int, Field(ge=1)]
-    rows: Annotated[int, Field(ge=1)]
-    cohort: Annotated[int, Field(ge=1)]
+    clients: Count
+    rows: Count
+    cohort: Count
 
 
-class Digest(Strict):
-    """A site has begun. Tensors: ``program``, by which the server knows its model again.
+class Digest(RunMessage):
+    """The answer to :class:`Begin`. Tensors: ``program``, a fingerprint by which the server recognises its model.
 
     Attributes:
-        key: of secure sums, the site's public key of this run, in hexadecimal.
+        key: for secure sums, the node's public key of this run, in hexadecimal.
     """
 
     kind: Literal["digest"] = "digest"
-    run: Name
     key: Key | None = None
 
 
-class Round(Strict):
-    """A round's number and attempt: what is answered to the same twice has the same bytes."""
+class RoundId(Strict):
+    """The number of a round and of an attempt at it: a node answers the same identifier with the same bytes."""
 
-    number: Number
-    attempt: Number
+    number: Times
+    attempt: Times
 
     @property
     def order(self) -> tuple[int, int]:
-        """By which a question is earlier or later than another."""
+        """A key that sorts requests by time."""
         return self.number, self.attempt
 
 
-class Ask(Strict):
-    """What a round asks of a site. Tensors: ``message``, ``cohort`` the positions of its clients in it.
+class Ask(RunMessage):
+    """A round's request to a node. Tensors: ``message``; ``cohort``, the positions of the node's clients in it.
 
     Attributes:
-        accepted: the round whose answer by this site the server took last, if any.
-        roster: of secure sums, the sites that are asked, with their keys.
+        round: the round and attempt.
+        accepted: the round in which the server last accepted an answer of this node, if any.
+        rate: the learning rate's factor.
+        clip: the largest norm of a client's upload.
+        noisy: true if the uploads have the noise of differential privacy.
+        roster: for secure sums, the institutions that are asked, with their public keys.
     """
 
     kind: Literal["ask"] = "ask"
-    run: Name
-    round: Round
-    accepted: Round | None
+    round: RoundId
+    accepted: RoundId | None
     rate: float
     clip: float
     noisy: bool
     roster: dict[Name, Key] | None = None
 
 
-class Reply(Strict):
-    """A site's answer. Tensors: ``total``, ``sound``, ``said``; of secure sums ``masked`` and ``sound``."""
+class Reply(RunMessage):
+    """The answer to :class:`Ask`. Tensors: ``total``, ``sound``, ``elbo``; with secure sums ``masked``, ``sound``."""
 
     kind: Literal["reply"] = "reply"
-    run: Name
-    round: Round
+    round: RoundId
 
 
-class Open(Strict):
-    """All masked uploads of a round are there. ``broadcast`` is the digest of what was asked."""
+class Open(RunMessage):
+    """A request for a seal, when all masked uploads have arrived; ``broadcast`` is the digest of the request."""
 
     kind: Literal["open"] = "open"
-    run: Name
-    round: Round
+    round: RoundId
     broadcast: Key
     roster: dict[Name, Key]
 
 
-class Seal(Strict):
-    """The key of a site's own mask, in hexadecimal."""
+class Seal(RunMessage):
+    """The key of a node's own mask, in hexadecimal."""
 
     kind: Literal["seal"] = "seal"
-    run: Name
     seal: Key
 
 
-class Finish(Strict):
-    """The rounds are over. Tensors: ``state`` the server's last, ``history``."""
+class Finish(RunMessage):
+    """The end of the rounds. Tensors: ``state``, the server's last state; ``history``."""
 
     kind: Literal["finish"] = "finish"
-    run: Name
-    accepted: Round | None
-    done: Number
+    accepted: RoundId | None
+    done: Times
     epsilon: float | None
     moving: dict[str, float] | None
     rising: float | None
-    settled: bool | None
+    converged: bool | None
 
 
-class Weigh(Strict):
-    """Draws of θ to weigh. Tensors: ``theta``, ``key``.
+class Evaluate(RunMessage):
+    """A request for log densities at draws of θ. Tensors: ``theta``, ``key``.
 
     Attributes:
-        round: of secure sums, the number of this one.
-        roster: of secure sums, all sites, with their keys.
-        closely: how they are weighed, see :func:`bayesfed.output.log_densities.sum_log_weights`.
+        closely: how they are computed, see :func:`bayesfed.output.draws.terms`.
+        round: for secure sums, the identifier of this sum.
+        roster: for secure sums, all institutions, with their public keys.
     """
 
-    kind: Literal["weigh"] = "weigh"
-    run: Name
+    kind: Literal["evaluate"] = "evaluate"
     closely: bool = False
-    round: Round | None = None
+    round: RoundId | None = None
     roster: dict[Name, Key] | None = None
 
 
-class Weights(Strict):
-    """What a site says of them. Tensors: ``terms``; of secure sums ``masked``."""
+class LogDensities(RunMessage):
+    """The answer to :class:`Evaluate`. Tensors: ``terms``; with secure sums ``masked``."""
 
-    kind: Literal["weights"] = "weights"
-    run: Name
+    kind: Literal["log_densities"] = "log_densities"
 
 
-class End(Strict):
-    """The fit is over. Tensors: ``theta``, draws that stand for q(θ), if any; the rest is of these."""
+class End(RunMessage):
+    """The end of the fit. Tensors: ``theta``, the corrected draws of θ, if any, which the settings describe."""
 
     kind: Literal["end"] = "end"
-    run: Name
     khat: float | None
     closely: bool = False
 
 
-class Done(Strict):
-    """It is done."""
+class Done(RunMessage):
+    """The answer to a request that needs no other."""
 
     kind: Literal["done"] = "done"
-    run: Name
 
 
 class Refusal(Strict):
-    """It cannot be done."""
+    """The reason why a request was refused."""
 
     kind: Literal["refusal"] = "refusal"
     why: str
 
 
-Request = Hello | Begin | Ask | Open | Finish | Weigh | End
-Response = Schema | Digest | Reply | Seal | Weights | Done | Refusal
+Request = Hello | Begin | Ask | Open | Finish | Evaluate | End
+Response = Schema | Digest | Reply | Seal | LogDensities | Done | Refusal
 _ANY: TypeAdapter[Request | Response] = TypeAdapter(
     Annotated[Request | Response, Field(discriminator="kind")]
 )
 M = TypeVar("M", bound=Strict)
 
 
-def packed(message: Request | Response, /, **parts: Mapping[str, Tensor]) -> bytes:
-    """A message as bytes: its tensors are called ``<part>/<name>``.
+def pack(message: Request | Response, /, **parts: Mapping[str, Tensor]) -> bytes:
+    """Return a message as bytes; its tensors are called ``<part>/<name>``.
 
     Example:
         >>> import torch
-        >>> from bayesfed.deploy.messages import Weigh, packed, unpacked
-        >>> sent = packed(Weigh(run="demo"), theta={"global": torch.zeros(2, 3)})
-        >>> message, parts = unpacked(sent)
+        >>> from bayesfed.deploy.messages import Evaluate, pack, unpack
+        >>> payload = pack(Evaluate(run="demo"), theta={"global": torch.zeros(2, 3)})
+        >>> message, parts = unpack(payload)
         >>> message.kind, parts["theta"]["global"].shape
-        ('weigh', torch.Size([2, 3]))
+        ('evaluate', torch.Size([2, 3]))
     """
     tensors = {
         f"{part}/{name}": value.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -251,29 +249,29 @@ def packed(message: Request | Response, /, **parts: Mapping[str, Tensor]) -> byt
     return save(tensors, {_METADATA: message.model_dump_json()})
 
 
-def unpacked(payload: bytes) -> tuple[Request | Response, dict[str, Tensors]]:
-    """The message that bytes are, and its tensors by part and name.
+def unpack(payload: bytes) -> tuple[Request | Response, dict[str, Tensors]]:
+    """Return the message in these bytes, and its tensors by part and name.
 
     Raises:
-        MessageError: they are none.
+        MessageError: the bytes are not a message.
     """
     try:
         tensors = load(payload)
         size = int.from_bytes(payload[:8], "little")
         text = json.loads(payload[8 : 8 + size]).get("__metadata__", {}).get(_METADATA)
         if text is None:
-            raise MessageError("these bytes are a safetensors file, but no message of bayesfed's")
+            raise MessageError("these bytes are a safetensors file, but not a bayesfed message")
         message = _ANY.validate_json(text)
     except SafetensorError as error:
-        raise MessageError(f"these bytes are no whole safetensors file: {error}") from None
+        raise MessageError(f"these bytes are not a whole safetensors file: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise MessageError(f"a message's {where or 'data'}: {first['msg']}") from None
+    except MessageError:
+        raise
     except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
-        if isinstance(error, MessageError):
-            raise
-        raise MessageError(f"these bytes are no message: {error}") from None
+        raise MessageError(f"these bytes are not a message: {error}") from None
     parts: dict[str, Tensors] = {}
     for full, value in tensors.items():
         part, slash, name = full.partition("/")
@@ -283,14 +281,16 @@ def unpacked(payload: bytes) -> tuple[Request | Response, dict[str, Tensors]]:
     return message, parts
 
 
-def of_kind(payload: bytes, kind: type[M], run: str | None = None) -> tuple[M, dict[str, Tensors]]:
-    """The message of a kind, of a run, that bytes are.
+def unpack_as(
+    payload: bytes, kind: type[M], run: str | None = None
+) -> tuple[M, dict[str, Tensors]]:
+    """Return the message in these bytes, which must be of this kind and of this run.
 
     Raises:
-        MessageError: they are none, or one of another kind or run; a :class:`Refusal` says why.
+        MessageError: the bytes are not such a message; a :class:`Refusal` gives its reason.
     """
-    message, parts = unpacked(payload)
-    if isinstance(message, Refusal):  # is shown at a terminal, which obeys some characters
+    message, parts = unpack(payload)
+    if isinstance(message, Refusal):  # it is printed on a terminal, which obeys some characters
         raise MessageError("".join(c if c.isprintable() else " " for c in message.why[:1000]))
     if not isinstance(message, kind):
         raise MessageError(f"a message is of kind {message.kind}, not {kind.__name__.lower()}")
@@ -299,78 +299,85 @@ def of_kind(payload: bytes, kind: type[M], run: str | None = None) -> tuple[M, d
     return message, parts
 
 
+def summarise(message: Request | Response, parts: Mapping[str, Tensors]) -> dict[str, Any]:
+    """Return the contents of a message for a log: its plain data and the shapes of its tensors."""
+    shapes = {f"{p}/{n}": list(v.shape) for p, values in parts.items() for n, v in values.items()}
+    hidden = {"fields", "clients"} if message.kind == "schema" else set()
+    return {"message": message.model_dump(exclude=hidden), "tensors": shapes}
+
+
 def check_like(part: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Fail on tensors that have not the names, shapes and types of others.
+    """Fail on tensors that do not have the names, shapes and types of the expected ones.
 
     Raises:
         MessageError: names the tensor.
     """
     for name in [*expected, *found]:
         if name not in found or name not in expected:
-            raise MessageError(
-                f"{part} {'lacks' if name in expected else 'has an unknown'} {name!r}"
-            )
-        now, then = found[name], expected[name]
-        if now.shape != then.shape or now.dtype != then.dtype:
-            raise MessageError(
-                f"{part} {name!r} is {now.dtype} {tuple(now.shape)} in place of {then.dtype} {tuple(then.shape)}"
-            )
+            lacks = "lacks" if name in expected else "has an unknown"
+            raise MessageError(f"{part} {lacks} {name!r}")
+        one, other = (
+            f"{value.dtype} {tuple(value.shape)}" for value in (found[name], expected[name])
+        )
+        if one != other:
+            raise MessageError(f"{part} {name!r} is {one} in place of {other}")
 
 
-def leaves(state: Any) -> Tensors:
-    """The tensors of nested dicts and named tuples, by their place."""
-    return {keystr(at): leaf for at, leaf in tree_flatten_with_path(state)[0]}
+def flatten_state(state: Any) -> Tensors:
+    """Return the tensors of nested dicts and named tuples by their path."""
+    return {keystr(path): leaf for path, leaf in tree_flatten_with_path(state)[0]}
 
 
-def formed(part: str, found: Mapping[str, Tensor], form: Any) -> Any:
-    """Tensors by their place, in the form of a state.
+def unflatten_state(part: str, found: Mapping[str, Tensor], like: Any) -> Any:
+    """Return tensors by path as a state of the same structure as another.
 
     Raises:
-        MessageError: they have not its places, shapes or types.
+        MessageError: the tensors do not have the paths, shapes or types of the other state.
     """
-    check_like(part, found, leaves(form))
-    at, tree = tree_flatten_with_path(form)
-    return tree_unflatten([found[keystr(place)].to(leaf.device) for place, leaf in at], tree)
+    check_like(part, found, flatten_state(like))
+    leaves, tree = tree_flatten_with_path(like)
+    return tree_unflatten([found[keystr(path)].to(leaf.device) for path, leaf in leaves], tree)
 
 
-def asked_of_all(message: Ask | Weigh, sent: Mapping[str, Tensor]) -> bytes:
-    """32 bytes that say what is asked of every site: a secure sum is of sites that were asked the same."""
+def broadcast_digest(message: Ask | Evaluate, sent: Mapping[str, Tensor]) -> bytes:
+    """Return a digest of what all nodes are asked, 32 bytes: a secure sum needs nodes that were asked the same."""
     common = message.model_dump(include={"kind", "run", "rate", "clip", "noisy", "closely"})
-    found = sha256(json.dumps(common, sort_keys=True).encode())
+    digest = sha256(json.dumps(common, sort_keys=True).encode())
     for name, value in sorted(sent.items()):
-        found.update(json.dumps([name, str(value.dtype), list(value.shape)]).encode())
-        found.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.digest()
+        digest.update(json.dumps([name, str(value.dtype), list(value.shape)]).encode())
+        digest.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.digest()
 
 
 def schema_difference(one: Schema, other: Schema) -> str | None:
-    """In what two sites' data differ that must have it in common, in words; None where in nothing."""
+    """Return the first difference of two schemas that must be alike, in words, or None."""
+    first, second = f"institution {one.institution!r}", f"institution {other.institution!r}"
     for name in [*one.fields, *other.fields]:
         if name not in one.fields or name not in other.fields:
-            has, lacks = (one, other) if name in one.fields else (other, one)
-            return f"site {has.site!r} has a field {name!r}, site {lacks.site!r} has none"
-        for what in ("shape", "dtype"):
-            a, b = (getattr(schema.fields[name], what) for schema in (one, other))
-            if a != b:
-                return f"field {name!r} has {what} {a} at site {one.site!r} and {b} at site {other.site!r}"
+            has, lacks = (first, second) if name in one.fields else (second, first)
+            return f"{has} has a field {name!r}, {lacks} has none"
+        a, b = one.fields[name], other.fields[name]
+        if a != b:
+            return f"field {name!r} has {a} at {first} and {b} at {second}"
     for what in ("client_dim", "version"):
         a, b = getattr(one, what), getattr(other, what)
         if a != b:
-            return f"{what} is {a!r} at site {one.site!r} and {b!r} at site {other.site!r}"
+            return f"{what} is {a!r} at {first} and {b!r} at {second}"
     return None
 
 
-def unique(schemas: Sequence[Schema]) -> None:
-    """Fail on sites or clients that are called the same.
+def check_unique(schemas: Sequence[Schema]) -> None:
+    """Fail on clients of two institutions that have the same name.
 
     Raises:
-        MessageError: names them.
+        MessageError: names the client and the institutions.
     """
-    of: dict[str, str] = {}
+    owner: dict[str, str] = {}
     for schema in schemas:
         for client in schema.clients:
-            if client in of:
+            if client in owner:
                 raise MessageError(
-                    f"a client is called {client!r} at site {of[client]!r} and at site {schema.site!r}: rename one"
+                    f"a client is called {client!r} at institution {owner[client]!r} and at institution "
+                    f"{schema.institution!r}: rename one"
                 )
-            of[client] = schema.site
+            owner[client] = schema.institution

@@ -1,4 +1,4 @@
-"""A site's part in a run, and the files that keep it whatever is killed."""
+"""A node's part in a run, and the files that preserve it if any process is killed."""
 
 from __future__ import annotations
 
@@ -12,118 +12,125 @@ import numpy as np
 import torch
 
 from bayesfed.deploy import secure
-from bayesfed.deploy.messages import Begin, MessageError, Round, Tensors, check_like
+from bayesfed.deploy.messages import Begin, MessageError, RoundId, Tensors, check_like
 from bayesfed.engine.files import atomically, read_tensors, write_tensors
 from bayesfed.engine.run import Run
 from bayesfed.output.posterior import Posterior
 
-BEGIN, FINISH = "begin.message", "finish.message"
+BEGIN, FINISH, POSTERIOR = "begin.message", "finish.message", "posterior.safetensors"
 _ACCEPTED, _ANSWERED = "accepted.safetensors", "answered.safetensors"
-_RECORD = "record.json"
-_METADATA = "bayesfed site"
+_RECORD, _RUN_KEY = "record.json", "run.key"
+_METADATA = "bayesfed node"
 
 
-class Answered(NamedTuple):
-    """The last answer.
+class LastAnswer(NamedTuple):
+    """The last answer to :class:`~bayesfed.deploy.messages.Ask`.
 
     Attributes:
-        round: what it answers.
-        asked: hash of the question.
+        round: the round that it answers.
+        asked: hash of the request.
         reply: the answer's bytes.
     """
 
-    round: Round
+    round: RoundId
     asked: str
     reply: bytes
 
 
 @dataclass
-class Part:
-    """A site's part in a run.
+class NodeRun:
+    """A node's part in a run.
 
     Attributes:
-        begin: what the server began it with.
-        run: the run of the site's own clients.
-        form: the server's first state.
-        folder: where it is kept.
-        accepted: the last answer that was taken, and what the clients kept after it.
-        answered: the last answer, which may not have been taken yet: the run's clients are after it.
-        posterior: once the rounds are over.
+        begin: the message with which the server began it.
+        run: the run of the node's own clients.
+        form: the server's first state, whose structure all others have.
+        folder: where it is stored.
+        accepted: the last answer that the server accepted, and the clients' states after it.
+        answered: the last answer, which the server may not have accepted yet: the run's clients are in the states
+            after it.
+        posterior: the posterior of the clients, after the rounds.
     """
 
     begin: Begin
     run: Run
     form: Any
     folder: Path
-    accepted: tuple[Round | None, Tensors]
-    answered: Answered | None = None
+    accepted: tuple[RoundId | None, Tensors]
+    answered: LastAnswer | None = None
     posterior: Posterior | None = None
 
-    def answer(self, answered: Answered) -> bytes:
-        """Keep an answer beside what was accepted, and give its bytes."""
+    def save_answer(self, answered: LastAnswer) -> bytes:
+        """Store an answer beside what was accepted, and return its bytes."""
         self.answered = answered
         reply = torch.frombuffer(bytearray(answered.reply), dtype=torch.uint8)
         metadata = {"round": answered.round.model_dump(), "asked": answered.asked}
-        saved = kept(self.run) | {"reply": reply}
+        saved = copy_states(self.run) | {"reply": reply}
         write_tensors(self.folder / _ANSWERED, saved, _METADATA, metadata)
         return answered.reply
 
-    def settle(self, accepted: Round | None) -> None:
-        """Keep what goes with the answer that the server took last, and no other.
+    def commit(self, accepted: RoundId | None) -> None:
+        """Keep the states that go with the answer that the server accepted last, and no others.
 
         Raises:
-            MessageError: it took one that this site does not know.
+            MessageError: the server accepted an answer that this node has not stored.
         """
-        before, clients = self.accepted
+        before, states = self.accepted
         if self.answered is not None and accepted == self.answered.round:
             (self.folder / _ANSWERED).replace(self.folder / _ACCEPTED)
-            self.accepted = (accepted, kept(self.run))
+            self.accepted = (accepted, copy_states(self.run))
         elif accepted == before:
-            _restore(self.run, clients)
+            _restore(self.run, states)
             (self.folder / _ANSWERED).unlink(missing_ok=True)
         else:
             raise MessageError(
-                f"the server took {in_words(accepted)} last, and this site's clients are where they were after "
-                f"{in_words(before)}: they have been put back. Begin another run"
+                f"the server accepted {describe(accepted)} last, and this node's clients are in their states after "
+                f"{describe(before)}: a folder or file was put back. Begin another run"
             )
         self.answered = None
 
     def reopen(self) -> None:
-        """The rounds go on after all; the posterior's file stays until the next one takes its place."""
+        """Go on with the rounds after an end; the posterior's file remains until the next one replaces it."""
         self.posterior = None
         (self.folder / FINISH).unlink()
 
-    def read(self) -> None:
-        """What an earlier process has written of the clients."""
+    def load(self) -> None:
+        """Load the clients' states that an earlier process has stored."""
         for name in (_ACCEPTED, _ANSWERED):
             path = self.folder / name
             if not path.exists():
                 continue
             found, metadata = read_tensors(path, _METADATA)
             reply = found.pop("reply").numpy().tobytes()
-            check_like(f"{path}: ", found, kept(self.run))
-            number = Round(**metadata["round"])
+            check_like(f"{path}: ", found, copy_states(self.run))
+            round_id = RoundId(**metadata["round"])
             if name == _ACCEPTED:
-                self.accepted = (number, found)
+                self.accepted = (round_id, found)
             else:
-                self.answered = Answered(number, metadata["asked"], reply)
+                self.answered = LastAnswer(round_id, metadata["asked"], reply)
             _restore(self.run, found)
+
+    # -- secure sums ------------------------------------------------------------------------------
 
     @property
     def run_key(self) -> bytes:
-        """Of secure sums, the private key of this run."""
-        return private_key(self.folder / "run.key")
+        """The private key of this run."""
+        return load_or_make_key(self.folder / _RUN_KEY)
 
-    def masked(self, upload: Tensors, site: secure.Site, of: secure.Sum) -> Tensors:
-        """What a site sends to a secure sum; that it does is written before."""
-        words = secure.mask(upload, site, of)
-        self._write(secure.sending(self._record(), of, words))
+    def delete_key(self) -> None:
+        """Delete the private key of this run."""
+        (self.folder / _RUN_KEY).unlink(missing_ok=True)
+
+    def mask(self, upload: Tensors, keys: secure.Keys, sum_id: secure.SumId) -> Tensors:
+        """Return the masked upload of a secure sum, once a record of it is stored."""
+        words = secure.mask(upload, keys, sum_id)
+        self._write(secure.record_masking(self._record(), sum_id, words))
         return {name: torch.from_numpy(value.view(np.int64)) for name, value in words.items()}
 
-    def seal(self, site: secure.Site, of: secure.Sum) -> str:
-        """The seal of what was masked last, in hexadecimal; that it is told is written before."""
-        self._write(secure.opening(self._record(), of))
-        return secure.seal(site, of).hex()
+    def seal(self, keys: secure.Keys, sum_id: secure.SumId) -> str:
+        """Return the seal of the last masked upload, in hexadecimal, once a record of it is stored."""
+        self._write(secure.record_opening(self._record(), sum_id))
+        return secure.seal(keys, sum_id).hex()
 
     def _record(self) -> secure.Record | None:
         path = self.folder / _RECORD
@@ -136,8 +143,8 @@ class Part:
             file.write_text(json.dumps(asdict(record)), encoding="utf-8")
 
 
-def kept(run: Run) -> Tensors:
-    """Copies of what the clients keep."""
+def copy_states(run: Run) -> Tensors:
+    """Return copies of the clients' states."""
     clients = run.clients.tensors.items()
     found = {f"clients/{part}/{n}": v for part, own in clients for n, v in own.items()}
     return {name: value.clone() for name, value in (found | {"known": run.client_terms}).items()}
@@ -150,8 +157,8 @@ def _restore(run: Run, before: Tensors) -> None:
             value.copy_(before[f"clients/{part}/{name}"])
 
 
-def private_key(path: Path) -> bytes:
-    """The private key of a file, made where there is none."""
+def load_or_make_key(path: Path) -> bytes:
+    """Return the private key in a file, which only its owner can read; make one if there is none."""
     if not path.exists():
         with atomically(path) as file:
             file.touch(mode=0o600)
@@ -159,12 +166,16 @@ def private_key(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def sum_of(run: str, number: Round, broadcast: bytes, roster: Mapping[str, str]) -> secure.Sum:
-    """One sum, as messages have it."""
-    keys = {name: bytes.fromhex(key) for name, key in roster.items()}
-    return secure.Sum(run, number.number, number.attempt, broadcast, keys)
+def sum_id(
+    run: str, round_id: RoundId, broadcast: bytes, roster: Mapping[str, str] | None
+) -> secure.SumId:
+    """Return the identity of a secure sum from the contents of messages."""
+    keys = {name: bytes.fromhex(key) for name, key in (roster or {}).items()}
+    return secure.SumId(run, round_id.number, round_id.attempt, broadcast, keys)
 
 
-def in_words(number: Round | None) -> str:
-    """A round in words."""
-    return "no round" if number is None else f"round {number.number} (attempt {number.attempt})"
+def describe(round_id: RoundId | None) -> str:
+    """Return a round and its attempt in words."""
+    if round_id is None:
+        return "no round"
+    return f"round {round_id.number} (attempt {round_id.attempt})"

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from bayesfed.engine.plan import Plan
-from bayesfed.rules import Mean
 
 
 @dataclass(frozen=True, eq=False)
 class DeploymentPlan(Plan):
-    """The options of a fit between machines; those of :class:`~bayesfed.engine.plan.Plan` and three more.
+    """The options of a fit between machines; those of :class:`~bayesfed.engine.plan.Plan` and two more.
 
     The model is never sent. ``execution`` is that of the server.
 
@@ -24,18 +23,14 @@ class DeploymentPlan(Plan):
         secure: the server sees only sums of the institutions' uploads, see :mod:`bayesfed.deploy.secure`.
         honest: with ``secure`` and privacy, the number of institutions whose shares of noise are enough, see
             :mod:`bayesfed.deploy.noise_shares`.
-        median: the server uses the median of the institutions' mean moves, number by number, in place of the mean of
-            all clients': a few institutions that send wrong moves then have little influence, whatever they send;
-            institutions that differ from most count less. For rules that average moves.
 
     Raises:
-        ValueError: noise under secure sums without ``honest``, or ``honest`` without them; ``median`` with a rule that
-            does not average, or with secure sums or noise; held-out rows.
+        ValueError: noise under secure sums without ``honest``, or ``honest`` without them; a robust rule with
+            secure sums or noise; held-out rows.
     """
 
     secure: bool = False
     honest: int | None = None
-    median: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,23 +38,19 @@ class DeploymentPlan(Plan):
             raise ValueError("held_out: between machines give rounds")
         if (self.secure and self.noisy) != (self.honest is not None):
             raise ValueError(
-                "honest says of how many sites the shares of noise must be enough: with secure sums and privacy it is "
-                "needed, else not"
+                "honest is the number of institutions whose shares of noise are enough: secure sums with privacy need "
+                "it, nothing else does"
             )
-        if self.median and (self.secure or self.noisy):
+        if self.algorithm.rule.robust and (self.secure or self.noisy):
             raise ValueError(
-                "median: single sites are not seen in a secure or noisy sum: leave it out"
-            )
-        if self.median and not isinstance(self.algorithm.rule, Mean):
-            raise ValueError(
-                f"median: {self.algorithm} does more with its clients' uploads than average them, so "
-                "that no site can stand for another; FedAvg, FedABML and others whose server moves by the mean can"
+                f"rule: {type(self.algorithm.rule).__name__} combines single institutions' sums, which are not "
+                "seen in a secure or noisy sum: use Mean"
             )
 
     @property
     def description(self) -> dict[str, Any]:
         """The plan as plain data: an institution takes part only in a run of the very same description."""
-        own = {"secure": self.secure, "honest": self.honest, "median": self.median}
+        own = {"secure": self.secure, "honest": self.honest}
         plain: dict[str, Any] = json.loads(json.dumps(super().description | own))
         return plain | {"own code": code_digests(plain["algorithm"])}
 

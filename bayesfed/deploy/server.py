@@ -1,15 +1,15 @@
-"""The server of a fit between machines: the same start, steps and finish as in process, over sites in place of rows.
+"""The server of a fit between machines: the same start, steps and finish as in process, but the rows are elsewhere.
 
-It has no data. Its program is made from made-up rows of the sites' fields, its clients are names; a round asks each
-site that has clients in the cohort and adds up what comes in time. What it has accepted is written before anything else
-is asked, so that it may be killed at any point and started again with the same file.
+The server has no data. It makes its program from made-up rows of the institutions' fields, and its clients are names;
+a round asks each institution with clients in the cohort, and adds up the answers that come in time. What it accepts is
+stored before anything else is asked, so that it may be killed at any point and restarted with the same file.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -17,41 +17,37 @@ from torch import Tensor
 
 from bayesfed.checks.program_fingerprint import describe_program_change, program_fingerprint
 from bayesfed.deploy import secure
-from bayesfed.deploy.collect import (
-    Answered,
-    Late,
-    belated,
-    checked,
-    kept,
-    opened,
-    pending,
-    summed,
-    unsealed,
-    with_late,
-    words_like,
-)
-from bayesfed.deploy.institutions import Due, Member, Patience, Sites
+from bayesfed.deploy.collect import Collector, Stale
+from bayesfed.deploy.combine import Answers, combine
+from bayesfed.deploy.global_posterior import GlobalPosterior
+from bayesfed.deploy.institutions import Institution, Institutions, Overdue, Patience, run_name
 from bayesfed.deploy.messages import (
     Ask,
     Begin,
     Digest,
     Done,
     End,
+    Evaluate,
     Finish,
+    LogDensities,
     MessageError,
-    Round,
-    Tensors,
-    Weigh,
-    Weights,
-    asked_of_all,
+    RoundId,
+    broadcast_digest,
     check_like,
-    leaves,
-    packed,
+    check_unique,
+    flatten_state,
+    pack,
     schema_difference,
-    unique,
 )
 from bayesfed.deploy.plan import DeploymentPlan
-from bayesfed.deploy.server_program import form_of, program_of
+from bayesfed.deploy.secure_round import (
+    load_stored,
+    stored_path,
+    unmask_round,
+    unmask_sum,
+    words_like,
+)
+from bayesfed.deploy.server_program import build_server_program, upload_form
 from bayesfed.deploy.transport import Carrier
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params
@@ -59,327 +55,308 @@ from bayesfed.engine.files import lock
 from bayesfed.engine.rounds import Answer, Question, ask, update
 from bayesfed.engine.run import Round as Report
 from bayesfed.engine.run import Run
-from bayesfed.engine.stopping.drift import caveat
 from bayesfed.fitting import make_posterior, prepare_run, warn_of_flaws
-from bayesfed.output import khat
 from bayesfed.output.checkpoint import Placed
 from bayesfed.output.correction import CorrectionResult, correct
-from bayesfed.output.draws import draw_globals
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.posterior import Posterior
 
 
-@dataclass(frozen=True)
-class Globals:
-    """What a server has in the end: q(θ). The clients' variables are at their sites.
-
-    Attributes:
-        posterior: of no client.
-        refused: by site, how many of its answers were refused, and absent, how often it did not answer in time.
-    """
-
-    posterior: Posterior
-    refused: Mapping[str, int]
-    absent: Mapping[str, int]
-
-    @property
-    def params(self) -> Params:
-        """The guide's global parameters, unconstrained."""
-        return self.posterior.params
-
-    def sample(self, num_samples: int = 1000, *, seed: int = 0) -> dict[str, Tensor]:
-        """Independent draws of the global sites, ``(S, *event)`` each."""
-        return draw_globals(self.posterior, num_samples, seed)
-
-    @property
-    def caveat(self) -> str:
-        """What must be known before its numbers are used."""
-        of, mended = self.posterior, self.posterior.correction
-        moving = caveat(of.moving, of.rising, len(of.history["elbo"]))
-        return moving or khat.caveat(None if mended is None else mended.khat)
-
-    def __repr__(self) -> str:
-        of, names = self.posterior, ", ".join(site.name for site in self.posterior.program.globals)
-        return (
-            f"Globals: {of.algorithm} ({of.program.guide_name}), {len(of.history['elbo']):,} rounds, "
-            f"{len(self.refused)} sites, {of.program.clients:,} clients; {names or 'none'}"
-            + (self.caveat and f"\n{self.caveat}")
-        )
-
-
 @on_cpu()
-def deployed(
+def run_server(
     carrier: Carrier,
     plan: DeploymentPlan,
     patience: Patience,
     file: str | Path,
     *,
-    say: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
     callbacks: Sequence[Callable[[Report], object]] = (),
-) -> Globals:
-    """Fit a hierarchical model to clients at their sites.
+) -> GlobalPosterior:
+    """Fit a hierarchical model to clients at their institutions.
 
     Args:
-        carrier: what carries messages to the sites.
-        plan: what is fitted, and how; the sites must have agreed to the same.
-        patience: which sites take part, and how long they are waited for.
-        file: keeps the run; where it is there already the run goes on from it.
-        say: told what happens, a line at a time.
-        callbacks: called with a :class:`~bayesfed.Round` after each.
+        carrier: the transport of messages to the nodes.
+        plan: the model and how it is fitted; the institutions must have agreed to the same.
+        patience: the institutions that take part, and how long the server waits for them.
+        file: stores the run; if it exists the run goes on from it.
+        report: called with a line of text for each event.
+        callbacks: called with a :class:`~bayesfed.Round` after each round.
 
     Returns:
-        q(θ); each site has the posterior of its own clients in its folder.
+        q(θ); each node has the posterior of its own clients in its folder.
 
     Raises:
-        ValueError: the sites' data, settings or models differ; the message names the site.
-        TimeoutError: a site that is needed does not answer.
-        BlockingIOError: another process is at this run.
+        ValueError: the institutions' data, settings or models differ; the message names the institution.
+        TimeoutError: an institution that is needed does not answer.
+        BlockingIOError: another process has opened this run.
         Stopped: see :func:`bayesfed.fit`.
     """
     path = Path(file)
     with lock(path.with_name(f".{path.name}.lock"), f"the run of {path}"):
-        return _deployed(Sites(carrier, plan, patience, say), path, callbacks)
+        return _fit(Institutions(carrier, plan, patience, report), path, callbacks)
 
 
-def _deployed(sites: Sites, file: Path, callbacks: Sequence[Callable[[Report], object]]) -> Globals:
-    plan = sites.plan
-    members = sites.members()
+def _fit(
+    institutions: Institutions, file: Path, callbacks: Sequence[Callable[[Report], object]]
+) -> GlobalPosterior:
+    plan = institutions.plan
+    members = institutions.gather()
     schemas = [member.schema for member in members]
-    program, federation = program_of(plan, schemas)
+    program, federation = build_server_program(plan, schemas)
     run = prepare_run(plan, program, federation, file, institutions=len(members))
-    assert run.file is not None and run.accepted is not None
-    first = _beginning(sites, run)
-    _begin(sites, run, first, [m for m in members if m.name in sites.there])
+    coordinator = Coordinator(institutions, run, members)
+    coordinator.begin()
     while True:
         while run.done < run.rounds:
-            _join(sites, run, first, members)
-            report = _round(sites, run, members)
+            coordinator.join()
+            report = coordinator.run_round()
             for callback in callbacks:
                 callback(report)
-        _join(sites, run, first, members)
-        posterior, good = _finished(sites, run, members)
+        coordinator.join()
+        posterior, good = coordinator.finish()
         if good or not run.stopping.provisional:
-            return _ended(sites, run, posterior)
+            return coordinator.end(posterior)
         run.stopping.withdraw()
 
 
-def _beginning(sites: Sites, run: Run) -> bytes:
-    """What every site is told first of the run."""
-    assert run.file is not None
-    program = run.program
-    message = Begin(
-        run=run.file.name,
-        terms=sites.plan.description,
-        clients=program.clients,
-        rows=program.rows,
-        cohort=run.cohort_size,
-    )
-    start = program.guide.coordinates() if isinstance(program.guide, Placed) else {}
-    return packed(message, state=leaves(run.plan.algorithm.start(program)), start=start)
+@dataclass
+class Coordinator:
+    """The server's dialogue with the institutions of a run.
 
-
-def _begin(sites: Sites, run: Run, payload: bytes, members: Sequence[Member]) -> None:
-    """Tell sites of the run, and see that their programs are the server's."""
-    assert run.file is not None
-    program = run.program
-    mine = program_fingerprint(program, run.federation, torch.arange(0))
-    found = sites.told({member.name: payload for member in members}, Digest, run.file.name)
-    keys = {name: said.key for name, (said, _) in found.items() if said.key is not None}
-    if sites.plan.secure:
-        for name in found.keys() - keys.keys():
-            raise MessageError(f"site {name!r} has no key for secure sums")
-        secure.check_keys(sites.keys | keys)
-    sites.keys |= keys
-    for name, (_, parts) in found.items():
-        differs = describe_program_change(program, mine, parts.get("program", {}))
-        if differs is not None:
-            raise MessageError(f"site {name!r} has another model: {differs}")
-
-
-def _join(sites: Sites, run: Run, first: bytes, members: Sequence[Member]) -> None:
-    """Take in sites that were expected and are there now; who is another than was expected is told of, and left out."""
-    for name, schema in sites.arrived().items():
-        member = next(m for m in members if m.name == name)
-        brings, others = member.schema, [m.schema for m in members if m.name in sites.there]
-        try:
-            if (len(schema.clients), schema.rows) != (len(brings.clients), brings.rows):
-                raise MessageError(
-                    f"it has {len(schema.clients)} clients of {schema.rows} rows in all, {len(brings.clients)} of "
-                    f"{brings.rows} were expected"
-                )
-            differs = schema_difference(others[0], schema)
-            if differs is not None:
-                raise MessageError(differs)
-            unique([*others, schema])
-            _begin(sites, run, first, [member])
-        except (MessageError, TimeoutError) as error:
-            sites.refused[name] += 1
-            sites.say(f"round {run.done + 1}: site {name!r} cannot join: {error}")
-            continue
-        sites.there.add(name)
-        sites.say(f"round {run.done + 1}: site {name!r} has joined")
-
-
-def _round(sites: Sites, run: Run, members: Sequence[Member]) -> Report:
-    """One round, of the sites that answer in time, and of late answers to those before."""
-    assert run.accepted is not None
-    asked, plan = ask(run), sites.plan
-    own = {m.name: m for m in members if m.name in sites.there and bool(m.own(asked.cohort).any())}
-    form = form_of(run, asked)
-    found, late = _answers(sites, run, asked, own, members, form)
-    whose = torch.zeros(len(asked.cohort), dtype=torch.bool)
-    for name in found.replies:
-        whose |= own[name].own(asked.cohort)
-    if plan.secure:
-        total, said = unsealed(sites, run, asked, found, form)
-    else:
-        total, said = summed(list(found.replies.values()), plan.median)
-    sound = torch.cat([parts["sound"]["clients"] for parts in found.replies.values()])
-    total, late = with_late(sites, run, asked, total, int(sound.sum()), late)
-    for _, parts in late.values():
-        run.term_totals += parts["said"]["terms"][1:]
-    accepted = dict.fromkeys(found.replies, found.round) | {n: r for n, (r, _) in late.items()}
-    for position, member in enumerate(members):
-        if member.name in accepted:
-            taken = accepted[member.name]
-            run.accepted[position] = torch.tensor([taken.number, taken.attempt])
-    answer = Answer(total, sound, said, noised=plan.honest is not None)
-    report = update(run, replace(asked, cohort=asked.cohort[whose]), answer)
-    pending(run).unlink(missing_ok=True)
-    return report
-
-
-def _answers(
-    sites: Sites,
-    run: Run,
-    asked: Question,
-    own: Mapping[str, Member],
-    members: Sequence[Member],
-    form: Tensors,
-) -> tuple[Answered, Late]:
-    """What enough of these sites answer, asked until they do; and what others have answered to earlier rounds.
-
-    Raises:
-        TimeoutError: too few do.
+    Attributes:
+        institutions: where they are, and their counts.
+        run: the server's run.
+        members: the institutions in the order of the plan, those that may join later included.
+        first: the message that begins the run.
     """
-    plan, patience = sites.plan, sites.patience
-    fewest = min(patience.minimum, len(own))
-    fewest = max(fewest, secure.LEAST) if plan.secure else fewest
-    if plan.secure and (found := kept(run)) is not None:
-        return found, {}
-    wanted, late = sites.idle(own, run.done, fewest), Late()
-    for _ in range(patience.attempts):
-        number = Round(number=run.done, attempt=time.time_ns())
-        roster = {name: sites.keys[name] for name in wanted} if plan.secure else None
-        requests = {n: _question(run, asked, number, m, members, roster) for n, m in wanted.items()}
-        for name in wanted:  # what they have answered before is forgotten
-            sites.due.pop(name, None)
-            late.pop(name, None)
-        payloads = sites.sent(requests, patience.wait)
-        if patience.late:
-            missing = [member for name, member in wanted.items() if name not in payloads]
-            clients = {m.name: int(m.own(asked.cohort).sum()) for m in missing}
-            sites.due |= {name: Due(number, count) for name, count in clients.items()}
-        answers = checked(sites, run, asked, number, wanted, payloads, form)
-        replies, late = answers.replies, late | belated(sites, run, form, answers)
-        if len(replies) >= fewest and (not plan.secure or len(replies) == len(wanted)):
-            return answers, late
-        if plan.secure:  # there is no sum without those that are missing
-            wanted = {n: own[n] for n in replies} if len(replies) >= fewest else own
-        sites.say(
-            f"round {run.done + 1}: {len(replies)} of {len(own)} sites have answered, asking again"
+
+    institutions: Institutions
+    run: Run
+    members: Sequence[Institution]
+    first: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        run, program = self.run, self.run.program
+        message = Begin(
+            run=run_name(run),
+            terms=self.institutions.plan.description,
+            clients=program.clients,
+            rows=program.rows,
+            cohort=run.cohort_size,
         )
-        sites.await_back(own.keys() - replies.keys())
-    raise TimeoutError(
-        f"round {run.done + 1}: fewer than {fewest} sites have answered, {patience.attempts} times: start again when "
-        "they are back"
-    )
+        start = program.guide.coordinates() if isinstance(program.guide, Placed) else {}
+        state = flatten_state(run.plan.algorithm.start(program))
+        self.first = pack(message, state=state, start=start)
 
+    def begin(self, newcomer: str | None = None) -> None:
+        """Begin the run at all institutions, or at a newcomer; check that their programs are the server's."""
+        institutions, program = self.institutions, self.run.program
+        mine = program_fingerprint(program, self.run.federation, torch.arange(0))
+        names = [m.name for m in self._present()] if newcomer is None else [newcomer]
+        requests = dict.fromkeys(names, self.first)
+        found = institutions.request_all(requests, Digest, run_name(self.run))
+        keys = {name: digest.key for name, (digest, _) in found.items() if digest.key is not None}
+        if institutions.plan.secure:
+            for name in found.keys() - keys.keys():
+                raise MessageError(f"institution {name!r} has no key for secure sums")
+            secure.check_keys(institutions.keys | keys)
+        institutions.keys |= keys
+        for name, (_, parts) in found.items():
+            differs = describe_program_change(program, mine, parts.get("program", {}))
+            if differs is not None:
+                raise MessageError(f"institution {name!r} has another model: {differs}")
 
-def _question(
-    run: Run,
-    asked: Question,
-    number: Round,
-    member: Member,
-    members: Sequence[Member],
-    roster: dict[str, str] | None,
-) -> bytes:
-    assert run.file is not None
-    message = Ask(
-        run=run.file.name,
-        round=number,
-        accepted=_accepted(run, members.index(member)),
-        rate=asked.rate,
-        clip=asked.clip,
-        noisy=asked.noisy,
-        roster=roster,
-    )
-    own = asked.cohort[member.own(asked.cohort)] - member.first
-    return packed(message, message=asked.message, cohort={"clients": own})
+    def join(self) -> None:
+        """Admit institutions that were expected and have appeared; one with other data is reported and left out."""
+        institutions = self.institutions
+        for name, schema in institutions.newcomers().items():
+            expected = next(m.schema for m in self.members if m.name == name)
+            others = [m.schema for m in self._present()]
+            try:
+                if (len(schema.clients), schema.rows) != (len(expected.clients), expected.rows):
+                    raise MessageError(
+                        f"it has {len(schema.clients)} clients of {schema.rows} rows in all, {len(expected.clients)} "
+                        f"of {expected.rows} were expected"
+                    )
+                differs = schema_difference(others[0], schema)
+                if differs is not None:
+                    raise MessageError(differs)
+                check_unique([*others, schema])
+                self.begin(name)
+            except (MessageError, TimeoutError) as error:
+                institutions.refused[name] += 1
+                self._report(f"institution {name!r} cannot join: {error}")
+                continue
+            institutions.present.add(name)
+            self._report(f"institution {name!r} has joined")
 
+    def run_round(self) -> Report:
+        """Run one round: of the institutions that answer in time, and of stale answers to earlier rounds."""
+        run, plan, asked = self.run, self.institutions.plan, ask(self.run)
+        assert run.accepted is not None
+        own = {m.name: m for m in self._present() if bool(m.owns(asked.cohort).any())}
+        collector = Collector(self.institutions, run, asked, upload_form(run, asked))
+        found, stale = self._collect(collector, own)
+        whose = torch.zeros(len(asked.cohort), dtype=torch.bool)
+        for name in found.replies:
+            whose |= own[name].owns(asked.cohort)
+        if plan.secure:
+            total, elbo = unmask_round(self.institutions, run, asked, found, collector.form)
+        else:
+            total, elbo = combine(list(found.replies.values()), plan.algorithm.rule)
+        sound = torch.cat([parts["sound"]["clients"] for parts in found.replies.values()])
+        total, stale = collector.add_stale(total, int(sound.sum()), stale)
+        for _, parts in stale.values():
+            run.term_totals += parts["elbo"]["terms"][1:]
+        accepted = dict.fromkeys(found.replies, found.round) | {n: r for n, (r, _) in stale.items()}
+        for position, member in enumerate(self.members):
+            if member.name in accepted:
+                taken = accepted[member.name]
+                run.accepted[position] = torch.tensor([taken.number, taken.attempt])
+        answer = Answer(total, sound, elbo, noised=plan.honest is not None)
+        report = update(run, replace(asked, cohort=asked.cohort[whose]), answer)
+        stored_path(run).unlink(missing_ok=True)
+        return report
 
-def _accepted(run: Run, position: int) -> Round | None:
-    assert run.accepted is not None
-    number, attempt = run.accepted[position].tolist()
-    return None if number < 0 else Round(number=number, attempt=attempt)
+    def _collect(
+        self, collector: Collector, own: Mapping[str, Institution]
+    ) -> tuple[Answers, Stale]:
+        """Ask institutions until enough of them answer; return their answers, and stale ones to earlier rounds.
 
+        Raises:
+            TimeoutError: too few answer.
+        """
+        institutions, run = self.institutions, self.run
+        plan, patience, cohort = institutions.plan, institutions.patience, collector.asked.cohort
+        fewest = min(patience.minimum, len(own))
+        fewest = max(fewest, secure.LEAST) if plan.secure else fewest
+        if plan.secure and (found := load_stored(run)) is not None:
+            return found, {}
+        wanted, stale = institutions.available(own, run.done, fewest), Stale()
+        for _ in range(patience.attempts):
+            round_id = RoundId(number=run.done, attempt=time.time_ns())
+            roster = {name: institutions.keys[name] for name in wanted} if plan.secure else None
+            requests = {
+                name: self._request(collector.asked, round_id, member, roster)
+                for name, member in wanted.items()
+            }
+            for name in wanted:  # an earlier answer of theirs counts no longer
+                institutions.overdue.pop(name, None)
+                stale.pop(name, None)
+            payloads = institutions.send(requests, patience.wait)
+            if patience.max_staleness:
+                institutions.overdue |= {
+                    name: Overdue(round_id, int(member.owns(cohort).sum()))
+                    for name, member in wanted.items()
+                    if name not in payloads
+                }
+            answers = collector.check(round_id, wanted, payloads)
+            replies, stale = answers.replies, stale | collector.check_stale(answers)
+            if len(replies) >= fewest and (not plan.secure or len(replies) == len(wanted)):
+                return answers, stale
+            if plan.secure:  # there is no sum without those that are missing
+                wanted = {n: own[n] for n in replies} if len(replies) >= fewest else own
+            self._report(f"{len(replies)} of {len(own)} institutions have answered, asking again")
+            institutions.await_return(own.keys() - replies.keys())
+        raise TimeoutError(
+            f"round {run.done + 1}: fewer than {fewest} institutions have answered, {patience.attempts} times: start "
+            "again when they are back"
+        )
 
-def _finished(sites: Sites, run: Run, members: Sequence[Member]) -> tuple[Posterior, bool]:
-    """The sites make their posteriors, and weigh the server's draws of θ; whether these say that the run is done."""
-    assert run.file is not None
-    name = run.file.name
-    posterior = make_posterior(run, {})
-    warn_of_flaws(run, posterior)
-    history = {n: v for n, v in posterior.history.items()}
-    state = leaves(run.server)
-    requests = {}
-    for position, member in enumerate(members):
-        if member.name not in sites.there:
-            sites.say(
-                f"site {member.name!r} has not joined: its clients count as if they were like the others"
+    def _request(
+        self, asked: Question, round_id: RoundId, member: Institution, roster: dict[str, str] | None
+    ) -> bytes:
+        """Return a round's message to an institution."""
+        message = Ask(
+            run=run_name(self.run),
+            round=round_id,
+            accepted=self._accepted(member),
+            rate=asked.rate,
+            clip=asked.clip,
+            noisy=asked.noisy,
+            roster=roster,
+        )
+        own = asked.cohort[member.owns(asked.cohort)] - member.first
+        return pack(message, message=asked.message, cohort={"clients": own})
+
+    def _accepted(self, member: Institution) -> RoundId | None:
+        """Return the round in which an answer of an institution was last accepted."""
+        assert self.run.accepted is not None
+        number, attempt = self.run.accepted[self.members.index(member)].tolist()
+        return None if number < 0 else RoundId(number=number, attempt=attempt)
+
+    def finish(self) -> tuple[Posterior, bool]:
+        """Let the nodes make their posteriors and evaluate the server's draws of θ.
+
+        Returns:
+            The server's posterior, corrected if the importance weights show that it can be; and whether the run is
+            done according to them.
+        """
+        run, requests = self.run, {}
+        posterior = make_posterior(run, {})
+        warn_of_flaws(run, posterior)
+        for name in sorted(self.institutions.refused.keys() - self.institutions.present):
+            self.institutions.report(
+                f"institution {name!r} has not joined: its clients count as if they were like the others"
             )
-            continue
-        message = Finish(
-            run=name,
-            accepted=_accepted(run, position),
-            done=run.done,
-            epsilon=posterior.epsilon,
-            moving=None if posterior.moving is None else dict(posterior.moving),
-            rising=posterior.rising,
-            settled=posterior.settled,
+        for member in self._present():
+            message = Finish(
+                run=run_name(run),
+                accepted=self._accepted(member),
+                done=run.done,
+                epsilon=posterior.epsilon,
+                moving=None if posterior.moving is None else dict(posterior.moving),
+                rising=posterior.rising,
+                converged=posterior.converged,
+            )
+            requests[member.name] = pack(
+                message, state=flatten_state(run.server), history=dict(posterior.history)
+            )
+        self.institutions.request_all(requests, Done, run_name(run))
+        found = (
+            correct(posterior, self._evaluate)
+            if run.plan.algorithm.corrected
+            else CorrectionResult(reliable=True)
         )
-        requests[member.name] = packed(message, state=state, history=history)
-    sites.told(requests, Done, name)
+        return replace(posterior, correction=found.correction), found.reliable
 
-    def weigh(of: Fitted, theta: Params, count: int, key: Tensor, closely: bool) -> Tensor:
-        sent, message = {**theta, "": key}, Weigh(run=name, closely=closely)
-        if sites.plan.secure:
-            number = Round(number=time.time_ns(), attempt=0)  # a sum of its own, after all rounds
-            message = message.model_copy(update={"round": number, "roster": dict(sites.keys)})
-        payload = packed(message, theta=theta, key={"key": key})
-        found = sites.told(dict.fromkeys(requests, payload), Weights, name)
+    def _evaluate(
+        self, of: Fitted, theta: Params, count: int, key: Tensor, closely: bool
+    ) -> Tensor:
+        """Return the sum of the clients' log densities at draws of θ, ``(count,)``."""
+        institutions, name = self.institutions, run_name(self.run)
+        message, part = Evaluate(run=name, closely=closely), "terms"
         form = {"terms": torch.zeros(count, dtype=torch.float64)}
-        part = "masked" if sites.plan.secure else "terms"
-        expected = {n: words_like(v) for n, v in form.items()} if sites.plan.secure else form
-        for site, (_, parts) in found.items():
-            check_like(f"site {site!r}: the weights", parts.get(part, {}), expected)
-        if message.round is not None:
-            words = {site: parts[part] for site, (_, parts) in found.items()}
-            return opened(sites, name, message.round, asked_of_all(message, sent), words)["terms"]
-        return torch.stack([parts[part]["terms"] for _, parts in found.values()]).sum(0)
+        if institutions.plan.secure:
+            round_id = RoundId(number=time.time_ns(), attempt=0)  # a sum after all rounds
+            roster, part = dict(institutions.keys), "masked"
+            message = message.model_copy(update={"round": round_id, "roster": roster})
+            form = {"terms": words_like(form["terms"])}
+        payload = pack(message, theta=theta, key={"key": key})
+        requests = {member.name: payload for member in self._present()}
+        found = institutions.request_all(requests, LogDensities, name)
+        for institution, (_, parts) in found.items():
+            what = f"institution {institution!r}: the log densities"
+            check_like(what, parts.get(part, {}), form)
+        terms = {institution: parts[part] for institution, (_, parts) in found.items()}
+        if message.round is None:
+            return torch.stack([own["terms"] for own in terms.values()]).sum(0)
+        broadcast = broadcast_digest(message, {**theta, "": key})
+        return unmask_sum(institutions, name, message.round, broadcast, terms)["terms"]
 
-    corrected = run.plan.algorithm.corrected
-    found = correct(posterior, weigh) if corrected else CorrectionResult(reliable=True)
-    return replace(posterior, correction=found.correction), found.reliable
+    def end(self, posterior: Posterior) -> GlobalPosterior:
+        """Send the corrected draws of θ to the nodes, and return the result."""
+        institutions, mended, name = self.institutions, posterior.correction, run_name(self.run)
+        message, theta = End(run=name, khat=None), {}
+        if mended is not None:
+            message, theta = End(run=name, khat=mended.khat, closely=mended.laplace), mended.theta
+        payload = pack(message, theta=theta)
+        institutions.request_all(dict.fromkeys(institutions.present, payload), Done, name)
+        return GlobalPosterior(posterior, institutions.refused, institutions.absent)
 
+    def _present(self) -> list[Institution]:
+        """Return the institutions that take part already, in the order of the plan."""
+        return [member for member in self.members if member.name in self.institutions.present]
 
-def _ended(sites: Sites, run: Run, posterior: Posterior) -> Globals:
-    """The sites are told what stands for q(θ)."""
-    assert run.file is not None
-    name, mended = run.file.name, posterior.correction
-    end = End(run=name, khat=None)
-    if mended is not None:
-        end = End(run=name, khat=mended.khat, closely=mended.laplace)
-    payload = packed(end, theta={} if mended is None else mended.theta)
-    sites.told(dict.fromkeys(sites.there, payload), Done, name)
-    return Globals(posterior, sites.refused, sites.absent)
+    def _report(self, event: str) -> None:
+        self.institutions.report(f"round {self.run.done + 1}: {event}")

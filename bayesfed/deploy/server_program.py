@@ -1,4 +1,4 @@
-"""The server's program, which is made from the sites' schemas: of made-up rows, since it has none."""
+"""The server's program: made from the institutions' schemas and made-up rows, since the server has no data."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from bayesfed.engine.run import Run
 from bayesfed.engine.states import States
 
 ROWS = 3
-"""Made-up rows of a client."""
+"""The number of made-up rows of a client."""
 MADE_UP = (1.0, 0.5, 0.0, 2.0)
-"""What stands in them: the first of these that is no nonsense to the model."""
+"""Candidates for the value of all fields: the first that the model accepts is used."""
 
 
-def federation_of(schemas: Sequence[Schema], filling: float) -> Federation:
-    """All clients with made-up rows."""
+def made_up_federation(schemas: Sequence[Schema], filling: float) -> Federation:
+    """Return all clients with made-up rows."""
     names = tuple(name for schema in schemas for name in schema.clients)
     first = schemas[0]
     fields = {
@@ -39,15 +39,17 @@ def federation_of(schemas: Sequence[Schema], filling: float) -> Federation:
     return Federation(fields, offsets, names, first.client_dim, first.gaps)
 
 
-def program_of(plan: DeploymentPlan, schemas: Sequence[Schema]) -> tuple[Program, Federation]:
-    """The program of all sites' clients, without a row of theirs.
+def build_server_program(
+    plan: DeploymentPlan, schemas: Sequence[Schema]
+) -> tuple[Program, Federation]:
+    """Return the program of all institutions' clients, made without a row of theirs.
 
     Raises:
-        ValueError: the model fits no made-up rows.
+        ValueError: the model accepts no made-up rows.
     """
     first: Exception | None = None
     for filling in MADE_UP:
-        federation = federation_of(schemas, filling)
+        federation = made_up_federation(schemas, filling)
         try:
             program = build_program(plan.model, federation, plan.algorithm, plan.seed)
             few = federation.batch(torch.arange(min(2, len(federation))))
@@ -67,12 +69,12 @@ def program_of(plan: DeploymentPlan, schemas: Sequence[Schema]) -> tuple[Program
     ) from first
 
 
-def form_of(run: Run, asked: Question) -> Tensors:
-    """What an upload of a round looks like: that of a client with made-up rows."""
-    kept = {
+def upload_form(run: Run, asked: Question) -> Tensors:
+    """Return a tensor like each part of a round's upload: the upload of a client with made-up rows."""
+    states = {
         part: {name: value.clone() for name, value in found.items()}
         for part, found in run.clients.tensors.items()
     }
     alone = replace(run, clients=States(1), client_terms=run.client_terms.clone())
-    alone.clients.begin(torch.zeros(1, dtype=torch.int64), kept)
+    alone.clients.begin(torch.zeros(1, dtype=torch.int64), states)
     return answer(alone, replace(asked, cohort=torch.zeros(1, dtype=torch.int64))).total

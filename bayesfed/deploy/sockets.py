@@ -1,14 +1,15 @@
-"""Messages over a socket of this machine: 8 bytes that say the length, big-endian, then so many bytes.
+"""Messages over a socket of this machine: 8 bytes with the length, big-endian, then the message.
 
-The way from a process that Flower starts for one message to the worker that stays. An address is ``HOST:PORT``, or,
-where it has a slash, the path of a Unix socket. Such a socket knows no keys, so it is of this machine only: a Unix
-socket is its owner's (mode 0600), and a host is a loopback address, which every user of the machine can reach.
+A process that Flower starts for a single message uses it to reach the institution's resident node. An address is
+``HOST:PORT``, or, if it has a slash, the path of a Unix socket. A socket does not authenticate anyone, so it must be
+of this machine: a Unix socket has mode 0600, and a host must be a loopback address, which every user of the machine can
+reach.
 
-What people at the site ask has another socket, a Unix one, and the first bit of the length is set. Whoever hands on
-what a server sent (Flower's client, FLARE's) never sets it, so that no message of a server's is such a question, even
-where a site has given Flower the wrong socket by mistake.
+Questions of the institution's own people have another socket, a Unix one, and set the first bit of the length.
+Programs that forward what a server sent (Flower's client, FLARE's) never set it, so that no message of a server is
+taken for such a question, even if an institution has given Flower the wrong socket by mistake.
 
-Imports neither torch nor NumPy, which would take most of a round.
+The module imports neither torch nor NumPy, which would take most of the time of a round.
 """
 
 import contextlib
@@ -28,135 +29,129 @@ from pathlib import Path
 from bayesfed.deploy.transport import Carrier, Wait
 
 LONGEST = 2**31 - 1
-"""Bytes of a message, which are Flower's too."""
+"""The largest number of bytes of a message, as in Flower."""
 PATIENCE = 60.0
-"""Seconds that a server waits for the rest of a client's message, and for a client to take its answer."""
+"""Seconds that a node waits for the rest of a caller's message, and for a caller to take its answer."""
 
 _LENGTH = struct.Struct(">Q")
-_HERE = 1 << 63
+_LOCAL = 1 << 63
 _PIECE = 2**20
 Handler = Callable[[bytes], bytes]
-_Asked = queue.SimpleQueue[tuple[Handler, bytes, Future[bytes]]]
+_Requests = queue.SimpleQueue[tuple[Handler, bytes, Future[bytes]]]
 _log = logging.getLogger(__name__)
 
 
-def call(address: str, payload: bytes, seconds: float, *, here: bool = False) -> bytes:
-    """The answer of the worker at an address, within so many seconds in all.
+def call(address: str, payload: bytes, seconds: float, *, local: bool = False) -> bytes:
+    """Send a message to the node at an address, and return its answer.
 
     Args:
-        address: of the worker.
+        address: of the node.
         payload: the message.
-        seconds: how long.
-        here: it is a question of the site's own people, at the address of these.
+        seconds: the longest time for the whole exchange.
+        local: true for a question of the institution's own people, sent to their address.
 
     Raises:
-        ValueError: the address is none, or is not of this machine; the message is longer than :data:`LONGEST`.
+        ValueError: the address is not valid, or not of this machine; the message is longer than :data:`LONGEST`.
         TimeoutError: there was no whole answer in time.
-        ConnectionError: nobody listens there, or whoever does hung up or did not answer in this way.
+        ConnectionError: nobody listens there, or the listener hung up or did not answer in this format.
     """
-    family, place = _place(address)
-    _check(len(payload))
+    family, place = _parse(address)
+    _check_length(len(payload))
     deadline = time.monotonic() + seconds
     try:
         with socket.socket(family, socket.SOCK_STREAM) as connection:
             connection.settimeout(seconds)
             connection.connect(place)
-            _send(connection, payload, deadline, _HERE if here else 0)
+            _send(connection, payload, deadline, _LOCAL if local else 0)
             return _receive(connection, deadline)
     except TimeoutError:
         raise TimeoutError(f"{address} did not answer within {seconds:g} s") from None
     except OSError as error:
-        raise ConnectionError(
-            f"{address}: {error.strerror or error}; is the site's worker running there?"
-        ) from None
+        reason = error.strerror or error
+        raise ConnectionError(f"{address}: {reason}; is the node running there?") from None
     except ValueError as error:
-        raise ConnectionError(f"{address} answers, but not as a worker does: {error}") from None
+        raise ConnectionError(f"{address} answers, but not as a node does: {error}") from None
 
 
 def serve(
     address: str,
     handle: Handler,
     *,
-    here: tuple[str, Handler] | None = None,
+    local: tuple[str, Handler] | None = None,
     ready: Callable[[str], None] = lambda address: None,
     stop: threading.Event | None = None,
 ) -> None:
-    """Answer messages, one at a time, in the thread that calls this, until ``stop`` is set.
+    """Answer messages, one at a time, in the calling thread, until ``stop`` is set.
 
-    Clients that say nothing, hang up or send rubbish are left alone after :data:`PATIENCE` seconds and keep nobody
-    waiting. Where ``handle`` raises an exception its client gets no answer, and the log has it.
+    Callers that send nothing, hang up or send rubbish are dropped after :data:`PATIENCE` seconds and delay nobody. If
+    ``handle`` raises an exception its caller gets no answer, and the exception is logged.
 
     Args:
-        address: where to listen; port 0 is any that is free.
-        handle: the answer to a message.
-        here: a Unix socket at which the site's own people ask, and the answer to a question of theirs.
-        ready: called with the address once it listens there.
-        stop: ends the server within a fifth of a second.
+        address: where to listen; port 0 means any free port.
+        handle: returns the answer to a message.
+        local: a Unix socket for questions of the institution's own people, and a function that answers these.
+        ready: called with the address once the socket listens.
+        stop: ends the server within 0.2 s.
 
     Raises:
-        ValueError: the address is none, or is not of this machine; that of the site's people is no Unix socket.
-        OSError: it is taken, or cannot be.
+        ValueError: the address is not valid, or not of this machine; the local one is not a Unix socket.
+        OSError: the address is taken, or cannot be used.
 
     Example:
         >>> from functools import partial
         >>> address, stop = queue.Queue(), threading.Event()
-        >>> worker = partial(serve, "127.0.0.1:0", bytes.upper, ready=address.put, stop=stop)
-        >>> threading.Thread(target=worker).start()
+        >>> node = partial(serve, "127.0.0.1:0", bytes.upper, ready=address.put, stop=stop)
+        >>> threading.Thread(target=node).start()
         >>> call(address.get(), b"hello", 5.0)
         b'HELLO'
         >>> stop.set()
     """
-    asked: _Asked = queue.SimpleQueue()
+    requests: _Requests = queue.SimpleQueue()
     ended = stop or threading.Event()
-    if here is not None and "/" not in here[0]:
+    if local is not None and "/" not in local[0]:
         raise ValueError(
-            f"{here[0]!r} is open to every user of the machine: give a Unix socket's path"
+            f"{local[0]!r} is open to every user of the machine: give a Unix socket's path"
         )
     with contextlib.ExitStack() as listeners:
-        listener, where = listeners.enter_context(_listening(address))
-        _answered(listener, asked, handle, 0)
-        if here is not None:
-            listener, _ = listeners.enter_context(_listening(here[0]))
-            _answered(listener, asked, here[1], _HERE)
+        listener, where = listeners.enter_context(_listen(address))
+        _start(_accept, listener, requests, handle, 0)
+        if local is not None:
+            listener, _ = listeners.enter_context(_listen(local[0]))
+            _start(_accept, listener, requests, local[1], _LOCAL)
         ready(where)
         while not ended.is_set():
             try:
-                answers, message, answer = asked.get(timeout=0.2)
+                handler, message, future = requests.get(timeout=0.2)
             except queue.Empty:
                 continue
             try:
-                found = answers(message)
-                _check(len(found))
-                answer.set_result(found)
+                answer = handler(message)
+                _check_length(len(answer))
+                future.set_result(answer)
             except Exception as error:
                 _log.exception("no answer to a message of %d bytes", len(message))
-                answer.set_exception(error)
+                future.set_exception(error)
 
 
 def carrier(addresses: Sequence[str]) -> Carrier:
-    """The workers at these addresses of this machine, each asked in a thread of its own: for tests, and for trying out.
+    """Return a carrier to nodes of this machine, each called in a thread of its own: for tests and trials.
 
     Raises:
-        ValueError: one is no address, or is not of this machine.
+        ValueError: an address is not valid, or not of this machine.
     """
     for address in addresses:
-        _place(address)
-
-    def listens(address: str) -> bool:
-        family, place = _place(address)
-        with socket.socket(family, socket.SOCK_STREAM) as connection:
-            connection.settimeout(1.0)
-            return connection.connect_ex(place) == 0
-
+        _parse(address)
     waiting: dict[str, Future[bytes]] = {}
 
     def exchange(messages: Mapping[str, bytes], patience: Wait) -> dict[str, bytes]:
         end, found = time.monotonic() + patience.seconds, dict[str, bytes]()
         enough = len(messages) if patience.enough is None else patience.enough
         for address, message in messages.items():
-            waiting[address] = _called(address, message, patience.seconds + patience.late)
+            future: Future[bytes] = Future()
+            waiting[address] = future
+            _start(_call, future, address, message, patience.seconds + patience.stale_seconds)
         while True:
-            for address in [a for a, answer in waiting.items() if answer.done()]:
+            for address in [a for a, future in waiting.items() if future.done()]:
                 try:
                     found[address] = waiting.pop(address).result()
                 except OSError as error:
@@ -168,72 +163,67 @@ def carrier(addresses: Sequence[str]) -> Carrier:
             wait(pending, left, FIRST_COMPLETED)
         for address in messages.keys() & waiting.keys():
             _log.warning("%s did not answer within %g s", address, patience.seconds)
-            if not patience.late:
+            if not patience.stale_seconds:
                 del waiting[address]
         return found
 
-    return Carrier(lambda: [address for address in addresses if listens(address)], exchange)
+    return Carrier(lambda: [address for address in addresses if _answers(address, 1.0)], exchange)
 
 
-def _called(address: str, message: bytes, seconds: float) -> Future[bytes]:
-    """The answer of :func:`call`, in a thread of its own that keeps no process from ending."""
-    answer: Future[bytes] = Future()
+def _call(future: Future[bytes], address: str, message: bytes, seconds: float) -> None:
+    """Set the result of a future by :func:`call`."""
+    try:
+        future.set_result(call(address, message, seconds))
+    except Exception as error:
+        future.set_exception(error)
 
-    def called() -> None:
-        try:
-            answer.set_result(call(address, message, seconds))
-        except Exception as error:
-            answer.set_exception(error)
 
-    threading.Thread(target=called, daemon=True).start()
-    return answer
+def _start(function: Callable[..., None], *arguments: object) -> None:
+    """Call a function in a thread that does not keep the process from ending."""
+    threading.Thread(target=function, args=arguments, daemon=True).start()
 
 
 # -- one connection -------------------------------------------------------------------------------
 
 
-def _answered(listener: socket.socket, asked: _Asked, handle: Handler, mark: int) -> None:
-    """Accept clients whose messages bear a mark, in a thread of its own."""
-    threading.Thread(target=_accept, args=(listener, asked, handle, mark), daemon=True).start()
-
-
-def _accept(listener: socket.socket, asked: _Asked, handle: Handler, mark: int) -> None:
-    """A thread for each client, until the listener is closed."""
+def _accept(listener: socket.socket, requests: _Requests, handle: Handler, mark: int) -> None:
+    """Start a thread for each caller whose messages bear a mark, until the listener is closed."""
     while listener.fileno() >= 0:
         try:
             connection, _ = listener.accept()
         except OSError:  # closed; or no more files can be open now
             time.sleep(0.05)
             continue
-        given = (connection, asked, handle, mark)
-        threading.Thread(target=_converse, args=given, daemon=True).start()
+        _start(_converse, connection, requests, handle, mark)
 
 
-def _converse(connection: socket.socket, asked: _Asked, handle: Handler, mark: int) -> None:
-    """One message of one client, and its answer."""
+def _converse(connection: socket.socket, requests: _Requests, handle: Handler, mark: int) -> None:
+    """Receive one message of one caller, and send its answer."""
     with connection:
         try:
             message = _receive(connection, time.monotonic() + PATIENCE, mark)
-            answer: Future[bytes] = Future()
-            asked.put((handle, message, answer))
-            _send(connection, answer.result(), time.monotonic() + PATIENCE)
-        except Exception as error:  # whatever a client does, and what `serve` has logged
-            _log.debug("a client went without an answer: %s", error)
+            future: Future[bytes] = Future()
+            requests.put((handle, message, future))
+            _send(connection, future.result(), time.monotonic() + PATIENCE)
+        except Exception as error:  # any fault of a caller, and what `serve` has logged
+            _log.debug("a caller got no answer: %s", error)
 
 
 def _send(connection: socket.socket, payload: bytes, deadline: float, mark: int = 0) -> None:
     for part in (_LENGTH.pack(len(payload) ^ mark), payload):
-        if part:  # whoever has got all that was announced may have hung up
+        if part:  # a caller that has all announced bytes may have hung up
             connection.settimeout(_left(deadline))
             connection.sendall(part)
 
 
 def _receive(connection: socket.socket, deadline: float, mark: int = 0) -> bytes:
-    """One message, whose memory grows as its bytes come, whatever length was announced; without its mark too long."""
+    """Receive one message; memory grows as bytes arrive, whatever the announced length.
+
+    Without its mark a message counts as too long.
+    """
     (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size, deadline))
-    length ^= mark
-    _check(length)
-    return _exactly(connection, length, deadline)
+    _check_length(length ^ mark)
+    return _exactly(connection, length ^ mark, deadline)
 
 
 def _exactly(connection: socket.socket, length: int, deadline: float) -> bytes:
@@ -253,7 +243,7 @@ def _left(deadline: float) -> float:
     return seconds
 
 
-def _check(length: int) -> None:
+def _check_length(length: int) -> None:
     if length > LONGEST:
         raise ValueError(f"a message of {length:,} bytes is longer than {LONGEST:,}")
 
@@ -261,8 +251,8 @@ def _check(length: int) -> None:
 # -- addresses ------------------------------------------------------------------------------------
 
 
-def _place(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
-    """The kind of an address, and what the operating system calls it."""
+def _parse(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
+    """Return the family of an address, and the form that the operating system takes."""
     if "/" in address:
         return socket.AF_UNIX, address
     host, colon, port = address.rpartition(":")
@@ -278,16 +268,24 @@ def _place(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
         loopback = False
     if not loopback:
         raise ValueError(
-            f"{address!r} is not of this machine: a worker's socket knows no keys, so its host is 127.0.0.1 or "
+            f"{address!r} is not of this machine: a node's socket authenticates nobody, so its host is 127.0.0.1 or "
             "localhost; between machines Flower carries the messages"
         )
     return socket.AF_INET, (host, int(port))
 
 
+def _answers(address: str, seconds: float) -> bool:
+    """Return whether somebody listens at an address."""
+    family, place = _parse(address)
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.settimeout(seconds)
+        return probe.connect_ex(place) == 0
+
+
 @contextlib.contextmanager
-def _listening(address: str) -> Iterator[tuple[socket.socket, str]]:
-    """A socket that listens, and its address; a Unix socket's file is its owner's, and gone in the end."""
-    family, place = _place(address)
+def _listen(address: str) -> Iterator[tuple[socket.socket, str]]:
+    """Open a listening socket, and give its address; the file of a Unix socket is private, and removed at the end."""
+    family, place = _parse(address)
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         if family == socket.AF_INET:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -297,7 +295,7 @@ def _listening(address: str) -> Iterator[tuple[socket.socket, str]]:
             listener.bind(place)
         except OSError as error:
             reason = error.strerror or str(error)
-            raise OSError(f"a worker cannot listen at {address}: {reason}") from None
+            raise OSError(f"a node cannot listen at {address}: {reason}") from None
         try:
             if family == socket.AF_UNIX:
                 os.chmod(address, 0o600)  # before anyone can connect
@@ -314,16 +312,14 @@ def _listening(address: str) -> Iterator[tuple[socket.socket, str]]:
 
 
 def _clear(path: str) -> None:
-    """Remove the socket of a worker that was killed, and nothing else.
+    """Remove the socket of a node that was killed, and nothing else.
 
     Raises:
-        OSError: a worker answers there, or it is not a socket.
+        OSError: a node answers there, or the path is not a socket.
     """
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             raise FileExistsError(f"{path} is there and is no socket: give another path")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.settimeout(1.0)
-            if probe.connect_ex(path) == 0:
-                raise OSError(f"another worker listens at {path}")
+        if _answers(path, 1.0):
+            raise OSError(f"another node listens at {path}")
         os.unlink(path)

@@ -1,4 +1,4 @@
-"""What the server sees of the sites, whatever carries the bytes: Flower, or sockets on one machine."""
+"""The server's access to the nodes, whatever carries the bytes: Flower, NVIDIA FLARE, or sockets on one machine."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,28 +6,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Wait:
-    """How long answers are waited for.
+    """The time that the server waits for answers.
 
     Attributes:
-        seconds: at most.
-        enough: only until so many have come; by default until all have.
-        late: so many seconds more an answer may come, and is then among those of a later exchange.
+        seconds: the longest time.
+        enough: the number of answers after which it stops waiting; by default all.
+        stale_seconds: for so many seconds more an answer may arrive; a later exchange then returns it.
     """
 
     seconds: float
     enough: int | None = None
-    late: float = 0.0
+    stale_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Carrier:
-    """The sites' addresses, and bytes there and back.
+    """The nodes' addresses, and the exchange of bytes with them.
 
     Attributes:
-        reachable: the addresses that can be asked now.
-        exchange: ``exchange(messages, wait)`` gives each address its message and returns what came back, by address:
-            answers to these messages, and late ones to the last message that an address was given before. An address
-            that failed or was too late is missing from the answer, and why is in the log; nothing is raised for it.
+        reachable: returns the addresses that can be asked now.
+        exchange: ``exchange(messages, wait)`` sends each address its message and returns the answers by address:
+            answers to these messages, and stale ones to the last message that an address was sent before. An address
+            that failed or was too late is missing from the result, and the log says why; nothing is raised for it.
 
     Example:
         >>> echo = Carrier(lambda: ["here"], lambda messages, wait: dict(messages))

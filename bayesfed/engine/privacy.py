@@ -81,7 +81,7 @@ class Privacy:
         noise: scale of the noise (standard deviation, or Laplace's scale) over the sensitivity 2 γ.
         delta: δ of the Gaussian mechanism.
         mechanism: ``"gaussian"`` or ``"laplace"``.
-        seed: makes noise and cohorts reproducible, for tests: whoever knows the seed can subtract the noise, so that ε
+        seed: makes noise and cohorts reproducible, for tests: anyone with the seed can subtract the noise, so that ε
             is infinite. By default they come from the operating system's entropy.
 
     Raises:

@@ -59,7 +59,7 @@ class States:
         """The states of K clients, on the device."""
         if self._folder is None:
             return optimizer.take(self.tensors, clients)
-        found: optimizer.State = {}
+        found: optimizer.State = {part: {} for part in self.tensors}
         for file in self._files.values():
             records = file[clients.numpy(force=True)]
             for field in records.dtype.names:

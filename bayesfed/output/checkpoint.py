@@ -51,7 +51,7 @@ def save(fitted: Fitted, path: str | Path) -> None:
     ``program`` (fingerprints by which :func:`load` recognises data, model and guide, see
     :mod:`bayesfed.data.fingerprint` and :mod:`bayesfed.checks.program_fingerprint`). The metadata's entry ``bayesfed``
     is JSON: ``format``, ``version``, ``algorithm`` (see :func:`bayesfed.settings.settings_of`), ``seed``, ``epsilon``,
-    ``moving``, ``rising``, ``settled``, ``khat`` and ``closely`` (k-hat of the correction, and its ``laplace``),
+    ``moving``, ``rising``, ``converged``, ``khat`` and ``closely`` (k-hat of the correction, and its ``laplace``),
     ``clients`` and ``sites``.
 
     The file does not hold the data and the model, but the clients' names and local posteriors. Its hashes can confirm a
@@ -70,7 +70,7 @@ def save(fitted: Fitted, path: str | Path) -> None:
         ...     posterior.save(f"{folder}/schools.safetensors")
         ...     bf.Posterior.load(f"{folder}/schools.safetensors", models.eight_schools, schools)
         Posterior: SFVI (FullRank globals, conditioned locals), 5 rounds, 8 clients; globals mu, tau; locals theta
-        5 rounds are too few to tell whether the fit still moves
+        5 rounds are too few to tell whether the fit has converged
     """
     parts: dict[str, dict[str, Tensor]] = {
         "params": fitted.params,
@@ -98,7 +98,7 @@ def save(fitted: Fitted, path: str | Path) -> None:
         "epsilon": fitted.epsilon,
         "moving": fitted.moving and dict(fitted.moving),
         "rising": fitted.rising,
-        "settled": fitted.settled,
+        "converged": fitted.converged,
         "khat": None if correction is None else correction.khat,
         "closely": fitted.laplace,
         "clients": list(fitted.federation.names),
@@ -197,7 +197,7 @@ def load(
         epsilon=metadata.get("epsilon"),
         moving=metadata.get("moving", {}),
         rising=metadata.get("rising", 0.0),
-        settled=metadata.get("settled"),
+        converged=metadata.get("converged"),
         correction=correction,
     )
 

@@ -59,7 +59,7 @@ class Fitted:
             deviations of q or in its log standard deviation, if above a quarter. None if there were too few rounds for
             an estimate. Always empty for point estimates.
         rising: estimated number of nats by which the ELBO would have risen further, if it is large; None as above.
-        settled: True if the run stopped because it had converged, False if it reached the largest number of rounds,
+        converged: True if the run stopped because it had converged, False if it reached the largest number of rounds,
             None if the number of rounds was given.
         correction: draws of θ by importance sampling that replace draws from q(θ), see
             :mod:`bayesfed.output.correction`.
@@ -76,7 +76,7 @@ class Fitted:
     compiled: str = ""
     moving: Mapping[str, float] | None = None
     rising: float | None = None
-    settled: bool | None = None
+    converged: bool | None = None
     correction: Correction | None = None
 
     @property

@@ -54,7 +54,7 @@ class Posterior(Fitted):
         globals_ = ", ".join(s.name for s in self.program.globals) or "none"
         locals_ = ", ".join(s.name for s in self.program.locals) or "none"
         rounds = len(self.history["elbo"])
-        ended = "settled in " if self.settled else ""
+        ended = "converged in " if self.converged else ""
         return (
             f"Posterior: {self.algorithm} ({self.program.guide_name}), {ended}{rounds:,} rounds, "
             f"{len(self.federation):,} clients; globals {globals_}; locals {locals_}"

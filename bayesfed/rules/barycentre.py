@@ -64,7 +64,7 @@ class Barycentre(Rule):
         return {"theta": server.params, "size": size}
 
     def encode(self, job: Job, work: Work) -> tuple[Parts, State]:
-        """Return the maps of the copies, less the map that leaves q(θ) as it is; NaN for a copy that is not finite."""
+        """Return the maps of the copies, less the identity map of q(θ); NaN for a copy that is not finite."""
         copy = work.found["copy"]
         sound = torch.stack([v.isfinite().flatten(1).all(1) for v in copy.values()]).all(0)
         # an eigenvalue problem that is not finite would fail for all clients of the batch

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from bayesfed.data.batch import Batch
@@ -44,8 +46,22 @@ class MedianOfInstitutions(Mean):
     """Between machines, the median over institutions of their mean moves, number by number, in place of the mean.
 
     A few institutions that lie then move little, whatever they send; and institutions that differ from most count
-    less. In one process there are no institutions, and it is refused.
+    less. In one process there are no institutions, and it is refused; so it is with secure sums and under noise, where
+    no institution's sum is seen.
     """
+
+    def combine(self, totals: Sequence[Parts], clients: Sequence[Tensor]) -> Parts:
+        """Return a sum in which every client has the median of the institutions' mean moves."""
+        rows = [
+            total.get("weight", {}).get("rows", n) for total, n in zip(totals, clients, strict=True)
+        ]
+        there = [(total["theta"], n) for total, n in zip(totals, rows, strict=True) if bool(n > 0)]
+        weight = torch.stack([n for _, n in there]).sum() if there else torch.zeros(())
+        theta = {
+            name: weight * torch.stack([moves[name] / n for moves, n in there]).median(0).values
+            for name in (there[0][0] if there else ())
+        }
+        return {"theta": theta}
 
 
 @dataclass(frozen=True)
@@ -53,7 +69,7 @@ class NormalisedMean(Rule):
     """θ ← θ + τ̄ Σ π_i (θ_i − θ) / τ_i for clients that take τ_i steps (FedNova, Wang et al. 2020, eq. 8)."""
 
     needs = frozenset({"theta", "steps"})
-    no_noise = "it weighs clients by their numbers of rows and of steps: use FedAvg"
+    no_noise = "its weights are the clients' numbers of rows and of steps: use FedAvg"
 
     def encode(self, job: Job, work: Work) -> tuple[Parts, State]:
         """Return the mean move of a step and the numbers of steps, weighted by n_i."""

@@ -285,7 +285,7 @@ class NaturalGradient(Rule):
         with torch.no_grad():
             old = QuadraticTerm(*(value[None] for value in server["prior"].values()))
             prior = QuadraticTerm(*(v[0] for v in family.fit_quadratic(params, z, grad[None], old)))
-            if noisy:  # it knows nothing of before
+            if noisy:  # there is no memory of earlier rounds
                 grads = (used * scale * total["gradients"][GLOBAL]).to(z.dtype)[None]
                 blank = QuadraticTerm(*(v[None] for v in family.zero_term(params)))
                 clients = QuadraticTerm(

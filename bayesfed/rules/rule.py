@@ -9,6 +9,7 @@ secure summation act in one place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -51,7 +52,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a rule reports of a round for the convergence criterion.
+    """The progress of a round, which a rule reports for the convergence criterion.
 
     Attributes:
         pace: the fraction of the way to the current target of q(θ) that the round has gone.
@@ -74,6 +75,11 @@ class Rule:
     needs: ClassVar[frozenset[str]] = frozenset({"theta"})
     sends: ClassVar[frozenset[str]] = frozenset()
     globals: ClassVar[tuple[type[Any], ...]] = (Point,)
+
+    @property
+    def robust(self) -> bool:
+        """Whether the rule combines institutions' sums by :meth:`combine`, and so is for fits between machines."""
+        return type(self).combine is not Rule.combine
 
     @property
     def no_noise(self) -> str:
@@ -117,8 +123,20 @@ class Rule:
         """Return the server's next state from the sum of the uploads, and its ELBO term ``()``."""
         raise NotImplementedError
 
+    def combine(self, totals: Sequence[Parts], clients: Sequence[Tensor]) -> Parts | None:
+        """Return the combination of institutions' sums in place of their sum, for a robust rule between machines.
+
+        Args:
+            totals: the sum of the uploads of each institution's clients.
+            clients: the number of these clients, ``()`` each.
+
+        Returns:
+            None for the sum; a robust rule returns a sum over all clients.
+        """
+        return None
+
     def stale(self, server: Any, total: Parts, count: int) -> Parts:
-        """Return the part of K stale uploads that can still be added: none."""
+        """Return the part of K stale uploads that can be added: none."""
         return {}
 
     def progress(self, turn: Turn, server: Any) -> Progress | None:
@@ -134,7 +152,7 @@ def moves(job: Job, copies: Params) -> Params:
 def weighted_sum(values: Params, weight: Tensor | None = None) -> Parts:
     """Return the upload of a mean of values ``(K, 1, ...)``: each times its client's weight ``(K,)``, and the weights.
 
-    Without weights clients count alike, and the server knows how many there are.
+    Without weights clients count alike, and the server counts them.
     """
     if weight is None:
         return {"theta": {name: value.squeeze(1) for name, value in values.items()}}

@@ -66,7 +66,7 @@ class Stein(Rule):
 
     @property
     def no_noise(self) -> str:
-        """Where τ follows from the clients' numbers of rows, these would be disclosed."""
+        """The reason against noise: a τ that follows from the clients' numbers of rows discloses these."""
         if self.tau is not None or self.lam is None or self.beta is not None:
             return ""
         return "lam makes τ of the clients' mean number of rows, which would be disclosed: use tau, or beta beside lam"

@@ -68,7 +68,7 @@ def slopes(
 
 
 def layered(loss: Loss, w: Tensor, batch: Batch) -> bool:
-    """Whether every number that the loss reads is a weight of one linear layer, as ``"layers"`` takes for granted.
+    """Return whether every number that the loss reads is a weight of one linear layer, as ``"layers"`` assumes.
 
     It is looked at, and tried on a few rows at a point near w.
     """

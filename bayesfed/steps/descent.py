@@ -63,6 +63,7 @@ class Descent(Steps):
     steepest: Rate | None = None
     clip: Rate | None = None
     globals = (Point,)
+    kinds = ("point",)
 
     @property
     def locals(self) -> tuple[type[Locals], ...]:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Pieces of local schedules: clients' own copies, their gradients, gradient steps to differentiate through."""
+"""Clients' own copies of parameters, their gradients, gradient steps to differentiate through, and annealing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ORDERS = ("detached", "first", "second")
 
 
 def leaves(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same values, apart from what made them, to take gradients in."""
+    """Return the same values as leaves of a new autograd graph."""
     return {name: value.detach().requires_grad_() for name, value in params.items()}
 
 
 def copies(params: Mapping[str, Tensor], clients: int) -> dict[str, Tensor]:
-    """Each client's own copy of the server's parameters: ``(K, 1, ...)``."""
+    """Return each client's own copy of the server's parameters: ``(K, 1, ...)``."""
     return {n: v.detach().expand(clients, 1, *v.shape).clone() for n, v in params.items()}
 
 
@@ -31,7 +31,7 @@ def gradients(
     create_graph: bool = False,
     retain_graph: bool | None = None,
 ) -> dict[str, Tensor]:
-    """Of the summed losses ``(K,)`` in every client's parameters; zero in what they do not depend on."""
+    """Return the gradients of losses ``(K,)`` in every client's parameters, zeros where they do not depend on them."""
     found = torch.autograd.grad(
         loss.sum(),
         list(params.values()),
@@ -43,7 +43,7 @@ def gradients(
 
 
 def annealed(final: float, done: float) -> float:
-    """The factor on the learning rates when a fraction ``done`` of the rounds is over: 1 down to ``final``.
+    """Return the factor on the learning rates when a fraction ``done`` of the rounds is over: 1 down to ``final``.
 
     Half a cosine (Loshchilov & Hutter 2017, eq. 5): long at high rates, to get there, then long at low ones,
     to average the noise of cohorts and minibatches out.
@@ -52,7 +52,7 @@ def annealed(final: float, done: float) -> float:
 
 
 def elapsed(final: float, done: float) -> float:
-    """The part of all steps, measured by their rates, that is over with a fraction ``done`` of the rounds: ∫ annealed.
+    """Return the part of all steps, measured by their rates, that is over after a part of the rounds: ∫ annealed.
 
     Example:
         >>> from bayesfed.steps.gradients import elapsed
@@ -72,7 +72,7 @@ def adapted(
     order: str = "detached",
     most: float | None = None,
 ) -> dict[str, Tensor]:
-    """φ_i of K clients after their gradient steps.
+    """Return φ_i of K clients after gradient steps.
 
     Args:
         loss: L_i ``(K,)`` of the parameters at a step, counted from 0.

@@ -46,7 +46,7 @@ class Job:
     @property
     def theta(self) -> Params:
         """The guide's global parameters, as they were sent."""
-        return self.message["theta"]
+        return self.message.get("theta", {})
 
     @property
     def counts(self) -> Tensor:

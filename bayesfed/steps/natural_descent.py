@@ -12,7 +12,7 @@ The Fisher information of a Normal is 1 / σ² for its location and 2 for its lo
     location of a prior    −η' σ_θ² (n_i / λ) ∇L_i      its log scale      −η' ½ (n_i / λ) ∇L_i
 
 A rate of 1 would be Newton's step, whatever the scales, n_i and λ: η' = 1 puts θ_i's location on φ's. Locations move by
-at most one rate in units of σ (root mean square), log scales by at most 0.1 in a step; σ counts for no more than it was
+at most one rate in units of σ (root mean square), log scales by at most 0.1 in a step; σ counts for at most what it was
 before the first round, since where θ lags behind the clients a growing σ would make steps grow without end. η falls to
 a thirtieth while φ is made, on half a cosine, for weights that act together overshoot at rates that suit one by itself.
 All other θ (slopes, noise, shared layers) takes gradient steps on L_i where the likelihood reads it, on n_i L_i / λ
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -71,6 +71,7 @@ class NaturalDescent:
     natural: bool = True
     epochs: int = 5
     steps: int | None = None
+    kinds: ClassVar[tuple[str, ...]] = ("point", "normal")
 
     def __post_init__(self) -> None:
         if self.natural and self.lr >= 2:

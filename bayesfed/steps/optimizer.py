@@ -6,7 +6,7 @@ state of each client apart, since a client steps only when it takes part.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -14,12 +14,11 @@ from torch import Tensor
 from bayesfed.tracing.compiler import tracing
 
 State = dict[str, dict[str, Tensor]]
-RULES = ("sgd", "momentum", "adam")
 MOMENTUM = 0.9
 
 
 def init(params: Mapping[str, Tensor], rows: int | None = None) -> State:
-    """Zero moments; ``step`` has shape ``()``, or ``(rows,)`` where each row steps by itself."""
+    """Return parameters with zero moments; ``step`` has shape ``()``, or ``(rows,)`` for rows that step alone."""
     zeros = {name: torch.zeros_like(value) for name, value in params.items()}
     like = next(iter(params.values()), torch.zeros(()))
     step = torch.zeros(() if rows is None else (rows,), dtype=like.dtype, device=like.device)
@@ -39,7 +38,7 @@ def ascend(
     beta1: float = 0.9,
     beta2: float = 0.999,
 ) -> State:
-    """One Adam step uphill (Kingma & Ba 2015, Algorithm 1, with the sign of maximisation)."""
+    """Take one Adam step uphill (Kingma & Ba 2015, Algorithm 1, with the sign of maximisation)."""
     step = state["step"]["step"] + 1
     unbias1, unbias2 = 1 - beta1**step, 1 - beta2**step
     new: State = state | {"params": {}, "mean": {}, "square": {}, "step": {"step": step}}
@@ -54,19 +53,8 @@ def ascend(
     return new
 
 
-def check_rules(**rules: str) -> None:
-    """Refuse what is none of :data:`RULES`.
-
-    Raises:
-        ValueError: names the setting.
-    """
-    for name, rule in rules.items():
-        if rule not in RULES:
-            raise ValueError(f"{name} is {rule!r}: use one of {RULES}")
-
-
 def begin(rule: str, params: Mapping[str, Tensor], rows: int | None = None) -> State:
-    """The state with which an optimiser starts; arguments as for :func:`init`."""
+    """Return the first state of an optimiser; arguments as for :func:`init`."""
     if rule == "adam":
         return init(params, rows)
     state: State = {"params": dict(params)}
@@ -76,7 +64,7 @@ def begin(rule: str, params: Mapping[str, Tensor], rows: int | None = None) -> S
 
 
 def clipped(grads: Mapping[str, Tensor], most: float = 1.0) -> dict[str, Tensor]:
-    """Gradients ``(K, ...)`` of K clients, shortened where their root mean square over all numbers exceeds ``most``.
+    """Shorten gradients ``(K, ...)`` of K clients whose root mean square over all numbers exceeds ``most``.
 
     Networks never come near 1 in the mean loss of a row. A hierarchy of a few parameters does, where the noise of its
     rows is small: without a bound its steps diverge at rates that suit networks.
@@ -103,7 +91,7 @@ def descend(
     lr: float | Tensor,
     active: Tensor | None = None,
 ) -> State:
-    """One step downhill for the clients that are ``active`` ``(K,)``; the others stay.
+    """Take one step downhill with the clients that are ``active`` ``(K,)``.
 
     Args:
         rule: ``"sgd"``, ``"momentum"`` (heavy ball, 0.9) or ``"adam"``.
@@ -135,19 +123,14 @@ def descend(
 
 
 def less(value: Tensor, lr: float | Tensor, grad: Tensor) -> Tensor:
-    """w − η g, in one pass."""
+    """Return w − η g, in one pass."""
     if isinstance(lr, float):
         return value.sub(grad, alpha=lr)
     return torch.addcmul(value, grad, lr, value=-1)
 
 
-def told(active: Tensor, device: torch.device) -> Sequence[Tensor | None]:
-    """Who takes each of a round's steps ``(steps, K)``, as steps want to know it: None where all take all of them."""
-    return [None] * len(active) if active.all() else list(active.to(device))
-
-
 def where_active(state: State, new: State, active: Tensor | None) -> State:
-    """The new state of the clients that are active, the old one of the others."""
+    """Return the new state of the clients that are active, the old state of the others."""
     if active is None:
         return new
     if not tracing() and active.device.type == "cpu" and bool(active.all()):

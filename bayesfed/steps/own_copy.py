@@ -34,7 +34,7 @@ from bayesfed.tracing.compiler import traceable
 
 MOST = 3.0
 """The largest gradient of a step, in root mean squares of the rounds before: where a step goes too far for the
-curvature the next gradient is larger still, and only the next round measures it."""
+curvature the next gradient is even larger, and only the next round measures it."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class OwnCopy(LocalVariational):
 
     def run(self, job: Job, locals_: Locals) -> Work:
         """Return the copies λ_i, and the mean squares of their gradients."""
-        program, size, rate = job.program, job.message["size"], job.rate
+        program, size, rate = job.program, job.message.get("size", {}), job.rate
         clients = follow_origin(program, job.theta, job.clients, job.rows(None))
         own = copies(job.theta, len(job))
         streams = noise_of_steps(program, job.keys, self.steps, self.draws, theta=True)

@@ -36,6 +36,7 @@ class InTurn(Steps):
     phases: tuple[Descent, ...]
     globals = (Point,)
     locals = (Kept, Remade)
+    kinds = ("point",)
 
     @property
     def gives(self) -> frozenset[str]:  # type: ignore[override]
@@ -91,6 +92,11 @@ class Alternate(Steps):
                 "inner=Descent(proximal=0.0): θ_i moves by the penalty, which ties w_i to it; give a proximal above 0, "
                 "or take NaturalDescent"
             )
+
+    @property
+    def kinds(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Point estimates or Normals: what the inner steps can move."""
+        return self.inner.kinds
 
     @property
     def draws(self) -> int:

@@ -39,12 +39,14 @@ class Steps:
         needs: the parts that it reads of the rule's message, beside ``theta``.
         globals: the families of the globals that it can move.
         locals: the families of the clients' variables that it can move.
+        kinds: point estimates or Normals, where a family of the clients' variables has both.
     """
 
     gives: ClassVar[frozenset[str]] = frozenset({"theta"})
     needs: ClassVar[frozenset[str]] = frozenset()
     globals: ClassVar[tuple[type[Any], ...]] = (Point,)
     locals: ClassVar[tuple[type[Any], ...]] = (AtPrior, Kept, Remade, Encoded)
+    kinds: ClassVar[tuple[str, ...]] = ("point", "normal")
 
     def accept(
         self, program: Program, federation: Federation, locals_: Locals, name: str

@@ -70,6 +70,7 @@ class ThroughSteps(Steps):
     optimizer: Literal["sgd", "momentum", "adam"] = "sgd"
     globals = (Point,)
     locals = (Remade,)
+    kinds = ("point",)
 
     def accept(
         self, program: Program, federation: Federation, locals_: Locals, name: str
@@ -273,7 +274,7 @@ def draw_rows(keys: Tensor, mask: Tensor, count: Tensor | int) -> Tensor:
 
 
 def select_rows(batch: Batch, mask: Tensor, most: int) -> Batch:
-    """Return the batch with some of its rows, at most ``most`` of a client, which stand for all n_i."""
+    """Return the batch with some of its rows, at most ``most`` of a client, which represent all n_i."""
     scale = batch.rows[:, None] / mask.sum(-1, keepdim=True)
     first = (~mask).byte().argsort(dim=-1, stable=True)[:, :most]
     client = torch.arange(len(batch), device=mask.device)[:, None]

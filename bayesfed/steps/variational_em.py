@@ -8,7 +8,7 @@
 
 The body is all of θ that has no closed form in the server's M-step (:mod:`bayesfed.rules.m_step`). Its gradients are
 divided by their root mean square over the clients of the rounds before, one number for each parameter, which the
-server keeps: steps fit any unit, as Adam's do, but as it is the same number for all clients they still pull by the
+server keeps: steps fit any unit, as Adam's do, but as it is the same number for all clients they pull by the
 size of their gradients, so that the fixed point is the maximum.
 
 As in the paper q(w_i) has no correlations, and where rows make them (an intercept with a slope) its variances, and ρ

@@ -30,8 +30,9 @@ from bayesfed.elbo import handlers
 from bayesfed.vmap import distributions, quadrature
 from bayesfed.vmap.boundary import Boundary, layout_of, weight_of, weight_outside
 from bayesfed.vmap.levels import Layout, Levels, opened
-from bayesfed.vmap.marginalise import Marginalisation, Rerun
+from bayesfed.vmap.marginalise import Marginalisation
 from bayesfed.vmap.mixtures import Mixture
+from bayesfed.vmap.rerun import Rerun
 
 
 @dataclass(frozen=True)

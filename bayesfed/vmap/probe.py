@@ -17,8 +17,8 @@ from bayesfed.data.federation import Model
 from bayesfed.elbo import handlers
 from bayesfed.vmap.compare import densities
 from bayesfed.vmap.levels import Layout
-from bayesfed.vmap.marginalise import Marginalised
 from bayesfed.vmap.one_client import OneClient
+from bayesfed.vmap.rerun import Marginalised
 
 DRAWS = 2
 

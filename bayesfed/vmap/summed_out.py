@@ -95,7 +95,7 @@ def _check_dependents(name: str, others: Collection[str], of_row: bool) -> None:
         if not of_row:
             raise ValueError(
                 f"{other!r} depends on site {name!r}, which is discrete, of a client, and summed out: it has no value "
-                f"of which {other!r} could be made. Leave it out; posterior.kinds() tells each client's probabilities"
+                f"of which {other!r} could be made. Leave it out; posterior.kinds() gives each client's probabilities"
             )
         raise ValueError(
             f"{other!r} depends on site {name!r}, which is of a row and, where it has no data, summed or integrated "

@@ -24,8 +24,9 @@ from in_process import LIAR, Change, runner
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.deploy.node import Site
-from bayesfed.deploy.plan import Plan
+from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.deploy.server import Globals
+from bayesfed.rules import MedianOfInstitutions
 
 MISSING = 0.3
 LIES: dict[str, Change] = {
@@ -48,9 +49,21 @@ def cases() -> dict[str, tuple[Any, bf.Federation, bf.Federation | None, Any, di
         "SFVIAvg": (models.varying_slope, firms, None, bf.SFVIAvg(), small),
         "PVI": (models.varying_slope, firms, None, bf.PVI(), small),
         "FedAvg": (network, train, test, bf.FedAvg(), wide),
-        "FedAvg, of medians": (network, train, test, bf.FedAvg(), wide | {"median": True}),
+        "FedAvg, of medians": (
+            network,
+            train,
+            test,
+            bf.FedAvg().replace(rule=MedianOfInstitutions()),
+            wide,
+        ),
         "FedABML": (network, train, test, bf.FedABML(), wide),
-        "FedABML, of medians": (network, train, test, bf.FedABML(), wide | {"median": True}),
+        "FedABML, of medians": (
+            network,
+            train,
+            test,
+            bf.FedABML().replace(rule=MedianOfInstitutions(by="clients")),
+            wide,
+        ),
         "PFedVEM": (network, train, test, bf.PFedVEM(), wide),
         "FOLA": (network, train, test, bf.FOLA(), wide),
     }
@@ -79,7 +92,7 @@ def accuracy(sites: Mapping[str, Site], test: bf.Federation) -> str:
 def measure(name: str) -> list[str]:
     """Fit without and with each trouble."""
     model, federation, test, algorithm, schedule = cases()[name]
-    plan, whole = Plan(model, algorithm, **schedule), []
+    plan, whole = DeploymentPlan(model, algorithm, **schedule), []
 
     with tempfile.TemporaryDirectory() as folder:
 

@@ -321,10 +321,14 @@ def test_pvi_refuses_points_and_too_many_dimensions():
 
 def test_sfvi_avg_refuses_what_is_no_gaussian():
     with pytest.raises(
-        ValueError,
-        match=r"^SFVIAvg: .* does not go with globals=Flow\(\): take globals=Gaussian\(\) or",
+        ValueError, match=r"global_guide is Flow.*must be MeanField\(\) or FullRank"
     ):
-        bf.SFVIAvg(global_guide=bf.Flow()).program(conjugate_hierarchy, ragged())
+        bf.SFVIAvg(global_guide=bf.Flow())
+    algorithm = bf.SFVIAvg().replace(globals=bf.Flow())
+    with pytest.raises(
+        ValueError, match=r"does not go with globals=Flow\(\): take globals=Gaussian"
+    ):
+        algorithm.program(conjugate_hierarchy, ragged())
 
 
 # -- new clients --------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.rules.natural_gradient import QUADRATIC, fade
+from bayesfed.rules.natural_gradient import fade
 from tests.scenarios import conjugate_hierarchy, ragged
 
 PLAIN = bf.SFVI(corrected=False)
@@ -102,24 +102,6 @@ def test_the_server_has_the_sum_of_what_is_left_of_what_clients_sent(guide):
             torch.testing.assert_close(known[name], value.sum(0), rtol=1e-3, atol=1e-3)
     assert levels[-1] > 0.5
     assert all(b >= a for a, b in pairwise(levels))
-
-
-def test_a_stale_update_has_as_much_left_as_if_it_had_been_in_time():
-    of_two = {name: torch.full((3,), 4.0) for name in QUADRATIC}
-    server = {"quadratic": {"level": torch.tensor(3.0)}}
-    total = {
-        "quadratic": of_two,
-        "forgetting": {"level": torch.tensor(2.0)},
-        "gradients": {"mu": torch.ones(2)},
-        "mean gradient": {"rate": torch.ones(1)},
-    }
-    found = PLAIN.rule.stale(server, total, 2)
-    assert found.keys() == {"quadratic", "mean gradient"}
-    assert found["quadratic"].keys() == of_two.keys()
-    for name, value in of_two.items():
-        left = value * torch.tensor(-2.0).exp()
-        torch.testing.assert_close(found["quadratic"][name], left)
-    assert torch.equal(found["mean gradient"]["rate"], total["mean gradient"]["rate"])
 
 
 def test_nothing_is_forgotten_where_sites_are_exact():

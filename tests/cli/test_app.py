@@ -19,8 +19,8 @@ from bayesfed import datasets, models
 from bayesfed.algorithms import METHODS
 from bayesfed.cli import app as cli
 from bayesfed.cli import forest, report
+from bayesfed.cli.catalogue import MODELS
 from bayesfed.cli.experiment import read_experiment
-from bayesfed.cli.names import MODELS
 
 SCHOOLS = """
 [model]
@@ -221,8 +221,8 @@ def test_a_formula(towns, capsys):
     _, error = fails(capsys, "run", "study/formula.toml", "--set", "model.name=eight_schools")
     assert "give either name (a model) or formula" in error
     _, error = fails(capsys, "run", "study/formula.toml", "--set", 'data.fields=["u"]')
-    assert "a formula says what it reads" in error
-    _, error = fails(capsys, "run", "study/formula.toml", "--set", 'output.sites=["w|town"]')
+    assert "a formula names its columns" in error
+    _, error = fails(capsys, "run", "study/formula.toml", "--set", 'output.variables=["w|town"]')
     assert "the model has 1|town, v|town" in error
 
 
@@ -437,12 +437,12 @@ def test_a_model_with_settings(schools, capsys):
         ("data.hold_out=['J']", 'data.hold_out: there is no client "J"; they are A, B, C'),
         ("algorithm.name=SVFI", "algorithm.name is \"SVFI\"; did you mean 'SFVI'? choose one of"),
         ("algorithm.guide=mine", "algorithm.guide is 'mine'; give \"file.py:function\""),
-        ("output.sites=['tau']", 'there is no local site "tau"; the model has theta'),
+        ("output.variables=['tau']", 'there is no local variable "tau"; the model has theta'),
         (
-            "output.sites=['teta']",
-            "no local site \"teta\"; did you mean 'theta'? the model has theta",
+            "output.variables=['teta']",
+            "no local variable \"teta\"; did you mean 'theta'? the model has theta",
         ),
-        ("output.sites=['mu']", 'there is no local site "mu"; the model has theta'),
+        ("output.variables=['mu']", 'there is no local variable "mu"; the model has theta'),
     ],
 )
 def test_a_mistake_is_one_line_and_writes_nothing(schools, capsys, override, message):
@@ -591,15 +591,15 @@ def test_many_clients_and_panels_can_be_drawn(tmp_path):
         },
         coords={"client": [f"c{i}" for i in range(80)]},
     )
-    forest.forest(tmp_path / "a.png", draws, {}, sites=["w"])
-    forest.forest(tmp_path / "b.png", draws.drop_vars("m"), {}, sites=["w"], title="$x")
-    forest.forest(tmp_path / "c.png", draws, {}, sites=[])
+    forest.plot_forest(tmp_path / "a.png", draws, {}, variables=["w"])
+    forest.plot_forest(tmp_path / "b.png", draws.drop_vars("m"), {}, variables=["w"], title="$x")
+    forest.plot_forest(tmp_path / "c.png", draws, {}, variables=[])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.png", "b.png", "c.png"]
 
 
 def test_numbers_have_the_decimals_their_sd_needs():
-    assert report.rounded([0.1, float("nan")], sd=float("nan")) == ["0.100", "nan"]
-    assert report.rounded([2.0], sd=0.0) == ["2.000"]
+    assert report.format_row([0.1, float("nan")], sd=float("nan")) == ["0.100", "nan"]
+    assert report.format_row([2.0], sd=0.0) == ["2.000"]
 
 
 def test_a_long_summary_is_cut(schools, capsys):

@@ -1,4 +1,4 @@
-"""What a site's own people are told of rows, by its worker or without it; that nobody else can ask."""
+"""What a node's own people are told of rows, by its worker or without it; that nobody else can ask."""
 
 import io
 import queue
@@ -15,18 +15,18 @@ import torch
 
 import bayesfed as bf
 from bayesfed.cli.app import main
-from bayesfed.cli.choices import clients_of
-from bayesfed.cli.deployment import kept_of, plan_of
-from bayesfed.cli.experiment import read_rows, read_site
-from bayesfed.cli.local_queries import Question, Told, asked
+from bayesfed.cli.choices import load_clients
+from bayesfed.cli.deployment import local_posteriors, make_plan
+from bayesfed.cli.experiment import read_node_file, read_rows
+from bayesfed.cli.local_queries import Answer, Question, ask
 from bayesfed.deploy.institutions import Patience
-from bayesfed.deploy.messages import Hello, Refusal, packed, unpacked
-from bayesfed.deploy.node import Site
-from bayesfed.deploy.server import deployed
+from bayesfed.deploy.messages import Hello, Refusal, pack, unpack
+from bayesfed.deploy.node import Node
+from bayesfed.deploy.server import run_server
 from bayesfed.deploy.sockets import call, serve
 from bayesfed.deploy.transport import Carrier
 
-SITES = ("north", "south")
+INSTITUTIONS = ("north", "south")
 WARDS = """
 import torch
 import pyro
@@ -60,9 +60,9 @@ def experiment(folder, model="normal", rounds=15):
     (folder / "experiment.toml").write_text(
         f'[model]\nname = "wards.py:{model}"\n[data]\nclient = "ward"\nfields = {fields}\n'
         f"[algorithm]\ncorrected = false\n[schedule]\nrounds = {rounds}\n"
-        '[deployment]\nsites = ["north", "south"]\n'
+        '[deployment]\ninstitutions = ["north", "south"]\n'
     )
-    for name in SITES:
+    for name in INSTITUTIONS:
         rows = [(w, i, y) for w, values in ROWS[name].items() for i, y in enumerate(values)]
         frame = pd.DataFrame(rows, columns=["ward", "x", "y"])
         frame["y"] = (
@@ -76,25 +76,25 @@ def experiment(folder, model="normal", rounds=15):
 
 
 def parts(folder, name):
-    """A site's worker, and what it keeps."""
+    """A node's worker, and what it keeps."""
     path = folder / f"{name}.toml"
-    site, config, base = read_site(path)
-    rows, plan = read_rows(config.data, folder), plan_of(config, base)
-    federation = clients_of(config.data, rows, folder)
-    worker = Site(name, federation, plan, folder / name, bf.Execution(compile=False))
-    return worker, kept_of(site, config, rows, folder, base)
+    node, config, base = read_node_file(path)
+    rows, plan = read_rows(config.data, folder), make_plan(config, base)
+    federation = load_clients(config.data, rows, folder)
+    worker = Node(name, federation, plan, folder / name, bf.Execution(compile=False))
+    return worker, local_posteriors(node, config, rows, folder, base)
 
 
 def fitted(folder, between=lambda: None, file="server.safetensors"):
-    """The fit over the sites; ``between`` is called before every message."""
-    sites = {name: parts(folder, name)[0] for name in SITES}
+    """The fit over the nodes; ``between`` is called before every message."""
+    nodes = {name: parts(folder, name)[0] for name in INSTITUTIONS}
 
     def exchange(messages, wait):
         between()
-        return {at: sites[at].handle(payload) for at, payload in messages.items()}
+        return {at: nodes[at].handle(payload) for at, payload in messages.items()}
 
-    carrier = Carrier(lambda: list(sites), exchange)
-    return deployed(carrier, sites["north"].plan, Patience(SITES), folder / file)
+    carrier = Carrier(lambda: list(nodes), exchange)
+    return run_server(carrier, nodes["north"].plan, Patience(INSTITUTIONS), folder / file)
 
 
 @pytest.fixture(scope="module")
@@ -187,14 +187,14 @@ def by_hand(posterior, federation):
 
 @contextmanager
 def running(folder, name="north"):
-    """The worker of a site with both its sockets."""
+    """The worker of a node with both its sockets."""
     worker, kept = parts(folder, name)
     ready, stop = queue.Queue(), threading.Event()
     own = str(folder / f"{name}.own.sock")
     thread = threading.Thread(
         target=serve,
         args=(str(folder / f"{name}.sock"), worker.handle),
-        kwargs={"here": (own, kept.handle), "ready": ready.put, "stop": stop},
+        kwargs={"local": (own, kept.handle), "ready": ready.put, "stop": stop},
     )
     thread.start()
     try:
@@ -207,34 +207,34 @@ def running(folder, name="north"):
 def test_the_worker_says_what_the_command_says_by_itself(folder, capsys, monkeypatch):
     alone = predicted(folder, capsys, MIXED)
     with running(folder) as (_, own):
-        monkeypatch.setattr("bayesfed.cli.deployment.kept_of", None)  # the worker answers
+        monkeypatch.setattr("bayesfed.cli.deployment.local_posteriors", None)  # the worker answers
         pd.testing.assert_frame_equal(predicted(folder, capsys, MIXED), alone)
         with pytest.raises(ValueError, match="no column 'x'"):
-            asked(own, Question(rows="ward,y\na,1\n"))
+            ask(own, Question(rows="ward,y\na,1\n"))
     assert not (folder / "north.own.sock").exists()
 
 
 def test_no_message_of_a_server_is_a_question(folder):
-    """Not at the server's socket, nor at the other, if a site has given that to Flower by mistake."""
+    """Not at the server's socket, nor at the other, if a node has given that to Flower by mistake."""
     question = Question(rows=MIXED).model_dump_json().encode()
     with running(folder) as (public, own):
-        reply, _ = unpacked(call(public, question, 10.0))
+        reply, _ = unpack(call(public, question, 10.0))
         assert isinstance(reply, Refusal)
         with pytest.raises(ConnectionError):
-            call(public, question, 10.0, here=True)
-        for payload in (question, packed(Hello())):
+            call(public, question, 10.0, local=True)
+        for payload in (question, pack(Hello())):
             with pytest.raises(ConnectionError):
                 call(
                     own, payload, 10.0
                 )  # as Flower's client calls, see tests/deploy/test_flower.py
-        told = Told.model_validate_json(call(own, packed(Hello()), 10.0, here=True))
-        assert told.error.startswith("no question") and not told.table
-        assert asked(own, Question(rows=MIXED)).startswith("row,client,variable")
+        told = Answer.model_validate_json(call(own, pack(Hello()), 10.0, local=True))
+        assert told.error.startswith("not a question") and not told.table
+        assert ask(own, Question(rows=MIXED)).startswith("row,client,variable")
 
 
 def test_people_ask_at_a_socket_of_their_own_user():
     with pytest.raises(ValueError, match="open to every user of the machine"):
-        serve("127.0.0.1:0", bytes, here=("127.0.0.1:0", bytes))
+        serve("127.0.0.1:0", bytes, local=("127.0.0.1:0", bytes))
 
 
 def test_questions_change_no_fit(folder, tmp_path):
@@ -248,7 +248,7 @@ def test_questions_change_no_fit(folder, tmp_path):
             said.append(kept.handle(asked_now.model_dump_json().encode()))
 
     among = fitted(tmp_path, question, "among.safetensors")
-    assert [bool(Told.model_validate_json(answer).table) for answer in said] == 4 * [True]
+    assert [bool(Answer.model_validate_json(answer).table) for answer in said] == 4 * [True]
     for name, value in alone.params.items():
         assert torch.equal(among.params[name], value)
     one, other = (
@@ -263,7 +263,7 @@ def test_questions_change_no_fit(folder, tmp_path):
     ("rows", "more", "said"),
     [
         ("ward,x\na,1\n", (), "no column 'y'"),
-        ("ward,x,y\na,,1\n", (), "nothing can be said of y of client 'a'"),
+        ("ward,x,y\na,,1\n", (), "there is no prediction of y for client 'a'"),
         ("ward,x,y\na,one,1\n", (), "field 'x' is categorical or text"),
         ("ward,x,y\n,1,1\n", (), "has no client"),
         ("", (), "No columns to parse from file"),

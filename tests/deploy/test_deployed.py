@@ -1,4 +1,4 @@
-"""A fit over sites is the fit in one process; what is killed, absent or hostile changes nothing that was accepted."""
+"""A fit over nodes is the fit in one process; what is killed, absent or hostile changes nothing that was accepted."""
 
 import math
 from dataclasses import replace
@@ -18,17 +18,18 @@ from bayesfed.deploy.messages import (
     Refusal,
     Reply,
     Schema,
-    of_kind,
-    packed,
-    unpacked,
+    pack,
+    unpack,
+    unpack_as,
 )
-from bayesfed.deploy.node import Site
+from bayesfed.deploy.node import Node
 from bayesfed.deploy.plan import DeploymentPlan
-from bayesfed.deploy.server import deployed
+from bayesfed.deploy.server import run_server
 from bayesfed.deploy.transport import Carrier
 from bayesfed.output.correction import CorrectionResult, correct
+from bayesfed.rules import MedianOfInstitutions
 from bayesfed.rules.natural_gradient import fade
-from tests.deploy.together import divided, run_on, sites_of
+from tests.deploy.in_process import divided, nodes_of, run_on
 
 SCHOOLS = datasets.eight_schools()
 PLAN = DeploymentPlan(models.eight_schools, bf.SFVI(corrected=False, local_steps=2), rounds=3)
@@ -37,14 +38,14 @@ PLAN = DeploymentPlan(models.eight_schools, bf.SFVI(corrected=False, local_steps
 EAGER = bf.Execution(compile=False)
 
 
-def posteriors(sites):
+def posteriors(nodes):
     return [
         bf.Posterior.load(
-            next((site.folder / "runs").glob("*/posterior.safetensors")),
-            site.plan.model,
-            site.federation,
+            next((node.folder / "runs").glob("*/posterior.safetensors")),
+            node.plan.model,
+            node.federation,
         )
-        for site in sites
+        for node in nodes
     ]
 
 
@@ -64,11 +65,11 @@ def same(found, expected, tolerance=1e-5):
         replace(PLAN, algorithm=bf.SFVI(), privacy=bf.Privacy(clip=0.2)),
         replace(PLAN, algorithm=PLAN.algorithm.replace(globals=bf.Flow(), name="SFVI"), rounds=4),
     ],
-    ids=["until settled, corrected", "half of the clients", "PVI", "clipped", "Flow"],
+    ids=["until convergence, corrected", "half of the clients", "PVI", "clipped", "Flow"],
 )
 def test_it_is_the_fit_in_one_process(plan, tmp_path):
-    sites = sites_of(SCHOOLS, plan, tmp_path)
-    found = run_on(sites, plan, tmp_path)
+    nodes = nodes_of(SCHOOLS, plan, tmp_path)
+    found = run_on(nodes, plan, tmp_path)
     expected = bf.fit(
         plan.model,
         SCHOOLS,
@@ -81,7 +82,7 @@ def test_it_is_the_fit_in_one_process(plan, tmp_path):
     torch.testing.assert_close(
         found.posterior.history["elbo"], expected.history["elbo"], rtol=1e-5, atol=1e-4
     )
-    local = [posterior.local_params for posterior in posteriors(sites)]
+    local = [posterior.local_params for posterior in posteriors(nodes)]
     joined = {name: torch.cat([own[name] for own in local]) for name in expected.local_params}
     same(joined, dict(expected.local_params))
     draws, own = found.sample(200), expected.sample(200)
@@ -90,7 +91,7 @@ def test_it_is_the_fit_in_one_process(plan, tmp_path):
 
 
 @pytest.mark.slow
-def test_sites_go_on_where_their_weights_say_nothing(tmp_path, monkeypatch):
+def test_nodes_go_on_where_their_weights_say_nothing(tmp_path, monkeypatch):
     """They had come to an end, and forget it: the run settles where one does whose draws nobody weighs."""
     seen = []
 
@@ -100,50 +101,50 @@ def test_sites_go_on_where_their_weights_say_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr("bayesfed.deploy.server.correct", weighs_nothing)
     plan = replace(PLAN, algorithm=bf.SFVI(), rounds=None)
-    sites = sites_of(SCHOOLS, plan, tmp_path)
-    found = run_on(sites, plan, tmp_path)
+    nodes = nodes_of(SCHOOLS, plan, tmp_path)
+    found = run_on(nodes, plan, tmp_path)
     expected = bf.fit(plan.model, SCHOOLS, bf.SFVI(corrected=False))
-    assert seen == [True, True] and found.posterior.settled
+    assert seen == [True, True] and found.posterior.converged
     same(found.params, expected.params)
-    assert {len(own.history["elbo"]) for own in posteriors(sites)} == {
+    assert {len(own.history["elbo"]) for own in posteriors(nodes)} == {
         len(expected.history["elbo"])
     }
 
 
-def test_sites_look_closely_where_they_are_asked_to(tmp_path, monkeypatch):
-    """Any noise of their weights being too much, the corrected draws of θ and of each site's clients are the same."""
+def test_nodes_look_closely_where_they_are_asked_to(tmp_path, monkeypatch):
+    """Any noise of their weights being too much, the corrected draws of θ and of each node's clients are the same."""
     monkeypatch.setattr("bayesfed.output.correction.QUIET", -1.0)
     plan = replace(PLAN, algorithm=bf.SFVI(local_steps=2), rounds=8)
-    sites = sites_of(SCHOOLS, plan, tmp_path)
-    found = run_on(sites, plan, tmp_path)
+    nodes = nodes_of(SCHOOLS, plan, tmp_path)
+    found = run_on(nodes, plan, tmp_path)
     expected = bf.fit(plan.model, SCHOOLS, plan.algorithm, rounds=plan.rounds)
     assert expected.correction.laplace
     draws = expected.sample(200)
     torch.testing.assert_close(found.sample(200)["tau"], draws["tau"], rtol=1e-3, atol=1e-3)
-    at_sites = [posterior.sample(200)["theta"] for posterior in posteriors(sites)]
-    torch.testing.assert_close(torch.cat(at_sites, 1), draws["theta"], rtol=1e-3, atol=1e-3)
+    at_nodes = [posterior.sample(200)["theta"] for posterior in posteriors(nodes)]
+    torch.testing.assert_close(torch.cat(at_nodes, 1), draws["theta"], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.slow
 def test_methods_of_networks_agree_too(tmp_path):
     train, _ = datasets.digits(clients=6)
     plan = DeploymentPlan(models.Network(models.mlp(64, 10)), bf.FedABML(), 3, 0.5, 10)
-    sites = sites_of(train, plan, tmp_path)
-    found = run_on(sites, plan, tmp_path)
+    nodes = nodes_of(train, plan, tmp_path)
+    found = run_on(nodes, plan, tmp_path)
     expected = bf.fit(
         plan.model, train, plan.algorithm, rounds=3, clients_per_round=0.5, batch_size=10
     )
     same(found.params, expected.params, 1e-4)
 
 
-def test_the_sites_have_posteriors_and_the_server_has_none_of_their_variables(tmp_path):
+def test_the_nodes_have_posteriors_and_the_server_has_none_of_their_variables(tmp_path):
     fields = {
         name: value + 0.123456 for name, value in SCHOOLS.fields.items()
     }  # like no other number
-    sites = sites_of(replace(SCHOOLS, fields=fields), PLAN, tmp_path)
-    found = run_on(sites, PLAN, tmp_path)
-    for site, posterior in zip(sites, posteriors(sites), strict=True):
-        assert posterior.sample(10)["theta"].shape == (10, len(site.federation))
+    nodes = nodes_of(replace(SCHOOLS, fields=fields), PLAN, tmp_path)
+    found = run_on(nodes, PLAN, tmp_path)
+    for node, posterior in zip(nodes, posteriors(nodes), strict=True):
+        assert posterior.sample(10)["theta"].shape == (10, len(node.federation))
     assert not found.posterior.local_params
     assert set(found.sample(10)) == {"mu", "tau"}
     at_server = (tmp_path / "server.safetensors").read_bytes()
@@ -153,23 +154,23 @@ def test_the_sites_have_posteriors_and_the_server_has_none_of_their_variables(tm
 
 def test_a_second_server_of_a_run_is_refused(tmp_path):
     """Such as one whose SuperLink was killed, and that has not noticed."""
-    sites, refused = sites_of(SCHOOLS, PLAN, tmp_path), []
+    nodes, refused = nodes_of(SCHOOLS, PLAN, tmp_path), []
 
     def another(done):
         with pytest.raises(BlockingIOError, match="another process has the run of .*server"):
-            run_on(sites, PLAN, tmp_path)
+            run_on(nodes, PLAN, tmp_path)
         refused.append(done.number)
 
-    found = run_on(sites, PLAN, tmp_path, callbacks=[another])
+    found = run_on(nodes, PLAN, tmp_path, callbacks=[another])
     assert refused == [1, 2, 3] and set(found.absent.values()) == {0}
-    run_on(sites, PLAN, tmp_path)  # which has ended: nobody has it any more
+    run_on(nodes, PLAN, tmp_path)  # which has ended: nobody has it any more
 
 
 class Wire:
     """A carrier that can be cut, changed and listened to."""
 
-    def __init__(self, sites):
-        self.sites = {site.name: site for site in sites}
+    def __init__(self, nodes):
+        self.nodes = {node.name: node for node in nodes}
         self.changed = {}
         self.silent = lambda name, kind: False
         self.late = lambda name, kind: False
@@ -182,10 +183,10 @@ class Wire:
         found = {at: reply for at, reply in self.under_way.items() if at not in messages}
         self.under_way = {}
         for at, payload in messages.items():
-            kind = unpacked(payload)[0].kind
+            kind = unpack(payload)[0].kind
             if self.silent(at, kind):
                 continue
-            reply = self.sites[at].handle(payload)
+            reply = self.nodes[at].handle(payload)
             self.heard.append((at, payload, reply))
             if self.late(at, kind):
                 self.under_way[at] = reply
@@ -195,57 +196,57 @@ class Wire:
 
     @property
     def carrier(self):
-        return Carrier(lambda: list(self.sites), self.exchange)
+        return Carrier(lambda: list(self.nodes), self.exchange)
 
 
 def fitted(at, plan, folder, said=None, **patience):
     waited = {"joining": 1.0, "seconds": 5.0} | patience
     lines = [] if said is None else said
-    found = Patience(tuple(at.sites), **waited)
-    return deployed(at.carrier, plan, found, folder / "server.safetensors", say=lines.append)
+    found = Patience(tuple(at.nodes), **waited)
+    return run_server(at.carrier, plan, found, folder / "server.safetensors", report=lines.append)
 
 
 def asked_of(at):
-    """The first question that a site was asked, and its answer."""
-    return next((n, p, r) for n, p, r in at.heard if isinstance(unpacked(p)[0], Ask))
+    """The first question that a node was asked, and its answer."""
+    return next((n, p, r) for n, p, r in at.heard if isinstance(unpack(p)[0], Ask))
 
 
 def test_the_same_question_has_the_same_bytes_also_after_a_restart(tmp_path):
-    sites = sites_of(SCHOOLS, PLAN, tmp_path)
-    at = Wire(sites)
+    nodes = nodes_of(SCHOOLS, PLAN, tmp_path)
+    at = Wire(nodes)
     at.silent = lambda name, kind: kind == "finish"
     with pytest.raises(TimeoutError, match="does not answer"):
         fitted(at, PLAN, tmp_path, attempts=1)
-    name, question, reply = [h for h in at.heard if isinstance(unpacked(h[1])[0], Ask)][-1]
-    assert at.sites[name].handle(question) == reply
-    again = Site(name, at.sites[name].federation, PLAN, tmp_path / name)
+    name, question, reply = [h for h in at.heard if isinstance(unpack(h[1])[0], Ask)][-1]
+    assert at.nodes[name].handle(question) == reply
+    again = Node(name, at.nodes[name].federation, PLAN, tmp_path / name)
     assert again.handle(question) == reply
-    message, parts = unpacked(question)
-    other = packed(message.model_copy(update={"rate": 0.5}), **parts)
-    refusal, _ = unpacked(again.handle(other))
+    message, parts = unpack(question)
+    other = pack(message.model_copy(update={"rate": 0.5}), **parts)
+    refusal, _ = unpack(again.handle(other))
     assert isinstance(refusal, Refusal) and "answered once" in refusal.why
 
 
 def test_what_was_not_accepted_is_forgotten(tmp_path):
     """A second attempt at a round finds the clients as they were."""
-    site = sites_of(SCHOOLS, PLAN, tmp_path, 1)[0]
-    at = Wire([site])
+    node = nodes_of(SCHOOLS, PLAN, tmp_path, 1)[0]
+    at = Wire([node])
     lost = {"count": 0}
 
     def swallow(reply):
         lost["count"] += 1
-        return packed(Refusal(why="lost")) if lost["count"] in (2, 3) else reply
+        return pack(Refusal(why="lost")) if lost["count"] in (2, 3) else reply
 
-    at.changed = {("site0", "ask"): swallow}
+    at.changed = {("node0", "ask"): swallow}
     found = fitted(at, PLAN, tmp_path)
     expected = bf.fit(PLAN.model, SCHOOLS, PLAN.algorithm, rounds=3)
     same(found.params, expected.params)
-    assert lost["count"] == 5 and found.refused == {"site0": 2}
+    assert lost["count"] == 5 and found.refused == {"node0": 2}
 
 
 @pytest.mark.parametrize("when", [4, 6])
 def test_all_that_are_killed_at_once_go_on(when, tmp_path):
-    """Server and sites, as in a power cut, at the nth exchange of messages."""
+    """Server and nodes, as in a power cut, at the nth exchange of messages."""
 
     class Killed(Exception):
         pass
@@ -253,7 +254,7 @@ def test_all_that_are_killed_at_once_go_on(when, tmp_path):
     count = {"count": 0}
 
     def carrier():
-        at = Wire(sites_of(SCHOOLS, PLAN, tmp_path))
+        at = Wire(nodes_of(SCHOOLS, PLAN, tmp_path))
 
         def exchange(messages, wait):
             count["count"] += 1
@@ -262,35 +263,35 @@ def test_all_that_are_killed_at_once_go_on(when, tmp_path):
                 raise Killed
             return found
 
-        return Carrier(lambda: list(at.sites), exchange)
+        return Carrier(lambda: list(at.nodes), exchange)
 
-    patience = Patience(("site0", "site1", "site2"), joining=1.0, seconds=1.0, attempts=2)
+    patience = Patience(("node0", "node1", "node2"), joining=1.0, seconds=1.0, attempts=2)
     with pytest.raises(Killed):
-        deployed(carrier(), PLAN, patience, tmp_path / "s.safetensors")
-    found = deployed(carrier(), PLAN, patience, tmp_path / "s.safetensors")
+        run_server(carrier(), PLAN, patience, tmp_path / "s.safetensors")
+    found = run_server(carrier(), PLAN, patience, tmp_path / "s.safetensors")
     same(found.params, bf.fit(PLAN.model, SCHOOLS, PLAN.algorithm, rounds=3).params)
 
 
 def test_a_question_that_comes_after_a_later_one_puts_nothing_back(tmp_path):
     """Flower may deliver a first attempt when the second has been answered, and taken by the server."""
-    site = sites_of(SCHOOLS, PLAN, tmp_path, 1)[0]
-    at, first, stale = Wire([site]), [], []
+    node = nodes_of(SCHOOLS, PLAN, tmp_path, 1)[0]
+    at, first, stale = Wire([node]), [], []
     honest = at.exchange
 
     def exchange(messages, wait):
-        asks = [p for p in messages.values() if isinstance(unpacked(p)[0], Ask)]
+        asks = [p for p in messages.values() if isinstance(unpack(p)[0], Ask)]
         if asks and not first:
             first.extend(asks)
             return {}  # it is under way for long
         found = honest(messages, wait)
         if asks and len(stale) < 2:
-            stale.append(unpacked(site.handle(first[0]))[0])
+            stale.append(unpack(node.handle(first[0]))[0])
         return found
 
     at.exchange = exchange
     found = fitted(at, PLAN, tmp_path)
     same(found.params, bf.fit(PLAN.model, SCHOOLS, PLAN.algorithm, rounds=3).params)
-    assert found.refused == {"site0": 0}
+    assert found.refused == {"node0": 0}
     assert [type(reply) for reply in stale] == [Refusal, Refusal]
     assert "which was answered" in stale[0].why
 
@@ -302,8 +303,8 @@ def test_a_server_that_is_killed_goes_on(when, tmp_path):
     class Killed(Exception):
         pass
 
-    sites = sites_of(SCHOOLS, PLAN, tmp_path)
-    at, count = Wire(sites), {"count": 0}
+    nodes = nodes_of(SCHOOLS, PLAN, tmp_path)
+    at, count = Wire(nodes), {"count": 0}
     whole = at.carrier
 
     def exchange(messages, wait):
@@ -313,60 +314,60 @@ def test_a_server_that_is_killed_goes_on(when, tmp_path):
             raise Killed
         return found
 
-    patience = Patience(tuple(at.sites), joining=1.0, seconds=5.0)
+    patience = Patience(tuple(at.nodes), joining=1.0, seconds=5.0)
     with pytest.raises(Killed):
-        deployed(Carrier(whole.reachable, exchange), PLAN, patience, tmp_path / "s.safetensors")
-    found = deployed(whole, PLAN, patience, tmp_path / "s.safetensors")
+        run_server(Carrier(whole.reachable, exchange), PLAN, patience, tmp_path / "s.safetensors")
+    found = run_server(whole, PLAN, patience, tmp_path / "s.safetensors")
     same(found.params, bf.fit(PLAN.model, SCHOOLS, PLAN.algorithm, rounds=3).params)
 
 
-def test_a_site_that_is_started_anew_after_each_message_changes_nothing(tmp_path):
+def test_a_node_that_is_started_anew_after_each_message_changes_nothing(tmp_path):
     parts = divided(SCHOOLS, 3)
 
     def exchange(messages, wait):
         return {
-            at: Site(at, parts[at], PLAN, tmp_path / at, EAGER).handle(payload)
+            at: Node(at, parts[at], PLAN, tmp_path / at, EAGER).handle(payload)
             for at, payload in messages.items()
         }
 
     patience = Patience(tuple(parts), joining=1.0)
-    found = deployed(
+    found = run_server(
         Carrier(lambda: list(parts), exchange), PLAN, patience, tmp_path / "server.safetensors"
     )
     same(found.params, bf.fit(PLAN.model, SCHOOLS, PLAN.algorithm, rounds=3).params)
 
 
-def test_a_site_that_does_not_answer_is_left_out_of_the_round(tmp_path):
-    sites, said = sites_of(SCHOOLS, PLAN, tmp_path), []
-    at, rounds = Wire(sites), {"count": 0}
+def test_a_node_that_does_not_answer_is_left_out_of_the_round(tmp_path):
+    nodes, said = nodes_of(SCHOOLS, PLAN, tmp_path), []
+    at, rounds = Wire(nodes), {"count": 0}
 
     def silent(name, kind):
-        rounds["count"] += kind == "ask" and name == "site1"
-        return name == "site1" and kind == "ask" and rounds["count"] == 2
+        rounds["count"] += kind == "ask" and name == "node1"
+        return name == "node1" and kind == "ask" and rounds["count"] == 2
 
     at.silent = silent
     found = fitted(at, PLAN, tmp_path, said)
-    assert found.absent == {"site0": 0, "site1": 1, "site2": 0}
+    assert found.absent == {"node0": 0, "node1": 1, "node2": 0}
     assert found.posterior.history["clients"].tolist() == [8, 6, 8]
-    assert any("'site1' has not answered" in line for line in said)
+    assert any("'node1' has not answered" in line for line in said)
 
 
 def test_a_round_waits_for_the_fewest_that_are_enough(tmp_path):
-    at = Wire(sites_of(SCHOOLS, PLAN, tmp_path))
-    at.silent = lambda name, kind: name != "site0" and kind == "ask"
-    with pytest.raises(TimeoutError, match="fewer than 2 sites have answered, 3 times"):
+    at = Wire(nodes_of(SCHOOLS, PLAN, tmp_path))
+    at.silent = lambda name, kind: name != "node0" and kind == "ask"
+    with pytest.raises(TimeoutError, match="fewer than 2 institutions have answered, 3 times"):
         fitted(at, PLAN, tmp_path, minimum=2, attempts=3)
     at.silent = lambda name, kind: False
     found = fitted(at, PLAN, tmp_path, minimum=2)
     same(found.params, bf.fit(PLAN.model, SCHOOLS, PLAN.algorithm, rounds=3).params)
 
 
-def test_the_end_waits_for_a_site_that_is_started_again(tmp_path):
+def test_the_end_waits_for_a_node_that_is_started_again(tmp_path):
     """It is away for longer than as many messages as attempts."""
-    at, away = Wire(sites_of(SCHOOLS, PLAN, tmp_path)), {"left": 5}
+    at, away = Wire(nodes_of(SCHOOLS, PLAN, tmp_path)), {"left": 5}
 
     def silent(name, kind):
-        gone = name == "site1" and away["left"] > 0 and (kind == "finish" or away["left"] < 5)
+        gone = name == "node1" and away["left"] > 0 and (kind == "finish" or away["left"] < 5)
         away["left"] -= gone
         return gone
 
@@ -378,9 +379,9 @@ def test_the_end_waits_for_a_site_that_is_started_again(tmp_path):
 
 def changed(part, change):
     def of(reply):
-        message, parts = unpacked(reply)
+        message, parts = unpack(reply)
         parts[part] = {name: change(value) for name, value in parts[part].items()}
-        return packed(message, **parts)
+        return pack(message, **parts)
 
     return of
 
@@ -392,49 +393,51 @@ def replayed(reply, kept=[]):  # noqa: B006
 
 HOSTILE = {
     "not finite": (changed("total", lambda v: v * math.nan), "is not finite"),
-    "absurdly large": (changed("total", lambda v: v * 1e6), "the sites' median is"),
+    "absurdly large": (changed("total", lambda v: v * 1e6), "the institutions' median is"),
     "misshapen": (changed("total", lambda v: v.flatten()[:1]), "in place of"),
     "of another type": (changed("total", lambda v: v.double()), "in place of"),
     "too few clients": (changed("sound", lambda v: v[:-1]), "in place of"),
-    "without its upload": (lambda r: packed(unpacked(r)[0]), "lacks"),
+    "without its upload": (lambda r: pack(unpack(r)[0]), "lacks"),
     "another round's": (replayed, "round 0 came in place of"),
-    "rubbish": (lambda r: b"\x80\x04" + r, "no whole safetensors file"),
-    "nothing": (lambda r: b"", "no whole safetensors file"),
-    "another kind": (lambda r: packed(Hello()), "of kind hello"),
+    "rubbish": (lambda r: b"\x80\x04" + r, "not a whole safetensors file"),
+    "nothing": (lambda r: b"", "not a whole safetensors file"),
+    "another kind": (lambda r: pack(Hello()), "of kind hello"),
 }
 
 
 @pytest.fixture(scope="module")
-def without_site1(tmp_path_factory):
+def without_node1(tmp_path_factory):
     """θ of a run in which it says nothing."""
     folder = tmp_path_factory.mktemp("alone")
-    at = Wire(sites_of(SCHOOLS, PLAN, folder, 4))
-    at.silent = lambda name, kind: name == "site1" and kind == "ask"
+    at = Wire(nodes_of(SCHOOLS, PLAN, folder, 4))
+    at.silent = lambda name, kind: name == "node1" and kind == "ask"
     return fitted(at, PLAN, folder).params
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_what_a_hostile_site_sends_is_refused_and_moves_nothing(what, without_site1, tmp_path):
-    """The run is that of the other sites, to the last bit."""
+def test_what_a_hostile_node_sends_is_refused_and_moves_nothing(what, without_node1, tmp_path):
+    """The run is that of the other nodes, to the last bit."""
     change, why = HOSTILE[what]
-    sites, said = sites_of(SCHOOLS, PLAN, tmp_path, 4), []
-    at = Wire(sites)
-    at.changed = {("site1", "ask"): change}
+    nodes, said = nodes_of(SCHOOLS, PLAN, tmp_path, 4), []
+    at = Wire(nodes)
+    at.changed = {("node1", "ask"): change}
     found = fitted(at, PLAN, tmp_path, said)
     times = 2 if what == "another round's" else 3
-    assert found.refused == {"site0": 0, "site1": times, "site2": 0, "site3": 0}
-    assert any("refused what site 'site1' sent" in line and why in line for line in said), said
+    assert found.refused == {"node0": 0, "node1": times, "node2": 0, "node3": 0}
+    assert any("refused what institution 'node1' sent" in line and why in line for line in said), (
+        said
+    )
     if what != "another round's":
-        same(found.params, without_site1, 0.0)
+        same(found.params, without_node1, 0.0)
 
 
 def test_an_upload_longer_than_its_clip_is_refused(tmp_path):
     plan = replace(PLAN, privacy=bf.Privacy(clip=0.2))
-    sites, said = sites_of(SCHOOLS, plan, tmp_path), []
-    at = Wire(sites)
-    at.changed = {("site1", "ask"): changed("total", lambda v: v * 30)}
-    assert fitted(at, plan, tmp_path, said).refused["site1"] == 3
-    assert any("clients' can be" in line for line in said)
+    nodes, said = nodes_of(SCHOOLS, plan, tmp_path), []
+    at = Wire(nodes)
+    at.changed = {("node1", "ask"): changed("total", lambda v: v * 30)}
+    assert fitted(at, plan, tmp_path, said).refused["node1"] == 3
+    assert any("clients it can be" in line for line in said)
 
 
 @pytest.mark.parametrize(
@@ -449,14 +452,16 @@ def test_an_upload_longer_than_its_clip_is_refused(tmp_path):
         (replace(PLAN, privacy=bf.Privacy(clip=1.0)), "privacy is"),
     ],
 )
-def test_a_site_that_agreed_to_something_else_refuses(other, why, tmp_path):
-    sites = sites_of(SCHOOLS, PLAN, tmp_path)
-    sites[1] = Site("site1", sites[1].federation, other, tmp_path / "site1")
-    with pytest.raises(MessageError, match=rf"site 'site1': another run was agreed on: .*{why}"):
-        fitted(Wire(sites), PLAN, tmp_path)
+def test_a_node_that_agreed_to_something_else_refuses(other, why, tmp_path):
+    nodes = nodes_of(SCHOOLS, PLAN, tmp_path)
+    nodes[1] = Node("node1", nodes[1].federation, other, tmp_path / "node1")
+    with pytest.raises(
+        MessageError, match=rf"institution 'node1': another run was agreed on: .*{why}"
+    ):
+        fitted(Wire(nodes), PLAN, tmp_path)
 
 
-def test_a_site_with_another_model_is_named(tmp_path):
+def test_a_node_with_another_model_is_named(tmp_path):
     import pyro
     import pyro.distributions as dist
 
@@ -468,71 +473,75 @@ def test_a_site_with_another_model_is_named(tmp_path):
             with federation.observations() as obs:
                 pyro.sample("y", dist.Normal(theta, obs["sigma"]), obs=obs.get("y"))
 
-    sites = sites_of(SCHOOLS, PLAN, tmp_path)
-    sites[2] = Site("site2", sites[2].federation, replace(PLAN, model=wider), tmp_path / "site2")
-    with pytest.raises(MessageError, match="site 'site2' has another model: the prior of 'mu'"):
-        fitted(Wire(sites), PLAN, tmp_path)
+    nodes = nodes_of(SCHOOLS, PLAN, tmp_path)
+    nodes[2] = Node("node2", nodes[2].federation, replace(PLAN, model=wider), tmp_path / "node2")
+    with pytest.raises(
+        MessageError, match="institution 'node2' has another model: the prior of 'mu'"
+    ):
+        fitted(Wire(nodes), PLAN, tmp_path)
 
 
-def test_sites_whose_data_do_not_fit_together_are_named(tmp_path):
-    sites = sites_of(SCHOOLS, PLAN, tmp_path)
-    part = sites[1].federation
+def test_nodes_whose_data_do_not_fit_together_are_named(tmp_path):
+    nodes = nodes_of(SCHOOLS, PLAN, tmp_path)
+    part = nodes[1].federation
     fields = {"y": part["y"], "se": part["sigma"]}
-    sites[1] = Site("site1", replace(part, fields=fields), PLAN, tmp_path / "site1")
-    with pytest.raises(MessageError, match="site 'site0' has a field 'sigma', site 'site1' has no"):
-        fitted(Wire(sites), PLAN, tmp_path)
-    sites[1] = Site("site1", sites[0].federation, PLAN, tmp_path / "site1")
-    with pytest.raises(MessageError, match="'A' at site 'site0' and at site 'site1'"):
-        fitted(Wire(sites), PLAN, tmp_path)
+    nodes[1] = Node("node1", replace(part, fields=fields), PLAN, tmp_path / "node1")
+    with pytest.raises(
+        MessageError, match="institution 'node0' has a field 'sigma', institution 'node1' has no"
+    ):
+        fitted(Wire(nodes), PLAN, tmp_path)
+    nodes[1] = Node("node1", nodes[0].federation, PLAN, tmp_path / "node1")
+    with pytest.raises(MessageError, match="'A' at institution 'node0' and at institution 'node1'"):
+        fitted(Wire(nodes), PLAN, tmp_path)
 
 
-def test_a_site_whose_rows_do_not_fit_the_model_says_no_more_than_that(tmp_path):
+def test_a_node_whose_rows_do_not_fit_the_model_says_no_more_than_that(tmp_path):
     """What is wrong with them stands in its own log."""
-    sites = sites_of(SCHOOLS, PLAN, tmp_path)
-    part = sites[1].federation
+    nodes = nodes_of(SCHOOLS, PLAN, tmp_path)
+    part = nodes[1].federation
     fields = dict(part.fields) | {"sigma": -part["sigma"]}
-    sites[1] = Site("site1", replace(part, fields=fields), PLAN, tmp_path / "site1")
+    nodes[1] = Node("node1", replace(part, fields=fields), PLAN, tmp_path / "node1")
     with pytest.raises(MessageError) as caught:
-        fitted(Wire(sites), PLAN, tmp_path)
-    assert str(caught.value) == "site 'site1' failed (ValueError): its log says why"
-    log = (tmp_path / "site1" / "log.jsonl").read_text()
+        fitted(Wire(nodes), PLAN, tmp_path)
+    assert str(caught.value) == "institution 'node1' failed (ValueError): its log says why"
+    log = (tmp_path / "node1" / "log.jsonl").read_text()
     assert "sigma" in log or "scale" in log
 
 
-def test_a_missing_site_is_named(tmp_path):
-    at = Wire(sites_of(SCHOOLS, PLAN, tmp_path))
-    at.silent = lambda name, kind: name == "site2"
-    with pytest.raises(TimeoutError, match="site 'site2' has not answered in 1 s"):
+def test_a_missing_node_is_named(tmp_path):
+    at = Wire(nodes_of(SCHOOLS, PLAN, tmp_path))
+    at.silent = lambda name, kind: name == "node2"
+    with pytest.raises(TimeoutError, match="institution 'node2' has not answered in 1 s"):
         fitted(at, PLAN, tmp_path)
 
 
-def test_a_site_out_of_step_says_so(tmp_path):
+def test_a_node_out_of_step_says_so(tmp_path):
     """Its folder was put back to an earlier state, or the server's file was."""
-    site = sites_of(SCHOOLS, PLAN, tmp_path, 1)[0]
-    at = Wire([site])
+    node = nodes_of(SCHOOLS, PLAN, tmp_path, 1)[0]
+    at = Wire([node])
     fitted(at, PLAN, tmp_path)
     _, question, _ = asked_of(at)
-    message, parts = unpacked(question)
+    message, parts = unpack(question)
     late = message.model_copy(update={"round": message.round.model_copy(update={"number": 9})})
-    refusal, _ = unpacked(site.handle(packed(late, **parts)))
+    refusal, _ = unpack(node.handle(pack(late, **parts)))
     assert isinstance(refusal, Refusal) and "Begin another run" in refusal.why
 
 
 @pytest.mark.parametrize("run", ["../../etc", "", "a/b", "."])
 def test_a_run_s_name_is_no_path(run, tmp_path):
-    site = sites_of(SCHOOLS, PLAN, tmp_path, 1)[0]
+    node = nodes_of(SCHOOLS, PLAN, tmp_path, 1)[0]
     with pytest.raises(ValueError):
-        begin = Begin(run=run, terms=PLAN.description, clients=8, rows=8, cohort=8)
-        of_kind(site.handle(packed(begin)), Reply)
+        begin = Begin(run=run, terms=PLAN.terms, clients=8, rows=8, cohort=8)
+        unpack_as(node.handle(pack(begin)), Reply)
     assert not (tmp_path.parent / "etc").exists()
 
 
-def test_the_log_says_what_left_the_site(tmp_path):
+def test_the_log_says_what_left_the_node(tmp_path):
     import json
 
-    site = sites_of(SCHOOLS, PLAN, tmp_path, 1)[0]
-    fitted(Wire([site]), PLAN, tmp_path)
-    log = (tmp_path / "site0" / "log.jsonl").read_text()
+    node = nodes_of(SCHOOLS, PLAN, tmp_path, 1)[0]
+    fitted(Wire([node]), PLAN, tmp_path)
+    log = (tmp_path / "node0" / "log.jsonl").read_text()
     lines = [json.loads(line) for line in log.splitlines()]
     replies = [line for line in lines if line["message"].get("kind") == "reply"]
     assert len(replies) == 3 and all(line["bytes"] > 0 for line in replies)
@@ -541,32 +550,30 @@ def test_the_log_says_what_left_the_site(tmp_path):
 
 def test_log_densities_are_not_told_under_privacy(tmp_path):
     plan = replace(PLAN, rounds=3, privacy=bf.Privacy(clip=1.0, noise=1e-6, seed=0))
-    site = sites_of(SCHOOLS, plan, tmp_path, 1)[0]
-    at = Wire([site])
+    node = nodes_of(SCHOOLS, plan, tmp_path, 1)[0]
+    at = Wire([node])
     found = fitted(at, plan, tmp_path)
     assert found.posterior.epsilon == math.inf
-    said = [
-        unpacked(reply) for _, payload, reply in at.heard if isinstance(unpacked(payload)[0], Ask)
-    ]
-    assert all(not parts["said"]["terms"].any() for _, parts in said)
-    assert isinstance(unpacked(at.heard[-1][1])[0].kind, str)
-    assert not [p for _, p, _ in at.heard if unpacked(p)[0].kind == "weigh"]
+    said = [unpack(reply) for _, payload, reply in at.heard if isinstance(unpack(payload)[0], Ask)]
+    assert all(not parts["elbo"]["terms"].any() for _, parts in said)
+    assert isinstance(unpack(at.heard[-1][1])[0].kind, str)
+    assert not [p for _, p, _ in at.heard if unpack(p)[0].kind == "evaluate"]
 
 
 def test_the_schema_says_nothing_of_the_rows(tmp_path):
-    site = sites_of(SCHOOLS, PLAN, tmp_path, 1)[0]
-    reply = site.handle(packed(Hello()))
-    schema, parts = of_kind(reply, Schema)
+    node = nodes_of(SCHOOLS, PLAN, tmp_path, 1)[0]
+    reply = node.handle(pack(Hello()))
+    schema, parts = unpack_as(reply, Schema)
     assert not parts and schema.rows == 8 and set(schema.fields) == {"y", "sigma"}
 
 
 def test_finish_before_begin_is_refused(tmp_path):
-    site = sites_of(SCHOOLS, PLAN, tmp_path, 1)[0]
+    node = nodes_of(SCHOOLS, PLAN, tmp_path, 1)[0]
     early = Finish(
-        run="abc", accepted=None, done=0, epsilon=None, moving=None, rising=None, settled=None
+        run="abc", accepted=None, done=0, epsilon=None, moving=None, rising=None, converged=None
     )
-    with pytest.raises(MessageError, match="run 'abc' has not begun here"):
-        of_kind(site.handle(packed(early)), Reply)
+    with pytest.raises(MessageError, match="run 'abc' was not started here"):
+        unpack_as(node.handle(pack(early)), Reply)
 
 
 # -- who is late, and who joins late ---------------------------------------------------------------
@@ -576,13 +583,13 @@ def test_finish_before_begin_is_refused(tmp_path):
 def test_a_late_answer_counts_when_it_comes(algorithm, tmp_path):
     """Then the server's sum is of what the clients remember of their uploads, whichever were late."""
     plan = replace(PLAN, algorithm=algorithm, rounds=8)
-    sites = sites_of(SCHOOLS, plan, tmp_path)
-    at, said = Wire(sites), []
-    at.late = lambda name, kind: name == "site2" and kind == "ask"
-    found = fitted(at, plan, tmp_path, said, late=2)
-    assert found.absent == {"site0": 0, "site1": 0, "site2": 4}
+    nodes = nodes_of(SCHOOLS, plan, tmp_path)
+    at, said = Wire(nodes), []
+    at.late = lambda name, kind: name == "node2" and kind == "ask"
+    found = fitted(at, plan, tmp_path, said, max_staleness=2)
+    assert found.absent == {"node0": 0, "node1": 0, "node2": 4}
     assert sum("has answered round" in line for line in said) == 4
-    runs = [part.run for site in sites for part in site._parts.values()]
+    runs = [part.run for node in nodes for part in node._runs.values()]
     part = "factor" if algorithm.name == "PVI" else "quadratic"
     sent = [run.clients.tensors[part] for run in runs]
     if algorithm.name == "PVI":
@@ -601,153 +608,165 @@ def test_a_late_answer_counts_when_it_comes(algorithm, tmp_path):
 
 
 def test_a_late_answer_is_looked_at_as_one_in_time_is(tmp_path):
-    sites, said = sites_of(SCHOOLS, replace(PLAN, rounds=4), tmp_path, 4), []
-    at, honest = Wire(sites), Wire(sites_of(SCHOOLS, replace(PLAN, rounds=4), tmp_path / "h", 4))
-    at.late = lambda name, kind: name == "site2" and kind == "ask"
+    nodes, said = nodes_of(SCHOOLS, replace(PLAN, rounds=4), tmp_path, 4), []
+    at, honest = Wire(nodes), Wire(nodes_of(SCHOOLS, replace(PLAN, rounds=4), tmp_path / "h", 4))
+    at.late = lambda name, kind: name == "node2" and kind == "ask"
     honest.silent = at.late
     heard = at.exchange
 
     def exchange(messages, wait):
         found = heard(messages, wait)
         for name in found.keys() - messages.keys():
-            message, parts = unpacked(found[name])
+            message, parts = unpack(found[name])
             larger = {n: 1e6 * (1 + v) for n, v in parts["total"].items()}
-            found[name] = packed(message, **(parts | {"total": larger}))
+            found[name] = pack(message, **(parts | {"total": larger}))
         return found
 
     at.exchange = exchange
-    found = fitted(at, replace(PLAN, rounds=4), tmp_path, said, late=2)
-    assert found.refused["site2"] == 2 and any("long a client" in line for line in said)
+    found = fitted(at, replace(PLAN, rounds=4), tmp_path, said, max_staleness=2)
+    assert found.refused["node2"] == 2 and any("its norm is" in line for line in said)
     expected = fitted(honest, replace(PLAN, rounds=4), tmp_path / "h")
     same(found.params, expected.params, 0)
 
 
 def test_an_answer_that_is_too_late_moves_nothing(tmp_path):
-    sites = sites_of(SCHOOLS, PLAN, tmp_path)
-    at, alone = Wire(sites), Wire(sites_of(SCHOOLS, PLAN, tmp_path / "alone"))
-    at.late = lambda name, kind: name == "site2" and kind == "ask"
+    nodes = nodes_of(SCHOOLS, PLAN, tmp_path)
+    at, alone = Wire(nodes), Wire(nodes_of(SCHOOLS, PLAN, tmp_path / "alone"))
+    at.late = lambda name, kind: name == "node2" and kind == "ask"
     alone.silent = at.late
     found = fitted(at, PLAN, tmp_path)
     same(found.params, fitted(alone, PLAN, tmp_path / "alone").params, 0)
-    assert found.absent["site2"] == 3
+    assert found.absent["node2"] == 3
 
 
 def test_a_round_goes_on_once_enough_have_answered(tmp_path):
-    sites = sites_of(SCHOOLS, PLAN, tmp_path)
-    at, waits = Wire(sites), []
+    nodes = nodes_of(SCHOOLS, PLAN, tmp_path)
+    at, waits = Wire(nodes), []
 
     def exchange(messages, wait):
         waits.append(wait)
         return at.exchange(messages, wait)
 
-    patience = Patience(tuple(at.sites), joining=1.0, seconds=5.0, enough=2, late=3)
-    carrier = Carrier(lambda: list(at.sites), exchange)
-    deployed(carrier, PLAN, patience, tmp_path / "server.safetensors")
+    patience = Patience(tuple(at.nodes), joining=1.0, seconds=5.0, enough=2, max_staleness=3)
+    carrier = Carrier(lambda: list(at.nodes), exchange)
+    run_server(carrier, PLAN, patience, tmp_path / "server.safetensors")
     assert [wait.enough for wait in waits if wait.enough] == [2] * PLAN.rounds
-    assert {wait.late for wait in waits if wait.enough} == {15.0}
+    assert {wait.stale_seconds for wait in waits if wait.enough} == {15.0}
 
 
 @pytest.mark.parametrize(
     ("algorithm", "weight"),
-    [(bf.FedAvg(), lambda own: own.rows), (bf.FedABML(weighted=False), len)],
+    [
+        (bf.FedAvg().replace(rule=MedianOfInstitutions()), lambda own: own.rows),
+        (bf.FedABML().replace(rule=MedianOfInstitutions(by="clients")), len),
+    ],
     ids=["by rows", "alike"],
 )
-def test_the_median_of_the_sites_is_what_moves_the_server(algorithm, weight, tmp_path):
-    """Against its definition, and whatever one site of three sends."""
+def test_the_median_of_the_nodes_is_what_moves_the_server(algorithm, weight, tmp_path):
+    """Against its definition, and whatever one node of three sends."""
     train, _ = datasets.digits(clients=7)
-    plan = DeploymentPlan(models.Network(models.mlp(64, 10)), algorithm, 1, 1.0, 10, median=True)
-    at = Wire(sites_of(train, plan, tmp_path))
+    plan = DeploymentPlan(models.Network(models.mlp(64, 10)), algorithm, 1, 1.0, 10)
+    at = Wire(nodes_of(train, plan, tmp_path))
     found = fitted(at, plan, tmp_path)
-    replies = [unpacked(r) for _, p, r in at.heard if isinstance(unpacked(p)[0], Ask)]
+    replies = [unpack(r) for _, p, r in at.heard if isinstance(unpack(p)[0], Ask)]
     means = [
-        {n: v / weight(site.federation) for n, v in parts["total"].items()}
-        for (_, parts), site in zip(replies, at.sites.values(), strict=True)
+        {n: v / weight(node.federation) for n, v in parts["total"].items()}
+        for (_, parts), node in zip(replies, at.nodes.values(), strict=True)
     ]
-    first = next(
-        unpacked(p)[1]["message"] for _, p, _ in at.heard if isinstance(unpacked(p)[0], Ask)
-    )
+    first = next(unpack(p)[1]["message"] for _, p, _ in at.heard if isinstance(unpack(p)[0], Ask))
     for name, value in found.params.items():
         middle = torch.stack([mean[name] for mean in means]).median(0).values
         torch.testing.assert_close(value, first[name] + middle)
-    liar = Wire(sites_of(train, plan, tmp_path / "liar"))
+    liar = Wire(nodes_of(train, plan, tmp_path / "liar"))
 
     def lies(reply):
-        message, parts = unpacked(reply)
-        return packed(
-            message, **(parts | {"total": {n: 900 * v for n, v in parts["total"].items()}})
-        )
+        message, parts = unpack(reply)
+        return pack(message, **(parts | {"total": {n: 900 * v for n, v in parts["total"].items()}}))
 
-    liar.changed = {("site1", "ask"): lies}
+    liar.changed = {("node1", "ask"): lies}
     moved = fitted(liar, plan, tmp_path / "liar").params[name] - first[name]
     honest = torch.stack([means[0][name], means[2][name]])
     assert bool(((moved >= honest.amin(0) - 1e-6) & (moved <= honest.amax(0) + 1e-6)).all())
 
 
-@pytest.mark.parametrize("algorithm", [bf.SFVI(), bf.Scaffold(), bf.PACPFL()])
-def test_a_sum_that_is_no_average_has_no_median(algorithm):
-    with pytest.raises(ValueError, match="does more with its clients' uploads than average them"):
-        replace(PLAN, algorithm=algorithm, median=True)
+def test_a_median_is_for_rules_that_average_between_machines_in_clear_sums():
+    rule = MedianOfInstitutions()
+    with pytest.raises(ValueError, match="MedianOfInstitutions.* needs 'theta'"):
+        bf.SFVI().replace(rule=rule, globals=bf.guides.Point()).check()
+    median = bf.FedAvg().replace(rule=rule)
+    with pytest.raises(ValueError, match="in one process there are none"):
+        bf.fit(models.Network(models.mlp(64, 10)), datasets.digits(clients=7)[0], median, rounds=1)
+    with pytest.raises(ValueError, match="not seen in a secure or noisy sum"):
+        replace(PLAN, algorithm=median, secure=True)
 
 
 @pytest.mark.parametrize(
     ("plan", "patience", "why"),
     [
-        (replace(PLAN, algorithm=bf.SFVIAvg()), {"late": 1}, "SFVIAvg uploads what is of use"),
-        (replace(PLAN, privacy=bf.Privacy(clip=1.0)), {"late": 1}, "late: clip and noise"),
+        (
+            replace(PLAN, algorithm=bf.SFVIAvg()),
+            {"max_staleness": 1},
+            "SFVIAvg uploads what is of use",
+        ),
+        (
+            replace(PLAN, privacy=bf.Privacy(clip=1.0)),
+            {"max_staleness": 1},
+            "max_staleness: clip and noise",
+        ),
         (replace(PLAN, secure=True), {"enough": 2}, "a secure sum is of all"),
         (PLAN, {"enough": 1, "minimum": 2}, "fewer than the minimum"),
-        (PLAN, {"expected": {f"site{i}": Expected(2, 2) for i in range(3)}}, "there at the start"),
+        (PLAN, {"expected": {f"node{i}": Expected(2, 2) for i in range(3)}}, "there at the start"),
     ],
 )
 def test_what_cannot_be_waited_for_is_refused(plan, patience, why, tmp_path):
     with pytest.raises(ValueError, match=why):
-        fitted(Wire(sites_of(SCHOOLS, plan, tmp_path)), plan, tmp_path, **patience)
+        fitted(Wire(nodes_of(SCHOOLS, plan, tmp_path)), plan, tmp_path, **patience)
 
 
 def joined(plan, folder, come, brings, killed=None):
-    """A run in which the last site is not there before its fourth question; and what was said."""
-    sites, said = sites_of(SCHOOLS, plan, folder), []
-    at, asked = Wire(sites), {"rounds": 0}
+    """A run in which the last node is not there before its fourth question; and what was said."""
+    nodes, said = nodes_of(SCHOOLS, plan, folder), []
+    at, asked = Wire(nodes), {"rounds": 0}
 
     def exchange(messages, wait):
-        asked["rounds"] += any(unpacked(p)[0].kind == "ask" for p in messages.values())
+        asked["rounds"] += any(unpack(p)[0].kind == "ask" for p in messages.values())
         if asked["rounds"] == killed:
             asked["rounds"] += 1
             raise InterruptedError
         return at.exchange(messages, wait)
 
     def reachable():
-        return [name for name in at.sites if name != "site2" or asked["rounds"] >= come]
+        return [name for name in at.nodes if name != "node2" or asked["rounds"] >= come]
 
-    patience = Patience(tuple(at.sites), 5.0, joining=1.0, expected={"site2": brings})
+    patience = Patience(tuple(at.nodes), 5.0, joining=1.0, expected={"node2": brings})
     options = (Carrier(reachable, exchange), plan, patience, folder / "server.safetensors")
     if killed is not None:
         with pytest.raises(InterruptedError):
-            deployed(*options, say=said.append)
-    return deployed(*options, say=said.append), said, sites
+            run_server(*options, report=said.append)
+    return run_server(*options, report=said.append), said, nodes
 
 
 @pytest.mark.parametrize("killed", [None, 5], ids=["", "killed"])
-def test_a_site_that_joins_later_is_one_that_was_silent_before(killed, tmp_path):
+def test_a_node_that_joins_later_is_one_that_was_silent_before(killed, tmp_path):
     plan = replace(PLAN, rounds=6)
-    whole = Wire(sites_of(SCHOOLS, plan, tmp_path / "silent"))
+    whole = Wire(nodes_of(SCHOOLS, plan, tmp_path / "silent"))
     counts = {"asks": 0}
 
     def silent(name, kind):
-        counts["asks"] += kind == "ask" and name == "site2"
-        return name == "site2" and kind == "ask" and counts["asks"] <= 3
+        counts["asks"] += kind == "ask" and name == "node2"
+        return name == "node2" and kind == "ask" and counts["asks"] <= 3
 
     whole.silent = silent
     expected = fitted(whole, plan, tmp_path / "silent")
-    found, said, sites = joined(plan, tmp_path, 3, Expected(3, 3), killed)
-    assert "round 4: site 'site2' has joined" in said
+    found, said, nodes = joined(plan, tmp_path, 3, Expected(3, 3), killed)
+    assert "round 4: institution 'node2' has joined" in said
     same(found.params, expected.params, 0)
-    assert posteriors(sites)[2].sample(5)["theta"].shape == (5, 3)
+    assert posteriors(nodes)[2].sample(5)["theta"].shape == (5, 3)
 
 
-def test_a_site_that_never_joins_is_named(tmp_path):
+def test_a_node_that_never_joins_is_named(tmp_path):
     found, said, _ = joined(PLAN, tmp_path, 99, Expected(3, 3))
-    assert "site 'site2' has not joined" in said[-1] and found.posterior.program.clients == 8
+    assert "institution 'node2' has not joined" in said[-1] and found.posterior.program.clients == 8
 
 
 def test_who_brings_what_was_not_expected_is_left_out(tmp_path):
@@ -755,4 +774,4 @@ def test_who_brings_what_was_not_expected_is_left_out(tmp_path):
     assert any(
         "cannot join: it has 3 clients of 3 rows in all, 3 of 4 were" in line for line in said
     )
-    assert found.refused["site2"] >= 1
+    assert found.refused["node2"] >= 1

@@ -17,13 +17,13 @@ import pytest
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.deploy.node import Site
+from bayesfed.deploy.node import Node
 from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.deploy.sockets import serve
 from bayesfed.deploy.transport import Wait
 
 JOB = Path(__file__).parents[2] / "docs" / "deployment" / "flare_job"
-SITES = ("north", "south")
+INSTITUTIONS = ("north", "south")
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def folder():
 
 
 class Found:
-    """What a call of sites gives, as FLARE's ResultQueue: pairs of those that answered, and why others did not."""
+    """What a call of nodes gives, as FLARE's ResultQueue: pairs of those that answered, and why others did not."""
 
     def __init__(self):
         self.answers, self.failures = [], {}
@@ -101,7 +101,7 @@ class StandIn:
 
 @pytest.fixture
 def job(monkeypatch):
-    collab = StandIn([*SITES, "west"])
+    collab = StandIn([*INSTITUTIONS, "west"])
     module = ModuleType("nvflare.collab")
     module.collab = collab
     monkeypatch.setitem(sys.modules, "nvflare", ModuleType("nvflare"))
@@ -112,19 +112,19 @@ def job(monkeypatch):
     return made, collab
 
 
-def test_each_site_is_asked_its_own_and_who_fails_is_left_out(job, folder, monkeypatch, caplog):
+def test_each_node_is_asked_its_own_and_who_fails_is_left_out(job, folder, monkeypatch, caplog):
     made, collab = job
     monkeypatch.setenv("BAYESFED_SOCKET", str(folder / "{site}.sock"))
     with (
         worker(str(folder / "north.sock"), bytes.upper),
         worker(str(folder / "south.sock"), bytes.title),
     ):
-        sites = made.carrier()
-        assert list(sites.reachable()) == ["north", "south", "west"]
+        nodes = made.carrier()
+        assert list(nodes.reachable()) == ["north", "south", "west"]
         sent = {"north": b"to north", "south": b"to south", "west": b"to west"}
-        found = sites.exchange(sent, Wait(5.0))
+        found = nodes.exchange(sent, Wait(5.0))
     assert found == {"north": b"TO NORTH", "south": b"To South"}
-    assert collab.asked == [((site,), 5.0, 5.0) for site in sent]
+    assert collab.asked == [((node,), 5.0, 5.0) for node in sent]
     assert "west: " in caplog.text and "west.sock" in caplog.text
 
 
@@ -157,29 +157,29 @@ corrected = false
 [schedule]
 rounds = 3
 [deployment]
-sites = ["north", "south"]
+institutions = ["north", "south"]
 """
 
 
 @pytest.mark.slow
 def test_a_fit_in_flares_simulator_is_the_fit_in_one_process(folder):
-    """Of two sites, one of whose workers is not there when it is asked first."""
+    """Of two nodes, one of whose workers is not there when it is asked first."""
     pytest.importorskip("nvflare")
     schools = datasets.eight_schools()
     plan = DeploymentPlan(models.eight_schools, bf.SFVI(corrected=False), rounds=3)
     (folder / "experiment.toml").write_text(EXPERIMENT)
     (folder / "simulated.py").write_text(SIMULATED)
     north, south = (
-        Site(name, schools.select(names), plan, folder / name)
-        for name, names in zip(SITES, (schools.names[:3], schools.names[3:]), strict=True)
+        Node(name, schools.select(names), plan, folder / name)
+        for name, names in zip(INSTITUTIONS, (schools.names[:3], schools.names[3:]), strict=True)
     )
-    asked, alone = threading.Event(), threading.Lock()  # sites are processes elsewhere
+    asked, alone = threading.Event(), threading.Lock()  # nodes are processes elsewhere
 
-    def of(site):
+    def of(node):
         def handle(message):
             asked.set()
             with alone:
-                return site.handle(message)
+                return node.handle(message)
 
         return handle
 

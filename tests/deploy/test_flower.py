@@ -127,13 +127,13 @@ def test_flower_carries_any_bytes(size):
     assert flower._payload(inflate_object_from_contents(sent.object_id, contents)) == payload
 
 
-def test_the_client_asks_no_question_of_the_sites_own_people(tmp_path):
-    """Not even where the site has named the wrong socket, whatever the message is."""
+def test_the_client_asks_no_question_of_the_nodes_own_people(tmp_path):
+    """Not even where the node has named the wrong socket, whatever the message is."""
     own, ready, stop, asked_there = str(tmp_path / "own.sock"), queue.Queue(), threading.Event(), []
     thread = threading.Thread(
         target=serve,
         args=(str(tmp_path / "worker.sock"), bytes.upper),
-        kwargs={"here": (own, asked_there.append), "ready": ready.put, "stop": stop},
+        kwargs={"local": (own, asked_there.append), "ready": ready.put, "stop": stop},
     )
     thread.start()
     ready.get(timeout=5)
@@ -162,19 +162,19 @@ def test_the_client_waits_as_long_as_the_server_does(tmp_path):
 
 def test_in_a_simulation_the_partition_names_the_worker():
     run = {"sockets": "/a.sock  /b.sock"}
-    assert flower.worker(context({"partition-id": 1, "num-partitions": 2}, run)) == "/b.sock"
+    assert flower.node_address(context({"partition-id": 1, "num-partitions": 2}, run)) == "/b.sock"
     with pytest.raises(ValueError, match="2 addresses in sockets for node 3 of 4"):
-        flower.worker(context({"partition-id": 2, "num-partitions": 4}, run))
+        flower.node_address(context({"partition-id": 2, "num-partitions": 4}, run))
 
 
-def test_the_run_cannot_name_a_sites_socket():
-    """Who starts a run is not who owns a site's machine: only the node's own configuration is heard there."""
+def test_the_run_cannot_name_a_nodes_socket():
+    """Who starts a run is not who owns a node's machine: only the node's own configuration is heard there."""
     run = {"sockets": "/run/docker.sock"}
-    assert flower.worker(context({"socket": "/a.sock", "partition-id": 0}, run)) == "/a.sock"
+    assert flower.node_address(context({"socket": "/a.sock", "partition-id": 0}, run)) == "/a.sock"
     with pytest.raises(
-        ValueError, match="no worker's address: start the SuperNode with --node-config"
+        ValueError, match="no node's address: start the SuperNode with --node-config"
     ):
-        flower.worker(context({}, run))
+        flower.node_address(context({}, run))
 
 
 @pytest.mark.parametrize(
@@ -200,15 +200,15 @@ def test_a_round_over_flower(tmp_path, caplog):
             for node, name in zip((11, 12, 13, 14), "abcd", strict=True)
         }
         grid = FakeGrid(flower.client_app, contexts, {11: 0, 12: 2, 13: 0})
-        sites = flower.carrier(grid)
-        assert list(sites.reachable()) == ["11", "12", "13", "14"]
+        nodes = flower.carrier(grid)
+        assert list(nodes.reachable()) == ["11", "12", "13", "14"]
         messages = {str(node): f"to {node}".encode() for node in (11, 12, 13, 14, 15)}
         begun = time.monotonic()
-        assert sites.exchange(messages, Wait(0.6)) == {"11": b"TO 11", "12": b"TO 12"}
+        assert nodes.exchange(messages, Wait(0.6)) == {"11": b"TO 11", "12": b"TO 12"}
         assert 0.5 < time.monotonic() - begun < 1.0
     assert "node 13: ConnectionError" in caplog.text and "c.sock" in caplog.text
     assert "node 14: no answer within 0.6 s" in caplog.text
-    assert "node 15: Flower knows it no longer" in caplog.text
+    assert "node 15: Flower does not list it any more" in caplog.text
 
 
 def test_a_round_that_is_answered_waits_for_nobody(tmp_path):
@@ -226,12 +226,12 @@ def test_a_round_that_has_enough_goes_on_and_the_rest_comes_later(tmp_path):
             node: context({"socket": address})
             for node, address in zip((11, 12), addresses, strict=True)
         }
-        sites = flower.carrier(FakeGrid(flower.client_app, contexts, {11: 0, 12: 3}))
+        nodes = flower.carrier(FakeGrid(flower.client_app, contexts, {11: 0, 12: 3}))
         messages = {"11": b"a", "12": b"b"}
-        assert sites.exchange(messages, Wait(60.0, enough=1, late=60.0)) == {"11": b"A"}
+        assert nodes.exchange(messages, Wait(60.0, enough=1, stale_seconds=60.0)) == {"11": b"A"}
         found = {}
         while "12" not in found:
-            found = sites.exchange({"11": b"c"}, Wait(60.0))
+            found = nodes.exchange({"11": b"c"}, Wait(60.0))
         assert found == {"11": b"C", "12": b"B"}
 
 
@@ -245,7 +245,7 @@ def test_an_answer_of_another_app_is_none(caplog):
 
 
 def test_the_server_app_runs_the_experiment(monkeypatch):
-    from bayesfed.cli import flower as server
+    from bayesfed.cli import flower_server as server
 
     seen = []
     monkeypatch.setattr(server, "run_file", lambda carrier, path: seen.append((carrier, path)))
@@ -279,7 +279,7 @@ def test_a_clients_process_imports_no_torch():
 
 # -- with Flower's own processes ------------------------------------------------------------------
 
-SITES = ("north", "south", "west")
+INSTITUTIONS = ("north", "south", "west")
 ECHO = '''
 import json, time
 from flwr.app import Context
@@ -293,12 +293,12 @@ server_app = ServerApp()
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
     """Two rounds over all nodes, and what came back into a file."""
-    config, sites = context.run_config, carrier(grid)
-    while len(nodes := list(sites.reachable())) < config["nodes"]:
+    config, server = context.run_config, carrier(grid)
+    while len(nodes := list(server.reachable())) < config["nodes"]:
         time.sleep(0.1)
     rounds = []
     for word in ("first", "second"):
-        found = sites.exchange({node: word.encode() for node in nodes}, Wait(config["seconds"]))
+        found = server.exchange({node: word.encode() for node in nodes}, Wait(config["seconds"]))
         rounds.append(sorted(answer.decode() for answer in found.values()))
     with open(config["report"], "w") as file:
         json.dump(rounds, file)
@@ -319,7 +319,7 @@ def echo_app(folder):
     given = (APP / "pyproject.toml").read_text()
     more = 'report = ""\nnodes = 3\nseconds = 60.0\n'
     (app / "pyproject.toml").write_text(
-        given.replace("bayesfed.cli.flower:server_app", "echo:server_app") + more
+        given.replace("bayesfed.cli.flower_server:server_app", "echo:server_app") + more
     )
     (app / "echo.py").write_text(ECHO)
     return app
@@ -332,9 +332,9 @@ def named(name):
 @contextmanager
 def named_workers(folder):
     with ExitStack() as stack:
-        addresses = {site: str(folder / f"{site}.sock") for site in SITES}
-        for site, address in addresses.items():
-            stack.enter_context(workers(address, handle=named(site)))
+        addresses = {node: str(folder / f"{node}.sock") for node in INSTITUTIONS}
+        for node, address in addresses.items():
+            stack.enter_context(workers(address, handle=named(node)))
         yield addresses
 
 
@@ -356,7 +356,7 @@ def _started_with(folder):
     return found
 
 
-BOTH = [[f"{word} {site}" for site in SITES] for word in ("first", "second")]
+BOTH = [[f"{word} {node}" for node in INSTITUTIONS] for word in ("first", "second")]
 
 
 @pytest.mark.slow

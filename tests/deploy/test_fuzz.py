@@ -14,22 +14,22 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from bayesfed import datasets
-from bayesfed.cli.experiment import read_experiment, read_site
+from bayesfed.cli.experiment import read_experiment, read_node_file
 from bayesfed.deploy import messages
 from bayesfed.deploy.messages import (
     Ask,
     Begin,
     End,
+    Evaluate,
     Finish,
     Hello,
     MessageError,
     Refusal,
-    Round,
-    Weigh,
-    packed,
-    unpacked,
+    RoundId,
+    pack,
+    unpack,
 )
-from bayesfed.deploy.node import Site
+from bayesfed.deploy.node import Node
 from bayesfed.settings import SettingsError
 from tests.deploy.test_deployed import PLAN, Wire, fitted
 
@@ -41,12 +41,12 @@ many = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 VALID = [
-    packed(Hello()),
-    packed(Weigh(run="abc"), theta={"global": torch.zeros(2, 3)}, key={"key": torch.tensor(3)}),
-    packed(
+    pack(Hello()),
+    pack(Evaluate(run="abc"), theta={"global": torch.zeros(2, 3)}, key={"key": torch.tensor(3)}),
+    pack(
         Ask(
             run="abc",
-            round=Round(number=0, attempt=1),
+            round=RoundId(number=0, attempt=1),
             accepted=None,
             rate=1.0,
             clip=0.1,
@@ -55,7 +55,7 @@ VALID = [
         message={"global": torch.zeros(2, 3)},
         cohort={"clients": torch.arange(2)},
     ),
-    packed(End(run="abc", khat=None)),
+    pack(End(run="abc", khat=None)),
 ]
 numbers = st.one_of(st.integers(), st.floats(), st.none(), st.booleans(), st.text(max_size=5))
 plain = st.recursive(
@@ -84,7 +84,7 @@ def mangled(draw):
 @st.composite
 def odd(draw):
     """A whole file whose data or tensors are no message's, or those of a message that makes no sense."""
-    kinds = ["hello", "begin", "ask", "open", "finish", "weigh", "end", "reply", "nonsense"]
+    kinds = ["hello", "begin", "ask", "open", "finish", "evaluate", "end", "reply", "nonsense"]
     data = {"kind": draw(st.sampled_from(kinds)), "run": draw(st.sampled_from(["abc", "", "../x"]))}
     fields = ["round", "accepted", "rate", "clip", "noisy", "roster", "terms", "clients", "rows"]
     data |= draw(st.dictionaries(st.sampled_from([*fields, "cohort", "done", "khat"]), plain))
@@ -99,7 +99,7 @@ def odd(draw):
 @given(st.one_of(st.binary(max_size=200), mangled(), odd()))
 def test_bytes_are_a_message_or_none(payload):
     try:
-        message, parts = unpacked(payload)
+        message, parts = unpack(payload)
     except MessageError as error:
         assert str(error) and len(str(error)) < 2000
     else:
@@ -107,19 +107,19 @@ def test_bytes_are_a_message_or_none(payload):
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
+def node(tmp_path_factory):
     """One that has taken part in a run."""
     folder = tmp_path_factory.mktemp("fuzz")
-    made = Site("north", datasets.eight_schools(), PLAN, folder / "north")
+    made = Node("north", datasets.eight_schools(), PLAN, folder / "north")
     fitted(Wire([made]), PLAN, folder)
     return made
 
 
-def kept(site):
-    """All that the site has written but its log."""
-    files = sorted(path for path in site.folder.rglob("*") if path.is_file())
+def kept(node):
+    """All that the node has written but its log."""
+    files = sorted(path for path in node.folder.rglob("*") if path.is_file())
     return {
-        str(path.relative_to(site.folder)): path.read_bytes()
+        str(path.relative_to(node.folder)): path.read_bytes()
         for path in files
         if path.name != "log.jsonl"
     }
@@ -127,11 +127,11 @@ def kept(site):
 
 @many
 @given(st.one_of(st.binary(max_size=50), mangled(), odd()))
-def test_a_site_answers_anything_and_keeps_what_it_has(site, payload):
-    before = kept(site)
-    reply, _ = unpacked(site.handle(payload))
+def test_a_node_answers_anything_and_keeps_what_it_has(node, payload):
+    before = kept(node)
+    reply, _ = unpack(node.handle(payload))
     assert isinstance(reply, Refusal) or reply.kind == "schema"
-    assert kept(site) == before
+    assert kept(node) == before
 
 
 @settings(many, max_examples=max(10, CASES // 10))
@@ -139,28 +139,28 @@ def test_a_site_answers_anything_and_keeps_what_it_has(site, payload):
     st.dictionaries(st.sampled_from(["algorithm", "rounds", "seed", "privacy", "secure"]), plain),
     st.sampled_from(["a1", "b2"]),
 )
-def test_a_run_with_other_terms_is_refused(site, terms, run):
-    before = kept(site)
+def test_a_run_with_other_terms_is_refused(node, terms, run):
+    before = kept(node)
     begin = Begin(run=run, terms=json.loads(json.dumps(terms)), clients=8, rows=8, cohort=8)
-    reply, _ = unpacked(site.handle(packed(begin)))
+    reply, _ = unpack(node.handle(pack(begin)))
     assert isinstance(reply, Refusal)
-    assert kept(site) == before
+    assert kept(node) == before
 
 
 @settings(many, max_examples=max(10, CASES // 10))
 @given(st.dictionaries(st.text(max_size=5), st.lists(st.integers(0, 3), max_size=3), max_size=3))
-def test_a_state_of_another_form_is_refused(site, shapes):
-    before = kept(site)
+def test_a_state_of_another_form_is_refused(node, shapes):
+    before = kept(node)
     state = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    begin = Begin(run="c3", terms=PLAN.description, clients=8, rows=8, cohort=8)
-    reply, _ = unpacked(site.handle(packed(begin, state=state)))
+    begin = Begin(run="c3", terms=PLAN.terms, clients=8, rows=8, cohort=8)
+    reply, _ = unpack(node.handle(pack(begin, state=state)))
     assert isinstance(reply, Refusal)
-    (run,) = [path.name for path in (site.folder / "runs").iterdir()]
+    (run,) = [path.name for path in (node.folder / "runs").iterdir()]
     over = Finish(
-        run=run, accepted=None, done=1, epsilon=None, moving=None, rising=None, settled=None
+        run=run, accepted=None, done=1, epsilon=None, moving=None, rising=None, converged=None
     )
-    site.handle(packed(over, state=state))
-    assert kept(site) == before
+    node.handle(pack(over, state=state))
+    assert kept(node) == before
 
 
 toml = st.text(alphabet=string.ascii_letters + string.digits + "[]{}=\"'.,\n #_-", max_size=200)
@@ -182,7 +182,7 @@ def toml_like(draw):
 @many
 @example("deployment = {0 = 0}")
 @given(st.one_of(toml, toml_like(), st.binary(max_size=100)))
-@pytest.mark.parametrize("read", [read_site, read_experiment])
+@pytest.mark.parametrize("read", [read_node_file, read_experiment])
 def test_a_file_is_read_or_refused(tmp_path, read, text):
     path = tmp_path / "file.toml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from tests.deploy.together import sites_of
 
 import bayesfed as bf
 from bayesfed.deploy import plan as plans
@@ -16,7 +17,6 @@ from bayesfed.deploy.plan import DeploymentPlan, code_digests, difference
 from bayesfed.deploy.server import deployed
 from bayesfed.deploy.sockets import carrier, serve
 from docs import own_parts
-from tests.deploy.together import sites_of
 
 SCHOOLS = bf.datasets.eight_schools()
 PLAN = DeploymentPlan(bf.models.eight_schools, own_parts.with_momentum(), rounds=3)

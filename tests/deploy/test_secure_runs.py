@@ -10,13 +10,13 @@ import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.deploy import secure
 from bayesfed.deploy.institutions import Patience
-from bayesfed.deploy.messages import Ask, MessageError, Open, Refusal, Reply, packed, unpacked
-from bayesfed.deploy.node import Site
+from bayesfed.deploy.messages import Ask, MessageError, Open, Refusal, Reply, pack, unpack
+from bayesfed.deploy.node import Node
 from bayesfed.deploy.plan import DeploymentPlan
-from bayesfed.deploy.server import deployed
+from bayesfed.deploy.server import run_server
 from bayesfed.deploy.transport import Carrier
+from tests.deploy.in_process import nodes_of
 from tests.deploy.test_deployed import Wire, fitted, same
-from tests.deploy.together import sites_of
 
 SCHOOLS = datasets.eight_schools()
 PLAN = DeploymentPlan(
@@ -25,12 +25,12 @@ PLAN = DeploymentPlan(
 PRIVATE = replace(PLAN, privacy=bf.Privacy(clip=1.0, noise=1e-6), honest=2)
 
 
-def acquainted(sites):
+def acquainted(nodes):
     """Each has the public keys of all."""
-    pinned = {site.name: secure.public_key(site.identity) for site in sites}
-    for site in sites:
-        site.pinned = pinned
-    return sites
+    pinned = {node.name: secure.public_key(node.identity) for node in nodes}
+    for node in nodes:
+        node.pinned = pinned
+    return nodes
 
 
 def in_process(plan=PLAN):
@@ -38,12 +38,12 @@ def in_process(plan=PLAN):
 
 
 @pytest.fixture
-def sites(tmp_path):
-    return acquainted(sites_of(SCHOOLS, PLAN, tmp_path, 4))
+def nodes(tmp_path):
+    return acquainted(nodes_of(SCHOOLS, PLAN, tmp_path, 4))
 
 
-def test_it_is_the_fit_in_one_process(sites, tmp_path):
-    found = fitted(Wire(sites), PLAN, tmp_path)
+def test_it_is_the_fit_in_one_process(nodes, tmp_path):
+    found = fitted(Wire(nodes), PLAN, tmp_path)
     expected = in_process()
     same(found.params, expected.params)
     torch.testing.assert_close(
@@ -53,25 +53,25 @@ def test_it_is_the_fit_in_one_process(sites, tmp_path):
 
 @pytest.mark.slow
 def test_draws_of_theta_are_weighed_in_secure_sums_too(tmp_path):
-    """What a site says of them is masked, and their sum is that of one process."""
+    """What a node says of them is masked, and their sum is that of one process."""
     plan = replace(PLAN, algorithm=bf.SFVI(), rounds=None)
-    at = Wire(acquainted(sites_of(SCHOOLS, plan, tmp_path)))
+    at = Wire(acquainted(nodes_of(SCHOOLS, plan, tmp_path)))
     found, expected = fitted(at, plan, tmp_path), in_process(plan)
     assert found.posterior.correction.khat == pytest.approx(expected.correction.khat, abs=1e-3)
     for name, value in found.sample(200).items():
         torch.testing.assert_close(value, expected.sample(200)[name], rtol=1e-3, atol=1e-3)
-    told = [unpacked(r)[1] for _, p, r in at.heard if unpacked(p)[0].kind == "weigh"]
+    told = [unpack(r)[1] for _, p, r in at.heard if unpack(p)[0].kind == "evaluate"]
     assert told and all(set(parts) == {"masked"} for parts in told)
 
 
-def test_no_upload_is_among_what_the_server_hears(sites, tmp_path):
+def test_no_upload_is_among_what_the_server_hears(nodes, tmp_path):
     """Nor in what it keeps: of each part there are words, which no two answers have in common."""
-    at = Wire(sites)
+    at = Wire(nodes)
     fitted(at, PLAN, tmp_path)
     seen = set()
     for _, payload, reply in at.heard:
-        if isinstance(unpacked(payload)[0], Ask):
-            message, parts = unpacked(reply)
+        if isinstance(unpack(payload)[0], Ask):
+            message, parts = unpack(reply)
             assert isinstance(message, Reply) and set(parts) == {"masked", "sound"}
             for value in parts["masked"].values():
                 assert value.dtype == torch.int64
@@ -81,97 +81,97 @@ def test_no_upload_is_among_what_the_server_hears(sites, tmp_path):
     assert not (tmp_path / "server.safetensors.masked").exists()
 
 
-def test_a_site_that_does_not_answer_costs_an_attempt(sites, tmp_path):
-    at, said, asked = Wire(sites), [], {"count": 0}
+def test_a_node_that_does_not_answer_costs_an_attempt(nodes, tmp_path):
+    at, said, asked = Wire(nodes), [], {"count": 0}
 
     def silent(name, kind):
-        asked["count"] += kind == "ask" and name == "site1"
-        return kind == "ask" and name == "site1" and asked["count"] == 2
+        asked["count"] += kind == "ask" and name == "node1"
+        return kind == "ask" and name == "node1" and asked["count"] == 2
 
     at.silent = silent
     found = fitted(at, PLAN, tmp_path, said)
     assert found.posterior.history["clients"].tolist() == [8, 6, 8]
-    assert any("3 of 4 sites have answered, asking again" in line for line in said)
+    assert any("3 of 4 institutions have answered, asking again" in line for line in said)
 
 
-def test_of_two_sites_there_is_no_sum(tmp_path):
-    two = acquainted(sites_of(SCHOOLS, PLAN, tmp_path, 2))
-    with pytest.raises((TimeoutError, MessageError), match="2 sites|fewer than 3"):
+def test_of_two_nodes_there_is_no_sum(tmp_path):
+    two = acquainted(nodes_of(SCHOOLS, PLAN, tmp_path, 2))
+    with pytest.raises((TimeoutError, MessageError), match="2 institutions|fewer than 3"):
         fitted(Wire(two), PLAN, tmp_path, attempts=1)
 
 
 @pytest.mark.parametrize("kind", ["ask", "open"])
-def test_a_server_that_is_killed_goes_on(kind, sites, tmp_path):
+def test_a_server_that_is_killed_goes_on(kind, nodes, tmp_path):
     """After the second round's uploads are in, and after its seals are told."""
 
     class Killed(Exception):
         pass
 
-    at, count = Wire(sites), {"count": 0}
+    at, count = Wire(nodes), {"count": 0}
     whole = at.carrier
 
     def exchange(messages, wait):
         found = whole.exchange(messages, wait)
-        kinds = {unpacked(payload)[0].kind for payload in messages.values()}
+        kinds = {unpack(payload)[0].kind for payload in messages.values()}
         count["count"] += kind in kinds
         if kind in kinds and count["count"] == 2:
             raise Killed
         return found
 
-    patience = Patience(tuple(at.sites), joining=1.0, seconds=5.0)
+    patience = Patience(tuple(at.nodes), joining=1.0, seconds=5.0)
     file = tmp_path / "server.safetensors"
     with pytest.raises(Killed):
-        deployed(Carrier(whole.reachable, exchange), PLAN, patience, file)
-    found = deployed(whole, PLAN, patience, file)
+        run_server(Carrier(whole.reachable, exchange), PLAN, patience, file)
+    found = run_server(whole, PLAN, patience, file)
     same(found.params, in_process().params)
 
 
-def test_a_seal_is_told_of_one_attempt_only(sites, tmp_path):
-    at = Wire(sites)
+def test_a_seal_is_told_of_one_attempt_only(nodes, tmp_path):
+    at = Wire(nodes)
     at.silent = lambda name, kind: kind == "finish"
     with pytest.raises(TimeoutError):
         fitted(at, PLAN, tmp_path, attempts=1)
-    name, payload, _ = next(h for h in at.heard if isinstance(unpacked(h[1])[0], Open))
-    message, _ = unpacked(payload)
+    name, payload, _ = next(h for h in at.heard if isinstance(unpack(h[1])[0], Open))
+    message, _ = unpack(payload)
     early = message.model_copy(update={"round": message.round.model_copy(update={"number": 9})})
     for asked in (message, early):  # of an earlier round, and of one that never was
-        refusal, _ = unpacked(at.sites[name].handle(packed(asked)))
+        refusal, _ = unpack(at.nodes[name].handle(pack(asked)))
         assert isinstance(refusal, Refusal)
 
 
-def test_a_server_that_names_sites_of_its_own_gets_nothing(sites, tmp_path):
-    """It puts a site that nobody has pinned into the roster."""
-    at = Wire(sites)
+def test_a_server_that_names_nodes_of_its_own_gets_nothing(nodes, tmp_path):
+    """It puts a node that nobody has pinned into the roster."""
+    at = Wire(nodes)
     heard = at.exchange
 
     def exchange(messages, wait):
         changed = {}
         for name, payload in messages.items():
-            message, parts = unpacked(payload)
+            message, parts = unpack(payload)
             if isinstance(message, Ask):
                 ghost = {"ghost": secure.public_key(secure.new_key())}
                 roster = message.roster | {n: key.hex() for n, key in ghost.items()}
-                payload = packed(message.model_copy(update={"roster": roster}), **parts)
+                payload = pack(message.model_copy(update={"roster": roster}), **parts)
             changed[name] = payload
         return heard(changed, wait)
 
-    patience = Patience(tuple(at.sites), joining=1.0, seconds=5.0, attempts=1)
+    patience = Patience(tuple(at.nodes), joining=1.0, seconds=5.0, attempts=1)
     with pytest.raises(TimeoutError, match="fewer than 3"):
-        deployed(Carrier(lambda: list(at.sites), exchange), PLAN, patience, tmp_path / "s")
-    log = (tmp_path / "site0" / "log.jsonl").read_text()
+        run_server(Carrier(lambda: list(at.nodes), exchange), PLAN, patience, tmp_path / "s")
+    log = (tmp_path / "node0" / "log.jsonl").read_text()
     assert "has no pinned key of ghost" in log
 
 
-def test_the_noise_of_privacy_comes_from_the_sites(tmp_path):
+def test_the_noise_of_privacy_comes_from_the_nodes(tmp_path):
     """The server adds none, and is told nothing beside the sum."""
-    sites = acquainted(sites_of(SCHOOLS, PRIVATE, tmp_path))
-    at = Wire(sites)
+    nodes = acquainted(nodes_of(SCHOOLS, PRIVATE, tmp_path))
+    at = Wire(nodes)
     found = fitted(at, PRIVATE, tmp_path)
     assert found.posterior.epsilon is not None and math.isfinite(found.posterior.epsilon)
     assert found.posterior.history["elbo"].isnan().all()
     same(found.params, in_process(PRIVATE).params, 1e-3)  # the noise is that small
     loud = replace(PRIVATE, privacy=bf.Privacy(clip=1.0, noise=1e3))
-    other = acquainted(sites_of(SCHOOLS, loud, tmp_path / "loud"))
+    other = acquainted(nodes_of(SCHOOLS, loud, tmp_path / "loud"))
     (tmp_path / "loud").mkdir(exist_ok=True)
     with pytest.warns(UserWarning, match="noise that privacy adds"):
         shaken = fitted(Wire(other), loud, tmp_path / "loud")
@@ -180,31 +180,31 @@ def test_the_noise_of_privacy_comes_from_the_sites(tmp_path):
 
 
 def test_a_round_that_is_less_private_than_agreed_is_refused(tmp_path):
-    site = acquainted(sites_of(SCHOOLS, PRIVATE, tmp_path))[0]
-    at = Wire([site])
-    at.sites |= {s.name: s for s in acquainted(sites_of(SCHOOLS, PRIVATE, tmp_path))}
+    node = acquainted(nodes_of(SCHOOLS, PRIVATE, tmp_path))[0]
+    at = Wire([node])
+    at.nodes |= {s.name: s for s in acquainted(nodes_of(SCHOOLS, PRIVATE, tmp_path))}
     fitted(at, PRIVATE, tmp_path)
-    _, payload, _ = next(h for h in at.heard if isinstance(unpacked(h[1])[0], Ask))
-    message, parts = unpacked(payload)
+    _, payload, _ = next(h for h in at.heard if isinstance(unpack(h[1])[0], Ask))
+    message, parts = unpack(payload)
     later = message.round.model_copy(update={"number": 5})
     for change in ({"noisy": False}, {"roster": None}, {"clip": 9.0}):
-        worse = packed(message.model_copy(update={"round": later} | change), **parts)
-        refusal, _ = unpacked(at.sites["site0"].handle(worse))
+        worse = pack(message.model_copy(update={"round": later} | change), **parts)
+        refusal, _ = unpack(at.nodes["node0"].handle(worse))
         assert isinstance(refusal, Refusal)
         assert "as private as was agreed" in refusal.why or "the clip is 9.0" in refusal.why
 
 
-def test_noise_under_secure_sums_needs_to_know_of_how_many_sites():
+def test_noise_under_secure_sums_needs_to_know_of_how_many_nodes():
     with pytest.raises(ValueError, match="honest says"):
         replace(PRIVATE, honest=None)
     with pytest.raises(ValueError, match="honest says"):
         replace(PLAN, honest=2)
 
 
-def test_keys_are_their_owner_s_and_a_run_s_is_gone_in_the_end(sites, tmp_path):
-    fitted(Wire(sites), PLAN, tmp_path)
-    for site in sites:
-        assert (site.folder / "identity.key").stat().st_mode & 0o077 == 0
-        assert not list((site.folder / "runs").glob("*/run.key"))
-        again = Site(site.name, site.federation, PLAN, site.folder)
-        assert again.identity == site.identity
+def test_keys_are_their_owner_s_and_a_run_s_is_gone_in_the_end(nodes, tmp_path):
+    fitted(Wire(nodes), PLAN, tmp_path)
+    for node in nodes:
+        assert (node.folder / "identity.key").stat().st_mode & 0o077 == 0
+        assert not list((node.folder / "runs").glob("*/run.key"))
+        again = Node(node.name, node.federation, PLAN, node.folder)
+        assert again.identity == node.identity

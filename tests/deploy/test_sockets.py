@@ -174,7 +174,7 @@ def test_nobody_there(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     for address in (f"127.0.0.1:{port}", str(tmp_path / "none.sock")):
-        with pytest.raises(ConnectionError, match=f"{address}.*is the site's worker running"):
+        with pytest.raises(ConnectionError, match=f"{address}.*is the node running"):
             call(address, b"", 5.0)
 
 
@@ -208,7 +208,7 @@ def test_a_trickle_does_not_stretch_the_time():
         (b"", "hung up after 0 of 8 bytes"),
         (b"HTTP", "hung up after 4 of 8 bytes"),
         (struct.pack(">Q", 5) + b"abc", "hung up after 3 of 5 bytes"),
-        (b"HTTP/1.1 400", "answers, but not as a worker does: .* longer than 2,147,483,647"),
+        (b"HTTP/1.1 400", "answers, but not as a node does: .* longer than 2,147,483,647"),
     ],
 )
 def test_answers_that_are_none(answer, said):
@@ -296,15 +296,15 @@ def test_a_carrier_brings_what_came_and_logs_the_rest(tmp_path, caplog):
         server(str(tmp_path / "c.sock"), slow) as c,
     ):
         d = str(tmp_path / "d.sock")
-        sites = carrier([a, b, c, d])
-        assert list(sites.reachable()) == [a, b, c]
+        nodes = carrier([a, b, c, d])
+        assert list(nodes.reachable()) == [a, b, c]
         begun = time.monotonic()
         messages = {a: b"Aa", b: b"Bb", c: b"Cc", d: b"Dd"}
-        assert sites.exchange(messages, Wait(0.5)) == {a: b"AA", b: b"bb"}
+        assert nodes.exchange(messages, Wait(0.5)) == {a: b"AA", b: b"bb"}
         assert time.monotonic() - begun < 0.9, "asked one after the other"
         assert f"{c} did not answer within 0.5 s" in caplog.text
         assert f"{d}: No such file or directory" in caplog.text
-        assert sites.exchange({}, Wait(1.0)) == {}
+        assert nodes.exchange({}, Wait(1.0)) == {}
 
 
 def test_a_carrier_goes_on_once_enough_have_answered_and_brings_the_rest_later(tmp_path):
@@ -313,16 +313,16 @@ def test_a_carrier_goes_on_once_enough_have_answered_and_brings_the_rest_later(t
         server(str(tmp_path / "a.sock"), bytes.upper) as a,
         server(str(tmp_path / "b.sock"), slow) as b,
     ):
-        sites, messages, begun = carrier([a, b]), {a: b"a", b: b"b"}, time.monotonic()
-        assert sites.exchange(messages, Wait(5.0, enough=1, late=5.0)) == {a: b"A"}
+        nodes, messages, begun = carrier([a, b]), {a: b"a", b: b"b"}, time.monotonic()
+        assert nodes.exchange(messages, Wait(5.0, enough=1, stale_seconds=5.0)) == {a: b"A"}
         assert time.monotonic() - begun < 0.5
         time.sleep(0.9)
-        assert sites.exchange({a: b"again"}, Wait(5.0)) == {a: b"AGAIN", b: b"B"}
-        assert sites.exchange(messages, Wait(5.0, enough=1)) == {a: b"A"}
+        assert nodes.exchange({a: b"again"}, Wait(5.0)) == {a: b"AGAIN", b: b"B"}
+        assert nodes.exchange(messages, Wait(5.0, enough=1)) == {a: b"A"}
         time.sleep(0.9)
-        assert sites.exchange({}, Wait(5.0)) == {}, "nobody said that it may be late"
-        assert sites.exchange(messages, Wait(5.0, enough=1, late=5.0)) == {a: b"A"}
-        found = sites.exchange({b: b"new"}, Wait(5.0))
+        assert nodes.exchange({}, Wait(5.0)) == {}, "nobody said that it may be late"
+        assert nodes.exchange(messages, Wait(5.0, enough=1, stale_seconds=5.0)) == {a: b"A"}
+        found = nodes.exchange({b: b"new"}, Wait(5.0))
         assert found == {b: b"NEW"}, "an older answer in place of the one to the last message"
 
 

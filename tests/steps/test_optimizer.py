@@ -1,7 +1,10 @@
 import pytest
 import torch
 
-from bayesfed.steps import optimizer
+import bayesfed as bf
+from bayesfed import datasets, models
+from bayesfed.settings import SettingsError
+from bayesfed.steps import Descent, optimizer
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -165,6 +168,7 @@ def test_without_a_mask_all_step():
     assert all(torch.equal(one["params"][n], other["params"][n]) for n in grads)
 
 
-def test_an_unknown_rule_is_refused():
-    with pytest.raises(ValueError, match="body_optimizer is 'sdg'"):
-        optimizer.check_rules(body_optimizer="sdg")
+def test_an_unknown_rule_is_refused_before_a_run():
+    schools, steps = datasets.eight_schools(), Descent(optimizer="sdg")
+    with pytest.raises(SettingsError, match=r'^steps\.optimizer is "sdg"; it must be .sgd'):
+        bf.start(models.eight_schools, schools, bf.FedAvg().replace(steps=steps), rounds=1)

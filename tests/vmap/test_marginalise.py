@@ -327,7 +327,9 @@ def test_a_model_of_row_variables_alone_is_refused():
             pyro.sample("y", dist.Normal(z, 1.0), obs=obs.get("y"))
 
     for algorithm in (bf.SFVI(), bf.SFVIAvg()):
-        with pytest.raises(ValueError, match="nothing to learn: variables of a row are integrated"):
+        with pytest.raises(
+            ValueError, match="nothing to learn: variables of an observation are integrated"
+        ):
             bf.start(alone, datasets.eight_schools(), algorithm, rounds=1)
 
 

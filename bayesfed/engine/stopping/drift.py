@@ -1,6 +1,6 @@
 """How far a fit is from convergence at the end of a given number of rounds, beyond its noise: q(θ) and the ELBO.
 
-The ELBO stands for what stateful clients keep, which only they see. Rates that fall make every fit look converged in
+The ELBO represents the states of clients, which only they see. Rates that fall make every fit look converged in
 the end. So time is counted in what the rates add up to: twelve windows of equal ∫ rate, of which the last six are kept
 as means of the guide's parameters. Three places of q in a row have two moves between them; of a move that shrinks by r
 from one to the next |move| · r^{3/2} / (1 − r) is left when the run ends (Aitken's extrapolation; the end is half a

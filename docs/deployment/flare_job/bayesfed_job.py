@@ -2,8 +2,9 @@
 
     python bayesfed_job.py /path/to/admin/startup-kit /path/on/the/server/experiment.toml SITES
 
-FLARE keeps a process at each site for the whole job, which hands messages to the site's worker. The worker's address is
-the environment variable BAYESFED_SOCKET of the site's FLARE client; `{site}` in it is the site's name.
+FLARE keeps a process at each institution, which it calls a site, for the whole job; the process forwards messages to
+the institution's node. The node's address is the environment variable BAYESFED_SOCKET of the FLARE client, in which
+`{site}` is replaced by the site's name.
 """
 
 import logging
@@ -22,21 +23,21 @@ log = logging.getLogger("bayesfed")
 
 @collab.publish
 def forward(message: bytes, seconds: float) -> bytes:
-    """At a site: the worker's answer."""
+    """At an institution: return the node's answer."""
     address = os.environ["BAYESFED_SOCKET"].replace("{site}", collab.site_name)
     return call(address, message, seconds)
 
 
 @collab.main
 def main() -> None:
-    """At the server: the run."""
+    """At the server: run the experiment."""
     from bayesfed.cli.deployment import run_file
 
     run_file(carrier(), Path(collab.get_app_prop("experiment")))
 
 
 def carrier() -> Carrier:
-    """The sites of this job, by their names."""
+    """Return a carrier to the sites of this job, by their names."""
 
     def exchange(messages: Mapping[str, bytes], wait: Wait) -> dict[str, bytes]:
         asked = [

@@ -194,7 +194,7 @@ def test_a_fit_ends_at_the_exact_posterior(cohort):
     start = posterior.program.guide.globals["mu"]
     loc = float(start.loc + start.scale * params["global.loc"])
     sd = float(start.scale * params["global.log_scale"].exp())
-    assert posterior.settled
+    assert posterior.converged
     assert posterior.caveat == ""
     assert abs(loc - exact) < 0.1 * precision**-0.5
     assert 0.9 < sd * precision**0.5 < 1.1
@@ -204,12 +204,12 @@ def test_convergence_is_shown_and_saved(tmp_path):
     schools = datasets.eight_schools()
     posterior = bf.fit(models.eight_schools, schools, execution=EAGER)
     rounds = len(posterior.history["elbo"])
-    assert posterior.settled and rounds < 30
-    assert f"settled in {rounds} rounds" in repr(posterior)
+    assert posterior.converged and rounds < 30
+    assert f"converged in {rounds} rounds" in repr(posterior)
     posterior.save(tmp_path / "a.safetensors")
-    assert bf.Posterior.load(tmp_path / "a.safetensors", models.eight_schools, schools).settled
+    assert bf.Posterior.load(tmp_path / "a.safetensors", models.eight_schools, schools).converged
     given = bf.fit(models.eight_schools, schools, rounds=rounds, execution=EAGER)
-    assert given.settled is None and len(given.history["elbo"]) == rounds
+    assert given.converged is None and len(given.history["elbo"]) == rounds
 
 
 def test_an_interrupted_run_ends_as_one_that_never_stopped(tmp_path):
@@ -240,7 +240,7 @@ def test_a_fit_whose_correction_fails_goes_on(monkeypatch, tmp_path):
     near = bf.fit(models.eight_schools, schools, execution=EAGER)
     plain = bf.fit(models.eight_schools, schools, bf.SFVI(corrected=False), execution=EAGER)
     rounds = len(plain.history["elbo"])
-    assert near.settled and near.correction is not None and len(near.history["elbo"]) < rounds
+    assert near.converged and near.correction is not None and len(near.history["elbo"]) < rounds
 
     def interrupt(posterior):
         raise KeyboardInterrupt
@@ -253,7 +253,7 @@ def test_a_fit_whose_correction_fails_goes_on(monkeypatch, tmp_path):
     assert run.done == len(near.history["elbo"]) < run.rounds
     for given in ({}, {"resume": file}):
         found = bf.fit(models.eight_schools, schools, execution=EAGER, **given)
-        assert found.settled and len(found.history["elbo"]) == rounds
+        assert found.converged and len(found.history["elbo"]) == rounds
         for name, value in plain.params.items():
             assert torch.equal(found.params[name], value)
 
@@ -262,7 +262,7 @@ def test_the_bound_is_in_the_caveat(monkeypatch):
     monkeypatch.setattr(convergence, "rise", lambda values: math.inf)
     monkeypatch.setattr(Convergence, "bound", 12)
     posterior = bf.fit(models.eight_schools, datasets.eight_schools(), execution=EAGER)
-    assert posterior.settled is False
+    assert posterior.converged is False
     assert "12 rounds" in posterior.caveat
 
 

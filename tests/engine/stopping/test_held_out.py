@@ -36,9 +36,9 @@ def test_a_run_stops_where_a_long_run_is_no_better(digits):
     shared = {"clients_per_round": 0.5, "batch_size": 10}
     posterior = bf.fit(network(), train, algorithm, held_out=valid, **shared)
     rounds = len(posterior.history["elbo"])
-    assert posterior.settled
+    assert posterior.converged
     assert 10 <= rounds < 200
-    assert f"settled in {rounds} rounds" in repr(posterior)
+    assert f"converged in {rounds} rounds" in repr(posterior)
     long = bf.fit(network(), train, algorithm, rounds=3 * rounds, **shared)
     # .002 nats a row are no gain; of 350 rows the error of a difference between two close fits is some .01
     assert nll(posterior, test) < nll(long, test) + 0.03
@@ -58,7 +58,7 @@ def test_any_algorithm_can_stop_by_held_out_rows(make, digits, monkeypatch):
     train, valid, _ = digits
     algorithm, model = make()
     posterior = bf.fit(model, train, algorithm, held_out=valid, batch_size=20)
-    assert posterior.settled
+    assert posterior.converged
     assert len(posterior.history["elbo"]) in (10, 14)  # the latter where rates fall
 
 

@@ -1,4 +1,4 @@
-"""Site files, and what a site's rows may stand in."""
+"""Node files, and what a node's rows may stand in."""
 
 import subprocess
 import sys
@@ -8,9 +8,9 @@ import pandas as pd
 import pytest
 
 from bayesfed.cli.app import main
-from bayesfed.cli.choices import clients_of
-from bayesfed.cli.deployment import plan_of
-from bayesfed.cli.experiment import read_experiment, read_rows, read_site
+from bayesfed.cli.choices import load_clients
+from bayesfed.cli.deployment import make_plan
+from bayesfed.cli.experiment import read_experiment, read_node_file, read_rows
 from bayesfed.engine.files import lock
 from bayesfed.settings import SettingsError
 
@@ -26,14 +26,14 @@ fields = ["x", "y"]
 rounds = 4
 
 [deployment]
-sites = ["north", "south", "west"]
+institutions = ["north", "south", "west"]
 
 [deployment.sockets]
 north = "./north.sock"
 south = "./south.sock"
 west = "./west.sock"
 """
-SITE = """
+NODE_FILE = """
 name = "{name}"
 experiment = "experiment.toml"
 socket = "./{name}.sock"
@@ -51,17 +51,19 @@ def folder(tmp_path):
         frame = pd.DataFrame({"ward": [f"{name}{i // 5}" for i in range(10)]})
         frame["x"], frame["y"] = rng.normal(size=10), rng.normal(size=10)
         frame.to_csv(tmp_path / f"{name}.csv", index=False)
-        (tmp_path / f"{name}.toml").write_text(SITE.format(name=name, data=f'csv = "{name}.csv"'))
+        (tmp_path / f"{name}.toml").write_text(
+            NODE_FILE.format(name=name, data=f'csv = "{name}.csv"')
+        )
     return tmp_path
 
 
 def federation_of(path):
-    site, experiment, _ = read_site(path)
+    node, experiment, _ = read_node_file(path)
     rows = read_rows(experiment.data, path.parent)
-    return clients_of(experiment.data, rows, path.parent, site.name if site.one_client else None)
+    return load_clients(experiment.data, rows, path.parent, node.name if node.one_client else None)
 
 
-def test_a_site_reads_its_rows_as_the_experiment_says(folder):
+def test_a_node_reads_its_rows_as_the_experiment_says(folder):
     found = federation_of(folder / "north.toml")
     assert found.names == ("north0", "north1") and set(found.fields) == {"x", "y"}
 
@@ -81,7 +83,7 @@ def test_the_same_rows_in_any_file(kind, folder):
         with pa.ipc.new_file(str(folder / "north.arrow"), table.schema) as writer:
             writer.write_table(table)
     data = f'{kind} = "north.{kind}"'
-    (folder / "other.toml").write_text(SITE.format(name="north", data=data))
+    (folder / "other.toml").write_text(NODE_FILE.format(name="north", data=data))
     expected, found = federation_of(folder / "north.toml"), federation_of(folder / "other.toml")
     assert found.names == expected.names
     for name in expected.fields:
@@ -92,20 +94,20 @@ def test_a_file_of_pickles_is_not_opened(folder):
     np.savez(
         folder / "north.npz", ward=np.array(["a", {}], dtype=object), x=[1.0, 2.0], y=[1.0, 2.0]
     )
-    (folder / "other.toml").write_text(SITE.format(name="north", data='npz = "north.npz"'))
+    (folder / "other.toml").write_text(NODE_FILE.format(name="north", data='npz = "north.npz"'))
     with pytest.raises(SettingsError, match="allow_pickle=False"):
         federation_of(folder / "other.toml")
 
 
-def test_a_site_may_be_one_client(folder):
+def test_a_node_may_be_one_client(folder):
     frame = pd.read_csv(folder / "north.csv").drop(columns="ward")
     frame.to_csv(folder / "alone.csv", index=False)
-    text = SITE.format(name="north", data='csv = "alone.csv"')
+    text = NODE_FILE.format(name="north", data='csv = "alone.csv"')
     (folder / "alone.toml").write_text(f"one_client = true\n{text}")
-    site, experiment, _ = read_site(folder / "alone.toml")
-    assert site.one_client
+    node, experiment, _ = read_node_file(folder / "alone.toml")
+    assert node.one_client
     rows = pd.read_csv(folder / "alone.csv")
-    found = clients_of(experiment.data, rows, folder, "north")
+    found = load_clients(experiment.data, rows, folder, "north")
     assert found.names == ("north",) and found.rows == 10
 
 
@@ -114,13 +116,15 @@ def test_a_site_may_be_one_client(folder):
     [
         ("socket = 3", "socket is 3"),
         ('dataset = "grunfeld"', "a dataset has its clients"),
-        ("", "a site's is one of csv"),
+        ("", "a node's is one of csv"),
         ('csv = "nowhere.csv"', "there is no file"),
         ('csv = "north.csv"\nfields = ["x", "z"]', "'z'"),
     ],
 )
-def test_a_mistake_in_a_site_file_is_one_line(change, said, folder, capsys):
-    text = SITE.format(name="north", data=change if "socket" not in change else 'csv = "north.csv"')
+def test_a_mistake_in_a_node_file_is_one_line(change, said, folder, capsys):
+    text = NODE_FILE.format(
+        name="north", data=change if "socket" not in change else 'csv = "north.csv"'
+    )
     if "socket" in change:
         text = text.replace('socket = "./north.sock"', change)
     (folder / "bad.toml").write_text(text)
@@ -129,13 +133,13 @@ def test_a_mistake_in_a_site_file_is_one_line(change, said, folder, capsys):
     assert said in err and err.count("\n") == 1
 
 
-def test_a_second_worker_of_a_site_is_refused(folder, capsys):
+def test_a_second_worker_of_a_node_is_refused(folder, capsys):
     vectors = EXPERIMENT.replace('["x", "y"]', '{ x = ["x"], y = "y" }')
     (folder / "experiment.toml").write_text(vectors)
     (folder / "north").mkdir()
-    with lock(folder / "north" / ".worker.lock", "it"):
+    with lock(folder / "north" / ".node.lock", "it"):
         assert main(["node", str(folder / "north.toml")]) == 2
-    assert "another process has the folder of site 'north'" in capsys.readouterr().err
+    assert "another process has the folder of institution 'north'" in capsys.readouterr().err
 
 
 def test_what_a_run_between_machines_cannot_have_is_said(folder):
@@ -145,10 +149,10 @@ def test_what_a_run_between_machines_cannot_have_is_said(folder):
         (["privacy.noise=1.0", "deployment.secure=true"], "honest says"),
     ):
         with pytest.raises((SettingsError, ValueError), match=said):
-            plan_of(read_experiment(path, change), folder)
+            make_plan(read_experiment(path, change), folder)
 
 
-def test_on_needs_the_sites(tmp_path, capsys):
+def test_on_needs_the_nodes(tmp_path, capsys):
     file = tmp_path / "e.toml"
     file.write_text('[model]\nname = "eight_schools"\n[data]\ndataset = "eight_schools"\n')
     assert main(["run", str(file), "--on", "sockets"]) == 2
@@ -157,11 +161,11 @@ def test_on_needs_the_sites(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_workers_and_a_server_as_processes(folder):
-    """Three sites and a run, as they are started at a shell."""
+    """Three nodes and a run, as they are started at a shell."""
     vectors = EXPERIMENT.replace('["x", "y"]', '{ x = ["x"], y = "y" }')
     (folder / "experiment.toml").write_text(vectors)
     command = [sys.executable, "-m", "bayesfed.cli.app"]
-    sites = [
+    nodes = [
         subprocess.Popen([*command, "node", f"{name}.toml"], cwd=folder)
         for name in ("north", "south", "west")
     ]
@@ -170,10 +174,10 @@ def test_workers_and_a_server_as_processes(folder):
         done = subprocess.run(run, cwd=folder, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
     finally:
-        for site in sites:
-            site.kill()
-            site.wait()
-    assert "The clients' posteriors are at their sites." in done.stdout
+        for node in nodes:
+            node.kill()
+            node.wait()
+    assert "The clients' posteriors are at their institutions." in done.stdout
     table = pd.read_csv(folder / "result" / "summary.csv")
     assert not table["variable"].str.contains("north").any()
     assert len(list(folder.glob("*/runs/*/posterior.safetensors"))) == 3

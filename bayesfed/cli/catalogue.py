@@ -1,4 +1,4 @@
-"""What an experiment file can name."""
+"""The models and data sets that an experiment file can name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODELS: Mapping[str, Model | type[Any]] = {
     if inspect.isfunction(function)
     and list(inspect.signature(function).parameters) == ["federation"]
 } | {model.__name__: model for model in (models.OrderedLogistic, models.Cox)}
-"""Models by name: functions, and classes that plain settings make a model of."""
+"""Models by name: functions, and classes that make a model from plain settings."""
 DATASETS: dict[str, Callable[[], Federation]] = {
     name: function
     for name, function in vars(datasets).items()

@@ -1,4 +1,4 @@
-"""A run: the fit of what an experiment names, and the folder of results."""
+"""The run of an experiment in one process: the fit, and the folder of results."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 import bayesfed
 from bayesfed.algorithms.registry import settings_of
 from bayesfed.cli import report
 from bayesfed.cli.choices import Choices
+from bayesfed.cli.errors import RunError, one_line
 from bayesfed.cli.experiment import Experiment
-from bayesfed.cli.forest import forest, population_means
-from bayesfed.cli.messages import RunError, message
+from bayesfed.cli.forest import plot_forest, population_means
 from bayesfed.cli.own_code import with_files
 from bayesfed.engine.stopping.rule import BOUND
 from bayesfed.fitting import fit
@@ -40,7 +39,7 @@ def fit_and_write(
         RunError: the run failed or was interrupted after its first round.
     """
     folder = report.RunFolder(wanted, overwrite=overwrite, go_on=resume)
-    folder.config = _resolved(config, chosen, experiment, folder.path, wanted)
+    folder.config = _resolve(config, chosen, experiment, folder.path, wanted)
     console = Console(highlight=False)
     rounds = config.schedule.rounds
     length = f"at most {BOUND}" if rounds is None else f"{rounds:,}"
@@ -55,7 +54,7 @@ def fit_and_write(
         console.print(line, soft_wrap=True, markup=False)
     try:
         with warnings.catch_warnings():
-            # fit itself says which client's numbers are not finite
+            # fit reports itself which client's numbers are not finite
             warnings.filterwarnings("ignore", "Encountered (NaN|[+-]?inf)", UserWarning)
             posterior = fit(
                 chosen.model,
@@ -73,15 +72,15 @@ def fit_and_write(
         _write(folder, posterior, personal, config, chosen, console)
     except BaseException as error:
         folder.abandon()
-        kept = ""
+        so_far = ""
         if folder.rounds:
-            kept = f"; the rounds so far ({folder.rounds}) are in {folder.path / 'history.csv'}"
+            so_far = f"; the rounds so far ({folder.rounds}) are in {folder.path / 'history.csv'}"
         if isinstance(error, KeyboardInterrupt):
             there = "" if folder.path == wanted else f"--output {folder.path} "
             again = f"; {there}--resume goes on" if folder.run.exists() else ""
-            raise RunError(f"interrupted{kept}{again}", 130) from error
+            raise RunError(f"interrupted{so_far}{again}", 130) from error
         if folder.rounds and isinstance(error, Exception) and not debug:
-            raise RunError(f"{message(error)}{kept}") from error
+            raise RunError(f"{one_line(error)}{so_far}") from error
         raise
 
 
@@ -101,39 +100,35 @@ def _write(
             idata = part.to_arviz(config.output.num_samples)
             folder.write_draws(f"{name}.nc", idata)
             draws[name] = arviz_compat.dataset(idata, "posterior")
-    table = report.summary(draws["posterior"], draws.get("held_out"))
-    folder.write("summary.csv", table.to_csv(index_label="variable", float_format="%.6g"))
-    forest(
+    folder.write_summary(draws["posterior"], console, posterior.caveat, draws.get("held_out"))
+    plot_forest(
         folder.path / "forest.png",
         draws["posterior"],
         population_means(posterior),
-        sites=chosen.shown,
+        variables=chosen.shown,
         held_out=draws.get("held_out"),
         client_dim=posterior.federation.client_dim,
         title=f"{config.model} on {config.data.source}: "
         f"{posterior.algorithm}, {len(posterior.history['elbo']):,} rounds",
     )
-    report.print_summary(table, console, posterior.caveat)
     last = posterior.history["elbo"][-20:]
     seconds = float(posterior.history["seconds"].sum())
     console.print(
         f"ELBO {float(last.mean()):,.2f} (mean of the last {len(last)} rounds); "
         f"{seconds:,.1f} s in {len(posterior.history['elbo']):,} rounds"
-        + (", then it had settled" if posterior.settled else "")
+        + (", then it had converged" if posterior.converged else "")
         + (f", {posterior.compiled}" if posterior.compiled else "")
     )
     if posterior.epsilon is not None and chosen.privacy is not None:
         delta = f", δ = {chosen.privacy.delta:g}" if chosen.privacy.mechanism == "gaussian" else ""
         console.print(f"privacy spent: ε = {posterior.epsilon:.3g}{delta}")
-    for name, what in folder.written():
-        line = Text(str(folder.path / name), style="bold").append(f"  {what}", style="dim")
-        console.print(line, soft_wrap=True)
+    folder.print_files(console)
 
 
-def _resolved(
+def _resolve(
     config: Experiment, chosen: Choices, experiment: Path, folder: Path, wanted: Path
 ) -> str:
-    """The experiment with every setting, with paths as seen from the run's folder."""
+    """Return the experiment with every setting as TOML; paths are relative to the run's folder."""
     data: dict[str, dict[str, Any]] = config.model_dump(
         exclude={"execution", "privacy", "deployment"}
     )

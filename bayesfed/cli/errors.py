@@ -1,4 +1,4 @@
-"""What goes wrong, in one line."""
+"""Exceptions as one line of text."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ class RunError(Exception):
         self.code = code
 
 
-def message(error: BaseException) -> str:
-    r"""An exception as one line.
+def one_line(error: BaseException) -> str:
+    r"""Return an exception as one line.
 
     Example:
-        >>> from bayesfed.cli.messages import message
-        >>> message(ValueError("x is 3,\n  which is too much")), message(AssertionError("no"))
+        >>> from bayesfed.cli.errors import one_line
+        >>> one_line(ValueError("x is 3,\n  which is too much")), one_line(AssertionError("no"))
         ('x is 3, which is too much', 'AssertionError: no (--debug shows where)')
     """
     ours = isinstance(

@@ -1,0 +1,53 @@
+"""The server's result of a fit between machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bayesfed.elbo.program import Params
+from bayesfed.engine.stopping.drift import caveat
+from bayesfed.output import khat
+from bayesfed.output.draws import draw_globals
+from bayesfed.output.posterior import Posterior
+
+
+@dataclass(frozen=True)
+class GlobalPosterior:
+    """The server's result: q(θ). The clients' local variables are at their institutions.
+
+    Attributes:
+        posterior: a posterior without clients.
+        refused: by institution, the number of its answers that were refused.
+        absent: by institution, the number of rounds that it did not answer in time.
+    """
+
+    posterior: Posterior
+    refused: Mapping[str, int]
+    absent: Mapping[str, int]
+
+    @property
+    def params(self) -> Params:
+        """The guide's global parameters, unconstrained."""
+        return self.posterior.params
+
+    def sample(self, num_samples: int = 1000, *, seed: int = 0) -> dict[str, Tensor]:
+        """Return independent draws of the global variables, ``(S, *event)`` each."""
+        return draw_globals(self.posterior, num_samples, seed)
+
+    @property
+    def caveat(self) -> str:
+        """A warning to heed before the numbers are used, or an empty text."""
+        of, mended = self.posterior, self.posterior.correction
+        moving = caveat(of.moving, of.rising, len(of.history["elbo"]))
+        return moving or khat.caveat(None if mended is None else mended.khat)
+
+    def __repr__(self) -> str:
+        of, names = self.posterior, ", ".join(site.name for site in self.posterior.program.globals)
+        return (
+            f"GlobalPosterior: {of.algorithm} ({of.program.guide_name}), "
+            f"{len(of.history['elbo']):,} rounds, {len(self.refused)} institutions, {of.program.clients:,} clients; "
+            f"{names or 'none'}" + (self.caveat and f"\n{self.caveat}")
+        )
