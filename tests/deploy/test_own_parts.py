@@ -8,25 +8,32 @@ from functools import partial
 
 import pytest
 import torch
-from tests.deploy.together import sites_of
 
 import bayesfed as bf
 from bayesfed.deploy import plan as plans
 from bayesfed.deploy.institutions import Patience
 from bayesfed.deploy.plan import DeploymentPlan, code_digests, difference
-from bayesfed.deploy.server import deployed
+from bayesfed.deploy.server import run_server
 from bayesfed.deploy.sockets import carrier, serve
 from docs import own_parts
+from tests.deploy.in_process import nodes_of
 
 SCHOOLS = bf.datasets.eight_schools()
 PLAN = DeploymentPlan(bf.models.eight_schools, own_parts.with_momentum(), rounds=3)
 
+TURN = threading.Lock()
+
 
 @contextmanager
 def listening(handle):
-    """The address of a worker in a thread."""
+    """The address of a worker in a thread; one works at a time, as Pyro is not made for threads."""
+
+    def alone(payload):
+        with TURN:
+            return handle(payload)
+
     address, stop = queue.Queue(), threading.Event()
-    worker = partial(serve, "127.0.0.1:0", handle, ready=address.put, stop=stop)
+    worker = partial(serve, "127.0.0.1:0", alone, ready=address.put, stop=stop)
     thread = threading.Thread(target=worker, daemon=True)
     thread.start()
     try:
@@ -41,26 +48,26 @@ def listening(handle):
 )
 def test_over_sockets_it_is_the_fit_in_one_process(algorithm, tmp_path):
     plan = replace(PLAN, algorithm=algorithm)
-    sites = sites_of(SCHOOLS, plan, tmp_path)
+    nodes = nodes_of(SCHOOLS, plan, tmp_path)
     with ExitStack() as stack:
-        addresses = [stack.enter_context(listening(site.handle)) for site in sites]
-        patience = Patience(tuple(site.name for site in sites), joining=10.0, seconds=60.0)
-        found = deployed(carrier(addresses), plan, patience, tmp_path / "server.safetensors")
+        addresses = [stack.enter_context(listening(node.handle)) for node in nodes]
+        patience = Patience(tuple(node.name for node in nodes), joining=10.0, seconds=60.0)
+        found = run_server(carrier(addresses), plan, patience, tmp_path / "server.safetensors")
     expected = bf.fit(plan.model, SCHOOLS, algorithm, rounds=plan.rounds)
     assert found.posterior.algorithm == algorithm
     for name, value in expected.params.items():
         torch.testing.assert_close(found.params[name], value, rtol=1e-5, atol=1e-5)
-    of_sites = [
+    of_nodes = [
         bf.Posterior.load(
-            next((site.folder / "runs").glob("*/posterior.safetensors")),
+            next((node.folder / "runs").glob("*/posterior.safetensors")),
             plan.model,
-            site.federation,
+            node.federation,
         )
-        for site in sites
+        for node in nodes
     ]
-    assert all(posterior.algorithm == algorithm for posterior in of_sites)
+    assert all(posterior.algorithm == algorithm for posterior in of_nodes)
     for name, value in expected.local_params.items():
-        joined = torch.cat([posterior.local_params[name] for posterior in of_sites])
+        joined = torch.cat([posterior.local_params[name] for posterior in of_nodes])
         torch.testing.assert_close(joined, value, rtol=1e-4, atol=1e-4)
 
 
