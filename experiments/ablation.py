@@ -67,7 +67,7 @@ def measure(name: str) -> list[list[str]]:
             path, seconds, _ = follow(run, 200)
         to_limit = reached(path, limit)
         took = "" if to_limit == "never" else f"{started + seconds[int(to_limit) - 1]:.1f}"
-        stops = f"{run.done}" if run.settling and run.settling.settled else f"{run.done}, moving"
+        stops = f"{run.done}" if run.stopping.converged else f"{run.done}, moving"
         rows.append([part, to_limit, took, stops, words(path[-1], limit)])
     return rows
 

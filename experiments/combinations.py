@@ -21,7 +21,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
