@@ -32,9 +32,10 @@ from scipy.stats import beta
 from torch import Tensor
 
 import bayesfed as bf
-from bayesfed.algorithms.protocol import Turn
 from bayesfed.elbo import noise
 from bayesfed.engine.cohort import Cohort
+from bayesfed.engine.parts import flat
+from bayesfed.rules import Turn
 from bayesfed.steps.gradients import annealed
 
 sys.path.append(str(Path(__file__).parent))
@@ -95,33 +96,31 @@ class Game:
 def overheard() -> Iterator[list[dict[str, Tensor]]]:
     """Record the noisy sums of all rounds."""
     heard: list[dict[str, Tensor]] = []
-    noisy = bf.Privacy.noisy
+    add_noise = bf.Privacy.add_noise
 
     def listening(self: bf.Privacy, *args: Any) -> dict[str, Tensor]:
-        heard.append(dict(noisy(self, *args)))
+        heard.append(dict(add_noise(self, *args)))
         return dict(heard[-1])
 
-    with patch.object(bf.Privacy, "noisy", listening):
+    with patch.object(bf.Privacy, "add_noise", listening):
         yield heard
 
 
 def sums(run: bf.Run, world: bf.Run, cohort: tuple[int, ...]) -> dict[str, Tensor]:
     """Return what a cohort of a world would send in the next round of a run, clipped and added up."""
-    key = noise.fold(noise.key(run.seed), run.done)
-    rate = annealed(run.algorithm.lr_decay, run.done / run.rounds)
-    turn = Turn(world.program, noise.fold(key, -1), run.size, rate)
+    key = noise.fold(noise.key(run.plan.seed), run.done)
+    rate = annealed(run.plan.algorithm.lr_decay, run.done / run.rounds)
+    turn = Turn(world.program, noise.fold(key, -1), run.cohort_size, rate)
     work = Cohort(
-        world.algorithm,
+        world.plan,
         world.program,
         world.federation,
         world.clients,
-        world.batch_size,
-        world.execution,
         world.privacy,
         float(run.clip),
         noisy=True,
     )
-    message = world.algorithm.broadcast(turn, run.server)
+    message = flat(world.plan.algorithm.broadcast(turn, run.server))
     total, _, _ = work(message, torch.tensor(cohort), key, rate)
     return total
 
@@ -131,9 +130,10 @@ def log_density(
 ) -> float:
     """Return the log density of noisy sums given the sums; infinite where the seed's own noise explains them."""
     privacy, multiplier = run.privacy, run.multiplier
-    assert privacy is not None
     zero = {name: torch.zeros_like(value) for name, value in total.items()}
-    guess = dataclasses.replace(privacy, seed=run.seed).noisy(zero, clip, multiplier, number)
+    guess = dataclasses.replace(privacy, seed=run.plan.seed).add_noise(
+        zero, clip, multiplier, number
+    )
     if all(torch.allclose(heard[n], total[n] + guess[n], rtol=1e-9) for n in total):
         return math.inf
     found = 0.0
@@ -146,7 +146,10 @@ def log_density(
 
 def fresh(run: bf.Run) -> bf.Run:
     """Return a copy of a run as it started."""
-    changed = {name: getattr(run, name).clone() for name in ("known", "refused", "history")}
+    changed = {
+        name: getattr(run, name).clone()
+        for name in ("client_terms", "term_totals", "refused", "history")
+    }
     return dataclasses.replace(run, clients=copy.deepcopy(run.clients), **changed)
 
 

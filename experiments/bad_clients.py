@@ -12,40 +12,37 @@ the model wherever nothing clips it, and an upload of the opposite sign may come
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import runner
 import torch
 from private import ALGORITHMS, SLOPES, clients
-from torch import Tensor
 
 import bayesfed as bf
 from bayesfed import models
+from bayesfed.engine.parts import flat, nested
+from bayesfed.steps import Job, Work
 
 NAMES = ("SFVI", "PVI", "FOLA", "FedAvg", "FedABML", "PACPFL")
 BAD = 10
 ATTACKS = {"none": 1.0, "not a number": math.nan, "a million times": 1e6, "the opposite": -1.0}
 
 
-@contextmanager
-def spoilt(algorithm: Any, factor: float) -> Iterator[None]:
-    """Multiply the uploads of the first ten clients."""
-    kind = type(algorithm)
-    encode = kind.encode
+def spoilt(rule: Any, factor: float) -> Any:
+    """Return the rule with the uploads of the first ten clients multiplied."""
 
-    def changed(self: Any, job: Any, work: Any) -> dict[str, Tensor]:
-        bad = job.rows(0).index < BAD
-        upload = encode(self, job, work)
-        return {
-            name: torch.where(bad.reshape(-1, *[1] * (value.ndim - 1)), factor * value, value)
-            for name, value in upload.items()
-        }
+    class Spoilt(type(rule)):  # type: ignore[misc]
+        def encode(self, job: Job, work: Work) -> Any:
+            """Return the uploads, and what the clients remember of them."""
+            upload, memory = super().encode(job, work)
+            bad = job.rows(0).index < BAD
+            changed = {
+                name: torch.where(bad.reshape(-1, *[1] * (value.ndim - 1)), factor * value, value)
+                for name, value in flat(upload).items()
+            }
+            return nested(changed), memory
 
-    with patch.object(kind, "encode", changed):
-        yield
+    return Spoilt(**vars(rule))
 
 
 def measure(name: str, attack: str, clipped: bool) -> str:
@@ -54,10 +51,10 @@ def measure(name: str, attack: str, clipped: bool) -> str:
     algorithm = {"PVI": bf.PVI, "FOLA": bf.FOLA, **ALGORITHMS}[name]()
     how = {"rounds": 30, "privacy": bf.Privacy() if clipped else None}
     try:
-        with spoilt(algorithm, ATTACKS[attack]):
-            run = bf.start(models.hierarchical_logistic, train, algorithm, **how)
-            while run.done < run.rounds:
-                bf.step(run)
+        attacked = algorithm.replace(rule=spoilt(algorithm.rule, ATTACKS[attack]))
+        run = bf.start(models.hierarchical_logistic, train, attacked, **how)
+        while run.done < run.rounds:
+            bf.step(run)
         beta = bf.finish(run).sample(1000)["mu_beta"].reshape(1000, 3).mean(0)
     except (ValueError, FloatingPointError, RuntimeError) as error:
         return type(error).__name__ + ": " + str(error).splitlines()[0][:80]

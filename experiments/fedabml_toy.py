@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyro
@@ -47,10 +47,10 @@ from torch import Tensor
 from torch.distributions import constraints
 
 import bayesfed as bf
-from bayesfed.algorithms import fed_avg
-from bayesfed.algorithms.protocol import Turn
 from bayesfed.data.minibatches import Minibatches
 from bayesfed.elbo import noise
+from bayesfed.engine.parts import flat, nested
+from bayesfed.rules import Turn
 from bayesfed.steps.gradients import annealed
 from bayesfed.steps.job import Job
 
@@ -110,11 +110,12 @@ class Method:
     annealed: bool = False
 
 
-fed_avg.STEEPEST = 1e6  # the paper's steps have no bound, and gradients here are of the order of 50
-
-
 def fedavg(lr: float, *, annealed: bool = False) -> Method:
-    return Method(bf.FedAvg(local_steps=STEPS, lr=lr), annealed=annealed)
+    """Return FedAvg with steps that have no bound, as in the paper: gradients here are of the order of 50."""
+    algorithm = bf.FedAvg(local_steps=STEPS, lr=lr)
+    return Method(
+        algorithm.replace(steps=replace(algorithm.steps, steepest=None)), annealed=annealed
+    )
 
 
 def fedabml(lr: float, prior_lr: float, lam: float, scale: float, *, learnt: bool) -> Method:
@@ -163,9 +164,9 @@ def measure(name: str, seed: int) -> tuple[list[float], float]:
         rate = 1 / r if method.annealed else annealed(algorithm.lr_decay, (r - 1) / ROUNDS[-1])
         turn = Turn(program, key, len(federation), rate)
         job = Job(program, algorithm.broadcast(turn, server), {}, rows, keys, rate)
-        upload = algorithm.encode(job, algorithm.work(job))
+        upload = flat(algorithm.work(job).upload)
         total = {name: value.sum(0) for name, value in upload.items()}
-        server, _ = algorithm.decode(turn, server, total)
+        server, _ = algorithm.decode(turn, server, nested(total))
         theta = algorithm.params(server)
         found.append(float((theta["centre"] - problem.target).norm()))
     sd = theta["sd"].exp().mean() if method.learnt else method.scale

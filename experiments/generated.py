@@ -280,7 +280,7 @@ def measure(seed: int) -> tuple[str, str]:
         except Exception as error:
             return "not by Pyro", f"{type(error).__name__}: {error}"
         if abs(found[draw] - expected) > TOLERANCE * (1 + abs(expected)):
-            warned = any("is not settled with" in str(one.message) for one in heard)
+            warned = any("has not converged with" in str(one.message) for one in heard)
             said = f"{found[draw]:.4f}, Pyro {expected:.4f}"
             return "warned" if warned else "silent", said
     return "same", ""

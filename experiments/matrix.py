@@ -35,12 +35,12 @@ from torch.distributions import constraints
 
 import bayesfed as bf
 from bayesfed import datasets, metrics, models, simulations
-from bayesfed.algorithms import FAMILY
+from bayesfed.algorithms import METHODS
 
 ALGORITHMS: dict[str, Callable[[], Any]] = {
-    name: getattr(bf, name)
+    name: METHODS[name]
     for name in ("SFVI", "SFVIAvg", "PVI", "FedABML", "PFedVEM", "FOLA", "CAFeMe", "PACPFL")
-} | FAMILY
+} | METHODS
 COLUMNS = "model | algorithm | globals: shift | sd ratio | locals: shift | sd ratio | seconds"
 NETWORKS = "model | algorithm | test rows | seconds"
 

@@ -44,22 +44,21 @@ APART = (
     "cli/test_app",
 )
 """Tests that start processes or compilers of their own, which is impossible in a fork."""
-ALGORITHMS = "bayesfed/algorithms"
 FOLDERS = {
     "privacy": ["bayesfed/engine/privacy.py"],
     "bounds": ["bayesfed/output/bounds.py"],
     "partition": ["bayesfed/elbo/elbo.py", "bayesfed/engine/cohort.py"],
-    "rules": [f"{ALGORITHMS}/protocol.py", f"{ALGORITHMS}/schedules.py"],
-    "algorithms": [f"{ALGORITHMS}/*.py"],
+    "rules": ["bayesfed/rules/*.py"],
+    "steps": ["bayesfed/steps/*.py"],
+    "algorithms": ["bayesfed/algorithms/*.py"],
     "guides": ["guides/*.py"],
 }
 
 
 def files(folder: str) -> list[str]:
-    """Return the modules of a folder; the rules' own are not counted among the algorithms."""
+    """Return the modules of a folder."""
     found = [path for pattern in FOLDERS[folder] for path in sorted(ROOT.glob(pattern))]
-    names = [str(path.relative_to(ROOT)) for path in found if path.name != "__init__.py"]
-    return [name for name in names if folder == "rules" or name not in FOLDERS["rules"]]
+    return [str(path.relative_to(ROOT)) for path in found if path.name != "__init__.py"]
 
 
 def mutants(name: str) -> Iterator[tuple[int, Callable[[], str]]]:

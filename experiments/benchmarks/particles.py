@@ -70,8 +70,8 @@ def measure(repeats: int) -> list[list[str]]:
 
     def gradient(particles: Tensor, batch: Batch, keys: Tensor) -> Tensor:
         rows = Minibatches(lambda step: batch, federation.lengths[batch.index], ROWS)
-        job = Job(program, {PARTICLES: particles}, {}, rows, keys)
-        return algorithm.encode(job, algorithm.work(job))[PARTICLES]
+        job = Job(program, {"theta": {PARTICLES: particles}}, {}, rows, keys)
+        return algorithm.work(job).upload["gradients"][PARTICLES]
 
     def batched() -> Tensor:
         return gradient(particles, batch, keys)

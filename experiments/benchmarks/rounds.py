@@ -25,7 +25,7 @@ from timing import limits, ratio, runner
 
 import bayesfed as bf
 from bayesfed import models
-from bayesfed.algorithms import FAMILY
+from bayesfed.algorithms import METHODS
 
 CLIENTS, ROWS, BATCH, EPOCHS = 10, 600, 50, 5
 SIZES = (784, 100, 10)
@@ -88,7 +88,7 @@ ROWS_OF_TABLE: dict[str, Callable[[], Row]] = {
     "FOLA, per-sample Fisher": lambda: Row(bf.FOLA(), network(local=()), fed_avg, "4.7"),
     "FOLA, batch Fisher": lambda: Row(bf.FOLA(fisher="batch"), network(local=()), fed_avg, "4.7"),
     "pFedBayes, 5 draws": lambda: Row(
-        FAMILY["PFedBayes"](**abml), network(spread="learnt", scale=0.05), fed_avg, "22"
+        METHODS["PFedBayes"](**abml), network(spread="learnt", scale=0.05), fed_avg, "22"
     ),
     "CAFeMe, 60 steps through one": lambda: Row(
         bf.CAFeMe(inner_steps=1, outer_steps=60, support_rows=20, lr=0.01),

@@ -27,11 +27,9 @@ from torch import Tensor, nn
 
 import bayesfed as bf
 from bayesfed import models
-from bayesfed.algorithms.fedabml import widths
-from bayesfed.algorithms.structured import local_step
 from bayesfed.elbo import noise
 from bayesfed.steps.gradients import copies
-from bayesfed.steps.point_estimates import beginning
+from bayesfed.steps.local_variational import local_step, phi_state
 from bayesfed.tracing.compiler import Compiler, using
 
 LR = 0.01
@@ -67,17 +65,17 @@ def bayesian_network(
     algorithm = bf.FedABML(draws=1, natural=False)
     program = algorithm.program(model, federation)
     batch = federation.batch()
-    theta, widest = copies(program.init, clients), widths(program, batch)
+    inner, theta = algorithm.steps.inner, copies(program.init, clients)
+    constants = inner.constants(program, batch)
     keys = noise.fold(noise.key(0), federation.stream_ids)
-    state = {"phi": beginning(program, theta, batch), "step": 0}
+    state = {"phi": algorithm.locals.begin(program, theta, batch), "step": 0}
     rate = torch.full((clients,), LR)
 
     def ours() -> dict[str, Tensor]:
         state["step"] += 1
-        supplied = algorithm.noise(program, noise.fold(keys, state["step"]))
-        state["phi"] = algorithm.inner_step(
-            program, theta, state["phi"], widest, batch, supplied, rate
-        )
+        supplied = inner.noise(program, keys, state["step"])
+        at = theta | state["phi"]
+        state["phi"] = inner.own_step(program, at, constants, batch, supplied, (rate, rate))
         return state["phi"]
 
     m, log_s = theta["prior.loc"][:, 0], theta["prior.scale"][:, 0]  # unconstrained: log s
@@ -108,9 +106,9 @@ def bayesian_network(
             log_scale[i].sub_(grads[1], alpha=LR)
 
     def difference() -> float:
-        phi = beginning(program, theta, batch)
-        supplied = algorithm.noise(program, keys)
-        new = algorithm.inner_step(program, theta, phi, widest, batch, supplied, rate / LR)
+        phi, one = algorithm.locals.begin(program, theta, batch), rate / LR
+        supplied = inner.noise(program, keys)
+        new = inner.own_step(program, theta | phi, constants, batch, supplied, (one, one))
         grads = slope(supplied["weights"][0][0, :, 0], m, log_s)
         worst = 0.0
         for name, grad in zip(("loc", "log_scale"), grads, strict=True):
@@ -221,7 +219,7 @@ def radon(clients: int, rows: int, draws: int = 8) -> Problem:
     batch = federation.batch()
     keys = noise.fold(noise.key(0), federation.stream_ids)
     first = algorithm.start_clients(program, algorithm.start(program), batch)
-    first = {part: first[part] for part in ("params", "mean", "square", "step")}
+    first = phi_state(first)
     theta = {name: torch.randn(draws, 1, 1) * 0.1 for name in GLOBALS}
     state: dict[str, Any] = {"clients": first, "step": 0}
 

@@ -20,7 +20,7 @@ from in_process import runner
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.deploy.plan import Plan
+from bayesfed.deploy.plan import DeploymentPlan
 
 
 def network() -> Any:
@@ -70,11 +70,11 @@ def measure(case: str) -> list[str]:
     federation = datasets.digits(clients=9)[0] if data == "digits" else data()
     if model == "modulated":
         model = models.Modulated(models.mlp(64, 16, 10), models.mlp(64, 8), context=8)
-    plan, begin = Plan(model, algorithm, **schedule), time.perf_counter()
+    plan, begin = DeploymentPlan(model, algorithm, **schedule), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         over, sites = in_process.fit(plan, federation, folder, institutions=3)
         seconds = time.perf_counter() - begin
-        own = [part.posterior.local_params for s in sites.values() for part in s._parts.values()]
+        own = [part.posterior.local_params for s in sites.values() for part in s._runs.values()]
     begin = time.perf_counter()
     here = bf.fit(model, federation, algorithm, **schedule)
     alone = time.perf_counter() - begin

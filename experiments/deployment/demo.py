@@ -15,12 +15,12 @@ import time
 from pathlib import Path
 
 import pandas as pd
+from institutions import sockets, start_worker, workers, write
 from network import network
-from sites import sockets, start_worker, workers, write
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.cli.flower import APP
+from bayesfed.cli.flower_server import APP
 
 KILLED, AFTER = "midwest", 3
 

@@ -13,10 +13,10 @@ import subprocess
 import time
 from pathlib import Path
 
+from institutions import NAMES, sockets, start_worker
 from network import BIN, CONNECTION, Network, network
-from sites import NAMES, sockets, start_worker
 
-from bayesfed.cli.flower import APP
+from bayesfed.cli.flower_server import APP
 
 AGAIN = 5.0
 """Seconds between two starts of a process that ends."""

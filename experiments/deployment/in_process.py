@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 
 import bayesfed as bf
+from bayesfed.deploy.global_posterior import GlobalPosterior
 from bayesfed.deploy.institutions import Patience
-from bayesfed.deploy.messages import Reply, packed, unpacked
-from bayesfed.deploy.node import Site
-from bayesfed.deploy.plan import Plan
-from bayesfed.deploy.server import Globals, deployed
+from bayesfed.deploy.messages import Reply, pack, unpack
+from bayesfed.deploy.node import Node
+from bayesfed.deploy.plan import DeploymentPlan
+from bayesfed.deploy.server import run_server
 from bayesfed.deploy.transport import Carrier, Wait
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -27,7 +28,7 @@ Change = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
 
 def fit(
-    plan: Plan,
+    plan: DeploymentPlan,
     federation: bf.Federation,
     folder: str,
     *,
@@ -35,7 +36,7 @@ def fit(
     missing: float = 0.0,
     late: bool = False,
     lie: Change | None = None,
-) -> tuple[Globals, dict[str, Site]]:
+) -> tuple[GlobalPosterior, dict[str, Node]]:
     """Fit over institutions, and return the result and their nodes.
 
     Args:
@@ -49,7 +50,7 @@ def fit(
     """
     cuts = [round(i * len(federation) / institutions) for i in range(institutions + 1)]
     nodes = {
-        f"site{i}": Site(
+        f"site{i}": Node(
             f"site{i}", federation.select(federation.names[a:b]), plan, f"{folder}/{i}"
         )
         for i, (a, b) in enumerate(pairwise(cuts))
@@ -58,23 +59,23 @@ def fit(
 
     def exchange(messages: Mapping[str, bytes], wait: Wait) -> dict[str, bytes]:
         nonlocal rounds
-        rounds += any(unpacked(payload)[0].kind == "ask" for payload in messages.values())
+        rounds += any(unpack(payload)[0].kind == "ask" for payload in messages.values())
         found = {at: reply for at, (due, reply) in under_way.items() if due <= rounds}
         for at in [*found, *messages]:
             under_way.pop(at, None)
         for at, payload in messages.items():
-            asked = unpacked(payload)[0].kind == "ask"
+            asked = unpack(payload)[0].kind == "ask"
             if asked and chance.random() < missing:
                 if late:
                     under_way[at] = rounds + chance.randint(1, 3), nodes[at].handle(payload)
                 continue
             found[at] = nodes[at].handle(payload)
             if lie is not None and asked and at == LIAR:
-                reply, parts = unpacked(found[at])
+                reply, parts = unpack(found[at])
                 if isinstance(reply, Reply):
-                    found[at] = packed(reply, **(parts | {"total": dict(lie(parts["total"]))}))
+                    found[at] = pack(reply, **(parts | {"total": dict(lie(parts["total"]))}))
         return found
 
-    patience = Patience(tuple(nodes), seconds=5.0, late=3 if late else 0)
+    patience = Patience(tuple(nodes), seconds=5.0, max_staleness=3 if late else 0)
     carrier = Carrier(lambda: list(nodes), exchange)
-    return deployed(carrier, plan, patience, f"{folder}/server.safetensors"), nodes
+    return run_server(carrier, plan, patience, f"{folder}/server.safetensors"), nodes

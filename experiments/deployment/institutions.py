@@ -1,6 +1,6 @@
 """Folders and workers of three institutions: their firms' rows, their node files and the experiment that all have.
 
-python experiments/deployment/sites.py FOLDER [--secure]
+python experiments/deployment/institutions.py FOLDER [--secure]
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 from flower_processes import FlowerProcesses
+from institutions import COMMAND, NAMES, identities, runner, start, write
 from safetensors.torch import load_file
-from sites import COMMAND, NAMES, identities, runner, start, write
 
 RUN = [*COMMAND, "run", "experiment.toml", "--on", "sockets", "--output", "result", "--resume"]
 

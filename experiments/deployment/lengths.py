@@ -20,7 +20,7 @@ from in_process import runner
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.deploy import collect
-from bayesfed.deploy.plan import Plan
+from bayesfed.deploy.plan import DeploymentPlan
 
 FIRMS = (models.varying_slope, datasets.grunfeld)
 SCHOOLS = (models.eight_schools, datasets.eight_schools)
@@ -35,17 +35,23 @@ CASES = {
 
 def measure(name: str) -> list[Any]:
     """Return the largest ratio of any round, and the round."""
-    (model, data, algorithm), ratios, check = CASES[name], [], collect._too_large
+    (model, data, algorithm), ratios = CASES[name], []
+    check = collect.Collector._refuse_large
 
-    def note(sites: Any, run: Any, replies: dict[str, Any]) -> list[str]:
-        lengths = [collect._length(parts) for parts in replies.values()]
+    def note(collector: collect.Collector, replies: dict[str, Any]) -> list[str]:
+        lengths = [collect._norm(parts) for parts in replies.values()]
         ratios.append(max(lengths) / median_low(lengths))
-        return check(sites, run, replies)
+        return check(collector, replies)
 
     federation = data()
-    with patch.object(collect, "_too_large", note), tempfile.TemporaryDirectory() as folder:
+    with (
+        patch.object(collect.Collector, "_refuse_large", note),
+        tempfile.TemporaryDirectory() as folder,
+    ):
         count = min(10, len(federation))
-        in_process.fit(Plan(model, algorithm, rounds=10), federation, folder, institutions=count)
+        in_process.fit(
+            DeploymentPlan(model, algorithm, rounds=10), federation, folder, institutions=count
+        )
     return [f"{max(ratios):.1f}", 1 + ratios.index(max(ratios))]
 
 

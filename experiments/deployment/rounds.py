@@ -17,8 +17,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from institutions import runner
 from network import network
-from sites import runner
 
 from bayesfed.deploy.sockets import serve
 

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from institutions import NAMES, SITE, runner, sockets, workers, write
 from network import network
-from sites import NAMES, SITE, runner, sockets, workers, write
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.cli.flower import APP
+from bayesfed.cli.flower_server import APP
 
 ROUNDS = 10
 MODEL = "from bayesfed import models\n\nnetwork = models.Network(models.mlp(64, 10))\n"

@@ -23,9 +23,9 @@ from in_process import LIAR, Change, runner
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.deploy.node import Site
+from bayesfed.deploy.global_posterior import GlobalPosterior
+from bayesfed.deploy.node import Node
 from bayesfed.deploy.plan import DeploymentPlan
-from bayesfed.deploy.server import Globals
 from bayesfed.rules import MedianOfInstitutions
 
 MISSING = 0.3
@@ -69,19 +69,19 @@ def cases() -> dict[str, tuple[Any, bf.Federation, bf.Federation | None, Any, di
     }
 
 
-def away(found: Globals, other: Globals) -> str:
+def away(found: GlobalPosterior, other: GlobalPosterior) -> str:
     """Return the distance of the means and standard deviations of the global variables."""
     one, two = found.sample(2000), other.sample(2000)
     shift, least, most = distance(moments(one, one), moments(two, one))
     return f"{shift:.2f} sd, {min(1, least):.2f} to {max(1, most):.2f}"
 
 
-def accuracy(sites: Mapping[str, Site], test: bf.Federation) -> str:
+def accuracy(sites: Mapping[str, Node], test: bf.Federation) -> str:
     """Return the accuracy of honest institutions' clients on their held-out rows."""
     right = rows = 0
     for name, site in sites.items():
         own = test.select(site.federation.names)
-        for part in site._parts.values():
+        for part in site._runs.values():
             if name != LIAR and part.posterior is not None:
                 (probabilities,) = part.posterior.probabilities(own, 50).values()
                 right += int((probabilities.argmax(-1) == own["y"]).sum())
@@ -96,7 +96,7 @@ def measure(name: str) -> list[str]:
 
     with tempfile.TemporaryDirectory() as folder:
 
-        def fit(what: str, **trouble: Any) -> tuple[Globals, str]:
+        def fit(what: str, **trouble: Any) -> tuple[GlobalPosterior, str]:
             found, sites = in_process.fit(plan, federation, f"{folder}/{what}", **trouble)
             whole.append(found)
             if test is not None:
