@@ -6,14 +6,13 @@ import copy
 import json
 import tempfile
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
+from torch.utils._pytree import tree_flatten_with_path, tree_map
 
 from bayesfed.algorithms.algorithm import Algorithm, Answer
 from bayesfed.algorithms.registry import PARTS, algorithm_of, settings_of
@@ -30,6 +29,16 @@ from bayesfed.fitting import prepare_run, step
 from bayesfed.rules.rule import Turn
 from bayesfed.steps.job import Job, Work
 from bayesfed.steps.optimizer import take
+from bayesfed.testing.compare import (
+    call_pure,
+    check_close,
+    check_rows,
+    describe_difference,
+    finite,
+    guarded,
+    label,
+    path_name,
+)
 
 T = TypeVar("T")
 
@@ -148,24 +157,24 @@ def _check_members(case: _Case) -> Any:
     for _ in range(case.plan.rounds or 0):
         key = noise.fold(noise.fold(noise.key(case.plan.seed), run.done), -1)
         turn = Turn(case.program, key, clients, run.stopping.rate(run.done), steps=steps)
-        message = _call(rule, "broadcast", (turn, run.server), server=run.server)
+        message = call_pure(rule, "broadcast", (turn, run.server), server=run.server)
         missing = rule.sends - message.keys()
         if missing:
-            raise AssertionError(f"{_name(rule)}.broadcast does not send {sorted(missing)}")
+            raise AssertionError(f"{label(rule)}.broadcast does not send {sorted(missing)}")
         job, work, answer = _check_work(case, case.job(run, everyone, message))
         if run.done + 1 == case.plan.rounds:  # states are not those of the start any more
             for some in (everyone.flip(0), everyone[:1]):
                 own = case.job(run, some, message)
                 _check_alone(case, own, some, job, work, (answer.upload, answer.memory))
         total = tree_map(lambda v: v.sum(0), answer.upload)
-        found = _call(rule, "decode", (turn, run.server, total), server=run.server, total=total)
+        found = call_pure(rule, "decode", (turn, run.server, total), server=run.server, total=total)
         if not isinstance(found, tuple) or len(found) != 2:
-            raise AssertionError(f"{_name(rule)}.decode gives {type(found)}: a state and a term")
+            raise AssertionError(f"{label(rule)}.decode gives {type(found)}: a state and a term")
         server, term = found
         _check_server(algorithm, run.server, server, "decode")
-        if not _finite([server, term]):
-            raise AssertionError(f"{_name(rule)}.decode gives numbers that are not finite")
-        _call(rule, "progress", (turn, server), server=server)
+        if not finite([server, term]):
+            raise AssertionError(f"{label(rule)}.decode gives numbers that are not finite")
+        call_pure(rule, "progress", (turn, server), server=server)
         run.server = server
         run.clients.put(everyone, answer.clients | answer.memory)
         run.done += 1
@@ -177,24 +186,24 @@ def _check_work(case: _Case, job: Job) -> tuple[Job, Work, Answer]:
     """Return all clients' prepared work, its result and their answers: their parts, shapes and states are right."""
     rule, steps = case.algorithm.rule, case.algorithm.steps
     given = {"message": job.message, "clients": job.clients, "rows": dict(job.rows(0).fields)}
-    job = replace(job, given=_call(rule, "prepare", (job,), **given))
+    job = replace(job, given=call_pure(rule, "prepare", (job,), **given))
     given |= {"what the rule prepares": job.given}
-    work: Work = _call(steps, "run", (job, case.algorithm.locals), **given)
-    _check_rows(steps, "run", "found", work.found, len(job))
-    _check_rows(steps, "run", "terms", work.terms, len(job))
+    work: Work = call_pure(steps, "run", (job, case.algorithm.locals), **given)
+    check_rows(steps, "run", "found", work.found, len(job))
+    check_rows(steps, "run", "terms", work.terms, len(job))
     if missing := steps.gives - work.found.keys():
         raise AssertionError(
-            f"{_name(steps)}.run does not give {sorted(missing)}, which `gives` has"
+            f"{label(steps)}.run does not give {sorted(missing)}, which `gives` has"
         )
-    upload, memory = _call(rule, "encode", (job, work), **given, work=work)
-    _check_rows(rule, "encode", "the upload", upload, len(job))
+    upload, memory = call_pure(rule, "encode", (job, work), **given, work=work)
+    check_rows(rule, "encode", "the upload", upload, len(job))
     if not all(isinstance(part, dict) for part in upload.values()):
-        raise AssertionError(f"{_name(rule)}.encode: an upload has tensors by part and name")
-    if not _finite([work, upload, memory]):
-        raise AssertionError(f"{_name(steps)}.run or {_name(rule)}.encode: numbers are not finite")
+        raise AssertionError(f"{label(rule)}.encode: an upload has tensors by part and name")
+    if not finite([work, upload, memory]):
+        raise AssertionError(f"{label(steps)}.run or {label(rule)}.encode: numbers are not finite")
     if both := work.clients.keys() & memory.keys():
         raise AssertionError(
-            f"{_name(rule)}.encode remembers {sorted(both)}, which is a state of {_name(steps)} too: rename it"
+            f"{label(rule)}.encode remembers {sorted(both)}, which is a state of {label(steps)} too: rename it"
         )
     _check_states(case, job, work.clients, memory)
     return job, work, Answer(upload, work.terms, work.clients, memory)
@@ -215,10 +224,10 @@ def _check_alone(
     """
     rule, steps = case.algorithm.rule, case.algorithm.steps
     own = replace(own, given=rule.prepare(own))
-    _check_close(rule, "prepare", job.given, own.given, some)
-    _check_close(steps, "run", work, steps.run(own, case.algorithm.locals), some)
+    check_close(rule, "prepare", job.given, own.given, some)
+    check_close(steps, "run", work, steps.run(own, case.algorithm.locals), some)
     picked = tree_map(lambda v: v[some], work)  # so that the rule is checked by itself
-    _check_close(rule, "encode", encoded, rule.encode(own, picked), some)
+    check_close(rule, "encode", encoded, rule.encode(own, picked), some)
 
 
 def _check_states(case: _Case, job: Job, own: Any, memory: Any) -> None:
@@ -228,13 +237,13 @@ def _check_states(case: _Case, job: Job, own: Any, memory: Any) -> None:
         (case.algorithm.rule, "encode", memory),
     ):
         before = {name: job.clients.get(name) for name in found}
-        if (difference := _difference(before, found)) is not None:
+        if (difference := describe_difference(before, found)) is not None:
             raise AssertionError(
-                f"{_name(part)}.{member}: the clients' states differ in form from those of start_clients: {difference}"
+                f"{label(part)}.{member}: the clients' states differ in form from those of start_clients: {difference}"
             )
     if missing := job.clients.keys() - own.keys() - memory.keys():
         raise AssertionError(
-            f"{_name(case.algorithm.steps)}.run and {_name(case.algorithm.rule)}.encode lose the clients' states "
+            f"{label(case.algorithm.steps)}.run and {label(case.algorithm.rule)}.encode lose the clients' states "
             f"{sorted(missing)} of start_clients"
         )
 
@@ -245,11 +254,11 @@ def _check_server(algorithm: Algorithm, before: Any, after: Any, member: str) ->
     for path, leaf in tree_flatten_with_path(after)[0]:
         if not isinstance(leaf, Tensor):
             raise AssertionError(
-                f"{_name(rule)}.{member}: the server's state has {_at(path)} = {leaf!r}; it is made of tensors in "
-                "dicts and named tuples, so that files can hold it"
+                f"{label(rule)}.{member}: the server's state has {path_name(path)} = {leaf!r}; it is made of tensors "
+                "in dicts and named tuples, so that files can hold it"
             )
-    if (difference := _difference(before, after)) is not None:
-        raise AssertionError(f"{_name(rule)}.{member} changes the server's form: {difference}")
+    if (difference := describe_difference(before, after)) is not None:
+        raise AssertionError(f"{label(rule)}.{member} changes the server's form: {difference}")
 
 
 def _check_personal(case: _Case, job: Job) -> None:
@@ -259,18 +268,18 @@ def _check_personal(case: _Case, job: Job) -> None:
         return
     job = replace(job, clients={})
     member = "personalize (adapt)"
-    found = _guarded(algorithm.steps, member, lambda: algorithm.personalize(job, steps=2))
+    found = guarded(algorithm.steps, member, lambda: algorithm.personalize(job, steps=2))
     expected = program.init_locals(job.rows(0))
     for name, value in found.items():
         if name in expected and value.shape != expected[name].shape:
             raise AssertionError(
-                f"{_name(algorithm.steps)}.{member}: {name!r} has shape {tuple(value.shape)}, not "
+                f"{label(algorithm.steps)}.{member}: {name!r} has shape {tuple(value.shape)}, not "
                 f"{tuple(expected[name].shape)}"
             )
     if missing := expected.keys() - found.keys() - set(program.resting):
-        raise AssertionError(f"{_name(algorithm.steps)}.{member} does not give {sorted(missing)}")
-    if not _finite(found):
-        raise AssertionError(f"{_name(algorithm.steps)}.{member}: numbers are not finite")
+        raise AssertionError(f"{label(algorithm.steps)}.{member} does not give {sorted(missing)}")
+    if not finite(found):
+        raise AssertionError(f"{label(algorithm.steps)}.{member}: numbers are not finite")
 
 
 # -- runs ----------------------------------------------------------------------------------------------
@@ -282,7 +291,7 @@ def _check_runs(case: _Case, server: Any) -> None:
     whole = _run(case.start(), rounds)
     chunked = _run(case.start(execution=Execution(compile=False, chunk_size=1)), rounds)
     for run, how in ((whole, "in the engine"), (chunked, "in chunks of one client")):
-        if (difference := _difference(server, run.server, exact=False)) is not None:
+        if (difference := describe_difference(server, run.server, exact=False)) is not None:
             raise AssertionError(
                 f"{case.algorithm}: the server's state {how} differs from that of all clients at once: {difference}"
             )
@@ -292,7 +301,7 @@ def _check_runs(case: _Case, server: Any) -> None:
         resumed = _run(case.start(file), rounds - 1)
     for part in ("server", "clients"):
         one, other = whole.state[part], resumed.state[part]
-        if (difference := _difference(one, other, exact=True)) is not None:
+        if (difference := describe_difference(one, other, exact=True)) is not None:
             raise AssertionError(
                 f"{case.algorithm}: a run that is resumed after round 1 ends in another state ({part}, {difference}); "
                 "all that lasts must be in the server's state (start, decode) or the clients' (start_clients, run, "
@@ -309,13 +318,13 @@ def _check_left_out(case: _Case) -> None:
         _run(run, 1)
     except FloatingPointError as error:
         raise AssertionError(
-            f"{_name(rule)}.encode or decode: an upload that is not finite is not left out: {error}"
+            f"{label(rule)}.encode or decode: an upload that is not finite is not left out: {error}"
         ) from error
-    if int(run.refused.sum()) != 1 or not _finite(run.server):
+    if int(run.refused.sum()) != 1 or not finite(run.server):
         raise AssertionError(
-            f"{_name(rule)}: one upload is not finite, {run.refused.tolist()} count as such"
+            f"{label(rule)}: one upload is not finite, {run.refused.tolist()} count as such"
         )
-    if _difference(first, tree_map(lambda v: v[:1], run.clients.tensors), exact=True):
+    if describe_difference(first, tree_map(lambda v: v[:1], run.clients.tensors), exact=True):
         raise AssertionError(f"{case.algorithm}: a client that was left out has another state")
 
 
@@ -350,18 +359,18 @@ def _check_noise(case: _Case) -> None:
     memory = rule.start_clients(
         case.program, run.server, next(case.program.starts(case.federation))
     )
-    _guarded(
+    guarded(
         rule,
         "decode",
         lambda: _run(run, case.plan.rounds or 0),
         " under noise: mend it, or say so in no_noise",
     )
-    if not _finite(run.server):
-        raise AssertionError(f"{_name(rule)}.decode under noise gives numbers that are not finite")
+    if not finite(run.server):
+        raise AssertionError(f"{label(rule)}.decode under noise gives numbers that are not finite")
     for part in memory:
-        if _difference(before[part], run.clients.tensors[part], exact=True):
+        if describe_difference(before[part], run.clients.tensors[part], exact=True):
             raise AssertionError(
-                f"{_name(rule)}.encode changes {part!r} under noise, though the server does not get what it sends: "
+                f"{label(rule)}.encode changes {part!r} under noise, though the server does not get what it sends: "
                 "give it as memory, not as a state of the steps"
             )
 
@@ -374,111 +383,3 @@ def _run(run: Run, rounds: int) -> Run:
 
 
 # -- comparisons ---------------------------------------------------------------------------------------
-
-
-def _name(part: Any) -> str:
-    return type(part).__name__
-
-
-def _guarded(part: Any, member: str, call: Callable[[], T], advice: str = "") -> T:
-    """Return what a call returns; an exception names the member."""
-    try:
-        return call()
-    except Exception as error:
-        raise AssertionError(
-            f"{_name(part)}.{member} fails{advice}: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _call(part: Any, member: str, arguments: tuple[Any, ...], **given: Any) -> Any:
-    """Return what a member returns, once it has returned the same twice and left alone what it is given."""
-    before = tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, given)
-    method = getattr(part, member)
-    first = _guarded(part, member, lambda: method(*arguments))
-    for name, value in given.items():
-        if (difference := _difference(before[name], value, exact=True)) is not None:
-            raise AssertionError(
-                f"{_name(part)}.{member} changes {name}, which it is given ({difference}): return new tensors"
-            )
-    again = _guarded(part, member, lambda: method(*arguments))
-    if (difference := _difference(first, again, exact=True)) is not None:
-        raise AssertionError(
-            f"{_name(part)}.{member} gives something else when it is called again ({difference}): it keeps a state of "
-            "its own, or draws from a global generator. States belong to the server (start, decode) or the clients "
-            "(start_clients, run, encode), and noise comes from the keys of the job or turn"
-        )
-    return first
-
-
-def _check_rows(part: Any, member: str, what: str, values: Any, clients: int) -> None:
-    """Fail unless all values are tensors with a row for each client."""
-    for path, value in tree_flatten_with_path(values)[0]:
-        if not isinstance(value, Tensor) or value.shape[:1] != (clients,):
-            shown = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
-            raise AssertionError(
-                f"{_name(part)}.{member}: {what}{_at(path)} is {shown}; it must be a tensor ({clients}, ...) with a "
-                "row for each client"
-            )
-
-
-def _check_close(part: Any, member: str, whole: Any, alone: Any, some: Tensor) -> None:
-    """Fail unless clients in a batch have, to round-off, what they have by themselves."""
-    if (
-        difference := _difference(tree_map(lambda v: v[some], whole), alone, exact=False)
-    ) is not None:
-        raise AssertionError(
-            f"{_name(part)}.{member}: what a client gets depends on the others in its batch, or on their order "
-            f"({difference}); only the sum over the clients may bring them together, in decode"
-        )
-
-
-def _difference(one: Any, other: Any, *, exact: bool | None = None) -> str | None:
-    """Return the first difference in words, None where there is none.
-
-    Args:
-        one: nested tensors.
-        other: the same.
-        exact: compare numbers bit by bit, or to round-off; None compares names, shapes and types only.
-    """
-    (before, tree), (after, other_tree) = map(tree_flatten_with_path, (one, other))
-    if tree != other_tree:
-        names, others = ([_at(path) for path, _ in leaves] for leaves in (before, after))
-        return f"{names} against {others}"
-    for (path, a), (_, b) in zip(before, after, strict=True):
-        if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-            if type(a) is not type(b) or (exact is not None and a != b):
-                return f"{_at(path)} is {a!r} against {b!r}"
-        elif (a.shape, a.dtype) != (b.shape, b.dtype):
-            return f"{_at(path)} is {tuple(a.shape)} {a.dtype} against {tuple(b.shape)} {b.dtype}"
-        elif exact is not None and (worst := _distance(a, b)) > (0.0 if exact else _tolerance(a)):
-            return f"{_at(path)} differs by {worst:.3g}"
-    return None
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    """Return the largest difference, infinite where one of two numbers is not finite."""
-    distance = (a.double() - b.double()).abs()
-    same = (a == b) | (a.isnan() & b.isnan())
-    return (
-        float(torch.where(same, 0.0, distance.nan_to_num(nan=torch.inf)).amax())
-        if a.numel()
-        else 0.0
-    )
-
-
-def _tolerance(value: Tensor) -> float:
-    """Return what round-off may make of a tensor's numbers."""
-    if not value.is_floating_point():
-        return 0.0
-    largest = float(value.detach().abs().nan_to_num().amax()) if value.numel() else 0.0
-    return float(torch.finfo(value.dtype).eps ** 0.5) * max(1.0, largest)
-
-
-def _finite(values: Any) -> bool:
-    """Return whether no number is infinite or NaN."""
-    leaves = [leaf for _, leaf in tree_flatten_with_path(values)[0]]
-    return all(bool(leaf.isfinite().all()) for leaf in leaves if isinstance(leaf, Tensor))
-
-
-def _at(path: Any) -> str:
-    return keystr(path)
