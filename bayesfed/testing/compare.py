@@ -53,7 +53,7 @@ def check_rows(part: Any, member: str, what: str, values: Any, clients: int) -> 
         if not isinstance(value, Tensor) or value.shape[:1] != (clients,):
             shown = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
             raise AssertionError(
-                f"{label(part)}.{member}: {what}{path_name(path)} is {shown}; it must be a tensor ({clients}, ...) with "
+                f"{label(part)}.{member}: {what}{path_name(path)} is {shown}; it must be a tensor ({clients}, ...) of "
                 "a row for each client"
             )
 
