@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import bayesfed as bf
 from bayesfed import datasets, metrics, models, simulations
-from bayesfed.algorithms import METHODS
+from bayesfed.algorithms import PFedGP, PFedMAP
 from bayesfed.functional.multivariate_normal import Gaussian, conditioned
 
 HERE = Path(__file__).parent
@@ -106,7 +106,7 @@ def pac_pfl(
 
 def pfed_gp(train: bf.Federation, *, kind: str, rounds: int) -> Predict:
     """Fit one particle with a flat hyper-prior; it starts at a draw from N(0, 0.4²)."""
-    algorithm = METHODS["PFedGP"](lr=RATE[kind])
+    algorithm = PFedGP(lr=RATE[kind])
     return _conditioned(_fit(prior(kind, inputs_of(train), 0.4), train, algorithm, rounds, 5, 150))
 
 
@@ -139,7 +139,7 @@ def pooled_gp(train: bf.Federation, *, kind: str, rounds: int) -> Predict:
     rows = torch.randperm(everyone.rows)[:1000]
     fields = {name: value[rows] for name, value in everyone.fields.items()}
     some = bf.Federation(fields, torch.tensor([0, len(rows)]), everyone.names)
-    algorithm = METHODS["PFedGP"](lr=RATE[kind])
+    algorithm = PFedGP(lr=RATE[kind])
     posterior = _fit(prior(kind, inputs_of(train), 0.4), some, algorithm, rounds, 1, 300)
     return lambda own, rows: posterior.predict(rows.pool(), DRAWS)["y"]
 
@@ -147,7 +147,7 @@ def pooled_gp(train: bf.Federation, *, kind: str, rounds: int) -> Predict:
 def mtl(train: bf.Federation, *, rho: float, noise: float) -> Predict:
     """Fit a network for each client around a common mean."""
     model = _network(train, noise, scale=rho)
-    algorithm = METHODS["MTL"](lr=0.01)
+    algorithm = PFedMAP(lr=0.01)
     posterior = _fit(model, train, algorithm, 100, OLD, 50)
 
     def predict(own: bf.Federation, rows: bf.Federation) -> Tensor:
