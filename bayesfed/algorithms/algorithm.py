@@ -193,11 +193,14 @@ def _alternatives(needed: Any, giver: Any, missing: frozenset[str]) -> str:
     others = [
         cls.__name__
         for cls in subclasses(base)
-        if missing <= (_default(cls, attribute) or frozenset())
+        if missing <= (_default(cls, attribute) or frozenset()) and cls is not type(giver)
     ]
+    own_settings = missing <= (_default(type(giver), attribute) or frozenset())
     kind = "steps" if base is Steps else "rule"
     own = "rule" if base is Steps else "steps"
     found = f"{kind}={' or '.join(f'{name}()' for name in others)}, or " if others else ""
+    if own_settings:
+        found = f"other settings of {type(giver).__name__}, {found}"
     return f"{found}another {own} than {type(needed).__name__}()"
 
 
