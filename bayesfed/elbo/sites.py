@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -112,6 +111,7 @@ class InspectedModel:
     model: Model
     federation: Federation
     clients_apart: bool = False
+    _found: dict[str, Site] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def __name__(self) -> str:
@@ -133,10 +133,11 @@ class InspectedModel:
         """The clients' discrete variables, which are summed out."""
         return getattr(self.model, "kinds", ())
 
-    @cached_property
-    def sites(self) -> dict[str, Site]:
-        """The sample sites."""
-        return _find_sites(self.model, self.federation)
+    def find_sites(self) -> dict[str, Site]:
+        """Return the sample sites, found once."""
+        if not self._found:
+            self._found.update(_find_sites(self.model, self.federation))
+        return self._found
 
     def __call__(self, federation: Any) -> None:
         """Run the Pyro model."""
@@ -151,7 +152,7 @@ def sites(model: Model, federation: Federation) -> dict[str, Site]:
             site inside the observations plate, a discrete latent site, an unknown plate, or nothing observed.
     """
     if isinstance(model, InspectedModel) and model.federation is federation:
-        return model.sites
+        return model.find_sites()
     return _find_sites(model, federation)
 
 
