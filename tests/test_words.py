@@ -36,9 +36,8 @@ OPENINGS = ("What", "Whether", "How", "Of", "Where", "Which", "By", "Those", "Th
 """First words of docstrings that are no sentences and no noun phrases."""
 MOST_OPENINGS = 0.03
 
-FOLDERS = ("bayesfed", "models", "guides")
-"""Where the rules are enforced. The list is to grow until it is :data:`EVERYWHERE`."""
-EVERYWHERE = ("bayesfed", "models", "guides", "docs", "README.md")
+FOLDERS = ("bayesfed", "models", "guides", "docs", "README.md")
+"""Where the rules are enforced."""
 
 _FORBIDDEN = {re.compile(rf"\b({w})\b", re.IGNORECASE): instead for w, instead in WORDS.items()} | {
     re.compile(r"(?<![\w.,)\]}:%/*\"'\\])\.\d+"): "a zero before the decimal point"
@@ -116,7 +115,7 @@ def test_that_docstrings_open_with_a_sentence_or_a_noun_phrase():
 def _main(chosen: list[str]) -> None:
     """Print each finding in the chosen folders, or without any the number of findings in every folder."""
     inner = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "bayesfed").iterdir())
-    for folder in chosen or [*inner, *EVERYWHERE[1:]]:
+    for folder in chosen or [*inner, *FOLDERS[1:]]:
         texts = {path: path.read_text(encoding="utf-8") for path in files(folder)}
         words = [(path, *one) for path, text in texts.items() for one in forbidden_words(text)]
         code = [(path, text) for path, text in texts.items() if path.suffix == ".py"]

@@ -175,7 +175,7 @@ def test_equal_compositions_are_equal_values():
         ),
         (
             bf.FedAvg(optimizer="adam").replace(rule=NormalisedMean(), name="mine"),
-            "mine: rule=NormalisedMean() needs 'steps', which steps=Descent() does not give: take other settings of Descent",
+            "mine: rule=NormalisedMean() needs 'steps', which steps=Descent() does not give: take other settings of",
         ),
         (
             bf.FedAvg(proximal=0.1).replace(rule=rules.ControlVariates(), name="mine"),
