@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -56,6 +57,7 @@ class Schedule(Strict):
 # -- from annotations -----------------------------------------------------------------------------
 
 
+@cache
 def schema(cls: type[Any]) -> type[BaseModel]:
     """Make a model of a dataclass's fields and defaults: an ``int`` is a :data:`Count`, a ``float`` a :data:`Weight`.
 
@@ -99,8 +101,8 @@ def check(settings: Any, where: str = "") -> None:
     """
     if not dataclasses.is_dataclass(settings):
         return
-    cls, data = type(settings), {}
-    code = callables(cls)
+    cls: Any = type(settings)
+    data, code = {}, callables(cls)
     for field in dataclasses.fields(settings):
         value = data[field.name] = plain_number(getattr(settings, field.name))
         if field.name not in code:
@@ -110,16 +112,17 @@ def check(settings: Any, where: str = "") -> None:
 
 def made(cls: type[T], data: Any, where: str) -> T:
     """Make a dataclass from plain data, with a SettingsError if they are invalid."""
-    checked = validated(schema(cls), data, where)
+    checked = validated(schema(cls), data, where)  # type: ignore[arg-type]
     try:
         return cls(**{name: getattr(checked, name) for name in checked.model_fields_set})
     except ValueError as error:
         raise SettingsError(f"{where}: {error}") from None
 
 
-def callables(cls: type[Any]) -> list[str]:
+@cache
+def callables(cls: type[Any]) -> tuple[str, ...]:
     """Return the fields that hold code."""
-    return [n for n, kind in get_type_hints(cls).items() if "Callable" in str(kind)]
+    return tuple(n for n, kind in get_type_hints(cls).items() if "Callable" in str(kind))
 
 
 def plain_number(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, create_model
@@ -130,7 +131,7 @@ class Method:
     def build(self, settings: Mapping[str, Any], where: str) -> Algorithm:
         """Return the algorithm with these settings; ``where`` is their dotted key, for messages."""
         plain = {key: plain_number(value) for key, value in settings.items()}
-        validated(self.schema(), plain, where)
+        validated(self.schema, plain, where)
         for key, value in plain.items():
             self.settings[key].check(value, f"{where}.{key}".lstrip("."))
         return self.compose(plain)
@@ -158,8 +159,9 @@ class Method:
         """Return the settings of an algorithm."""
         return {key: setting.value(algorithm) for key, setting in self.settings.items()}
 
+    @cached_property
     def schema(self) -> type[BaseModel]:
-        """Return the types and defaults of all settings."""
+        """The types and defaults of all settings."""
         fields: Any = {
             key: (setting.annotation(self.default), setting.value(self.default))
             for key, setting in self.settings.items()
