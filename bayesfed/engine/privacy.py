@@ -47,6 +47,7 @@ from torch import Tensor
 
 from bayesfed.elbo import noise
 from bayesfed.settings import Rate, check
+from bayesfed.steps.losses import per_client
 
 NORMS = {"gaussian": 2, "laplace": 1}
 """The norm in which a mechanism clips."""
@@ -153,10 +154,7 @@ class Privacy:
         flat = torch.cat([value.reshape(len(value), -1) for value in upload.values()], 1)
         norm = torch.linalg.vector_norm(flat, order, dim=1)
         factor = (clip / norm.clamp(min=1e-30)).clamp(max=1.0)
-        clipped = {
-            name: value * factor.reshape(-1, *[1] * (value.ndim - 1))
-            for name, value in upload.items()
-        }
+        clipped = {name: value * per_client(factor, value) for name, value in upload.items()}
         if self.clip is None:
             clipped[SHORT] = (norm <= clip).to(norm) - 0.5
         return clipped, factor

@@ -20,6 +20,7 @@ from bayesfed.data.batch import Batch
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.globals import Point
 from bayesfed.steps.job import Job, Parts, Work
+from bayesfed.steps.losses import per_client
 from bayesfed.steps.optimizer import State
 from bayesfed.steps.steps import Steps
 
@@ -156,10 +157,7 @@ def weighted_sum(values: Params, weight: Tensor | None = None) -> Parts:
     """
     if weight is None:
         return {"theta": {name: value.squeeze(1) for name, value in values.items()}}
-    upload = {
-        name: value.squeeze(1) * weight.reshape(-1, *[1] * (value.ndim - 2))
-        for name, value in values.items()
-    }
+    upload = {n: v.squeeze(1) * per_client(weight, v.squeeze(1)) for n, v in values.items()}
     return {"theta": upload, "weight": {"rows": weight}}
 
 

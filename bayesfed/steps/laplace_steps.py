@@ -36,6 +36,7 @@ from bayesfed.steps.curvature import Loss, layered, slopes
 from bayesfed.steps.job import Job, Work
 from bayesfed.steps.local_loop import all_clients, local_loop
 from bayesfed.steps.losses import per_client
+from bayesfed.steps.optimizer import where_active
 from bayesfed.steps.steps import Steps
 from bayesfed.tracing.compiler import traceable
 
@@ -188,14 +189,9 @@ def _step(
     """Take one step of θ_i, and add up the curvatures, with the K clients that are active."""
     grad, curvature = slopes(_loss(guide), theta, batch, kind, full=full)
     new = theta - times(step_of, grad + times(strength, theta - centre))
-    total = fisher + curvature
-    if active is None:
-        return new, total
-    active = active[:, None]
-    return (
-        torch.where(active, new, theta),
-        torch.where(per_client(active, fisher), total, fisher),
-    )
+    old = {"theta": theta, "fisher": fisher}
+    found = where_active(old, {"theta": new, "fisher": fisher + curvature}, active)
+    return found["theta"], found["fisher"]
 
 
 @traceable

@@ -28,6 +28,7 @@ from bayesfed.steps import optimizer
 from bayesfed.steps.gradients import annealed, gradients, leaves
 from bayesfed.steps.job import Job, Work
 from bayesfed.steps.local_loop import all_clients, local_loop
+from bayesfed.steps.losses import per_client
 from bayesfed.steps.optimizer import State
 from bayesfed.steps.steps import Steps
 from bayesfed.tracing.compiler import traceable
@@ -151,8 +152,7 @@ def _shifted(clients: State, origin: Params) -> State:
     finite = torch.cat([value.flatten(1) for value in origin.values()], 1).isfinite().all(1)
     there, shifted = {}, {}
     for name, before in clients["origin"].items():
-        keep = finite.reshape(-1, *[1] * (before.ndim - 1))
-        there[name] = torch.where(keep, origin[name], before)
+        there[name] = torch.where(per_client(finite, before), origin[name], before)
         shifted[name] = phi[name] + there[name] - before
     return clients | {"params": phi | shifted, "origin": there}
 
@@ -190,7 +190,7 @@ def drop_harmful_corrections(
     keep = gain.mean(0) >= -_DOUBT * gain.std(0, correction=0) / math.sqrt(max(1, draws // 2 - 1))
     keep = keep | (learnt.isfinite() & ~closed.isfinite()).any(0)
     chosen = {
-        name: torch.where(keep.reshape(-1, *[1] * (there.ndim - 1)), phi[name], there)
+        name: torch.where(per_client(keep, there), phi[name], there)
         for name, there in origin.items()
     }
     return clients | {"params": phi | chosen}

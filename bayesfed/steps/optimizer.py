@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from bayesfed.steps.losses import per_client, zeros_like
 from bayesfed.tracing.compiler import tracing
 
 State = dict[str, dict[str, Tensor]]
@@ -19,13 +20,12 @@ MOMENTUM = 0.9
 
 def init(params: Mapping[str, Tensor], rows: int | None = None) -> State:
     """Return parameters with zero moments; ``step`` has shape ``()``, or ``(rows,)`` for rows that step alone."""
-    zeros = {name: torch.zeros_like(value) for name, value in params.items()}
     like = next(iter(params.values()), torch.zeros(()))
     step = torch.zeros(() if rows is None else (rows,), dtype=like.dtype, device=like.device)
     return {
         "params": dict(params),
-        "mean": zeros,
-        "square": {name: value.clone() for name, value in zeros.items()},
+        "mean": zeros_like(params),
+        "square": zeros_like(params),
         "step": {"step": step},
     }
 
@@ -59,7 +59,7 @@ def begin(rule: str, params: Mapping[str, Tensor], rows: int | None = None) -> S
         return init(params, rows)
     state: State = {"params": dict(params)}
     if rule == "momentum":
-        state["velocity"] = {name: torch.zeros_like(value) for name, value in params.items()}
+        state["velocity"] = zeros_like(params)
     return state
 
 
@@ -81,7 +81,7 @@ def clipped(grads: Mapping[str, Tensor], most: float = 1.0) -> dict[str, Tensor]
     factor = (most**2 / (squares / count).clamp(min=most**2)).sqrt()
     if not tracing() and factor.device.type == "cpu" and bool((factor == 1).all()):
         return dict(grads)
-    return {n: grad * factor.reshape(-1, *[1] * (grad.ndim - 1)) for n, grad in grads.items()}
+    return {name: grad * per_client(factor, grad) for name, grad in grads.items()}
 
 
 def descend(
@@ -119,7 +119,7 @@ def descend(
         new = state | {"params": {n: less(v, lr, velocity[n]) for n, v in params.items()}}
         if rule == "momentum":
             new["velocity"] = velocity
-    return where_active(state, new, active)
+    return {part: where_active(state[part], tensors, active) for part, tensors in new.items()}
 
 
 def less(value: Tensor, lr: float | Tensor, grad: Tensor) -> Tensor:
@@ -129,19 +129,15 @@ def less(value: Tensor, lr: float | Tensor, grad: Tensor) -> Tensor:
     return torch.addcmul(value, grad, lr, value=-1)
 
 
-def where_active(state: State, new: State, active: Tensor | None) -> State:
-    """Return the new state of the clients that are active, the old state of the others."""
+def where_active(
+    old: Mapping[str, Tensor], new: Mapping[str, Tensor], active: Tensor | None
+) -> dict[str, Tensor]:
+    """Return the new tensors ``(K, ...)`` of the clients that are ``active`` ``(K,)``, the old ones of the others."""
     if active is None:
-        return new
+        return dict(new)
     if not tracing() and active.device.type == "cpu" and bool(active.all()):
-        return new
-    return {
-        part: {
-            name: torch.where(active.reshape(-1, *[1] * (v.ndim - 1)), v, state[part][name])
-            for name, v in tensors.items()
-        }
-        for part, tensors in new.items()
-    }
+        return dict(new)
+    return {n: torch.where(per_client(active, v), v, old[n]) for n, v in new.items()}
 
 
 def take(state: State, rows: Tensor) -> State:

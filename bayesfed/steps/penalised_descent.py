@@ -27,7 +27,8 @@ from bayesfed.steps.descent import Descent
 from bayesfed.steps.gradients import copies, gradients, leaves
 from bayesfed.steps.job import Job, Work
 from bayesfed.steps.local_loop import local_loop
-from bayesfed.steps.losses import client_loss, per_client
+from bayesfed.steps.losses import client_loss
+from bayesfed.steps.optimizer import where_active
 from bayesfed.steps.steps import Steps
 from bayesfed.steps.structure import check_globals
 from bayesfed.tracing.compiler import traceable
@@ -87,11 +88,9 @@ class PenalisedDescent(Steps):
         grads = gradients(client_loss(program, own, batch, at_prior=True), own)
         weight, found = 2 * lr * self.lam, {}
         for name, value in theta.items():
-            new = (value - lr * grads[name] + weight * pull[name]) / (1 + weight * fisher[name])
-            found[name] = (
-                new if active is None else torch.where(per_client(active, value), new, value)
-            )
-        return found
+            step = value - lr * grads[name]
+            found[name] = (step + weight * pull[name]) / (1 + weight * fisher[name])
+        return where_active(theta, found, active)
 
     def terms(self, job: Job, theta: Params) -> Tensor:
         """Return −n_i L_i of K clients on their first minibatch, ``(K,)``."""
@@ -107,7 +106,6 @@ class PenalisedDescent(Steps):
 
     def adapt(self, job: Job, theta: Params, own: Params, steps: int, lr: float | None) -> Params:
         """Fine-tune the clients' own variables, as :class:`~bayesfed.steps.Descent` does."""
-        lr = self.lr if lr is None else lr
         return Descent(lr=self.lr, steepest=100.0).adapt(job, theta, own, steps, lr)
 
 

@@ -153,7 +153,7 @@ class Alternate(Steps):
         new = new | self.outer.move(
             program, new, constants, batch, drawn[0], outer_rates, objective
         )
-        return optimizer.where_active({"at": at}, {"at": new}, active)["at"]
+        return optimizer.where_active(at, new, active)
 
     @traceable
     def loss(self, program: Program, at: Params, batch: Batch, drawn: Noise) -> Tensor:

@@ -199,8 +199,7 @@ class ThroughContext(Steps):
         own = self.inner(program, at, personal, support, self.inner_lr)
         losses = client_losses(program, at | own, held_out, {}, 1)
         loss = (losses.nll + losses.hyper / program.clients) / losses.rows
-        active = torch.ones_like(held_out.index, dtype=torch.bool)
-        theta = optimizer.descend(self.optimizer, theta, gradients(loss, at), lr, active)
+        theta = optimizer.descend(self.optimizer, theta, gradients(loss, at), lr)
         return theta, -losses.nll.detach()
 
     def inner(

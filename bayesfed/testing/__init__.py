@@ -8,7 +8,7 @@ import tempfile
 import warnings
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from bayesfed.engine.run import Run
 from bayesfed.fitting import prepare_run, step
 from bayesfed.rules.rule import Turn
 from bayesfed.steps.job import Job, Work
+from bayesfed.steps.losses import per_client
 from bayesfed.steps.optimizer import take
 from bayesfed.testing.compare import (
     call_pure,
@@ -39,8 +40,6 @@ from bayesfed.testing.compare import (
     label,
     path_name,
 )
-
-T = TypeVar("T")
 
 
 def check_algorithm(
@@ -346,7 +345,7 @@ def _with_infinite_upload(algorithm: Algorithm) -> Algorithm:
 
 
 def _spoil(value: Tensor, where: Tensor) -> Tensor:
-    return torch.where(where.reshape(-1, *[1] * (value.ndim - 1)), torch.nan, value)
+    return torch.where(per_client(where, value), torch.nan, value)
 
 
 def _check_noise(case: _Case) -> None:
@@ -380,6 +379,3 @@ def _run(run: Run, rounds: int) -> Run:
     for _ in range(rounds):
         step(run)
     return run
-
-
-# -- comparisons ---------------------------------------------------------------------------------------
