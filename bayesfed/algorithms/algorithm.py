@@ -188,28 +188,25 @@ def _listed(parts: frozenset[str]) -> str:
 
 def _alternatives(needed: Any, giver: Any, missing: frozenset[str]) -> str:
     """Return the parts that would do in place of either."""
-    attribute = "gives" if isinstance(giver, Steps) else "sends"
-    base = Steps if isinstance(giver, Steps) else Rule
-    others = [
-        cls.__name__
-        for cls in subclasses(base)
-        if missing <= (_default(cls, attribute) or frozenset()) and cls is not type(giver)
-    ]
-    own_settings = missing <= (_default(type(giver), attribute) or frozenset())
-    kind = "steps" if base is Steps else "rule"
-    own = "rule" if base is Steps else "steps"
-    found = f"{kind}={' or '.join(f'{name}()' for name in others)}, or " if others else ""
-    if own_settings:
+    base, kind, attribute, other = (
+        (Steps, "steps", "gives", "rule")
+        if isinstance(giver, Steps)
+        else (Rule, "rule", "sends", "steps")
+    )
+    fitting = [cls for cls in subclasses(base) if missing <= _by_default(cls, attribute)]
+    names = [f"{cls.__name__}()" for cls in fitting if cls is not type(giver)]
+    found = f"{kind}={' or '.join(names)}, or " if names else ""
+    if type(giver) in fitting:
         found = f"other settings of {type(giver).__name__}, {found}"
-    return f"{found}another {own} than {type(needed).__name__}()"
+    return f"{found}another {other} than {type(needed).__name__}()"
 
 
-def _default(cls: type[Any], attribute: str) -> frozenset[str] | None:
-    """Return the parts of a class's instances with default settings."""
+def _by_default(cls: type[Any], attribute: str) -> frozenset[str]:
+    """Return the parts that instances with default settings give or send; none where there are no defaults."""
     try:
         found: frozenset[str] = getattr(cls(), attribute)
     except TypeError:
-        return None
+        return frozenset()
     return found
 
 

@@ -85,14 +85,7 @@ class _Builder:
     load: Load
 
     def algorithm(self, settings: Any, where: str) -> Algorithm:
-        if isinstance(settings, str):
-            settings = {"name": settings}
-        if not isinstance(settings, Mapping):
-            raise SettingsError(
-                f"{where} is {shown(settings)}; it must be a name or a table with a name, one of "
-                f"{', '.join(METHODS)}"
-            )
-        data = dict(settings)
+        data = _table(settings, METHODS, where)
         parts = {key: data.pop(key) for key in PARTS if key in data}
         name = data.pop("name", None)
         if isinstance(name, str) and ":" in name:
@@ -169,21 +162,11 @@ class _Builder:
         return self.named(value, known, where)
 
     def named(self, value: Any, known: Mapping[str, type[Any]], where: str) -> Any:
-        if isinstance(value, str):
-            value = {"name": value}
-        if not isinstance(value, Mapping):
-            raise SettingsError(
-                f"{where} is {shown(value)}; it must be a name or a table with a name, one of "
-                f"{', '.join(known)}"
-            )
-        if "name" not in value:
+        data = _table(value, known, where)
+        if "name" not in data:
             raise SettingsError(f"{where}.name is missing; choose one of {', '.join(known)}")
-        cls = choose(value["name"], known, f"{where}.name")
-        fields = {
-            key: self.field(inner, f"{where}.{key}")
-            for key, inner in value.items()
-            if key != "name"
-        }
+        cls = choose(data.pop("name"), known, f"{where}.name")
+        fields = {key: self.field(inner, f"{where}.{key}") for key, inner in data.items()}
         return made(cls, fields, where)
 
     def field(self, value: Any, where: str) -> Any:
@@ -193,6 +176,17 @@ class _Builder:
         if isinstance(value, list | tuple):
             return tuple(self.field(item, f"{where}[{i}]") for i, item in enumerate(value))
         return self.custom(where) if value == CUSTOM else value
+
+
+def _table(value: Any, known: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a copy of a table; a name is a table of that name alone."""
+    if isinstance(value, str):
+        return {"name": value}
+    if not isinstance(value, Mapping):
+        raise SettingsError(
+            f"{where} is {shown(value)}; it must be a name or a table with a name, one of {', '.join(known)}"
+        )
+    return dict(value)
 
 
 def _imported(reference: str, where: str) -> Any:

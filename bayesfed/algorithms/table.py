@@ -51,13 +51,21 @@ from bayesfed.steps import (
     VariationalEM,
 )
 
-DESCENT = {
+END = {"lr_decay": "lr_decay", "personal_steps": "locals.personal_steps"}
+AVERAGING = {
     "lr": "steps.lr",
     "local_epochs": "steps.epochs",
     "local_steps": "steps.steps",
     "optimizer": "steps.optimizer",
+    "proximal": "steps.proximal",
+    **END,
 }
-END = {"lr_decay": "lr_decay", "personal_steps": "locals.personal_steps"}
+HEADS = {
+    "lr": "steps.lr",
+    "local_epochs": "steps.epochs",
+    "optimizer": "steps.optimizer",
+    **END,
+}
 WEIGHTED = Setting(("rule.by",), {False: "clients", True: "rows"})
 
 # -- point estimates of θ -----------------------------------------------------------------------------
@@ -68,33 +76,25 @@ FedAvg = Method(
     Algorithm(
         Point(), AtPrior(), Descent("globals", lr=0.1, epochs=5, steepest=100.0), Mean(by="rows")
     ),
-    **DESCENT,
-    proximal="steps.proximal",
-    **END,
+    **AVERAGING,
 )
 FedProx = Method(
     "FedProx",
     "FedAvg with a pull towards θ as it was sent (Li et al. 2020, eq. 2).",
     FedAvg(proximal=0.1),
-    **DESCENT,
-    proximal="steps.proximal",
-    **END,
+    **AVERAGING,
 )
 FedNova = Method(
     "FedNova",
     "FedAvg of clients that take different numbers of steps (Wang et al. 2020, eq. 8).",
     FedAvg().replace(rule=NormalisedMean()),
-    **DESCENT,
-    proximal="steps.proximal",
-    **END,
+    **AVERAGING,
 )
 Scaffold = Method(
     "Scaffold",
     "FedAvg whose steps are corrected by control variates (Karimireddy et al. 2020, Algorithm 1).",
     FedAvg().replace(rule=ControlVariates()),
-    **DESCENT,
-    proximal="steps.proximal",
-    **END,
+    **AVERAGING,
 )
 FedCurv = Method(
     "FedCurv",
@@ -113,10 +113,7 @@ FedPer = Method(
     "FedPer",
     "A body that clients share, and heads of their own, in common steps (Arivazhagan et al. 2019, Algorithm 1).",
     Algorithm(Point(), Kept("point"), Descent("all", lr=0.1, epochs=5), Mean(by="rows")),
-    lr="steps.lr",
-    local_epochs="steps.epochs",
-    optimizer="steps.optimizer",
-    **END,
+    **HEADS,
 )
 FedRep = Method(
     "FedRep",
@@ -134,19 +131,13 @@ FedBABU = Method(
     "FedBABU",
     "The body alone, under the head with which all clients start; then fine-tuning (Oh et al. 2022, Algorithm 1).",
     FedPer().replace(locals=Remade("point"), steps=Descent("body", lr=0.1, epochs=5)),
-    lr="steps.lr",
-    local_epochs="steps.epochs",
-    optimizer="steps.optimizer",
-    **END,
+    **HEADS,
 )
 Local = Method(
     "Local",
     "Every client by itself: nothing is shared.",
     FedPer().replace(steps=Descent("locals", lr=0.1, epochs=5)),
-    lr="steps.lr",
-    local_epochs="steps.epochs",
-    optimizer="steps.optimizer",
-    **END,
+    **HEADS,
 )
 Ditto = Method(
     "Ditto",

@@ -123,16 +123,6 @@ class InspectedModel:
             raise AttributeError(name)
         return getattr(self.model, name)
 
-    @property
-    def points(self) -> int:
-        """The number of values of a row's own variable at which the model runs at once."""
-        return getattr(self.model, "points", 1)
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The clients' discrete variables, which are summed out."""
-        return getattr(self.model, "kinds", ())
-
     def find_sites(self) -> dict[str, Site]:
         """Return the sample sites, found once."""
         if not self._found:
