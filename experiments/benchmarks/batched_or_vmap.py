@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from problems import PROBLEMS
 from timing import ratio, runner
 
 import bayesfed as bf
@@ -43,7 +44,12 @@ FITS: dict[str, Callable[[], tuple[Any, ...]]] = {
         bf.SFVI(),
         None,
     ),
-    "hierarchical_count": lambda: (models.hierarchical_count, datasets.randhie(), bf.SFVI(), None),
+    "hierarchical_count": lambda: (
+        models.hierarchical_count,
+        PROBLEMS["count"].data(),
+        bf.SFVI(),
+        None,
+    ),
     "OrderedLogistic": lambda: (models.OrderedLogistic(7), datasets.anes96(), bf.SFVI(), None),
     "weibull_survival": lambda: (models.weibull_survival, datasets.kidney(), bf.SFVI(), None),
     "Cox": lambda: (models.Cox([0.5, 1.0, 5.0]), datasets.kidney(), bf.SFVI(), None),

@@ -34,7 +34,7 @@ FITS = {  # on grunfeld, with a fixed number of rounds
     "grunfeld, FOLA": ("FOLA", 10),
     "grunfeld, PFedVEM": ("PFedVEM", 30),
 }
-NETWORKS = ("few_images, FedAvg", "few_images, FedABML", "few_images, PFedVEM")
+NETWORKS = ("few_images, FedAvg", "few_images, PFedVEM")
 
 
 def fit_of(name: str) -> Callable[[int], Any]:
