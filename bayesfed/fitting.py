@@ -20,11 +20,12 @@ from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params, Program
 from bayesfed.engine.cohort import cohort_size
 from bayesfed.engine.execution import Execution
+from bayesfed.engine.interrupts import delayed_interrupts
 from bayesfed.engine.plan import Plan
 from bayesfed.engine.privacy import NO_PRIVACY, Privacy
 from bayesfed.engine.program import build_program
 from bayesfed.engine.progress import show_rounds
-from bayesfed.engine.resume import initialise
+from bayesfed.engine.resume import initialise, save
 from bayesfed.engine.rounds import answer, ask, update
 from bayesfed.engine.run import Round, Run
 from bayesfed.engine.run_file import RunFile
@@ -296,18 +297,20 @@ def fit(
             :mod:`bayesfed.engine.stopping.held_out`.
         seed: of every stream of noise.
         execution: chunks, files, compilation, precision, processes and device: see :class:`~bayesfed.Execution`.
-        resume: a file that the run is saved to after its rounds (in at most a twentieth of the time). If the file is
-            there already the run is resumed from it, with the very numbers of a run that was never stopped. It may be
+        resume: a file that the run is saved to after its rounds (in at most a twentieth of the time, and when
+            it is interrupted; an interrupt waits for the end of the round, a second one does not). If the file is there
+            already the run is resumed from it, with the very numbers of a run that was never stopped. It may be
             given other ``rounds``, at least as many as it has done, unless they set the noise (``Privacy(epsilon=)``):
             the learning rates of the following rounds are then those of a run of that length, and the numbers differ
             from those of a run that was that long from the start unless the algorithm's ``lr_decay`` is 1.
-        progress: show a progress bar; by default where the output is a terminal.
-        callbacks: called with a :class:`Round` after each round.
+        progress: show a progress bar; by default on a terminal, and elsewhere a line every ten seconds.
+        callbacks: called with a :class:`Round` after each round. If one returns True the fit ends with that round.
 
     Returns:
         The :class:`~bayesfed.Posterior`.
 
     Raises:
+        TypeError: ``callbacks`` is a function.
         ValueError: the model, the guide, the data or the options do not fit; the message names the
             site, client, field or option. ``resume`` is the file of another run: its options, model, priors or data
             differ.
@@ -325,6 +328,8 @@ def fit(
         Posterior: SFVI (FullRank globals, conditioned locals), 20 rounds, 8 clients; globals mu, tau; locals theta
         20 rounds are too few to tell whether the fit has converged
     """
+    if callable(callbacks):
+        raise TypeError(f"callbacks is one function, {callbacks!r}: give a list of them")
     run = start(
         model,
         federation,
@@ -339,11 +344,17 @@ def fit(
         resume=resume,
     )
     group = run.plan.execution.group
-    alone = group is None or not group.rank()
-    with show_rounds(run.title, rounds, progress if alone else False) as show:
-        while run.done < run.rounds:
+    progress = progress if group is None or not group.rank() else False
+    with show_rounds(run.title, rounds, progress) as show, delayed_interrupts() as interrupt:
+        stop = False
+        while run.done < run.rounds and not stop:
             report = step(run)
-            show(run.done, report.elbo, str(run.compiler))
-            for callback in callbacks:
-                callback(report)
+            try:
+                show(run.done, report.elbo, str(run.compiler))
+                stop = any([callback(report) is True for callback in callbacks])
+                interrupt()
+            except BaseException:
+                save(run, due=True)
+                raise
+        save(run, due=stop)
         return finish(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ class Cox:
 
     ::
 
-        global   log λ_k ~ Normal(0, 2)          k = 1 … K + 1, between K cuts
+        global   log λ_k ~ Normal(−log c, 2)     k = 1 … K + 1, between K cuts, whose median is c
                  τ       ~ HalfNormal(1)
                  β_p     ~ Normal(0, 1)          p = 1 … P
         client i α_i     ~ Normal(0, τ)
@@ -37,9 +38,9 @@ class Cox:
     likelihood of Poisson regression on rows that are split at the cuts, with the logarithm of the time at risk as
     offset, and needs no splitting.
 
-    The unit of λ is that of 1 / time: choose one in which typical times are between 0.02 and 50, ideally near 1. The
-    hazard of an interval without events is determined by its prior alone. The other priors are weakly informative for
-    standardised ``x`` (:func:`bayesfed.data.standardise.standardise`).
+    The prior of λ is centred at one event in a time of c: choose cuts among typical times, in the unit of the times,
+    and results do not depend on that unit. The hazard of an interval without events is determined by its prior alone.
+    The other priors are weakly informative for standardised ``x`` (:func:`bayesfed.data.standardise.standardise`).
 
     The program reads a vector field ``x``, shape ``(rows, P)``, and two scalar fields, shape ``(rows,)``: ``time`` > 0,
     and ``event``, 1 if that is the time of the event and 0 if it is censored. Without ``event`` no row is censored.
@@ -81,7 +82,9 @@ class Cox:
     def __call__(self, federation: Federation | Batch) -> None:
         """Run the Pyro program."""
         predictors, intervals = federation.event_shape("x"), [len(self.cuts) + 1]
-        log_hazard = pyro.sample("log_hazard", dist.Normal(0.0, 2.0).expand(intervals).to_event(1))
+        centre = -math.log(statistics.median(self.cuts)) if self.cuts else 0.0
+        prior = dist.Normal(centre, 2.0).expand(intervals).to_event(1)
+        log_hazard = pyro.sample("log_hazard", prior)
         tau = pyro.sample("tau", dist.HalfNormal(1.0))
         beta = pyro.sample("beta", dist.Normal(0.0, 1.0).expand(predictors).to_event(1))
         with federation.clients():

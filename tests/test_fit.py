@@ -1,5 +1,6 @@
 import dataclasses
 import io
+import signal
 
 import pyro
 import pyro.distributions as dist
@@ -168,6 +169,41 @@ def test_a_callback_can_stop_the_run():
         fit(rounds=10, callbacks=[stop])
 
 
+def test_a_callback_that_returns_true_ends_the_fit_and_leaves_the_posterior():
+    posterior = fit(rounds=10, callbacks=[lambda r: r.number == 2, lambda r: None])
+    assert len(posterior.history["elbo"]) == 2
+    expected = fit(rounds=10, callbacks=[lambda r: r.number == 2])
+    torch.testing.assert_close(posterior.params, expected.params, rtol=0.0, atol=0.0)
+
+
+def test_callbacks_are_a_list():
+    with pytest.raises(
+        TypeError, match="callbacks is one function, <built-in function print>: give"
+    ):
+        fit(rounds=1, callbacks=print)
+
+
+@pytest.mark.parametrize("sent", ["callback", "signal"])
+def test_an_interrupted_run_is_saved_as_it_is_between_two_rounds(tmp_path, monkeypatch, sent):
+    """Files are otherwise written in a twentieth of the time only, which is never here."""
+    monkeypatch.setattr("bayesfed.engine.run_file._SHARE", 1e-9)
+
+    def interrupt(r):
+        if r.number == 3:
+            if sent == "callback":
+                raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
+
+    how = {"rounds": 6, "resume": tmp_path / "run"}
+    with pytest.raises(KeyboardInterrupt):
+        fit(callbacks=[interrupt], **how)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    rounds = []
+    again = fit(callbacks=[rounds.append], **how)
+    assert [r.number for r in rounds] == [4, 5, 6]
+    torch.testing.assert_close(again.params, fit(rounds=6).params, rtol=0.0, atol=0.0)
+
+
 # -- memory and minibatches -----------------------------------------------------------------------
 
 
@@ -263,6 +299,14 @@ def test_the_order_of_clients_does_not_matter():
 def test_no_bar_where_there_is_no_terminal(capsys, progress):
     fit(progress=progress)
     assert capsys.readouterr() == ("", "")
+
+
+def test_lines_where_there_is_no_terminal_and_the_fit_takes_long(capsys, monkeypatch):
+    monkeypatch.setattr("bayesfed.engine.progress.INTERVAL", 0.0)
+    posterior = fit(rounds=2)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert f"round 2 of 2, ELBO {posterior.history['elbo'][-1]:,.2f}, 0 s" in lines[-1]
 
 
 def test_the_bar_shows_rounds_and_elbo(capsys):

@@ -8,9 +8,8 @@ the model is run at draws of its prior, with the field as it is and standardised
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
 
 import torch
 from pyro import poutine
@@ -27,6 +26,7 @@ WORSE = 100.0
 """The factor by which a field in its own units must increase −log p of a row under the prior, in nats."""
 CLIENTS, ROWS, DRAWS = 16, 64, 64
 """The numbers of clients, rows of each and draws of the prior."""
+_Change = Callable[[Tensor], Tensor]
 _NEVER = 1e9  # −log p of a row that is impossible
 
 
@@ -44,31 +44,37 @@ def warn_of_units(program: Program, federation: Federation) -> None:
     if not wild:
         return
 
-    @cache
-    def cost(*standardised: str) -> float:
-        fields = {n: wild[n][0](batch.fields[n]) for n in standardised}
+    def cost(changes: Mapping[str, _Change]) -> float:
+        fields = {name: change(batch.fields[name]) for name, change in changes.items()}
         return _cost(program, replace(batch, fields=Fields(batch.fields | fields)))
 
-    if cost() < WORSE:
+    if cost({}) < WORSE:
         return
-    usable = [name for name in wild if cost(name) < float("inf")]
-    best = cost(*usable)
-    for name in usable:
-        worse = cost(*(other for other in usable if other != name))
+    usable: dict[str, _Change] = {}
+    for name, (_, changes) in wild.items():
+        possible = [change for change in changes if cost({name: change}) < float("inf")]
+        if possible:
+            usable[name] = possible[0]
+    best = cost(usable)
+    for name, change in usable.items():
+        worse = cost({other: usable[other] for other in usable if other != name})
         if worse > WORSE * max(best, 1.0):
+            what, (standardise, *_) = wild[name]
+            advice = "(x - mean) / sd, as bayesfed.datasets.standardise does"
             warnings.warn(
-                f"field {name!r} is {wild[name][1]}, units that do not fit the priors: at draws of the prior a row "
-                f"costs {worse:.2g} nats, with the field standardised {best:.2g}. The fit may need many more rounds, "
-                "or end elsewhere. Give it (x - mean) / sd, as bayesfed.datasets.standardise does, or priors in its "
-                "units",
+                f"field {name!r} is {what}, units that do not fit the priors: at draws of the prior a row costs "
+                f"{worse:.2g} nats, with the field {'standardised' if change is standardise else 'over its mean'} "
+                f"{best:.2g}. The fit may need many more rounds, or end elsewhere. Give it "
+                f"{advice if change is standardise else 'in a unit near its mean'}, or priors in its units",
                 stacklevel=3,
             )
 
 
-def _wild(rows: Tensor) -> tuple[Callable[[Tensor], Tensor], str] | None:
-    """The function that standardises the suspicious entries of a field ``(R, *event)``, and their description.
+def _wild(rows: Tensor) -> tuple[str, list[_Change]] | None:
+    """Describe the suspicious entries of a field ``(R, *event)``, and the changes that would mend them.
 
-    None if no entry is suspicious.
+    These standardise the entries or, if they are positive as times are, divide them by their mean. None if no entry is
+    suspicious.
     """
     rows = rows[~rows.reshape(len(rows), -1).isnan().any(-1)]
     mean, sd = rows.mean(0), rows.std(0, correction=0)
@@ -80,7 +86,10 @@ def _wild(rows: Tensor) -> tuple[Callable[[Tensor], Tensor], str] | None:
     at = f" in entry {first}" if rows.ndim > 1 else ""
     what = f"about {float(mean.flatten()[first]):.4g} ± {float(sd.flatten()[first]):.2g}{at}"
     origin, unit = torch.where(wild, mean, 0.0), torch.where(wild, sd, 1.0)
-    return lambda value: (value - origin) / unit, what
+    changes: list[_Change] = [lambda value: (value - origin) / unit]
+    if (rows > 0).all():
+        changes.append(lambda value: value / torch.where(wild, mean, 1.0))
+    return what, changes
 
 
 def _cost(program: Program, batch: Batch) -> float:

@@ -66,6 +66,7 @@ class LocalPosteriors:
             raise ValueError("there are no rows to predict")
         if self.alone is not None and self.client not in rows.columns:
             rows = rows.assign(**{self.client: self.alone})
+        rows = self._with_outcomes(rows, posterior)
         own = Federation.from_frame(rows, client=self.client, fields=self.fields, missing="keep")
         _check_fields(own, self.federation)
         order, parts = np.argsort(pd.factorize(rows[self.client])[0], kind="stable"), []
@@ -84,6 +85,16 @@ class LocalPosteriors:
             table = table.astype({_ROW: "Int64"}).sort_values(_ROW, kind="stable")
         text: str = table.to_csv(index=False, float_format="%.6g")
         return text
+
+    def _with_outcomes(self, rows: pd.DataFrame, posterior: Posterior) -> pd.DataFrame:
+        """Return the rows with empty columns in place of the outcomes that they lack, since these are predicted."""
+        named = self.fields if isinstance(self.fields, dict) else {}
+        columns = []
+        for site in posterior.program.observed:
+            if site.name in self.federation.fields:
+                found = named.get(site.name, site.name)
+                columns += [found] if isinstance(found, str) else found
+        return rows.assign(**{name: np.nan for name in columns if name not in rows})
 
     def posterior(self, run: str | None = None) -> Posterior:
         """Return the posterior of a run, by default of the run that ended last.

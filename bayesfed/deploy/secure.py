@@ -45,7 +45,7 @@ try:
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 except ImportError as error:
     raise ImportError(
-        "secure sums need cryptography: python -m pip install 'bayesfed[deploy]'"
+        "the institutions' keys need cryptography: python -m pip install 'bayesfed[deploy]'"
     ) from error
 
 LEAST, MOST = 3, 2**14

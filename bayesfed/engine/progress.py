@@ -1,12 +1,17 @@
-"""The progress bar: round, ELBO and time left; nothing is shown unless the output is a terminal."""
+"""The progress of a run: on a terminal a bar with round, ELBO and time left, elsewhere a line every ten seconds."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+INTERVAL = 10.0
+"""Seconds between two lines."""
 
 
 @contextmanager
@@ -15,11 +20,15 @@ def show_rounds(
 ) -> Iterator[Callable[[int, float, str], None]]:
     """Yield ``show(rounds done, ELBO, a note)``; the note is printed above the bar when it changes.
 
-    ``progress=None`` shows the bar on a terminal only, ``rounds=None`` one whose end is not known.
+    ``progress=None`` shows the bar on a terminal only, and lines elsewhere; ``rounds=None`` is a number that is not
+    known.
     """
     console = Console(stderr=True)
-    if progress is False or (progress is None and not console.is_terminal):
+    if progress is False:
         yield lambda done, elbo, note: None
+        return
+    if progress is None and not console.is_terminal:
+        yield _lines(title, rounds)
         return
     bar = Progress(
         TextColumn(title + ", round"),
@@ -42,3 +51,21 @@ def show_rounds(
             bar.update(task, completed=done, elbo=f"{elbo:,.2f}")
 
         yield show
+
+
+def _lines(title: str, rounds: int | None) -> Callable[[int, float, str], None]:
+    """Return the function that prints a line if the last one is more than ten seconds ago."""
+    start = last = time.monotonic()
+
+    def show(done: int, elbo: float, note: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= INTERVAL:
+            last, end = now, f" of {rounds}" if rounds else ""
+            print(
+                f"{title}, round {done}{end}, ELBO {elbo:,.2f}, {now - start:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    return show

@@ -64,11 +64,11 @@ def _restore(run: Run, before: Written) -> None:
         )
 
 
-def save(run: Run) -> None:
-    """Save a run after a round; always at its end, where noise is spent, and between machines."""
+def save(run: Run, due: bool = False) -> None:
+    """Save a run after a round; always if it is due, at the end, where noise is spent, and between machines."""
     if run.file is None:
         return
-    due = run.done in (0, run.rounds) or run.multiplier > 0 or run.accepted is not None
+    due |= run.done in (0, run.rounds) or run.multiplier > 0 or run.accepted is not None
     how = run.compiler
     compiled = sorted(how.chosen) if how.mode == "auto" else how.mode
     run.file.write(run.state, run.done, compiled=compiled, due=due, clients=run.clients)

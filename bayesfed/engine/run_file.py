@@ -137,10 +137,8 @@ class RunFile:
             other = next(iter({*clients} ^ {*names}))
             return f"{'with' if other in clients else 'without'} client {other!r}"
         now, before = json.loads(json.dumps(dict(self.description))), metadata["description"]
-        for name in [*now, *before]:
-            if before.get(name) != now.get(name):
-                was, is_ = _shorten(before.get(name)), _shorten(now.get(name))
-                return f"with {name} {was}, this one has {is_}"
+        if before != now:
+            return _first_difference("", before, now)
         changed = describe_data_change(_under(_DATA, found), self._data, names)
         if changed is not None:
             return f"with other data ({changed})"
@@ -158,6 +156,14 @@ def read_history(path: Path) -> list[list[float]]:
     found, metadata = read_tensors(path, _METADATA)
     done: list[list[float]] = found["['history']"][:, : metadata["done"]].T.tolist()
     return done
+
+
+def _first_difference(name: str, before: Any, now: Any) -> str:
+    """Describe the first setting in which two descriptions differ, by its path."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        key = next(key for key in [*now, *before] if before.get(key) != now.get(key))
+        return _first_difference(f"{name}.{key}".strip("."), before.get(key), now.get(key))
+    return f"with {name} {_shorten(before)}, this one has {_shorten(now)}"
 
 
 def _shorten(value: Any) -> str:

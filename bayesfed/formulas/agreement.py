@@ -7,6 +7,8 @@ intercept) are those of formulae, evaluated on a table that has every agreed lev
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +26,9 @@ from bayesfed.formulas.columns import (
     without_decimals,
 )
 from bayesfed.formulas.terms import CATEGORIES, NAMESPACE, STATEFUL, FormulaError, Terms, calls
+
+MANY_LEVELS = 20
+"""Columns of text with more levels are suspected of holding dates or identifiers."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ def agree(terms: Terms, clients: Mapping[str, pd.DataFrame], client: str) -> Cod
     for column in first.levels:
         merge = _same_order if first.kinds.get(column) == "ordered" else _sorted_union
         levels[column] = merge(column, [report.levels[column] for report in reports.values()])
+    _warn_of_levels(levels, reports)
     coding = Coding(terms, client, first.kinds, levels)
     _evaluate(coding)
     for component, call in _stateful_calls(coding):
@@ -119,6 +125,22 @@ def _names_of_functions() -> set[str]:
     from formulae.categorical import ENCODINGS
 
     return {*ENCODINGS, *NAMESPACE}
+
+
+def _warn_of_levels(
+    levels: Mapping[str, tuple[Level, ...]], reports: Mapping[str, ClientColumns]
+) -> None:
+    """Warn of text with many levels, most of which one client has alone: it may be an identifier or a date."""
+    for column in levels.keys() & next(iter(reports.values())).kinds.keys():
+        counts = Counter(level for report in reports.values() for level in report.levels[column])
+        alone = sum(count == 1 for count in counts.values())
+        if len(counts) > MANY_LEVELS and len(reports) > 1 and 2 * alone > len(counts):
+            warnings.warn(
+                f"column {column!r} has {len(counts)} levels, each of which has an effect of its own, and {alone} of "
+                "them occur at one client only. Levels leave the clients when the coding is agreed: if they are dates, "
+                "identifiers or numbers stored as text, convert the column first",
+                stacklevel=4,
+            )
 
 
 def _sorted_union(column: str, sets: Sequence[tuple[Level, ...]]) -> tuple[Level, ...]:

@@ -58,12 +58,25 @@ FAMILIES = {
 }
 """Name to family."""
 _ALSO = {
+    "nbinom": "negative_binomial",
+    "nbinom2": "negative_binomial",
     "t": "student_t",
     "student": "student_t",
     "negativebinomial": "negative_binomial",
     "negbinomial": "negative_binomial",
     "normal": "gaussian",
 }
+
+
+_REMEDIES = {
+    "cumulative": "take models.OrderedLogistic",
+    "weibull": "take models.weibull_survival",
+    "cox": "take models.Cox",
+    "lognormal": "write log(y) as the outcome, with family 'gaussian'",
+    "quasipoisson": "'negative_binomial' has overdispersed counts",
+    "logistic": "write 'bernoulli' for outcomes of 0 and 1",
+}
+"""Family of brms, lme4 or R to what to take instead."""
 
 
 def family_of(name: str) -> str:
@@ -77,9 +90,10 @@ def family_of(name: str) -> str:
         >>> family_of("negbinomial")
         'negative_binomial'
     """
-    found = _ALSO.get(name, name)
+    found = _ALSO.get(name.lower(), name.lower())
     if found not in FAMILIES:
-        raise FormulaError(f"no family {name!r}: there are {', '.join(FAMILIES)}")
+        remedy = _REMEDIES.get(found, "any other likelihood is a model in Pyro")
+        raise FormulaError(f"no family {name!r}: there are {', '.join(FAMILIES)}; {remedy}")
     return found
 
 

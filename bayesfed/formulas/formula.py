@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -125,6 +126,8 @@ def formula(
         p(y, n), y | trials(n)    successes of n, of the binomial family
         y["yes"]                  1 where y is "yes"
 
+    Notation of R with one meaning here is translated: ``I(x^2)``, ``factor(g)``, ``(1 |p| g)``, ``cbind(y, n - y)``.
+
     If a factor is the client, or lies within it, ``g:h``, its random effects are local variables of the clients. Those
     of any other factor are global variables. At the start each client sends, for each column, whether it holds numbers
     or text, the levels of text, and sums; the levels, means and standard deviations are computed from these.
@@ -147,8 +150,9 @@ def formula(
             predictors at their means.
 
     Returns:
-        The model, to be fitted to its ``federation``. Variables whose names begin with ``_`` are standardised; all
-        others, in ``posterior.derived()`` and ArviZ, are in the data's units and named as in bambi.
+        The model, to be fitted to its ``federation``. The program samples variables whose names begin with ``_``; the
+        quantities in ``posterior.derived()`` and ArviZ are in the data's units and named as in bambi, whatever their
+        priors.
 
     Raises:
         FormulaError: the formula cannot be parsed or does not fit the data; the message is one line with a remedy.
@@ -195,12 +199,18 @@ def formula(
 def _client_of(
     terms: Terms, data: pd.DataFrame | Mapping[str, pd.DataFrame], client: str | None
 ) -> str:
-    """Return the column that names the client: by default the only grouping factor of one column."""
+    """Return the column that names the client: by default the only grouping factor of one column.
+
+    In frames of the clients' own it is absent, or the same in all rows of each.
+    """
     if client is not None:
         return client
     plain = list(dict.fromkeys(g.columns[0] for g in terms.groups if len(g.columns) == 1))
     if not isinstance(data, pd.DataFrame):
-        plain = [name for name in plain if any(name not in rows for rows in data.values())]
+        frames = list(data.values())
+        absent = [name for name in plain if any(name not in rows for rows in frames)]
+        constant = [n for n in plain if all(n in rows and rows[n].nunique() < 2 for rows in frames)]
+        plain = absent or constant
     if len(plain) != 1:
         found = ", ".join(plain) if plain else "the formula has no ( ... | g)"
         raise FormulaError(f"pass client=, the column that names the client of each row: {found}")
@@ -246,9 +256,18 @@ def _outcome(coding: Coding, family: str, federation: Federation) -> Outcome:
         raise FormulaError(
             f"the outcome cannot have the name {name!r}, which a field of the predictors has: rename it"
         )
+    binary = bool(((federation[name] == 0) | (federation[name] == 1)).all())
     if ("trials" in federation.fields) != (family == "binomial"):
+        remedy = "; for outcomes of 0 and 1 take 'bernoulli'" if binary else ""
         raise FormulaError(
             f"family {family!r}: the binomial family, and only it, has an outcome p(y, n), successes y of n trials"
+            f"{remedy}"
+        )
+    if binary and family == "gaussian":
+        warnings.warn(
+            f"the outcome {name!r} is 0 or 1 in all rows, and the family is 'gaussian': family='bernoulli' has "
+            "probabilities and log odds",
+            stacklevel=3,
         )
     offset = float(moments(federation, "offset")[0]) if coding.offset else 0.0
     mean, sd = (float(value) for value in moments(federation, name))

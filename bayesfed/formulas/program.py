@@ -192,7 +192,7 @@ def _vector(
         lines.append(f"{variable} = {_sample(site, f'{prior}.to_event(1)')}")
     if len(by_default) < len(names):
         parts = [
-            _over(_sample(name, priors[name]), units[k])
+            _over(_sample_named(name, priors[name]), units[k])
             if name in priors
             else f"{variable}[..., {by_default.index(k)}]"
             for k, name in enumerate(names)
@@ -219,7 +219,7 @@ def _parameters(code: _Code, family: Family, outcome: Outcome, priors: Mapping[s
     for name, default in family.parameters.items():
         scale = outcome.scale if name in family.in_units else 1.0
         if name in priors or scale == 1:
-            code.outside.append(f"{name} = {_sample(name, priors.get(name, default))}")
+            code.outside.append(f"{name} = {_sample_named(name, priors.get(name, default))}")
         else:
             code.outside.append(f"{name} = {_n(scale)} * {_sample(f'_{name}', default)}")
             code.outside.append(_named(name, name))
@@ -277,7 +277,7 @@ def _scales(
         for k in by_default if named else ():
             code.outside.append(_named(names[k], _times(units[k], f"{tau}[..., {k}]")))
     elif names[0] in priors:
-        code.outside.append(f"{tau} = {_over(_sample(names[0], priors[names[0]]), units[0])}")
+        code.outside.append(f"{tau} = {_over(_sample_named(names[0], priors[names[0]]), units[0])}")
     else:
         code.outside.append(f"{tau} = {_sample(site, f'dist.HalfNormal({_n(sds[0])})')}")
         code.outside.append(_named(names[0], _times(units[0], tau)))
@@ -371,6 +371,11 @@ def _times(scale: float, code: str) -> str:
 def _sample(name: str, distribution: str | None) -> str:
     """Write a sample statement."""
     return f"pyro.sample({_q(name)}, {distribution})"
+
+
+def _sample_named(name: str, distribution: str) -> str:
+    """Write a sample statement whose value has the name of a derived quantity, as those with default priors have."""
+    return _named(name, _sample(f"_prior|{name}", distribution))
 
 
 def _named(name: str, value: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from bayesfed.data.optional import import_optional
+from bayesfed.formulas.habits import REMEDIES, translate
 
 STATEFUL = ("center", "scale", "standardize")
 """Functions of all rows together, computed from sums over the clients."""
@@ -94,11 +95,14 @@ def parse(text: str) -> Terms:
     if not text.partition("~")[2] or not text.partition("~")[0].strip():
         raise FormulaError(f"formula {text!r}: write outcome ~ predictors, as in 'y ~ x + (1 | g)'")
     try:
-        tokens, double = _single_pipes(scan(text).scan())
+        tokens, double = _single_pipes(scan(translate(text)).scan())
         parser = parse_tokens(tokens)
         tree = parser.parse()
         if not parser.at_end():
-            raise FormulaError(f"formula {text!r} cannot be read from {parser.peek().lexeme!r} on")
+            where = parser.peek().lexeme
+            remedy = ": write a group in parentheses, as in (x | g)" * (where == "|")
+            raise FormulaError(f"formula {text!r} cannot be read from {where!r} on{remedy}")
+        _check_powers(tree)
         _as_proportion(tree)
         model = resolve(tree).resolve()
         groups = [group for pipe in _pipes(tree.right) for group in _groups(pipe, double)]
@@ -138,11 +142,25 @@ def _as_proportion(tree: Any) -> None:
         return
     call = left.right
     if not isinstance(call, Call) or call.callee.name.lexeme != "trials" or len(call.args) != 1:
+        name = call.callee.name.lexeme if isinstance(call, Call) else ""
+        remedy = REMEDIES.get(name, "write an exposure as offset(log(n))")
         raise FormulaError(
-            "after the outcome only | trials(n) is supported, for the binomial family; write an exposure as "
-            "offset(log(n))"
+            f"after the outcome only | trials(n) is supported, for the binomial family: {remedy}"
         )
     tree.left = Call(Variable(Token("IDENTIFIER", "p")), [left.left, call.args[0]])
+
+
+def _check_powers(tree: Any) -> None:
+    """Raise FormulaError for the power of a column: a power of terms crosses them, and x crossed with x is x."""
+    power = getattr(getattr(tree, "operator", None), "kind", None) == "STAR_STAR"
+    if power and hasattr(tree.left, "name"):
+        name, exponent = tree.left.name.lexeme, tree.right.value
+        raise FormulaError(
+            f"{name}**{exponent} crosses {name} with itself, which is {name}: write I({name}**{exponent}) for a power"
+        )
+    for part in ("expression", "left", "right"):
+        if hasattr(tree, part):
+            _check_powers(getattr(tree, part))
 
 
 def _pipes(tree: Any) -> Iterator[Any]:
@@ -193,9 +211,8 @@ def _check(terms: Terms) -> None:
     for group in terms.groups:
         for component in group.terms[0].factor.components:
             if hasattr(component, "call"):
-                raise FormulaError(
-                    f"a group's factor is a column, not {component.name}: store it as a column first"
-                )
+                remedy = REMEDIES.get(component.call.callee, "store it as a column first")
+                raise FormulaError(f"a group's factor is a column, not {component.name}: {remedy}")
 
 
 def calls(component: Any) -> Iterator[Any]:
@@ -217,10 +234,13 @@ def _check_call(call: Any, name: str) -> None:
             )
         return
     if not (callee in _OWN or callee in _OF_R or _is_elementwise(callee)):
+        remedy = REMEDIES.get(
+            callee,
+            "store its values as a column first; supported are elementwise functions of numpy (np.log, np.sqrt, ...), "
+            "I, C, offset, center and scale",
+        )
         raise FormulaError(
-            f"{name}: {callee}() is not a supported function of single rows, and no place has all rows. Store its "
-            "values as a column first; supported are elementwise functions of numpy (np.log, np.sqrt, ...), I, C, "
-            "offset, center and scale"
+            f"{name}: {callee}() is not a supported function of single rows, and no place has all rows: {remedy}"
         )
 
 

@@ -8,7 +8,7 @@ import pyro.distributions as dist
 import pytest
 
 import bayesfed as bf
-from bayesfed import datasets
+from bayesfed import datasets, models
 
 YEARS = np.random.default_rng(0).integers(1990, 2021, (4, 9)).astype(float)
 DOLLARS = np.random.default_rng(1).lognormal(10.5, 0.5, (4, 9))
@@ -85,7 +85,18 @@ def test_wild_units_are_named(name):
         assert what in message and "(x - mean) / sd" in message
 
 
+def test_positive_outcomes_are_divided_by_their_mean():
+    """A standardised time would be negative."""
+    times = 365 * np.random.default_rng(3).weibull(1.5, (4, 9))
+    (message,) = warnings_of(models.weibull_survival, federation(x=Y[:, :, None], time=times))
+    assert "'time' is about" in message and "Give it in a unit near its mean" in message
+
+
 TAME = {
+    "times in years": (
+        models.weibull_survival,
+        federation(x=Y[:, :, None], time=np.random.default_rng(3).weibull(1.5, (4, 9))),
+    ),
     "standardised": (
         linear(first),
         datasets.standardise(federation(x=YEARS, y=Y), ["x"])[0],

@@ -144,6 +144,13 @@ def test_it_is_the_posterior_predictive_of_old_and_new_clients(folder, capsys):
         assert found["3 %"][row] == pytest.approx(mean + x - 1.881 * sd, abs=0.35)
 
 
+def test_rows_without_the_column_of_the_outcome_are_those_with_an_empty_one(folder, capsys):
+    without = predicted(folder, capsys, "ward,x\nb,10\nnobody,0\n")
+    pd.testing.assert_frame_equal(
+        without, predicted(folder, capsys, "ward,x,y\nb,10,\nnobody,0,\n")
+    )
+
+
 def test_it_is_the_posterior_of_old_and_new_clients(folder, capsys):
     found = predicted(folder, capsys, MIXED, "--variables").set_index("client")
     assert set(found["variable"]) == {"a"} and "row" not in found
@@ -262,7 +269,7 @@ def test_questions_change_no_fit(folder, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "more", "said"),
     [
-        ("ward,x\na,1\n", (), "no column 'y'"),
+        ("ward,y\na,1\n", (), "no column 'x'"),
         ("ward,x,y\na,,1\n", (), "there is no prediction of y for client 'a'"),
         ("ward,x,y\na,one,1\n", (), "field 'x' is categorical or text"),
         ("ward,x,y\n,1,1\n", (), "has no client"),

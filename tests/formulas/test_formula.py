@@ -250,17 +250,98 @@ def test_variables_with_a_users_prior_are_in_the_datas_units(frame):
     text = "y ~ x + kind + (1 + x | hospital)"
     model = bf.formula(text, frame, priors=priors)
     nodes = traced(model)
-    assert nodes["kind[c]"]["fn"].scale == 2.0
+    assert nodes["_prior|kind[c]"]["fn"].scale == 2.0
     assert nodes["_intercept"]["fn"].loc == 100.0
-    assert nodes["sigma"]["fn"].scale == 5.0
-    assert nodes["1|hospital_sigma"]["fn"].scale == 1.0
-    assert "kind[c]" not in bf.fit(model, model.federation, rounds=1).program.derived
+    assert nodes["_prior|sigma"]["fn"].scale == 5.0
+    assert nodes["_prior|1|hospital_sigma"]["fn"].scale == 1.0
     pooled = pd.concat([frame[frame.hospital == name] for name in model.federation.names])
     slope = bf.formula(text, frame, priors={"x|hospital_sigma": dist.HalfNormal(2.0)})
-    assert traced(slope)["x|hospital_sigma"]["fn"].scale == 2.0
+    assert traced(slope)["_prior|x|hospital_sigma"]["fn"].scale == 2.0
     order = [model.federation.names.index(name) for name in sorted(model.federation.names)]
     total = expected(text, pooled, nodes, {"hospital": order})
     np.testing.assert_allclose(flat(model, nodes["y"]["fn"].loc), total, rtol=1e-4, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "priors",
+    [
+        {},
+        {
+            "x": dist.Normal(0.0, 1.0),
+            "sigma": dist.HalfNormal(5.0),
+            "1|hospital_sigma": dist.HalfCauchy(1.0),
+        },
+    ],
+    ids=["default", "own"],
+)
+def test_results_have_the_same_names_under_every_prior(frame, priors):
+    """A loop over priors reads the same quantities from each fit."""
+    model = bf.formula("y ~ x + (1 + x | hospital)", frame, priors=priors)
+    posterior = bf.fit(model, model.federation, rounds=1)
+    assert set(posterior.derived(num_samples=2)) == {
+        *("Intercept", "x", "sigma", "1|hospital", "x|hospital"),
+        *("1|hospital_sigma", "x|hospital_sigma", "cor(1, x)|hospital"),
+    }
+    assert all(name.startswith("_") for name in posterior.sample(2))
+
+
+def test_parameters_of_a_family_are_derived_quantities_on_every_scale(frame):
+    model = bf.formula("count ~ x + (1 | hospital)", frame, family="negative_binomial")
+    assert "alpha" in bf.fit(model, model.federation, rounds=1).derived(num_samples=2)
+
+
+TRANSLATED = {
+    "y ~ I(x^2) + (1 | hospital)": "y ~ I(x**2) + (1 | hospital)",
+    "y ~ (x + z)^2 + (1 | hospital)": "y ~ x*z + (1 | hospital)",
+    "y ~ factor(item) + (1 | hospital)": "y ~ C(item) + (1 | hospital)",
+    "y ~ as.factor(item) + (1 | hospital)": "y ~ C(item) + (1 | hospital)",
+    "y ~ x + (1 |p| hospital)": "y ~ x + (1 | hospital)",
+    "y ~ x + (0 + x |p| hospital)": "y ~ x + (0 + x | hospital)",
+    "y ~ x + (1 + x |p| hospital)": "y ~ x + (1 + x | hospital)",
+}
+
+
+@pytest.mark.parametrize("text", TRANSLATED)
+def test_notation_of_r_with_one_meaning_is_translated(frame, text):
+    found, meant = bf.formula(text, frame), bf.formula(TRANSLATED[text], frame)
+    assert found.source.split('"""')[2] == meant.source.split('"""')[2]
+    assert torch.equal(found.federation["X"], meant.federation["X"])
+
+
+def test_successes_and_failures_of_r_are_a_proportion(frame):
+    text = "cbind(s, n - s) ~ x + (1 | hospital)"
+    found = bf.formula(text, frame, family="binomial")
+    meant = bf.formula("p(s, n) ~ x + (1 | hospital)", frame, family="binomial")
+    assert torch.equal(found.federation["trials"], meant.federation["trials"])
+
+
+def test_quoted_levels_are_not_translated(frame):
+    kinds = frame.kind.replace({"b": "b^2"})
+    model = bf.formula(
+        'kind["b^2"] ~ x + (1 | hospital)', frame.assign(kind=kinds), family="bernoulli"
+    )
+    assert torch.equal(model.federation["kind"].sum(), torch.tensor((frame.kind == "b").sum()))
+
+
+def test_zeros_and_ones_under_a_gaussian_are_warned_of(frame):
+    with pytest.warns(UserWarning, match="'male' is 0 or 1 in all rows.*family='bernoulli'"):
+        bf.formula("male ~ x + (1 | hospital)", frame)
+    with pytest.raises(ValueError, match="for outcomes of 0 and 1 take 'bernoulli'"):
+        bf.formula("male ~ x + (1 | hospital)", frame, family="binomial")
+
+
+def test_levels_that_would_leave_a_client_are_warned_of(frame):
+    dates = pd.Series(pd.date_range("2020-01-01", periods=len(frame)).strftime("%d.%m.%Y"))
+    with pytest.warns(
+        UserWarning, match="'date' has 90 levels, .* and 90 of them occur at one client only"
+    ):
+        bf.formula("y ~ x + date + (1 | hospital)", frame.assign(date=dates))
+
+
+def test_frames_may_keep_the_column_of_their_client(frame):
+    frames = {name: rows for name, rows in frame.groupby("hospital", sort=False)}
+    text = "y ~ x + (1 | hospital)"
+    assert bf.formula(text, frames).source == bf.formula(text, frame).source
 
 
 def test_frames_of_the_clients_own_give_the_same_as_one(frame):
@@ -329,10 +410,26 @@ REFUSED = {
     "~ x": "write outcome ~ predictors",
     "y ~ x + (1 | hospital": r"cannot be read: Expect '\)'",
     "y ~ x) + z": r"cannot be read from '\)' on",
-    "y / n ~ x": "the outcome is one column",
-    "y | weights(n) ~ x": r"only \| trials\(n\) is supported",
+    "y / n ~ x": r"write p\(a, n\) or a \| trials\(n\)",
+    "y | weights(n) ~ x": r"only \| trials\(n\) is supported.*repeat each row",
+    "y | rate(n) ~ x": r"add offset\(log\(n\)\)",
+    "y | cens(n) ~ x": "models.weibull_survival or models.Cox",
+    "bf(y ~ x, sigma ~ z)": "a formula has one part",
+    "y ~ x + (1 | hospital), sigma ~ z": "a formula has one part",
+    "y ~ . + (1 | hospital)": "write the names of the columns in place of the dot",
+    "y ~ x %in% kind": "write x:kind",
+    "y ~ scale(x)[, 1]": "functions here return one column",
+    "y ~ x | hospital": r"write a group in parentheses, as in \(x \| g\)",
+    "y ~ x^2": r"x\*\*2 crosses x with itself, which is x: write I\(x\*\*2\)",
+    "y ~ mo(item)": r"write C\(level\)",
+    "y ~ s(x, k = 5)": "store the columns of the basis",
+    "y ~ Error(hospital)": r"write \(1 \| g\)",
+    "y ~ (1 | mm(item, ward))": "a group is one column",
+    "y ~ (1 |p| hospital) + (0 + x |p| hospital)": "two terms with one id are correlated",
+    "factor(kind) ~ x": "name the level that is 1",
+    "cbind(s, n) ~ x": r"write y \| trials\(n\)",
     "y ~ bs(x, df=4)": r"bs\(\) is not a supported function of single rows",
-    "y ~ poly(x, 2)": r"poly\(\) is not a supported function of single rows",
+    "y ~ poly(x, 2)": r"poly\(\) is not .* write x \+ I\(x\*\*2\)",
     "y ~ I(x - np.mean(x))": r"np.mean\(\) is not a supported function of single rows",
     "y ~ C(np.round(x))": r"C\(\) takes a column",
     "scale(y) ~ x": "write the outcome itself",
@@ -366,6 +463,8 @@ def test_settings_that_do_not_fit_are_refused(frame):
     text = "y ~ x + (1 | hospital)"
     with pytest.raises(ValueError, match="no family 'gausian': there are gaussian"):
         bf.formula(text, frame, family="gausian")
+    with pytest.raises(ValueError, match=r"no family 'cumulative'.*models\.OrderedLogistic"):
+        bf.formula(text, frame, family="cumulative")
     with pytest.raises(
         ValueError, match="priors has 'z', which the model does not have: it has Intercept, x"
     ):

@@ -85,6 +85,9 @@ def test_a_run_that_is_stopped_goes_on(number, tmp_path, every_round):
 
 def test_a_run_that_is_written_rarely_goes_on_too(tmp_path, monkeypatch):
     monkeypatch.setattr(run_file, "_SHARE", 1e-9)  # after the first round, and never again
+    monkeypatch.setattr(
+        "bayesfed.fitting.save", lambda run, due: None
+    )  # a kill, which saves nothing
     path = tmp_path / "run.safetensors"
     with pytest.raises(Stopped):
         fit("PFedVEM", path, until(2))
@@ -320,6 +323,14 @@ def test_another_call_does_not_go_on(tmp_path):
         fit("SFVI", path, seed=1)
     with pytest.raises(ValueError, match=r"is a run with algorithm"):
         fit("PVI", path)
+    with pytest.raises(
+        ValueError, match=r"with algorithm\.[\w.]*personal_steps 3, this one has 4:"
+    ):
+        for steps in (3, 4):
+            algorithm = bf.FedAvg(personal_steps=steps)
+            bf.fit(
+                CASES["PFedVEM"]()[1], federation(), algorithm, rounds=1, resume=tmp_path / "steps"
+            )
     with pytest.raises(ValueError, match=r"is a run with privacy null"):
         fit("SFVI", path, privacy=bf.Privacy(clip=1.0))
     other = tmp_path / "posterior.safetensors"

@@ -41,7 +41,7 @@ def test_log_joint_by_hand(log_joint):
         for t, e, event in zip(times, eta, events, strict=True)
     )
     expected = (
-        norm(0, 2).logpdf(np.log(hazards)).sum()
+        norm(-math.log(1.25), 2).logpdf(np.log(hazards)).sum()  # 1.25 is the median of the cuts
         + halfnorm(0, 1).logpdf(0.75)  # tau
         + norm(0, 1).logpdf(0.4)  # beta
         + norm(0, 0.75).logpdf([1.2, -0.3]).sum()  # alpha
@@ -60,6 +60,22 @@ def test_log_joint_by_hand(log_joint):
         "alpha": torch.tensor([[1.2], [-0.3]]),
     }
     assert log_joint(models.Cox(CUTS), federation, values) == pytest.approx(expected, abs=1e-8)
+
+
+def test_the_unit_of_time_does_not_matter(log_joint):
+    """In days all hazards are 365 times smaller, and the density of a time is that in years over 365."""
+    found = []
+    for unit in (1.0, 365.0):
+        rows = {"x": [[1.0], [0.5]], "time": [0.4 * unit, 1.9 * unit], "event": [1, 0]}
+        values = {
+            "log_hazard": torch.tensor([-1.0, 0.3, 0.1]) - math.log(unit),
+            "tau": torch.tensor(0.75),
+            "beta": torch.tensor([0.4]),
+            "alpha": torch.tensor([[1.2]]),
+        }
+        model = models.Cox([0.5 * unit, 1.0 * unit])
+        found.append(log_joint(model, Federation.from_arrays({"A": rows}), values))
+    assert found[0] - found[1] == pytest.approx(math.log(365.0), abs=1e-9)
 
 
 def most_likely(frame, cuts, predictors):

@@ -1,0 +1,73 @@
+"""The notation of R's formulas: what can mean only one thing is translated, and all else has a remedy."""
+
+from __future__ import annotations
+
+import re
+
+_SPLINE = "store the columns of the basis in the data, computed with the same knots everywhere, and add them"
+_IN_PYRO = "write the model in Pyro"
+REMEDIES = {
+    # behind the outcome
+    "se": f"{_IN_PYRO}, with the known standard errors as the scale of the outcome's distribution",
+    "cens": "take models.weibull_survival or models.Cox for censored times",
+    "trunc": f"{_IN_PYRO}, with a truncated distribution of the outcome",
+    "weights": "repeat each row as often as its weight says",
+    "rate": "add offset(log(n))",
+    "mi": "leave out the rows in which the outcome is missing",
+    # terms
+    "mo": "write C(level) for an effect of each level",
+    "cs": "ordinal outcomes have no formula: take models.OrderedLogistic",
+    "me": f"{_IN_PYRO}, with the measured covariate as an observation of the true one",
+    "gp": "take models.GaussianProcess",
+    **dict.fromkeys(("s", "t2", "te", "ti", "bs", "ns", "cr"), _SPLINE),
+    "poly": "write x + I(x**2)",
+    **dict.fromkeys(
+        ("ar", "ma", "arma", "lag", "car", "sar"), "store the lagged values as a column"
+    ),
+    **dict.fromkeys(("Error", "random", "re"), "write (1 | g)"),
+    **dict.fromkeys(("gr", "mm"), f"a group is one column, as in (1 | g); else {_IN_PYRO}"),
+    # outcomes
+    **dict.fromkeys(("mvbind", "mvbf"), "fit one outcome after the other"),
+    "cbind": "write y | trials(n), with the number of trials in a column, and family='binomial'",
+}
+"""Function of R, brms, lme4 or mgcv to what to write instead."""
+_TRANSLATIONS = {
+    r"\|\s*[^\W\d]\w*\s*\|": "|",  # (1 |id| g): an id matters only where two terms have it
+    r"\b(?:as\.)?factor\(": "C(",
+    r"\^": "**",
+    r"^\s*cbind\(\s*(\w+)\s*,\s*(\w+)\s*-\s*\1\s*\)": r"p(\1, \2)",
+}
+_REFUSALS = {
+    r"^\s*(bf|brmsformula)\(|\)\s*,": "a formula has one part: predictors of sigma or of other parameters have no "
+    f"formula; {_IN_PYRO}",
+    r"%\w*%": "write x:kind for an interaction and (1 | g/h) for nested groups",
+    r"[~+(]\s*\.\s*([-+|)]|$)": "write the names of the columns in place of the dot",
+    r"\)\s*\[": "leave [, 1] out: functions here return one column",
+    r"^\s*\w+\s*/\s*\w+\s*~": "write p(a, n) or a | trials(n) for a successes of n trials, with family='binomial'",
+    r"^\s*(as\.)?factor\(": "name the level that is 1, as in kind[\"yes\"] ~ x, with family='bernoulli'",
+    r"\|\s*([^\W\d]\w*)\s*\|.*\|\s*\1\s*\|": "two terms with one id are correlated: write one, as in (1 + x | g)",
+}
+
+
+def translate(text: str) -> str:
+    """Return a formula with the habits of R translated; quoted levels are left as they are.
+
+    Raises:
+        ValueError: something has no counterpart; the message says what to write instead.
+
+    Example:
+        >>> from bayesfed.formulas.habits import translate
+        >>> translate("cbind(a, n - a) ~ as.factor(kind) + I(x^2) + (1 |p| g)")
+        'p(a, n) ~ C(kind) + I(x**2) + (1 | g)'
+        >>> translate("y ~ x %in% g")
+        Traceback (most recent call last):
+        ValueError: write x:kind for an interaction and (1 | g/h) for nested groups
+    """
+    parts = re.split(r"""("[^"]*"|'[^']*'|`[^`]*`)""", text)  # every second part is quoted
+    plain = "".join(parts[::2])
+    for pattern, remedy in _REFUSALS.items():
+        if re.search(pattern, plain):
+            raise ValueError(remedy)
+    for pattern, written in _TRANSLATIONS.items():
+        parts[::2] = [re.sub(pattern, written, part) for part in parts[::2]]
+    return "".join(parts)
