@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfed.data.columns import check_columns
+from bayesfed.data.columns import check_columns, client_name
 from bayesfed.data.ingest import Missing, check_missing, check_precision, warn_dropped
 from bayesfed.data.optional import import_optional
 
@@ -101,7 +101,7 @@ def read_table(
             f"row {row} has no client: column {client!r} is missing there. Name its client or drop the row"
         )
     codes = torch.from_numpy(np.array(owners.indices, dtype=np.int64))
-    names = tuple(str(name) for name in owners.dictionary.to_pylist())
+    names = tuple(map(client_name, owners.dictionary.to_pylist()))
     chunks = {name: [c for c in table[name].chunks if len(c)] for name in wanted}
     parts = {name: [_numbers(name, c) for c in found] for name, found in chunks.items()}
     keep = torch.ones(len(codes), dtype=torch.bool)

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from bayesfed.data.arrow import Column, read_table
 from bayesfed.data.batch import Batch, Fields
 from bayesfed.data.columns import UnknownName
 from bayesfed.data.ingest import (
+    Empty,
     Missing,
     check_clients,
     read_arrays,
@@ -70,17 +70,19 @@ class Federation:
     @classmethod
     def from_frame(
         cls,
-        frame: pd.DataFrame,
+        frame: Any,
         *,
-        client: str,
-        fields: Sequence[str] | Mapping[str, str | Sequence[str]] | None = None,
+        client: Any,
+        fields: Sequence[Any] | Mapping[str, Any] | None = None,
         missing: Missing = "fail",
     ) -> Federation:
         """Make one client per value of the column ``client``, in order of first appearance.
 
         Args:
-            frame: one row per observation.
-            client: the column that names the client of each row.
+            frame: one row per observation: a frame of pandas or polars, an Arrow table, or a mapping from column to
+                values. Columns may hold numbers of any type that pandas has, or lists of numbers of one length.
+            client: the column that names the client of each row, or a level of the index. Numbers become names, 1 and
+                1.0 the name ``"1"``.
             fields: numeric columns to keep; by default all columns but ``client``. A mapping renames: ``{"y":
                 "log_radon", "x": ["floor", "uranium"]}`` makes a number ``y`` and a vector ``x`` per row.
             missing: treatment of rows that hold a NaN: ``"fail"``, ``"drop"`` or ``"keep"``. A missing outcome that is
@@ -88,8 +90,9 @@ class Federation:
 
         Raises:
             KeyError: a column does not exist.
-            ValueError: a row has no client; a NaN under ``missing="fail"``; a client has no rows left.
-            TypeError: a field is categorical, text or a date.
+            ValueError: a row has no client; a NaN under ``missing="fail"``; a client has no rows left; two
+                columns or two clients have one name.
+            TypeError: a field is categorical, text or a date; ``frame`` is no table.
 
         Example:
             >>> import bayesfed as bf, pandas as pd
@@ -97,7 +100,7 @@ class Federation:
             >>> bf.Federation.from_frame(frame, client="county", fields=["log_radon"]).names
             ('A', 'B')
         """
-        return cls._build(*read_frame(frame, client, fields), client, missing)
+        return cls._build(*read_frame(frame, client, fields), str(client), missing)
 
     @classmethod
     def from_arrays(
@@ -127,6 +130,7 @@ class Federation:
         *,
         fields: Sequence[str] | None = None,
         missing: Missing = "fail",
+        empty: Empty = "fail",
     ) -> Federation:
         """Make one client per partition of a Hugging Face dataset, split by a flwr-datasets partitioner.
 
@@ -135,10 +139,11 @@ class Federation:
             partitioner: one of ``flwr_datasets.partitioner`` (Dirichlet, shard, natural id, ...), not yet bound.
             fields: columns to keep; by default all of them.
             missing: see :meth:`from_frame`.
+            empty: treatment of partitions without rows: ``"fail"``, or ``"drop"`` leaves them out with a warning.
 
         Clients are named by the partitioner's natural ids if it has them, otherwise by number.
         """
-        clients, client_dim = read_partitions(dataset, partitioner, fields)
+        clients, client_dim = read_partitions(dataset, partitioner, fields, empty == "drop")
         return cls.from_arrays(clients, client_dim=client_dim, missing=missing)
 
     @classmethod
@@ -242,7 +247,7 @@ class Federation:
 
     def _stored(self, field: str) -> Tensor | Column:
         fields: Any = self.fields
-        return Fields(fields)[field]
+        return Fields(fields)[str(field)]
 
     def __repr__(self) -> str:
         shortest, longest = int(self.lengths.min()), int(self.lengths.max())

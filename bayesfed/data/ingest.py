@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -11,24 +11,29 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from bayesfed.data.columns import UnknownName, check_columns
+from bayesfed.data.columns import UnknownName, check_columns, client_name, to_pandas
 
 Missing = Literal["fail", "drop", "keep"]
 """Treatment of missing numbers."""
+Empty = Literal["fail", "drop"]
+"""Treatment of partitions without rows."""
 Stored = tuple[dict[str, Tensor], np.ndarray, tuple[str, ...]]
 """Field name to ``(rows, *event)``, client by client; the offsets of the clients' rows, ``(N + 1,)``; the N names."""
 
 
 def read_frame(
-    frame: pd.DataFrame,
-    client: str,
-    fields: Sequence[str] | Mapping[str, str | Sequence[str]] | None,
+    frame: Any,
+    client: Hashable,
+    fields: Sequence[Any] | Mapping[str, Any] | None,
 ) -> Stored:
     """Read the rows of a data frame, sorted by client; see :meth:`bayesfed.Federation.from_frame`."""
+    frame = to_pandas(frame)
+    if client in frame.index.names and client not in frame.columns:
+        frame = frame.reset_index(client)
     if fields is None:
         fields = [c for c in frame.columns if c != client]
     sources = fields if isinstance(fields, Mapping) else {name: name for name in fields}
-    wanted = [c for s in sources.values() for c in ([s] if isinstance(s, str) else s)]
+    wanted = [c for s in sources.values() for c in (s if isinstance(s, list | tuple) else [s])]
     check_columns("frame", [client, *wanted], frame.columns)
     nameless = frame[client].isna().to_numpy()
     if nameless.any():
@@ -41,10 +46,12 @@ def read_frame(
     offsets = np.concatenate([[0], np.bincount(codes, minlength=len(names)).cumsum()])
     tensors = {c: to_tensor(c, frame[c].iloc[order].array, str(names[0])) for c in wanted}
     columns = {
-        name: tensors[s] if isinstance(s, str) else torch.stack([tensors[c] for c in s], -1)
+        str(name): torch.stack([tensors[c] for c in s], -1)
+        if isinstance(s, list | tuple)
+        else tensors[s]
         for name, s in sources.items()
     }
-    return columns, offsets, tuple(map(str, names))
+    return columns, offsets, tuple(map(client_name, names))
 
 
 def read_arrays(clients: Mapping[str, Mapping[str, Any]]) -> Stored:
@@ -61,6 +68,8 @@ def read_arrays(clients: Mapping[str, Mapping[str, Any]]) -> Stored:
     per_client: dict[str, list[Tensor]] = {field: [] for field in expected}
     lengths = []
     for name, arrays in clients.items():
+        if not isinstance(arrays, Mapping | pd.DataFrame):
+            arrays = to_pandas(arrays)
         for field in set(expected) ^ set(arrays):
             lacking = name if field in expected else names[0]
             raise UnknownName(f"client {lacking!r} has no field {field!r}, other clients have it")
@@ -82,25 +91,35 @@ def read_arrays(clients: Mapping[str, Mapping[str, Any]]) -> Stored:
                     f"client {name!r}: field {field!r} has rows of shape {tuple(part.shape[1:])}, "
                     f"those of client {names[0]!r} have {tuple(parts[0].shape[1:])}"
                 )
-    columns = {field: torch.cat(parts) for field, parts in per_client.items()}
+    columns = {str(field): torch.cat(parts) for field, parts in per_client.items()}
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return columns, offsets, tuple(map(str, names))
+    return columns, offsets, tuple(map(client_name, names))
 
 
 def read_partitions(
-    dataset: Any, partitioner: Any, fields: Sequence[str] | None
+    dataset: Any, partitioner: Any, fields: Sequence[str] | None, drop_empty: bool
 ) -> tuple[dict[str, dict[str, Any]], str]:
     """Read each partition's arrays by name, and the partitioning column; see :meth:`Federation.from_partitioner`."""
     partitioner.dataset = dataset
     ids: Mapping[int, Any] = {}
-    clients = {}
+    clients, empty = {}, []
     for number in range(partitioner.num_partitions):
         rows = partitioner.load_partition(number).with_format("numpy")
         wanted = rows.column_names if fields is None else fields
         check_columns("dataset", wanted, rows.column_names)
         # the first load creates the mapping
         ids = getattr(partitioner, "partition_id_to_natural_id", None) or {}
-        clients[str(ids.get(number, number))] = {field: rows[field][:] for field in wanted}
+        name = client_name(ids.get(number, number))
+        if drop_empty and not len(rows):
+            empty.append(name)
+            continue
+        clients[name] = {field: rows[field][:] for field in wanted}
+    if empty:
+        warnings.warn(
+            f"{len(empty)} of {partitioner.num_partitions} partitions have no rows and are left out: "
+            f"{', '.join(map(repr, empty[:5]))}{', ...' if len(empty) > 5 else ''}",
+            stacklevel=3,
+        )
     column = getattr(partitioner, "_partition_by", None) if ids else None
     return clients, column or "client"
 
@@ -115,7 +134,8 @@ def check_clients(fields: Mapping[str, Any], offsets: Tensor, names: Sequence[st
     empty = (offsets.diff() <= 0).nonzero().flatten().tolist()
     if empty:
         raise ValueError(
-            f"client {names[empty[0]]!r} is empty (no rows): leave it out of the federation"
+            f"client {names[empty[0]]!r} is empty (no rows): leave it out of the federation, a partition "
+            "with empty='drop'"
         )
     rows = int(offsets[-1])
     for name, value in fields.items():
@@ -136,6 +156,8 @@ def to_tensor(field: str, values: Any, client: str) -> Tensor:
     if isinstance(values, Tensor):
         return values.detach()
     array = np.asarray(values)
+    if array.dtype == object and array.size and all(np.ndim(value) for value in array):
+        array = _stacked_rows(field, array, client)
     dtype = getattr(values, "dtype", None)
     categorical = isinstance(dtype, pd.CategoricalDtype)
     if array.dtype == object or categorical:
@@ -160,6 +182,16 @@ def to_tensor(field: str, values: Any, client: str) -> Tensor:
     tensor = torch.from_numpy(np.array(array))
     check_precision(field, tensor, f"client {client!r}")
     return tensor.to(torch.get_default_dtype())
+
+
+def _stacked_rows(field: str, rows: np.ndarray, client: str) -> np.ndarray:
+    """Stack the lists of numbers in the cells of a column."""
+    shapes = {np.shape(row) for row in rows}
+    if len(shapes) > 1:
+        raise TypeError(
+            f"field {field!r} holds lists of different lengths (client {client!r}): all rows of a field have one shape"
+        )
+    return np.stack([np.asarray(row) for row in rows])
 
 
 def check_precision(field: str, values: Tensor, where: str) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from bayesfed.data.batch import Batch
-from bayesfed.data.columns import check_columns
+from bayesfed.data.columns import check_columns, client_name, to_pandas
 from bayesfed.data.federation import Federation, Model
 from bayesfed.data.standardise import moments
 from bayesfed.formulas.agreement import agree
@@ -92,7 +92,7 @@ class Formula:
         exprs = self.coding.expressions(group)
         return [n for e in exprs for n in (["1"] if e.kind == "intercept" else e.labels)]
 
-    def encode(self, data: pd.DataFrame | Mapping[str, pd.DataFrame]) -> Federation:
+    def encode(self, data: Any) -> Federation:
         """Encode other rows, of the same or other clients, with the agreed coding, to predict or to personalise.
 
         Args:
@@ -101,13 +101,12 @@ class Formula:
         Raises:
             FormulaError: a column is absent, has missing values, or has a level that no client had at the agreement.
         """
-        clients = _clients(data, self.coding.client)
-        return _federation(self.coding, clients)
+        return _federation(self.coding, _clients(_frames(data), self.coding.client))
 
 
 def formula(
     text: str,
-    data: pd.DataFrame | Mapping[str, pd.DataFrame],
+    data: Any,
     *,
     client: str | None = None,
     family: str = "gaussian",
@@ -140,7 +139,8 @@ def formula(
 
     Args:
         text: the formula.
-        data: a frame with one row per observation and a column that names the client; or client's name to frame.
+        data: a frame with one row per observation and a column that names the client; or client's name to frame. Frames
+            are of pandas or polars, or Arrow tables.
         client: the column that names the client, or, if ``data`` is a mapping, the clients' name in the formula; by
             default the only grouping factor.
         family: ``"gaussian"``, ``"student_t"``, ``"bernoulli"``, ``"binomial"``, ``"beta"``, ``"poisson"``,
@@ -170,7 +170,7 @@ def formula(
         ['1|site', '1|site_sigma', 'Intercept', 'sigma', 'x']
     """
     text, family, priors = " ".join(text.split()), family_of(family), dict(priors or {})
-    terms = parse(text)
+    terms, data = parse(text), _frames(data)
     client = _client_of(terms, data, client)
     clients = _clients(data, client)
     coding = agree(terms, clients, client)
@@ -194,6 +194,13 @@ def formula(
     title = f"{text}, {family}."
     program = program_code(title, FAMILIES[family], outcome, common, groups, code)
     return Formula(text, family, program, federation, coding)
+
+
+def _frames(data: Any) -> pd.DataFrame | dict[str, pd.DataFrame]:
+    """Return the data as a frame of pandas, or as one for each client."""
+    if isinstance(data, Mapping):
+        return {client_name(name): to_pandas(rows) for name, rows in data.items()}
+    return to_pandas(data)
 
 
 def _client_of(
@@ -222,7 +229,7 @@ def _clients(
 ) -> dict[str, pd.DataFrame]:
     """Return each client's rows, with its name as a column."""
     if not isinstance(data, pd.DataFrame):
-        return {str(name): rows.assign(**{client: str(name)}) for name, rows in data.items()}
+        return {name: rows.assign(**{client: name}) for name, rows in data.items()}
     check_columns("frame", [client], data.columns)
     nameless = data[client].isna().to_numpy()
     if nameless.any():
@@ -230,7 +237,7 @@ def _clients(
             f"row {data.index[nameless.argmax()]} has no client: {client!r} is missing there"
         )
     found = data.groupby(client, sort=False, observed=True)
-    return {str(name): rows for name, rows in found}
+    return {client_name(name): rows for name, rows in found}
 
 
 def _federation(coding: Coding, clients: Mapping[str, pd.DataFrame]) -> Federation:

@@ -52,11 +52,15 @@ def to_arviz(
         - ``sample_stats``: ``log_p`` and ``log_q`` of each draw, log p(D, θ, w) and log q(θ, w), if the draws have a
           density: not for point estimates, particles, or a corrected posterior (attribute ``corrected``);
         - ``prior``, ``prior_predictive``: draws of the model, with its parameters as they were fitted;
-        - ``params``: the model's ``pyro.param``, constrained, in a group of their own since they have no draws;
-        - ``observed_data``, ``constant_data``, ``history`` (per round).
+        - ``params``: the model's ``pyro.param``, constrained, in a group of their own since they have no draws (per
+          chain);
+        - ``observed_data``, ``constant_data``, ``history`` (per chain and round).
 
-        Dims are ``chain``, ``draw``, ``client``, ``observation`` (with the coordinate ``observation_client``),
-        ``round`` and ``<site>_dim_<j>``. If outcomes of a site are missing, those that are observed have the dim
+        All groups but the data have the dim ``chain``, so that ``az.concat(one, other, dim="chain")`` joins fits.
+
+        Dims are ``chain``, ``draw``, ``client``, ``observation``, ``round`` and ``<site>_dim_<j>``. The data have
+        the coordinate ``observation_client``. A slash in a name is replaced by a colon, since netCDF
+        cannot store it. If outcomes of a site are missing, those that are observed have the dim
         ``<site>_observed`` in all groups, and the others are in ``predictions``, dim ``<site>_missing``. The log
         likelihoods of a Gaussian process are those of all rows of a client together; there are no predictions if the
         rows of a client are one event that is not multivariate Normal.
@@ -126,11 +130,17 @@ def to_arviz(
         "observed_data": {n: _labelled(n, v, data_dims[n]) for n, v in observed.items()},
         "constant_data": covariates,
         "params": params,
-        "history": {n: _labelled(n, v, ("round",)) for n, v in fitted.history.items()},
+        "history": {
+            n: _labelled(n, v[None], ("chain", "round")) for n, v in fitted.history.items()
+        },
     }
     attrs = _attributes(fitted, khat, caveat)
     return product(
-        {name: _dataset(arrays, axes, fitted, attrs) for name, arrays in groups.items() if arrays}
+        {
+            name: _dataset(arrays, axes, fitted, attrs, owners="data" in name)
+            for name, arrays in groups.items()
+            if arrays
+        }
     )
 
 
@@ -164,9 +174,17 @@ def _attributes(fitted: Fitted, khat: float | None, caveat: str) -> dict[str, An
 
 
 def _dataset(
-    arrays: Arrays, axes: Mapping[str, np.ndarray], fitted: Fitted, attrs: Mapping[str, Any]
+    arrays: Arrays,
+    axes: Mapping[str, np.ndarray],
+    fitted: Fitted,
+    attrs: Mapping[str, Any],
+    *,
+    owners: bool,
 ) -> xr.Dataset:
-    """Add coordinates to arrays; ``axes`` holds the row numbers of the dims that are rows."""
+    """Add coordinates to arrays; ``axes`` holds the row numbers of the dims that are rows, ``owners`` adds the clients.
+
+    ArviZ's ``to_dataframe`` makes columns of every coordinate.
+    """
     federation = fitted.federation
     used = {
         dim: size
@@ -181,8 +199,21 @@ def _dataset(
     for dim in axes.keys() & used.keys():
         owner = federation.owner.cpu().numpy()[axes[dim]]
         coords[dim] = axes[dim]
-        coords[f"{dim}_client"] = (dim, np.array(federation.names)[owner])
-    return xr.Dataset(dict(arrays), coords=coords, attrs=attrs)
+        if owners:
+            coords[f"{dim}_client"] = (dim, np.array(federation.names)[owner])
+    found = xr.Dataset(dict(arrays), coords=coords, attrs=attrs)
+    return found.rename({name: without_slashes(name) for name in map(str, found.variables)})
+
+
+def without_slashes(name: str) -> str:
+    """Return a name that netCDF can store: it separates groups by slashes.
+
+    Example:
+        >>> from bayesfed.output.inference_data import without_slashes
+        >>> without_slashes("I(visits / days)")
+        'I(visits : days)'
+    """
+    return name.replace("/", ":")
 
 
 def _data(fitted: Fitted) -> tuple[dict[str, Tensor], Arrays]:
@@ -217,8 +248,10 @@ def _data(fitted: Fitted) -> tuple[dict[str, Tensor], Arrays]:
     local = {name: torch.cat(values).squeeze(1) for name, values in own.items()}
     return (
         {name: torch.cat(parts) for name, parts in found.items()},
-        {name: _labelled(name, value, ()) for name, value in common.items()}
-        | {name: _labelled(name, value, ("client",)) for name, value in local.items()},
+        {name: _labelled(name, value[None], ("chain",)) for name, value in common.items()}
+        | {
+            name: _labelled(name, value[None], ("chain", "client")) for name, value in local.items()
+        },
     )
 
 

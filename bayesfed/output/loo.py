@@ -10,6 +10,7 @@ posterior. It is right, as far as θ is concerned, for a corrected posterior (:m
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,8 +34,8 @@ def loo(idata: az.InferenceData | xr.DataTree, var_name: str | None = None) -> a
         ValueError: the draws have no density q, as with point estimates, particles and private runs.
 
     Warns:
-        UserWarning: Pareto k is above ArviZ's ``good_k`` for some rows. If it is for most rows, q is too far from the
-            posterior to be corrected.
+        UserWarning: Pareto k is above ArviZ's ``good_k`` for some rows; it names the clients with most of them. If it
+            is for most rows, q is too far from the posterior to be corrected.
 
     Example:
         >>> import bayesfed as bf
@@ -47,7 +48,10 @@ def loo(idata: az.InferenceData | xr.DataTree, var_name: str | None = None) -> a
 
     attrs = dataset(idata, "posterior").attrs
     if "corrected" in attrs:
-        return az.loo(idata, pointwise=True, var_name=var_name)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Estimated shape parameter")  # names no client
+            found = az.loo(idata, pointwise=True, var_name=var_name)
+        return _with_clients(found, idata)
     if "sample_stats" not in idata:
         algorithm = attrs.get("algorithm", "q")
         raise ValueError(
@@ -58,7 +62,10 @@ def loo(idata: az.InferenceData | xr.DataTree, var_name: str | None = None) -> a
     log_p, log_q = stats["log_p"], stats["log_q"]
     if not OLD:
         corrected = az.loo_approximate_posterior  # type: ignore[attr-defined]
-        return corrected(idata, log_p, log_q, pointwise=True, var_name=var_name)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Estimated shape parameter")
+            found = corrected(idata, log_p, log_q, pointwise=True, var_name=var_name)
+        return _with_clients(found, idata)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about k before the correction
         found = az.loo(idata, pointwise=True, var_name=var_name, reff=1.0)
@@ -72,10 +79,24 @@ def loo(idata: az.InferenceData | xr.DataTree, var_name: str | None = None) -> a
     found["se"] = float(elpd.size * elpd.var()) ** 0.5
     found["loo_i"], found["pareto_k"] = elpd.rename("loo_i"), k
     found["warning"] = bool((k > found["good_k"]).any())
-    if found["warning"]:
+    return _with_clients(found, idata)
+
+
+def _with_clients(found: az.ELPDData, idata: az.InferenceData | xr.DataTree) -> az.ELPDData:
+    """Add each observation's client as a coordinate, and warn of those with a heavy tail of importance weights."""
+    (dim,) = found["pareto_k"].dims
+    name = "client" if dim == "client" else f"{dim}_client"
+    for part in ("pareto_k", "loo_i", "elpd_i"):
+        if part in found and dim != "client":
+            found[part] = found[part].assign_coords({name: idata["observed_data"][name]})
+    k = found["pareto_k"]
+    bad = (k > found["good_k"]).values
+    if bad.any():
+        counts = Counter(k[name].values[bad].tolist())
+        most = ", ".join(f"{client!r} {count}" for client, count in counts.most_common(3))
         warnings.warn(
-            f"Estimated shape parameter of Pareto distribution is greater than {found['good_k']:.2f} for "
-            f"{int((k > found['good_k']).sum())} of {k.size} observations: see bayesfed.loo",
-            stacklevel=2,
+            f"Pareto k is above {found['good_k']:.2f} for {bad.sum()} of {k.size} observations, of {len(counts)} "
+            f"clients (most of {most}): their predictions without themselves are not reliable. See bayesfed.loo",
+            stacklevel=3,
         )
     return found

@@ -278,5 +278,10 @@ class Posterior(Fitted):
         return cls(**vars(found))
 
     def _rows(self, federation: Federation | None) -> Federation:
-        """Return the given rows, by default those of the fit."""
+        """Return the given rows, by default those of the fit; TypeError for something other than a federation."""
+        if federation is not None and not isinstance(federation, Federation):
+            raise TypeError(
+                f"rows are a Federation, not a {type(federation).__name__}: Federation.from_frame(frame, client=...), "
+                "or encode(frame) of a formula"
+            )
         return self.federation if federation is None else federation

@@ -421,8 +421,8 @@ def test_parameters_are_not_sample_sites(data, algorithm, tmp_path):
     assert list(posterior.sample(3)) == ["alpha"]
     idata = posterior.to_arviz(2000)
     assert list(idata.posterior.data_vars) == list(idata.prior.data_vars) == ["alpha"]
-    assert float(idata.params["tau"]) == pytest.approx(float(posterior.params["tau"].exp()))
-    assert idata.params["mu"].dims == ()
+    assert float(idata.params["tau"][0]) == pytest.approx(float(posterior.params["tau"].exp()))
+    assert idata.params["mu"].dims == ("chain",)
     prior, tau = idata.prior["alpha"].values, float(posterior.params["tau"].exp())
     error = 4 * tau / prior.size**0.5
     assert abs(prior.mean() - float(posterior.params["mu"])) < error  # as fitted, not as it starts
