@@ -233,7 +233,8 @@ def test_a_random_walk_in_each_client_is_exact():
     weeks, clients = torch.arange(0, WEEKS, 2), 3
     y = torch.randn(clients, len(weeks), generator=torch.Generator().manual_seed(0)).cumsum(1)
     posterior = bf.fit(
-        walks, bf.Federation.from_arrays({f"c{i}": {"week": weeks, "y": y[i]} for i in range(clients)})
+        walks,
+        bf.Federation.from_arrays({f"c{i}": {"week": weeks, "y": y[i]} for i in range(clients)}),
     )
     at = torch.cat([weeks, torch.tensor([WEEKS - 1])]).double()
     own = 1 + 0.09 * torch.minimum(at[:, None], at)  # of a client's path given mu
