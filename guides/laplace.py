@@ -18,7 +18,7 @@ from bayesfed.guides.automatic import automatic_guide
 from bayesfed.guides.factorised import Factorised, factorised
 from bayesfed.guides.full_rank import FullRank
 from bayesfed.guides.hierarchical import Hierarchical, sizes
-from bayesfed.guides.local import FULL_UP_TO, Scaling
+from bayesfed.guides.local import Scaling
 from bayesfed.guides.mean_field import MeanField
 from bayesfed.guides.newton import NEWTON_STEPS, line_search, newton
 from bayesfed.guides.params_as_sites import lift_params
@@ -28,6 +28,8 @@ from bayesfed.guides.unconstrained import split
 _WEAKEST, _STEPS = 1e-2, 4
 """The smallest negative curvature that Newton's method assumes, as a fraction of the prior's; steps to a minimum."""
 
+FULL_UP_TO = 20
+"""The largest number of a client's dimensions that are integrated out."""
 SMALL = 50
 """The largest number of dimensions of θ for which whole matrices are the default."""
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 from torch.distributions.transforms import ReshapeTransform
 
-FULL_UP_TO = 20
+FULL_UP_TO = 64
 """The largest number of dimensions for which the factor has a full covariance; else W = 0."""
 START_LOG_PRECISION = 4.0
 """r at the start."""

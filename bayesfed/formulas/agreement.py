@@ -79,7 +79,7 @@ def agree(terms: Terms, clients: Mapping[str, pd.DataFrame], client: str) -> Cod
         merge = _same_order if first.kinds.get(column) == "ordered" else _sorted_union
         levels[column] = merge(column, [report.levels[column] for report in reports.values()])
     _warn_of_levels(levels, reports)
-    coding = Coding(terms, client, first.kinds, levels)
+    coding = Coding(terms, client, first.kinds, levels, _own_levels(terms, client, levels, reports))
     _evaluate(coding)
     for component, call in _stateful_calls(coding):
         parts = [
@@ -141,6 +141,23 @@ def _warn_of_levels(
                 "identifiers or numbers stored as text, convert the column first",
                 stacklevel=4,
             )
+
+
+def _own_levels(
+    terms: Terms,
+    client: str,
+    levels: Mapping[str, tuple[Level, ...]],
+    reports: Mapping[str, ClientColumns],
+) -> dict[str, dict[str, tuple[Level, ...]]]:
+    """Return each client's levels of the factors within it of which every client has at most half."""
+    found = {}
+    for group in terms.groups:
+        factor = group.factor
+        if client in group.columns and group.columns != [client]:
+            own = {n: _sorted_union(factor, [r.levels[factor]]) for n, r in reports.items()}
+            if 2 * max(map(len, own.values())) <= len(levels[factor]):
+                found[factor] = own
+    return found
 
 
 def _sorted_union(column: str, sets: Sequence[tuple[Level, ...]]) -> tuple[Level, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,21 @@ class Coding:
         client: the column that names the client of each row.
         kinds: column to ``"number"``, ``"text"`` or ``"ordered"``.
         levels: column, or a group's factor, to the levels of all clients, sorted.
+        own: factor within the clients whose levels belong to few clients each, such as identifiers, to the levels of
+            each client, sorted. Each client numbers its own levels from 0.
     """
 
     terms: Terms
     client: str
     kinds: Mapping[str, str]
     levels: Mapping[str, tuple[Level, ...]]
+    own: Mapping[str, Mapping[str, tuple[Level, ...]]] = field(default_factory=dict)
+
+    def count_levels(self, factor: str) -> int:
+        """Return the number of a factor's levels; for the clients' own levels, the most that a client has."""
+        if factor in self.own:
+            return max(map(len, self.own[factor].values()))
+        return len(self.levels.get(factor, ()))
 
     @property
     def intercept(self) -> bool:
@@ -81,6 +90,7 @@ class Coding:
         Raises:
             FormulaError: a column is absent, has missing values or other levels, or is not finite after coding.
         """
+        clients = rows.get(self.client)
         rows = self.checked_rows(name, rows)
         found = {}
         with np.errstate(all="ignore"):
@@ -94,7 +104,7 @@ class Coding:
                 if exprs:
                     found[f"X|{key}"] = _stacked(exprs, rows)
                 if group.columns != [self.client]:
-                    found[group.factor] = self._index(group, rows)
+                    found[group.factor] = self._index(group, rows, clients)
             found |= self._outcome(name, rows)
         for label, values in found.items():
             if not np.isfinite(values).all():
@@ -145,10 +155,21 @@ class Coding:
             kept[column] = pd.Series(levels, values.index, None if kind == "number" else object)
         return pd.DataFrame(kept, index=rows.index)
 
-    def _index(self, group: Group, rows: pd.DataFrame) -> np.ndarray:
-        """Return the number of a factor's level in each row."""
+    def _index(self, group: Group, rows: pd.DataFrame, clients: pd.Series | None) -> np.ndarray:
+        """Return the number of a factor's level in each row; ``clients`` are the rows' clients."""
+        keys: list[Any] = list(levels_of(group, self.client, rows))
+        if group.factor in self.own:
+            assert clients is not None
+            own = self.own[group.factor].items()
+            number = {(c, level): i for c, levels in own for i, level in enumerate(levels)}
+            keys = list(zip(map(str, clients), keys, strict=True))
+            if new := next((key for key in keys if key not in number), None):
+                raise FormulaError(
+                    f"client {new[0]!r}: {group.factor!r} has the level {new[1]!r}, which the client did not have when "
+                    "the levels were agreed. Leave such rows out"
+                )
+            return np.array([number[key] for key in keys], dtype=np.int64)
         number = {level: i for i, level in enumerate(self.levels[group.factor])}
-        keys = list(levels_of(group, self.client, rows))
         new = next((key for key in keys if key not in number), None)
         if new is not None:
             raise FormulaError(

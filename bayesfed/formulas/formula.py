@@ -75,7 +75,7 @@ class Formula:
         """The names of the entries of vectors, for ``posterior.to_arviz().assign_coords(model.coords)``."""
         found: dict[str, list[str]] = {}
         for group in self.coding.terms.groups:
-            if group.columns != [self.coding.client]:
+            if group.columns != [self.coding.client] and group.factor not in self.coding.own:
                 levels = self.coding.levels[group.factor]
                 names = [":".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in levels]
                 found |= {f"{name}|{group.factor}_dim_0": names for name in self._names(group)}
@@ -128,7 +128,10 @@ def formula(
     Notation of R with one meaning here is translated: ``I(x^2)``, ``factor(g)``, ``(1 |p| g)``, ``cbind(y, n - y)``.
 
     If a factor is the client, or lies within it, ``g:h``, its random effects are local variables of the clients. Those
-    of any other factor are global variables. At the start each client sends, for each column, whether it holds numbers
+    of any other factor are global variables. Where every client has at most half of a factor's levels, such as
+    identifiers, it has variables for its own levels alone: entry k of ``1|g:h`` is its level
+    ``model.coding.own["g:h"][client][k]``, and a client with fewer levels than others has entries of the prior at the
+    end. At the start each client sends, for each column, whether it holds numbers
     or text, the levels of text, and sums; the levels, means and standard deviations are computed from these.
 
     Default priors are those of rstanarm and bambi: with predictors centred, slopes ``Normal(0, 2.5 sd(y) / sd(x))``,
@@ -336,7 +339,7 @@ def _groups(
         columns = _columns(federation, f"X|{key}", slopes, centred)
         within = coding.client in group.columns
         place = "client" if group.columns == [coding.client] else "within" if within else "global"
-        levels = len(coding.levels.get(group.factor, ()))
+        levels = coding.count_levels(group.factor)
         found.append(
             GroupColumns(group.factor, key, intercept, columns, group.correlated, place, levels)
         )

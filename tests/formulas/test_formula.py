@@ -500,3 +500,37 @@ def test_rows_that_come_later_are_refused_where_they_do_not_fit(frame):
         model.encode(frame.assign(x="1"))
     with pytest.raises(KeyError, match="frame of client 'A' has no column 'x'"):
         model.encode(frame.drop(columns="x"))
+
+
+def test_clients_have_variables_for_their_own_levels_alone():
+    """Nine children of three studies, of whom the last has one: three variables a client, with its own numbers."""
+    frame = pd.DataFrame(
+        {
+            "study": list("AAAABBBBC"),
+            "child": [11, 12, 13, 14, 24, 23, 22, 21, 31],
+            "y": np.random.default_rng(0).normal(size=9),
+        }
+    )
+    model = bf.formula("y ~ (1 | study/child)", frame)
+    assert model.coding.own["study:child"] == {
+        "A": (11, 12, 13, 14),
+        "B": (21, 22, 23, 24),
+        "C": (31,),
+    }
+    assert "1|study:child_dim_0" not in model.coords
+    nodes = traced(model)
+    effects = nodes["1|study:child"]["value"].squeeze().numpy()
+    assert effects.shape == (3, 4)
+    of_row = effects[[0, 0, 0, 0, 1, 1, 1, 1, 2], [0, 1, 2, 3, 3, 2, 1, 0, 0]]
+    of_study = nodes["1|study"]["value"].flatten().numpy()[[0, 0, 0, 0, 1, 1, 1, 1, 2]]
+    total = float(nodes["Intercept"]["value"]) + of_study + of_row
+    np.testing.assert_allclose(flat(model, nodes["y"]["fn"].loc), total, rtol=1e-5, atol=1e-6)
+    swapped = frame[frame.study != "C"].assign(child=[21, 22, 23, 24, 11, 12, 13, 14])
+    with pytest.raises(ValueError, match="client 'A': 'study:child' has the level 21"):
+        model.encode(swapped)
+
+
+def test_levels_that_clients_share_have_one_number_everywhere(frame):
+    model = bf.formula("y ~ (1 | hospital/item)", frame)
+    assert not model.coding.own
+    assert model.coords["1|hospital:item_dim_0"] == ["3", "4", "5", "6"]

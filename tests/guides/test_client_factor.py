@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import minimize
+from scipy.optimize import brentq, minimize
 
+import bayesfed as bf
 from bayesfed.guides import client_factor, newton
 from bayesfed.guides.local import Scaling, conditional
 
@@ -71,6 +72,27 @@ def test_poisson_mode_and_curvature(count):
     assert abs(float(found["log_precision"].exp()) / rate - 1) < 0.02
     a, h = float(found["loc"]), float(found["log_precision"].exp())
     assert abs(h * a / (h + 1) - exact) < 0.01 / (rate + 1) ** 0.5
+
+
+@pytest.mark.parametrize("people", [1.0, 1e3, 8e6])
+def test_offsets_of_any_size_reach_the_mode(people):
+    """Counts are Poisson(people · e^u) with u ~ N(0, 10²) and Newton's method starts at 0; the mode is brentq's."""
+    count = 30.0
+
+    class Guide:
+        def block_prior_at_centre(self, params, batch):
+            one = torch.ones(1, 1, 1, dtype=D)
+            return client_factor.BlockPrior(0 * one, 0.01 * one, 0 * one, one)
+
+        def block_log_likelihood(self, params, batch, u, z):
+            return (count * u - people * u.exp()).sum((-2, -1))
+
+    batch = bf.Federation.from_arrays({"a": {"y": torch.zeros(1, dtype=D)}}).batch()
+    found = client_factor.closed_form(Guide(), {}, torch.zeros(1, 1, 1, dtype=D), batch)
+    mode = brentq(lambda u: count - people * np.exp(u) - 0.01 * u, -30.0, 30.0)
+    assert float(found["log_precision"]) == pytest.approx(np.log(people) + mode, abs=1e-3)
+    slope = count - people * np.exp(mode)
+    assert float(found["loc"]) == pytest.approx(mode + slope / (people * np.exp(mode)), abs=1e-3)
 
 
 def test_no_curvature_leaves_a_weak_factor():

@@ -211,3 +211,44 @@ def test_a_guide_takes_the_coordinates_of_another():
     assert torch.equal(placed["mu"], moved["mu"])
     assert torch.equal(placed["a"], moved["a"])
     assert torch.equal(placed["ward"], guide.coordinates()["ward"])
+
+
+WEEKS = 24
+
+
+def walks(federation):
+    mu = pyro.sample("mu", dist.Normal(0.0, 3.0))
+    with federation.clients():
+        start = pyro.sample("start", dist.Normal(mu, 1.0))
+        z = pyro.sample("z", dist.Normal(0.0, 1.0).expand([WEEKS - 1]).to_event(1))
+        path = torch.cat([start.unsqueeze(-1), start.unsqueeze(-1) + 0.3 * z.cumsum(-1)], -1)
+        pyro.deterministic("end", path[..., -1])
+        with federation.observations() as obs:
+            here = torch.nn.functional.one_hot(obs["week"].long(), WEEKS)
+            pyro.sample("y", dist.Normal((path * here).sum(-1), 0.4), obs=obs.get("y"))
+
+
+def test_a_random_walk_in_each_client_is_exact():
+    """Weeks 0, 2, 4, ... are observed: rows, ends and mu are jointly Normal, with covariances by hand."""
+    weeks, clients = torch.arange(0, WEEKS, 2), 3
+    y = torch.randn(clients, len(weeks), generator=torch.Generator().manual_seed(0)).cumsum(1)
+    posterior = bf.fit(
+        walks,
+        bf.Federation.from_arrays({f"c{i}": {"week": weeks, "y": y[i]} for i in range(clients)}),
+    )
+    at = torch.cat([weeks, torch.tensor([WEEKS - 1])]).double()
+    own = 1 + 0.09 * torch.minimum(at[:, None], at)  # of a client's path given mu
+    noise = torch.diag(torch.cat([torch.full((len(weeks),), 0.16), torch.zeros(1)])).double()
+    prior = 9 + torch.block_diag(*[own + noise] * clients)
+    prior = torch.block_diag(torch.tensor(9.0).double(), prior)
+    prior[0, 1:] = prior[1:, 0] = 9
+    seen = torch.ones(len(prior), dtype=torch.bool)
+    seen[:: len(at)] = False  # mu and the ends
+    gain = torch.linalg.solve(prior[seen][:, seen], prior[seen][:, ~seen]).mT
+    mean = gain @ y.flatten().double()
+    sd = (prior[~seen][:, ~seen] - gain @ prior[seen][:, ~seen]).diagonal().sqrt()
+    draws = posterior.sample(4000)["mu"], posterior.derived(num_samples=4000)["end"]
+    found = torch.cat([draws[0].reshape(-1, 1), draws[1].reshape(-1, clients)], 1).double()
+    # a mean of 4,000 draws is within 4 sd / √4,000 = 0.06 sd
+    assert float(((found.mean(0) - mean).abs() / sd).max()) < 0.12
+    assert float((found.std(0) / sd - 1).abs().max()) < 0.08
