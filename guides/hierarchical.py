@@ -162,6 +162,14 @@ class Hierarchical:
         found = client_factor.closed_form(self, params, phi[f"{LOCAL}.loc"], batch)
         return {f"{LOCAL}.{n}": value for n, value in found.items() if f"{LOCAL}.{n}" in phi}
 
+    def unit_roots(self, phi: Params) -> Params:
+        """C of K clients' factors by the name of their locations, whose steps are measured in units of C^{−⊤}."""
+        if not self.block:
+            return {}
+        return {
+            f"{LOCAL}.loc": local.unit_root(phi[f"{LOCAL}.log_precision"], phi.get(f"{LOCAL}.tril"))
+        }
+
     def block_prior(self, z: Tensor, head: Any) -> tuple[Tensor, Tensor]:
         """Location and scale ``(..., P)`` of the block's Normal priors; infinitely wide where a prior is not Normal."""
         model = ModelAt(self._unconstrained_globals(z), without=self.globals)

@@ -115,6 +115,14 @@ def conditional(
     )
 
 
+def unit_root(log_precision: Tensor, tril: Tensor | None = None) -> Tensor:
+    """C of the factor, ``(K, 1, P)`` or ``(K, 1, P, P)``, whose units C^{−⊤} are no longer than the prior's spread."""
+    diagonal = (log_precision / 2).exp().clamp(min=1.0)
+    if tril is None:
+        return diagonal
+    return diagonal[..., None] * tril.tril(-1) + torch.diag_embed(diagonal)
+
+
 def _times(matrix: Tensor, vector: Tensor) -> Tensor:
     """Return A x. Of small matrices the product is a sum, which is faster than a batched product with its reshaping."""
     if matrix.shape[-2:].numel() <= SMALL:

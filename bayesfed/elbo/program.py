@@ -174,6 +174,11 @@ class Program:
         """The guide's closed form of the local parameters of K clients: ``(K, 1, ...)``."""
         return self.guide.laplace(dict(params), phi, batch)
 
+    def unit_roots(self, phi: Params) -> Params:
+        """By local parameter, C of K clients: a unit is a column of C^{−⊤}, or 1 / C where C is a vector."""
+        roots = getattr(self.guide, "unit_roots", None)
+        return {} if roots is None else roots(phi)
+
     @property
     def weights_draws(self) -> bool:
         """True if draws of (θ, w_i) are weighted by client i's ELBO term, as they are if q(w_i | θ) is the prior."""

@@ -23,13 +23,12 @@ from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.full_rank import FullRank
 from bayesfed.guides.gaussian_factors import Natural, antithetic, factor_of, step_towards
 from bayesfed.guides.locals import Locals
-from bayesfed.steps import optimizer
 from bayesfed.steps.gradients import gradients, leaves
 from bayesfed.steps.job import Job, Work
 from bayesfed.steps.local_loop import all_clients, local_loop
 from bayesfed.steps.local_variational import (
-    EPS,
     LocalVariational,
+    ascend,
     drop_harmful_corrections,
     follow_origin,
     phi_state,
@@ -150,6 +149,6 @@ class CavitySteps(LocalVariational):
         if phi:
             grad = gradients(f.mean(0), phi, retain_graph=True)
             with torch.no_grad():
-                clients = optimizer.ascend(clients, grad, rate * self.local_lr, EPS)
+                clients = ascend(program, clients, grad, rate * self.local_lr)
         factor = factor_of(f, z, loc) if late else Natural(loc, loc)
         return clients, factor, f.detach().mean(0)

@@ -142,19 +142,56 @@ def follow_origin(
     if not program.laplace_params:
         return clients
     origin = program.laplace(params, clients["params"], rows)
-    return _shifted(clients, origin)
+    return _shifted(program, clients, origin)
 
 
 @traceable
-def _shifted(clients: State, origin: Params) -> State:
-    """Return φ_i and its origin, moved to another origin; clients whose new origin is not finite keep theirs."""
-    phi = clients["params"]
+def _shifted(program: Program, clients: State, origin: Params) -> State:
+    """Return φ_i and its origin, moved to another origin; clients whose new origin is not finite keep theirs.
+
+    A correction keeps its size in units of the factor.
+    """
+    phi, before = clients["params"], clients["origin"]
     finite = torch.cat([value.flatten(1) for value in origin.values()], 1).isfinite().all(1)
-    there, shifted = {}, {}
-    for name, before in clients["origin"].items():
-        there[name] = torch.where(per_client(finite, before), origin[name], before)
-        shifted[name] = phi[name] + there[name] - before
+    there = {n: torch.where(per_client(finite, b), origin[n], b) for n, b in before.items()}
+    learnt = {name: phi[name] - value for name, value in before.items()}
+    old, new = program.unit_roots(before), program.unit_roots(there)
+    for name, root in new.items():
+        white = _times_transposed(old[name], learnt[name])
+        learnt[name] = _solve(root, white, transposed=True)
+    shifted = {name: value + learnt[name] for name, value in there.items()}
     return clients | {"params": phi | shifted, "origin": there}
+
+
+def ascend(program: Program, clients: State, grads: Params, lr: float) -> State:
+    """Take one Adam step of K clients uphill on φ_i, locations in units of their factors.
+
+    A client of many rows has a factor that is far narrower than the prior. Steps in units of the prior would never end
+    near its mode: round-off alone would make them go back and forth.
+    """
+    roots, phi = program.unit_roots(clients["params"]), clients["params"]
+    there = {name: torch.zeros_like(phi[name]) for name in roots}
+    white = {name: _solve(root, grads[name]) for name, root in roots.items()}
+    state = clients | {"params": phi | there}
+    state = optimizer.ascend(state, {n: white.get(n, grads[n]) for n in phi}, lr, EPS)
+    moved = {
+        name: phi[name] + _solve(root, state["params"][name], transposed=True)
+        for name, root in roots.items()
+    }
+    return state | {"params": state["params"] | moved}
+
+
+def _solve(root: Tensor, value: Tensor, *, transposed: bool = False) -> Tensor:
+    """Return C⁻¹ x, or C^{−⊤} x, for ``(K, 1, P)`` and a root C, lower triangular or the diagonal alone."""
+    if root.ndim == value.ndim:
+        return value / root
+    root = root.mT if transposed else root
+    return torch.linalg.solve_triangular(root, value[..., None], upper=transposed).squeeze(-1)
+
+
+def _times_transposed(root: Tensor, value: Tensor) -> Tensor:
+    """Return Cᵀ x, the inverse of :func:`_solve` with C^{−⊤}."""
+    return root * value if root.ndim == value.ndim else (root.mT @ value[..., None]).squeeze(-1)
 
 
 @traceable
@@ -246,7 +283,7 @@ def local_step(
     upload = {name: grad[name].movedim(1, 0).squeeze(2) for name in theta}
     upload |= {name: grad[name] for name in direct}
     with torch.no_grad():
-        clients = optimizer.ascend(clients, {name: grad[name] for name in phi}, lr, EPS)
+        clients = ascend(program, clients, {name: grad[name] for name in phi}, lr)
     return clients, upload, term.detach()
 
 
@@ -262,4 +299,4 @@ def personal_step(
     """Take one Adam step of K clients on their φ_i, each with draws of θ of its own."""
     phi = leaves(clients["params"])
     term = client_terms(program, {**params, **phi}, {}, batch, supplied, PERSONAL_DRAWS).mean(0)
-    return optimizer.ascend(clients, gradients(term, phi), lr, EPS)
+    return ascend(program, clients, gradients(term, phi), lr)

@@ -23,11 +23,10 @@ from bayesfed.guides.full_rank import FullRank
 from bayesfed.guides.globals import Gaussian
 from bayesfed.guides.locals import Locals
 from bayesfed.guides.mean_field import MeanField
-from bayesfed.steps import optimizer
 from bayesfed.steps.gradients import copies, gradients, leaves
 from bayesfed.steps.job import Job, Work
 from bayesfed.steps.local_loop import all_clients, local_loop
-from bayesfed.steps.local_variational import EPS, LocalVariational, follow_origin, noise_of_steps
+from bayesfed.steps.local_variational import LocalVariational, ascend, follow_origin, noise_of_steps
 from bayesfed.steps.losses import zeros_like
 from bayesfed.steps.optimizer import State
 from bayesfed.tracing.compiler import traceable
@@ -99,7 +98,7 @@ class OwnCopy(LocalVariational):
         grad = gradients(objective, {**lam, **phi})
         with torch.no_grad():
             of_term = {name: grad[name] / program.clients for name in phi}
-            clients = optimizer.ascend(clients, of_term, rate * self.local_lr, EPS)
+            clients = ascend(program, clients, of_term, rate * self.local_lr)
             new, squared = {}, {}
             for name, value in own.items():
                 squared[name] = square[name] + grad[name].square() / self.steps
