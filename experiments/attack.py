@@ -10,6 +10,10 @@ of the whole transcript: by Neyman and Pearson no test does better. Where cohort
 over them. It also tries the noise that the run's seed would give. A test at a threshold with true positive rate p and
 false positive rate q shows ε ≥ ln((p - δ) / q). p and q are taken by Clopper and Pearson's 99 % limits on one half of
 the trials, at the threshold that is best on the other half.
+
+In the last two games the adversary looks at the last bits of a single noisy number (Mironov 2012). If a sum can have
+become the noisy number by no noise there is, it was not that sum. The noise is what it was until it became discrete,
+and what it is.
 """
 
 from __future__ import annotations
@@ -218,6 +222,54 @@ GAMES = {
 }
 
 
+def floating(privacy: bf.Privacy, total: Tensor) -> Tensor:
+    """Add Laplace noise of uniform numbers of 52 bits, in single precision, as it was once."""
+    centred = torch.rand((), dtype=torch.float64) - 0.5
+    drawn = -centred.sign() * torch.log1p(-2 * centred.abs())
+    return total + privacy.scale("", 1.0, 1.0) * drawn.to(total)
+
+
+def discrete(privacy: bf.Privacy, total: Tensor) -> Tensor:
+    """Add the noise of a private run."""
+    return privacy.add_noise({"": total}, 1.0, 1.0, 0)[""]
+
+
+BITS = {"last bits, floating-point noise": floating, "last bits, discrete noise": discrete}
+
+
+def is_possible(privacy: bf.Privacy, total: Tensor, noisy: Tensor) -> bool:
+    """Return false if no noise makes this sum that noisy number."""
+    if noisy.dtype == torch.float64:  # on the grid
+        return float((noisy - total) / privacy.grid("", 1.0)).is_integer()
+    scale = privacy.scale("", 1.0, 1.0)
+    near = ((noisy.double() - total.double()) / scale).to(total)
+    steps = torch.arange(-64, 65, dtype=torch.int32)
+    noises = (near.view(torch.int32) + steps).view(torch.float32)
+    return bool((total + scale * noises == noisy).any())
+
+
+def last_bits(add: Any, trials: int) -> list[tuple[float, float]]:
+    """Return the ratios of that many sums of either federation, in which a client sends one or the other end."""
+    privacy = bf.Privacy(clip=1.0, noise=1.0, mechanism="laplace")
+    others = torch.tensor([[0.7], [0.4]])
+    totals = []
+    for side in (1.0, -1.0):
+        upload, _ = privacy.clip_uploads({"": torch.cat([others, torch.tensor([[side]])])}, 1.0)
+        totals.append(upload[""].sum(0)[0].to(torch.float32 if add is floating else torch.float64))
+
+    def one(bit: int) -> float:
+        noisy = add(privacy, totals[bit])
+        densities = [
+            -abs(float(noisy - t)) / privacy.scale("", 1.0, 1.0)
+            if is_possible(privacy, t, noisy)
+            else -math.inf
+            for t in totals
+        ]
+        return densities[1] - densities[0]
+
+    return [(one(0), one(1)) for _ in range(trials)]
+
+
 def played(name: str, first: int, trials: int) -> list[tuple[float, float]]:
     """Return the ratios of that many runs of either federation."""
     game = GAMES[name]
@@ -227,6 +279,9 @@ def played(name: str, first: int, trials: int) -> list[tuple[float, float]]:
 
 def measure(name: str, first: int, trials: int) -> dict[str, Any]:
     """Play a game that many times."""
+    if name in BITS:
+        ratios = last_bits(BITS[name], trials)
+        return {"rounds": 1, "epsilon": 1.0, "delta": 0.0, "ratios": ratios}
     run = GAMES[name].start(0)
     delta = run.privacy.delta if run.privacy.mechanism == "gaussian" else 0.0
     ratios = played(name, first, trials)
@@ -243,7 +298,7 @@ def cells(_: Any, found: list[dict[str, Any]]) -> list[Any]:
 
 def main() -> None:
     given = runner.arguments(__doc__, jobs=2, trials=2000)
-    rows = {name: [(name, i, 100) for i in range(0, given.trials, 100)] for name in GAMES}
+    rows = {name: [(name, i, 100) for i in range(0, given.trials, 100)] for name in (*GAMES, *BITS)}
     columns = "mechanism | rounds | ε claimed | ε measured, at least | trials"
     runner.table(columns, rows, measure, given, cells)
 

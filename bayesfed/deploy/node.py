@@ -68,7 +68,6 @@ from bayesfed.deploy.node_run import (
     load_or_make_key,
     sum_id,
 )
-from bayesfed.deploy.noise_shares import add_noise_share
 from bayesfed.deploy.plan import DeploymentPlan, difference
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.engine.execution import Execution
@@ -293,7 +292,8 @@ class Node:
             )
         clients = own.begin.clients  # the server chooses the cohorts, so they hide nobody
         multiplier = privacy.multiplier(plan.rounds, clients, clients)
-        return add_noise_share(total, privacy, message.clip, multiplier, plan.honest)
+        number = message.round.number
+        return privacy.add_noise(total, message.clip, multiplier, number, of=plan.honest)
 
     def _mask(
         self, own: NodeRun, message: Ask | Evaluate, sent: Tensors, upload: Tensors

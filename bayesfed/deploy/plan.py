@@ -22,7 +22,7 @@ class DeploymentPlan(Plan):
     Attributes:
         secure: the server sees only sums of the institutions' uploads, see :mod:`bayesfed.deploy.secure`.
         honest: with ``secure`` and privacy, the number of institutions whose shares of noise are enough, see
-            :mod:`bayesfed.deploy.noise_shares`.
+            :mod:`bayesfed.engine.discrete_noise`.
 
     Raises:
         ValueError: noise under secure sums without ``honest``, or ``honest`` without them; a robust rule with
@@ -41,6 +41,13 @@ class DeploymentPlan(Plan):
                 "honest is the number of institutions whose shares of noise are enough: secure sums with privacy need "
                 "it, nothing else does"
             )
+        if self.honest is not None:
+            if self.honest < 1:
+                raise ValueError(f"honest is {self.honest}: noise needs at least one institution")
+            if self.privacy is not None and self.privacy.seed is not None:
+                raise ValueError(
+                    "Privacy(seed=) is for tests in one process: whoever has the seed can subtract a share of noise"
+                )
         if self.algorithm.rule.robust and (self.secure or self.noisy):
             raise ValueError(
                 f"rule: {type(self.algorithm.rule).__name__} combines single institutions' sums, which are not "

@@ -73,7 +73,7 @@ class Plan:
     @property
     def noisy(self) -> bool:
         """Whether noise is added to the sums of the uploads."""
-        return self.privacy is not None and bool(self.privacy.epsilon or self.privacy.noise)
+        return self.privacy is not None and self.privacy.noisy
 
     @property
     def description(self) -> dict[str, Any]:

@@ -1,12 +1,17 @@
 """Client-level differential privacy: uploads are clipped and noise is added to their sum, for any aggregation rule.
 
-    u_i ← u_i · min(1, γ / ‖u_i‖),     Σ u_i ← Σ u_i + noise
+    u_i ← [u_i · min(1, γ / ‖u_i‖)],     Σ u_i ← Σ u_i + noise
 
 An upload is all that a client encodes, as one vector. Two federations are neighbours if they differ in one client's
 data: then the clipped sum differs by at most 2 γ. Private are the sums of all rounds, and so the posterior's global
 parameters and all that the server sends; a client's own posterior is as private as the client keeps it. With noise
 nothing else is sent: no numbers of rows, no ELBO terms (the history has NaN for them), and zeros in place of an upload
 that is not finite. ``docs/privacy.md`` lists all that leaves a client.
+
+*The grid.* With noise an upload is rounded towards zero, [·], to multiples of 2⁻²² of the largest power of two up to γ
+(of 2⁻⁵⁷ at least). This never makes a norm larger, so the sensitivity is 2 γ after it as well. Sums of multiples are
+exact, and the noise is a multiple drawn exactly (:mod:`bayesfed.engine.discrete_noise`), so that no digit of a noisy
+sum shows where the sum was, as those of floating-point noise do (Mironov 2012). Its scale is rounded up to a multiple.
 
 *The clip* follows a quantile q of the clients' norms unless it is given (Andrew et al. 2021, Algorithm 1): each client
 sends whether its norm was below γ, as ±½, and  γ ← γ exp(−η (b̄ − q))  with b̄ the noisy share of those that were. That
@@ -17,17 +22,19 @@ less.
 Noise and cohorts come from the operating system's entropy and are stored nowhere, so they cannot be drawn again,
 neither from ``seed`` nor from a file. A run that is resumed from a file draws anew.
 
-``"laplace"`` clips in L1 and is ε-DP (Dwork & Roth 2014, Theorem 3.6): ε' = 2 γ / scale a round; a cohort drawn
-without replacement from N gives ln(1 + (K / N)(e^ε' − 1)) (Balle, Barthe & Gaboardi 2018, Theorem 9), and rounds add
-up. PAC-PFL's private variant clips in L2 and adds Laplace noise, which in more than one dimension is not ε-DP.
+``"laplace"`` clips in L1 and is ε-DP (Dwork & Roth 2014, Theorem 3.6): ε' = 2 γ / scale a round, with discrete noise as
+well (Ghosh, Roughgarden & Sundararajan 2009); a cohort drawn without replacement from N gives
+ln(1 + (K / N)(e^ε' − 1)) (Balle, Barthe & Gaboardi 2018, Theorem 9), and rounds add up. PAC-PFL's private variant clips
+in L2 and adds Laplace noise, which in more than one dimension is not ε-DP.
 
-``"gaussian"`` clips in L2 and is (ε, δ)-DP by dp-accounting's Rényi accountant for cohorts without replacement.
+``"gaussian"`` clips in L2 and is (ε, δ)-DP by dp-accounting's Rényi accountant for cohorts without replacement (Wang,
+Balle & Kasiviswanathan 2019, Theorem 27). Discrete noise needs no other: on the grid the Rényi divergences of order α
+are at most α Δ² / 2σ², as those of Gaussians (Canonne, Kamath & Steinke 2020). The theorem also takes
+moments of whole orders of likelihood ratios, which are those of Gaussians: each is a sum over the grid around a centre
+that is on the grid too.
 
 That a cohort is drawn in secret only helps if a client's upload does not depend on which cohorts it was in before.
 Stateful clients, as under SFVI, are accounted for as if they took part in every round.
-
-The noise is drawn in double precision and rounded: there is no protection against the attack on floating-point numbers
-of Mironov (2012).
 """
 
 from __future__ import annotations
@@ -41,11 +48,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from bayesfed.elbo import noise
+from bayesfed.engine import discrete_noise
 from bayesfed.settings import Rate, check
 from bayesfed.steps.losses import per_client
 
@@ -60,6 +69,10 @@ LOUD = 0.75
 """Noise that is longer than this times the longest possible sum of uploads raises a warning."""
 DISTURBED = 0.5
 """Noise of a round that moves q(θ) by more than so many of its standard deviations raises a warning."""
+FINEST = 2.0**-57
+"""The finest grid of uploads, that of secure sums."""
+LARGEST = 2.0**17
+"""The largest scale of noise over the sensitivity: with it sums are exact."""
 SHORT = "whether the norm is below the clip"
 _COHORT = -1
 _WHAT_TO_DO = (
@@ -99,7 +112,7 @@ class Privacy:
 
     clip: Annotated[float, Field(gt=0)] | None = None
     epsilon: Rate | None = None
-    noise: float | None = None
+    noise: Annotated[float, Field(ge=0, le=LARGEST)] | None = None
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     mechanism: Literal["gaussian", "laplace"] = "gaussian"
     seed: Annotated[int, Field(ge=0)] | None = None
@@ -116,14 +129,29 @@ class Privacy:
         """Whether uploads are clipped at all."""
         return self.clip != math.inf
 
+    @property
+    def noisy(self) -> bool:
+        """Whether noise is added to the sums."""
+        return bool(self.epsilon or self.noise)
+
     def multiplier(self, rounds: int, cohort: int, clients: int) -> float:
-        """Scale of the noise over 2 γ: as given, or as ``epsilon`` needs for these rounds and cohorts."""
+        """Scale of the noise over 2 γ: as given, or as ``epsilon`` needs for these rounds and cohorts.
+
+        Raises:
+            ValueError: ε is so small that the noise would be more than :data:`LARGEST` times the sensitivity.
+        """
         if self.epsilon is None:
             return self.noise or 0.0
         if self.mechanism == "laplace":
-            a_round = math.log1p(math.expm1(self.epsilon / rounds) * clients / cohort)
-            return 1 / a_round
-        return _calibrate(self.epsilon, self.delta, rounds, cohort, clients)
+            found = 1 / math.log1p(math.expm1(self.epsilon / rounds) * clients / cohort)
+        else:
+            found = _calibrate(self.epsilon, self.delta, rounds, cohort, clients)
+        if found > LARGEST:
+            raise ValueError(
+                f"epsilon is {self.epsilon}: for {rounds} rounds it needs noise of {found:.3g} times the sensitivity, "
+                f"above {LARGEST:,.0f}. Take a larger epsilon or fewer rounds"
+            )
+        return found
 
     def spent(self, rounds: int, cohort: int, clients: int) -> float:
         """ε of so many rounds; infinite without noise, or with noise from a seed."""
@@ -147,17 +175,33 @@ class Privacy:
     def clip_uploads(
         self, upload: Mapping[str, Tensor], clip: float
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Clip K uploads ``(K, ...)``, each to norm γ over all its tensors; and the factors by which, ``(K,)`` or 1."""
+        """Clip K uploads ``(K, ...)``, each to norm γ over all its tensors; and the factors by which, ``(K,)`` or 1.
+
+        With noise they are multiples of :meth:`grid` in double precision, whose norms are at most γ beyond doubt.
+        """
         if not self.clips or not upload:
             return dict(upload), torch.ones(())
+        dtype = next(iter(upload.values())).dtype
+        if self.noisy:
+            upload = {name: value.double() for name, value in upload.items()}
         order = NORMS[self.mechanism]
         flat = torch.cat([value.reshape(len(value), -1) for value in upload.values()], 1)
         norm = torch.linalg.vector_norm(flat, order, dim=1)
+        if self.noisy:  # by more than the error of a sum in double precision
+            norm = norm * (1 + 2.0**-51 * (flat.shape[1] + 4))
         factor = (clip / norm.clamp(min=1e-30)).clamp(max=1.0)
         clipped = {name: value * per_client(factor, value) for name, value in upload.items()}
+        if self.noisy:
+            step = self.grid("", clip)
+            clipped = {name: (value / step).trunc() * step for name, value in clipped.items()}
         if self.clip is None:
             clipped[SHORT] = (norm <= clip).to(norm) - 0.5
-        return clipped, factor
+        return clipped, factor.to(dtype)
+
+    def grid(self, name: str, clip: float) -> float:
+        """The step, a power of two, of which a part of a clipped upload and its noise are multiples."""
+        largest = 0.5 if name == SHORT else clip
+        return max(math.ldexp(1.0, math.frexp(largest)[1] - 23), FINEST)
 
     def next_clip(
         self, total: dict[str, Tensor], clip: Tensor, multiplier: float, cohort: int
@@ -182,15 +226,26 @@ class Privacy:
         return noise.permuted(key, clients, torch.arange(size)).sort().values
 
     def add_noise(
-        self, total: Mapping[str, Tensor], clip: float, multiplier: float, number: int
+        self, total: Mapping[str, Tensor], clip: float, multiplier: float, number: int, of: int = 1
     ) -> dict[str, Tensor]:
-        """Add noise of this multiple of the sensitivity to the sum of a round."""
+        """Add noise of this multiple of the sensitivity to the sum of clipped uploads of a round, float64.
+
+        Args:
+            total: multiples of :meth:`grid`.
+            clip: γ of the round.
+            multiplier: the noise multiplier.
+            number: of the round.
+            of: draw one of so many shares of the noise, see :mod:`bayesfed.engine.discrete_noise`.
+        """
         if multiplier == 0:
             return dict(total)
-        return {
-            name: value + self.scale(name, clip, multiplier) * self._draw(value, name, number)
-            for name, value in total.items()
-        }
+        noisy = {}
+        for name, value in total.items():
+            step = self.grid(name, clip)
+            scale = self.scale(name, clip, multiplier) / step
+            drawn = self._draw(scale, name, value.shape, number, of).to(value.device)
+            noisy[name] = value.double() + step * drawn.double()
+        return noisy
 
     def relative_noise(self, total: Mapping[str, Tensor], multiplier: float, cohort: int) -> float:
         """The length of the noise of a round's sum over the largest length of the sum of K clipped uploads."""
@@ -235,19 +290,15 @@ class Privacy:
         """
         return share if self.mechanism == "laplace" else math.sqrt(share)
 
-    def _draw(self, like: Tensor, name: str, number: int) -> Tensor:
-        """Draw noise of unit scale."""
-        if self.seed is None:
-            u = entropy(like.shape)
-        else:
-            u = noise.uniform(noise.fold(self._key(number), noise.word(name)), like.shape)
-        if self.mechanism == "gaussian":
-            return torch.special.ndtri(u).to(like)
-        centred = u - 0.5
-        return (-centred.sign() * torch.log1p(-2 * centred.abs())).to(like)
+    def _draw(self, scale: float, name: str, shape: Sequence[int], number: int, of: int) -> Tensor:
+        """Draw noise in steps of the grid, int64."""
+        source = os.urandom
+        if self.seed is not None:
+            source = np.random.default_rng([self.seed, number, *name.encode()]).bytes
+        return discrete_noise.draw(self.mechanism, scale, shape, of, source)
 
     def _key(self, number: int) -> Tensor:
-        """The key of a round's noise, from the seed."""
+        """The key of a round's cohort, from the seed."""
         assert self.seed is not None
         return noise.fold(noise.fold(noise.key(self.seed), noise.word("privacy")), number)
 
@@ -259,13 +310,6 @@ NO_PRIVACY = Privacy(clip=math.inf)
 def _numbers(total: Mapping[str, Tensor]) -> int:
     """The number of numbers of an upload, without the part about its norm."""
     return sum(value.numel() for name, value in total.items() if name != SHORT)
-
-
-def entropy(shape: Sequence[int]) -> Tensor:
-    """Uniform numbers in (0, 1), in double precision, from the operating system's cryptographic generator."""
-    count = math.prod(shape)
-    bits = torch.frombuffer(bytearray(os.urandom(8 * max(1, count))), dtype=torch.int64)[:count]
-    return (((bits >> 12) & ((1 << 52) - 1)).double() + 0.5).mul(2.0**-52).reshape(shape)
 
 
 @cache

@@ -179,8 +179,9 @@ def _apply_privacy(run: Run, question: Question, found: Answer) -> tuple[Params,
     if question.noisy and not found.noised:
         total = privacy.add_noise(total, question.clip, multiplier, run.done)
     group = run.plan.execution.group
-    if question.noisy:
-        total = {name: processes.broadcast(value, group) for name, value in total.items()}
+    if question.noisy:  # of multiples of the grid, in double precision: from here on they are numbers like any other
+        like = run.federation.dtype
+        total = {name: processes.broadcast(value, group).to(like) for name, value in total.items()}
     return total, privacy.next_clip(total, run.clip, multiplier, run.cohort_size)
 
 
