@@ -199,6 +199,10 @@ def test_noise_under_secure_sums_needs_to_know_of_how_many_nodes():
         replace(PRIVATE, honest=None)
     with pytest.raises(ValueError, match="honest is the number of institutions"):
         replace(PLAN, honest=2)
+    with pytest.raises(ValueError, match="honest is 0: noise needs at least one institution"):
+        replace(PRIVATE, honest=0)
+    with pytest.raises(ValueError, match="whoever has the seed can subtract"):
+        replace(PRIVATE, privacy=bf.Privacy(clip=1.0, noise=1.0, seed=0))
 
 
 def test_keys_are_their_owner_s_and_a_run_s_is_gone_in_the_end(nodes, tmp_path):

@@ -172,6 +172,14 @@ def test_settings_that_are_refused(settings, message):
         bf.Privacy(**settings)
 
 
+@pytest.mark.parametrize("mechanism", ["gaussian", "laplace"])
+def test_an_epsilon_that_needs_too_much_noise_is_refused(mechanism):
+    """Of Laplace noise ε / rounds is 1 / multiplier; 2¹⁷ of the sensitivity is the most of which sums are exact."""
+    privacy = bf.Privacy(clip=1.0, epsilon=1e-4, mechanism=mechanism)
+    with pytest.raises(ValueError, match="Take a larger epsilon or fewer rounds"):
+        privacy.multiplier(1000 if mechanism == "laplace" else 10**7, 5, 5)
+
+
 def test_it_is_plain_data():
     assert dataclasses.asdict(bf.Privacy(clip=1.0)) == {
         "clip": 1.0,
