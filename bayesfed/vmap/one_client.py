@@ -11,7 +11,7 @@ Further plates of the program, and batch dimensions that it did not declare as a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from bayesfed.vmap.levels import Layout, Levels, opened
 from bayesfed.vmap.marginalise import Marginalisation
 from bayesfed.vmap.mixtures import Mixture
 from bayesfed.vmap.rerun import Rerun
+from bayesfed.vmap.writes import Writes
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class OneClient:
         kinds: the clients' discrete variables, found together with ``latent``.
         covariates: observed sites of a row that others depend on; a missing value is a latent variable of the row.
         points: the number of values of a row's latent variable at which the model runs at once.
+        writes: whether the model, or a distribution in it, writes into tensors.
 
     Example:
         >>> import torch, pyro, pyro.distributions as dist, bayesfed as bf
@@ -68,6 +70,7 @@ class OneClient:
     kinds: tuple[str, ...] = ()
     covariates: frozenset[str] = frozenset()
     points: int = 1
+    writes: bool = False
 
     @property
     def __name__(self) -> str:
@@ -93,7 +96,7 @@ class OneClient:
         draws = copies * (sizes[-1] if sizes else 1) if sizes or copies > 1 else None
         with unchecked, opened(draws, len(batch)) as levels:
             messenger = kind(levels, *settings)
-            with messenger, _own_dimensions():
+            with messenger, _own_dimensions(), Writes() if self.writes else nullcontext():
                 self.model(_batch_of_one_client(batch, levels))
         return messenger
 
