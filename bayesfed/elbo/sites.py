@@ -10,11 +10,14 @@ import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.poutine.messenger import Messenger
+from torch.distributions import biject_to
 
 from bayesfed.data.batch import CLIENTS, OBSERVATIONS
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import handlers, noise
 
+ENDS = 0.1
+"""The largest share of draws of a prior at an end of its support, by round-off for example."""
 CONTEXT = "context"
 """The key of ``infer`` for the encoder of a local site: see :mod:`bayesfed.guides.encoders`."""
 
@@ -200,9 +203,12 @@ def _check_distribution(name: str, node: Mapping[str, Any]) -> None:
         try:
             read()
         except NotImplementedError:
-            raise ValueError(
-                f"site {name!r}: {kind} has no {has}. Use another distribution, or a subclass that has one"
-            ) from None
+            problem = "is missing. Use another distribution, or a subclass that has one"
+        except (RuntimeError, IndexError) as error:
+            problem = f"cannot be computed for all clients at once ({str(error).splitlines()[0]})"
+        else:
+            continue
+        raise ValueError(f"site {name!r}: the {has} of {kind} {problem}") from None
 
 
 def innermost(fn: Any) -> Any:
@@ -257,6 +263,10 @@ def _check_latent(name: str, fn: Any, inside: Collection[str]) -> None:
             f"latent site {name!r} is discrete, and lies outside the clients plate: those of a row or of a client "
             "are summed out, not those of all. Fit the model at each of its values"
         )
+    if 0 in fn.event_shape:
+        raise ValueError(
+            f"latent site {name!r}: a value of {name_of(fn)} has no numbers: leave it out"
+        )
     try:
         possible = bool(handlers.origin(fn).isfinite().all())  # not where a bound is infinite
     except NotImplementedError:
@@ -280,7 +290,21 @@ def prior_draws(
     """Trace the latent sites at ``count`` draws of the prior on one client: values ``(count, 1, 1, *event)``."""
     latent = [site.name for site in found.values() if not site.observed]
     batch = federation.batch(torch.arange(1)).head()
-    with noise.seeded(seed), torch.no_grad(), handlers.given(batch.device, draws=count):
-        with poutine.trace() as tracer, handlers.Until(latent):
-            model(batch)
-        return tracer.trace.nodes
+    given = handlers.given(batch.device, draws=count)
+    with (
+        noise.seeded(seed),
+        torch.no_grad(),
+        given,
+        poutine.trace() as tracer,
+        handlers.Until(latent),
+    ):
+        model(batch)
+    nodes = tracer.trace.nodes
+    for name in latent:
+        u = biject_to(nodes[name]["fn"].support).inv(nodes[name]["value"])
+        if (~u.isfinite()).float().mean() > ENDS:
+            raise ValueError(
+                f"latent site {name!r}: {name_of(nodes[name]['fn'])} takes values at an end of its support with "
+                "positive probability, which no density describes. Leave out that part, or sum over it"
+            )
+    return nodes

@@ -27,9 +27,9 @@ class Outcomes(Messenger):
         if totals is None:
             try:
                 msg["value"] = fn()
-            except NotImplementedError:
+            except (NotImplementedError, TypeError):
                 raise NoSampler(
-                    f"site {msg['name']!r}: {name_of(fn)} has no sampler, so that there are no predictions"
+                    f"site {msg['name']!r}: {name_of(fn)} has no sampler of batches, so that there are no predictions"
                 ) from None
         else:
             msg["value"] = _draw_counts(innermost(fn), totals)

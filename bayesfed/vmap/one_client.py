@@ -27,6 +27,7 @@ from bayesfed.data.batch import CLIENTS, OBSERVATIONS, Batch, Fields
 from bayesfed.data.federation import Federation, Model
 from bayesfed.data.missing import MISSING
 from bayesfed.elbo import handlers
+from bayesfed.elbo.sites import name_of
 from bayesfed.vmap import distributions, quadrature
 from bayesfed.vmap.boundary import Boundary, layout_of, weight_of, weight_outside
 from bayesfed.vmap.levels import Layout, Levels, opened
@@ -189,7 +190,7 @@ class Outside(Boundary):
         def back(drawn: Any) -> Any:
             return given if observed else self.levels.enter(drawn, layout, fn.event_dim + own)
 
-        seen = value.expand(fn.batch_shape + fn.event_shape) if observed else value
+        seen = _expanded(name, fn, value) if observed else value
         gaps = observed and name in self.program.covariates and MISSING in msg["infer"]
         values = rows.values_of(name, fn, layout, in_rows) if gaps else None
         self._leave(back)
@@ -233,6 +234,17 @@ class Outside(Boundary):
             with temporarily_clear_interpreter_stack():
                 value = self.levels.leave(msg["value"], layout)
             derived.found[msg["name"]] = handlers.Derivation(value, layout.local, per_row)
+
+
+def _expanded(name: str, fn: Any, value: Tensor) -> Tensor:
+    """The data of a site in the shape of its distribution."""
+    try:
+        return value.expand(fn.batch_shape + fn.event_shape)
+    except RuntimeError:
+        raise ValueError(
+            f"observed site {name!r}: values of shape {tuple(value.shape)} are no values of {name_of(fn)} with batch "
+            f"shape {tuple(fn.batch_shape)} and event shape {tuple(fn.event_shape)}"
+        ) from None
 
 
 def _other_values(fn: Any, value: Tensor) -> Tensor:
