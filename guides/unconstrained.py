@@ -38,6 +38,8 @@ def delta_at(prior: Any, u: Tensor, log_scale: Tensor | float = 0.0) -> dist.Del
 def log_abs_det(transform: Any, u: Tensor, value: Tensor, event_dim: int) -> Tensor:
     """Return log |det ∂value / ∂u|, summed over the dimensions of one value."""
     batch = value.shape[: value.ndim - event_dim]
+    event = event_dim - transform.codomain.event_dim + transform.domain.event_dim
+    u = u.expand((*batch, *u.shape[u.ndim - event :]))  # bounds may differ where u does not
     return transform.log_abs_det_jacobian(u, value).reshape((*batch, -1)).sum(-1)
 
 

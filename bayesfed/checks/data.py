@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesfed.checks.supports import at_edge, has_density, in_support
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
 from bayesfed.elbo.elbo import run
 from bayesfed.elbo.program import Program
+from bayesfed.elbo.sites import name_of
 
 
 def check_data(program: Program, federation: Federation) -> None:
@@ -37,16 +39,31 @@ def check_data(program: Program, federation: Federation) -> None:
             fn, value = node["fn"], node["value"]
             if batch.gaps:
                 _check_gaps(federation, chunk, batch, name, node)
-            inside = fn.support.check(value)
+            inside, problem = in_support(fn, value), f"outside its support ({fn.support})"
+            edge = at_edge(fn, value) & torch.as_tensor(
+                True if node["mask"] is None else node["mask"]
+            )
+            if inside.all() and edge.any():  # a density may be finite there at some parameters only
+                params = {
+                    n: v + 0.3 for n, v in (program.init | program.init_locals(batch)).items()
+                }
+                with torch.no_grad():
+                    _, other = run(program, params, {}, batch, supplied, 1)
+                fns = fn, other.nodes[name]["fn"]
+                inside = ~edge | (has_density(fns[0], value) & has_density(fns[1], value))
+                problem = (
+                    "an end of its support, where the density is zero or infinite: no such row can come from it. Give "
+                    "these rows a distribution of their own, or leave them out"
+                )
             inside = inside.reshape(len(chunk), -1)
             if program.sites[name].per_row:
                 inside = inside | ~batch.mask
             if not inside.all():
                 client, row = (~inside).nonzero()[0].tolist()
                 raise ValueError(
-                    f"client {federation.names[int(chunk[client])]!r}, row {row}: observed site {name!r} "
-                    f"is {value.reshape(inside.shape + fn.event_shape)[client, row].tolist()}, outside "
-                    f"the support of {type(fn).__name__} ({fn.support})"
+                    f"client {federation.names[int(chunk[client])]!r}, row {row}: observed site {name!r} is "
+                    f"{value.reshape(inside.shape + fn.event_shape)[client, row].tolist()}. Of {name_of(fn)} this is "
+                    f"{problem}"
                 )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.poutine.messenger import Messenger
@@ -15,6 +16,8 @@ from bayesfed.data.batch import CLIENTS, OBSERVATIONS
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import handlers, noise
 
+ENDS = 0.1
+"""The largest share of draws of a prior at an end of its support, by round-off for example."""
 CONTEXT = "context"
 """The key of ``infer`` for the encoder of a local site: see :mod:`bayesfed.guides.encoders`."""
 
@@ -156,6 +159,7 @@ def _find_sites(model: Model, federation: Federation) -> dict[str, Site]:
     found = {}
     for name, node in handlers.sample_sites(trace).items():
         _check_plates(name, node)
+        _check_distribution(name, node)
         inside, latent = handlers.plates(node), not node["is_observed"]
         if latent:
             _check_latent(name, node["fn"], inside)
@@ -169,7 +173,7 @@ def _find_sites(model: Model, federation: Federation) -> dict[str, Site]:
             observed=not latent,
             per_row=OBSERVATIONS in inside,
             joint=joint,
-            event_shape=node["fn"].event_shape,
+            event_shape=torch.Size(node["fn"].event_shape),
             support=node["fn"].support,
             context=latent and CLIENTS in inside and CONTEXT in node["infer"],
             factor=_is_factor(node),
@@ -182,6 +186,41 @@ def _find_sites(model: Model, federation: Federation) -> dict[str, Site]:
     if not any(site.observed for site in found.values()):
         raise ValueError("the model observes nothing: no site has obs=")
     return found
+
+
+def _check_distribution(name: str, node: Mapping[str, Any]) -> None:
+    """Fail on a distribution without a density, or that does not say where its values lie."""
+    fn, kind = node["fn"], name_of(node["fn"])
+    if isinstance(innermost(fn), dist.Delta | dist.Empirical):
+        raise ValueError(
+            f"site {name!r} is {kind}, which has no density but points of probability one: name a value by "
+            "pyro.deterministic, and add a log density by pyro.factor"
+        )
+    for has, read in (
+        ("support", lambda: fn.support),
+        ("log density", lambda: fn.log_prob(node["value"])),
+    ):
+        try:
+            read()
+        except NotImplementedError:
+            problem = "is missing. Use another distribution, or a subclass that has one"
+        except (RuntimeError, IndexError) as error:
+            problem = f"cannot be computed for all clients at once ({str(error).splitlines()[0]})"
+        else:
+            continue
+        raise ValueError(f"site {name!r}: the {has} of {kind} {problem}") from None
+
+
+def innermost(fn: Any) -> Any:
+    """A distribution without what masks, expands or reinterprets it."""
+    while isinstance(fn, dist.Independent | dist.ExpandedDistribution | dist.MaskedDistribution):
+        fn = fn.base_dist
+    return fn
+
+
+def name_of(fn: Any) -> str:
+    """The name of a distribution's class, for messages."""
+    return type(innermost(fn)).__name__
 
 
 def _check_plates(name: str, node: Mapping[str, Any]) -> None:
@@ -224,14 +263,20 @@ def _check_latent(name: str, fn: Any, inside: Collection[str]) -> None:
             f"latent site {name!r} is discrete, and lies outside the clients plate: those of a row or of a client "
             "are summed out, not those of all. Fit the model at each of its values"
         )
+    if 0 in fn.event_shape:
+        raise ValueError(
+            f"latent site {name!r}: a value of {name_of(fn)} has no numbers: leave it out"
+        )
     try:
-        biject_to(fn.support)
+        possible = bool(handlers.origin(fn).isfinite().all())  # not where a bound is infinite
     except NotImplementedError:
+        possible = False
+    if not possible:
         raise ValueError(
             f"latent site {name!r}: torch has no transform from the reals onto the support of "
-            f"{type(fn).__name__}, which a guide needs. Of a mixture write the component as a discrete "
+            f"{name_of(fn)}, which a guide needs. Of a mixture write the component as a discrete "
             "variable of the row or client, which is summed out"
-        ) from None
+        )
 
 
 def _is_factor(node: Mapping[str, Any]) -> bool:
@@ -245,7 +290,21 @@ def prior_draws(
     """Trace the latent sites at ``count`` draws of the prior on one client: values ``(count, 1, 1, *event)``."""
     latent = [site.name for site in found.values() if not site.observed]
     batch = federation.batch(torch.arange(1)).head()
-    with noise.seeded(seed), torch.no_grad(), handlers.given(batch.device, draws=count):
-        with poutine.trace() as tracer, handlers.Until(latent):
-            model(batch)
-        return tracer.trace.nodes
+    given = handlers.given(batch.device, draws=count)
+    with (
+        noise.seeded(seed),
+        torch.no_grad(),
+        given,
+        poutine.trace() as tracer,
+        handlers.Until(latent),
+    ):
+        model(batch)
+    nodes = tracer.trace.nodes
+    for name in latent:
+        u = biject_to(nodes[name]["fn"].support).inv(nodes[name]["value"])
+        if (~u.isfinite()).float().mean() > ENDS:
+            raise ValueError(
+                f"latent site {name!r}: {name_of(nodes[name]['fn'])} takes values at an end of its support with "
+                "positive probability, which no density describes. Leave out that part, or sum over it"
+            )
+    return nodes

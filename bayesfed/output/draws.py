@@ -29,6 +29,7 @@ from bayesfed.elbo.sites import Site
 from bayesfed.guides.hierarchical import LOCAL
 from bayesfed.output.evidence import COST, EACH, Candidates, laplace_candidates
 from bayesfed.output.fitted import Fitted
+from bayesfed.output.outcomes import NoSampler, Outcomes
 from bayesfed.vmap.mixtures import ClientMixture
 
 _CENTRE = {"normal": 0.0, "uniform": 0.5}
@@ -266,8 +267,11 @@ def run_model(
         if conditional
         else nullcontext()
     )
-    with torch.no_grad(), known, _given_draws(fitted, draws, chunk, batch):
-        return poutine.trace(model).get_trace(batch).nodes
+    with torch.no_grad(), known, Outcomes(), _given_draws(fitted, draws, chunk, batch):
+        try:
+            return poutine.trace(model).get_trace(batch).nodes
+        except NoSampler as error:  # Pyro adds all shapes
+            raise NoSampler(str(error).split("\n")[0]) from None
 
 
 def discrete_log_joint(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from bayesfed.output.dependent_rows import NotGaussian
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.khat import has_density
 from bayesfed.output.log_densities import log_densities
+from bayesfed.output.outcomes import NoSampler
 from bayesfed.output.predictions import derived, log_likelihood, predict, sample
 from bayesfed.output.prior import prior_predictive, sample_prior
 
@@ -66,7 +68,7 @@ def to_arviz(
         rows of a client are one event that is not multivariate Normal.
 
     Warns:
-        UserWarning: the model's observed sites cannot be drawn at some draw from the prior.
+        UserWarning: the model's observed sites have no sampler, or cannot be drawn at some draw from the prior.
     """
     program, federation = fitted.program, fitted.federation
     latent = {site.name: ("client",) if site.local else () for site in program.latent}
@@ -88,6 +90,9 @@ def to_arviz(
     try:
         predicted = predict(fitted, federation, num_samples, seed)
     except NotGaussian:
+        predicted = {}
+    except NoSampler as error:
+        warnings.warn(str(error), stacklevel=3)
         predicted = {}
     missing: dict[str, Tensor] = {}
     axes = {"observation": np.arange(federation.rows)}

@@ -12,6 +12,7 @@ from torch import Tensor
 from bayesfed.elbo import handlers
 from bayesfed.output.draws import Draws, client_chunks, flatten_rows, run_model
 from bayesfed.output.fitted import Fitted
+from bayesfed.output.outcomes import NoSampler
 
 
 def sample_prior(fitted: Fitted, num_samples: int) -> dict[str, Tensor]:
@@ -66,6 +67,8 @@ def prior_predictive(
                     parts[site.name].append(value[:, batch.mask])
                 else:
                     parts[site.name].append(flatten_rows(value, site, batch, num_samples))
+    except NoSampler:  # as for the posterior predictive, which warns
+        return {}
     except (RuntimeError, ValueError) as error:
         warnings.warn(
             f"there is no prior_predictive, as at some draw from the prior: {error}", stacklevel=4

@@ -62,7 +62,7 @@ class Boundary(Messenger):
 
 def layout_of(msg: Any, batch: torch.Size | None = None) -> Layout:
     """The layout of a site's dimensions."""
-    batch = msg["fn"].batch_shape if batch is None else batch
+    batch = torch.Size(msg["fn"].batch_shape if batch is None else batch)
     frames = {frame.name: frame.dim for frame in msg["cond_indep_stack"]}
     others = {dim for name, dim in frames.items() if name not in (CLIENTS, OBSERVATIONS)}
     rows = OBSERVATIONS in frames or (batch[-1:] == (1,) and -1 not in others)

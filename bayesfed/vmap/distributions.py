@@ -8,14 +8,20 @@ from typing import Any
 
 import torch
 from pyro.distributions import TorchDistribution
+from pyro.ops.gamma_gaussian import Gamma, GammaGaussian
+from pyro.ops.gaussian import AffineNormal, Gaussian
 from torch import Tensor
 from torch._C import _functorch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributions import Distribution, Transform
+from torch.distributions.transforms import _InverseTransform
 
 from bayesfed.vmap.levels import Layout, Levels, opened
+from bayesfed.vmap.writes import Writes
 
-_WITHIN = (Tensor, list, tuple, Distribution, Transform)
+_FACTORS = (Gaussian, AffineNormal, Gamma, GammaGaussian)
+"""Parts of Pyro's hidden Markov models."""
+_WITHIN = (Tensor, list, tuple, Distribution, Transform, *_FACTORS)
 
 
 def batched(fn: Any, levels: Levels, layout: Layout) -> Any:
@@ -32,7 +38,9 @@ def batched(fn: Any, levels: Levels, layout: Layout) -> Any:
             return InsideVmap.of(fn, levels, layout)
     own = len(layout.own)
     size = own + (3 if levels.draws else 2)
-    lead = torch.broadcast_shapes(*(value.shape[:size] for value in moved.values()))
+    widths = layout.width, *(layout.batch[axis] for axis in layout.own)
+    alone = (*[1] * (size - len(widths)), *widths)  # of a distribution without tensors
+    lead = torch.broadcast_shapes(alone, *(value.shape[:size] for value in moved.values()))
 
     def placed(value: Tensor) -> Tensor:
         new = moved.get(id(value))
@@ -62,8 +70,16 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, _WITHIN) and not isinstance(value, torch.Size):
-        for part in value if isinstance(value, list | tuple) else vars(value).values():
+        for part in value if isinstance(value, list | tuple) else _parts(value).values():
             yield from _tensors(part)
+
+
+def _parts(value: Any) -> dict[str, Any]:
+    """The attributes of a distribution or transform, but for what a transform keeps for later."""
+    if isinstance(value, _InverseTransform):
+        return {"_inv": value.inv}
+    kept = ("_inv", "_cached_x_y") if isinstance(value, Transform) else ()
+    return {name: part for name, part in vars(value).items() if name not in kept}
 
 
 def _rebuilt(value: Any, use: Callable[[Tensor], Tensor], batch: Callable[[Any], Any]) -> Any:
@@ -75,11 +91,11 @@ def _rebuilt(value: Any, use: Callable[[Tensor], Tensor], batch: Callable[[Any],
     if isinstance(value, list | tuple):
         return type(value)(_rebuilt(part, use, batch) for part in value)
     new: Any = object.__new__(type(value))
-    new.__dict__.update({n: _rebuilt(part, use, batch) for n, part in vars(value).items()})
+    if isinstance(value, Transform):
+        new._cached_x_y, new._inv, new._cache_size = (None, None), None, 0
+    new.__dict__.update({n: _rebuilt(part, use, batch) for n, part in _parts(value).items()})
     if isinstance(value, Distribution):
         new._batch_shape = torch.Size(batch(value.batch_shape))
-    else:
-        new._cached_x_y, new._inv = (None, None), None
     return new
 
 
@@ -123,7 +139,7 @@ class InsideVmap(TorchDistribution):
 
     def _run(self, use: Callable[..., Tensor], *values: Tensor) -> Tensor:
         """Evaluate a function of the distribution and of values of the site inside vmap."""
-        with opened(*self.sizes) as levels:
+        with opened(*self.sizes) as levels, Writes():
             fn = _rebuilt(self.fn, levels.inside, lambda shape: shape)
             found = use(fn, *(levels.enter(v, self.layout, len(self.event_shape)) for v in values))
             with temporarily_clear_interpreter_stack():

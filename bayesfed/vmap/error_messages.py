@@ -8,6 +8,7 @@ import traceback
 from pathlib import Path
 
 from bayesfed.tracing.compiler import users_frames
+from bayesfed.vmap import writes
 
 _OURS = Path(__file__).parents[1]
 _REASONS = {
@@ -15,8 +16,12 @@ _REASONS = {
         "it asks for the value of a tensor (if, while, float(...), .item()), of which there is one for each draw and "
         "each client. Write torch.where(condition, a, b), or keep to tensors"
     ),
-    r"in-?place|overwrite": (
-        "it writes into a tensor. Collect the parts in a list and take torch.stack(parts)"
+    r"in-?place|overwrite|output with shape": (
+        "it writes into a view of a tensor. Write into the tensor itself, p[0, 1] = x, or collect the parts in a list "
+        "and take torch.stack(parts)"
+    ),
+    r"sample\(\) is not implemented|not support sampling": (
+        "the distribution has no sampler, and a variable starts at draws of its prior. Use another one"
     ),
     r"random(ness)? ": (
         "it draws numbers of its own. Sample them with pyro.sample, or give them as data"
@@ -49,12 +54,21 @@ def readable_error(error: Exception, name: str) -> Exception:
         error: the error that the model has raised.
         name: the name of the model.
     """
-    theirs, last = users_frames(error), traceback.extract_tb(error.__traceback__)[-1]
+    theirs, frames = users_frames(error), traceback.extract_tb(error.__traceback__)
+    last = [frame for frame in frames if frame.filename != writes.__file__][-1]
+    said, found, _ = str(error).partition("Trace Shapes:")  # which Pyro adds
+    said = said.strip()
     if not theirs or Path(last.filename).is_relative_to(_OURS):
-        said, found, _ = str(error).partition("\nTrace Shapes:")  # which Pyro adds
         return type(error)(said) if found else error
     number, line = theirs[-1].lineno, theirs[-1].line
-    said = textwrap.shorten(str(error).split("\n")[0], LONG, placeholder=" ...")
+    said = textwrap.shorten(said.split("\n")[0] or _lacking(error), LONG, placeholder=" ...")
     reason = next((text for what, text in _REASONS.items() if re.search(what, said, re.I)), "")
     where = f"model {name!r}, line {number}" + (f", `{line}`" if line else "")
     return ValueError(f"{where}: {reason} ({said})" if reason else f"{where}: {said}")
+
+
+def _lacking(error: BaseException) -> str:
+    """The words for an error without any: the function that is not implemented."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{traceback.extract_tb(error.__traceback__)[-1].name}() is not implemented"

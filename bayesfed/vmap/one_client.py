@@ -11,7 +11,7 @@ Further plates of the program, and batch dimensions that it did not declare as a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,12 +27,14 @@ from bayesfed.data.batch import CLIENTS, OBSERVATIONS, Batch, Fields
 from bayesfed.data.federation import Federation, Model
 from bayesfed.data.missing import MISSING
 from bayesfed.elbo import handlers
+from bayesfed.elbo.sites import name_of
 from bayesfed.vmap import distributions, quadrature
 from bayesfed.vmap.boundary import Boundary, layout_of, weight_of, weight_outside
 from bayesfed.vmap.levels import Layout, Levels, opened
 from bayesfed.vmap.marginalise import Marginalisation
 from bayesfed.vmap.mixtures import Mixture
 from bayesfed.vmap.rerun import Rerun
+from bayesfed.vmap.writes import Writes
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class OneClient:
         kinds: the clients' discrete variables, found together with ``latent``.
         covariates: observed sites of a row that others depend on; a missing value is a latent variable of the row.
         points: the number of values of a row's latent variable at which the model runs at once.
+        writes: whether the model, or a distribution in it, writes into tensors.
 
     Example:
         >>> import torch, pyro, pyro.distributions as dist, bayesfed as bf
@@ -68,6 +71,7 @@ class OneClient:
     kinds: tuple[str, ...] = ()
     covariates: frozenset[str] = frozenset()
     points: int = 1
+    writes: bool = False
 
     @property
     def __name__(self) -> str:
@@ -93,7 +97,7 @@ class OneClient:
         draws = copies * (sizes[-1] if sizes else 1) if sizes or copies > 1 else None
         with unchecked, opened(draws, len(batch)) as levels:
             messenger = kind(levels, *settings)
-            with messenger, _own_dimensions():
+            with messenger, _own_dimensions(), Writes() if self.writes else nullcontext():
                 self.model(_batch_of_one_client(batch, levels))
         return messenger
 
@@ -186,7 +190,7 @@ class Outside(Boundary):
         def back(drawn: Any) -> Any:
             return given if observed else self.levels.enter(drawn, layout, fn.event_dim + own)
 
-        seen = value.expand(fn.batch_shape + fn.event_shape) if observed else value
+        seen = _expanded(name, fn, value) if observed else value
         gaps = observed and name in self.program.covariates and MISSING in msg["infer"]
         values = rows.values_of(name, fn, layout, in_rows) if gaps else None
         self._leave(back)
@@ -230,6 +234,17 @@ class Outside(Boundary):
             with temporarily_clear_interpreter_stack():
                 value = self.levels.leave(msg["value"], layout)
             derived.found[msg["name"]] = handlers.Derivation(value, layout.local, per_row)
+
+
+def _expanded(name: str, fn: Any, value: Tensor) -> Tensor:
+    """The data of a site in the shape of its distribution."""
+    try:
+        return value.expand(fn.batch_shape + fn.event_shape)
+    except RuntimeError:
+        raise ValueError(
+            f"observed site {name!r}: values of shape {tuple(value.shape)} are no values of {name_of(fn)} with batch "
+            f"shape {tuple(fn.batch_shape)} and event shape {tuple(fn.event_shape)}"
+        ) from None
 
 
 def _other_values(fn: Any, value: Tensor) -> Tensor:

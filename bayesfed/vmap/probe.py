@@ -76,7 +76,13 @@ class Probe:
 
 def run_probe(model: Model, batch: Batch) -> Probe:
     """Run a model under vmap at draws of its prior; its parameters lie near their initial values."""
-    program = OneClient(model)
+    try:
+        return _run_probe(OneClient(model), batch)
+    except RuntimeError:  # vmap refuses some writes into tensors
+        return _run_probe(OneClient(model, writes=True), batch)
+
+
+def _run_probe(program: OneClient, batch: Batch) -> Probe:
     params: dict[str, Tensor] | None = None
     while True:
         at = handlers.given(batch.device, params, draws=DRAWS)

@@ -49,7 +49,7 @@ def sum_out(probe: Probe, gaps: bool) -> OneClient:
         _check_dependents(name, dependents[name].difference(outcomes), of_row)
     latent = frozenset(name for name, variable in marginalised.items() if variable.of_row)
     kinds = tuple(name for name in marginalised if name not in latent)
-    program = OneClient(probe.program.model, latent, kinds, frozenset(covariates))
+    program = replace(probe.program, latent=latent, kinds=kinds, covariates=frozenset(covariates))
     integrals = any(variable.values is None for variable in marginalised.values())
     if integrals or (covariates and gaps):
         return _with_enough_nodes(program, probe.batch, probe.params)

@@ -21,7 +21,8 @@ def program(mean):
 
 def writes(a, b, obs):
     both = torch.zeros(2)
-    both[0] = b[1]
+    first = both[:1]
+    first[0] = b[1]
     return a + both[0]
 
 
@@ -34,7 +35,7 @@ def draws(a, b, obs):
 
 
 MISTAKES = [
-    (writes, r"line \d+, `both\[0\] = b\[1\]`: it writes into a tensor. .*torch.stack"),
+    (writes, r"line \d+, `first\[0\] = b\[1\]`: it writes into a view of a tensor. .*torch.stack"),
     (asks, r"`return a if b\[0\] > 0 else -a`: it asks for the value of a tensor .*torch.where"),
     (draws, "site 'y' differs from one run to the next"),
     (lambda a, b, obs: a + b * obs["y"], r"`pyro.sample\(\"y\".*: shapes do not fit"),

@@ -292,3 +292,50 @@ def test_a_weight_along_a_plate_of_the_programs_own_is_refused(what):
 
     with pytest.raises(ValueError, match=f"site 'w': a {what} differs along a plate"):
         bf.start(model, federation(), rounds=1)
+
+
+def graded(federation):
+    with pyro.plate("kinds", 3):
+        cut = pyro.sample("cut", dist.Normal(torch.tensor([-1.0, 0.5]), 0.2).to_event(1))
+    with federation.clients():
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        with federation.observations() as obs:
+            fn = dist.OrderedLogistic(a, cut[obs["kind"].long()])
+            pyro.sample("y", fn, obs=(obs["x"][..., 0] > 0).double())
+
+
+def written(federation):
+    b = pyro.sample("b", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    with federation.clients():
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        both = torch.zeros(3, dtype=a.dtype)
+        both[:2] = b
+        both[2] = a.squeeze()
+        observe(federation, lambda obs: both[obs["kind"].long()])
+
+
+@pytest.mark.parametrize("model", [graded, written])
+def test_writes_into_tensors_by_torch_and_by_the_program(model):
+    """The density is that of each client and draw alone, run without vmap."""
+    data = federation()
+    runs = for_batches(model, data).model
+    assert isinstance(runs, OneClient) and runs.writes
+    batch = data.batch()
+    with handlers.given(batch.device, draws=DRAWS), poutine.trace() as tracer:
+        runs(batch)
+    found = handlers.sample_sites(tracer.trace)
+    for k, name in enumerate(data.names):
+        for s in range(DRAWS):
+            values = {}
+            for site in ("cut", "a", "b"):
+                if site in found:
+                    value = found[site]["value"]
+                    values[site] = value[s, k if value.shape[1] > 1 else 0, 0]
+            values["a"] = values["a"].reshape(1, 1)
+            alone = poutine.trace(poutine.condition(model, data=values)).get_trace(
+                data.select([name])
+            )
+            alone.compute_log_prob()
+            expected = alone.nodes["y"]["log_prob"].sum()
+            row = found["y"]["fn"].log_prob(found["y"]["value"])[s, k][batch.mask[k]].sum()
+            torch.testing.assert_close(row, expected.to(row), rtol=1e-5, atol=1e-5)
