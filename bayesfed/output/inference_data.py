@@ -142,7 +142,9 @@ def to_arviz(
     attrs = _attributes(fitted, khat, caveat)
     return product(
         {
-            name: _dataset(arrays, axes, fitted, attrs, owners="data" in name)
+            name: _dataset(
+                arrays, axes, fitted, attrs, owners="data" in name or name == "predictions"
+            )
             for name, arrays in groups.items()
             if arrays
         }
