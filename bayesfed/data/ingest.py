@@ -11,7 +11,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from bayesfed.data.columns import UnknownName, check_columns, client_name, to_pandas
+from bayesfed.data.columns import UnknownName, check_columns, client_name
+from bayesfed.data.frames import to_pandas
 
 Missing = Literal["fail", "drop", "keep"]
 """Treatment of missing numbers."""

@@ -14,8 +14,9 @@ import numpy as np
 import pandas as pd
 
 from bayesfed.data.batch import Batch
-from bayesfed.data.columns import check_columns, client_name, to_pandas
+from bayesfed.data.columns import check_columns, client_name
 from bayesfed.data.federation import Federation, Model
+from bayesfed.data.frames import to_pandas
 from bayesfed.data.standardise import moments
 from bayesfed.formulas.agreement import agree
 from bayesfed.formulas.coding import Coding
