@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
+from numbers import Integral, Real
 from typing import Any
 
 
@@ -25,7 +26,7 @@ def check_columns(what: str, wanted: Iterable[Any], there: Iterable[Any]) -> Non
             raise ValueError(f"the {what} has two columns with the name {column!r}: rename one")
 
 
-def client_name(value: Hashable) -> str:
+def client_name(value: Any) -> str:
     """Return the name of a client: 1.0, which 1 becomes in a column with gaps, is the client ``"1"``.
 
     Example:
@@ -33,4 +34,5 @@ def client_name(value: Hashable) -> str:
         >>> client_name(1), client_name(1.0), client_name("1"), client_name("1.0")
         ('1', '1', '1', '1.0')
     """
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+    fractional = isinstance(value, Real) and not isinstance(value, Integral)
+    return str(int(value)) if fractional and float(value).is_integer() else str(value)

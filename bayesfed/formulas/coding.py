@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from bayesfed.data.columns import check_columns
+from bayesfed.data.columns import check_columns, client_name
 from bayesfed.formulas.columns import Level, check_complete, kind_of, levels_of
 from bayesfed.formulas.terms import NAMESPACE, PROPORTIONS, FormulaError, Group, Terms
 
@@ -162,7 +162,7 @@ class Coding:
             assert clients is not None
             own = self.own[group.factor].items()
             number = {(c, level): i for c, levels in own for i, level in enumerate(levels)}
-            keys = list(zip(map(str, clients), keys, strict=True))
+            keys = list(zip(map(client_name, clients), keys, strict=True))
             if new := next((key for key in keys if key not in number), None):
                 raise FormulaError(
                     f"client {new[0]!r}: {group.factor!r} has the level {new[1]!r}, which the client did not have when "

@@ -134,6 +134,8 @@ def test_ids_that_became_floats_are_the_same_clients():
         pd.DataFrame({"who": who, "y": [1.0, 2.0]}) for who in ([1, 2], [1.0, 2.0], ["1", "2"])
     ]
     assert {bf.Federation.from_frame(f, client="who").names for f in frames} == {("1", "2")}
+    narrow = pd.DataFrame({"who": np.array([1, 2], np.float32), "y": [1.0, 2.0]})
+    assert bf.Federation.from_frame(narrow, client="who").names == ("1", "2")
     with pytest.raises(ValueError, match="client '1' appears twice"):
         bf.Federation.from_frame({"who": [1, "1"], "y": [1.0, 2.0]}, client="who")
 

@@ -525,6 +525,9 @@ def test_clients_have_variables_for_their_own_levels_alone():
     of_study = nodes["1|study"]["value"].flatten().numpy()[[0, 0, 0, 0, 1, 1, 1, 1, 2]]
     total = float(nodes["Intercept"]["value"]) + of_study + of_row
     np.testing.assert_allclose(flat(model, nodes["y"]["fn"].loc), total, rtol=1e-5, atol=1e-6)
+    numbers = frame.assign(study=frame.study.map({"A": 1.0, "B": 2.0, "C": 3.0}))
+    numbered = bf.formula("y ~ (1 | study/child)", numbers)
+    assert torch.equal(numbered.federation["study:child"], model.federation["study:child"])
     swapped = frame[frame.study != "C"].assign(child=[21, 22, 23, 24, 11, 12, 13, 14])
     with pytest.raises(ValueError, match="client 'A': 'study:child' has the level 21"):
         model.encode(swapped)
