@@ -356,5 +356,6 @@ def fit(
             except BaseException:
                 save(run, due=True)
                 raise
-        save(run, due=stop)
+        if stop:
+            save(run, due=True)
         return finish(run)
