@@ -8,8 +8,9 @@ the model is run at draws of its prior, with the field as it is and standardised
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import torch
 from pyro import poutine
@@ -44,20 +45,21 @@ def warn_of_units(program: Program, federation: Federation) -> None:
     if not wild:
         return
 
-    def cost(changes: Mapping[str, _Change]) -> float:
-        fields = {name: change(batch.fields[name]) for name, change in changes.items()}
+    @cache
+    def cost(*changes: tuple[str, _Change]) -> float:
+        fields = {name: change(batch.fields[name]) for name, change in changes}
         return _cost(program, replace(batch, fields=Fields(batch.fields | fields)))
 
-    if cost({}) < WORSE:
+    if cost() < WORSE:
         return
     usable: dict[str, _Change] = {}
     for name, (_, changes) in wild.items():
-        possible = [change for change in changes if cost({name: change}) < float("inf")]
+        possible = [change for change in changes if cost((name, change)) < float("inf")]
         if possible:
             usable[name] = possible[0]
-    best = cost(usable)
+    best = cost(*usable.items())
     for name, change in usable.items():
-        worse = cost({other: usable[other] for other in usable if other != name})
+        worse = cost(*(item for item in usable.items() if item[0] != name))
         if worse > WORSE * max(best, 1.0):
             what, (standardise, *_) = wild[name]
             advice = "(x - mean) / sd, as bayesfed.datasets.standardise does"
