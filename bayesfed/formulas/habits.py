@@ -13,7 +13,7 @@ REMEDIES = {
     "trunc": f"{_IN_PYRO}, with a truncated distribution of the outcome",
     "weights": "repeat each row as often as its weight says",
     "rate": "add offset(log(n))",
-    "mi": "leave out the rows in which the outcome is missing",
+    "mi": "leave out the rows in which it is missing",
     # terms
     "mo": "write C(level) for an effect of each level",
     "cs": "ordinal outcomes have no formula: take models.OrderedLogistic",

@@ -44,14 +44,19 @@ def loo(idata: az.InferenceData | xr.DataTree, var_name: str | None = None) -> a
         >>> round(bf.loo(posterior.to_arviz()).n_data_points)
         220
     """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Estimated shape parameter")  # names no client
+        found = _elpd(idata, var_name)
+    return _with_clients(found, idata)
+
+
+def _elpd(idata: az.InferenceData | xr.DataTree, var_name: str | None) -> az.ELPDData:
+    """Compute PSIS-LOO corrected for q by ArviZ's functions."""
     from bayesfed.output.arviz_compat import OLD, az, dataset
 
     attrs = dataset(idata, "posterior").attrs
     if "corrected" in attrs:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Estimated shape parameter")  # names no client
-            found = az.loo(idata, pointwise=True, var_name=var_name)
-        return _with_clients(found, idata)
+        return az.loo(idata, pointwise=True, var_name=var_name)
     if "sample_stats" not in idata:
         algorithm = attrs.get("algorithm", "q")
         raise ValueError(
@@ -62,13 +67,8 @@ def loo(idata: az.InferenceData | xr.DataTree, var_name: str | None = None) -> a
     log_p, log_q = stats["log_p"], stats["log_q"]
     if not OLD:
         corrected = az.loo_approximate_posterior  # type: ignore[attr-defined]
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Estimated shape parameter")
-            found = corrected(idata, log_p, log_q, pointwise=True, var_name=var_name)
-        return _with_clients(found, idata)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # about k before the correction
-        found = az.loo(idata, pointwise=True, var_name=var_name, reff=1.0)
+        return corrected(idata, log_p, log_q, pointwise=True, var_name=var_name)
+    found = az.loo(idata, pointwise=True, var_name=var_name, reff=1.0)
     name = next(iter(idata["log_likelihood"])) if var_name is None else var_name
     log_lik = idata["log_likelihood"][name].astype(float)
     sample = {"__sample__": ("chain", "draw")}
@@ -79,7 +79,7 @@ def loo(idata: az.InferenceData | xr.DataTree, var_name: str | None = None) -> a
     found["se"] = float(elpd.size * elpd.var()) ** 0.5
     found["loo_i"], found["pareto_k"] = elpd.rename("loo_i"), k
     found["warning"] = bool((k > found["good_k"]).any())
-    return _with_clients(found, idata)
+    return found
 
 
 def _with_clients(found: az.ELPDData, idata: az.InferenceData | xr.DataTree) -> az.ELPDData:
