@@ -31,7 +31,7 @@ from bayesfed.guides.newton import (
 from bayesfed.tracing.compiler import traceable
 
 MOST_STEPS = 50
-"""The largest number of Newton steps of a visit: where a Poisson rate is far too large, each divides it by e."""
+"""Most Newton steps of a visit on a CPU: where a Poisson rate is far too large, each divides it by e."""
 WEAKEST = 1e-2
 """The smallest eigenvalue of a factor's precision, in units of the prior's."""
 FURTHEST = 3.0
@@ -68,8 +68,8 @@ class BlockGuide(Protocol):
 def closed_form(guide: BlockGuide, params: Params, u: Tensor, batch: Any) -> dict[str, Tensor]:
     """The parameters of K clients' factors, one unit of the context being one scale of q(θ).
 
-    Each client stops at its own convergence, and the loop ends once all have: elsewhere than on a CPU after
-    ``NEWTON_STEPS`` at the least, since reading whether they have waits for the device.
+    Each client stops at its own convergence. On a CPU the loop ends once all have. Elsewhere it has ``NEWTON_STEPS``
+    steps, since reading whether all have converged would wait for the device.
 
     Args:
         guide: the guide that the factors belong to.
@@ -79,9 +79,10 @@ def closed_form(guide: BlockGuide, params: Params, u: Tensor, batch: Any) -> dic
     """
     prior = guide.block_prior_at_centre(params, batch)
     active = batch.scale.new_ones(len(batch))
-    for number in range(1, MOST_STEPS + 1):
+    on_cpu = active.device.type == "cpu"
+    for _ in range(MOST_STEPS if on_cpu else NEWTON_STEPS):
         u, active = _climb(guide, params, batch, prior, u, active)
-        if (active.device.type == "cpu" or number >= NEWTON_STEPS) and not bool(active.any()):
+        if on_cpu and not bool(active.any()):
             break
     return _scaled_factor(guide, params, batch, prior, u)
 
