@@ -1,5 +1,7 @@
 """Discrete Gaussian and discrete Laplace noise, drawn exactly: whole numbers, multiples of the step of a grid.
 
+::
+
     Gaussian: P(x) ∝ exp(−x² / 2t²)        Laplace: P(x) ∝ exp(−|x| / t)        x, t whole numbers
 
 Noise that is computed in floating point takes values that depend on the sum to which it is added, in its last bits
@@ -10,7 +12,7 @@ is returned. A comparison uses double precision where its error bound allows, an
 in 2⁴⁵ comparisons or so. What is left out is a probability below e⁻⁵⁰⁰ in each share of Laplace noise.
 
 *Gaussian* (Canonne, Kamath & Steinke 2020, Algorithm 3): a discrete Laplace variable of the same t is accepted with
-probability exp(−(|x| − t)² / 2t²). *Laplace* (their Algorithm 2): u + t v, u uniform below t and accepted with
+probability ``exp(−(|x| − t)² / 2t²)``. *Laplace* (their Algorithm 2): u + t v, u uniform below t and accepted with
 probability exp(−u / t), v geometric, with a random sign.
 
 *Shares.* The sum of the shares of any M′ institutions is to be noise enough. Gaussian: each draws a discrete Gaussian
