@@ -76,7 +76,7 @@ def _normal_priors(guide: Hierarchical, batch: Batch, seed: int) -> Priors:
     generator = torch.Generator().manual_seed(seed)
 
     def standard_normal(scaling: Scaling) -> Tensor:
-        return torch.randn(len(scaling.loc), generator=generator).to(scaling.loc)
+        return torch.randn(len(scaling.loc), generator=generator, device="cpu").to(scaling.loc)
 
     z = {name: standard_normal(scaling) for name, scaling in guide.globals.items()}
     u = {name: standard_normal(s).requires_grad_() for name, s in guide.locals.items()}

@@ -177,7 +177,7 @@ class Laplace(Hierarchical):
 
         if not full:  # if two random products give the same diagonal, the matrix is diagonal
             generator = torch.Generator().manual_seed(0)
-            trials = (2 * torch.rand(2, len(z), generator=generator).to(z) - 1).sign()
+            trials = (2 * torch.rand(2, len(z), generator=generator, device="cpu").to(z) - 1).sign()
             first, second = (v * backward(v) for v in trials)
             if torch.allclose(first, second, rtol=1e-4, atol=1e-6):
                 return grad.detach(), first

@@ -156,7 +156,7 @@ def _two_draws(program: Program, batch: Batch, keys: Tensor) -> _Point:
         u = transform.inv(node["value"])
         lead = (2, len(batch) if site.local else 1, 1)
         u = u.expand(*lead, *u.shape[node["value"].ndim - len(site.event_shape) :]).clone()
-        u[1] += 0.3 * torch.randn(u[1].shape, generator=generator).to(
+        u[1] += 0.3 * torch.randn(u[1].shape, generator=generator, device="cpu").to(
             u
         )  # point estimates differ too
         values[site.name] = transform(u)

@@ -38,7 +38,7 @@ def split_rows(
     for name, start, n in zip(names, offsets.tolist(), lengths.tolist(), strict=False):
         if n < 2:
             raise ValueError(f"client {name!r} has a single row: it cannot be split")
-        rows = torch.randperm(n, generator=generator) + start
+        rows = torch.randperm(n, generator=generator, device="cpu") + start
         n_test.append(min(max(round(test * n), 1), n - 1))
         held.append(rows[: n_test[-1]].sort().values)
         train.append(rows[n_test[-1] :].sort().values)

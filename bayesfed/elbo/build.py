@@ -173,7 +173,8 @@ def _prior_parameters(
     for trial in range(2):
         generator = torch.Generator().manual_seed(trial)
         params = {
-            name: value + 0.3 * torch.randn(value.shape, generator=generator).to(value)
+            name: value
+            + 0.3 * torch.randn(value.shape, generator=generator, device="cpu").to(value)
             for name, value in start.items()
         }
         params = {name: value.requires_grad_() for name, value in params.items()}

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bayesfed.data.names import word as word
 from bayesfed.data.names import words as words
@@ -38,6 +39,8 @@ def _mix(x: Tensor) -> Tensor:
 def seeded(seed: int) -> Iterator[None]:
     """Seed torch's own generator inside a block, and restore its state afterwards, on every device.
 
+    Draws for a GPU are made on the CPU, so that they are the same numbers on every device.
+
     Example:
         >>> import torch
         >>> from bayesfed.elbo import noise
@@ -48,9 +51,30 @@ def seeded(seed: int) -> Iterator[None]:
         True
     """
     started = torch.cuda.is_initialized()
-    with torch.random.fork_rng(range(torch.cuda.device_count()) if started else ()):
+    drawn_here = _DrawnOnCPU() if started else nullcontext()
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if started else ()), drawn_here:
         (torch.manual_seed if started else torch.default_generator.manual_seed)(seed)
         yield
+
+
+class _DrawnOnCPU(TorchDispatchMode):
+    """Run every operation that draws random numbers on the CPU, and move its results."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        first = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)), None)
+        device = kwargs.get("device") or (torch.device("cpu") if first is None else first.device)
+        if "device" in kwargs:
+            kwargs = kwargs | {"device": torch.device("cpu")}
+        here = tree_map_only(Tensor, lambda x: x.cpu(), (args, kwargs))
+        found = func(*here[0], **here[1])
+        if func._schema.is_mutable:  # in place: of the first argument
+            return args[0].copy_(found)
+        return tree_map_only(Tensor, lambda x: x.to(device), found)
 
 
 def key(seed: int) -> Tensor:
@@ -237,7 +261,7 @@ class SuppliedNoise(TorchDispatchMode):
             torch.get_default_dtype() if template is None else template.dtype
         )
         if self.supplied is None:
-            device = None if template is None else template.device
+            device = (kwargs or {}).get("device") if template is None else template.device
             drawn = torch.full(shape, 0.0 if kind == "normal" else 0.5, dtype=wanted, device=device)
             self.recorded.append(Draw(kind, shape[self.batch_dims :]))
         else:

@@ -76,7 +76,9 @@ def layered(loss: Loss, w: Tensor, batch: Batch) -> bool:
     fields = Fields({name: value[:2, :3] for name, value in batch.fields.items()})
     few = Batch(fields, mask, torch.ones_like(batch.scale[:2]), batch.index[:2], batch.gaps)
     generator = torch.Generator().manual_seed(0)
-    near = w + 0.1 * torch.randn(w.shape, generator=generator, dtype=w.dtype).to(w.device)
+    near = w + 0.1 * torch.randn(w.shape, generator=generator, dtype=w.dtype, device="cpu").to(
+        w.device
+    )
     _, square, plain = _at_once(loss, near, few)
     if not plain:
         return False

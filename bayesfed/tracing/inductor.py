@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +40,8 @@ def capture(
 ) -> Callable[..., list[Tensor]]:
     """Capture the function's kernels as one CUDA graph, launched at once, for tensors like these on a GPU.
 
-    Inputs are copied to the memory that the graph reads, results from the memory that it writes.
+    A function that waits for the GPU, such as one with an eigenvalue decomposition, cannot be captured: it is returned
+    as it is.
     """
     places = [_without_repetitions(value).clone() for value in inputs]
     read = [place.expand_as(value) for place, value in zip(places, inputs, strict=True)]
@@ -47,17 +50,59 @@ def capture(
     with torch.cuda.stream(side):  # choose and load the kernels before the capture
         for _ in range(3):
             run(*read)
+        waits = _waits(lambda: run(*read))
     torch.cuda.current_stream().wait_stream(side)
+    if waits:
+        return run
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run(*read)
+    try:
+        with _generator_apart(inputs[0].device), torch.cuda.graph(graph):
+            results = run(*read)
+    except RuntimeError:  # a library call that no capture allows, such as an allocation of its own
+        torch.cuda.synchronize()
+        return run
+    return _Captured(graph, places, results, run)
 
-    def replay(*values: Tensor) -> list[Tensor]:
-        torch._foreach_copy_(places, [_without_repetitions(value) for value in values])
-        graph.replay()
-        return [result.clone() for result in results]
 
-    return replay
+@dataclass(frozen=True)
+class _Captured:
+    """A CUDA graph as a function: inputs are copied to the memory that it reads, results from what it writes."""
+
+    graph: torch.cuda.CUDAGraph
+    places: list[Tensor]
+    results: list[Tensor]
+    source: Callable[..., list[Tensor]]
+    """The compiled function. It owns the constants that the graph reads, whose memory must not be used again."""
+
+    def __call__(self, *values: Tensor) -> list[Tensor]:
+        torch._foreach_copy_(self.places, [_without_repetitions(value) for value in values])
+        self.graph.replay()
+        return [result.clone() for result in self.results]
+
+
+def _waits(run: Callable[[], object]) -> bool:
+    """Return whether a function waits for the GPU."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    except RuntimeError:
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return False
+
+
+@contextmanager
+def _generator_apart(device: torch.device) -> Iterator[None]:
+    """Let a capture have a copy of the device's random state: a capture that fails leaves its state unusable."""
+    generator = torch.cuda.default_generators[device.index or 0]
+    state = generator.graphsafe_get_state()
+    generator.graphsafe_set_state(generator.clone_state())
+    try:
+        yield
+    finally:
+        generator.graphsafe_set_state(state)
 
 
 def _without_repetitions(value: Tensor) -> Tensor:

@@ -16,8 +16,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from problems import PROBLEMS
 from timing import ratio, runner
+
+# isort: split
+from problems import PROBLEMS
 
 import bayesfed as bf
 from bayesfed import datasets, models
@@ -55,12 +57,6 @@ FITS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "Cox": lambda: (models.Cox([0.5, 1.0, 5.0]), datasets.kidney(), bf.SFVI(), None),
     "Network, FedAvg": lambda: (network(), datasets.digits(clients=8)[0], bf.FedAvg(), 20),
     "Network, FedABML": lambda: (network(), datasets.digits(clients=8)[0], bf.FedABML(), 5),
-    "Modulated, CAFeMe": lambda: (
-        models.Modulated(models.mlp(64, 20, 10)),
-        datasets.digits(clients=8)[0],
-        bf.CAFeMe(),
-        5,
-    ),
 }
 
 

@@ -1,3 +1,5 @@
+from contextlib import nullcontext
+
 import pyro.distributions as dist
 import pytest
 import torch
@@ -290,3 +292,21 @@ def test_what_is_no_function_of_such_noise_is_refused(fn):
         pytest.raises(NotImplementedError, match="normal or uniform noise"),
     ):
         fn.rsample()
+
+
+def test_draws_for_another_device_are_those_of_the_cpu():
+    """The operations that run under ``seeded`` with a GPU at hand are those that run without it."""
+    drawn = {}
+    for name, mode in (("plain", nullcontext()), ("moved", noise._DrawnOnCPU())):
+        with noise.seeded(3), mode:
+            drawn[name] = [
+                torch.randn(2, 3),
+                torch.empty(4).uniform_(1.0, 2.0),
+                torch.normal(torch.zeros(2), torch.ones(2)),
+                torch.distributions.Gamma(torch.tensor([0.5, 3.0]), 1.0).sample(),
+                torch.distributions.Categorical(torch.tensor([0.2, 0.8])).sample((5,)),
+                torch.distributions.Poisson(torch.tensor([2.0, 9.0])).sample(),
+                torch.rand(3, device="cpu") + 1,
+            ]
+    for plain, moved in zip(drawn["plain"], drawn["moved"], strict=True):
+        assert torch.equal(plain, moved)
