@@ -23,6 +23,7 @@ def test_an_expanded_tensor_is_copied_once():
 
 
 @on_a_gpu
+@pytest.mark.filterwarnings("ignore:draw runs eagerly")  # Pyro's splines choose by number
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_is_the_cpus(name, compile, float64):

@@ -46,7 +46,7 @@ def pareto_k(log_weights: Tensor) -> float:
     above = top[1:] - top[0]
     if not top.isfinite().all() or not above[tail // 4] > 0:
         return math.inf
-    return float(fit_generalized_pareto(above)[0])
+    return float(fit_generalized_pareto(above.cpu())[0])  # its grid of values lies on the CPU
 
 
 def tail_share(log_weights: Tensor, k: float) -> float:

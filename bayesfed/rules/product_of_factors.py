@@ -97,18 +97,22 @@ class ProductOfFactors(Rule):
         f = log_prior(program, self.params(server), {site: z}, len(z))
         fresh = Natural(*(x[0] for x in factor_of(f[:, None], z, loc)))
         damping = 1.0 if self.damping is None else self.damping
-        prior = Natural(
-            *(old + damping * (new - old) for old, new in zip(server.prior, fresh, strict=True))
-        )
-        q = Natural(
-            *(
-                old + changes[name] + (new_prior - old_prior)
-                for name, old, new_prior, old_prior in zip(
-                    Natural._fields, server.q, prior, server.prior, strict=True
+        # the mean of the clients' q is proper, but the change of the prior's factor may undo that: it is shortened
+        for shorter in (1.0, 0.5, 0.25, 0.125, 0.0):
+            step = [
+                shorter * damping * (new - old)
+                for old, new in zip(server.prior, fresh, strict=True)
+            ]
+            prior = Natural(*(old + by for old, by in zip(server.prior, step, strict=True)))
+            q = Natural(
+                *(
+                    old + changes[name] + by
+                    for name, old, by in zip(Natural._fields, server.q, step, strict=True)
                 )
             )
-        )
-        if torch.linalg.cholesky_ex(q.precision).info != 0:
+            if torch.linalg.cholesky_ex(q.precision).info == 0:
+                break
+        else:
             raise FloatingPointError(
                 "PVI: the product of the clients' factors is no longer a proper Gaussian; lower damping "
                 "(or leave it out: 1 / K keeps q proper)"

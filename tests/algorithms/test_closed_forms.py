@@ -15,6 +15,7 @@ from bayesfed.engine.batches import batches
 from bayesfed.rules import Turn
 from bayesfed.steps import local_variational, optimizer
 from bayesfed.steps.job import Job
+from tests.invariants.cases import CASES, federation
 from tests.scenarios import conjugate_hierarchy, exact, ragged, summed
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -405,3 +406,12 @@ def test_what_serves_is_kept_and_what_does_not_given_up():
         program, program.init, off, theta, rows, program.noise(keys, 8, local=True), 8
     )
     assert torch.equal(kept["params"][name], better)
+
+
+def test_pvi_stays_proper_with_few_rows_a_step_and_half_the_clients():
+    """The change of the prior's factor is shortened where it would make q improper: a fit on 31 rows failed."""
+    algorithm, model = CASES["PVI"]()
+    found = bf.fit(
+        model, federation(), algorithm, rounds=8, clients_per_round=2, batch_size=4, progress=False
+    )
+    assert all(bool(value.isfinite().all()) for value in found.params.values())
