@@ -90,6 +90,13 @@ def _check_gaps(
     lost = (density.isnan() & batch.mask).flatten(0, -3).any(0)
     if lost.any():
         client, row = lost.nonzero()[0].tolist()
+        if node["value"].isnan().any():
+            raise ValueError(
+                f"client {federation.names[int(chunk[client])]!r}, row {row}: site {name!r} is missing in part "
+                f"({int(lost.sum())} such rows). The other entries can count if entries are independent, as in "
+                f"Normal(...).to_event(1), or multivariate Normal, not under {name_of(node['fn'])}: leave such rows "
+                "out (missing='drop')"
+            )
         missing = [
             field
             for field, value in batch.fields.items()

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+import pyro.distributions as dist
 import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
-from torch.distributions import constraints, transform_to
+from torch.distributions import (
+    Independent,
+    LowRankMultivariateNormal,
+    MultivariateNormal,
+    constraints,
+    transform_to,
+)
 
 MISSING = "missing"
 """Key in the ``infer`` dictionary of an observed sample site: the bool mask of its rows without a value."""
 
 
 class MaskMissing(Messenger):
-    """Mask the missing values of observed sites, and replace each by some value of the distribution's support."""
+    """Mask the missing values of observed sites, and replace each by some value of the distribution's support.
+
+    A vector of which some entries are missing counts with the others, if :func:`of_observed_entries` knows their
+    distribution. If not it stays NaN, which :func:`~bayesfed.checks.data.check_data` refuses.
+    """
 
     def _pyro_sample(self, msg: Any) -> None:
         fn, value = msg["fn"], msg["value"]
@@ -24,11 +36,59 @@ class MaskMissing(Messenger):
         present = ~value.isnan()
         zeros = torch.zeros_like(value)
         filler = transform_to(fn.support)(zeros) if _is_scalar_and_continuous(fn) else 0.0
-        msg["value"] = torch.where(present, value, filler)
+        value = torch.where(present, value, filler)
         if fn.event_dim:
-            present = present.flatten(value.ndim - fn.event_dim).all(-1)
+            entries = present.flatten(value.ndim - fn.event_dim)
+            marginal, present = of_observed_entries(fn, present), entries.any(-1)
+            if marginal is None:
+                partly = (present & ~entries.all(-1)).reshape(*present.shape, *[1] * fn.event_dim)
+                value = torch.where(partly, torch.nan, value)
+            else:
+                msg["fn"] = marginal
+        msg["value"] = value
         msg["mask"] = present if msg["mask"] is None else msg["mask"] & present
         msg["infer"] = {**msg["infer"], MISSING: ~present}
+
+
+def of_observed_entries(fn: Any, observed: Tensor) -> Any:
+    """Return the distribution of the observed entries of an event, in the shape of the whole event.
+
+    Known are independent entries and the multivariate Normal distribution, of which the missing entries become
+    independent of all others with a density of 1 at 0.
+
+    Args:
+        fn: a distribution of events.
+        observed: True where an entry is observed, of the shape of the events, with any batch dimensions.
+
+    Returns:
+        the distribution, or None if it is not known.
+
+    Example:
+        >>> import torch
+        >>> import pyro.distributions as dist
+        >>> from bayesfed.data.missing import of_observed_entries
+        >>> pair = dist.MultivariateNormal(torch.ones(2), torch.tensor([[1.0, 0.5], [0.5, 4.0]]))
+        >>> first = of_observed_entries(pair, torch.tensor([True, False]))
+        >>> round(float(first.log_prob(torch.zeros(2)) - dist.Normal(1.0, 1.0).log_prob(torch.tensor(0.0))), 5)
+        0.0
+    """
+    if _is_normal(fn):
+        pairs = observed[..., :, None] & observed[..., None, :]
+        alone = torch.eye(fn.event_shape[0], dtype=fn.loc.dtype, device=fn.loc.device) / (
+            2 * math.pi
+        )
+        covariance = torch.where(pairs, fn.covariance_matrix, alone)
+        loc = torch.where(observed, fn.loc, 0.0)
+        return dist.MultivariateNormal(loc, covariance_matrix=covariance, validate_args=False)
+    if isinstance(fn, Independent) and not fn.base_dist.event_dim:
+        base = fn.base_dist.expand(torch.broadcast_shapes(fn.base_dist.batch_shape, observed.shape))
+        return base.mask(observed).to_event(fn.reinterpreted_batch_ndims)
+    return None
+
+
+def _is_normal(fn: Any) -> bool:
+    """Return whether a distribution is a multivariate Normal one, whatever its parameters."""
+    return isinstance(fn, MultivariateNormal | LowRankMultivariateNormal)
 
 
 def _is_scalar_and_continuous(fn: Any) -> bool:

@@ -63,6 +63,12 @@ def _check_needed(names: Sequence[str], nodes: Mapping[str, Any]) -> None:
         if isinstance(node["fn"], Mixture):
             needed |= _variables_read(node["fn"], node["value"])
     for name in names:
+        stem = name.removesuffix("_unobserved")
+        if name not in needed and stem != name and f"{stem}_observed" in nodes:
+            raise ValueError(
+                f"site {stem!r} has obs_mask=. Leave it out, and mark what was not observed as missing: NaN in the "
+                "outcome's field and missing='keep', or `with poutine.mask(mask=...)` around the site"
+            )
         if name not in needed:
             raise ValueError(
                 f"no outcome depends on latent site {name!r}, which is to be summed or integrated out. If it is an "
