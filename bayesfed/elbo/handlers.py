@@ -280,6 +280,16 @@ class Derived(Messenger):
         self.found: dict[str, Derivation] = {}
 
 
+class NameReparametrised(Messenger):
+    """Make a site that ``poutine.reparam`` has replaced by a function of other sites a ``pyro.deterministic``."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        fn = msg["fn"]
+        masked = isinstance(fn, dist.MaskedDistribution) and fn._mask is False
+        if msg["is_observed"] and masked and isinstance(fn.base_dist, dist.Delta):
+            msg["infer"] = {**msg["infer"], "_deterministic": True}
+
+
 def origin(fn: Any) -> Tensor:
     """The value of a site whose unconstrained coordinates are all zero."""
     transform = biject_to(fn.support)

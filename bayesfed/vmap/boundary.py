@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
+from torch._C import _functorch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from bayesfed.data.batch import CLIENTS, OBSERVATIONS
@@ -43,6 +44,12 @@ class Boundary(Messenger):
     def _pyro_param(self, msg: Any) -> None:
         name, *init = msg["args"]
         start = init[0]() if init and callable(init[0]) else init[0] if init else None
+        if start is not None and _functorch.is_batchedtensor(start):
+            raise ValueError(
+                f"parameter {name!r} starts at a value that depends on a draw or a client: start it at a constant. If "
+                "poutine.reparam makes it, to learn how far a site is centred, write LocScaleReparam(0.0), or leave "
+                "poutine.reparam out: the guide follows the prior of local variables without it"
+            )
         local = CLIENTS in {frame.name for frame in msg["cond_indep_stack"]}
         event = None if start is None else start.ndim
 

@@ -97,7 +97,8 @@ class OneClient:
         draws = copies * (sizes[-1] if sizes else 1) if sizes or copies > 1 else None
         with unchecked, opened(draws, len(batch)) as levels:
             messenger = kind(levels, *settings)
-            with messenger, _own_dimensions(), Writes() if self.writes else nullcontext():
+            writes = Writes() if self.writes else nullcontext()
+            with messenger, _own_dimensions(), writes, handlers.NameReparametrised():
                 self.model(_batch_of_one_client(batch, levels))
         return messenger
 

@@ -58,3 +58,14 @@ def test_the_line_and_what_to_write_instead(mean, message, algorithm):
     data = bf.Federation.from_arrays({"north": rows, "south": rows})
     with pytest.raises(ValueError, match=message):
         bf.start(program(mean), data, algorithm, rounds=1)
+
+
+def test_a_flat_prior_is_refused_with_what_to_write():
+    def flat(federation):
+        mu = pyro.sample("mu", dist.ImproperUniform(dist.constraints.real, (), ()))
+        with federation.clients(), federation.observations() as obs:
+            pyro.sample("y", dist.Normal(mu, 1.0), obs=obs.get("y"))
+
+    federation = bf.Federation.from_arrays({"a": {"y": [1.0]}, "b": {"y": [2.0]}})
+    with pytest.raises(ValueError, match=r"the prior is flat.*dist.Normal\(0.0, 100.0\)"):
+        bf.fit(flat, federation, rounds=1, progress=False)
