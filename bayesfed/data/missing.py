@@ -25,7 +25,7 @@ MISSING = "missing"
 class MaskMissing(Messenger):
     """Mask the missing values of observed sites, and replace each by some value of the distribution's support.
 
-    A vector of which some entries are missing counts with the others, if :func:`of_observed_entries` knows their
+    A vector of which some entries are missing counts with the others, if :func:`of_observed_entries` has their
     distribution. If not it stays NaN, which :func:`~bayesfed.checks.data.check_data` refuses.
     """
 
