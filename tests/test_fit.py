@@ -481,3 +481,9 @@ def test_the_properties_of_a_run():
     with pytest.warns(UserWarning, match="the noise that privacy adds"):
         bf.step(run)
     assert int((~run.client_terms.isnan()).sum()) == 3
+
+
+@pytest.mark.parametrize("device", ["gpu0", *([] if torch.cuda.is_available() else ["cuda"])])
+def test_a_device_that_torch_does_not_have_is_refused(device):
+    with pytest.raises(ValueError, match=f"device is '{device}', which torch .* Leave device out"):
+        bf.Execution(device=device)

@@ -58,6 +58,20 @@ class Execution:
         check(self)
         if self.group is not None and self.states is not None:
             raise ValueError("states are files of one process: leave out states, or group")
+        if self.device is not None:
+            _check_device(self.device)
+
+
+def _check_device(device: str | torch.device) -> None:
+    """Fail on a device that torch does not have here."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        said = str(error).split("\n")[0].rstrip(".")
+        raise ValueError(
+            f"device is {str(device)!r}, which torch {torch.__version__} cannot use here ({said}). Leave device out to "
+            "run on the CPU; a GPU needs a build of torch for it, and its driver"
+        ) from None
 
 
 @contextmanager

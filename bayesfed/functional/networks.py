@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -76,6 +77,10 @@ def call_with(module: nn.Module, params: Mapping[str, Tensor], *args: Tensor) ->
     return functional_call(module, given, args, tie_weights=False)
 
 
+_UNFIT = r"shapes cannot be multiplied|Expected (\d|size)|size mismatch|must match|invalid for input|expected input"
+"""What torch says of a layer that gets rows of another shape than it takes."""
+
+
 def apply(
     module: nn.Module,
     weights: Tensor,
@@ -97,6 +102,10 @@ def apply(
     Returns:
         ``(..., K, B, *output)``.
 
+    Raises:
+        TypeError: the module returns something other than a tensor.
+        ValueError: a layer does not take rows of this shape.
+
     Example:
         >>> import torch
         >>> from torch import nn
@@ -114,7 +123,22 @@ def apply(
         return {n: p.reshape(*shape, *params[n].shape) for n, p in zip(of, parts, strict=True)}
 
     def run(weights: Named, other: Named, x: Tensor, context: tuple[Tensor, ...]) -> Tensor:
-        return call_with(module, weights | other, x, *context)
+        kind = type(module).__name__
+        try:
+            out = call_with(module, weights | other, x, *context)
+        except RuntimeError as error:
+            if not re.search(_UNFIT, str(error)):
+                raise
+            raise ValueError(
+                f"the network {kind} does not take rows of shape {tuple(x.shape[1:])}: {error}. Give its first "
+                "layer that shape, or reshape within the network, by nn.Unflatten for example"
+            ) from None
+        if not isinstance(out, Tensor):
+            raise TypeError(
+                f"the network {kind} returns a {type(out).__name__}, not a tensor. Let the forward() of a module "
+                "around it return the part that holds the outputs"
+            )
+        return out
 
     weights = weights.squeeze(-2)
     other = weights.new_zeros(1, 0) if shared is None else shared.squeeze(-2)

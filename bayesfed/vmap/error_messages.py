@@ -27,6 +27,10 @@ _REASONS = {
     r"sample\(\) is not implemented|not support sampling": (
         "the distribution has no sampler, and a variable starts at draws of its prior. Use another one"
     ),
+    r"Batching rule not implemented": (
+        "torch.vmap lacks this operation, so that it cannot run for many clients at once. Write the layer with others: "
+        "nn.GRUCell or nn.RNNCell in a loop over time in place of nn.LSTM, for example"
+    ),
     r"random(ness)? ": (
         "it draws numbers of its own. Sample them with pyro.sample, or give them as data"
     ),

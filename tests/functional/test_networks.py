@@ -277,3 +277,21 @@ def test_scales_that_leave_a_weight_out_are_refused():
         Network(models.mlp(3, 2, 2), scale={"2.": 1.0})
     with pytest.raises(ValueError, match="one ρ_i for all weights"):
         Network(models.mlp(3, 2, 2), spread="client", scale={"": 1.0, "2.": 0.1})
+
+
+def test_rows_that_the_first_layer_does_not_take_are_refused_with_their_shape():
+    with pytest.raises(ValueError, match=r"the network Linear does not take rows of shape \(3,\)"):
+        apply(nn.Linear(4, 2), torch.zeros(5, 1, 10), torch.ones(5, 7, 3))
+    flat = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten())
+    size = sum(p.numel() for p in flat.parameters())
+    with pytest.raises(ValueError, match=r"the network Sequential .* \(64,\).*nn.Unflatten"):
+        apply(flat, torch.zeros(5, 1, size), torch.ones(5, 7, 64))
+
+
+def test_an_output_that_is_no_tensor_is_refused():
+    class Two(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), x
+
+    with pytest.raises(TypeError, match="the network Two returns a tuple"):
+        apply(Two(3, 2), torch.zeros(5, 1, 8), torch.ones(5, 7, 3))

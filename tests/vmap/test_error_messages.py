@@ -69,3 +69,18 @@ def test_a_flat_prior_is_refused_with_what_to_write():
     federation = bf.Federation.from_arrays({"a": {"y": [1.0]}, "b": {"y": [2.0]}})
     with pytest.raises(ValueError, match=r"the prior is flat.*dist.Normal\(0.0, 100.0\)"):
         bf.fit(flat, federation, rounds=1, progress=False)
+
+
+def test_a_layer_without_a_rule_for_vmap_is_refused_with_another():
+    class Recurrent(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.last = torch.nn.LSTM(2, 3, batch_first=True), torch.nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.last(self.layer(x)[0][..., -1, :])
+
+    rows = {"x": torch.ones(4, 5, 2), "y": [0.0, 1.0, 0.0, 1.0]}
+    federation = bf.Federation.from_arrays({"a": rows, "b": rows})
+    with pytest.raises(ValueError, match=r"vmap lacks this operation.*nn\.GRUCell"):
+        bf.fit(bf.models.Network(Recurrent()), federation, bf.FedAvg(), rounds=1, progress=False)
