@@ -28,7 +28,7 @@ from bayesfed.guides.unconstrained import split
 _WEAKEST, _STEPS = 1e-2, 4
 """The smallest negative curvature that Newton's method assumes, as a fraction of the prior's; steps to a minimum."""
 
-FULL_UP_TO = 20
+INTEGRATED_UP_TO = 20
 """The largest number of a client's dimensions that are integrated out."""
 SMALL = 50
 """The largest number of dimensions of θ for which whole matrices are the default."""
@@ -81,7 +81,7 @@ class Laplace(Hierarchical):
     @property
     def integrated(self) -> bool:
         """True if clients' variables are integrated out."""
-        return 0 < sum(self.sizes[1].values()) <= FULL_UP_TO
+        return 0 < sum(self.sizes[1].values()) <= INTEGRATED_UP_TO
 
     def log_prior(self, z: Tensor, batch: Batch) -> Tensor:
         """log p(θ) at ``(S, D)``: ``(S,)``."""
@@ -244,7 +244,7 @@ def laplace(
     covariance = covariance or ("full" if len(start) <= SMALL else "diagonal")
     family = FullRank() if covariance == "full" else MeanField()
     guide = automatic_guide(random, found, federation, family, conditioned=True)
-    few = sum(sizes(guide.locals).values()) <= FULL_UP_TO
+    few = sum(sizes(guide.locals).values()) <= INTEGRATED_UP_TO
     if not few or set(guide.normal) != set(guide.locals):
         guide = replace(guide, conditioned=False, block=False, normal=())
     independent = replace(independent, local_point=not few)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bayesfed.data.arrow import Column, read_table
 from bayesfed.data.batch import Batch, Fields
-from bayesfed.data.columns import UnknownName
+from bayesfed.data.columns import UnknownName, client_name
 from bayesfed.data.ingest import (
     Empty,
     Missing,
@@ -265,12 +265,14 @@ class Federation:
     def index(self, clients: Iterable[str]) -> Tensor:
         """Return the positions of the named clients, int64; KeyError for a client that is not in the federation."""
         position = {name: i for i, name in enumerate(self.names)}
-        wanted = [clients] if isinstance(clients, str) else list(clients)
+        wanted = [
+            client_name(name) for name in ([clients] if isinstance(clients, str) else clients)
+        ]
         for name in wanted:
-            if str(name) not in position:
+            if name not in position:
                 known = ", ".join(self.names[:8]) + ", ..." * (len(self) > 8)
                 raise UnknownName(f"no client {name!r} in this federation: {known}")
-        return torch.tensor([position[str(name)] for name in wanted], dtype=torch.int64)
+        return torch.tensor([position[name] for name in wanted], dtype=torch.int64)
 
     def select(self, clients: Iterable[str]) -> Federation:
         """Return the federation of the named clients only, in the order given."""

@@ -127,10 +127,11 @@ def apply(
         try:
             out = call_with(module, weights | other, x, *context)
         except RuntimeError as error:
-            if not re.search(_UNFIT, str(error)):
+            said = str(error).rstrip(".")
+            if not re.search(_UNFIT, said):
                 raise
             raise ValueError(
-                f"the network {kind} does not take rows of shape {tuple(x.shape[1:])}: {error}. Give its first "
+                f"the network {kind} does not take rows of shape {tuple(x.shape[1:])}: {said}. Give its first "
                 "layer that shape, or reshape within the network, by nn.Unflatten for example"
             ) from None
         if not isinstance(out, Tensor):

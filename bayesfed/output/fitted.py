@@ -12,7 +12,7 @@ from typing import Self
 from torch import Tensor
 
 from bayesfed.algorithms.algorithm import Algorithm
-from bayesfed.data.columns import UnknownName
+from bayesfed.data.columns import UnknownName, client_name
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
 from bayesfed.elbo.program import Params, Program
@@ -105,7 +105,7 @@ class Fitted:
             >>> posterior.select(["C", "A"]).sample(100)["theta"].shape
             torch.Size([100, 2])
         """
-        names = tuple(str(name) for name in clients)
+        names = tuple(client_name(name) for name in clients)
         if names == self.federation.names:
             return self
         self.check_known(names)

@@ -545,7 +545,7 @@ def test_chunks_do_not_change_results(float64, settings):
 
 def test_many_variables_of_clients_are_their_modes(float64, monkeypatch):
     """w_i: the ridge regression with the prior N(m, σ²) at m = μ_S; beyond so many numbers nothing is integrated."""
-    monkeypatch.setattr("bayesfed.guides.laplace.FULL_UP_TO", 2)
+    monkeypatch.setattr("bayesfed.guides.laplace.INTEGRATED_UP_TO", 2)
     federation = separate()
     line = nn.Linear(3, 1, bias=False)
     nn.init.zeros_(line.weight)

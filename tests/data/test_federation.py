@@ -336,3 +336,10 @@ def test_unknown_fields_and_absent_ones():
         with pytest.raises(KeyError, match="unknown field 'z': the federation has x, y"):
             obs["z"]
     assert small().batch().drop("y").fields.get("y") is None
+
+
+@pytest.mark.parametrize("name", ["1", 1, 1.0])
+def test_a_client_is_found_by_its_number(name):
+    federation = bf.Federation.from_arrays({"1": {"y": [1.0]}, "2": {"y": [2.0]}})
+    assert federation.index([name]).tolist() == [0]
+    assert federation.select([name]).names == ("1",)
