@@ -1,5 +1,13 @@
+import signal
+
 import pytest
 import torch
+
+
+def pytest_configure(config):
+    """Let tests send interrupts where pytest was started in the background, which ignores them."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
