@@ -4,7 +4,7 @@
     python experiments/benchmarks/batched_or_vmap.py      # on a machine that does nothing else, ten minutes
 
 A program that is right with draws and clients as dimensions in front runs as it is, every other one for one client and
-one draw under ``torch.vmap``. All shipped models are of the first kind. Here each is fitted as it is and under vmap, but
+one draw under ``torch.vmap``. All shipped models are of the first kind. Here each is fitted in both forms, but
 for Modulated, whose encoder of a context takes a batch of clients. Each runs in a new process, in turn, one thread:
 "cold" is the first whole fit of the process, "warm" the lesser of the next two. Hierarchies are fitted by SFVI until
 they have converged, the others by the algorithm that they are made for.
