@@ -183,11 +183,7 @@ def _split(
     """Return all clients, those that take part and those held out, on the device."""
     data = config.data
     if device is not None:
-        try:
-            federation = federation.to(device)
-        except (RuntimeError, AssertionError) as error:
-            reason = str(error).split("\n")[0]
-            raise SettingsError(f'execution.device is "{device}": {reason}') from error
+        federation = federation.to(device)
     if not data.hold_out:
         return federation, federation, None
     for name in data.hold_out:

@@ -422,7 +422,7 @@ def test_a_model_with_settings(schools, capsys):
         ("schedule.rounds=ten", 'schedule.rounds is "ten"; it must be a whole number'),
         ("schedule.clients_per_round=9", "clients_per_round is 9; it must be between 1 and the 8"),
         ("schedule.clients_per_round=1.5", "clients_per_round is 1.5; as a float it is a fraction"),
-        ("execution.device=gpu", 'execution.device is "gpu": '),
+        ("execution.device=gpu", "execution: device is 'gpu', which torch "),
         ("schedule", "--set schedule: write it as --set section.key=value"),
         (
             "model.name=eight_school",
