@@ -79,11 +79,61 @@ def of_observed_entries(fn: Any, observed: Tensor) -> Any:
         )
         covariance = torch.where(pairs, fn.covariance_matrix, alone)
         loc = torch.where(observed, fn.loc, 0.0)
-        return dist.MultivariateNormal(loc, covariance_matrix=covariance, validate_args=False)
+        marginal = dist.MultivariateNormal(loc, covariance_matrix=covariance, validate_args=False)
+        batch = marginal.batch_shape
+        whole = dist.MultivariateNormal(
+            fn.loc.expand(loc.shape),
+            scale_tril=fn.scale_tril.expand(*batch, *fn.scale_tril.shape[-2:]),
+            validate_args=False,
+        )
+        return _PartlyObserved(whole, marginal)
     if isinstance(fn, Independent) and not fn.base_dist.event_dim:
         base = fn.base_dist.expand(torch.broadcast_shapes(fn.base_dist.batch_shape, observed.shape))
         return base.mask(observed).to_event(fn.reinterpreted_batch_ndims)
     return None
+
+
+class _PartlyObserved(dist.TorchDistribution):
+    """A distribution of whole events whose density is that of the observed entries.
+
+    Args:
+        whole: the distribution of the events.
+        marginal: that of their observed entries, of the same shapes.
+    """
+
+    arg_constraints = {}  # noqa: RUF012  (torch's interface)
+
+    def __init__(self, whole: Any, marginal: Any) -> None:
+        self.whole, self.marginal = whole, marginal
+        super().__init__(whole.batch_shape, whole.event_shape, validate_args=False)
+
+    @property
+    def has_rsample(self) -> bool:  # type: ignore[override]
+        return self.whole.has_rsample
+
+    @property
+    def support(self) -> Any:
+        return self.whole.support
+
+    @property
+    def mean(self) -> Tensor:
+        return self.whole.mean
+
+    @property
+    def variance(self) -> Tensor:
+        return self.whole.variance
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        return self.whole.rsample(sample_shape)
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        return self.whole.sample(sample_shape)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return self.marginal.log_prob(value)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> _PartlyObserved:
+        return _PartlyObserved(self.whole.expand(batch_shape), self.marginal.expand(batch_shape))
 
 
 def _is_normal(fn: Any) -> bool:

@@ -73,9 +73,7 @@ def log_likelihood(
             fn, value = nodes[site.name]["fn"], nodes[site.name]["value"]
             leave_out = isinstance(fn, ClientMixture) and federation is fitted.federation
             log_prob = fn.left_out(value) if leave_out else fn.log_prob(value)
-            if (
-                site.per_row
-            ):  # what is masked has no part in the posterior: 0, or NaN where values are missing
+            if site.per_row:  # what is masked has no part in the posterior: 0, or NaN if missing
                 mask, outside = nodes[site.name]["mask"], torch.nan if federation.gaps else 0.0
                 log_prob = log_prob.where(torch.as_tensor(mask, device=log_prob.device), outside)
             parts[site.name].append(flatten_rows(log_prob, site, batch, num_samples))

@@ -135,3 +135,17 @@ def test_masked_rows_have_log_likelihood_zero():
     assert (found[:, [2, 5]] == 0).all()
     assert (found[:, [0, 1, 3, 4]] != 0).all()
     assert math.isclose(float(posterior.sample(4000)["mu"].mean()), 1.5, abs_tol=0.2)
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_predictions_are_of_the_whole_vector(name):
+    """Missing entries are predicted, as the others are: around the client's own mean."""
+    federation = bf.Federation.from_arrays(half_seen(), missing="keep")
+    posterior = bf.fit(pairs_model(LAWS[name]), federation, seed=1, progress=False)
+    found = posterior.predict(num_samples=1000)["pair"]
+    own = posterior.sample(4000)["a"].mean(0)[federation.owner]
+    assert ((found.mean(0) - own).abs() < 0.25).all()
+    assert ((found.std(0) - 1).abs() < 0.3).all()
+    data = posterior.to_arviz(num_samples=50)
+    missing = federation["pair"].isnan().all(1)
+    assert data.predictions["pair"].shape[-2:] == (int(missing.sum()), 2)
