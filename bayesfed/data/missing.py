@@ -108,10 +108,6 @@ class _PartlyObserved(dist.TorchDistribution):
         super().__init__(whole.batch_shape, whole.event_shape, validate_args=False)
 
     @property
-    def has_rsample(self) -> bool:  # type: ignore[override]
-        return self.whole.has_rsample
-
-    @property
     def support(self) -> Any:
         return self.whole.support
 
@@ -122,9 +118,6 @@ class _PartlyObserved(dist.TorchDistribution):
     @property
     def variance(self) -> Tensor:
         return self.whole.variance
-
-    def rsample(self, sample_shape: Any = ()) -> Tensor:
-        return self.whole.rsample(sample_shape)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
         return self.whole.sample(sample_shape)

@@ -42,7 +42,7 @@ def split_rows(
         n_test.append(min(max(round(test * n), 1), n - 1))
         held.append(rows[: n_test[-1]].sort().values)
         train.append(rows[n_test[-1] :].sort().values)
-    sizes = torch.tensor(n_test)
+    sizes = lengths.new_tensor(n_test)
     return (torch.cat(train), lengths - sizes), (torch.cat(held), sizes)
 
 

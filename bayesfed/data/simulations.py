@@ -50,10 +50,7 @@ def polynomials(
     generator = torch.Generator().manual_seed(seed)
     count = rows + test_rows
     x = torch.nn.init.trunc_normal_(
-        torch.empty(clients, count, dtype=torch.float64, device="cpu"),
-        a=-0.8,
-        b=0.8,
-        generator=generator,
+        torch.empty(clients, count, dtype=torch.float64), a=-0.8, b=0.8, generator=generator
     )
     kind = torch.arange(clients) % 2
     roots = torch.tensor(_ROOTS, dtype=torch.float64)[kind]
@@ -61,7 +58,7 @@ def polynomials(
     scaled = x / torch.tensor(_LENGTH_SCALES, dtype=torch.float64)[kind, None]
     covariance = 0.2**2 * (-(scaled[:, :, None] - scaled[:, None]).square() / 2).exp()
     jitter = 1e-9 * torch.eye(count, dtype=torch.float64)
-    noise = torch.randn(2, clients, count, generator=generator, dtype=torch.float64, device="cpu")
+    noise = torch.randn(2, clients, count, generator=generator, dtype=torch.float64)
     f = mean + (torch.linalg.cholesky(covariance + jitter) @ noise[0, ..., None]).squeeze(-1)
     y = f + 0.05 * noise[1]
     train, test = (

@@ -63,17 +63,18 @@ def _check_needed(names: Sequence[str], nodes: Mapping[str, Any]) -> None:
         if isinstance(node["fn"], Mixture):
             needed |= _variables_read(node["fn"], node["value"])
     for name in names:
+        if name in needed:
+            continue
         stem = name.removesuffix("_unobserved")
-        if name not in needed and stem != name and f"{stem}_observed" in nodes:
+        if stem != name and f"{stem}_observed" in nodes:
             raise ValueError(
                 f"site {stem!r} has obs_mask=. Leave it out, and mark what was not observed as missing: NaN in the "
                 "outcome's field and missing='keep', or `with poutine.mask(mask=...)` around the site"
             )
-        if name not in needed:
-            raise ValueError(
-                f"no outcome depends on latent site {name!r}, which is to be summed or integrated out. If it is an "
-                "outcome, its field is missing from the federation, so that obs.get(...) is None; else leave it out"
-            )
+        raise ValueError(
+            f"no outcome depends on latent site {name!r}, which is to be summed or integrated out. If it is an "
+            "outcome, its field is missing from the federation, so that obs.get(...) is None; else leave it out"
+        )
 
 
 def _variables_read(mixture: Mixture, value: Tensor) -> set[str]:

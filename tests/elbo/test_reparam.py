@@ -7,15 +7,7 @@ from pyro import poutine
 from pyro.infer.reparam import AutoReparam, LocScaleReparam, TransformReparam
 
 import bayesfed as bf
-from tests.scenarios import ragged
-
-
-def schools(federation):
-    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
-    with federation.clients():
-        theta = pyro.sample("theta", dist.Normal(mu, 1.0))
-        with federation.observations() as obs:
-            pyro.sample("y", dist.Normal(theta, 1.0), obs=obs.get("y"))
+from tests.scenarios import conjugate_hierarchy, ragged
 
 
 def positive(federation):
@@ -29,9 +21,9 @@ def positive(federation):
 @pytest.mark.parametrize(
     ("model", "config"),
     [
-        (schools, {"theta": LocScaleReparam(0.0)}),
-        (schools, {"theta": LocScaleReparam(0.3)}),
-        (schools, {"mu": LocScaleReparam(0.0), "theta": LocScaleReparam(1.0)}),
+        (conjugate_hierarchy, {"alpha": LocScaleReparam(0.0)}),
+        (conjugate_hierarchy, {"alpha": LocScaleReparam(0.3)}),
+        (conjugate_hierarchy, {"mu": LocScaleReparam(0.0), "alpha": LocScaleReparam(1.0)}),
         (positive, {"scale": TransformReparam()}),
         (positive, {"mu": TransformReparam(), "scale": TransformReparam()}),
     ],
@@ -49,6 +41,6 @@ def test_a_reparametrised_program_has_the_same_posterior(model, config):
 
 
 def test_a_learnt_centring_is_refused_by_name():
-    learnt = poutine.reparam(schools, config=AutoReparam())
-    with pytest.raises(ValueError, match=r"'theta_centered' .* LocScaleReparam\(0.0\)"):
+    learnt = poutine.reparam(conjugate_hierarchy, config=AutoReparam())
+    with pytest.raises(ValueError, match=r"'alpha_centered' .* LocScaleReparam\(0.0\)"):
         bf.fit(learnt, ragged(3), rounds=2, progress=False)
