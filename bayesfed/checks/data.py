@@ -90,7 +90,7 @@ def _check_gaps(
     lost = (density.isnan() & batch.mask).flatten(0, -3).any(0)
     if lost.any():
         client, row = lost.nonzero()[0].tolist()
-        if node["value"].isnan().any():
+        if node["value"].reshape(*lost.shape, -1)[client, row].isnan().any():
             raise ValueError(
                 f"client {federation.names[int(chunk[client])]!r}, row {row}: site {name!r} is missing in part "
                 f"({int(lost.sum())} such rows). The other entries can count if entries are independent, as in "

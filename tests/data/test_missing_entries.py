@@ -149,3 +149,18 @@ def test_predictions_are_of_the_whole_vector(name):
     data = posterior.to_arviz(num_samples=50)
     missing = federation["pair"].isnan().all(1)
     assert data.predictions["pair"].shape[-2:] == (int(missing.sum()), 2)
+
+
+def test_a_missing_covariate_is_named_where_vectors_are_missing_in_part_too():
+    def model(federation):
+        m = pyro.sample("m", dist.Normal(torch.zeros(2), 2.0).to_event(1))
+        with federation.clients(), federation.observations() as obs:
+            law = dist.MultivariateStudentT(
+                torch.tensor(5.0), m + obs["x"][..., None], torch.eye(2)
+            )
+            pyro.sample("pair", law, obs=obs["pair"])
+
+    rows = {"pair": [[1.0, 2.0], [0.0, 1.0], [1.0, torch.nan]], "x": [1.0, torch.nan, 1.0]}
+    federation = bf.Federation.from_arrays({"a": rows, "b": rows}, missing="keep")
+    with pytest.raises(ValueError, match="'a', row 1: x is missing"):
+        bf.fit(model, federation, rounds=1, progress=False)
