@@ -1,12 +1,12 @@
 """The public names: ``bayesfed.fit`` is the ``fit`` of this module."""
 
 from bayesfed import guides, models, rules, steps, testing
-from bayesfed.algorithms import (
+from bayesfed.algorithms import Algorithm
+from bayesfed.algorithms.table import (
     FOLA,
     PACPFL,
     PVI,
     SFVI,
-    Algorithm,
     CAFeMe,
     Ditto,
     FedABML,

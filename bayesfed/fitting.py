@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesfed.algorithms import SFVI, Algorithm
+from bayesfed.algorithms import Algorithm
+from bayesfed.algorithms.table import SFVI
 from bayesfed.checks.data import check_data
 from bayesfed.checks.independence import check_independence
 from bayesfed.checks.units import warn_of_units

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from bayesfed.algorithms import SFVI, Algorithm
+from bayesfed.algorithms import Algorithm
 from bayesfed.algorithms.registry import settings_of
+from bayesfed.algorithms.table import SFVI
 from bayesfed.data.federation import Federation, Model
 from bayesfed.engine.execution import Execution
 from bayesfed.engine.privacy import Privacy

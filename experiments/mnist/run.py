@@ -36,7 +36,6 @@ import torch
 
 import bayesfed as bf
 from bayesfed import metrics
-from bayesfed.algorithms import PFedBayes, PFedMAP
 from bayesfed.models import Modulated, Network, mlp
 
 HERE = Path(__file__).parent
@@ -125,7 +124,7 @@ def abml(parts: Callable[..., Any], classes: int, rows: float, *, rate: float, l
 
 def pfedmap(classes: int, rows: float, *, rate: float, rho: float) -> Any:
     """Return pFedMAP, whose common weights are the mean of the personal ones."""
-    algorithm = PFedMAP(lr=rate, optimizer="sgd", **LATER)
+    algorithm = bf.PFedMAP(lr=rate, optimizer="sgd", **LATER)
     return algorithm, network(classes, scale=rho)
 
 
@@ -174,7 +173,7 @@ METHODS = {
     "FedProx": Method(fedprox, {"mu": (0.01, 0.1)}),
     "Per-FedAvg": Method(maml, {"inner": PERSONAL}),
     "pFedMe": Method(pfedme, {"lam": (0.5, 2.0)}),
-    "pFedBayes": Method(partial(abml, PFedBayes), {"lam": (0.05, 0.5)}),
+    "pFedBayes": Method(partial(abml, bf.PFedBayes), {"lam": (0.05, 0.5)}),
     "Ditto": Method(partial(plain, bf.Ditto), {"lam": (0.1, 1.0)}, kept=True),
     "pFedMAP": Method(pfedmap, {"rho": (0.2, 1.0)}, kept=True),
     "FedPer": Method(partial(headed, bf.FedPer), kept=True),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import bayesfed as bf
-from bayesfed import algorithms, rules
+from bayesfed import rules
 from bayesfed.algorithms import METHODS, Algorithm, Method
 from bayesfed.algorithms.method import get, put
 from bayesfed.settings import SettingsError
@@ -52,8 +52,7 @@ SIGNATURES |= {
 def test_every_method_is_in_the_table_and_in_the_package():
     assert METHODS.keys() == SIGNATURES.keys() | {"MAML", "MTL", "Pooled"}
     for name in SIGNATURES:
-        assert getattr(algorithms, name) is METHODS[name]
-        assert getattr(bf, name, METHODS[name]) is METHODS[name]
+        assert getattr(bf, name) is METHODS[name]
         assert isinstance(METHODS[name], Method)
         assert METHODS[name].name == name
     assert METHODS["MAML"] is bf.PerFedAvg
