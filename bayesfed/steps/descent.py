@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from bayesfed.data.batch import Batch
-from bayesfed.data.federation import Federation
 from bayesfed.elbo.elbo import Noise
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.globals import Point
@@ -29,8 +28,8 @@ from bayesfed.steps.job import Job, Parts, Work
 from bayesfed.steps.local_loop import all_clients, local_loop
 from bayesfed.steps.losses import client_loss, inner_product, squared_distance
 from bayesfed.steps.optimizer import State
-from bayesfed.steps.steps import Objective, Steps
-from bayesfed.steps.structure import body, check_moves
+from bayesfed.steps.steps import Objective, StepInputs, Steps
+from bayesfed.steps.structure import body
 from bayesfed.tracing.compiler import traceable
 
 
@@ -80,12 +79,10 @@ class Descent(Steps):
             found.update({"steps"} if self.proximal else {"steps", "path"})
         return frozenset(found)
 
-    def accept(
-        self, program: Program, federation: Federation, locals_: Locals, name: str
-    ) -> Program:
-        """Refuse a program that lacks what the steps move."""
-        check_moves(program, {self.moves}, locals_, name)
-        return program
+    @property
+    def moved(self) -> frozenset[str]:  # type: ignore[override]
+        """What the steps move."""
+        return frozenset({self.moves})
 
     def run(self, job: Job, locals_: Locals) -> Work:
         """Take the steps of a round."""
@@ -193,19 +190,12 @@ class Descent(Steps):
         return loss + self.proximal / 2 * squared_distance(own, centre)
 
     def move(
-        self,
-        program: Program,
-        at: Params,
-        constants: Params,
-        batch: Batch,
-        drawn: Noise,
-        rates: tuple[Any, ...],
-        objective: Objective,
+        self, program: Program, at: Params, given: StepInputs, drawn: Noise, objective: Objective
     ) -> Params:
         """Return what one plain step down an objective moves."""
         own = leaves({name: at[name] for name in self.names(program)})
-        grads = self.bounded(gradients(objective(program, at | own, batch, drawn), own))
-        return {name: optimizer.less(at[name], rates[0], grads[name]) for name in own}
+        grads = self.bounded(gradients(objective(program, at | own, given.batch, drawn), own))
+        return {name: optimizer.less(at[name], given.rates[0], grads[name]) for name in own}
 
     def constants(self, program: Program, batch: Batch) -> Params:
         """Return the constants of a round: none."""

@@ -39,7 +39,7 @@ from bayesfed.steps.job import Job
 from bayesfed.steps.local_loop import all_clients, local_loop
 from bayesfed.steps.losses import per_client
 from bayesfed.steps.optimizer import clipped
-from bayesfed.steps.steps import Objective
+from bayesfed.steps.steps import Objective, StepInputs
 from bayesfed.tracing.compiler import traceable
 
 MOST = 0.1
@@ -109,16 +109,10 @@ class NaturalDescent:
         return (self.kl_weight * losses.divergence + losses.hyper / program.clients) / batch.rows
 
     def move(
-        self,
-        program: Program,
-        at: Params,
-        constants: Params,
-        batch: Batch,
-        drawn: Noise,
-        rates: tuple[Any, ...],
-        objective: Objective,
+        self, program: Program, at: Params, given: StepInputs, drawn: Noise, objective: Objective
     ) -> Params:
         """Return what one step down the objective moves."""
+        batch, constants, _ = given
         names = program.init if self.moves == "globals" else program.local_params
         here = {name: at[name] for name in names}
         own = leaves(here)
@@ -127,24 +121,19 @@ class NaturalDescent:
         units = {} if self.moves == "globals" else units_of_posterior(program, here, constants)
         if here.keys() - units.keys():  # θ, or parameters of the model that are a client's own
             units = units | units_of_prior(program, at, here, constants, batch)
-        steps = self.natural_steps(program, gradients(loss, own), units, batch, *rates)
+        steps = self.natural_steps(program, gradients(loss, own), units, given)
         return {name: here[name] - steps[name] for name in here}
 
     def natural_steps(
-        self,
-        program: Program,
-        grads: Params,
-        units: Units,
-        batch: Batch,
-        lr: Tensor,
-        shared_lr: Tensor,
+        self, program: Program, grads: Params, units: Units, given: StepInputs
     ) -> Params:
-        """Return a step: at rate ``lr`` in the parameters whose Fisher information is known."""
+        """Return a step, at the first of the rates in the parameters whose Fisher information is known."""
+        lr, shared_lr = given.rates
         rest = {name: grad for name, grad in grads.items() if name not in units}
         if not self.natural:
             plain = {name: per_client(lr, grads[name]) * grads[name] for name in units}
             return plain | {n: per_client(shared_lr, grad) * grad for n, grad in rest.items()}
-        nats = batch.rows / self.kl_weight
+        nats = given.batch.rows / self.kl_weight
         found = {}
         if rest:
             rest = {
@@ -158,17 +147,9 @@ class NaturalDescent:
         return found
 
     @traceable
-    def own_step(
-        self,
-        program: Program,
-        at: Params,
-        constants: Params,
-        batch: Batch,
-        drawn: Noise,
-        rates: tuple[Any, ...],
-    ) -> Params:
+    def own_step(self, program: Program, at: Params, given: StepInputs, drawn: Noise) -> Params:
         """Return what one step down L_i moves."""
-        return self.move(program, at, constants, batch, drawn, rates, self.objective)
+        return self.move(program, at, given, drawn, self.objective)
 
     def adapt(self, job: Job, theta: Params, own: Params, steps: int, lr: float | None) -> Params:
         """Take steps on q alone, from where it is (eq. 3.8)."""
@@ -178,8 +159,7 @@ class NaturalDescent:
         def step(phi: Params, number: int, active: Tensor | None) -> Params:
             drawn = self.noise(program, job.keys, 1 + number)
             rate = self.rates(1.0, torch.full_like(job.counts, number) / steps)[0] * factor
-            return self.own_step(
-                program, theta | phi, constants, job.rows(number), drawn, (rate, rate)
-            )
+            given = StepInputs(job.rows(number), constants, (rate, rate))
+            return self.own_step(program, theta | phi, given, drawn)
 
         return local_loop(all_clients(len(job), steps), job.keys.device, own, step)

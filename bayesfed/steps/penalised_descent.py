@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from bayesfed.data.batch import Batch
-from bayesfed.data.federation import Federation
 from bayesfed.elbo.elbo import client_losses
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.globals import Point
@@ -30,7 +29,6 @@ from bayesfed.steps.local_loop import local_loop
 from bayesfed.steps.losses import client_loss
 from bayesfed.steps.optimizer import where_active
 from bayesfed.steps.steps import Steps
-from bayesfed.steps.structure import check_globals
 from bayesfed.tracing.compiler import traceable
 
 
@@ -53,13 +51,7 @@ class PenalisedDescent(Steps):
     needs = frozenset({"fisher", "pull"})
     globals = (Point,)
     locals = (AtPrior,)
-
-    def accept(
-        self, program: Program, federation: Federation, locals_: Locals, name: str
-    ) -> Program:
-        """Refuse a program whose clients share nothing."""
-        check_globals(program, name)
-        return program
+    moved = frozenset({"globals"})
 
     def run(self, job: Job, locals_: Locals) -> Work:
         """Take the steps of a round, and return θ_i with F_i at it."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from bayesfed.data.batch import Batch
-from bayesfed.data.federation import Federation
 from bayesfed.elbo.elbo import Noise
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.globals import Point
@@ -20,8 +19,7 @@ from bayesfed.steps.gradients import copies
 from bayesfed.steps.job import Job, Parts, Work
 from bayesfed.steps.local_loop import local_loop
 from bayesfed.steps.natural_descent import NaturalDescent
-from bayesfed.steps.steps import Steps
-from bayesfed.steps.structure import check_moves
+from bayesfed.steps.steps import StepInputs, Steps
 from bayesfed.tracing.compiler import traceable
 
 
@@ -43,12 +41,10 @@ class InTurn(Steps):
         """All that the phases give."""
         return frozenset().union(*(phase.gives for phase in self.phases))
 
-    def accept(
-        self, program: Program, federation: Federation, locals_: Locals, name: str
-    ) -> Program:
-        """Refuse a program that lacks what the phases move."""
-        check_moves(program, {phase.moves for phase in self.phases}, locals_, name)
-        return program
+    @property
+    def moved(self) -> frozenset[str]:  # type: ignore[override]
+        """All that the phases move."""
+        return frozenset(phase.moves for phase in self.phases)
 
     def run(self, job: Job, locals_: Locals) -> Work:
         """Take the steps of all phases."""
@@ -85,6 +81,7 @@ class Alternate(Steps):
     gives = frozenset({"theta", "posterior"})
     globals = (Point,)
     locals = (Kept, Remade)
+    moved = frozenset({"globals", "locals"})
 
     def __post_init__(self) -> None:
         if isinstance(self.inner, Descent) and not self.inner.proximal:
@@ -103,13 +100,6 @@ class Alternate(Steps):
         """Draws of w_i in an inner step."""
         return getattr(self.inner, "draws", 1)
 
-    def accept(
-        self, program: Program, federation: Federation, locals_: Locals, name: str
-    ) -> Program:
-        """Refuse a program without global or without local variables."""
-        check_moves(program, {"globals", "locals"}, locals_, name)
-        return program
-
     def run(self, job: Job, locals_: Locals) -> Work:
         """Take the steps of a round."""
         program, keys = job.program, job.keys
@@ -119,10 +109,9 @@ class Alternate(Steps):
 
         def step(at: Params, number: int, active: Tensor | None) -> Params:
             done = number / steps
-            inner, outer = self.inner.rates(1.0, done), self.outer.rates(job.rate, done)
+            inner = StepInputs(job.rows(number), constants, self.inner.rates(1.0, done))
             drawn = [self.inner.noise(program, keys, number, i) for i in range(self.times + 1)]
-            rows = job.rows(number)
-            return self.step(program, at, constants, rows, drawn, active, inner, outer)
+            return self.step(program, at, inner, self.outer.rates(job.rate, done), drawn, active)
 
         at = local_loop(schedule, keys.device, start_of_round(job, locals_), step)
         own = {name: at[name] for name in program.local_params}
@@ -137,22 +126,17 @@ class Alternate(Steps):
         self,
         program: Program,
         at: Params,
-        constants: Params,
-        batch: Batch,
+        inner: StepInputs,
+        outer_rates: tuple[Any, ...],
         drawn: list[Noise],
         active: Tensor | None,
-        inner_rates: tuple[Any, ...],
-        outer_rates: tuple[Any, ...],
     ) -> Params:
         """Take the inner steps and one outer step with the clients that are active."""
         objective, new = self.inner.objective, at
         for noise in drawn[1:]:
-            new = new | self.inner.move(
-                program, new, constants, batch, noise, inner_rates, objective
-            )
-        new = new | self.outer.move(
-            program, new, constants, batch, drawn[0], outer_rates, objective
-        )
+            new = new | self.inner.move(program, new, inner, noise, objective)
+        outer = inner._replace(rates=outer_rates)
+        new = new | self.outer.move(program, new, outer, drawn[0], objective)
         return optimizer.where_active(at, new, active)
 
     @traceable

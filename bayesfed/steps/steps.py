@@ -7,7 +7,7 @@ not give what its rule needs is refused before anything runs (:mod:`bayesfed.alg
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -16,19 +16,28 @@ from bayesfed.data.federation import Federation
 from bayesfed.elbo.elbo import Noise
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.globals import Point
-from bayesfed.guides.locals import (
-    AtPrior,
-    Encoded,
-    Kept,
-    Locals,
-    Remade,
-)
+from bayesfed.guides.locals import AtPrior, Encoded, Kept, Locals, Remade
 from bayesfed.steps.gradients import copies
 from bayesfed.steps.job import Job, Work
 from bayesfed.steps.optimizer import State
+from bayesfed.steps.structure import check_moves
 
 Objective = Callable[[Program, Params, Batch, Noise], Tensor]
 """A loss ``(K,)`` of K clients, of (program, parameters, batch, noise)."""
+
+
+class StepInputs(NamedTuple):
+    """What a step reads beside the parameters and its noise.
+
+    Attributes:
+        batch: the minibatch.
+        constants: what does not change in the round, ``(K, ...)`` each.
+        rates: the learning rates.
+    """
+
+    batch: Batch
+    constants: Params
+    rates: tuple[Any, ...]
 
 
 class Steps:
@@ -40,6 +49,8 @@ class Steps:
         globals: the families of the globals that it can move.
         locals: the families of the clients' variables that it can move.
         kinds: point estimates or Normals, where a family of the clients' variables has both.
+        moved: what a program must have to be moved: ``"globals"``, ``"body"`` (of the globals), ``"locals"``, or
+            ``"all"``, locals and body.
     """
 
     gives: ClassVar[frozenset[str]] = frozenset({"theta"})
@@ -47,6 +58,7 @@ class Steps:
     globals: ClassVar[tuple[type[Any], ...]] = (Point,)
     locals: ClassVar[tuple[type[Any], ...]] = (AtPrior, Kept, Remade, Encoded)
     kinds: ClassVar[tuple[str, ...]] = ("point", "normal")
+    moved: ClassVar[frozenset[str]] = frozenset()
 
     def accept(
         self, program: Program, federation: Federation, locals_: Locals, name: str
@@ -56,6 +68,8 @@ class Steps:
         Raises:
             ValueError: names the missing structure, and an algorithm that does without it.
         """
+        if self.moved:
+            check_moves(program, self.moved, locals_, name)
         return program
 
     def start_clients(

@@ -49,7 +49,7 @@ def body(program: Program, name: str = "") -> list[str]:
     return found
 
 
-def check_moves(program: Program, moves: set[str], locals_: Locals, name: str) -> None:
+def check_moves(program: Program, moves: frozenset[str], locals_: Locals, name: str) -> None:
     """Refuse a program that lacks what steps move: ``"globals"``, ``"body"``, ``"locals"`` or ``"all"``.
 
     Raises:

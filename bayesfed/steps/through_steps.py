@@ -26,7 +26,6 @@ from pydantic import Field
 from torch import Tensor
 
 from bayesfed.data.batch import Batch, Fields
-from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
 from bayesfed.elbo.elbo import client_losses
 from bayesfed.elbo.program import Params, Program
@@ -41,7 +40,6 @@ from bayesfed.steps.local_loop import all_clients, local_loop
 from bayesfed.steps.losses import client_loss
 from bayesfed.steps.optimizer import State, clipped
 from bayesfed.steps.steps import Steps
-from bayesfed.steps.structure import check_moves
 from bayesfed.tracing.compiler import traceable
 
 _SPLIT = noise.word("split")
@@ -71,13 +69,7 @@ class ThroughSteps(Steps):
     globals = (Point,)
     locals = (Remade,)
     kinds = ("point",)
-
-    def accept(
-        self, program: Program, federation: Federation, locals_: Locals, name: str
-    ) -> Program:
-        """Refuse a program without global or without local variables."""
-        check_moves(program, {"globals", "locals"}, locals_, name)
-        return program
+    moved = frozenset({"globals", "locals"})
 
     def run(self, job: Job, locals_: Locals) -> Work:
         """Take steps on θ_i, S + 1 minibatches each."""

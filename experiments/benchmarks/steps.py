@@ -30,6 +30,7 @@ from bayesfed import models
 from bayesfed.elbo import noise
 from bayesfed.steps.gradients import copies
 from bayesfed.steps.local_variational import local_step, phi_state
+from bayesfed.steps.steps import StepInputs
 from bayesfed.tracing.compiler import Compiler, using
 
 LR = 0.01
@@ -70,12 +71,13 @@ def bayesian_network(
     keys = noise.fold(noise.key(0), federation.stream_ids)
     state = {"phi": algorithm.locals.begin(program, theta, batch), "step": 0}
     rate = torch.full((clients,), LR)
+    given = StepInputs(batch, constants, (rate, rate))
 
     def ours() -> dict[str, Tensor]:
         state["step"] += 1
         supplied = inner.noise(program, keys, state["step"])
         at = theta | state["phi"]
-        state["phi"] = inner.own_step(program, at, constants, batch, supplied, (rate, rate))
+        state["phi"] = inner.own_step(program, at, given, supplied)
         return state["phi"]
 
     m, log_s = theta["prior.loc"][:, 0], theta["prior.scale"][:, 0]  # unconstrained: log s
@@ -108,7 +110,7 @@ def bayesian_network(
     def difference() -> float:
         phi, one = algorithm.locals.begin(program, theta, batch), rate / LR
         supplied = inner.noise(program, keys)
-        new = inner.own_step(program, theta | phi, constants, batch, supplied, (one, one))
+        new = inner.own_step(program, theta | phi, given._replace(rates=(one, one)), supplied)
         grads = slope(supplied["weights"][0][0, :, 0], m, log_s)
         worst = 0.0
         for name, grad in zip(("loc", "log_scale"), grads, strict=True):
