@@ -56,6 +56,10 @@ class Formula:
     def __repr__(self) -> str:
         return f"Formula: {self.text}, {self.family}; {self.federation}"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the function, which pickle cannot write and the code makes again."""
+        return {name: value for name, value in vars(self).items() if name != "_program"}
+
     @property
     def __name__(self) -> str:
         return self.text
@@ -73,7 +77,7 @@ class Formula:
 
     @property
     def coords(self) -> dict[str, list[str]]:
-        """The names of the entries of vectors, for ``posterior.to_arviz().assign_coords(model.coords)``."""
+        """The names of the entries of vectors, which are coordinates in ``posterior.to_arviz()``."""
         found: dict[str, list[str]] = {}
         for group in self.coding.terms.groups:
             if group.columns != [self.coding.client] and group.factor not in self.coding.own:

@@ -20,7 +20,7 @@ from bayesfed.output.khat import has_density
 from bayesfed.output.log_densities import log_densities
 from bayesfed.output.outcomes import NoSampler
 from bayesfed.output.predictions import derived, log_likelihood, predict, sample
-from bayesfed.output.prior import prior_predictive, sample_prior
+from bayesfed.output.prior import log_prior, prior_predictive, sample_prior
 
 Dims = tuple[str, ...]
 Arrays = dict[str, tuple[Dims, np.ndarray]]
@@ -53,6 +53,7 @@ def to_arviz(
           ``_``), ``posterior_predictive``, ``log_likelihood``;
         - ``sample_stats``: ``log_p`` and ``log_q`` of each draw, log p(D, θ, w) and log q(θ, w), if the draws have a
           density: not for point estimates, particles, or a corrected posterior (attribute ``corrected``);
+        - ``log_prior``: the prior log density of each global variable, for ``az.psens``, if q(θ) has a density;
         - ``prior``, ``prior_predictive``: draws of the model, with its parameters as they were fitted;
         - ``params``: the model's ``pyro.param``, constrained, in a group of their own since they have no draws (per
           chain);
@@ -60,12 +61,12 @@ def to_arviz(
 
         All groups but the data have the dim ``chain``, so that ``az.concat(one, other, dim="chain")`` joins fits.
 
-        Dims are ``chain``, ``draw``, ``client``, ``observation``, ``round`` and ``<site>_dim_<j>``. The data have
-        the coordinate ``observation_client``. A slash in a name is replaced by a colon, since netCDF
-        cannot store it. If outcomes of a site are missing, those that are observed have the dim
-        ``<site>_observed`` in all groups, and the others are in ``predictions``, dim ``<site>_missing``. The log
-        likelihoods of a Gaussian process are those of all rows of a client together; there are no predictions if the
-        rows of a client are one event that is not multivariate Normal.
+        Dims are ``chain``, ``draw``, ``client``, ``observation``, ``round`` and ``<site>_dim_<j>``, whose coordinates
+        are the levels of a formula's factors. The data have the coordinate ``observation_client``. A slash in a name
+        is replaced by a colon, since netCDF cannot store it. If outcomes of a site are missing, those that are observed
+        have the dim ``<site>_observed`` in all groups, and the others are in ``predictions``, dim ``<site>_missing``.
+        The log likelihoods of a Gaussian process are those of all rows of a client together; there are no predictions
+        if the rows of a client are one event that is not multivariate Normal.
 
     Warns:
         UserWarning: the model's observed sites have no sampler, or cannot be drawn at some draw from the prior.
@@ -121,14 +122,16 @@ def to_arviz(
             for name, value in values.items()
         }
 
+    drawn = sample(fitted, num_samples, seed)
+    random = program.globals and (fitted.correction is not None or has_density(fitted))
+    priors = log_prior(fitted, drawn) if random else {}
     more = derived(fitted, federation, num_samples, seed) if program.derived else {}
     groups: dict[str, Arrays] = {
-        "posterior": draws(
-            _public(sample(fitted, num_samples, seed)) | more, latent | dict(program.derived)
-        ),
+        "posterior": draws(_public(drawn) | more, latent | dict(program.derived)),
         "posterior_predictive": draws(predicted, data_dims),
         "predictions": draws(missing, {name: (f"{name}_missing",) for name in missing}),
         "log_likelihood": draws(likelihood, likelihood_dims),
+        "log_prior": draws(priors, dict.fromkeys(priors, ())),
         "sample_stats": draws(_densities(fitted, num_samples, seed), {"log_p": (), "log_q": ()}),
         "prior": draws(_public(prior), latent),
         "prior_predictive": draws(from_prior, data_dims),
@@ -208,6 +211,8 @@ def _dataset(
         coords[dim] = axes[dim]
         if owners:
             coords[f"{dim}_client"] = (dim, np.array(federation.names)[owner])
+    named = getattr(fitted.program.model, "coords", {})
+    coords |= {dim: named[dim] for dim in named.keys() & used.keys()}
     found = xr.Dataset(dict(arrays), coords=coords, attrs=attrs)
     return found.rename({name: without_slashes(name) for name in map(str, found.variables)})
 

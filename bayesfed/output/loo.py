@@ -87,7 +87,7 @@ def _with_clients(found: az.ELPDData, idata: az.InferenceData | xr.DataTree) -> 
     (dim,) = found["pareto_k"].dims
     name = "client" if dim == "client" else f"{dim}_client"
     for part in ("pareto_k", "loo_i", "elpd_i"):
-        if part in found and dim != "client":
+        if dim != "client" and hasattr(found, part):
             found[part] = found[part].assign_coords({name: idata["observed_data"][name]})
     k = found["pareto_k"]
     bad = (k > found["good_k"]).values

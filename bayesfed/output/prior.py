@@ -1,4 +1,4 @@
-"""Draws from the model's prior and prior predictive, with its parameters as they were fitted."""
+"""The model's prior, with its parameters as they were fitted: draws, predictions, and densities of draws."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pyro import poutine
 from torch import Tensor
 
 from bayesfed.elbo import handlers
+from bayesfed.elbo.log_density import log_density
 from bayesfed.output.draws import Draws, client_chunks, flatten_rows, run_model
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.outcomes import NoSampler
@@ -39,6 +40,22 @@ def sample_prior(fitted: Fitted, num_samples: int) -> dict[str, Tensor]:
                 else:
                     common[site.name] = value.squeeze(1)
     return common | {name: torch.cat(values, 1) for name, values in parts.items()}
+
+
+def log_prior(fitted: Fitted, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Compute the prior log density of each global site at draws ``(S, *event)`` of all of them: ``(S,)``."""
+    program, names = fitted.program, [site.name for site in fitted.program.globals]
+    values, count = {name: draws[name][:, None, None] for name in names}, len(draws[names[0]])
+    device, own = program.schema.device, program.local_params
+    with (
+        torch.no_grad(),
+        handlers.given(device, fitted.params, values=values, draws=count, starting=own),
+        poutine.trace() as tracer,
+        handlers.Until(names),
+    ):
+        program.model(program.schema)
+    found = {name: log_density(tracer.trace.nodes[name]) for name in names}
+    return {name: value.expand(count, 1, 1).flatten() for name, value in found.items()}
 
 
 def prior_predictive(

@@ -77,6 +77,11 @@ class OneClient:
     def __name__(self) -> str:
         return getattr(self.model, "__name__", type(self.model).__name__)
 
+    @property
+    def coords(self) -> dict[str, list[str]]:
+        """The names of the entries of vectors, where a formula has them."""
+        return getattr(self.model, "coords", {})
+
     def __call__(self, batch: Any) -> None:
         """The Pyro program."""
         if isinstance(batch, Federation):

@@ -1,5 +1,7 @@
 """Tests of formulas against formulae's matrices of the pooled rows, scipy's densities, and a fit in other units."""
 
+import pickle
+
 import numpy as np
 import pandas as pd
 import pyro
@@ -365,6 +367,14 @@ def test_an_ordered_categorical_keeps_its_order(frame):
         bf.formula("y ~ kind + (1 | hospital)", sites)
 
 
+def test_a_formula_is_pickled_before_and_after_a_fit(frame):
+    model = bf.formula("y ~ x + (1 | hospital)", frame)
+    assert pickle.loads(pickle.dumps(model)).source == model.source
+    first = bf.fit(model, model.federation, rounds=2)
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(bf.fit(again, again.federation, rounds=2).elbo(9), first.elbo(9))
+
+
 def test_arviz_has_bambis_names_and_no_working_variables(frame):
     model = bf.formula("y ~ x + kind + (1 | hospital) + (1 | item)", frame, client="hospital")
     posterior = bf.fit(model, model.federation, rounds=2)
@@ -374,8 +384,7 @@ def test_arviz_has_bambis_names_and_no_working_variables(frame):
         *("1|item", "1|item_sigma"),
     }
     assert "prior" not in set(idata)
-    named = idata.assign_coords(model.coords).posterior["1|item"]
-    assert named.coords["1|item_dim_0"].values.tolist() == ["3", "4", "5", "6"]
+    assert idata.posterior.coords["1|item_dim_0"].values.tolist() == ["3", "4", "5", "6"]
 
 
 def test_new_clients_and_rows_without_outcome_are_coded_as_agreed(frame):

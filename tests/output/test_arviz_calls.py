@@ -195,17 +195,25 @@ def test_netcdf_files(fit, tmp_path):
         assert float(again["params"]["scale"][0]) > 0
 
 
-@pytest.mark.skipif(not OLD, reason="ArviZ 1.x has xarray's own functions for these")
 def test_two_fits_are_joined_as_chains(fit):
     _, idata = fit
-    joined = az.concat(idata, idata, dim="chain")
-    assert joined.posterior.sizes["chain"] == joined.history.sizes["chain"] == 2
-    assert joined.observed_data.equals(idata.observed_data)
+    joined = (
+        az.concat(idata, idata, dim="chain")
+        if OLD
+        else xr.concat([idata, idata], "chain", data_vars="minimal")
+    )
+    assert joined["posterior"].sizes["chain"] == joined["history"].sizes["chain"] == 2
+    assert joined["observed_data"].equals(idata["observed_data"])
 
 
-@pytest.mark.skipif(not OLD, reason="ArviZ 1.x has xarray's own functions for these")
 def test_a_table_has_a_row_per_draw(fit):
     _, idata = fit
+    if not OLD:
+        for group in {"posterior", "posterior_predictive"} & set(idata.children):
+            table = az.dataset_to_dataframe(dataset(idata, group))
+            numbers = idata[group].data_vars.values()
+            assert table.shape == (200, sum(value[0, 0].size for value in numbers))
+        return
     assert len(idata.to_dataframe()) == 200
     for group in ("posterior", "posterior_predictive"):
         if group in idata.groups():

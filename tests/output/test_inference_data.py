@@ -4,6 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from scipy import stats
 
 import bayesfed as bf
 from bayesfed.functional.multivariate_normal import Gaussian
@@ -61,6 +62,7 @@ def test_groups_dims_and_coordinates(idata):
         "posterior",
         "posterior_predictive",
         "log_likelihood",
+        "log_prior",
         "sample_stats",
         "prior",
         "prior_predictive",
@@ -79,6 +81,7 @@ def test_groups_dims_and_coordinates(idata):
         "posterior_predictive": rows,
         "log_likelihood": rows,
         "sample_stats": {"log_p": draw, "log_q": draw},
+        "log_prior": {"mu": draw, "beta": draw},
         "prior": latent,
         "prior_predictive": rows,
         "observed_data": {"y": ("observation",)},
@@ -122,6 +125,20 @@ def test_attributes_name_the_algorithm(idata):
         "algorithm": "SFVI",
         "seed": 3,
     }
+
+
+def test_the_prior_densities_of_draws_serve_power_scaling(idata):
+    """By scipy: mu ~ N(0, 2), beta ~ N(0, 1). The prior of mu, of four clients, informs more than that of beta."""
+    mu, beta = idata.posterior["mu"].values, idata.posterior["beta"].values
+    log_prior = idata["log_prior"]
+    np.testing.assert_allclose(log_prior["mu"], stats.norm.logpdf(mu, 0, 2), rtol=1e-5)
+    np.testing.assert_allclose(log_prior["beta"], stats.norm.logpdf(beta).sum(-1), rtol=1e-5)
+    found = (
+        az.psens(idata, component="prior")
+        if az.__version__.startswith("0.")
+        else az.psense(idata, group="prior")
+    )
+    assert 0 < float(found["beta"].max()) < float(found["mu"]) < 1
 
 
 def test_prior_draws_are_the_models(idata):
