@@ -9,6 +9,7 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
+from pyro.infer.autoguide import AutoGuide
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import transform_to
@@ -27,10 +28,17 @@ def build(model: Model, guide: Callable[[Any], Any], federation: Federation) -> 
     """Trace a model and a guide on two clients and classify their sites and parameters.
 
     Raises:
-        ValueError: see :func:`sites`; the guide misses a site, has one that the model lacks, puts one
-            on the other side of the clients plate, or has a local parameter without a row per client.
+        ValueError: see :func:`sites`; the guide is one of Pyro's autoguides, misses a site, has one that the model
+            lacks, puts one on the other side of the clients plate, or has a local variable or parameter without a row
+            per client.
         NotImplementedError: a guide site that cannot be drawn from normal or uniform noise.
     """
+    if isinstance(guide, AutoGuide):
+        raise ValueError(
+            f"guide is Pyro's {type(guide).__name__}, which has one set of parameters for all clients together. Leave it "
+            "out: SFVI() makes a Normal guide, SFVI(global_guide=MeanField()) one of independent globals, and FedAvg "
+            'has point estimates; or write the guide as a function, see "Your own guide" in docs/models.md'
+        )
     found = sites(model, federation)
     first = torch.arange(min(2, len(federation)))
     batch = federation.batch(first, torch.zeros(len(first), 1, dtype=torch.int64))
@@ -40,7 +48,7 @@ def build(model: Model, guide: Callable[[Any], Any], federation: Federation) -> 
         with _ConstantDraws():
             guide_trace = poutine.trace(guide).get_trace(batch)
         in_guide, guide_sites = set(params.seen), handlers.sample_sites(guide_trace)
-        _check_sites(found, guide_sites)
+        _check_sites(found, guide_sites, len(batch))
         with derived:
             model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(batch)
     init, local = _initial_values(params.seen, len(batch))
@@ -112,8 +120,8 @@ class _ConstantDraws(Messenger):
             msg["value"] = msg["value"].detach()
 
 
-def _check_sites(found: Mapping[str, Site], guide_sites: Mapping[str, Any]) -> None:
-    """Fail unless the guide has the model's latent sites, on the same side of the clients plate, and no others."""
+def _check_sites(found: Mapping[str, Site], guide_sites: Mapping[str, Any], clients: int) -> None:
+    """Fail unless the guide has the model's latent sites, local ones with a row per client, and no others."""
     for site in found.values():
         if site.observed:
             continue
@@ -128,6 +136,14 @@ def _check_sites(found: Mapping[str, Site], guide_sites: Mapping[str, Any]) -> N
             raise ValueError(
                 f"site {site.name!r} is {kind} in the model but not in the guide: it must lie on the "
                 "same side of the clients plate in both"
+            )
+        shape = guide_sites[site.name]["value"].shape
+        rows = shape[: len(shape) - len(site.event_shape)][-2:]
+        if site.local and not _expands_to(rows, torch.Size([clients, 1])):
+            raise ValueError(
+                f"the guide's local variable {site.name!r} has shape {tuple(shape)} for {clients} clients: inside "
+                "clients() it has one row per client, as its parameters do, (K, 1, *event): pyro.param(name, lambda: "
+                "torch.zeros(len(batch), 1)), within the plate"
             )
     for name, node in guide_sites.items():
         if name not in found and not node["infer"].get("is_auxiliary"):

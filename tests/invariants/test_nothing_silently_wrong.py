@@ -6,6 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer.autoguide import AutoDelta, AutoMultivariateNormal, AutoNormal
 
 import bayesfed as bf
 from bayesfed import datasets, models
@@ -171,6 +172,29 @@ def test_local_parameter_without_a_row_per_client():
 
     with pytest.raises(ValueError, match="local parameter 'a' has shape .* a row per client"):
         fit(good, algorithm=bf.SFVI(guide=guide))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_local_variables_of_a_guide_without_a_row_per_client(inside):
+    """As guides of the pooled data are written, with the clients along the last dimension."""
+
+    def guide(federation):
+        pyro.sample("mu", dist.Normal(0.0, 1.0))
+        loc = None if inside else pyro.param("loc", torch.zeros(2))
+        with federation.clients():
+            loc = pyro.param("loc", torch.zeros(2)) if inside else loc
+            pyro.sample("alpha", dist.Normal(loc, 1.0))
+
+    with pytest.raises(
+        ValueError, match="local variable 'alpha' .* one row per client.*torch.zeros"
+    ):
+        fit(good, algorithm=bf.SFVI(guide=guide))
+
+
+@pytest.mark.parametrize("auto", [AutoNormal, AutoDelta, AutoMultivariateNormal])
+def test_autoguides_of_pyro_are_refused_with_their_equivalents(auto):
+    with pytest.raises(ValueError, match=f"Pyro's {auto.__name__}.*Leave it out.*MeanField"):
+        fit(good, algorithm=bf.SFVI(guide=auto(good)))
 
 
 def test_guide_that_cannot_be_reparameterised():

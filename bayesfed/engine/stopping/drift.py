@@ -22,6 +22,7 @@ from torch.distributions import biject_to
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.elbo import Noise
 from bayesfed.elbo.program import Params, Program
+from bayesfed.engine.stopping.rule import BOUND
 from bayesfed.steps.gradients import elapsed
 from bayesfed.tracing.compiler import traceable
 
@@ -193,6 +194,11 @@ def _moments(
 
 def caveat(moving: Mapping[str, float] | None, rising: float | None, rounds: int) -> str:
     """A sentence about a fit that has not converged; empty for one that has."""
+    if (moving is None or rising is None) and rounds >= BOUND:
+        return (
+            f"not converged after {rounds:,} rounds: noise hides the distance from where it was going. With rounds= "
+            "the learning rates fall, which averages noise out"
+        )
     if moving is None or rising is None:
         return f"{rounds:,} rounds are too few to tell whether the fit has converged"
     worst = sorted(moving, key=lambda name: -moving[name])

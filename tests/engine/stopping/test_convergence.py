@@ -12,6 +12,7 @@ import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.engine.stopping import convergence
 from bayesfed.engine.stopping.convergence import Convergence
+from bayesfed.engine.stopping.drift import caveat
 from bayesfed.output.correction import CorrectionResult
 
 EAGER = bf.Execution(compile=False)
@@ -264,6 +265,12 @@ def test_the_bound_is_in_the_caveat(monkeypatch):
     posterior = bf.fit(models.eight_schools, datasets.eight_schools(), execution=EAGER)
     assert posterior.converged is False
     assert "12 rounds" in posterior.caveat
+
+
+def test_a_run_to_the_bound_says_that_noise_hides_the_distance():
+    """500 rounds are not too few."""
+    assert "noise hides the distance" in caveat(None, 0.0, 500)
+    assert "too few" in caveat(None, 0.0, 499)
 
 
 @pytest.mark.parametrize(
