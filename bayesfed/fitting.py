@@ -219,7 +219,7 @@ def finish(run: Run) -> Posterior:
     posterior = make_posterior(run, _local_params(run))
     warn_of_flaws(run, posterior)
     if run.stopping.provisional:
-        return replace(posterior, correction=run.correction)
+        return replace(posterior, correction=run.correction).with_clients_resampled()
     return posterior.corrected() if run.plan.algorithm.corrected else posterior
 
 

@@ -101,6 +101,7 @@ def save(fitted: Fitted, path: str | Path) -> None:
         "converged": fitted.converged,
         "khat": None if correction is None else correction.khat,
         "closely": fitted.laplace,
+        "resampled": sorted(fitted.resampled),
         "clients": list(fitted.federation.names),
         "sites": list(program.sites),
     }
@@ -199,6 +200,7 @@ def load(
         rising=metadata.get("rising", 0.0),
         converged=metadata.get("converged"),
         correction=correction,
+        resampled=frozenset(metadata.get("resampled", ())),
     )
 
 

@@ -27,11 +27,14 @@ from bayesfed.elbo.elbo import client_terms, draw
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.sites import Site
 from bayesfed.guides.hierarchical import LOCAL
+from bayesfed.output.defensive import defensive_candidates, unstack
 from bayesfed.output.evidence import COST, EACH, Candidates, laplace_candidates
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.outcomes import NoSampler, Outcomes
 from bayesfed.vmap.mixtures import ClientMixture
 
+RESAMPLED_FROM = 64
+"""Number of candidates from which a draw of a client's variables is chosen by weight."""
 _CENTRE = {"normal": 0.0, "uniform": 0.5}
 Chunks = Iterator[tuple[Tensor, "Draws"]]
 """Positions of some clients, and their draws."""
@@ -223,8 +226,8 @@ def draw_clients(
     keys = noise.fold(key, federation.stream_ids[chunk])
     given = {name: value.repeat_interleave(each, 0) for name, value in theta.items()}
     supplied = _guide_noise(program, keys, count, local=True, centre=centre)
-    if not centre and fitted.laplace:
-        given[LOCAL] = candidates(fitted, given, count, chunk, key).resample(keys)
+    if not centre and (fitted.laplace or fitted.resampled):
+        given |= draw_guide_locals(fitted, given, count, chunk, key)
     with torch.no_grad(), handlers.given(own.device, params, supplied, given, count):
         nodes = poutine.trace(program.guide).get_trace(own).nodes
     values = {
@@ -238,6 +241,67 @@ def draw_clients(
     own = program.temper(own)
     with torch.no_grad():
         return Draws(values, count, client_terms(program, params, given, own, supplied, count))
+
+
+def draw_guide_locals(
+    fitted: Fitted, theta: Params, count: int, chunk: Tensor, key: Tensor
+) -> Params:
+    """Draw the guide's local random sites of K clients given S draws of θ, ``(S, K, 1, *event)``.
+
+    They are draws from q(w_i | θ), or by importance sampling if the correction or ``fitted.resampled`` says so.
+    """
+    if fitted.laplace:
+        keys = noise.fold(key, fitted.federation.stream_ids[chunk])
+        found = {LOCAL: candidates(fitted, theta, count, chunk, key).resample(keys)}
+    else:
+        found = _draw_from_guide(fitted, theta, count, chunk, key)
+    for k, client in enumerate(chunk.tolist()):
+        if fitted.federation.names[client] in fitted.resampled:
+            better = _resample_client(fitted, theta, count, chunk[k : k + 1], key)
+            for name, value in better.items():
+                found[name][:, k] = value[:, 0]
+    return found
+
+
+def _draw_from_guide(
+    fitted: Fitted, theta: Params, count: int, chunk: Tensor, key: Tensor
+) -> Params:
+    """Draw the guide's local random sites of K clients from q(w_i | θ): ``(S, K, 1, *event)``."""
+    program, federation = fitted.program, fitted.federation
+    rows = None if program.needs_rows else torch.zeros(len(chunk), 1, dtype=torch.int64)
+    batch, params = federation.batch(chunk, rows), fitted.params_of(chunk)
+    supplied = program.noise(noise.fold(key, federation.stream_ids[chunk]), count, local=True)
+    with torch.no_grad(), handlers.given(batch.device, params, supplied, theta, count):
+        nodes = poutine.trace(program.guide).get_trace(batch).nodes
+    shape = count, len(chunk)
+    return {
+        name: nodes[name]["value"].expand(*shape, *nodes[name]["value"].shape[2:]).clone()
+        for name in supplied
+    }
+
+
+def _resample_client(
+    fitted: Fitted, theta: Params, count: int, client: Tensor, key: Tensor
+) -> Params:
+    """Draw one client's variables given each draw of θ by importance sampling, some draws of θ at a time."""
+    federation = fitted.federation
+    batch, params = federation.batch(client), fitted.params_of(client)
+    numbers = int(federation.lengths[client]) * federation.numbers_per_row + fitted.program.size
+    together = max(1, PASS // (RESAMPLED_FROM * numbers))
+    parts = []
+    for at in range(0, count, together):
+        size = min(together, count - at)
+        some = {
+            name: value[at : at + size].repeat(RESAMPLED_FROM, *[1] * (value.ndim - 1))
+            for name, value in theta.items()
+        }
+        block = noise.fold(key, at)
+        own = _draw_from_guide(fitted, some, RESAMPLED_FROM * size, client, block)
+        keys = noise.fold(block, federation.stream_ids[client])
+        found = defensive_candidates(fitted.program, params, some, own, batch, keys, size)
+        shapes = {name: value.shape[3:] for name, value in own.items()}
+        parts.append(unstack(found.resample(keys).to(federation.dtype), shapes))
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def candidates(fitted: Fitted, theta: Params, count: int, chunk: Tensor, key: Tensor) -> Candidates:

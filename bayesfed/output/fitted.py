@@ -63,6 +63,8 @@ class Fitted:
             None if the number of rounds was given.
         correction: draws of θ by importance sampling that replace draws from q(θ), see
             :mod:`bayesfed.output.correction`.
+        resampled: the clients whose variables are drawn by importance sampling in place of q(w_i | θ), see
+            :mod:`bayesfed.output.client_check`.
     """
 
     program: Program
@@ -78,6 +80,7 @@ class Fitted:
     rising: float | None = None
     converged: bool | None = None
     correction: Correction | None = None
+    resampled: frozenset[str] = frozenset()
 
     @property
     def laplace(self) -> bool:

@@ -15,7 +15,8 @@ from bayesfed.checks.data import check_data
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.engine.stopping.drift import caveat
-from bayesfed.output import checkpoint, khat, mixture, predictions
+from bayesfed.output import checkpoint, client_check, khat, mixture, predictions
+from bayesfed.output.client_check import Distance
 from bayesfed.output.correction import correct
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.log_densities import elbo
@@ -44,11 +45,20 @@ class Posterior(Fitted):
         """
         return khat.khat(self) if self.correction is None else self.correction.khat
 
+    @cached_property
+    def poor_clients(self) -> dict[str, Distance]:
+        """The clients whose draws are not a good approximation of their posteriors given θ, the worst first.
+
+        By client the site, the shift of its mean and the ratio of its standard deviation, see
+        :mod:`bayesfed.output.client_check`. :meth:`corrected` draws their variables by importance sampling.
+        """
+        return client_check.find_poor_clients(self)
+
     @property
     def caveat(self) -> str:
         """A warning that q had not converged, or is far from the posterior; empty if neither."""
         moving = caveat(self.moving, self.rising, len(self.history["elbo"]))
-        return moving or khat.caveat(self.khat)
+        return moving or khat.caveat(self.khat) or client_check.caveat(self.poor_clients)
 
     def __repr__(self) -> str:
         globals_ = ", ".join(s.name for s in self.program.globals) or "none"
@@ -63,9 +73,10 @@ class Posterior(Fitted):
         )
 
     def corrected(self) -> Posterior:
-        """Return the posterior with draws of θ by importance sampling in place of q(θ), if q(θ) needs and allows it.
+        """Return the posterior with draws by importance sampling, where q needs and allows it.
 
-        See :mod:`bayesfed.output.correction`. Fits by SFVI are corrected when they end.
+        Draws of θ in place of q(θ), see :mod:`bayesfed.output.correction`, and of the variables of
+        :attr:`poor_clients` in place of q(w_i | θ). Fits by SFVI are corrected when they end.
 
         Raises:
             ValueError: this is not the posterior of all clients of the fit, whose rows determine the weights.
@@ -75,7 +86,13 @@ class Posterior(Fitted):
                 f"this is the posterior of {len(self.federation)} clients, the fit had {self.program.clients}: correct "
                 "the posterior of the fit, then select or personalize"
             )
-        return replace(self, correction=correct(replace(self, correction=None)).correction)
+        plain = replace(self, correction=None, resampled=frozenset())
+        return replace(plain, correction=correct(plain).correction).with_clients_resampled()
+
+    def with_clients_resampled(self) -> Posterior:
+        """Return the posterior with the variables of :attr:`poor_clients` drawn by importance sampling."""
+        reached = {name for name, distance in self.poor_clients.items() if distance.reached}
+        return replace(self, resampled=self.resampled | reached)
 
     def sample(
         self, num_samples: int = 1000, *, seed: int = 0, centre: bool = False

@@ -1,0 +1,199 @@
+"""The clients whose draws are far from p(w_i | θ, D_i), found by importance sampling.
+
+Pareto k-hat is one number for all clients, and uses draws from q(w_i | θ) only: it stays low where q lacks a mode or a
+tail of one client's posterior. Here means and standard deviations of each client's draws, at some draws of θ, are
+compared with those of weighted draws from a wider proposal, see :mod:`bayesfed.output.defensive`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+
+from bayesfed.elbo import handlers, noise
+from bayesfed.elbo.elbo import run
+from bayesfed.elbo.moments import unconstrained
+from bayesfed.elbo.program import Params, Program
+from bayesfed.output.defensive import LARGEST, defensive_candidates, unstack
+from bayesfed.output.draws import client_chunks, draw_guide_locals, draw_theta
+from bayesfed.output.fitted import Fitted
+
+THETAS, FEW, DRAWS = 8, 64, 256
+"""Number of draws of θ, and of draws of a client's variables at each: for all clients, and for those found suspect."""
+WORK = 1e8
+"""The largest size of clients' rows and variables, in numbers, over all draws."""
+SHIFT, RATIO = 0.25, 1.25
+"""Difference of means, in standard deviations, and ratio of standard deviations that are named."""
+ERRORS = 3.0
+"""Monte Carlo standard errors by which a difference must exceed these."""
+REACHED = 0.1
+"""Relative effective sample size from which a few weighted draws are enough to choose one from."""
+SUSPECT = 0.5
+"""Share of these differences, beyond one standard error, from which more draws are made of a client's variables."""
+NAMED = 3
+"""Number of clients that a warning names."""
+
+
+class Distance(NamedTuple):
+    """The variable of a client whose draws are farthest from its posterior, in unconstrained coordinates.
+
+    Attributes:
+        site: its sample site.
+        shift: difference of the means, in standard deviations of the posterior.
+        ratio: standard deviation of the draws over that of the posterior.
+        size: effective sample size of the weighted draws that were compared, relative to their number.
+    """
+
+    site: str
+    shift: float
+    ratio: float
+    size: float
+
+    @property
+    def reached(self) -> bool:
+        """Return whether importance sampling reaches the posterior, so that the client's variables can be resampled."""
+        return self.size > REACHED
+
+
+class Distances(NamedTuple):
+    """The distances of K clients' draws, by number of their variables.
+
+    Attributes:
+        sites: the sample site of each number, ``(P,)``.
+        shift: differences of means, as in :class:`Distance`, ``(K, P)``.
+        ratio: ratios of standard deviations, ``(K, P)``.
+        size: effective sample size of the weighted draws, relative to their number, ``(K, 1)``.
+        draws: their number.
+    """
+
+    sites: list[str]
+    shift: Tensor
+    ratio: Tensor
+    size: Tensor
+    draws: int
+
+    def excess(self, errors: float) -> tuple[Tensor, Tensor]:
+        """Return the largest distance of each client, 1 if it is just named, and the number that it is of: ``(K,)``."""
+        error = errors * ((1 / self.size + 1) / self.draws).sqrt()
+        mean_off = (self.shift.abs() - error) / SHIFT
+        spread_off = (self.ratio.log().abs() - error / 2**0.5) / math.log(RATIO)
+        worst, number = torch.maximum(mean_off, spread_off).nan_to_num(0.0).max(1)
+        return worst, number
+
+    def of(self, client: int, number: int) -> Distance:
+        """Return the distance of one number of a client."""
+        shift, ratio = float(self.shift[client, number]), float(self.ratio[client, number])
+        return Distance(self.sites[number], shift, ratio, float(self.size[client]))
+
+
+@torch.no_grad()
+@handlers.on_cpu()
+def find_poor_clients(fitted: Fitted) -> dict[str, Distance]:
+    """Return the clients whose draws are not a good approximation of their posteriors given θ, the worst first.
+
+    As many clients as are affordable are checked, those with few rows first, but for those whose variables are
+    resampled already. None is checked under privacy, if the guide has no density of real variables of a client, or if
+    these are more than :data:`~bayesfed.output.defensive.LARGEST` numbers.
+
+    Example:
+        >>> import bayesfed as bf
+        >>> from bayesfed import datasets, models
+        >>> from bayesfed.output.client_check import find_poor_clients
+        >>> find_poor_clients(bf.fit(models.eight_schools, datasets.eight_schools()))
+        {}
+    """
+    names = _affordable(fitted)
+    if not names or not _has_real_locals(fitted.program) or fitted.epsilon is not None:
+        return {}
+    few = fitted.select(names)
+    key = few.key(0, "client check")
+    theta = draw_theta(few, THETAS, key)
+    found: dict[str, tuple[float, Distance]] = {}
+    for chunk in client_chunks(few, THETAS * FEW, few.federation):
+        suspect = _distances(few, theta, chunk, key, FEW).excess(errors=1.0)[0] > SUSPECT
+        for some in (
+            chunk[suspect].split(max(1, len(chunk) * FEW // DRAWS)) if suspect.any() else ()
+        ):
+            distances = _distances(few, theta, some, key, DRAWS)
+            worst, number = distances.excess(ERRORS)
+            for k in (worst > 1).nonzero()[:, 0].tolist():
+                name = few.federation.names[int(some[k])]
+                found[name] = float(worst[k]), distances.of(k, int(number[k]))
+    ordered = sorted(found.items(), key=lambda item: -item[1][0])
+    return {name: distance for name, (_, distance) in ordered}
+
+
+def caveat(poor: Mapping[str, Distance]) -> str:
+    """Return a warning for the user that names the worst clients, or an empty string if there are none."""
+    if not poor:
+        return ""
+    named = [
+        f"{name!r} ({far.site}: mean off by {abs(far.shift):.2f} sd, sd {far.ratio:.2f} times the posterior's)"
+        for name, far in list(poor.items())[:NAMED]
+    ]
+    more = f" and {len(poor) - NAMED} more" if len(poor) > NAMED else ""
+    remedy = (
+        "posterior.corrected() draws their variables by importance sampling"
+        if any(far.reached for far in poor.values())
+        else "compare with NUTS on these clients, or give a client fewer variables"
+    )
+    return f"q(w_i | θ) is not a good approximation of the posterior of {', '.join(named)}{more}: {remedy}"
+
+
+def _has_real_locals(program: Program) -> bool:
+    """Return whether a client has random variables in the guide, few, with a density over real numbers."""
+    names = program.randomness.keys() - set(program.random)
+    supports = [site.support for site in program.locals if site.name in names]
+    while any(isinstance(s, constraints.independent) for s in supports):
+        supports = [getattr(s, "base_constraint", s) for s in supports]
+    real = all(s in (constraints.real, constraints.real_vector) for s in supports)
+    return bool(names) and real and not program.weights_draws and program.variables <= LARGEST
+
+
+def _affordable(fitted: Fitted) -> list[str]:
+    """Return as many clients that are not resampled as are affordable, or one, those with few rows first."""
+    federation = fitted.federation
+    lengths = dict(zip(federation.names, federation.lengths.tolist(), strict=True))
+    others = sorted(lengths.keys() - fitted.resampled, key=lambda name: lengths[name])
+    sizes = [
+        lengths[name] * federation.numbers_per_row + fitted.program.variables for name in others
+    ]
+    total = THETAS * FEW * np.cumsum(sizes)
+    return others[: max(1, int((total <= WORK).sum()))]
+
+
+def _distances(fitted: Fitted, theta: Params, chunk: Tensor, key: Tensor, each: int) -> Distances:
+    """Compare the draws of K clients' variables, ``each`` at each draw of θ, with weighted ones."""
+    program, federation, count = fitted.program, fitted.federation, each * THETAS
+    batch, params = federation.batch(chunk), fitted.params_of(chunk)
+    given = {name: value.repeat(each, *[1] * (value.ndim - 1)) for name, value in theta.items()}
+    own = draw_guide_locals(fitted, given, count, chunk, key)
+    keys = noise.fold(key, federation.stream_ids[chunk])
+    proposed = defensive_candidates(program, params, given, own, batch, keys, THETAS)
+    weights = proposed.log_weights.softmax(0).flatten(0, 1)[..., None] / THETAS
+    rows = batch if program.needs_rows else batch.head()
+
+    def moments(values: Params, weights: Tensor) -> tuple[Tensor, Tensor, list[str]]:
+        """Return means and standard deviations of the local sites, unconstrained, ``(K, P)``, and their names."""
+        guide, model = run(program, params, given | values, rows, {}, count)
+        found, names = [], []
+        for site in program.locals:
+            u = unconstrained(model.nodes[site.name]["fn"], guide.nodes[site.name]["value"])
+            found.append(u.expand(count, len(chunk), *u.shape[2:]).flatten(2).double())
+            names += found[-1].shape[-1] * [site.name]
+        u = torch.cat(found, -1)
+        mean = (weights * u).sum(0)
+        return mean, (weights * (u - mean).square()).sum(0).sqrt(), names
+
+    shapes = {name: value.shape[3:] for name, value in own.items()}
+    flat = proposed.draws.flatten(0, 1).to(federation.dtype)
+    mean, sd, names = moments(unstack(flat, shapes), weights)
+    mean_drawn, sd_drawn, _ = moments(own, torch.full_like(weights, 1 / count))
+    size = 1 / (count * weights.square().sum(0))
+    return Distances(names, (mean_drawn - mean) / sd, sd_drawn / sd, size, count)

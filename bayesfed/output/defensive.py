@@ -1,0 +1,97 @@
+"""Weighted draws of clients' variables given θ, from a proposal that is wider than the guide's q(w_i | θ).
+
+    log p(w_l, D_i | θ) − log t(w_l),   w_l ~ t = ⅓ Σ_c t₅(m, c² V),   c = 1.1, 4, 16
+
+m and V are the mean and the covariance of draws from q(w_i | θ). The wide parts, a defensive mixture (Hesterberg 1995,
+*Weighted average importance sampling and defensive mixture distributions*), reach a mode or a tail that q lacks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Size, Tensor
+
+from bayesfed.data.batch import Batch
+from bayesfed.elbo.elbo import log_ratio, run
+from bayesfed.elbo.noise import Draw, fold, word
+from bayesfed.elbo.program import Params, Program
+from bayesfed.output.evidence import Candidates
+
+FREEDOM, WIDTHS = 5, (1.1, 4.0, 16.0)
+"""Degrees of freedom of the t distributions, and their standard deviations relative to those of q."""
+LARGEST = 32
+"""Numbers in a client's variables beyond which such a proposal does not reach the posterior."""
+
+
+def stack(values: Params) -> Tensor:
+    """Stack values of several sites, ``(S, K, 1, *event)`` each, into one vector for each client, ``(S, K, 1, P)``."""
+    return torch.cat([value.flatten(3) for value in values.values()], -1)
+
+
+def unstack(z: Tensor, shapes: Mapping[str, Size]) -> Params:
+    """Take a vector ``(S, K, 1, P)`` apart into sites of these shapes ``event``: ``(S, K, 1, *event)`` each."""
+    parts = z.split([shape.numel() for shape in shapes.values()], -1)
+    return {
+        name: part.reshape(*z.shape[:3], *shape)
+        for (name, shape), part in zip(shapes.items(), parts, strict=True)
+    }
+
+
+def defensive_candidates(
+    program: Program,
+    params: Mapping[str, Tensor],
+    theta: Params,
+    own: Params,
+    batch: Batch,
+    keys: Tensor,
+    count: int,
+) -> Candidates:
+    """Draw L candidates of K clients' variables at each draw of θ, and compute their log weights.
+
+    Args:
+        program: a program whose guide's local sites have real values.
+        params: parameters of the program and of these clients.
+        theta: draws of the guide's global random sites, repeated L times, ``(L * S, 1, 1, *event)``.
+        own: draws from q(w_i | θ) at them: the guide's local random sites, ``(L * S, K, 1, *event)``.
+        batch: the clients' rows.
+        keys: the clients' noise streams, ``(K,)``.
+        count: S.
+    """
+    shapes = {name: value.shape[3:] for name, value in own.items()}
+    z = stack(own).double().unflatten(0, (-1, count))  # (L, S, K, 1, P)
+    mean, away = z.mean(0), z - z.mean(0)
+    covariance = torch.einsum("l...p,l...q->...pq", away, away) / (len(z) - 1)
+    root = torch.linalg.cholesky_ex(covariance)[0]
+    white, log_t = _draw_mixture(z.shape, keys)
+    draws = mean + (root @ white[..., None]).squeeze(-1)
+    log_t = log_t - root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    flat = draws.flatten(0, 1).to(batch.scale.dtype)
+    values = unstack(flat, shapes)
+    with torch.no_grad():
+        traces = run(program, params, theta | values, batch, {}, len(flat))
+        log_p = torch.as_tensor(log_ratio(*traces, local=True, skip=tuple(values))).double()
+    log_p = log_p.expand(len(flat), len(batch)).unflatten(0, (-1, count))
+    return Candidates(draws, (log_p - log_t.squeeze(-1)).nan_to_num(-torch.inf))
+
+
+def _draw_mixture(shape: Size, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw from the mixture around 0 for V = 1: ``(L, S, K, 1, P)``, and their log densities ``(L, S, K, 1)``."""
+    candidates, draws, size = shape[0], shape[1], shape[-1]
+    tail = (candidates, draws, size + FREEDOM)
+    normal = Draw("normal", tail)(fold(keys, word("defensive")), torch.float64)  # (K, L, S, .)
+    normal = normal.movedim(0, 2).unsqueeze(3)
+    white, chi = normal[..., :size], normal[..., size:].square().sum(-1, keepdim=True)
+    widths = normal.new_tensor(WIDTHS) * math.sqrt((FREEDOM - 2) / FREEDOM)
+    of = torch.arange(candidates, device=keys.device) % len(WIDTHS)
+    white = white * (FREEDOM / chi).sqrt() * widths[of].reshape(-1, 1, 1, 1, 1)
+    square = white.square().sum(-1)
+    parts = [
+        -size * width.log() - (FREEDOM + size) / 2 * torch.log1p(square / (FREEDOM * width**2))
+        for width in widths
+    ]
+    level = math.lgamma((FREEDOM + size) / 2) - math.lgamma(FREEDOM / 2)
+    level -= size / 2 * math.log(FREEDOM * math.pi) + math.log(len(WIDTHS))
+    return white, torch.stack(parts).logsumexp(0) + level

@@ -1,0 +1,155 @@
+"""Clients whose q(w_i | θ) is poor are named, and resampled: against integrals on a grid."""
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import bayesfed as bf
+from bayesfed.output import client_check
+
+GRID = np.linspace(-25, 25, 5001)
+SPREAD = 2.5
+
+
+def log_odds(federation):
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    with federation.clients():
+        w = pyro.sample("w", dist.Normal(mu, SPREAD))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Bernoulli(logits=w), obs=obs["y"])
+
+
+def square(federation):
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    with federation.clients():
+        w = pyro.sample("w", dist.Normal(mu, SPREAD))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Normal(w.square(), 3.0), obs=obs["y"])
+
+
+DEATHS = {
+    "north": [1.0, 0.0, 1.0, 0.0, 0.0, 1.0],
+    "south": [0.0] * 25,
+    "west": [1.0] * 4 + [0.0] * 4,
+}
+SQUARES = {"a": [3.9, 4.1], "b": [2.0, 3.5, 1.0]}
+FAR = {"a": [3.9, 4.1], "far": [9.2, 8.7, 9.0]}
+
+
+def federation(rows):
+    return bf.Federation.from_arrays({name: {"y": y} for name, y in rows.items()})
+
+
+def integrate(rows, log_likelihood):
+    """Return mean and standard deviation of each client's w, by integration over w and mu on grids."""
+    mus = np.linspace(-4, 4, 161)
+    prior = -0.5 * ((GRID - mus[:, None]) / SPREAD) ** 2
+    joint = {name: prior + log_likelihood(np.array(y)[:, None]).sum(0) for name, y in rows.items()}
+    evidence = sum(np.logaddexp.reduce(each, axis=1) for each in joint.values())
+    of_mu = np.exp(evidence - mus**2 / 2 - (evidence - mus**2 / 2).max())
+    of_mu /= of_mu.sum()
+    found = {}
+    for name, each in joint.items():
+        given = np.exp(each - each.max(1, keepdims=True))
+        density = of_mu @ (given / given.sum(1, keepdims=True))
+        mean = density @ GRID
+        found[name] = mean, np.sqrt(density @ (GRID - mean) ** 2)
+    return found
+
+
+def logistic(y):
+    return y * GRID - np.logaddexp(0, GRID)
+
+
+def squared(y):
+    return -0.5 * ((y - GRID**2) / 3.0) ** 2
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return bf.fit(square, federation(FAR), bf.SFVI(corrected=False), progress=False)
+
+
+def test_clients_whose_q_lacks_a_mode_are_named_with_their_distances(plain):
+    right = integrate(FAR, squared)
+    assert set(plain.poor_clients) == {"a", "far"}
+    draws = plain.sample(20_000)["w"]
+    for k, (name, (mean, sd)) in enumerate(right.items()):
+        far = plain.poor_clients[name]
+        assert far.site == "w"
+        assert far.ratio == pytest.approx(float(draws[:, k].std()) / sd, abs=0.1)
+        assert abs(far.shift) == pytest.approx(abs(float(draws[:, k].mean()) - mean) / sd, abs=0.45)
+    text = client_check.caveat(plain.poor_clients)
+    assert "'a' (w: mean off by" in text and "'far'" in text and "posterior.corrected()" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "log_likelihood"), [(log_odds, DEATHS, logistic), (square, SQUARES, squared)]
+)
+def test_a_corrected_fit_is_right_for_every_client(model, rows, log_likelihood):
+    posterior = bf.fit(model, federation(rows), progress=False)
+    assert posterior.resampled == (set(rows) if model is square else set())
+    assert not posterior.poor_clients
+    draws = posterior.sample(8000)["w"]
+    for k, (mean, sd) in enumerate(integrate(rows, log_likelihood).values()):
+        assert float(draws[:, k].mean()) == pytest.approx(mean, abs=0.15 * sd)
+        assert float(draws[:, k].std()) == pytest.approx(sd, rel=0.15)
+
+
+def test_a_mode_too_far_to_resample_is_named_after_the_correction(plain):
+    corrected = plain.corrected()
+    assert corrected.resampled == {"a"} and list(corrected.poor_clients) == ["far"]
+    assert "'far' (w:" in repr(corrected) and "NUTS" in repr(corrected)
+    assert "'far'" in corrected.to_arviz(8).posterior.attrs["caveat"]
+
+
+def test_draws_of_a_resampled_client_depend_on_no_other_client(plain):
+    corrected = plain.corrected()
+    alone = corrected.select(["a"]).sample(50)["w"][:, 0]
+    torch.testing.assert_close(corrected.sample(50)["w"][:, 0], alone)
+
+
+def test_resampled_clients_are_saved(plain, tmp_path):
+    corrected = plain.corrected()
+    corrected.save(tmp_path / "a.safetensors")
+    loaded = bf.Posterior.load(tmp_path / "a.safetensors", square, federation(FAR))
+    assert loaded.resampled == {"a"}
+    torch.testing.assert_close(loaded.sample(20)["w"], corrected.sample(20)["w"])
+
+
+def test_no_client_of_a_conjugate_model_is_named():
+    rng = np.random.default_rng(0)
+    clients = {f"c{i}": {"y": rng.normal(size=1 + i)} for i in range(10)}
+    data = bf.Federation.from_arrays(clients)
+
+    def eight(federation):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with federation.clients():
+            w = pyro.sample("w", dist.Normal(mu, torch.ones(8)).to_event(1))
+            with federation.observations() as obs:
+                pyro.sample("y", dist.Normal(w.sum(-1), 1.0), obs=obs["y"])
+
+    assert not bf.fit(eight, data, progress=False).poor_clients
+
+
+def test_nothing_is_checked_where_a_client_has_no_density():
+    data = federation(DEATHS)
+    assert not bf.fit(log_odds, data, bf.FedAvg(), rounds=2, progress=False).poor_clients
+    private = bf.fit(
+        log_odds,
+        data,
+        bf.FedABML(),
+        rounds=1,
+        privacy=bf.Privacy(noise=1.0, clip=1.0),
+        progress=False,
+    )
+    assert not private.poor_clients
+
+
+def test_the_caveat_names_three_and_counts_the_others():
+    far = client_check.Distance("w", 0.5, 0.6, 0.01)
+    text = client_check.caveat(dict.fromkeys("abcde", far))
+    assert "'c' (w:" in text and "'d'" not in text and "and 2 more" in text
+    assert "NUTS" in text and not client_check.caveat({})
