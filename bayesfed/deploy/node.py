@@ -366,7 +366,10 @@ class Node:
         own, posterior = self._finished(message.run)
         if theta := self._to_device(parts.get("theta", {})):
             mended = Correction(theta, float(message.khat or 0.0), message.closely)
-            own.posterior = posterior = replace(posterior, correction=mended)
+            posterior = replace(posterior, correction=mended)
+        if posterior.algorithm.corrected:
+            posterior = posterior.with_clients_resampled()
+        own.posterior = posterior
         posterior.save(own.folder / POSTERIOR)
         own.delete_key()
         return pack(Done(run=message.run))

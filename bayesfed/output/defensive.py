@@ -28,7 +28,7 @@ LARGEST = 32
 
 def stack(values: Params) -> Tensor:
     """Stack values of several sites, ``(S, K, 1, *event)`` each, into one vector for each client, ``(S, K, 1, P)``."""
-    return torch.cat([value.flatten(3) for value in values.values()], -1)
+    return torch.cat([value.reshape(*value.shape[:3], -1) for value in values.values()], -1)
 
 
 def unstack(z: Tensor, shapes: Mapping[str, Size]) -> Params:
