@@ -56,14 +56,23 @@ def measure(name: str, corrected: bool) -> list[Any]:
     reference = nuts(key, REFERENCES.get(name, model), data)
     draws, found = posterior.sample(DRAWS), []
     for site, value in draws.items():
-        ours, theirs = (np.asarray(v, np.float64).reshape(len(v), -1) for v in (value, reference[site]))
+        ours, theirs = (
+            np.asarray(v, np.float64).reshape(len(v), -1) for v in (value, reference[site])
+        )
         varies = theirs.std(0) > 1e-6
         found += [off(a, b) for a, b in zip(ours.T[varies], theirs.T[varies], strict=True)]
     shift, ratio, far = (np.array(part) for part in zip(*found, strict=True))
     k = "" if posterior.khat is None else f"{posterior.khat:.2f}"
     caveat = posterior.caveat.replace("|", "\\|").replace("\n", " ")
     ratios = f"{ratio.min():.2f}–{ratio.max():.2f}"
-    return [f"{shift.max():.2f}", ratios, k, "off" if far.any() else "", "named" if caveat else "", caveat[:160]]
+    return [
+        f"{shift.max():.2f}",
+        ratios,
+        k,
+        "off" if far.any() else "",
+        "named" if caveat else "",
+        caveat[:160],
+    ]
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ from bayesfed.guides.newton import (
     jacobian,
     line_search,
     newton_step,
+    within_range,
 )
 from bayesfed.tracing.compiler import traceable
 
@@ -126,7 +127,7 @@ def factor(
     """
     z = z.detach().requires_grad_()
     grad, hessian = curvature(lambda u: log_likelihood(u, z), mode)
-    values, vectors = torch.linalg.eigh(-hessian.detach().nan_to_num())
+    values, vectors = torch.linalg.eigh(within_range(-hessian.detach()))
     pull = (vectors.mT @ grad.detach()[..., None]).squeeze(-1).abs()
     least = (pull / FURTHEST).clamp(min=WEAKEST)  # bounds the distance of a from û
     precision = (vectors * values.maximum(least)[..., None, :]) @ vectors.mT

@@ -12,6 +12,8 @@ from bayesfed.tracing.compiler import tracing
 NEWTON_STEPS = 6
 TOLERANCE = 1e-4
 """A Newton step with twice its predicted gain below this, in nats, is the last one. It leaves a far smaller error."""
+LARGEST = 1e15
+"""The largest entry of a matrix whose eigenvalues are computed: its square is a number in single precision."""
 FRACTIONS = (1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
 """Fractions of a Newton step that the line search tries."""
 
@@ -92,5 +94,10 @@ def positive(precision: Tensor, least: Tensor) -> Tensor:
     """The matrix with its eigenvalues, in units of the diagonal ``least``, raised to at least 1."""
     root = least.sqrt()
     units = root[..., None] * root[..., None, :]
-    values, vectors = torch.linalg.eigh((precision / units).nan_to_num())
+    values, vectors = torch.linalg.eigh(within_range(precision / units))
     return (vectors * values.clamp(min=1.0)[..., None, :]) @ vectors.mT * units
+
+
+def within_range(matrix: Tensor) -> Tensor:
+    """The matrix with NaN as 0 and entries so large as to overflow in an eigenvalue decomposition made smaller."""
+    return matrix.nan_to_num().clamp(-LARGEST, LARGEST)

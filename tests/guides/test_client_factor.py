@@ -105,3 +105,14 @@ def test_no_curvature_leaves_a_weak_factor():
     precision = flat["log_precision"].exp()
     torch.testing.assert_close(precision, torch.full_like(precision, client_factor.WEAKEST))
     assert all(bool(value.isfinite().all()) for value in flat.values())
+
+
+def test_eigenvalues_of_a_batch_do_not_fail_for_one_matrix_out_of_range():
+    wild = torch.diag(torch.tensor([0.0, 12.764, 15.829, 10.272, 3.7914, 19.663]))
+    wild[1:4, 0] = torch.tensor([3.7260e19, -9.5330e19, 3.9373e27])
+    good = 2 * torch.eye(6)
+    with pytest.raises(RuntimeError, match="eigh"):
+        torch.linalg.eigh(wild)
+    found = newton.positive(torch.stack([wild, good]), torch.ones(2, 6))
+    torch.testing.assert_close(found[1], good)
+    assert found.isfinite().all()
