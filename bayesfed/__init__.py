@@ -20,4 +20,4 @@ if not TYPE_CHECKING:  # where it is seen, every name is one of the package
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
 
     def __dir__() -> list[str]:
-        return sorted([*globals(), *import_module("bayesfed.api").__all__])
+        return sorted([*import_module("bayesfed.api").__all__, "__all__", "__doc__", "__version__"])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bayesfed.algorithms import Algorithm
 from bayesfed.algorithms.table import SFVI
-from bayesfed.checks.data import check_data
+from bayesfed.checks.data import check_data, check_rows
 from bayesfed.checks.independence import check_independence
 from bayesfed.checks.units import warn_of_units
 from bayesfed.data.federation import Federation, Model
@@ -97,6 +97,7 @@ def start(
 @on_cpu()
 def start_run(plan: Plan, federation: Federation, resume: str | Path | None = None) -> Run:
     """Check the model and the data of a plan, and start its run; see :func:`start`."""
+    check_rows(federation)
     execution = plan.execution
     if resume is not None and execution.group is not None:
         raise ValueError(
@@ -311,7 +312,7 @@ def fit(
         The :class:`~bayesfed.Posterior`.
 
     Raises:
-        TypeError: ``callbacks`` is a function.
+        TypeError: the model is no function, the data are no federation, or ``callbacks`` is a function.
         ValueError: the model, the guide, the data or the options do not fit; the message names the
             site, client, field or option. ``resume`` is the file of another run: its options, model, priors or data
             differ.

@@ -2,12 +2,14 @@ import dataclasses
 import io
 import signal
 
+import pandas as pd
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 
 import bayesfed as bf
+from bayesfed import datasets, models
 from bayesfed.engine.cohort import cohort_size
 from bayesfed.steps import GradientsAtDraws
 from tests.invariants.cases import CASES, federation
@@ -174,6 +176,29 @@ def test_a_callback_that_returns_true_ends_the_fit_and_leaves_the_posterior():
     assert len(posterior.history["elbo"]) == 2
     expected = fit(rounds=10, callbacks=[lambda r: r.number == 2])
     torch.testing.assert_close(posterior.params, expected.params, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"model": "eight_schools"},
+            "model is 'eight_schools': give a Pyro program of the federation",
+        ),
+        ({"federation": pd.DataFrame({"y": [1.0]})}, "rows are a Federation, not a DataFrame"),
+        ({"algorithm": bf.FedAvg}, r"algorithm is bayesfed.FedAvg: .* that bf.FedAvg\(\) returns"),
+        ({"algorithm": "FedAvg"}, "algorithm is 'FedAvg': give"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(given, said):
+    usual = {"model": models.eight_schools, "federation": datasets.eight_schools()}
+    with pytest.raises(TypeError, match=said):
+        bf.fit(**(usual | given), rounds=1)
+
+
+def test_new_clients_are_a_federation():
+    with pytest.raises(TypeError, match="rows are a Federation, not a DataFrame"):
+        fit(rounds=1).personalize(pd.DataFrame({"y": [1.0]}))
 
 
 def test_callbacks_are_a_list():

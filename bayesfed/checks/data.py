@@ -17,6 +17,15 @@ from bayesfed.elbo.program import Program
 from bayesfed.elbo.sites import name_of
 
 
+def check_rows(rows: Any) -> None:
+    """Raise a TypeError for something other than a federation."""
+    if not isinstance(rows, Federation):
+        raise TypeError(
+            f"rows are a Federation, not a {type(rows).__name__}: Federation.from_frame(frame, client=...), or "
+            "encode(frame) of a formula"
+        )
+
+
 def check_data(program: Program, federation: Federation) -> None:
     """Check every row of every client, in one run of the model in chunks.
 

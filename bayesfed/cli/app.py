@@ -123,13 +123,13 @@ def run(
         if config.deployment is None:
             raise SettingsError("deployment is missing: --on needs the names of the institutions")
         if on is Transport.flower:
-            if overrides or output or overwrite:
+            if overrides or overwrite:
                 raise SettingsError(
                     "--on flower takes the experiment as in its file, which the institutions have too"
                 )
             from bayesfed.cli.flower_server import run_over_flower
 
-            run_over_flower(experiment, config.deployment.superlink)
+            run_over_flower(experiment, folder, config.deployment.superlink)
             return
         from bayesfed.cli.deployment import run_on_sockets
 

@@ -17,12 +17,12 @@ MODELS: Mapping[str, Model | type[Any]] = {
     and list(inspect.signature(function).parameters) == ["federation"]
 } | {model.__name__: model for model in (models.OrderedLogistic, models.Cox)}
 """Models by name: functions, and classes that make a model from plain settings."""
-DATASETS: dict[str, Callable[[], Federation]] = {
+DATASETS: dict[str, Callable[[], Federation | tuple[Federation, Federation]]] = {
     name: function
     for name, function in vars(datasets).items()
     if inspect.isfunction(function)
     and not name.startswith("_")
     and function.__module__ == datasets.__name__
-    and not inspect.signature(function).parameters
+    and all(p.default is not p.empty for p in inspect.signature(function).parameters.values())
 }
-"""Data sets by name."""
+"""Data sets by name; of one that has a part for testing, the part for training is fitted."""

@@ -141,7 +141,8 @@ def load_clients(
         SettingsError: the data are not valid for clients; the message names the file.
     """
     if data.kind == "dataset":
-        return choose(data.source, DATASETS, "data.dataset")()
+        found = choose(data.source, DATASETS, "data.dataset")()
+        return found if isinstance(found, Federation) else found[0]
     client, path = str(data.client), base / data.source
     try:
         if rows is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
 from pathlib import Path
 
 import pandas as pd
@@ -31,6 +34,7 @@ from bayesfed.engine.files import lock
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.progress import show_rounds
 from bayesfed.output import arviz_compat
+from bayesfed.output.inference_data import attributes
 from bayesfed.settings import Schedule, SettingsError, made
 
 
@@ -74,8 +78,7 @@ def run_node(
     execution = made(Execution, node.execution, "execution")
     pinned = {name: bytes.fromhex(key) for name, key in node.identities.items()}
     resident = Node(node.name, federation, plan, folder, execution, pinned)
-    key = public_key(resident.identity)
-    if plan.secure and pinned.get(node.name) != key:
+    if plan.secure and pinned.get(node.name) != (key := public_key(resident.identity)):
         raise SettingsError(
             f'identities: secure sums need the keys of all institutions; {node.name} = "{key.hex()}" is this one\'s'
         )
@@ -89,6 +92,8 @@ def run_node(
             markup=False,
         )
 
+    if threading.current_thread() is threading.main_thread():  # else sockets' files remain
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     own = None if node.own_socket is None else (socket_address(node.own_socket, here), local.handle)
     with lock(folder / ".node.lock", f"the folder of institution {node.name!r}"):
         serve(socket_address(node.socket, here), resident.handle, local=own, ready=ready)
@@ -127,12 +132,12 @@ def run_on_sockets(
     run_on(carrier(addresses), config, experiment, wanted, overwrite=overwrite, resume=resume)
 
 
-def run_file(wire: Carrier, path: Path) -> GlobalPosterior:
+def run_file(wire: Carrier, path: Path, folder: Path | None = None) -> GlobalPosterior:
     """Fit an experiment file, and go on if an earlier process has stopped.
 
-    The results, and the run to go on with, are in ``runs/<name of the file>`` beside it.
+    The results, and the run to go on with, are in ``folder``, by default ``runs/<name of the file>`` beside the file.
     """
-    folder = path.parent / "runs" / path.stem
+    folder = path.parent / "runs" / path.stem if folder is None else folder
     return run_on(wire, read_experiment(path), path, folder, resume=True)
 
 
@@ -154,15 +159,19 @@ def run_on(
     console.print(
         f"{config.model}, {title}, results in {folder.path}", soft_wrap=True, markup=False
     )
-    with show_rounds(title, plan.rounds, None) as show:
-        found = run_server(
-            wire,
-            plan,
-            make_patience(config.deployment),
-            folder.run,
-            report=lambda line: console.print(line, soft_wrap=True, markup=False),
-            callbacks=[folder.record, lambda done: show(done.number, done.elbo, "")],
-        )
+    try:
+        with show_rounds(title, plan.rounds, None) as show:
+            found = run_server(
+                wire,
+                plan,
+                make_patience(config.deployment),
+                folder.run,
+                report=lambda line: console.print(line, soft_wrap=True, markup=False),
+                callbacks=[folder.record, lambda done: show(done.number, done.elbo, "")],
+            )
+    except BaseException:
+        folder.abandon()
+        raise
     if not folder.rounds:  # all of them were done before
         folder.begin(len(found.posterior.history["elbo"]))
     draws = draws_dataset(found, config.output.num_samples)
@@ -185,4 +194,7 @@ def draws_dataset(found: GlobalPosterior, num_samples: int) -> xr.Dataset:
     """Return draws of the global variables in ArviZ's form."""
     draws = {n: v[None].numpy(force=True) for n, v in found.sample(num_samples).items()}
     dims = {n: [f"{n}_dim_{j}" for j in range(v.ndim - 2)] for n, v in draws.items()}
-    return xr.Dataset({n: (["chain", "draw", *dims[n]], v) for n, v in draws.items()})
+    return xr.Dataset(
+        {n: (["chain", "draw", *dims[n]], v) for n, v in draws.items()},
+        attrs=attributes(found.posterior, found.khat, found.caveat),
+    )

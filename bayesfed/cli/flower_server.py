@@ -32,20 +32,20 @@ def main(grid: Grid, context: Context) -> None:
         raise SettingsError(
             "experiment is missing: --run-config 'experiment=\"/path/on/the/server.toml\"'"
         )
-    run_file(flower.carrier(grid), Path(named))
+    folder = str(context.run_config.get("folder", ""))
+    run_file(flower.carrier(grid), Path(named), Path(folder) if folder else None)
 
 
-def run_over_flower(experiment: Path, superlink: str) -> None:
+def run_over_flower(experiment: Path, folder: Path, superlink: str) -> None:
     """Call ``flwr run`` for an experiment on this machine's SuperLink, as ``$FLWR_HOME/config.toml`` names it.
 
     Raises:
         RunError: ``flwr run`` failed, or ended without a result.
     """
-    path = experiment.resolve()
-    result = path.parent / "runs" / path.stem / "summary.csv"
+    result = folder.resolve() / "summary.csv"
     before = _modified(result)
     command = ["flwr", "run", str(APP), superlink, "--stream"]
-    command += ["--run-config", f'experiment="{path}"']
+    command += ["--run-config", f'experiment="{experiment.resolve()}" folder="{result.parent}"']
     print(" ".join(command), flush=True)
     done = subprocess.run([str(Path(sys.executable).with_name("flwr")), *command[1:]], check=False)
     if done.returncode or _modified(result) == before:  # its status is 0 even if the run has failed

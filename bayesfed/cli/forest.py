@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,12 +96,13 @@ def plot_forest(
     panels = panels[:_MOST_PANELS]
     names = [str(name) for name in posterior if "client" not in posterior[name].dims]
     globals_ = [(name, i) for name in names for i in np.ndindex(*posterior[name].shape[2:])]
-    globals_ = globals_[:_MOST_LABELS]
+    scales = [list(some) for _, some in groupby(globals_[:_MOST_LABELS], lambda one: one[0])]
     count = sum(d.sizes["client"] for d in (posterior, held_out) if d is not None)
     columns = min(_COLUMNS, max(len(panels), 1))
     lines = math.ceil(len(panels) / columns)
     height = 0.9 + 0.24 * (min(count, _MOST_LABELS) + 2)
-    below = 0.9 + 0.24 * len(globals_)
+    heights = [0.36 + 0.24 * len(some) for some in scales]
+    below = max(0.9, 0.5 + sum(heights))
     figure = Figure(figsize=(max(2.2 + 2.9 * columns, 6.5), lines * height + below + 0.9))
     FigureCanvasAgg(figure)
     figure.set_layout_engine("constrained", h_pad=0.08, w_pad=0.08)
@@ -115,11 +117,13 @@ def plot_forest(
             axis.set_visible(False)
         for axis in axes[:, 0]:
             axis.set_ylabel(client_dim, color="0.35")
-    axis = lower.subplots()
-    rows = _rows(posterior, globals_)
-    _draw(axis, rows, np.arange(len(rows.labels)), _GLOBAL, "D")
-    _finish(axis, rows.labels)
-    axis.set_title("globals", loc="left", fontweight="bold", fontsize=10)
+    grid = {"height_ratios": heights or [1.0]}
+    axes = lower.subplots(len(scales) or 1, 1, squeeze=False, gridspec_kw=grid)[:, 0]
+    for axis, some in zip(axes, scales or [[]], strict=True):  # each variable has a unit of its own
+        rows = _rows(posterior, some)
+        _draw(axis, rows, np.arange(len(rows.labels)), _GLOBAL, "D")
+        _finish(axis, rows.labels)
+    axes[0].set_title("globals", loc="left", fontweight="bold", fontsize=10)
     if title:
         figure.suptitle(title, fontsize=11, x=0.01, ha="left", parse_math=False)
     note = "Dots: posterior means. Thick and thin lines: 50 % and 94 % highest-density intervals."

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from torch.distributions.constraints import integer_interval
+from torch.distributions.constraints import boolean, integer_interval
 
 from bayesfed.cli.errors import one_line
 from bayesfed.cli.local_queries import Answer, Question, read_question
@@ -152,7 +152,10 @@ def _outcomes(posterior: Posterior, rows: Federation, numbers: np.ndarray) -> pd
                 heads = whose | {_VARIABLE: f"{site.name} = {k}"}
                 tables.append(pd.DataFrame(heads | {"mean": (value == k).mean(0)}))
         else:
-            tables += _describe(site.name, whose, value)
+            found = _describe(site.name, whose, value)
+            # of 0 and 1 the mean says all
+            binary = getattr(site.support, "base_constraint", site.support) is boolean
+            tables += [t.drop(columns=["sd", *QUANTILES]) if binary else t for t in found]
     return pd.concat(tables)
 
 

@@ -23,9 +23,9 @@ def to_pandas(frame: Any) -> pd.DataFrame:
     if hasattr(frame, "collect_schema") and hasattr(frame, "collect"):  # lazy
         frame = frame.collect()
     if isinstance(frame, Mapping) and frame:
-        if any(isinstance(values, pd.DataFrame) for values in frame.values()):
+        if any(isinstance(values, pd.DataFrame | Mapping) for values in frame.values()):
             raise TypeError(
-                "a mapping from client to frame is given: use Federation.from_arrays, or pandas.concat with a column "
+                "a mapping from client to rows is given: use Federation.from_arrays, or pandas.concat with a column "
                 "that names the client"
             )
         frame = pd.DataFrame(dict(frame))

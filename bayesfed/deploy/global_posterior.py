@@ -38,11 +38,17 @@ class GlobalPosterior:
         return draw_globals(self.posterior, num_samples, seed)
 
     @property
+    def khat(self) -> float | None:
+        """Pareto k-hat of the weights by which the draws of θ were corrected; None if they were not."""
+        mended = self.posterior.correction
+        return None if mended is None else mended.khat
+
+    @property
     def caveat(self) -> str:
         """A warning to heed before the numbers are used, or an empty text."""
-        of, mended = self.posterior, self.posterior.correction
+        of = self.posterior
         moving = caveat(of.moving, of.rising, len(of.history["elbo"]))
-        return moving or khat.caveat(None if mended is None else mended.khat)
+        return moving or khat.caveat(self.khat)
 
     def __repr__(self) -> str:
         of, names = self.posterior, ", ".join(site.name for site in self.posterior.program.globals)

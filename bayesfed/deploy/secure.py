@@ -31,22 +31,14 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from bayesfed.data.optional import import_optional
 from bayesfed.deploy.fixed_point import WORD, Words, decode, encode
 from bayesfed.settings import Times, check
-
-try:
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
-    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-except ImportError as error:
-    raise ImportError(
-        "the institutions' keys need cryptography: python -m pip install 'bayesfed[deploy]'"
-    ) from error
 
 LEAST, MOST = 3, 2**14
 """The smallest and largest roster: of two institutions, each would find the other's upload from the sum."""
@@ -57,12 +49,22 @@ LEAST, MOST = 3, 2**14
 
 def new_key() -> bytes:
     """Return a private key, 32 bytes from the operating system: for an institution's identity, or for one run."""
-    return X25519PrivateKey.generate().private_bytes_raw()
+    return bytes(_x25519().X25519PrivateKey.generate().private_bytes_raw())
 
 
 def public_key(private: bytes) -> bytes:
     """Return the public half of a private key, 32 bytes."""
-    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+    key = _x25519().X25519PrivateKey.from_private_bytes(private)
+    return bytes(key.public_key().public_bytes_raw())
+
+
+def _x25519() -> Any:
+    return _primitives("asymmetric.x25519")
+
+
+def _primitives(module: str) -> Any:
+    """Import a module of cryptography, which only secure sums need."""
+    return import_optional(f"cryptography.hazmat.primitives.{module}", "'bayesfed[deploy]'")
 
 
 def check_keys(keys: Mapping[str, str]) -> None:
@@ -79,9 +81,10 @@ def check_keys(keys: Mapping[str, str]) -> None:
 
 def _exchange(private: bytes, public: bytes, owner: str) -> bytes:
     """Return the X25519 secret of two keys, of which the public one has this owner."""
-    theirs = X25519PublicKey.from_public_bytes(public)
+    x25519 = _x25519()
+    theirs = x25519.X25519PublicKey.from_public_bytes(public)
     try:
-        return X25519PrivateKey.from_private_bytes(private).exchange(theirs)
+        return bytes(x25519.X25519PrivateKey.from_private_bytes(private).exchange(theirs))
     except ValueError:
         raise ValueError(f"{owner!r} has a key that gives no secret") from None
 
@@ -269,12 +272,14 @@ def _pair_key(keys: Keys, other: str, sum_id: SumId, agreed: bytes) -> bytes:
 
 
 def _derive(secret: bytes, info: bytes) -> bytes:
-    return HKDF(hashes.SHA256(), 32, salt=None, info=info).derive(secret)
+    hkdf, hashes = _primitives("kdf.hkdf").HKDF, _primitives("hashes")
+    return bytes(hkdf(hashes.SHA256(), 32, salt=None, info=info).derive(secret))
 
 
 def _stream(key: bytes, count: int) -> Words:
     """Return words of the key stream of a key that is used for nothing else, so that its nonce may be zero."""
-    cipher = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
+    ciphers = _primitives("ciphers")
+    cipher = ciphers.Cipher(ciphers.algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
     return np.frombuffer(cipher.update(bytes(8 * count)), dtype="<u8")
 
 

@@ -35,8 +35,8 @@ def build(model: Model, guide: Callable[[Any], Any], federation: Federation) -> 
     """
     if isinstance(guide, AutoGuide):
         raise ValueError(
-            f"guide is Pyro's {type(guide).__name__}, which has one set of parameters for all clients together. Leave it "
-            "out: SFVI() makes a Normal guide, SFVI(global_guide=MeanField()) one of independent globals, and FedAvg "
+            f"guide is Pyro's {type(guide).__name__}, which has one set of parameters for all clients together. Leave "
+            "it out: SFVI() makes a Normal guide, SFVI(global_guide=MeanField()) one of independent globals, FedAvg "
             'has point estimates; or write the guide as a function, see "Your own guide" in docs/models.md'
         )
     found = sites(model, federation)

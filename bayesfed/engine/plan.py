@@ -30,6 +30,7 @@ class Plan:
         execution: where and how the clients' work runs.
 
     Raises:
+        TypeError: the model or the algorithm is something else.
         ValueError: an option is out of range, or two options exclude each other; the message names them.
 
     Example:
@@ -51,6 +52,14 @@ class Plan:
     execution: Execution = field(default_factory=Execution)
 
     def __post_init__(self) -> None:
+        if not callable(self.model):
+            raise TypeError(
+                f"model is {self.model!r}: give a Pyro program of the federation, such as models.eight_schools"
+            )
+        if not isinstance(self.algorithm, Algorithm):
+            raise TypeError(
+                f"algorithm is {self.algorithm!r}: give an object of the kind that bf.FedAvg() returns"
+            )
         validated(Schedule, {name: getattr(self, name) for name in Schedule.model_fields})
         check(self.algorithm)
         if self.held_out is not None:

@@ -142,7 +142,7 @@ def to_arviz(
             n: _labelled(n, v[None], ("chain", "round")) for n, v in fitted.history.items()
         },
     }
-    attrs = _attributes(fitted, khat, caveat)
+    attrs = attributes(fitted, khat, caveat)
     return product(
         {
             name: _dataset(
@@ -165,13 +165,16 @@ def _labelled(name: str, value: Tensor, dims: Dims) -> tuple[Dims, np.ndarray]:
     return (*dims, *extra), value.detach().cpu().numpy()
 
 
-def _attributes(fitted: Fitted, khat: float | None, caveat: str) -> dict[str, Any]:
+def attributes(fitted: Fitted, khat: float | None, caveat: str) -> dict[str, Any]:
     """Return the attributes of all groups."""
     attrs = {
         "inference_library": "bayesfed",
         "algorithm": str(fitted.algorithm),
         "seed": fitted.seed,
+        "rounds": len(fitted.history["elbo"]),
     }
+    if fitted.converged is not None:
+        attrs["converged"] = int(fitted.converged)  # netCDF has no booleans
     if fitted.epsilon is not None:
         attrs["epsilon"] = fitted.epsilon
     if khat is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.distributions import MixtureSameFamily
 
-from bayesfed.checks.data import check_data
+from bayesfed.checks.data import check_data, check_rows
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.engine.stopping.drift import caveat
@@ -61,7 +61,8 @@ class Posterior(Fitted):
         return moving or khat.caveat(self.khat) or client_check.caveat(self.poor_clients)
 
     def __repr__(self) -> str:
-        globals_ = ", ".join(s.name for s in self.program.globals) or "none"
+        shared = [s.name for s in self.program.globals] or list(self.program.init)
+        globals_ = ", ".join(shared[:8] + ["..."] * (len(shared) > 8)) or "none"
         locals_ = ", ".join(s.name for s in self.program.locals) or "none"
         rounds = len(self.history["elbo"])
         ended = "converged in " if self.converged else ""
@@ -262,6 +263,7 @@ class Posterior(Fitted):
         Returns:
             A posterior over the new clients.
         """
+        check_rows(federation)
         key = noise.fold(noise.key(seed), noise.word("personalize"))
         federation = federation.with_gaps(self.federation)
         check_data(self.program, federation)
@@ -295,10 +297,8 @@ class Posterior(Fitted):
         return cls(**vars(found))
 
     def _rows(self, federation: Federation | None) -> Federation:
-        """Return the given rows, by default those of the fit; TypeError for something other than a federation."""
-        if federation is not None and not isinstance(federation, Federation):
-            raise TypeError(
-                f"rows are a Federation, not a {type(federation).__name__}: Federation.from_frame(frame, client=...), "
-                "or encode(frame) of a formula"
-            )
-        return self.federation if federation is None else federation
+        """Return the given rows, by default those of the fit."""
+        if federation is None:
+            return self.federation
+        check_rows(federation)
+        return federation

@@ -1,3 +1,4 @@
+import contextlib
 import csv
 import os
 import signal
@@ -596,6 +597,30 @@ def test_many_clients_and_panels_can_be_drawn(tmp_path):
     forest.plot_forest(tmp_path / "b.png", draws.drop_vars("m"), {}, variables=["w"], title="$x")
     forest.plot_forest(tmp_path / "c.png", draws, {}, variables=[])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.png", "b.png", "c.png"]
+
+
+def test_each_global_variable_has_an_axis_of_its_own(tmp_path, monkeypatch):
+    """An effect of 0.02 ± 0.001 beside an intercept of 100."""
+    import xarray as xr
+
+    figures, generator = [], np.random.default_rng(0)
+    monkeypatch.setattr(forest.Figure, "savefig", lambda self, *_, **__: figures.append(self))
+    monkeypatch.setattr(forest, "atomically", lambda path: contextlib.nullcontext(path))
+    sizes = {"Intercept": (100.0, 5.0), "age": (0.02, 0.001)}
+    draws = {n: (("chain", "draw"), generator.normal(*s, (1, 50))) for n, s in sizes.items()}
+    clients = {"a": (("chain", "draw", "client"), generator.normal(size=(1, 50, 2)))}
+    posterior = xr.Dataset(draws | clients, coords={"client": ["c", "d"]})
+    forest.plot_forest(tmp_path / "a.png", posterior, {}, variables=[])
+    widths = [np.ptp(axis.get_xlim()) for axis in figures[0].axes]
+    assert widths[0] > 10 and widths[1] < 0.01
+
+
+def test_the_digits_are_those_for_training():
+    from bayesfed.cli.choices import load_clients
+    from bayesfed.cli.experiment import DataSection
+
+    found = load_clients(DataSection(dataset="digits"), None, Path())
+    assert torch.equal(found["x"], datasets.digits()[0]["x"])
 
 
 def test_numbers_have_the_decimals_their_sd_needs():

@@ -1,16 +1,21 @@
 """Node files, and what a node's rows may stand in."""
 
+import signal
 import subprocess
 import sys
 
+import arviz as az
 import numpy as np
 import pandas as pd
 import pytest
 
+import bayesfed as bf
+from bayesfed import datasets, models
 from bayesfed.cli.app import main
 from bayesfed.cli.choices import load_clients
-from bayesfed.cli.deployment import make_plan
+from bayesfed.cli.deployment import draws_dataset, make_plan
 from bayesfed.cli.experiment import read_experiment, read_node_file, read_rows
+from bayesfed.deploy.global_posterior import GlobalPosterior
 from bayesfed.engine.files import lock
 from bayesfed.settings import SettingsError
 
@@ -159,6 +164,35 @@ def test_on_needs_the_nodes(tmp_path, capsys):
     assert "deployment is missing" in capsys.readouterr().err
 
 
+def test_a_failed_run_leaves_no_folder(folder, monkeypatch, capsys):
+    def no_answer(*args, **kwargs):
+        raise TimeoutError("no institution has answered")
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("bayesfed.cli.deployment.run_server", no_answer)
+    assert main(["run", "experiment.toml", "--on", "sockets"]) != 0
+    assert "no institution has answered" in capsys.readouterr().err
+    assert not list((folder / "runs").iterdir())
+
+
+def test_draws_of_the_globals_say_how_good_they_are():
+    posterior = bf.fit(models.eight_schools, datasets.eight_schools())
+    attrs = draws_dataset(GlobalPosterior(posterior, {}, {}), 10).attrs
+    assert attrs["converged"] == 1 and attrs["rounds"] == len(posterior.history["elbo"])
+    assert attrs["khat"] == posterior.correction.khat
+
+
+def test_cryptography_is_for_secure_sums_only(folder):
+    """Without it a node starts, and says what a secure sum lacks."""
+    program = (
+        "import sys; sys.modules['cryptography'] = None\n"
+        "from bayesfed.deploy import node, secure\n"
+        "secure.new_key()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "cryptography is not installed: pip install 'bayesfed[deploy]'" in done.stderr
+
+
 @pytest.mark.slow
 def test_workers_and_a_server_as_processes(folder):
     """Three nodes and a run, as they are started at a shell."""
@@ -173,11 +207,18 @@ def test_workers_and_a_server_as_processes(folder):
         run = [*command, "run", "experiment.toml", "--on", "sockets", "--output", "result"]
         done = subprocess.run(run, cwd=folder, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
+        assert len(list(folder.glob("*.sock"))) == 3
+        for node in nodes:
+            node.terminate()
+            assert node.wait(30) == 128 + signal.SIGTERM
     finally:
         for node in nodes:
             node.kill()
             node.wait()
+    assert not list(folder.glob("*.sock"))
     assert "The clients' posteriors are at their institutions." in done.stdout
     table = pd.read_csv(folder / "result" / "summary.csv")
     assert not table["variable"].str.contains("north").any()
+    attrs = az.from_netcdf(folder / "result" / "globals.nc")["posterior"].attrs
+    assert attrs["algorithm"] == "SFVI" and attrs["rounds"] == 4 and "too few" in attrs["caveat"]
     assert len(list(folder.glob("*/runs/*/posterior.safetensors"))) == 3

@@ -9,6 +9,7 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -42,6 +43,15 @@ def normal(federation):
             pyro.sample("y", dist.Normal(a + obs["x"], 1.0), obs=obs.get("y"))
 
 
+def binary(federation):
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    with federation.clients():
+        a = pyro.sample("a", dist.Normal(mu, 1.0))
+        pyro.sample("size", dist.Normal(a, 1.0), obs=federation.of_clients("s"))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Bernoulli(logits=a + obs["x"]), obs=obs.get("y"))
+
+
 def classes(federation):
     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
     with federation.clients():
@@ -66,7 +76,9 @@ def experiment(folder, model="normal", rounds=15):
         rows = [(w, i, y) for w, values in ROWS[name].items() for i, y in enumerate(values)]
         frame = pd.DataFrame(rows, columns=["ward", "x", "y"])
         frame["y"] = (
-            frame["y"] + frame["x"] if model == "normal" else frame["y"].abs().round().clip(upper=2)
+            frame["y"] + frame["x"]
+            if model == "normal"
+            else frame["y"].abs().round().clip(upper={"classes": 2, "binary": 1}[model])
         )
         frame.assign(s=0.5).to_csv(folder / f"{name}.csv", index=False)
         (folder / f"{name}.toml").write_text(
@@ -184,6 +196,18 @@ def test_classes_have_probabilities_and_clients_outcomes_no_row(tmp_path, capsys
     )
     sizes = found[found["variable"] == "size"]
     assert sizes["row"].isna().all() and set(sizes["client"]) == {"a", "b", "new"}
+
+
+def test_of_a_binary_outcome_there_is_the_probability_alone(tmp_path, capsys):
+    """The standard deviation of 0 and 1 is that of the mean, and their quantiles are 0 and 1."""
+    experiment(tmp_path, "binary", rounds=2)
+    fitted(tmp_path)
+    found = predicted(tmp_path, capsys, "ward,x,y,s\na,-1,,0.5\na,0,,0.5\na,3,,0.5\n")
+    rows, size = found[found["variable"] == "y"], found[found["variable"] == "size"]
+    assert rows[["sd", "3 %", "50 %", "97 %"]].isna().all(axis=None) and size["sd"].notna().all()
+    a = parts(tmp_path, "north")[1].posterior().select(["a"]).sample(4000, seed=1)["a"]
+    expected = torch.sigmoid(a + torch.tensor([-1.0, 0.0, 3.0])).mean(0)
+    np.testing.assert_allclose(rows["mean"], expected, atol=0.06)
 
 
 def by_hand(posterior, federation):

@@ -248,12 +248,32 @@ def test_the_server_app_runs_the_experiment(monkeypatch):
     from bayesfed.cli import flower_server as server
 
     seen = []
-    monkeypatch.setattr(server, "run_file", lambda carrier, path: seen.append((carrier, path)))
-    server.server_app(FakeGrid(None, {11: None}, {}), context({}, {"experiment": "/srv/a.toml"}))
-    ((carrier, path),) = seen
-    assert carrier.reachable() == ["11"] and path == Path("/srv/a.toml")
+    monkeypatch.setattr(server, "run_file", lambda *given: seen.append(given))
+    grid, run = FakeGrid(None, {11: None}, {}), {"experiment": "/srv/a.toml", "folder": ""}
+    server.server_app(grid, context({}, run))
+    server.server_app(grid, context({}, run | {"folder": "/srv/runs/a"}))
+    assert seen[0][0].reachable() == ["11"] and seen[0][1:] == (Path("/srv/a.toml"), None)
+    assert seen[1][1:] == (Path("/srv/a.toml"), Path("/srv/runs/a"))
     with pytest.raises(ValueError, match="experiment is missing"):
         server.server_app(FakeGrid(None, {}, {}), context({}, {"experiment": ""}))
+
+
+def test_results_are_in_the_working_directory_as_those_of_all_runs(tmp_path, monkeypatch):
+    from bayesfed.cli import flower_server as server
+
+    commands, result = [], tmp_path / "runs" / "a" / "summary.csv"
+
+    def flwr(command, check):
+        commands.append(command)
+        result.parent.mkdir(parents=True)
+        result.write_text("")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(server.subprocess, "run", flwr)
+    server.run_over_flower(Path("study/a.toml"), Path("runs/a"), "local")
+    given = f'experiment="{tmp_path}/study/a.toml" folder="{tmp_path}/runs/a"'
+    assert commands[0][-2:] == ["--run-config", given]
 
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # Flower 1.41's own

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import bayesfed as bf
+from bayesfed import models
 from tests.scenarios import conjugate_hierarchy, exact, ragged
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -78,6 +79,13 @@ def test_draws_do_not_touch_torchs_generator(fitted):
     fitted.log_likelihood(num_samples=3)
     fitted.elbo(3)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_network_names_the_parameters_that_its_clients_share():
+    rows = {"x": torch.zeros(4, 2), "y": torch.tensor([0, 1, 0, 1])}
+    data = bf.Federation.from_arrays({"a": rows, "b": rows})
+    posterior = bf.fit(models.Network(models.mlp(2, 2)), data, bf.FedAvg(), rounds=1)
+    assert "globals prior.loc; locals weights" in repr(posterior)
 
 
 def test_repr(fitted):
