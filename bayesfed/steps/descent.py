@@ -28,7 +28,7 @@ from bayesfed.steps.job import Job, Parts, Work
 from bayesfed.steps.local_loop import all_clients, local_loop
 from bayesfed.steps.losses import client_loss, inner_product, squared_distance
 from bayesfed.steps.optimizer import State
-from bayesfed.steps.steps import Objective, StepInputs, Steps
+from bayesfed.steps.steps import Inputs, Objective, Steps
 from bayesfed.steps.structure import body
 from bayesfed.tracing.compiler import traceable
 
@@ -112,45 +112,36 @@ class Descent(Steps):
     def loop(self, job: Job, at: Params, schedule: Tensor, lr: float, centred: bool) -> Params:
         """Return the parameters that the steps of a schedule have moved."""
         free = {name: at[name] for name in self.names(job.program)}
-        near, correction = Params(), Params()
+        pulls: Parts = {"near": {}, "correction": {}}
         if self.proximal and self.moves != "locals":
-            near |= copies(job.theta, len(job))
+            pulls["near"] |= copies(job.theta, len(job))
         if self.proximal and self.moves in ("locals", "all"):
-            near |= prior_of_locals(job.program, at, job.rows(0))
+            pulls["near"] |= prior_of_locals(job.program, at, job.rows(0))
         if self.moves != "locals":
-            correction = job.given.get("correction", {})
+            pulls["correction"] = job.given.get("correction", {})
 
         def step(state: State, number: int, active: Tensor | None) -> State:
-            rows = job.rows(number)
-            return self.step(job.program, at, near, correction, state, rows, active, lr, centred)
+            given = Inputs(job.rows(number), (lr,), active)
+            return self.step(job.program, at, pulls, state, given, centred)
 
         start = optimizer.begin(self.optimizer, free, rows=len(job))
         return local_loop(schedule, job.keys.device, start, step)["params"]
 
     @traceable
     def step(
-        self,
-        program: Program,
-        at: Params,
-        near: Params,
-        correction: Params,
-        free: State,
-        batch: Batch,
-        active: Tensor | None,
-        lr: float,
-        centred: bool,
+        self, program: Program, at: Params, pulls: Parts, free: State, given: Inputs, centred: bool
     ) -> State:
-        """Take one step with the clients that are active."""
+        """Take one step with the clients that are active; ``pulls`` are x₀ (``near``) and c (``correction``)."""
         own = leaves(free["params"])
-        loss = client_loss(program, at | own, batch, at_prior=centred)
-        if near:
+        loss = client_loss(program, at | own, given.batch, at_prior=centred)
+        if near := pulls["near"]:
             loss = loss + self.proximal / 2 * squared_distance(own, near)
-        if correction:
+        if correction := pulls["correction"]:
             loss = loss + inner_product(
                 {n: v for n, v in own.items() if n in correction}, correction
             )
         grads = self.bounded(gradients(loss, own))
-        return optimizer.descend(self.optimizer, free, grads, lr, active)
+        return optimizer.descend(self.optimizer, free, grads, given.rates[0], given.active)
 
     def bounded(self, grads: Params) -> Params:
         """Return the gradients within their bounds."""
@@ -190,7 +181,7 @@ class Descent(Steps):
         return loss + self.proximal / 2 * squared_distance(own, centre)
 
     def move(
-        self, program: Program, at: Params, given: StepInputs, drawn: Noise, objective: Objective
+        self, program: Program, at: Params, given: Inputs, drawn: Noise, objective: Objective
     ) -> Params:
         """Return what one plain step down an objective moves."""
         own = leaves({name: at[name] for name in self.names(program)})

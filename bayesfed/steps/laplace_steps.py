@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation
-from bayesfed.elbo.handlers import given
+from bayesfed.elbo import handlers
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.globals import LaplaceGaussian
 from bayesfed.guides.laplace import Laplace
@@ -37,7 +37,7 @@ from bayesfed.steps.job import Job, Work
 from bayesfed.steps.local_loop import all_clients, local_loop
 from bayesfed.steps.losses import per_client
 from bayesfed.steps.optimizer import where_active
-from bayesfed.steps.steps import Steps
+from bayesfed.steps.steps import Inputs, Steps
 from bayesfed.tracing.compiler import traceable
 
 ROWS = ("per-sample", "batch")
@@ -101,17 +101,15 @@ class LaplaceSteps(Steps):
 
     def run(self, job: Job, locals_: Locals) -> Work:
         """Return the modes ``(K, D)``, the curvatures ``(K, D)`` or ``(K, D, D)``, and the log likelihoods."""
-        guide, prior = job.program.guide, job.given["prior"]
-        theta, curvature = self.mode_and_curvature(job, prior["loc"], prior["precision"])
+        guide = job.program.guide
+        theta, curvature = self.mode_and_curvature(job, job.given["prior"])
         with torch.no_grad():
             terms = -job.counts * _loss(guide)(theta, job.rows(0))
         return Work({"mode": {"theta": theta}, "curvature": {"theta": curvature}}, terms)
 
-    def mode_and_curvature(
-        self, job: Job, centre: Tensor, strength: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return θ_i ``(K, D)`` and F̄_i from μ_S with a prior of that centre and precision ``(K, ...)``."""
-        guide, kind = job.program.guide, self.kind(job.program)
+    def mode_and_curvature(self, job: Job, prior: Params) -> tuple[Tensor, Tensor]:
+        """Return θ_i ``(K, D)`` and F̄_i from μ_S with a prior of that ``loc`` and ``precision`` ``(K, ...)``."""
+        guide, kind, strength = job.program.guide, self.kind(job.program), prior["precision"]
         full, online = guide.covariance != "diagonal", self.online
         online = kind in ROWS if online is None else online
         newton = self.lr is None and guide.small and kind == "hessian"
@@ -119,22 +117,22 @@ class LaplaceSteps(Steps):
             kind = "layers"
         start = job.message["gaussian"]["loc"].expand(len(job), -1)
         if newton:
-            theta = guide.minimum(start, centre, strength, job.rows(None))
+            theta = guide.minimum(start, prior["loc"], strength, job.rows(None))
         else:
             lr = job.rate * (LR if self.lr is None else self.lr)
-            step_of = inverse(strength, 1 / lr, matrix=strength.ndim == 3)
+            prior = prior | {"step": inverse(strength, 1 / lr, matrix=strength.ndim == 3)}
             schedule = job.rows.schedule(self.epochs, self.steps)
             shape = (len(job), *[start.shape[1]] * (2 if full else 1))
             fisher = start.new_zeros(shape if online else (len(job), 1))
             every = kind if online else None
 
-            def step(
-                state: tuple[Tensor, Tensor], number: int, active: Tensor | None
-            ) -> tuple[Tensor, Tensor]:
-                rows = job.rows(number)
-                return _step(guide, *state, centre, strength, step_of, rows, every, full, active)
+            def step(state: Params, number: int, active: Tensor | None) -> Params:
+                given = Inputs(job.rows(number), active=active)
+                return _step(guide, state, prior, given, every, full)
 
-            theta, fisher = local_loop(schedule, job.keys.device, (start, fisher), step)
+            state = {"theta": start, "fisher": fisher}
+            state = local_loop(schedule, job.keys.device, state, step)
+            theta, fisher = state["theta"], state["fisher"]
             if online:
                 count = schedule.sum(0).to(theta)[:, None]
                 return theta, _covariance(guide, fisher / per_client(count, fisher))
@@ -149,7 +147,7 @@ class LaplaceSteps(Steps):
             return start
         if guide.block:
             return start | program.laplace(job.theta, start, job.rows(None))
-        with torch.no_grad(), given(job.keys.device, job.theta, noise={}):
+        with torch.no_grad(), handlers.given(job.keys.device, job.theta, noise={}):
             theta = guide.sample_globals()[1].reshape(1, 1, 1, -1)
         if guide.integrated:
             _, mode, precision = guide.integrate_locals(
@@ -159,10 +157,11 @@ class LaplaceSteps(Steps):
             return start | guide.local_params(loc, variance.sqrt())
         centre, scale = guide.prior_centre(theta, job.rows(0))
         strength = 1 / (job.counts[:, None] * scale.square())
-        step_of = inverse(strength, 1 / (lr or self.lr or LR), matrix=False)
+        prior = {"loc": centre, "precision": strength}
+        prior["step"] = inverse(strength, 1 / (lr or self.lr or LR), matrix=False)
 
         def step(w: Tensor, number: int, active: Tensor | None) -> Tensor:
-            return _own_step(guide, theta, w, centre, strength, step_of, job.rows(number))
+            return _own_step(guide, theta, w, prior, job.rows(number))
 
         w = local_loop(all_clients(len(job), steps), job.keys.device, centre, step)
         return start | guide.local_params(w, torch.zeros_like(w))
@@ -175,38 +174,21 @@ def _covariance(guide: Laplace, fisher: Tensor) -> Tensor:
 
 @traceable
 def _step(
-    guide: Laplace,
-    theta: Tensor,
-    fisher: Tensor,
-    centre: Tensor,
-    strength: Tensor,
-    step_of: Tensor,
-    batch: Batch,
-    kind: str | None,
-    full: bool,
-    active: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    guide: Laplace, state: Params, prior: Params, given: Inputs, kind: str | None, full: bool
+) -> Params:
     """Take one step of θ_i, and add up the curvatures, with the K clients that are active."""
-    grad, curvature = slopes(_loss(guide), theta, batch, kind, full=full)
-    new = theta - times(step_of, grad + times(strength, theta - centre))
-    old = {"theta": theta, "fisher": fisher}
-    found = where_active(old, {"theta": new, "fisher": fisher + curvature}, active)
-    return found["theta"], found["fisher"]
+    theta, fisher = state["theta"], state["fisher"]
+    grad, curvature = slopes(_loss(guide), theta, given.batch, kind, full=full)
+    force = grad + times(prior["precision"], theta - prior["loc"])
+    new = {"theta": theta - times(prior["step"], force), "fisher": fisher + curvature}
+    return where_active(state, new, given.active)
 
 
 @traceable
-def _own_step(
-    guide: Laplace,
-    theta: Tensor,
-    w: Tensor,
-    centre: Tensor,
-    strength: Tensor,
-    step_of: Tensor,
-    batch: Batch,
-) -> Tensor:
+def _own_step(guide: Laplace, theta: Tensor, w: Tensor, prior: Params, batch: Batch) -> Tensor:
     """Take the same step of w_i given θ."""
     grad, _ = slopes(_own_loss(guide, theta), w, batch, None)
-    return w - step_of * (grad + strength * (w - centre))
+    return w - prior["step"] * (grad + prior["precision"] * (w - prior["loc"]))
 
 
 def _loss(guide: Laplace) -> Loss:

@@ -39,7 +39,7 @@ from bayesfed.steps.job import Job
 from bayesfed.steps.local_loop import all_clients, local_loop
 from bayesfed.steps.losses import per_client
 from bayesfed.steps.optimizer import clipped
-from bayesfed.steps.steps import Objective, StepInputs
+from bayesfed.steps.steps import Inputs, Objective
 from bayesfed.tracing.compiler import traceable
 
 MOST = 0.1
@@ -109,10 +109,10 @@ class NaturalDescent:
         return (self.kl_weight * losses.divergence + losses.hyper / program.clients) / batch.rows
 
     def move(
-        self, program: Program, at: Params, given: StepInputs, drawn: Noise, objective: Objective
+        self, program: Program, at: Params, given: Inputs, drawn: Noise, objective: Objective
     ) -> Params:
         """Return what one step down the objective moves."""
-        batch, constants, _ = given
+        batch, constants = given.batch, given.constants
         names = program.init if self.moves == "globals" else program.local_params
         here = {name: at[name] for name in names}
         own = leaves(here)
@@ -124,9 +124,7 @@ class NaturalDescent:
         steps = self.natural_steps(program, gradients(loss, own), units, given)
         return {name: here[name] - steps[name] for name in here}
 
-    def natural_steps(
-        self, program: Program, grads: Params, units: Units, given: StepInputs
-    ) -> Params:
+    def natural_steps(self, program: Program, grads: Params, units: Units, given: Inputs) -> Params:
         """Return a step, at the first of the rates in the parameters whose Fisher information is known."""
         lr, shared_lr = given.rates
         rest = {name: grad for name, grad in grads.items() if name not in units}
@@ -147,7 +145,7 @@ class NaturalDescent:
         return found
 
     @traceable
-    def own_step(self, program: Program, at: Params, given: StepInputs, drawn: Noise) -> Params:
+    def own_step(self, program: Program, at: Params, given: Inputs, drawn: Noise) -> Params:
         """Return what one step down L_i moves."""
         return self.move(program, at, given, drawn, self.objective)
 
@@ -159,7 +157,7 @@ class NaturalDescent:
         def step(phi: Params, number: int, active: Tensor | None) -> Params:
             drawn = self.noise(program, job.keys, 1 + number)
             rate = self.rates(1.0, torch.full_like(job.counts, number) / steps)[0] * factor
-            given = StepInputs(job.rows(number), constants, (rate, rate))
+            given = Inputs(job.rows(number), (rate, rate), constants=constants)
             return self.own_step(program, theta | phi, given, drawn)
 
         return local_loop(all_clients(len(job), steps), job.keys.device, own, step)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bayesfed.data.batch import Batch
 from bayesfed.elbo.elbo import Noise, elbo_terms
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.full_rank import FullRank
@@ -29,8 +28,11 @@ from bayesfed.steps.local_loop import all_clients, local_loop
 from bayesfed.steps.local_variational import LocalVariational, ascend, follow_origin, noise_of_steps
 from bayesfed.steps.losses import zeros_like
 from bayesfed.steps.optimizer import State
+from bayesfed.steps.steps import Inputs
 from bayesfed.tracing.compiler import traceable
 
+Copies = tuple[State, Params, Params]
+"""φ_i with Adam's moments, λ_i, and λ_i's mean squared gradients so far."""
 MOST = 3.0
 """The largest gradient of a step, in root mean squares of the rounds before: where a step goes too far for the
 curvature the next gradient is even larger, and only the next round measures it."""
@@ -63,13 +65,11 @@ class OwnCopy(LocalVariational):
         streams = noise_of_steps(program, job.keys, self.steps, self.draws, theta=True)
         terms = []
 
-        def step(
-            state: tuple[State, Params, Params], number: int, active: Tensor | None
-        ) -> tuple[State, Params, Params]:
-            rows = job.rows(number)
-            clients, lam, square, term = self.step(program, *state, size, rows, next(streams), rate)
+        def step(state: Copies, number: int, active: Tensor | None) -> Copies:
+            given = Inputs(job.rows(number), (rate,), constants=size)
+            state, term = self.step(program, state, given, next(streams))
             terms.append(term)
-            return clients, lam, square
+            return state
 
         start = clients, own, zeros_like(own)
         schedule = all_clients(len(job), self.steps)
@@ -79,19 +79,12 @@ class OwnCopy(LocalVariational):
 
     @traceable
     def step(
-        self,
-        program: Program,
-        clients: State,
-        own: Params,
-        square: Params,
-        size: Params,
-        batch: Batch,
-        supplied: Noise,
-        rate: float,
-    ) -> tuple[State, Params, Params, Tensor]:
-        """Take one step on φ_i and λ_i; return also λ_i's mean squared gradients so far, and the terms ``(K,)``."""
+        self, program: Program, state: Copies, given: Inputs, supplied: Noise
+    ) -> tuple[Copies, Tensor]:
+        """Take one step on φ_i and λ_i; return also the terms ``(K,)``."""
+        (clients, own, square), (rate,), size = state, given.rates, given.constants
         lam, phi = leaves(own), leaves(clients["params"])
-        server, client = elbo_terms(program, {**lam, **phi}, batch, supplied, self.draws)
+        server, client = elbo_terms(program, {**lam, **phi}, given.batch, supplied, self.draws)
         term = client.mean(0)
         # φ_i climbs the client's own term; λ_i the ELBO of N clients like this one
         objective = server.mean(0).sum() + program.clients * term.sum()
@@ -104,4 +97,4 @@ class OwnCopy(LocalVariational):
                 squared[name] = square[name] + grad[name].square() / self.steps
                 sizes = (grad[name] / (size[name] + 1e-12)).clamp(-MOST, MOST)
                 new[name] = value + rate * self.lr * torch.where(size[name] > 0, sizes, 0.0)
-        return clients, new, squared, term.detach()
+        return (clients, new, squared), term.detach()

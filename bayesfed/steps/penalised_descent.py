@@ -24,11 +24,11 @@ from bayesfed.settings import Rate
 from bayesfed.steps.curvature import Loss, layered, slopes
 from bayesfed.steps.descent import Descent
 from bayesfed.steps.gradients import copies, gradients, leaves
-from bayesfed.steps.job import Job, Work
+from bayesfed.steps.job import Job, Parts, Work
 from bayesfed.steps.local_loop import local_loop
 from bayesfed.steps.losses import client_loss
 from bayesfed.steps.optimizer import where_active
-from bayesfed.steps.steps import Steps
+from bayesfed.steps.steps import Inputs, Steps
 from bayesfed.tracing.compiler import traceable
 
 
@@ -55,34 +55,26 @@ class PenalisedDescent(Steps):
 
     def run(self, job: Job, locals_: Locals) -> Work:
         """Take the steps of a round, and return θ_i with F_i at it."""
-        fisher, pull, lr = job.given["fisher"], job.given["pull"], job.rate * self.lr
 
         def step(theta: Params, number: int, active: Tensor | None) -> Params:
-            return self.step(job.program, theta, fisher, pull, job.rows(number), active, lr)
+            given = Inputs(job.rows(number), (job.rate * self.lr,), active)
+            return self.step(job.program, theta, job.given, given)
 
         schedule = job.rows.schedule(self.epochs, self.steps)
         theta = local_loop(schedule, job.keys.device, copies(job.theta, len(job)), step)
         return Work({"theta": theta, "fisher": self.fisher(job, theta)}, self.terms(job, theta))
 
     @traceable
-    def step(
-        self,
-        program: Program,
-        theta: Params,
-        fisher: Params,
-        pull: Params,
-        batch: Batch,
-        active: Tensor | None,
-        lr: float,
-    ) -> Params:
-        """Take one step with the clients that are active."""
-        own = leaves(theta)
-        grads = gradients(client_loss(program, own, batch, at_prior=True), own)
+    def step(self, program: Program, theta: Params, penalty: Parts, given: Inputs) -> Params:
+        """Take one step with the clients that are active, under Σ_j F_j and Σ_j F_j θ_j of the other clients."""
+        own, (lr,) = leaves(theta), given.rates
+        grads = gradients(client_loss(program, own, given.batch, at_prior=True), own)
         weight, found = 2 * lr * self.lam, {}
         for name, value in theta.items():
             step = value - lr * grads[name]
-            found[name] = (step + weight * pull[name]) / (1 + weight * fisher[name])
-        return where_active(theta, found, active)
+            pulled = step + weight * penalty["pull"][name]
+            found[name] = pulled / (1 + weight * penalty["fisher"][name])
+        return where_active(theta, found, given.active)
 
     def terms(self, job: Job, theta: Params) -> Tensor:
         """Return −n_i L_i of K clients on their first minibatch, ``(K,)``."""

@@ -19,7 +19,7 @@ from bayesfed.steps.gradients import copies
 from bayesfed.steps.job import Job, Parts, Work
 from bayesfed.steps.local_loop import local_loop
 from bayesfed.steps.natural_descent import NaturalDescent
-from bayesfed.steps.steps import StepInputs, Steps
+from bayesfed.steps.steps import Inputs, Steps
 from bayesfed.tracing.compiler import traceable
 
 
@@ -109,9 +109,9 @@ class Alternate(Steps):
 
         def step(at: Params, number: int, active: Tensor | None) -> Params:
             done = number / steps
-            inner = StepInputs(job.rows(number), constants, self.inner.rates(1.0, done))
+            inner = Inputs(job.rows(number), self.inner.rates(1.0, done), active, constants)
             drawn = [self.inner.noise(program, keys, number, i) for i in range(self.times + 1)]
-            return self.step(program, at, inner, self.outer.rates(job.rate, done), drawn, active)
+            return self.step(program, at, inner, self.outer.rates(job.rate, done), drawn)
 
         at = local_loop(schedule, keys.device, start_of_round(job, locals_), step)
         own = {name: at[name] for name in program.local_params}
@@ -126,10 +126,9 @@ class Alternate(Steps):
         self,
         program: Program,
         at: Params,
-        inner: StepInputs,
+        inner: Inputs,
         outer_rates: tuple[Any, ...],
         drawn: list[Noise],
-        active: Tensor | None,
     ) -> Params:
         """Take the inner steps and one outer step with the clients that are active."""
         objective, new = self.inner.objective, at
@@ -137,7 +136,7 @@ class Alternate(Steps):
             new = new | self.inner.move(program, new, inner, noise, objective)
         outer = inner._replace(rates=outer_rates)
         new = new | self.outer.move(program, new, outer, drawn[0], objective)
-        return optimizer.where_active(at, new, active)
+        return optimizer.where_active(at, new, inner.active)
 
     @traceable
     def loss(self, program: Program, at: Params, batch: Batch, drawn: Noise) -> Tensor:

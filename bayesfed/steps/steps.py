@@ -26,18 +26,20 @@ Objective = Callable[[Program, Params, Batch, Noise], Tensor]
 """A loss ``(K,)`` of K clients, of (program, parameters, batch, noise)."""
 
 
-class StepInputs(NamedTuple):
+class Inputs(NamedTuple):
     """What a step reads beside the parameters and its noise.
 
     Attributes:
         batch: the minibatch.
-        constants: what does not change in the round, ``(K, ...)`` each.
         rates: the learning rates.
+        active: the clients that take it, bool ``(K,)``; None where all do.
+        constants: what does not change in the round.
     """
 
     batch: Batch
-    constants: Params
-    rates: tuple[Any, ...]
+    rates: tuple[Any, ...] = ()
+    active: Tensor | None = None
+    constants: Params = {}  # noqa: RUF012  (a constant)
 
 
 class Steps:

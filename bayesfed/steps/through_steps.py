@@ -170,24 +170,18 @@ class ThroughContext(Steps):
         ) -> tuple[State, Tensor]:
             own = noise.fold(keys, number)
             support = [self.support(personal, own, inner) for inner in range(self.inner_steps)]
-            lr = job.rate * self.lr
-            return self.step(job.program, state[0], personal, support, held_out, lr)
+            rows = personal, support, held_out
+            return self.step(job.program, state[0], rows, job.rate * self.lr)
 
         theta, terms = local_loop(all_clients(len(job), self.steps), keys.device, start, step)
         return Work({"theta": theta["params"]}, terms)
 
     @traceable
     def step(
-        self,
-        program: Program,
-        theta: State,
-        personal: Batch,
-        support: list[Batch],
-        held_out: Batch,
-        lr: float,
+        self, program: Program, theta: State, rows: tuple[Batch, list[Batch], Batch], lr: float
     ) -> tuple[State, Tensor]:
-        """Take one step on θ_i; return also the terms ``(K,)`` before it."""
-        at = leaves(theta["params"])
+        """Take one step on θ_i; return also the terms ``(K,)`` before it. ``rows``: D_pers, each D, and D_eval."""
+        at, (personal, support, held_out) = leaves(theta["params"]), rows
         own = self.inner(program, at, personal, support, self.inner_lr)
         losses = client_losses(program, at | own, held_out, {}, 1)
         loss = (losses.nll + losses.hyper / program.clients) / losses.rows

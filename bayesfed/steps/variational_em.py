@@ -37,9 +37,9 @@ from bayesfed.steps import optimizer
 from bayesfed.steps.gradients import copies, gradients, leaves
 from bayesfed.steps.job import Job, Work
 from bayesfed.steps.local_loop import all_clients, local_loop
-from bayesfed.steps.losses import per_client
+from bayesfed.steps.losses import per_client, zeros_like
 from bayesfed.steps.optimizer import State
-from bayesfed.steps.steps import Steps
+from bayesfed.steps.steps import Inputs, Steps
 from bayesfed.tracing.compiler import traceable
 
 LONGEST = 3.0
@@ -91,8 +91,8 @@ class VariationalEM(Steps):
         state = self.with_own_spreads(program, theta, job.clients, first)
 
         def e_step(state: State, number: int, active: Tensor | None) -> State:
-            drawn, lr = self.noise(program, keys, number), job.rate * self.lr
-            return self.e_step(program, theta, state, job.rows(number), drawn, active, lr)
+            given = Inputs(job.rows(number), (job.rate * self.lr,), active)
+            return self.e_step(program, theta, state, given, self.noise(program, keys, number))
 
         if program.locals:
             schedule = job.rows.schedule(self.epochs, self.steps)
@@ -109,7 +109,7 @@ class VariationalEM(Steps):
 
     def m_steps(self, job: Job, theta: Params, body: Params, phi: Params) -> tuple[Params, Params]:
         """Return the clients' copies of the body after their steps, and its gradients' mean squares ``(K, 1)``."""
-        program, before = job.program, job.message["squares"]
+        program, at, before = job.program, theta | phi, job.message["squares"]
         schedule = job.rows.schedule(self.body_epochs, self.body_steps)
         total = schedule.sum(0).to(job.counts)
 
@@ -117,11 +117,9 @@ class VariationalEM(Steps):
             state: tuple[State, Params], number: int, active: Tensor | None
         ) -> tuple[State, Params]:
             moving, squares = state
-            drawn, lr = self.noise(program, job.keys, -1 - number), job.rate * self.body_lr
-            batch = job.rows(number)
-            moving, found = self.m_step(
-                program, theta, moving, phi, before, batch, drawn, active, lr
-            )
+            given = Inputs(job.rows(number), (job.rate * self.body_lr,), active, before)
+            drawn = self.noise(program, job.keys, -1 - number)
+            moving, found = self.m_step(program, at, moving, given, drawn)
             part = 1 / total if active is None else active / total
             return moving, {n: v + part * found[n] for n, v in squares.items()}
 
@@ -142,53 +140,32 @@ class VariationalEM(Steps):
 
     @traceable
     def e_step(
-        self,
-        program: Program,
-        theta: Params,
-        state: State,
-        batch: Batch,
-        supplied: Noise,
-        active: Tensor | None,
-        lr: float,
+        self, program: Program, theta: Params, state: State, given: Inputs, supplied: Noise
     ) -> State:
         """Take one step on each client's q(w_i), and on variables of its own that have no closed form."""
         params = state["params"]
         own = leaves({n: v for n, v in params.items() if n not in closed_forms(program).own})
-        loss = self.loss(program, theta | params | own, batch, supplied)
-        grads = {name: torch.zeros_like(value) for name, value in params.items()}
-        return optimizer.descend(self.optimizer, state, grads | gradients(loss, own), lr, active)
+        loss = self.loss(program, theta | params | own, given.batch, supplied)
+        grads = zeros_like(params) | gradients(loss, own)
+        return optimizer.descend(self.optimizer, state, grads, given.rates[0], given.active)
 
     @traceable
     def m_step(
-        self,
-        program: Program,
-        theta: Params,
-        body: State,
-        phi: Params,
-        before: Params,
-        batch: Batch,
-        supplied: Noise,
-        active: Tensor | None,
-        lr: float,
+        self, program: Program, at: Params, body: State, given: Inputs, supplied: Noise
     ) -> tuple[State, Params]:
         """Take one step on each client's copy of the body; return also its gradients' mean squares ``(K,)``."""
-        own = leaves(body["params"])
-        loss = self.loss(program, theta | own | phi, batch, supplied, hyper=1 / program.clients)
+        own, before = leaves(body["params"]), given.constants
+        loss = self.loss(program, at | own, given.batch, supplied, hyper=1 / program.clients)
         grads = gradients(loss, own)
         squares = {n: g.square().flatten(1).mean(1) for n, g in grads.items()}
         for name, grad in grads.items():
             square = torch.where(before[name] > 0, before[name], squares[name])
             unit = square.clamp(min=1e-30).sqrt()
             grads[name] = (grad / per_client(unit, grad)).clamp(-LONGEST, LONGEST)
-        return optimizer.descend("sgd", body, grads, lr, active), squares
+        return optimizer.descend("sgd", body, grads, given.rates[0], given.active), squares
 
     def loss(
-        self,
-        program: Program,
-        params: Params,
-        batch: Batch,
-        supplied: Noise,
-        hyper: float = 0.0,
+        self, program: Program, params: Params, batch: Batch, supplied: Noise, hyper: float = 0.0
     ) -> Tensor:
         """Return each client's negative ELBO term per row, its KL times λ, with a share of −log p(θ): ``(K,)``."""
         losses = client_losses(program, params, batch, supplied, self.drawn(program))
@@ -215,8 +192,8 @@ class VariationalEM(Steps):
 
         def step(state: State, number: int, active: Tensor | None) -> State:
             state = self.with_own_spreads(program, theta, state, first)
-            drawn = self.noise(program, job.keys, number)
-            return self.e_step(program, theta, state, job.rows(number), drawn, active, rate)
+            given = Inputs(job.rows(number), (rate,), active)
+            return self.e_step(program, theta, state, given, self.noise(program, job.keys, number))
 
         start = optimizer.begin(self.optimizer, own, rows=len(job))
         return local_loop(all_clients(len(job), steps), job.keys.device, start, step)["params"]

@@ -30,7 +30,7 @@ from bayesfed import models
 from bayesfed.elbo import noise
 from bayesfed.steps.gradients import copies
 from bayesfed.steps.local_variational import local_step, phi_state
-from bayesfed.steps.steps import StepInputs
+from bayesfed.steps.steps import Inputs
 from bayesfed.tracing.compiler import Compiler, using
 
 LR = 0.01
@@ -71,7 +71,7 @@ def bayesian_network(
     keys = noise.fold(noise.key(0), federation.stream_ids)
     state = {"phi": algorithm.locals.begin(program, theta, batch), "step": 0}
     rate = torch.full((clients,), LR)
-    given = StepInputs(batch, constants, (rate, rate))
+    given = Inputs(batch, (rate, rate), constants=constants)
 
     def ours() -> dict[str, Tensor]:
         state["step"] += 1
