@@ -39,6 +39,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +71,28 @@ ADAM = 1 / 20
 """Adam's rate, as a fraction of that of natural-gradient steps."""
 QUADRATIC = ("pull", "slope", "seen")
 """A client's quadratic term, or the sum over clients; and the number of clients that it is of."""
+
+
+class StepContext(NamedTuple):
+    """What a round's step on λ depends on, beside the state, the uploads and the noise.
+
+    Attributes:
+        draws: the number of draws of θ.
+        used: the number of draws, the last ones, at which clients give gradients.
+        natural: take a natural-gradient step on the family's own parameters.
+        rate: factor on the rates.
+        scale: N / K.
+        added: the scale of the noise in the sum.
+        absent: some clients have uploaded nothing in this round.
+    """
+
+    draws: int
+    used: int
+    natural: bool
+    rate: float
+    scale: float
+    added: float
+    absent: bool
 
 
 @dataclass(frozen=True)
@@ -170,59 +193,31 @@ class NaturalGradient(Rule):
 
     def decode(self, turn: Turn, server: State, total: Parts) -> tuple[State, Tensor]:
         """Take a step on λ."""
-        family = _family(turn.program)
-        return self.step(
-            turn.program,
-            server,
-            total,
-            _noise(turn),
-            _draws(turn),
-            _draws(turn) // turn.steps.steps * turn.steps.late,
-            family is not None and family.takes_natural_steps(turn.rate),
-            turn.rate,
-            turn.scale,
-            turn.noise,
-            turn.cohort < turn.program.clients,
+        family, count = _family(turn.program), _draws(turn)
+        context = StepContext(
+            draws=count,
+            used=count // turn.steps.steps * turn.steps.late,
+            natural=family is not None and family.takes_natural_steps(turn.rate),
+            rate=turn.rate,
+            scale=turn.scale,
+            added=turn.noise,
+            absent=turn.cohort < turn.program.clients,
         )
+        return self.step(turn.program, server, total, _noise(turn), context)
 
     @traceable
     def step(
-        self,
-        program: Program,
-        server: State,
-        total: Parts,
-        supplied: Noise,
-        count: int,
-        used: int,
-        natural: bool,
-        rate: float,
-        scale: float,
-        added: float,
-        absent: bool,
+        self, program: Program, server: State, total: Parts, supplied: Noise, context: StepContext
     ) -> tuple[State, Tensor]:
-        """Return the state after a step on λ, and the server's ELBO term ``()``.
-
-        Args:
-            program: the model/guide pair.
-            server: the state.
-            total: the sum of the uploads.
-            supplied: the noise of the draws of θ.
-            count: the number of draws.
-            used: the number of draws, the last ones, at which clients give gradients.
-            natural: take a natural-gradient step on the family's own parameters.
-            rate: factor on the rates.
-            scale: N / K.
-            added: the scale of the noise in the sum.
-            absent: some clients have uploaded nothing in this round.
-        """
-        params = leaves(server["params"])
-        term, prior, theta = server_pass(program, params, supplied, count)
+        """Return the state after a step on λ, and the server's ELBO term ``()``; ``supplied`` draws θ."""
+        params, used, scale = leaves(server["params"]), context.used, context.scale
+        term, prior, theta = server_pass(program, params, supplied, context.draws)
         if not params:
             return server, term.mean()
         before, changes = server["mean gradient"], total.get("mean gradient", {})
         surrogate = term.mean()
         for name, grad in total.get("gradients", {}).items():
-            if name == GLOBAL and natural:
+            if name == GLOBAL and context.natural:
                 continue
             used = len(grad)
             at = params[name] if name in params else theta[name][-used:, 0, 0]
@@ -238,27 +233,18 @@ class NaturalGradient(Rule):
             surrogate = surrogate + (grad * at).sum()
         new = server | {"mean gradient": {n: v + changes.get(n, 0.0) for n, v in before.items()}}
         ascended: Params = {}
-        if natural:
+        if context.natural:
             draws = theta[GLOBAL]
             (slopes,) = torch.autograd.grad(prior.sum(), draws, retain_graph=True)
-            new, ascended = self.natural_step(
-                program,
-                new,
-                total,
-                draws[-used:, 0, 0].detach(),
-                slopes[-used:, 0, 0].detach(),
-                rate,
-                scale,
-                added,
-                absent,
-            )
+            z, grad = (x[-used:, 0, 0].detach() for x in (draws, slopes))
+            new, ascended = self.natural_step(program, new, total, z, grad, context)
         elif "quadratic" in server:
             new = new | {"quadratic": _summed(server["quadratic"], total)}
         if rest := {name: value for name, value in params.items() if name not in ascended}:
             found = gradients(surrogate, rest)
             with torch.no_grad():
                 adam = {"params": rest} | {p: new[p] for p in ("mean", "square", "step")}
-                adam = optimizer.ascend(adam, found, rate * self.lr * ADAM, beta2=0.99)
+                adam = optimizer.ascend(adam, found, context.rate * self.lr * ADAM, beta2=0.99)
             new = {part: tensors | adam.get(part, {}) for part, tensors in new.items()}
         new = new | {"params": new["params"] | ascended}
         return new, term.mean().detach()
@@ -270,17 +256,14 @@ class NaturalGradient(Rule):
         total: Parts,
         z: Tensor,
         grad: Tensor,
-        rate: float,
-        scale: float,
-        added: float,
-        absent: bool,
+        context: StepContext,
     ) -> tuple[State, Params]:
         """Return the server's state, and the family's parameters after a natural-gradient step.
 
         At draws ``z`` the log density of the prior has the gradients ``grad``, ``(S, D)``.
         """
         family, params, before = program.guide.family, server["params"], server["quadratic"]
-        noisy, used = "quadratic" not in total, len(z)
+        noisy, used, scale = "quadratic" not in total, len(z), context.scale
         known = _summed(before, total)
         with torch.no_grad():
             old = QuadraticTerm(*(value[None] for value in server["prior"].values()))
@@ -293,15 +276,15 @@ class NaturalGradient(Rule):
                 )
             else:
                 clients = _of_all(program, known)
-            of_mean = math.sqrt(used) * scale * added if noisy else None
+            of_mean = math.sqrt(used) * scale * context.added if noisy else None
             to = family.direction(params, _sum(prior, clients), z, of_mean)
             last = dict(server["before"])
             turns = last.pop("turns")
             back = natural_gradient.agreement(Direction(**last), to) < 0
             turns = turns + back.to(z.dtype)
-            pace = rate / (1 + TURN * turns)
+            pace = context.rate / (1 + TURN * turns)
             ascended = family.ascend(params, to, self.lr * pace)
-            if absent and not noisy:
+            if context.absent and not noisy:
                 stale = family.direction(params, _sum(prior, _of_all(program, before)), z)
                 news = Direction(to.loc - stale.loc, to.spread - stale.spread, to.noise)
                 of_cohorts = 2 * scale * z.shape[-1]

@@ -13,6 +13,7 @@ from bayesfed import datasets, models
 from bayesfed.elbo import noise
 from bayesfed.engine.batches import batches
 from bayesfed.rules import Turn
+from bayesfed.rules.natural_gradient import StepContext
 from bayesfed.steps import local_variational, optimizer
 from bayesfed.steps.job import Job
 from tests.invariants.cases import CASES, federation
@@ -298,9 +299,8 @@ def test_rates_in_double_precision_leave_single_precision_alone():
     total = summed(algorithm.work(job).upload)
     rate = torch.ones((), dtype=torch.float64)
     supplied = program.noise(key, 2, local=False)
-    new, _ = algorithm.rule.step(
-        program, server, total, supplied, 2, 2, False, rate, rate, 0.0, True
-    )
+    context = StepContext(2, 2, False, rate, rate, 0.0, True)
+    new, _ = algorithm.rule.step(program, server, total, supplied, context)
     for part, tensors in new.items():
         assert all(x.dtype == torch.float32 for x in tensors.values()), part
 
