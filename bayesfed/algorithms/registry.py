@@ -8,6 +8,7 @@ import json
 import operator
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from bayesfed.algorithms.algorithm import FIELDS, Algorithm, subclasses
@@ -17,14 +18,7 @@ from bayesfed.guides import Flow, FullRank, MeanField
 from bayesfed.guides.globals import Gaussian, LaplaceGaussian, OwnGuide, Particles, Point
 from bayesfed.guides.locals import Locals
 from bayesfed.rules import Rule
-from bayesfed.settings import (
-    CUSTOM,
-    SettingsError,
-    choose,
-    made,
-    plain_number,
-    shown,
-)
+from bayesfed.settings import CUSTOM, SettingsError, choose, made, plain_number, shown
 from bayesfed.steps import NaturalDescent, Steps
 
 GUIDES: dict[str, type[Any]] = {family.__name__: family for family in (MeanField, FullRank, Flow)}
@@ -246,6 +240,22 @@ def reference(cls: type[Any]) -> str:
     if cls.__module__.startswith("bayesfed."):
         return cls.__name__
     return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def own_files(settings: Any) -> dict[str, Path]:
+    """Return the files of the parts of the user's own in plain settings, by the names ``module:name`` that they have.
+
+    A part that was defined in a session has no file.
+    """
+    if isinstance(settings, list):
+        return {name: file for item in settings for name, file in own_files(item).items()}
+    if not isinstance(settings, dict):
+        return {}
+    name = str(settings.get("name"))
+    module, colon, _ = name.partition(":")
+    file = getattr(sys.modules.get(module), "__file__", None)
+    own = {name: Path(file)} if colon and file is not None else {}
+    return own_files(list(settings.values())) | own
 
 
 def _plain(value: Any, where: str) -> Any:

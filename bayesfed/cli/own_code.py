@@ -9,6 +9,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch.utils._pytree import tree_map
+
+from bayesfed.algorithms.registry import own_files
 from bayesfed.cli import report
 from bayesfed.settings import SettingsError, nearest
 
@@ -71,18 +74,12 @@ def load_part(reference: str, base: Path, where: str) -> Any:
 
 def with_files(settings: Any, folder: Path) -> Any:
     """Return plain settings in which the parts in files are named by their files, as seen from a folder."""
-    if isinstance(settings, list):
-        return [with_files(item, folder) for item in settings]
-    if not isinstance(settings, dict):
-        return settings
-    found = {key: with_files(value, folder) for key, value in settings.items()}
-    module, colon, name = str(found.get("name")).partition(":")
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if (
-        colon and file is not None and "." not in module
-    ):  # else it is a package's, which is installed
-        found["name"] = f"{report.relative(Path(file), folder)}:{name}"
-    return found
+    names = {}
+    for reference, file in own_files(settings).items():
+        module, _, name = reference.partition(":")
+        if "." not in module:  # else it is a package's, which is installed
+            names[reference] = f"{report.relative(file, folder)}:{name}"
+    return tree_map(lambda value: names.get(value, value), settings)
 
 
 def _path(reference: str, base: Path, where: str) -> tuple[Path, str]:

@@ -24,10 +24,11 @@ from typing import Annotated, Any, Literal, TypeVar
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
+from bayesfed.engine.files import to_bytes
+from bayesfed.engine.parts import flat, flatten_state, unflatten_state
 from bayesfed.settings import Count, Strict, Times
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
@@ -241,12 +242,7 @@ def pack(message: Request | Response, /, **parts: Mapping[str, Tensor]) -> bytes
         >>> message.kind, parts["theta"]["global"].shape
         ('evaluate', torch.Size([2, 3]))
     """
-    tensors = {
-        f"{part}/{name}": value.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for part, values in parts.items()
-        for name, value in values.items()
-    }
-    return save(tensors, {_METADATA: message.model_dump_json()})
+    return to_bytes(flat(parts), _METADATA, message.model_dump_json())
 
 
 def unpack(payload: bytes) -> tuple[Request | Response, dict[str, Tensors]]:
@@ -301,7 +297,7 @@ def unpack_as(
 
 def summarise(message: Request | Response, parts: Mapping[str, Tensors]) -> dict[str, Any]:
     """Return the contents of a message for a log: its plain data and the shapes of its tensors."""
-    shapes = {f"{p}/{n}": list(v.shape) for p, values in parts.items() for n, v in values.items()}
+    shapes = {name: list(value.shape) for name, value in flat(parts).items()}
     hidden = {"fields", "clients"} if message.kind == "schema" else set()
     return {"message": message.model_dump(exclude=hidden), "tensors": shapes}
 
@@ -323,20 +319,14 @@ def check_like(part: str, found: Mapping[str, Tensor], expected: Mapping[str, Te
             raise MessageError(f"{part} {name!r} is {one} in place of {other}")
 
 
-def flatten_state(state: Any) -> Tensors:
-    """Return the tensors of nested dicts and named tuples by their path."""
-    return {keystr(path): leaf for path, leaf in tree_flatten_with_path(state)[0]}
-
-
-def unflatten_state(part: str, found: Mapping[str, Tensor], like: Any) -> Any:
-    """Return tensors by path as a state of the same structure as another.
+def read_state(found: Mapping[str, Tensor], like: Any) -> Any:
+    """Return tensors by path as a server's state of the same structure as another.
 
     Raises:
         MessageError: the tensors do not have the paths, shapes or types of the other state.
     """
-    check_like(part, found, flatten_state(like))
-    leaves, tree = tree_flatten_with_path(like)
-    return tree_unflatten([found[keystr(path)].to(leaf.device) for path, leaf in leaves], tree)
+    check_like("the server's state", found, flatten_state(like))
+    return unflatten_state(found, like)
 
 
 def broadcast_digest(message: Ask | Evaluate, sent: Mapping[str, Tensor]) -> bytes:

@@ -52,8 +52,8 @@ from bayesfed.deploy.messages import (
     broadcast_digest,
     check_like,
     pack,
+    read_state,
     summarise,
-    unflatten_state,
     unpack,
     unpack_as,
 )
@@ -72,6 +72,7 @@ from bayesfed.deploy.plan import DeploymentPlan, difference
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.engine.execution import Execution
 from bayesfed.engine.files import atomically
+from bayesfed.engine.parts import flat
 from bayesfed.engine.resume import initialise
 from bayesfed.engine.rounds import Question, answer
 from bayesfed.engine.states import States
@@ -205,7 +206,7 @@ class Node:
             program = replace(program, guide=program.guide.placed(coordinates))
         run.program, run.cohort_size = program, message.cohort
         form = plan.algorithm.start(program)
-        run.server = unflatten_state("the server's state", parts.get("state", {}), form)
+        run.server = read_state(parts.get("state", {}), form)
         run.clients = States(len(self.federation), device=self.federation.device)
         initialise(run)
         return NodeRun(message, run, form, self._folder(message.run), (None, copy_states(run)))
@@ -267,8 +268,7 @@ class Node:
         if self.plan.secure:
             if message.noisy:
                 upload["total"] = self._add_noise(own, message, found.total)
-            flat = {f"{part}/{n}": v for part, values in upload.items() for n, v in values.items()}
-            upload = {"masked": self._mask(own, message, sent, flat)}
+            upload = {"masked": self._mask(own, message, sent, flat(upload))}
         reply = pack(Reply(run=message.run, round=message.round), sound=sound, **upload)
         return own.save_answer(LastAnswer(message.round, asked, reply))
 
@@ -328,7 +328,7 @@ class Node:
     ) -> Posterior:
         """Return the posterior of the node's clients; stateless ones make their local variables from θ."""
         run = own.run
-        run.server = unflatten_state("the server's state", parts.get("state", {}), own.form)
+        run.server = read_state(parts.get("state", {}), own.form)
         run.done = message.done
         params = global_params(run)
         return Posterior(

@@ -14,6 +14,7 @@ import torch
 from bayesfed.deploy import secure
 from bayesfed.deploy.messages import Begin, MessageError, RoundId, Tensors, check_like
 from bayesfed.engine.files import atomically, read_tensors, write_tensors
+from bayesfed.engine.parts import flat
 from bayesfed.engine.run import Run
 from bayesfed.output.posterior import Posterior
 
@@ -145,16 +146,17 @@ class NodeRun:
 
 def copy_states(run: Run) -> Tensors:
     """Return copies of the clients' states."""
-    clients = run.clients.tensors.items()
-    found = {f"clients/{part}/{n}": v for part, own in clients for n, v in own.items()}
-    return {name: value.clone() for name, value in (found | {"known": run.client_terms}).items()}
+    return {name: value.clone() for name, value in _states(run).items()}
 
 
 def _restore(run: Run, before: Tensors) -> None:
-    run.client_terms.copy_(before["known"])
-    for part, own in run.clients.tensors.items():
-        for name, value in own.items():
-            value.copy_(before[f"clients/{part}/{name}"])
+    for name, value in _states(run).items():
+        value.copy_(before[name])
+
+
+def _states(run: Run) -> Tensors:
+    clients = {f"clients/{name}": value for name, value in flat(run.clients.tensors).items()}
+    return clients | {"known": run.client_terms}
 
 
 def load_or_make_key(path: Path) -> bytes:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from bayesfed.engine.plan import Plan
+from bayesfed.algorithms.registry import own_files
+from bayesfed.engine.plan import Plan, first_difference
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,20 +67,15 @@ def code_digests(settings: Any) -> dict[str, str]:
     Args:
         settings: plain data of an algorithm, in which such parts are called ``module:name``.
     """
-    if isinstance(settings, list):
-        return {k: v for item in settings for k, v in code_digests(item).items()}
-    if not isinstance(settings, dict):
-        return {}
-    found = code_digests(list(settings.values()))
-    module, colon, _ = str(settings.get("name")).partition(":")
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if colon and file is not None and module != "__main__":  # each machine has a script of its own
-        text = Path(file).read_text(encoding="utf-8")
-        found[module] = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return found
+    files = {name.partition(":")[0]: file for name, file in own_files(settings).items()}
+    return {
+        module: hashlib.sha256(file.read_text(encoding="utf-8").encode()).hexdigest()[:16]
+        for module, file in files.items()
+        if module != "__main__"  # each machine has a script of its own
+    }
 
 
-def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any], where: str = "") -> str | None:
+def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
     """The first difference between two descriptions, in words; None where there is none.
 
     Example:
@@ -89,12 +83,7 @@ def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any], where: str = 
         >>> difference({"algorithm": {"lr": 0.1}, "seed": 0}, {"algorithm": {"lr": 0.2}, "seed": 0})
         'algorithm.lr is 0.1 here and 0.2 there'
     """
-    for name in [*mine, *theirs]:
-        one, other = mine.get(name), theirs.get(name)
-        if isinstance(one, dict) and isinstance(other, dict):
-            found = difference(one, other, f"{where}{name}.")
-            if found is not None:
-                return found
-        elif one != other or (name in mine) != (name in theirs):
-            return f"{where}{name} is {json.dumps(one)} here and {json.dumps(other)} there"
-    return None
+    if (found := first_difference(mine, theirs)) is None:
+        return None
+    name, here, there = found
+    return f"{name} is {json.dumps(here)} here and {json.dumps(there)} there"

@@ -35,7 +35,6 @@ from bayesfed.deploy.messages import (
     broadcast_digest,
     check_like,
     check_unique,
-    flatten_state,
     pack,
     schema_difference,
 )
@@ -52,6 +51,7 @@ from bayesfed.deploy.transport import Carrier
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params
 from bayesfed.engine.files import lock
+from bayesfed.engine.parts import flatten_state
 from bayesfed.engine.rounds import Answer, Question, ask, update
 from bayesfed.engine.run import Round as Report
 from bayesfed.engine.run import Run

@@ -27,12 +27,17 @@ def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], name: str, metadata: Mapping[str, Any]
 ) -> None:
     """Write a safetensors file, atomically, with JSON under a name in its metadata."""
+    with atomically(path) as temporary:
+        temporary.write_bytes(to_bytes(tensors, name, json.dumps(metadata)))
+
+
+def to_bytes(tensors: Mapping[str, Tensor], name: str, text: str) -> bytes:
+    """Return a safetensors file as bytes, with a text under a name in its metadata."""
     plain = {
         key: value.detach().cpu().clone(memory_format=torch.contiguous_format)
         for key, value in tensors.items()
     }
-    with atomically(path) as temporary:
-        temporary.write_bytes(serialise(plain, {name: json.dumps(metadata)}))
+    return serialise(plain, {name: text})
 
 
 def read_tensors(path: Path, name: str) -> tuple[dict[str, Tensor], Any]:

@@ -1,10 +1,12 @@
-"""Structured messages and uploads as flat ones with names ``part/name``, for sums, noise, files and the wire."""
+"""Structured messages, uploads and states as flat ones, for sums, noise, files and the wire."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from bayesfed.steps.job import Parts
 
@@ -34,3 +36,14 @@ def nested(tensors: Mapping[str, Tensor]) -> Parts:
         part, _, name = full.partition("/")
         found.setdefault(part, {})[name] = value
     return found
+
+
+def flatten_state(state: Any) -> dict[str, Tensor]:
+    """Return the tensors of nested dicts and named tuples by their path."""
+    return {keystr(path): leaf for path, leaf in tree_flatten_with_path(state)[0]}
+
+
+def unflatten_state(tensors: Mapping[str, Tensor], like: Any) -> Any:
+    """Return tensors by path in the nested form of a state, on the devices of its tensors."""
+    leaves, tree = tree_flatten_with_path(like)
+    return tree_unflatten([tensors[keystr(path)].to(leaf.device) for path, leaf in leaves], tree)

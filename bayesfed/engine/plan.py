@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -97,3 +98,22 @@ class Plan:
             "held_out": None if self.held_out is None else self.held_out.rows,
             "seed": self.seed,
         }
+
+
+def first_difference(one: Any, other: Any, name: str = "") -> tuple[str, Any, Any] | None:
+    """Return the first entry in which two descriptions differ: its path and both values; None if they are equal.
+
+    Example:
+        >>> from bayesfed.engine.plan import first_difference
+        >>> first_difference({"algorithm": {"lr": 0.1}, "seed": 0}, {"algorithm": {"lr": 0.2}, "seed": 0})
+        ('algorithm.lr', 0.1, 0.2)
+    """
+    if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
+        return None if one == other else (name, one, other)
+    entries = (
+        first_difference(
+            one.get(key, "absent"), other.get(key, "absent"), f"{name}.{key}".lstrip(".")
+        )
+        for key in [*one, *other]
+    )
+    return next((entry for entry in entries if entry is not None), None)

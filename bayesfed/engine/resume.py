@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 
 from bayesfed.engine.journal import Journal
+from bayesfed.engine.parts import unflatten_state
 from bayesfed.engine.run import Run
 from bayesfed.engine.run_file import Written
 from bayesfed.engine.states import States
@@ -45,7 +46,7 @@ def initialise(run: Run) -> None:
 
 def _restore(run: Run, before: Written) -> None:
     """Give a run the contents of its file."""
-    state, run.done = before.state_like(run.state), before.done
+    state, run.done = unflatten_state(before.tensors, run.state), before.done
     run.history[:, : run.done] = state.pop("history")[:, : run.done]
     if clients := state.pop("clients"):
         run.clients.tensors = clients

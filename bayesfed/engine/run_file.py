@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from bayesfed.checks.program_fingerprint import (
     describe_program_change,
@@ -22,7 +21,10 @@ from bayesfed.data.federation import Federation
 from bayesfed.data.fingerprint import data_fingerprint, describe_data_change
 from bayesfed.elbo.program import Program
 from bayesfed.engine.files import read_tensors, sweep, write_tensors
+from bayesfed.engine.parts import flatten_state
+from bayesfed.engine.plan import first_difference
 from bayesfed.engine.states import States
+from bayesfed.settings import shown
 
 _METADATA = "bayesfed run"
 _FORMAT = 5
@@ -43,13 +45,6 @@ class Written(NamedTuple):
     done: int
     compiled: bool | list[str]
     tensors: dict[str, Tensor]
-
-    def state_like(self, state: Any) -> Any:
-        """The tensors in the nested form of a state, on the devices of its tensors."""
-        leaves, tree = tree_flatten_with_path(state)
-        return tree_unflatten(
-            [self.tensors[keystr(at)].to(leaf.device) for at, leaf in leaves], tree
-        )
 
 
 @dataclass
@@ -111,8 +106,7 @@ class RunFile:
         if not due and start - self._written < self._cost / _SHARE:
             return
         clients.flush()
-        leaves, _ = tree_flatten_with_path(state)
-        tensors = {keystr(at): leaf for at, leaf in leaves}
+        tensors = flatten_state(state)
         tensors |= {_DATA + name: value for name, value in self._data.items()}
         tensors |= {_PROGRAM + name: value for name, value in self._program.items()}
         metadata = {
@@ -136,9 +130,10 @@ class RunFile:
                 return "of the same clients in another order"
             other = next(iter({*clients} ^ {*names}))
             return f"{'with' if other in clients else 'without'} client {other!r}"
-        now, before = json.loads(json.dumps(dict(self.description))), metadata["description"]
-        if before != now:
-            return _first_difference("", before, now)
+        now = json.loads(json.dumps(dict(self.description)))
+        if (setting := first_difference(now, metadata["description"])) is not None:
+            name, here, there = setting
+            return f"with {name} {shown(there)}, this one has {shown(here)}"
         changed = describe_data_change(_under(_DATA, found), self._data, names)
         if changed is not None:
             return f"with other data ({changed})"
@@ -156,16 +151,3 @@ def read_history(path: Path) -> list[list[float]]:
     found, metadata = read_tensors(path, _METADATA)
     done: list[list[float]] = found["['history']"][:, : metadata["done"]].T.tolist()
     return done
-
-
-def _first_difference(name: str, before: Any, now: Any) -> str:
-    """Describe the first setting in which two descriptions differ, by its path."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        key = next(key for key in [*now, *before] if before.get(key) != now.get(key))
-        return _first_difference(f"{name}.{key}".strip("."), before.get(key), now.get(key))
-    return f"with {name} {_shorten(before)}, this one has {_shorten(now)}"
-
-
-def _shorten(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."

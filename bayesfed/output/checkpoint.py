@@ -22,6 +22,7 @@ from bayesfed.data.federation import Federation, Model
 from bayesfed.data.fingerprint import data_fingerprint, describe_data_change
 from bayesfed.elbo.program import Params, Program
 from bayesfed.engine.files import read_tensors, write_tensors
+from bayesfed.engine.parts import flat, nested
 from bayesfed.engine.program import build_program
 from bayesfed.output.fitted import Correction, Fitted
 
@@ -105,10 +106,7 @@ def save(fitted: Fitted, path: str | Path) -> None:
         "clients": list(fitted.federation.names),
         "sites": list(program.sites),
     }
-    tensors = {
-        f"{part}/{name}": value for part, values in parts.items() for name, value in values.items()
-    }
-    write_tensors(Path(path), tensors, _METADATA, metadata)
+    write_tensors(Path(path), flat(parts), _METADATA, metadata)
 
 
 def load(
@@ -240,11 +238,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
     """Read the metadata, and the tensors by part and name."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path}")
-    parts: dict[str, dict[str, Tensor]] = {"params": {}, "local_params": {}, "history": {}}
     tensors, metadata = read_tensors(path, _METADATA)
-    for full, value in tensors.items():
-        part, _, name = full.partition("/")
-        parts.setdefault(part, {})[name] = value
+    parts: dict[str, dict[str, Tensor]] = {"params": {}, "local_params": {}, "history": {}}
+    parts |= nested(tensors)
     if metadata is None:
         raise ValueError(f"{path} is a safetensors file, but not one of bayesfed's")
     if metadata["format"] != FORMAT:
