@@ -115,15 +115,7 @@ def sums(run: bf.Run, world: bf.Run, cohort: tuple[int, ...]) -> dict[str, Tenso
     key = noise.fold(noise.key(run.plan.seed), run.done)
     rate = annealed(run.plan.algorithm.lr_decay, run.done / run.rounds)
     turn = Turn(world.program, noise.fold(key, -1), run.cohort_size, rate)
-    work = Cohort(
-        world.plan,
-        world.program,
-        world.federation,
-        world.clients,
-        world.privacy,
-        float(run.clip),
-        noisy=True,
-    )
+    work = Cohort(world, float(run.clip), noisy=True)
     message = flat(world.plan.algorithm.broadcast(turn, run.server))
     total, _, _ = work(message, torch.tensor(cohort), key, rate)
     return total

@@ -20,6 +20,9 @@ from bayesfed.guides.hierarchical import Hierarchical
 from bayesfed.guides.local import Scaling
 from bayesfed.guides.unconstrained import ModelAt
 
+DRAWS = 100
+"""The number of draws of the prior."""
+
 
 def automatic_guide(
     model: Model,
@@ -27,7 +30,6 @@ def automatic_guide(
     federation: Federation,
     family: Family,
     conditioned: bool,
-    draws: int = 100,
 ) -> Hierarchical:
     """The guide of a model, in coordinates scaled by the median and spread of its prior.
 
@@ -37,14 +39,13 @@ def automatic_guide(
         federation: the clients' data.
         family: the distribution of the globals.
         conditioned: q(w_i | θ) in place of q(w_i). Then all local variables share one factor, if they are few.
-        draws: the number of draws of the prior.
     """
-    nodes = prior_draws(model, sites, federation, draws)
+    nodes = prior_draws(model, sites, federation, DRAWS)
     values: dict[bool, dict[str, Tensor]] = {False: {}, True: {}}
     for site in sites.values():
         if not site.observed:
             node = nodes[site.name]
-            u = biject_to(node["fn"].support).inv(node["value"]).reshape(draws, -1)
+            u = biject_to(node["fn"].support).inv(node["value"]).reshape(DRAWS, -1)
             values[site.local][site.name] = u.to(federation.dtype)
     globals_, locals_ = (
         {name: _scaling(u) for name, u in values[is_local].items()} for is_local in (False, True)

@@ -22,8 +22,6 @@ class Family:
     Subclasses are frozen dataclasses. Only Gaussian ones have ``at`` and the last two methods.
     """
 
-    gaussian: ClassVar[bool] = False
-    """True if q(z) is Normal."""
     full_curvature: ClassVar[bool] = True
     """True if its steps need the full curvature, False if they need the diagonal."""
 

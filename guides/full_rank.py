@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pyro
 import pyro.distributions as dist
@@ -27,7 +26,6 @@ class FullRank(Family):
     """
 
     init_scale: float = 0.3
-    gaussian: ClassVar[bool] = True
 
     def __call__(self, init: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sample z; returns ``(z, loc, scale)``, where scale are the marginal standard deviations."""

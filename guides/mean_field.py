@@ -26,7 +26,6 @@ class MeanField(Family):
     """
 
     init_scale: float = 0.3
-    gaussian: ClassVar[bool] = True
     full_curvature: ClassVar[bool] = False
 
     def __call__(self, init: Tensor) -> tuple[Tensor, Tensor, Tensor]:

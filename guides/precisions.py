@@ -33,6 +33,14 @@ def solve(precision: Tensor, vector: Tensor) -> Tensor:
     return torch.linalg.solve(precision, vector[..., None]).squeeze(-1)
 
 
+def solve_root(root: Tensor, vector: Tensor, *, transposed: bool = False) -> Tensor:
+    """C⁻¹ v, or C^{−⊤} v, of a lower triangular C ``(..., D, D)``, or of a diagonal ``(..., D)``."""
+    if root.ndim == vector.ndim:
+        return vector / root
+    root = root.mT if transposed else root
+    return torch.linalg.solve_triangular(root, vector[..., None], upper=transposed).squeeze(-1)
+
+
 def inverse(precision: Tensor, more: float, *, matrix: bool) -> Tensor:
     """(Λ + more · I)⁻¹."""
     if not matrix:

@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from pyro import poutine
 
 from bayesfed.elbo import handlers, noise
+from bayesfed.elbo.sites import innermost
 from bayesfed.engine.files import atomically
 from bayesfed.output import arviz_compat
 from bayesfed.output.posterior import Posterior
@@ -44,9 +45,7 @@ def population_means(posterior: Posterior) -> dict[str, str]:
         nodes = poutine.trace(program.model).get_trace(batch).nodes
     found = {}
     for local in program.locals:
-        prior = nodes[local.name]["fn"]
-        while isinstance(prior, dist.Independent):
-            prior = prior.base_dist
+        prior = innermost(nodes[local.name]["fn"])
         if not isinstance(prior, dist.Normal | dist.StudentT | dist.Laplace | dist.Cauchy):
             continue
         for site in program.globals:

@@ -30,7 +30,10 @@ def show(what: str | None) -> None:
     for kind, registry in registries.items():
         if what is not None and what != kind:
             continue
-        table = _table(kind, 2)
+        table = Table(title=kind, title_justify="left", title_style="bold", box=None)
+        table.show_header = False
+        table.add_column(style="cyan", no_wrap=True)
+        table.add_column()
         for name, entry in registry.items():
             table.add_row(Text(name), Text(_first_line(entry)))
         console.print(table, "")
@@ -39,16 +42,6 @@ def show(what: str | None) -> None:
                 console.print(_method_table(entry), "")
             elif dataclasses.is_dataclass(entry):
                 console.print(_settings_table(name, entry), "")
-
-
-def _table(title: str, columns: int) -> Table:
-    """Return a table without a header, the first column of which has names."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None)
-    table.add_column(style="cyan", no_wrap=True)
-    for _ in range(columns - 1):
-        table.add_column()
-    table.show_header = False
-    return table
 
 
 def _first_line(entry: Any) -> str:

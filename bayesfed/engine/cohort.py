@@ -10,15 +10,11 @@ from torch import Tensor
 
 from bayesfed.algorithms.algorithm import Answer, draws_at_once
 from bayesfed.data.chunks import ROUND, chunks
-from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
-from bayesfed.elbo.program import Program
 from bayesfed.engine import processes
 from bayesfed.engine.batches import batches
 from bayesfed.engine.parts import flat, nested
-from bayesfed.engine.plan import Plan
-from bayesfed.engine.privacy import NO_PRIVACY, Privacy
-from bayesfed.engine.states import States
+from bayesfed.engine.run import Run
 from bayesfed.engine.watch import is_finite
 from bayesfed.steps.job import Job
 from bayesfed.steps.losses import per_client
@@ -36,20 +32,12 @@ class Cohort:
     remembers of its uploads changes by as much of the upload as clip and noise let the server see.
 
     Attributes:
-        plan: the options of the fit.
-        program: the model/guide pair.
-        federation: the clients' data.
-        states: the clients' states.
-        privacy: clips the uploads.
-        clip: γ of ``privacy`` in this round.
+        run: whose clients they are; their states change.
+        clip: γ of the run's privacy in this round.
         noisy: whether noise will be added to the sum.
     """
 
-    plan: Plan
-    program: Program
-    federation: Federation
-    states: States
-    privacy: Privacy = NO_PRIVACY
+    run: Run
     clip: float = 0.0
     noisy: bool = False
 
@@ -57,12 +45,12 @@ class Cohort:
         self, message: dict[str, Tensor], cohort: Tensor, key: Tensor, rate: float
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """Sum the uploads that count; and, on the CPU, the clients' terms ``(K,)`` and whether they count ``(K,)``."""
-        group = self.plan.execution.group
+        group = self.run.plan.execution.group
         mine = processes.own(cohort, group)
         # a process without clients works for one whose upload is multiplied by zero: it has the right shapes
         idle = not mine.any()
         at = torch.zeros(1, dtype=torch.int64) if idle else mine.nonzero().flatten()
-        lengths = self.federation.lengths[cohort[at]]
+        lengths = self.run.federation.lengths[cohort[at]]
         by_size = lengths.argsort(stable=True)  # chunks of equal work
         at = at[by_size]
         total: dict[str, Tensor] = {}
@@ -87,19 +75,20 @@ class Cohort:
         self, message: dict[str, Tensor], chunk: Tensor, key: Tensor, rate: float, keep: bool
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """The uploads ``(K, ...)``, terms ``(K,)`` and soundness ``(K,)`` of clients, whose new states are kept."""
-        algorithm, keys = self.plan.algorithm, noise.fold(key, self.federation.stream_ids[chunk])
-        rows = batches(self.federation, chunk, self.plan.batch_size, keys)
-        states = self.states.take(chunk)
-        job = Job(self.program, nested(message), states, rows, keys, rate, self.noisy)
-        answer = algorithm.work(job)
+        run, privacy = self.run, self.run.privacy
+        keys = noise.fold(key, run.federation.stream_ids[chunk])
+        rows = batches(run.federation, chunk, run.plan.batch_size, keys)
+        states = run.clients.take(chunk)
+        job = Job(run.program, nested(message), states, rows, keys, rate, self.noisy)
+        answer = run.plan.algorithm.work(job)
         upload = flat(answer.upload)
         good = is_finite(answer.terms, upload, answer.clients | answer.memory)
         if not _surely(good):
             upload = {n: torch.where(per_client(good, v), v, 0.0) for n, v in upload.items()}
-        upload, share = self.privacy.clip_uploads(upload, self.clip)
+        upload, share = privacy.clip_uploads(upload, self.clip)
         if keep:
             share = torch.zeros_like(share) if self.noisy else good.to(answer.terms) * share
-            self.states.put(chunk, self.next_states(states, answer, good, share))
+            run.clients.put(chunk, self.next_states(states, answer, good, share))
         return upload, answer.terms, good
 
     def next_states(self, before: State, answer: Answer, good: Tensor, share: Tensor) -> State:
@@ -110,7 +99,7 @@ class Cohort:
         states: State = {}
         for part, values in (answer.clients | answer.memory).items():
             old = before[part]
-            if part in answer.memory and self.privacy.clips:
+            if part in answer.memory and self.run.privacy.clips:
                 values = {n: torch.lerp(old[n], v, per_client(share, v)) for n, v in values.items()}
             if not _surely(good):
                 values = {n: torch.where(per_client(good, v), v, old[n]) for n, v in values.items()}
@@ -119,7 +108,7 @@ class Cohort:
 
     def split(self, lengths: Tensor) -> Iterable[Tensor]:
         """Positions of clients that run as one batch; they are sorted by their numbers of rows, ``lengths``."""
-        size = self.plan.execution.chunk_size
+        size = self.run.plan.execution.chunk_size
         if size == "auto":
             return chunks(lengths, self._numbers_per_client, 0, ROUND, padding=1.25)
         return torch.arange(len(lengths)).split(size or len(lengths))
@@ -127,11 +116,9 @@ class Cohort:
     @property
     def _numbers_per_client(self) -> int:
         """About how many numbers a client's step holds."""
-        algorithm, lengths = self.plan.algorithm, self.federation.lengths
-        rows = min(self.plan.batch_size or self.federation.rows, int(lengths.max()))
-        draws = draws_at_once(algorithm, self.program)
-        per_row = 2 * self.federation.numbers_per_row + draws
-        return 8 * draws * self.program.size + rows * per_row
+        run, draws = self.run, draws_at_once(self.run.plan.algorithm, self.run.program)
+        per_row = 2 * run.federation.numbers_per_row + draws
+        return 8 * draws * run.program.size + run.rows_of_step * per_row
 
 
 def _surely(all_of: Tensor) -> bool:

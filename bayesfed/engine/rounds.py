@@ -101,15 +101,7 @@ def answer(run: Run, question: Question) -> Answer:
     Raises:
         Stopped: a step has no solution.
     """
-    work = Cohort(
-        run.plan,
-        run.program,
-        run.federation,
-        run.clients,
-        run.privacy,
-        question.clip,
-        question.noisy,
-    )
+    work = Cohort(run, question.clip, question.noisy)
     key, device = _round_key(run, question.number), run.federation.device
     with _server_step(run), products(run.plan.execution.precision, device):
         total, terms, sound = work(question.message, question.cohort, key, question.rate)

@@ -169,7 +169,11 @@ class Run:
     @property
     def numbers(self) -> int:
         """About how many numbers a step of the cohort touches."""
-        lengths = self.federation.lengths
-        rows = min(self.plan.batch_size or self.federation.rows, int(lengths.max()))
-        per_client = rows * self.federation.numbers_per_row + self.program.size
+        per_client = self.rows_of_step * self.federation.numbers_per_row + self.program.size
         return self.cohort_size * per_client
+
+    @property
+    def rows_of_step(self) -> int:
+        """The largest number of a client's rows in a local step."""
+        longest = int(self.federation.lengths.max())
+        return min(self.plan.batch_size or longest, longest)

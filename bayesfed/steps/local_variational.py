@@ -24,6 +24,7 @@ from bayesfed.guides.full_rank import FullRank
 from bayesfed.guides.globals import Gaussian, OwnGuide
 from bayesfed.guides.locals import Conditioned, Locals
 from bayesfed.guides.mean_field import MeanField
+from bayesfed.guides.precisions import solve_root, times
 from bayesfed.steps import optimizer
 from bayesfed.steps.gradients import annealed, gradients, leaves
 from bayesfed.steps.job import Job, Work
@@ -157,8 +158,8 @@ def _shifted(program: Program, clients: State, origin: Params) -> State:
     learnt = {name: phi[name] - value for name, value in before.items()}
     old, new = program.unit_roots(before), program.unit_roots(there)
     for name, root in new.items():
-        white = _times_transposed(old[name], learnt[name])
-        learnt[name] = _solve(root, white, transposed=True)
+        earlier = old[name] if root.ndim == learnt[name].ndim else old[name].mT
+        learnt[name] = solve_root(root, times(earlier, learnt[name]), transposed=True)
     shifted = {name: value + learnt[name] for name, value in there.items()}
     return clients | {"params": phi | shifted, "origin": there}
 
@@ -171,27 +172,14 @@ def ascend(program: Program, clients: State, grads: Params, lr: float) -> State:
     """
     roots, phi = program.unit_roots(clients["params"]), clients["params"]
     there = {name: torch.zeros_like(phi[name]) for name in roots}
-    white = {name: _solve(root, grads[name]) for name, root in roots.items()}
+    white = {name: solve_root(root, grads[name]) for name, root in roots.items()}
     state = clients | {"params": phi | there}
     state = optimizer.ascend(state, {n: white.get(n, grads[n]) for n in phi}, lr, EPS)
     moved = {
-        name: phi[name] + _solve(root, state["params"][name], transposed=True)
+        name: phi[name] + solve_root(root, state["params"][name], transposed=True)
         for name, root in roots.items()
     }
     return state | {"params": state["params"] | moved}
-
-
-def _solve(root: Tensor, value: Tensor, *, transposed: bool = False) -> Tensor:
-    """Return C⁻¹ x, or C^{−⊤} x, for ``(K, 1, P)`` and a root C, lower triangular or the diagonal alone."""
-    if root.ndim == value.ndim:
-        return value / root
-    root = root.mT if transposed else root
-    return torch.linalg.solve_triangular(root, value[..., None], upper=transposed).squeeze(-1)
-
-
-def _times_transposed(root: Tensor, value: Tensor) -> Tensor:
-    """Return Cᵀ x, the inverse of :func:`_solve` with C^{−⊤}."""
-    return root * value if root.ndim == value.ndim else (root.mT @ value[..., None]).squeeze(-1)
 
 
 @traceable

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten_with_path, tree_map
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from bayesfed.algorithms.algorithm import Algorithm, Answer
 from bayesfed.algorithms.registry import PARTS, algorithm_of, settings_of
@@ -38,7 +38,6 @@ from bayesfed.testing.compare import (
     finite,
     guarded,
     label,
-    path_name,
 )
 
 
@@ -253,7 +252,7 @@ def _check_server(algorithm: Algorithm, before: Any, after: Any, member: str) ->
     for path, leaf in tree_flatten_with_path(after)[0]:
         if not isinstance(leaf, Tensor):
             raise AssertionError(
-                f"{label(rule)}.{member}: the server's state has {path_name(path)} = {leaf!r}; it is made of tensors "
+                f"{label(rule)}.{member}: the server's state has {keystr(path)} = {leaf!r}; it is made of tensors "
                 "in dicts and named tuples, so that files can hold it"
             )
     if (difference := describe_difference(before, after)) is not None:
@@ -311,7 +310,7 @@ def _check_runs(case: _Case, server: Any) -> None:
 def _check_left_out(case: _Case) -> None:
     """Fail if an upload that is not finite changes others', or if the rule cannot do without it."""
     rule = case.algorithm.rule
-    run = case.start(algorithm=_with_infinite_upload(case.algorithm))
+    run = case.start(algorithm=_Infinite(**vars(case.algorithm)))
     first = tree_map(lambda v: v[:1].clone(), run.clients.tensors)
     try:
         _run(run, 1)
@@ -338,10 +337,6 @@ class _Infinite(Algorithm):
         spoilt = tree_map(lambda v: _spoil(v, first), work.found)
         upload, memory = self.rule.encode(job, work._replace(found=spoilt))
         return Answer(upload, _spoil(work.terms, first), work.clients, memory)
-
-
-def _with_infinite_upload(algorithm: Algorithm) -> Algorithm:
-    return _Infinite(**{f.name: getattr(algorithm, f.name) for f in fields(algorithm)})
 
 
 def _spoil(value: Tensor, where: Tensor) -> Tensor:

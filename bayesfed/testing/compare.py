@@ -53,7 +53,7 @@ def check_rows(part: Any, member: str, what: str, values: Any, clients: int) -> 
         if not isinstance(value, Tensor) or value.shape[:1] != (clients,):
             shown = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
             raise AssertionError(
-                f"{label(part)}.{member}: {what}{path_name(path)} is {shown}; it must be a tensor ({clients}, ...) of "
+                f"{label(part)}.{member}: {what}{keystr(path)} is {shown}; it must be a tensor ({clients}, ...) of "
                 "a row for each client"
             )
 
@@ -79,16 +79,18 @@ def describe_difference(one: Any, other: Any, *, exact: bool | None = None) -> s
     """
     (before, tree), (after, other_tree) = map(tree_flatten_with_path, (one, other))
     if tree != other_tree:
-        names, others = ([path_name(path) for path, _ in leaves] for leaves in (before, after))
+        names, others = ([keystr(path) for path, _ in leaves] for leaves in (before, after))
         return f"{names} against {others}"
     for (path, a), (_, b) in zip(before, after, strict=True):
         if not isinstance(a, Tensor) or not isinstance(b, Tensor):
             if type(a) is not type(b) or (exact is not None and a != b):
-                return f"{path_name(path)} is {a!r} against {b!r}"
+                return f"{keystr(path)} is {a!r} against {b!r}"
         elif (a.shape, a.dtype) != (b.shape, b.dtype):
-            return f"{path_name(path)} is {tuple(a.shape)} {a.dtype} against {tuple(b.shape)} {b.dtype}"
+            return (
+                f"{keystr(path)} is {tuple(a.shape)} {a.dtype} against {tuple(b.shape)} {b.dtype}"
+            )
         elif exact is not None and (worst := distance(a, b)) > (0.0 if exact else tolerance(a)):
-            return f"{path_name(path)} differs by {worst:.3g}"
+            return f"{keystr(path)} differs by {worst:.3g}"
     return None
 
 
@@ -115,8 +117,3 @@ def finite(values: Any) -> bool:
     """Return whether no number is infinite or NaN."""
     leaves = [leaf for _, leaf in tree_flatten_with_path(values)[0]]
     return all(bool(leaf.isfinite().all()) for leaf in leaves if isinstance(leaf, Tensor))
-
-
-def path_name(path: Any) -> str:
-    """Return a place in nested values as text."""
-    return keystr(path)
