@@ -122,7 +122,7 @@ class Cohort:
 
 
 def _surely(all_of: Tensor) -> bool:
-    """Whether all are true; False on other devices than a CPU, where asking would wait for the device."""
+    """Return whether all are true; False on other devices than a CPU, where asking would wait for the device."""
     return all_of.device.type == "cpu" and bool(all_of.all())
 
 

@@ -1,4 +1,4 @@
-"""Where and how a run is executed, which changes its memory and time, and its numbers by round-off at most."""
+"""The execution of a run, which changes its memory and time, and its numbers by round-off at most."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bayesfed.tracing.precision import Precision
 
 @dataclass(frozen=True)
 class Execution:
-    """Where and how the clients' work runs.
+    """The execution of the clients' work: chunks, files, compilation, precision, processes and device.
 
     Attributes:
         chunk_size: number of clients that run as one batch, of similar numbers of rows; by default the whole cohort. If

@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def noisy(self) -> bool:
-        """Whether noise is added to the sums of the uploads."""
+        """True if noise is added to the sums of the uploads."""
         return self.privacy is not None and self.privacy.noisy
 
     @property

@@ -126,12 +126,12 @@ class Privacy:
 
     @property
     def clips(self) -> bool:
-        """Whether uploads are clipped at all."""
+        """True if uploads are clipped."""
         return self.clip != math.inf
 
     @property
     def noisy(self) -> bool:
-        """Whether noise is added to the sums."""
+        """True if noise is added to the sums."""
         return bool(self.epsilon or self.noise)
 
     def multiplier(self, rounds: int, cohort: int, clients: int) -> float:

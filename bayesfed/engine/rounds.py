@@ -113,7 +113,7 @@ def answer(run: Run, question: Question) -> Answer:
 
 
 def can_update(run: Run, question: Question, total: Params, counted: int) -> bool:
-    """Whether the server has a next state after a sum of ``counted`` uploads, and can ask with it. Changes nothing."""
+    """Return whether the server can update from a sum of ``counted`` uploads, and ask again. Changes nothing."""
     turn = replace(_turn(run, question.rate), cohort=counted)
     try:
         with _server_step(run):
@@ -245,7 +245,7 @@ def _server_step(run: Run) -> Iterator[None]:
 
 
 def _too_many(run: Run, refused: int) -> bool:
-    """Whether, of the uploads of the last rounds and this one, half or more do not count."""
+    """Return whether half or more of the uploads of the last rounds and this one do not count."""
     counted = run.history[2, max(0, run.done - PATIENCE + 1) : run.done]
     missing = refused + float((run.cohort_size - counted).sum())
     return refused > 0 and 2 * missing >= run.cohort_size * (1 + len(counted))

@@ -78,7 +78,7 @@ def call_with(module: nn.Module, params: Mapping[str, Tensor], *args: Tensor) ->
 
 
 _UNFIT = r"shapes cannot be multiplied|Expected (\d|size)|size mismatch|must match|invalid for input|expected input"
-"""What torch says of a layer that gets rows of another shape than it takes."""
+"""Texts of torch's errors for a layer that gets rows of another shape than it takes."""
 
 
 def apply(

@@ -66,7 +66,7 @@ from bayesfed.tracing.compiler import traceable
 FORGOTTEN = 4.0
 """The most that a round adds to the level: without a bound one run in 32 diverged (1,000 clients, ten a round)."""
 TURN = 0.25
-"""What a turn adds to the divisor of the first rate: 1 + turns / 4."""
+"""The number that a turn adds to the divisor of the first rate: 1 + turns / 4."""
 ADAM = 1 / 20
 """Adam's rate, as a fraction of that of natural-gradient steps."""
 QUADRATIC = ("pull", "slope", "seen")
@@ -74,7 +74,7 @@ QUADRATIC = ("pull", "slope", "seen")
 
 
 class StepContext(NamedTuple):
-    """What a round's step on λ depends on, beside the state, the uploads and the noise.
+    """The inputs of a round's step on λ beside the state, the uploads and the noise.
 
     Attributes:
         draws: the number of draws of θ.

@@ -79,12 +79,12 @@ class Rule:
 
     @property
     def robust(self) -> bool:
-        """Whether the rule combines institutions' sums by :meth:`combine`, and so is for fits between machines."""
+        """True if the rule combines institutions' sums by :meth:`combine`, and so is for fits between machines."""
         return type(self).combine is not Rule.combine
 
     @property
     def no_noise(self) -> str:
-        """Why the rule fails where its sum is noisy, and what to take instead; empty where it does not."""
+        """The reason why the rule fails if its sum is noisy, and what to take instead; empty if it does not fail."""
         return ""
 
     def accept(self, program: Program, steps: Steps, name: str) -> Program:

@@ -81,7 +81,7 @@ class Descent(Steps):
 
     @property
     def moved(self) -> frozenset[str]:  # type: ignore[override]
-        """What the steps move."""
+        """The kind of variables that the steps move."""
         return frozenset({self.moves})
 
     def run(self, job: Job, locals_: Locals) -> Work:

@@ -27,7 +27,7 @@ Objective = Callable[[Program, Params, Batch, Noise], Tensor]
 
 
 class Inputs(NamedTuple):
-    """What a step reads beside the parameters and its noise.
+    """The inputs of a step beside the parameters and its noise.
 
     Attributes:
         batch: the minibatch.

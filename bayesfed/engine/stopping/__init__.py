@@ -1,1 +1,1 @@
-"""When a run ends: after a number of rounds, on convergence, or by held-out rows."""
+"""Stopping rules, which end a run: after a number of rounds, on convergence, or by held-out rows."""

@@ -80,12 +80,12 @@ class Convergence(Stopping):
 
     @property
     def converged(self) -> bool:
-        """Whether the run has ended."""
+        """True if the run has ended."""
         return bool(self.marks[3])
 
     @property
     def provisional(self) -> bool:
-        """Whether the run has ended without a cool-down, so that a correction has to confirm it."""
+        """True if the run has ended without a cool-down, so that a correction has to confirm it."""
         return self.converged and not self.marks[2]
 
     def withdraw(self) -> None:
@@ -144,7 +144,7 @@ class Convergence(Stopping):
         return far or None
 
     def _has_converged(self, elbo: Tensor, start: int, factor: float = 1.0) -> bool:
-        """Whether q(θ) has converged at its level, to within ``factor`` times the tolerances."""
+        """Return whether q(θ) has converged at its level, to within ``factor`` times the tolerances."""
         done, oldest = len(elbo), int(self.visits.min())
         window = max(LEAST, math.ceil((done - start) / 3), done - oldest + 1)
         if not oldest or window > done - start:
@@ -182,7 +182,7 @@ class Convergence(Stopping):
         return torch.stack([means / self.places[done, 1], scales.clamp(min=1e-30).log()], 1)
 
     def _within(self, lengths: Tensor, tolerance: float) -> bool:
-        """Whether lengths ``(2, P)`` are within a tolerance at every sample site; NaN is not."""
+        """Return whether lengths ``(2, P)`` are within a tolerance at every sample site; NaN is not."""
         return all(length < tolerance for length in self._by_site(lengths).values())
 
     def _by_site(self, lengths: Tensor) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""How far a fit is from convergence at the end of a given number of rounds, beyond its noise: q(θ) and the ELBO.
+"""The distance of q(θ) and the ELBO from convergence, beyond noise, at the end of a given number of rounds.
 
 The ELBO represents the states of clients, which only they see. Rates that fall make every fit look converged in
 the end. So time is counted in what the rates add up to: twelve windows of equal ∫ rate, of which the last six are kept

@@ -66,7 +66,7 @@ class HeldOut(Stopping):
 
     @property
     def converged(self) -> bool:
-        """Whether the run has ended."""
+        """True if the run has ended."""
         return bool(self.marks[1])
 
     def rate(self, done: int) -> float:

@@ -61,12 +61,12 @@ class Stopping(ABC):
 
     @property
     def converged(self) -> bool | None:
-        """Whether the rule has ended the run; None of a rule that ends it after its rounds, converged or not."""
+        """True if the rule has ended the run; None of a rule that ends it after its rounds, converged or not."""
         return None
 
     @property
     def provisional(self) -> bool:
-        """Whether the end has yet to be confirmed by importance weights of draws of θ."""
+        """True if importance weights of draws of θ have yet to confirm the end."""
         return False
 
     def withdraw(self) -> None:
@@ -83,7 +83,7 @@ class Stopping(ABC):
 
     @abstractmethod
     def remaining(self, params: Params, elbo: Tensor) -> Remaining:
-        """How far q(θ) is from convergence, by global sample site, in standard deviations; and the ELBO, in nats.
+        """Return the distances from convergence: of q(θ), by global site, in standard deviations; of the ELBO, in nats.
 
         Small distances are left out, or 0; None means that the rounds do not tell.
 
