@@ -21,6 +21,10 @@ class Natural(NamedTuple):
     precision: Tensor
     shift: Tensor
 
+    def plus(self, other: Natural) -> Natural:
+        """Return the products of these Gaussians and others."""
+        return Natural(self.precision + other.precision, self.shift + other.shift)
+
     def moments(self) -> tuple[Tensor, Tensor]:
         """Return the mean ``(..., D)`` and the lower Cholesky factor of the covariance ``(..., D, D)``."""
         factor = torch.linalg.cholesky_ex(self.precision).L

@@ -36,8 +36,7 @@ class Setting:
         """Return what a user would have written for an algorithm."""
         held = get(algorithm, self.paths[0])
         if self.wrap is not None:
-            name = self.paths[0].split(".")[-1]
-            return getattr(held, "guide", None) if name == "globals" else held
+            return getattr(held, "guide", None)
         if self.kinds and not isinstance(held, (*self.kinds, *map(type, self.values.values()))):
             return None
         return next((k for k, v in self.values.items() if v == held), held)

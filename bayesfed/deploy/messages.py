@@ -255,19 +255,17 @@ def unpack(payload: bytes) -> tuple[Request | Response, dict[str, Tensors]]:
         tensors = load(payload)
         size = int.from_bytes(payload[:8], "little")
         text = json.loads(payload[8 : 8 + size]).get("__metadata__", {}).get(_METADATA)
-        if text is None:
-            raise MessageError("these bytes are a safetensors file, but not a bayesfed message")
-        message = _ANY.validate_json(text)
+        message = None if text is None else _ANY.validate_json(text)
     except SafetensorError as error:
         raise MessageError(f"these bytes are not a whole safetensors file: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise MessageError(f"a message's {where or 'data'}: {first['msg']}") from None
-    except MessageError:
-        raise
     except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
         raise MessageError(f"these bytes are not a message: {error}") from None
+    if message is None:
+        raise MessageError("these bytes are a safetensors file, but not a bayesfed message")
     parts: dict[str, Tensors] = {}
     for full, value in tensors.items():
         part, slash, name = full.partition("/")

@@ -21,14 +21,14 @@ from bayesfed.data.federation import Federation
 from bayesfed.data.fingerprint import data_fingerprint, describe_data_change
 from bayesfed.elbo.program import Program
 from bayesfed.engine.files import read_tensors, sweep, write_tensors
-from bayesfed.engine.parts import flatten_state
+from bayesfed.engine.parts import flat, flatten_state, nested
 from bayesfed.engine.plan import first_difference
 from bayesfed.engine.states import States
 from bayesfed.settings import shown
 
 _METADATA = "bayesfed run"
 _FORMAT = 5
-_DATA, _PROGRAM = "data/", "program/"
+_DATA, _PROGRAM = "data", "program"
 _SHARE = 0.05
 """The largest share of a run's time that is spent on writing."""
 
@@ -106,9 +106,7 @@ class RunFile:
         if not due and start - self._written < self._cost / _SHARE:
             return
         clients.flush()
-        tensors = flatten_state(state)
-        tensors |= {_DATA + name: value for name, value in self._data.items()}
-        tensors |= {_PROGRAM + name: value for name, value in self._program.items()}
+        tensors = flatten_state(state) | flat({_DATA: self._data, _PROGRAM: self._program})
         metadata = {
             "format": _FORMAT,
             "name": self.name,
@@ -134,16 +132,12 @@ class RunFile:
         if (setting := first_difference(now, metadata["description"])) is not None:
             name, here, there = setting
             return f"with {name} {shown(there)}, this one has {shown(here)}"
-        changed = describe_data_change(_under(_DATA, found), self._data, names)
+        saved = nested(found)
+        changed = describe_data_change(saved[_DATA], self._data, names)
         if changed is not None:
             return f"with other data ({changed})"
-        changed = describe_program_change(self.program, _under(_PROGRAM, found), self._program)
+        changed = describe_program_change(self.program, saved[_PROGRAM], self._program)
         return changed and f"of another model ({changed})"
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose names start with a prefix, without the prefix."""
-    return {n.removeprefix(prefix): v for n, v in tensors.items() if n.startswith(prefix)}
 
 
 def read_history(path: Path) -> list[list[float]]:

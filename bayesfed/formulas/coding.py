@@ -158,24 +158,18 @@ class Coding:
     def _index(self, group: Group, rows: pd.DataFrame, clients: pd.Series | None) -> np.ndarray:
         """Return the number of a factor's level in each row; ``clients`` are the rows' clients."""
         keys: list[Any] = list(levels_of(group, self.client, rows))
-        if group.factor in self.own:
+        factor, own = group.factor, self.own.get(group.factor)
+        number: dict[Any, int] = {level: i for i, level in enumerate(self.levels[factor])}
+        if own is not None:
             assert clients is not None
-            own = self.own[group.factor].items()
-            number = {(c, level): i for c, levels in own for i, level in enumerate(levels)}
+            number = {(c, level): i for c, levels in own.items() for i, level in enumerate(levels)}
             keys = list(zip(map(client_name, clients), keys, strict=True))
-            if new := next((key for key in keys if key not in number), None):
-                raise FormulaError(
-                    f"client {new[0]!r}: {group.factor!r} has the level {new[1]!r}, which the client did not have when "
-                    "the levels were agreed. Leave such rows out"
-                )
-            return np.array([number[key] for key in keys], dtype=np.int64)
-        number = {level: i for i, level in enumerate(self.levels[group.factor])}
         new = next((key for key in keys if key not in number), None)
         if new is not None:
-            raise FormulaError(
-                f"{group.factor!r} has the level {new!r}, which no client had when the levels were agreed. Leave such "
-                "rows out"
-            )
+            unknown = f"{factor!r} has the level {new!r}, which no client had"
+            if own is not None:
+                unknown = f"client {new[0]!r}: {factor!r} has the level {new[1]!r}, which the client did not have"
+            raise FormulaError(f"{unknown} when the levels were agreed. Leave such rows out")
         return np.array([number[key] for key in keys], dtype=np.int64)
 
     def _outcome(self, name: str, rows: pd.DataFrame) -> dict[str, np.ndarray]:

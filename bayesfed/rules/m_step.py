@@ -181,11 +181,9 @@ def under_prior(
     search = torch.optim.LBFGS(free.values(), max_iter=50, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
+        search.zero_grad()
         value = loss()
-        for leaf, grad in zip(
-            free.values(), torch.autograd.grad(value, [*free.values()]), strict=True
-        ):
-            leaf.grad = grad
+        value.backward(inputs=[*free.values()])
         return value.detach()
 
     with torch.enable_grad():

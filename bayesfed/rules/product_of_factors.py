@@ -90,7 +90,7 @@ class ProductOfFactors(Rule):
 
     def decode(self, turn: Turn, server: Server, total: Parts) -> tuple[Server, Tensor]:
         """Return q times the clients' changes and the prior factor's own."""
-        program, key, changes = turn.program, turn.key, total["gaussian"]
+        program, key, changes = turn.program, turn.key, Natural(**total["gaussian"])
         (site,) = program.random
         rows = Natural(*(x[None] for x in server.q))
         loc, z = antithetic(rows, program, key[None], max(turn.steps.draws, 64))
@@ -99,17 +99,9 @@ class ProductOfFactors(Rule):
         damping = 1.0 if self.damping is None else self.damping
         # the mean of the clients' q is proper, but the change of the prior's factor may undo that: it is shortened
         for shorter in (1.0, 0.5, 0.25, 0.125, 0.0):
-            step = [
-                shorter * damping * (new - old)
-                for old, new in zip(server.prior, fresh, strict=True)
-            ]
-            prior = Natural(*(old + by for old, by in zip(server.prior, step, strict=True)))
-            q = Natural(
-                *(
-                    old + changes[name] + by
-                    for name, old, by in zip(Natural._fields, server.q, step, strict=True)
-                )
-            )
+            part = shorter * damping
+            step = Natural(*(part * (f - p) for f, p in zip(fresh, server.prior, strict=True)))
+            prior, q = server.prior.plus(step), server.q.plus(changes).plus(step)
             if torch.linalg.cholesky_ex(q.precision).info == 0:
                 break
         else:

@@ -108,8 +108,7 @@ class CavitySteps(LocalVariational):
             if not late:
                 return local, q
             terms.append(term)
-            target = Natural(*(c + t for c, t in zip(cavity, factor, strict=True)))
-            return local, step_towards(q, target, self.step_size)
+            return local, step_towards(q, cavity.plus(factor), self.step_size)
 
         schedule = all_clients(len(job), self.steps)
         clients, q = local_loop(schedule, keys.device, (clients, q), step)

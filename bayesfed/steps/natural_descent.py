@@ -126,19 +126,16 @@ class NaturalDescent:
 
     def natural_steps(self, program: Program, grads: Params, units: Units, given: Inputs) -> Params:
         """Return a step, at the first of the rates in the parameters whose Fisher information is known."""
-        lr, shared_lr = given.rates
+        (lr, shared_lr), nats = given.rates, given.batch.rows / self.kl_weight
         rest = {name: grad for name, grad in grads.items() if name not in units}
-        if not self.natural:
-            plain = {name: per_client(lr, grads[name]) * grads[name] for name in units}
-            return plain | {n: per_client(shared_lr, grad) * grad for n, grad in rest.items()}
-        nats = given.batch.rows / self.kl_weight
-        found = {}
-        if rest:
-            rest = {
-                n: per_client(nats, g) * g if n in program.unread else g for n, g in rest.items()
-            }
-            found = {n: per_client(shared_lr, g) * g for n, g in clipped(rest).items()}
+        if self.natural and rest:
+            alone = rest.keys() & program.unread
+            rest = clipped(rest | {n: per_client(nats, rest[n]) * rest[n] for n in alone})
+        found = {name: per_client(shared_lr, grad) * grad for name, grad in rest.items()}
         for name, (unit, is_log_scale) in units.items():
+            if not self.natural:
+                found[name] = per_client(lr, unit) * grads[name]
+                continue
             step = {name: unit * per_client(nats, unit) * grads[name]}
             move = unit * per_client(lr, unit) * (step if is_log_scale else clipped(step))[name]
             found[name] = move.clamp(-MOST, MOST) if is_log_scale else move
