@@ -129,7 +129,8 @@ class GaussianProcess:
             ``(..., K, B)`` and ``(..., K, B, B)``.
         """
         mean, inputs = self._mean_and_inputs(phi, x)
-        covariance = self._covariance(phi, inputs, inputs) * (mask[:, None] & mask[..., None])
+        covariance = self._with("kernel", phi, lambda part: part(inputs, inputs).to_dense())
+        covariance = covariance * (mask[:, None] & mask[..., None])
         variance = self.noise(phi) * mask + (~mask) / (2 * torch.pi)
         covariance.diagonal(dim1=-2, dim2=-1).add_(variance)
         return mean * mask, covariance
@@ -166,10 +167,6 @@ class GaussianProcess:
         if self.features is None:
             return mean, flat
         return mean, apply(self.features, self._part_of("features", phi), x)
-
-    def _covariance(self, phi: Tensor, x1: Tensor, x2: Tensor) -> Tensor:
-        """Return k_φ(x, x'), ``(..., K, B, B')``."""
-        return self._with("kernel", phi, lambda part: part(x1, x2).to_dense())
 
 
 class _Part(nn.Module):

@@ -34,16 +34,9 @@ def make_local_params(run: Run, params: Params) -> Mapping[str, Tensor]:
     Those of stateful clients are read from their states. Stateless clients, and those that were in no cohort, make them
     from θ: at once, or when they are first read if there are many.
     """
-    group, on_disk = run.plan.execution.group, run.plan.execution.states is not None
-    key = noise.fold(noise.key(run.plan.seed), noise.word("personalize"))
-    make = partial(
-        personalize,
-        run.plan.algorithm,
-        run.program,
-        params,
-        batch_size=run.plan.batch_size,
-        key=key,
-    )
+    plan, group, on_disk = run.plan, run.plan.execution.group, run.plan.execution.states is not None
+    key, size = noise.fold(noise.key(plan.seed), noise.word("personalize")), plan.batch_size
+    make = partial(personalize, plan.algorithm, run.program, params, batch_size=size, key=key)
 
     def checked(federation: Federation, found: Params) -> Params:
         warn_of_infinities(federation.names, found)
@@ -83,21 +76,15 @@ def make_local_params(run: Run, params: Params) -> Mapping[str, Tensor]:
 
 def fitted_cohort(run: Run, params: Params, names: Sequence[str]) -> Fitted:
     """Return the current q of some clients of a run; stateless clients are at the centre of their priors."""
-    few = run.federation.select(names)
+    plan, few = run.plan, run.federation.select(names)
     params = {name: value.detach() for name, value in params.items()}
     if "params" in run.clients.tensors:
         own = run.clients.take(run.federation.index(names))["params"]
     else:
-        how = (
-            run.plan.algorithm,
-            run.program,
-            params,
-            few,
-            run.plan.batch_size,
-            noise.key(run.plan.seed),
-        )
-        own = gather(few, personalize(*how, steps=0))
-    return Fitted(run.program, few, params, own, {}, run.plan.algorithm, run.plan.seed)
+        key, size = noise.key(plan.seed), plan.batch_size
+        made = personalize(plan.algorithm, run.program, params, few, size, key, steps=0)
+        own = gather(few, made)
+    return Fitted(run.program, few, params, own, {}, plan.algorithm, plan.seed)
 
 
 def log_predictive(fitted: Fitted, rows: Federation, num_samples: int = 20) -> Tensor:
