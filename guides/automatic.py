@@ -1,7 +1,5 @@
 """The construction of the :class:`~bayesfed.guides.Hierarchical` guide of a model from draws of its prior."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

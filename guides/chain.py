@@ -7,8 +7,6 @@ The innovations δ have independent Normal priors given θ, and u = (I − B)⁻
 that of its hospital, and a random walk over time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -10,8 +10,6 @@ they move by the change of this factor since the last visit, so that gradient st
 a first visit nor a change of q(θ) between two visits leaves φ_i far from its optimum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol

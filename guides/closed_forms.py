@@ -1,7 +1,5 @@
 """Parameters with a maximum in closed form: the locations and log scales of Normal local priors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 

@@ -9,8 +9,6 @@ so that the value is a function of θ, of the client's other variables and of th
 treats the site as an ordinary random variable.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

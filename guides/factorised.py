@@ -1,7 +1,5 @@
 """Point estimates of the globals, and for every client independent Normals or point estimates."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The interface of a family of q(z), where z are all global variables, unconstrained and stacked."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

@@ -3,8 +3,6 @@
 The Fisher information of N(μ, σ²) is 1 / σ² for its location μ and 2 for log σ.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """A Normal with full covariance over all global variables, in unconstrained space."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A Gaussian over the globals that is found by Laplace's method, and what that method needs of the model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

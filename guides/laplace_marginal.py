@@ -8,8 +8,6 @@
 δ⁴ after them, so that gradients and Hessians in θ are those at the true mode.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -15,8 +15,6 @@ want it. With a wide start a overshoots, since the factor is too weak to pull, a
 look alike, and the spread between them collapses.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

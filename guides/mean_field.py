@@ -1,7 +1,5 @@
 """A mean-field Normal over all global variables, in unconstrained space."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar

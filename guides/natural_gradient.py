@@ -22,8 +22,6 @@ narrows it. m moves by ρ L (B + N B⁻¹ N)⁻¹ Lᵀ (h + H m), N² = τ² L�
 the prior of m.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Newton's method for K functions at once, each of a few variables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

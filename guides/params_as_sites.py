@@ -1,7 +1,5 @@
 """A model whose global ``pyro.param`` are sample sites, for guides that have a distribution over them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -3,8 +3,6 @@
 A tensor with as many dimensions as the vector is a diagonal, one with one more is a matrix.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Run a model at given unconstrained values of its latent variables, or as a guide."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 

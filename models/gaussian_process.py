@@ -1,7 +1,5 @@
 """A Gaussian process for every client, with a global mean function and kernel that have a hyper-prior."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """A modulated network: a second network reads a client's rows and gates the hidden units of the first (CAFeMe)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

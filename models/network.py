@@ -1,7 +1,5 @@
 """Bayesian networks: every client has its own weights around a common centre, in all layers or in some."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Methods by name: a composition of parts, and the keywords by which users set the parts' fields."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

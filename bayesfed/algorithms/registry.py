@@ -1,7 +1,5 @@
 """Algorithms by name, from plain data and to plain data: those of checkpoints, experiment files and messages."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Batches: the rows that clients use in their local steps."""
 
-from __future__ import annotations
-
 import math
 from functools import cache, lru_cache
 

@@ -1,7 +1,5 @@
 """The work of a cohort in a round: its clients run in chunks, each as one batch, and their uploads are summed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

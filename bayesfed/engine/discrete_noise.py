@@ -23,8 +23,6 @@ two negative binomial variables, a sum of M′ of which is geometric): a share h
 thinning: candidates l, uniform in [2ʲ, 2ʲ⁺¹) for each j, are accepted with probability (2ʲ / l) exp(−l / t).
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Sequence

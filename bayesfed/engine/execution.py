@@ -1,7 +1,5 @@
 """The execution of a run, which changes its memory and time, and its numbers by round-off at most."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Atomic writing of files, which are complete or absent: safetensors and others."""
 
-from __future__ import annotations
-
 import errno
 import glob
 import json

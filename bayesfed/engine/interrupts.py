@@ -1,7 +1,5 @@
 """Interrupts that wait for the end of a round, so that a run can be saved as it is between two rounds."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterator

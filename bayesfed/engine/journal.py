@@ -13,8 +13,6 @@ checksum: the states of its clients were not changed yet.
 The file ``run`` names the run that the states belong to; it is called ``starting`` until the run's file exists.
 """
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Iterator

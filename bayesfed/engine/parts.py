@@ -1,7 +1,5 @@
 """Structured messages, uploads and states as flat ones, for sums, noise, files and the wire."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

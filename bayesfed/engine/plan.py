@@ -1,7 +1,5 @@
 """The options of a fit, in one object: what is fitted to which rows, how, for how long and where."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any

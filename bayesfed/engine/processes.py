@@ -4,8 +4,6 @@ Client i belongs to process i mod P, which alone has its state. The processes ex
 2 (and with it the clients' ELBO terms), which each of them then decodes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """The program that a run, a file and a node of a deployment have in common."""
 
-from __future__ import annotations
-
 from bayesfed.algorithms.algorithm import Algorithm
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise

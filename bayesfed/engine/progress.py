@@ -1,7 +1,5 @@
 """The progress of a run: on a terminal a bar with round, ELBO and time left, elsewhere a line every ten seconds."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator

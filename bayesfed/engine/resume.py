@@ -1,7 +1,5 @@
 """Start a run, or resume it from its file, and save it to that file after its rounds."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Between machines :func:`answer` runs at each institution for its own clients, and the answers are added up.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator

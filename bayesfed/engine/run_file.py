@@ -1,7 +1,5 @@
 """The file of a run, written from time to time, from which the same call continues it (invariant 4)."""
 
-from __future__ import annotations
-
 import json
 import time
 import uuid

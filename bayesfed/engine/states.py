@@ -1,7 +1,5 @@
 """The states of stateful clients: a row for each client, in memory or in memory-mapped files."""
 
-from __future__ import annotations
-
 import mmap
 from pathlib import Path
 from typing import Any, Literal

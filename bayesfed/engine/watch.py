@@ -1,7 +1,5 @@
 """Checks of a run in progress and at its end: numbers that are not finite, an ELBO that falls, scales that diverge."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import warnings

@@ -5,8 +5,6 @@ factors the set of levels; and sums. The codes of a level (the reference level, 
 intercept) are those of formulae, evaluated on a table that has every agreed level and no client's rows.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The coding of a client's columns as numbers, done by each client alone once the coding is agreed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

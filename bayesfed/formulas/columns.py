@@ -1,7 +1,5 @@
 """The columns of one client's rows: their kinds, their levels and their gaps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The families: likelihoods of an outcome, with the default priors of their parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

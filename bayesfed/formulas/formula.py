@@ -1,7 +1,5 @@
 """``bf.formula``: a model from a formula and data, printable as the Pyro program that it is."""
 
-from __future__ import annotations
-
 import linecache
 import math
 import warnings

@@ -1,7 +1,5 @@
 """The notation of R's formulas: what can mean only one thing is translated, and all else has a remedy."""
 
-from __future__ import annotations
-
 import re
 
 _SPLINE = "store the columns of the basis in the data, computed with the same knots everywhere, and add them"

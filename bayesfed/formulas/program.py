@@ -8,8 +8,6 @@ identity), and a, b_k, u the standardised coefficients::
     Intercept = m_y + s_y (a − Σ_k b_k m_k / s_k)
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Mapping, Sequence

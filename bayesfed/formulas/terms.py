@@ -1,7 +1,5 @@
 """A parsed formula: its outcome, its common terms and its groups. The package formulae parses it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Networks as functions of a weight vector, for batches of weights and clients."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

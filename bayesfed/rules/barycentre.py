@@ -10,8 +10,6 @@ mean-field copies that is the mean of the standard deviations; for a model's glo
 the mean.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -26,8 +26,6 @@ The authors' code lets every client train in every round and a random tenth of t
 ``clients_per_round=1.0`` with ``upload_fraction=0.1``. ``clients_per_round=0.1`` alone trains the cohort only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated

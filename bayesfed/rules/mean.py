@@ -1,7 +1,5 @@
 """Means of the clients' copies of θ, and rules that differ from it by a line: FedNova, SCAFFOLD, a median."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

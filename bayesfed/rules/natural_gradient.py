@@ -34,8 +34,6 @@ be what the client remembers. Then clients upload the gradients themselves and r
 times N / K is unbiased.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -11,8 +11,6 @@
     server    adds the changes; t_0, the prior's factor, is updated in the same way (exact if Gaussian)
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -35,8 +35,6 @@ curvature or more: with Hessians, but not in a network, whose weights are correl
 ρ = 1 / K they are averaged.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 

@@ -7,8 +7,6 @@ The server needs only the sum, so that the order and the chunking of clients do 
 secure summation act in one place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

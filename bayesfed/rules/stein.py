@@ -15,8 +15,6 @@ this is the sum. τ = (their τ) / n is the average. A τ above 1 counts every r
 there is no λ for it, and no bound that its Q* would be the minimum of.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """The mean of θ_i beside the sums of the clients' curvatures (FedCurv, Shoham et al. 2019, section 3)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -8,8 +8,6 @@ of q_i; a step moves a fraction β there. With antithetic draws the expectations
 and so is the posterior of a conjugate Gaussian model.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

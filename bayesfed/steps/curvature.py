@@ -7,8 +7,6 @@ A loss here is a function ``(w, batch) -> (K,)`` of the numbers ``(K, D)`` of K 
 −log p(y | x, w).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -10,8 +10,6 @@ A client, old or new, conditions: it takes no gradient step and uploads nothing.
 by exp(−(β / n_i) Σ ℓ), and so particles by their Z_i (eq. 37).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

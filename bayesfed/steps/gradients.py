@@ -1,7 +1,5 @@
 """Clients' own copies of parameters, their gradients, gradient steps to differentiate through, and annealing."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,5 @@
 """The work of K clients in a round: what they are given, and what they return."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import NamedTuple
 

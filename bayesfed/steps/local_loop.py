@@ -1,7 +1,5 @@
 """The loop of a client's local steps, for K clients at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

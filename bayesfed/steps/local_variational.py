@@ -4,8 +4,6 @@ Clients are stateful: they keep φ_i, Adam's moments, and the origin of φ_i: it
 last visit (:mod:`bayesfed.guides.client_factor`). What gradient steps have learnt is a correction to the origin.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 L_i(w_i, θ) = (−log p(D_i | w_i, θ) − log p(θ) / N) / n_i
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -4,8 +4,6 @@ torch.optim keeps its state by parameter identity and one step count for all; a 
 state of each client apart, since a client steps only when it takes part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

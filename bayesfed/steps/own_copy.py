@@ -9,8 +9,6 @@ in each client would normalise each client's gradient by itself, and the mean of
 zero in the wrong place.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Rounds of several phases: one after the other, or in alternation on every minibatch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -4,8 +4,6 @@ Steps *give* parts to the rule, such as copies of θ, and may *need* parts of it
 not give what its rule needs is refused before anything runs (:mod:`bayesfed.algorithms.algorithm`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 

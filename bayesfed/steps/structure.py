@@ -1,7 +1,5 @@
 """The structure of a program that steps rely on, and the refusals of programs that lack it."""
 
-from __future__ import annotations
-
 from bayesfed.elbo.program import Program
 from bayesfed.guides.locals import AtPrior, Locals
 

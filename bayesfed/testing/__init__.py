@@ -1,7 +1,5 @@
 """A check of an algorithm with parts of one's own: the invariants that the engine, files and deployments rely on."""
 
-from __future__ import annotations
-
 import copy
 import json
 import tempfile

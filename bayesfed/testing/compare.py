@@ -1,7 +1,5 @@
 """Comparisons of tensors and states in the check of algorithms, and errors that name the part to blame."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Compilation by Inductor, with a pass that rewrites the matrix products of a cohort's small networks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The precision of the clients' matrix products; all other operations have that of the data."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal

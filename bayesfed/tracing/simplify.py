@@ -5,8 +5,6 @@ shape, a chain of views, the logarithm of ones. Inductor removes them itself; a 
 Operations on memory that is changed in place are left unchanged.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The structure of a step's arguments and results: nesting, shapes and static values, apart from the tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -20,8 +20,6 @@ weights show that q(θ) or its correction is good enough, there is no noise left
 If not, the end is withdrawn, and the run goes on until q(θ) has converged.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ result counts: after a change of the guide's kind of steps, and under noise, one
 ELBO of a round is treated likewise.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 

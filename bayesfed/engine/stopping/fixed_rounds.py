@@ -1,7 +1,5 @@
 """The stopping rule of a run whose number of rounds is given."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from torch import Tensor

@@ -8,8 +8,6 @@ less than :data:`GAIN`, beyond its noise. If the algorithm's learning rates fall
 rounds again.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field

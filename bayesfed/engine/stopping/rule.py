@@ -1,7 +1,5 @@
 """The interface of a stopping rule: when a run ends, and what the learning rates are until then."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
