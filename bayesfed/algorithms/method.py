@@ -125,6 +125,10 @@ class Method:
     def __repr__(self) -> str:
         return f"bayesfed.{self.name}"
 
+    def variant(self, name: str, summary: str, algorithm: Algorithm) -> "Method":
+        """Return a method of another composition, with the keywords of this one."""
+        return Method(name, summary, algorithm, **self.settings)
+
     def build(self, settings: Mapping[str, Any], where: str) -> Algorithm:
         """Return the algorithm with these settings; ``where`` is their dotted key, for messages."""
         plain = {key: plain_number(value) for key, value in settings.items()}

@@ -5,8 +5,6 @@ is. Two names of the literature that are one composition stand side by side: MAM
 multi-task learning) is pFedMAP, Pooled is FedAvg of ``federation.pool()``, a single client with all rows.
 """
 
-from typing import Any
-
 from bayesfed.algorithms.algorithm import Algorithm
 from bayesfed.algorithms.method import Method, Setting
 from bayesfed.guides.flow import Flow
@@ -52,20 +50,6 @@ from bayesfed.steps import (
 )
 
 END = {"lr_decay": "lr_decay", "personal_steps": "locals.personal_steps"}
-AVERAGING = {
-    "lr": "steps.lr",
-    "local_epochs": "steps.epochs",
-    "local_steps": "steps.steps",
-    "optimizer": "steps.optimizer",
-    "proximal": "steps.proximal",
-    **END,
-}
-HEADS = {
-    "lr": "steps.lr",
-    "local_epochs": "steps.epochs",
-    "optimizer": "steps.optimizer",
-    **END,
-}
 WEIGHTED = Setting(("rule.by",), {False: "clients", True: "rows"})
 
 # -- point estimates of θ -----------------------------------------------------------------------------
@@ -76,25 +60,27 @@ FedAvg = Method(
     Algorithm(
         Point(), AtPrior(), Descent("globals", lr=0.1, epochs=5, steepest=100.0), Mean(by="rows")
     ),
-    **AVERAGING,
+    lr="steps.lr",
+    local_epochs="steps.epochs",
+    local_steps="steps.steps",
+    optimizer="steps.optimizer",
+    proximal="steps.proximal",
+    **END,
 )
-FedProx = Method(
+FedProx = FedAvg.variant(
     "FedProx",
     "FedAvg with a pull towards θ as it was sent (Li et al. 2020, eq. 2).",
     FedAvg(proximal=0.1),
-    **AVERAGING,
 )
-FedNova = Method(
+FedNova = FedAvg.variant(
     "FedNova",
     "FedAvg of clients that take different numbers of steps (Wang et al. 2020, eq. 8).",
     FedAvg().replace(rule=NormalisedMean()),
-    **AVERAGING,
 )
-Scaffold = Method(
+Scaffold = FedAvg.variant(
     "Scaffold",
     "FedAvg whose steps are corrected by control variates (Karimireddy et al. 2020, Algorithm 1).",
     FedAvg().replace(rule=ControlVariates()),
-    **AVERAGING,
 )
 FedCurv = Method(
     "FedCurv",
@@ -113,7 +99,10 @@ FedPer = Method(
     "FedPer",
     "A body that clients share, and heads of their own, in common steps (Arivazhagan et al. 2019, Algorithm 1).",
     Algorithm(Point(), Kept("point"), Descent("all", lr=0.1, epochs=5), Mean(by="rows")),
-    **HEADS,
+    lr="steps.lr",
+    local_epochs="steps.epochs",
+    optimizer="steps.optimizer",
+    **END,
 )
 FedRep = Method(
     "FedRep",
@@ -127,17 +116,15 @@ FedRep = Method(
     optimizer=("steps.phases.0.optimizer", "steps.phases.1.optimizer"),
     **END,
 )
-FedBABU = Method(
+FedBABU = FedPer.variant(
     "FedBABU",
     "The body alone, under the head with which all clients start; then fine-tuning (Oh et al. 2022, Algorithm 1).",
     FedPer().replace(locals=Remade("point"), steps=Descent("body", lr=0.1, epochs=5)),
-    **HEADS,
 )
-Local = Method(
+Local = FedPer.variant(
     "Local",
     "Every client by itself: nothing is shared.",
     FedPer().replace(steps=Descent("locals", lr=0.1, epochs=5)),
-    **HEADS,
 )
 Ditto = Method(
     "Ditto",
@@ -210,19 +197,6 @@ CAFeMe = Method(
 
 # -- point estimates of θ, Normals for w_i -------------------------------------------------------------
 
-ABML: dict[str, Any] = {
-    "local_epochs": "steps.outer.epochs",
-    "local_steps": "steps.outer.steps",
-    "inner_steps": "steps.times",
-    "lr": "steps.inner.lr",
-    "prior_lr": "steps.outer.lr",
-    "shared_lr": "steps.outer.shared_lr",
-    "kl_weight": ("steps.inner.kl_weight", "steps.outer.kl_weight"),
-    "draws": ("steps.inner.draws", "steps.outer.draws"),
-    "natural": ("steps.inner.natural", "steps.outer.natural"),
-    "weighted": WEIGHTED,
-    **END,
-}
 FedABML = Method(
     "FedABML",
     "Bayesian meta-learning: θ is the prior from which each client makes its posterior anew (Algorithm 1).",
@@ -233,40 +207,45 @@ FedABML = Method(
         Mean(by="clients"),
         lr_decay=0.03,
     ),
-    **ABML,
+    local_epochs="steps.outer.epochs",
+    local_steps="steps.outer.steps",
+    inner_steps="steps.times",
+    lr="steps.inner.lr",
+    prior_lr="steps.outer.lr",
+    shared_lr="steps.outer.shared_lr",
+    kl_weight=("steps.inner.kl_weight", "steps.outer.kl_weight"),
+    draws=("steps.inner.draws", "steps.outer.draws"),
+    natural=("steps.inner.natural", "steps.outer.natural"),
+    weighted=WEIGHTED,
+    **END,
 )
-PFedBayes = Method(
+PFedBayes = FedABML.variant(
     "PFedBayes",
     "FedABML with its KL weighted by ζ = 0.05, for likelihoods that depend on w_i alone (Zhang et al. 2022).",
     FedABML(kl_weight=0.05),
-    **ABML,
 )
-VEM: dict[str, Any] = {
-    "point": Setting(("locals.kind",), {False: "normal", True: "point"}),
-    "head_epochs": "steps.epochs",
-    "body_epochs": "steps.body_epochs",
-    "head_steps": "steps.steps",
-    "body_steps": "steps.body_steps",
-    "lr": "steps.lr",
-    "body_lr": "steps.body_lr",
-    "optimizer": "steps.optimizer",
-    "kl_weight": ("steps.kl_weight", "rule.kl_weight"),
-    "draws": "steps.draws",
-    "init_scale": "locals.scale",
-    "upload_fraction": "rule.upload_fraction",
-    **END,
-}
 PFedVEM = Method(
     "PFedVEM",
     "Variational EM: each client's distance to the centre follows from its uncertainty (Zhu et al. 2023, eq. 5, 7).",
     Algorithm(Point(), Kept("normal", scale=0.3), VariationalEM(), MStep(), lr_decay=0.1),
-    **VEM,
+    point=Setting(("locals.kind",), {False: "normal", True: "point"}),
+    head_epochs="steps.epochs",
+    body_epochs="steps.body_epochs",
+    head_steps="steps.steps",
+    body_steps="steps.body_steps",
+    lr="steps.lr",
+    body_lr="steps.body_lr",
+    optimizer="steps.optimizer",
+    kl_weight=("steps.kl_weight", "rule.kl_weight"),
+    draws="steps.draws",
+    init_scale="locals.scale",
+    upload_fraction="rule.upload_fraction",
+    **END,
 )
-PFedMAP = Method(
+PFedMAP = PFedVEM.variant(
     "PFedMAP",
     "Personal point estimates under N(m, ρ²), m their mean; mean-regularised multi-task learning (Zhu et al. 2023).",
     PFedVEM(point=True),
-    **VEM,
 )
 
 # -- distributions of θ --------------------------------------------------------------------------------
@@ -287,30 +266,26 @@ FOLA = Method(
     gamma="globals.gamma",
     personal_steps="locals.personal_steps",
 )
-PACPFL_SETTINGS: dict[str, Any] = {
-    "particles": "globals.count",
-    "draws": "locals.draws",
-    "tau": "rule.tau",
-    "lam": "rule.lam",
-    "beta": ("locals.beta", "rule.beta"),
-    "new_data_clients": "rule.new_data_clients",
-    "upsilon": "rule.upsilon",
-    "flat": "rule.flat",
-    "lr": "rule.lr",
-    "optimizer": "rule.optimizer",
-    "lr_decay": "lr_decay",
-}
 PACPFL = Method(
     "PACPFL",
     "Particles of a hyper-posterior over priors, moved by Stein variational gradient descent (Algorithm 2, eq. 39).",
     Algorithm(Particles(4), FromPrior(draws=10), Evidence(), Stein(lr=0.05), lr_decay=0.1),
-    **PACPFL_SETTINGS,
+    particles="globals.count",
+    draws="locals.draws",
+    tau="rule.tau",
+    lam="rule.lam",
+    beta=("locals.beta", "rule.beta"),
+    new_data_clients="rule.new_data_clients",
+    upsilon="rule.upsilon",
+    flat="rule.flat",
+    lr="rule.lr",
+    optimizer="rule.optimizer",
+    lr_decay="lr_decay",
 )
-PFedGP = Method(
+PFedGP = PACPFL.variant(
     "PFedGP",
     "One prior for all clients, of maximum marginal likelihood; regression only (Achituve et al. 2021).",
     PACPFL(particles=1, flat=True),
-    **PACPFL_SETTINGS,
 )
 SFVI = Method(
     "SFVI",
