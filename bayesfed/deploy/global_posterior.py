@@ -48,7 +48,8 @@ class GlobalPosterior:
         """A warning to heed before the numbers are used, or an empty text."""
         of = self.posterior
         moving = caveat(of.moving, of.rising, len(of.history["elbo"]))
-        return moving or khat.caveat(self.khat)
+        draws = khat.DRAWS if of.correction is None else of.correction.count
+        return moving or khat.caveat(self.khat, draws)
 
     def __repr__(self) -> str:
         of, names = self.posterior, ", ".join(site.name for site in self.posterior.program.globals)

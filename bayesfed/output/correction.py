@@ -54,7 +54,7 @@ CENTRES = 500
 EVEN = 0.95
 """Effective sample size of q's own draws, relative to their number, above which q(θ) needs no correction."""
 TAIL = 0.02
-"""The largest share of all weight that may lie beyond the largest weight if k is above :data:`khat.LIMIT`."""
+"""The largest share of all weight that may lie beyond the largest weight if k is above :func:`khat.limit`."""
 PROBE, QUIET = 200, 0.1
 """Draws of θ at which the noise of log weights is measured, and the largest variance that is accepted."""
 
@@ -76,7 +76,7 @@ class CorrectionResult(NamedTuple):
 def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> CorrectionResult:
     """Correct q(θ) of all clients of a fit by importance sampling, if it needs a correction.
 
-    There is no correction if the weights are too uneven (Pareto k above :data:`khat.LIMIT` with a heavy tail, or a
+    There is no correction if the weights are too uneven (Pareto k above :func:`khat.limit` with a heavy tail, or a
     small effective sample size), if q(θ) is no family over one real vector, under privacy, or if the clients' rows are
     too many.
 
@@ -127,7 +127,7 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
         if size < max(LEAST, PER_DIMENSION * z.shape[1]):
             return CorrectionResult(reliable=False)
         k = pareto_k(log_w)
-        trusted = k <= khat.LIMIT or tail_share(log_w, k) < TAIL
+        trusted = k <= khat.limit(len(log_w)) or tail_share(log_w, k) < TAIL
         finite_variance = k <= FINITE_VARIANCE or len(proposals) > PROPOSALS[0]
         enough = trusted and finite_variance and size > ENOUGH
     if not trusted:
@@ -139,7 +139,7 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
 def _is_posterior(log_weights: Tensor) -> bool:
     """Return whether weights p / q ``(S,)`` are so even that q needs no correction."""
     size = effective_sample_size((log_weights - log_weights.max()).exp())
-    return size > EVEN * len(log_weights) and pareto_k(log_weights) <= khat.LIMIT
+    return size > EVEN * len(log_weights) and pareto_k(log_weights) <= khat.limit(len(log_weights))
 
 
 def _log_mixture(proposals: list[StudentMixture], z: Tensor) -> Tensor:

@@ -189,7 +189,11 @@ def theta_support(fitted: Fitted) -> tuple[Params, int] | None:
 
 def draw_globals(fitted: Fitted, count: int, seed: int) -> Params:
     """Draw the model's global sites, ``(S, *event)``, without any client's data."""
-    theta = draw_theta(fitted, count, fitted.key(seed))
+    return globals_at(fitted, draw_theta(fitted, count, fitted.key(seed)), count)
+
+
+def globals_at(fitted: Fitted, theta: Params, count: int) -> Params:
+    """Return the model's global sites, ``(S, *event)``, at S draws of the guide's."""
     nodes = _trace_guide_on_server(fitted, theta, count)
     return {
         site.name: nodes[site.name]["value"].expand(count, 1, 1, *site.event_shape)[:, 0, 0]

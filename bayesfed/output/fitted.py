@@ -34,6 +34,11 @@ class Correction:
     khat: float
     laplace: bool = False
 
+    @property
+    def count(self) -> int:
+        """Number of draws."""
+        return len(next(iter(self.theta.values())))
+
     def sample(self, count: int, key: Tensor) -> Params:
         """Choose ``count`` of the draws at random, with replacement: ``(count, 1, 1, *event)``."""
         u = noise.uniform(noise.fold(key, noise.word("corrected")), (count,))
@@ -64,7 +69,7 @@ class Fitted:
         correction: draws of θ by importance sampling that replace draws from q(θ), see
             :mod:`bayesfed.output.correction`.
         resampled: the clients whose variables are drawn by importance sampling in place of q(w_i | θ), see
-            :mod:`bayesfed.output.client_check`.
+            :mod:`bayesfed.output.poor_variables`.
     """
 
     program: Program

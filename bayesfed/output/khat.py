@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
+from torch import Tensor
+
 from bayesfed.output.fitted import Fitted
-from bayesfed.output.importance import pareto_k
 from bayesfed.output.log_densities import elbo
 
 DRAWS, FEWEST = 1000, 200
@@ -14,12 +17,28 @@ LIMIT = 0.7
 """The largest k-hat at which q is close enough to the posterior to be used, or to be corrected by its weights."""
 
 
-def khat(fitted: Fitted) -> float | None:
-    """Return Pareto k-hat of q; None if q has no density, under privacy, or if the data are too large."""
+def log_weights(fitted: Fitted) -> Tensor | None:
+    """Return log p(D, θ_s, w_s) − log q(θ_s, w_s) of draws from q, ``(S,)``.
+
+    None if q has no density, under privacy, or if the data are too large.
+    """
     draws = min(DRAWS, affordable_draws(fitted, fitted.federation.rows))
     if not has_density(fitted) or draws < FEWEST:
         return None
-    return pareto_k(elbo(fitted, draws, 0).double().cpu())
+    return elbo(fitted, draws, 0).double().cpu()
+
+
+def limit(draws: int) -> float:
+    """Return the largest k-hat at which weights of this number of draws are reliable.
+
+    Vehtari, Simpson, Gelman, Yao & Gabry 2024, *Pareto smoothed importance sampling*, section 3.2.4.
+
+    Example:
+        >>> from bayesfed.output.khat import limit
+        >>> round(limit(1000), 3), limit(4000)
+        (0.667, 0.7)
+    """
+    return min(LIMIT, 1 - 1 / math.log10(draws))
 
 
 def has_density(fitted: Fitted) -> bool:
@@ -35,12 +54,12 @@ def affordable_draws(fitted: Fitted, rows: int) -> int:
     return int(WORK / size)
 
 
-def caveat(found: float | None) -> str:
-    """Return a warning for the user if k-hat is above its limit, else an empty string."""
-    if found is None or found <= LIMIT:
+def caveat(found: float | None, draws: int = DRAWS) -> str:
+    """Return a warning for the user if k-hat of ``draws`` draws is above its limit, else an empty string."""
+    if found is None or found <= limit(draws):
         return ""
     return (
-        f"Pareto k {found:.2f} > {LIMIT}: q(θ, w) is not a good approximation of the posterior. Means are usually "
-        "accurate, standard deviations and tails may not be: compare with another guide "
+        f"Pareto k {found:.2f} > {limit(draws):.2g}: q(θ, w) is not a good approximation of the posterior. Means are "
+        "usually accurate, standard deviations and tails may not be: compare with another guide "
         "(SFVI(global_guide=Flow())), or with NUTS on fewer clients; narrower priors may help"
     )

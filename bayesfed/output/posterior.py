@@ -15,12 +15,13 @@ from bayesfed.checks.data import check_data, check_rows
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.engine.stopping.drift import caveat
-from bayesfed.output import checkpoint, client_check, khat, mixture, predictions
-from bayesfed.output.client_check import Distance
+from bayesfed.output import checkpoint, khat, mixture, poor_variables, predictions
 from bayesfed.output.correction import correct
 from bayesfed.output.fitted import Fitted
+from bayesfed.output.importance import pareto_k
 from bayesfed.output.log_densities import elbo
 from bayesfed.output.personalize import gather, personalize
+from bayesfed.output.poor_variables import Distance
 from bayesfed.tracing.compiler import Compiler, using
 
 if TYPE_CHECKING:
@@ -43,22 +44,47 @@ class Posterior(Fitted):
         For a corrected posterior, that of the weights by which its draws were resampled. None if q(θ) has no density,
         under privacy, or if the clients' rows are too many.
         """
-        return khat.khat(self) if self.correction is None else self.correction.khat
+        if self.correction is not None:
+            return self.correction.khat
+        return None if self._log_weights is None else pareto_k(self._log_weights)
+
+    @property
+    def _khat_draws(self) -> int:
+        """Number of the draws that k-hat is estimated from."""
+        if self.correction is not None:
+            return self.correction.count
+        return khat.DRAWS if self._log_weights is None else len(self._log_weights)
+
+    @cached_property
+    def _log_weights(self) -> Tensor | None:
+        return khat.log_weights(self)
+
+    @cached_property
+    def poor_globals(self) -> dict[str, Distance]:
+        """The global sites of a q(θ) without a correction whose weighted draws say that it is poor, the worst first.
+
+        By site the shift of its mean and the ratio of its standard deviation, see
+        :mod:`bayesfed.output.poor_variables`.
+        """
+        if self.correction is not None or self._log_weights is None:
+            return {}
+        return poor_variables.find_poor_globals(self, self._log_weights)
 
     @cached_property
     def poor_clients(self) -> dict[str, Distance]:
         """The clients whose draws are not a good approximation of their posteriors given θ, the worst first.
 
         By client the site, the shift of its mean and the ratio of its standard deviation, see
-        :mod:`bayesfed.output.client_check`. :meth:`corrected` draws their variables by importance sampling.
+        :mod:`bayesfed.output.poor_variables`. :meth:`corrected` draws their variables by importance sampling.
         """
-        return client_check.find_poor_clients(self)
+        return poor_variables.find_poor_clients(self)
 
     @property
     def caveat(self) -> str:
         """A warning that q had not converged, or is far from the posterior; empty if neither."""
         moving = caveat(self.moving, self.rising, len(self.history["elbo"]))
-        return moving or khat.caveat(self.khat) or client_check.caveat(self.poor_clients)
+        far = khat.caveat(self.khat, self._khat_draws)
+        return moving or far or poor_variables.caveat(self.poor_globals, self.poor_clients)
 
     def __repr__(self) -> str:
         shared = [s.name for s in self.program.globals] or list(self.program.init)

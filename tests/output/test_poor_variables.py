@@ -1,5 +1,8 @@
 """Clients whose q(w_i | θ) is poor are named, and resampled: against integrals on a grid."""
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pyro
 import pyro.distributions as dist
@@ -7,7 +10,7 @@ import pytest
 import torch
 
 import bayesfed as bf
-from bayesfed.output import client_check
+from bayesfed.output import poor_variables
 
 GRID = np.linspace(-25, 25, 5001)
 SPREAD = 2.5
@@ -19,6 +22,14 @@ def log_odds(federation):
         w = pyro.sample("w", dist.Normal(mu, SPREAD))
         with federation.observations() as obs:
             pyro.sample("y", dist.Bernoulli(logits=w), obs=obs["y"])
+
+
+def normal(federation):
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    with federation.clients():
+        w = pyro.sample("w", dist.Normal(mu, 1.0))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Normal(w, 1.0), obs=obs["y"])
 
 
 def square(federation):
@@ -81,7 +92,7 @@ def test_clients_whose_q_lacks_a_mode_are_named_with_their_distances(plain):
         assert far.site == "w"
         assert far.ratio == pytest.approx(float(draws[:, k].std()) / sd, abs=0.1)
         assert abs(far.shift) == pytest.approx(abs(float(draws[:, k].mean()) - mean) / sd, abs=0.45)
-    text = client_check.caveat(plain.poor_clients)
+    text = poor_variables.caveat({}, plain.poor_clients)
     assert "'a' (w: mean off by" in text and "'far'" in text and "posterior.corrected()" in text
 
 
@@ -149,7 +160,23 @@ def test_nothing_is_checked_where_a_client_has_no_density():
 
 
 def test_the_caveat_names_three_and_counts_the_others():
-    far = client_check.Distance("w", 0.5, 0.6, 0.01)
-    text = client_check.caveat(dict.fromkeys("abcde", far))
+    far = poor_variables.Distance("w", 0.5, 0.6, 0.01)
+    text = poor_variables.caveat({}, dict.fromkeys("abcde", far))
     assert "'c' (w:" in text and "'d'" not in text and "and 2 more" in text
-    assert "NUTS" in text and not client_check.caveat({})
+    assert "NUTS" in text and not poor_variables.caveat({}, {})
+
+
+@pytest.mark.parametrize("ratio", [0.67, 1.0])
+def test_a_global_whose_standard_deviation_is_too_small_is_named(ratio):
+    rows = {f"c{i}": [0.3 * i, 1.0] for i in range(6)}
+    exact = bf.fit(normal, federation(rows), bf.SFVI(corrected=False), progress=False)
+    narrower = exact.params["global.log_scale"] + math.log(ratio)
+    posterior = replace(exact, params=exact.params | {"global.log_scale": narrower})
+    assert posterior.khat < 0.65
+    if ratio == 1.0:
+        assert not posterior.caveat
+        return
+    (distance,) = posterior.poor_globals.values()
+    assert distance.ratio == pytest.approx(ratio, rel=0.1)
+    assert "posterior of mu (mean off by" in posterior.caveat
+    assert not posterior.corrected().caveat

@@ -1,8 +1,9 @@
-"""The clients whose draws are far from p(w_i | θ, D_i), found by importance sampling.
+"""The variables whose draws are far from the posterior, found by importance sampling.
 
-Pareto k-hat is one number for all clients, and uses draws from q(w_i | θ) only: it stays low where q lacks a mode or a
-tail of one client's posterior. Here means and standard deviations of each client's draws, at some draws of θ, are
-compared with those of weighted draws from a wider proposal, see :mod:`bayesfed.output.defensive`.
+Pareto k-hat is one number for all variables, and uses draws from q only: it stays low where q lacks a mode or a tail of
+one client's posterior, and a standard deviation may be a third too small at a k-hat of 0.6. Here means and standard
+deviations are compared: of each client's draws, at some draws of θ, with those of weighted draws from a wider proposal,
+see :mod:`bayesfed.output.defensive`; of a q(θ) that is not corrected, with those of the same draws by their weights.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributions import constraints
+from torch.distributions import biject_to, constraints
 
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.elbo import run
 from bayesfed.elbo.moments import unconstrained
 from bayesfed.elbo.program import Params, Program
 from bayesfed.output.defensive import LARGEST, defensive_candidates, unstack
-from bayesfed.output.draws import client_chunks, draw_guide_locals, draw_theta
+from bayesfed.output.draws import client_chunks, draw_guide_locals, draw_theta, globals_at
 from bayesfed.output.fitted import Fitted
+from bayesfed.output.importance import truncate_weights
 
 THETAS, FEW, DRAWS = 8, 64, 256
 """Number of draws of θ, and of draws of a client's variables at each: for all clients, and for those found suspect."""
 WORK = 1e8
 """The largest size of clients' rows and variables, in numbers, over all draws."""
+FEWEST = 25
+"""Effective sample size of weights below which they give no standard deviation."""
 SHIFT, RATIO = 0.25, 1.25
 """Difference of means, in standard deviations, and ratio of standard deviations that are named."""
 ERRORS = 3.0
@@ -41,7 +45,7 @@ NAMED = 3
 
 
 class Distance(NamedTuple):
-    """The variable of a client whose draws are farthest from its posterior, in unconstrained coordinates.
+    """How far draws of one variable are from the posterior, in unconstrained coordinates.
 
     Attributes:
         site: its sample site.
@@ -55,6 +59,9 @@ class Distance(NamedTuple):
     ratio: float
     size: float
 
+    def __str__(self) -> str:
+        return f"mean off by {abs(self.shift):.2f} sd, sd {self.ratio:.2f} times the posterior's"
+
     @property
     def reached(self) -> bool:
         """Return whether importance sampling reaches the posterior, so that the client's variables can be resampled."""
@@ -62,7 +69,7 @@ class Distance(NamedTuple):
 
 
 class Distances(NamedTuple):
-    """The distances of K clients' draws, by number of their variables.
+    """The distances of draws of K clients' variables, or of θ as of one client, by number of the variables.
 
     Attributes:
         sites: the sample site of each number, ``(P,)``.
@@ -104,7 +111,7 @@ def find_poor_clients(fitted: Fitted) -> dict[str, Distance]:
     Example:
         >>> import bayesfed as bf
         >>> from bayesfed import datasets, models
-        >>> from bayesfed.output.client_check import find_poor_clients
+        >>> from bayesfed.output.poor_variables import find_poor_clients
         >>> find_poor_clients(bf.fit(models.eight_schools, datasets.eight_schools()))
         {}
     """
@@ -125,18 +132,54 @@ def find_poor_clients(fitted: Fitted) -> dict[str, Distance]:
             for k in (worst > 1).nonzero()[:, 0].tolist():
                 name = few.federation.names[int(some[k])]
                 found[name] = float(worst[k]), distances.of(k, int(number[k]))
-    ordered = sorted(found.items(), key=lambda item: -item[1][0])
-    return {name: distance for name, (_, distance) in ordered}
+    return _sorted(found)
 
 
-def caveat(poor: Mapping[str, Distance]) -> str:
-    """Return a warning for the user that names the worst clients, or an empty string if there are none."""
+@torch.no_grad()
+@handlers.on_cpu()
+def find_poor_globals(fitted: Fitted, log_weights: Tensor) -> dict[str, Distance]:
+    """Return the global sites whose draws differ from the same draws with their weights, the worst first.
+
+    Args:
+        fitted: a posterior without a correction.
+        log_weights: log p(D, θ_s, w_s) − log q(θ_s, w_s), ``(S,)``, of the draws by the key "elbo", see
+            :func:`~bayesfed.output.khat.log_weights`.
+    """
+    count = len(log_weights)
+    weights = truncate_weights(log_weights.double())[:, None, None]
+    size = 1 / (count * weights.square().sum(0))
+    if float(size) * count < FEWEST:
+        return {}
+    values = globals_at(fitted, draw_theta(fitted, count, fitted.key(0, "elbo")), count)
+    found = {}
+    for site in fitted.program.globals:
+        u = biject_to(site.support).inv(values[site.name]).reshape(count, 1, -1).double()
+        mean, sd = _moments(u, weights)
+        mean_drawn, sd_drawn = _moments(u, torch.full_like(weights, 1 / count))
+        sites = u.shape[-1] * [site.name]
+        distances = Distances(sites, (mean_drawn - mean) / sd, sd_drawn / sd, size, count)
+        worst, number = distances.excess(ERRORS)
+        if worst > 1:
+            found[site.name] = float(worst), distances.of(0, int(number))
+    return _sorted(found)
+
+
+def caveat(poor: Mapping[str, Distance], clients: Mapping[str, Distance]) -> str:
+    """Return a warning for the user that names the worst sites or clients, or an empty string if there are none."""
+    if poor:
+        named = [f"{name} ({far})" for name, far in list(poor.items())[:NAMED]]
+        return (
+            f"q(θ) is not a good approximation of the posterior of {', '.join(named)}: posterior.corrected() draws θ "
+            "by importance sampling; or use another guide (SFVI(global_guide=FullRank()))"
+        )
+    return _caveat_of_clients(clients)
+
+
+def _caveat_of_clients(poor: Mapping[str, Distance]) -> str:
+    """Return the part of :func:`caveat` about clients."""
     if not poor:
         return ""
-    named = [
-        f"{name!r} ({far.site}: mean off by {abs(far.shift):.2f} sd, sd {far.ratio:.2f} times the posterior's)"
-        for name, far in list(poor.items())[:NAMED]
-    ]
+    named = [f"{name!r} ({far.site}: {far})" for name, far in list(poor.items())[:NAMED]]
     more = f" and {len(poor) - NAMED} more" if len(poor) > NAMED else ""
     remedy = (
         "posterior.corrected() draws their variables by importance sampling"
@@ -144,6 +187,12 @@ def caveat(poor: Mapping[str, Distance]) -> str:
         else "compare with NUTS on these clients, or give a client fewer variables"
     )
     return f"q(w_i | θ) is not a good approximation of the posterior of {', '.join(named)}{more}: {remedy}"
+
+
+def _sorted(found: Mapping[str, tuple[float, Distance]]) -> dict[str, Distance]:
+    """Return distances in descending order of their excess."""
+    ordered = sorted(found.items(), key=lambda item: -item[1][0])
+    return {name: distance for name, (_, distance) in ordered}
 
 
 def _has_real_locals(program: Program) -> bool:
@@ -179,21 +228,26 @@ def _distances(fitted: Fitted, theta: Params, chunk: Tensor, key: Tensor, each: 
     weights = proposed.log_weights.softmax(0).flatten(0, 1)[..., None] / THETAS
     rows = batch if program.needs_rows else batch.head()
 
-    def moments(values: Params, weights: Tensor) -> tuple[Tensor, Tensor, list[str]]:
-        """Return means and standard deviations of the local sites, unconstrained, ``(K, P)``, and their names."""
+    def sites(values: Params) -> tuple[Tensor, list[str]]:
+        """Return the model's local sites, unconstrained, ``(S, K, P)``, and the name of each number."""
         guide, model = run(program, params, given | values, rows, {}, count)
         found, names = [], []
         for site in program.locals:
             u = unconstrained(model.nodes[site.name]["fn"], guide.nodes[site.name]["value"])
             found.append(u.expand(count, len(chunk), *u.shape[2:]).flatten(2).double())
             names += found[-1].shape[-1] * [site.name]
-        u = torch.cat(found, -1)
-        mean = (weights * u).sum(0)
-        return mean, (weights * (u - mean).square()).sum(0).sqrt(), names
+        return torch.cat(found, -1), names
 
     shapes = {name: value.shape[3:] for name, value in own.items()}
     flat = proposed.draws.flatten(0, 1).to(federation.dtype)
-    mean, sd, names = moments(unstack(flat, shapes), weights)
-    mean_drawn, sd_drawn, _ = moments(own, torch.full_like(weights, 1 / count))
+    u, names = sites(unstack(flat, shapes))
+    mean, sd = _moments(u, weights)
+    mean_drawn, sd_drawn = _moments(sites(own)[0], torch.full_like(weights, 1 / count))
     size = 1 / (count * weights.square().sum(0))
     return Distances(names, (mean_drawn - mean) / sd, sd_drawn / sd, size, count)
+
+
+def _moments(u: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return means and standard deviations of weighted draws ``(S, K, P)``: ``(K, P)``."""
+    mean = (weights * u).sum(0)
+    return mean, (weights * (u - mean).square()).sum(0).sqrt()
