@@ -33,7 +33,6 @@ from bayesfed.engine.execution import Execution
 from bayesfed.engine.files import lock
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.progress import show_rounds
-from bayesfed.output import arviz_compat
 from bayesfed.output.inference_data import attributes
 from bayesfed.settings import Schedule, SettingsError, made
 
@@ -175,7 +174,7 @@ def run_on(
     if not folder.rounds:  # all of them were done before
         folder.begin(len(found.posterior.history["elbo"]))
     draws = draws_dataset(found, config.output.num_samples)
-    folder.write_draws("globals.nc", arviz_compat.product({"posterior": draws}))
+    folder.write_draws("globals.nc", {"posterior": draws})
     folder.write_summary(draws, console, found.caveat)
     folder.print_files(console)
     console.print("The clients' posteriors are at their institutions.")

@@ -111,10 +111,11 @@ class ScheduleSection(Schedule):
 
 
 class Output(Strict):
-    """The results' folder, their number of draws, and the local variables that the plot shows."""
+    """The results' folder, their number of draws, whether of large variables too, and the variables of the plot."""
 
     folder: str | None = None
     num_samples: Annotated[int, Field(ge=4)] = 1000
+    large: bool = False
     variables: list[str] | None = None
 
 

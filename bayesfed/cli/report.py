@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import tomli_w
@@ -20,9 +20,6 @@ from bayesfed.engine.files import atomically, sweep
 from bayesfed.engine.run import Round
 from bayesfed.engine.run_file import read_history
 from bayesfed.output import arviz_compat
-
-if TYPE_CHECKING:
-    import arviz as az
 
 FILES = {
     "config.toml": "the experiment with every setting; bayesfed run repeats it",
@@ -38,6 +35,8 @@ FILES = {
 }
 """The files of a run folder, in the order in which they are named."""
 RUN = "run.safetensors"
+LARGE = 10_000
+"""The most numbers that a variable has in a draw, if its draws are written unless asked for."""
 _MOST_ROWS = 40
 
 
@@ -103,13 +102,27 @@ class RunFolder:
         with atomically(self.path / name) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
+    @property
+    def complete(self) -> bool:
+        """Whether the folder has all results of this configuration: ``forest.png`` is written last."""
+        config = self.path / "config.toml"
+        same = config.exists() and config.read_text(encoding="utf-8") == self.config
+        return same and (self.path / "forest.png").exists()
+
+    def print_results(self, console: Console, caveat: str) -> None:
+        """Print the summary that was written before, and the files."""
+        table = pd.read_csv(self.path / "summary.csv", index_col="variable")
+        print_summary(table, console, caveat)
+        self.print_files(console)
+
     def abandon(self) -> None:
         """Remove the folder, if it is this run's and empty."""
         if self._ours and not any(self.path.iterdir()):
             self.path.rmdir()
 
-    def write_draws(self, name: str, idata: az.InferenceData | xr.DataTree) -> None:
-        """Write ArviZ's data as netCDF 4, atomically."""
+    def write_draws(self, name: str, groups: Mapping[str, xr.Dataset]) -> None:
+        """Write the groups of ArviZ's data that are not empty as netCDF 4, atomically."""
+        idata = arviz_compat.product({name: group for name, group in groups.items() if len(group)})
         with atomically(self.path / name) as temporary:
             idata.to_netcdf(str(temporary), engine="h5netcdf")
 
@@ -194,6 +207,12 @@ def print_summary(table: pd.DataFrame, console: Console, caveat: str = "") -> No
     console.print(shown)
     if len(table) > _MOST_ROWS:
         console.print(f"... and {len(table) - _MOST_ROWS:,} more in summary.csv")
+
+
+def large_variables(posterior: xr.Dataset) -> dict[str, int]:
+    """Return the numbers in a draw of each variable that has more than :data:`LARGE`, such as clients' networks."""
+    sizes = {str(name): value[0, 0].size for name, value in posterior.items()}
+    return {name: size for name, size in sizes.items() if size > LARGE}
 
 
 # -- the configuration -----------------------------------------------------------------------------

@@ -67,6 +67,9 @@ def fit_and_write(
                 callbacks=[folder.record],
             )
         if not folder.rounds:  # all of them were done before
+            if folder.complete:
+                folder.print_results(console, posterior.caveat)
+                return
             folder.begin(len(posterior.history["elbo"]))
         personal = posterior.personalize(chosen.held) if chosen.held else None
         _write(folder, posterior, personal, config, chosen, console)
@@ -93,14 +96,26 @@ def _write(
     console: Console,
 ) -> None:
     """Write everything but the history and print the summary."""
-    draws = {}
+    draws, written, large = {}, {}, dict[str, int]()
     for name, part in (("posterior", posterior), ("held_out", personal)):
         if part is not None:
             part.save(folder.path / f"{name}.safetensors")
-            idata = part.to_arviz(config.output.num_samples)
-            folder.write_draws(f"{name}.nc", idata)
-            draws[name] = arviz_compat.dataset(idata, "posterior")
-    folder.write_summary(draws["posterior"], console, posterior.caveat, draws.get("held_out"))
+            groups = arviz_compat.datasets(part.to_arviz(config.output.num_samples))
+            draws[name] = groups["posterior"]
+            if not config.output.large:
+                large = report.large_variables(draws[name])
+                for group in groups.keys() & {"posterior", "prior"}:
+                    groups[group] = groups[group].drop_vars(groups[group].keys() & large.keys())
+            folder.write_draws(f"{name}.nc", groups)
+            written[name] = groups["posterior"]
+    folder.write_summary(written["posterior"], console, posterior.caveat, written.get("held_out"))
+    for name, size in large.items():
+        console.print(
+            f"{name}, {size:,} numbers in a draw, is in posterior.safetensors only; output.large = true writes its "
+            "draws and its summary too",
+            soft_wrap=True,
+            markup=False,
+        )
     plot_forest(
         folder.path / "forest.png",
         draws["posterior"],

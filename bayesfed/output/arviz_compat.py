@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", FutureWarning)  # ArviZ 0.x warns of its 1.0 once a day
     import arviz as az
 
-__all__ = ["OLD", "az", "dataset", "hdi", "product", "summary"]
+__all__ = ["OLD", "az", "dataset", "datasets", "hdi", "product", "summary"]
 
 OLD = az.__version__.startswith("0.")
 """True under ArviZ 0.2x."""
@@ -35,6 +35,12 @@ def dataset(found: az.InferenceData | xr.DataTree, group: str) -> xr.Dataset:
     """Return one group."""
     part: Any = found[group]
     return part if OLD else part.to_dataset()
+
+
+def datasets(found: az.InferenceData | xr.DataTree) -> dict[str, xr.Dataset]:
+    """Return all groups by name."""
+    tree: Any = found
+    return {name: dataset(found, name) for name in (tree.groups() if OLD else tree.children)}
 
 
 def hdi(draws: xr.Dataset, prob: float) -> Mapping[str, np.ndarray]:

@@ -54,9 +54,9 @@ def _elpd(idata: az.InferenceData | xr.DataTree, var_name: str | None) -> az.ELP
     """Compute PSIS-LOO corrected for q by ArviZ's functions."""
     from bayesfed.output.arviz_compat import OLD, az, dataset
 
-    attrs = dataset(idata, "posterior").attrs
+    attrs = dataset(idata, "log_likelihood").attrs  # draws of large variables may not be in a file
     if "corrected" in attrs:
-        return az.loo(idata, pointwise=True, var_name=var_name)
+        return az.loo(idata, pointwise=True, var_name=var_name, reff=1.0)
     if "sample_stats" not in idata:
         algorithm = attrs.get("algorithm", "q")
         raise ValueError(

@@ -307,8 +307,50 @@ def test_a_killed_run_goes_on(schools, capsys):
     assert not list(Path("runs/schools").glob(".*"))
     assert cli.main(["run", schools, *set_[:4], "--output", "whole"]) == 0
     assert numbers("runs/schools") == numbers("whole")
-    assert cli.main(["run", schools, *set_, "--resume"]) == 0  # there is nothing left to do
-    assert numbers("runs/schools") == numbers("whole")
+
+
+def test_a_run_that_has_ended_is_shown_again_and_not_written(schools, capsys):
+    assert cli.main(["run", schools, "--resume"]) == 0
+    first, before = capsys.readouterr().out, written("runs/schools")
+    assert cli.main(["run", schools, "--resume"]) == 0
+    assert set(capsys.readouterr().out.splitlines()) <= {
+        "SFVI, 3 rounds, going on in runs/schools",
+        *first.splitlines(),
+    }
+    assert written("runs/schools") == before
+    other = ["--set", "output.num_samples=30"]
+    assert cli.main(["run", schools, *other, "--resume"]) == 0
+    assert az.from_netcdf("runs/schools/posterior.nc").posterior.sizes["draw"] == 30
+    Path("runs/schools/forest.png").unlink()  # as if killed before its end
+    assert cli.main(["run", schools, *other, "--resume"]) == 0
+    assert Path("runs/schools/forest.png").exists()
+
+
+def written(folder):
+    """When each file was written last."""
+    return {path.name: path.stat().st_mtime_ns for path in Path(folder).iterdir()}
+
+
+@pytest.mark.filterwarnings("ignore:Pareto k is above")
+def test_large_variables_are_written_on_request(schools, capsys, monkeypatch):
+    monkeypatch.setattr(report, "LARGE", 7)
+    assert cli.main(["run", schools, "--output", "small"]) == 0
+    assert "theta, 8 numbers in a draw, is in posterior.safetensors only" in capsys.readouterr().out
+    small = az.from_netcdf("small/posterior.nc")
+    assert set(small.posterior) == set(small["prior"]) == {"mu", "tau"}
+    assert small.posterior_predictive["y"].shape == (1, 40, 8)
+    monkeypatch.setattr(report, "LARGE", 0)
+    assert cli.main(["run", schools, "--output", "none"]) == 0
+    none = az.from_netcdf("none/posterior.nc")
+    assert "posterior" not in none and bf.loo(none).n_data_points == 8
+    assert rows("none/summary.csv") == []
+    capsys.readouterr()
+    monkeypatch.setattr(report, "LARGE", 7)
+    assert [row["variable"] for row in rows("small/summary.csv")] == ["mu", "tau"]
+    assert cli.main(["run", schools, "--output", "all", "--set", "output.large=true"]) == 0
+    assert "theta" in az.from_netcdf("all/posterior.nc").posterior
+    assert len(rows("all/summary.csv")) == 10
+    assert "safetensors only" not in capsys.readouterr().out
 
 
 def test_a_run_goes_on_with_more_rounds(schools, capsys):
