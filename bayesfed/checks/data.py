@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from pyro import poutine
 from torch import Tensor
 
 from bayesfed.checks.supports import at_edge, has_density, in_support
-from bayesfed.data.batch import Batch
-from bayesfed.data.federation import Federation
-from bayesfed.elbo import noise
+from bayesfed.data.batch import OBSERVATIONS, Batch
+from bayesfed.data.federation import Federation, Model
+from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.elbo import run
 from bayesfed.elbo.program import Program
 from bayesfed.elbo.sites import name_of
@@ -39,41 +40,68 @@ def check_data(program: Program, federation: Federation) -> None:
         batch = federation.batch(chunk)
         keys = noise.fold(noise.key(0).to(federation.device), federation.stream_ids[chunk])
         supplied = server | program.noise(keys, 1, local=True)
+        given: dict[str, Any] = {"batch": batch, "noise": supplied, "draws": 1}
         with torch.no_grad():
-            _, model = run(program, program.init, {}, batch, supplied, 1, program.local_params)
+            _, model = run(program, program.init, {}, **given, starting=program.local_params)
         for field in batch.fields.constant:
             _check_constant(federation.select([federation.names[i] for i in chunk.tolist()]), field)
-        for name in observed:
-            node = model.nodes[name]
-            fn, value = node["fn"], node["value"]
-            if batch.gaps:
-                _check_gaps(federation, chunk, batch, name, node)
-            inside, problem = in_support(fn, value), f"outside its support ({fn.support})"
-            edge = at_edge(fn, value) & torch.as_tensor(
-                True if node["mask"] is None else node["mask"]
+
+        def again(at: dict[str, Any] = given) -> Any:
+            params = {
+                n: v + 0.3 for n, v in (program.init | program.init_locals(at["batch"])).items()
+            }
+            with torch.no_grad():
+                return run(program, params, {}, **at)[1].nodes
+
+        _check_outcomes(
+            {name: model.nodes[name] for name in observed}, federation, chunk, batch, again
+        )
+
+
+@torch.no_grad()
+def check_first_outcomes(model: Model, federation: Federation) -> None:
+    """Check the rows of two clients as :func:`check_data` does, for a model that fails on their first rows."""
+    chunk = torch.arange(min(2, len(federation)))
+    batch = federation.batch(chunk)
+    with noise.seeded(0), handlers.given(batch.device, draws=1):
+        nodes = handlers.sample_sites(poutine.trace(model).get_trace(batch))
+    data = {n: node for n, node in nodes.items() if node["is_observed"] and handlers.is_local(node)}
+    _check_outcomes(data, federation, chunk, batch, lambda: nodes)
+
+
+def _check_outcomes(
+    nodes: Mapping[str, Any],
+    federation: Federation,
+    chunk: Tensor,
+    batch: Batch,
+    again: Callable[[], Any],
+) -> None:
+    """Check the observed sites of a chunk of clients; ``again`` gives them at other values of the parameters."""
+    for name, node in nodes.items():
+        fn, value = node["fn"], node["value"]
+        if batch.gaps:
+            _check_gaps(federation, chunk, batch, name, node)
+        inside, problem = in_support(fn, value), f"outside its support ({fn.support})"
+        edge = at_edge(fn, value) & torch.as_tensor(True if node["mask"] is None else node["mask"])
+        if inside.all() and edge.any():  # a density may be finite there at some parameters only
+            fns = fn, again()[name]["fn"]
+            inside = ~edge | (has_density(fns[0], value) & has_density(fns[1], value))
+            problem = (
+                "an end of its support, where the density is zero or infinite: no such row can come from it. Give "
+                "these rows a distribution of their own, or leave them out"
             )
-            if inside.all() and edge.any():  # a density may be finite there at some parameters only
-                params = {
-                    n: v + 0.3 for n, v in (program.init | program.init_locals(batch)).items()
-                }
-                with torch.no_grad():
-                    _, other = run(program, params, {}, batch, supplied, 1)
-                fns = fn, other.nodes[name]["fn"]
-                inside = ~edge | (has_density(fns[0], value) & has_density(fns[1], value))
-                problem = (
-                    "an end of its support, where the density is zero or infinite: no such row can come from it. Give "
-                    "these rows a distribution of their own, or leave them out"
-                )
-            inside = inside.reshape(len(chunk), -1)
-            if program.sites[name].per_row:
-                inside = inside | ~batch.mask
-            if not inside.all():
-                client, row = (~inside).nonzero()[0].tolist()
-                raise ValueError(
-                    f"client {federation.names[int(chunk[client])]!r}, row {row}: observed site {name!r} is "
-                    f"{value.reshape(inside.shape + fn.event_shape)[client, row].tolist()}. Of {name_of(fn)} this is "
-                    f"{problem}"
-                )
+        inside = inside.expand(torch.broadcast_shapes(inside.shape, fn.batch_shape))
+        inside = inside.reshape(len(chunk), -1)
+        if OBSERVATIONS in handlers.plates(node):
+            inside = inside | ~batch.mask
+        if not inside.all():
+            client, row = (~inside).nonzero()[0].tolist()
+            value = value.expand(fn.batch_shape + fn.event_shape)
+            raise ValueError(
+                f"client {federation.names[int(chunk[client])]!r}, row {row}: observed site {name!r} is "
+                f"{value.reshape(inside.shape + fn.event_shape)[client, row].tolist()}. Of {name_of(fn)} this is "
+                f"{problem}"
+            )
 
 
 def _check_constant(federation: Federation, field: str) -> None:

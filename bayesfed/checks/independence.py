@@ -63,7 +63,7 @@ def check_independence(program: Program, federation: Federation, shuffled: bool)
                 together,
                 point.densities(pair),
                 "differs from one run to the next at the same values: the model draws numbers of its own. Sample them "
-                "with pyro.sample, or give them as data",
+                "with pyro.sample, which no poutine.block may hide, or give them as data",
             )
             raise
 

@@ -162,11 +162,8 @@ def _initial_values(seen: Mapping[str, Mapping[str, Any]], clients: int) -> tupl
     found: dict[bool, Params] = {False: {}, True: {}}
     for name, param in seen.items():
         value = param["value"]
-        if param["local"] and value.shape[:2] != (clients, 1):
-            raise ValueError(
-                f"local parameter {name!r} has shape {tuple(value.shape)}: inside the clients plate "
-                "a parameter has a row per client, shape (K, 1, *event) with K = len(federation)"
-            )
+        if param["local"]:
+            handlers.check_local_param(name, value, clients)
         unconstrained = transform_to(param["constraint"]).inv(value)
         found[param["local"]][name] = unconstrained.detach().clone()
     return found[False], found[True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -9,9 +10,11 @@ from typing import Any, NamedTuple
 import pyro
 import pyro.distributions as dist
 import torch
+from pyro.nn import PyroModule
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 from torch.distributions import biject_to, constraints, transform_to
 
 from bayesfed.data.batch import CLIENTS
@@ -136,7 +139,9 @@ class Parameters(Messenger):
         self.seen: dict[str, dict[str, Any]] = {}
 
     def _pyro_param(self, msg: Any) -> None:
-        name, *init = msg["args"]
+        if msg["value"] is not None:  # poutine.substitute in the program makes it a constant
+            return
+        name, *init = complete_param(msg)
         constraint = msg["kwargs"].get("constraint") or constraints.real
         if self.values is not None and name in self.values:
             value = self.values[name]
@@ -161,6 +166,42 @@ class Parameters(Messenger):
         }
         msg["value"] = value
         msg["done"] = True
+
+
+def complete_param(msg: Any) -> tuple[Any, ...]:
+    """Give a ``PyroParam`` the initial value that its module has stored, and return name and initial value.
+
+    Raises:
+        ValueError: the parameter is one of a torch module.
+    """
+    name, *init = msg["args"]
+    if not init and name in (store := pyro.get_param_store()):
+        msg["args"], msg["kwargs"]["constraint"] = (name, store[name]), store._constraints[name]
+    elif init and isinstance(init[0], torch.nn.Parameter) and _of_module():
+        raise ValueError(
+            f"parameter {name!r} belongs to a torch module, which computes with its own value whatever Pyro says. Give "
+            "its weights priors (PyroSample, bayesfed.models.Network), or write torch.func.functional_call(net, {name: "
+            "pyro.param(name, value.detach()) for name, value in net.named_parameters()}, x)"
+        )
+    return tuple(msg["args"])
+
+
+def check_local_param(name: str, value: Tensor, clients: int) -> None:
+    """Fail on a parameter inside the clients plate that has no row per client."""
+    if value.shape[:2] != (clients, 1):
+        raise ValueError(
+            f"local parameter {name!r} has shape {tuple(value.shape)}: inside the clients plate a parameter has a row "
+            "per client, shape (K, 1, *event) with K = len(federation). One that all clients share belongs outside "
+            "(a PyroParam is where it is first read)"
+        )
+
+
+def _of_module() -> bool:
+    """Return whether ``pyro.module`` or a ``PyroModule`` asks for a parameter: both ignore the value that they get."""
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    return any(
+        frame.f_code in (pyro.module.__code__, PyroModule.__getattr__.__code__) for frame in frames
+    )
 
 
 class Values(Messenger):
@@ -281,13 +322,25 @@ class Derived(Messenger):
 
 
 class NameReparametrised(Messenger):
-    """Make a site that ``poutine.reparam`` has replaced by a function of other sites a ``pyro.deterministic``."""
+    """Make a site that ``poutine.reparam`` has replaced by a function of other sites a ``pyro.deterministic``.
+
+    Raises:
+        ValueError: the site has a log density of its own.
+    """
 
     def _pyro_sample(self, msg: Any) -> None:
         fn = msg["fn"]
         masked = isinstance(fn, dist.MaskedDistribution) and fn._mask is False
-        if msg["is_observed"] and masked and isinstance(fn.base_dist, dist.Delta):
-            msg["infer"] = {**msg["infer"], "_deterministic": True}
+        fn = fn.base_dist if masked else fn
+        if not msg["is_observed"] or not isinstance(fn, dist.Delta) or msg["value"] is not fn.v:
+            return
+        if not masked and (is_batchedtensor(fn.log_density) or (fn.log_density != 0).any()):
+            raise ValueError(
+                f"site {msg['name']!r} is a Delta with a log density. If NeuTraReparam, StructuredReparam, "
+                "SplitReparam or ConjugateReparam makes it, leave that out: the guide needs none of them. Else name "
+                "the value by pyro.deterministic, and add the log density by pyro.factor"
+            )
+        msg["infer"] = {**msg["infer"], "_deterministic": True}
 
 
 def origin(fn: Any) -> Tensor:

@@ -78,6 +78,7 @@ class _CheckNames(Messenger):
     def _pyro_sample(self, msg: Any) -> None:
         if handlers.is_plate(msg):
             return
+        check_handled(msg)
         name, local = msg["name"], handlers.is_local(msg)
         if name in RESERVED:
             raise ValueError(
@@ -91,6 +92,33 @@ class _CheckNames(Messenger):
                 "either global (outside) or local (inside); remove one or rename it"
             )
         self.seen[name] = local
+
+
+def check_handled(msg: Mapping[str, Any]) -> None:
+    """Fail on a site that a handler around the model hides or gives a value, or whose data are no tensor.
+
+    Args:
+        msg: the site's message in a run on one client, after the model's own handlers.
+    """
+    name, value = msg["name"], msg["value"]
+    if msg["infer"].get("_do_not_trace"):
+        raise ValueError(
+            f"site {name!r} has infer={{'_do_not_trace': True}}, as ConjugateReparam gives it: leave that out, a "
+            "variable that no handler sees has no posterior"
+        )
+    if msg["is_observed"] and not isinstance(value, torch.Tensor):
+        raise ValueError(
+            f"observed site {name!r} has a value of type {type(value).__name__}: give it a tensor"
+        )
+    if msg["done"] and not msg["is_observed"]:
+        raise ValueError(
+            f"latent site {name!r} is given a value by a handler around the model, such as poutine.replay: leave the "
+            "handler out, or write the value into the program in place of pyro.sample"
+        )
+    if any(frame.name == CLIENTS and frame.size != 1 for frame in msg["cond_indep_stack"]):
+        raise ValueError(
+            f"site {name!r} lies in a plate {CLIENTS!r} that the model has made: open `with federation.clients():`"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,6 +255,12 @@ def _check_plates(name: str, node: Mapping[str, Any]) -> None:
     """Fail on a site in an unknown plate, and on data outside the clients plate."""
     inside = handlers.plates(node)
     others = inside - {CLIENTS, OBSERVATIONS}
+    for frame in node["cond_indep_stack"]:
+        if frame.full_size is not None and frame.full_size != frame.size:
+            raise ValueError(
+                f"site {name!r} lies in plate {frame.name!r}, which takes a subsample of its own: leave out "
+                "subsample_size and subsample. bf.fit(..., batch_size=...) draws minibatches of rows"
+            )
     if others:
         raise ValueError(
             f"site {name!r} lies in plate {others.pop()!r}: only the clients and observations "
@@ -241,7 +275,8 @@ def _check_plates(name: str, node: Mapping[str, Any]) -> None:
         )
     raise ValueError(
         f"observed site {name!r} lies outside the clients plate: data belong to clients, move "
-        "it inside `with federation.clients():`"
+        "it inside `with federation.clients():`. A value that pyro.condition gives a global variable is a constant: "
+        "write it into the program in place of pyro.sample"
     )
 
 

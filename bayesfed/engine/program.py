@@ -1,11 +1,13 @@
 """The program that a run, a file and a node of a deployment have in common."""
 
 from bayesfed.algorithms.algorithm import Algorithm
+from bayesfed.checks.data import check_first_outcomes
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.elbo.program import Program
 from bayesfed.settings import check
 from bayesfed.vmap.choose import for_batches
+from bayesfed.vmap.error_messages import readable_error
 
 
 def build_program(model: Model, federation: Federation, algorithm: Algorithm, seed: int) -> Program:
@@ -26,4 +28,12 @@ def build_program(model: Model, federation: Federation, algorithm: Algorithm, se
     """
     check(algorithm)
     with noise.seeded(seed):
-        return algorithm.program(for_batches(model, federation), federation)
+        inspected = for_batches(model, federation)
+        try:
+            return algorithm.program(inspected, federation)
+        except Exception as error:
+            check_first_outcomes(inspected, federation)
+            readable = readable_error(error, inspected.__name__)
+            if readable is error:
+                raise
+            raise readable from error

@@ -233,7 +233,8 @@ class NaturalGradient(Rule):
         ascended: Params = {}
         if context.natural:
             draws = theta[GLOBAL]
-            (slopes,) = torch.autograd.grad(prior.sum(), draws, retain_graph=True)
+            flat = 0.0 * draws.sum()  # a prior that is masked depends on no draw
+            (slopes,) = torch.autograd.grad(prior.sum() + flat, draws, retain_graph=True)
             z, grad = (x[-used:, 0, 0].detach() for x in (draws, slopes))
             new, ascended = self.natural_step(program, new, total, z, grad, context)
         elif "quadratic" in server:

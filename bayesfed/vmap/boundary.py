@@ -13,6 +13,7 @@ from torch._C import _functorch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from bayesfed.data.batch import CLIENTS, OBSERVATIONS
+from bayesfed.elbo.handlers import check_local_param, complete_param
 from bayesfed.vmap.levels import Layout, Levels
 
 
@@ -42,7 +43,10 @@ class Boundary(Messenger):
     _pyro_post_param = _return
 
     def _pyro_param(self, msg: Any) -> None:
-        name, *init = msg["args"]
+        if msg["value"] is not None:
+            msg["stop"] = True
+            return
+        name, *init = complete_param(msg)
         start = init[0]() if init and callable(init[0]) else init[0] if init else None
         if start is not None and _functorch.is_batchedtensor(start):
             raise ValueError(
@@ -64,6 +68,7 @@ class Boundary(Messenger):
 
         self._leave(back)
         if local and start is not None:
+            check_local_param(name, start, 1)
             msg["args"] = name, start.expand(self.levels.clients[1], *start.shape[1:])
 
 

@@ -58,6 +58,8 @@ def for_batches(model: Model, federation: Federation) -> InspectedModel:
             repeats = batched or same(probe.densities, densities(probe.run_again(probe.program)))
         except Exception:  # an error in the data, which check_data reports
             return as_it_is
+        if not any(layout.local for layout in probe.layouts.values()):
+            return as_it_is  # no clients plate, which sites reports
         if not repeats:  # the model draws numbers of its own, which check_independence reports
             return as_it_is
         program = sum_out(probe, federation.gaps)

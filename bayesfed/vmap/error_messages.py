@@ -7,6 +7,8 @@ import textwrap
 import traceback
 from pathlib import Path
 
+from pyro.infer.reparam.reparam import Reparam
+
 from bayesfed.tracing.compiler import users_frames
 from bayesfed.vmap import writes
 
@@ -33,6 +35,17 @@ _REASONS = {
     ),
     r"random(ness)? ": (
         "it draws numbers of its own. Sample them with pyro.sample, or give them as data"
+    ),
+    r"'Batch' object": (
+        'the model runs on the rows of some clients: read a field as obs["y"], from `with federation.observations() as '
+        "obs:`, or as federation.of_clients(...)"
+    ),
+    r"t\(\) expects": (
+        "a layer of torch takes weights of one network, and each client has its own: write (x.unsqueeze(-2) * w)."
+        "sum(-1) + b, or take bayesfed.models.Network"
+    ),
+    r"to satisfy the constraint": (
+        "a draw of the priors gives the distribution a parameter that it cannot have"
     ),
     r"used as indices must be": (
         'an index must be whole numbers: effect[obs["kind"].long()], see docs/first_model.md, "Categories"'
@@ -63,11 +76,23 @@ def readable_error(error: Exception, name: str) -> Exception:
         name: the name of the model.
     """
     theirs, frames = users_frames(error), traceback.extract_tb(error.__traceback__)
+    if isinstance(error, TypeError) and "positional argument" in str(error) and not theirs:
+        return ValueError(
+            f"model {name!r} is called with the federation alone, def model(federation): it reads its data by "
+            f"obs[...], from `with federation.observations() as obs:` ({error})"
+        )
     last = [frame for frame in frames if frame.filename != writes.__file__][-1]
     said, found, _ = str(error).partition("Trace Shapes:")  # which Pyro adds
     said = said.strip()
     if not theirs or Path(last.filename).is_relative_to(_OURS):
         return type(error)(said) if found else error
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if isinstance(strategy := frame.f_locals.get("self"), Reparam):
+            return ValueError(
+                f"site {frame.f_locals['msg']['name']!r}: {type(strategy).__name__} cannot be used here. Leave it out: "
+                "the guide transforms variables onto the reals, and follows the prior of local ones "
+                f"({said or type(error).__name__})"
+            )
     number, line = theirs[-1].lineno, theirs[-1].line
     said = textwrap.shorten(said.split("\n")[0] or _lacking(error), LONG, placeholder=" ...")
     reason = next((text for what, text in _REASONS.items() if re.search(what, said, re.I)), "")

@@ -23,6 +23,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributions import biject_to
 
 from bayesfed.elbo.moments import moments
+from bayesfed.elbo.sites import name_of
 from bayesfed.vmap import distributions, quadrature
 from bayesfed.vmap.levels import Layout, Levels
 from bayesfed.vmap.mixtures import ClientMixture, Mixture, masked, repeat_draws, split_copies
@@ -111,9 +112,10 @@ class Marginalisation:
         if layout.own or fn.event_dim or (discrete and not fn.has_enumerate_support):
             kind = "discrete" if discrete else "of a row"
             raise ValueError(
-                f"latent site {name!r} is {kind}, and {type(fn).__name__} has no list of its values, or it is a "
+                f"latent site {name!r} is {kind}, and {name_of(fn)} has no list of its values, or it is a "
                 f"vector: one number a {'row' if of_row else 'client'}, Bernoulli or Categorical, is summed out"
-                f"{', a continuous one integrated out' if of_row else ''}"
+                f"{', a continuous one integrated out' if of_row else ''}. A PyroSample attribute is sampled where it "
+                "is first read: read it outside, if it is not one of these"
             )
         if discrete:
             return fn.enumerate_support(expand=False).flatten()

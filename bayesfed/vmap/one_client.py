@@ -10,6 +10,7 @@ Further plates of the program, and batch dimensions that it did not declare as a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any
 
 import pyro
 import torch
+from pyro.nn.module import PyroModule
 from pyro.poutine.indep_messenger import IndepMessenger
 from pyro.poutine.runtime import _DIM_ALLOCATOR, _PYRO_STACK
 from torch import Tensor
@@ -27,7 +29,7 @@ from bayesfed.data.batch import CLIENTS, OBSERVATIONS, Batch, Fields
 from bayesfed.data.federation import Federation, Model
 from bayesfed.data.missing import MISSING
 from bayesfed.elbo import handlers
-from bayesfed.elbo.sites import name_of
+from bayesfed.elbo.sites import check_handled, name_of
 from bayesfed.vmap import distributions, quadrature
 from bayesfed.vmap.boundary import Boundary, layout_of, weight_of, weight_outside
 from bayesfed.vmap.levels import Layout, Levels, opened
@@ -150,9 +152,17 @@ class Outside(Boundary):
         here = _PYRO_STACK.index(self)
         stack, _PYRO_STACK[here:] = _PYRO_STACK[:], []
         try:
-            return self.program._run(
-                self.batch, Rerun, until, marginalised, self.seen.values, *at, copies, copies=copies
-            )
+            with _fresh_modules():
+                return self.program._run(
+                    self.batch,
+                    Rerun,
+                    until,
+                    marginalised,
+                    self.seen.values,
+                    *at,
+                    copies,
+                    copies=copies,
+                )
         finally:
             _PYRO_STACK[:] = stack
 
@@ -174,6 +184,7 @@ class Outside(Boundary):
             msg["stop"] = True
             self._derive(msg)
             return
+        check_handled(msg)
         fn, layout, name = distributions.expand_matrices(msg["fn"]), layout_of(msg), msg["name"]
         value, observed, rows = msg["value"], msg["is_observed"], self.seen.rows
         in_rows = OBSERVATIONS in handlers.plates(msg)
@@ -235,11 +246,27 @@ class Outside(Boundary):
         """Give the value of a ``pyro.deterministic`` to the handlers that record them."""
         asked = [frame for frame in _PYRO_STACK if isinstance(frame, handlers.Derived)]
         for derived in asked:
-            layout = layout_of(msg, msg["value"].shape)
+            batch = self._batch_of_derived(msg)
+            alike = (1,) * (2 - len(batch)) if handlers.is_local(msg) else ()
+            value, layout = (
+                msg["value"][(None,) * len(alike)],
+                layout_of(msg, torch.Size(alike + batch)),
+            )
             per_row = OBSERVATIONS in handlers.plates(msg)
             with temporarily_clear_interpreter_stack():
-                value = self.levels.leave(msg["value"], layout)
+                value = self.levels.leave(value, layout)
             derived.found[msg["name"]] = handlers.Derivation(value, layout.local, per_row)
+
+    def _batch_of_derived(self, msg: Any) -> tuple[int, ...]:
+        """The batch shape of a ``pyro.deterministic``, all dimensions of which are an event by Pyro's default."""
+        shape = tuple(msg["value"].shape)
+        declared = shape[: len(shape) - msg["fn"].event_dim]
+        if declared or not handlers.is_local(msg):
+            return declared or shape
+        of_clients = (1, 1), (1, self.batch.mask.shape[1])
+        if shape[:2] in of_clients:
+            return shape[:2]
+        return shape if shape[-2:] in of_clients else ()
 
 
 def _expanded(name: str, fn: Any, value: Tensor) -> Tensor:
@@ -249,7 +276,8 @@ def _expanded(name: str, fn: Any, value: Tensor) -> Tensor:
     except RuntimeError:
         raise ValueError(
             f"observed site {name!r}: values of shape {tuple(value.shape)} are no values of {name_of(fn)} with batch "
-            f"shape {tuple(fn.batch_shape)} and event shape {tuple(fn.event_shape)}"
+            f"shape {tuple(fn.batch_shape)} and event shape {tuple(fn.event_shape)}. What clients have observed is a "
+            "field of the federation, obs[...] or federation.of_clients(...), and needs no pyro.condition"
         ) from None
 
 
@@ -273,6 +301,24 @@ def _batch_of_one_client(batch: Batch, levels: Levels) -> Batch:
     fields.constant = batch.fields.constant
     index = one(batch.index[:, None]).squeeze(-1)
     return Batch(fields, one(batch.mask), one(batch.scale), index, batch.gaps)
+
+
+@contextmanager
+def _fresh_modules() -> Iterator[None]:
+    """Let every ``PyroModule`` that is running sample its attributes anew: until it ends it keeps their values."""
+    frame, contexts = sys._getframe(), []
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if isinstance(module := frame.f_locals.get("self"), PyroModule):
+            contexts.append(module._pyro_context)
+    caches = [context.cache for context in contexts]
+    try:
+        for context in contexts:
+            context.cache = {}
+        yield
+    finally:
+        for context, cache in zip(contexts, caches, strict=True):
+            context.cache = cache
 
 
 @contextmanager

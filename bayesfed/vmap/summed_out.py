@@ -73,7 +73,8 @@ def _check_needed(names: Sequence[str], nodes: Mapping[str, Any]) -> None:
             )
         raise ValueError(
             f"no outcome depends on latent site {name!r}, which is to be summed or integrated out. If it is an "
-            "outcome, its field is missing from the federation, so that obs.get(...) is None; else leave it out"
+            "outcome, its field is missing from the federation, so that obs.get(...) is None, or obs= is; else leave "
+            "it out"
         )
 
 

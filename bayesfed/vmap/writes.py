@@ -35,13 +35,23 @@ class Writes(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = getattr(func, "__name__", "")
+        if getattr(func, "__self__", None) is Tensor.data:
+            return args[0].detach()
         in_place = name.endswith("_") and not name.endswith("__")
         if in_place or name.startswith("__i") or name == "__setitem__":
             target, *rest = args
             for value in tree_leaves((rest, kwargs)):
                 if isinstance(value, Tensor) and {*_levels(value)}.difference(_levels(target)):
                     _give_levels(target, value)
+            if name == "__setitem__" and _is_mask(rest[0], target):
+                mask = rest[0].reshape(rest[0].shape + (1,) * (target.ndim - rest[0].ndim))
+                return target.copy_(torch.where(mask, rest[1], target))
         return func(*args, **(kwargs or {}))
+
+
+def _is_mask(index: Any, target: Tensor) -> bool:
+    """Return whether an index is a mask of bools that differs between draws or clients."""
+    return isinstance(index, Tensor) and index.dtype == torch.bool and bool([*_levels(index)])
 
 
 def _levels(value: Tensor) -> Iterator[int]:

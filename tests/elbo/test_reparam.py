@@ -4,7 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 from pyro import poutine
-from pyro.infer.reparam import AutoReparam, LocScaleReparam, TransformReparam
+from pyro.infer.reparam import AutoReparam, HaarReparam, LocScaleReparam, TransformReparam
 
 import bayesfed as bf
 from tests.scenarios import conjugate_hierarchy, ragged
@@ -18,6 +18,14 @@ def positive(federation):
             pyro.sample("y", dist.Normal(0.0, scale), obs=obs.get("y"))
 
 
+def two(federation):
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    with federation.clients():
+        own = pyro.sample("own", dist.Normal(mu, 1.0).to_event(1))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Normal(own[..., 0] - own[..., 1], 0.5), obs=obs.get("y"))
+
+
 @pytest.mark.parametrize(
     ("model", "config"),
     [
@@ -26,8 +34,9 @@ def positive(federation):
         (conjugate_hierarchy, {"mu": LocScaleReparam(0.0), "alpha": LocScaleReparam(1.0)}),
         (positive, {"scale": TransformReparam()}),
         (positive, {"mu": TransformReparam(), "scale": TransformReparam()}),
+        (two, {"mu": HaarReparam(), "own": HaarReparam()}),
     ],
-    ids=["off centre", "partly", "both", "transform", "transforms"],
+    ids=["off centre", "partly", "both", "transform", "transforms", "Haar"],
 )
 def test_a_reparametrised_program_has_the_same_posterior(model, config):
     federation = ragged(8)
