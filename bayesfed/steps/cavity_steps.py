@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
 from bayesfed.elbo.elbo import Noise, client_terms
-from bayesfed.elbo.program import Params, Program
+from bayesfed.elbo.program import Program
 from bayesfed.guides.full_rank import FullRank
 from bayesfed.guides.gaussian_factors import Natural, antithetic, factor_of, step_towards
 from bayesfed.guides.locals import Locals
@@ -32,6 +31,7 @@ from bayesfed.steps.local_variational import (
     phi_state,
 )
 from bayesfed.steps.optimizer import State
+from bayesfed.steps.steps import Inputs
 from bayesfed.tracing.compiler import traceable
 
 DIMENSIONS = 200
@@ -100,9 +100,8 @@ class CavitySteps(LocalVariational):
             supplied = program.noise(stream, self.draws, local=True)
             loc, z = antithetic(q, program, stream, self.draws)
             late = number >= self.steps // 2  # φ_i catches up with q first
-            local, factor, term = self.step(
-                program, job.theta, local, loc, z, job.rows(number), supplied, late, job.rate
-            )
+            given = Inputs(job.rows(number), (job.rate,), constants=job.theta)
+            local, factor, term = self.step(program, local, loc, z, given, supplied, late)
             if not late:
                 return local, q
             terms.append(term)
@@ -121,31 +120,28 @@ class CavitySteps(LocalVariational):
         supplied = program.noise(job.keys, self.draws, local=True)
         _, z = antithetic(q, program, job.keys, self.draws)
         (site,) = program.random
+        given = Inputs(rows, constants=job.theta)
         drawn = {site: z.detach()}
-        return drop_harmful_corrections(
-            program, job.theta, clients, drawn, rows, supplied, self.draws
-        )
+        return drop_harmful_corrections(program, drawn, clients, given, supplied, self.draws)
 
     @traceable
     def step(
         self,
         program: Program,
-        params: Params,
         clients: State,
         loc: Tensor,
         z: Tensor,
-        batch: Batch,
+        given: Inputs,
         supplied: Noise,
         late: bool,
-        rate: float,
     ) -> tuple[State, Natural, Tensor]:
         """Take one step of K clients on φ_i; return where late the factors of their terms at q, and the terms."""
         phi, z = leaves(clients["params"]), z.detach().requires_grad_()
-        (site,) = program.random
-        f = client_terms(program, params | phi, {site: z}, batch, supplied, self.draws)
+        (site,), at = program.random, given.constants | phi
+        f = client_terms(program, at, {site: z}, given.batch, supplied, self.draws)
         if phi:
             grad = gradients(f.mean(0), phi, retain_graph=True)
             with torch.no_grad():
-                clients = ascend(program, clients, grad, rate * self.local_lr)
+                clients = ascend(program, clients, grad, given.rates[0] * self.local_lr)
         factor = factor_of(f, z, loc) if late else Natural(loc, loc)
         return clients, factor, f.detach().mean(0)

@@ -29,7 +29,7 @@ from bayesfed.steps.job import Job, Work
 from bayesfed.steps.local_loop import all_clients, local_loop
 from bayesfed.steps.losses import per_client
 from bayesfed.steps.optimizer import State
-from bayesfed.steps.steps import Steps
+from bayesfed.steps.steps import Inputs, Steps
 from bayesfed.tracing.compiler import traceable
 
 EPS = 0.1
@@ -66,7 +66,8 @@ class LocalVariational(Steps):
 
         def step(state: State, number: int, active: Tensor | None) -> State:
             rate = lr * annealed(PERSONAL_DECAY, number / steps)
-            return personal_step(program, params, state, job.rows(number), next(streams), rate)
+            given = Inputs(job.rows(number), (rate,), constants=params)
+            return personal_step(program, state, given, next(streams))
 
         return local_loop(all_clients(len(job), steps), job.keys.device, clients, step)["params"]
 
@@ -104,9 +105,8 @@ class GradientsAtDraws(LocalVariational):
 
         def step(state: State, number: int, active: Tensor | None) -> State:
             now = {n: v[number * draws : (number + 1) * draws] for n, v in drawn.items()}
-            state, grad, term = local_step(
-                program, now, params, state, job.rows(number), next(streams), draws, lr
-            )
+            given = Inputs(job.rows(number), (lr,), constants=params)
+            state, grad, term = local_step(program, now, state, given, next(streams), draws)
             if number >= self.steps // 2:
                 for name in found:
                     found[name].append(grad[name])
@@ -182,13 +182,7 @@ def ascend(program: Program, clients: State, grads: Params, lr: float) -> State:
 
 @traceable
 def drop_harmful_corrections(
-    program: Program,
-    params: Mapping[str, Tensor],
-    clients: State,
-    theta: Mapping[str, Tensor],
-    batch: Batch,
-    supplied: Noise,
-    draws: int,
+    program: Program, theta: Params, clients: State, given: Inputs, supplied: Noise, draws: int
 ) -> State:
     """Return clients at the origin itself where their learnt correction makes their term worse.
 
@@ -198,17 +192,17 @@ def drop_harmful_corrections(
 
     Args:
         program: the model/guide pair.
-        params: the global parameters (unconstrained).
-        clients: the K clients' φ_i, with their origins.
         theta: draws of θ, ``(S, K, 1, *event)``, the second half antithetic to the first.
-        batch: the cohort's rows.
+        clients: the K clients' φ_i, with their origins.
+        given: the cohort's rows, and the global parameters (unconstrained).
         supplied: the noise of the local variables.
         draws: S.
     """
     phi, origin = clients["params"], clients["origin"]
+    here = given.constants | phi
     with torch.no_grad():
-        learnt = client_terms(program, {**params, **phi}, theta, batch, supplied, draws)
-        closed = client_terms(program, {**params, **phi, **origin}, theta, batch, supplied, draws)
+        learnt = client_terms(program, here, theta, given.batch, supplied, draws)
+        closed = client_terms(program, here | origin, theta, given.batch, supplied, draws)
     gain = (learnt - closed).unflatten(0, (2, draws // 2)).mean(0)
     keep = gain.mean(0) >= -_DOUBT * gain.std(0, correction=0) / math.sqrt(max(1, draws // 2 - 1))
     keep = keep | (learnt.isfinite() & ~closed.isfinite()).any(0)
@@ -245,44 +239,34 @@ def noise_of_steps(
 
 @traceable
 def local_step(
-    program: Program,
-    theta: Mapping[str, Tensor],
-    params: Mapping[str, Tensor],
-    clients: State,
-    batch: Batch,
-    supplied: Noise,
-    draws: int,
-    lr: float,
+    program: Program, theta: Params, clients: State, given: Inputs, supplied: Noise, draws: int
 ) -> tuple[State, dict[str, Tensor], Tensor]:
     """Take one Adam step of K clients on their φ_i, from draws ``(S, 1, 1, *event)`` of θ.
+
+    The global parameters are the constants of the step.
 
     Returns:
         The clients' next states; the gradients of their terms in the draws ``(K, S, *event)`` and in the direct
         parameters ``(K, 1, ...)``; the terms ``(K,)``.
     """
-    size = len(batch)
+    size, params = len(given.batch), given.constants
     theta = leaves({n: v.expand(-1, size, *v.shape[2:]) for n, v in theta.items()})
     direct = leaves({n: params[n].expand(size, 1, *params[n].shape) for n in program.direct})
     phi = leaves(clients["params"])
-    term = client_terms(program, {**params, **direct, **phi}, theta, batch, supplied, draws).mean(0)
+    at = params | direct | phi
+    term = client_terms(program, at, theta, given.batch, supplied, draws).mean(0)
     grad = gradients(term, {**theta, **direct, **phi})
     upload = {name: grad[name].movedim(1, 0).squeeze(2) for name in theta}
     upload |= {name: grad[name] for name in direct}
     with torch.no_grad():
-        clients = ascend(program, clients, {name: grad[name] for name in phi}, lr)
+        clients = ascend(program, clients, {name: grad[name] for name in phi}, given.rates[0])
     return clients, upload, term.detach()
 
 
 @traceable
-def personal_step(
-    program: Program,
-    params: Mapping[str, Tensor],
-    clients: State,
-    batch: Batch,
-    supplied: Noise,
-    lr: float,
-) -> State:
+def personal_step(program: Program, clients: State, given: Inputs, supplied: Noise) -> State:
     """Take one Adam step of K clients on their φ_i, each with draws of θ of its own."""
     phi = leaves(clients["params"])
-    term = client_terms(program, {**params, **phi}, {}, batch, supplied, PERSONAL_DRAWS).mean(0)
-    return ascend(program, clients, gradients(term, phi), lr)
+    at = given.constants | phi
+    term = client_terms(program, at, {}, given.batch, supplied, PERSONAL_DRAWS).mean(0)
+    return ascend(program, clients, gradients(term, phi), given.rates[0])

@@ -224,12 +224,13 @@ def radon(clients: int, rows: int, draws: int = 8) -> Problem:
     first = phi_state(first)
     theta = {name: torch.randn(draws, 1, 1) * 0.1 for name in GLOBALS}
     state: dict[str, Any] = {"clients": first, "step": 0}
+    given = Inputs(batch, (LR,), constants=program.init)
 
     def ours() -> object:
         state["step"] += 1
         supplied = program.noise(noise.fold(keys, state["step"]), draws, local=True)
         state["clients"], grads, term = local_step(
-            program, theta, program.init, state["clients"], batch, supplied, draws, LR
+            program, theta, state["clients"], given, supplied, draws
         )
         return grads, term
 
@@ -270,7 +271,7 @@ def radon(clients: int, rows: int, draws: int = 8) -> Problem:
 
     def difference() -> float:
         supplied = program.noise(keys, draws, local=True)
-        _, grads, _ = local_step(program, theta, program.init, first, batch, supplied, draws, LR)
+        _, grads, _ = local_step(program, theta, first, given, supplied, draws)
         zeros = torch.zeros(clients, 1)
         by_hand = slope(supplied["alpha"][0], zeros, zeros, x, y)[2:]
         return max(

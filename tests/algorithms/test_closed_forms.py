@@ -16,6 +16,7 @@ from bayesfed.rules import Turn
 from bayesfed.rules.natural_gradient import StepContext
 from bayesfed.steps import local_variational, optimizer
 from bayesfed.steps.job import Job
+from bayesfed.steps.steps import Inputs
 from tests.invariants.cases import CASES, federation
 from tests.scenarios import conjugate_hierarchy, exact, ragged, summed
 
@@ -394,8 +395,9 @@ def test_what_serves_is_kept_and_what_does_not_given_up():
     worse[2] = torch.nan
     off = clients | {"params": clients["params"] | {name: worse}}
     theta = {site: 0.1 * torch.randn(8, 6, 1, 3) for site in program.random}
+    given = Inputs(rows, constants=program.init)
     kept = local_variational.drop_harmful_corrections(
-        program, program.init, off, theta, rows, program.noise(keys, 8, local=True), 8
+        program, theta, off, given, program.noise(keys, 8, local=True), 8
     )
     found = kept["params"][name]
     assert found.isfinite().all()
@@ -403,7 +405,7 @@ def test_what_serves_is_kept_and_what_does_not_given_up():
     better = clients["params"][name].clone() + 1e-3
     off = clients | {"params": clients["params"] | {name: better}}
     kept = local_variational.drop_harmful_corrections(
-        program, program.init, off, theta, rows, program.noise(keys, 8, local=True), 8
+        program, theta, off, given, program.noise(keys, 8, local=True), 8
     )
     assert torch.equal(kept["params"][name], better)
 
