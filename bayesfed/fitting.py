@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from bayesfed.algorithms import Algorithm
-from bayesfed.algorithms.table import SFVI
 from bayesfed.checks.data import check_data, check_rows
 from bayesfed.checks.independence import check_independence
 from bayesfed.checks.units import warn_of_units
@@ -80,12 +79,8 @@ def start(
         Posterior: SFVI (FullRank globals, conditioned locals), 2 rounds, 8 clients; globals mu, tau; locals theta
         2 rounds are too few to tell whether the fit has converged
     """
-    plan = Plan(
-        model,
-        SFVI() if algorithm is None else algorithm,
-        execution=Execution() if execution is None else execution,
-        **options,
-    )
+    chosen: dict[str, Any] = {"algorithm": algorithm, "execution": execution}
+    plan = Plan(model, **{n: v for n, v in chosen.items() if v is not None}, **options)
     if plan.algorithm.rule.robust:
         raise ValueError(
             f"rule: {type(plan.algorithm.rule).__name__} combines institutions' sums, and in one process "

@@ -1,7 +1,5 @@
 """Chunks of clients that run at once, so that memory stays bounded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Names of columns, fields and clients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any

@@ -1,7 +1,5 @@
 """Real data sets that packages ship, as federations; nothing is downloaded."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import torch

@@ -4,8 +4,6 @@ The hashes do not depend on where the fields lie, in memory, on disk or on a dev
 one can confirm a guess of a small client's rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 

@@ -1,7 +1,5 @@
 """Conversion of the user's data to tensors: numbers only, checked for missing and infinite values."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal, get_args

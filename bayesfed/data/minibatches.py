@@ -1,7 +1,5 @@
 """The minibatches of a cohort in a round, and the steps that each of its clients takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Names as integers, the same on every machine: they give each client and each sample site its own noise stream."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 

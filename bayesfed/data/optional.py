@@ -1,7 +1,5 @@
 """Optional dependencies, imported where they are needed."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows in a federation's flat storage: those of some clients, a random split, and padded positions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Simulated federations with two kinds of clients: polynomials, and photovoltaic plants under real weather."""
 
-from __future__ import annotations
-
 from datetime import date
 from pathlib import Path
 

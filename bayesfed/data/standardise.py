@@ -1,7 +1,5 @@
 """Means and standard deviations of fields over all clients' rows, computed from sums within each client."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

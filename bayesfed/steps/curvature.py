@@ -60,8 +60,11 @@ def slopes(
     if kind == "batch":
         return grad, _squares_of(grad, full)
     if kind == "hessian":
-        curvature = _hessian(grad, leaf) if full else _diagonal(grad, leaf).clamp(min=0)
-        return grad.detach(), curvature
+        rows = _hessian_rows(grad, leaf)
+        if full:
+            return grad.detach(), torch.stack(list(rows), 1)
+        diagonal = torch.stack([row[:, d] for d, row in enumerate(rows)], 1)
+        return grad.detach(), diagonal.clamp(min=0)
     return grad, grad.new_zeros(())
 
 
@@ -192,18 +195,8 @@ class _Layers(TorchFunctionMode):
         self._own, self._others = [], []
 
 
-def _hessian(grad: Tensor, leaf: Tensor) -> Tensor:
-    """``(K, D, D)`` from the gradients: a backward pass for each of the D numbers."""
-    return torch.stack(list(_backward(grad, leaf)), 1)
-
-
-def _diagonal(grad: Tensor, leaf: Tensor) -> Tensor:
-    """The Hessians' diagonals ``(K, D)``."""
-    return torch.stack([row[:, d] for d, row in enumerate(_backward(grad, leaf))], 1)
-
-
-def _backward(grad: Tensor, leaf: Tensor) -> Iterator[Tensor]:
-    """The rows of the Hessians, ``(K, D)`` each; zeros where a loss is linear."""
+def _hessian_rows(grad: Tensor, leaf: Tensor) -> Iterator[Tensor]:
+    """The D rows of the Hessians, ``(K, D)`` each, by a backward pass for each; zeros where a loss is linear."""
     for column in grad.unbind(1):
         if not column.requires_grad:
             yield torch.zeros_like(leaf)
