@@ -26,8 +26,10 @@ def check_stateless(module: nn.Module) -> None:
             )
         if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0:
             raise ValueError(
-                f"module {where} draws its own noise: remove it or set p=0; a mean-field guide is the Bayesian "
-                "counterpart of dropout"
+                f"module {where} draws its own noise, which here is an input of every step, by round and client, so "
+                "that runs are resumed and agree between machines; this holds for point estimates too. Remove it or "
+                "set p=0. Against overfitting take hyper_scale (a prior of the weights), held_out, or FedABML, whose "
+                "noise on the weights is the Bayesian counterpart of dropout"
             )
 
 
