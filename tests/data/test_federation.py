@@ -175,6 +175,28 @@ def test_partitioners_conserve_the_rows(digits, name):
             assert len(federation.select([client])["label"].unique()) <= 3
 
 
+def test_partitions_without_rows_are_left_out_with_a_warning(digits):
+    """Of 20 partitions of ten digits, a Dirichlet distribution of 0.01 gives most none."""
+    partitioners = pytest.importorskip("flwr_datasets.partitioner")
+
+    def partitioner():
+        return partitioners.DirichletPartitioner(20, "label", 0.01, min_partition_size=0, seed=0)
+
+    with pytest.raises(ValueError, match=r"client '\d+' is empty .*a partition with empty='drop'"):
+        bf.Federation.from_partitioner(digits, partitioner(), fields=["id"])
+    with pytest.warns(
+        UserWarning, match="of 20 partitions have no rows and are left out: '"
+    ) as seen:
+        found = bf.Federation.from_partitioner(digits, partitioner(), fields=["id"], empty="drop")
+    sizes = partitioner()
+    sizes.dataset = digits
+    rows = {str(i): len(sizes.load_partition(i)) for i in range(20)}
+    assert found.names == tuple(name for name, count in rows.items() if count)
+    assert found.lengths.tolist() == [count for count in rows.values() if count]
+    assert str(seen[0].message).startswith(f"{20 - len(found)} of 20")
+    assert sorted(found["id"].long().tolist()) == list(range(200))
+
+
 def test_a_column_that_the_dataset_lacks(digits):
     partitioners = pytest.importorskip("flwr_datasets.partitioner")
     with pytest.raises(KeyError, match="no column 'age'; it has id, image, label, writer"):

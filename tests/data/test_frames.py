@@ -7,6 +7,7 @@ import importlib.util
 
 import numpy as np
 import pandas as pd
+import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,7 +86,7 @@ def check(frame, label, values, missing):
 
 
 @given(frames(), st.sampled_from(["fail", "keep"]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_every_frame_gives_its_numbers(drawn, missing):
     check(*drawn, missing)
 
@@ -101,7 +102,7 @@ PLAIN = {"who": ["a", "b", "a"], "y": [1.0, 2.0, None], "n": [3, 4, 5]}
 
 
 def polars(columns):
-    return pytest.importorskip("polars").DataFrame(columns)
+    return pl.DataFrame(columns)
 
 
 def arrow(columns):
