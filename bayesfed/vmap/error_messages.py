@@ -26,7 +26,8 @@ _REASONS = {
         "the prior is flat, and a variable starts at draws of its prior. Write a prior that is wide in the unit of the "
         "data, such as dist.Normal(0.0, 100.0), or dist.HalfNormal(100.0) of a positive variable"
     ),
-    r"sample\(\) is not implemented|not support sampling": (
+    # the last is of Pyro's TruncatedPolyaGamma, which has none of batches
+    r"sample\(\) is not implemented|not support sampling|can only concatenate list": (
         "the distribution has no sampler, and a variable starts at draws of its prior. Use another one"
     ),
     r"Batching rule not implemented": (

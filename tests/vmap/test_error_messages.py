@@ -84,3 +84,19 @@ def test_a_layer_without_a_rule_for_vmap_is_refused_with_another():
     federation = bf.Federation.from_arrays({"a": rows, "b": rows})
     with pytest.raises(ValueError, match=r"vmap lacks this operation.*nn\.GRUCell"):
         bf.fit(bf.models.Network(Recurrent()), federation, bf.FedAvg(), rounds=1, progress=False)
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_a_distribution_that_cannot_be_drawn_in_batches_is_refused_with_the_line(local):
+    """Pyro's TruncatedPolyaGamma adds a list to a torch.Size."""
+
+    def model(federation):
+        w = None if local else pyro.sample("w", dist.TruncatedPolyaGamma(torch.tensor(0.0)))
+        with federation.clients():
+            w = pyro.sample("w", dist.TruncatedPolyaGamma(torch.tensor(0.0))) if local else w
+            with federation.observations() as obs:
+                pyro.sample("y", dist.Normal(w, 1.0), obs=obs.get("y"))
+
+    federation = bf.Federation.from_arrays({"a": {"y": [1.0]}, "b": {"y": [2.0]}})
+    with pytest.raises(ValueError, match=r"line \d+, .*PolyaGamma.*has no sampler.*Use another"):
+        bf.fit(model, federation, rounds=1, progress=False)
