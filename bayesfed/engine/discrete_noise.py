@@ -11,13 +11,14 @@ Noise that is computed in floating point takes values that depend on the sum to 
 is returned. A comparison uses double precision where its error bound allows, and else as many digits as it needs: once
 in 2⁴⁵ comparisons or so. What is left out is a probability below e⁻⁵⁰⁰ in each share of Laplace noise.
 
-*Gaussian* (Canonne, Kamath & Steinke 2020, Algorithm 3): a discrete Laplace variable of the same t is accepted with
-probability ``exp(−(|x| − t)² / 2t²)``. *Laplace* (their Algorithm 2): u + t v, u uniform below t and accepted with
+*Gaussian* (Canonne, Kamath & Steinke 2020, Algorithm 3, with t for their ⌊t⌋ + 1, as t is whole): a discrete Laplace
+variable of the same t is accepted with probability ``exp(−(|x| − t)² / 2t²)``. *Laplace* (their Algorithm 2): u + t v, u uniform below t and accepted with
 probability exp(−u / t), v geometric, with a random sign.
 
 *Shares.* The sum of the shares of any M′ institutions is to be noise enough. Gaussian: each draws a discrete Gaussian
 variable with t / √M′, at least :data:`LEAST_SHARE`; the sum is no discrete Gaussian, but its Rényi divergences exceed
-those of the Gaussian by less than 10⁻³⁶ M′ D for D numbers (Kairouz, Liu & Steinke 2021, Proposition 14). Laplace: a
+those of the Gaussian by less than D Σ_k 10 exp(−2π² t² k / (k + 1)), k < M′, of D numbers, t of a share (Kairouz, Liu &
+Steinke 2021, Proposition 14): less than 10⁻³⁶ M′ D. The tests compare ε and δ with exact sums. Laplace: a
 discrete Laplace variable is a compound Poisson sum of whole numbers ±l with rates exp(−l / t) / l (the difference of
 two negative binomial variables, a sum of M′ of which is geometric): a share has 1 / M′ of these rates. It is drawn by
 thinning: candidates l, uniform in [2ʲ, 2ʲ⁺¹) for each j, are accepted with probability (2ʲ / l) exp(−l / t).

@@ -28,7 +28,7 @@ ln(1 + (K / N)(e^ε' − 1)) (Balle, Barthe & Gaboardi 2018, Theorem 9), and rou
 in L2 and adds Laplace noise, which in more than one dimension is not ε-DP.
 
 ``"gaussian"`` clips in L2 and is (ε, δ)-DP by dp-accounting's Rényi accountant for cohorts without replacement (Wang,
-Balle & Kasiviswanathan 2019, Theorem 27). Discrete noise needs no other: on the grid the Rényi divergences of order α
+Balle & Kasiviswanathan 2019, arXiv 1808.00087, Theorem 27, in dp-accounting's version for Gaussians). Discrete noise needs no other: on the grid the Rényi divergences of order α
 are at most α Δ² / 2σ², as those of Gaussians (Canonne, Kamath & Steinke 2020). The theorem also takes
 moments of whole orders of likelihood ratios, which are those of Gaussians: each is a sum over the grid around a centre
 that is on the grid too.

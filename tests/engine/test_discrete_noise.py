@@ -143,6 +143,49 @@ def test_moments_of_likelihood_ratios_are_those_of_gaussians():
         assert found == pytest.approx(math.exp(k * (k - 1) * 9 / (2 * t * t)), rel=1e-9)
 
 
+@pytest.mark.parametrize("of", [1, 3, 4])
+@pytest.mark.parametrize("shifts", [[4], [-4], [2, 3], [4, 4]], ids=str)
+def test_epsilon_and_delta_bound_the_exact_privacy_loss(of, shifts):
+    """Uploads at opposite ends of a clip of two steps, from the probabilities of the sum of shares with t = 6 in all.
+
+    [2, 3] are two numbers of one round, [4, 4] are two rounds: losses of independent numbers add up. The bound is no
+    better than it need be: half of ε has a larger δ.
+    """
+    own, every, rounds = bf.Privacy(clip=1.0, noise=1.5), np.arange(-90, 91.0), shifts.count(4) or 1
+    share = pmf("gaussian", math.ceil(6 / math.sqrt(of)), every)
+    law = share
+    for _ in range(of - 1):
+        law = np.convolve(law, share)
+    x = np.arange(len(law) // 2 - 75, len(law) // 2 + 76)
+    loss, weight = np.zeros(1), np.ones(1)
+    for shift in shifts:
+        loss = np.add.outer(loss, np.log(law[x] / law[x - shift])).ravel()
+        weight = np.multiply.outer(weight, law[x]).ravel()
+
+    def delta(epsilon):
+        return float((weight * -np.expm1(np.minimum(epsilon - loss, 0.0))).sum())
+
+    epsilon = own.spent(rounds, cohort=3, clients=3)
+    assert delta(epsilon) < own.delta < delta(epsilon / 2)
+
+
+@pytest.mark.parametrize("of", [2, 3, 8])
+def test_a_sum_of_shares_exceeds_the_divergence_of_gaussians_by_less_than_is_said(of):
+    """Proposition 14's τ, 10 Σ exp(−2π² t² k / (k + 1)), at a share of t = 0.7, where it can be seen."""
+    t, every, alpha, shift = 0.7, np.arange(-40, 41.0), 3.0, 1
+    tau = 10 * sum(math.exp(-2 * (math.pi * t) ** 2 * k / (k + 1)) for k in range(1, of))
+    share = np.exp(-(every**2) / (2 * t * t))
+    law = share = share / share.sum()
+    for _ in range(of - 1):
+        law = np.convolve(law, share)
+    x = np.arange(len(law) // 2 - 8, len(law) // 2 + 9)
+    moment = (law[x] ** alpha * law[x - shift] ** (1 - alpha)).sum()
+    divergence, gaussian = math.log(moment) / (alpha - 1), alpha * shift**2 / (2 * of * t * t)
+    assert divergence < gaussian + tau
+    least = discrete_noise.LEAST_SHARE
+    assert 10 * math.exp(-((math.pi * least) ** 2)) < 1e-36  # of each of the k, at least
+
+
 def test_noise_is_never_drawn_again():
     torch.manual_seed(0)
     first = draw("laplace", 1e6, (5,))
