@@ -12,8 +12,8 @@ is returned. A comparison uses double precision where its error bound allows, an
 in 2⁴⁵ comparisons or so. What is left out is a probability below e⁻⁵⁰⁰ in each share of Laplace noise.
 
 *Gaussian* (Canonne, Kamath & Steinke 2020, Algorithm 3, with t for their ⌊t⌋ + 1, as t is whole): a discrete Laplace
-variable of the same t is accepted with probability ``exp(−(|x| − t)² / 2t²)``. *Laplace* (their Algorithm 2): u + t v, u uniform below t and accepted with
-probability exp(−u / t), v geometric, with a random sign.
+variable of the same t is accepted with probability ``exp(−(|x| − t)² / 2t²)``. *Laplace* (their Algorithm 2): u + t v,
+u uniform below t and accepted with probability exp(−u / t), v geometric, with a random sign.
 
 *Shares.* The sum of the shares of any M′ institutions is to be noise enough. Gaussian: each draws a discrete Gaussian
 variable with t / √M′, at least :data:`LEAST_SHARE`; the sum is no discrete Gaussian, but its Rényi divergences exceed

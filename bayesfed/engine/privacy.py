@@ -28,10 +28,10 @@ ln(1 + (K / N)(e^ε' − 1)) (Balle, Barthe & Gaboardi 2018, Theorem 9), and rou
 in L2 and adds Laplace noise, which in more than one dimension is not ε-DP.
 
 ``"gaussian"`` clips in L2 and is (ε, δ)-DP by dp-accounting's Rényi accountant for cohorts without replacement (Wang,
-Balle & Kasiviswanathan 2019, arXiv 1808.00087, Theorem 27, in dp-accounting's version for Gaussians). Discrete noise needs no other: on the grid the Rényi divergences of order α
-are at most α Δ² / 2σ², as those of Gaussians (Canonne, Kamath & Steinke 2020). The theorem also takes
-moments of whole orders of likelihood ratios, which are those of Gaussians: each is a sum over the grid around a centre
-that is on the grid too.
+Balle & Kasiviswanathan 2019, arXiv 1808.00087, Theorem 27, in dp-accounting's version for Gaussians). Discrete noise
+needs no other: on the grid the Rényi divergences of order α are at most α Δ² / 2σ², as those of Gaussians (Canonne,
+Kamath & Steinke 2020). The theorem also takes moments of whole orders of likelihood ratios, which are those of
+Gaussians: each is a sum over the grid around a centre that is on the grid too.
 
 That a cohort is drawn in secret only helps if a client's upload does not depend on which cohorts it was in before.
 Stateful clients, as under SFVI, are accounted for as if they took part in every round.
