@@ -104,7 +104,7 @@ class RunFolder:
 
     @property
     def complete(self) -> bool:
-        """Whether the folder has all results of this configuration: ``forest.png`` is written last."""
+        """True if the folder has all results of this configuration: ``forest.png`` is written last."""
         config = self.path / "config.toml"
         same = config.exists() and config.read_text(encoding="utf-8") == self.config
         return same and (self.path / "forest.png").exists()
