@@ -75,6 +75,7 @@ def test_a_closed_form_stays_exact(model, dtype, request):
     rows, federation = made_up(size, dtype)
     posterior = bf.fit(model, federation, rounds=10, execution=bf.Execution(compile=False))
     shift, ratio = errors(posterior, rows, size)
+    assert posterior.khat < 0.5 and not posterior.poor_clients
     assert shift.max() < 0.08
     assert np.abs(ratio).max() < 0.06
 
@@ -86,6 +87,8 @@ def test_other_algorithms_with_a_closed_form(algorithm):
         levels, federation, algorithm, rounds=60, execution=bf.Execution(compile=False)
     )
     shift, ratio = errors(posterior, rows, 1)
+    assert posterior.khat < 0.5
+    assert not posterior.poor_clients and not posterior.poor_globals
     assert shift.max() < 0.1
     assert np.abs(ratio).max() < 0.08
 
