@@ -18,6 +18,7 @@ demo: $(RUN)  ## install bayesfed into .venv and run a first experiment
 	$(BIN)/bayesfed run experiments/grunfeld.toml
 
 deployment: $(DEV)  ## a fit over three institutions with Flower, TLS and a killed node, on this machine: five minutes
+	@echo "installing Flower into $(VENV), a minute or two"
 	$(INSTALL) -e '.[dev,flower]'
 	$(BIN)/python experiments/deployment/demo.py
 

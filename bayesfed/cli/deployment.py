@@ -102,10 +102,11 @@ def local_posteriors(
     node: NodeFile, config: Experiment, rows: pd.DataFrame | None, here: Path, base: Path
 ) -> LocalPosteriors:
     """Return the posteriors that a node has stored; the arguments are those of :func:`run_node`."""
+    plan = make_plan(config, base)  # a mistake in it comes before those in the rows
     alone, data = node.name if node.one_client else None, config.data
     return LocalPosteriors(
         federation=load_clients(data, rows, here, alone),
-        plan=make_plan(config, base),
+        plan=plan,
         folder=here / (node.folder or node.name),
         client=str(data.client),
         fields=data.fields,

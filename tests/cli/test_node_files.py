@@ -164,6 +164,15 @@ def test_on_needs_the_nodes(tmp_path, capsys):
     assert "deployment is missing" in capsys.readouterr().err
 
 
+def test_a_formula_is_refused_before_the_rows_are_looked_at(folder, capsys):
+    """The rows have a column of text, which a field may not be."""
+    text = EXPERIMENT.replace('name = "varying_intercept"', 'formula = "y ~ x + (1 | ward)"')
+    (folder / "experiment.toml").write_text(text.replace('fields = ["x", "y"]', ""))
+    pd.read_csv(folder / "north.csv").assign(patient="p").to_csv(folder / "north.csv", index=False)
+    assert main(["node", str(folder / "north.toml")]) == 2
+    assert "model.formula: between machines give model.name" in capsys.readouterr().err
+
+
 def test_a_failed_run_leaves_no_folder(folder, monkeypatch, capsys):
     def no_answer(*args, **kwargs):
         raise TimeoutError("no institution has answered")
