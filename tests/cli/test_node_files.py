@@ -198,7 +198,9 @@ def test_cryptography_is_for_secure_sums_only(folder):
         "from bayesfed.deploy import node, secure\n"
         "secure.new_key()"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True
+    )
     assert "cryptography is not installed: pip install 'bayesfed[deploy]'" in done.stderr
 
 
