@@ -5,10 +5,12 @@
 
 Programs are generated at random. Half are right: global and local variables of several kinds, categories by index, a
 matrix product, a plate of the program's own, vectors with and without ``.to_event``, a variable behind another,
-discrete and continuous variables of a row, discrete ones of a client, ``pyro.factor``, ``pyro.deterministic``. Of these
-the log density of all sample sites together, at two draws of the prior, must be Pyro's own on the pooled data; a
-continuous variable of a row is integrated on a fine grid. The others have a mistake of the list below in the program or
-in the frame. They must be refused with a helpful message, or give the same answer as Pyro.
+discrete and continuous variables of a row, discrete ones of a client, ``pyro.factor``, ``pyro.deterministic``,
+``pyro.markov``, ``poutine.mask``, ``poutine.reparam``, levels of a factor inside each client, mixtures, vectors that are
+observed in part, and outcomes of each distribution that fits in the table distributions.md. Of these the log density of
+all sample sites together, at two draws of the prior, must be Pyro's own on the pooled data; a continuous variable of a
+row is integrated on a fine grid. A quarter of them run a round, too. The others have a mistake of the list below in the
+program or in the frame. They must be refused with a helpful message, or give the same answer as Pyro.
 
 "raw" is an error with the words of torch, Pyro or pandas, or of another kind than errors of settings and data; "silent"
 is another number than Pyro's, "warned" one of which a warning says that it may be.
@@ -20,6 +22,9 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,9 +33,11 @@ import pyro
 import pyro.distributions as dist
 import runner
 import torch
+from distributions import DISTRIBUTIONS
 from pyro import poutine
 from pyro.infer.enum import config_enumerate
 from pyro.infer.mcmc.util import TraceEinsumEvaluator
+from pyro.infer.reparam import LocScaleReparam
 
 import bayesfed as bf
 from bayesfed.elbo import handlers, noise
@@ -39,6 +46,16 @@ RAW = re.compile(
     r"size of tensor|must match|shape '\[|mat1|vmap|invalid for input|broadcast|dimension out of|"
     r"object has no attribute|unsupported operand|Trace Shapes|could not convert|linalg|positional argument"
 )
+OUTCOMES = ("y", "count", "yes", "mix", "v", "pair", "out", "grade")
+"""The names of the outcomes."""
+SLOW = ("Stable", "StableWithLogProb")
+TABLE = Path(__file__).with_name("distributions.md").read_text(encoding="utf-8")
+DRAWN = [
+    name
+    for name, make in DISTRIBUTIONS.items()
+    if f"| {name} | fits |" in TABLE and name not in SLOW and make(torch.zeros(1)).event_dim < 2
+]
+"""The distributions of one number or vector that fit as outcome."""
 TOLERANCE = 1e-3
 """Relative tolerance of log densities in single precision."""
 
@@ -62,12 +79,17 @@ MISTAKES: dict[str, str] = {
     "other rows": "a mean over the rows",
     "all clients": "the number of clients in a prior",
     "no outcome": "nothing observed",
+    "label": "a class beyond the categories",
+    "subsample": "a plate that takes a subsample",
+    "condition": "pyro.condition of a global variable",
+    "module": "pyro.module",
 }
 
 
-def frame(rng: np.random.Generator, mistake: str) -> pd.DataFrame:
-    """Return three to six hospitals with one to nine rows."""
-    parts = []
+def frame(rng: np.random.Generator, mistake: str, table_of: str, gaps: bool) -> pd.DataFrame:
+    """Return three to six hospitals with one to nine rows, with draws of a distribution of the table."""
+    parts, fn = [], DISTRIBUTIONS[table_of](torch.tensor(0.3))
+    torch.manual_seed(int(rng.integers(2**31)))
     for i in range(int(rng.integers(3, 7))):
         n = int(rng.integers(1, 10))
         kind = rng.integers(0, 3, n) + (mistake == "index from 1")
@@ -77,8 +99,14 @@ def frame(rng: np.random.Generator, mistake: str) -> pd.DataFrame:
         part |= {"size": float(rng.normal()), "y": rng.normal(size=n)}
         part["count"] = rng.poisson(2.0, n) - 3 * (mistake == "negative counts")
         part["yes"] = (rng.random(n) < 0.5).astype(float)
+        part["seen"] = (rng.random(n) < 0.7).astype(float)
+        v = rng.normal(size=(n, 3))
+        v[rng.random(v.shape) < 0.3 * gaps] = np.nan
+        part |= {"v": list(v), "out": fn.sample((n,)).tolist()}
         parts.append(pd.DataFrame(part))
     table = pd.concat(parts, ignore_index=True)
+    if mistake == "label":
+        table.loc[0, "kind"] = 2
     if mistake == "index from 1":
         table.loc[0, "kind"] = 3
     if mistake == "missing in x":
@@ -91,18 +119,23 @@ def frame(rng: np.random.Generator, mistake: str) -> pd.DataFrame:
     return table
 
 
-def program(rng: np.random.Generator, mistake: str) -> Callable[[Any], None]:
-    """Return a hierarchical model of those columns."""
+def program(rng: np.random.Generator, mistake: str, table_of: str) -> Callable[..., None]:
+    """Return a hierarchical model of those columns; ``pooled=True`` leaves out missing entries as Pyro does."""
     flip = {name: bool(rng.random() < 0.5) for name in (
         "plate", "event", "behind", "vector", "mixed", "named", "factor", "stacked", "sized", "noisy",
         "kind",
     )}  # fmt: skip
-    outcome = str(rng.choice(["y", "count", "yes"]))
+    flip |= {name: bool(rng.random() < 0.25) for name in ("markov", "masked", "reparam", "levels")}
+    outcome = str(rng.choice(["y", "count", "yes", "mix", "v", "pair", "out", "out"]))
+    if outcome == "out":
+        flip |= dict.fromkeys(("noisy", "mixed", "kind"), False)
+    if mistake == "label":
+        outcome = "grade"
     if mistake in ("negative counts", "text in y"):
         outcome = "count" if mistake == "negative counts" else "y"
     prior = str(rng.choice(["normal", "student", "gamma", "uniform"]))
 
-    def model(federation: Any) -> None:
+    def model(federation: Any, pooled: bool = False) -> None:
         mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
         scale = {
             "normal": lambda: dist.HalfNormal(1.0),
@@ -118,7 +151,12 @@ def program(rng: np.random.Generator, mistake: str) -> Callable[[Any], None]:
         else:
             beta = pyro.sample("beta", dist.Normal(torch.zeros(2), 1.0).to_event(1))
         summed = flip["mixed"] or flip["kind"]
-        if flip["plate"] and not summed:  # Pyro's sums are not over plates at one dimension
+        if flip["markov"]:
+            walk = [torch.tensor(0.0)]
+            for t in pyro.markov(range(3)):
+                walk.append(pyro.sample(f"effect{t}", dist.Normal(walk[-1], tau)))
+            effect = torch.stack(walk[1:], -1)
+        elif flip["plate"] and not summed:  # Pyro's sums are not over plates at one dimension
             with pyro.plate("kinds", 3):
                 effect = pyro.sample("effect", dist.Normal(0.0, tau))
         elif flip["event"] or summed:
@@ -131,10 +169,15 @@ def program(rng: np.random.Generator, mistake: str) -> Callable[[Any], None]:
             mu = mu + pyro.sample("k", dist.Bernoulli(0.5))
         if mistake == "if" and mu > 0:
             tau = 2 * tau
+        if mistake == "subsample":
+            with pyro.plate("items", 6, subsample_size=3):
+                mu = mu + pyro.sample("item", dist.Normal(0.0, 1.0))[..., 0]
+        if mistake == "module":
+            mu = mu + pyro.module("net", torch.nn.Linear(1, 1))(torch.ones(1))[0]
         if mistake == "twice":
             pyro.sample("mu", dist.Normal(0.0, 1.0))
         if mistake == "no clients":
-            rows(federation, mu, tau, beta, effect)
+            rows(federation, mu, tau, beta, effect, None, pooled)
             return
         with federation.clients():
             a = pyro.sample("a", dist.Normal(mu, tau))
@@ -149,12 +192,20 @@ def program(rng: np.random.Generator, mistake: str) -> Callable[[Any], None]:
             slope = beta
             if flip["vector"]:
                 slope = beta + pyro.sample("s", dist.Normal(torch.zeros(2), 0.5).to_event(1))
+            levels = None
+            if flip["levels"] and not (summed or flip["noisy"]):
+                with pyro.plate("levels", 3, dim=-3):
+                    levels = pyro.sample("u", dist.Normal(0.0, 0.5))
+            elif flip["levels"]:
+                levels = pyro.sample("u", dist.Normal(torch.zeros(3), 0.5).to_event(1))
             if mistake != "outside":
-                rows(federation, a, tau, slope, effect)
+                rows(federation, a, tau, slope, effect, levels, pooled)
         if mistake == "outside":
-            rows(federation, mu, tau, beta, effect)
+            rows(federation, mu, tau, beta, effect, None, pooled)
 
-    def rows(federation: Any, a: Any, tau: Any, slope: Any, effect: Any) -> None:
+    def rows(
+        federation: Any, a: Any, tau: Any, slope: Any, effect: Any, levels: Any, pooled: bool
+    ) -> None:
         with federation.observations() as obs:
             kind = obs["kind"] if mistake == "no long" else obs["kind"].long()
             x = obs["x"]
@@ -163,6 +214,11 @@ def program(rng: np.random.Generator, mistake: str) -> Callable[[Any], None]:
             if mistake == "shape":
                 x = torch.cat([x, x], -1)
             mean = a + (x * slope).sum(-1) + effect[kind]
+            of_level = obs["kind"].long()
+            if levels is not None and (flip["noisy"] or flip["mixed"] or flip["kind"]):
+                mean = mean + (levels * torch.nn.functional.one_hot(of_level, 3)).sum(-1)
+            elif levels is not None:
+                mean = mean + levels.expand(3, *of_level.shape).gather(0, of_level[None])[0]
             if mistake == "own noise":
                 mean = mean + torch.randn(())
             if mistake == "other rows":
@@ -173,16 +229,34 @@ def program(rng: np.random.Generator, mistake: str) -> Callable[[Any], None]:
                 mean = mean + pyro.sample("late", dist.Bernoulli(0.3))
             if mistake == "no outcome":
                 return
-            outcomes = {
-                "y": dist.Normal(mean, 0.3 + tau),
-                "count": dist.Poisson(mean.clamp(-5, 3).exp()),
-                "yes": dist.Bernoulli(logits=mean),
-            }[outcome]
-            if flip["factor"] and not flip["mixed"]:
-                pyro.factor(outcome, outcomes.log_prob(obs[outcome]))
-            else:
-                pyro.sample(outcome, outcomes, obs=obs.get(outcome))
+            three = mean[..., None] + torch.tensor([0.0, 0.5, -0.5])
+            root = torch.eye(3) + 0.3 * torch.ones(3, 3).tril(-1)
+            normal, vector = dist.Normal, dist.MultivariateNormal
+            if pooled:
+                normal, vector = dist.NanMaskedNormal, dist.NanMaskedMultivariateNormal
+            two = dist.Normal(torch.stack([mean, mean + 2], -1), 0.5)
+            fn = {
+                "y": lambda: dist.Normal(mean, 0.3 + tau),
+                "count": lambda: dist.Poisson(mean.clamp(-5, 3).exp()),
+                "yes": lambda: dist.Bernoulli(logits=mean),
+                "mix": lambda: dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), two),
+                "v": lambda: normal(three, 0.5).to_event(1),
+                "pair": lambda: vector(three, scale_tril=root),
+                "out": lambda: DISTRIBUTIONS[table_of](1.5 * mean.tanh()),
+                "grade": lambda: dist.Categorical(logits=torch.stack([mean, -mean], -1)),
+            }[outcome]()
+            field = {"mix": "y", "pair": "v", "grade": "kind"}.get(outcome, outcome)
+            seen = poutine.mask(mask=obs["seen"] > 0) if flip["masked"] else nullcontext()
+            with seen:
+                if flip["factor"] and not flip["mixed"] and outcome in ("y", "count", "yes"):
+                    pyro.factor(outcome, fn.log_prob(obs[outcome]))
+                else:
+                    pyro.sample(outcome, fn, obs=obs.get(field))
 
+    if mistake == "condition":
+        return pyro.condition(model, data={"tau": torch.tensor(0.5)})
+    if flip["reparam"]:
+        return poutine.reparam(model, config={"a": LocScaleReparam(float(rng.choice([0.0, 0.4])))})
     return model
 
 
@@ -202,7 +276,7 @@ def pyros_log_density(
     """Return the same by Pyro on the pooled rows, discrete variables summed out by its own enumeration."""
     given = poutine.condition(program, data=values)
     model = poutine.enum(config_enumerate(given), first_available_dim=-3)
-    trace = poutine.trace(model).get_trace(federation)
+    trace = poutine.trace(model).get_trace(federation, pooled=True)
     nodes = [node for node in trace.nodes.values() if node["type"] == "sample"]
     if not any(node["infer"].get("_enumerate_dim") is not None for node in nodes):
         return float(trace.log_prob_sum())
@@ -221,11 +295,15 @@ def integrated(
     by_kind = []
     for kind in range(3):
         data = dict(values) | of_row | {"k": torch.full((len(federation), 1), kind)}
-        trace = poutine.trace(poutine.condition(program, data=data)).get_trace(federation)
+        conditioned = poutine.condition(program, data=data)
+        trace = poutine.trace(conditioned).get_trace(federation, pooled=True)
         trace.compute_log_prob()
         nodes = {name: node for name, node in trace.nodes.items() if node["type"] == "sample"}
-        rows = {name: nodes[name] for name in nodes if name in {*of_row, "y", "count", "yes"}}
-        each = sum(node["fn"].log_prob(node["value"]) for node in rows.values())
+        rows = {name: nodes[name] for name in nodes if name in {*of_row, *OUTCOMES}}
+        each = sum(
+            node["log_prob"] if name in OUTCOMES else node["fn"].log_prob(node["value"])
+            for name, node in rows.items()
+        )
         each = each.reshape(-1, *each.shape[-2:]).logsumexp(0) + math.log(60.0 / 12_000)
         clients = torch.where(federation.batch().mask, each, 0.0).sum(-1)
         of_all = torch.zeros(())
@@ -253,11 +331,19 @@ def measure(seed: int) -> tuple[str, str]:
     try:
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
-            fields = {"x": ["x1", "x2"]} | {n: n for n in ("kind", "size", "y", "count", "yes")}
-            federation = bf.Federation.from_frame(frame(rng, mistake), client="site", fields=fields)
-            made = program(rng, mistake)
+            columns = ("kind", "size", "y", "count", "yes", "seen", "v", "out")
+            fields = {"x": ["x1", "x2"]} | {name: name for name in columns}
+            table_of, gaps = str(rng.choice(DRAWN)), not mistake and bool(rng.random() < 0.5)
+            federation = bf.Federation.from_frame(
+                frame(rng, mistake, table_of, gaps),
+                client="site",
+                fields=fields,
+                missing="keep" if gaps else "fail",
+            )
+            made = program(rng, mistake, table_of)
             run = bf.start(made, federation, rounds=1)
-            bf.step(run)
+            if mistake or seed % 8 == 1:
+                bf.step(run)
     except (ValueError, KeyError, TypeError, NotImplementedError, bf.Stopped) as error:
         said = str(error.args[0])
         own = re.sub(r" \(.*\)$", "", said)  # torch's own words follow in brackets
@@ -269,14 +355,22 @@ def measure(seed: int) -> tuple[str, str]:
         run.program.model(batch)
     nodes = handlers.sample_sites(tracer.trace)
     latent = {name: node["value"] for name, node in nodes.items() if not node["is_observed"]}
+    whole = replace(federation, gaps=False)  # Pyro's own distributions leave out missing entries
+    try:
+        pooled = poutine.trace(made).get_trace(whole, pooled=True).nodes
+    except Exception as error:
+        return "not by Pyro", f"{type(error).__name__}: {error}"
+    summed = {"e", "late", "k"} & pooled.keys()
     found = our_log_density(nodes)
     for draw in range(2):
         values = {}
         for name, value in latent.items():
             values[name] = value[draw] if run.program.sites[name].local else value[draw][0, 0]
+            if name == "u" and nodes[name]["fn"].event_dim and not summed:
+                values[name] = value[draw].movedim(-1, 0)
         try:
-            noisy = "e" in poutine.trace(made).get_trace(federation).nodes
-            expected = (integrated if noisy else pyros_log_density)(made, federation, values)
+            reference = integrated if "e" in pooled else pyros_log_density
+            expected = reference(made, whole, values)
         except Exception as error:
             return "not by Pyro", f"{type(error).__name__}: {error}"
         if abs(found[draw] - expected) > TOLERANCE * (1 + abs(expected)):

@@ -14,7 +14,6 @@ from torch.distributions import (
     Independent,
     LowRankMultivariateNormal,
     MultivariateNormal,
-    constraints,
     transform_to,
 )
 
@@ -33,9 +32,12 @@ class MaskMissing(Messenger):
         fn, value = msg["fn"], msg["value"]
         if not msg["is_observed"] or not isinstance(value, Tensor) or not value.is_floating_point():
             return
+        if not value.numel():  # a pyro.factor, whose value holds no number
+            return
         present = ~value.isnan()
         zeros = torch.zeros_like(value)
-        filler = transform_to(fn.support)(zeros) if _is_scalar_and_continuous(fn) else 0.0
+        support = _support_of_numbers(fn)
+        filler = 0.0 if support is None else transform_to(support)(zeros)
         value = torch.where(present, value, filler)
         if fn.event_dim:
             entries = present.flatten(value.ndim - fn.event_dim)
@@ -134,12 +136,12 @@ def _is_normal(fn: Any) -> bool:
     return isinstance(fn, MultivariateNormal | LowRankMultivariateNormal)
 
 
-def _is_scalar_and_continuous(fn: Any) -> bool:
-    """Return whether torch can map 0 on the reals into the support: that of real or positive numbers, for example."""
+def _support_of_numbers(fn: Any) -> Any:
+    """Return the support of each number of a distribution, if torch can map 0 on the reals into it, else None."""
     support = fn.support
-    while isinstance(support, constraints.independent):
+    while hasattr(support, "base_constraint"):  # of independent numbers, or of a mixture
         support = support.base_constraint
-    return not support.is_discrete and support.event_dim == 0
+    return None if support.is_discrete or support.event_dim else support
 
 
 def missing_fields(

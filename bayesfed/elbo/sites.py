@@ -65,7 +65,7 @@ class Site:
 
 
 class NeedsOneClient(ValueError):
-    """A variable that only :mod:`bayesfed.vmap.one_client` can sum or integrate out."""
+    """A variable that only :mod:`bayesfed.vmap.one_client` can sum out, integrate out or record."""
 
 
 class _CheckNames(Messenger):
@@ -181,7 +181,8 @@ def _find_sites(model: Model, federation: Federation) -> dict[str, Site]:
     def traced(rows: int) -> Any:
         batch = federation.batch(torch.arange(1), torch.zeros(1, rows, dtype=torch.int64))
         with noise.seeded(0), handlers.on(batch.device), handlers.Parameters(), _CheckNames():
-            return poutine.trace(model).get_trace(batch)
+            with handlers.NameReparametrised():
+                return poutine.trace(model).get_trace(batch)
 
     trace, longer = traced(1), None
     found = {}
@@ -219,6 +220,10 @@ def _find_sites(model: Model, federation: Federation) -> dict[str, Site]:
 def _check_distribution(name: str, node: Mapping[str, Any]) -> None:
     """Fail on a distribution without a density, or that does not say where its values lie."""
     fn, kind = node["fn"], name_of(node["fn"])
+    if node["infer"].get("_deterministic"):
+        raise NeedsOneClient(
+            f"only a model that runs for one client records the values of {name!r}"
+        )
     if isinstance(innermost(fn), dist.Delta | dist.Empirical):
         raise ValueError(
             f"site {name!r} is {kind}, which has no density but points of probability one: name a value by "

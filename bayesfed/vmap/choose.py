@@ -56,8 +56,8 @@ def for_batches(model: Model, federation: Federation) -> InspectedModel:
         try:
             batched = _runs_batched(model, probe)
             repeats = batched or same(probe.densities, densities(probe.run_again(probe.program)))
-        except Exception:  # an error in the data, which check_data reports
-            return as_it_is
+        except Exception:  # an error in the data, which build_program reports
+            return InspectedModel(probe.program, federation)
         if not any(layout.local for layout in probe.layouts.values()):
             return as_it_is  # no clients plate, which sites reports
         if not repeats:  # the model draws numbers of its own, which check_independence reports
