@@ -6,11 +6,11 @@
 Programs are generated at random. Half are right: global and local variables of several kinds, categories by index, a
 matrix product, a plate of the program's own, vectors with and without ``.to_event``, a variable behind another,
 discrete and continuous variables of a row, discrete ones of a client, ``pyro.factor``, ``pyro.deterministic``,
-``pyro.markov``, ``poutine.mask``, ``poutine.reparam``, levels of a factor inside each client, mixtures, vectors that are
-observed in part, and outcomes of each distribution that fits in the table distributions.md. Of these the log density of
-all sample sites together, at two draws of the prior, must be Pyro's own on the pooled data; a continuous variable of a
-row is integrated on a fine grid. A quarter of them run a round, too. The others have a mistake of the list below in the
-program or in the frame. They must be refused with a helpful message, or give the same answer as Pyro.
+``pyro.markov``, ``poutine.mask``, ``poutine.reparam``, levels of a factor inside each client, mixtures, vectors that
+are observed in part, and outcomes of each distribution that fits in the table distributions.md. Of these the log density
+of all sample sites together, at two draws of the prior, must be Pyro's own on the pooled data; a continuous variable of
+a row is integrated on a fine grid. A quarter of them run a round, too. The others have a mistake of the list below in
+the program or in the frame. They must be refused with a helpful message, or give the same answer as Pyro.
 
 "raw" is an error with the words of torch, Pyro or pandas, or of another kind than errors of settings and data; "silent"
 is another number than Pyro's, "warned" one of which a warning says that it may be.
@@ -290,7 +290,7 @@ def integrated(
     program: Any, federation: bf.Federation, values: Mapping[str, torch.Tensor]
 ) -> float:
     """Return the same with a row's variables summed on a grid, which Pyro takes for dimensions on the left."""
-    grid = torch.linspace(-30.0, 30.0, 12_001).reshape(-1, 1, 1)
+    grid = torch.linspace(-300.0, 300.0, 30_001).reshape(-1, 1, 1)
     of_row = {"e": grid, "late": torch.tensor([0.0, 1.0]).reshape(-1, 1, 1, 1)}
     by_kind = []
     for kind in range(3):
@@ -304,7 +304,7 @@ def integrated(
             node["log_prob"] if name in OUTCOMES else node["fn"].log_prob(node["value"])
             for name, node in rows.items()
         )
-        each = each.reshape(-1, *each.shape[-2:]).logsumexp(0) + math.log(60.0 / 12_000)
+        each = each.reshape(-1, *each.shape[-2:]).logsumexp(0) + math.log(0.02)
         clients = torch.where(federation.batch().mask, each, 0.0).sum(-1)
         of_all = torch.zeros(())
         for name, node in nodes.items():

@@ -187,6 +187,10 @@ def _find_sites(model: Model, federation: Federation) -> dict[str, Site]:
     trace, longer = traced(1), None
     found = {}
     for name, node in handlers.sample_sites(trace).items():
+        if node["infer"].get("_deterministic"):
+            raise NeedsOneClient(
+                f"the values of {name!r} are recorded only where the program runs for one client"
+            )
         _check_plates(name, node)
         _check_distribution(name, node)
         inside, latent = handlers.plates(node), not node["is_observed"]
@@ -220,10 +224,6 @@ def _find_sites(model: Model, federation: Federation) -> dict[str, Site]:
 def _check_distribution(name: str, node: Mapping[str, Any]) -> None:
     """Fail on a distribution without a density, or that does not say where its values lie."""
     fn, kind = node["fn"], name_of(node["fn"])
-    if node["infer"].get("_deterministic"):
-        raise NeedsOneClient(
-            f"only a model that runs for one client records the values of {name!r}"
-        )
     if isinstance(innermost(fn), dist.Delta | dist.Empirical):
         raise ValueError(
             f"site {name!r} is {kind}, which has no density but points of probability one: name a value by "

@@ -9,6 +9,8 @@ import torch
 from pyro import poutine
 
 import bayesfed as bf
+from bayesfed.elbo import handlers
+from bayesfed.elbo.log_density import log_density
 
 SIGMA = torch.tensor([[1.0, 0.8], [0.8, 1.0]])
 LAWS = {
@@ -164,3 +166,28 @@ def test_a_missing_covariate_is_named_where_vectors_are_missing_in_part_too():
     federation = bf.Federation.from_arrays({"a": rows, "b": rows}, missing="keep")
     with pytest.raises(ValueError, match="'a', row 1: x is missing"):
         bf.fit(model, federation, rounds=1, progress=False)
+
+
+@pytest.mark.parametrize("factor", [False, True], ids=["observed", "pyro.factor"])
+def test_an_outcome_that_is_complete_counts_where_another_field_has_gaps(factor):
+    """A mixture has no transform from the reals, and the value of a factor holds no number."""
+    y = torch.tensor([0.5, -1.0, 2.0])
+    gaps = torch.tensor([math.nan, 1.0, math.nan])
+    data = bf.Federation.from_arrays({"a": {"y": y, "other": gaps}}, missing="keep")
+
+    def model(federation):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with federation.clients(), federation.observations() as obs:
+            parts = dist.Normal(torch.stack([mu + 0 * obs["y"], mu + 2 + 0 * obs["y"]], -1), 0.5)
+            fn = dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), parts)
+            if factor:
+                pyro.factor("y", fn.log_prob(obs["y"]))
+            else:
+                pyro.sample("y", fn, obs=obs["y"])
+
+    program = bf.start(model, data, rounds=1).program
+    with handlers.given(data.device, values={"mu": torch.tensor(0.3)}, draws=1):
+        nodes = poutine.trace(program.model).get_trace(data.batch()).nodes
+    parts = [dist.Normal(loc, 0.5).log_prob(y) for loc in (0.3, 2.3)]
+    expected = (torch.stack(parts).logsumexp(0) - math.log(2.0)).sum()
+    assert float(log_density(nodes["y"]).sum()) == pytest.approx(float(expected), rel=1e-5)

@@ -398,7 +398,26 @@ def of_steps(federation):
         pyro.sample("v", hidden(mu + obs["y"]), obs=obs["v"][..., None])
 
 
+def numbers_of_its_own(federation):
+    mu = pyro.deterministic("level", pyro.sample("mu", dist.Normal(0.0, 1.0)) + torch.randn(()))
+    with federation.clients(), federation.observations() as obs:
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=obs.get("y"))
+
+
+def graded_by_kind(federation):
+    """As it is written, the program runs for one client only."""
+    effect = pyro.sample("effect", dist.Normal(0.0, 1.0).expand([3, 2]).to_event(2))
+    scale = pyro.sample("scale", dist.HalfNormal(1.0))
+    more = pyro.sample("more", dist.Normal(0.0, scale).expand([3]))
+    with federation.clients(), federation.observations() as obs:
+        kind = obs["kind"].long()
+        logits = effect[kind] + more[kind][..., None]
+        pyro.sample("grade", dist.Categorical(logits=logits), obs=obs.get("grade"))
+
+
 REFUSED = [
+    ("numbers of its own beside a deterministic", numbers_of_its_own, "line .* it draws numbers of its own"),
+    ("a class beyond the categories, by kind", graded_by_kind, r"client 'c0', row 0: observed site 'grade' is \d.0. Of Categorical"),
     ("SplitReparam", hierarchy(four, own=SplitReparam([1, 3], -1)), "'own': SplitReparam cannot be used here. Leave"),
     ("ConjugateReparam", hierarchy(prior=lambda: dist.Gamma(2.0, 2.0), mu=ConjugateReparam(dist.Gamma(3.0, 2.0))), "'mu_updated' .* ConjugateReparam gives it: leave that out"),
     ("ConjugateReparam of a Normal", hierarchy(own=ConjugateReparam(dist.Normal(0.0, 1.0))), "'own': ConjugateReparam cannot be used here"),
