@@ -68,7 +68,11 @@ def check_first_outcomes(model: Model, federation: Federation) -> None:
             nodes = handlers.sample_sites(poutine.trace(model).get_trace(batch))
     except Exception:
         return  # it is not the outcomes
-    data = {n: node for n, node in nodes.items() if node["is_observed"] and handlers.is_local(node)}
+    data = {
+        name: node
+        for name, node in nodes.items()
+        if node["is_observed"] and handlers.is_local(node) and node["value"].numel()
+    }
     _check_outcomes(data, federation, chunk, batch, lambda: nodes)
 
 

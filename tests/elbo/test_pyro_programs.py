@@ -415,7 +415,14 @@ def graded_by_kind(federation):
         pyro.sample("grade", dist.Categorical(logits=logits), obs=obs.get("grade"))
 
 
+def factor_and_kind(federation):
+    kind = pyro.sample("kind", dist.Bernoulli(0.5))
+    with federation.clients(), federation.observations() as obs:
+        pyro.factor("y", dist.Normal(kind, 1.0).log_prob(obs["y"]))
+
+
 REFUSED = [
+    ("a factor beside a discrete global variable", factor_and_kind, "'kind' is discrete, and lies outside the clients plate"),
     ("numbers of its own beside a deterministic", numbers_of_its_own, "line .* it draws numbers of its own"),
     ("a class beyond the categories, by kind", graded_by_kind, r"client 'c0', row 0: observed site 'grade' is \d.0. Of Categorical"),
     ("SplitReparam", hierarchy(four, own=SplitReparam([1, 3], -1)), "'own': SplitReparam cannot be used here. Leave"),
