@@ -39,6 +39,11 @@ R_HAT, ESS = 1.01, 500
 """The largest r-hat and the smallest effective sample size that chains may have."""
 POINTS = 8
 """Number of random points at which the compiled function is compared with Pyro's."""
+EMPTY = {
+    getattr(torch.ops.aten, name)
+    for name in ("empty", "zeros", "new_empty", "new_zeros", "empty_like", "zeros_like")
+}
+"""Functions that make tensors into which a program may write what depends on its inputs."""
 Function = Callable[[Tensor], list[Tensor]]
 
 
@@ -178,10 +183,11 @@ def _parts(z: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
 
 
 class _Dependent(Recorder):
-    """A recorder of what depends on the inputs; everything else is computed once."""
+    """A recorder of what depends on the inputs, or may be written into; everything else is computed once."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._depends((args, kwargs)):
+        empty = func.overloadpacket in EMPTY
+        if not self._depends((args, kwargs)) and not empty:
             return func(*args, **(kwargs or {}))
         if func is not torch.ops.aten.index.Tensor or self._depends(args[1]):
             return super().__torch_dispatch__(func, types, args, kwargs)
