@@ -4,15 +4,16 @@
 
 A Normal q(θ) has neither the skewness nor the heavy tails of a posterior of few clients. The first proposal t is a
 Student's t with the mean and covariance of q, the second one has those of the weighted draws. If these are not enough,
-up to four mixtures of narrower t distributions around the weighted draws follow. The density t in the weights of all
+a third is as wide as the prior, and up to three mixtures of narrower t distributions around the weighted draws follow.
+Without the third, draws never reach the ends of a funnel, and k-hat of the others does not show it. The density t in the weights of all
 draws is the mean of the proposals so far (Cappé, Guillin, Marin & Robert 2004, *Population Monte Carlo*; Owen & Zhou
 2000, *Safe and effective importance sampling*, section 3). A client computes one number per draw, of which the server
 needs the sum over clients. Weights are truncated at √S times their mean (Ionides 2008, *Truncated importance
 sampling*).
 
 If q(w_i | θ) approximates the client's posterior poorly, a log weight is mostly noise. Its variance is measured by
-computing it twice at some draws; if it is large, clients compute log p(D_i | θ_s) by :mod:`bayesfed.output.evidence`
-instead.
+computing it twice at some draws; if it is large, and that of :mod:`bayesfed.output.evidence` is smaller, clients
+compute log p(D_i | θ_s) by the latter instead.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ from bayesfed.output.importance import (
     truncate_weights,
 )
 from bayesfed.output.log_densities import SumLogWeights, elbo, sum_log_weights
-from bayesfed.output.proposal import StudentMixture, fit_proposal
+from bayesfed.output.proposal import StudentMixture, fit_proposal, prior_proposal
 
 DRAWS, FEWEST = 2000, 500
 """Draws from each proposal, and the number below which q(θ) is not corrected."""
 PROPOSALS, ENOUGH = (2, 6), 1000
 """The least and the largest number of proposals, and the effective sample size at which no more are needed."""
+PRIOR = 2
+"""The number of proposals after which one is as wide as the prior."""
 FINITE_VARIANCE = 0.5
 """Pareto k above which weights have infinite variance, so that a third proposal is used."""
 LEAST, PER_DIMENSION = 50, 5
@@ -109,13 +112,19 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
     targets: list[Tensor] = []
     k, trusted, enough = math.inf, False, False
     while len(proposals) < PROPOSALS[0] or (len(proposals) < PROPOSALS[1] and not enough):
-        proposal = fit_proposal(z, weights, CENTRES if len(proposals) > 1 else 1)
+        if len(proposals) == PRIOR:
+            proposal = prior_proposal(z)
+        else:
+            proposal = fit_proposal(z, weights, CENTRES if len(proposals) > 1 else 1)
         if proposal is None:
             return CorrectionResult(reliable=False)
         with noise.seeded(len(proposals)):
             new = proposal.sample(draws).to(own.dtype)
         if not proposals and may_use_laplace:
-            laplace = _noise_variance(fitted, new[:PROBE], key, log_weights) > QUIET
+            level = _noise_variance(fitted, new[:PROBE], key, log_weights, laplace=False)
+            laplace = level > QUIET and level > _noise_variance(
+                fitted, new[:PROBE], key, log_weights, laplace=True
+            )
         target_key = noise.fold(key, len(proposals))
         targets.append(_log_target(fitted, new, target_key, log_weights, laplace))
         proposals.append(proposal)
@@ -157,8 +166,10 @@ def _log_target(
     return prior.double() + log_weights(fitted, theta, count, key, laplace)
 
 
-def _noise_variance(fitted: Fitted, z: Tensor, key: Tensor, log_weights: SumLogWeights) -> float:
+def _noise_variance(
+    fitted: Fitted, z: Tensor, key: Tensor, log_weights: SumLogWeights, laplace: bool
+) -> float:
     """Estimate the variance of a log weight at given θ, by computing each twice: the 0.9 quantile over draws of θ."""
-    twice = _log_target(fitted, torch.cat([z, z]), noise.fold(key, -1), log_weights, False)
+    twice = _log_target(fitted, torch.cat([z, z]), noise.fold(key, -1), log_weights, laplace)
     differences = twice[: len(z)] - twice[len(z) :]
     return float(differences.nan_to_num(0.0).square().quantile(0.9)) / 2

@@ -78,3 +78,14 @@ def fit_proposal(z: Tensor, weights: Tensor, centres: int) -> StudentMixture | N
     shrunk = (1 - min(width, 1.0) ** 2) ** 0.5
     at = mean + shrunk * (z[systematic_resample(weights, centres)] - mean)
     return StudentMixture(at, WIDER * min(width, 1.0) * math.sqrt((FREEDOM - 2) / FREEDOM) * root)
+
+
+def prior_proposal(like: Tensor) -> StudentMixture:
+    """Return a single t with mean 0 and a standard deviation of about 1, which the prior has in the guide's coordinates.
+
+    Args:
+        like: draws ``(S, D)``, for size, kind and device.
+    """
+    size = like.shape[1]
+    root = torch.eye(size, dtype=like.dtype, device=like.device)
+    return StudentMixture(like.new_zeros(1, size), WIDER * math.sqrt((FREEDOM - 2) / FREEDOM) * root)
