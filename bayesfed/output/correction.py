@@ -5,11 +5,11 @@
 A Normal q(θ) has neither the skewness nor the heavy tails of a posterior of few clients. The first proposal t is a
 Student's t with the mean and covariance of q, the second one has those of the weighted draws. If these are not enough,
 a third is as wide as the prior, and up to three mixtures of narrower t distributions around the weighted draws follow.
-Without the third, draws never reach the ends of a funnel, and k-hat of the others does not show it. The density t in the weights of all
-draws is the mean of the proposals so far (Cappé, Guillin, Marin & Robert 2004, *Population Monte Carlo*; Owen & Zhou
-2000, *Safe and effective importance sampling*, section 3). A client computes one number per draw, of which the server
-needs the sum over clients. Weights are truncated at √S times their mean (Ionides 2008, *Truncated importance
-sampling*).
+Without the third, draws never reach the ends of a funnel, and k-hat of the others does not show it. The density t in
+the weights of all draws is the mean of the proposals so far (Cappé, Guillin, Marin & Robert 2004, *Population Monte
+Carlo*; Owen & Zhou 2000, *Safe and effective importance sampling*, section 3). A client computes one number per draw,
+of which the server needs the sum over clients. Weights are truncated at √S times their mean (Ionides 2008, *Truncated
+importance sampling*).
 
 If q(w_i | θ) approximates the client's posterior poorly, a log weight is mostly noise. Its variance is measured by
 computing it twice at some draws; if it is large, and that of :mod:`bayesfed.output.evidence` is smaller, clients
@@ -112,10 +112,11 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
     targets: list[Tensor] = []
     k, trusted, enough = math.inf, False, False
     while len(proposals) < PROPOSALS[0] or (len(proposals) < PROPOSALS[1] and not enough):
-        if len(proposals) == PRIOR:
-            proposal = prior_proposal(z)
-        else:
-            proposal = fit_proposal(z, weights, CENTRES if len(proposals) > 1 else 1)
+        proposal = (
+            prior_proposal(z)
+            if len(proposals) == PRIOR
+            else fit_proposal(z, weights, CENTRES if len(proposals) > 1 else 1)
+        )
         if proposal is None:
             return CorrectionResult(reliable=False)
         with noise.seeded(len(proposals)):

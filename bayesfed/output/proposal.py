@@ -81,11 +81,13 @@ def fit_proposal(z: Tensor, weights: Tensor, centres: int) -> StudentMixture | N
 
 
 def prior_proposal(like: Tensor) -> StudentMixture:
-    """Return a single t with mean 0 and a standard deviation of about 1, which the prior has in the guide's coordinates.
+    """Return a single t with about the mean and standard deviation of the prior in the guide's coordinates: 0 and 1.
 
     Args:
         like: draws ``(S, D)``, for size, kind and device.
     """
     size = like.shape[1]
     root = torch.eye(size, dtype=like.dtype, device=like.device)
-    return StudentMixture(like.new_zeros(1, size), WIDER * math.sqrt((FREEDOM - 2) / FREEDOM) * root)
+    return StudentMixture(
+        like.new_zeros(1, size), WIDER * math.sqrt((FREEDOM - 2) / FREEDOM) * root
+    )
