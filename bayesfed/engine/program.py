@@ -1,5 +1,7 @@
 """The program that a run, a file and a node of a deployment have in common."""
 
+from contextlib import suppress
+
 from bayesfed.algorithms.algorithm import Algorithm
 from bayesfed.checks.data import check_first_outcomes
 from bayesfed.data.federation import Federation, Model
@@ -32,7 +34,8 @@ def build_program(model: Model, federation: Federation, algorithm: Algorithm, se
         try:
             return algorithm.program(inspected, federation)
         except Exception as error:
-            check_first_outcomes(inspected, federation)
+            with suppress(RuntimeError, IndexError, NotImplementedError):  # the first error says more
+                check_first_outcomes(inspected, federation)
             readable = readable_error(error, inspected.__name__)
             if readable is error:
                 raise

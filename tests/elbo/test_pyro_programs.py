@@ -508,3 +508,18 @@ def test_derived_vectors_of_all_clients_of_clients_and_of_rows(event):
     torch.testing.assert_close(found["client"], draws["own"] - draws["mu"][:, None])
     rows = draws["own"][:, data.owner] * data["y"][:, None]
     torch.testing.assert_close(found["row"], rows)
+
+
+def test_a_density_that_only_a_batch_of_clients_has_is_refused_where_a_field_has_gaps():
+    """Pyro's spline takes numbers by a mask, which torch.vmap cannot."""
+    spline = dist.transforms.Spline(1, count_bins=4)
+
+    def model(federation):
+        effect = pyro.sample("effect", dist.Normal(0.0, 1.0).expand([3]))
+        with federation.clients(), federation.observations() as obs:
+            base = dist.Normal(effect[obs["kind"].long()][..., None], 1.0).to_event(1)
+            fn = dist.TransformedDistribution(base, [spline])
+            pyro.sample("y", fn, obs=obs["y"][..., None])
+
+    with pytest.raises(ValueError, match="site 'y': the log density of .* cannot be computed"):
+        bf.fit(model, federation(gap=True), rounds=2, progress=False)
