@@ -7,10 +7,11 @@ Programs are generated at random. Half are right: global and local variables of 
 matrix product, a plate of the program's own, vectors with and without ``.to_event``, a variable behind another,
 discrete and continuous variables of a row, discrete ones of a client, ``pyro.factor``, ``pyro.deterministic``,
 ``pyro.markov``, ``poutine.mask``, ``poutine.reparam``, levels of a factor inside each client, mixtures, vectors that
-are observed in part, and outcomes of each distribution that fits in the table distributions.md. Of these the log density
-of all sample sites together, at two draws of the prior, must be Pyro's own on the pooled data; a continuous variable of
-a row is integrated on a fine grid. A quarter of them run a round, too. The others have a mistake of the list below in
-the program or in the frame. They must be refused with a helpful message, or give the same answer as Pyro.
+are observed in part, and outcomes of each distribution that fits in the table distributions.md. Of these the log
+density of all sample sites together, at two draws of the prior, must be Pyro's own on the pooled data; a continuous
+variable of a row is integrated on a fine grid. A quarter of them run a round, too. The others have a mistake of the
+list below in the program or in the frame. They must be refused with a helpful message, or give the same answer as
+Pyro.
 
 "raw" is an error with the words of torch, Pyro or pandas, or of another kind than errors of settings and data; "silent"
 is another number than Pyro's, "warned" one of which a warning says that it may be.

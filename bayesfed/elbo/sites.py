@@ -180,9 +180,14 @@ def sites(model: Model, federation: Federation) -> dict[str, Site]:
 def _find_sites(model: Model, federation: Federation) -> dict[str, Site]:
     def traced(rows: int) -> Any:
         batch = federation.batch(torch.arange(1), torch.zeros(1, rows, dtype=torch.int64))
-        with noise.seeded(0), handlers.on(batch.device), handlers.Parameters(), _CheckNames():
-            with handlers.NameReparametrised():
-                return poutine.trace(model).get_trace(batch)
+        with (
+            noise.seeded(0),
+            handlers.on(batch.device),
+            handlers.Parameters(),
+            _CheckNames(),
+            handlers.NameReparametrised(),
+        ):
+            return poutine.trace(model).get_trace(batch)
 
     trace, longer = traced(1), None
     found = {}

@@ -102,6 +102,7 @@ def save(fitted: Fitted, path: str | Path) -> None:
         "converged": fitted.converged,
         "khat": None if correction is None else correction.khat,
         "closely": fitted.laplace,
+        "correctable": fitted.correctable,
         "resampled": sorted(fitted.resampled),
         "clients": list(fitted.federation.names),
         "sites": list(program.sites),
@@ -198,6 +199,7 @@ def load(
         rising=metadata.get("rising", 0.0),
         converged=metadata.get("converged"),
         correction=correction,
+        correctable=metadata.get("correctable", True),
         resampled=frozenset(metadata.get("resampled", ())),
     )
 

@@ -68,10 +68,12 @@ class CorrectionResult(NamedTuple):
     Attributes:
         reliable: q(θ), or the correction if there is one, is a good approximation.
         correction: draws in place of q(θ); None if q(θ) needs none, or if it cannot be corrected.
+        attempted: weights were computed, and were too uneven if the outcome is not reliable.
     """
 
     reliable: bool
     correction: Correction | None = None
+    attempted: bool = True
 
 
 @torch.no_grad()
@@ -99,7 +101,7 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
     draws = min(DRAWS, affordable)
     family = fitted.program.random == (GLOBAL,)
     if not family or not khat.has_density(fitted) or draws < FEWEST:
-        return CorrectionResult(reliable=False)
+        return CorrectionResult(reliable=False, attempted=False)
     if _is_posterior(elbo(fitted, min(draws, khat.DRAWS), 0, log_weights).double()):
         return CorrectionResult(reliable=True)
     key = fitted.key(0, "correction")

@@ -68,6 +68,7 @@ class Fitted:
             None if the number of rounds was given.
         correction: draws of θ by importance sampling that replace draws from q(θ), see
             :mod:`bayesfed.output.correction`.
+        correctable: False if importance weights were too uneven to correct q(θ) by.
         resampled: the clients whose variables are drawn by importance sampling in place of q(w_i | θ), see
             :mod:`bayesfed.output.poor_variables`.
     """
@@ -85,6 +86,7 @@ class Fitted:
     rising: float | None = None
     converged: bool | None = None
     correction: Correction | None = None
+    correctable: bool = True
     resampled: frozenset[str] = frozenset()
 
     @property

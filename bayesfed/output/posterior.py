@@ -29,6 +29,13 @@ if TYPE_CHECKING:
     import xarray as xr
 
 
+UNCORRECTABLE = (
+    "q(θ) is not a good approximation of the posterior, and importance weights are too uneven to correct it by. Means "
+    "are usually accurate, standard deviations and tails may not be: compare with another guide "
+    "(SFVI(global_guide=Flow())), or with NUTS on fewer clients; narrower priors may help"
+)
+
+
 @dataclass(frozen=True, eq=False)
 class Posterior(Fitted):
     """q(θ) Π_i q(w_i | θ), fitted to a federation, with draws, predictions and diagnostics as methods.
@@ -83,7 +90,9 @@ class Posterior(Fitted):
     def caveat(self) -> str:
         """A warning that q had not converged, or is far from the posterior; empty if neither."""
         moving = caveat(self.moving, self.rising, len(self.history["elbo"]))
-        far = khat.caveat(self.khat, self._khat_draws)
+        far = khat.caveat(self.khat, self._khat_draws) or (
+            "" if self.correctable else UNCORRECTABLE
+        )
         return moving or far or poor_variables.caveat(self.poor_globals, self.poor_clients)
 
     def __repr__(self) -> str:
@@ -113,8 +122,11 @@ class Posterior(Fitted):
                 f"this is the posterior of {len(self.federation)} clients, the fit had {self.program.clients}: correct "
                 "the posterior of the fit, then select or personalize"
             )
-        plain = replace(self, correction=None, resampled=frozenset())
-        return replace(plain, correction=correct(plain).correction).with_clients_resampled()
+        plain = replace(self, correction=None, correctable=True, resampled=frozenset())
+        found = correct(plain)
+        correctable = found.reliable or not found.attempted
+        corrected = replace(plain, correction=found.correction, correctable=correctable)
+        return corrected.with_clients_resampled()
 
     def with_clients_resampled(self) -> Posterior:
         """Return the posterior with the variables of :attr:`poor_clients` drawn by importance sampling."""

@@ -11,6 +11,8 @@ import torch
 
 import bayesfed as bf
 from bayesfed.output import poor_variables
+from bayesfed.output import posterior as posterior_module
+from bayesfed.output.correction import CorrectionResult
 
 GRID = np.linspace(-25, 25, 5001)
 SPREAD = 2.5
@@ -179,4 +181,18 @@ def test_a_global_whose_standard_deviation_is_too_small_is_named(ratio):
     (distance,) = posterior.poor_globals.values()
     assert distance.ratio == pytest.approx(ratio, rel=0.1)
     assert "posterior of mu (mean off by" in posterior.caveat
+    assert not posterior.corrected().caveat
+
+
+def test_a_fit_that_could_not_be_corrected_says_so(monkeypatch, tmp_path):
+    posterior = bf.fit(normal, federation({"a": [1.0], "b": [2.0]}), progress=False)
+    assert posterior.correctable and not posterior.caveat
+    monkeypatch.setattr(posterior_module, "correct", lambda _: CorrectionResult(reliable=False))
+    failed = posterior.corrected()
+    assert "too uneven to correct it by" in repr(failed)
+    failed.save(tmp_path / "p")
+    loaded = bf.Posterior.load(tmp_path / "p", normal, posterior.federation)
+    assert loaded.caveat == failed.caveat
+    refused = CorrectionResult(reliable=False, attempted=False)
+    monkeypatch.setattr(posterior_module, "correct", lambda _: refused)
     assert not posterior.corrected().caveat
