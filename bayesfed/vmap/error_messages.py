@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 import textwrap
 import traceback
-from pathlib import Path
 
 from pyro.infer.reparam.reparam import Reparam
 
 from bayesfed.tracing.compiler import users_frames
 from bayesfed.vmap import writes
 
-_OURS = Path(__file__).parents[1]
 _REASONS = {
     r"data-dependent control flow|\.item\(\)|Boolean value of Tensor": (
         "it asks for the value of a tensor (if, while, float(...), .item()), of which there is one for each draw and "
@@ -76,16 +74,19 @@ def readable_error(error: Exception, name: str) -> Exception:
         error: the error that the model has raised.
         name: the name of the model.
     """
-    theirs, frames = users_frames(error), traceback.extract_tb(error.__traceback__)
+    theirs = users_frames(error)
     if isinstance(error, TypeError) and "positional argument" in str(error) and not theirs:
         return ValueError(
             f"model {name!r} is called with the federation alone, def model(federation): it reads its data by "
             f"obs[...], from `with federation.observations() as obs:` ({error})"
         )
-    last = [frame for frame in frames if frame.filename != writes.__file__][-1]
+    modules = [
+        frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
+    last = [module for module in modules if module != writes.__name__][-1]
     said, found, _ = str(error).partition("Trace Shapes:")  # which Pyro adds
     said = said.strip()
-    if not theirs or Path(last.filename).is_relative_to(_OURS):
+    if not theirs or last.startswith("bayesfed."):
         return type(error)(said) if found else error
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if isinstance(strategy := frame.f_locals.get("self"), Reparam):
