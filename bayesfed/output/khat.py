@@ -15,6 +15,11 @@ WORK = 5e7
 """The largest size of clients' rows and variables, in numbers, over all draws."""
 LIMIT = 0.7
 """The largest k-hat at which q is close enough to the posterior to be used, or to be corrected by its weights."""
+REMEDY = (
+    "Means are usually accurate, standard deviations and tails may not be: compare with another guide "
+    "(SFVI(global_guide=Flow())), or with NUTS on fewer clients; narrower priors may help"
+)
+"""What to expect, and to do, if q is a poor approximation."""
 
 
 def log_weights(fitted: Fitted) -> Tensor | None:
@@ -58,8 +63,4 @@ def caveat(found: float | None, draws: int = DRAWS) -> str:
     """Return a warning for the user if k-hat of ``draws`` draws is above its limit, else an empty string."""
     if found is None or found <= limit(draws):
         return ""
-    return (
-        f"Pareto k {found:.2f} > {limit(draws):.2g}: q(θ, w) is not a good approximation of the posterior. Means are "
-        "usually accurate, standard deviations and tails may not be: compare with another guide "
-        "(SFVI(global_guide=Flow())), or with NUTS on fewer clients; narrower priors may help"
-    )
+    return f"Pareto k {found:.2f} > {limit(draws):.2g}: q(θ, w) is not a good approximation of the posterior. {REMEDY}"

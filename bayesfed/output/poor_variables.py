@@ -115,8 +115,9 @@ def find_poor_clients(fitted: Fitted) -> dict[str, Distance]:
         >>> find_poor_clients(bf.fit(models.eight_schools, datasets.eight_schools()))
         {}
     """
-    names = _affordable(fitted)
-    if not names or not _has_real_locals(fitted.program) or fitted.epsilon is not None:
+    if not _has_real_locals(fitted.program) or fitted.epsilon is not None:
+        return {}
+    if not (names := _affordable(fitted)):
         return {}
     few = fitted.select(names)
     key = few.key(0, "client check")
@@ -147,17 +148,13 @@ def find_poor_globals(fitted: Fitted, log_weights: Tensor) -> dict[str, Distance
     """
     count = len(log_weights)
     weights = truncate_weights(log_weights.double())[:, None, None]
-    size = 1 / (count * weights.square().sum(0))
-    if float(size) * count < FEWEST:
+    if 1 / float(weights.square().sum()) < FEWEST:
         return {}
     values = globals_at(fitted, draw_theta(fitted, count, fitted.key(0, "elbo")), count)
     found = {}
     for site in fitted.program.globals:
         u = biject_to(site.support).inv(values[site.name]).reshape(count, 1, -1).double()
-        mean, sd = _moments(u, weights)
-        mean_drawn, sd_drawn = _moments(u, torch.full_like(weights, 1 / count))
-        sites = u.shape[-1] * [site.name]
-        distances = Distances(sites, (mean_drawn - mean) / sd, sd_drawn / sd, size, count)
+        distances = _compare(u, u, weights, u.shape[-1] * [site.name])
         worst, number = distances.excess(ERRORS)
         if worst > 1:
             found[site.name] = float(worst), distances.of(0, int(number))
@@ -241,10 +238,16 @@ def _distances(fitted: Fitted, theta: Params, chunk: Tensor, key: Tensor, each: 
     shapes = {name: value.shape[3:] for name, value in own.items()}
     flat = proposed.draws.flatten(0, 1).to(federation.dtype)
     u, names = sites(unstack(flat, shapes))
+    return _compare(sites(own)[0], u, weights, names)
+
+
+def _compare(drawn: Tensor, u: Tensor, weights: Tensor, sites: list[str]) -> Distances:
+    """Compare equally weighted draws with weighted ones, both ``(S, K, P)``; weights ``(S, K, 1)`` sum to 1."""
+    count = len(weights)
     mean, sd = _moments(u, weights)
-    mean_drawn, sd_drawn = _moments(sites(own)[0], torch.full_like(weights, 1 / count))
+    mean_drawn, sd_drawn = _moments(drawn, torch.full_like(weights, 1 / count))
     size = 1 / (count * weights.square().sum(0))
-    return Distances(names, (mean_drawn - mean) / sd, sd_drawn / sd, size, count)
+    return Distances(sites, (mean_drawn - mean) / sd, sd_drawn / sd, size, count)
 
 
 def _moments(u: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

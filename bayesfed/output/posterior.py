@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 
 
 UNCORRECTABLE = (
-    "q(θ) is not a good approximation of the posterior, and importance weights are too uneven to correct it by. Means "
-    "are usually accurate, standard deviations and tails may not be: compare with another guide "
-    "(SFVI(global_guide=Flow())), or with NUTS on fewer clients; narrower priors may help"
+    "q(θ) is not a good approximation of the posterior, and importance weights are too uneven to correct it by. "
+    + khat.REMEDY
 )
 
 
@@ -131,7 +130,7 @@ class Posterior(Fitted):
     def with_clients_resampled(self) -> Posterior:
         """Return the posterior with the variables of :attr:`poor_clients` drawn by importance sampling."""
         reached = {name for name, distance in self.poor_clients.items() if distance.reached}
-        return replace(self, resampled=self.resampled | reached)
+        return replace(self, resampled=self.resampled | reached) if reached else self
 
     def sample(
         self, num_samples: int = 1000, *, seed: int = 0, centre: bool = False

@@ -1,5 +1,7 @@
 """Pareto k-hat is small if q is the posterior, large if it is not, and reported to the user."""
 
+from dataclasses import replace
+
 import arviz as az
 import pytest
 import torch
@@ -55,7 +57,7 @@ def test_a_private_run_has_none():
 def test_khat_if_one_weight_dominates():
     posterior = bf.fit(known_scales, datasets.eight_schools(), rounds=1)
     moved = {name: value + 50.0 for name, value in posterior.params.items()}
-    wrong = bf.Posterior(**{**vars(posterior), "params": moved})
+    wrong = replace(posterior, params=moved)
     assert pareto_k(log_weights(wrong)) > LIMIT
     assert not torch.isnan(torch.tensor(pareto_k(log_weights(wrong))))
 
