@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -200,8 +200,19 @@ class Hierarchical:
     def block_log_likelihood(self, params: Params, batch: Any, u: Tensor, z: Tensor) -> Tensor:
         """log p(D_i | u, z) at S values of u in scaled coordinates, with the priors that are not Normal: ``(S, K)``."""
         scaling = self.block_scaling
-        values = self.block_parts(scaling.loc + scaling.scale * u) | self._unconstrained_globals(z)
-        model = ModelAt(values, without={*self.globals, *self.normal})
+        unscaled = scaling.loc + scaling.scale * u
+        return self._block_log_prob(params, batch, unscaled, z, without=self.normal)
+
+    def block_log_joint(self, params: Params, batch: Any, u: Tensor, z: Tensor) -> Tensor:
+        """log p(u, D_i | z) at S values of u, ``(S, K)``."""
+        return self._block_log_prob(params, batch, u, z)
+
+    def _block_log_prob(
+        self, params: Params, batch: Any, u: Tensor, z: Tensor, without: Collection[str] = ()
+    ) -> Tensor:
+        """Log densities of the rows and of the local sites, but for some, at S values of u: ``(S, K)``."""
+        values = self.block_parts(u) | self._unconstrained_globals(z)
+        model = ModelAt(values, without={*self.globals, *without})
         with given(batch.device, params, noise={}), model, draws_plate(len(u)):
             self.model(batch)
         return model.log_prob()

@@ -62,12 +62,24 @@ def line_search(objective: Callable[[Tensor], Tensor], u: Tensor, step: Tensor) 
 
 def curvature(f: Callable[[Tensor], Tensor], u: Tensor) -> tuple[Tensor, Tensor]:
     """∇f ``(K, 1, P)`` and ∇²f ``(K, 1, P, P)`` at u ``(K, 1, P)``, f as in :func:`newton`."""
-    return attached_curvature(f, u.detach().requires_grad_())
+    return value_and_curvature(f, u)[1:]
+
+
+def value_and_curvature(f: Callable[[Tensor], Tensor], u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """f ``(K,)``, and :func:`curvature`."""
+    u = u.detach().requires_grad_()
+    value = f(u[None])[0]
+    return value.detach(), *_derivatives(value, u)
 
 
 def attached_curvature(f: Callable[[Tensor], Tensor], u: Tensor) -> tuple[Tensor, Tensor]:
     """:func:`curvature` at a u that requires gradients, and that may be computed from other variables of f."""
-    value = f(u[None]).sum()
+    return _derivatives(f(u[None]), u)
+
+
+def _derivatives(value: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and second derivatives of values ``(..., K)`` in u ``(K, 1, P)``."""
+    value = value.sum()
     if not value.requires_grad:  # f does not depend on u
         value = value + 0.0 * u.sum()
     (grad,) = torch.autograd.grad(value, u, create_graph=True, materialize_grads=True)

@@ -5,11 +5,14 @@
 A Normal q(θ) has neither the skewness nor the heavy tails of a posterior of few clients. The first proposal t is a
 Student's t with the mean and covariance of q, the second one has those of the weighted draws. If these are not enough,
 a third is as wide as the prior, and up to three mixtures of narrower t distributions around the weighted draws follow.
-Without the third, draws never reach the ends of a funnel, and k-hat of the others does not show it. The density t in
-the weights of all draws is the mean of the proposals so far (Cappé, Guillin, Marin & Robert 2004, *Population Monte
-Carlo*; Owen & Zhou 2000, *Safe and effective importance sampling*, section 3). A client computes one number per draw,
-of which the server needs the sum over clients. Weights are truncated at √S times their mean (Ionides 2008, *Truncated
-importance sampling*).
+Without the third, draws never reach the ends of a funnel, and k-hat of the others does not show it. Where the priors of
+some globals depend on others, or are heavy-tailed, half of the draws come from proposals in coordinates in which these
+priors are standard Normal, see :mod:`bayesfed.output.prior_coordinates`.
+
+The density t in the weights of all draws is the mean of the proposals so far (Cappé, Guillin, Marin & Robert 2004,
+*Population Monte Carlo*; Owen & Zhou 2000, *Safe and effective importance sampling*, section 3). A client computes one
+number per draw, of which the server needs the sum over clients. Weights are truncated at √S times their mean (Ionides
+2008, *Truncated importance sampling*).
 
 If q(w_i | θ) approximates the client's posterior poorly, a log weight is mostly noise. Its variance is measured by
 computing it twice at some draws; if it is large, and that of :mod:`bayesfed.output.evidence` is smaller, clients
@@ -40,7 +43,8 @@ from bayesfed.output.importance import (
     truncate_weights,
 )
 from bayesfed.output.log_densities import SumLogWeights, elbo, sum_log_weights
-from bayesfed.output.proposal import StudentMixture, fit_proposal, prior_proposal
+from bayesfed.output.prior_coordinates import find_prior_coordinates
+from bayesfed.output.proposal import Proposals
 
 DRAWS, FEWEST = 2000, 500
 """Draws from each proposal, and the number below which q(θ) is not corrected."""
@@ -108,43 +112,39 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
     own = draw_theta(fitted, draws, key)[GLOBAL][:, 0, 0]
     may_use_laplace = draws * COST <= affordable and has_block(fitted.program)
     laplace = False
-    z, weights = own.double(), own.new_full((draws,), 1 / draws, dtype=torch.float64)
-    proposals: list[StudentMixture] = []
+    proposals = Proposals(find_prior_coordinates(fitted.program, fitted.params, own))
+    z, weights = own, own.new_full((draws,), 1 / draws, dtype=torch.float64)
     drawn: list[Tensor] = []
     targets: list[Tensor] = []
     k, trusted, enough = math.inf, False, False
-    while len(proposals) < PROPOSALS[0] or (len(proposals) < PROPOSALS[1] and not enough):
-        proposal = (
-            prior_proposal(z)
-            if len(proposals) == PRIOR
-            else fit_proposal(z, weights, CENTRES if len(proposals) > 1 else 1)
-        )
-        if proposal is None:
+    while len(drawn) < PROPOSALS[0] or (len(drawn) < PROPOSALS[1] and not enough):
+        if not proposals.add(
+            z, weights, as_prior=len(drawn) == PRIOR, centres=CENTRES if len(drawn) > 1 else 1
+        ):
             return CorrectionResult(reliable=False)
-        with noise.seeded(len(proposals)):
-            new = proposal.sample(draws).to(own.dtype)
-        if not proposals and may_use_laplace:
+        with noise.seeded(len(drawn)):
+            new = proposals.sample(draws).to(own.dtype)
+        if not drawn and may_use_laplace:
             level = _noise_variance(fitted, new[:PROBE], key, log_weights, laplace=False)
             laplace = level > QUIET and level > _noise_variance(
                 fitted, new[:PROBE], key, log_weights, laplace=True
             )
-        target_key = noise.fold(key, len(proposals))
+        target_key = noise.fold(key, len(drawn))
         targets.append(_log_target(fitted, new, target_key, log_weights, laplace))
-        proposals.append(proposal)
         drawn.append(new)
-        z = torch.cat(drawn).double()
-        log_w = torch.cat(targets) - _log_mixture(proposals, z)
+        z = torch.cat(drawn)
+        log_w = (torch.cat(targets) - proposals.log_prob(z)).nan_to_num(-torch.inf)
         weights = truncate_weights(log_w)
         size = effective_sample_size(weights)
         if size < max(LEAST, PER_DIMENSION * z.shape[1]):
             return CorrectionResult(reliable=False)
         k = pareto_k(log_w)
         trusted = k <= khat.limit(len(log_w)) or tail_share(log_w, k) < TAIL
-        finite_variance = k <= FINITE_VARIANCE or len(proposals) > PROPOSALS[0]
+        finite_variance = k <= FINITE_VARIANCE or len(drawn) > PROPOSALS[0]
         enough = trusted and finite_variance and size > ENOUGH
     if not trusted:
         return CorrectionResult(reliable=False)
-    theta = torch.cat(drawn)[systematic_resample(weights, len(z))][:, None, None]
+    theta = z[systematic_resample(weights, len(z))][:, None, None]
     return CorrectionResult(reliable=True, correction=Correction({GLOBAL: theta}, k, laplace))
 
 
@@ -152,12 +152,6 @@ def _is_posterior(log_weights: Tensor) -> bool:
     """Return whether weights p / q ``(S,)`` are so even that q needs no correction."""
     size = effective_sample_size((log_weights - log_weights.max()).exp())
     return size > EVEN * len(log_weights) and pareto_k(log_weights) <= khat.limit(len(log_weights))
-
-
-def _log_mixture(proposals: list[StudentMixture], z: Tensor) -> Tensor:
-    """Compute the log density of the mean of the proposals at ``(S, D)``: ``(S,)``."""
-    each = torch.stack([proposal.log_prob(z) for proposal in proposals])
-    return each.logsumexp(0) - math.log(len(proposals))
 
 
 def _log_target(

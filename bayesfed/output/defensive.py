@@ -2,14 +2,16 @@
 
     log p(w_l, D_i | θ) − log t(w_l),   w_l ~ t = ⅓ Σ_c t₅(m, c² V),   c = 1.1, 4, 16
 
-m and V are the mean and the covariance of draws from q(w_i | θ). The wide parts, a defensive mixture (Hesterberg 1995,
-*Weighted average importance sampling and defensive mixture distributions*), reach a mode or a tail that q lacks.
+m and V are the mean and the covariance of draws from q(w_i | θ), or those of a Laplace approximation where clients'
+variables are drawn with one. The wide parts, a defensive mixture (Hesterberg 1995, *Weighted average importance
+sampling and defensive mixture distributions*), reach a mode or a tail that q lacks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Size, Tensor
@@ -40,40 +42,60 @@ def unstack(z: Tensor, shapes: Mapping[str, Size]) -> Params:
     }
 
 
+class Centre(NamedTuple):
+    """Where the proposals of K clients' variables lie at S draws of θ.
+
+    Attributes:
+        mean: m, ``(S, K, 1, P)``.
+        root: a root of V, ``(S, K, 1, P, P)``.
+        shapes: the guide's local random sites, in the order of the vectors.
+    """
+
+    mean: Tensor
+    root: Tensor
+    shapes: Mapping[str, Size]
+
+
+def centre_of_draws(own: Params, count: int) -> Centre:
+    """Return mean and covariance of L draws ``(L * S, K, 1, *event)`` at each of S = ``count`` draws of θ."""
+    z = stack(own).double().unflatten(0, (-1, count))
+    away = z - z.mean(0)
+    covariance = torch.einsum("l...p,l...q->...pq", away, away) / (len(z) - 1)
+    shapes = {name: value.shape[3:] for name, value in own.items()}
+    return Centre(z.mean(0), torch.linalg.cholesky_ex(covariance)[0], shapes)
+
+
 def defensive_candidates(
     program: Program,
     params: Mapping[str, Tensor],
     theta: Params,
-    own: Params,
+    centre: Centre,
     batch: Batch,
     keys: Tensor,
-    count: int,
+    each: int,
 ) -> Candidates:
     """Draw L candidates of K clients' variables at each draw of θ, and compute their log weights.
 
     Args:
         program: a program whose guide's local sites have real values.
         params: parameters of the program and of these clients.
-        theta: draws of the guide's global random sites, repeated L times, ``(L * S, 1, 1, *event)``.
-        own: draws from q(w_i | θ) at them: the guide's local random sites, ``(L * S, K, 1, *event)``.
+        theta: draws of the guide's global random sites, ``(S, 1, 1, *event)``.
+        centre: mean and covariance of the proposals.
         batch: the clients' rows.
         keys: the clients' noise streams, ``(K,)``.
-        count: S.
+        each: L.
     """
-    shapes = {name: value.shape[3:] for name, value in own.items()}
-    z = stack(own).double().unflatten(0, (-1, count))  # (L, S, K, 1, P)
-    mean, away = z.mean(0), z - z.mean(0)
-    covariance = torch.einsum("l...p,l...q->...pq", away, away) / (len(z) - 1)
-    root = torch.linalg.cholesky_ex(covariance)[0]
-    white, log_t = _draw_mixture(z.shape, keys)
-    draws = mean + (root @ white[..., None]).squeeze(-1)
-    log_t = log_t - root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    mean, root, shapes = centre
+    white, log_t = _draw_mixture(Size((each, *mean.shape)), keys)
+    draws = mean + (root.double() @ white[..., None]).squeeze(-1)
+    log_t = log_t - root.double().diagonal(dim1=-2, dim2=-1).log().sum(-1)
     flat = draws.flatten(0, 1).to(batch.scale.dtype)
     values = unstack(flat, shapes)
+    given = {name: value.repeat(each, *[1] * (value.ndim - 1)) for name, value in theta.items()}
     with torch.no_grad():
-        traces = run(program, params, theta | values, batch, {}, len(flat))
+        traces = run(program, params, given | values, batch, {}, len(flat))
         log_p = torch.as_tensor(log_ratio(*traces, local=True, skip=tuple(values))).double()
-    log_p = log_p.expand(len(flat), len(batch)).unflatten(0, (-1, count))
+    log_p = log_p.expand(len(flat), len(batch)).unflatten(0, (each, -1))
     return Candidates(draws, (log_p - log_t.squeeze(-1)).nan_to_num(-torch.inf))
 
 

@@ -27,8 +27,14 @@ from bayesfed.elbo.elbo import client_terms, draw
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.sites import Site
 from bayesfed.guides.hierarchical import LOCAL
-from bayesfed.output.defensive import defensive_candidates, unstack
-from bayesfed.output.evidence import COST, EACH, Candidates, laplace_candidates
+from bayesfed.output.defensive import Centre, centre_of_draws, defensive_candidates, unstack
+from bayesfed.output.evidence import (
+    COST,
+    EACH,
+    Candidates,
+    laplace_approximation,
+    laplace_candidates,
+)
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.outcomes import NoSampler, Outcomes
 from bayesfed.vmap.mixtures import ClientMixture
@@ -295,17 +301,36 @@ def _resample_client(
     parts = []
     for at in range(0, count, together):
         size = min(together, count - at)
-        some = {
-            name: value[at : at + size].repeat(RESAMPLED_FROM, *[1] * (value.ndim - 1))
-            for name, value in theta.items()
-        }
+        some = {name: value[at : at + size] for name, value in theta.items()}
         block = noise.fold(key, at)
-        own = _draw_from_guide(fitted, some, RESAMPLED_FROM * size, client, block)
+        centre = proposal_centre(fitted, some, size, client, block, RESAMPLED_FROM)
         keys = noise.fold(block, federation.stream_ids[client])
-        found = defensive_candidates(fitted.program, params, some, own, batch, keys, size)
-        shapes = {name: value.shape[3:] for name, value in own.items()}
-        parts.append(unstack(found.resample(keys).to(federation.dtype), shapes))
+        found = defensive_candidates(
+            fitted.program, params, some, centre, batch, keys, RESAMPLED_FROM
+        )
+        parts.append(unstack(found.resample(keys).to(federation.dtype), centre.shapes))
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def proposal_centre(
+    fitted: Fitted, theta: Params, count: int, chunk: Tensor, key: Tensor, each: int
+) -> Centre:
+    """Find the mean and the covariance of defensive proposals of K clients' variables at S = ``count`` draws of θ.
+
+    Args:
+        fitted: q of the clients.
+        theta: draws of the guide's global random sites, ``(S, 1, 1, *event)``.
+        count: S.
+        chunk: positions of the clients.
+        key: noise key.
+        each: number of draws from q(w_i | θ) that they are those of, at each θ, if there is no Laplace approximation.
+    """
+    if fitted.laplace:
+        batch, params = fitted.federation.batch(chunk), fitted.params_of(chunk)
+        mode, root = laplace_approximation(fitted.program, params, theta, batch, count)
+        return Centre(mode.double(), root.double(), {LOCAL: mode.shape[3:]})
+    repeated = {name: value.repeat(each, *[1] * (value.ndim - 1)) for name, value in theta.items()}
+    return centre_of_draws(_draw_from_guide(fitted, repeated, each * count, chunk, key), count)
 
 
 def candidates(fitted: Fitted, theta: Params, count: int, chunk: Tensor, key: Tensor) -> Candidates:

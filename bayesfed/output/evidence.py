@@ -14,25 +14,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bayesfed.data.batch import Batch
-from bayesfed.elbo.elbo import Noise, log_ratio, run
+from bayesfed.elbo.elbo import Noise, run
+from bayesfed.elbo.handlers import given
 from bayesfed.elbo.noise import fold, uniform, word
 from bayesfed.elbo.program import Program
 from bayesfed.guides import newton
+from bayesfed.guides.family import GLOBAL
 from bayesfed.guides.hierarchical import LOCAL
 from bayesfed.guides.local import inverse_root
 
 EACH = 4
 """L, draws of a client's variables for one of θ, in pairs."""
-STEPS = 3
-"""Largest number of Newton steps; one is enough for a likelihood that is Gaussian in u, and a CPU stops after it."""
+STEPS = 10
+"""Largest number of Newton steps; a likelihood that is Gaussian in u needs none from the mean of q."""
 LEAST_CURVATURE = 0.05
-"""The least curvature along an axis, in units of q's precision."""
+"""The least curvature along an axis, in units of the precision of a Normal prior, or else of q."""
+LOG_TAU = math.log(math.tau)
 COST = 8
 """Time relative to a single draw from q, about."""
 
@@ -85,34 +89,93 @@ def laplace_candidates(
         count: S.
     """
     eps = noise[LOCAL][0].unflatten(0, (-1, count))
-
-    def log_joint(u: Tensor) -> Tensor:
-        """Compute log p(u, D_i | θ_s) of ``(R, S, K, 1, P)``: ``(R, S, K)``."""
-        values = {name: v.repeat(len(u), *[1] * (v.ndim - 1)) for name, v in theta.items()}
-        values[LOCAL] = u.flatten(0, 1)
-        guide, model = run(program, params, values, batch, {}, len(u) * count)
-        ratio = log_ratio(guide, model, local=True, skip=(LOCAL,))
-        return torch.as_tensor(ratio).expand(len(u) * count, len(batch)).unflatten(0, (-1, count))
-
-    with torch.no_grad():
-        guide, _ = run(program, params, theta, batch, {LOCAL: [eps[0]]}, count)
-        q = guide.nodes[LOCAL]["fn"].detached
-    least = LEAST_CURVATURE / q.variance
-    u = q.mean
-    with torch.enable_grad():
-        for _ in range(STEPS):
-            gradient, hessian = newton.curvature(log_joint, u)
-            precision = newton.positive(-hessian.detach(), least)
-            gradient = gradient.detach()
-            step = torch.linalg.solve_ex(precision, gradient[..., None])[0].squeeze(-1)
-            u = u + step.nan_to_num(0.0)
-            if u.device.type == "cpu" and float((gradient * step).sum(-1).max()) < newton.TOLERANCE:
-                break
-    root = inverse_root(precision)
+    mode, root = laplace_approximation(program, params, theta, batch, count)
     away = (root @ eps[..., None]).squeeze(-1)
-    draws = torch.cat([u + away, u - away])
+    draws = torch.cat([mode + away, mode - away])
     with torch.no_grad():
-        level = root.diagonal(dim1=-2, dim2=-1).log().sum(-1) + u.shape[-1] / 2 * math.log(math.tau)
+        level = root.diagonal(dim1=-2, dim2=-1).log().sum(-1) + mode.shape[-1] / 2 * LOG_TAU
         density = -eps.square().sum(-1) / 2 - level
-        found = log_joint(draws).double() - torch.cat([density, density]).squeeze(-1).double()
+        log_p = _log_joint(program, params, theta, batch, draws).double()
+        found = log_p - torch.cat([density, density]).squeeze(-1).double()
     return Candidates(draws, found.nan_to_num(-torch.inf))
+
+
+def laplace_approximation(
+    program: Program,
+    params: Mapping[str, Tensor],
+    theta: Mapping[str, Tensor],
+    batch: Batch,
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    """Return û_s ``(S, K, 1, P)`` and a root of H_s⁻¹ ``(S, K, 1, P, P)``; arguments as :func:`laplace_candidates`.
+
+    Newton steps, with a line search where a whole step makes the density lower, go on at those draws of θ where they
+    still gain.
+    """
+    start, least = _start(program, params, theta, batch, count)
+    u, precision = start.clone(), start.new_empty(*start.shape, start.shape[-1])
+    reached, step = u.new_full(u.shape[:2], -torch.inf), torch.zeros_like(u)
+    moving = torch.arange(count, device=u.device)
+    for number in range(1 + STEPS):
+        some = {name: value[moving] for name, value in theta.items()}
+        f = partial(_log_joint, program, params, some, batch)
+        with torch.enable_grad():
+            found = newton.value_and_curvature(f, u[moving])
+            worse = ~(found[0] >= reached[moving])
+            if number > 0 and bool(worse.any()):
+                u[moving] = newton.line_search(f, u[moving] - step[moving], step[moving])
+                found = newton.value_and_curvature(f, u[moving])
+        reached[moving], gradient, hessian = (x.detach() for x in found)
+        precision[moving] = here = newton.positive(-hessian, least[moving])
+        step[moving] = (
+            torch.linalg.solve_ex(here, gradient[..., None])[0].squeeze(-1).nan_to_num(0.0)
+        )
+        gain = (gradient * step[moving]).sum((-2, -1))
+        moving = moving[gain.amax(1) > newton.TOLERANCE]
+        if number == STEPS or not len(moving):
+            break
+        u[moving] += step[moving]
+    return u, inverse_root(precision)
+
+
+def _log_joint(
+    program: Program,
+    params: Mapping[str, Tensor],
+    theta: Mapping[str, Tensor],
+    batch: Batch,
+    u: Tensor,
+) -> Tensor:
+    """Compute log p(u, D_i | θ_s) of ``(R, S, K, 1, P)``: ``(R, S, K)``."""
+    z = _globals(theta, u[0]).repeat(len(u), 1, 1, 1)
+    found = program.guide.block_log_joint(params, batch, u.flatten(0, 1), z)
+    return torch.as_tensor(found).expand(len(z), len(batch)).unflatten(0, u.shape[:2])
+
+
+def _globals(theta: Mapping[str, Tensor], like: Tensor) -> Tensor:
+    """Return the guide's global vector, ``(S, 1, 1, D)``, D = 0 if it has none."""
+    return theta.get(GLOBAL, like.new_zeros(len(like), 1, 1, 0))
+
+
+@torch.no_grad()
+def _start(
+    program: Program,
+    params: Mapping[str, Tensor],
+    theta: Mapping[str, Tensor],
+    batch: Batch,
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    """Return where Newton's method starts, and the least curvature, ``(S, K, 1, P)`` each.
+
+    The mean of q is linear in θ, and far from the posterior where θ is far from the centre of q(θ). The location of the
+    prior is taken where it has the larger density.
+    """
+    guide, _ = run(program, params, theta, batch, {}, count)
+    q = guide.nodes[LOCAL]["fn"].detached
+    z = _globals(theta, q.mean)
+    with given(batch.device, params, noise={}, draws=count):
+        prior, scale = program.guide.block_prior(z, batch.head())
+    both = torch.stack([q.mean, prior.expand_as(q.mean)])
+    best = _log_joint(program, params, theta, batch, both).nan_to_num(-torch.inf).argmax(0)
+    start = both.gather(0, best[None, ..., None, None].expand_as(both[:1]))[0]
+    variance = torch.where(scale.isfinite(), scale.square(), q.variance)
+    return start, LEAST_CURVATURE / variance

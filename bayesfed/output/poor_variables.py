@@ -22,7 +22,13 @@ from bayesfed.elbo.elbo import run
 from bayesfed.elbo.moments import unconstrained
 from bayesfed.elbo.program import Params, Program
 from bayesfed.output.defensive import LARGEST, defensive_candidates, unstack
-from bayesfed.output.draws import client_chunks, draw_guide_locals, draw_theta, globals_at
+from bayesfed.output.draws import (
+    client_chunks,
+    draw_guide_locals,
+    draw_theta,
+    globals_at,
+    proposal_centre,
+)
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.importance import truncate_weights
 
@@ -221,7 +227,8 @@ def _distances(fitted: Fitted, theta: Params, chunk: Tensor, key: Tensor, each: 
     given = {name: value.repeat(each, *[1] * (value.ndim - 1)) for name, value in theta.items()}
     own = draw_guide_locals(fitted, given, count, chunk, key)
     keys = noise.fold(key, federation.stream_ids[chunk])
-    proposed = defensive_candidates(program, params, given, own, batch, keys, THETAS)
+    centre = proposal_centre(fitted, theta, THETAS, chunk, key, each)
+    proposed = defensive_candidates(program, params, theta, centre, batch, keys, each)
     weights = proposed.log_weights.softmax(0).flatten(0, 1)[..., None] / THETAS
     rows = batch if program.needs_rows else batch.head()
 
@@ -235,9 +242,8 @@ def _distances(fitted: Fitted, theta: Params, chunk: Tensor, key: Tensor, each: 
             names += found[-1].shape[-1] * [site.name]
         return torch.cat(found, -1), names
 
-    shapes = {name: value.shape[3:] for name, value in own.items()}
     flat = proposed.draws.flatten(0, 1).to(federation.dtype)
-    u, names = sites(unstack(flat, shapes))
+    u, names = sites(unstack(flat, centre.shapes))
     return _compare(sites(own)[0], u, weights, names)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bayesfed.output.importance import effective_sample_size, systematic_resample
+from bayesfed.output.prior_coordinates import PriorCoordinates
 
 FREEDOM, WIDER = 5.0, 1.1
 """Degrees of freedom of the t distributions, and the factor by which they are wider than the draws."""
@@ -91,3 +92,53 @@ def prior_proposal(like: Tensor) -> StudentMixture:
     return StudentMixture(
         like.new_zeros(1, size), WIDER * math.sqrt((FREEDOM - 2) / FREEDOM) * root
     )
+
+
+class Proposals:
+    """Proposals for θ, one after another, each in the guide's coordinates and, if given, in those of its prior.
+
+    Args:
+        prior: other coordinates, in which half of the draws are made.
+    """
+
+    def __init__(self, prior: PriorCoordinates | None) -> None:
+        self.prior = prior
+        self.mixtures: list[list[StudentMixture]] = []
+
+    def add(self, z: Tensor, weights: Tensor, *, as_prior: bool, centres: int) -> bool:
+        """Add a proposal that is fitted to weighted draws ``(S, D)``, or one that is as wide as the prior.
+
+        Returns:
+            False if the covariance of the draws is singular.
+        """
+        found = [
+            prior_proposal(x) if as_prior else fit_proposal(x, weights, centres)
+            for x, _ in self._coordinates(z)
+        ]
+        self.mixtures.append([mixture for mixture in found if mixture is not None])
+        return None not in found
+
+    def sample(self, count: int) -> Tensor:
+        """Draw z ``(count, D)`` from the last proposal, by torch's random number generator."""
+        if self.prior is None:
+            return self.mixtures[-1][0].sample(count)
+        half = count // 2
+        first, second = (
+            m.sample(n) for m, n in zip(self.mixtures[-1], (half, count - half), strict=True)
+        )
+        return torch.cat([first, self.prior.to_guide(second)])
+
+    def log_prob(self, z: Tensor) -> Tensor:
+        """Compute the log density of the mean of all proposals at ``(S, D)``: ``(S,)``."""
+        systems = self._coordinates(z)
+        each = [
+            mixture.log_prob(x) + log_det
+            for mixtures in self.mixtures
+            for mixture, (x, log_det) in zip(mixtures, systems, strict=True)
+        ]
+        return torch.stack(each).logsumexp(0) - math.log(len(each))
+
+    def _coordinates(self, z: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return draws ``(S, D)`` in each coordinates, and the logarithm of the change of volume ``(S,)``."""
+        own = z.double(), z.new_zeros(len(z), dtype=torch.float64)
+        return [own] if self.prior is None else [own, self.prior.from_guide(z)]

@@ -22,7 +22,8 @@ _REASONS = {
     ),
     r"ImproperUniform": (
         "the prior is flat, and a variable starts at draws of its prior. Write a prior that is wide in the unit of the "
-        "data, such as dist.Normal(0.0, 100.0), or dist.HalfNormal(100.0) of a positive variable"
+        "data, such as dist.Normal(0.0, 100.0), or dist.HalfNormal(100.0) of a positive variable. A flat prior itself "
+        "is dist.Normal(0.0, 1.0).mask(False), whose draws are starting values"
     ),
     # the last is of Pyro's TruncatedPolyaGamma, which has none of batches
     r"sample\(\) is not implemented|not support sampling|can only concatenate list": (
