@@ -83,6 +83,36 @@ def test_estimates_near_and_far_from_the_centre_of_q(case):
     assert np.abs(by_q - expected).max() > 1.0
 
 
+def test_estimates_where_q_is_absurdly_far_from_the_mode():
+    """The mean of q(level | far) is linear in far, and the posterior given far hardly moves beyond far = 3."""
+
+    def saturating(federation):
+        far = pyro.sample("far", dist.Cauchy(0.0, 1.0))
+        with federation.clients():
+            level = pyro.sample("level", dist.Normal(far.tanh(), TAU))
+            with federation.observations() as obs:
+                pyro.sample("y", dist.Poisson(level.exp()), obs=obs["y"])
+
+    clients = {"a": {"y": [3.0, 1.0, 2.0]}, "b": {"y": [0.0, 4.0]}}
+    federation = bf.Federation.from_arrays(clients).to(dtype=torch.float64)
+    posterior = bf.fit(saturating, federation, bf.SFVI(corrected=False), rounds=15)
+    far = np.array([-1e4, -300.0, -30.0, -3.0, 3.0, 30.0, 300.0, 1e4])
+    start = posterior.program.guide.globals["far"]
+    z = (torch.as_tensor(far) - start.loc) / start.scale
+    found = sum_log_weights(posterior, {"global": z[:, None, None, None]}, 8, noise.key(0), True)
+
+    def evidence(at, y):
+        def density(level):
+            return norm(at, TAU).pdf(level) * np.exp(poisson.logpmf(y, np.exp(level)).sum())
+
+        return np.log(quad(density, -6, 6, epsabs=0, epsrel=1e-8, points=[at])[0])
+
+    expected = [
+        sum(evidence(np.tanh(at), np.array(rows["y"])) for rows in clients.values()) for at in far
+    ]
+    assert np.abs(found.numpy() - np.array(expected)).max() < 0.1
+
+
 def test_the_exponential_is_unbiased():
     """The mean of 4000 repetitions at one θ, up to four standard errors."""
     federation = data(CASES["Poisson"][1])
