@@ -133,7 +133,8 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
         targets.append(_log_target(fitted, new, target_key, log_weights, laplace))
         drawn.append(new)
         z = torch.cat(drawn)
-        log_w = (torch.cat(targets) - proposals.log_prob(z)).nan_to_num(-torch.inf)
+        log_w = torch.cat(targets) - proposals.log_prob(z)
+        log_w = log_w.where(~log_w.isnan(), -torch.inf)
         weights = truncate_weights(log_w)
         size = effective_sample_size(weights)
         if size < max(LEAST, PER_DIMENSION * z.shape[1]):
