@@ -35,7 +35,7 @@ from bayesfed.engine.stopping.drift import caveat, warn_if_moving
 from bayesfed.engine.stopping.fixed_rounds import FixedRounds
 from bayesfed.engine.stopping.held_out import HeldOut, check_clients
 from bayesfed.engine.stopping.rule import Stopping
-from bayesfed.engine.watch import warn_if_falling, warn_of_refused
+from bayesfed.engine.watch import warn_if_falling, warn_of_refused, warn_of_uphill
 from bayesfed.output.correction import correct
 from bayesfed.output.locals_of_run import fitted_cohort, log_predictive, make_local_params
 from bayesfed.output.posterior import Posterior
@@ -150,7 +150,7 @@ def prepare_run(
         term_totals=torch.zeros(2, dtype=torch.float64),
         refused=torch.zeros(clients, dtype=torch.int64),
         clip=(plan.privacy or NO_PRIVACY).first_clip(),
-        history=torch.zeros(3, stopping.bound, dtype=torch.float64),
+        history=torch.zeros(4, stopping.bound, dtype=torch.float64),
         compiler=Compiler(plan.execution.compile),
         accepted=None if institutions is None else torch.full((institutions, 2), -1),
     )
@@ -231,7 +231,7 @@ def _local_params(run: Run) -> Mapping[str, Tensor]:
 def make_posterior(run: Run, local_params: Mapping[str, Tensor]) -> Posterior:
     """The posterior with these local parameters of the clients, without correction and without warnings."""
     plan, params = run.plan, global_params(run)
-    history = run.history[:, : run.done].to(torch.get_default_dtype())
+    history = run.history[:3, : run.done].to(torch.get_default_dtype())
     moving, rising = run.stopping.remaining(params, run.history[0, : run.done])
     return Posterior(
         program=run.program,
@@ -250,8 +250,9 @@ def make_posterior(run: Run, local_params: Mapping[str, Tensor]) -> Posterior:
 
 
 def warn_of_flaws(run: Run, posterior: Posterior) -> None:
-    """Warn of uploads that did not count, of an ELBO that fell, and of a fit that has not converged."""
+    """Warn of uploads that did not count, steps that went uphill, an ELBO that fell, a fit that has not converged."""
     warn_of_refused(run.federation.names, run.refused)
+    warn_of_uphill(run.uphill)
     warn_if_falling(run.history[0, : run.done].tolist(), run.program.rows)
     if run.program.particles == 1:  # the standard deviation of a few particles is no measure
         moving = posterior.moving

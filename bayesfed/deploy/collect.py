@@ -160,7 +160,7 @@ class Collector:
 
     def _check_plain(self, clip: float, parts: Parts, clients: int) -> None:
         """Fail on an upload of another form, numbers that are not finite, and a norm above what the clip allows."""
-        like = {"terms": torch.zeros(3, dtype=torch.float64)}
+        like = {"terms": torch.zeros(4, dtype=torch.float64)}
         check_like("its upload", parts.get("total", {}), self.form)
         check_like("its ELBO terms", parts.get("elbo", {}), like)
         for name, value in {**parts["total"], **parts["elbo"]}.items():

@@ -207,7 +207,7 @@ class Coordinator:
         sound = torch.cat([parts["sound"]["clients"] for parts in found.replies.values()])
         total, stale = collector.add_stale(total, int(sound.sum()), stale)
         for _, parts in stale.values():
-            run.term_totals += parts["elbo"]["terms"][1:]
+            run.term_totals += parts["elbo"]["terms"][1:3]
         accepted = dict.fromkeys(found.replies, found.round) | {n: r for n, (r, _) in stale.items()}
         for position, member in enumerate(self.members):
             if member.name in accepted:

@@ -32,6 +32,8 @@ _ADVICE = (
     "lower the learning rate, take more clients a round, or check the priors of the global sites and the units of "
     "the fields"
 )
+HALVINGS = 40
+"""The number of rounds whose steps may go uphill, each at half the learning rates of the one before."""
 PATIENCE = 10
 """The number of rounds of whose uploads more than half must count."""
 
@@ -66,7 +68,7 @@ class Answer(NamedTuple):
         total: the sum of the uploads that count.
         sound: whether each upload counts, bool ``(K,)``.
         sums: of these clients: Σ of their ELBO terms, the change of Σ of all clients' last terms, and the number of
-            clients that take part for the first time: float64 ``(3,)``.
+            clients that take part for the first time; the number of those whose steps went uphill: float64 ``(4,)``.
         terms: each client's ELBO term ``(K,)``, where the server may see it.
         noised: whether the noise of privacy is in the sum already.
     """
@@ -87,7 +89,7 @@ def ask(run: Run) -> Question:
     """
     if run.done == run.rounds:
         raise ValueError(f"the run has done its {run.rounds} rounds: start one with more")
-    start, rate, noisy = time.perf_counter(), run.stopping.rate(run.done), run.multiplier > 0
+    start, rate, noisy = time.perf_counter(), run.rate, run.multiplier > 0
     with _server_step(run):
         message = flat(run.plan.algorithm.broadcast(_turn(run, rate), run.server))
     return Question(message, _draw_cohort(run), run.done, rate, float(run.clip), noisy, start)
@@ -106,6 +108,7 @@ def answer(run: Run, question: Question) -> Answer:
     counted = question.cohort[sound]
     now, before = terms[sound].double(), run.client_terms[counted].cpu().double()
     sums = [now.sum(), (now - before.nan_to_num()).sum(), before.isnan().sum()]
+    sums.append(terms.isneginf().sum())
     run.client_terms[counted] = terms[sound].to(run.client_terms)
     return Answer(total, sound, torch.stack(sums), terms)
 
@@ -130,9 +133,15 @@ def update(run: Run, question: Question, found: Answer) -> Round:
         Stopped: see :func:`~bayesfed.fit`.
     """
     # under privacy it is private too whether an upload was finite
-    sound = found.sound | question.noisy
+    sound, uphill = found.sound | question.noisy, int(found.sums[3])
     counted, refused = question.cohort[sound], question.cohort[~sound]
+    if uphill and uphill >= len(refused):
+        refused = refused[:0]
     names, refused_names = _names(run, counted), _names(run, refused)
+    if uphill and run.uphill == HALVINGS:
+        raise Stopped(
+            f"the clients' steps go uphill at learning rates of {run.rate:.0e} too; {_ADVICE}", run
+        )
     if _too_many(run, len(refused)):
         terms = None if found.terms is None else found.terms[~sound]
         raise Stopped(refusal_message(refused_names, terms), run)
@@ -147,7 +156,8 @@ def update(run: Run, question: Question, found: Answer) -> Round:
     seconds = time.perf_counter() - question.start
     run.server, run.clip = server, clip
     run.refused[refused] += 1
-    run.history[:, run.done] = torch.tensor([elbo, seconds, len(counted)], dtype=torch.float64)
+    row = [elbo, seconds, len(counted), uphill]
+    run.history[:, run.done] = torch.tensor(row, dtype=torch.float64)
     run.done += 1
     if run.done == 1:
         run.compiler.decide(run.stopping.usual - 1)
@@ -254,7 +264,7 @@ def _estimate_sum(run: Run, sums: Tensor, counted: int) -> float:
 
     Once every client has taken part only the changes are scaled, which is far less noisy.
     """
-    now, change, first = sums.tolist()
+    now, change, first = sums[:3].tolist()
     clients, seen = len(run.federation), float(run.term_totals[1])
     run.term_totals += torch.tensor([change, first], dtype=torch.float64)
     scale = clients / max(1, counted)

@@ -75,7 +75,8 @@ class Run:
         term_totals: their sum, and the number of clients that have taken part, float64 ``(2,)``.
         refused: number of uploads of each client that did not count, int64 ``(N,)``.
         clip: γ of privacy, ``()``.
-        history: ELBO, seconds and number of uploads that count of each round, ``(3, rounds)``.
+        history: ELBO, seconds, number of uploads that count and number of clients whose steps went uphill, of each
+            round, ``(4, rounds)``.
         done: rounds done.
         compiler: compiles the steps.
         file: the file that the run is saved to.
@@ -115,6 +116,16 @@ class Run:
     def rounds(self) -> int:
         """Number of rounds: as planned; an upper bound while the run may stop early; the actual number once it has."""
         return self.done if self.stopping.converged else self.stopping.bound
+
+    @property
+    def uphill(self) -> int:
+        """The number of rounds in which a client's steps went uphill."""
+        return int((self.history[3, : self.done] > 0).sum())
+
+    @property
+    def rate(self) -> float:
+        """The factor on the learning rates in the next round: half as large after each in which steps went uphill."""
+        return self.stopping.rate(self.done) / 2**self.uphill
 
     @property
     def title(self) -> str:

@@ -46,6 +46,17 @@ def warn_of_refused(names: Sequence[str], refused: Tensor) -> None:
         )
 
 
+def warn_of_uphill(rounds: int) -> None:
+    """Warn of a fit whose learning rates were halved in so many rounds."""
+    if rounds:
+        warnings.warn(
+            f"in {rounds} rounds the steps of clients went uphill, did not count, and the learning rates were halved: "
+            f"they ended at 1/{2**rounds} of what the algorithm gives. Give it lower rates, or standardise the fields "
+            "and their priors, for steps that suit all variables",
+            stacklevel=3,
+        )
+
+
 def refusal_message(names: Sequence[str], terms: Tensor | None) -> str:
     """The message of a run that stops as uploads of these clients are not finite, with what may help.
 

@@ -26,11 +26,14 @@ from bayesfed.steps import optimizer
 from bayesfed.steps.gradients import copies, gradients, leaves
 from bayesfed.steps.job import Job, Parts, Work
 from bayesfed.steps.local_loop import all_clients, local_loop
-from bayesfed.steps.losses import client_loss, inner_product, squared_distance
+from bayesfed.steps.losses import client_loss, inner_product, squared_distance, uphill
 from bayesfed.steps.optimizer import State
 from bayesfed.steps.steps import Inputs, Objective, Steps
 from bayesfed.steps.structure import body
 from bayesfed.tracing.compiler import traceable
+
+HALVINGS = 30
+"""The largest number of rates, each half the one before, at which steps of fine-tuning are tried."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,8 @@ class Descent(Steps):
 
     def run(self, job: Job, locals_: Locals) -> Work:
         """Take the steps of a round."""
-        at, taken = self.descend(job, start_of_round(job, locals_), locals_)
-        found = self.parts(job, at, taken)
-        return Work(found, self.terms(job, at, locals_), kept_locals(job, at, locals_))
+        at, taken, terms = self.descend(job, start_of_round(job, locals_), locals_)
+        return Work(self.parts(job, at, taken), terms, kept_locals(job, at, locals_))
 
     def centred(self, locals_: Locals) -> bool:
         """Return whether the loss has w_i at the centre of its prior."""
@@ -103,15 +105,37 @@ class Descent(Steps):
             *(body(program) if self.moves != "locals" else ()),
         ]
 
-    def descend(self, job: Job, at: Params, locals_: Locals) -> tuple[Params, Tensor]:
-        """Return all parameters after the steps, and the number of steps ``(K,)`` of each client."""
-        schedule = job.rows.schedule(self.epochs, self.steps)
-        moved = self.loop(job, at, schedule, job.rate * self.lr, self.centred(locals_))
-        return at | moved, schedule.sum(0).to(job.counts)
+    def descend(self, job: Job, at: Params, locals_: Locals) -> tuple[Params, Tensor, Tensor]:
+        """Return all parameters after the steps, and each client's number of steps and ELBO term, ``(K,)``.
 
-    def loop(self, job: Job, at: Params, schedule: Tensor, lr: float, centred: bool) -> Params:
-        """Return the parameters that the steps of a schedule have moved."""
+        A term is −n_i L_i on the first minibatch, or −inf where the steps went uphill.
+        """
+        schedule = job.rows.schedule(self.epochs, self.steps)
+        moved, loss, rose = self.loop(job, at, schedule, job.rate * self.lr, self.centred(locals_))
+        terms = (-job.counts * loss).masked_fill(rose, -torch.inf)
+        return at | moved, schedule.sum(0).to(job.counts), terms
+
+    def loop(
+        self, job: Job, at: Params, schedule: Tensor, lr: float, centred: bool
+    ) -> tuple[Params, Tensor, Tensor]:
+        """Return what the steps of a schedule have moved, L_i ``(K,)`` then, and whether they went uphill ``(K,)``."""
+        pulls = self.pulls(job, at)
         free = {name: at[name] for name in self.names(job.program)}
+
+        def step(state: State, number: int, active: Tensor | None) -> State:
+            given = Inputs(job.rows(number), (lr,), active)
+            return self.step(job.program, at, pulls, state, given, centred)
+
+        start = optimizer.begin(self.optimizer, free, rows=len(job))
+        moved = local_loop(schedule, job.keys.device, start, step)["params"]
+        first = job.rows(0)
+        with torch.no_grad():
+            _, before = self.losses(job.program, at, pulls, free, first, centred)
+            loss, after = self.losses(job.program, at, pulls, moved, first, centred)
+        return moved, loss, uphill(before, after, job.counts)
+
+    def pulls(self, job: Job, at: Params) -> Parts:
+        """Return x₀ (``near``) and c (``correction``), where the steps have them."""
         pulls: Parts = {"near": {}, "correction": {}}
         if self.proximal and self.moves != "locals":
             pulls["near"] |= copies(job.theta, len(job))
@@ -119,13 +143,7 @@ class Descent(Steps):
             pulls["near"] |= prior_of_locals(job.program, at, job.rows(0))
         if self.moves != "locals":
             pulls["correction"] = job.given.get("correction", {})
-
-        def step(state: State, number: int, active: Tensor | None) -> State:
-            given = Inputs(job.rows(number), (lr,), active)
-            return self.step(job.program, at, pulls, state, given, centred)
-
-        start = optimizer.begin(self.optimizer, free, rows=len(job))
-        return local_loop(schedule, job.keys.device, start, step)["params"]
+        return pulls
 
     @traceable
     def step(
@@ -133,15 +151,28 @@ class Descent(Steps):
     ) -> State:
         """Take one step with the clients that are active; ``pulls`` are x₀ (``near``) and c (``correction``)."""
         own = leaves(free["params"])
-        loss = client_loss(program, at | own, given.batch, at_prior=centred)
-        if near := pulls["near"]:
-            loss = loss + self.proximal / 2 * squared_distance(own, near)
-        if correction := pulls["correction"]:
-            loss = loss + inner_product(
-                {n: v for n, v in own.items() if n in correction}, correction
-            )
+        _, loss = self._losses(program, at, pulls, own, given.batch, centred)
         grads = self.bounded(gradients(loss, own))
         return optimizer.descend(self.optimizer, free, grads, given.rates[0], given.active)
+
+    @traceable
+    def losses(
+        self, program: Program, at: Params, pulls: Parts, own: Params, batch: Batch, centred: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return L_i, and L_i with the pulls, of K clients at ``own`` values: ``(K,)`` each."""
+        return self._losses(program, at, pulls, own, batch, centred)
+
+    def _losses(
+        self, program: Program, at: Params, pulls: Parts, own: Params, batch: Batch, centred: bool
+    ) -> tuple[Tensor, Tensor]:
+        loss = total = client_loss(program, at | own, batch, at_prior=centred)
+        if near := pulls["near"]:
+            total = total + self.proximal / 2 * squared_distance(own, near)
+        if correction := pulls["correction"]:
+            total = total + inner_product(
+                {n: v for n, v in own.items() if n in correction}, correction
+            )
+        return loss, total
 
     def bounded(self, grads: Params) -> Params:
         """Return the gradients within their bounds."""
@@ -163,11 +194,6 @@ class Descent(Steps):
             found["steps"] = {"count": taken[:, None]}
             found["path"] = {"length": job.rate * self.lr * taken[:, None]}
         return found
-
-    def terms(self, job: Job, at: Params, locals_: Locals) -> Tensor:
-        """Return −n_i L_i of K clients at these parameters, on their first minibatch: ``(K,)``."""
-        with torch.no_grad():
-            return -job.counts * _loss(job.program, at, job.rows(0), self.centred(locals_))
 
     # -- one step of several in turn ------------------------------------------------------------------
 
@@ -203,10 +229,15 @@ class Descent(Steps):
     # -- the clients' own variables alone --------------------------------------------------------------
 
     def adapt(self, job: Job, theta: Params, own: Params, steps: int, lr: float | None) -> Params:
-        """Take steps on the clients' own variables alone."""
-        schedule = all_clients(len(job), steps)
-        lr = self.lr if lr is None else lr
-        return _on_locals(self).loop(job, theta | own, schedule, lr, False)
+        """Take steps on the clients' own variables alone; clients whose steps go uphill take them at a lower rate."""
+        schedule, descent = all_clients(len(job), steps), _on_locals(self)
+        lr, found, late = self.lr if lr is None else lr, own, torch.ones_like(job.keys).bool()
+        for halvings in range(HALVINGS):
+            moved, _, rose = descent.loop(job, theta | own, schedule, lr / 2**halvings, False)
+            found, late = optimizer.where_active(found, moved, late & ~rose), late & rose
+            if not late.any():
+                break
+        return found
 
 
 @cache
@@ -231,8 +262,3 @@ def kept_locals(job: Job, at: Params, locals_: Locals) -> State:
     if not locals_.stateful:
         return {}
     return {"params": {name: at[name] for name in job.program.local_params}}
-
-
-@traceable
-def _loss(program: Program, at: Params, batch: Batch, centred: bool) -> Tensor:
-    return client_loss(program, at, batch, at_prior=centred)

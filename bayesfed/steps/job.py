@@ -57,7 +57,8 @@ class Work(NamedTuple):
 
     Attributes:
         found: the parts that the steps give to the rule, ``(K, 1, ...)`` each; ``theta`` are copies of θ.
-        terms: estimates of the clients' ELBO terms, ``(K,)``.
+        terms: estimates of the clients' ELBO terms, ``(K,)``; −inf of a client whose steps went uphill. Its result does
+            not count, and the run goes on at half the learning rates.
         clients: the states that they keep until their next visit, ``(K, ...)`` each.
     """
 

@@ -34,6 +34,22 @@ def client_loss(
     return (losses.nll + losses.hyper / program.clients) / losses.rows
 
 
+def uphill(before: Tensor, after: Tensor, rows: Tensor) -> Tensor:
+    """Return whether steps down a loss per row ``(K,)`` have raised it, beyond the noise of minibatches: bool ``(K,)``.
+
+    A rise of more than half a nat for each row, and one more, or to a number that is not finite, shows steps that are
+    too long for the curvature of the loss. A loss that was not finite before is another matter.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed.steps.losses import uphill
+        >>> before, after = torch.tensor([0.1, 0.1, 0.1]), torch.tensor([0.3, 0.9, torch.nan])
+        >>> uphill(before, after, torch.tensor([10.0, 10.0, 10.0])).tolist()
+        [False, True, True]
+    """
+    return before.isfinite() & ~(rows * (after - before) <= 1 + rows / 2)
+
+
 def squared_distance(own: Params, other: Params) -> Tensor | float:
     """Return ‖own − other‖² of each client, ``(K,)``."""
     parts = [(value - other[name]).square().flatten(1).sum(1) for name, value in own.items()]

@@ -26,7 +26,7 @@ from bayesfed.steps.descent import Descent
 from bayesfed.steps.gradients import copies, gradients, leaves
 from bayesfed.steps.job import Job, Parts, Work
 from bayesfed.steps.local_loop import local_loop
-from bayesfed.steps.losses import client_loss
+from bayesfed.steps.losses import client_loss, uphill
 from bayesfed.steps.optimizer import where_active
 from bayesfed.steps.steps import Inputs, Steps
 from bayesfed.tracing.compiler import traceable
@@ -61,8 +61,14 @@ class PenalisedDescent(Steps):
             return self.step(job.program, theta, job.given, given)
 
         schedule = job.rows.schedule(self.epochs, self.steps)
-        theta = local_loop(schedule, job.keys.device, copies(job.theta, len(job)), step)
-        return Work({"theta": theta, "fisher": self.fisher(job, theta)}, self.terms(job, theta))
+        sent = copies(job.theta, len(job))
+        theta = local_loop(schedule, job.keys.device, sent, step)
+        with torch.no_grad():
+            before = self.losses(job.program, sent, job.given, job.rows(0))[1]
+            loss, after = self.losses(job.program, theta, job.given, job.rows(0))
+        rose = uphill(before, after, job.counts)
+        terms = (-job.counts * loss).masked_fill(rose, -torch.inf)
+        return Work({"theta": theta, "fisher": self.fisher(job, theta)}, terms)
 
     @traceable
     def step(self, program: Program, theta: Params, penalty: Parts, given: Inputs) -> Params:
@@ -76,10 +82,16 @@ class PenalisedDescent(Steps):
             found[name] = pulled / (1 + weight * penalty["fisher"][name])
         return where_active(theta, found, given.active)
 
-    def terms(self, job: Job, theta: Params) -> Tensor:
-        """Return −n_i L_i of K clients on their first minibatch, ``(K,)``."""
-        with torch.no_grad():
-            return -job.counts * client_loss(job.program, theta, job.rows(0), at_prior=True)
+    @traceable
+    def losses(
+        self, program: Program, theta: Params, penalty: Parts, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
+        """Return L_i, and L_i with the penalty up to a constant, of K clients: ``(K,)`` each."""
+        loss = total = client_loss(program, theta, batch, at_prior=True)
+        for name, value in theta.items():
+            fisher, pull = penalty["fisher"][name], penalty["pull"][name]
+            total = total + self.lam * ((fisher * value - 2 * pull) * value).flatten(1).sum(1)
+        return loss, total
 
     def fisher(self, job: Job, theta: Params) -> Params:
         """Return F_i of K clients at their θ_i."""

@@ -47,12 +47,15 @@ class InTurn(Steps):
     def run(self, job: Job, locals_: Locals) -> Work:
         """Take the steps of all phases."""
         at, found = start_of_round(job, locals_), Parts()
+        terms: list[Tensor] = []
         for phase in self.phases:
-            at, taken = phase.descend(job, at, locals_)
+            at, taken, own_terms = phase.descend(job, at, locals_)
+            terms.append(own_terms)
             for part, values in phase.parts(job, at, taken).items():
                 found[part] = found.get(part, {}) | values
-        terms = self.phases[-1].terms(job, at, locals_)
-        return Work(found, terms, kept_locals(job, at, locals_))
+        uphill = torch.stack(terms).isneginf().any(0)
+        last = terms[-1].masked_fill(uphill, -torch.inf)
+        return Work(found, last, kept_locals(job, at, locals_))
 
     def adapt(self, job: Job, theta: Params, own: Params, steps: int, lr: float | None) -> Params:
         """Take steps of the first phase that moves the clients' own variables."""

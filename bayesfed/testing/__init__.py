@@ -107,7 +107,7 @@ class _Case:
         keys = noise.fold(key, self.federation.stream_ids[clients])
         rows = batches(self.federation, clients, self.plan.batch_size, keys)
         states = take(run.clients.tensors, clients)
-        return Job(self.program, message, states, rows, keys, run.stopping.rate(run.done))
+        return Job(self.program, message, states, rows, keys, run.rate)
 
 
 # -- settings ------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def _check_members(case: _Case) -> Any:
     _check_server(algorithm, run.server, run.server, "start")
     for _ in range(case.plan.rounds or 0):
         key = noise.fold(noise.fold(noise.key(case.plan.seed), run.done), -1)
-        turn = Turn(case.program, key, clients, run.stopping.rate(run.done), steps=steps)
+        turn = Turn(case.program, key, clients, run.rate, steps=steps)
         message = call_pure(rule, "broadcast", (turn, run.server), server=run.server)
         missing = rule.sends - message.keys()
         if missing:

@@ -1,0 +1,146 @@
+"""Every method as it comes, on hierarchies that are in no example: no fit diverges in silence."""
+
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import bayesfed as bf
+from bayesfed.algorithms import METHODS
+from bayesfed.engine.rounds import HALVINGS
+from bayesfed.engine.run import Stopped
+
+HOSPITALS, ANIMALS = 12, 30
+ABROAD = 100.0
+"""Prior standard deviations from the centre of the prior beyond which an estimate is absurd."""
+
+
+def deaths(federation):
+    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+    tau = pyro.sample("tau", dist.HalfNormal(1.0))
+    with federation.clients():
+        a = pyro.sample("a", dist.Normal(mu, tau))
+        with federation.observations() as obs:
+            rate = dist.Binomial(total_count=obs["n"], logits=a)
+            pyro.sample("deaths", rate, obs=obs.get("deaths"))
+
+
+def hospitals():
+    """One row of each of 12 hospitals, of 40 to 800 patients of whom 8 % die."""
+    generator = torch.Generator().manual_seed(3)
+    n = torch.randint(40, 800, (HOSPITALS,), generator=generator).float()
+    rate = torch.sigmoid(-2.5 + 0.4 * torch.randn(HOSPITALS, generator=generator))
+    died = (rate * n).round()
+    return bf.Federation.from_arrays(
+        {f"hospital {i}": {"n": n[i : i + 1], "deaths": died[i : i + 1]} for i in range(HOSPITALS)}
+    )
+
+
+def growth(federation):
+    level = pyro.sample("level", dist.Normal(250.0, 100.0))
+    slope = pyro.sample("slope", dist.Normal(6.0, 5.0))
+    sd_level = pyro.sample("sd_level", dist.HalfNormal(30.0))
+    sd_slope = pyro.sample("sd_slope", dist.HalfNormal(2.0))
+    sigma = pyro.sample("sigma", dist.HalfNormal(20.0))
+    with federation.clients():
+        a = pyro.sample("a", dist.Normal(level, sd_level))
+        b = pyro.sample("b", dist.Normal(slope, sd_slope))
+        with federation.observations() as obs:
+            line = a + b * obs["age"]
+            pyro.sample("weight", dist.Normal(line, sigma), obs=obs.get("weight"))
+
+
+def curves():
+    """Five weights of each of 30 animals between their 8th and 36th day."""
+    generator = torch.Generator().manual_seed(4)
+    age, found = torch.tensor([8.0, 15.0, 22.0, 29.0, 36.0]), {}
+    for i in range(ANIMALS):
+        a, b, *noise = torch.randn(7, generator=generator)
+        weight = 106 + 10 * a + (6.2 + 0.5 * b) * age + 6 * torch.stack(noise)
+        found[f"animal {i}"] = {"age": age, "weight": weight}
+    return bf.Federation.from_arrays(found)
+
+
+PROBLEMS = {"hospitals": (deaths, hospitals), "curves": (growth, curves)}
+REFUSED = {  # by name, with what to take
+    ("hospitals", "FedPer"), ("hospitals", "FedRep"), ("hospitals", "FedBABU"),
+    ("hospitals", "CAFeMe"), ("curves", "CAFeMe"), ("curves", "Local"),
+}  # fmt: skip
+STATES = {"mu": (0.0, 2.0), "level": (250.0, 100.0), "slope": (6.0, 5.0)}
+DEVIATIONS = {
+    "hospitals": {"a": ("mu", "tau")},
+    "curves": {"a": ("level", "sd_level"), "b": ("slope", "sd_slope")},
+}
+
+
+def absurd(problem, posterior):
+    """Return the variables that are not finite, or too far from the centre of their prior."""
+    draws, found = posterior.sample(20), []
+    for name, (centre, sd) in STATES.items():
+        if name in draws and not ((draws[name] - centre) / sd).abs().max() < ABROAD:
+            found.append(name)
+    for name, (centre, sd) in DEVIATIONS[problem].items():
+        away = (draws[name] - draws[centre][:, None]) / draws[sd][:, None].clamp(min=1e-3)
+        if not away.abs().max() < ABROAD:
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("name", [n for n in METHODS if n not in ("MAML", "MTL", "Pooled")])
+def test_no_method_diverges_in_silence(name, problem):
+    model, data = PROBLEMS[problem][0], PROBLEMS[problem][1]()
+    if (problem, name) in REFUSED:
+        with pytest.raises(ValueError, match=f"^{name} "):
+            bf.fit(model, data, METHODS[name](), rounds=2)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        posterior = bf.fit(model, data, METHODS[name](), rounds=8 if name == "FOLA" else 20)
+    assert absurd(problem, posterior) == []
+    elbo = posterior.history["elbo"]
+    first, last = elbo[~elbo.isnan()][0], elbo[-1]
+    assert last > -20_000 and last > first - 200
+
+
+def test_rates_that_go_uphill_are_halved_and_the_fit_arrives():
+    """At the maximum of the pooled objective, all clients at the centre of their prior, by Newton's method."""
+    data = hospitals()
+    with pytest.warns(
+        UserWarning, match=r"in \d+ rounds the steps of clients went uphill.*1/\d+ of"
+    ):
+        posterior = bf.fit(deaths, data, bf.FedAvg(local_epochs=1), rounds=200)
+    n, died = (torch.cat([data.select([name])[f] for name in data.names]) for f in ("n", "deaths"))
+    mu = torch.tensor(0.0, dtype=torch.float64)
+    for _ in range(50):
+        p = torch.sigmoid(mu)
+        mu = mu + ((died - n * p).sum() - mu / 4) / ((n * p * (1 - p)).sum() + 1 / 4)
+    assert posterior.params["mu.loc"] == pytest.approx(float(mu), abs=0.01)
+
+
+def test_fine_tuning_takes_lower_rates_where_its_steps_go_uphill():
+    """A hospital's own estimate is near its own rate, in logits: 40 patients or more say more than the prior."""
+    data = hospitals()
+    with pytest.warns(UserWarning, match="uphill"):
+        posterior = bf.fit(deaths, data, bf.FedAvg(), rounds=20)
+    n, died = (torch.cat([data.select([name])[f] for name in data.names]) for f in ("n", "deaths"))
+    own = posterior.sample(1)["a"][0]
+    assert (own - torch.logit(died / n)).abs().max() < 0.3
+
+
+def test_a_run_whose_steps_always_go_uphill_stops():
+    """Steps of a kinked loss that never fit."""
+
+    def model(federation):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with federation.clients():
+            a = pyro.sample("a", dist.Normal(mu, 1.0))
+            with federation.observations() as obs:
+                scale = torch.where(a == 0, 1.0, 1e-30)
+                pyro.sample("y", dist.Normal(a, scale), obs=obs.get("y"))
+
+    data = bf.Federation.from_arrays({"a": {"y": [1.0]}, "b": {"y": [2.0]}})
+    with pytest.raises(Stopped, match=rf"round {HALVINGS + 1}: the clients' steps go uphill"):
+        bf.fit(model, data, bf.FedAvg(), rounds=HALVINGS + 5)
