@@ -10,6 +10,7 @@
 - :class:`Cox`: Cox regression of censored times, the baseline hazard piecewise constant, one frailty per client.
 - :class:`Network`: any ``torch.nn.Module``, with all or some weights local to each client; :func:`mlp` and
   :func:`cnn` make common ones.
+- :class:`LabelShares`: the prior of how often a client has each label, for :class:`Network` and :class:`Modulated`.
 - :class:`Modulated`: a network whose hidden units are gated by a second network that reads a client's rows (CAFeMe).
 - :class:`GaussianProcess`: one function per client; the mean and kernel of their prior are global (PAC-PFL).
 """
@@ -19,6 +20,7 @@ from bayesfed.models.eight_schools import eight_schools
 from bayesfed.models.gaussian_process import GaussianProcess
 from bayesfed.models.hierarchical_count import hierarchical_count
 from bayesfed.models.hierarchical_logistic import hierarchical_logistic
+from bayesfed.models.label_shares import LabelShares
 from bayesfed.models.modulated import Modulated
 from bayesfed.models.network import Network, cnn, mlp
 from bayesfed.models.ordered_logistic import OrderedLogistic
@@ -36,6 +38,7 @@ __all__ = [
     "weibull_survival",
     "Cox",
     "Network",
+    "LabelShares",
     "Modulated",
     "GaussianProcess",
     "mlp",

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bayesfed.functional.networks import apply, check_stateless, flatten
-from bayesfed.models.network import WEIGHTS, common, mlp
+from bayesfed.models.label_shares import LabelShares
+from bayesfed.models.network import WEIGHTS, common, label_distribution, mlp
 
 ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid)
 GATES = "gates"
@@ -47,6 +48,7 @@ class Modulated:
             the gates. The paper has ζ_a for 1 + ζ_a and found it unstable.
         scale: standard deviation of the weights' prior, which is fixed.
         hyper_scale: standard deviation of the hyper-prior of m; by default m is a ``pyro.param``.
+        label_shares: as of :class:`~bayesfed.models.Network`.
         x: the field of inputs ``(rows, *event)``.
         y: the field of labels, 0 to classes − 1, ``(rows,)``.
 
@@ -66,6 +68,7 @@ class Modulated:
     film: bool = False
     scale: float = 0.3
     hyper_scale: float | None = None
+    label_shares: LabelShares | None = None
     x: str = "x"
     y: str = "y"
     classes: int = field(init=False)
@@ -122,7 +125,8 @@ class Modulated:
             standard = dist.Normal(zeros, torch.ones_like(zeros)).to_event(1)
             gates = pyro.sample(GATES, standard, infer={"context": encode})
             with federation.observations() as obs:
-                y = dist.Categorical(logits=self.outputs(w, gates, obs[self.x]))
+                logits = self.outputs(w, gates, obs[self.x])
+                y = label_distribution(logits, self.label_shares, obs)
                 pyro.sample(self.y, y, obs=obs.get(self.y))
 
     def outputs(self, weights: Tensor, gates: Tensor, x: Tensor) -> Tensor:

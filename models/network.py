@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from bayesfed.functional.networks import apply, check_stateless, flatten
+from bayesfed.models.label_shares import SHARES, ClientLabels, LabelShares
 
 WEIGHTS = "weights"
 """The local sample site of a client's weights, as one vector."""
@@ -37,13 +38,17 @@ class Network:
             counts (``{"": 0.1, "2.bias": 0.3}``).
         spread: ``"fixed"``, ``"learnt"`` (σ) or ``"client"`` (ρ_i).
         likelihood: ``"categorical"`` or ``"normal"``.
+        label_shares: the prior of the clients' label shares π_i, which predictions and personal steps then read from
+            the labels of a client's rows, see :mod:`bayesfed.models.label_shares`; by default all clients have the
+            same.
         noise: standard deviation of the normal likelihood.
         hyper_scale: standard deviation of the hyper-prior of m, log σ and v; by default they are ``pyro.param``.
         x: the field of inputs ``(rows, *event)``.
         y: the field of labels (int64) or targets ``(rows,)``.
 
     Raises:
-        ValueError: the module keeps state; ``local`` is a prefix of no parameter; an unknown spread or likelihood.
+        ValueError: the module keeps state; ``local`` is a prefix of no parameter; an unknown spread or likelihood;
+            label shares without labels.
 
     Example:
         >>> from bayesfed import models
@@ -58,6 +63,7 @@ class Network:
     spread: str = "fixed"
     likelihood: str = "categorical"
     noise: float = 1.0
+    label_shares: LabelShares | None = None
     hyper_scale: float | None = None
     x: str = "x"
     y: str = "y"
@@ -72,6 +78,10 @@ class Network:
             raise ValueError(f"spread is {self.spread!r}: use 'fixed', 'learnt' or 'client'")
         if self.likelihood not in ("categorical", "normal"):
             raise ValueError(f"likelihood is {self.likelihood!r}: use 'categorical' or 'normal'")
+        if self.label_shares is not None and self.likelihood != "categorical":
+            raise ValueError(
+                f"label_shares are for labels, and likelihood is {self.likelihood!r}: leave one of them out"
+            )
         every = [name for name, _ in self.module.named_parameters()]
         wanted = ("",) if self.local == "all" else tuple(self.local)
         names = tuple(name for name in every if name.startswith(wanted))
@@ -138,7 +148,7 @@ class Network:
             with federation.observations() as obs:
                 out = self.outputs(w, obs, shared)
                 if self.likelihood == "categorical":
-                    y = dist.Categorical(logits=out)
+                    y = label_distribution(out, self.label_shares, obs)
                 else:
                     y = dist.Normal(out.squeeze(-1), self.noise)
                 pyro.sample(self.y, y, obs=obs.get(self.y))
@@ -150,6 +160,13 @@ class Network:
             assert shared is not None
             return apply(self.module, shared, obs[self.x])
         return apply(self.module, w, obs[self.x], shared=shared, names=self.names)
+
+
+def label_distribution(logits: Tensor, label_shares: LabelShares | None, obs: Any) -> Any:
+    """Return the distribution of a classifier's labels, with the clients' label shares if they have a prior."""
+    if label_shares is None:
+        return dist.Categorical(logits=logits)
+    return ClientLabels(logits, label_shares, obs.get(SHARES))
 
 
 def common(

@@ -313,6 +313,30 @@ class Known(Messenger):
         self.log_weights = log_weights
 
 
+class GivenOwnRows(Messenger):
+    """Condition observed sites on their clients' own rows.
+
+    A distribution with a client's variable integrated out in closed form has three methods: ``evidence(value, mask)``
+    of a client's rows, ``given(evidence)`` for further rows, and ``left_out(evidence, value)`` for each of the rows
+    given the others.
+
+    Args:
+        evidence: of the clients' rows by site, ``(..., K, 1, *)``.
+        left_out: the program runs on these rows, each of which has its density given the others.
+    """
+
+    def __init__(self, evidence: Mapping[str, Tensor], left_out: bool = False) -> None:
+        super().__init__()
+        self.evidence, self.left_out = evidence, left_out
+
+    def _pyro_sample(self, msg: Any) -> None:
+        found = self.evidence.get(msg["name"])
+        if found is not None and self.left_out:
+            msg["fn"] = msg["fn"].left_out(found, msg["value"])
+        elif found is not None:
+            msg["fn"] = msg["fn"].given(found)
+
+
 class Derived(Messenger):
     """Record the values of ``pyro.deterministic``: ``(S, K, B or 1, *)`` for S draws and K clients."""
 

@@ -166,6 +166,11 @@ class Program:
         return getattr(self.model, "kinds", ())
 
     @property
+    def conditional(self) -> list[Site]:
+        """The observed sites with a client's variable integrated out in closed form."""
+        return [s for s in self.observed if s.conditional]
+
+    @property
     def laplace_params(self) -> list[str]:
         """The local parameters that the guide's ``laplace`` method gives in closed form."""
         return list(getattr(self.guide, "laplace_params", ()))

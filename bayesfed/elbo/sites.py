@@ -51,6 +51,8 @@ class Site:
         support: Pyro's constraint.
         context: local, with an encoder that gives its value from the client's rows.
         factor: a ``pyro.factor``, which counts as observed but has no data.
+        conditional: observed, with a client's variable integrated out: further rows are conditional on its own rows,
+            see :class:`~bayesfed.elbo.handlers.GivenOwnRows`.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Site:
     support: Any
     context: bool = False
     factor: bool = False
+    conditional: bool = False
 
 
 class NeedsOneClient(ValueError):
@@ -215,6 +218,7 @@ def _find_sites(model: Model, federation: Federation) -> dict[str, Site]:
             support=node["fn"].support,
             context=latent and CLIENTS in inside and CONTEXT in node["infer"],
             factor=_is_factor(node),
+            conditional=not latent and hasattr(node["fn"], "given"),
         )
     if not any(site.local for site in found.values()):
         raise ValueError(

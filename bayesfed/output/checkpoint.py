@@ -174,7 +174,7 @@ def load(
         _check_shapes(path, shapes, program.init_locals(start))
     if not other_rows:
         _check_data(path, federation, {n: v[position] for n, v in parts["data"].items()})
-    elif program.weights_draws or program.joint:
+    elif program.weights_draws or program.joint or program.conditional:
         raise ValueError(
             f"{path}: predictions of this posterior need the rows of the fit. Load it with them, then predict others"
         )

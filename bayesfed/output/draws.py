@@ -170,7 +170,7 @@ def draw_theta(fitted: Fitted, count: int, key: Tensor, centre: bool = False) ->
     program = fitted.program
     if fitted.correction is not None and not centre:
         return fitted.correction.sample(count, key)
-    supplied = _guide_noise(program, key, count, local=False, centre=centre)
+    supplied = guide_noise(program, key, count, local=False, centre=centre)
     with torch.no_grad():
         return draw(program, fitted.params, supplied, count)
 
@@ -235,7 +235,7 @@ def draw_clients(
     own, params = federation.batch(chunk, rows), fitted.params_of(chunk)
     keys = noise.fold(key, federation.stream_ids[chunk])
     given = {name: value.repeat_interleave(each, 0) for name, value in theta.items()}
-    supplied = _guide_noise(program, keys, count, local=True, centre=centre)
+    supplied = guide_noise(program, keys, count, local=True, centre=centre)
     if not centre and (fitted.laplace or fitted.resampled):
         given |= draw_guide_locals(fitted, given, count, chunk, key)
     with torch.no_grad(), handlers.given(own.device, params, supplied, given, count):
@@ -349,17 +349,18 @@ def run_model(
     chunk: Tensor,
     batch: Batch,
     prior: bool = False,
+    left_out: bool = False,
 ) -> Mapping[str, Any]:
     """Run a model on rows of some clients at draws of its latent sites; return the nodes of its trace.
 
-    Clients' discrete variables have their distribution given the clients' own rows, or their prior if ``prior``.
+    Variables of clients that are summed or integrated out have their distribution given the clients' own rows, or their
+    prior if ``prior``; with ``left_out`` the rows are these rows, and each is conditional on the others.
     """
-    conditional = fitted.program.kinds and not prior
-    known = (
-        handlers.Known(discrete_log_joint(fitted, draws, chunk)[0])
-        if conditional
-        else nullcontext()
-    )
+    known: Any = nullcontext()
+    if fitted.program.kinds and not prior:
+        known = handlers.Known(discrete_log_joint(fitted, draws, chunk)[0])
+    elif fitted.program.conditional and not prior:
+        known = handlers.GivenOwnRows(evidence(fitted, draws, chunk), left_out)
     with torch.no_grad(), known, Outcomes(), _given_draws(fitted, draws, chunk, batch):
         try:
             return poutine.trace(model).get_trace(batch).nodes
@@ -379,6 +380,19 @@ def discrete_log_joint(
     nodes = run_model(fitted, model, draws, chunk, own, prior=True)
     *_, last = (node for node in nodes.values() if isinstance(node.get("fn"), ClientMixture))
     return last["fn"].evidence(last["value"]), last["fn"].variables
+
+
+def evidence(fitted: Fitted, draws: Draws, chunk: Tensor) -> dict[str, Tensor]:
+    """Return the evidence of clients' own rows at each draw, by site with a variable integrated out."""
+    own = fitted.federation.batch(chunk)
+    nodes = run_model(fitted, fitted.program.model, draws, chunk, own, prior=True)
+    return {site.name: evidence_of(nodes[site.name], own) for site in fitted.program.conditional}
+
+
+def evidence_of(node: Mapping[str, Any], batch: Batch) -> Tensor:
+    """Return the evidence of a batch's rows at a site; rows without an outcome do not count."""
+    mask = batch.mask if node["mask"] is None else node["mask"]
+    return node["fn"].evidence(node["value"], mask & torch.tensor(bool(node["is_observed"])))
 
 
 def derive(
@@ -418,7 +432,8 @@ def client_chunks(
     """
     program, own = fitted.program, fitted.federation
     count = COST * count if fitted.laplace else count
-    if program.weights_draws or program.needs_rows or program.kinds or fitted.laplace:
+    summed_out = program.kinds or program.conditional
+    if program.weights_draws or program.needs_rows or summed_out or fitted.laplace:
         federations = (own, *federations)
     lengths = sum((f.lengths for f in federations), torch.zeros_like(own.lengths))
     size = max(numbers, program.variables)
@@ -439,7 +454,7 @@ def _trace_guide_on_server(fitted: Fitted, theta: Params, count: int) -> Mapping
         return poutine.trace(program.guide).get_trace(program.schema).nodes
 
 
-def _guide_noise(
+def guide_noise(
     program: Program, keys: Tensor, count: int, *, local: bool, centre: bool
 ) -> dict[str, list[Tensor]]:
     """Return the noise of the guide's local or global sites, or the centre of its distribution."""

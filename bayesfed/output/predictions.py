@@ -68,10 +68,11 @@ def log_likelihood(
     parts: dict[str, list[Tensor]] = {site.name: [] for site in program.likelihood}
     for chunk, draws in equal_draws(few, num_samples, seed, federation):
         batch = federation.batch(chunk)
-        nodes = run_model(few, program.model, draws, chunk, batch)
+        own = federation is fitted.federation
+        nodes = run_model(few, program.model, draws, chunk, batch, left_out=own)
         for site in program.likelihood:
             fn, value = nodes[site.name]["fn"], nodes[site.name]["value"]
-            leave_out = isinstance(fn, ClientMixture) and federation is fitted.federation
+            leave_out = isinstance(fn, ClientMixture) and own
             log_prob = fn.left_out(value) if leave_out else fn.log_prob(value)
             if site.per_row:  # what is masked has no part in the posterior: 0, or NaN if missing
                 mask, outside = nodes[site.name]["mask"], torch.nan if federation.gaps else 0.0

@@ -1,0 +1,194 @@
+"""Label shares: how often a client has each label, as a variable of the client that is integrated out in closed form.
+
+.. code-block:: text
+
+    client i    π_i ~ Dirichlet(A μ)                            label shares; μ those of all clients together
+    row j       y_ij ~ Categorical(π_i),   p(x_ij | y_ij = k) = g(x_ij) softmax_k(z(x_ij)) / μ_k
+
+z are the outputs of a classifier of all clients' rows, and g the density of their inputs. The joint density of a row is
+π_ik / μ_k · softmax_k(z) · g(x): so weights are fitted by the usual likelihood softmax_k(z), without π_i, whose
+posterior given the labels of a client's rows, n_ik of label k, is Dirichlet(A μ + n_i). With π_i integrated out a
+further row of the client has
+
+.. code-block:: text
+
+    p_i(k | x) ∝ softmax_k(z(x)) · (n_ik + A μ_k) / ((n_i + A) μ_k)
+
+which is used for predictions and for personal steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+from bayesfed.data.federation import Federation
+
+SHARES = "shares"
+"""The field of label shares ``(rows, classes)`` that, where rows to predict have it, replace the client's own."""
+
+
+@dataclass(frozen=True)
+class LabelShares:
+    """The prior of clients' label shares, Dirichlet(A μ).
+
+    Attributes:
+        mean: μ, the label shares of all clients together, all positive.
+        concentration: A: as many rows of a client count as much as the prior. Near 0 a client has no further labels
+            than its rows have; large values make all clients alike.
+
+    Raises:
+        ValueError: a share is not positive, they do not sum to 1, or the concentration is not positive.
+
+    Example:
+        >>> from bayesfed.models import LabelShares
+        >>> LabelShares((0.5, 0.25, 0.25), concentration=2.0).concentration
+        2.0
+    """
+
+    mean: Sequence[float]
+    concentration: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mean", tuple(float(share) for share in self.mean))
+        if min(self.mean, default=0.0) <= 0 or not math.isclose(sum(self.mean), 1, abs_tol=1e-4):
+            raise ValueError(
+                f"mean is {self.mean}: the label shares of all clients together are positive and sum to 1"
+            )
+        if not self.concentration > 0 or math.isinf(self.concentration):
+            raise ValueError(f"concentration is {self.concentration}: it must be a positive number")
+
+    @classmethod
+    def learn(
+        cls, federation: Federation, *, y: str = "y", classes: int | None = None
+    ) -> LabelShares:
+        """Learn the prior from the clients' label counts n_ik.
+
+        μ_k is proportional to Σ_i n_ik + ½. A maximises the likelihood of each row given the other rows of its client,
+        Σ_ik n_ik log((n_ik − 1 + A μ_k) / (n_i − 1 + A)), plus ½ log(A / (n̄ + A)), which counts as half a row of a
+        label that its client has not had. Both need sums over clients only: for each label a histogram of n_ik, and one
+        of n_i.
+
+        Args:
+            federation: the clients of the fit.
+            y: the field of labels, 0 to classes − 1, ``(rows,)``; rows where it is NaN are left out.
+            classes: number of labels; by default the largest one, plus one.
+
+        Raises:
+            ValueError: a label is no integer from 0 to classes − 1 (names the client).
+
+        Example:
+            >>> from bayesfed import datasets, models
+            >>> train, _ = datasets.digits()  # three of the ten digits for each client
+            >>> shares = models.LabelShares.learn(train)
+            >>> len(shares.mean), shares.concentration < 0.1
+            (10, True)
+        """
+        counts = label_counts(federation, y, classes)
+        total = counts.sum(0) + 0.5
+        mean = total / total.sum()
+        grid = torch.logspace(-4, 4, 400, dtype=counts.dtype).tolist()
+        best = max(grid, key=lambda value: _left_out(counts, mean, value))
+        return cls(tuple(mean.tolist()), best)
+
+    def log_ratio(self, counts: Tensor) -> Tensor:
+        """Return log E[π_ik | n_i] − log μ_k of label counts ``(..., classes)``: 0 for a client without rows."""
+        mean = counts.new_tensor(self.mean)
+        total = counts.sum(-1, keepdim=True) + self.concentration
+        return (counts / mean + self.concentration).log() - total.log()
+
+
+class ClientLabels(dist.Categorical):
+    """Labels of a client's rows, its label shares integrated out (see :mod:`bayesfed.models.label_shares`).
+
+    As any observed distribution with the methods ``evidence``, ``given`` and ``left_out`` it is conditioned on the
+    client's own rows by predictions and by personal steps; its density is the usual one of a classifier.
+
+    Args:
+        logits: z, ``(..., K, B, classes)``.
+        prior: of the label shares.
+        shares: those of the rows, ``(K, B, classes)``, where they are known from elsewhere.
+
+    Raises:
+        ValueError: the prior has another number of labels than there are outputs.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed.models.label_shares import ClientLabels, LabelShares
+        >>> labels = ClientLabels(torch.zeros(1, 4, 2), LabelShares((0.5, 0.5), concentration=2.0))
+        >>> counts = labels.evidence(torch.tensor([[0, 0, 0, 1]]), torch.tensor([[True, True, True, False]]))
+        >>> counts, labels.given(counts).probs[0, 0]
+        (tensor([[[3., 0.]]]), tensor([0.8000, 0.2000]))
+    """
+
+    def __init__(self, logits: Tensor, prior: LabelShares, shares: Tensor | None = None) -> None:
+        if logits.shape[-1] != len(prior.mean):
+            raise ValueError(
+                f"label_shares has {len(prior.mean)} labels, and the network {logits.shape[-1]} outputs: they must "
+                "be as many; LabelShares.learn(..., classes=) sets the number"
+            )
+        super().__init__(logits=logits)
+        self.prior, self.shares = prior, shares
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
+        """Return the same distribution over more draws or clients."""
+        logits = self.logits.expand(*batch_shape, self.logits.shape[-1])
+        return ClientLabels(logits, self.prior, self.shares)
+
+    def evidence(self, value: Tensor, mask: Tensor) -> Tensor:
+        """Return n_ik of the rows that count, ``(..., K, 1, classes)``."""
+        return (self._one_hot(value) * mask.unsqueeze(-1)).sum(-2, keepdim=True)
+
+    def given(self, counts: Tensor) -> dist.Categorical:
+        """Return the distribution of further rows of the clients with these label counts."""
+        if self.shares is None:
+            return self._shifted(self.prior.log_ratio(counts))
+        return self._shifted(self.shares.log() - self.shares.new_tensor(self.prior.mean).log())
+
+    def left_out(self, counts: Tensor, value: Tensor) -> dist.Categorical:
+        """Return the distribution of each of the rows that were counted given the others."""
+        return self.given((counts - self._one_hot(value)).clamp(min=0))
+
+    def _one_hot(self, value: Tensor) -> Tensor:
+        labels = torch.arange(self.logits.shape[-1], device=value.device)
+        return (value.unsqueeze(-1) == labels).to(self.logits)
+
+    def _shifted(self, offset: Tensor) -> dist.Categorical:
+        return dist.Categorical(logits=self.logits + offset.to(self.logits))
+
+
+def label_counts(federation: Federation, y: str, classes: int | None) -> Tensor:
+    """Count the labels of each client: ``(N, classes)``, float64 on the CPU.
+
+    Raises:
+        ValueError: see :meth:`LabelShares.learn`.
+    """
+    value, owner = federation[y].cpu(), federation.owner.cpu()
+    seen = ~value.isnan()
+    value, owner = value[seen], owner[seen]
+    count = int(value.max()) + 1 if classes is None else classes
+    wrong = (value < 0) | (value >= count) | (value != value.long())
+    if wrong.any():
+        client = federation.names[int(owner[wrong][0])]
+        raise ValueError(
+            f"client {client!r}: {value[wrong][0].item():g} in field {y!r} is no label: label shares are for the "
+            f"integers 0 to {count - 1}"
+        )
+    places = owner * count + value.long()
+    found = torch.bincount(places, minlength=len(federation) * count)
+    return found.reshape(len(federation), count).double()
+
+
+def _left_out(counts: Tensor, mean: Tensor, concentration: float) -> float:
+    """Return the objective of :meth:`LabelShares.learn`."""
+    total = counts.sum(1, keepdim=True)
+    each = (counts - 1 + concentration * mean) / (total - 1 + concentration)
+    rows = torch.where(counts > 0, counts * each.log(), 0.0).sum()
+    unseen = concentration / (total.mean() + concentration)
+    return float(rows + unseen.log() / 2)
