@@ -83,7 +83,8 @@ class Recorder(TorchDispatchMode):
         self.operations += 1
         if isinstance(result, Tensor) and not func.is_view:
             self.bytes += result.numel() * result.element_size()
-        if refusal := _reason_not_to_trace(func):
+        refusal = _reason_not_to_trace(func)
+        if refusal and not _indexes_by_whole_numbers(func, args):
             raise ValueError(f"{refusal} ({func})")
         self.note(func, args, kwargs or {}, result)
         return result
@@ -156,6 +157,13 @@ def _reason_not_to_trace(func: OpOverload) -> str:
     if VARYING & set(func.tags):
         return "its control flow or a shape depends on numbers that it has computed"
     return ""
+
+
+def _indexes_by_whole_numbers(func: OpOverload, args: Sequence[Any]) -> bool:
+    """Return whether the operation is ``x[index]`` without masks: the shape of its result depends on shapes alone."""
+    if func is not torch.ops.aten.index.Tensor:
+        return False
+    return all(index is None or index.dtype in (torch.int64, torch.int32) for index in args[1])
 
 
 @functools.cache

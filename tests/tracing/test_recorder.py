@@ -55,6 +55,14 @@ def several(x):
     return values + vectors.abs().sum(0) + low * high + torch.cat([x, x]).reshape(2, 3).amax(0)
 
 
+def picks(x):
+    """Read by whole numbers, those of a constant and those that it computes, and differentiate that."""
+    w = torch.stack([x, 2 * x]).requires_grad_()
+    chosen = w[:, torch.tensor([2, 0, 0])] * w[(w > 0).long(), torch.arange(3)]
+    (slope,) = torch.autograd.grad(chosen.square().sum(), w)
+    return slope
+
+
 CONSTANT = torch.tensor([0.5, -0.25, 1.0])
 
 
@@ -65,6 +73,7 @@ CONSTANT = torch.tensor([0.5, -0.25, 1.0])
         writes_into_a_copy,
         differentiates,
         several,
+        picks,
         lambda x: torch.where(x > 0, x * CONSTANT, 1.0),
         lambda x: x * 1 + x * 1.0 + x * True,
         lambda x: x,
