@@ -28,12 +28,35 @@ sys.path.append(str(runner.ROOT))
 from tests.invariants.programs import program as generated
 
 COLUMNS = "program | fit | shift | sd ratio | k | off | named | what is said"
-GENERATED = [f"program_{seed}" for seed in range(2000, 2030)]
+SEEDS = (
+    *(
+        2000,
+        2001,
+        2002,
+        2003,
+        2006,
+        2007,
+        2008,
+        2009,
+        2010,
+        2011,
+        2012,
+        2013,
+        2018,
+        2019,
+        2021,
+        2022,
+        2023,
+    ),
+    *(2024, 2025, 2027, 2029, 2035, 2036, 2037, 2043, 2044),
+)
+"""Seeds of generated programs: from 2000 to 2044 those of which NUTS ends in two minutes, and some that took longer."""
+GENERATED = [f"program_{seed}" for seed in SEEDS]
 WITHOUT_MOMENTS = ("horseshoe",)
 """Programs whose posteriors have neither means nor standard deviations."""
 SHIFT, RATIO, ERRORS, DRAWS = 0.25, 1.25, 3.0, 20_000
 HEAVY = 50.0
-"""Kurtosis from which on the standard deviation of draws is that of a few of them: a Cauchy tail has far more."""
+"""Kurtosis of either draws from which on a standard deviation is that of a few of them, as with a Cauchy tail."""
 QUARTILES, OF_MEDIAN, OF_QUARTILES = 1.349, 1.25, 2.7
 """Of a standard Normal: its interquartile range; the standard error of its median relative to that of its mean, and the
 variance of its interquartile range relative to that of its standard deviation."""
@@ -55,7 +78,7 @@ def location_and_spread(draws: np.ndarray, moments: bool) -> tuple[float, float]
 def off(draws: np.ndarray, reference: np.ndarray) -> tuple[float, float, bool]:
     """Return shift and ratio of one number, whose NUTS draws are ``(chains * draws,)``, and whether it is off."""
     size, fourth = float(az.ess(reference[None])), kurtosis(reference)
-    moments = fourth < HEAVY
+    moments = max(fourth, kurtosis(draws)) < HEAVY
     centre, sd = location_and_spread(reference, moments)
     location, spread = location_and_spread(draws, moments)
     shift, ratio = abs(location - centre) / sd, spread / sd
