@@ -16,11 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Size, Tensor
 
-from bayesfed.data.batch import Batch
 from bayesfed.elbo.elbo import log_ratio, run
 from bayesfed.elbo.noise import Draw, fold, word
-from bayesfed.elbo.program import Params, Program
-from bayesfed.output.evidence import Candidates
+from bayesfed.elbo.program import Params
+from bayesfed.output.evidence import Candidates, Conditionals
 
 FREEDOM, WIDTHS = 5, (1.1, 4.0, 16.0)
 """Degrees of freedom of the t distributions, and their standard deviations relative to those of q."""
@@ -66,34 +65,26 @@ def centre_of_draws(own: Params, count: int) -> Centre:
 
 
 def defensive_candidates(
-    program: Program,
-    params: Mapping[str, Tensor],
-    theta: Params,
-    centre: Centre,
-    batch: Batch,
-    keys: Tensor,
-    each: int,
+    given: Conditionals, centre: Centre, keys: Tensor, each: int
 ) -> Candidates:
     """Draw L candidates of K clients' variables at each draw of θ, and compute their log weights.
 
     Args:
-        program: a program whose guide's local sites have real values.
-        params: parameters of the program and of these clients.
-        theta: draws of the guide's global random sites, ``(S, 1, 1, *event)``.
+        given: their posteriors; the guide's local sites have real values.
         centre: mean and covariance of the proposals.
-        batch: the clients' rows.
         keys: the clients' noise streams, ``(K,)``.
         each: L.
     """
+    program, params, theta, batch, _ = given
     mean, root, shapes = centre
     white, log_t = _draw_mixture(Size((each, *mean.shape)), keys)
     draws = mean + (root.double() @ white[..., None]).squeeze(-1)
     log_t = log_t - root.double().diagonal(dim1=-2, dim2=-1).log().sum(-1)
     flat = draws.flatten(0, 1).to(batch.scale.dtype)
     values = unstack(flat, shapes)
-    given = {name: value.repeat(each, *[1] * (value.ndim - 1)) for name, value in theta.items()}
+    at = {name: value.repeat(each, *[1] * (value.ndim - 1)) for name, value in theta.items()}
     with torch.no_grad():
-        traces = run(program, params, given | values, batch, {}, len(flat))
+        traces = run(program, params, at | values, batch, {}, len(flat))
         log_p = torch.as_tensor(log_ratio(*traces, local=True, skip=tuple(values))).double()
     log_p = log_p.expand(len(flat), len(batch)).unflatten(0, (each, -1))
     return Candidates(draws, (log_p - log_t.squeeze(-1)).nan_to_num(-torch.inf))

@@ -32,6 +32,7 @@ from bayesfed.output.evidence import (
     COST,
     EACH,
     Candidates,
+    Conditionals,
     laplace_approximation,
     laplace_candidates,
 )
@@ -305,9 +306,8 @@ def _resample_client(
         block = noise.fold(key, at)
         centre = proposal_centre(fitted, some, size, client, block, RESAMPLED_FROM)
         keys = noise.fold(block, federation.stream_ids[client])
-        found = defensive_candidates(
-            fitted.program, params, some, centre, batch, keys, RESAMPLED_FROM
-        )
+        given = Conditionals(fitted.program, params, some, batch, size)
+        found = defensive_candidates(given, centre, keys, RESAMPLED_FROM)
         parts.append(unstack(found.resample(keys).to(federation.dtype), centre.shapes))
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
@@ -327,7 +327,9 @@ def proposal_centre(
     """
     if fitted.laplace:
         batch, params = fitted.federation.batch(chunk), fitted.params_of(chunk)
-        mode, root = laplace_approximation(fitted.program, params, theta, batch, count)
+        mode, root = laplace_approximation(
+            Conditionals(fitted.program, params, theta, batch, count)
+        )
         return Centre(mode.double(), root.double(), {LOCAL: mode.shape[3:]})
     repeated = {name: value.repeat(each, *[1] * (value.ndim - 1)) for name, value in theta.items()}
     return centre_of_draws(_draw_from_guide(fitted, repeated, each * count, chunk, key), count)
@@ -339,7 +341,7 @@ def candidates(fitted: Fitted, theta: Params, count: int, chunk: Tensor, key: Te
     keys = noise.fold(key, federation.stream_ids[chunk])
     supplied = program.noise(keys, EACH // 2 * count, local=True)
     batch, params = federation.batch(chunk), fitted.params_of(chunk)
-    return laplace_candidates(program, params, theta, batch, supplied, count)
+    return laplace_candidates(Conditionals(program, params, theta, batch, count), supplied)
 
 
 def run_model(

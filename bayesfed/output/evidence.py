@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bayesfed.data.batch import Batch
+from bayesfed.elbo import handlers
 from bayesfed.elbo.elbo import Noise, run
-from bayesfed.elbo.handlers import given
 from bayesfed.elbo.noise import fold, uniform, word
 from bayesfed.elbo.program import Program
 from bayesfed.guides import newton
@@ -70,55 +69,70 @@ class Candidates(NamedTuple):
         return self.draws.gather(0, first[None, ..., None, None].expand_as(self.draws[:1]))[0]
 
 
-def laplace_candidates(
-    program: Program,
-    params: Mapping[str, Tensor],
-    theta: Mapping[str, Tensor],
-    batch: Batch,
-    noise: Noise,
-    count: int,
-) -> Candidates:
-    """Draw clients' variables from a Laplace approximation at each draw of θ, and compute their log weights.
+class Conditionals(NamedTuple):
+    """The posteriors p(w_i | θ_s, D_i) of K clients' variables at S draws of θ.
 
-    Args:
-        program: a program for which :func:`has_block` is true.
+    Attributes:
+        program: the model and its guide.
         params: parameters of the program and of these clients.
         theta: draws of the guide's global sites, ``(S, 1, 1, *event)``.
         batch: the clients' rows.
-        noise: noise of the block, for ``EACH / 2 * S`` draws.
-        count: S.
+        size: S.
     """
-    eps = noise[LOCAL][0].unflatten(0, (-1, count))
-    mode, root = laplace_approximation(program, params, theta, batch, count)
+
+    program: Program
+    params: Mapping[str, Tensor]
+    theta: Mapping[str, Tensor]
+    batch: Batch
+    size: int
+
+    def at(self, draws: Tensor) -> Conditionals:
+        """Return those at some of the draws, by position."""
+        some = {name: value[draws] for name, value in self.theta.items()}
+        return self._replace(theta=some, size=len(draws))
+
+    @property
+    def z(self) -> Tensor:
+        """The guide's global vector, ``(S, 1, 1, D)``, D = 0 if it has none."""
+        return self.theta.get(GLOBAL, self.batch.scale.new_zeros(self.size, 1, 1, 0))
+
+    def log_joint(self, u: Tensor) -> Tensor:
+        """Compute log p(u, D_i | θ_s) of values of the block ``(R, S, K, 1, P)``: ``(R, S, K)``."""
+        z = self.z.repeat(len(u), 1, 1, 1)
+        found = self.program.guide.block_log_joint(self.params, self.batch, u.flatten(0, 1), z)
+        return torch.as_tensor(found).expand(len(z), len(self.batch)).unflatten(0, u.shape[:2])
+
+
+def laplace_candidates(given: Conditionals, noise: Noise) -> Candidates:
+    """Draw clients' variables from a Laplace approximation at each draw of θ, and compute their log weights.
+
+    Args:
+        given: posteriors of a program for which :func:`has_block` is true.
+        noise: noise of the block, for ``EACH / 2 * S`` draws.
+    """
+    eps = noise[LOCAL][0].unflatten(0, (-1, given.size))
+    mode, root = laplace_approximation(given)
     away = (root @ eps[..., None]).squeeze(-1)
     draws = torch.cat([mode + away, mode - away])
     with torch.no_grad():
         level = root.diagonal(dim1=-2, dim2=-1).log().sum(-1) + mode.shape[-1] / 2 * LOG_TAU
         density = -eps.square().sum(-1) / 2 - level
-        log_p = _log_joint(program, params, theta, batch, draws).double()
-        found = log_p - torch.cat([density, density]).squeeze(-1).double()
+        found = given.log_joint(draws).double() - torch.cat([density, density]).squeeze(-1).double()
     return Candidates(draws, found.nan_to_num(-torch.inf))
 
 
-def laplace_approximation(
-    program: Program,
-    params: Mapping[str, Tensor],
-    theta: Mapping[str, Tensor],
-    batch: Batch,
-    count: int,
-) -> tuple[Tensor, Tensor]:
-    """Return û_s ``(S, K, 1, P)`` and a root of H_s⁻¹ ``(S, K, 1, P, P)``; arguments as :func:`laplace_candidates`.
+def laplace_approximation(given: Conditionals) -> tuple[Tensor, Tensor]:
+    """Return û_s ``(S, K, 1, P)`` and a root of H_s⁻¹ ``(S, K, 1, P, P)``; ``given`` as of :func:`laplace_candidates`.
 
     Newton steps, with a line search where a whole step makes the density lower, go on at those draws of θ where they
     still gain.
     """
-    start, least = _start(program, params, theta, batch, count)
+    start, least = _start(given)
     u, precision = start.clone(), start.new_empty(*start.shape, start.shape[-1])
     reached, step = u.new_full(u.shape[:2], -torch.inf), torch.zeros_like(u)
-    moving = torch.arange(count, device=u.device)
+    moving = torch.arange(given.size, device=u.device)
     for number in range(1 + STEPS):
-        some = {name: value[moving] for name, value in theta.items()}
-        f = partial(_log_joint, program, params, some, batch)
+        f = given.at(moving).log_joint
         with torch.enable_grad():
             found = newton.value_and_curvature(f, u[moving])
             worse = ~(found[0] >= reached[moving])
@@ -127,10 +141,8 @@ def laplace_approximation(
                 found = newton.value_and_curvature(f, u[moving])
         reached[moving], gradient, hessian = (x.detach() for x in found)
         precision[moving] = here = newton.positive(-hessian, least[moving])
-        step[moving] = (
-            torch.linalg.solve_ex(here, gradient[..., None])[0].squeeze(-1).nan_to_num(0.0)
-        )
-        gain = (gradient * step[moving]).sum((-2, -1))
+        new = torch.linalg.solve_ex(here, gradient[..., None])[0].squeeze(-1).nan_to_num(0.0)
+        step[moving], gain = new, (gradient * new).sum((-2, -1))
         moving = moving[gain.amax(1) > newton.TOLERANCE]
         if number == STEPS or not len(moving):
             break
@@ -138,44 +150,19 @@ def laplace_approximation(
     return u, inverse_root(precision)
 
 
-def _log_joint(
-    program: Program,
-    params: Mapping[str, Tensor],
-    theta: Mapping[str, Tensor],
-    batch: Batch,
-    u: Tensor,
-) -> Tensor:
-    """Compute log p(u, D_i | θ_s) of ``(R, S, K, 1, P)``: ``(R, S, K)``."""
-    z = _globals(theta, u[0]).repeat(len(u), 1, 1, 1)
-    found = program.guide.block_log_joint(params, batch, u.flatten(0, 1), z)
-    return torch.as_tensor(found).expand(len(z), len(batch)).unflatten(0, u.shape[:2])
-
-
-def _globals(theta: Mapping[str, Tensor], like: Tensor) -> Tensor:
-    """Return the guide's global vector, ``(S, 1, 1, D)``, D = 0 if it has none."""
-    return theta.get(GLOBAL, like.new_zeros(len(like), 1, 1, 0))
-
-
 @torch.no_grad()
-def _start(
-    program: Program,
-    params: Mapping[str, Tensor],
-    theta: Mapping[str, Tensor],
-    batch: Batch,
-    count: int,
-) -> tuple[Tensor, Tensor]:
+def _start(given: Conditionals) -> tuple[Tensor, Tensor]:
     """Return where Newton's method starts, and the least curvature, ``(S, K, 1, P)`` each.
 
     The mean of q is linear in θ, and far from the posterior where θ is far from the centre of q(θ). The location of the
     prior is taken where it has the larger density.
     """
-    guide, _ = run(program, params, theta, batch, {}, count)
-    q = guide.nodes[LOCAL]["fn"].detached
-    z = _globals(theta, q.mean)
-    with given(batch.device, params, noise={}, draws=count):
-        prior, scale = program.guide.block_prior(z, batch.head())
+    program, params, theta, batch, size = given
+    q = run(program, params, theta, batch, {}, size)[0].nodes[LOCAL]["fn"].detached
+    with handlers.given(batch.device, params, noise={}, draws=size):
+        prior, scale = program.guide.block_prior(given.z, batch.head())
     both = torch.stack([q.mean, prior.expand_as(q.mean)])
-    best = _log_joint(program, params, theta, batch, both).nan_to_num(-torch.inf).argmax(0)
+    best = given.log_joint(both).nan_to_num(-torch.inf).argmax(0)
     start = both.gather(0, best[None, ..., None, None].expand_as(both[:1]))[0]
     variance = torch.where(scale.isfinite(), scale.square(), q.variance)
     return start, LEAST_CURVATURE / variance

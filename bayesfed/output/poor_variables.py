@@ -29,6 +29,7 @@ from bayesfed.output.draws import (
     globals_at,
     proposal_centre,
 )
+from bayesfed.output.evidence import Conditionals
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.importance import truncate_weights
 
@@ -228,7 +229,8 @@ def _distances(fitted: Fitted, theta: Params, chunk: Tensor, key: Tensor, each: 
     own = draw_guide_locals(fitted, given, count, chunk, key)
     keys = noise.fold(key, federation.stream_ids[chunk])
     centre = proposal_centre(fitted, theta, THETAS, chunk, key, each)
-    proposed = defensive_candidates(program, params, theta, centre, batch, keys, each)
+    conditionals = Conditionals(program, params, theta, batch, THETAS)
+    proposed = defensive_candidates(conditionals, centre, keys, each)
     weights = proposed.log_weights.softmax(0).flatten(0, 1)[..., None] / THETAS
     rows = batch if program.needs_rows else batch.head()
 
