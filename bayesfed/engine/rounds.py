@@ -34,6 +34,8 @@ _ADVICE = (
 )
 HALVINGS = 40
 """The number of rounds whose steps may go uphill, each at half the learning rates of the one before."""
+OUTLIERS = 0.01
+"""The share of a cohort up to which clients whose steps go uphill are left out, and rates stay as they are."""
 PATIENCE = 10
 """The number of rounds of whose uploads more than half must count."""
 
@@ -135,7 +137,9 @@ def update(run: Run, question: Question, found: Answer) -> Round:
     # under privacy it is private too whether an upload was finite
     sound, uphill = found.sound | question.noisy, int(found.sums[3])
     counted, refused = question.cohort[sound], question.cohort[~sound]
-    if uphill and uphill >= len(refused):
+    if uphill <= OUTLIERS * len(question.cohort):
+        uphill = 0
+    elif uphill >= len(refused):
         refused = refused[:0]
     names, refused_names = _names(run, counted), _names(run, refused)
     if uphill and run.uphill == HALVINGS:

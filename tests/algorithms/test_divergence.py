@@ -144,3 +144,22 @@ def test_a_run_whose_steps_always_go_uphill_stops():
     data = bf.Federation.from_arrays({"a": {"y": [1.0]}, "b": {"y": [2.0]}})
     with pytest.raises(Stopped, match=rf"round {HALVINGS + 1}: the clients' steps go uphill"):
         bf.fit(model, data, bf.FedAvg(), rounds=HALVINGS + 5)
+
+
+def test_one_client_among_many_does_not_slow_the_others():
+    """A client whose rows are of another unit is left out and named; the rates of 149 others stay as they are."""
+
+    def model(federation):
+        mu = pyro.param("mu", torch.tensor(0.0))
+        with federation.clients():
+            a = pyro.sample("a", dist.Normal(mu, 1.0))
+            with federation.observations() as obs:
+                pyro.sample("y", dist.Normal(a * obs["x"], 1.0), obs=obs.get("y"))
+
+    rows = {f"client {i}": {"x": [1.0, 1.0], "y": [1.0, 2.0]} for i in range(149)}
+    rows["strange"] = {"x": [100.0, 120.0], "y": [1.0, 2.0]}
+    data = bf.Federation.from_arrays(rows)
+    with pytest.warns(UserWarning, match="left out: 'strange'") as found:
+        posterior = bf.fit(model, data, bf.FedAvg(), rounds=30)
+    assert not any("halved" in str(warning.message) for warning in found)
+    assert posterior.params["mu"] == pytest.approx(1.5, abs=0.01)
