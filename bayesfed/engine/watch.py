@@ -39,10 +39,9 @@ def warn_of_refused(names: Sequence[str], refused: Tensor) -> None:
     ):
         some = ", ".join(f"{names[i]!r} ({int(refused[i])})" for i in most[:5])
         warnings.warn(
-            f"{int(refused.sum())} uploads of {len(most)} clients were not finite, or of steps that went uphill, and were left out: "
-            f"{some}"
-            f"{', ...' if len(most) > 5 else ''}. Look for extreme values among their rows, standardise the fields, or "
-            "lower the learning rates",
+            f"{int(refused.sum())} uploads of {len(most)} clients were not finite, or of steps that went uphill, and "
+            f"were left out: {some}{', ...' if len(most) > 5 else ''}. Look for extreme values among their rows, "
+            "standardise the fields, or lower the learning rates",
             stacklevel=3,
         )
 
