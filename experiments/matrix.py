@@ -246,7 +246,7 @@ def measure(model: str, algorithm: str) -> list[str]:
     try:
         posterior = bf.fit(
             case.model(),
-            train,
+            train.pool() if algorithm == "Pooled" else train,
             ALGORITHMS[algorithm](),
             rounds=20 if algorithm == "FOLA" and case.kind != "network" else case.rounds,
             batch_size=case.batch_size,

@@ -87,6 +87,8 @@ class AtPrior(Locals):
 class Kept(Locals):
     """Stateful clients: each keeps a point estimate or a mean-field Normal of its variables from round to round.
 
+    They start at the θ that the client is sent at its first visit.
+
     Attributes:
         kind: ``"point"`` or ``"normal"``.
         scale: standard deviation of a Normal at the start; its location starts at the centre of the prior.

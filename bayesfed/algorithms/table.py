@@ -2,7 +2,8 @@
 
 The keywords under a method are its settings, ``bf.FedAvg(lr=0.05)``, and say which field of which part each of them
 is. Two names of the literature that are one composition stand side by side: MAML is Per-FedAvg, MTL (mean-regularised
-multi-task learning) is pFedMAP, Pooled is FedAvg of ``federation.pool()``, a single client with all rows.
+multi-task learning) is pFedMAP. Pooled is FedAvg of ``federation.pool()``, a single client with all rows; it refuses
+more clients.
 """
 
 from bayesfed.algorithms.algorithm import Algorithm
@@ -27,6 +28,7 @@ from bayesfed.rules import (
     MStep,
     NaturalGradient,
     NormalisedMean,
+    OfOne,
     ProductOfFactors,
     ProductOfGaussians,
     Stein,
@@ -56,7 +58,7 @@ WEIGHTED = Setting(("rule.by",), {False: "clients", True: "rows"})
 
 FedAvg = Method(
     "FedAvg",
-    "Federated averaging with fine-tuning (McMahan et al. 2017, Algorithm 1).",
+    "Federated averaging with fine-tuning (McMahan et al. 2017, Algorithm 1); slopes are cut off at 100.",
     Algorithm(
         Point(), AtPrior(), Descent("globals", lr=0.1, epochs=5, steepest=100.0), Mean(by="rows")
     ),
@@ -81,6 +83,11 @@ Scaffold = FedAvg.variant(
     "Scaffold",
     "FedAvg whose steps are corrected by control variates (Karimireddy et al. 2020, Algorithm 1).",
     FedAvg().replace(rule=ControlVariates()),
+)
+Pooled = FedAvg.variant(
+    "Pooled",
+    "Gradient descent on all rows as those of a single client, that of federation.pool().",
+    FedAvg().replace(rule=OfOne()),
 )
 FedCurv = Method(
     "FedCurv",
@@ -284,7 +291,7 @@ PACPFL = Method(
 )
 PFedGP = PACPFL.variant(
     "PFedGP",
-    "One prior for all clients, of maximum marginal likelihood; regression only (Achituve et al. 2021).",
+    "One prior for all clients, of maximum marginal likelihood: of Gaussian processes (Achituve et al. 2021) or other.",
     PACPFL(particles=1, flat=True),
 )
 SFVI = Method(
@@ -337,5 +344,5 @@ PVI = Method(
 
 METHODS: dict[str, Method] = {
     method.name: method for method in list(globals().values()) if isinstance(method, Method)
-} | {"MAML": PerFedAvg, "MTL": PFedMAP, "Pooled": FedAvg}
+} | {"MAML": PerFedAvg, "MTL": PFedMAP}
 """Methods by name."""

@@ -14,9 +14,9 @@ from bayesfed.engine.batches import batches
 from bayesfed.engine.parts import flat, nested
 from bayesfed.engine.run import Run
 from bayesfed.engine.watch import is_finite
-from bayesfed.steps.job import Job
+from bayesfed.steps.job import Job, Parts
 from bayesfed.steps.losses import per_client
-from bayesfed.steps.optimizer import State
+from bayesfed.steps.optimizer import State, where_active
 
 _TERMS = "terms and whether they are finite"
 """The name under which the clients' terms travel beside the sum of the uploads."""
@@ -76,7 +76,7 @@ class Cohort:
         run, privacy = self.run, self.run.privacy
         keys = noise.fold(key, run.federation.stream_ids[chunk])
         rows = batches(run.federation, chunk, run.plan.batch_size, keys)
-        states = run.clients.take(chunk)
+        states = self.with_first_visits(run.clients.take(chunk), chunk, nested(message))
         job = Job(run.program, nested(message), states, rows, keys, rate, self.noisy)
         answer = run.plan.algorithm.work(job)
         upload = flat(answer.upload)
@@ -88,6 +88,19 @@ class Cohort:
             share = torch.zeros_like(share) if self.noisy else good.to(answer.terms) * share
             run.clients.put(chunk, self.next_states(states, answer, good, share))
         return upload, answer.terms, good
+
+    def with_first_visits(self, states: State, chunk: Tensor, message: Parts) -> State:
+        """Return the states of clients, of those that visit for the first time made from the θ that was sent."""
+        run = self.run
+        new, theta = run.client_terms[chunk].isnan(), message.get("theta")
+        if not states or theta is None or not new.any():
+            return states
+        algorithm, first = run.plan.algorithm, torch.zeros(len(chunk), 1, dtype=torch.int64)
+        batch = run.federation.batch(chunk, None if run.program.needs_rows else first)
+        own = algorithm.steps.start_clients(run.program, theta, batch, algorithm.locals)
+        return states | {
+            part: where_active(states[part], values, new) for part, values in own.items()
+        }
 
     def next_states(self, before: State, answer: Answer, good: Tensor, share: Tensor) -> State:
         """The states that K clients keep: the old ones where not ``good`` ``(K,)``.

@@ -334,12 +334,18 @@ def _data_free_terms(
     width: float,
     delta: float,
 ) -> float:
-    """Sum the terms of Theorem 4.2 and Lemma 4.6 that no loss enters; ``least`` is n₂ + υ, ``gaps`` are Δ_i."""
+    """Sum the terms of Theorem 4.2 and Lemma 4.6 that no loss enters; ``least`` is n₂ + υ, ``gaps`` are Δ_i.
+
+    The paper asks for n β ≥ 1 and λ > n₂ + υ. But ln(1/δ) / √n rests on E exp(√n ψ / κ) ≤ (E exp ψ)^(√n / κ), Jensen's
+    inequality for κ = n β and for κ = λ / (n₂ + υ), which holds where κ ≥ √n.
+    """
     n = len(rows)
-    if beta < 1 / n:
-        _warn(f"beta is {beta:g}, below 1 / n = {1 / n:g}: the theorem does not apply")
-    if lam <= least:
-        _warn(f"lam is {lam:g}, not above n₂ + υ = {least:g}: the theorem does not apply")
+    if beta < 1 / math.sqrt(n):
+        _warn(f"beta is {beta:g}, below 1 / √n = {n**-0.5:g}: the theorem's proof does not apply")
+    if lam <= least * math.sqrt(n):
+        _warn(
+            f"lam is {lam:g}, not above √n (n₂ + υ) = {least * n**0.5:g}: the theorem's proof does not apply"
+        )
     return (
         beta * width**2 / (8 * n) * sum(1 / m for m in rows)
         + lam * sum(gap**2 for gap in gaps) / (8 * least)

@@ -2,7 +2,7 @@
 
 from bayesfed.rules.barycentre import Barycentre
 from bayesfed.rules.m_step import MStep
-from bayesfed.rules.mean import ControlVariates, Mean, MedianOfInstitutions, NormalisedMean
+from bayesfed.rules.mean import ControlVariates, Mean, MedianOfInstitutions, NormalisedMean, OfOne
 from bayesfed.rules.natural_gradient import NaturalGradient
 from bayesfed.rules.product_of_factors import ProductOfFactors
 from bayesfed.rules.product_of_gaussians import ProductOfGaussians
@@ -20,6 +20,7 @@ __all__ = [
     "add",
     "Mean",
     "NormalisedMean",
+    "OfOne",
     "ControlVariates",
     "MedianOfInstitutions",
     "SummedCurvature",

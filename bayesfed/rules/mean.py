@@ -14,6 +14,7 @@ from bayesfed.steps.gradients import copies
 from bayesfed.steps.job import Job, Parts, Work
 from bayesfed.steps.losses import per_client, zeros_like
 from bayesfed.steps.optimizer import State
+from bayesfed.steps.steps import Steps
 
 Server = dict[str, Params]
 
@@ -37,6 +38,24 @@ class Mean(Rule):
     def decode(self, turn: Turn, server: Server, total: Parts) -> tuple[Server, Tensor]:
         """Return θ moved by the mean."""
         return {"theta": add(server["theta"], mean_of(turn, total))}, NO_TERM
+
+
+@dataclass(frozen=True)
+class OfOne(Mean):
+    """The θ_i of a single client, the one that ``federation.pool()`` has: the baseline of pooled rows."""
+
+    def accept(self, program: Program, steps: Steps, name: str) -> Program:
+        """Refuse a federation of several clients.
+
+        Raises:
+            ValueError: their number.
+        """
+        if program.clients > 1:
+            raise ValueError(
+                f"{name} is for a single client with all rows, and there are {program.clients}: give it "
+                "federation.pool(), or take FedAvg"
+            )
+        return super().accept(program, steps, name)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Descent(Steps):
         proximal: μ.
         at_prior: evaluate the loss with w_i at the centre of its prior, though clients have variables of their own.
         steepest: the largest slope in one number; beyond it a step may leave the region in which the gradient holds. By
-            default no limit.
+            default no limit; FedAvg, its variants and Ditto's common network have 100, which is not in their papers.
         clip: the largest root mean square of a client's gradient, see :func:`~bayesfed.steps.optimizer.clipped`; by
             default no limit.
     """
@@ -243,8 +243,8 @@ class Descent(Steps):
 @cache
 def _on_locals(steps: Descent) -> Descent:
     """Return the same steps on the clients' own variables; the same object at every call, as tracing needs."""
-    if steps.moves == "globals":  # fine-tuning
-        return replace(steps, moves="locals", at_prior=False, optimizer="sgd")
+    if steps.moves == "globals":  # fine-tuning is on the loss alone: FedProx's pull is on θ
+        return replace(steps, moves="locals", at_prior=False, optimizer="sgd", proximal=0.0)
     return replace(steps, moves="locals", at_prior=False)
 
 

@@ -2,6 +2,9 @@
 
     L_i(φ, θ) = (−E_q[log p(D_i | w, θ)] + λ KL(q(w | φ) ‖ p(w | θ)) − log p(θ) / N) / n_i          (eq. 3.5)
 
+Algorithm 1 of the paper has a single step on φ for each step on θ; eq. 3.8 has k of them, from the prior on. The
+package's FedABML makes k = 5 for each step on θ, from where φ is; ``FedABML(inner_steps=1)`` is Algorithm 1.
+
 In the paper p(w | θ) and q(w | φ) are Normal with diagonal covariances, and θ is p's mean and standard deviations. Here
 the model is any hierarchical one, θ all that its clients share, and q Normal in unconstrained coordinates. Where the
 likelihood reads w alone, the step on θ_i evaluates the prior only.

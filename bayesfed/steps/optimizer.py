@@ -36,7 +36,11 @@ def ascend(
     beta1: float = 0.9,
     beta2: float = 0.999,
 ) -> State:
-    """Take one Adam step uphill (Kingma & Ba 2015, Algorithm 1, with the sign of maximisation)."""
+    """Take one Adam step uphill (Kingma & Ba 2015, Algorithm 1, with the sign of maximisation), of at most ``lr``.
+
+    Algorithm 1 has no such limit: after many small gradients a large one makes a step of (1 − β₁) / √(1 − β₂),
+    about 3.2 rates, in one number. Clients whose rows or draws are few have such gradients by chance.
+    """
     step = state["step"]["step"] + 1
     unbias1, unbias2 = 1 - beta1**step, 1 - beta2**step
     new: State = state | {"params": {}, "mean": {}, "square": {}, "step": {"step": step}}

@@ -2,8 +2,9 @@
 
     p(w_i | θ) = N(m, ρ_i² I),   q(w_i) = N(μ_i, diag s_i²) = N(μ_i, Σ_i)                 (Zhu et al. 2023, eq. 5)
 
-    M-step  ρ_i² = (tr Σ_i + ‖μ_i − m‖²) / D, where ρ_i is the client's own
     E-step  steps on (μ_i, s_i), downhill in −E_q[log p(D_i | w_i, θ)] + λ KL(q(w_i) ‖ p(w_i | θ))
+    M-step  ρ_i² = (tr Σ_i + ‖μ_i − m‖²) / D, where ρ_i is the client's own (Algorithm 1; the authors' code does this
+            before the E-step, and uploads that ρ_i with the new μ_i)
     M-step  steps on its copy of the body, downhill in the same, with log p(θ) / N added
 
 The body is all of θ that has no closed form in the server's M-step (:mod:`bayesfed.rules.m_step`). Its gradients are
@@ -80,15 +81,17 @@ class VariationalEM(Steps):
     def start_clients(
         self, program: Program, theta: Params, batch: Batch, locals_: Locals
     ) -> State:
-        """Return q(w_i) at the centre of its prior, with the optimiser's first state."""
-        own = locals_.begin(program, copies(theta, len(batch)), batch)
-        return optimizer.begin(self.optimizer, own, rows=len(batch))
+        """Return q(w_i) at the centre of its prior and its ρ_i, with the optimiser's first state."""
+        theta = copies(theta, len(batch))
+        own = locals_.begin(program, theta, batch)
+        state = optimizer.begin(self.optimizer, own, rows=len(batch))
+        return self.with_own_spreads(program, theta, state, batch)
 
     def run(self, job: Job, locals_: Locals) -> Work:
-        """Take the M-step for ρ_i, the E-step, and the M-step for the body."""
+        """Take the E-step, the M-step for ρ_i, and the M-step for the body."""
         program, keys, first = job.program, job.keys, job.rows(0)
         theta = copies(job.theta, len(job))
-        state = self.with_own_spreads(program, theta, job.clients, first)
+        state = job.clients
 
         def e_step(state: State, number: int, active: Tensor | None) -> State:
             given = Inputs(job.rows(number), (job.rate * self.lr,), active)
@@ -97,6 +100,7 @@ class VariationalEM(Steps):
         if program.locals:
             schedule = job.rows.schedule(self.epochs, self.steps)
             state = local_loop(schedule, keys.device, state, e_step)
+            state = self.with_own_spreads(program, theta, state, first)
         body = {name: theta[name] for name in closed_forms(program).others(theta)}
         squares: Params = {}
         if body:

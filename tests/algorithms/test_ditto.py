@@ -51,11 +51,12 @@ def test_against_algorithm_1(algorithm, clients_per_round, spread):
         callbacks=[lambda report: cohorts.append(list(report.cohort))],
     )
     w = model.start.clone()
-    v = {name: w.clone() for name in data.names}
+    v = {}  # each starts at the w that its client is sent first
     for cohort in cohorts:
         ends = {}
         for name in cohort:
             one, own = data.select([name]), w.clone()
+            v[name] = v.get(name, w)
             for _ in range(settings["local_epochs"]):
                 own = own - settings["lr"] * gradient(own, one["x"], one["y"])
                 pull = settings["lam"] * (v[name] - w)
@@ -121,3 +122,23 @@ def test_defaults_learn_digits(local):
     posterior = bf.fit(model, train, Ditto(), rounds=20, batch_size=10)
     right = posterior.probabilities(test)["y"].argmax(1) == test["y"]
     assert right.float().mean() > 0.94
+
+
+def test_a_first_visit_starts_at_the_theta_that_was_sent():
+    """Of two clients the one that comes second starts its own network at the common one that the first has left."""
+    data = federation().select(["client 0", "client 1"])
+    model, cohorts, sent = network(), [], [network().start.clone()]
+
+    def note(report):
+        cohorts.append(report.cohort[0])
+        sent.append(report.params["prior.loc"].clone())
+
+    algorithm = Ditto(local_epochs=1, lam=0.5, lr=0.05)
+    run = bf.start(model, data, algorithm, rounds=2, clients_per_round=1)
+    for _ in range(2):
+        note(bf.step(run))
+    second = data.select([cohorts[1]])
+    w = sent[1]
+    expected = w - 0.05 * gradient(w, second["x"], second["y"])
+    own = run.clients.tensors["params"]["weights.loc"][data.names.index(cohorts[1])]
+    torch.testing.assert_close(own.squeeze(), expected)

@@ -188,3 +188,16 @@ def test_one_network_for_every_rule(algorithm, settings):
     right = posterior.probabilities(test, centre=True)["y"].argmax(1) == test["y"]
     least = 0.9 if model.size else 0.8  # one network for all: a client has three digits only
     assert right.double().mean() > least
+
+
+def test_fine_tuning_has_no_pull():
+    """After FedProx a new client takes steps on its own loss alone, as after FedAvg."""
+    data, model = federation(), network()
+    posterior = bf.fit(model, data, bf.FedProx(proximal=5.0), rounds=2)
+    new, theta = posterior.personalize(data, steps=3, lr=0.2), posterior.params["prior.loc"]
+    own = new.sample(1)["weights"][0]
+    for i, name in enumerate(data.names):
+        one, w = data.select([name]), theta.clone()
+        for _ in range(3):
+            w = w - 0.2 * gradient(w, one["x"], one["y"])
+        torch.testing.assert_close(own[i], w, rtol=1e-6, atol=1e-8)

@@ -436,6 +436,7 @@ def test_as_it_ships_against_plain_torch():
     ]
     assert settings["init_scale"] == 0.3
     optimisers = [Adam(params) for params in phi]
+    rhos = [torch.tensor(0.3, dtype=D)] * 2
 
     def negative_elbo(data, params, rho, v, keys, step):
         supplied = algorithm.steps.noise(posterior.program, keys, step)["weights"][0]
@@ -449,13 +450,13 @@ def test_as_it_ships_against_plain_torch():
     square = None
     for number in range(3):
         keys = noise.fold(noise.fold(noise.key(0), number), federation.stream_ids)
-        rhos, bodies, squares, slower = [], [], [], rate(algorithm, number / 3)
+        bodies, squares, slower = [], [], rate(algorithm, number / 3)
         for i, name in enumerate(federation.names):
             data, params, key = federation.select([name]), phi[i], keys[i : i + 1]
-            rho = ((2 * params[1]).exp() + (params[0] - m) ** 2).mean().sqrt().detach()
             for step in range(settings["head_epochs"]):
-                loss = negative_elbo(data, params, rho, body, key, step)
+                loss = negative_elbo(data, params, rhos[i], body, key, step)
                 optimisers[i].descend(loss, slower * settings["lr"])
+            rho = ((2 * params[1]).exp() + (params[0] - m) ** 2).mean().sqrt().detach()
             v, own_squares = body.clone(), []
             for step in range(settings["body_epochs"]):
                 v.requires_grad_()
@@ -464,7 +465,7 @@ def test_as_it_ships_against_plain_torch():
                 own_squares.append(grad.square().mean())
                 unit = (own_squares[-1] if square is None else square).sqrt()
                 v = (v - slower * settings["body_lr"] * (grad / unit).clamp(-3, 3)).detach()
-            rhos.append(rho)
+            rhos[i] = rho
             bodies.append(v)
             squares.append(torch.stack(own_squares).mean())
         tau = 1 / torch.stack(rhos)[:, None] ** 2

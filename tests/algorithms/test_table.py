@@ -7,9 +7,10 @@ import typing
 from pathlib import Path
 
 import pytest
+import torch
 
 import bayesfed as bf
-from bayesfed import rules
+from bayesfed import datasets, models, rules
 from bayesfed.algorithms import METHODS, Algorithm, Method
 from bayesfed.algorithms.method import get, put
 from bayesfed.settings import SettingsError
@@ -57,7 +58,19 @@ def test_every_method_is_in_the_table_and_in_the_package():
         assert METHODS[name].name == name
     assert METHODS["MAML"] is bf.PerFedAvg
     assert METHODS["MTL"] is METHODS["PFedMAP"]
-    assert METHODS["Pooled"] is bf.FedAvg
+
+
+def test_pooled_is_gradient_descent_on_all_rows_and_refuses_several_clients():
+    data = datasets.eight_schools()
+    with pytest.raises(
+        ValueError, match=r"single client with all rows, and there are 8: .*pool\(\)"
+    ):
+        bf.fit(models.eight_schools, data, METHODS["Pooled"](), rounds=1)
+    found, expected = (
+        bf.fit(models.eight_schools, data.pool(), method(lr=0.01), rounds=3).params
+        for method in (METHODS["Pooled"], bf.FedAvg)
+    )
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 @pytest.mark.parametrize("name", sorted(SIGNATURES))

@@ -100,6 +100,6 @@ CASES = ON_A_HIERARCHY | ON_A_NETWORK | FAMILIES
 SPECIAL = {
     name: lambda make=make: (small(make()), network(scale=0.5, hyper_scale=0.5))
     for name, make in METHODS.items()
-    if name in SPECIAL_CASES + ALIASES
+    if name in SPECIAL_CASES + ALIASES and name != "Pooled"  # which refuses several clients
 }
 """The special cases, on a network."""

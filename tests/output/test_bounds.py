@@ -265,12 +265,22 @@ def test_the_client_bound_holds():
         (
             "new_client",
             {"log_z": -1.0, "rows": [5], "changed": 1, "beta": 2.0, "lam": 0.5, "high": 1.0},
-            "not above n₂ + υ",
+            "not above √n (n₂ + υ)",
         ),
         (
             "new_client",
             {"log_z": -1.0, "rows": [5, 5], "changed": 1, "beta": 0.1, "lam": 5.0, "high": 1.0},
-            "below 1 / n",
+            "below 1 / √n",
+        ),
+        (  # as the paper has it λ need only exceed n₂ + υ, which is about 1 here
+            "new_client",
+            {"log_z": -1.0, "rows": [5] * 9, "changed": 1, "beta": 0.4, "lam": 2.9, "high": 1.0},
+            "not above √n (n₂ + υ)",
+        ),
+        (
+            "new_client",
+            {"log_z": -1.0, "rows": [5] * 9, "changed": 1, "beta": 0.3, "lam": 9.0, "high": 1.0},
+            "below 1 / √n = 0.333",
         ),
     ],
 )
