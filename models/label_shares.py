@@ -1,4 +1,4 @@
-"""Label shares: how often a client has each label, as a variable of the client that is integrated out in closed form.
+"""Label shares: how often a client has each label, and each sub-class of a label, integrated out of the model.
 
 .. code-block:: text
 
@@ -15,10 +15,24 @@ further row of the client has
     p_i(k | x) ∝ softmax_k(z(x)) · (n_ik + A μ_k) / ((n_i + A) μ_k)
 
 which is used for predictions and for personal steps.
+
+A label may consist of M sub-classes, which clients have in different shares, such as two digits that make one label.
+The sub-class of a row is a discrete variable, summed out, and its shares ρ_ik are the client's:
+
+.. code-block:: text
+
+    client i    ρ_ik ~ Dirichlet(a, ..., a)        of the M sub-classes of each label k
+    row j       m_ij ~ Categorical(ρ_ik) given y_ij = k,   p(x_ij | k, m) ∝ g(x_ij) exp z_km(x_ij)
+    so that     p(k | x) ∝ Σ_m ρ_ikm exp z_km(x)
+
+The client's rows give q(ρ_ik) = Dirichlet(a + c_ik) by variational EM, c_ikm being the expected number of its rows with
+label k in sub-class m: at the θ that a round starts with, at which the steps of the round have E[ρ_ik], and again at
+the parameters that predict.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,12 +40,15 @@ from typing import Any
 
 import pyro.distributions as dist
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bayesfed.data.federation import Federation
 
 SHARES = "shares"
 """The field of label shares ``(rows, classes)`` that, where rows to predict have it, replace the client's own."""
+SPREAD = 0.3
+"""a, the prior of the shares of sub-classes: below 1 a client has few of them."""
+EM_STEPS = 30
 
 
 @dataclass(frozen=True)
@@ -105,18 +122,20 @@ class LabelShares:
 
 
 class ClientLabels(dist.Categorical):
-    """Labels of a client's rows, its label shares integrated out (see :mod:`bayesfed.models.label_shares`).
+    """Labels of a client's rows, its shares integrated out (see :mod:`bayesfed.models.label_shares`).
 
     As any observed distribution with the methods ``evidence``, ``given`` and ``left_out`` it is conditioned on the
-    client's own rows by predictions and by personal steps; its density is the usual one of a classifier.
+    client's own rows by predictions and by personal steps, and with ``in_training`` and ``trained`` by the steps of a
+    round; without evidence its density is the usual one of a classifier.
 
     Args:
-        logits: z, ``(..., K, B, classes)``.
-        prior: of the label shares.
+        logits: z, ``(..., K, B, classes · M)``, the M sub-classes of a label side by side.
+        prior: of the label shares; by default they are those of all clients.
         shares: those of the rows, ``(K, B, classes)``, where they are known from elsewhere.
+        subclasses: M.
 
     Raises:
-        ValueError: the prior has another number of labels than there are outputs.
+        ValueError: the prior has another number of labels than there are outputs, or these are no multiple of M.
 
     Example:
         >>> import torch
@@ -127,40 +146,129 @@ class ClientLabels(dist.Categorical):
         (tensor([[[3., 0.]]]), tensor([0.8000, 0.2000]))
     """
 
-    def __init__(self, logits: Tensor, prior: LabelShares, shares: Tensor | None = None) -> None:
-        if logits.shape[-1] != len(prior.mean):
+    def __init__(
+        self,
+        logits: Tensor,
+        prior: LabelShares | None = None,
+        shares: Tensor | None = None,
+        subclasses: int = 1,
+    ) -> None:
+        labels, rest = divmod(logits.shape[-1], subclasses)
+        if rest:
             raise ValueError(
-                f"label_shares has {len(prior.mean)} labels, and the network {logits.shape[-1]} outputs: they must "
+                f"the network has {logits.shape[-1]} outputs, which are no multiple of subclasses={subclasses}: a "
+                "label has as many outputs as sub-classes"
+            )
+        if prior is not None and labels != len(prior.mean):
+            raise ValueError(
+                f"label_shares has {len(prior.mean)} labels, and the network outputs for {labels}: they must "
                 "be as many; LabelShares.learn(..., classes=) sets the number"
             )
-        super().__init__(logits=logits)
-        self.prior, self.shares = prior, shares
+        self.prior, self.shares, self.subclasses = prior, shares, subclasses
+        self.cells = logits.unflatten(-1, (labels, subclasses))
+        super().__init__(logits=self.cells.logsumexp(-1))
+
+    @property
+    def in_training(self) -> bool:
+        """Whether the steps of a round are conditional on a client's own rows."""
+        return self.subclasses > 1
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
         """Return the same distribution over more draws or clients."""
-        logits = self.logits.expand(*batch_shape, self.logits.shape[-1])
-        return ClientLabels(logits, self.prior, self.shares)
+        cells = self.cells.flatten(-2)
+        cells = cells.expand(*batch_shape, cells.shape[-1])
+        return ClientLabels(cells, self.prior, self.shares, self.subclasses)
 
     def evidence(self, value: Tensor, mask: Tensor) -> Tensor:
-        """Return n_ik of the rows that count, ``(..., K, 1, classes)``."""
-        return (self._one_hot(value) * mask.unsqueeze(-1)).sum(-2, keepdim=True)
+        """Return the counts c_ikm of the rows that count, ``(..., K, 1, classes · M)``; of label k they sum to n_ik."""
+        labels = self._one_hot(value) * mask.unsqueeze(-1)
+        counts = labels.sum(-2).unsqueeze(-1).expand(*self.cells.shape[:-3], *self.cells.shape[-2:])
+        counts = counts / self.subclasses
+        for _ in range(EM_STEPS if self.subclasses > 1 else 0):
+            counts = (labels.unsqueeze(-1) * self._responsibilities(labels, counts)).sum(-3)
+        return counts.flatten(-2).unsqueeze(-2)
 
     def given(self, counts: Tensor) -> dist.Categorical:
-        """Return the distribution of further rows of the clients with these label counts."""
+        """Return the distribution of further rows of the clients with these counts."""
+        logits = self.trained(counts).logits
+        if self.prior is None:
+            return dist.Categorical(logits=logits)
         if self.shares is None:
-            return self._shifted(self.prior.log_ratio(counts))
-        return self._shifted(self.shares.log() - self.shares.new_tensor(self.prior.mean).log())
+            offset = self.prior.log_ratio(counts.unflatten(-1, self.cells.shape[-2:]).sum(-1))
+        else:
+            offset = self.shares.log() - self.shares.new_tensor(self.prior.mean).log()
+        return dist.Categorical(logits=logits + offset.to(logits))
+
+    def trained(self, counts: Tensor) -> dist.Categorical:
+        """Return the distribution of rows of the clients with these counts in which all have the same label shares."""
+        shares = counts.unflatten(-1, self.cells.shape[-2:]) + SPREAD
+        shares = shares / shares.sum(-1, keepdim=True)
+        return dist.Categorical(logits=(self.cells + shares.log().to(self.cells)).logsumexp(-1))
 
     def left_out(self, counts: Tensor, value: Tensor) -> dist.Categorical:
         """Return the distribution of each of the rows that were counted given the others."""
-        return self.given((counts - self._one_hot(value)).clamp(min=0))
+        labels, cells = self._one_hot(value), counts.unflatten(-1, self.cells.shape[-2:])
+        own = labels.unsqueeze(-1) * self._responsibilities(labels, cells.squeeze(-3))
+        return self.given((cells - own).clamp(min=0).flatten(-2))
+
+    def _responsibilities(self, labels: Tensor, counts: Tensor) -> Tensor:
+        """Return q(m) of each row given its label, ``(..., K, B, 1, M)``, at counts ``(..., K, classes, M)``."""
+        prior = SPREAD + counts
+        log_shares = prior.digamma() - prior.sum(-1, keepdim=True).digamma()
+        own = labels.unsqueeze(-1) * (self.cells + log_shares.unsqueeze(-3))
+        return own.sum(-2, keepdim=True).softmax(-1)
 
     def _one_hot(self, value: Tensor) -> Tensor:
         labels = torch.arange(self.logits.shape[-1], device=value.device)
         return (value.unsqueeze(-1) == labels).to(self.logits)
 
-    def _shifted(self, offset: Tensor) -> dist.Categorical:
-        return dist.Categorical(logits=self.logits + offset.to(self.logits))
+
+def start_subclasses(
+    module: nn.Module,
+    federation: Federation,
+    subclasses: int,
+    *,
+    width: float = 3.0,
+    x: str = "x",
+    y: str = "y",
+) -> nn.Module:
+    """Return a copy of a module in which the sub-classes of each label start apart.
+
+    The weights of the last linear layer are multiplied by ``width``. Then the mean of each output z_km over the rows
+    of label k, which is a sum over clients, is subtracted from its bias: so that each sub-class is the nearest for some
+    of the rows. Where they start alike, clients do not find them.
+
+    Args:
+        module: with M outputs side by side for each label, the last linear layer's.
+        federation: the clients of the fit.
+        subclasses: M.
+        width: the factor.
+        x: the field of inputs.
+        y: the field of labels.
+
+    Raises:
+        ValueError: the module has no linear layer with a bias.
+
+    Example:
+        >>> from bayesfed import datasets, models
+        >>> train, _ = datasets.digits()
+        >>> module = models.start_subclasses(models.mlp(64, 32, 10 * 4), train, subclasses=4)
+        >>> network = models.Network(module, subclasses=4)
+    """
+    started = copy.deepcopy(module)
+    head = next((m for m in reversed(list(started.modules())) if isinstance(m, nn.Linear)), None)
+    if head is None or head.bias is None:
+        raise ValueError(
+            "the module has no linear layer with a bias, whose outputs would start apart"
+        )
+    with torch.no_grad():
+        head.weight.mul_(width)
+        z = started(federation[x]).unflatten(-1, (-1, subclasses))
+        labels = federation[y]
+        for k, bias in enumerate(head.bias.unflatten(0, (-1, subclasses))):
+            if (labels == k).any():
+                bias -= z[labels == k, k].mean(0)
+    return started
 
 
 def label_counts(federation: Federation, y: str, classes: int | None) -> Tensor:

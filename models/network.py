@@ -41,6 +41,9 @@ class Network:
         label_shares: the prior of the clients' label shares π_i, which predictions and personal steps then read from
             the labels of a client's rows, see :mod:`bayesfed.models.label_shares`; by default all clients have the
             same.
+        subclasses: M, the number of sub-classes of each label, whose shares are a client's own and made from its rows
+            in every round, see :mod:`bayesfed.models.label_shares`; the module has M outputs side by side for each
+            label. For algorithms with a point estimate of θ.
         noise: standard deviation of the normal likelihood.
         hyper_scale: standard deviation of the hyper-prior of m, log σ and v; by default they are ``pyro.param``.
         x: the field of inputs ``(rows, *event)``.
@@ -48,7 +51,7 @@ class Network:
 
     Raises:
         ValueError: the module keeps state; ``local`` is a prefix of no parameter; an unknown spread or likelihood;
-            label shares without labels.
+            label shares or sub-classes without labels.
 
     Example:
         >>> from bayesfed import models
@@ -64,6 +67,7 @@ class Network:
     likelihood: str = "categorical"
     noise: float = 1.0
     label_shares: LabelShares | None = None
+    subclasses: int = 1
     hyper_scale: float | None = None
     x: str = "x"
     y: str = "y"
@@ -78,9 +82,10 @@ class Network:
             raise ValueError(f"spread is {self.spread!r}: use 'fixed', 'learnt' or 'client'")
         if self.likelihood not in ("categorical", "normal"):
             raise ValueError(f"likelihood is {self.likelihood!r}: use 'categorical' or 'normal'")
-        if self.label_shares is not None and self.likelihood != "categorical":
+        shares = self.label_shares is not None or self.subclasses != 1
+        if shares and self.likelihood != "categorical":
             raise ValueError(
-                f"label_shares are for labels, and likelihood is {self.likelihood!r}: leave one of them out"
+                f"label_shares and subclasses are for labels, and likelihood is {self.likelihood!r}: leave them out"
             )
         every = [name for name, _ in self.module.named_parameters()]
         wanted = ("",) if self.local == "all" else tuple(self.local)
@@ -148,7 +153,7 @@ class Network:
             with federation.observations() as obs:
                 out = self.outputs(w, obs, shared)
                 if self.likelihood == "categorical":
-                    y = label_distribution(out, self.label_shares, obs)
+                    y = label_distribution(out, self.label_shares, obs, self.subclasses)
                 else:
                     y = dist.Normal(out.squeeze(-1), self.noise)
                 pyro.sample(self.y, y, obs=obs.get(self.y))
@@ -162,11 +167,13 @@ class Network:
         return apply(self.module, w, obs[self.x], shared=shared, names=self.names)
 
 
-def label_distribution(logits: Tensor, label_shares: LabelShares | None, obs: Any) -> Any:
-    """Return the distribution of a classifier's labels, with the clients' label shares if they have a prior."""
-    if label_shares is None:
+def label_distribution(
+    logits: Tensor, label_shares: LabelShares | None, obs: Any, subclasses: int = 1
+) -> Any:
+    """Return the distribution of a classifier's labels, with the clients' shares if they have any."""
+    if label_shares is None and subclasses == 1:
         return dist.Categorical(logits=logits)
-    return ClientLabels(logits, label_shares, obs.get(SHARES))
+    return ClientLabels(logits, label_shares, obs.get(SHARES), subclasses)
 
 
 def common(

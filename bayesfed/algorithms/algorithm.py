@@ -17,9 +17,12 @@ from torch import Tensor
 
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
+from bayesfed.data.minibatches import Minibatches
+from bayesfed.elbo.own_rows import given_own_rows
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.locals import Locals
 from bayesfed.rules.rule import Progress, Rule, Turn
+from bayesfed.steps.gradients import copies
 from bayesfed.steps.job import Job, Parts
 from bayesfed.steps.optimizer import State
 from bayesfed.steps.steps import Steps
@@ -124,6 +127,11 @@ class Algorithm:
         """
         self.check()
         program = self.locals.build(self.globals, model, federation)
+        if program.in_training and program.random:
+            raise ValueError(
+                f"{self}: site {program.in_training[0].name!r} is conditional on a client's rows in its steps, at a "
+                "point estimate of θ, and here θ is random: take FedAvg, FedABML or PFedVEM, or subclasses=1"
+            )
         program = self.steps.accept(program, federation, self.locals, str(self))
         return self.rule.accept(program, self.steps, str(self))
 
@@ -143,6 +151,8 @@ class Algorithm:
     def work(self, job: Job) -> Answer:
         """Return the answers of K clients."""
         job = replace(job, given=self.rule.prepare(job))
+        if job.program.in_training:
+            job = replace(job, rows=self._given_own_rows(job, "trained"))
         work = self.steps.run(job, self.locals)
         upload, memory = self.rule.encode(job, work)
         return Answer(upload, work.terms, work.clients, memory)
@@ -168,7 +178,16 @@ class Algorithm:
             lr: the rate of the steps; by default that of the steps.
         """
         steps = self.locals.personal_steps if steps is None else steps
+        if job.program.conditional:
+            job = replace(job, rows=self._given_own_rows(job, "given"))
         return self.steps.personalize(job, self.locals, steps, lr)
+
+    def _given_own_rows(self, job: Job, use: str) -> Minibatches:
+        """Return the clients' rows with their evidence at θ, as sent, and at the clients' variables."""
+        theta = copies(job.theta, len(job))
+        own = job.clients.get("params") or self.locals.begin(job.program, theta, job.rows(0))
+        own = job.program.init_locals(job.rows(0)) | own
+        return given_own_rows(job.program, theta | own, job.rows, use)
 
 
 def draws_at_once(algorithm: Algorithm, program: Program) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyro
@@ -49,6 +49,8 @@ class Batch:
         scale: ``(K, 1)``: n_i / b_i, so that the log likelihood of a minibatch estimates that of all n_i rows.
         index: int64 ``(K,)``: the clients' positions in their federation.
         gaps: a field may have missing values, NaN.
+        given: evidence of the clients' own rows, by its use and by site: see
+            :class:`~bayesfed.elbo.own_rows.GivenOwnRows`.
     """
 
     fields: Fields
@@ -56,6 +58,7 @@ class Batch:
     scale: Tensor
     index: Tensor
     gaps: bool = False
+    given: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     def event_shape(self, field: str) -> torch.Size:
         """Return the shape of one row of a field: ``()`` for a number, ``(P,)`` for a vector."""

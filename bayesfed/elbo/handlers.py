@@ -316,25 +316,41 @@ class Known(Messenger):
 class GivenOwnRows(Messenger):
     """Condition observed sites on their clients' own rows.
 
-    A distribution with a client's variable integrated out in closed form has three methods: ``evidence(value, mask)``
-    of a client's rows, ``given(evidence)`` for further rows, and ``left_out(evidence, value)`` for each of the rows
-    given the others.
+    A distribution with a client's variable integrated out has the methods ``evidence(value, mask)`` of a client's rows,
+    ``given(evidence)`` for further rows, for predictions and personal steps, ``left_out(evidence, value)`` for each of
+    the rows given the others, and, if it has ``in_training``, ``trained(evidence)`` for the steps of a round.
 
     Args:
-        evidence: of the clients' rows by site, ``(..., K, 1, *)``.
-        left_out: the program runs on these rows, each of which has its density given the others.
+        evidence: by the name of one of these methods and by site, ``(..., K, 1, *)``.
     """
 
-    def __init__(self, evidence: Mapping[str, Tensor], left_out: bool = False) -> None:
+    def __init__(self, evidence: Mapping[str, Mapping[str, Tensor]]) -> None:
         super().__init__()
-        self.evidence, self.left_out = evidence, left_out
+        self.evidence = evidence
 
     def _pyro_sample(self, msg: Any) -> None:
-        found = self.evidence.get(msg["name"])
-        if found is not None and self.left_out:
-            msg["fn"] = msg["fn"].left_out(found, msg["value"])
-        elif found is not None:
-            msg["fn"] = msg["fn"].given(found)
+        for use, found in self.evidence.items():
+            if msg["name"] in found:
+                value = (msg["value"],) if use == "left_out" else ()
+                msg["fn"] = getattr(msg["fn"], use)(found[msg["name"]], *value)
+
+
+class FindEvidence(Messenger):
+    """Record the evidence of the rows that a program runs on, by site; rows without an outcome do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, Tensor] = {}
+
+    def _pyro_sample(self, msg: Any) -> None:
+        fn = msg["fn"]
+        if not hasattr(fn, "evidence"):
+            return
+        mask = torch.as_tensor(True if msg["mask"] is None else msg["mask"])
+        if not msg["is_observed"]:
+            msg["value"], msg["done"] = torch.zeros(fn.batch_shape), True
+            mask = torch.zeros_like(mask)
+        self.found[msg["name"]] = fn.evidence(msg["value"], mask.expand(fn.batch_shape))
 
 
 class Derived(Messenger):

@@ -171,6 +171,11 @@ class Program:
         return [s for s in self.observed if s.conditional]
 
     @property
+    def in_training(self) -> list[Site]:
+        """Those that are conditional on a client's own rows in the steps of a round too."""
+        return [s for s in self.conditional if s.in_training]
+
+    @property
     def laplace_params(self) -> list[str]:
         """The local parameters that the guide's ``laplace`` method gives in closed form."""
         return list(getattr(self.guide, "laplace_params", ()))

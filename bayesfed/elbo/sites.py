@@ -53,6 +53,7 @@ class Site:
         factor: a ``pyro.factor``, which counts as observed but has no data.
         conditional: observed, with a client's variable integrated out: further rows are conditional on its own rows,
             see :class:`~bayesfed.elbo.handlers.GivenOwnRows`.
+        in_training: conditional, in the steps of a round too.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Site:
     context: bool = False
     factor: bool = False
     conditional: bool = False
+    in_training: bool = False
 
 
 class NeedsOneClient(ValueError):
@@ -165,7 +167,11 @@ class InspectedModel:
 
     def __call__(self, federation: Any) -> None:
         """Run the Pyro model."""
-        self.model(federation)
+        if given := getattr(federation, "given", None):
+            with handlers.GivenOwnRows(given):
+                self.model(federation)
+        else:
+            self.model(federation)
 
 
 def sites(model: Model, federation: Federation) -> dict[str, Site]:
@@ -219,6 +225,7 @@ def _find_sites(model: Model, federation: Federation) -> dict[str, Site]:
             context=latent and CLIENTS in inside and CONTEXT in node["infer"],
             factor=_is_factor(node),
             conditional=not latent and hasattr(node["fn"], "given"),
+            in_training=not latent and getattr(node["fn"], "in_training", False),
         )
     if not any(site.local for site in found.values()):
         raise ValueError(

@@ -24,6 +24,7 @@ from bayesfed.data.chunks import PASS, chunks, weight
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.elbo import client_terms, draw
+from bayesfed.elbo.own_rows import centre_noise
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.sites import Site
 from bayesfed.guides.hierarchical import LOCAL
@@ -42,7 +43,6 @@ from bayesfed.vmap.mixtures import ClientMixture
 
 RESAMPLED_FROM = 64
 """Number of candidates from which a draw of a client's variables is chosen by weight."""
-_CENTRE = {"normal": 0.0, "uniform": 0.5}
 Chunks = Iterator[tuple[Tensor, "Draws"]]
 """Positions of some clients, and their draws."""
 
@@ -171,7 +171,7 @@ def draw_theta(fitted: Fitted, count: int, key: Tensor, centre: bool = False) ->
     program = fitted.program
     if fitted.correction is not None and not centre:
         return fitted.correction.sample(count, key)
-    supplied = guide_noise(program, key, count, local=False, centre=centre)
+    supplied = _guide_noise(program, key, count, local=False, centre=centre)
     with torch.no_grad():
         return draw(program, fitted.params, supplied, count)
 
@@ -236,7 +236,7 @@ def draw_clients(
     own, params = federation.batch(chunk, rows), fitted.params_of(chunk)
     keys = noise.fold(key, federation.stream_ids[chunk])
     given = {name: value.repeat_interleave(each, 0) for name, value in theta.items()}
-    supplied = guide_noise(program, keys, count, local=True, centre=centre)
+    supplied = _guide_noise(program, keys, count, local=True, centre=centre)
     if not centre and (fitted.laplace or fitted.resampled):
         given |= draw_guide_locals(fitted, given, count, chunk, key)
     with torch.no_grad(), handlers.given(own.device, params, supplied, given, count):
@@ -362,7 +362,8 @@ def run_model(
     if fitted.program.kinds and not prior:
         known = handlers.Known(discrete_log_joint(fitted, draws, chunk)[0])
     elif fitted.program.conditional and not prior:
-        known = handlers.GivenOwnRows(evidence(fitted, draws, chunk), left_out)
+        use = "left_out" if left_out else "given"
+        known = handlers.GivenOwnRows({use: find_evidence(fitted, draws, chunk)})
     with torch.no_grad(), known, Outcomes(), _given_draws(fitted, draws, chunk, batch):
         try:
             return poutine.trace(model).get_trace(batch).nodes
@@ -384,17 +385,12 @@ def discrete_log_joint(
     return last["fn"].evidence(last["value"]), last["fn"].variables
 
 
-def evidence(fitted: Fitted, draws: Draws, chunk: Tensor) -> dict[str, Tensor]:
+def find_evidence(fitted: Fitted, draws: Draws, chunk: Tensor) -> dict[str, Tensor]:
     """Return the evidence of clients' own rows at each draw, by site with a variable integrated out."""
     own = fitted.federation.batch(chunk)
-    nodes = run_model(fitted, fitted.program.model, draws, chunk, own, prior=True)
-    return {site.name: evidence_of(nodes[site.name], own) for site in fitted.program.conditional}
-
-
-def evidence_of(node: Mapping[str, Any], batch: Batch) -> Tensor:
-    """Return the evidence of a batch's rows at a site; rows without an outcome do not count."""
-    mask = batch.mask if node["mask"] is None else node["mask"]
-    return node["fn"].evidence(node["value"], mask & torch.tensor(bool(node["is_observed"])))
+    with handlers.FindEvidence() as evidence:
+        run_model(fitted, fitted.program.model, draws, chunk, own, prior=True)
+    return evidence.found
 
 
 def derive(
@@ -456,20 +452,12 @@ def _trace_guide_on_server(fitted: Fitted, theta: Params, count: int) -> Mapping
         return poutine.trace(program.guide).get_trace(program.schema).nodes
 
 
-def guide_noise(
+def _guide_noise(
     program: Program, keys: Tensor, count: int, *, local: bool, centre: bool
 ) -> dict[str, list[Tensor]]:
     """Return the noise of the guide's local or global sites, or the centre of its distribution."""
-    found = program.noise(keys, count, local=local)
-    if not centre:
-        return found
-    return {
-        name: [
-            torch.full_like(part, _CENTRE[random.kind])
-            for part, random in zip(parts, program.randomness[name], strict=True)
-        ]
-        for name, parts in found.items()
-    }
+    made = centre_noise if centre else Program.noise
+    return made(program, keys, count, local=local)
 
 
 def _globals_once(program: Program, values: Mapping[str, Tensor]) -> Params:

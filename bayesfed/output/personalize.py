@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
 
-import torch
-from pyro import poutine
 from torch import Tensor
 
 from bayesfed.algorithms.algorithm import Algorithm, draws_at_once
-from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation
-from bayesfed.elbo import handlers, noise
+from bayesfed.elbo import noise
 from bayesfed.elbo.program import Params, Program
 from bayesfed.engine.batches import batches
 from bayesfed.engine.states import States
-from bayesfed.output.draws import evidence_of, guide_noise
-from bayesfed.output.outcomes import Outcomes
 from bayesfed.steps.job import Job
 
 
@@ -57,43 +50,10 @@ def personalize(
             continue
         keys = noise.fold(key.to(federation.device), federation.stream_ids[chunk])
         rows = batches(federation, chunk, batch_size, keys)
-        job = Job(program, {"theta": params}, {}, rows, keys)
-        if program.conditional:
-            start = program.init_locals(rows(0)) | algorithm.personalize(job, 0)
-            job = replace(job, program=given_own_rows(program, params | start, rows(None)))
-        found = algorithm.personalize(job, steps, lr)
+        found = algorithm.personalize(Job(program, {"theta": params}, {}, rows, keys), steps, lr)
         if not set(program.local_params) <= found.keys():
             found = program.init_locals(rows(0)) | found
         yield chunk, found
-
-
-def given_own_rows(program: Program, params: Params, own: Batch) -> Program:
-    """Return the program of K clients conditioned on their rows, where it has a variable of theirs integrated out.
-
-    Args:
-        program: the model and its guide.
-        params: global parameters, and those of the clients at which the rows are read.
-        own: the clients' rows, all of them.
-    """
-    supplied = {
-        name: parts
-        for local in (False, True)
-        for name, parts in guide_noise(program, own.index, 1, local=local, centre=True).items()
-    }
-    with torch.no_grad():
-        with handlers.given(own.device, params, supplied, draws=1):
-            guide = poutine.trace(program.guide).get_trace(own)
-        with handlers.given(own.device, params, draws=1), Outcomes():
-            nodes = poutine.trace(poutine.replay(program.model, trace=guide)).get_trace(own).nodes
-    found = {
-        site.name: evidence_of(nodes[site.name], own).squeeze(0) for site in program.conditional
-    }
-
-    def model(batch: Any) -> None:
-        with handlers.GivenOwnRows(found):
-            program.model(batch)
-
-    return replace(program, model=model)
 
 
 def gather(federation: Federation, parts: Iterator[tuple[Tensor, Params]]) -> Params:

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import one_hot
 
 import bayesfed as bf
-from bayesfed.models import LabelShares, Modulated, Network, mlp
+from bayesfed.models import LabelShares, Modulated, Network, mlp, start_subclasses
 from bayesfed.models.label_shares import ClientLabels
 
 PRIOR = LabelShares((0.5, 0.3, 0.2), concentration=1.5)
@@ -82,9 +82,10 @@ def test_training_is_the_same_and_predictions_are_shifted(
 ) -> None:
     algorithm, settings = ALGORITHMS[name]
     plain, shares = (
-        fitted(network(prior, **settings), train, algorithm).personalize(train, steps=0)
-        for prior in (None, PRIOR)
+        fitted(network(prior, **settings), train, algorithm) for prior in (None, PRIOR)
     )
+    if name != "SFVI":  # whose clients keep their variables, and make none anew
+        plain, shares = (one.personalize(train, steps=0) for one in (plain, shares))
     for key, value in plain.params.items():
         torch.testing.assert_close(shares.params[key], value)
     found = shares.probabilities(test, centre=True)["y"]
@@ -223,9 +224,9 @@ def test_saved_posteriors_need_the_rows_of_the_fit(
 
 
 def test_refusals(train: bf.Federation) -> None:
-    with pytest.raises(ValueError, match="label_shares are for labels"):
+    with pytest.raises(ValueError, match="label_shares and subclasses are for labels"):
         Network(mlp(4, 1), likelihood="normal", label_shares=PRIOR)
-    with pytest.raises(ValueError, match="3 labels, and the network 5 outputs"):
+    with pytest.raises(ValueError, match="3 labels, and the network outputs for 5"):
         fitted(Network(mlp(4, 5), label_shares=PRIOR), train)
     with pytest.raises(ValueError, match="client 'b': 2 in field 'y' is no label"):
         LabelShares.learn(train, classes=2)
@@ -235,3 +236,90 @@ def test_refusals(train: bf.Federation) -> None:
         LabelShares((0.5, 0.6), 1.0)
     with pytest.raises(ValueError, match="concentration is 0"):
         LabelShares((0.5, 0.5), 0.0)
+
+
+def test_the_shares_of_subclasses_are_those_of_variational_em() -> None:
+    """One label with two sub-classes: the fixed point of q(ρ) and q(m), solved by iteration in scalar form."""
+    torch.manual_seed(3)
+    z = 2 * torch.randn(1, 5, 2)
+    fn = ClientLabels(z, subclasses=2)
+    count = fn.evidence(torch.zeros(1, 5), torch.tensor([[True] * 4 + [False]]))[0, 0]
+    first = torch.digamma(0.3 + count[0]) - torch.digamma(0.3 + count[1])
+    q = torch.sigmoid(z[0, :4, 0] - z[0, :4, 1] + first)
+    torch.testing.assert_close(count, torch.stack([q.sum(), 4 - q.sum()]), atol=1e-3, rtol=0)
+    shares = (count + 0.3) / 4.6
+    two = ClientLabels(torch.cat([z, z.flip(-1)], -1), subclasses=2)
+    found = two.trained(torch.cat([count, torch.zeros(2)])).probs
+    joint = torch.stack(
+        [(shares * z.exp()).sum(-1), (0.5 * z.exp()).sum(-1)], -1
+    )  # of a label without rows the prior's shares
+    torch.testing.assert_close(found, joint / joint.sum(-1, keepdim=True))
+
+
+def test_one_subclass_is_no_subclass(train: bf.Federation, test: bf.Federation) -> None:
+    z = torch.randn(1, 4, 3)
+    fn = ClientLabels(z, PRIOR, subclasses=1)
+    counts = fn.evidence(torch.tensor([[0, 1, 1, 2]]), torch.tensor([[True] * 4]))
+    torch.testing.assert_close(fn.given(counts).probs, expected(z.softmax(-1), counts))
+    torch.testing.assert_close(fn.trained(counts).probs, z.softmax(-1))
+
+
+@pytest.mark.filterwarnings("ignore")  # three rounds are few
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_subclasses_under_each_algorithm(
+    name: str, train: bf.Federation, test: bf.Federation
+) -> None:
+    algorithm, settings = ALGORITHMS[name]
+    torch.manual_seed(0)
+    model = Network(mlp(4, 5, 6), label_shares=PRIOR, subclasses=2, **settings)
+    if name in ("FOLA", "PACPFL", "SFVI"):
+        with pytest.raises(ValueError, match="θ is random: take FedAvg"):
+            fitted(model, train, algorithm)
+        return
+    posterior = fitted(model, train, algorithm)
+    for one in (posterior, posterior.personalize(train, steps=2)):
+        probabilities = one.probabilities(test, 3)["y"]
+        torch.testing.assert_close(probabilities.sum(1), torch.ones(test.rows))
+    assert posterior.log_likelihood(train, 3)["y"].isfinite().all()
+
+
+def test_subclasses_find_what_a_label_means_to_a_client() -> None:
+    """Half of the clients have label 0 near −2 and label 1 near 2, the others the reverse."""
+    torch.manual_seed(0)
+    parts: list[dict[str, dict[str, torch.Tensor]]] = [{}, {}]
+    for i in range(20):
+        for part, count in zip(parts, (20, 100), strict=True):
+            y = torch.arange(count) % 2
+            x = (4.0 * y - 2) * (1 - 2 * (i % 2)) + torch.randn(count)
+            part[str(i)] = {"x": x[:, None], "y": y}
+    train, test = map(bf.Federation.from_arrays, parts)
+    module = start_subclasses(mlp(1, 16, 4), train, subclasses=2)
+    posterior = bf.fit(
+        Network(module, subclasses=2),
+        train,
+        bf.FedAvg(personal_steps=0),
+        rounds=20,
+        clients_per_round=0.5,
+        batch_size=10,
+        progress=False,
+    )
+    right = posterior.probabilities(test)["y"].argmax(1) == test["y"]
+    assert right.double().mean() > 0.95  # of a best one of 0.977; without sub-classes it is 0.5
+
+
+def test_subclasses_start_apart_and_with_equal_means(train: bf.Federation) -> None:
+    torch.manual_seed(0)
+    module = mlp(4, 5, 6)
+    started = start_subclasses(module, train, subclasses=2, width=3.0)
+    torch.testing.assert_close(started[-1].weight, 3 * module[-1].weight)
+    z = started(train["x"]).unflatten(-1, (3, 2))
+    for k in range(3):
+        own = z[train["y"] == k, k].mean(0)
+        torch.testing.assert_close(own, torch.zeros(2), atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match="no linear layer"):
+        start_subclasses(torch.nn.ReLU(), train, subclasses=2)
+
+
+def test_outputs_are_a_multiple_of_the_subclasses(train: bf.Federation) -> None:
+    with pytest.raises(ValueError, match="no multiple of subclasses=2"):
+        fitted(Network(mlp(4, 5), subclasses=2), train)
