@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from pyro import poutine
@@ -43,6 +44,8 @@ from bayesfed.vmap.mixtures import ClientMixture
 
 RESAMPLED_FROM = 64
 """Number of candidates from which a draw of a client's variables is chosen by weight."""
+KEPT = 10_000_000
+"""The largest size of a posterior's last draws, in numbers, that are kept for predictions and log likelihoods."""
 Chunks = Iterator[tuple[Tensor, "Draws"]]
 """Positions of some clients, and their draws."""
 
@@ -94,6 +97,11 @@ class Draws:
         return Draws(values, groups * count)
 
 
+_Kept = tuple[tuple[int, int, bool] | None, dict[tuple[int, ...], Draws]]
+_last_draws: WeakKeyDictionary[Fitted, _Kept] = WeakKeyDictionary()
+"""Of each posterior the draws that were made last: number, seed and centre, and by clients."""
+
+
 def equal_draws(
     fitted: Fitted, num_samples: int, seed: int, *federations: Federation, centre: bool = False
 ) -> Chunks:
@@ -108,14 +116,32 @@ def equal_draws(
         *federations: other rows of these clients that are evaluated at the draws; chunks are made small enough for
             them.
         centre: use the centre of q (zero noise) for every draw.
+
+    The draws of the last call are kept, if they are no more than :data:`KEPT` numbers.
     """
     program, key = fitted.program, fitted.key(seed)
     theta = draw_theta(fitted, num_samples, key, centre)
     if program.weights_draws and program.locals:
         yield from _resampled_draws(fitted, theta, num_samples, key, federations, centre)
         return
+    kept = _kept_draws(fitted, (num_samples, seed, centre))
     for chunk in client_chunks(fitted, num_samples, *federations):
-        yield chunk, draw_clients(fitted, theta, num_samples, chunk, key, centre=centre)
+        clients = tuple(chunk.tolist())
+        draws = kept.get(clients)
+        if draws is None:
+            draws = draw_clients(fitted, theta, num_samples, chunk, key, centre=centre)
+            if num_samples * len(fitted.federation) * max(1, program.variables) <= KEPT:
+                kept[clients] = draws
+        yield chunk, draws
+
+
+def _kept_draws(fitted: Fitted, which: tuple[int, int, bool]) -> dict[tuple[int, ...], Draws]:
+    """Return the draws of a posterior that were made last, by clients; none if they were other draws."""
+    last, kept = _last_draws.get(fitted, (None, {}))
+    if last != which:
+        kept = {}
+        _last_draws[fitted] = which, kept
+    return kept
 
 
 def _resampled_draws(

@@ -31,7 +31,9 @@ def sample(
         for name, value in draws.values.items():
             parts.setdefault(name, []).append(value.squeeze(2))
     return {
-        name: torch.cat(values, 1) if fitted.program.sites[name].local else values[0].squeeze(1)
+        name: torch.cat(values, 1)
+        if fitted.program.sites[name].local
+        else values[0].squeeze(1).clone()
         for name, values in parts.items()
     }
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributions import Normal
 
 import bayesfed as bf
-from bayesfed import models
+from bayesfed import datasets, models
 from bayesfed.data.chunks import chunks as cut
 from bayesfed.elbo import noise
 from bayesfed.output import draws as module
@@ -185,3 +185,38 @@ def test_the_posterior_of_a_network_works_for_all_ways_of_sharing(settings, tmp_
         one.save(tmp_path / "p")
         again = bf.Posterior.load(tmp_path / "p", model, one.federation)
         torch.testing.assert_close(again.probabilities()["y"], probabilities)
+
+
+def test_draws_of_a_posterior_are_made_once_for_arviz(monkeypatch):
+    """Draws, log likelihoods, predictions and derived values share them, and so does a second call."""
+    made, of_clients = [], module.draw_clients
+
+    def count(*args, **kwargs):
+        made.append(args[1:3])
+        return of_clients(*args, **kwargs)
+
+    monkeypatch.setattr(module, "draw_clients", count)
+    posterior = bf.fit(models.eight_schools, datasets.eight_schools(), rounds=3)
+    posterior.sample(50)
+    made.clear()
+    first = posterior.to_arviz(60)
+    assert len(made) == 1
+    again = posterior.to_arviz(60)
+    assert len(made) == 1
+    assert first.posterior.equals(again.posterior)
+    for value in posterior.sample(60).values():
+        value.zero_()
+    assert first.posterior.equals(posterior.to_arviz(60).posterior)
+    posterior.sample(60, seed=1)
+    assert len(made) == 2
+
+
+def test_draws_that_are_too_large_are_not_kept(monkeypatch):
+    posterior = bf.fit(models.eight_schools, datasets.eight_schools(), rounds=3)
+    kept = posterior.sample(50)
+    monkeypatch.setattr(module, "KEPT", 10)
+    other = bf.fit(models.eight_schools, datasets.eight_schools(), rounds=3)
+    found = other.sample(50)
+    assert not module._last_draws[other][1] and module._last_draws[posterior][1]
+    for name, value in kept.items():
+        torch.testing.assert_close(found[name], value)
