@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ import torch
 
 import bayesfed as bf
 from bayesfed import metrics
-from bayesfed.models import Modulated, Network, mlp
+from bayesfed.models import LabelShares, Modulated, Network, mlp, start_subclasses
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))
@@ -77,6 +77,8 @@ class Method:
         rounds: of training; 0 for clients by themselves.
         fraction: of the clients in a round.
         draws: of the posterior, for predictions.
+        shares: with the clients' label shares, and the sub-classes of labels where the model has them, whose prior is
+            learnt from the clients of the task.
     """
 
     make: Callable[..., tuple[Any, Any]]
@@ -85,6 +87,7 @@ class Method:
     rounds: int = 100
     fraction: float = 0.1
     draws: int = DRAWS
+    shares: bool = False
 
     def points(self, recipe: Recipe) -> list[dict[str, float]]:
         """Return every combination of the grid's values."""
@@ -101,6 +104,11 @@ def plain(
 ) -> Any:
     """Return a method with point estimates."""
     return parts(lr=rate, **LATER, **point), network(classes)
+
+
+def subclassed(classes: int, rows: float, *, rate: float, M: int) -> Any:
+    """Return FedAvg with M sub-classes of each label."""
+    return bf.FedAvg(lr=rate, **LATER), Network(mlp(784, 100, classes * M), subclasses=M)
 
 
 def fedprox(classes: int, rows: float, *, rate: float, mu: float) -> Any:
@@ -170,6 +178,8 @@ def pacpfl(classes: int, rows: float, *, rate: float, tau: float) -> Any:
 METHODS = {
     "Local": Method(partial(plain, bf.FedAvg), rounds=0),
     "FedAvg": Method(partial(plain, bf.FedAvg)),
+    "FedAvg, label shares": Method(partial(plain, bf.FedAvg), shares=True),
+    "FedAvg, sub-classes": Method(subclassed, {"M": (4, 8)}, shares=True),
     "FedProx": Method(fedprox, {"mu": (0.01, 0.1)}),
     "Per-FedAvg": Method(maml, {"inner": PERSONAL}),
     "pFedMe": Method(pfedme, {"lam": (0.5, 2.0)}),
@@ -201,6 +211,8 @@ def fitted(task: recipes.Task, method: Method, point: dict[str, float], seed: in
     """Return the posterior before any personal steps."""
     torch.manual_seed(seed)
     algorithm, model = method.make(task.classes, task.train.rows / len(task.train), **point)
+    if method.shares:
+        model = with_shares(model, task)
     run = bf.start(
         model,
         task.train,
@@ -213,6 +225,15 @@ def fitted(task: recipes.Task, method: Method, point: dict[str, float], seed: in
     for _ in range(method.rounds):
         bf.step(run)
     return bf.finish(run)
+
+
+def with_shares(model: Network, task: recipes.Task) -> Network:
+    """Return the network with the clients' label shares, and its sub-classes apart."""
+    module = model.module
+    if model.subclasses > 1:
+        module = start_subclasses(module, task.train, model.subclasses)
+    shares = LabelShares.learn(task.train, classes=task.classes)
+    return replace(model, module=module, label_shares=shares)
 
 
 def scores(

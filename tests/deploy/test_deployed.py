@@ -126,15 +126,25 @@ def test_nodes_look_closely_where_they_are_asked_to(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_methods_of_networks_agree_too(tmp_path):
-    train, _ = datasets.digits(clients=6)
-    plan = DeploymentPlan(models.Network(models.mlp(64, 10)), bf.FedABML(), 3, 0.5, 10)
+@pytest.mark.parametrize("shares", [False, True], ids=["plain", "label shares and sub-classes"])
+def test_methods_of_networks_agree_too(shares, tmp_path):
+    train, test = datasets.digits(clients=6)
+    network = models.Network(models.mlp(64, 10))
+    if shares:
+        prior = models.LabelShares.learn(train)
+        network = models.Network(models.mlp(64, 20), label_shares=prior, subclasses=2)
+    plan = DeploymentPlan(network, bf.FedABML(), 3, 0.5, 10)
     nodes = nodes_of(train, plan, tmp_path)
     found = run_on(nodes, plan, tmp_path)
     expected = bf.fit(
         plan.model, train, plan.algorithm, rounds=3, clients_per_round=0.5, batch_size=10
     )
     same(found.params, expected.params, 1e-4)
+    for node, posterior in zip(nodes, posteriors(nodes), strict=True):
+        rows = test.select(node.federation.names)
+        at_node = posterior.probabilities(rows, centre=True)["y"]
+        in_process = expected.probabilities(rows, centre=True)["y"]
+        torch.testing.assert_close(at_node, in_process, rtol=1e-3, atol=1e-3)
 
 
 def test_the_nodes_have_posteriors_and_the_server_has_none_of_their_variables(tmp_path):
