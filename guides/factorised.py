@@ -25,11 +25,13 @@ class Coordinates:
         support: Pyro's constraint.
         event_dim: the number of dimensions of one value.
         start: the value at the start, unconstrained.
+        unit: the scale of the prior, at the median of its draws; 1 where the support is not the whole line.
     """
 
     support: Any
     event_dim: int
     start: Tensor
+    unit: Tensor
 
     def point(self, u: Tensor) -> dist.Delta:
         """A Delta at the value of u ``(..., *shape)``; its log density is −log |det| of the change of variables."""
@@ -139,13 +141,14 @@ def factorised(
         support = constant_support(site.name, fn.support)
         u = biject_to(support).inv(value)
         u = u.reshape(-1, *u.shape[value.ndim - fn.event_dim :])
-        if site.local:
-            start = torch.zeros_like(u[0])
-        else:
-            at = moments(fn)
+        at, start = moments(fn), torch.zeros_like(u[0])
+        if not site.local:
             loc = at.loc.reshape(-1, *u.shape[1:])
             start = loc[0] if at.exact and (loc == loc[:1]).all() else u.median(0).values
-        parts[site.local][site.name] = Coordinates(support, fn.event_dim, start.clone())
+        unit = torch.ones_like(start)
+        if _real(biject_to(support)):
+            unit = at.scale.reshape(-1, *start.shape).clone().median(0).values.to(start)
+        parts[site.local][site.name] = Coordinates(support, fn.event_dim, start.clone(), unit)
     return Factorised(parts[False], parts[True], local_point, scale)
 
 

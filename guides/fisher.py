@@ -10,9 +10,42 @@ from bayesfed.data.batch import Batch
 from bayesfed.elbo.elbo import local_priors
 from bayesfed.elbo.moments import Moments
 from bayesfed.elbo.program import Params, Program
+from bayesfed.guides.factorised import loc_of
 
 Units = dict[str, tuple[Tensor, bool]]
 """By parameter: one over the root of its Fisher information, ``(K, 1, ...)``, and whether it is a log scale."""
+
+FEW = 50
+"""The largest number of numbers of a variable that is moved in units of its prior."""
+
+
+def prior_units(program: Program) -> Params:
+    """Return the units in which steps on point estimates are taken, by parameter; those that are left out are 1.
+
+    A local variable and the location of its prior have the prior's scale at the start, other globals the scale of their
+    own prior. Then a fit does not depend on the units of the fields, where the priors follow them. A ``pyro.param`` has
+    the unit 1, and so have local variables whose prior reads no random global, and variables of more than 50 numbers:
+    the rates of the papers are for the weights of networks as they are.
+    """
+    guide = program.guide
+    found = {loc_of(name): site.unit for name, site in guide.globals.items()}
+    random = set(found)
+    for name, site in guide.locals.items():
+        if not random & program.reads.get(name, frozenset()):
+            continue
+        found[loc_of(name)] = site.unit
+        anchor = program.anchors.get(name)
+        if anchor is not None and anchor.loc in random:
+            own = found[anchor.loc]
+            found[anchor.loc] = (
+                site.unit if own.shape == site.unit.shape else site.unit.mean().expand_as(own)
+            )
+    return {n: unit for n, unit in found.items() if unit.numel() <= FEW and (unit != 1).any()}
+
+
+def scaled(grads: Params, units: Params) -> Params:
+    """Return gradients in coordinates of these units, or steps there in the parameters' own."""
+    return {name: grad * units[name] if name in units else grad for name, grad in grads.items()}
 
 
 def first_prior_scales(program: Program, batch: Batch) -> Params:

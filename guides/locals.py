@@ -24,6 +24,7 @@ from bayesfed.guides.automatic import automatic_guide
 from bayesfed.guides.encoders import Encoded as WithEncoder
 from bayesfed.guides.encoders import contexts
 from bayesfed.guides.factorised import factorised
+from bayesfed.guides.fisher import prior_units
 from bayesfed.guides.flow import Flow
 from bayesfed.guides.full_rank import FullRank
 from bayesfed.guides.globals import Gaussian, LaplaceGaussian, OwnGuide, Particles, Point
@@ -91,7 +92,8 @@ class Kept(Locals):
 
     Attributes:
         kind: ``"point"`` or ``"normal"``.
-        scale: standard deviation of a Normal at the start; its location starts at the centre of the prior.
+        scale: standard deviation of a Normal at the start, in the unit of its prior
+            (:func:`~bayesfed.guides.fisher.prior_units`); its location starts at the centre of the prior.
         personal_steps: steps in which a client that took no part makes its variables.
     """
 
@@ -110,7 +112,11 @@ class Kept(Locals):
         """Return the centres of the priors, with the first standard deviations."""
         own, scales = program.init_locals(batch), program.guide.log_scales
         found = prior_centre(program, theta | own, batch)
-        return own | {n: v.detach().clone() for n, v in found.items() if n not in scales}
+        own |= {n: v.detach().clone() for n, v in found.items() if n not in scales}
+        for name, unit in prior_units(program).items():
+            if (log_scale := f"{name.removesuffix('.loc')}.log_scale") in scales:
+                own[log_scale] = own[log_scale] + unit.log()
+        return own
 
 
 @dataclass(frozen=True)

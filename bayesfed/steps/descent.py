@@ -2,7 +2,8 @@
 
     θ_i = θ as sent;  steps  x ← x − η ∇_x (L_i(w_i, θ_i) + μ/2 ‖x − x₀‖² + ⟨c, θ_i⟩)
 
-with L_i of :mod:`bayesfed.steps.losses`. x is what the steps move; x₀ is θ as it was sent where they move θ (FedProx,
+with L_i of :mod:`bayesfed.steps.losses`, all in units of the priors (:func:`~bayesfed.guides.fisher.prior_units`; a
+network's weights have unit 1). x is what the steps move; x₀ is θ as it was sent where they move θ (FedProx,
 Li et al. 2020, eq. 2), and the centre of the prior p(w_i | θ) where they move w_i (Ditto, Li et al. 2021, Algorithm
 1); c is a correction that the rule may prepare (SCAFFOLD).
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 from bayesfed.data.batch import Batch
 from bayesfed.elbo.elbo import Noise
 from bayesfed.elbo.program import Params, Program
+from bayesfed.guides.fisher import prior_units, scaled
 from bayesfed.guides.globals import Point
 from bayesfed.guides.locals import AtPrior, Kept, Locals, Remade, prior_centre, prior_of_locals
 from bayesfed.settings import Rate
@@ -142,7 +144,11 @@ class Descent(Steps):
         if self.proximal and self.moves in ("locals", "all"):
             pulls["near"] |= prior_of_locals(job.program, at, job.rows(0))
         if self.moves != "locals":
-            pulls["correction"] = job.given.get("correction", {})
+            units = prior_units(job.program)
+            pulls["correction"] = {  # SCAFFOLD's are made of steps over rates
+                n: v / units[n].square() if n in units else v
+                for n, v in job.given.get("correction", {}).items()
+            }
         return pulls
 
     @traceable
@@ -152,8 +158,9 @@ class Descent(Steps):
         """Take one step with the clients that are active; ``pulls`` are x₀ (``near``) and c (``correction``)."""
         own = leaves(free["params"])
         _, loss = self._losses(program, at, pulls, own, given.batch, centred)
-        grads = self.bounded(gradients(loss, own))
-        return optimizer.descend(self.optimizer, free, grads, given.rates[0], given.active)
+        units = prior_units(program)
+        grads = self.bounded(scaled(gradients(loss, own), units))
+        return optimizer.descend(self.optimizer, free, grads, given.rates[0], given.active, units)
 
     @traceable
     def losses(
@@ -167,7 +174,7 @@ class Descent(Steps):
     ) -> tuple[Tensor, Tensor]:
         loss = total = client_loss(program, at | own, batch, at_prior=centred)
         if near := pulls["near"]:
-            total = total + self.proximal / 2 * squared_distance(own, near)
+            total = total + self.proximal / 2 * squared_distance(own, near, prior_units(program))
         if correction := pulls["correction"]:
             total = total + inner_product(
                 {n: v for n, v in own.items() if n in correction}, correction
@@ -204,14 +211,18 @@ class Descent(Steps):
             return loss
         centre = prior_centre(program, at, batch)
         own = {name: at[name] for name in centre}
-        return loss + self.proximal / 2 * squared_distance(own, centre)
+        return loss + self.proximal / 2 * squared_distance(own, centre, prior_units(program))
 
     def move(
         self, program: Program, at: Params, given: Inputs, drawn: Noise, objective: Objective
     ) -> Params:
         """Return what one plain step down an objective moves."""
         own = leaves({name: at[name] for name in self.names(program)})
-        grads = self.bounded(gradients(objective(program, at | own, given.batch, drawn), own))
+        grads, units = (
+            gradients(objective(program, at | own, given.batch, drawn), own),
+            prior_units(program),
+        )
+        grads = scaled(self.bounded(scaled(grads, units)), units)
         return {name: optimizer.less(at[name], given.rates[0], grads[name]) for name in own}
 
     def constants(self, program: Program, batch: Batch) -> Params:

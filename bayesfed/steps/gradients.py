@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from bayesfed.guides.fisher import scaled
 from bayesfed.steps.optimizer import clipped
 
 Params = Mapping[str, Tensor]
@@ -66,6 +67,7 @@ def adapted(
     start: Params,
     steps: int,
     lr: float,
+    units: dict[str, Tensor] | None = None,
     *,
     order: str = "detached",
     most: float | None = None,
@@ -77,6 +79,7 @@ def adapted(
         start: φ⁰, ``(K, ...)`` each.
         steps: k.
         lr: η.
+        units: of some parameters, in which a step is taken; by default 1.
         order: what the result is differentiable in. ``"second"``: in ``start``, through the steps. ``"first"``: in
             ``start``, the steps' gradients taken as constants. ``"detached"``: in nothing, as always where
             ``start`` requires no gradient.
@@ -110,7 +113,9 @@ def adapted(
             leaves,
             create_graph=order == "second",
         )
+        found = scaled(found, units or {})
         if most is not None:
             found = clipped(found, most)
+        found = scaled(found, units or {})
         phi = {name: value - lr * found[name] for name, value in leaves.items()}
     return {name: value.detach() for name, value in phi.items()} if order == "detached" else phi

@@ -50,10 +50,14 @@ def uphill(before: Tensor, after: Tensor, rows: Tensor) -> Tensor:
     return before.isfinite() & ~(rows * (after - before) <= 1 + rows / 2)
 
 
-def squared_distance(own: Params, other: Params) -> Tensor | float:
-    """Return ‖own − other‖² of each client, ``(K,)``."""
-    parts = [(value - other[name]).square().flatten(1).sum(1) for name, value in own.items()]
-    return sum(parts, start=0.0)
+def squared_distance(own: Params, other: Params, units: Params) -> Tensor | float:
+    """Return ‖own − other‖² of each client, ``(K,)``, in units that are 1 where none are given."""
+    found: Tensor | float = 0.0
+    for name, value in own.items():
+        gap = value - other[name]
+        gap = gap / units[name] if name in units else gap
+        found = found + gap.square().flatten(1).sum(1)
+    return found
 
 
 def inner_product(own: Params, other: Params) -> Tensor:

@@ -92,6 +92,7 @@ def descend(
     grads: Mapping[str, Tensor],
     lr: float | Tensor,
     active: Tensor | None = None,
+    units: Mapping[str, Tensor] | None = None,
 ) -> State:
     """Take one step downhill with the clients that are ``active`` ``(K,)``.
 
@@ -101,6 +102,7 @@ def descend(
         grads: the gradients.
         lr: the rate.
         active: bool ``(K,)``; by default all.
+        units: of some parameters, in which the gradients and the step are; by default 1.
 
     Example:
         >>> import torch
@@ -121,6 +123,9 @@ def descend(
         new = state | {"params": {n: less(v, lr, velocity[n]) for n, v in params.items()}}
         if rule == "momentum":
             new["velocity"] = velocity
+    for name, unit in (units or {}).items():
+        if name in params:
+            new["params"][name] = params[name] + unit * (new["params"][name] - params[name])
     return {part: where_active(state[part], tensors, active) for part, tensors in new.items()}
 
 

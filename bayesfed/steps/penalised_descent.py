@@ -18,6 +18,7 @@ from torch import Tensor
 from bayesfed.data.batch import Batch
 from bayesfed.elbo.elbo import client_losses
 from bayesfed.elbo.program import Params, Program
+from bayesfed.guides.fisher import prior_units
 from bayesfed.guides.globals import Point
 from bayesfed.guides.locals import AtPrior, Locals, prior_centre, with_model_locals
 from bayesfed.settings import Rate
@@ -75,10 +76,11 @@ class PenalisedDescent(Steps):
         """Take one step with the clients that are active, under Σ_j F_j and Σ_j F_j θ_j of the other clients."""
         own, (lr,) = leaves(theta), given.rates
         grads = gradients(client_loss(program, own, given.batch, at_prior=True), own)
-        weight, found = 2 * lr * self.lam, {}
+        units, found = prior_units(program), {}
         for name, value in theta.items():
-            step = value - lr * grads[name]
-            pulled = step + weight * penalty["pull"][name]
+            rate = lr * units[name].square() if name in units else lr
+            weight = 2 * self.lam * rate
+            pulled = value - rate * grads[name] + weight * penalty["pull"][name]
             found[name] = pulled / (1 + weight * penalty["fisher"][name])
         return where_active(theta, found, given.active)
 

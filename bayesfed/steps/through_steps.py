@@ -30,6 +30,7 @@ from bayesfed.elbo import noise
 from bayesfed.elbo.elbo import client_losses
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.encoders import contexts
+from bayesfed.guides.fisher import prior_units, scaled
 from bayesfed.guides.globals import Point
 from bayesfed.guides.locals import Encoded, Locals, Remade, prior_centre
 from bayesfed.settings import Rate
@@ -93,8 +94,10 @@ class ThroughSteps(Steps):
         """Take one step on θ_i with the clients that are active."""
         own = leaves(theta["params"])
         phi = self.inner(program, own, rows[:-1], "second" if self.second_order else "first")
-        grads = clipped(gradients(client_loss(program, own | phi, rows[-1]), own))
-        return optimizer.descend(self.optimizer, theta, grads, lr, active)
+        units = prior_units(program)
+        grads = gradients(client_loss(program, own | phi, rows[-1]), own)
+        grads = clipped(scaled(grads, units))
+        return optimizer.descend(self.optimizer, theta, grads, lr, active, units)
 
     def inner(self, program: Program, theta: Params, rows: list[Batch], order: str) -> Params:
         """Return φ after a step on each of the minibatches."""
@@ -102,8 +105,8 @@ class ThroughSteps(Steps):
         def loss(phi: Mapping[str, Tensor], step: int) -> Tensor:
             return client_loss(program, {**theta, **phi}, rows[step])
 
-        start = prior_centre(program, theta, rows[0])
-        return adapted(loss, start, len(rows), self.inner_lr, order=order, most=1.0)
+        units, start = prior_units(program), prior_centre(program, theta, rows[0])
+        return adapted(loss, start, len(rows), self.inner_lr, units, order=order, most=1.0)
 
     @traceable
     def loss(self, program: Program, theta: Params, rows: list[Batch]) -> Tensor:
@@ -126,7 +129,12 @@ class ThroughSteps(Steps):
     ) -> Params:
         """Take one step on w_i."""
         return adapted(
-            lambda phi, _: client_loss(program, theta | dict(phi), batch), own, 1, lr, most=1.0
+            lambda phi, _: client_loss(program, theta | dict(phi), batch),
+            own,
+            1,
+            lr,
+            prior_units(program),
+            most=1.0,
         )
 
 

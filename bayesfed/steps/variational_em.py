@@ -31,6 +31,7 @@ from bayesfed.elbo import noise
 from bayesfed.elbo.elbo import Noise, client_losses
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.closed_forms import closed_forms, own_spreads
+from bayesfed.guides.fisher import prior_units, scaled
 from bayesfed.guides.globals import Point
 from bayesfed.guides.locals import Kept, Locals
 from bayesfed.settings import Rate, Times
@@ -150,8 +151,9 @@ class VariationalEM(Steps):
         params = state["params"]
         own = leaves({n: v for n, v in params.items() if n not in closed_forms(program).own})
         loss = self.loss(program, theta | params | own, given.batch, supplied)
-        grads = zeros_like(params) | gradients(loss, own)
-        return optimizer.descend(self.optimizer, state, grads, given.rates[0], given.active)
+        units = prior_units(program)
+        grads = zeros_like(params) | scaled(gradients(loss, own), units)
+        return optimizer.descend(self.optimizer, state, grads, given.rates[0], given.active, units)
 
     @traceable
     def m_step(
@@ -166,7 +168,8 @@ class VariationalEM(Steps):
             square = torch.where(before[name] > 0, before[name], squares[name])
             unit = square.clamp(min=1e-30).sqrt()
             grads[name] = (grad / per_client(unit, grad)).clamp(-LONGEST, LONGEST)
-        return optimizer.descend("sgd", body, grads, given.rates[0], given.active), squares
+        units = prior_units(program)
+        return optimizer.descend("sgd", body, grads, given.rates[0], given.active, units), squares
 
     def loss(
         self, program: Program, params: Params, batch: Batch, supplied: Noise, hyper: float = 0.0
