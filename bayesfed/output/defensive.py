@@ -10,7 +10,7 @@ sampling and defensive mixture distributions*), reach a mode or a tail that q la
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,7 +65,11 @@ def centre_of_draws(own: Params, count: int) -> Centre:
 
 
 def defensive_candidates(
-    given: Conditionals, centre: Centre, keys: Tensor, each: int
+    given: Conditionals,
+    centre: Centre,
+    keys: Tensor,
+    each: int,
+    widths: Sequence[float] = WIDTHS,
 ) -> Candidates:
     """Draw L candidates of K clients' variables at each draw of θ, and compute their log weights.
 
@@ -74,10 +78,11 @@ def defensive_candidates(
         centre: mean and covariance of the proposals.
         keys: the clients' noise streams, ``(K,)``.
         each: L.
+        widths: c, of which L / len(c) candidates each are drawn.
     """
     program, params, theta, batch, _ = given
     mean, root, shapes = centre
-    white, log_t = _draw_mixture(Size((each, *mean.shape)), keys)
+    white, log_t = _draw_mixture(Size((each, *mean.shape)), keys, widths)
     draws = mean + (root.double() @ white[..., None]).squeeze(-1)
     log_t = log_t - root.double().diagonal(dim1=-2, dim2=-1).log().sum(-1)
     flat = draws.flatten(0, 1).to(batch.scale.dtype)
@@ -90,21 +95,21 @@ def defensive_candidates(
     return Candidates(draws, (log_p - log_t.squeeze(-1)).nan_to_num(-torch.inf))
 
 
-def _draw_mixture(shape: Size, keys: Tensor) -> tuple[Tensor, Tensor]:
+def _draw_mixture(shape: Size, keys: Tensor, widths: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Draw from the mixture around 0 for V = 1: ``(L, S, K, 1, P)``, and their log densities ``(L, S, K, 1)``."""
     candidates, draws, size = shape[0], shape[1], shape[-1]
     tail = (candidates, draws, size + FREEDOM)
     normal = Draw("normal", tail)(fold(keys, word("defensive")), torch.float64)  # (K, L, S, .)
     normal = normal.movedim(0, 2).unsqueeze(3)
     white, chi = normal[..., :size], normal[..., size:].square().sum(-1, keepdim=True)
-    widths = normal.new_tensor(WIDTHS) * math.sqrt((FREEDOM - 2) / FREEDOM)
-    of = torch.arange(candidates, device=keys.device) % len(WIDTHS)
-    white = white * (FREEDOM / chi).sqrt() * widths[of].reshape(-1, 1, 1, 1, 1)
+    sizes = normal.new_tensor(widths) * math.sqrt((FREEDOM - 2) / FREEDOM)
+    of = torch.arange(candidates, device=keys.device) % len(widths)
+    white = white * (FREEDOM / chi).sqrt() * sizes[of].reshape(-1, 1, 1, 1, 1)
     square = white.square().sum(-1)
     parts = [
         -size * width.log() - (FREEDOM + size) / 2 * torch.log1p(square / (FREEDOM * width**2))
-        for width in widths
+        for width in sizes
     ]
     level = math.lgamma((FREEDOM + size) / 2) - math.lgamma(FREEDOM / 2)
-    level -= size / 2 * math.log(FREEDOM * math.pi) + math.log(len(WIDTHS))
+    level -= size / 2 * math.log(FREEDOM * math.pi) + math.log(len(widths))
     return white, torch.stack(parts).logsumexp(0) + level

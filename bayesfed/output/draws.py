@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from pyro import poutine
-from torch import Tensor
+from torch import Size, Tensor
 
 from bayesfed.data.batch import Batch
 from bayesfed.data.chunks import PASS, chunks, weight
@@ -29,7 +29,13 @@ from bayesfed.elbo.own_rows import centre_noise
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.sites import Site
 from bayesfed.guides.hierarchical import LOCAL
-from bayesfed.output.defensive import Centre, centre_of_draws, defensive_candidates, unstack
+from bayesfed.output.defensive import (
+    WIDTHS,
+    Centre,
+    centre_of_draws,
+    defensive_candidates,
+    unstack,
+)
 from bayesfed.output.evidence import (
     COST,
     EACH,
@@ -42,8 +48,12 @@ from bayesfed.output.fitted import Fitted
 from bayesfed.output.outcomes import NoSampler, Outcomes
 from bayesfed.vmap.mixtures import ClientMixture
 
-RESAMPLED_FROM = 64
-"""Number of candidates from which a draw of a client's variables is chosen by weight."""
+CANDIDATES = 64
+"""Number of defensive candidates of a client's variables, from which one is chosen, or evidence is estimated."""
+NOISY, NARROWER = 0.1, (1.1, 2.0)
+"""Variance of a client's Laplace estimate of evidence beyond which it is made from more candidates, and their widths."""
+AFFORDABLE = 2e7
+"""The largest size of a client's rows and variables, in numbers, over all these candidates."""
 KEPT = 10_000_000
 """The largest size of a posterior's last draws, in numbers, that are kept for predictions and log likelihoods."""
 Chunks = Iterator[tuple[Tensor, "Draws"]]
@@ -321,25 +331,45 @@ def _resample_client(
     fitted: Fitted, theta: Params, count: int, client: Tensor, key: Tensor
 ) -> Params:
     """Draw one client's variables given each draw of θ by importance sampling, some draws of θ at a time."""
-    federation = fitted.federation
-    batch, params = federation.batch(client), fitted.params_of(client)
-    numbers = int(federation.lengths[client]) * federation.numbers_per_row + fitted.program.size
-    together = max(1, PASS // (RESAMPLED_FROM * numbers))
     parts = []
+    for block, found, shapes in _defensive_blocks(fitted, theta, count, client, key, WIDTHS):
+        keys = noise.fold(block, fitted.federation.stream_ids[client])
+        parts.append(unstack(found.resample(keys).to(fitted.federation.dtype), shapes))
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _defensive_blocks(
+    fitted: Fitted,
+    theta: Params,
+    count: int,
+    client: Tensor,
+    key: Tensor,
+    widths: Sequence[float],
+    laplace: bool | None = None,
+) -> Iterator[tuple[Tensor, Candidates, Mapping[str, Size]]]:
+    """Yield noise keys, defensive candidates of one client and their shapes, for some draws of θ at a time."""
+    program, federation = fitted.program, fitted.federation
+    batch, params = federation.batch(client), fitted.params_of(client)
+    numbers = int(federation.lengths[client]) * federation.numbers_per_row + program.size
+    together = max(1, PASS // (CANDIDATES * numbers))
     for at in range(0, count, together):
         size = min(together, count - at)
         some = {name: value[at : at + size] for name, value in theta.items()}
         block = noise.fold(key, at)
-        centre = proposal_centre(fitted, some, size, client, block, RESAMPLED_FROM)
+        centre = proposal_centre(fitted, some, size, client, block, CANDIDATES, laplace)
+        given = Conditionals(program, params, some, batch, size)
         keys = noise.fold(block, federation.stream_ids[client])
-        given = Conditionals(fitted.program, params, some, batch, size)
-        found = defensive_candidates(given, centre, keys, RESAMPLED_FROM)
-        parts.append(unstack(found.resample(keys).to(federation.dtype), centre.shapes))
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        yield block, defensive_candidates(given, centre, keys, CANDIDATES, widths), centre.shapes
 
 
 def proposal_centre(
-    fitted: Fitted, theta: Params, count: int, chunk: Tensor, key: Tensor, each: int
+    fitted: Fitted,
+    theta: Params,
+    count: int,
+    chunk: Tensor,
+    key: Tensor,
+    each: int,
+    laplace: bool | None = None,
 ) -> Centre:
     """Find the mean and the covariance of defensive proposals of K clients' variables at S = ``count`` draws of θ.
 
@@ -350,8 +380,9 @@ def proposal_centre(
         chunk: positions of the clients.
         key: noise key.
         each: number of draws from q(w_i | θ) that they are those of, at each θ, if there is no Laplace approximation.
+        laplace: whether they are those of a Laplace approximation; by default if ``fitted`` draws with one.
     """
-    if fitted.laplace:
+    if fitted.laplace if laplace is None else laplace:
         batch, params = fitted.federation.batch(chunk), fitted.params_of(chunk)
         mode, root = laplace_approximation(
             Conditionals(fitted.program, params, theta, batch, count)
@@ -368,6 +399,24 @@ def candidates(fitted: Fitted, theta: Params, count: int, chunk: Tensor, key: Te
     supplied = program.noise(keys, EACH // 2 * count, local=True)
     batch, params = federation.batch(chunk), fitted.params_of(chunk)
     return laplace_candidates(Conditionals(program, params, theta, batch, count), supplied)
+
+
+def evidence_by_laplace(
+    fitted: Fitted, theta: Params, count: int, chunk: Tensor, key: Tensor
+) -> Tensor:
+    """Estimate log p(D_i | θ_s) of some clients from Laplace approximations, ``(S, K)``.
+
+    Clients whose estimates are noisy, with skewed or heavy-tailed posteriors, make more and wider candidates.
+    """
+    found = candidates(fitted, theta, count, chunk, key)
+    evidence, federation = found.evidence(), fitted.federation
+    for k in (found.noise().mean(0) > NOISY).nonzero()[:, 0].tolist():
+        client = chunk[k : k + 1]
+        numbers = int(federation.lengths[client]) * federation.numbers_per_row
+        if count * CANDIDATES * (numbers + fitted.program.size) <= AFFORDABLE:
+            blocks = _defensive_blocks(fitted, theta, count, client, key, NARROWER, laplace=True)
+            evidence[:, k] = torch.cat([block.evidence()[:, 0] for _, block, _ in blocks])
+    return evidence
 
 
 def run_model(

@@ -60,6 +60,11 @@ class Candidates(NamedTuple):
         """Return the estimate of log p(D_i | θ_s), ``(S, K)``."""
         return self.log_weights.logsumexp(0) - math.log(len(self.log_weights))
 
+    def noise(self) -> Tensor:
+        """Estimate the variance of :meth:`evidence` from two halves of the draws, in pairs: ``(S, K)``, at most 1."""
+        first, second = (self.log_weights[half::2].logsumexp(0) for half in (0, 1))
+        return ((first - second) / 2).tanh().square().nan_to_num(1.0)
+
     def resample(self, keys: Tensor) -> Tensor:
         """Choose one of the L draws by weight, ``(S, K, 1, P)``; ``keys`` are the clients' noise streams ``(K,)``."""
         below = self.log_weights.softmax(0).cumsum(0)
@@ -125,7 +130,7 @@ def laplace_approximation(given: Conditionals) -> tuple[Tensor, Tensor]:
     """Return û_s ``(S, K, 1, P)`` and a root of H_s⁻¹ ``(S, K, 1, P, P)``; ``given`` as of :func:`laplace_candidates`.
 
     Newton steps, with a line search where a whole step makes the density lower, go on at those draws of θ where they
-    still gain.
+    gain more than a tolerance.
     """
     start, least = _start(given)
     u, precision = start.clone(), start.new_empty(*start.shape, start.shape[-1])

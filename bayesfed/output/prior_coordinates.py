@@ -26,7 +26,7 @@ from bayesfed.guides.hierarchical import Hierarchical
 from bayesfed.guides.unconstrained import delta_at, split
 
 FARTHEST = 8.0
-"""The largest distance from the centre of a Cauchy prior, in v: larger ones are not told apart."""
+"""The largest distance from the centre of a Cauchy prior, in v: larger ones count as this one."""
 
 
 @dataclass(frozen=True, eq=False)
