@@ -50,8 +50,9 @@ from bayesfed.vmap.mixtures import ClientMixture
 
 CANDIDATES = 64
 """Number of defensive candidates of a client's variables, from which one is chosen, or evidence is estimated."""
-NOISY, NARROWER = 0.1, (1.1, 2.0)
-"""Variance of a client's Laplace estimate of evidence beyond which it is made from more candidates, and their widths."""
+PROBED, NOISY, NARROWER = 50, 0.05, (1.1, 2.0)
+"""Draws of θ at which Laplace estimates are compared with those of more candidates, of these widths; the mean square
+of the differences beyond which the latter are used."""
 AFFORDABLE = 2e7
 """The largest size of a client's rows and variables, in numbers, over all these candidates."""
 KEPT = 10_000_000
@@ -342,23 +343,23 @@ def _defensive_blocks(
     fitted: Fitted,
     theta: Params,
     count: int,
-    client: Tensor,
+    chunk: Tensor,
     key: Tensor,
     widths: Sequence[float],
     laplace: bool | None = None,
 ) -> Iterator[tuple[Tensor, Candidates, Mapping[str, Size]]]:
-    """Yield noise keys, defensive candidates of one client and their shapes, for some draws of θ at a time."""
+    """Yield noise keys, defensive candidates of K clients and their shapes, for some draws of θ at a time."""
     program, federation = fitted.program, fitted.federation
-    batch, params = federation.batch(client), fitted.params_of(client)
-    numbers = int(federation.lengths[client]) * federation.numbers_per_row + program.size
-    together = max(1, PASS // (CANDIDATES * numbers))
+    batch, params = federation.batch(chunk), fitted.params_of(chunk)
+    numbers = int(federation.lengths[chunk].max()) * federation.numbers_per_row + program.size
+    together = max(1, PASS // (CANDIDATES * len(chunk) * numbers))
     for at in range(0, count, together):
         size = min(together, count - at)
         some = {name: value[at : at + size] for name, value in theta.items()}
         block = noise.fold(key, at)
-        centre = proposal_centre(fitted, some, size, client, block, CANDIDATES, laplace)
+        centre = proposal_centre(fitted, some, size, chunk, block, CANDIDATES, laplace)
         given = Conditionals(program, params, some, batch, size)
-        keys = noise.fold(block, federation.stream_ids[client])
+        keys = noise.fold(block, federation.stream_ids[chunk])
         yield block, defensive_candidates(given, centre, keys, CANDIDATES, widths), centre.shapes
 
 
@@ -406,14 +407,22 @@ def evidence_by_laplace(
 ) -> Tensor:
     """Estimate log p(D_i | θ_s) of some clients from Laplace approximations, ``(S, K)``.
 
-    Clients whose estimates are noisy, with skewed or heavy-tailed posteriors, make more and wider candidates.
+    Of clients with skewed or heavy-tailed posteriors, whose estimates differ from those with more and wider candidates
+    at the first draws of θ, all are made with these.
     """
-    found = candidates(fitted, theta, count, chunk, key)
-    evidence, federation = found.evidence(), fitted.federation
-    for k in (found.noise().mean(0) > NOISY).nonzero()[:, 0].tolist():
+    evidence, federation = (
+        candidates(fitted, theta, count, chunk, key).evidence(),
+        fitted.federation,
+    )
+    first = min(PROBED, count)
+    some = {name: value[:first] for name, value in theta.items()}
+    wider = _defensive_blocks(fitted, some, first, chunk, key, NARROWER, laplace=True)
+    differences = evidence[:first] - torch.cat([block.evidence() for _, block, _ in wider])
+    poor = differences.nan_to_num(0.0, 0.0, 0.0).square().mean(0) > NOISY
+    for k in poor.nonzero()[:, 0].tolist():
         client = chunk[k : k + 1]
         numbers = int(federation.lengths[client]) * federation.numbers_per_row
-        if count * CANDIDATES * (numbers + fitted.program.size) <= AFFORDABLE:
+        if count * CANDIDATES * (numbers + fitted.program.variables) <= AFFORDABLE:
             blocks = _defensive_blocks(fitted, theta, count, client, key, NARROWER, laplace=True)
             evidence[:, k] = torch.cat([block.evidence()[:, 0] for _, block, _ in blocks])
     return evidence

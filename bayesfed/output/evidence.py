@@ -60,11 +60,6 @@ class Candidates(NamedTuple):
         """Return the estimate of log p(D_i | θ_s), ``(S, K)``."""
         return self.log_weights.logsumexp(0) - math.log(len(self.log_weights))
 
-    def noise(self) -> Tensor:
-        """Estimate the variance of :meth:`evidence` from two halves of the draws, in pairs: ``(S, K)``, at most 1."""
-        first, second = (self.log_weights[half::2].logsumexp(0) for half in (0, 1))
-        return ((first - second) / 2).tanh().square().nan_to_num(1.0)
-
     def resample(self, keys: Tensor) -> Tensor:
         """Choose one of the L draws by weight, ``(S, K, 1, P)``; ``keys`` are the clients' noise streams ``(K,)``."""
         below = self.log_weights.softmax(0).cumsum(0)

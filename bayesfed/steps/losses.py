@@ -34,20 +34,25 @@ def client_loss(
     return (losses.nll + losses.hyper / program.clients) / losses.rows
 
 
+RISE = 5.0
+"""The rise of a loss, in nats a row, that is uphill."""
+
+
 def uphill(before: Tensor, after: Tensor, rows: Tensor) -> Tensor:
     """Return whether steps down a loss per row ``(K,)`` have raised it, beyond the noise of minibatches: bool ``(K,)``.
 
-    A rise of more than half a nat for each row, and one more, or to a number that is not finite, shows steps that are
-    too long for the curvature of the loss. A loss that was not finite before is another matter.
+    A rise of more than five nats for each row, and one more, or to a number that is not finite, shows steps that are
+    too long for the curvature of the loss. Smaller ones occur in minibatches of networks, and averaging mends them. A
+    loss that was not finite before is another matter.
 
     Example:
         >>> import torch
         >>> from bayesfed.steps.losses import uphill
-        >>> before, after = torch.tensor([0.1, 0.1, 0.1]), torch.tensor([0.3, 0.9, torch.nan])
+        >>> before, after = torch.tensor([0.1, 0.1, 0.1]), torch.tensor([0.9, 9.0, torch.nan])
         >>> uphill(before, after, torch.tensor([10.0, 10.0, 10.0])).tolist()
         [False, True, True]
     """
-    return before.isfinite() & ~(rows * (after - before) <= 1 + rows / 2)
+    return before.isfinite() & ~(rows * (after - before) <= 1 + RISE * rows)
 
 
 def squared_distance(own: Params, other: Params, units: Params) -> Tensor | float:
