@@ -40,7 +40,7 @@ def prior_units(program: Program) -> Params:
             found[anchor.loc] = (
                 site.unit if own.shape == site.unit.shape else site.unit.mean().expand_as(own)
             )
-    return {n: unit for n, unit in found.items() if unit.numel() <= FEW and (unit != 1).any()}
+    return {name: unit for name, unit in found.items() if unit.numel() <= FEW}
 
 
 def scaled(grads: Params, units: Params) -> Params:

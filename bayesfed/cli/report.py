@@ -93,7 +93,7 @@ class RunFolder:
                 (self.path / name).unlink(missing_ok=True)
         self.write("config.toml", self.config)
         before = read_history(self.run)[:done] if done else []
-        rows = (_line(number, *row) for number, row in enumerate(before, 1))
+        rows = (_line(number, *row[:3]) for number, row in enumerate(before, 1))
         self.write("history.csv", "".join(["round,elbo,seconds,clients\n", *rows]))
         self.rounds = done
 

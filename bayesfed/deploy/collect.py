@@ -168,11 +168,13 @@ class Collector:
                 raise MessageError(f"{name!r} is not finite")
         if bool((parts["total"].get(ROWS, torch.zeros(())) < 0).any()):
             raise MessageError(f"{ROWS!r} is negative")
-        *terms, first = parts["elbo"]["terms"].tolist()
+        *terms, first, uphill = parts["elbo"]["terms"].tolist()
         if max(map(abs, terms)) > clients * torch.finfo(torch.float32).max:
             raise MessageError("its ELBO terms are beyond the range of single precision")
         if first not in range(clients + 1):
             raise MessageError(f"{first:g} of its {clients} clients are new")
+        if uphill not in range(clients + 1):
+            raise MessageError(f"the steps of {uphill:g} of its {clients} clients went uphill")
         privacy = self.run.privacy
         if privacy.clips:
             clipped = {n: v for n, v in parts["total"].items() if n != SHORT}

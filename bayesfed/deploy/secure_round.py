@@ -34,7 +34,7 @@ _METADATA = "bayesfed masked uploads"
 
 def masked_form(form: Tensors) -> Tensors:
     """Return the form of an upload once it is masked: two words for each number."""
-    parts = {f"total/{name}": value for name, value in form.items()} | {_ELBO: torch.zeros(3)}
+    parts = {f"total/{name}": value for name, value in form.items()} | {_ELBO: torch.zeros(4)}
     return {name: words_like(value) for name, value in parts.items()}
 
 

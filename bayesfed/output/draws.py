@@ -128,7 +128,7 @@ def equal_draws(
             them.
         centre: use the centre of q (zero noise) for every draw.
 
-    The draws of the last call are kept, if they are no more than :data:`KEPT` numbers.
+    The draws of the last call are kept, if they are at most :data:`KEPT` numbers.
     """
     program, key = fitted.program, fitted.key(seed)
     theta = draw_theta(fitted, num_samples, key, centre)

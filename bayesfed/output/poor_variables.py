@@ -75,6 +75,18 @@ class Distance(NamedTuple):
         return self.size > REACHED
 
 
+class ClientCheck(NamedTuple):
+    """The outcome of :func:`check_clients`.
+
+    Attributes:
+        poor: the clients whose draws are not a good approximation, beyond Monte Carlo error, the worst first.
+        doubtful: the clients whose draws may not be one, and whose variables can be resampled.
+    """
+
+    poor: dict[str, Distance]
+    doubtful: frozenset[str]
+
+
 class Distances(NamedTuple):
     """The distances of draws of K clients' variables, or of θ as of one client, by number of the variables.
 
@@ -108,8 +120,8 @@ class Distances(NamedTuple):
 
 @torch.no_grad()
 @handlers.on_cpu()
-def find_poor_clients(fitted: Fitted) -> dict[str, Distance]:
-    """Return the clients whose draws are not a good approximation of their posteriors given θ, the worst first.
+def check_clients(fitted: Fitted) -> ClientCheck:
+    """Compare clients' draws with their posteriors given θ.
 
     As many clients as are affordable are checked, those with few rows first, but for those whose variables are
     resampled already. None is checked under privacy, if the guide has no density of real variables of a client, or if
@@ -118,18 +130,19 @@ def find_poor_clients(fitted: Fitted) -> dict[str, Distance]:
     Example:
         >>> import bayesfed as bf
         >>> from bayesfed import datasets, models
-        >>> from bayesfed.output.poor_variables import find_poor_clients
-        >>> find_poor_clients(bf.fit(models.eight_schools, datasets.eight_schools()))
+        >>> from bayesfed.output.poor_variables import check_clients
+        >>> check_clients(bf.fit(models.eight_schools, datasets.eight_schools())).poor
         {}
     """
     if not _has_real_locals(fitted.program) or fitted.epsilon is not None:
-        return {}
+        return ClientCheck({}, frozenset())
     if not (names := _affordable(fitted)):
-        return {}
+        return ClientCheck({}, frozenset())
     few = fitted.select(names)
     key = few.key(0, "client check")
     theta = draw_theta(few, THETAS, key)
     found: dict[str, tuple[float, Distance]] = {}
+    doubtful: set[str] = set()
     for chunk in client_chunks(few, THETAS * FEW, few.federation):
         suspect = _distances(few, theta, chunk, key, FEW).excess(errors=1.0)[0] > SUSPECT
         for some in (
@@ -137,10 +150,15 @@ def find_poor_clients(fitted: Fitted) -> dict[str, Distance]:
         ):
             distances = _distances(few, theta, some, key, DRAWS)
             worst, number = distances.excess(ERRORS)
-            for k in (worst > 1).nonzero()[:, 0].tolist():
+            likely, _ = distances.excess(errors=1.0)
+            for k in range(len(some)):
                 name = few.federation.names[int(some[k])]
-                found[name] = float(worst[k]), distances.of(k, int(number[k]))
-    return _sorted(found)
+                distance = distances.of(k, int(number[k]))
+                if worst[k] > 1:
+                    found[name] = float(worst[k]), distance
+                if likely[k] > SUSPECT and distance.reached:
+                    doubtful.add(name)
+    return ClientCheck(_sorted(found), frozenset(doubtful))
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from bayesfed.output.fitted import Fitted
 from bayesfed.output.importance import pareto_k
 from bayesfed.output.log_densities import elbo
 from bayesfed.output.personalize import gather, personalize
-from bayesfed.output.poor_variables import Distance
+from bayesfed.output.poor_variables import ClientCheck, Distance
 from bayesfed.tracing.compiler import Compiler, using
 
 if TYPE_CHECKING:
@@ -83,7 +83,11 @@ class Posterior(Fitted):
         By client the site, the shift of its mean and the ratio of its standard deviation, see
         :mod:`bayesfed.output.poor_variables`. :meth:`corrected` draws their variables by importance sampling.
         """
-        return poor_variables.find_poor_clients(self)
+        return self._client_check.poor
+
+    @cached_property
+    def _client_check(self) -> ClientCheck:
+        return poor_variables.check_clients(self)
 
     @property
     def caveat(self) -> str:
@@ -128,9 +132,9 @@ class Posterior(Fitted):
         return corrected.with_clients_resampled()
 
     def with_clients_resampled(self) -> Posterior:
-        """Return the posterior with the variables of :attr:`poor_clients` drawn by importance sampling."""
-        reached = {name for name, distance in self.poor_clients.items() if distance.reached}
-        return replace(self, resampled=self.resampled | reached) if reached else self
+        """Return the posterior with the variables of clients drawn by importance sampling where q may be poor."""
+        doubtful = self._client_check.doubtful
+        return replace(self, resampled=self.resampled | doubtful) if doubtful else self
 
     def sample(
         self, num_samples: int = 1000, *, seed: int = 0, centre: bool = False

@@ -86,6 +86,7 @@ def put(at, value):
         (put(2, 1e6), "1e+06 of its 2 clients are new"),
         (put(2, -1.0), "-1 of its 2 clients are new"),
         (put(2, 0.5), "0.5 of its 2 clients are new"),
+        (put(3, 1e6), "the steps of 1e+06 of its 2 clients went uphill"),
         (put(0, 1e300), "beyond the range of single precision"),
         (put(1, -1e300), "beyond the range of single precision"),
         (put(1, math.nan), "is not finite"),

