@@ -68,9 +68,8 @@ def _log_prob(trace: Any, *, local: bool, skip: Sequence[str] = ()) -> Tensor | 
 
 
 def log_ratio(guide: Any, model: Any, *, local: bool, skip: Sequence[str] = ()) -> Tensor | float:
-    """Σ log p − Σ log q over the local or the global sites, as :func:`_log_prob`."""
-    p, q = (_log_prob(trace, local=local, skip=skip) for trace in (model, guide))
-    return p - q
+    """Σ log p − Σ log q over the local or the global sites, as :func:`_log_prob`; log q leaves out ``skip``."""
+    return _log_prob(model, local=local) - _log_prob(guide, local=local, skip=skip)
 
 
 def _terms(value: Tensor | float, like: Tensor, draws: int, clients: int) -> Tensor:
