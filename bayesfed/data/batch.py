@@ -50,7 +50,7 @@ class Batch:
         index: int64 ``(K,)``: the clients' positions in their federation.
         gaps: a field may have missing values, NaN.
         given: evidence of the clients' own rows, by its use and by site: see
-            :class:`~bayesfed.elbo.own_rows.GivenOwnRows`.
+            :class:`~bayesfed.elbo.handlers.GivenOwnRows`.
     """
 
     fields: Fields

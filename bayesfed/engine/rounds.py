@@ -36,6 +36,8 @@ HALVINGS = 40
 """The number of rounds whose steps may go uphill, each at half the learning rates of the one before."""
 OUTLIERS = 0.01
 """The share of a cohort up to which clients whose steps go uphill are left out, and rates stay as they are."""
+SUMS = 4
+"""The length of ``Answer.sums``."""
 PATIENCE = 10
 """The number of rounds of whose uploads more than half must count."""
 
@@ -70,7 +72,7 @@ class Answer(NamedTuple):
         total: the sum of the uploads that count.
         sound: whether each upload counts, bool ``(K,)``.
         sums: of these clients: Σ of their ELBO terms, the change of Σ of all clients' last terms, and the number of
-            clients that take part for the first time; the number of those whose steps went uphill: float64 ``(4,)``.
+            clients that take part for the first time; the number of those whose steps went uphill: float64 ``(SUMS,)``.
         terms: each client's ELBO term ``(K,)``, where the server may see it.
         noised: whether the noise of privacy is in the sum already.
     """
