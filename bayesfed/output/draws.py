@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from pyro import poutine
-from torch import Size, Tensor
+from torch import Tensor
 
 from bayesfed.data.batch import Batch
 from bayesfed.data.chunks import PASS, chunks, weight
@@ -28,33 +28,12 @@ from bayesfed.elbo.elbo import client_terms, draw
 from bayesfed.elbo.own_rows import centre_noise
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.sites import Site
-from bayesfed.guides.hierarchical import LOCAL
-from bayesfed.output.defensive import (
-    WIDTHS,
-    Centre,
-    centre_of_draws,
-    defensive_candidates,
-    unstack,
-)
-from bayesfed.output.evidence import (
-    COST,
-    EACH,
-    Candidates,
-    Conditionals,
-    laplace_approximation,
-    laplace_candidates,
-)
+from bayesfed.output.evidence import COST
 from bayesfed.output.fitted import Fitted
+from bayesfed.output.locals_given_theta import draw_guide_locals
 from bayesfed.output.outcomes import NoSampler, Outcomes
 from bayesfed.vmap.mixtures import ClientMixture
 
-CANDIDATES = 64
-"""Number of defensive candidates of a client's variables, from which one is chosen, or evidence is estimated."""
-PROBED, NOISY, NARROWER = 50, 0.05, (1.1, 2.0)
-"""Draws of θ at which Laplace estimates are compared with those of more candidates, of these widths; the mean square
-of the differences beyond which the latter are used."""
-AFFORDABLE = 2e7
-"""The largest size of a client's rows and variables, in numbers, over all these candidates."""
 KEPT = 10_000_000
 """The largest size of a posterior's last draws, in numbers, that are kept for predictions and log likelihoods."""
 Chunks = Iterator[tuple[Tensor, "Draws"]]
@@ -289,143 +268,6 @@ def draw_clients(
     own = program.temper(own)
     with torch.no_grad():
         return Draws(values, count, client_terms(program, params, given, own, supplied, count))
-
-
-def draw_guide_locals(
-    fitted: Fitted, theta: Params, count: int, chunk: Tensor, key: Tensor
-) -> Params:
-    """Draw the guide's local random sites of K clients given S draws of θ, ``(S, K, 1, *event)``.
-
-    They are draws from q(w_i | θ), or by importance sampling if the correction or ``fitted.resampled`` says so.
-    """
-    if fitted.laplace:
-        keys = noise.fold(key, fitted.federation.stream_ids[chunk])
-        found = {LOCAL: candidates(fitted, theta, count, chunk, key).resample(keys)}
-    else:
-        found = _draw_from_guide(fitted, theta, count, chunk, key)
-    for k, client in enumerate(chunk.tolist()):
-        if fitted.federation.names[client] in fitted.resampled:
-            better = _resample_client(fitted, theta, count, chunk[k : k + 1], key)
-            for name, value in better.items():
-                found[name][:, k] = value[:, 0]
-    return found
-
-
-def _draw_from_guide(
-    fitted: Fitted, theta: Params, count: int, chunk: Tensor, key: Tensor
-) -> Params:
-    """Draw the guide's local random sites of K clients from q(w_i | θ): ``(S, K, 1, *event)``."""
-    program, federation = fitted.program, fitted.federation
-    rows = None if program.needs_rows else torch.zeros(len(chunk), 1, dtype=torch.int64)
-    batch, params = federation.batch(chunk, rows), fitted.params_of(chunk)
-    supplied = program.noise(noise.fold(key, federation.stream_ids[chunk]), count, local=True)
-    with torch.no_grad(), handlers.given(batch.device, params, supplied, theta, count):
-        nodes = poutine.trace(program.guide).get_trace(batch).nodes
-    shape = count, len(chunk)
-    return {
-        name: nodes[name]["value"].expand(*shape, *nodes[name]["value"].shape[2:]).clone()
-        for name in supplied
-    }
-
-
-def _resample_client(
-    fitted: Fitted, theta: Params, count: int, client: Tensor, key: Tensor
-) -> Params:
-    """Draw one client's variables given each draw of θ by importance sampling, some draws of θ at a time."""
-    parts = []
-    for block, found, shapes in _defensive_blocks(fitted, theta, count, client, key, WIDTHS):
-        keys = noise.fold(block, fitted.federation.stream_ids[client])
-        parts.append(unstack(found.resample(keys).to(fitted.federation.dtype), shapes))
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def _defensive_blocks(
-    fitted: Fitted,
-    theta: Params,
-    count: int,
-    chunk: Tensor,
-    key: Tensor,
-    widths: Sequence[float],
-    laplace: bool | None = None,
-) -> Iterator[tuple[Tensor, Candidates, Mapping[str, Size]]]:
-    """Yield noise keys, defensive candidates of K clients and their shapes, for some draws of θ at a time."""
-    program, federation = fitted.program, fitted.federation
-    batch, params = federation.batch(chunk), fitted.params_of(chunk)
-    numbers = int(federation.lengths[chunk].max()) * federation.numbers_per_row + program.size
-    together = max(1, PASS // (CANDIDATES * len(chunk) * numbers))
-    for at in range(0, count, together):
-        size = min(together, count - at)
-        some = {name: value[at : at + size] for name, value in theta.items()}
-        block = noise.fold(key, at)
-        centre = proposal_centre(fitted, some, size, chunk, block, CANDIDATES, laplace)
-        given = Conditionals(program, params, some, batch, size)
-        keys = noise.fold(block, federation.stream_ids[chunk])
-        yield block, defensive_candidates(given, centre, keys, CANDIDATES, widths), centre.shapes
-
-
-def proposal_centre(
-    fitted: Fitted,
-    theta: Params,
-    count: int,
-    chunk: Tensor,
-    key: Tensor,
-    each: int,
-    laplace: bool | None = None,
-) -> Centre:
-    """Find the mean and the covariance of defensive proposals of K clients' variables at S = ``count`` draws of θ.
-
-    Args:
-        fitted: q of the clients.
-        theta: draws of the guide's global random sites, ``(S, 1, 1, *event)``.
-        count: S.
-        chunk: positions of the clients.
-        key: noise key.
-        each: number of draws from q(w_i | θ) that they are those of, at each θ, if there is no Laplace approximation.
-        laplace: whether they are those of a Laplace approximation; by default if ``fitted`` draws with one.
-    """
-    if fitted.laplace if laplace is None else laplace:
-        batch, params = fitted.federation.batch(chunk), fitted.params_of(chunk)
-        mode, root = laplace_approximation(
-            Conditionals(fitted.program, params, theta, batch, count)
-        )
-        return Centre(mode.double(), root.double(), {LOCAL: mode.shape[3:]})
-    repeated = {name: value.repeat(each, *[1] * (value.ndim - 1)) for name, value in theta.items()}
-    return centre_of_draws(_draw_from_guide(fitted, repeated, each * count, chunk, key), count)
-
-
-def candidates(fitted: Fitted, theta: Params, count: int, chunk: Tensor, key: Tensor) -> Candidates:
-    """Draw candidates of some clients' variables from Laplace approximations at each draw of θ."""
-    program, federation = fitted.program, fitted.federation
-    keys = noise.fold(key, federation.stream_ids[chunk])
-    supplied = program.noise(keys, EACH // 2 * count, local=True)
-    batch, params = federation.batch(chunk), fitted.params_of(chunk)
-    return laplace_candidates(Conditionals(program, params, theta, batch, count), supplied)
-
-
-def evidence_by_laplace(
-    fitted: Fitted, theta: Params, count: int, chunk: Tensor, key: Tensor
-) -> Tensor:
-    """Estimate log p(D_i | θ_s) of some clients from Laplace approximations, ``(S, K)``.
-
-    Of clients with skewed or heavy-tailed posteriors, whose estimates differ from those with more and wider candidates
-    at the first draws of θ, all are made with these.
-    """
-    evidence, federation = (
-        candidates(fitted, theta, count, chunk, key).evidence(),
-        fitted.federation,
-    )
-    first = min(PROBED, count)
-    some = {name: value[:first] for name, value in theta.items()}
-    wider = _defensive_blocks(fitted, some, first, chunk, key, NARROWER, laplace=True)
-    differences = evidence[:first] - torch.cat([block.evidence() for _, block, _ in wider])
-    poor = differences.nan_to_num(0.0, 0.0, 0.0).square().mean(0) > NOISY
-    for k in poor.nonzero()[:, 0].tolist():
-        client = chunk[k : k + 1]
-        numbers = int(federation.lengths[client]) * federation.numbers_per_row
-        if count * CANDIDATES * (numbers + fitted.program.variables) <= AFFORDABLE:
-            blocks = _defensive_blocks(fitted, theta, count, client, key, NARROWER, laplace=True)
-            evidence[:, k] = torch.cat([block.evidence()[:, 0] for _, block, _ in blocks])
-    return evidence
 
 
 def run_model(

@@ -10,9 +10,10 @@ from torch import Tensor
 from bayesfed.elbo import noise
 from bayesfed.elbo.elbo import log_parts, server_pass
 from bayesfed.elbo.program import Params
-from bayesfed.output.draws import client_chunks, draw_theta, evidence_by_laplace
+from bayesfed.output.draws import client_chunks, draw_theta
 from bayesfed.output.evidence import COST
 from bayesfed.output.fitted import Fitted
+from bayesfed.output.locals_given_theta import evidence_by_laplace
 
 SumLogWeights = Callable[[Fitted, Params, int, Tensor, bool], Tensor]
 """A function like :func:`sum_log_weights`; in a deployment it asks the institutions and adds up their answers."""

@@ -22,16 +22,11 @@ from bayesfed.elbo.elbo import run
 from bayesfed.elbo.moments import unconstrained
 from bayesfed.elbo.program import Params, Program
 from bayesfed.output.defensive import LARGEST, defensive_candidates, unstack
-from bayesfed.output.draws import (
-    client_chunks,
-    draw_guide_locals,
-    draw_theta,
-    globals_at,
-    proposal_centre,
-)
+from bayesfed.output.draws import client_chunks, draw_theta, globals_at
 from bayesfed.output.evidence import Conditionals
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.importance import truncate_weights
+from bayesfed.output.locals_given_theta import draw_guide_locals, proposal_centre
 
 THETAS, FEW, DRAWS = 8, 64, 256
 """Number of draws of θ, and of draws of a client's variables at each: for all clients, and for those found suspect."""

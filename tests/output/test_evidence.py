@@ -10,7 +10,7 @@ from scipy.stats import multivariate_normal, norm, poisson
 
 import bayesfed as bf
 from bayesfed.elbo import noise
-from bayesfed.output import draws
+from bayesfed.output import locals_given_theta
 from bayesfed.output.evidence import EACH, has_block
 from bayesfed.output.log_densities import sum_log_weights
 
@@ -171,5 +171,5 @@ def test_poor_estimates_are_made_from_more_candidates(monkeypatch):
         return np.sqrt(np.mean((found.numpy() - exact) ** 2))
 
     with_more = error()
-    monkeypatch.setattr(draws, "NOISY", np.inf)
+    monkeypatch.setattr(locals_given_theta, "NOISY", np.inf)
     assert with_more < 0.28 < error()
