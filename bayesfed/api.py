@@ -27,7 +27,7 @@ from bayesfed.algorithms.table import (
     Scaffold,
     SFVIAvg,
 )
-from bayesfed.data import datasets, simulations
+from bayesfed.data import datasets, images, simulations
 from bayesfed.data.federation import Federation
 from bayesfed.engine.execution import Execution
 from bayesfed.engine.privacy import Privacy
@@ -80,6 +80,7 @@ __all__ = [
     "fit",
     "formula",
     "guides",
+    "images",
     "loo",
     "metrics",
     "models",

@@ -202,30 +202,3 @@ def mlp(*sizes: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequen
     for before, after in itertools.pairwise(sizes):
         layers += [nn.Linear(before, after), activation()]
     return nn.Sequential(*layers[:-1])
-
-
-def cnn(
-    shape: tuple[int, int, int], classes: int, channels: Sequence[int] = (32, 32), hidden: int = 128
-) -> nn.Sequential:
-    """Make convolutions 5 × 5 with ReLU and 2 × 2 pooling, then one hidden layer and the head.
-
-    Args:
-        shape: channels, height and width of one image; rows may be flat or not.
-        classes: number of outputs.
-        channels: number of channels of each convolution: two as in the FEMNIST benchmark; three, as ``(32, 64, 64)``,
-            make the usual five layers for CIFAR.
-        hidden: width of the layer before the head.
-
-    Example:
-        >>> import torch
-        >>> from bayesfed import models
-        >>> models.cnn((1, 28, 28), 62)(torch.zeros(5, 784)).shape
-        torch.Size([5, 62])
-    """
-    layers: list[nn.Module] = [nn.Flatten(), nn.Unflatten(1, shape)]
-    before, height, width = shape
-    for after in channels:
-        layers += [nn.Conv2d(before, after, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
-        before, height, width = after, height // 2, width // 2
-    layers += [nn.Flatten(), nn.Linear(before * height * width, hidden), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(hidden, classes))
