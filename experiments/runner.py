@@ -195,6 +195,31 @@ def best(
     return {name: found[name][1:] for name in trials if name in found}
 
 
+def descend(
+    loss: Callable[[dict[str, Any]], float], values: Mapping[str, Sequence[Any]]
+) -> dict[str, Any]:
+    """Return the settings whose loss is below that of all neighbours, from the middle of each setting's values."""
+    losses: dict[tuple[int, ...], float] = {}
+
+    def at(place: tuple[int, ...]) -> float:
+        if place not in losses:
+            point = {name: values[name][i] for name, i in zip(values, place, strict=True)}
+            losses[place] = loss(point)
+        return losses[place]
+
+    place, before = tuple(len(each) // 2 for each in values.values()), None
+    while place != before:
+        before = place
+        for axis, each in enumerate(values.values()):
+            for step in (-1, 1):
+                while 0 <= place[axis] + step < len(each):
+                    other = (*place[:axis], place[axis] + step, *place[axis + 1 :])
+                    if at(other) >= at(place):
+                        break
+                    place = other
+    return {name: values[name][i] for name, i in zip(values, place, strict=True)}
+
+
 # -- tables ----------------------------------------------------------------------------------------
 
 

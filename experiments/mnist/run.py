@@ -3,22 +3,26 @@
     python experiments/mnist/run.py                                    # every recipe and method, hours on two cores
     python experiments/mnist/run.py few_images --methods FedAvg FedABML --seeds 3 --jobs 2 --data PATH
 
-Every method is tuned over the same small grid. PATH is an MNIST npz with train_images, train_labels, test_images and
-test_labels. An MLP 784-100-10, 10 % of the clients in a round ("all train": all of them, and 10 % upload), 5 local
-epochs, batches of 50, 100 rounds, gradient descent but for the heads of PFedVEM. Then every client takes some gradient
-steps on its own rows from the server's network; stateful methods, and PACPFL, which only conditions (one step a round,
-250 rounds), have a column "kept" instead. The prediction of a posterior is the mean over 20 draws of it (60 with
-PACPFL).
+Every method is tuned alike. PATH is an MNIST npz with train_images, train_labels, test_images and test_labels. An MLP
+784-100-10, 10 % of the clients in a round ("all train": all of them, and 10 % upload), 5 local epochs, batches of 50,
+100 rounds, gradient descent but for the heads of PFedVEM. Then every client takes some gradient steps on its own rows
+from the server's network; stateful methods, and PACPFL, which only conditions (one step a round, 250 rounds), have a
+column "kept" instead. The prediction of a posterior is the mean over 20 draws of it (60 with PACPFL).
 
-Rates of local and of personal steps are chosen from the same grid for every method, and where a method has
-one more setting, that from two values: on seed 0, by the NLL on validation images after the last number of steps. The
-table is of test images, mean ± standard error over the seeds: accuracy % / NLL / ECE of all clients' rows together.
+Rates of local and of personal steps are chosen from the same values for every method, and a setting of its own where a
+method has one: on seed 0, by the NLL on validation images without personal steps or after the last number of them,
+whichever is lower. The search starts in the middle of the values and goes to a neighbour while that is better, so that
+the choice is better than both of its neighbours. The table is of test images, mean ± standard error over the seeds:
+accuracy % / NLL / ECE of all clients' rows together.
 
-A row bears a method's name only if its settings leave in force what the method is about. The KL has weight 1 in
-FedABML, as in its paper's objective, or 0.1, in pFedBayes its ζ (``lam`` in both); the prior's scale is learnt, and θ_i
-takes natural steps of half a rate, where a whole one would put it on φ and make FedAvg of both. For the same reason
-pFedMe's θ_i goes half of the way to w_i in a step. Ditto trains the common network by FedAvg beside the personal ones,
-each held to it by λ; where the common weights are the mean of the personal ones, the row is pFedMAP.
+Every method has a second row, in which its predictions and personal steps have the clients' label shares as well
+(bayesfed.models.label_shares), with the best settings for it among those that the search tried.
+
+A row bears a method's name only if its settings leave in force what the method is about. The KL has a weight around 1
+in FedABML, as in its paper's objective, and around 0.1 in pFedBayes, its ζ (``lam`` in both); the prior's scale is
+learnt, and θ_i takes natural steps of half a rate, where a whole one would put it on φ and make FedAvg of both. For the
+same reason pFedMe's θ_i goes half of the way to w_i in a step. Ditto trains the common network by FedAvg beside the
+personal ones, each held to it by λ. "Local" is 20 rounds of 5 epochs of every client by itself.
 """
 
 from __future__ import annotations
@@ -42,26 +46,28 @@ HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))
 import runner  # noqa: E402
 
-PERSONAL = (0.1, 0.3)
+RATES = (0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
+PERSONAL = (0.03, 0.1, 0.3)
 DRAWS = 20
 LATER = {"personal_steps": 0}
 """Personal steps are taken by :func:`scores`."""
+SHARES = ", label shares"
+"""What the name of a method's second row ends with."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A way to deal images, the rates that are tried, and the personal steps after which clients are judged."""
+    """A way to deal images, and the personal steps after which clients are judged."""
 
     make: Callable[[str, int], recipes.Task]
-    rates: tuple[float, ...] = (0.3, 0.7)
     steps: tuple[int, ...] = (0, 5, 25, 50)
 
 
 RECIPES = {
-    "few_images": Recipe(recipes.few_images, (0.1, 0.3, 0.7)),
-    "small_shards": Recipe(recipes.small_shards, (0.1, 0.3, 0.7)),
+    "few_images": Recipe(recipes.few_images),
+    "small_shards": Recipe(recipes.small_shards),
     "concept_drift": Recipe(recipes.concept_drift),
-    "new_clients": Recipe(recipes.new_clients, (0.1, 0.3, 0.7), (0, 1, 5, 20, 50)),
+    "new_clients": Recipe(recipes.new_clients, (0, 1, 5, 20, 50)),
 }
 
 
@@ -72,13 +78,12 @@ class Method:
     Attributes:
         make: from the number of classes, a client's average number of rows and a point of the grid: the algorithm and
             the model.
-        grid: its settings that are tried, beside the recipe's rates.
+        grid: the values of its settings that may be tried, beside the rates.
         kept: clients are stateful, or condition on their rows, and are judged without personal steps.
-        rounds: of training; 0 for clients by themselves.
+        rounds: of training.
         fraction: of the clients in a round.
         draws: of the posterior, for predictions.
-        shares: with the clients' label shares, and the sub-classes of labels where the model has them, whose prior is
-            learnt from the clients of the task.
+        shares: settings are chosen for the row with label shares.
     """
 
     make: Callable[..., tuple[Any, Any]]
@@ -88,11 +93,6 @@ class Method:
     fraction: float = 0.1
     draws: int = DRAWS
     shares: bool = False
-
-    def points(self, recipe: Recipe) -> list[dict[str, float]]:
-        """Return every combination of the grid's values."""
-        grid = {"rate": recipe.rates[: 1 if self.rounds == 0 else None], **self.grid}
-        return runner.combinations(grid)
 
 
 def network(classes: int, **settings: Any) -> Network:
@@ -130,10 +130,18 @@ def abml(parts: Callable[..., Any], classes: int, rows: float, *, rate: float, l
     return algorithm, network(classes, spread="learnt", scale=0.1)
 
 
+def plain_abml(classes: int, rows: float, *, rate: float, lam: float) -> Any:
+    """Return FedABML with gradient steps of one rate, as its Algorithm 1 has them."""
+    algorithm = bf.FedABML(
+        lr=rate, prior_lr=rate, natural=False, inner_steps=1, kl_weight=lam, draws=3, **LATER
+    )
+    return algorithm, network(classes, spread="learnt", scale=0.1)
+
+
 def pfedmap(classes: int, rows: float, *, rate: float, rho: float) -> Any:
-    """Return pFedMAP, whose common weights are the mean of the personal ones."""
-    algorithm = bf.PFedMAP(lr=rate, optimizer="sgd", **LATER)
-    return algorithm, network(classes, scale=rho)
+    """Return pFedMAP with a personal last layer on a shared body, as it was published."""
+    algorithm = bf.PFedMAP(lr=rate, body_lr=rate, optimizer="sgd", **LATER)
+    return algorithm, network(classes, local=["2."], scale=rho)
 
 
 def headed(parts: Callable[..., Any], classes: int, rows: float, *, rate: float) -> Any:
@@ -165,6 +173,13 @@ def cafeme(classes: int, rows: float, *, rate: float, inner: float) -> Any:
     return algorithm, model
 
 
+def gated(classes: int, rows: float, *, rate: float, inner: float) -> Any:
+    """Return CAFeMe with the gates of its eq. 4.4, five inner steps, and one gradient of the server's a round."""
+    model = Modulated(mlp(784, 100, classes), mlp(784, 100), context=100)
+    algorithm = bf.CAFeMe(inner_lr=inner, lr=rate, inner_steps=5, outer_steps=1, **LATER)
+    return algorithm, model
+
+
 def pacpfl(classes: int, rows: float, *, rate: float, tau: float) -> Any:
     """Return PACPFL with priors N(m, s²) over the weights; Adam's rate is ``rate`` / 100.
 
@@ -176,26 +191,32 @@ def pacpfl(classes: int, rows: float, *, rate: float, tau: float) -> Any:
 
 
 METHODS = {
-    "Local": Method(partial(plain, bf.FedAvg), rounds=0),
+    "Local": Method(partial(plain, bf.Local), kept=True, rounds=20, fraction=1.0),
     "FedAvg": Method(partial(plain, bf.FedAvg)),
-    "FedAvg, label shares": Method(partial(plain, bf.FedAvg), shares=True),
-    "FedAvg, sub-classes": Method(subclassed, {"M": (4, 8)}, shares=True),
-    "FedProx": Method(fedprox, {"mu": (0.01, 0.1)}),
-    "Per-FedAvg": Method(maml, {"inner": PERSONAL}),
-    "pFedMe": Method(pfedme, {"lam": (0.5, 2.0)}),
-    "pFedBayes": Method(partial(abml, bf.PFedBayes), {"lam": (0.05, 0.5)}),
-    "Ditto": Method(partial(plain, bf.Ditto), {"lam": (0.1, 1.0)}, kept=True),
-    "pFedMAP": Method(pfedmap, {"rho": (0.2, 1.0)}, kept=True),
+    "FedAvg, sub-classes": Method(subclassed, {"M": (1, 2, 4, 6, 8, 12)}, shares=True),
+    "FedProx": Method(fedprox, {"mu": (0.01, 0.03, 0.1, 0.3, 1.0)}),
+    "FedNova": Method(partial(plain, bf.FedNova)),
+    "SCAFFOLD": Method(partial(plain, bf.Scaffold)),
+    "Per-FedAvg": Method(maml, {"inner": (0.03, 0.1, 0.3)}),
+    "pFedMe": Method(pfedme, {"lam": (0.5, 1.0, 2.0, 5.0, 15.0)}),
+    "pFedBayes": Method(partial(abml, bf.PFedBayes), {"lam": (0.02, 0.05, 0.1, 0.2)}),
+    "Ditto": Method(partial(plain, bf.Ditto), {"lam": (0.03, 0.1, 0.3, 1.0)}, kept=True),
+    "pFedMAP": Method(pfedmap, {"rho": (0.05, 0.1, 0.2, 0.5, 1.0)}, kept=True),
     "FedPer": Method(partial(headed, bf.FedPer), kept=True),
     "FedRep": Method(partial(headed, bf.FedRep), kept=True),
     "FedBABU": Method(partial(headed, bf.FedBABU)),
-    "PFedVEM": Method(vem, {"head": (0.01, 0.03)}, kept=True),
+    "PFedVEM": Method(vem, {"head": (0.003, 0.01, 0.03, 0.1)}, kept=True),
     "PFedVEM, all train": Method(
-        partial(vem, upload_fraction=0.1), {"head": (0.003, 0.01)}, kept=True, fraction=1.0
+        partial(vem, upload_fraction=0.1),
+        {"head": (0.001, 0.003, 0.01, 0.03)},
+        kept=True,
+        fraction=1.0,
     ),
-    "CAFeMe": Method(cafeme, {"inner": PERSONAL}),
-    "PACPFL": Method(pacpfl, {"tau": (1.0, 20.0)}, kept=True, rounds=250, draws=3 * DRAWS),
-    "FedABML": Method(partial(abml, bf.FedABML), {"lam": (0.1, 1.0)}),
+    "CAFeMe": Method(cafeme, {"inner": (0.03, 0.1, 0.3, 1.0)}),
+    "CAFeMe, eq. 4.4": Method(gated, {"inner": (0.03, 0.1, 0.3, 1.0)}),
+    "PACPFL": Method(pacpfl, {"tau": (1.0, 5.0, 20.0, 80.0)}, kept=True, rounds=250, draws=60),
+    "FedABML": Method(partial(abml, bf.FedABML), {"lam": (0.3, 1.0, 3.0)}),
+    "FedABML, plain steps": Method(plain_abml, {"lam": (0.3, 1.0, 3.0)}),
 }
 
 
@@ -211,13 +232,15 @@ def fitted(task: recipes.Task, method: Method, point: dict[str, float], seed: in
     """Return the posterior before any personal steps."""
     torch.manual_seed(seed)
     algorithm, model = method.make(task.classes, task.train.rows / len(task.train), **point)
-    if method.shares:
-        model = with_shares(model, task)
+    if getattr(model, "subclasses", 1) > 1:
+        module = start_subclasses(model.module, task.train, model.subclasses)
+        model = replace(model, module=module)
+    shares = LabelShares.learn(task.train, classes=task.classes)
     run = bf.start(
-        model,
+        replace(model, label_shares=shares),
         task.train,
         algorithm,
-        rounds=max(method.rounds, 1),
+        rounds=method.rounds,
         clients_per_round=method.fraction,
         batch_size=50,
         seed=seed,
@@ -225,15 +248,6 @@ def fitted(task: recipes.Task, method: Method, point: dict[str, float], seed: in
     for _ in range(method.rounds):
         bf.step(run)
     return bf.finish(run)
-
-
-def with_shares(model: Network, task: recipes.Task) -> Network:
-    """Return the network with the clients' label shares, and its sub-classes apart."""
-    module = model.module
-    if model.subclasses > 1:
-        module = start_subclasses(module, task.train, model.subclasses)
-    shares = LabelShares.learn(task.train, classes=task.classes)
-    return replace(model, module=module, label_shares=shares)
 
 
 def scores(
@@ -256,6 +270,20 @@ def scores(
     return found
 
 
+def of_all_clients(posterior: bf.Posterior, rows: bf.Federation) -> bf.Federation:
+    """Return rows that have the label shares of all clients together, so that a client's own make no difference."""
+    mean = torch.tensor(posterior.program.model.label_shares.mean)
+    return replace(rows, fields=rows.fields | {"shares": mean.expand(rows.rows, -1)})
+
+
+def both(
+    posterior: bf.Posterior, own: bf.Federation, rows: bf.Federation, *how: Any
+) -> dict[str, Scores]:
+    """Return :func:`scores` with the label shares of all clients together (""), and with each client's own."""
+    alike = (of_all_clients(posterior, part) for part in (own, rows))
+    return {"": scores(posterior, *alike, *how), SHARES: scores(posterior, own, rows, *how)}
+
+
 def some_of(federation: bf.Federation, count: int) -> bf.Federation:
     """Return the first rows of each client."""
     first = torch.arange(count)
@@ -265,62 +293,70 @@ def some_of(federation: bf.Federation, count: int) -> bf.Federation:
     return bf.Federation(fields, offsets, federation.names)
 
 
-def tune(
-    data: str, recipe: str, name: str, point: dict[str, float]
-) -> list[tuple[float, float, Scores]]:
-    """Return for each personal rate: validation NLL after the last number of steps, the rate, the scores.
+def tune(data: str, recipe: str, name: str) -> dict[str, tuple[float, dict[str, float], float]]:
+    """Return the lowest validation NLL of both rows of a method, its settings and its personal rate.
 
     Where new clients are judged, old ones personalise with as few rows as these have.
     """
-    method = METHODS[name]
+    method, steps = METHODS[name], RECIPES[recipe].steps
     task = RECIPES[recipe].make(data, 0)
     own = task.train if task.new is None else some_of(task.train, 20)
     kept = is_kept(recipe, name)
-    last = () if kept else RECIPES[recipe].steps[-1:]
-    found = []
-    try:
-        posterior = fitted(task, method, point, 0)
-        for rate in (math.nan,) if kept else PERSONAL:
-            values = scores(posterior, own, task.valid, method.draws, rate, last)
-            nll = values[0][1]
-            found.append((nll if math.isfinite(nll) else math.inf, rate, values))
-    except (FloatingPointError, ValueError):  # the second: probabilities that are not finite
-        found.append((math.inf, math.nan, [(math.nan, math.inf, math.nan)]))
-    return found
+    tried: dict[str, list[tuple[float, dict[str, float], float]]] = {"": [], SHARES: []}
+
+    def loss(point: dict[str, float]) -> float:
+        lowest = {}
+        try:
+            posterior = fitted(task, method, point, 0)
+            for rate in (math.nan,) if kept else PERSONAL:
+                last = () if kept else (0, steps[-1])
+                for row, found in both(
+                    posterior, own, task.valid, method.draws, rate, last
+                ).items():
+                    nll = min(nll if math.isfinite(nll) else math.inf for _, nll, _ in found)
+                    tried[row].append((nll, point, rate))
+                    lowest[row] = min(nll, lowest.get(row, math.inf))
+        except (FloatingPointError, ValueError):  # the second: probabilities that are not finite
+            return math.inf
+        return lowest[SHARES if method.shares else ""]
+
+    runner.descend(loss, {"rate": RATES} | method.grid)
+    return {row: min(found, key=lambda one: one[0]) for row, found in tried.items() if found}
 
 
 def measure(
     data: str, recipe: str, name: str, point: dict[str, float], rate: float, seed: int
-) -> Scores:
-    """Return the test scores of a seed."""
+) -> dict[str, Scores]:
+    """Return the test scores of a seed, of both rows."""
     method = METHODS[name]
     task = RECIPES[recipe].make(data, seed)
     posterior = fitted(task, method, point, seed)
     own, rows = (task.train, task.test) if task.new is None else task.new
     steps = () if is_kept(recipe, name) else RECIPES[recipe].steps
-    return scores(posterior, own, rows, method.draws, rate, steps)
+    return both(posterior, own, rows, method.draws, rate, steps)
 
 
 def table(recipe: str, given: Any) -> None:
     """Tune and judge methods on a recipe, and put their rows into its table."""
     data, steps = str(given.data), RECIPES[recipe].steps
-    trials = {
-        name: [(data, recipe, name, point) for point in METHODS[name].points(RECIPES[recipe])]
-        for name in given.methods
-    }
+    calls = [(data, recipe, name) for name in given.methods]
     rows, chosen = {}, {}
-    for name, (call, found) in runner.best(
-        tune, trials, lambda tried: min(tried)[0], given
-    ).items():
-        rate, grid = min(found)[1], {"rate": RECIPES[recipe].rates, **METHODS[name].grid}
-        chosen[name] = runner.chosen_of(call[3], grid)
-        if not is_kept(recipe, name):
-            chosen[name] += f"; personal {rate:g} of {PERSONAL}"
-        rows[name] = [(*call, rate, seed) for seed in range(given.seeds)]
+    for (_, _, name), found in runner.results(tune, calls, given):
+        grid = {"rate": RATES, "personal rate": PERSONAL, **METHODS[name].grid}
+        for row, (_, point, rate) in found.items():
+            values = {**point} if is_kept(recipe, name) else {**point, "personal rate": rate}
+            chosen[name + row] = "; ".join(
+                f"{setting} {value:g} of {grid[setting][0]:g} to {grid[setting][-1]:g}"
+                for setting, value in values.items()
+            )
+            call = (data, recipe, name, point, rate)
+            rows[name + row] = [(*call, seed) for seed in range(given.seeds)]
+    order = [name + row for name in METHODS for row in ("", SHARES)]
 
-    def cells(key: tuple[str], found: list[Scores]) -> list[str]:
+    def cells(key: tuple[str], found: list[dict[str, Scores]]) -> list[str]:
         made = []
-        for scored in zip(*found, strict=True):  # one number of steps, all seeds
+        row = SHARES if key[0].endswith(SHARES) else ""
+        for scored in zip(*(one[row] for one in found), strict=True):  # one number of steps
             accuracy, nll, ece = zip(*scored, strict=True)
             error = sum(ece) / len(ece)
             made.append(
@@ -331,6 +367,8 @@ def table(recipe: str, given: Any) -> None:
 
     heads = " | ".join(f"{count} steps" for count in steps)
     columns = f"method | {heads} | kept | seeds | chosen of the grid"
+    given.rows = list(rows)
+    rows = {name: rows.get(name, []) for name in order}
     runner.table(columns, rows, measure, given, cells, path=HERE / f"{recipe}.md")
 
 
