@@ -15,7 +15,7 @@ from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.elbo import run
 from bayesfed.elbo.program import Program
-from bayesfed.elbo.sites import name_of
+from bayesfed.elbo.sites import expand_data, name_of
 
 
 def check_rows(rows: Any) -> None:
@@ -85,7 +85,8 @@ def _check_outcomes(
 ) -> None:
     """Check the observed sites of a chunk of clients; ``again`` gives them at other values of the parameters."""
     for name, node in nodes.items():
-        fn, value = node["fn"], node["value"]
+        fn, in_rows = node["fn"], OBSERVATIONS in handlers.plates(node)
+        value = expand_data(node) if in_rows else node["value"]
         if batch.gaps:
             _check_gaps(federation, chunk, batch, name, node)
         inside, problem = in_support(fn, value), f"outside its support ({fn.support})"
@@ -99,7 +100,7 @@ def _check_outcomes(
             )
         inside = inside.expand(torch.broadcast_shapes(inside.shape, fn.batch_shape))
         inside = inside.reshape(len(chunk), -1)
-        if OBSERVATIONS in handlers.plates(node):
+        if in_rows:
             inside = inside | ~batch.mask
         if not inside.all():
             client, row = (~inside).nonzero()[0].tolist()

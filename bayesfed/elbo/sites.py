@@ -10,6 +10,7 @@ import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.poutine.messenger import Messenger
+from torch import Tensor
 from torch.distributions import biject_to
 
 from bayesfed.data.batch import CLIENTS, OBSERVATIONS
@@ -120,10 +121,43 @@ def check_handled(msg: Mapping[str, Any]) -> None:
             f"latent site {name!r} is given a value by a handler around the model, such as poutine.replay: leave the "
             "handler out, or write the value into the program in place of pyro.sample"
         )
-    if any(frame.name == CLIENTS and frame.size != 1 for frame in msg["cond_indep_stack"]):
+    for frame in msg["cond_indep_stack"]:
+        if frame.name == CLIENTS and frame.size != 1:
+            raise ValueError(
+                f"site {name!r} lies in a plate {CLIENTS!r} that the model has made: open `with federation.clients():`"
+            )
+        if frame.full_size is not None:
+            check_whole(frame.name, frame.full_size, frame.size)
+
+
+def check_whole(plate: str, size: int, subsample_size: int | None) -> None:
+    """Fail on a plate that takes a subsample of its own."""
+    if subsample_size not in (None, size):
         raise ValueError(
-            f"site {name!r} lies in a plate {CLIENTS!r} that the model has made: open `with federation.clients():`"
+            f"plate {plate!r} takes a subsample of its own, {subsample_size} of {size}: leave out subsample_size and "
+            "subsample, and inside `with federation.observations()` the plate itself. bf.fit(..., batch_size=...) "
+            "draws minibatches of rows"
         )
+
+
+def expand_data(node: Mapping[str, Any]) -> Tensor:
+    """Return the data of a site in the shape of its distribution.
+
+    Raises:
+        ValueError: they have another shape.
+    """
+    name, fn, value = node["name"], node["fn"], node["value"]
+    try:
+        return value.expand(fn.batch_shape + fn.event_shape)
+    except RuntimeError:
+        own = handlers.plates(node) - {CLIENTS, OBSERVATIONS, handlers.DRAWS}
+        plates = "".join(f" In place of plate {name!r} write .to_event(1)." for name in own)
+        raise ValueError(
+            f"observed site {name!r}: values of shape {tuple(value.shape)} are no values of {name_of(fn)} with batch "
+            f"shape {tuple(fn.batch_shape)} and event shape {tuple(fn.event_shape)}.{plates} What clients have "
+            "observed is a field of the federation, obs[...] or federation.of_clients(...), with all rows of the "
+            "batch: it needs no pyro.condition, and rows are left out by poutine.mask(mask=...), not by an index"
+        ) from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,6 +289,8 @@ def _check_distribution(name: str, node: Mapping[str, Any]) -> None:
             problem = "is missing. Use another distribution, or a subclass that has one"
         except (RuntimeError, IndexError) as error:
             problem = f"cannot be computed for all clients at once ({str(error).splitlines()[0]})"
+            if not node["value"].is_floating_point():
+                problem += f": its values are of type {node['value'].dtype}, write .float()"
         else:
             continue
         raise ValueError(f"site {name!r}: the {has} of {kind} {problem}") from None
@@ -276,12 +312,6 @@ def _check_plates(name: str, node: Mapping[str, Any]) -> None:
     """Fail on a site in an unknown plate, and on data outside the clients plate."""
     inside = handlers.plates(node)
     others = inside - {CLIENTS, OBSERVATIONS}
-    for frame in node["cond_indep_stack"]:
-        if frame.full_size is not None and frame.full_size != frame.size:
-            raise ValueError(
-                f"site {name!r} lies in plate {frame.name!r}, which takes a subsample of its own: leave out "
-                "subsample_size and subsample. bf.fit(..., batch_size=...) draws minibatches of rows"
-            )
     if others:
         raise ValueError(
             f"site {name!r} lies in plate {others.pop()!r}: only the clients and observations "

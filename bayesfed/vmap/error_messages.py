@@ -36,7 +36,7 @@ _REASONS = {
     r"random(ness)? ": (
         "it draws numbers of its own. Sample them with pyro.sample, or give them as data"
     ),
-    r"'Batch' object": (
+    r"'(Batch|Fields)' object|values to unpack": (
         'the model runs on the rows of some clients: read a field as obs["y"], from `with federation.observations() as '
         "obs:`, or as federation.of_clients(...)"
     ),
@@ -51,7 +51,8 @@ _REASONS = {
         'an index must be whole numbers: effect[obs["kind"].long()], see docs/first_model.md, "Categories"'
     ),
     r"out of (bounds|range)": (
-        "an index is larger than what it is to index: categories count from 0, and a variable needs an entry for each"
+        "an index is larger than what it is to index: categories count from 0, and a variable needs an entry for each; "
+        "a client's variable has no entry for other clients, own and not own[i]"
     ),
     r"reinterpreted_batch_ndims|at least 1D": (
         "there is one number where a vector is wanted. A column named alone is a field of one number a row, columns in "

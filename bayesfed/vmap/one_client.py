@@ -29,7 +29,7 @@ from bayesfed.data.batch import CLIENTS, OBSERVATIONS, Batch, Fields
 from bayesfed.data.federation import Federation, Model
 from bayesfed.data.missing import MISSING
 from bayesfed.elbo import handlers
-from bayesfed.elbo.sites import check_handled, name_of
+from bayesfed.elbo.sites import check_handled, check_whole, expand_data
 from bayesfed.vmap import distributions, quadrature
 from bayesfed.vmap.boundary import Boundary, layout_of, weight_of, weight_outside
 from bayesfed.vmap.levels import Layout, Levels, opened
@@ -178,6 +178,7 @@ class Outside(Boundary):
 
     def _pyro_sample(self, msg: Any) -> None:
         if handlers.is_plate(msg):
+            check_whole(msg["name"], msg["fn"].size, msg["fn"].subsample_size)
             msg["stop"] = True  # the plate has another size outside
             return
         if msg["infer"].get("_deterministic"):
@@ -207,7 +208,7 @@ class Outside(Boundary):
         def back(drawn: Any) -> Any:
             return given if observed else self.levels.enter(drawn, layout, fn.event_dim + own)
 
-        seen = _expanded(name, fn, value) if observed else value
+        seen = expand_data(msg | {"fn": fn}) if observed else value
         gaps = observed and name in self.program.covariates and MISSING in msg["infer"]
         values = rows.values_of(name, fn, layout, in_rows) if gaps else None
         self._leave(back)
@@ -267,18 +268,6 @@ class Outside(Boundary):
         if shape[:2] in of_clients:
             return shape[:2]
         return shape if shape[-2:] in of_clients else ()
-
-
-def _expanded(name: str, fn: Any, value: Tensor) -> Tensor:
-    """The data of a site in the shape of its distribution."""
-    try:
-        return value.expand(fn.batch_shape + fn.event_shape)
-    except RuntimeError:
-        raise ValueError(
-            f"observed site {name!r}: values of shape {tuple(value.shape)} are no values of {name_of(fn)} with batch "
-            f"shape {tuple(fn.batch_shape)} and event shape {tuple(fn.event_shape)}. What clients have observed is a "
-            "field of the federation, obs[...] or federation.of_clients(...), and needs no pyro.condition"
-        ) from None
 
 
 def _other_values(fn: Any, value: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.distributions import constraints
-from pyro.infer.autoguide import AutoMultivariateNormal
+from pyro.infer.autoguide import AutoMultivariateNormal, AutoStructured
 from pyro.infer.enum import config_enumerate
 from pyro.infer.mcmc.util import TraceEinsumEvaluator
 from pyro.infer.reparam import (
@@ -23,6 +23,7 @@ from pyro.infer.reparam import (
     ProjectedNormalReparam,
     SplitReparam,
     StableReparam,
+    StructuredReparam,
     StudentTReparam,
     SymmetricStableReparam,
     UnitJacobianReparam,
@@ -357,6 +358,80 @@ def subsampled(federation):
         pyro.sample("y", dist.Normal(effect[..., 0], 1.0), obs=obs.get("y"))
 
 
+def structured():
+    guide = AutoStructured(
+        hierarchy(),
+        conditionals={"mu": "normal", "own": "normal"},
+        dependencies={"own": {"mu": "linear"}},
+    )
+    guide(federation())
+    return StructuredReparam(guide).reparam(hierarchy())
+
+
+def of_some_items(federation):
+    with pyro.plate("items", 6, subsample=torch.arange(3)):
+        effect = pyro.sample("effect", dist.Normal(0.0, 1.0))
+    with federation.clients(), federation.observations() as obs:
+        pyro.sample("y", dist.Normal(effect[..., 0], 1.0), obs=obs.get("y"))
+
+
+def written(outcome):
+    """A program whose part inside the two plates is given, as a function of the client's variable and its rows."""
+
+    def model(federation):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with federation.clients() as i:
+            own = pyro.sample("own", dist.Normal(mu, 1.0))
+            with federation.observations() as obs:
+                outcome(own, obs, i)
+
+    return model
+
+
+def plate_of_some_rows(own, obs, _):
+    with pyro.plate("data", 5, subsample_size=2) as some:
+        pyro.sample("y", dist.Normal(own, 1.0), obs=obs["y"][..., some])
+
+
+def plate_of_rows(own, obs, _):
+    with pyro.plate("data", len(obs["y"])):
+        pyro.sample("y", dist.Normal(own, 1.0), obs=obs["y"])
+
+
+def plate_of_entries(own, obs, _):
+    with pyro.plate("entries", 3):
+        pyro.sample("v", dist.Normal(own, 1.0), obs=obs["v"])
+
+
+def loop_over_rows(own, obs, _):
+    for row in range(len(obs["y"])):
+        pyro.sample(f"y{row}", dist.Normal(own, 1.0), obs=obs["y"][row])
+
+
+def rows_by_a_mask(own, obs, _):
+    pyro.sample("y", dist.Normal(own, 1.0), obs=obs["y"][obs["kind"] > 0])
+
+
+def rows_at_random(own, obs, _):
+    some = torch.randperm(obs["y"].shape[-1])[:2]
+    pyro.sample("y", dist.Normal(own, 1.0), obs=obs["y"][..., some])
+
+
+def number_of_clients(federation):
+    with pyro.plate("units", len(federation)):
+        effects = pyro.sample("effects", dist.Normal(0.0, 1.0))
+    with federation.clients(), federation.observations() as obs:
+        pyro.sample("y", dist.Normal(effects.sum(), 1.0), obs=obs["y"])
+
+
+def after_the_clients(federation):
+    with federation.clients():
+        own = pyro.sample("own", dist.Normal(0.0, 1.0))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Normal(own, 1.0), obs=obs["y"])
+    pyro.sample("mu", dist.Normal(own.mean(), 1.0))
+
+
 def raters(federation):
     style = pyro.sample("style", dist.Categorical(torch.ones(3, 2)).to_event(1))
     cuts = torch.tensor([[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0]])[style]
@@ -436,7 +511,19 @@ REFUSED = [
     ("layers of each client", NetworkOfClients(), "a layer of torch takes weights of one network.*models.Network"),
     ("layers first read inside the rows", NetworkOfRows(), "'hidden.weight' is of a row.*A PyroSample attribute is sampled where it is first read"),
     ("a plate of clients of the program's own", own_clients, "'own' lies in a plate 'clients' that the model has made: open `with federation.clients"),
-    ("a subsampled plate", subsampled, "plate 'items', which takes a subsample of its own: leave out subsample_size"),
+    ("a subsampled plate", subsampled, "plate 'items' takes a subsample of its own, 3 of 6: leave out subsample_size"),
+    ("a plate of given items", of_some_items, "plate 'items' takes a subsample of its own, 3 of 6"),
+    ("a subsample of rows", written(plate_of_some_rows), "plate 'data' takes a subsample .*, 2 of 5: leave .* inside .* the plate itself"),
+    ("a plate of rows", written(plate_of_rows), "'y' depends .* other clients .* in no loop or plate of your own over rows"),
+    ("a plate of entries", written(plate_of_entries), r"'v': values of shape .* In place of plate 'entries' write .to_event\(1\)"),
+    ("a loop over rows", written(loop_over_rows), r"'y\d' depends .* in no loop or plate of your own over rows"),
+    ("rows by a mask", written(rows_by_a_mask), r"'y': values of shape .* rows are left out by poutine.mask\(mask=...\), not by an index"),
+    ("rows at random", written(rows_at_random), r"'y': values of shape .* rows are left out by poutine.mask\(mask=...\), not by an index"),
+    ("clients by index", written(lambda own, obs, i: pyro.sample("y", dist.Normal(own[i], 1.0), obs=obs["y"])), r"no entry for other clients, own and not own\[i\]"),
+    ("a field as an attribute", written(lambda own, obs, i: pyro.sample("y", dist.Normal(own, 1.0), obs=obs.y)), r'read a field as obs\["y"\]'),
+    ("a plate of all clients outside theirs", number_of_clients, r"'effects' depends .* len\(federation\) and len\(obs\[...\]\) count the clients of a batch"),
+    ("a global variable after the clients", after_the_clients, "'mu' depends .* no site outside the clients plate a value from inside"),
+    ("StructuredReparam", structured(), "site 'mu' is a Delta with a log density. If NeuTraReparam, StructuredReparam"),
     ("pyro.condition of a global variable", pyro.condition(hierarchy(), data={"mu": torch.tensor(0.5)}), "'mu' lies outside the clients plate.* pyro.condition .* write it into the program"),
     ("pyro.condition of the clients' variables", pyro.condition(hierarchy(), data={"own": torch.zeros(3, 1)}), r"'own': values of shape \(3, 1\) .* needs no pyro.condition"),
     ("a value that is no tensor", pyro.condition(hierarchy(), data={"own": 0.5}), "'own' has a value of type float: give it a tensor"),
