@@ -363,7 +363,7 @@ class Federation:
         return Batch(Fields(fields), mask, scale, clients, self.gaps)
 
     def with_gaps(self, like: Federation) -> Federation:
-        """Add the floating fields of another federation that this one lacks, with missing values."""
+        """Add the fields of another federation that this one lacks, with missing values."""
         lacking = missing_fields(self.fields, like.fields, self.rows, self.device)
         fields = {**self.fields, **lacking}
         return replace(self, fields=fields, gaps=True) if lacking else self

@@ -147,9 +147,10 @@ def _support_of_numbers(fn: Any) -> Any:
 def missing_fields(
     fields: Mapping[str, Any], others: Mapping[str, Any], rows: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """Return the floating fields of others that are not among the fields, with NaN in every row."""
-    return {
-        name: torch.full((rows, *value.shape[1:]), torch.nan, dtype=value.dtype, device=device)
-        for name, value in others.items()
-        if name not in fields and value.is_floating_point()
-    }
+    """Return the fields of others that are not among the fields, with NaN in every row."""
+    found = {}
+    for name in others.keys() - fields.keys():
+        value = others[name]
+        dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
+        found[name] = torch.full((rows, *value.shape[1:]), torch.nan, dtype=dtype, device=device)
+    return found

@@ -306,8 +306,17 @@ class Posterior(Fitted):
         """
         check_rows(federation)
         key = noise.fold(noise.key(seed), noise.word("personalize"))
+        lacking = self.federation.fields.keys() - federation.fields.keys()
         federation = federation.with_gaps(self.federation)
-        check_data(self.program, federation)
+        try:
+            check_data(self.program, federation)
+        except (IndexError, RuntimeError) as error:
+            if not lacking:
+                raise
+            raise ValueError(
+                f"the model does not run on rows without {', '.join(sorted(lacking))}. Only outcomes may be missing, "
+                f"and not where the model converts their type, obs['y'].long() ({str(error).splitlines()[0]})"
+            ) from error
         how = self.algorithm, self.program, self.params, federation, batch_size, key
         with using(Compiler()):
             local_params = gather(federation, personalize(*how, steps=steps, lr=lr))

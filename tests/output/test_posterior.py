@@ -194,6 +194,56 @@ def test_personalize_leaves_the_globals_and_the_old_posterior_untouched(fitted, 
     assert torch.equal(posterior.sample(20)["mu"], fitted.sample(20)["mu"])
 
 
+def classes(federation):
+    level = pyro.sample("level", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+    with federation.clients():
+        own = pyro.sample("own", dist.Normal(level, 1.0).to_event(1))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Categorical(logits=own), obs=obs.get("y"))
+
+
+@pytest.mark.parametrize("fitted_as", [torch.int64, torch.uint8, torch.float64])
+def test_labels_of_new_clients_may_have_any_type(fitted_as):
+    """Two classes, so that booleans can hold them."""
+    labels = torch.tensor([0, 1, 1, 0, 1])
+    clients = {name: {"y": labels[i:].to(fitted_as)} for i, name in enumerate("abc")}
+    of_classes = bf.fit(classes, bf.Federation.from_arrays(clients), rounds=3, progress=False)
+    found = []
+    for dtype in (torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32, torch.float64):
+        new = bf.Federation.from_arrays({"new": {"y": labels.to(dtype)}})
+        posterior = of_classes.personalize(new, steps=3)
+        found.append(posterior.probabilities(new)["y"])
+        assert posterior.predict(new, 2)["y"].shape == (2, 5)
+        log_likelihood = posterior.log_likelihood(new, 2)["y"]
+        assert log_likelihood.shape == (2, 5) and (log_likelihood < 0).all()
+        torch.testing.assert_close(found[-1], found[0])
+
+
+@pytest.mark.parametrize("fitted_as", [torch.int64, torch.float64])
+def test_new_clients_without_labels_follow_the_prior(fitted_as):
+    rows = {"y": torch.tensor([0, 1, 1, 0, 2]).to(fitted_as), "x": torch.zeros(5)}
+    clients = bf.Federation.from_arrays(dict.fromkeys("abc", rows))
+    of_classes = bf.fit(classes, clients, rounds=3, progress=False)
+    new = bf.Federation.from_arrays({"new": {"x": torch.zeros(4)}})
+    posterior = of_classes.personalize(new, steps=3)
+    assert posterior.probabilities(new)["y"].shape == (4, 3)
+    own, level = (posterior.sample(S)[name] for name in ("own", "level"))
+    assert_moments(own[:, 0] - level, torch.zeros(3), torch.ones(3))
+
+
+def test_new_clients_without_a_category_are_refused():
+    def model(federation):
+        effect = pyro.sample("effect", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        with federation.clients(), federation.observations() as obs:
+            pyro.sample("y", dist.Normal(effect[obs["kind"]], 1.0), obs=obs.get("y"))
+
+    rows = {"y": torch.zeros(2), "kind": torch.tensor([0, 1])}
+    posterior = bf.fit(model, bf.Federation.from_arrays({"a": rows}), rounds=2, progress=False)
+    new = bf.Federation.from_arrays({"new": {"y": torch.zeros(2)}})
+    with pytest.raises(ValueError, match="does not run on rows without kind. Only outcomes may be"):
+        posterior.personalize(new)
+
+
 def test_new_clients_do_not_see_each_other(fitted):
     new = ragged(3, seed=5)
     both = fitted.personalize(new, steps=5)
