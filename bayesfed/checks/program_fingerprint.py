@@ -138,6 +138,12 @@ class _Fixed(Messenger):
             msg["value"] = transform(fixed.expand(shape))
             msg["done"] = True
         log_prob = log_density(msg)
+        if hasattr(
+            fn, "given"
+        ):  # what predictions and personal steps are conditional on counts too
+            mask = torch.as_tensor(True if msg["mask"] is None else msg["mask"])
+            own = fn.evidence(msg["value"], mask.expand(fn.batch_shape))
+            log_prob = log_prob + log_density(msg, fn.given(own))
         self.found[msg["name"]] = log_prob.sum(-1), log_prob.abs().sum(-1)
 
 

@@ -219,8 +219,21 @@ def test_saved_posteriors_need_the_rows_of_the_fit(
     posterior.save(tmp_path / "p.safetensors")
     again = bf.Posterior.load(tmp_path / "p.safetensors", network(PRIOR), train)
     assert torch.equal(again.probabilities(test)["y"], posterior.probabilities(test)["y"])
+    other = LabelShares(PRIOR.mean, 2 * PRIOR.concentration)
+    with pytest.raises(ValueError, match="the likelihood of 'y' has changed"):
+        bf.Posterior.load(tmp_path / "p.safetensors", network(other), train)
     with pytest.raises(ValueError, match="need the rows of the fit"):
         bf.Posterior.load(tmp_path / "p.safetensors", network(PRIOR), test, other_rows=True)
+
+
+def test_a_run_with_other_shares_is_not_continued(tmp_path: object, train: bf.Federation) -> None:
+    for prior in (PRIOR, PRIOR):
+        bf.fit(network(prior), train, rounds=1, resume=tmp_path / "run", progress=False)
+    changed = [LabelShares(PRIOR.mean, 2 * PRIOR.concentration), None]
+    changed.append(LabelShares(PRIOR.mean[::-1], PRIOR.concentration))
+    for prior in changed:
+        with pytest.raises(ValueError, match="another model.*the likelihood of 'y' has changed"):
+            bf.fit(network(prior), train, rounds=1, resume=tmp_path / "run", progress=False)
 
 
 def test_refusals(train: bf.Federation) -> None:
