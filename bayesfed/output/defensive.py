@@ -20,9 +20,10 @@ from bayesfed.elbo.elbo import log_ratio, run
 from bayesfed.elbo.noise import Draw, fold, word
 from bayesfed.elbo.program import Params
 from bayesfed.output.evidence import Candidates, Conditionals
+from bayesfed.output.student import FREEDOM, PER_SD, student_log_density
 
-FREEDOM, WIDTHS = 5, (1.1, 4.0, 16.0)
-"""Degrees of freedom of the t distributions, and their standard deviations relative to those of q."""
+WIDTHS = 1.1, 4.0, 16.0
+"""The standard deviations of the t distributions relative to those of q."""
 LARGEST = 32
 """Numbers in a client's variables beyond which such a proposal does not reach the posterior."""
 
@@ -53,6 +54,10 @@ class Centre(NamedTuple):
     mean: Tensor
     root: Tensor
     shapes: Mapping[str, Size]
+
+    def at(self, draws: slice, clients: slice = slice(None)) -> Centre:
+        """Return that of some draws of θ and some clients."""
+        return Centre(self.mean[draws, clients], self.root[draws, clients], self.shapes)
 
 
 def centre_of_draws(own: Params, count: int) -> Centre:
@@ -102,14 +107,9 @@ def _draw_mixture(shape: Size, keys: Tensor, widths: Sequence[float]) -> tuple[T
     normal = Draw("normal", tail)(fold(keys, word("defensive")), torch.float64)  # (K, L, S, .)
     normal = normal.movedim(0, 2).unsqueeze(3)
     white, chi = normal[..., :size], normal[..., size:].square().sum(-1, keepdim=True)
-    sizes = normal.new_tensor(widths) * math.sqrt((FREEDOM - 2) / FREEDOM)
+    sizes = normal.new_tensor(widths) * PER_SD
     of = torch.arange(candidates, device=keys.device) % len(widths)
     white = white * (FREEDOM / chi).sqrt() * sizes[of].reshape(-1, 1, 1, 1, 1)
     square = white.square().sum(-1)
-    parts = [
-        -size * width.log() - (FREEDOM + size) / 2 * torch.log1p(square / (FREEDOM * width**2))
-        for width in sizes
-    ]
-    level = math.lgamma((FREEDOM + size) / 2) - math.lgamma(FREEDOM / 2)
-    level -= size / 2 * math.log(FREEDOM * math.pi) + math.log(len(widths))
-    return white, torch.stack(parts).logsumexp(0) + level
+    parts = [student_log_density(square / width**2, size) - size * width.log() for width in sizes]
+    return white, torch.stack(parts).logsumexp(0) - math.log(len(widths))

@@ -103,15 +103,16 @@ class Conditionals(NamedTuple):
         return torch.as_tensor(found).expand(len(z), len(self.batch)).unflatten(0, u.shape[:2])
 
 
-def laplace_candidates(given: Conditionals, noise: Noise) -> Candidates:
+def laplace_candidates(given: Conditionals, mode: Tensor, root: Tensor, noise: Noise) -> Candidates:
     """Draw clients' variables from a Laplace approximation at each draw of θ, and compute their log weights.
 
     Args:
         given: posteriors of a program for which :func:`has_block` is true.
+        mode: their modes, from :func:`laplace_approximation`.
+        root: roots of the covariances there, from the same function.
         noise: noise of the block, for ``EACH / 2 * S`` draws.
     """
     eps = noise[LOCAL][0].unflatten(0, (-1, given.size))
-    mode, root = laplace_approximation(given)
     away = (root @ eps[..., None]).squeeze(-1)
     draws = torch.cat([mode + away, mode - away])
     with torch.no_grad():

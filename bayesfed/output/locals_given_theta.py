@@ -46,7 +46,7 @@ def draw_guide_locals(
     """
     if fitted.laplace:
         keys = noise.fold(key, fitted.federation.stream_ids[chunk])
-        found = {LOCAL: candidates(fitted, theta, count, chunk, key).resample(keys)}
+        found = {LOCAL: _by_laplace(fitted, theta, count, chunk, key)[0].resample(keys)}
     else:
         found = _draw_from_guide(fitted, theta, count, chunk, key)
     for k, client in enumerate(chunk.tolist()):
@@ -92,9 +92,12 @@ def _defensive_blocks(
     chunk: Tensor,
     key: Tensor,
     widths: Sequence[float],
-    laplace: bool | None = None,
+    found: Centre | None = None,
 ) -> Iterator[tuple[Tensor, Candidates, Mapping[str, Size]]]:
-    """Yield noise keys, defensive candidates of K clients and their shapes, for some draws of θ at a time."""
+    """Yield noise keys, defensive candidates of K clients and their shapes, for some draws of θ at a time.
+
+    The candidates lie around ``found``, or else around the centre that :func:`proposal_centre` finds.
+    """
     program, federation = fitted.program, fitted.federation
     batch, params = federation.batch(chunk), fitted.params_of(chunk)
     numbers = int(federation.lengths[chunk].max()) * federation.numbers_per_row + program.size
@@ -103,20 +106,18 @@ def _defensive_blocks(
         size = min(together, count - at)
         some = {name: value[at : at + size] for name, value in theta.items()}
         block = noise.fold(key, at)
-        centre = proposal_centre(fitted, some, size, chunk, block, CANDIDATES, laplace)
+        centre = (
+            proposal_centre(fitted, some, size, chunk, block, CANDIDATES)
+            if found is None
+            else found.at(slice(at, at + size))
+        )
         given = Conditionals(program, params, some, batch, size)
         keys = noise.fold(block, federation.stream_ids[chunk])
         yield block, defensive_candidates(given, centre, keys, CANDIDATES, widths), centre.shapes
 
 
 def proposal_centre(
-    fitted: Fitted,
-    theta: Params,
-    count: int,
-    chunk: Tensor,
-    key: Tensor,
-    each: int,
-    laplace: bool | None = None,
+    fitted: Fitted, theta: Params, count: int, chunk: Tensor, key: Tensor, each: int
 ) -> Centre:
     """Find the mean and the covariance of defensive proposals of K clients' variables at S = ``count`` draws of θ.
 
@@ -127,25 +128,31 @@ def proposal_centre(
         chunk: positions of the clients.
         key: noise key.
         each: number of draws from q(w_i | θ) that they are those of, at each θ, if there is no Laplace approximation.
-        laplace: whether they are those of a Laplace approximation; by default if ``fitted`` draws with one.
     """
-    if fitted.laplace if laplace is None else laplace:
+    if fitted.laplace:
         batch, params = fitted.federation.batch(chunk), fitted.params_of(chunk)
-        mode, root = laplace_approximation(
-            Conditionals(fitted.program, params, theta, batch, count)
-        )
-        return Centre(mode.double(), root.double(), {LOCAL: mode.shape[3:]})
+        given = Conditionals(fitted.program, params, theta, batch, count)
+        return _laplace_centre(*laplace_approximation(given))
     repeated = {name: value.repeat(each, *[1] * (value.ndim - 1)) for name, value in theta.items()}
     return centre_of_draws(_draw_from_guide(fitted, repeated, each * count, chunk, key), count)
 
 
-def candidates(fitted: Fitted, theta: Params, count: int, chunk: Tensor, key: Tensor) -> Candidates:
+def _laplace_centre(mode: Tensor, root: Tensor) -> Centre:
+    """Return the centre of proposals that lie around a Laplace approximation."""
+    return Centre(mode.double(), root.double(), {LOCAL: mode.shape[3:]})
+
+
+def _by_laplace(
+    fitted: Fitted, theta: Params, count: int, chunk: Tensor, key: Tensor
+) -> tuple[Candidates, Centre]:
     """Draw candidates of some clients' variables from Laplace approximations at each draw of θ."""
     program, federation = fitted.program, fitted.federation
     keys = noise.fold(key, federation.stream_ids[chunk])
     supplied = program.noise(keys, EACH // 2 * count, local=True)
     batch, params = federation.batch(chunk), fitted.params_of(chunk)
-    return laplace_candidates(Conditionals(program, params, theta, batch, count), supplied)
+    given = Conditionals(program, params, theta, batch, count)
+    mode, root = laplace_approximation(given)
+    return laplace_candidates(given, mode, root, supplied), _laplace_centre(mode, root)
 
 
 def evidence_by_laplace(
@@ -156,19 +163,18 @@ def evidence_by_laplace(
     Of clients with skewed or heavy-tailed posteriors, whose estimates differ from those with more and wider candidates
     at the first draws of θ, all are made with these.
     """
-    evidence, federation = (
-        candidates(fitted, theta, count, chunk, key).evidence(),
-        fitted.federation,
-    )
+    found, centre = _by_laplace(fitted, theta, count, chunk, key)
+    evidence, federation = found.evidence(), fitted.federation
     first = min(PROBED, count)
     some = {name: value[:first] for name, value in theta.items()}
-    wider = _defensive_blocks(fitted, some, first, chunk, key, NARROWER, laplace=True)
+    wider = _defensive_blocks(fitted, some, first, chunk, key, NARROWER, centre)
     differences = evidence[:first] - torch.cat([block.evidence() for _, block, _ in wider])
     poor = differences.nan_to_num(0.0, 0.0, 0.0).square().mean(0) > NOISY
     for k in poor.nonzero()[:, 0].tolist():
         client = chunk[k : k + 1]
         numbers = int(federation.lengths[client]) * federation.numbers_per_row
         if count * CANDIDATES * (numbers + fitted.program.variables) <= AFFORDABLE:
-            blocks = _defensive_blocks(fitted, theta, count, client, key, NARROWER, laplace=True)
+            own = centre.at(slice(None), slice(k, k + 1))
+            blocks = _defensive_blocks(fitted, theta, count, client, key, NARROWER, own)
             evidence[:, k] = torch.cat([block.evidence()[:, 0] for _, block, _ in blocks])
     return evidence

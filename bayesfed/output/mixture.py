@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,19 @@ from bayesfed.output.draws import Draws, flatten_rows, run_model, weighted_draws
 from bayesfed.output.fitted import Fitted
 from bayesfed.vmap.mixtures import Mixture
 
-Part = tuple[Tensor, Callable[..., Any], dict[str, Tensor]]
-"""Log weights ``(rows, S)``, a family of distributions and its parameters ``(rows, S, *)``."""
+
+class Part(NamedTuple):
+    """The components of the mixtures of some rows.
+
+    Attributes:
+        logits: log weights, ``(rows, S)``.
+        family: makes distributions of ``params``.
+        params: parameters, ``(rows, S, *)``.
+    """
+
+    logits: Tensor
+    family: Callable[..., Any]
+    params: dict[str, Tensor]
 
 
 def predictive(
@@ -61,15 +72,11 @@ def predictive(
             f"the model observes {', '.join(s.name for s in program.observed)}: a mixture is of one site"
         )
     few = fitted.select(federation.names)
-    parts = list(
-        (_dependent_rows if program.joint else _independent_rows)(
-            few, federation, num_samples, seed
-        )
-    )
-    logits = torch.cat([part[0] for part in parts])
-    family = parts[0][1]
-    params = {name: torch.cat([part[2][name] for part in parts]) for name in parts[0][2]}
-    return MixtureSameFamily(Categorical(logits=logits), family(**params))
+    of_rows = _dependent_rows if program.joint else _independent_rows
+    parts = list(of_rows(few, federation, num_samples, seed))
+    logits = torch.cat([part.logits for part in parts])
+    params = {name: torch.cat([part.params[name] for part in parts]) for name in parts[0].params}
+    return MixtureSameFamily(Categorical(logits=logits), parts[0].family(**params))
 
 
 def quantiles(mixture: MixtureSameFamily, levels: Tensor, steps: int = 60) -> Tensor:
@@ -122,7 +129,7 @@ def _independent_rows(
             found.append({n: flatten_rows(v, site, batch, draws.count) for n, v in params.items()})
         flat = {n: torch.cat([one[n] for one in found]).transpose(0, 1) for n in found[0]}
         own = flat.pop("weight", 0.0)
-        yield weights.repeat(1, len(found)) + own, family, flat
+        yield Part(weights.repeat(1, len(found)) + own, family, flat)
 
 
 def _dependent_rows(
@@ -135,7 +142,7 @@ def _dependent_rows(
     ):
         mean, variance = (value[:, batch.mask].T for value in (mean, variance))
         weights = _weights(draws, site, batch)
-        yield weights, Normal, {"loc": mean, "scale": variance.sqrt()}
+        yield Part(weights, Normal, {"loc": mean, "scale": variance.sqrt()})
 
 
 def _weights(draws: Draws, site: Site, batch: Batch) -> Tensor:

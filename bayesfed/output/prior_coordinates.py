@@ -11,8 +11,9 @@ of a Cauchy distribution has those of a Normal in v.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro.distributions as dist
 import torch
@@ -54,18 +55,18 @@ class PriorCoordinates:
 
     def from_guide(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """Return v ``(S, D)`` and log |det ∂v / ∂z| ``(S,)`` at draws z ``(S, D)``."""
-        walk = self._walk(z, back=False)
+        walk = self._walk(z, _Site.from_guide)
         return torch.cat(walk.found, -1)[:, 0, 0].double(), walk.log_det[:, 0, 0].double()
 
     def to_guide(self, v: Tensor) -> Tensor:
         """Return z ``(S, D)`` at v ``(S, D)``."""
         v = v.to(self.program.schema.scale.dtype)
-        return torch.cat(self._walk(v, back=True).found, -1)[:, 0, 0].to(v.dtype)
+        return torch.cat(self._walk(v, _Site.to_guide).found, -1)[:, 0, 0].to(v.dtype)
 
-    def _walk(self, points: Tensor, back: bool) -> _Walk:
-        """Run the model's part of all clients at these points."""
+    def _walk(self, points: Tensor, change: _Change) -> _Walk:
+        """Run the model's part of all clients at these points, in the coordinates that ``change`` starts from."""
         program, count = self.program, len(points)
-        walk = _Walk(program.guide, points[:, None, None], self.names, back)
+        walk = _Walk(program.guide, points[:, None, None], self.names, change)
         given = handlers.given(
             program.schema.device, self.params, {}, draws=count, starting=program.local_params
         )
@@ -85,8 +86,43 @@ def find_prior_coordinates(program: Program, params: Params, z: Tensor) -> Prior
     if not isinstance(program.guide, Hierarchical):
         return None
     every = PriorCoordinates(program, params, frozenset(program.guide.globals))
-    names = frozenset(every._walk(z, back=False).changed)
+    names = frozenset(every._walk(z, _Site.from_guide).changed)
     return PriorCoordinates(program, params, names) if names else None
+
+
+class _Site(NamedTuple):
+    """The two coordinates of a site at unconstrained values u.
+
+    Attributes:
+        origin: that of the guide's coordinates z.
+        unit: theirs.
+        loc: the location of the prior.
+        scale: its scale.
+        is_cauchy: whether it is a Cauchy distribution.
+    """
+
+    origin: Tensor
+    unit: Tensor
+    loc: Tensor
+    scale: Tensor
+    is_cauchy: bool
+
+    def from_guide(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return u, v and log |∂v / ∂z| of each number at z."""
+        u = self.origin + self.unit * z
+        v, log_det = (u - self.loc) / self.scale, self.unit.log() - self.scale.log()
+        if not self.is_cauchy:
+            return u, v, log_det
+        v, more = _to_normal(v)
+        return u, v, log_det + more
+
+    def to_guide(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return u, z and 0, for the logarithm that only the other direction needs, at v."""
+        u = self.loc + self.scale * (_from_normal(v) if self.is_cauchy else v)
+        return u, (u - self.origin) / self.unit, torch.zeros_like(v)
+
+
+_Change = Callable[[_Site, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 class _Walk(Messenger):
@@ -99,10 +135,10 @@ class _Walk(Messenger):
     """
 
     def __init__(
-        self, guide: Hierarchical, points: Tensor, names: frozenset[str], back: bool
+        self, guide: Hierarchical, points: Tensor, names: frozenset[str], change: _Change
     ) -> None:
         super().__init__()
-        self.scalings, self.names, self.back = guide.globals, names, back
+        self.scalings, self.names, self.change = guide.globals, names, change
         sizes = {name: len(scaling.loc) for name, scaling in guide.globals.items()}
         self.points = split(points, sizes)
         self.found: list[Tensor] = []
@@ -118,19 +154,10 @@ class _Walk(Messenger):
         if located is None:
             u, other = scaling.loc + scaling.scale * point, point
         else:
-            loc, scale, is_cauchy = (*located, _is_cauchy(prior))
-            if self.back:
-                u = loc + scale * (_from_normal(point) if is_cauchy else point)
-                other = (u - scaling.loc) / scaling.scale
-            else:
-                u = scaling.loc + scaling.scale * point
-                other = (u - loc) / scale
-                log_det = scaling.scale.log() - scale.log()
-                if is_cauchy:
-                    other, more = _to_normal(other)
-                    log_det = log_det + more
-                self.log_det = self.log_det + log_det.expand_as(point).sum(-1)
-            if is_cauchy or any((x != x[:1]).any() for x in (loc, scale) if x.ndim == point.ndim):
+            site = _Site(scaling.loc, scaling.scale, *located, _is_cauchy(prior))
+            u, other, log_det = self.change(site, point)
+            self.log_det = self.log_det + log_det.expand_as(point).sum(-1)
+            if site.is_cauchy or any((x != x[:1]).any() for x in located if x.ndim == point.ndim):
                 self.changed.append(name)
         self.found.append(other)
         msg["value"] = delta_at(prior, u).v

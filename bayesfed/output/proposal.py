@@ -11,9 +11,10 @@ from torch import Tensor
 
 from bayesfed.output.importance import effective_sample_size, systematic_resample
 from bayesfed.output.prior_coordinates import PriorCoordinates
+from bayesfed.output.student import FREEDOM, PER_SD, student_log_density
 
-FREEDOM, WIDER = 5.0, 1.1
-"""Degrees of freedom of the t distributions, and the factor by which they are wider than the draws."""
+WIDER = 1.1
+"""The factor by which the t distributions are wider than the draws."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,25 +41,22 @@ class StudentMixture:
         size = self.root.shape[0]
         of = self.centres[torch.arange(count, device=self.centres.device) % len(self.centres)]
         component = dist.MultivariateStudentT(
-            self.root.new_tensor(FREEDOM), self.root.new_zeros(size), self.root, validate_args=False
+            self.root.new_tensor(float(FREEDOM)),
+            self.root.new_zeros(size),
+            self.root,
+            validate_args=False,
         )
         return of + component.sample((count,))
 
     def log_prob(self, z: Tensor) -> Tensor:
         """Compute log densities of ``(S, D)``: ``(S,)``."""
-        size = self.root.shape[0]
         white, centres = (
             torch.linalg.solve_triangular(self.root, x.mT, upper=False).mT
             for x in (z, self.centres)
         )
         far = torch.cdist(white, centres).square()
-        each = -(FREEDOM + size) / 2 * torch.log1p(far / FREEDOM)
-        level = (
-            math.lgamma((FREEDOM + size) / 2)
-            - math.lgamma(FREEDOM / 2)
-            - size / 2 * math.log(FREEDOM * math.pi)
-        )
-        return each.logsumexp(1) - math.log(len(centres)) + level - self.root.diagonal().log().sum()
+        each = student_log_density(far, self.root.shape[0])
+        return each.logsumexp(1) - math.log(len(centres)) - self.root.diagonal().log().sum()
 
 
 def fit_proposal(z: Tensor, weights: Tensor, centres: int) -> StudentMixture | None:
@@ -78,7 +76,7 @@ def fit_proposal(z: Tensor, weights: Tensor, centres: int) -> StudentMixture | N
         width = (4 / (count * (size + 2))) ** (1 / (size + 4))
     shrunk = (1 - min(width, 1.0) ** 2) ** 0.5
     at = mean + shrunk * (z[systematic_resample(weights, centres)] - mean)
-    return StudentMixture(at, WIDER * min(width, 1.0) * math.sqrt((FREEDOM - 2) / FREEDOM) * root)
+    return StudentMixture(at, WIDER * min(width, 1.0) * PER_SD * root)
 
 
 def prior_proposal(like: Tensor) -> StudentMixture:
@@ -89,9 +87,7 @@ def prior_proposal(like: Tensor) -> StudentMixture:
     """
     size = like.shape[1]
     root = torch.eye(size, dtype=like.dtype, device=like.device)
-    return StudentMixture(
-        like.new_zeros(1, size), WIDER * math.sqrt((FREEDOM - 2) / FREEDOM) * root
-    )
+    return StudentMixture(like.new_zeros(1, size), WIDER * PER_SD * root)
 
 
 class Proposals:
