@@ -28,7 +28,7 @@ from bayesfed.engine.progress import show_rounds
 from bayesfed.engine.resume import initialise, save
 from bayesfed.engine.rounds import answer, ask, update
 from bayesfed.engine.run import Round, Run
-from bayesfed.engine.run_file import RunFile
+from bayesfed.engine.run_file import HISTORY, RunFile
 from bayesfed.engine.states import States
 from bayesfed.engine.stopping.convergence import convergence
 from bayesfed.engine.stopping.drift import caveat, warn_if_moving
@@ -150,7 +150,7 @@ def prepare_run(
         term_totals=torch.zeros(2, dtype=torch.float64),
         refused=torch.zeros(clients, dtype=torch.int64),
         clip=(plan.privacy or NO_PRIVACY).first_clip(),
-        history=torch.zeros(4, stopping.bound, dtype=torch.float64),
+        history={name: torch.zeros(stopping.bound, dtype=torch.float64) for name in HISTORY},
         compiler=Compiler(plan.execution.compile),
         accepted=None if institutions is None else torch.full((institutions, 2), -1),
     )
@@ -231,14 +231,14 @@ def _local_params(run: Run) -> Mapping[str, Tensor]:
 def make_posterior(run: Run, local_params: Mapping[str, Tensor]) -> Posterior:
     """The posterior with these local parameters of the clients, without correction and without warnings."""
     plan, params = run.plan, global_params(run)
-    history = run.history[:3, : run.done].to(torch.get_default_dtype())
-    moving, rising = run.stopping.remaining(params, run.history[0, : run.done])
+    done = {name: values[: run.done] for name, values in run.history.items()}
+    moving, rising = run.stopping.remaining(params, done["elbo"])
     return Posterior(
         program=run.program,
         federation=run.federation,
         params=params,
         local_params=local_params,
-        history=dict(zip(("elbo", "seconds", "clients"), history, strict=True)),
+        history={n: done[n].to(torch.get_default_dtype()) for n in ("elbo", "seconds", "clients")},
         algorithm=plan.algorithm,
         seed=plan.seed,
         epsilon=run.epsilon,
@@ -253,7 +253,7 @@ def warn_of_flaws(run: Run, posterior: Posterior) -> None:
     """Warn of uploads that did not count, steps that went uphill, an ELBO that fell, a fit that has not converged."""
     warn_of_refused(run.federation.names, run.refused)
     warn_of_uphill(run.uphill)
-    warn_if_falling(run.history[0, : run.done].tolist(), run.program.rows)
+    warn_if_falling(run.history["elbo"][: run.done].tolist(), run.program.rows)
     if run.program.particles == 1:  # the standard deviation of a few particles is no measure
         moving = posterior.moving
         warn_if_moving(caveat(moving, posterior.rising, run.done), moving)

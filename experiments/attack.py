@@ -142,11 +142,8 @@ def log_density(
 
 def fresh(run: bf.Run) -> bf.Run:
     """Return a copy of a run as it started."""
-    changed = {
-        name: getattr(run, name).clone()
-        for name in ("client_terms", "term_totals", "refused", "history")
-    }
-    return dataclasses.replace(run, clients=copy.deepcopy(run.clients), **changed)
+    names = ("clients", "client_terms", "term_totals", "refused", "history")
+    return dataclasses.replace(run, **{n: copy.deepcopy(getattr(run, n)) for n in names})
 
 
 def ratio(game: Game, starts: Sequence[bf.Run], bit: int) -> float:

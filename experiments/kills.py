@@ -94,9 +94,8 @@ def numbers(folder: Path) -> dict[str, bytes]:
     found = {}
     for file, name in (("run.safetensors", "bayesfed run"), ("posterior.safetensors", "bayesfed")):
         tensors, _ = read_tensors(folder / file, name)
-        tensors.pop("history/seconds", None)
-        tensors = {n: v[[0, 2]] if "history" in n and v.ndim > 1 else v for n, v in tensors.items()}
-        found |= {f"{file} {n}": v.numpy().tobytes() for n, v in tensors.items()}
+        timed = {"history/seconds", "['history']['seconds']"}
+        found |= {f"{file} {n}": v.numpy().tobytes() for n, v in tensors.items() if n not in timed}
     for path in folder.glob("states/*.npy"):
         records = np.load(path)
         found |= {f"{path.name} {n}": records[n].tobytes() for n in records.dtype.names}

@@ -440,7 +440,7 @@ def test_steps_by_hand_are_a_fit(name):
     same(bf.finish(run), expected, **EXACTLY)
     assert [r.cohort for r in rounds] == [r.cohort for r in seen]
     assert [r.elbo for r in rounds] == [r.elbo for r in seen]
-    assert run.history[0].tolist() == [r.elbo for r in rounds]
+    assert run.history["elbo"].tolist() == [r.elbo for r in rounds]
     for one, other in zip(rounds, seen, strict=True):
         assert torch.equal(one.client_terms, other.client_terms)
         assert all(torch.equal(one.params[name], other.params[name]) for name in one.params)

@@ -92,8 +92,11 @@ class RunFolder:
             if name != "history.csv":
                 (self.path / name).unlink(missing_ok=True)
         self.write("config.toml", self.config)
-        before = read_history(self.run)[:done] if done else []
-        rows = (_line(number, *row[:3]) for number, row in enumerate(before, 1))
+        rows = []
+        if done:
+            was = read_history(self.run)
+            numbers = zip(was["elbo"][:done], was["seconds"], was["clients"], strict=False)
+            rows = [_line(number, *row) for number, row in enumerate(numbers, 1)]
         self.write("history.csv", "".join(["round,elbo,seconds,clients\n", *rows]))
         self.rounds = done
 

@@ -15,7 +15,7 @@ from bayesfed.deploy.messages import MessageError, Reply, RoundId, Tensors, chec
 from bayesfed.deploy.secure_round import masked_form
 from bayesfed.engine.parts import ROWS, flat, nested
 from bayesfed.engine.privacy import NORMS, SHORT
-from bayesfed.engine.rounds import SUMS, Question, can_update
+from bayesfed.engine.rounds import Question, Sums, can_update
 from bayesfed.engine.run import Run
 
 TOO_LARGE = 1e3
@@ -160,7 +160,7 @@ class Collector:
 
     def _check_plain(self, clip: float, parts: Parts, clients: int) -> None:
         """Fail on an upload of another form, numbers that are not finite, and a norm above what the clip allows."""
-        like = {"terms": torch.zeros(SUMS, dtype=torch.float64)}
+        like = {"terms": torch.zeros(len(Sums._fields), dtype=torch.float64)}
         check_like("its upload", parts.get("total", {}), self.form)
         check_like("its ELBO terms", parts.get("elbo", {}), like)
         for name, value in {**parts["total"], **parts["elbo"]}.items():

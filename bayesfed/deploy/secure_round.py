@@ -25,7 +25,7 @@ from bayesfed.deploy.messages import (
 )
 from bayesfed.deploy.node_run import sum_id
 from bayesfed.engine.files import read_tensors, write_tensors
-from bayesfed.engine.rounds import SUMS, Question
+from bayesfed.engine.rounds import Question, Sums
 from bayesfed.engine.run import Run
 
 _ELBO = "elbo/terms"
@@ -34,7 +34,9 @@ _METADATA = "bayesfed masked uploads"
 
 def masked_form(form: Tensors) -> Tensors:
     """Return the form of an upload once it is masked: two words for each number."""
-    parts = {f"total/{name}": value for name, value in form.items()} | {_ELBO: torch.zeros(SUMS)}
+    parts = {f"total/{name}": value for name, value in form.items()} | {
+        _ELBO: torch.zeros(len(Sums._fields))
+    }
     return {name: words_like(value) for name, value in parts.items()}
 
 

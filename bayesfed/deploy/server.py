@@ -52,7 +52,7 @@ from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params
 from bayesfed.engine.files import lock
 from bayesfed.engine.parts import flatten_state
-from bayesfed.engine.rounds import Answer, Question, ask, update
+from bayesfed.engine.rounds import Answer, Question, Sums, add_to_totals, ask, update
 from bayesfed.engine.run import Round as Report
 from bayesfed.engine.run import Run
 from bayesfed.fitting import make_posterior, prepare_run, warn_of_flaws
@@ -207,7 +207,7 @@ class Coordinator:
         sound = torch.cat([parts["sound"]["clients"] for parts in found.replies.values()])
         total, stale = collector.add_stale(total, int(sound.sum()), stale)
         for _, parts in stale.values():
-            run.term_totals += parts["elbo"]["terms"][1:3]
+            add_to_totals(run, Sums(*parts["elbo"]["terms"].tolist()))
         accepted = dict.fromkeys(found.replies, found.round) | {n: r for n, (r, _) in stale.items()}
         for position, member in enumerate(self.members):
             if member.name in accepted:

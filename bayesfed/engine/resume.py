@@ -45,7 +45,8 @@ def initialise(run: Run) -> None:
 def _restore(run: Run, before: Written) -> None:
     """Give a run the contents of its file."""
     state, run.done = unflatten_state(before.tensors, run.state), before.done
-    run.history[:, : run.done] = state.pop("history")[:, : run.done]
+    for name, values in state.pop("history").items():
+        run.history[name][: run.done] = values[: run.done]
     if clients := state.pop("clients"):
         run.clients.tensors = clients
     for name, value in state.pop("stopping").items():

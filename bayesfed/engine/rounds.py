@@ -21,6 +21,7 @@ from bayesfed.engine.execution import threads
 from bayesfed.engine.parts import flat, nested
 from bayesfed.engine.resume import save
 from bayesfed.engine.run import Round, Run, Stopped
+from bayesfed.engine.run_file import HISTORY
 from bayesfed.engine.stopping.rule import Outcome
 from bayesfed.engine.watch import check_growth, refusal_message
 from bayesfed.rules.rule import Turn
@@ -36,8 +37,6 @@ HALVINGS = 40
 """The number of rounds whose steps may go uphill, each at half the learning rates of the one before."""
 OUTLIERS = 0.01
 """The share of a cohort up to which clients whose steps go uphill are left out, and rates stay as they are."""
-SUMS = 4
-"""The length of ``Answer.sums``."""
 PATIENCE = 10
 """The number of rounds of whose uploads more than half must count."""
 
@@ -65,14 +64,29 @@ class Question:
     start: float
 
 
+class Sums(NamedTuple):
+    """Sums over the clients of an answer.
+
+    Attributes:
+        terms: of their ELBO terms.
+        change: of the changes of their ELBO terms since their last visit.
+        first: the number of clients that take part for the first time.
+        uphill: the number of clients whose steps went uphill.
+    """
+
+    terms: float
+    change: float
+    first: float
+    uphill: float
+
+
 class Answer(NamedTuple):
     """The answer of a cohort, or of some of its clients.
 
     Attributes:
         total: the sum of the uploads that count.
         sound: whether each upload counts, bool ``(K,)``.
-        sums: of these clients: Σ of their ELBO terms, the change of Σ of all clients' last terms, and the number of
-            clients that take part for the first time; the number of those whose steps went uphill: float64 ``(SUMS,)``.
+        sums: :class:`Sums`, float64 ``(4,)``.
         terms: each client's ELBO term ``(K,)``, where the server may see it.
         noised: whether the noise of privacy is in the sum already.
     """
@@ -111,10 +125,14 @@ def answer(run: Run, question: Question) -> Answer:
         total, terms, sound = work(question.message, question.cohort, key, question.rate)
     counted = question.cohort[sound]
     now, before = terms[sound].double(), run.client_terms[counted].cpu().double()
-    sums = [now.sum(), (now - before.nan_to_num()).sum(), before.isnan().sum()]
-    sums.append(terms.isneginf().sum())
+    sums = Sums(
+        terms=float(now.sum()),
+        change=float((now - before.nan_to_num()).sum()),
+        first=float(before.isnan().sum()),
+        uphill=float(terms.isneginf().sum()),
+    )
     run.client_terms[counted] = terms[sound].to(run.client_terms)
-    return Answer(total, sound, torch.stack(sums), terms)
+    return Answer(total, sound, torch.tensor(sums, dtype=torch.float64), terms)
 
 
 def can_update(run: Run, question: Question, total: Params, counted: int) -> bool:
@@ -137,7 +155,8 @@ def update(run: Run, question: Question, found: Answer) -> Round:
         Stopped: see :func:`~bayesfed.fit`.
     """
     # under privacy it is private too whether an upload was finite
-    sound, uphill = found.sound | question.noisy, int(found.sums[3])
+    sound, sums = found.sound | question.noisy, Sums(*found.sums.tolist())
+    uphill = int(sums.uphill)
     counted, refused = question.cohort[sound], question.cohort[~sound]
     if uphill <= OUTLIERS * len(question.cohort):
         uphill = 0
@@ -158,16 +177,17 @@ def update(run: Run, question: Question, found: Answer) -> Round:
     _check_finite(run, server_term, params)
     elbo = math.nan
     if len(counted) and not question.noisy:
-        elbo = float(server_term) + _estimate_sum(run, found.sums, int(found.sound.sum()))
+        elbo = float(server_term) + _estimate_sum(run, sums, int(found.sound.sum()))
     seconds = time.perf_counter() - question.start
     run.server, run.clip = server, clip
     run.refused[refused] += 1
-    row = [elbo, seconds, len(counted), uphill]
-    run.history[:, run.done] = torch.tensor(row, dtype=torch.float64)
+    row = elbo, seconds, len(counted), uphill
+    for name, value in zip(HISTORY, row, strict=True):
+        run.history[name][run.done] = value
     run.done += 1
     if run.done == 1:
         run.compiler.decide(run.stopping.usual - 1)
-    past, cohort = run.history[0, : run.done], question.cohort[found.sound]
+    past, cohort = run.history["elbo"][: run.done], question.cohort[found.sound]
     run.stopping.record(Outcome(turn, server, params, past, cohort, run.compiler))
     check_growth(run.program, params)
     save(run)
@@ -260,20 +280,24 @@ def _server_step(run: Run) -> Iterator[None]:
 
 def _too_many(run: Run, refused: int) -> bool:
     """Return whether half or more of the uploads of the last rounds and this one do not count."""
-    counted = run.history[2, max(0, run.done - PATIENCE + 1) : run.done]
+    counted = run.history["clients"][max(0, run.done - PATIENCE + 1) : run.done]
     missing = refused + float((run.cohort_size - counted).sum())
     return refused > 0 and 2 * missing >= run.cohort_size * (1 + len(counted))
 
 
-def _estimate_sum(run: Run, sums: Tensor, counted: int) -> float:
+def add_to_totals(run: Run, sums: Sums) -> None:
+    """Add the cohort's changes to the totals of a run."""
+    run.term_totals += torch.tensor([sums.change, sums.first], dtype=torch.float64)
+
+
+def _estimate_sum(run: Run, sums: Sums, counted: int) -> float:
     """Estimate the sum of all clients' ELBO terms from the cohort's, and add the cohort's change to the totals.
 
     Once every client has taken part only the changes are scaled, which is far less noisy.
     """
-    now, change, first = sums[:3].tolist()
     clients, seen = len(run.federation), float(run.term_totals[1])
-    run.term_totals += torch.tensor([change, first], dtype=torch.float64)
+    add_to_totals(run, sums)
     scale = clients / max(1, counted)
     if seen < clients:
-        return float(scale * now)
-    return float(run.term_totals[0]) + (scale - 1) * change
+        return scale * sums.terms
+    return float(run.term_totals[0]) + (scale - 1) * sums.change

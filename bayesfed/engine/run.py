@@ -75,8 +75,8 @@ class Run:
         term_totals: their sum, and the number of clients that have taken part, float64 ``(2,)``.
         refused: number of uploads of each client that did not count, int64 ``(N,)``.
         clip: γ of privacy, ``()``.
-        history: ELBO, seconds, number of uploads that count and number of clients whose steps went uphill, of each
-            round, ``(4, rounds)``.
+        history: a number of each round, by the names of :data:`~bayesfed.engine.run_file.HISTORY`: float64
+            ``(rounds,)``.
         done: rounds done.
         compiler: compiles the steps.
         file: the file that the run is saved to.
@@ -96,7 +96,7 @@ class Run:
     term_totals: Tensor
     refused: Tensor
     clip: Tensor
-    history: Tensor
+    history: dict[str, Tensor]
     done: int = 0
     compiler: Compiler = field(default_factory=Compiler)
     file: RunFile | None = None
@@ -120,7 +120,7 @@ class Run:
     @property
     def uphill(self) -> int:
         """The number of rounds in which a client's steps went uphill."""
-        return int((self.history[3, : self.done] > 0).sum())
+        return int((self.history["uphill"][: self.done] > 0).sum())
 
     @property
     def rate(self) -> float:

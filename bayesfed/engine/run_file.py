@@ -25,7 +25,7 @@ from bayesfed.engine.states import States
 from bayesfed.settings import shown
 
 _METADATA = "bayesfed run"
-_FORMAT = 5
+_FORMAT = 6
 _DATA, _PROGRAM = "data", "program"
 _SHARE = 0.05
 """The largest share of a run's time that is spent on writing."""
@@ -138,8 +138,11 @@ class RunFile:
         return changed and f"of another model ({changed})"
 
 
-def read_history(path: Path) -> list[list[float]]:
-    """ELBO, seconds and cohort size of each round that the run of a file had done."""
+HISTORY = ("elbo", "seconds", "clients", "uphill")
+"""The ELBO, the seconds, the number of uploads that count and the number of clients whose steps went uphill."""
+
+
+def read_history(path: Path) -> dict[str, list[float]]:
+    """The history of the rounds that the run of a file had done, by name."""
     found, metadata = read_tensors(path, _METADATA)
-    done: list[list[float]] = found["['history']"][:, : metadata["done"]].T.tolist()
-    return done
+    return {n: found[f"['history']['{n}']"][: metadata["done"]].tolist() for n in HISTORY}

@@ -43,6 +43,9 @@ LEAST, COOLING = 3, 4
 COORDINATES = 200
 """The largest number of coordinates of a sample site that are followed, spread evenly over it."""
 
+_LEVEL, _BEGAN, _COOLING, _ENDED, _TRIED = range(5)
+"""The positions in ``Convergence.marks``."""
+
 
 @dataclass
 class Convergence(Stopping):
@@ -79,16 +82,16 @@ class Convergence(Stopping):
     @property
     def converged(self) -> bool:
         """True if the run has ended."""
-        return bool(self.marks[3])
+        return bool(self.marks[_ENDED])
 
     @property
     def provisional(self) -> bool:
         """True if the run has ended without a cool-down, so that a correction has to confirm it."""
-        return self.converged and not self.marks[2]
+        return self.converged and not self.marks[_COOLING]
 
     def withdraw(self) -> None:
         """Withdraw a provisional end: the run goes on at full rate."""
-        self.marks[3] = 0
+        self.marks[_ENDED] = 0
 
     def rate(self, done: int) -> float:
         """The factor on the learning rates after so many rounds."""
@@ -122,9 +125,10 @@ class Convergence(Stopping):
             if done == cooling + cooling_rounds(cooling):
                 self._end_cooling(done, cooling)
         elif last and not tried and self._has_converged(elbo, start, NEAR):
-            self.marks[3:] = 1
+            self.marks[[_ENDED, _TRIED]] = 1
         elif self._has_converged(elbo, start):
-            self.marks[:3] = torch.tensor([level, start, done] if last else [level + 1, done, 0])
+            found = [level, start, done] if last else [level + 1, done, 0]
+            self.marks[[_LEVEL, _BEGAN, _COOLING]] = torch.tensor(found)
 
     def remaining(self, params: Params, elbo: Tensor) -> Remaining:
         """The distances beyond :data:`FAR`; None where noise hides them."""
@@ -132,7 +136,7 @@ class Convergence(Stopping):
 
     def distances(self, done: int) -> dict[str, float] | None:
         """The distances of q(θ) from convergence after so many rounds, by global sample site, beyond :data:`FAR`."""
-        start = int(self.marks[1])
+        start = int(self.marks[_BEGAN])
         if self.converged:
             return {}
         if done - start < LEAST:
@@ -161,9 +165,9 @@ class Convergence(Stopping):
         before = self._scaled(slice(cooling - window + 1, cooling + 1), done).mean(0)
         move = (self._scaled(slice(done, done + 1), done)[0] - before).abs()
         if self._within(move, FAR):
-            self.marks[3] = 1
+            self.marks[_ENDED] = 1
         else:
-            self.marks[1:3] = torch.tensor([done, 0])
+            self.marks[[_BEGAN, _COOLING]] = torch.tensor([done, 0])
 
     def _measure(self, done: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
         """Over the last rounds: the mean full step less its noise, the noise of its target, the move: ``(2, P)``."""

@@ -31,6 +31,9 @@ Score = Callable[[Params, Tensor], Tensor]
 """From the global parameters and the positions of K clients to the log predictive densities of their held-out rows
 ``(K,)``, each summed over the client's rows."""
 
+_COOLING, _ENDED = range(2)
+"""The positions in ``HeldOut.marks``."""
+
 
 @dataclass
 class HeldOut(Stopping):
@@ -65,11 +68,11 @@ class HeldOut(Stopping):
     @property
     def converged(self) -> bool:
         """True if the run has ended."""
-        return bool(self.marks[1])
+        return bool(self.marks[_ENDED])
 
     def rate(self, done: int) -> float:
         """The factor on the learning rates after so many rounds."""
-        cooling = int(self.marks[0])
+        cooling = int(self.marks[_COOLING])
         return annealed(self.final, (done - cooling) / cooling_rounds(cooling) if cooling else 0.0)
 
     def record(self, outcome: Outcome) -> None:
@@ -83,8 +86,8 @@ class HeldOut(Stopping):
         self.densities[cohort] = densities.double().cpu()
         self.visits[cohort] = done
         self.means[done - 1] = self.densities.sum() / self.rows.rows
-        if cooling := int(self.marks[0]):
-            self.marks[1] = int(done == cooling + cooling_rounds(cooling))
+        if cooling := int(self.marks[_COOLING]):
+            self.marks[_ENDED] = int(done == cooling + cooling_rounds(cooling))
         elif self._has_no_gain(done):
             self.marks[:] = torch.tensor([done, int(self.final == 1)])
 
