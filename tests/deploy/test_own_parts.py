@@ -1,15 +1,19 @@
 """A user's own parts between machines: over sockets, and refused where the machines' files differ."""
 
+import io
 import queue
 import threading
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
+import pandas as pd
 import pytest
 import torch
 
 import bayesfed as bf
+from bayesfed.cli.local_queries import Question
+from bayesfed.cli.predictions import LocalPosteriors
 from bayesfed.deploy import plan as plans
 from bayesfed.deploy.institutions import Patience
 from bayesfed.deploy.plan import DeploymentPlan, code_digests, difference
@@ -69,6 +73,13 @@ def test_over_sockets_it_is_the_fit_in_one_process(algorithm, tmp_path):
     for name, value in expected.local_params.items():
         joined = torch.cat([posterior.local_params[name] for posterior in of_nodes])
         torch.testing.assert_close(joined, value, rtol=1e-4, atol=1e-4)
+    local = LocalPosteriors(nodes[0].federation, plan, nodes[0].folder, "school", ["y", "sigma"])
+    rows = f"school,y,sigma\n{SCHOOLS.names[0]},,1e-3\nnew,,1e-3\n"
+    table = pd.read_csv(io.StringIO(local.table(Question(rows=rows))), index_col="client")
+    theta = expected.sample(1)["theta"][0]
+    assert table["mean"][SCHOOLS.names[0]] == pytest.approx(float(theta[0]), abs=1e-3)
+    mu = expected.sample(1)["mu"]
+    assert table["mean"]["new"] == pytest.approx(float(mu), abs=1e-3)
 
 
 def test_the_plan_names_the_module_and_digests_its_file(monkeypatch):
