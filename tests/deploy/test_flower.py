@@ -13,6 +13,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import torch
+import xarray as xr
 
 pytest.importorskip("flwr")
 
@@ -21,9 +23,19 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.task_identity import TaskIdentity
 
+import bayesfed as bf
+from bayesfed import datasets, models
+from bayesfed.cli.deployment import make_plan
+from bayesfed.cli.experiment import read_experiment
 from bayesfed.deploy import flower
+from bayesfed.deploy.institutions import Patience
+from bayesfed.deploy.plan import DeploymentPlan
+from bayesfed.deploy.server import run_server
 from bayesfed.deploy.sockets import serve
 from bayesfed.deploy.transport import Wait
+from docs import own_parts
+from tests.deploy.in_process import nodes_of
+from tests.deploy.test_own_parts import listening
 
 ROOT = Path(__file__).parents[2]
 APP = ROOT / "bayesfed" / "deploy" / "flower_app"
@@ -276,6 +288,33 @@ def test_results_are_in_the_working_directory_as_those_of_all_runs(tmp_path, mon
     assert commands[0][-2:] == ["--run-config", given]
 
 
+@pytest.mark.parametrize(
+    "algorithm", [own_parts.adam, own_parts.with_momentum()], ids=["FedAdam", "TrimmedMean"]
+)
+def test_own_parts_over_flowers_messages_are_the_fit_in_one_process(algorithm, tmp_path):
+    schools = datasets.eight_schools()
+    plan = DeploymentPlan(models.eight_schools, algorithm, rounds=3)
+    nodes = nodes_of(schools, plan, tmp_path)
+    with ExitStack() as stack:
+        contexts = {
+            11 + i: context({"socket": stack.enter_context(listening(node.handle))})
+            for i, node in enumerate(nodes)
+        }
+        grid = FakeGrid(flower.client_app, contexts, dict.fromkeys(contexts, 0))
+        patience = Patience(tuple(node.name for node in nodes), joining=10.0, seconds=60.0)
+        found = run_server(flower.carrier(grid), plan, patience, tmp_path / "server.safetensors")
+    expected = bf.fit(plan.model, schools, algorithm, rounds=plan.rounds)
+    for name, value in expected.params.items():
+        torch.testing.assert_close(found.params[name], value, rtol=1e-5, atol=1e-5)
+    for node in nodes:
+        stored = next((node.folder / "runs").glob("*/posterior.safetensors"))
+        own = bf.Posterior.load(stored, plan.model, node.federation)
+        assert own.algorithm == algorithm
+        here = expected.log_likelihood(node.federation, 1)["y"]
+        there = own.log_likelihood(node.federation, 1)["y"]
+        torch.testing.assert_close(there, here, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # Flower 1.41's own
 def test_flower_takes_the_app():
     """What `flwr run` checks before it sends the app: its fields, and that its components are there."""
@@ -393,6 +432,48 @@ def test_rounds_between_processes(folder, tls):
         flower.run(app, report=str(report), nodes=2)
         assert json.loads(report.read_text()) == [[a, c] for a, b, c in BOTH]
     assert left_over(folder, seconds=5) == []
+
+
+OWN = """
+[model]
+name = "eight_schools"
+[data]
+client = "school"
+[algorithm]
+name = "mine.py:with_momentum"
+[schedule]
+rounds = 3
+[deployment]
+institutions = ["node0", "node1", "node2"]
+"""
+
+
+@pytest.mark.slow
+def test_own_parts_in_a_file_between_flowers_processes(folder):
+    """The server's process imports the file beside its experiment; each node has imported its own copy."""
+    for place in ("server", "nodes"):
+        (folder / place).mkdir()
+        (folder / place / "mine.py").write_text(Path(own_parts.__file__).read_text())
+        (folder / place / "own.toml").write_text(OWN)
+    schools = datasets.eight_schools()
+    plan = make_plan(read_experiment(folder / "nodes" / "own.toml"), folder / "nodes")
+    assert type(plan.algorithm.rule).__module__ == "mine"
+    try:
+        with ExitStack() as stack:
+            addresses = {
+                node.name: stack.enter_context(listening(node.handle))
+                for node in nodes_of(schools, plan, folder)
+            }
+            over = stack.enter_context(net.network(addresses, folder / "f", tls=False))
+            where = {"experiment": folder / "server" / "own.toml", "folder": folder / "found"}
+            over.run(APP, **{name: str(path) for name, path in where.items()})
+        expected = bf.fit(plan.model, schools, plan.algorithm, rounds=plan.rounds)
+    finally:
+        sys.modules.pop("mine", None)
+    globals_ = xr.open_dataset(folder / "found" / "globals.nc", group="posterior")
+    draws = expected.sample(1)
+    for name in ("mu", "tau"):
+        assert float(globals_[name][0, 0]) == pytest.approx(float(draws[name][0]), abs=1e-4)
 
 
 @pytest.mark.slow
