@@ -170,11 +170,14 @@ def hierarchy(federation):
             pyro.sample("y", dist.Normal(mean, sigma), obs=None if y is None else y.double())
 
 
+# a client's term is that of its own copy after its steps, which fits its rows better at larger rates
+@pytest.mark.filterwarnings("ignore:the ELBO fell")
 @pytest.mark.slow
 def test_a_hierarchy_has_its_least_squares():
     """Levels without a prior: dummies of the clients in a regression under the priors of β and σ."""
     data = federation()
-    posterior = bf.fit(hierarchy, data, FedPer(lr=0.02, lr_decay=0.01), rounds=400)
+    algorithm = FedPer(lr=0.05, local_epochs=1, lr_decay=0.01)
+    posterior = bf.fit(hierarchy, data, algorithm, rounds=400)
     found = {name: value[0] for name, value in posterior.sample(1).items()}
     start = posterior.program.init
     unread = posterior.program.unread

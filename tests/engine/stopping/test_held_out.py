@@ -37,7 +37,7 @@ def test_a_run_stops_where_a_long_run_is_no_better(digits):
     posterior = bf.fit(network(), train, algorithm, held_out=valid, **shared)
     rounds = len(posterior.history["elbo"])
     assert posterior.converged
-    assert 10 <= rounds < 200
+    assert 10 <= rounds < 300
     assert f"converged in {rounds} rounds" in repr(posterior)
     long = bf.fit(network(), train, algorithm, rounds=3 * rounds, **shared)
     # .002 nats a row are no gain; of 350 rows the error of a difference between two close fits is some .01
