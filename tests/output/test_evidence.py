@@ -170,6 +170,13 @@ def test_poor_estimates_are_made_from_more_candidates(monkeypatch):
         found = sum_log_weights(posterior, theta, len(mu), noise.key(0), laplace=True)
         return np.sqrt(np.mean((found.numpy() - exact) ** 2))
 
+    approximations, approximate = [], locals_given_theta.laplace_approximation
+    monkeypatch.setattr(
+        locals_given_theta,
+        "laplace_approximation",
+        lambda given: approximations.append(given.size) or approximate(given),
+    )
     with_more = error()
+    assert approximations == [len(mu)]  # one for all candidates of both kinds
     monkeypatch.setattr(locals_given_theta, "NOISY", np.inf)
     assert with_more < 0.28 < error()
