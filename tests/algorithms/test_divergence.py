@@ -12,57 +12,10 @@ import bayesfed as bf
 from bayesfed.algorithms import METHODS
 from bayesfed.engine.rounds import HALVINGS
 from bayesfed.engine.run import Stopped
+from tests.scenarios import ANIMALS, curves, deaths, growth, hospitals
 
-HOSPITALS, ANIMALS = 12, 30
 ABROAD = 100.0
 """Prior standard deviations from the centre of the prior beyond which an estimate is absurd."""
-
-
-def deaths(federation):
-    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
-    tau = pyro.sample("tau", dist.HalfNormal(1.0))
-    with federation.clients():
-        a = pyro.sample("a", dist.Normal(mu, tau))
-        with federation.observations() as obs:
-            rate = dist.Binomial(total_count=obs["n"], logits=a)
-            pyro.sample("deaths", rate, obs=obs.get("deaths"))
-
-
-def hospitals():
-    """One row of each of 12 hospitals, of 40 to 800 patients of whom 8 % die."""
-    generator = torch.Generator().manual_seed(3)
-    n = torch.randint(40, 800, (HOSPITALS,), generator=generator).float()
-    rate = torch.sigmoid(-2.5 + 0.4 * torch.randn(HOSPITALS, generator=generator))
-    died = (rate * n).round()
-    return bf.Federation.from_arrays(
-        {f"hospital {i}": {"n": n[i : i + 1], "deaths": died[i : i + 1]} for i in range(HOSPITALS)}
-    )
-
-
-def growth(federation, day=1.0):
-    """Ages in days, or in another unit of so many days, with priors in that unit."""
-    level = pyro.sample("level", dist.Normal(250.0, 100.0))
-    slope = pyro.sample("slope", dist.Normal(6.0 * day, 5.0 * day))
-    sd_level = pyro.sample("sd_level", dist.HalfNormal(30.0))
-    sd_slope = pyro.sample("sd_slope", dist.HalfNormal(2.0 * day))
-    sigma = pyro.sample("sigma", dist.HalfNormal(20.0))
-    with federation.clients():
-        a = pyro.sample("a", dist.Normal(level, sd_level))
-        b = pyro.sample("b", dist.Normal(slope, sd_slope))
-        with federation.observations() as obs:
-            line = a + b * obs["age"]
-            pyro.sample("weight", dist.Normal(line, sigma), obs=obs.get("weight"))
-
-
-def curves(day=1.0):
-    """Five weights of each of 30 animals between their 8th and 36th day."""
-    generator = torch.Generator().manual_seed(4)
-    age, found = torch.tensor([8.0, 15.0, 22.0, 29.0, 36.0]), {}
-    for i in range(ANIMALS):
-        a, b, *noise = torch.randn(7, generator=generator)
-        weight = 106 + 10 * a + (6.2 + 0.5 * b) * age + 6 * torch.stack(noise)
-        found[f"animal {i}"] = {"age": age / day, "weight": weight}
-    return bf.Federation.from_arrays(found)
 
 
 PROBLEMS = {"hospitals": (deaths, hospitals), "curves": (growth, curves)}
