@@ -25,6 +25,8 @@ from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.sites import InspectedModel
 from bayesfed.vmap.compare import CLIENT_ADVICE, check_same, densities, two_clients
 
+OTHERS = 16
+"""The number of clients that are compared, each beside the longest, of a model that does not run under vmap."""
 Densities = dict[str, Tensor]
 """Sample site to log density of S draws and K clients ``(S, K)``, or of a global site ``(S, 1)``."""
 
@@ -46,11 +48,8 @@ def check_independence(program: Program, federation: Federation, shuffled: bool)
             f"site {program.kinds[0]!r} is discrete, of a client, and summed out: the density of its rows is no sum "
             "over rows, which a minibatch could represent. Leave out batch_size"
         )
-    clients, positions = two_clients(federation)
-    rows = (positions >= 0).sum(-1).tolist()
-    pair = federation.batch(clients, positions)
-    keys = noise.fold(noise.key(0).to(federation.device), federation.stream_ids[clients])
-    point = _two_draws(program, pair, keys)
+    first = _pair(program, federation)
+    _, positions, pair, point = first
     together = point.densities(pair)
 
     def compare(
@@ -68,17 +67,23 @@ def check_independence(program: Program, federation: Federation, shuffled: bool)
             raise
 
     apart = isinstance(program.model, InspectedModel) and program.model.clients_apart
-    for k, name in enumerate(federation.names[i] for i in clients.tolist()):
-        if apart and rows[k] == positions.shape[1]:
-            continue
-        alone = federation.batch(clients[k : k + 1], positions[k : k + 1, : rows[k]])
-        own = {site: v[:, k : k + 1] if v.shape[1] > 1 else v for site, v in together.items()}
-        compare(
-            own,
-            point.client(k).densities(alone),
-            f"depends, for client {name!r}, on which other clients are in the batch, or on padding. {CLIENT_ADVICE}",
-            between_draws=True,
-        )
+    pairs = [first]
+    if not apart:  # it may read a number off its data that only some clients have
+        some = torch.linspace(0, len(federation) - 1, OTHERS, device="cpu").round().long().unique()
+        pairs += [_pair(program, federation, other) for other in some.tolist()]
+    for clients, slots, batch, at in pairs:
+        both = at.densities(batch)
+        for k, name in enumerate(federation.names[i] for i in clients.tolist()):
+            rows = slots[k, slots[k] >= 0][None]
+            if apart and rows.shape[1] == slots.shape[1]:
+                continue
+            compare(
+                {site: v[:, k : k + 1] if v.shape[1] > 1 else v for site, v in both.items()},
+                at.client(k).densities(federation.batch(clients[k : k + 1], rows)),
+                f"depends, for client {name!r}, on which other clients are in the batch, or on padding. "
+                f"{CLIENT_ADVICE}",
+                between_draws=True,
+            )
     for s in () if apart else range(2):
         compare(
             {site: value[s : s + 1] for site, value in together.items()},
@@ -88,10 +93,10 @@ def check_independence(program: Program, federation: Federation, shuffled: bool)
         )
     if shuffled:
         root = noise.key(0).to(federation.device)
-        order = noise.shuffle(root[None], torch.tensor(rows[:1]))[0].cpu()
+        order = noise.shuffle(root[None], (positions[:1] >= 0).sum(-1))[0].cpu()
         compare(
             {site: value[:, :1] for site, value in together.items()},
-            point.client(0).densities(federation.batch(clients[:1], order[None])),
+            point.client(0).densities(federation.batch(first[0][:1], order[None])),
             "depends on the order of a client's rows, which minibatches take at random: leave out batch_size",
         )
     names = {site.name for site in program.globals}
@@ -142,6 +147,16 @@ class _Point:
         return found
 
 
+def _pair(
+    program: Program, federation: Federation, other: int | None = None
+) -> tuple[Tensor, Tensor, Batch, _Point]:
+    """The longest client and another: their positions and those of their rows, the batch, and values for it."""
+    clients, positions = two_clients(federation, other)
+    batch = federation.batch(clients, positions)
+    keys = noise.fold(noise.key(0).to(federation.device), federation.stream_ids[clients])
+    return clients, positions, batch, _two_draws(program, batch, keys)
+
+
 def _two_draws(program: Program, batch: Batch, keys: Tensor) -> _Point:
     """Two different values of each latent site near the guide's start."""
     params = program.init | program.init_locals(batch)
@@ -156,8 +171,7 @@ def _two_draws(program: Program, batch: Batch, keys: Tensor) -> _Point:
         u = transform.inv(node["value"])
         lead = (2, len(batch) if site.local else 1, 1)
         u = u.expand(*lead, *u.shape[node["value"].ndim - len(site.event_shape) :]).clone()
-        u[1] += 0.3 * torch.randn(u[1].shape, generator=generator, device="cpu").to(
-            u
-        )  # point estimates differ too
+        # point estimates differ too
+        u[1] += 0.3 * torch.randn(u[1].shape, generator=generator, device="cpu").to(u)
         values[site.name] = transform(u)
     return _Point(program, params, values)

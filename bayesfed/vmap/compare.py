@@ -26,8 +26,8 @@ Densities = Mapping[str, Tensor]
 """Sample site to log densities: of S draws, K clients and B rows, or sums of these."""
 
 
-def two_clients(federation: Federation) -> tuple[Tensor, Tensor]:
-    """The longest client and a short one, whose rows are padded.
+def two_clients(federation: Federation, other: int | None = None) -> tuple[Tensor, Tensor]:
+    """The longest client and another, by default a short one, whose rows are padded.
 
     Returns:
         Positions of the clients, int64 ``(2,)``, and of at most :data:`ROWS` rows of each, ``(2, B)``, -1 for padding.
@@ -36,7 +36,7 @@ def two_clients(federation: Federation) -> tuple[Tensor, Tensor]:
     long = max(range(len(lengths)), key=lengths.__getitem__)
     others = [i for i in range(len(lengths)) if i != long] or [long]
     # a client of one row is the last choice: padding repeats that row
-    short = min(others, key=lambda i: (lengths[i] < 2, lengths[i]))
+    short = min(others, key=lambda i: (lengths[i] < 2, lengths[i])) if other is None else other
     rows = [min(ROWS, lengths[long]), min(ROWS, lengths[short])]
     if rows[0] == rows[1] > 1 and lengths[short] < lengths[long]:  # other batches have padding
         rows[1] -= 1

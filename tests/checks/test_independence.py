@@ -216,3 +216,19 @@ def test_a_predictor_of_clients():
         ValueError, match="client 'a', row 1: field 'beds' differs between the client's rows"
     ):
         bf.fit(by_beds, bf.Federation.from_arrays(rows), rounds=1)
+
+
+@pytest.mark.parametrize("kinds", [[[0, 1, 2], [2, 1], [0, 0]], [[2, 0, 1], [1, 2], [2], [0]]])
+def test_a_number_that_is_read_off_the_data_of_any_client_is_found(kinds):
+    """Here the two clients that are compared first have the same largest category, and another has not."""
+
+    def model(federation):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with federation.clients(), federation.observations() as obs:
+            largest = int(obs["kind"].max())
+            pyro.sample("y", dist.Normal(mu * (1 + largest), 1.0), obs=obs["y"])
+
+    clients = {f"c{i}": {"kind": k, "y": torch.zeros(len(k))} for i, k in enumerate(kinds)}
+    last = f"c{len(kinds) - 1}"
+    with pytest.raises(ValueError, match=f"'y' depends, for client '{last}', on which other"):
+        bf.fit(model, bf.Federation.from_arrays(clients), rounds=1, progress=False)
