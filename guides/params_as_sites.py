@@ -59,9 +59,7 @@ class LiftedModel:
 
     def __call__(self, federation: Any) -> None:
         """Run the Pyro program."""
-        if isinstance(
-            self.model, OneClient
-        ):  # lift inside it, so that these sites run as others do
+        if isinstance(self.model, OneClient):  # lift inside it, so that these sites run as others
             replace(self.model, model=replace(self, model=self.model.model))(federation)
             return
         with poutine.lift(prior=dict(self.priors)):

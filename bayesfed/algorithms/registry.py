@@ -224,9 +224,8 @@ def settings_of(algorithm: Algorithm) -> dict[str, Any]:
         )
     method = METHODS.get(algorithm.name)
     if method is not None:
-        with contextlib.suppress(
-            AttributeError
-        ):  # a user's composition of that name may have other parts
+        # a user's composition of that name may have other parts
+        with contextlib.suppress(AttributeError):
             found = method.values(algorithm)
             if method.compose(found) == algorithm:
                 return {"name": algorithm.name} | {key: _plain(v, key) for key, v in found.items()}

@@ -138,9 +138,7 @@ class _Fixed(Messenger):
             msg["value"] = transform(fixed.expand(shape))
             msg["done"] = True
         log_prob = log_density(msg)
-        if hasattr(
-            fn, "given"
-        ):  # what predictions and personal steps are conditional on counts too
+        if hasattr(fn, "given"):  # the distribution in predictions and in personal steps counts too
             mask = torch.as_tensor(True if msg["mask"] is None else msg["mask"])
             own = fn.evidence(msg["value"], mask.expand(fn.batch_shape))
             log_prob = log_prob + log_density(msg, fn.given(own))

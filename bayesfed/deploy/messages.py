@@ -28,7 +28,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from bayesfed.engine.files import to_bytes
-from bayesfed.engine.parts import flat, flatten_state, unflatten_state
+from bayesfed.engine.parts import flat, flatten_state, nested, unflatten_state
 from bayesfed.settings import Count, Strict, Times
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
@@ -266,13 +266,10 @@ def unpack(payload: bytes) -> tuple[Request | Response, dict[str, Tensors]]:
         raise MessageError(f"these bytes are not a message: {error}") from None
     if message is None:
         raise MessageError("these bytes are a safetensors file, but not a bayesfed message")
-    parts: dict[str, Tensors] = {}
-    for full, value in tensors.items():
-        part, slash, name = full.partition("/")
-        if not slash:
+    for full in tensors:
+        if "/" not in full:
             raise MessageError(f"a message's tensor is called {full!r}, not <part>/<name>")
-        parts.setdefault(part, {})[name] = value
-    return message, parts
+    return message, nested(tensors)
 
 
 def unpack_as(

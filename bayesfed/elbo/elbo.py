@@ -168,10 +168,9 @@ class Losses:
     def hyper(self) -> Tensor:
         """−log p(θ) in unconstrained coordinates; 0 if no global variable is random."""
         found = log_ratio(*self._traces, local=False)
-        found = (
-            found[:1] if isinstance(found, Tensor) else found
-        )  # point estimates: equal for all draws
-        return -_terms(found, self.rows, 1, len(self.rows))[0]
+        # point estimates: equal for all draws
+        one = found[:1] if isinstance(found, Tensor) else found
+        return -_terms(one, self.rows, 1, len(self.rows))[0]
 
 
 def _once(*fns: Any) -> tuple[Any, ...]:
@@ -339,15 +338,10 @@ def log_parts(
 
 
 def elbo_terms(
-    program: Program,
-    params: Mapping[str, Tensor],
-    batch: Batch,
-    noise: Noise,
-    draws: int,
-    values: Draws | None = None,
+    program: Program, params: Mapping[str, Tensor], batch: Batch, noise: Noise, draws: int
 ) -> Terms:
     """Both parts of the ELBO in one pass; ``server`` is ``(S, K)`` if parameters or noise have a row per client."""
-    guide, model = run(program, params, values or {}, batch, noise, draws)
+    guide, model = run(program, params, {}, batch, noise, draws)
     server = torch.as_tensor(
         log_ratio(guide, model, local=False), dtype=batch.scale.dtype, device=batch.scale.device
     )

@@ -34,9 +34,8 @@ def build_program(model: Model, federation: Federation, algorithm: Algorithm, se
         try:
             return algorithm.program(inspected, federation)
         except Exception as error:
-            with suppress(
-                RuntimeError, IndexError, NotImplementedError
-            ):  # the first error says more
+            # another error than of the outcomes says less than the first
+            with suppress(RuntimeError, IndexError, NotImplementedError):
                 check_first_outcomes(inspected, federation)
             readable = readable_error(error, inspected.__name__)
             if readable is error:

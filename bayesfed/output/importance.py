@@ -52,10 +52,5 @@ def pareto_k(log_weights: Tensor) -> float:
 
 def tail_share(log_weights: Tensor, k: float) -> float:
     """Estimate the share of all weight that a generalised Pareto tail of shape k has beyond the largest of ``(S,)``."""
-    largest = float(
-        (log_weights - log_weights.nan_to_num(-torch.inf).logsumexp(0))
-        .nan_to_num(-torch.inf)
-        .max()
-        .exp()
-    )
+    largest = float(log_weights.nan_to_num(-torch.inf).softmax(0).nan_to_num(0.0).max())
     return largest / (1 - k) if k < 1 else math.inf

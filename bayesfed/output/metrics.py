@@ -265,5 +265,5 @@ def _calibration_of_classes(p: Tensor, labels: Tensor, bins: int) -> float:
     return float(multiclass_calibration_error(p, labels, num_classes=p.shape[1], n_bins=bins))
 
 
-def _shortened(row: Tensor, most: int = 4) -> str:
-    return ", ".join(f"{v:.3g}" for v in row[:most].tolist()) + (", ..." if len(row) > most else "")
+def _shortened(row: Tensor) -> str:
+    return ", ".join(f"{v:.3g}" for v in row[:4].tolist()) + (", ..." if len(row) > 4 else "")

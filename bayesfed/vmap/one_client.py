@@ -96,9 +96,8 @@ class OneClient:
         return self._run(batch, Outside, self, batch, changed).seen
 
     def _run(self, batch: Batch, kind: Callable[..., Any], *settings: Any, copies: int = 1) -> Any:
-        unchecked = pyro.validation_enabled(
-            False
-        )  # a check needs a value, which vmap does not give
+        # a check needs a value, which vmap does not give
+        unchecked = pyro.validation_enabled(False)
         plates = [frame for frame in _PYRO_STACK if isinstance(frame, IndepMessenger)]
         sizes = [frame.size for frame in plates if frame.name == handlers.DRAWS]
         draws = copies * (sizes[-1] if sizes else 1) if sizes or copies > 1 else None
