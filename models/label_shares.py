@@ -191,13 +191,8 @@ class ClientLabels(dist.Categorical):
     def given(self, counts: Tensor) -> dist.Categorical:
         """Return the distribution of further rows of the clients with these counts."""
         logits = self.trained(counts).logits
-        if self.prior is None:
-            return dist.Categorical(logits=logits)
-        if self.shares is None:
-            offset = self.prior.log_ratio(counts.unflatten(-1, self.cells.shape[-2:]).sum(-1))
-        else:
-            offset = self.shares.log() - self.shares.new_tensor(self.prior.mean).log()
-        return dist.Categorical(logits=logits + offset.to(logits))
+        labels = counts.unflatten(-1, self.cells.shape[-2:]).sum(-1)
+        return dist.Categorical(logits=logits + label_offset(self.prior, self.shares, labels))
 
     def trained(self, counts: Tensor) -> dist.Categorical:
         """Return the distribution of rows of the clients with these counts in which all have the same label shares."""
@@ -221,6 +216,21 @@ class ClientLabels(dist.Categorical):
     def _one_hot(self, value: Tensor) -> Tensor:
         labels = torch.arange(self.logits.shape[-1], device=value.device)
         return (value.unsqueeze(-1) == labels).to(self.logits)
+
+
+def label_offset(prior: LabelShares | None, shares: Tensor | None, counts: Tensor) -> Tensor:
+    """Return the offset of the logits of further rows ``(..., classes)``: 0 without a prior.
+
+    Args:
+        prior: of the label shares.
+        shares: those of the rows, where they are known from elsewhere.
+        counts: the label counts of each client's rows.
+    """
+    if prior is None:
+        return torch.zeros_like(counts)
+    if shares is None:
+        return prior.log_ratio(counts)
+    return shares.to(counts).log() - counts.new_tensor(prior.mean).log()
 
 
 def start_subclasses(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from bayesfed.functional.networks import apply, check_stateless, flatten
+from bayesfed.models.clusters import ClusteredLabels, start_apart
 from bayesfed.models.label_shares import SHARES, ClientLabels, LabelShares
 
 WEIGHTS = "weights"
@@ -44,6 +45,8 @@ class Network:
         subclasses: M, the number of sub-classes of each label, whose shares are a client's own and made from its rows
             in every round, see :mod:`bayesfed.models.label_shares`; the module has M outputs side by side for each
             label. For algorithms with a point estimate of θ.
+        clusters: C, the number of networks of which each client has one, see :mod:`bayesfed.models.clusters`; the local
+            weights are those of all C, which start apart. For algorithms with a point estimate of θ.
         noise: standard deviation of the normal likelihood.
         hyper_scale: standard deviation of the hyper-prior of m, log σ and v; by default they are ``pyro.param``.
         x: the field of inputs ``(rows, *event)``.
@@ -51,7 +54,7 @@ class Network:
 
     Raises:
         ValueError: the module keeps state; ``local`` is a prefix of no parameter; an unknown spread or likelihood;
-            label shares or sub-classes without labels.
+            label shares, sub-classes or clusters without labels; sub-classes and clusters.
 
     Example:
         >>> from bayesfed import models
@@ -68,6 +71,7 @@ class Network:
     noise: float = 1.0
     label_shares: LabelShares | None = None
     subclasses: int = 1
+    clusters: int = 1
     hyper_scale: float | None = None
     x: str = "x"
     y: str = "y"
@@ -82,10 +86,16 @@ class Network:
             raise ValueError(f"spread is {self.spread!r}: use 'fixed', 'learnt' or 'client'")
         if self.likelihood not in ("categorical", "normal"):
             raise ValueError(f"likelihood is {self.likelihood!r}: use 'categorical' or 'normal'")
-        shares = self.label_shares is not None or self.subclasses != 1
-        if shares and self.likelihood != "categorical":
+        own = self.label_shares is not None or self.subclasses != 1 or self.clusters != 1
+        if own and self.likelihood != "categorical":
             raise ValueError(
-                f"label_shares and subclasses are for labels, and likelihood is {self.likelihood!r}: leave them out"
+                f"label_shares, subclasses and clusters are for labels, and likelihood is {self.likelihood!r}: leave "
+                "them out"
+            )
+        if self.clusters != 1 and (self.subclasses != 1 or not self.local):
+            raise ValueError(
+                "clusters are of clients with local weights and without subclasses: give local a prefix, and one of "
+                "clusters and subclasses"
             )
         every = [name for name, _ in self.module.named_parameters()]
         wanted = ("",) if self.local == "all" else tuple(self.local)
@@ -96,7 +106,8 @@ class Network:
             )
         rest = [name for name in every if name not in names]
         object.__setattr__(self, "names", names)
-        object.__setattr__(self, "start", flatten(self.module, names))
+        starts = [flatten(module, names) for module in start_apart(self.module, self.clusters)]
+        object.__setattr__(self, "start", torch.cat(starts))
         object.__setattr__(self, "shared_start", flatten(self.module, rest))
         object.__setattr__(self, "scales", self._scales())
 
@@ -116,7 +127,8 @@ class Network:
                     f"scale gives no standard deviation for the local weights {name!r}"
                 )
             parts.append(torch.full_like(params[name].detach(), given[max(prefixes, key=len)]))
-        return torch.cat([part.flatten() for part in parts]) if parts else torch.zeros(0)
+        found = torch.cat([part.flatten() for part in parts]) if parts else torch.zeros(0)
+        return found.repeat(self.clusters)
 
     @property
     def size(self) -> int:
@@ -153,18 +165,29 @@ class Network:
             with federation.observations() as obs:
                 out = self.outputs(w, obs, shared)
                 if self.likelihood == "categorical":
-                    y = label_distribution(out, self.label_shares, obs, self.subclasses)
+                    y = self._labels(out, obs)
                 else:
                     y = dist.Normal(out.squeeze(-1), self.noise)
                 pyro.sample(self.y, y, obs=obs.get(self.y))
 
     def outputs(self, w: Tensor | None, obs: Any, shared: Tensor | None) -> Tensor:
-        """Return f(x; w, v) for every row: ``(..., K, B, C)``."""
+        """Return f(x; w, v) for every row, of all clusters side by side: ``(..., K, B, C · classes)``."""
         w, shared = (v[None, None] if v is not None and v.ndim == 1 else v for v in (w, shared))
         if w is None:
             assert shared is not None
             return apply(self.module, shared, obs[self.x])
-        return apply(self.module, w, obs[self.x], shared=shared, names=self.names)
+        return torch.cat(
+            [
+                apply(self.module, each, obs[self.x], shared=shared, names=self.names)
+                for each in w.chunk(self.clusters, -1)
+            ],
+            -1,
+        )
+
+    def _labels(self, out: Tensor, obs: Any) -> Any:
+        if self.clusters > 1:
+            return ClusteredLabels(out, self.clusters, self.label_shares, obs.get(SHARES))
+        return label_distribution(out, self.label_shares, obs, self.subclasses)
 
 
 def label_distribution(

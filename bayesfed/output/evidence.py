@@ -133,14 +133,16 @@ def laplace_approximation(given: Conditionals) -> tuple[Tensor, Tensor]:
     reached, step = u.new_full(u.shape[:2], -torch.inf), torch.zeros_like(u)
     moving = torch.arange(given.size, device=u.device)
     for number in range(1 + STEPS):
-        f = given.at(moving).log_joint
-        with torch.enable_grad():
-            found = newton.value_and_curvature(f, u[moving])
-            worse = ~(found[0] >= reached[moving])
-            if number > 0 and bool(worse.any()):
-                u[moving] = newton.line_search(f, u[moving] - step[moving], step[moving])
-                found = newton.value_and_curvature(f, u[moving])
-        reached[moving], gradient, hessian = (x.detach() for x in found)
+        reached_before = reached[moving]
+        reached[moving], gradient, hessian = _derivatives(given, u, moving)
+        late = (
+            (~(reached[moving] >= reached_before)).any(1).nonzero()[:, 0] if number else moving[:0]
+        )
+        if len(late):
+            far = moving[late]
+            f = given.at(far).log_joint
+            u[far] = newton.line_search(f, u[far] - step[far], step[far])
+            reached[far], gradient[late], hessian[late] = _derivatives(given, u, far)
         precision[moving] = here = newton.positive(-hessian, least[moving])
         new = torch.linalg.solve_ex(here, gradient[..., None])[0].squeeze(-1).nan_to_num(0.0)
         step[moving], gain = new, (gradient * new).sum((-2, -1))
@@ -149,6 +151,13 @@ def laplace_approximation(given: Conditionals) -> tuple[Tensor, Tensor]:
             break
         u[moving] += step[moving]
     return u, inverse_root(precision)
+
+
+def _derivatives(given: Conditionals, u: Tensor, draws: Tensor) -> list[Tensor]:
+    """Return the log density at u of some draws of θ, its gradient and its curvature."""
+    with torch.enable_grad():
+        found = newton.value_and_curvature(given.at(draws).log_joint, u[draws])
+    return [x.detach() for x in found]
 
 
 @torch.no_grad()

@@ -111,6 +111,11 @@ def subclassed(classes: int, rows: float, *, rate: float, M: int) -> Any:
     return bf.FedAvg(lr=rate, **LATER), Network(mlp(784, 100, classes * M), subclasses=M)
 
 
+def ifca(classes: int, rows: float, *, rate: float, C: int) -> Any:
+    """Return FedAvg with C networks, of which each client has one."""
+    return bf.FedAvg(lr=rate, **LATER), network(classes, clusters=C)
+
+
 def fedprox(classes: int, rows: float, *, rate: float, mu: float) -> Any:
     return bf.FedAvg(lr=rate, proximal=mu, **LATER), network(classes)
 
@@ -194,6 +199,7 @@ METHODS = {
     "Local": Method(partial(plain, bf.Local), kept=True, rounds=20, fraction=1.0),
     "FedAvg": Method(partial(plain, bf.FedAvg)),
     "FedAvg, sub-classes": Method(subclassed, {"M": (1, 2, 4, 6, 8, 12)}, shares=True),
+    "IFCA": Method(ifca, {"C": (2, 3, 4, 6)}),
     "FedProx": Method(fedprox, {"mu": (0.01, 0.03, 0.1, 0.3, 1.0)}),
     "FedNova": Method(partial(plain, bf.FedNova)),
     "SCAFFOLD": Method(partial(plain, bf.Scaffold)),

@@ -237,7 +237,7 @@ def test_a_run_with_other_shares_is_not_continued(tmp_path: object, train: bf.Fe
 
 
 def test_refusals(train: bf.Federation) -> None:
-    with pytest.raises(ValueError, match="label_shares and subclasses are for labels"):
+    with pytest.raises(ValueError, match="label_shares, subclasses and clusters are for labels"):
         Network(mlp(4, 1), likelihood="normal", label_shares=PRIOR)
     with pytest.raises(ValueError, match="3 labels, and the network outputs for 5"):
         fitted(Network(mlp(4, 5), label_shares=PRIOR), train)
