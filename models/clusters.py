@@ -64,7 +64,7 @@ class ClusteredLabels(dist.Categorical):
         return ClusteredLabels(each, self.clusters, self.prior, self.label_shares)
 
     def evidence(self, value: Tensor, mask: Tensor) -> Tensor:
-        """Return the log density of the rows that count under each network, and label counts: ``(..., K, 1, C + k)``."""
+        """Return the rows' log density under each network, and their label counts: ``(..., K, 1, C + labels)``."""
         labels = self._one_hot(value) * mask.unsqueeze(-1)
         fits = (labels.unsqueeze(-2) * self.each).sum((-3, -1))
         counts = labels.sum(-2).expand(*fits.shape[:-1], -1)
@@ -104,7 +104,7 @@ def start_apart(module: nn.Module, clusters: int) -> list[nn.Module]:
         for number in range(1, clusters):
             torch.manual_seed(number)
             other = copy.deepcopy(module)
-            layers = [m for m in other.modules() if hasattr(m, "reset_parameters")]
+            layers: list[Any] = [m for m in other.modules() if hasattr(m, "reset_parameters")]
             if not layers:
                 raise ValueError(
                     "no layer of the module has reset_parameters(), by which the clusters' networks start apart"
