@@ -10,6 +10,7 @@
 - :class:`Cox`: Cox regression of censored times, the baseline hazard piecewise constant, one frailty per client.
 - :class:`Network`: any ``torch.nn.Module``, with all or some weights local to each client; :func:`mlp` and
   :func:`cnn`, :func:`lenet` and :func:`resnet18` make common ones.
+- :class:`HyperNetwork`: a network whose weights a second network makes from an embedding of the client (pFedHN).
 - :class:`LabelShares`: the prior of how often a client has each label, for :class:`Network` and :class:`Modulated`;
   :func:`start_subclasses` starts the sub-classes of labels apart.
 - :class:`Modulated`: a network whose hidden units are gated by a second network that reads a client's rows (CAFeMe).
@@ -22,6 +23,7 @@ from bayesfed.models.eight_schools import eight_schools
 from bayesfed.models.gaussian_process import GaussianProcess
 from bayesfed.models.hierarchical_count import hierarchical_count
 from bayesfed.models.hierarchical_logistic import hierarchical_logistic
+from bayesfed.models.hyper_network import HyperNetwork
 from bayesfed.models.label_shares import LabelShares, start_subclasses
 from bayesfed.models.modulated import Modulated
 from bayesfed.models.network import Network, mlp
@@ -40,6 +42,7 @@ __all__ = [
     "weibull_survival",
     "Cox",
     "Network",
+    "HyperNetwork",
     "LabelShares",
     "start_subclasses",
     "Modulated",

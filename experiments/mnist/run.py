@@ -40,7 +40,7 @@ import torch
 
 import bayesfed as bf
 from bayesfed import metrics
-from bayesfed.models import LabelShares, Modulated, Network, mlp, start_subclasses
+from bayesfed.models import HyperNetwork, LabelShares, Modulated, Network, mlp, start_subclasses
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))
@@ -114,6 +114,11 @@ def subclassed(classes: int, rows: float, *, rate: float, M: int) -> Any:
 def ifca(classes: int, rows: float, *, rate: float, C: int) -> Any:
     """Return FedAvg with C networks, of which each client has one."""
     return bf.FedAvg(lr=rate, **LATER), network(classes, clusters=C)
+
+
+def pfedhn(classes: int, rows: float, *, rate: float, E: int) -> Any:
+    """Return FedPer with embeddings of E numbers as a client's own variables."""
+    return bf.FedPer(lr=rate, **LATER), HyperNetwork(mlp(784, 100, classes), embedding=E)
 
 
 def fedprox(classes: int, rows: float, *, rate: float, mu: float) -> Any:
@@ -200,6 +205,7 @@ METHODS = {
     "FedAvg": Method(partial(plain, bf.FedAvg)),
     "FedAvg, sub-classes": Method(subclassed, {"M": (1, 2, 4, 6, 8, 12)}, shares=True),
     "IFCA": Method(ifca, {"C": (2, 3, 4, 6)}),
+    "pFedHN": Method(pfedhn, {"E": (4, 8, 16)}, kept=True),
     "FedProx": Method(fedprox, {"mu": (0.01, 0.03, 0.1, 0.3, 1.0)}),
     "FedNova": Method(partial(plain, bf.FedNova)),
     "SCAFFOLD": Method(partial(plain, bf.Scaffold)),
