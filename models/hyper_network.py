@@ -26,9 +26,9 @@ class HyperNetwork:
                     w_i = h(v_i; φ)                     h: two layers, φ a ``pyro.param`` of all clients
         row j       y_ij ~ Categorical(softmax f(x_ij; w_i))
 
-    With ``FedPer`` a client takes steps on v_i and on its copy of φ, which is pFedHN (Shamsian et al. 2021, "Personalized
-    federated learning using hypernetworks"), except that there the server has φ and the client returns the change of
-    w_i, to which it applies the chain rule. A new client takes steps on its embedding alone. An embedding has few
+    With ``FedPer`` a client takes steps on v_i and on its copy of φ. This is pFedHN (Shamsian et al. 2021, "Personalized
+    federated learning using hypernetworks"), except that there the server has φ, and applies the chain rule to the
+    change of w_i that a client returns. A new client takes steps on its embedding alone. An embedding has few
     numbers, so that its posterior can be had: with ``PFedVEM`` clients keep a Normal of it.
 
     Args:
@@ -66,7 +66,7 @@ class HyperNetwork:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             hyper = mlp(self.embedding, self.hidden, len(weights))
-            last = hyper[-1]
+            last: Any = hyper[-1]
             last.weight.mul_(SPREAD)
             last.bias.copy_(weights)
         object.__setattr__(self, "hyper", hyper)
