@@ -26,7 +26,7 @@ class HyperNetwork:
                     w_i = h(v_i; φ)                     h: two layers, φ a ``pyro.param`` of all clients
         row j       y_ij ~ Categorical(softmax f(x_ij; w_i))
 
-    With ``FedPer`` a client takes steps on v_i and on its copy of φ. This is pFedHN (Shamsian et al. 2021, "Personalized
+    With ``FedPer`` a client takes steps on v_i and on its copy of φ: pFedHN (Shamsian et al. 2021, "Personalized
     federated learning using hypernetworks"), except that there the server has φ, and applies the chain rule to the
     change of w_i that a client returns. A new client takes steps on its embedding alone. An embedding has few
     numbers, so that its posterior can be had: with ``PFedVEM`` clients keep a Normal of it.

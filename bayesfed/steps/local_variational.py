@@ -38,6 +38,9 @@ _DOUBT = 2.0
 """Standard errors by which learnt corrections must be worse than the closed form to be given up."""
 PERSONAL_DRAWS, PERSONAL_DECAY = 16, 0.01
 """Draws of θ and w_i in a step of ``personalize``, and the fraction of its rate that is left at the end."""
+TRIED, TRIED_DRAWS, WORTH = 50, 64, 0.003
+"""Steps with which ``personalize`` tries to improve the closed form, the draws by which it is compared with the result,
+and the gain, in nats, from which on all steps are taken."""
 
 
 class LocalVariational(Steps):
@@ -58,18 +61,38 @@ class LocalVariational(Steps):
         return first_state(program, batch)
 
     def personalize(self, job: Job, locals_: Locals, steps: int, lr: float | None) -> Params:
-        """Return φ_i of K clients: from its closed form, steps on their terms alone, θ drawn from q(θ) at each."""
+        """Return φ_i of K clients: from its closed form, steps on their terms alone, θ drawn from q(θ) at each.
+
+        The closed form stays where the first steps gain next to nothing.
+        """
         program, params, rows = job.program, job.theta, job.rows(None)
-        clients = follow_origin(program, params, first_state(program, rows), rows)
+        origin = follow_origin(program, params, first_state(program, rows), rows)
+        if not program.laplace_params or steps <= TRIED:
+            return self._personal_steps(job, origin, steps, lr)["params"]
+        tried = self._personal_steps(job, origin, TRIED, lr)
+        key = noise.fold(job.keys, noise.word("tried"))
+        drawn = next(noise_of_steps(program, key, 1, TRIED_DRAWS, theta=True))
+        before, after = (
+            personal_term(program, state["params"], params, rows, drawn)
+            for state in (origin, tried)
+        )
+        late = ~(after - before <= WORTH)
+        if bool(late.any()):
+            full = self._personal_steps(job, origin, steps, lr)
+            return optimizer.where_active(origin["params"], full["params"], late)
+        return origin["params"]
+
+    def _personal_steps(self, job: Job, clients: State, steps: int, lr: float | None) -> State:
+        """Return the clients after steps with θ drawn from q(θ) at each."""
         lr = self.local_lr if lr is None else lr
-        streams = noise_of_steps(program, job.keys, steps, PERSONAL_DRAWS, theta=True)
+        streams = noise_of_steps(job.program, job.keys, steps, PERSONAL_DRAWS, theta=True)
 
         def step(state: State, number: int, active: Tensor | None) -> State:
             rate = lr * annealed(PERSONAL_DECAY, number / steps)
-            given = Inputs(job.rows(number), (rate,), constants=params)
-            return personal_step(program, state, given, next(streams))
+            given = Inputs(job.rows(number), (rate,), constants=job.theta)
+            return personal_step(job.program, state, given, next(streams))
 
-        return local_loop(all_clients(len(job), steps), job.keys.device, clients, step)["params"]
+        return local_loop(all_clients(len(job), steps), job.keys.device, clients, step)
 
 
 @dataclass(frozen=True)
@@ -270,3 +293,12 @@ def personal_step(program: Program, clients: State, given: Inputs, supplied: Noi
     at = given.constants | phi
     term = client_terms(program, at, {}, given.batch, supplied, PERSONAL_DRAWS).mean(0)
     return ascend(program, clients, gradients(term, phi), given.rates[0])
+
+
+@traceable
+def personal_term(
+    program: Program, phi: Params, params: Params, rows: Batch, supplied: Noise
+) -> Tensor:
+    """Return the terms ``(K,)`` of K clients at φ_i, averaged over draws of θ of their own."""
+    with torch.no_grad():
+        return client_terms(program, params | phi, {}, rows, supplied, TRIED_DRAWS).mean(0)
