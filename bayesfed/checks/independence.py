@@ -17,7 +17,7 @@ from pyro import poutine
 from torch import Tensor
 from torch.distributions import biject_to
 
-from bayesfed.data.batch import Batch
+from bayesfed.data.batch import Batch, Fields
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.elbo import run
@@ -68,11 +68,13 @@ def check_independence(program: Program, federation: Federation, shuffled: bool)
 
     apart = isinstance(program.model, InspectedModel) and program.model.clients_apart
     pairs = [first]
-    if not apart:  # it may read a number off its data that only some clients have
-        some = torch.linspace(0, len(federation) - 1, OTHERS, device="cpu").round().long().unique()
+    if isinstance(program.model, InspectedModel) and not apart:
+        # it may read a number off its data that only some clients have
+        last = len(federation) - 1
+        some = torch.linspace(0, last, OTHERS, device="cpu").round().long().unique()
         pairs += [_pair(program, federation, other) for other in some.tolist()]
     for clients, slots, batch, at in pairs:
-        both = at.densities(batch)
+        both = together if batch is pair else at.densities(batch)
         for k, name in enumerate(federation.names[i] for i in clients.tolist()):
             rows = slots[k, slots[k] >= 0][None]
             if apart and rows.shape[1] == slots.shape[1]:
@@ -84,6 +86,13 @@ def check_independence(program: Program, federation: Federation, shuffled: bool)
                 f"{CLIENT_ADVICE}",
                 between_draws=True,
             )
+    if not pair.mask.all():
+        compare(
+            together,
+            point.densities(_padded_by_last_rows(pair)),
+            f"depends on padding, in place of the rows that a client has not. {CLIENT_ADVICE}",
+            between_draws=True,
+        )
     for s in () if apart else range(2):
         compare(
             {site: value[s : s + 1] for site, value in together.items()},
@@ -106,6 +115,16 @@ def check_independence(program: Program, federation: Federation, shuffled: bool)
         "is global, and its prior depends on the clients' data or their number, which the server does not have: give "
         "it constants",
     )
+
+
+def _padded_by_last_rows(batch: Batch) -> Batch:
+    """Return a batch in which padding repeats each client's last row in place of its first."""
+    at, last = torch.arange(len(batch), device=batch.device), batch.mask.sum(-1) - 1
+    fields = {}
+    for name, value in batch.fields.items():
+        mask = batch.mask.reshape(*batch.mask.shape, *[1] * (value.ndim - 2))
+        fields[name] = torch.where(mask, value, value[at, last][:, None])
+    return replace(batch, fields=Fields(fields))
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ ROWS = 64
 CLIENT_ADVICE = (
     "Every client has its own entry at dim -2 and its rows at dim -1, so that len(federation) and len(obs[...]) count "
     "the clients of a batch. Reduce over a dimension, value.sum(-1), not value.sum(); work out means over rows or "
-    "clients beforehand; observe inside `with federation.observations()`, in no loop or plate of your own over rows "
-    "or clients; give priors constants, and no site outside the clients plate a value from inside"
+    "clients beforehand; rows that are one event belong into `with federation.jointly()`; observe inside "
+    "`with federation.observations()`, in no loop or plate of your own over rows or clients; give priors constants, "
+    "and no site outside the clients plate a value from inside"
 )
 """The remedies for a model in which the density of one client depends on others."""
 

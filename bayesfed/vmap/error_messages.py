@@ -20,6 +20,9 @@ _REASONS = {
         "it writes into a view of a tensor. Write into the tensor itself, p[0, 1] = x, or collect the parts in a list "
         "and take torch.stack(parts)"
     ),
+    r"Multiple sample sites named '(clients|observations)'": (
+        "federation.clients() and federation.observations() open these plates: leave out the program's own"
+    ),
     r"ImproperUniform": (
         "the prior is flat, and a variable starts at draws of its prior. Write a prior that is wide in the unit of the "
         "data, such as dist.Normal(0.0, 100.0), or dist.HalfNormal(100.0) of a positive variable. A flat prior itself "

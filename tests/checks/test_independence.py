@@ -232,3 +232,38 @@ def test_a_number_that_is_read_off_the_data_of_any_client_is_found(kinds):
     last = f"c{len(kinds) - 1}"
     with pytest.raises(ValueError, match=f"'y' depends, for client '{last}', on which other"):
         bf.fit(model, bf.Federation.from_arrays(clients), rounds=1, progress=False)
+
+
+def by_rows(change):
+    def model(federation):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with federation.clients(), federation.observations() as obs:
+            location, outcome = change(obs["y"])
+            pyro.sample("y", dist.Normal(mu + location, 1.0), obs=outcome)
+
+    return model
+
+
+# the first row of the client with two, to which padding is compared first, is the larger
+ORDERS = bf.Federation.from_arrays(
+    {"a": {"y": [1.0, 2.0, 3.0, 4.0]}, "b": {"y": [5.0, 1.0]}, "c": {"y": [1.0, 2.0, 5.0]}}
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda y: (0.0, y.sort(-1).values), lambda y: (y.flip(-1).cumsum(-1).flip(-1), y)],
+    ids=["sorted rows", "sums of later rows"],
+)
+def test_rows_that_trade_places_with_padding_are_found(change):
+    with pytest.raises(ValueError, match="'y' depends.*padding"):
+        bf.fit(by_rows(change), ORDERS, rounds=1, progress=False)
+
+
+def test_a_largest_row_is_the_same_with_padding():
+    model = by_rows(lambda y: (y.amax(-1, keepdim=True), y))
+    posterior = bf.fit(model, ORDERS, rounds=2, progress=False)
+    found = posterior.log_likelihood(ORDERS, 1)["y"]
+    largest = torch.tensor([4.0] * 4 + [5.0] * 5)
+    mu = posterior.sample(1)["mu"]
+    torch.testing.assert_close(found, dist.Normal(mu + largest, 1.0).log_prob(ORDERS["y"])[None])
