@@ -186,3 +186,28 @@ def test_the_file(data, tmp_path):
     first, second = recipes.small_shards(path, seed=3), recipes.small_shards(data, seed=3)
     assert torch.equal(first.test["x"], second.test["x"])
     assert torch.equal(first.train["y"], second.train["y"])
+
+
+def test_images_are_turned_by_any_angle():
+    rng = np.random.default_rng(0)
+    x = torch.tensor(rng.random((4, 25)), dtype=torch.float32)
+    found = recipes._turned(x, (5, 5), np.array([0.0, 90.0, 180.0, 45.0])).reshape(4, 5, 5)
+    for i in range(3):
+        expected = torch.rot90(x[i].reshape(5, 5), i)
+        torch.testing.assert_close(found[i], expected, atol=1e-5, rtol=0)
+    centre = x[3].reshape(5, 5)[2, 2]
+    torch.testing.assert_close(found[3, 2, 2], centre, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["rotated_shards", "rotated_dirichlet"])
+def test_rotated_clients(data, name):
+    task = getattr(recipes, name)(data, seed=1)
+    own, unseen = task.new
+    assert len(task.train) == len(task.valid) == 80 and len(own) == len(unseen) == 20
+    digits = [len(np.unique(own["y"][own.owner == i])) for i in range(20)]
+    assert max(digits) <= (2 if name == "rotated_shards" else 10)
+    for i in range(20):  # the same digits ahead as in a client's own rows
+        mine, ahead = own["y"][own.owner == i], unseen["y"][unseen.owner == i]
+        assert set(mine.tolist()) <= set(ahead.tolist())
+    if name == "rotated_shards":
+        assert set(task.train.lengths.tolist()) <= {440, 490}  # two shards of one digit or of two

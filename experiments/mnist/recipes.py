@@ -1,4 +1,4 @@
-"""Five ways to deal MNIST out to clients.
+"""Seven ways to deal MNIST out to clients.
 
 Each takes the path of an MNIST npz file (or the arrays, as :class:`Digits`) and a seed. Inputs are float32 in [0, 1],
 flat (784 for MNIST); labels are int64. Training and validation images come from the official training split and no
@@ -159,6 +159,73 @@ def extreme_skew(source: Source, seed: int = 0) -> Task:
         test=_federation(data.test_x, data.test_y, [np.arange(len(data.test_y))], ["everyone"]),
         classes=DIGITS,
     )
+
+
+def rotated_shards(source: Source, seed: int = 0) -> Task:
+    """Deal to 100 clients two shards of 270 images of one digit each, turned by the angle of the client's group.
+
+    As RMNIST of CAFeMe (section 8.1): client i is in group i modulo 10, whose images are turned by 20 times as many
+    degrees, and the last 20 clients join later. 50 of a client's images of each digit are for validation, the others are
+    its own rows. For the test, 200 images in the same proportions from the test split.
+    """
+    _, rng = _opened(source, seed)
+    shards = rng.permutation(np.repeat(np.arange(DIGITS), 20)).reshape(100, 2)
+    counts = np.zeros((100, DIGITS), dtype=int)
+    for i, digits in enumerate(shards):
+        np.add.at(counts[i], digits, 270)
+    return _rotated(source, rng, counts)
+
+
+def rotated_dirichlet(source: Source, seed: int = 0) -> Task:
+    """Deal to 100 clients turned images as :func:`rotated_shards`, in Dirichlet(0.3) proportions of the digits.
+
+    From 200 to 800 images a client, uniformly, as far as a digit has enough.
+    """
+    data, rng = _opened(source, seed)
+    shares = rng.dirichlet(np.full(DIGITS, 0.3), size=100) * rng.integers(200, 801, size=(100, 1))
+    least = (np.bincount(data.train_y, minlength=DIGITS) / shares.sum(0)).min()
+    return _rotated(source, rng, np.floor(shares * min(1.0, least)).astype(int))
+
+
+def _rotated(source: Source, rng: np.random.Generator, counts: np.ndarray) -> Task:
+    """Return a task of clients with that many images of each digit, ``(100, 10)``, turned by groups."""
+    data, names = _opened(source, 0)[0], _names(100)
+    angles = 20.0 * (np.arange(100) % 10)
+    aside = np.minimum(counts // 5, 50)
+    dealt = _deal(rng, data.train_y, np.concatenate([counts - aside, aside]))
+    likely = np.ceil(200 * counts / counts.sum(1, keepdims=True)).astype(int)
+    drawn = _draw(rng, data.test_y, likely)
+
+    def turned(split: str, rows: list[np.ndarray], who: slice) -> bf.Federation:
+        x, y = (data.train_x, data.train_y) if split == "train" else (data.test_x, data.test_y)
+        found = _federation(x, y, rows[who], names[who])
+        return bf.Federation(
+            found.fields | {"x": _turned(found["x"], x.shape[1:], angles[who][found.owner])},
+            found.offsets,
+            found.names,
+        )
+
+    first, last = slice(0, 80), slice(80, 100)
+    return Task(
+        train=turned("train", dealt[:100], first),
+        valid=turned("train", dealt[100:], first),
+        test=turned("test", drawn, first),
+        classes=DIGITS,
+        new=(turned("train", dealt[:100], last), turned("test", drawn, last)),
+    )
+
+
+def _turned(x: torch.Tensor, size: tuple[int, ...], degrees: np.ndarray) -> torch.Tensor:
+    """Return flat images ``(rows, pixels)`` turned counterclockwise, bilinear, black where nothing was."""
+    a = torch.as_tensor(np.deg2rad(degrees), dtype=x.dtype)
+    zero = torch.zeros_like(a)
+    rows = torch.stack([a.cos(), -a.sin(), zero, a.sin(), a.cos(), zero], -1)
+    images = x.reshape(-1, 1, *size)
+    grid = torch.nn.functional.affine_grid(
+        rows.reshape(-1, 2, 3), list(images.shape), align_corners=False
+    )
+    turned = torch.nn.functional.grid_sample(images, grid, align_corners=False)
+    return turned.reshape(len(x), -1)
 
 
 # -- dealing --------------------------------------------------------------------------------------

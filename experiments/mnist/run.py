@@ -57,10 +57,25 @@ SHARES = ", label shares"
 
 @dataclass(frozen=True)
 class Recipe:
-    """A way to deal images, and the personal steps after which clients are judged."""
+    """A way to deal images, and its schedule.
+
+    Attributes:
+        make: deals the images of a file, by a seed.
+        steps: the personal steps after which clients are judged.
+        rounds: times those of a method.
+        fraction: times the part of the clients that a method has in a round.
+        epochs: of a client in a round, unless a method counts steps.
+        batch: rows of a minibatch.
+        own_rows: the number of rows that old clients personalise with where new ones are judged.
+    """
 
     make: Callable[[str, int], recipes.Task]
     steps: tuple[int, ...] = (0, 5, 25, 50)
+    rounds: int = 1
+    fraction: float = 1.0
+    epochs: int = 5
+    batch: int = 50
+    own_rows: int = 20
 
 
 RECIPES = {
@@ -68,6 +83,8 @@ RECIPES = {
     "small_shards": Recipe(recipes.small_shards),
     "concept_drift": Recipe(recipes.concept_drift),
     "new_clients": Recipe(recipes.new_clients, (0, 1, 5, 20, 50)),
+    "rotated_shards": Recipe(recipes.rotated_shards, (0, 5, 50), 10, 0.625, 1, 30, 200),
+    "rotated_dirichlet": Recipe(recipes.rotated_dirichlet, (0, 5, 50), 10, 0.625, 1, 30, 30),
 }
 
 
@@ -232,32 +249,48 @@ METHODS = {
 }
 
 
+JOINED = ("new_clients", "rotated_shards", "rotated_dirichlet")
+"""Recipes in which new clients are judged."""
+
+
 def is_kept(recipe: str, name: str) -> bool:
     """Return whether clients are judged by their states; new clients have none."""
-    return METHODS[name].kept and recipe != "new_clients"
+    return METHODS[name].kept and recipe not in JOINED
 
 
 Scores = list[tuple[float, float, float]]
 
 
-def fitted(task: recipes.Task, method: Method, point: dict[str, float], seed: int) -> bf.Posterior:
+def with_epochs(steps: Any, epochs: int) -> Any:
+    """Return steps with that many passes over a client's rows, where they count passes."""
+    if hasattr(steps, "phases"):
+        return replace(steps, phases=tuple(with_epochs(phase, epochs) for phase in steps.phases))
+    return replace(steps, epochs=epochs) if hasattr(steps, "epochs") else steps
+
+
+def fitted(
+    task: recipes.Task, recipe: str, method: Method, point: dict[str, float], seed: int
+) -> bf.Posterior:
     """Return the posterior before any personal steps."""
     torch.manual_seed(seed)
+    schedule = RECIPES[recipe]
     algorithm, model = method.make(task.classes, task.train.rows / len(task.train), **point)
     if getattr(model, "subclasses", 1) > 1:
         module = start_subclasses(model.module, task.train, model.subclasses)
         model = replace(model, module=module)
+    if schedule.epochs != Recipe.epochs:
+        algorithm = algorithm.replace(steps=with_epochs(algorithm.steps, schedule.epochs))
     shares = LabelShares.learn(task.train, classes=task.classes)
     run = bf.start(
         replace(model, label_shares=shares),
         task.train,
         algorithm,
-        rounds=method.rounds,
-        clients_per_round=method.fraction,
-        batch_size=50,
+        rounds=method.rounds * schedule.rounds,
+        clients_per_round=method.fraction * schedule.fraction,
+        batch_size=schedule.batch,
         seed=seed,
     )
-    for _ in range(method.rounds):
+    for _ in range(method.rounds * schedule.rounds):
         bf.step(run)
     return bf.finish(run)
 
@@ -312,14 +345,14 @@ def tune(data: str, recipe: str, name: str) -> dict[str, tuple[float, dict[str, 
     """
     method, steps = METHODS[name], RECIPES[recipe].steps
     task = RECIPES[recipe].make(data, 0)
-    own = task.train if task.new is None else some_of(task.train, 20)
+    own = task.train if task.new is None else some_of(task.train, RECIPES[recipe].own_rows)
     kept = is_kept(recipe, name)
     tried: dict[str, list[tuple[float, dict[str, float], float]]] = {"": [], SHARES: []}
 
     def loss(point: dict[str, float]) -> float:
         lowest = {}
         try:
-            posterior = fitted(task, method, point, 0)
+            posterior = fitted(task, recipe, method, point, 0)
             for rate in (math.nan,) if kept else PERSONAL:
                 last = () if kept else (0, steps[-1])
                 for row, found in both(
@@ -342,7 +375,7 @@ def measure(
     """Return the test scores of a seed, of both rows."""
     method = METHODS[name]
     task = RECIPES[recipe].make(data, seed)
-    posterior = fitted(task, method, point, seed)
+    posterior = fitted(task, recipe, method, point, seed)
     own, rows = (task.train, task.test) if task.new is None else task.new
     steps = () if is_kept(recipe, name) else RECIPES[recipe].steps
     return both(posterior, own, rows, method.draws, rate, steps)
