@@ -165,8 +165,8 @@ def rotated_shards(source: Source, seed: int = 0) -> Task:
     """Deal to 100 clients two shards of 270 images of one digit each, turned by the angle of the client's group.
 
     As RMNIST of CAFeMe (section 8.1): client i is in group i modulo 10, whose images are turned by 20 times as many
-    degrees, and the last 20 clients join later. 50 of a client's images of each digit are for validation, the others are
-    its own rows. For the test, 200 images in the same proportions from the test split.
+    degrees, and the last 20 clients join later. 50 of a client's images of each digit are for validation, the others
+    are its own rows. For the test, 200 images in the same proportions from the test split.
     """
     _, rng = _opened(source, seed)
     shards = rng.permutation(np.repeat(np.arange(DIGITS), 20)).reshape(100, 2)
