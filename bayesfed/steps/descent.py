@@ -110,7 +110,8 @@ class Descent(Steps):
     def descend(self, job: Job, at: Params, locals_: Locals) -> tuple[Params, Tensor, Tensor]:
         """Return all parameters after the steps, and each client's number of steps and ELBO term, ``(K,)``.
 
-        A term is −n_i L_i on the first minibatch, or −inf where the steps went uphill.
+        A term is −n_i L_i before the steps, on the first minibatch, or −inf where they went uphill. After its steps a
+        client's own copy of θ fits its rows better than the common θ, the more so the higher the rates are.
         """
         schedule = job.rows.schedule(self.epochs, self.steps)
         moved, loss, rose = self.loop(job, at, schedule, job.rate * self.lr, self.centred(locals_))
@@ -120,7 +121,7 @@ class Descent(Steps):
     def loop(
         self, job: Job, at: Params, schedule: Tensor, lr: float, centred: bool
     ) -> tuple[Params, Tensor, Tensor]:
-        """Return what the steps of a schedule have moved, L_i ``(K,)`` then, and whether they went uphill ``(K,)``."""
+        """Return what the steps of a schedule have moved, L_i before them, and whether they went uphill: ``(K,)`` each."""
         pulls = self.pulls(job, at)
         free = {name: at[name] for name in self.names(job.program)}
 
@@ -132,8 +133,8 @@ class Descent(Steps):
         moved = local_loop(schedule, job.keys.device, start, step)["params"]
         first = job.rows(0)
         with torch.no_grad():
-            _, before = self.losses(job.program, at, pulls, free, first, centred)
-            loss, after = self.losses(job.program, at, pulls, moved, first, centred)
+            loss, before = self.losses(job.program, at, pulls, free, first, centred)
+            _, after = self.losses(job.program, at, pulls, moved, first, centred)
         return moved, loss, uphill(before, after, job.counts)
 
     def pulls(self, job: Job, at: Params) -> Parts:

@@ -170,8 +170,6 @@ def hierarchy(federation):
             pyro.sample("y", dist.Normal(mean, sigma), obs=None if y is None else y.double())
 
 
-# a client's term is that of its own copy after its steps, which fits its rows better at larger rates
-@pytest.mark.filterwarnings("ignore:the ELBO fell")
 @pytest.mark.slow
 def test_a_hierarchy_has_its_least_squares():
     """Levels without a prior: dummies of the clients in a regression under the priors of β and σ."""
