@@ -121,7 +121,7 @@ class Descent(Steps):
     def loop(
         self, job: Job, at: Params, schedule: Tensor, lr: float, centred: bool
     ) -> tuple[Params, Tensor, Tensor]:
-        """Return what the steps of a schedule have moved, L_i before them, and whether they went uphill: ``(K,)`` each."""
+        """Return what the steps have moved, L_i before them and whether they went uphill, ``(K,)`` each."""
         pulls = self.pulls(job, at)
         free = {name: at[name] for name in self.names(job.program)}
 
