@@ -30,8 +30,9 @@ from bayesfed.engine.rounds import answer, ask, update
 from bayesfed.engine.run import Round, Run
 from bayesfed.engine.run_file import HISTORY, RunFile
 from bayesfed.engine.states import States
+from bayesfed.engine.stopping.arrival import Arrival
 from bayesfed.engine.stopping.convergence import convergence
-from bayesfed.engine.stopping.drift import caveat, warn_if_moving
+from bayesfed.engine.stopping.drift import NATS, NATS_PER_ROW, caveat, warn_if_moving
 from bayesfed.engine.stopping.fixed_rounds import FixedRounds
 from bayesfed.engine.stopping.held_out import HeldOut, check_clients
 from bayesfed.engine.stopping.rule import Stopping
@@ -169,10 +170,13 @@ def _stopping_rule(plan: Plan, program: Program, server: Any) -> Stopping:
     algorithm, size = plan.algorithm, cohort_size(plan.clients_per_round, program.clients)
     if plan.rounds is not None:
         return FixedRounds(program, plan.rounds, algorithm.lr_decay)
-    rule = None
+    rule: Stopping | None = None
     if algorithm.progress(Turn(program, noise.key(0), size), server) is not None:
         share = size / program.clients
         rule = convergence(algorithm, program, algorithm.params(server), share)
+    whole = size == program.clients and plan.batch_size is None and plan.privacy is None
+    if rule is None and whole and algorithm.rule.arrived(server) is not None:
+        rule = Arrival(algorithm.rule, NATS + NATS_PER_ROW * program.rows)
     if rule is None:
         raise ValueError(
             f"rounds: {algorithm} has no q(θ) here whose standard deviations say when it has "
@@ -282,8 +286,9 @@ def fit(
         federation: the clients' data.
         algorithm: by default :class:`~bayesfed.SFVI`.
         rounds: number of rounds. By default the run stops by itself when q(θ) has converged, after 500 rounds at most:
-            see :mod:`bayesfed.engine.stopping.convergence`. This needs SFVI, SFVIAvg or PVI, without privacy, or
-            ``held_out``, with any algorithm.
+            see :mod:`bayesfed.engine.stopping.convergence`. This needs SFVI, SFVIAvg or PVI, without privacy; or a
+            point estimate of few numbers, by all clients with all rows, such as FedAvg's (see
+            :mod:`bayesfed.rules.quasi_newton`); or ``held_out``, with any algorithm.
         clients_per_round: cohort size: a number of clients (int) or a fraction of them in (0, 1] (float).
             All clients take part in N / K rounds, in an order that is drawn anew each time; sums over a cohort are
             scaled by N / K, so that every round's gradient is unbiased.

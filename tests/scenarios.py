@@ -142,11 +142,13 @@ def falls(federation):
 def wards():
     """Falls of patients in two to six months of each of 15 wards, with its days of care in thousands."""
     generator, found = torch.Generator().manual_seed(5), {}
+    given = {"generator": generator, "dtype": torch.float64}  # the same whatever the default
     for i in range(WARDS):
         n = 2 + i % 5
-        days = 0.3 + torch.rand(n, generator=generator)
-        staff, level = torch.randn(n, generator=generator), torch.randn((), generator=generator)
+        days = 0.3 + torch.rand(n, **given)
+        staff, level = torch.randn(n, **given), torch.randn((), **given)
         rate = (1.2 + 0.5 * level - 0.4 * staff).exp() * days
         counts = torch.poisson(rate, generator=generator)
-        found[f"ward {i}"] = {"days": days, "staff": staff, "falls": counts}
+        rows = {"days": days, "staff": staff, "falls": counts}
+        found[f"ward {i}"] = {n: v.to(torch.get_default_dtype()) for n, v in rows.items()}
     return bf.Federation.from_arrays(found)

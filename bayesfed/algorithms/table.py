@@ -52,6 +52,7 @@ from bayesfed.steps import (
 )
 
 END = {"lr_decay": "lr_decay", "personal_steps": "locals.personal_steps"}
+MOVES = END | {"quasi_newton": "rule.quasi_newton"}
 WEIGHTED = Setting(("rule.by",), {False: "clients", True: "rows"})
 
 # -- point estimates of θ -----------------------------------------------------------------------------
@@ -67,7 +68,7 @@ FedAvg = Method(
     local_steps="steps.steps",
     optimizer="steps.optimizer",
     proximal="steps.proximal",
-    **END,
+    **MOVES,
 )
 FedProx = FedAvg.variant(
     "FedProx",
@@ -97,7 +98,7 @@ FedCurv = Method(
     lr="steps.lr",
     local_epochs="steps.epochs",
     local_steps="steps.steps",
-    **END,
+    **MOVES,
 )
 
 # -- point estimates of θ and of w_i -------------------------------------------------------------------
@@ -105,28 +106,31 @@ FedCurv = Method(
 FedPer = Method(
     "FedPer",
     "A body that clients share, and heads of their own, in common steps (Arivazhagan et al. 2019, Algorithm 1).",
-    Algorithm(Point(), Kept("point"), Descent("all", lr=0.1, epochs=5), Mean(by="rows")),
+    Algorithm(Point(), Kept("point"), Descent("all", lr=0.1, epochs=5), Mean(quasi_newton=False)),
     lr="steps.lr",
     local_epochs="steps.epochs",
     optimizer="steps.optimizer",
-    **END,
+    **MOVES,
 )
 FedRep = Method(
     "FedRep",
     "The head first, under the body that was sent; then the body (Collins et al. 2021, Algorithm 1).",
     FedPer().replace(
-        steps=InTurn((Descent("locals", lr=0.1, epochs=5), Descent("body", lr=0.1, epochs=5)))
+        steps=InTurn((Descent("locals", lr=0.1, epochs=5), Descent("body", lr=0.1, epochs=5))),
+        rule=Mean(by="rows"),
     ),
     lr=("steps.phases.0.lr", "steps.phases.1.lr"),
     head_epochs="steps.phases.0.epochs",
     local_epochs="steps.phases.1.epochs",
     optimizer=("steps.phases.0.optimizer", "steps.phases.1.optimizer"),
-    **END,
+    **MOVES,
 )
 FedBABU = FedPer.variant(
     "FedBABU",
     "The body alone, under the head with which all clients start; then fine-tuning (Oh et al. 2022, Algorithm 1).",
-    FedPer().replace(locals=Remade("point"), steps=Descent("body", lr=0.1, epochs=5)),
+    FedPer(quasi_newton=True).replace(
+        locals=Remade("point"), steps=Descent("body", lr=0.1, epochs=5)
+    ),
 )
 Local = FedPer.variant(
     "Local",
@@ -136,7 +140,7 @@ Local = FedPer.variant(
 Ditto = Method(
     "Ditto",
     "FedAvg, and beside it personal point estimates held near the common ones (Li et al. 2021, Algorithm 1).",
-    FedPer().replace(
+    FedPer(quasi_newton=True).replace(
         steps=InTurn(
             (Descent("locals", proximal=0.1), Descent("globals", at_prior=True, steepest=100.0))
         )
@@ -146,7 +150,7 @@ Ditto = Method(
     local_epochs=("steps.phases.0.epochs", "steps.phases.1.epochs"),
     local_steps=("steps.phases.0.steps", "steps.phases.1.steps"),
     optimizer=("steps.phases.0.optimizer", "steps.phases.1.optimizer"),
-    **END,
+    **MOVES,
 )
 PerFedAvg = Method(
     "PerFedAvg",
@@ -161,7 +165,7 @@ PerFedAvg = Method(
     local_epochs="steps.epochs",
     local_steps="steps.steps",
     prior_optimizer="steps.optimizer",
-    **END,
+    **MOVES,
 )
 PFedMe = Method(
     "PFedMe",
@@ -182,13 +186,16 @@ PFedMe = Method(
     inner_steps="steps.times",
     local_epochs="steps.outer.epochs",
     local_steps="steps.outer.steps",
-    **END,
+    **MOVES,
 )
 CAFeMe = Method(
     "CAFeMe",
     "Meta-learning with an encoder of the client's labelled rows, which the model names (Algorithms 1 and 2).",
     Algorithm(
-        Point(), Encoded(), ThroughContext(inner_lr=0.3, inner_steps=5, lr=0.5), Mean(by="clients")
+        Point(),
+        Encoded(),
+        ThroughContext(inner_lr=0.3, inner_steps=5, lr=0.5),
+        Mean(by="clients", quasi_newton=False),
     ),
     inner_lr="steps.inner_lr",
     lr="steps.lr",
@@ -199,7 +206,7 @@ CAFeMe = Method(
     support_rows="steps.support_rows",
     outer_steps="steps.steps",
     weighted=WEIGHTED,
-    **END,
+    **MOVES,
 )
 
 # -- point estimates of θ, Normals for w_i -------------------------------------------------------------
@@ -211,7 +218,7 @@ FedABML = Method(
         Point(),
         Remade("normal"),
         Alternate(NaturalDescent("locals", lr=0.3), 5, NaturalDescent("globals", lr=0.3)),
-        Mean(by="clients"),
+        Mean(by="clients", quasi_newton=False),
         lr_decay=0.03,
     ),
     local_epochs="steps.outer.epochs",
@@ -224,7 +231,7 @@ FedABML = Method(
     draws=("steps.inner.draws", "steps.outer.draws"),
     natural=("steps.inner.natural", "steps.outer.natural"),
     weighted=WEIGHTED,
-    **END,
+    **MOVES,
 )
 PFedBayes = FedABML.variant(
     "PFedBayes",

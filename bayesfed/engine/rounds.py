@@ -137,7 +137,8 @@ def answer(run: Run, question: Question) -> Answer:
 
 def can_update(run: Run, question: Question, total: Params, counted: int) -> bool:
     """Return whether the server can update from a sum of ``counted`` uploads, and ask again. Changes nothing."""
-    turn = replace(_turn(run, question.rate), cohort=counted)
+    turn = _turn(run, question.rate)
+    turn = replace(turn, cohort=counted, whole=turn.whole and counted == turn.cohort)
     try:
         with _server_step(run):
             server, term = run.plan.algorithm.decode(turn, run.server, nested(total))
@@ -216,7 +217,7 @@ def _decode(run: Run, question: Question, total: Params, counted: int) -> tuple[
     algorithm, turn = run.plan.algorithm, _turn(run, question.rate)
     server, term = run.server, torch.zeros(())
     if counted:
-        turn = replace(turn, cohort=counted)
+        turn = replace(turn, cohort=counted, whole=turn.whole and counted == turn.cohort)
         server, term = algorithm.decode(turn, run.server, nested(total))
     if question.noisy and run.done + 1 == run.rounds:
         progress = algorithm.progress(turn, server)
@@ -249,7 +250,9 @@ def _turn(run: Run, rate: float) -> Turn:
     """The next round as the server sees it."""
     key = noise.fold(_round_key(run, run.done), _SERVER)
     added = run.privacy.scale("", float(run.clip), run.multiplier)
-    return Turn(run.program, key, run.cohort_size, rate, added)
+    everyone = run.cohort_size == len(run.federation) and not run.multiplier
+    whole = everyone and run.plan.batch_size is None
+    return Turn(run.program, key, run.cohort_size, rate, added, whole=whole)
 
 
 def _draw_cohort(run: Run) -> Tensor:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from bayesfed.data.batch import Batch
 from bayesfed.elbo.program import Params, Program
-from bayesfed.rules.rule import NO_TERM, Rule, Turn, add, mean_of, moves, weighted_sum
+from bayesfed.rules.quasi_newton import ByMeanMove
+from bayesfed.rules.rule import NO_TERM, Turn, add, mean_of, moves, weighted_sum
 from bayesfed.steps.gradients import copies
-from bayesfed.steps.job import Job, Parts, Work
+from bayesfed.steps.job import SINGLE, Job, Parts, Work
 from bayesfed.steps.losses import per_client, zeros_like
 from bayesfed.steps.optimizer import State
 from bayesfed.steps.steps import Steps
@@ -20,15 +21,17 @@ Server = dict[str, Params]
 
 
 @dataclass(frozen=True)
-class Mean(Rule):
+class Mean(ByMeanMove):
     """θ ← θ + Σ π_i (θ_i − θ), with π_i = n_i / Σ n or 1 / K (McMahan et al. 2017, Algorithm 1).
 
     Attributes:
         by: ``"rows"``: clients count by their numbers of rows, except under noise, when these stay secret; or
             ``"clients"``: all count alike.
+        quasi_newton: see :mod:`bayesfed.rules.quasi_newton`.
     """
 
     by: Literal["rows", "clients"] = "rows"
+    quasi_newton: bool = True
 
     def encode(self, job: Job, work: Work) -> tuple[Parts, State]:
         """Return the moves, weighted."""
@@ -37,7 +40,7 @@ class Mean(Rule):
 
     def decode(self, turn: Turn, server: Server, total: Parts) -> tuple[Server, Tensor]:
         """Return θ moved by the mean."""
-        return {"theta": add(server["theta"], mean_of(turn, total))}, NO_TERM
+        return self.moved(turn, server, mean_of(turn, total)), NO_TERM
 
 
 @dataclass(frozen=True)
@@ -82,9 +85,10 @@ class MedianOfInstitutions(Mean):
 
 
 @dataclass(frozen=True)
-class NormalisedMean(Rule):
+class NormalisedMean(ByMeanMove):
     """θ ← θ + τ̄ Σ π_i (θ_i − θ) / τ_i for clients that take τ_i steps (FedNova, Wang et al. 2020, eq. 8)."""
 
+    quasi_newton: bool = True
     needs = frozenset({"theta", "steps"})
     no_noise = "its weights are the clients' numbers of rows and of steps: use FedAvg"
 
@@ -99,16 +103,18 @@ class NormalisedMean(Rule):
         """Return θ after as many mean steps as clients take on average."""
         steps = mean_of(turn, total, "steps")["count"]
         move = {name: steps * value for name, value in mean_of(turn, total).items()}
-        return {"theta": add(server["theta"], move)}, NO_TERM
+        return self.moved(turn, server, move), NO_TERM
 
 
 @dataclass(frozen=True)
-class ControlVariates(Rule):
+class ControlVariates(ByMeanMove):
     """SCAFFOLD (Karimireddy et al. 2020, Algorithm 1, option II): clients' steps are corrected by c − c_i, their drift.
 
     c_i ← c_i − c + (θ − θ_i) / (steps · η). Clients remember c_i; the server's c is the mean of all.
     """
 
+    quasi_newton: bool = True
+    lagged = True
     needs = frozenset({"theta", "path"})
     sends = frozenset({"control"})
     no_noise = "noise would add up in the control variate: use FedAvg"
@@ -121,12 +127,10 @@ class ControlVariates(Rule):
         """Return c_i = 0."""
         return {"control": zeros_like(copies(server["theta"], len(batch)))}
 
-    def broadcast(self, turn: Turn, server: Server) -> Parts:
-        """Return θ and c."""
-        return server
-
     def prepare(self, job: Job) -> Parts:
-        """Return the correction c − c_i of the gradients."""
+        """Return the correction c − c_i of the gradients, whose mean is 0: none where clients take one step."""
+        if SINGLE in job.message:
+            return {}
         own = job.clients["control"]
         return {"correction": {n: c - own[n] for n, c in job.message["control"].items()}}
 
@@ -141,5 +145,5 @@ class ControlVariates(Rule):
     def decode(self, turn: Turn, server: Server, total: Parts) -> tuple[Server, Tensor]:
         """Return the mean of θ_i, and c + (K / N) times the mean of the changes."""
         change = {n: v / turn.program.clients for n, v in total["control"].items()}
-        theta = add(server["theta"], mean_of(turn, total))
-        return {"theta": theta, "control": add(server["control"], change)}, NO_TERM
+        moved = self.moved(turn, server, mean_of(turn, total))
+        return moved | {"control": add(server["control"], change)}, NO_TERM

@@ -34,6 +34,7 @@ class Turn:
         rate: factor on the learning rates in this round.
         noise: the scale of the noise in each number of the sum.
         steps: the steps of the algorithm's clients.
+        whole: whether all rows of all clients take part, without noise, so that two rounds are the same function of θ.
     """
 
     program: Program
@@ -42,6 +43,7 @@ class Turn:
     rate: float = 1.0
     noise: float = 0.0
     steps: Any = None
+    whole: bool = False
 
     @property
     def scale(self) -> float:
@@ -140,6 +142,10 @@ class Rule:
 
     def progress(self, turn: Turn, server: Any) -> Progress | None:
         """Return the progress of the last round; None where it is unknown and a number of rounds must be given."""
+        return None
+
+    def arrived(self, server: Any) -> bool | None:
+        """Return whether a point estimate of θ has converged; None where the rule does not tell."""
         return None
 
 

@@ -6,9 +6,10 @@ from torch import Tensor
 
 from bayesfed.data.batch import Batch
 from bayesfed.elbo.program import Params, Program
-from bayesfed.rules.rule import NO_TERM, Rule, Turn, add, mean_of, moves, weighted_sum
+from bayesfed.rules.quasi_newton import ByMeanMove
+from bayesfed.rules.rule import NO_TERM, Turn, add, mean_of, moves, weighted_sum
 from bayesfed.steps.gradients import copies
-from bayesfed.steps.job import Job, Parts, Work
+from bayesfed.steps.job import SINGLE, Job, Parts, Work
 from bayesfed.steps.losses import zeros_like
 from bayesfed.steps.optimizer import State
 
@@ -17,9 +18,11 @@ SUMS = ("fisher", "pull")
 
 
 @dataclass(frozen=True)
-class SummedCurvature(Rule):
+class SummedCurvature(ByMeanMove):
     """θ is the mean by rows; the server sends θ, Σ_j F_j and Σ_j F_j θ_j, out of which a client takes its own."""
 
+    quasi_newton: bool = True
+    lagged = True
     needs = frozenset({"theta", "fisher"})
     sends = frozenset(SUMS)
     no_noise = "noise would add up in the sums of the clients' curvatures: use FedAvg"
@@ -32,14 +35,11 @@ class SummedCurvature(Rule):
         """Return F_i = 0."""
         return {part: zeros_like(copies(server["theta"], len(batch))) for part in SUMS}
 
-    def broadcast(self, turn: Turn, server: Server) -> Parts:
-        """Return θ and the sums of all clients' F_j and F_j θ_j."""
-        return server
-
     def prepare(self, job: Job) -> Parts:
-        """Return the sums over the other clients."""
+        """Return the sums over the other clients; none where clients take one step: θ_j converges to θ."""
+        others = 0.0 if SINGLE in job.message else 1.0
         return {
-            part: {n: v - job.clients[part][n] for n, v in job.message[part].items()}
+            part: {n: others * (v - job.clients[part][n]) for n, v in job.message[part].items()}
             for part in SUMS
         }
 
@@ -55,5 +55,5 @@ class SummedCurvature(Rule):
 
     def decode(self, turn: Turn, server: Server, total: Parts) -> tuple[Server, Tensor]:
         """Return the mean of θ_i, and the sums with their changes."""
-        theta = add(server["theta"], mean_of(turn, total))
-        return {"theta": theta} | {part: add(server[part], total[part]) for part in SUMS}, NO_TERM
+        moved = self.moved(turn, server, mean_of(turn, total))
+        return moved | {part: add(server[part], total[part]) for part in SUMS}, NO_TERM

@@ -113,7 +113,8 @@ class Descent(Steps):
         A term is −n_i L_i before the steps, on the first minibatch, or −inf where they went uphill. After its steps a
         client's own copy of θ fits its rows better than the common θ, the more so the higher the rates are.
         """
-        schedule = job.rows.schedule(self.epochs, self.steps)
+        on = job.rows if self.moves == "locals" else job
+        schedule = on.schedule(self.epochs, self.steps)
         moved, loss, rose = self.loop(job, at, schedule, job.rate * self.lr, self.centred(locals_))
         terms = (-job.counts * loss).masked_fill(rose, -torch.inf)
         return at | moved, schedule.sum(0).to(job.counts), terms

@@ -11,6 +11,8 @@ from bayesfed.steps.optimizer import State
 
 Parts = dict[str, Params]
 """Tensors by part and name, such as ``{"theta": {"mu.loc": ...}, "weight": {"rows": ...}}``."""
+SINGLE = "single"
+"""The part of a message that asks for one local step on θ_i."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,11 @@ class Job:
     def counts(self) -> Tensor:
         """n_i, ``(K,)``."""
         return self.rows.lengths.to(self.program.schema.scale)
+
+    def schedule(self, epochs: int, steps: int | None) -> Tensor:
+        """Return the clients that take each step on θ_i, bool ``(steps, K)``: one step where the server asks for it."""
+        found = self.rows.schedule(epochs, steps)
+        return found[:1] if SINGLE in self.message else found
 
 
 class Work(NamedTuple):

@@ -61,7 +61,7 @@ class PenalisedDescent(Steps):
             given = Inputs(job.rows(number), (job.rate * self.lr,), active)
             return self.step(job.program, theta, job.given, given)
 
-        schedule = job.rows.schedule(self.epochs, self.steps)
+        schedule = job.schedule(self.epochs, self.steps)
         sent = copies(job.theta, len(job))
         theta = local_loop(schedule, job.keys.device, sent, step)
         with torch.no_grad():

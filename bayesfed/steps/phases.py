@@ -104,7 +104,7 @@ class Alternate(Steps):
     def run(self, job: Job, locals_: Locals) -> Work:
         """Take the steps of a round."""
         program, keys = job.program, job.keys
-        schedule = job.rows.schedule(self.outer.epochs, self.outer.steps)
+        schedule = job.schedule(self.outer.epochs, self.outer.steps)
         steps = schedule.sum(0).to(job.counts)
         constants = self.inner.constants(program, job.rows(0))
 

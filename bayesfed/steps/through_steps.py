@@ -80,7 +80,7 @@ class ThroughSteps(Steps):
             rows = [job.rows(each * number + i) for i in range(each)]
             return self.step(job.program, state, rows, active, job.rate * self.lr)
 
-        schedule = job.rows.schedule(self.epochs, self.steps)
+        schedule = job.schedule(self.epochs, self.steps)
         start = optimizer.begin(self.optimizer, theta, rows=len(job))
         theta = local_loop(schedule, job.keys.device, start, step)["params"]
         with torch.enable_grad():

@@ -35,7 +35,11 @@ def gradient(w, x, y):
     return torch.autograd.grad(loss, w)[0]
 
 
-@pytest.mark.parametrize("algorithm", [Ditto(), Ditto(lam=2.0, lr=0.05)], ids=["ships", "strong"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [Ditto(quasi_newton=False), Ditto(lam=2.0, lr=0.05, quasi_newton=False)],
+    ids=["ships", "strong"],
+)
 @pytest.mark.parametrize("clients_per_round", [1.0, 2])
 @pytest.mark.parametrize("spread", ["fixed", "client"])
 def test_against_algorithm_1(algorithm, clients_per_round, spread):

@@ -137,7 +137,9 @@ def test_scaffold_ends_where_the_clients_mean_gradient_is_zero():
     data, model = federation(8, 8, 8), network()
     settings = {"lr": 0.2, "local_epochs": 10}
     ends = {
-        algorithm: bf.fit(model, data, algorithm(**settings), rounds=400).params["prior.loc"]
+        algorithm: bf.fit(
+            model, data, algorithm(quasi_newton=False, **settings), rounds=400
+        ).params["prior.loc"]
         for algorithm in (bf.FedAvg, bf.Scaffold)
     }
     assert stationarity(data, ends[bf.Scaffold]) < 1e-6
@@ -157,7 +159,7 @@ def test_in_a_hierarchy_clients_stand_at_the_centre_of_their_prior():
 
     posterior = bf.fit(means, data, bf.FedAvg(lr=0.3, local_epochs=1), rounds=200)
     torch.testing.assert_close(posterior.params["mu.loc"], torch.tensor(9.0 / (3 + 1 / 4)))
-    assert float(posterior.sample(3)["mu"].std()) == 0
+    assert float(posterior.sample(3)["mu"].std()) < 1e-12
 
 
 def test_fine_tuning_starts_at_the_centre_and_descends():

@@ -89,7 +89,12 @@ def test_parts_replace_those_of_a_method():
 def test_a_rule_of_ones_own_is_stored_by_its_module():
     algorithm = bf.FedAvg().replace(rule=Trimmed(most=2.0))
     data = through_json(algorithm)
-    assert data["rule"] == {"name": f"{HERE}:Trimmed", "by": "rows", "most": 2.0}
+    assert data["rule"] == {
+        "name": f"{HERE}:Trimmed",
+        "by": "rows",
+        "most": 2.0,
+        "quasi_newton": True,
+    }
     assert reference(Trimmed) == f"{HERE}:Trimmed"
     assert reference(Mean) == "Mean"
     assert algorithm_of(data) == algorithm

@@ -1,0 +1,82 @@
+"""Quasi-Newton steps of the server: point estimates arrive at the optimum of their objective, which L-BFGS finds."""
+
+import importlib.util
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import bayesfed as bf
+from bayesfed.algorithms import METHODS
+from tests.scenarios import curves, deaths, falls, growth, hospitals, wards
+
+PATH = Path(__file__).parents[2] / "experiments" / "own_optima.py"
+SPEC = importlib.util.spec_from_file_location("own_optima", PATH)
+own_optima = sys.modules["own_optima"] = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(own_optima)
+
+PROBLEMS = {"hospitals": (deaths, hospitals), "falls": (falls, wards), "curves": (growth, curves)}
+
+
+def optimum(problem, name, posterior):
+    model, data = problem
+    fitted = {n: v.double().mean(0) for n, v in posterior.sample(2).items()}
+    torch.set_default_dtype(torch.float64)
+    try:
+        return fitted, own_optima.own_optimum(name, own_optima.Hierarchy(model, data()), fitted)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def fit(problem, name, **options):
+    model, data = problem
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return bf.fit(model, data(), METHODS[name](), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("FedAvg", "hospitals"),
+        ("FedAvg", "falls"),
+        ("FedAvg", "curves"),
+        ("FedProx", "falls"),
+        ("FedNova", "falls"),
+        ("Scaffold", "falls"),
+        ("FedCurv", "hospitals"),
+        ("Ditto", "falls"),
+        ("FedBABU", "falls"),
+    ],
+)
+def test_a_fit_without_a_number_of_rounds_ends_at_the_optimum(name, problem):
+    posterior = fit(PROBLEMS[problem], name)
+    assert posterior.converged
+    assert len(posterior.history["elbo"]) < 150
+    fitted, found = optimum(PROBLEMS[problem], name, posterior)
+    for variable in found.keys() - {"a", "b"}:
+        np.testing.assert_allclose(fitted[variable], found[variable], rtol=0.01, atol=0.005)
+
+
+@pytest.mark.parametrize("day", [1e-3, 1e3])
+def test_the_end_does_not_depend_on_units(day):
+    first = fit(PROBLEMS["curves"], "FedAvg")
+    other = fit((partial(growth, day=day), partial(curves, day)), "FedAvg")
+    assert other.params["level.loc"] == pytest.approx(float(first.params["level.loc"]), rel=1e-3)
+    assert other.params["slope.loc"] / day == pytest.approx(float(first.params["slope.loc"]), 1e-2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_cohorts_and_minibatches_take_the_mean_move():
+    for options in ({"clients_per_round": 0.5}, {"batch_size": 1}):
+        moved = [
+            bf.fit(falls, wards(), bf.FedAvg(quasi_newton=on), rounds=5, **options).params
+            for on in (True, False)
+        ]
+        torch.testing.assert_close(*moved, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="rounds: FedAvg has no"):
+        bf.fit(falls, wards(), bf.FedAvg(), clients_per_round=0.5)
