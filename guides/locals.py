@@ -210,10 +210,12 @@ class FromPrior(Locals):
         draws: L, draws from the prior for a client's marginal likelihood; models without local random variables need
             none.
         beta: β, by default n_i: how many rows those of a client count for.
+        integrated: Laplace's method gives the marginal likelihood of clients with at most 20 variables, instead.
     """
 
     draws: int = 10
     beta: float | None = None
+    integrated: bool = True
     globals = (Particles,)
 
     def build(self, globals_: Particles, model: Model, federation: Federation) -> Program:
@@ -224,7 +226,13 @@ class FromPrior(Locals):
                 ``beta`` with a marginal likelihood in closed form; a local prior whose noise cannot be supplied.
         """
         guide = from_prior(
-            model, sites(model, federation), federation, globals_.count, self.draws, self.beta
+            model,
+            sites(model, federation),
+            federation,
+            globals_.count,
+            self.draws,
+            self.beta,
+            self.integrated,
         )
         try:
             program = build(model, guide, federation)

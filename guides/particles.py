@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,11 @@ from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.handlers import Until
 from bayesfed.elbo.sites import Site, prior_draws
+from bayesfed.guides.laplace import INTEGRATED_UP_TO
 from bayesfed.guides.unconstrained import AsGuide, delta_at, split
 
+DRAWS, FEW = 100, 50
+"""Draws of the prior for its spread; the largest number of θ's dimensions in whose spreads steps are taken."""
 PARTICLES = "particles"
 """The parameter that holds the k particles, unconstrained and stacked: ``(k, D)``."""
 PARTICLE = "particle"
@@ -82,6 +85,9 @@ class ParticleGuide:
         local_draws: number of draws of w_i for each draw of θ; a draw from the posterior is one of them, chosen by its
             weight.
         beta: β, the number of rows that a client's likelihood counts for; by default n_i.
+        unit: the spread of θ's prior in each dimension, ``(D,)``; 1 where it has more than 50.
+        local_sizes: the number of unconstrained dimensions of each local latent site.
+        local_scaling: the median and the spread of the local variables' prior, ``(P,)`` each.
     """
 
     model: Model
@@ -90,6 +96,9 @@ class ParticleGuide:
     start: Tensor
     local_draws: int = 1
     beta: float | None = None
+    unit: Tensor = field(default_factory=lambda: torch.ones(()))
+    local_sizes: Mapping[str, int] = field(default_factory=dict)
+    local_scaling: tuple[Tensor, Tensor] | None = None
     needs_rows = False
     weights_draws = True
 
@@ -126,6 +135,7 @@ def from_prior(
     count: int,
     local_draws: int = 1,
     beta: float | None = None,
+    integrated: bool = True,
 ) -> ParticleGuide:
     """The :class:`ParticleGuide` of a model, started at draws of its prior with the seed of torch's generator.
 
@@ -141,4 +151,34 @@ def from_prior(
     start = torch.cat(list(flat.values()), 1)
     sizes = {name: value.shape[1] for name, value in flat.items() if name}
     locals_ = tuple(site.name for site in sites.values() if site.local and not site.observed)
-    return ParticleGuide(model, sizes, locals_, start, local_draws, beta)
+    draws = _unconstrained(model, sites, federation)
+    unit = torch.ones_like(start[0])
+    if 0 < len(unit) <= FEW:
+        unit = _spread(torch.cat([draws[name] for name in sizes], 1))[1].to(start)
+    own = {name: draws[name].shape[1] for name in locals_}
+    few = 0 < sum(own.values()) <= INTEGRATED_UP_TO
+    per_row = any(sites[name].per_row for name in locals_)
+    scaling = None
+    if integrated and few and not per_row:
+        scaling = _spread(torch.cat([draws[name] for name in locals_], 1).to(start))
+    return ParticleGuide(
+        model, sizes, locals_, start, local_draws, beta, unit, own if scaling else {}, scaling
+    )
+
+
+def _unconstrained(
+    model: Model, sites: Mapping[str, Site], federation: Federation
+) -> dict[str, Tensor]:
+    """Return draws from the prior of all latent sites, ``(S, size)`` each."""
+    nodes, found = prior_draws(model, sites, federation, DRAWS), {}
+    for site in sites.values():
+        if not site.observed:
+            node = nodes[site.name]
+            u = biject_to(node["fn"].support).inv(node["value"])
+            found[site.name] = u.reshape(DRAWS, -1)
+    return found
+
+
+def _spread(draws: Tensor) -> tuple[Tensor, Tensor]:
+    low, middle, high = draws.quantile(draws.new_tensor([0.16, 0.5, 0.84]), dim=0)
+    return middle, ((high - low) / 2).clamp(min=1e-6)

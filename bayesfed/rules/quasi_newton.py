@@ -14,8 +14,9 @@ al. 2020). So once steps are short (:data:`SHORT`), or after :data:`PATIENCE` ro
 round, whose mean is the gradient itself. After as many rounds of that kind H is kept, and steps fall as one over their
 number, which averages out noise. Once they are short too, θ has converged.
 
-Where clients' moves follow from those of the round before (SCAFFOLD, FedCurv), and where the first steps have not
-converged, H is made by moving each number of θ by itself, in a round for each.
+Before that, each of up to :data:`PROBED` numbers of θ is moved by itself, in a round for each, which gives H: steps
+that were short by an H without curvature in some direction, such as that of a variable that only priors read, go on.
+Where clients' moves follow from those of the round before (SCAFFOLD, FedCurv) the first steps are the papers'.
 """
 
 from typing import Any, ClassVar
@@ -56,13 +57,14 @@ def begin(program: Program) -> Params:
 
 
 def advance(
-    program: Program, state: Params, theta: Params, move: Params, rate: float, plain: bool = False
+    units: Params, state: Params, theta: Params, move: Params, rate: float, plain: bool = False
 ) -> tuple[Params, Params]:
     """Return the next θ and state from the clients' mean move at a factor on their rates.
 
+    ``units``: of some parameters, 1 for the others.
     ``plain``: that move is the step as long as clients take several.
     """
-    unit = torch.cat([u.reshape(-1).double() for u in _units(program, theta).values()])
+    unit = torch.cat([u.reshape(-1).double() for u in _units(units, theta).values()])
     x = _flat(theta) / unit
     g = _flat({name: move.get(name, torch.zeros_like(v)) for name, v in theta.items()})
     g = g / unit / rate
@@ -87,12 +89,17 @@ def advance(
     found = {"base": x, "slope": g, "step": step, "inverse": inverse, "probe": state["probe"]}
     if not single and (calm >= CALM or rounds >= PATIENCE):  # other steps have slopes of their own
         found |= {"step": 0 * step, "inverse": inverse * (calm >= CALM)}
-        found |= {"probe": (calm < CALM).to(calm)} if len(step) <= PROBED else {}
+        found |= {"probe": single + 1} if len(step) <= PROBED else {}
         single, calm = single + 1, 0 * calm
     elif single:
         single = single + 1
     counts = {"calm": calm, "rounds": rounds, "single": single}
     return _shaped((x + step) * unit, theta), found | counts
+
+
+def converged(state: Params) -> bool:
+    """Return whether steps are short where clients take one local step."""
+    return bool(state["single"] > 0) and bool(state["calm"] >= CALM)
 
 
 def _probed(state: Params, x: Tensor, g: Tensor) -> Params:
@@ -135,8 +142,7 @@ def _updated(inverse: Tensor, s: Tensor, y: Tensor) -> Tensor:
     return left @ inverse @ left.mT + torch.outer(s, s) / curvature
 
 
-def _units(program: Program, theta: Params) -> dict[str, Any]:
-    known = prior_units(program)
+def _units(known: Params, theta: Params) -> Params:
     return {
         n: known[n].expand_as(v) if n in known else torch.ones_like(v) for n, v in theta.items()
     }
@@ -185,10 +191,11 @@ class ByMeanMove(Rule):
             return {"theta": add(server["theta"], move)} | (
                 {} if state is None else {"newton": state}
             )
-        theta, state = advance(turn.program, state, server["theta"], move, turn.rate, self.lagged)
+        units = prior_units(turn.program)
+        theta, state = advance(units, state, server["theta"], move, turn.rate, self.lagged)
         return {"theta": theta, "newton": state}
 
     def arrived(self, server: Any) -> bool | None:
         """Return whether steps are short where clients take one local step; None where the mean move is the step."""
         state = server.get("newton")
-        return None if state is None else bool(state["single"] > 0) and bool(state["calm"] >= CALM)
+        return None if state is None else converged(state)

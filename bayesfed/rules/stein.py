@@ -7,6 +7,8 @@
               g_κ = ∇ ln P(φ_κ) + τ Σ_i ∇ ln Z_i(φ_κ), the sum over a cohort scaled by n / c
               φ_κ ← φ_κ + (η / k) Σ_l (K(φ_l, φ_κ) g_l + ∇_φl K(φ_l, φ_κ))          SVGD (eq. 39), RBF kernel K
 
+all in units of the spreads of P where φ has at most 50 numbers.
+
 Globals that are ``pyro.param`` are points η beside the particles: they take plain steps of the same optimiser along
 mean_κ (∇_η ln P(φ_κ) + τ Σ_i ∇_η ln Z_i(φ_κ)), the gradient of ln E_P exp(τ Σ_i ln Z_i): maximum marginal likelihood.
 
@@ -24,8 +26,10 @@ from torch import Tensor
 
 from bayesfed.elbo.elbo import log_prior
 from bayesfed.elbo.program import Params, Program
+from bayesfed.guides.fisher import scaled
 from bayesfed.guides.globals import Particles
 from bayesfed.guides.particles import PARTICLE, PARTICLES
+from bayesfed.rules.quasi_newton import advance, begin, converged
 from bayesfed.rules.rule import Rule, Turn
 from bayesfed.steps import optimizer
 from bayesfed.steps.evidence import particle_gradients
@@ -49,6 +53,7 @@ class Stein(Rule):
         new_data_clients: n₂, how many clients will get more rows; by default all.
         upsilon: υ.
         flat: leave the hyper-prior out.
+        quasi_newton: a single particle takes steps of :mod:`bayesfed.rules.quasi_newton`, where all rows take part.
     """
 
     lr: float = 0.05
@@ -59,6 +64,7 @@ class Stein(Rule):
     new_data_clients: int | None = None
     upsilon: float = 1e-4
     flat: bool = False
+    quasi_newton: bool = True
     needs = frozenset({"gradients"})
     globals = (Particles,)
 
@@ -96,7 +102,9 @@ class Stein(Rule):
 
     def start(self, program: Program) -> State:
         """Return particles drawn from the hyper-prior, the parameters, and the optimiser's first state."""
-        return optimizer.begin(self.optimizer, super().start(program)["theta"])
+        state = optimizer.begin(self.optimizer, super().start(program)["theta"])
+        newton = begin(program) if self.quasi_newton and program.particles == 1 else {}
+        return state | ({"newton": newton} if newton else {})
 
     def params(self, server: State) -> Params:
         """Return the particles, and the parameters."""
@@ -117,10 +125,22 @@ class Stein(Rule):
         if program.globals and not self.flat:
             found = particle_gradients(prior, theta)
             score = {name: score[name] + slope for name, slope in found.items()}
-        score[PARTICLES] = stein_direction(phi.detach(), score[PARTICLES])
+        units = {PARTICLES: program.guide.unit}
+        score[PARTICLES] = units[PARTICLES] * score[PARTICLES]
+        if "newton" in server and turn.whole:  # a point, as PFedGP's
+            move = {name: self.lr * v for name, v in scaled(score, units).items()}
+            found, newton = advance(units, server["newton"], server["params"], move, 1.0)
+            return server | {"params": found, "newton": newton}, prior.detach().mean()
+        score[PARTICLES] = stein_direction(phi.detach() / units[PARTICLES], score[PARTICLES])
         downhill = {name: -slope for name, slope in score.items()}
-        server = optimizer.descend(self.optimizer, server, downhill, turn.rate * self.lr)
-        return server, prior.detach().mean()
+        moved = optimizer.descend(
+            self.optimizer, server, downhill, turn.rate * self.lr, units=units
+        )
+        return server | moved, prior.detach().mean()
+
+    def arrived(self, server: State) -> bool | None:
+        """Return whether the steps of a single particle are short."""
+        return converged(server["newton"]) if "newton" in server else None
 
 
 def stein_direction(phi: Tensor, score: Tensor) -> Tensor:

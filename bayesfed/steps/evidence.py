@@ -3,8 +3,10 @@
     Z_i(φ) = E_{w ~ P_φ} exp(−(β / n_i) Σ_{rows of D_i} ℓ(w, row)),   ℓ = −log p: with β = n_i the marginal likelihood
     client i  uploads ∇_φκ ln Z_i(φ_κ) for each particle, on a minibatch                                  (Algorithm 2)
 
-For Gaussian processes ln Z_i is known in closed form (eq. 33); for other models it is logsumexp − ln L of the
-log likelihoods of L draws from the prior (eq. 38), which is the Rényi bound at α = 0 with the prior as guide.
+For Gaussian processes ln Z_i is known in closed form (eq. 33). Where a client has at most 20 variables Laplace's method
+gives it (exact for Normal likelihoods). For other models, such as networks, it is logsumexp − ln L of the log
+likelihoods of L draws from the prior (eq. 38), which is the Rényi bound at α = 0 with the prior as guide: where rows
+say much more than the prior, it is far too low, and its maximum elsewhere.
 
 A client, old or new, conditions: it takes no gradient step and uploads nothing. Draws of φ and w from the prior count
 by exp(−(β / n_i) Σ ℓ), and so particles by their Z_i (eq. 37).
@@ -20,12 +22,16 @@ from bayesfed.data.batch import Batch
 from bayesfed.elbo.elbo import Noise, client_terms
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.globals import Particles
+from bayesfed.guides.laplace_marginal import marginal
 from bayesfed.guides.locals import FromPrior, Locals
 from bayesfed.guides.particles import PARTICLE, PARTICLES
 from bayesfed.steps.gradients import copies, gradients, leaves
 from bayesfed.steps.job import Job, Work
 from bayesfed.steps.steps import Steps
 from bayesfed.tracing.compiler import traceable
+
+_WEAKEST = 1e-2
+"""The smallest negative curvature that Newton's method assumes, as a fraction of the prior's."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,14 @@ def log_evidence(
     program: Program, params: Mapping[str, Tensor], phi: Tensor, batch: Batch, supplied: Noise
 ) -> Tensor:
     """Return ln Z_i(φ_κ), ``(k, K)``, of particles ``(k, K or 1, 1, D)``."""
+    guide = program.guide
+    if guide.local_scaling is not None and not program.direct:
+        centre, spread = guide.local_scaling
+        z = phi.expand(-1, len(batch), -1, -1)
+        start = centre.expand(*z.shape[:-1], -1)
+        sizes = guide.sizes, guide.local_sizes
+        least = _WEAKEST / spread.square()
+        return marginal(guide.model, sizes, z, program.temper(batch), start, least)[0]
     draws = _draws(program)
     repeated = {PARTICLE: phi.repeat_interleave(draws, 0)}
     tempered = program.temper(batch)

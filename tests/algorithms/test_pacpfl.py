@@ -88,13 +88,13 @@ def test_one_particle_is_gradient_ascent():
     """Of the log joint of a Gaussian model, against the closed form of each step."""
     federation = data(3, 5)
     y, lr = federation["y"], 0.01
-    posterior = bf.fit(
-        shared, federation, bf.PACPFL(particles=1, optimizer="sgd", lr=lr, lr_decay=1.0), rounds=7
-    )
+    algorithm = bf.PACPFL(particles=1, optimizer="sgd", lr=lr, lr_decay=1.0, quasi_newton=False)
+    posterior = bf.fit(shared, federation, algorithm, rounds=7)
     torch.manual_seed(0)
-    mu = bf.PACPFL(particles=1).program(shared, federation).init[PARTICLES].squeeze()
+    program = algorithm.program(shared, federation)
+    mu, unit = program.init[PARTICLES].squeeze(), program.guide.unit.squeeze()
     for _ in range(7):
-        mu = mu + lr * ((y - mu).sum() - (mu - 1) / 4)
+        mu = mu + lr * unit**2 * ((y - mu).sum() - (mu - 1) / 4)
     torch.testing.assert_close(posterior.params[PARTICLES].squeeze(), mu, rtol=1e-10, atol=1e-10)
 
 
@@ -118,7 +118,7 @@ def test_the_hyper_posterior_of_a_gaussian_model():
 def test_the_evidence_is_renyis_bound_at_alpha_zero():
     """logsumexp − ln L of eq. 38 against Pyro's estimator with the same draws, one client at a time."""
     federation, draws = data(3, 5), 6
-    algorithm = bf.PACPFL(particles=2, draws=draws)
+    algorithm = bf.PACPFL(particles=2, draws=draws, integrated=False)
     program = algorithm.program(line, federation)
     keys = noise.fold(noise.key(3), federation.stream_ids)
     particles = torch.tensor([[0.3], [-1.0]])
@@ -196,12 +196,21 @@ def test_tau_weighs_the_clients_and_a_flat_hyper_prior_weighs_nothing():
     federation = data(4, 4)
     y, lr = federation["y"], 0.01
     for tau, flat in ((0.25, False), (1.0, True)):
-        algorithm = bf.PACPFL(particles=1, optimizer="sgd", lr=lr, lr_decay=1.0, tau=tau, flat=flat)
+        algorithm = bf.PACPFL(
+            particles=1,
+            optimizer="sgd",
+            lr=lr,
+            lr_decay=1.0,
+            tau=tau,
+            flat=flat,
+            quasi_newton=False,
+        )
         torch.manual_seed(0)
-        start = algorithm.program(shared, federation).init[PARTICLES].squeeze()
+        program = algorithm.program(shared, federation)
+        start, unit = program.init[PARTICLES].squeeze(), program.guide.unit.squeeze()
         found = bf.fit(shared, federation, algorithm, rounds=1).params[PARTICLES].squeeze()
         prior = 0.0 if flat else (start - 1) / 4
-        by_hand = start + lr * (tau * (y - start).sum() - prior)
+        by_hand = start + lr * unit**2 * (tau * (y - start).sum() - prior)
         torch.testing.assert_close(found, by_hand, rtol=1e-10, atol=1e-10)
 
 
@@ -344,7 +353,8 @@ def test_parameters_take_the_mean_of_their_slopes_over_the_particles(flat):
     )
     for name, value in start.items():
         if name == PARTICLES:
-            by_hand = value + lr * stein_direction(value, grads[name])
+            unit = program.guide.unit
+            by_hand = value + lr * unit * stein_direction(value / unit, unit * grads[name])
         else:
             slope = torch.zeros_like(value) if grads[name] is None else grads[name] / 3
             by_hand = value + lr * slope

@@ -38,7 +38,8 @@ SIGNATURES = {
     "PFedVEM": "point head_epochs body_epochs head_steps body_steps lr body_lr optimizer kl_weight draws init_scale "
     "upload_fraction lr_decay personal_steps",
     "FOLA": "lr prior_weight local_epochs local_steps covariance fisher online cavity damping gamma personal_steps",
-    "PACPFL": "particles draws tau lam beta new_data_clients upsilon flat lr optimizer lr_decay",
+    "PACPFL": "particles draws integrated tau lam beta new_data_clients upsilon flat quasi_newton lr optimizer "
+    "lr_decay",
     "SFVI": "global_guide conditioned guide local_steps draws lr local_lr corrected lr_decay personal_steps",
     "SFVIAvg": "global_guide conditioned local_steps draws lr local_lr lr_decay personal_steps",
     "PVI": "conditioned damping local_steps step draws local_lr lr_decay personal_steps",

@@ -51,6 +51,8 @@ def fit(problem, name, **options):
         ("FedCurv", "hospitals"),
         ("Ditto", "falls"),
         ("FedBABU", "falls"),
+        ("PFedGP", "falls"),
+        ("PFedGP", "curves"),
     ],
 )
 def test_a_fit_without_a_number_of_rounds_ends_at_the_optimum(name, problem):
