@@ -53,6 +53,11 @@ def for_batches(model: Model, federation: Federation) -> InspectedModel:
         except Exception as error:
             _check_batched(as_it_is, federation, batch, error)
             return as_it_is
+        if probe.written:
+            raise ValueError(
+                f"site {probe.written[0]!r}: the model writes into the value that pyro.sample returned, and so changes "
+                "the value whose density counts. Write into a copy of it: value = pyro.sample(...).clone()"
+            )
         try:
             batched = _runs_batched(model, probe)
             repeats = batched or same(probe.densities, densities(probe.run_again(probe.program)))

@@ -116,12 +116,19 @@ class Run:
     Attributes:
         layouts: the layouts of the sites.
         values: the values of the sites outside vmap; the data of observed ones.
+        given: in a first run, the values of latent sites, and the copies of them that the program was given.
         rows: the variables of rows and clients that are summed or integrated out.
     """
 
     rows: Marginalisation
     layouts: dict[str, Layout] = field(default_factory=dict)
     values: dict[str, Tensor] = field(default_factory=dict)
+    given: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def written(self) -> list[str]:
+        """The latent sites into whose values the program has written."""
+        return [name for name, (drawn, copy) in self.given.items() if not drawn.equal(copy)]
 
 
 class Outside(Boundary):
@@ -205,7 +212,12 @@ class Outside(Boundary):
         given = _other_values(fn, value) if name == self.changed else value
 
         def back(drawn: Any) -> Any:
-            return given if observed else self.levels.enter(drawn, layout, fn.event_dim + own)
+            if observed:
+                return given
+            if self.program.latent is None:  # a first run, which finds out what the program does
+                copy = drawn.clone()
+                self.seen.given[name], drawn = (drawn, copy), copy
+            return self.levels.enter(drawn, layout, fn.event_dim + own)
 
         seen = expand_data(msg | {"fn": fn}) if observed else value
         gaps = observed and name in self.program.covariates and MISSING in msg["infer"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -35,6 +35,7 @@ class Probe:
         layouts: the layouts of these sites.
         marginalised: the variables that are summed or integrated out.
         derived: the values that the model names by ``pyro.deterministic``.
+        written: the latent sites into whose values the model writes.
     """
 
     program: OneClient
@@ -44,6 +45,7 @@ class Probe:
     layouts: Mapping[str, Layout]
     marginalised: Mapping[str, Marginalised]
     derived: Mapping[str, Tensor]
+    written: Sequence[str] = ()
 
     @cached_property
     def values(self) -> dict[str, Tensor]:
@@ -93,7 +95,16 @@ def _run_probe(program: OneClient, batch: Batch) -> Probe:
         params = _params_of_clients(recorder.seen, len(batch))
     values = {name: derivation.value for name, derivation in derived.found.items()}
     nodes = handlers.sample_sites(tracer.trace)
-    return Probe(program, batch, params or {}, nodes, run.layouts, run.rows.marginalised, values)
+    return Probe(
+        program,
+        batch,
+        params or {},
+        nodes,
+        run.layouts,
+        run.rows.marginalised,
+        values,
+        run.written,
+    )
 
 
 def _params_of_clients(seen: Mapping[str, Any], clients: int) -> dict[str, Tensor]:

@@ -339,3 +339,22 @@ def test_writes_into_tensors_by_torch_and_by_the_program(model):
             expected = alone.nodes["y"]["log_prob"].sum()
             row = found["y"]["fn"].log_prob(found["y"]["value"])[s, k][batch.mask[k]].sum()
             torch.testing.assert_close(row, expected.to(row), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("event", [True, False])
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_write_into_the_value_of_a_site_is_refused(event, copied):
+    def model(federation):
+        prior = dist.Normal(0.0, 1.0).expand([3])
+        effect = pyro.sample("effect", prior.to_event(1) if event else prior)
+        if copied:
+            effect = effect.clone()
+        effect[0] = 0.0
+        with federation.clients():
+            observe(federation, lambda obs: effect[obs["kind"].long()])
+
+    if copied:
+        bf.step(bf.start(model, federation(), rounds=1))
+        return
+    with pytest.raises(ValueError, match=r"site 'effect': the model writes .*\.clone\(\)"):
+        bf.start(model, federation(), rounds=1)
