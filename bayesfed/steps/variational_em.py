@@ -21,6 +21,7 @@ that.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -40,10 +41,13 @@ from bayesfed.steps.gradients import copies, gradients, leaves
 from bayesfed.steps.job import Job, Work
 from bayesfed.steps.local_loop import all_clients, local_loop
 from bayesfed.steps.losses import per_client, zeros_like
+from bayesfed.steps.natural_descent import NaturalDescent
 from bayesfed.steps.optimizer import State
 from bayesfed.steps.steps import Inputs, Steps
 from bayesfed.tracing.compiler import traceable
 
+FEW, NATURAL_STEPS, NATURAL_RATE = 8, 20, 0.7
+"""Of natural E-steps: the largest number of a client's variables, their number in a round, and their rate."""
 LONGEST = 3.0
 """The longest step on the body, in units of its rate."""
 
@@ -60,7 +64,10 @@ class VariationalEM(Steps):
             clients are on average.
         body_epochs: passes for the client's copy of the body, with w_i drawn from q.
         body_steps: steps on the body, in place of ``body_epochs``.
-        optimizer: of q(w_i): ``"adam"``, ``"momentum"`` or ``"sgd"``.
+        optimizer: of q(w_i): ``"adam"``, ``"momentum"`` or ``"sgd"``; or ``"natural"``: 20 steps of
+            :class:`~bayesfed.steps.NaturalDescent` at 0.7 of Newton's rate, with the points of a cubature rule for
+            draws, whatever ``lr``, ``epochs`` and ``draws``. None: natural where a client has at most 8 variables and
+            no ρ_i; else Adam.
         kl_weight: λ.
         draws: draws of w_i in a step.
     """
@@ -71,7 +78,7 @@ class VariationalEM(Steps):
     body_lr: Rate = 0.02
     body_epochs: Times = 5
     body_steps: int | None = None
-    optimizer: Literal["sgd", "momentum", "adam"] = "adam"
+    optimizer: Literal["natural", "sgd", "momentum", "adam"] | None = None
     kl_weight: float = 1.0
     draws: int = 5
     gives = frozenset({"theta", "posterior", "squares"})
@@ -85,7 +92,7 @@ class VariationalEM(Steps):
         """Return q(w_i) at the centre of its prior and its ρ_i, with the optimiser's first state."""
         theta = copies(theta, len(batch))
         own = locals_.begin(program, theta, batch)
-        state = optimizer.begin(self.optimizer, own, rows=len(batch))
+        state = optimizer.begin(self.rule(program), own, rows=len(batch))
         return self.with_own_spreads(program, theta, state, batch)
 
     def run(self, job: Job, locals_: Locals) -> Work:
@@ -98,7 +105,12 @@ class VariationalEM(Steps):
             given = Inputs(job.rows(number), (job.rate * self.lr,), active)
             return self.e_step(program, theta, state, given, self.noise(program, keys, number))
 
-        if program.locals:
+        if program.locals and self.rule(program) == "natural":
+            whole = len(job.rows.schedule(1)) == 1
+            rate = NATURAL_RATE * (1.0 if whole else job.rate)
+            moved = self.natural_steps(job, theta, state["params"], NATURAL_STEPS, rate)
+            state = state | {"params": moved}
+        elif program.locals:
             schedule = job.rows.schedule(self.epochs, self.steps)
             state = local_loop(schedule, keys.device, state, e_step)
             state = self.with_own_spreads(program, theta, state, first)
@@ -111,6 +123,29 @@ class VariationalEM(Steps):
             term = self.term(program, theta | body | state["params"], first, supplied)
         found = {"theta": body, "posterior": state["params"], "squares": squares}
         return Work(found, term, state)
+
+    def rule(self, program: Program) -> str:
+        """Return the optimiser of q(w_i)."""
+        few = 0 < sum(site.start.numel() for site in program.guide.locals.values()) <= FEW
+        natural = few and not _point(program) and not closed_forms(program).own
+        natural &= len(program.local_params) == 2 * len(program.guide.locals)
+        return self.optimizer or ("natural" if natural else "adam")
+
+    def natural_steps(
+        self, job: Job, theta: Params, phi: Params, steps: int, rate: float
+    ) -> Params:
+        """Return q(w_i) after natural-gradient steps."""
+        program = job.program
+        drawn = cubature(program, job.keys)
+        descent = _natural(self.kl_weight, len(next(iter(drawn.values()))[0]))
+        constants = descent.constants(program, job.rows(0))
+
+        def step(phi: Params, number: int, active: Tensor | None) -> Params:
+            rates = (torch.full_like(job.counts, rate),) * 2
+            given = Inputs(job.rows(number), rates, constants=constants)
+            return descent.own_step(program, theta | phi, given, drawn)
+
+        return local_loop(all_clients(len(job), steps), job.keys.device, phi, step)
 
     def m_steps(self, job: Job, theta: Params, body: Params, phi: Params) -> tuple[Params, Params]:
         """Return the clients' copies of the body after their steps, and its gradients' mean squares ``(K, 1)``."""
@@ -153,7 +188,8 @@ class VariationalEM(Steps):
         loss = self.loss(program, theta | params | own, given.batch, supplied)
         units = prior_units(program)
         grads = zeros_like(params) | scaled(gradients(loss, own), units)
-        return optimizer.descend(self.optimizer, state, grads, given.rates[0], given.active, units)
+        rule = self.rule(program)
+        return optimizer.descend(rule, state, grads, given.rates[0], given.active, units)
 
     @traceable
     def m_step(
@@ -187,25 +223,54 @@ class VariationalEM(Steps):
 
     def noise(self, program: Program, keys: Tensor, step: int) -> Noise:
         """Return the noise of the draws of one step; a point estimate needs none."""
+        if self.rule(program) == "natural":
+            return cubature(program, keys)
         return program.noise(noise.fold(keys, step), self.drawn(program), local=True)
 
     def drawn(self, program: Program) -> int:
         """Return the number of draws of w_i in a step; a point estimate needs one."""
+        if self.rule(program) == "natural":
+            return 2 * sum(site.start.numel() for site in program.guide.locals.values())
         return 1 if _point(program) else self.draws
 
     def adapt(self, job: Job, theta: Params, own: Params, steps: int, lr: float | None) -> Params:
         """Take the E-step alone, with ρ_i in closed form before each step."""
         program, first, rate = job.program, job.rows(0), self.lr if lr is None else lr
+        if self.rule(program) == "natural":
+            return self.natural_steps(job, theta, own, steps, min(NATURAL_RATE, rate / self.lr))
 
         def step(state: State, number: int, active: Tensor | None) -> State:
             state = self.with_own_spreads(program, theta, state, first)
             given = Inputs(job.rows(number), (rate,), active)
             return self.e_step(program, theta, state, given, self.noise(program, job.keys, number))
 
-        start = optimizer.begin(self.optimizer, own, rows=len(job))
+        start = optimizer.begin(self.rule(program), own, rows=len(job))
         return local_loop(all_clients(len(job), steps), job.keys.device, start, step)["params"]
 
 
 def _point(program: Program) -> bool:
     """Return whether q(w_i) is a point estimate."""
     return bool(program.guide.local_point)
+
+
+@cache
+def _natural(kl_weight: float, draws: int) -> NaturalDescent:
+    """Return natural steps on q(w_i); the same object at every call, as tracing needs."""
+    return NaturalDescent("locals", kl_weight=kl_weight, draws=draws)
+
+
+def cubature(program: Program, keys: Tensor) -> Noise:
+    """Return the 2 P points ±√P e_j of a cubature rule in place of standard normal draws (Arasaratnam & Haykin 2009).
+
+    Expectations of polynomials of third degree are exact.
+    """
+    sizes = {name: site.start.numel() for name, site in program.guide.locals.items()}
+    total, first, found = sum(sizes.values()), 0, {}
+    eye = total**0.5 * torch.eye(total, dtype=program.schema.scale.dtype, device=keys.device)
+    points = torch.cat([eye, -eye])
+    for name, like in program.noise(keys, 1, local=True).items():
+        part = points[:, first : first + sizes[name]]
+        shape = (2 * total, 1, 1, *like[0].shape[3:])
+        found[name] = [part.reshape(shape).expand(-1, len(keys), -1, *like[0].shape[3:])]
+        first += sizes[name]
+    return found
