@@ -256,18 +256,17 @@ class Federation:
             + (" on disk" if isinstance(value, Column) else "")
             for name, value in self.fields.items()
         )
-        where = "" if self.device.type == "cpu" else f", on {self.device}"
         return (
             f"Federation: {len(self):,} client{'s' * (len(self) > 1)}, {self.rows:,} rows "
-            f"({shortest:,} to {longest:,} a client), fields {fields}{where}"
+            f"({shortest:,} to {longest:,} a client), fields {fields}"
+            + ("" if self.device.type == "cpu" else f", on {self.device}")
         )
 
     def index(self, clients: Iterable[str]) -> Tensor:
         """Return the positions of the named clients, int64; KeyError for a client that is not in the federation."""
         position = {name: i for i, name in enumerate(self.names)}
-        wanted = [
-            client_name(name) for name in ([clients] if isinstance(clients, str) else clients)
-        ]
+        given = [clients] if isinstance(clients, str) else clients
+        wanted = [client_name(name) for name in given]
         for name in wanted:
             if name not in position:
                 known = ", ".join(self.names[:8]) + ", ..." * (len(self) > 8)
@@ -277,15 +276,13 @@ class Federation:
     def select(self, clients: Iterable[str]) -> Federation:
         """Return the federation of the named clients only, in the order given."""
         chosen = self.index(clients).tolist()
-        rows = rows_of_clients(self.offsets, chosen)
-        return self._take(rows, self.lengths[chosen], tuple(self.names[i] for i in chosen))
+        names, rows = tuple(self.names[i] for i in chosen), rows_of_clients(self.offsets, chosen)
+        return self._take(rows, self.lengths[chosen], names)
 
     def hold_out(self, clients: Iterable[str]) -> tuple[Federation, Federation]:
         """Split the clients into ``(the others, the named clients)``, to keep the named clients out of training."""
-        held = [self.names[i] for i in self.index(clients).tolist()]
-        return self.select([name for name in self.names if name not in set(held)]), self.select(
-            held
-        )
+        held = {self.names[i]: None for i in self.index(clients).tolist()}
+        return self.select(name for name in self.names if name not in held), self.select(held)
 
     def pool(self, name: str = "everyone") -> Federation:
         """Assign all rows to a single client, for the reference that federated results are compared with.
@@ -295,8 +292,7 @@ class Federation:
             >>> bf.Federation.from_arrays({"a": {"y": [1.0]}, "b": {"y": [2.0, 3.0]}}).pool().lengths.tolist()
             [3]
         """
-        offsets = self.offsets[[0, -1]]
-        return Federation(self.fields, offsets, (name,), gaps=self.gaps)
+        return Federation(self.fields, self.offsets[[0, -1]], (name,), gaps=self.gaps)
 
     def split(self, *, test: float, seed: int) -> tuple[Federation, Federation]:
         """Split the rows *within* each client into ``(train, test)``.
@@ -320,9 +316,8 @@ class Federation:
         return replace(self, fields=fields)
 
     def _take(self, rows: Tensor, lengths: Tensor, names: tuple[str, ...]) -> Federation:
-        rows = rows.to(self.device)
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        fields = {name: value[rows] for name, value in self.fields.items()}
+        fields = {name: value[rows.to(self.device)] for name, value in self.fields.items()}
         return Federation(fields, offsets, names, self.client_dim, self.gaps)
 
     @property
@@ -344,8 +339,8 @@ class Federation:
         clients = torch.arange(len(self), device="cpu") if clients is None else clients
         if positions is None:
             positions = padded_positions(self.lengths[clients.cpu()])
-        clients = clients.to(self.device)
-        return self.gather(clients, *self.locate(clients, positions.to(self.device)))
+        located = self.locate(clients.to(self.device), positions.to(self.device))
+        return self.gather(clients.to(self.device), *located)
 
     def locate(self, clients: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Convert positions in clients to rows of the flat storage and mask ``(..., K, B)``, scale ``(..., K, 1)``."""
@@ -365,8 +360,7 @@ class Federation:
     def with_gaps(self, like: Federation) -> Federation:
         """Add the fields of another federation that this one lacks, with missing values."""
         lacking = missing_fields(self.fields, like.fields, self.rows, self.device)
-        fields = {**self.fields, **lacking}
-        return replace(self, fields=fields, gaps=True) if lacking else self
+        return replace(self, fields={**self.fields, **lacking}, gaps=True) if lacking else self
 
     @cached_property
     def _pooled(self) -> Batch:
@@ -392,10 +386,7 @@ class Federation:
         return self._pooled.clients()
 
     def observations(self) -> AbstractContextManager[Fields]:
-        """Open ``pyro.plate("observations", dim=-1)``: all rows of every client, padding masked.
-
-        The padded copy that a pooled run needs is made at the first call and cached.
-        """
+        """Open ``pyro.plate("observations", dim=-1)``: all rows of every client, padded (once) and masked."""
         return self._pooled.observations()
 
     def jointly(self) -> AbstractContextManager[tuple[Fields, Tensor]]:

@@ -26,6 +26,8 @@ import torch
 def model(federation):
 """
 INDENT = "    "
+EXACT = 15
+"""The digits of a mean, which is already rounded relative to the standard deviation."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def program_code(
         _group(code, outcome, group, suffix, priors)
     predictor = " + ".join(code.sum)
     mean = predictor if outcome.scale == 1 else f"{_n(outcome.scale)} * ({predictor})"
-    mean = mean if outcome.loc == 0 else f"{_exact(outcome.loc)} + {mean}"
+    mean = mean if outcome.loc == 0 else f"{_n(outcome.loc, EXACT)} + {mean}"
     mean += ' + obs["offset"]' * outcome.offset
     observed = _sample(outcome.name, f"{family.likelihood}, obs=obs.get({_q(outcome.name)})")
     lines = [f'"""{title}"""', *code.outside, "with federation.clients():"]
@@ -143,7 +145,7 @@ def _intercept(code: _Code, outcome: Outcome, priors: Mapping[str, str]) -> None
     """Write the standardised intercept; a user's prior is that of the outcome with the predictors at their means."""
     value = _sample("_intercept", priors.get("Intercept", outcome.intercept))
     if "Intercept" in priors:
-        shifted = f"({value} - {_exact(outcome.loc)})" if outcome.loc else value
+        shifted = f"({value} - {_n(outcome.loc, EXACT)})" if outcome.loc else value
         value = _over(shifted, outcome.scale)
     code.outside.append(f"intercept = {value}")
     code.sum.append("intercept")
@@ -208,7 +210,7 @@ def _intercept_in_units(code: _Code, outcome: Outcome, common: Columns) -> None:
     if outcome.scale != 1:
         value = f"{_n(outcome.scale)} * ({value})"
     if outcome.loc != 0:
-        value = f"{_exact(outcome.loc)} + {value}"
+        value = f"{_n(outcome.loc, EXACT)} + {value}"
     code.outside.append(_named("Intercept", value))
 
 
@@ -354,7 +356,7 @@ def _standardised(name: str, columns: Columns) -> str:
     """Write a field's standardised columns."""
     shifted = f"obs[{_q(name)}]"
     if any(columns.mean):
-        shifted = f"({shifted} - torch.tensor([{', '.join(map(_exact, columns.mean))}]))"
+        shifted = f"({shifted} - {_t(columns.mean, EXACT)})"
     return f"{shifted} / {_t(columns.sd)}"
 
 
@@ -381,22 +383,17 @@ def _named(name: str, value: str) -> str:
     return f"pyro.deterministic({_q(name)}, {value})"
 
 
-def _n(value: float) -> str:
-    """Write a number with seven digits, more than the precision of a sum of single-precision numbers."""
-    return repr(float(f"{value:.7g}"))
+def _n(value: float, digits: int = 7) -> str:
+    """Write a number; seven digits are more than the precision of a sum of single-precision numbers."""
+    return repr(float(f"{value:.{digits}g}"))
 
 
-def _exact(value: float) -> str:
-    """Write a mean, which is already rounded relative to the standard deviation."""
-    return repr(float(f"{value:.15g}"))
+def _l(values: Sequence[float], digits: int = 7) -> str:
+    return f"[{', '.join(_n(value, digits) for value in values)}]"
 
 
-def _l(values: Sequence[float]) -> str:
-    return f"[{', '.join(map(_n, values))}]"
-
-
-def _t(values: Sequence[float]) -> str:
-    return f"torch.tensor({_l(values)})"
+def _t(values: Sequence[float], digits: int = 7) -> str:
+    return f"torch.tensor({_l(values, digits)})"
 
 
 def _q(text: str) -> str:
