@@ -287,8 +287,8 @@ def fit(
         algorithm: by default :class:`~bayesfed.SFVI`.
         rounds: number of rounds. By default the run stops by itself when q(θ) has converged, after 500 rounds at most:
             see :mod:`bayesfed.engine.stopping.convergence`. This needs SFVI, SFVIAvg or PVI, without privacy; or a
-            point estimate of few numbers, by all clients with all rows, such as FedAvg's (see
-            :mod:`bayesfed.rules.quasi_newton`); or ``held_out``, with any algorithm.
+            point estimate of few numbers, by all clients with all rows, such as that of
+            ``FedAvg(quasi_newton=True)`` (:mod:`bayesfed.rules.quasi_newton`); or ``held_out``, with any algorithm.
         clients_per_round: cohort size: a number of clients (int) or a fraction of them in (0, 1] (float).
             All clients take part in N / K rounds, in an order that is drawn anew each time; sums over a cohort are
             scaled by N / K, so that every round's gradient is unbiased.

@@ -52,6 +52,18 @@ COLUMNS = (
     "model | algorithm | own: globals | own: locals | globals: shift | sd ratio | locals: shift | sd ratio | "
     "rounds | seconds"
 )
+QUASI_NEWTON = (
+    "FedAvg",
+    "FedProx",
+    "FedNova",
+    "Scaffold",
+    "Pooled",
+    "FedCurv",
+    "FedRep",
+    "FedBABU",
+    "Ditto",
+)
+"""Methods whose server takes quasi-Newton steps on hierarchies here, as their setting of that name has it."""
 ABSURD = 1000.0
 """Standard deviations beyond which a fit counts as diverged."""
 NETWORKS = "model | algorithm | test rows | seconds"
@@ -314,7 +326,8 @@ def measure(model: str, algorithm: str) -> list[str]:
     train, test = given if isinstance(given, tuple) else (given, None)
     try:
         data = train.pool() if algorithm == "Pooled" else train
-        posterior = fit(case, data, ALGORITHMS[algorithm]())
+        settings = {"quasi_newton": True} if algorithm in QUASI_NEWTON else {}
+        posterior = fit(case, data, ALGORITHMS[algorithm](**settings))
         seconds = f"{time.perf_counter() - start:.0f}"
         if case.kind == "hierarchy":
             found = against_nuts(posterior, model, algorithm)

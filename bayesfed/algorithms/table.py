@@ -106,7 +106,7 @@ FedCurv = Method(
 FedPer = Method(
     "FedPer",
     "A body that clients share, and heads of their own, in common steps (Arivazhagan et al. 2019, Algorithm 1).",
-    Algorithm(Point(), Kept("point"), Descent("all", lr=0.1, epochs=5), Mean(quasi_newton=False)),
+    Algorithm(Point(), Kept("point"), Descent("all", lr=0.1, epochs=5), Mean(by="rows")),
     lr="steps.lr",
     local_epochs="steps.epochs",
     optimizer="steps.optimizer",
@@ -128,9 +128,7 @@ FedRep = Method(
 FedBABU = FedPer.variant(
     "FedBABU",
     "The body alone, under the head with which all clients start; then fine-tuning (Oh et al. 2022, Algorithm 1).",
-    FedPer(quasi_newton=True).replace(
-        locals=Remade("point"), steps=Descent("body", lr=0.1, epochs=5)
-    ),
+    FedPer().replace(locals=Remade("point"), steps=Descent("body", lr=0.1, epochs=5)),
 )
 Local = FedPer.variant(
     "Local",
@@ -140,7 +138,7 @@ Local = FedPer.variant(
 Ditto = Method(
     "Ditto",
     "FedAvg, and beside it personal point estimates held near the common ones (Li et al. 2021, Algorithm 1).",
-    FedPer(quasi_newton=True).replace(
+    FedPer().replace(
         steps=InTurn(
             (Descent("locals", proximal=0.1), Descent("globals", at_prior=True, steepest=100.0))
         )
@@ -195,7 +193,7 @@ CAFeMe = Method(
         Point(),
         Encoded(),
         ThroughContext(inner_lr=0.3, inner_steps=5, lr=0.5),
-        Mean(by="clients", quasi_newton=False),
+        Mean(by="clients"),
     ),
     inner_lr="steps.inner_lr",
     lr="steps.lr",
@@ -218,7 +216,7 @@ FedABML = Method(
         Point(),
         Remade("normal"),
         Alternate(NaturalDescent("locals", lr=0.3), 5, NaturalDescent("globals", lr=0.3)),
-        Mean(by="clients", quasi_newton=False),
+        Mean(by="clients"),
         lr_decay=0.03,
     ),
     local_epochs="steps.outer.epochs",

@@ -31,7 +31,7 @@ class Mean(ByMeanMove):
     """
 
     by: Literal["rows", "clients"] = "rows"
-    quasi_newton: bool = True
+    quasi_newton: bool = False
 
     def encode(self, job: Job, work: Work) -> tuple[Parts, State]:
         """Return the moves, weighted."""
@@ -88,7 +88,7 @@ class MedianOfInstitutions(Mean):
 class NormalisedMean(ByMeanMove):
     """θ ← θ + τ̄ Σ π_i (θ_i − θ) / τ_i for clients that take τ_i steps (FedNova, Wang et al. 2020, eq. 8)."""
 
-    quasi_newton: bool = True
+    quasi_newton: bool = False
     needs = frozenset({"theta", "steps"})
     no_noise = "its weights are the clients' numbers of rows and of steps: use FedAvg"
 
@@ -113,7 +113,7 @@ class ControlVariates(ByMeanMove):
     c_i ← c_i − c + (θ − θ_i) / (steps · η). Clients remember c_i; the server's c is the mean of all.
     """
 
-    quasi_newton: bool = True
+    quasi_newton: bool = False
     lagged = True
     needs = frozenset({"theta", "path"})
     sends = frozenset({"control"})

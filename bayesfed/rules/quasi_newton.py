@@ -177,12 +177,11 @@ class ByMeanMove(Rule):
         return super().start(program) | ({"newton": newton} if newton else {})
 
     def broadcast(self, turn: Turn, server: Any) -> Parts:
-        """Return all of the server's state but that of its own steps, and whether clients take a single step."""
-        message = {part: values for part, values in server.items() if part != "newton"}
-        state = server.get("newton")
-        return message | (
-            {SINGLE: {"step": state["single"]}} if state and state["single"] > 0 else {}
-        )
+        """Return θ and what the rule sends beside it, and whether clients take a single step."""
+        message = super().broadcast(turn, server) | {part: server[part] for part in self.sends}
+        state = server.get("newton") if self.quasi_newton else None
+        single = state is not None and bool(state["single"] > 0)
+        return message | ({SINGLE: {"step": state["single"]}} if state and single else {})
 
     def moved(self, turn: Turn, server: dict[str, Params], move: Params) -> dict[str, Params]:
         """Return θ after a mean move, and the state of quasi-Newton steps."""

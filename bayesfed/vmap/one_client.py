@@ -128,7 +128,7 @@ class Run:
     @property
     def written(self) -> list[str]:
         """The latent sites into whose values the program has written."""
-        return [name for name, (drawn, copy) in self.given.items() if not drawn.equal(copy)]
+        return [name for name, (drawn, copy) in self.given.items() if not _same(drawn, copy)]
 
 
 class Outside(Boundary):
@@ -279,6 +279,11 @@ class Outside(Boundary):
         if shape[:2] in of_clients:
             return shape[:2]
         return shape if shape[-2:] in of_clients else ()
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Return whether all values are the same, NaN included."""
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _other_values(fn: Any, value: Tensor) -> Tensor:

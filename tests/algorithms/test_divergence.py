@@ -149,8 +149,9 @@ def test_steps_follow_the_unit_of_a_field(name, day, float64):
         draws = posterior.sample(1)
         draws |= {n: draws[n] / unit for n in ("slope", "sd_slope", "b")}
         found.append(draws)
+    rtol = 1e-3 if name == "PFedVEM" else 1e-4  # the units of priors are found by L-BFGS
     for variable, value in found[0].items():
-        torch.testing.assert_close(found[1][variable], value, rtol=1e-4, atol=1e-6)  # L-BFGS
+        torch.testing.assert_close(found[1][variable], value, rtol=rtol, atol=1e-6)
 
 
 def test_fed_avg_arrives_on_growth_curves():

@@ -382,13 +382,14 @@ def recovered(secret, privacy):
     algorithm = bf.PACPFL(particles=1, optimizer="sgd", lr=0.01, lr_decay=1.0)
     posterior = bf.fit(shared, data, algorithm, rounds=1, privacy=privacy)
     again = bf.fit(shared, data, algorithm, rounds=1, privacy=privacy, seed=posterior.seed)
-    start = bf.start(shared, data, algorithm, rounds=1, seed=posterior.seed).program.init[PARTICLES]
+    program = bf.start(shared, data, algorithm, rounds=1, seed=posterior.seed).program
+    start, unit = program.init[PARTICLES], program.guide.unit
     part = f"gradients/{PARTICLES}"
     zero = {part: torch.zeros_like(start)}
     scale = privacy.multiplier(1, 11, 11)
     guess = dataclasses.replace(privacy, seed=privacy.seed or posterior.seed)
     drawn = guess.add_noise(zero, privacy.clip, scale, 0)[part]
-    total = (posterior.params[PARTICLES] - start) / 0.01 + (start - 1) / 4 - drawn
+    total = (posterior.params[PARTICLES] - start) / (0.01 * unit**2) + (start - 1) / 4 - drawn
     own = {name: float((rows["y"] - start.squeeze()).sum()) for name, rows in clients.items()}
     truth = float((data.select(["victim"])["y"] - start.squeeze()).sum())
     return float(total) - sum(own.values()), truth, posterior, again

@@ -34,9 +34,10 @@ def optimum(problem, name, posterior):
 
 def fit(problem, name, **options):
     model, data = problem
+    settings = {"quasi_newton": True} if "quasi_newton" in METHODS[name].settings else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return bf.fit(model, data(), METHODS[name](), **options)
+        return bf.fit(model, data(), METHODS[name](**settings), **options)
 
 
 @pytest.mark.parametrize(
