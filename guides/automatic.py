@@ -5,18 +5,17 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.distributions import biject_to
 
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.handlers import Until, given
-from bayesfed.elbo.sites import Site, prior_draws
+from bayesfed.elbo.sites import Site
 from bayesfed.guides import local
 from bayesfed.guides.chain import Priors, find_chain
 from bayesfed.guides.family import Family
 from bayesfed.guides.hierarchical import Hierarchical
 from bayesfed.guides.local import Scaling
-from bayesfed.guides.unconstrained import ModelAt
+from bayesfed.guides.unconstrained import ModelAt, median_and_spread, unconstrained_draws
 
 DRAWS = 100
 """The number of draws of the prior."""
@@ -38,13 +37,9 @@ def automatic_guide(
         family: the distribution of the globals.
         conditioned: q(w_i | θ) in place of q(w_i). Then all local variables share one factor, if they are few.
     """
-    nodes = prior_draws(model, sites, federation, DRAWS)
     values: dict[bool, dict[str, Tensor]] = {False: {}, True: {}}
-    for site in sites.values():
-        if not site.observed:
-            node = nodes[site.name]
-            u = biject_to(node["fn"].support).inv(node["value"]).reshape(DRAWS, -1)
-            values[site.local][site.name] = u.to(federation.dtype)
+    for name, u in unconstrained_draws(model, sites, federation, DRAWS).items():
+        values[sites[name].local][name] = u.to(federation.dtype)
     globals_, locals_ = (
         {name: _scaling(u) for name, u in values[is_local].items()} for is_local in (False, True)
     )
@@ -66,8 +61,8 @@ def automatic_guide(
 
 def _scaling(u: Tensor) -> Scaling:
     """Return median and spread of draws ``(S, P)``."""
-    low, middle, high = u.quantile(u.new_tensor([0.16, 0.5, 0.84]), dim=0)
-    return Scaling(middle, ((high - low) / 2).clamp(0.01, 100.0))
+    middle, spread = median_and_spread(u)
+    return Scaling(middle, spread.clamp(0.01, 100.0))
 
 
 def _normal_priors(guide: Hierarchical, batch: Batch, seed: int) -> Priors:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,13 @@ from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.handlers import Until
 from bayesfed.elbo.sites import Site, prior_draws
 from bayesfed.guides.laplace import INTEGRATED_UP_TO
-from bayesfed.guides.unconstrained import AsGuide, delta_at, split
+from bayesfed.guides.unconstrained import (
+    AsGuide,
+    delta_at,
+    median_and_spread,
+    split,
+    unconstrained_draws,
+)
 
 DRAWS, FEW = 100, 50
 """Draws of the prior for its spread; the largest number of θ's dimensions in whose spreads steps are taken."""
@@ -151,34 +157,25 @@ def from_prior(
     start = torch.cat(list(flat.values()), 1)
     sizes = {name: value.shape[1] for name, value in flat.items() if name}
     locals_ = tuple(site.name for site in sites.values() if site.local and not site.observed)
-    draws = _unconstrained(model, sites, federation)
-    unit = torch.ones_like(start[0])
-    if 0 < len(unit) <= FEW:
-        unit = _spread(torch.cat([draws[name] for name in sizes], 1))[1].to(start)
-    own = {name: draws[name].shape[1] for name in locals_}
+    own = {
+        name: biject_to(sites[name].support).inverse_shape(sites[name].event_shape).numel()
+        for name in locals_
+    }
     few = 0 < sum(own.values()) <= INTEGRATED_UP_TO
     per_row = any(sites[name].per_row for name in locals_)
-    scaling = None
-    if integrated and few and not per_row:
-        scaling = _spread(torch.cat([draws[name] for name in locals_], 1).to(start))
+    scaled, integrated = 0 < start.shape[1] <= FEW, integrated and few and not per_row
+    unit, scaling = torch.ones_like(start[0]), None
+    if scaled or integrated:
+        draws = unconstrained_draws(model, sites, federation, DRAWS)
+    if scaled:
+        unit = _scaling(draws, sizes)[1].to(start)
+    if integrated:
+        scaling = _scaling({n: u.to(start) for n, u in draws.items()}, locals_)
     return ParticleGuide(
         model, sizes, locals_, start, local_draws, beta, unit, own if scaling else {}, scaling
     )
 
 
-def _unconstrained(
-    model: Model, sites: Mapping[str, Site], federation: Federation
-) -> dict[str, Tensor]:
-    """Return draws from the prior of all latent sites, ``(S, size)`` each."""
-    nodes, found = prior_draws(model, sites, federation, DRAWS), {}
-    for site in sites.values():
-        if not site.observed:
-            node = nodes[site.name]
-            u = biject_to(node["fn"].support).inv(node["value"])
-            found[site.name] = u.reshape(DRAWS, -1)
-    return found
-
-
-def _spread(draws: Tensor) -> tuple[Tensor, Tensor]:
-    low, middle, high = draws.quantile(draws.new_tensor([0.16, 0.5, 0.84]), dim=0)
-    return middle, ((high - low) / 2).clamp(min=1e-6)
+def _scaling(draws: Mapping[str, Tensor], names: Iterable[str]) -> tuple[Tensor, Tensor]:
+    middle, spread = median_and_spread(torch.cat([draws[name] for name in names], 1))
+    return middle, spread.clamp(min=1e-6)

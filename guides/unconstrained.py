@@ -9,7 +9,9 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import biject_to
 
+from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.handlers import is_plate, origin
+from bayesfed.elbo.sites import Site, prior_draws
 
 
 def delta_at(prior: Any, u: Tensor, log_scale: Tensor | float = 0.0) -> dist.Delta:
@@ -119,3 +121,21 @@ class AsGuide(Messenger):
             if msg["value"] is None:
                 msg["value"] = origin(msg["fn"])
             msg["done"] = msg["stop"] = True
+
+
+def unconstrained_draws(
+    model: Model, sites: Mapping[str, Site], federation: Federation, count: int
+) -> dict[str, Tensor]:
+    """Return draws from the prior of all latent sites, ``(count, size)`` each."""
+    nodes = prior_draws(model, sites, federation, count)
+    latent = [(site.name, nodes[site.name]) for site in sites.values() if not site.observed]
+    return {
+        name: biject_to(node["fn"].support).inv(node["value"]).reshape(count, -1)
+        for name, node in latent
+    }
+
+
+def median_and_spread(draws: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the medians of draws ``(S, P)`` and half the widths of their central 68 %."""
+    low, middle, high = draws.quantile(draws.new_tensor([0.16, 0.5, 0.84]), dim=0)
+    return middle, (high - low) / 2

@@ -20,7 +20,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
 
-from bayesfed.models.label_shares import LabelShares, label_offset
+from bayesfed.models.label_shares import LabelShares, label_offset, one_hot
 
 
 class ClusteredLabels(dist.Categorical):
@@ -65,7 +65,7 @@ class ClusteredLabels(dist.Categorical):
 
     def evidence(self, value: Tensor, mask: Tensor) -> Tensor:
         """Return the rows' log density under each network, and their label counts: ``(..., K, 1, C + labels)``."""
-        labels = self._one_hot(value) * mask.unsqueeze(-1)
+        labels = one_hot(value, self.logits) * mask.unsqueeze(-1)
         fits = (labels.unsqueeze(-2) * self.each).sum((-3, -1))
         counts = labels.sum(-2).expand(*fits.shape[:-1], -1)
         return torch.cat([fits, counts], -1).unsqueeze(-2)
@@ -84,13 +84,9 @@ class ClusteredLabels(dist.Categorical):
 
     def left_out(self, evidence: Tensor, value: Tensor) -> dist.Categorical:
         """Return the distribution of each of the rows that were counted given the others."""
-        labels = self._one_hot(value)
+        labels = one_hot(value, self.logits)
         own = torch.cat([(labels.unsqueeze(-2) * self.each).sum(-1), labels], -1)
         return self.given(evidence - own)
-
-    def _one_hot(self, value: Tensor) -> Tensor:
-        labels = torch.arange(self.each.shape[-1], device=value.device)
-        return (value.unsqueeze(-1) == labels).to(self.each)
 
 
 def start_apart(module: nn.Module, clusters: int) -> list[nn.Module]:

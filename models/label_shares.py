@@ -214,8 +214,13 @@ class ClientLabels(dist.Categorical):
         return own.sum(-2, keepdim=True).softmax(-1)
 
     def _one_hot(self, value: Tensor) -> Tensor:
-        labels = torch.arange(self.logits.shape[-1], device=value.device)
-        return (value.unsqueeze(-1) == labels).to(self.logits)
+        return one_hot(value, self.logits)
+
+
+def one_hot(labels: Tensor, logits: Tensor) -> Tensor:
+    """Return 1 at each label and 0 elsewhere, ``(..., classes)``, of the kind of the logits; 0 where it is NaN."""
+    classes = torch.arange(logits.shape[-1], device=labels.device)
+    return (labels.unsqueeze(-1) == classes).to(logits)
 
 
 def label_offset(prior: LabelShares | None, shares: Tensor | None, counts: Tensor) -> Tensor:

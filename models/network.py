@@ -165,7 +165,8 @@ class Network:
             with federation.observations() as obs:
                 out = self.outputs(w, obs, shared)
                 if self.likelihood == "categorical":
-                    y = self._labels(out, obs)
+                    settings = self.label_shares, obs, self.subclasses, self.clusters
+                    y = label_distribution(out, *settings)
                 else:
                     y = dist.Normal(out.squeeze(-1), self.noise)
                 pyro.sample(self.y, y, obs=obs.get(self.y))
@@ -184,16 +185,17 @@ class Network:
             -1,
         )
 
-    def _labels(self, out: Tensor, obs: Any) -> Any:
-        if self.clusters > 1:
-            return ClusteredLabels(out, self.clusters, self.label_shares, obs.get(SHARES))
-        return label_distribution(out, self.label_shares, obs, self.subclasses)
-
 
 def label_distribution(
-    logits: Tensor, label_shares: LabelShares | None, obs: Any, subclasses: int = 1
+    logits: Tensor,
+    label_shares: LabelShares | None,
+    obs: Any,
+    subclasses: int = 1,
+    clusters: int = 1,
 ) -> Any:
-    """Return the distribution of a classifier's labels, with the clients' shares if they have any."""
+    """Return the distribution of a classifier's labels, with the clients' shares and clusters if they have any."""
+    if clusters > 1:
+        return ClusteredLabels(logits, clusters, label_shares, obs.get(SHARES))
     if label_shares is None and subclasses == 1:
         return dist.Categorical(logits=logits)
     return ClientLabels(logits, label_shares, obs.get(SHARES), subclasses)

@@ -116,8 +116,7 @@ FedRep = Method(
     "FedRep",
     "The head first, under the body that was sent; then the body (Collins et al. 2021, Algorithm 1).",
     FedPer().replace(
-        steps=InTurn((Descent("locals", lr=0.1, epochs=5), Descent("body", lr=0.1, epochs=5))),
-        rule=Mean(by="rows"),
+        steps=InTurn((Descent("locals", lr=0.1, epochs=5), Descent("body", lr=0.1, epochs=5)))
     ),
     lr=("steps.phases.0.lr", "steps.phases.1.lr"),
     head_epochs="steps.phases.0.epochs",
@@ -190,10 +189,7 @@ CAFeMe = Method(
     "CAFeMe",
     "Meta-learning with an encoder of the client's labelled rows, which the model names (Algorithms 1 and 2).",
     Algorithm(
-        Point(),
-        Encoded(),
-        ThroughContext(inner_lr=0.3, inner_steps=5, lr=0.5),
-        Mean(by="clients"),
+        Point(), Encoded(), ThroughContext(inner_lr=0.3, inner_steps=5, lr=0.5), Mean(by="clients")
     ),
     inner_lr="steps.inner_lr",
     lr="steps.lr",

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -137,8 +137,7 @@ def answer(run: Run, question: Question) -> Answer:
 
 def can_update(run: Run, question: Question, total: Params, counted: int) -> bool:
     """Return whether the server can update from a sum of ``counted`` uploads, and ask again. Changes nothing."""
-    turn = _turn(run, question.rate)
-    turn = replace(turn, cohort=counted, whole=turn.whole and counted == turn.cohort)
+    turn = _turn(run, question.rate).of(counted)
     try:
         with _server_step(run):
             server, term = run.plan.algorithm.decode(turn, run.server, nested(total))
@@ -217,7 +216,7 @@ def _decode(run: Run, question: Question, total: Params, counted: int) -> tuple[
     algorithm, turn = run.plan.algorithm, _turn(run, question.rate)
     server, term = run.server, torch.zeros(())
     if counted:
-        turn = replace(turn, cohort=counted, whole=turn.whole and counted == turn.cohort)
+        turn = turn.of(counted)
         server, term = algorithm.decode(turn, run.server, nested(total))
     if question.noisy and run.done + 1 == run.rounds:
         progress = algorithm.progress(turn, server)

@@ -125,11 +125,6 @@ def _probed(state: Params, x: Tensor, g: Tensor) -> Params:
     return state | {"step": step, "inverse": inverse, "probe": 0 * one}
 
 
-def arrived(state: Params) -> bool:
-    """Return whether steps are short where clients take one local step."""
-    return bool(state["single"] > 0) and bool(state["calm"] >= CALM)
-
-
 def _updated(inverse: Tensor, s: Tensor, y: Tensor) -> Tensor:
     """Return H after a step s that has changed the gradient by −y."""
     curvature = s @ y

@@ -8,8 +8,8 @@ secure summation act in one place.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -44,6 +44,10 @@ class Turn:
     noise: float = 0.0
     steps: Any = None
     whole: bool = False
+
+    def of(self, counted: int) -> Self:
+        """Return the round in which so many uploads count."""
+        return replace(self, cohort=counted, whole=self.whole and counted == self.cohort)
 
     @property
     def scale(self) -> float:
