@@ -168,12 +168,12 @@ def rotated_shards(source: Source, seed: int = 0) -> Task:
     degrees, and the last 20 clients join later. 50 of a client's images of each digit are for validation, the others
     are its own rows. For the test, 200 images in the same proportions from the test split.
     """
-    _, rng = _opened(source, seed)
+    data, rng = _opened(source, seed)
     shards = rng.permutation(np.repeat(np.arange(DIGITS), 20)).reshape(100, 2)
     counts = np.zeros((100, DIGITS), dtype=int)
     for i, digits in enumerate(shards):
         np.add.at(counts[i], digits, 270)
-    return _rotated(source, rng, counts)
+    return _rotated(data, rng, counts)
 
 
 def rotated_dirichlet(source: Source, seed: int = 0) -> Task:
@@ -184,12 +184,12 @@ def rotated_dirichlet(source: Source, seed: int = 0) -> Task:
     data, rng = _opened(source, seed)
     shares = rng.dirichlet(np.full(DIGITS, 0.3), size=100) * rng.integers(200, 801, size=(100, 1))
     least = (np.bincount(data.train_y, minlength=DIGITS) / shares.sum(0)).min()
-    return _rotated(source, rng, np.floor(shares * min(1.0, least)).astype(int))
+    return _rotated(data, rng, np.floor(shares * min(1.0, least)).astype(int))
 
 
-def _rotated(source: Source, rng: np.random.Generator, counts: np.ndarray) -> Task:
+def _rotated(data: Digits, rng: np.random.Generator, counts: np.ndarray) -> Task:
     """Return a task of clients with that many images of each digit, ``(100, 10)``, turned by groups."""
-    data, names = _opened(source, 0)[0], _names(100)
+    names = _names(100)
     angles = 20.0 * (np.arange(100) % 10)
     aside = np.minimum(counts // 5, 50)
     dealt = _deal(rng, data.train_y, np.concatenate([counts - aside, aside]))
