@@ -93,8 +93,8 @@ class Method:
     """A method of the table.
 
     Attributes:
-        make: from the number of classes, a client's average number of rows and a point of the grid: the algorithm and
-            the model.
+        make: from the number of classes, the steps of an average client in a round and a point of the grid: the
+            algorithm and the model.
         grid: the values of its settings that may be tried, beside the rates.
         kept: clients are stateful, or condition on their rows, and are judged without personal steps.
         rounds: of training.
@@ -117,47 +117,47 @@ def network(classes: int, **settings: Any) -> Network:
 
 
 def plain(
-    parts: Callable[..., Any], classes: int, rows: float, *, rate: float, **point: float
+    parts: Callable[..., Any], classes: int, batches: int, *, rate: float, **point: float
 ) -> Any:
     """Return a method with point estimates."""
     return parts(lr=rate, **LATER, **point), network(classes)
 
 
-def subclassed(classes: int, rows: float, *, rate: float, M: int) -> Any:
+def subclassed(classes: int, batches: int, *, rate: float, M: int) -> Any:
     """Return FedAvg with M sub-classes of each label."""
     return bf.FedAvg(lr=rate, **LATER), Network(mlp(784, 100, classes * M), subclasses=M)
 
 
-def ifca(classes: int, rows: float, *, rate: float, C: int) -> Any:
+def ifca(classes: int, batches: int, *, rate: float, C: int) -> Any:
     """Return FedAvg with C networks, of which each client has one."""
     return bf.FedAvg(lr=rate, **LATER), network(classes, clusters=C)
 
 
-def pfedhn(classes: int, rows: float, *, rate: float, E: int) -> Any:
+def pfedhn(classes: int, batches: int, *, rate: float, E: int) -> Any:
     """Return FedPer with embeddings of E numbers as a client's own variables."""
     return bf.FedPer(lr=rate, **LATER), HyperNetwork(mlp(784, 100, classes), embedding=E)
 
 
-def fedprox(classes: int, rows: float, *, rate: float, mu: float) -> Any:
+def fedprox(classes: int, batches: int, *, rate: float, mu: float) -> Any:
     return bf.FedAvg(lr=rate, proximal=mu, **LATER), network(classes)
 
 
-def maml(classes: int, rows: float, *, rate: float, inner: float) -> Any:
+def maml(classes: int, batches: int, *, rate: float, inner: float) -> Any:
     return bf.PerFedAvg(lr=inner, prior_lr=rate, **LATER), network(classes)
 
 
-def pfedme(classes: int, rows: float, *, rate: float, lam: float) -> Any:
+def pfedme(classes: int, batches: int, *, rate: float, lam: float) -> Any:
     """Return pFedMe, whose θ_i goes half of the way to w_i in a step."""
     return bf.PFedMe(lam=lam, lr=rate, prior_lr=0.5 / lam, **LATER), network(classes)
 
 
-def abml(parts: Callable[..., Any], classes: int, rows: float, *, rate: float, lam: float) -> Any:
+def abml(parts: Callable[..., Any], classes: int, batches: int, *, rate: float, lam: float) -> Any:
     """Return FedABML or pFedBayes at rates of natural steps: η is ``rate``, η' of θ_i a half."""
     algorithm = parts(lr=rate, prior_lr=0.5, kl_weight=lam, draws=3, **LATER)
     return algorithm, network(classes, spread="learnt", scale=0.1)
 
 
-def plain_abml(classes: int, rows: float, *, rate: float, lam: float) -> Any:
+def plain_abml(classes: int, batches: int, *, rate: float, lam: float) -> Any:
     """Return FedABML with gradient steps of one rate, as its Algorithm 1 has them."""
     algorithm = bf.FedABML(
         lr=rate, prior_lr=rate, natural=False, inner_steps=1, kl_weight=lam, draws=3, **LATER
@@ -165,24 +165,24 @@ def plain_abml(classes: int, rows: float, *, rate: float, lam: float) -> Any:
     return algorithm, network(classes, spread="learnt", scale=0.1)
 
 
-def pfedmap(classes: int, rows: float, *, rate: float, rho: float) -> Any:
+def pfedmap(classes: int, batches: int, *, rate: float, rho: float) -> Any:
     """Return pFedMAP with a personal last layer on a shared body, as it was published."""
     algorithm = bf.PFedMAP(lr=rate, body_lr=rate, optimizer="sgd", **LATER)
     return algorithm, network(classes, local=["2."], scale=rho)
 
 
-def headed(parts: Callable[..., Any], classes: int, rows: float, *, rate: float) -> Any:
+def headed(parts: Callable[..., Any], classes: int, batches: int, *, rate: float) -> Any:
     """Return a method with a personal last layer on a shared body."""
     return parts(lr=rate, **LATER), network(classes, local=["2."])
 
 
-def vem(classes: int, rows: float, *, rate: float, head: float, **settings: Any) -> Any:
+def vem(classes: int, batches: int, *, rate: float, head: float, **settings: Any) -> Any:
     """Return PFedVEM with Adam for the head, as its authors' code has; ``rate`` is the body's."""
     algorithm = bf.PFedVEM(lr=head, body_lr=rate, **LATER, **settings)
     return algorithm, network(classes, local=["2."], spread="client", scale=0.1)
 
 
-def cafeme(classes: int, rows: float, *, rate: float, inner: float) -> Any:
+def cafeme(classes: int, batches: int, *, rate: float, inner: float) -> Any:
     """Return CAFeMe with as many steps on ω_i as the others take, each through one inner step on 20 rows.
 
     Gates scale and shift. Momentum multiplies a rate by ten.
@@ -193,21 +193,21 @@ def cafeme(classes: int, rows: float, *, rate: float, inner: float) -> Any:
         lr=rate / 10,
         optimizer="momentum",
         inner_steps=1,
-        outer_steps=5 * math.ceil(rows / 50),
+        outer_steps=batches,
         support_rows=20,
         **LATER,
     )
     return algorithm, model
 
 
-def gated(classes: int, rows: float, *, rate: float, inner: float) -> Any:
+def gated(classes: int, batches: int, *, rate: float, inner: float) -> Any:
     """Return CAFeMe with the gates of its eq. 4.4, five inner steps, and one gradient of the server's a round."""
     model = Modulated(mlp(784, 100, classes), mlp(784, 100), context=100)
     algorithm = bf.CAFeMe(inner_lr=inner, lr=rate, inner_steps=5, outer_steps=1, **LATER)
     return algorithm, model
 
 
-def pacpfl(classes: int, rows: float, *, rate: float, tau: float) -> Any:
+def pacpfl(classes: int, batches: int, *, rate: float, tau: float) -> Any:
     """Return PACPFL with priors N(m, s²) over the weights; Adam's rate is ``rate`` / 100.
 
     Clients condition by 60 draws. Particles start at draws of the hyper-prior, N(start, 0.1²); τ = 20 counts as a
@@ -274,7 +274,9 @@ def fitted(
     """Return the posterior before any personal steps."""
     torch.manual_seed(seed)
     schedule = RECIPES[recipe]
-    algorithm, model = method.make(task.classes, task.train.rows / len(task.train), **point)
+    rows = task.train.rows / len(task.train)
+    batches = schedule.epochs * math.ceil(rows / schedule.batch)
+    algorithm, model = method.make(task.classes, batches, **point)
     if getattr(model, "subclasses", 1) > 1:
         module = start_subclasses(model.module, task.train, model.subclasses)
         model = replace(model, module=module)
@@ -338,35 +340,48 @@ def some_of(federation: bf.Federation, count: int) -> bf.Federation:
     return bf.Federation(fields, offsets, federation.names)
 
 
-def tune(data: str, recipe: str, name: str) -> dict[str, tuple[float, dict[str, float], float]]:
-    """Return the lowest validation NLL of both rows of a method, its settings and its personal rate.
+def judge(
+    data: str, recipe: str, name: str, point: dict[str, float]
+) -> dict[str, list[tuple[float, float]]]:
+    """Return (validation NLL, personal rate) of both rows of a method at a point of its grid, on seed 0.
 
     Where new clients are judged, old ones personalise with as few rows as these have.
     """
-    method, steps = METHODS[name], RECIPES[recipe].steps
+    method, last = METHODS[name], RECIPES[recipe].steps[-1]
     task = RECIPES[recipe].make(data, 0)
     own = task.train if task.new is None else some_of(task.train, RECIPES[recipe].own_rows)
-    kept = is_kept(recipe, name)
+    found: dict[str, list[tuple[float, float]]] = {"": [], SHARES: []}
+
+    def add(rate: float, steps: tuple[int, ...]) -> None:
+        for row, judged in both(posterior, own, task.valid, method.draws, rate, steps).items():
+            nlls = [nll if math.isfinite(nll) else math.inf for _, nll, _ in judged]
+            found[row].append((min(nlls), rate))
+
+    try:
+        posterior = fitted(task, recipe, method, point, 0)
+        if is_kept(recipe, name):
+            add(math.nan, ())
+            return found
+        add(PERSONAL[0], (0,))
+        for rate in PERSONAL:
+            add(rate, (last,))
+    except (FloatingPointError, ValueError):  # the second: probabilities that are not finite
+        return {row: [(math.inf, math.nan)] for row in found}
+    return found
+
+
+def tune(data: str, recipe: str, name: str) -> dict[str, tuple[float, dict[str, float], float]]:
+    """Return the lowest validation NLL of both rows of a method, its settings and its personal rate."""
     tried: dict[str, list[tuple[float, dict[str, float], float]]] = {"": [], SHARES: []}
 
     def loss(point: dict[str, float]) -> float:
-        lowest = {}
-        try:
-            posterior = fitted(task, recipe, method, point, 0)
-            for rate in (math.nan,) if kept else PERSONAL:
-                last = () if kept else (0, steps[-1])
-                for row, found in both(
-                    posterior, own, task.valid, method.draws, rate, last
-                ).items():
-                    nll = min(nll if math.isfinite(nll) else math.inf for _, nll, _ in found)
-                    tried[row].append((nll, point, rate))
-                    lowest[row] = min(nll, lowest.get(row, math.inf))
-        except (FloatingPointError, ValueError):  # the second: probabilities that are not finite
-            return math.inf
-        return lowest[SHARES if method.shares else ""]
+        found = judge(data, recipe, name, point)
+        for row, judged in found.items():
+            tried[row] += [(nll, point, rate) for nll, rate in judged]
+        return min(nll for nll, _ in found[SHARES if METHODS[name].shares else ""])
 
-    runner.descend(loss, {"rate": RATES} | method.grid)
-    return {row: min(found, key=lambda one: one[0]) for row, found in tried.items() if found}
+    runner.descend(loss, {"rate": RATES} | METHODS[name].grid)
+    return {row: min(found, key=lambda one: one[0]) for row, found in tried.items()}
 
 
 def measure(
