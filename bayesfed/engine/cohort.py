@@ -98,6 +98,7 @@ class Cohort:
         algorithm, first = run.plan.algorithm, torch.zeros(len(chunk), 1, dtype=torch.int64)
         batch = run.federation.batch(chunk, None if run.program.needs_rows else first)
         own = algorithm.steps.start_clients(run.program, theta, batch, algorithm.locals)
+        new = new.to(batch.device)
         return states | {
             part: where_active(states[part], values, new) for part, values in own.items()
         }

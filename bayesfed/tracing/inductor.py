@@ -28,21 +28,30 @@ def compile_graph(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[...,
     if graph.graph.find_nodes(op="call_function", target=aten.__rshift__.Scalar):
         # a hash reads each of its intermediate results twice: inlining them all makes compilation ten times as slow
         options["realize_opcount_threshold"] = 10
+    on_gpu = inputs[0].is_cuda
+    places, read = copies(inputs) if on_gpu else ([], list(inputs))
     with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
-        run = torch._inductor.compile(graph, list(inputs), options=options)
-    return capture(run, inputs) if inputs[0].is_cuda else run
+        run = torch._inductor.compile(graph, read, options=options)
+    return capture(run, places, read) if on_gpu else run
+
+
+def copies(inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return copies of tensors, each number once, and the tensors' values read from these.
+
+    A copy is dense, so that what is read may have other strides than the tensor, such as a column of a matrix.
+    """
+    places = [_without_repetitions(value).clone() for value in inputs]
+    return places, [place.expand_as(value) for place, value in zip(places, inputs, strict=True)]
 
 
 def capture(
-    run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]
+    run: Callable[..., list[Tensor]], places: list[Tensor], read: list[Tensor]
 ) -> Callable[..., list[Tensor]]:
-    """Capture the function's kernels as one CUDA graph, launched at once, for tensors like these on a GPU.
+    """Capture the function's kernels as one CUDA graph, launched at once, which reads :func:`copies` on a GPU.
 
     A function that waits for the GPU, such as one with an eigenvalue decomposition, cannot be captured: it is returned
     as it is.
     """
-    places = [_without_repetitions(value).clone() for value in inputs]
-    read = [place.expand_as(value) for place, value in zip(places, inputs, strict=True)]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # choose and load the kernels before the capture
@@ -54,7 +63,7 @@ def capture(
         return run
     graph = torch.cuda.CUDAGraph()
     try:
-        with _generator_apart(inputs[0].device), torch.cuda.graph(graph):
+        with _generator_apart(read[0].device), torch.cuda.graph(graph):
             results = run(*read)
     except RuntimeError:  # a library call that no capture allows, such as an allocation of its own
         torch.cuda.synchronize()
