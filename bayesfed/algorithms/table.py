@@ -42,6 +42,7 @@ from bayesfed.steps import (
     Evidence,
     GradientsAtDraws,
     InTurn,
+    LangevinEM,
     LaplaceSteps,
     NaturalDescent,
     OwnCopy,
@@ -254,6 +255,17 @@ PFedMAP = PFedVEM.variant(
     "PFedMAP",
     "Personal point estimates under N(m, ρ²), m their mean; mean-regularised multi-task learning (Zhu et al. 2023).",
     PFedVEM(point=True),
+)
+
+FedPop = Method(
+    "FedPop",
+    "θ of maximum marginal likelihood, by Langevin chains on the clients' variables (Kotelevskii et al. 2022).",
+    PFedVEM().replace(steps=LangevinEM(), lr_decay=0.01),
+    local_steps="steps.steps",
+    body_lr="steps.body_lr",
+    init_scale="locals.scale",
+    upload_fraction="rule.upload_fraction",
+    **END,
 )
 
 # -- distributions of θ --------------------------------------------------------------------------------

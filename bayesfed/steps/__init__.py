@@ -4,6 +4,7 @@ from bayesfed.steps.cavity_steps import CavitySteps
 from bayesfed.steps.descent import Descent
 from bayesfed.steps.evidence import Evidence
 from bayesfed.steps.job import Job, Work
+from bayesfed.steps.langevin_em import LangevinEM
 from bayesfed.steps.laplace_steps import LaplaceSteps
 from bayesfed.steps.local_loop import local_loop
 from bayesfed.steps.local_variational import GradientsAtDraws
@@ -28,6 +29,7 @@ __all__ = [
     "ThroughSteps",
     "ThroughContext",
     "VariationalEM",
+    "LangevinEM",
     "LaplaceSteps",
     "Evidence",
     "GradientsAtDraws",

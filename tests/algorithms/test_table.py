@@ -37,6 +37,7 @@ SIGNATURES = {
     "personal_steps quasi_newton",
     "PFedVEM": "point head_epochs body_epochs head_steps body_steps lr body_lr optimizer kl_weight draws init_scale "
     "upload_fraction lr_decay personal_steps",
+    "FedPop": "local_steps body_lr init_scale upload_fraction lr_decay personal_steps",
     "FOLA": "lr prior_weight local_epochs local_steps covariance fisher online cavity damping gamma personal_steps",
     "PACPFL": "particles draws integrated tau lam beta new_data_clients upsilon flat quasi_newton lr optimizer "
     "lr_decay",
