@@ -1,4 +1,4 @@
-"""A Gaussian process for every client, with a global mean function and kernel that have a hyper-prior."""
+"""A Gaussian process for every client, of numbers or classes; its mean and kernel are global, with a hyper-prior."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from bayesfed.functional.gaussian_classes import GaussianClasses
 from bayesfed.functional.multivariate_normal import Gaussian
 from bayesfed.functional.networks import apply, check_stateless, flatten
 
@@ -26,6 +27,11 @@ class GaussianProcess:
 
         server      φ ~ N(centre, hyper_scale²)                    sample site ``prior``
         client i    y_i ~ N(m_φ(X_i), k_φ(X_i, X_i) + σ_φ² I)      f_i is integrated out (PAC-PFL, eq. 33)
+
+    With ``classes`` y_ij are classes, by functions with a logistic link and without noise: pFedGP's classification
+    (Achituve et al. 2021), with the evidence by Laplace's method in place of their Gibbs sampler of Pólya-Gamma
+    variables, and one class after the other in place of a balanced tree
+    (:class:`~bayesfed.functional.gaussian_classes.GaussianClasses`). Predictions are given the client's own rows.
 
     Any GPyTorch mean, kernel and Gaussian likelihood can be used, and any network as the mean, or before the kernel:
     k_φ(x, x') = kernel(g_φ(x), g_φ(x')). Parameters that do not require a gradient are constants. The centre is 0 for
@@ -46,12 +52,13 @@ class GaussianProcess:
         features: a module g_φ that transforms the inputs of the kernel; by default the identity.
         likelihood: a :class:`gpytorch.likelihoods.GaussianLikelihood`: the noise, by default with an initial standard
             deviation of 0.4.
+        classes: the number of classes of the field y, 0, 1, …; None for real numbers.
         hyper_scale: σ_P, the hyper-prior's standard deviation.
         x: the field of inputs ``(rows, *event)``.
         y: the field of targets ``(rows,)``.
 
     Raises:
-        ValueError: a module keeps state or draws its own noise.
+        ValueError: a module keeps state or draws its own noise; there is noise beside classes.
 
     Example:
         >>> import torch
@@ -68,6 +75,7 @@ class GaussianProcess:
     kernel: gpytorch.kernels.Kernel | None = None
     features: nn.Module | None = None
     likelihood: gpytorch.likelihoods.GaussianLikelihood | None = None
+    classes: int | None = None
     hyper_scale: float = 1.0
     x: str = "x"
     y: str = "y"
@@ -75,11 +83,14 @@ class GaussianProcess:
     centre: Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if self.classes is not None and self.likelihood is not None:
+            raise ValueError("classes have no Gaussian noise: leave out likelihood, or classes")
+        noise = noise_of(0.4) if self.likelihood is None else self.likelihood
         parts = {
             "mean": self.mean,
             "features": self.features,
             "kernel": unit_kernel() if self.kernel is None else self.kernel,
-            "likelihood": noise_of(0.4) if self.likelihood is None else self.likelihood,
+            "likelihood": noise if self.classes is None else None,
         }
         parts = {name: part for name, part in parts.items() if part is not None}
         for part in parts.values():
@@ -106,12 +117,24 @@ class GaussianProcess:
         scale = torch.full_like(self.centre, self.hyper_scale)
         phi = pyro.sample(PRIOR, dist.Normal(self.centre, scale).to_event(1))
         with federation.clients(), federation.jointly() as (obs, mask):
-            mean, covariance = self.marginal(phi, obs[self.x], mask)
-            y = Gaussian(mean.unsqueeze(-2), covariance.unsqueeze(-3))
+            y: dist.TorchDistribution
+            if self.classes is None:
+                mean, covariance = self.marginal(phi, obs[self.x], mask)
+                y = Gaussian(mean.unsqueeze(-2), covariance.unsqueeze(-3))
+            else:
+                mean, covariance = self.function(phi, obs[self.x], mask)
+                mean, mask = mean.unsqueeze(-2), mask.unsqueeze(-2)
+                y = GaussianClasses(mean, covariance.unsqueeze(-3), mask, self.classes)
             seen = obs.get(self.y)
             if seen is not None:
-                seen = torch.where(mask, seen, 0.0).unsqueeze(-2)
+                seen = torch.where(mask.view_as(seen), seen, 0.0).unsqueeze(-2)
             pyro.sample(self.y, y, obs=seen)
+
+    def function(self, phi: Tensor, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return m_φ(X_i) and k_φ(X_i, X_i), 0 for rows outside the mask; shapes as of :meth:`marginal`."""
+        mean, inputs = self._mean_and_inputs(phi, x)
+        covariance = self._with("kernel", phi, lambda part: part(inputs, inputs).to_dense())
+        return mean * mask, covariance * (mask[:, None] & mask[..., None])
 
     def marginal(self, phi: Tensor, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return m_φ(X_i) and k_φ(X_i, X_i) + σ_φ² I.
@@ -126,12 +149,10 @@ class GaussianProcess:
         Returns:
             ``(..., K, B)`` and ``(..., K, B, B)``.
         """
-        mean, inputs = self._mean_and_inputs(phi, x)
-        covariance = self._with("kernel", phi, lambda part: part(inputs, inputs).to_dense())
-        covariance = covariance * (mask[:, None] & mask[..., None])
+        mean, covariance = self.function(phi, x, mask)
         variance = self.noise(phi) * mask + (~mask) / (2 * torch.pi)
         covariance.diagonal(dim1=-2, dim2=-1).add_(variance)
-        return mean * mask, covariance
+        return mean, covariance
 
     def noise(self, phi: Tensor) -> Tensor:
         """Return σ_φ², ``(..., K or 1, 1)``."""

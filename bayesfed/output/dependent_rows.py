@@ -7,17 +7,19 @@ distribution of the new rows follows from the blocks of the covariance matrix.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from linear_operator.utils.cholesky import psd_safe_cholesky
 from torch import Tensor
-from torch.distributions import MultivariateNormal
+from torch.distributions import Categorical, MultivariateNormal, Normal
 
 from bayesfed.data.batch import Batch, Fields
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
+from bayesfed.functional.gaussian_classes import GaussianClasses
 from bayesfed.functional.multivariate_normal import Gaussian, conditioned
 from bayesfed.output.draws import Draws, run_model, weighted_draws
 from bayesfed.output.fitted import Fitted
@@ -27,10 +29,10 @@ class NotGaussian(ValueError):
     """The rows of a client are one event that is not multivariate Normal, so that new rows cannot be conditioned."""
 
 
-def predictive_moments(
+def predictive(
     fitted: Fitted, federation: Federation, num_samples: int, seed: int
-) -> Iterator[tuple[Tensor, Draws, Batch, Tensor, Tensor]]:
-    """Compute mean and variance of each new row given the client's own rows, noise included (PAC-PFL, eq. 35).
+) -> Iterator[tuple[Tensor, Draws, Batch, dict[str, Tensor]]]:
+    """Compute the distribution of each new row given the client's own rows, noise included (PAC-PFL, eq. 35).
 
     Args:
         fitted: q of a model with one observed site, and of the clients of ``federation``.
@@ -39,10 +41,12 @@ def predictive_moments(
         seed: seed of the draws.
 
     Yields:
-        Positions of K clients, S weighted draws, the rows to predict, their means and variances ``(S, K, Q)``.
+        Positions of K clients, S weighted draws, the rows to predict, and the parameters of their :func:`family`:
+        ``loc`` and ``scale`` ``(S, K, Q)`` of Normals, or ``probs`` ``(S, K, Q, C)`` of classes.
 
     Raises:
-        NotGaussian: the observed site is not multivariate Normal over the rows.
+        NotGaussian: the observed site is neither multivariate Normal over the rows nor
+            :class:`~bayesfed.functional.gaussian_classes.GaussianClasses`.
     """
     program, (site,) = fitted.program, fitted.program.observed
     square = (2 * int(fitted.federation.lengths.max())) ** 2
@@ -52,27 +56,33 @@ def predictive_moments(
         value, parts = _by_client(node["value"], draws.count, own), []
         for rows in torch.arange(there.mask.shape[1]).split(max(own.mask.shape[1], 64)):
             both = _concatenate(own, _columns(there, rows))
+            fn = run_model(fitted, program.model, draws, chunk, both)[site.name]["fn"]
+            if isinstance(fn, GaussianClasses):
+                probs = fn.given(value.unsqueeze(-2), own.mask.unsqueeze(-2))["probs"].squeeze(-3)
+                parts.append({"probs": probs.expand(*value.shape[:2], *probs.shape[-2:])})
+                continue
             mean, covariance = joint_moments(fitted, draws, chunk, both)
-            parts.append(conditioned(mean, covariance, value, own.mask))
-        means, variances = zip(*parts, strict=True)
-        yield chunk, draws, there, torch.cat(means, -1), torch.cat(variances, -1)
+            mean, variance = conditioned(mean, covariance, value, own.mask)
+            parts.append({"loc": mean, "scale": variance.sqrt()})
+        yield chunk, draws, there, {n: torch.cat([p[n] for p in parts], 2) for n in parts[0]}
+
+
+def family(params: Mapping[str, Tensor]) -> Callable[..., Any]:
+    """Return the distribution that has these parameters."""
+    return Categorical if "probs" in params else Normal
 
 
 def predict(fitted: Fitted, federation: Federation, num_samples: int, seed: int) -> Tensor:
     """Draw new rows given the client's own rows, by torch's generator: ``(S, rows)``.
 
-    Arguments as for :func:`predictive_moments`.
+    Arguments as for :func:`predictive`.
     """
     parts, key = [], fitted.key(seed, "predict")
-    for chunk, draws, batch, mean, variance in predictive_moments(
-        fitted, federation, num_samples, seed
-    ):
-        weights = draws.normalised_log_weights(len(chunk)).to(mean)
+    for chunk, draws, batch, params in predictive(fitted, federation, num_samples, seed):
+        weights = draws.normalised_log_weights(len(chunk)).to(batch.scale)
         keys = noise.fold(key, fitted.federation.stream_ids[chunk])
-        found = Draws({"mean": mean, "variance": variance}, draws.count, weights)
-        values = found.resample(1, num_samples, keys).values
-        y = values["mean"] + values["variance"].sqrt() * torch.randn_like(values["mean"])
-        parts.append(y[:, batch.mask])
+        values = Draws(params, draws.count, weights).resample(1, num_samples, keys).values
+        parts.append(family(params)(**values).sample().to(batch.scale)[:, batch.mask])
     return torch.cat(parts, 1)
 
 
@@ -82,7 +92,7 @@ def joint_moments(
     """Compute mean ``(S, K, B)`` and covariance ``(S, K, B, B)`` of the rows of K clients at draws of the latent sites.
 
     Raises:
-        NotGaussian: see :func:`predictive_moments`.
+        NotGaussian: see :func:`predictive`.
     """
     (site,) = fitted.program.observed
     fn = run_model(fitted, fitted.program.model, draws, chunk, batch)[site.name]["fn"]
@@ -125,7 +135,7 @@ def log_likelihoods_of_functions(
         ``(L, S, m)`` and ``(L, S, m')``.
 
     Raises:
-        NotGaussian: see :func:`predictive_moments`; or the noise of two rows is not independent.
+        NotGaussian: see :func:`predictive`; or the noise of two rows is not independent.
     """
     (site,) = fitted.program.observed
     rows = _concatenate(own, there)
@@ -148,7 +158,7 @@ def log_likelihoods_of_functions(
     factor = psd_safe_cholesky(common + jitter)
     u = noise.uniform(keys, (count, draws.count, size))[0]
     f = mean + (factor @ torch.special.ndtri(u)[..., None]).squeeze(-1).to(mean)
-    log_prob = torch.distributions.Normal(f, noisy.sqrt().to(mean)).log_prob(y)
+    log_prob = Normal(f, noisy.sqrt().to(mean)).log_prob(y)
     return log_prob[..., :width], log_prob[..., width:]
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal
+from torch.distributions import Categorical, Independent, MixtureSameFamily
 
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation
@@ -137,12 +137,9 @@ def _dependent_rows(
 ) -> Iterator[Part]:
     """Yield the distribution of new rows given the client's own at each draw, if a client's rows are one event."""
     (site,) = fitted.program.observed
-    for _, draws, batch, mean, variance in dependent_rows.predictive_moments(
-        fitted, federation, num_samples, seed
-    ):
-        mean, variance = (value[:, batch.mask].T for value in (mean, variance))
-        weights = _weights(draws, site, batch)
-        yield Part(weights, Normal, {"loc": mean, "scale": variance.sqrt()})
+    for _, draws, batch, params in dependent_rows.predictive(fitted, federation, num_samples, seed):
+        rows = {name: value[:, batch.mask].transpose(0, 1) for name, value in params.items()}
+        yield Part(_weights(draws, site, batch), dependent_rows.family(params), rows)
 
 
 def _weights(draws: Draws, site: Site, batch: Batch) -> Tensor:

@@ -106,6 +106,16 @@ def probabilities(
     """Compute class probabilities of every row, see :meth:`bayesfed.Posterior.probabilities`."""
     few, program = fitted.select(federation.names), fitted.program
     parts: dict[str, list[Tensor]] = {site.name: [] for site in program.observed}
+    if program.joint:
+        (site,) = program.observed
+        for _, draws, batch, params in dependent_rows.predictive(
+            few, federation, num_samples, seed
+        ):
+            if "probs" not in params:
+                raise ValueError(f"site {site.name!r} is multivariate Normal: no classes")
+            weight = draws.normalised_log_weights(len(batch)).exp().to(batch.scale)[..., None, None]
+            parts[site.name].append((weight * params["probs"]).sum(0)[batch.mask])
+        return {name: torch.cat(values) for name, values in parts.items()}
     found = (
         equal_draws(few, 1, seed, federation, centre=True)
         if centre

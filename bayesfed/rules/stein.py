@@ -30,7 +30,7 @@ from bayesfed.guides.fisher import scaled
 from bayesfed.guides.globals import Particles
 from bayesfed.guides.particles import PARTICLE, PARTICLES
 from bayesfed.rules.quasi_newton import advance, begin, converged
-from bayesfed.rules.rule import Rule, Turn
+from bayesfed.rules.rule import NO_TERM, Rule, Turn
 from bayesfed.steps import optimizer
 from bayesfed.steps.evidence import particle_gradients
 from bayesfed.steps.gradients import leaves
@@ -116,7 +116,7 @@ class Stein(Rule):
         return {"gradients": {name: slope.squeeze(1) for name, slope in slopes.items()}}, {}
 
     def decode(self, turn: Turn, server: State, total: Parts) -> tuple[State, Tensor]:
-        """Take an SVGD step of all particles; the server's ELBO term ``()`` is the mean of ln P over them."""
+        """Take an SVGD step of all particles; the server's term ``()`` is their mean of ln P, or 0 where it is flat."""
         program, theta = turn.program, leaves(server["params"])
         phi = theta[PARTICLES]
         prior = log_prior(program, theta, {PARTICLE: phi[:, None, None]}, len(phi))
@@ -125,18 +125,19 @@ class Stein(Rule):
         if program.globals and not self.flat:
             found = particle_gradients(prior, theta)
             score = {name: score[name] + slope for name, slope in found.items()}
+        term = NO_TERM.to(prior) if self.flat else prior.detach().mean()
         units = {PARTICLES: program.guide.unit}
         score[PARTICLES] = units[PARTICLES] * score[PARTICLES]
         if "newton" in server and turn.whole:  # a point, as PFedGP's
             move = {name: self.lr * v for name, v in scaled(score, units).items()}
             found, newton = advance(units, server["newton"], server["params"], move, 1.0)
-            return server | {"params": found, "newton": newton}, prior.detach().mean()
+            return server | {"params": found, "newton": newton}, term
         score[PARTICLES] = stein_direction(phi.detach() / units[PARTICLES], score[PARTICLES])
         downhill = {name: -slope for name, slope in score.items()}
         moved = optimizer.descend(
             self.optimizer, server, downhill, turn.rate * self.lr, units=units
         )
-        return server | moved, prior.detach().mean()
+        return server | moved, term
 
     def arrived(self, server: State) -> bool | None:
         """Return whether the steps of a single particle are short."""
