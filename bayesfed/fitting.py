@@ -127,7 +127,8 @@ def prepare_run(
         resume: the run's file.
         institutions: between machines, their number; the rows of ``federation`` are then made up.
     """
-    clients, server = len(federation), plan.algorithm.start(program)
+    clients = len(federation)
+    server = plan.algorithm.start(program, plan.whole(program.clients))
     if plan.held_out is None:
         stopping = _stopping_rule(plan, program, server)
     else:
@@ -174,9 +175,8 @@ def _stopping_rule(plan: Plan, program: Program, server: Any) -> Stopping:
     if algorithm.progress(Turn(program, noise.key(0), size), server) is not None:
         share = size / program.clients
         rule = convergence(algorithm, program, algorithm.params(server), share)
-    whole = size == program.clients and plan.batch_size is None and plan.privacy is None
-    if rule is None and whole and algorithm.rule.arrived(server) is not None:
-        rule = Arrival(algorithm.rule, NATS + NATS_PER_ROW * program.rows)
+    if rule is None and isinstance(server, dict) and "newton" in server:
+        rule = Arrival(NATS + NATS_PER_ROW * program.rows)
     if rule is None:
         raise ValueError(
             f"rounds: {algorithm} has no q(θ) here whose standard deviations say when it has "
@@ -287,8 +287,8 @@ def fit(
         algorithm: by default :class:`~bayesfed.SFVI`.
         rounds: number of rounds. By default the run stops by itself when q(θ) has converged, after 500 rounds at most:
             see :mod:`bayesfed.engine.stopping.convergence`. This needs SFVI, SFVIAvg or PVI, without privacy; or a
-            point estimate of few numbers, by all clients with all rows, such as that of
-            ``FedAvg(quasi_newton=True)`` (:mod:`bayesfed.rules.quasi_newton`); or ``held_out``, with any algorithm.
+            point estimate of few numbers, by all clients with all rows, which takes quasi-Newton steps then
+            (:mod:`bayesfed.rules.quasi_newton`); or ``held_out``, with any algorithm.
         clients_per_round: cohort size: a number of clients (int) or a fraction of them in (0, 1] (float).
             All clients take part in N / K rounds, in an order that is drawn anew each time; sums over a cohort are
             scaled by N / K, so that every round's gradient is unbiased.

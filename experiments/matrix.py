@@ -52,18 +52,6 @@ COLUMNS = (
     "model | algorithm | own: globals | own: locals | globals: shift | sd ratio | locals: shift | sd ratio | "
     "rounds | seconds"
 )
-QUASI_NEWTON = (
-    "FedAvg",
-    "FedProx",
-    "FedNova",
-    "Scaffold",
-    "Pooled",
-    "FedCurv",
-    "FedRep",
-    "FedBABU",
-    "Ditto",
-)
-"""Methods whose server takes quasi-Newton steps on hierarchies here, as their setting of that name has it."""
 ABSURD = 1000.0
 """Standard deviations beyond which a fit counts as diverged."""
 NETWORKS = "model | algorithm | test rows | seconds"
@@ -180,21 +168,21 @@ def against_nuts(posterior: bf.Posterior, name: str, algorithm: str) -> list[str
     reference = nuts(slug, case.model(), case.data())
     if algorithm == "Pooled":  # its single client is none of the reference's
         reference = {name: value for name, value in reference.items() if name not in local}
-    found = against_own_optimum(case, algorithm, draws, reference, local)
+    found = against_own_optimum(case, posterior, draws, reference, local)
     return [_shown(cell) for cell in [*found, *cells(draws, reference, local)]]
 
 
 def against_own_optimum(
-    case: Case, algorithm: str, draws: Any, reference: Any, local: set[str]
+    case: Case, posterior: bf.Posterior, draws: Any, reference: Any, local: set[str]
 ) -> list[str]:
     """Return the distances of globals and of locals from the optimum of the algorithm's own objective."""
-    from own_optima import Hierarchy, own_optimum
+    from own_optima import hierarchy_of, own_optimum
 
     fitted = {name: value.double().mean(0) for name, value in draws.items()}
     torch.set_default_dtype(torch.float64)
     try:
-        hierarchy = Hierarchy(case.model(), case.data())
-        optimum = own_optimum(algorithm, hierarchy, fitted)
+        hierarchy = hierarchy_of(case.model(), case.data(), posterior)
+        optimum = own_optimum(posterior.algorithm.name, hierarchy, fitted)
     except ValueError:  # variables that it does not know
         return ["", ""]
     finally:
@@ -326,8 +314,7 @@ def measure(model: str, algorithm: str) -> list[str]:
     train, test = given if isinstance(given, tuple) else (given, None)
     try:
         data = train.pool() if algorithm == "Pooled" else train
-        settings = {"quasi_newton": True} if algorithm in QUASI_NEWTON else {}
-        posterior = fit(case, data, ALGORITHMS[algorithm](**settings))
+        posterior = fit(case, data, ALGORITHMS[algorithm]())
         seconds = f"{time.perf_counter() - start:.0f}"
         if case.kind == "hierarchy":
             found = against_nuts(posterior, model, algorithm)

@@ -43,6 +43,7 @@ from torch.distributions import biject_to
 from torch.quasirandom import SobolEngine
 
 import bayesfed as bf
+from bayesfed.guides.fisher import prior_units
 
 NODES, DRAWS = 9, 256
 """Quadrature nodes in each of a client's dimensions; draws of θ (half of them, and their mirror images)."""
@@ -190,6 +191,22 @@ class Hierarchy:
         return torch.cat(scales) if scales else torch.zeros(0)
 
 
+def hierarchy_of(
+    model: Callable[[Any], Any], federation: bf.Federation, posterior: bf.Posterior
+) -> Hierarchy:
+    """Return the densities, with a fit's own units of clients' variables where its objective has distances in them."""
+    hierarchy = Hierarchy(model, federation)
+    if posterior.algorithm.name in ("Ditto", "PFedMe", "PerFedAvg"):
+        units, guide = prior_units(posterior.program), posterior.program.guide
+        hierarchy.unit = torch.cat(
+            [
+                units.get(f"{name}.loc", torch.ones(())).expand(site.start.shape).reshape(-1)
+                for name, site in guide.locals.items()
+            ]
+        ).double()
+    return hierarchy
+
+
 # -- numerical tools ----------------------------------------------------------------------------------
 
 
@@ -328,9 +345,13 @@ def joint(
 
 
 def factorised(
-    hierarchy: Hierarchy, weights: Tensor, kl_weight: float
+    hierarchy: Hierarchy, weights: Tensor, kl_weight: float, fitted: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return θ, and the means and standard deviations of q(w_i), of the largest weighted ELBO."""
+    """Return θ, and the means and standard deviations of q(w_i), of the largest weighted ELBO.
+
+    It has several local maxima where a scale may be next to 0: the larger of those above the start and above the θ of a
+    fit counts.
+    """
     points, mass = grid(hierarchy.width)
     clients, start = len(hierarchy.rows), hierarchy.start
     centre, unit = hierarchy.centres(start[None])[0].detach(), hierarchy.unit
@@ -348,7 +369,9 @@ def factorised(
         return (weights * expected).sum()
 
     first = torch.cat([start, torch.zeros(centre.numel()), torch.full([centre.numel()], -1.0)])
-    return parts(maximum(value, first))
+    near = maximum(lambda q: value(torch.cat([fitted, q])), first[hierarchy.size :])
+    found = [maximum(value, x) for x in (first, torch.cat([fitted, near]))]
+    return parts(max(found, key=lambda x: float(value(x))))
 
 
 def adapted(hierarchy: Hierarchy, weights: Tensor, lr: float, most: float) -> Tensor:
@@ -478,7 +501,7 @@ def own_optimum(name: str, hierarchy: Hierarchy, fitted: Mapping[str, Any]) -> V
     if name in ("PFedVEM", "FedABML", "PFedBayes"):
         weights = by_rows if name == "PFedVEM" else by_clients
         kl_weight = 0.05 if name == "PFedBayes" else 1.0
-        theta, w, _ = factorised(hierarchy, weights, kl_weight)
+        theta, w, _ = factorised(hierarchy, weights, kl_weight, given)
         return _globals(hierarchy, theta) | _locals(hierarchy, w)
     if name == "PFedGP":
         marginal = Marginal(hierarchy, NODES if hierarchy.width == 1 else 5)

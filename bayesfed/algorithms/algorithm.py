@@ -135,9 +135,17 @@ class Algorithm:
         program = self.steps.accept(program, federation, self.locals, str(self))
         return self.rule.accept(program, self.steps, str(self))
 
-    def start(self, program: Program) -> Any:
-        """Return the server's first state: nested dicts and named tuples of tensors."""
-        return self.rule.start(program)
+    def start(self, program: Program, whole: bool = False) -> Any:
+        """Return the server's first state: nested dicts and named tuples of tensors.
+
+        Args:
+            program: the model/guide pair.
+            whole: all clients take part with all rows until θ has converged.
+        """
+        server = self.rule.start(program)
+        whole = whole and vars(type(self.rule)).get("by_gradient", False)
+        newton = self.rule.newton(program, self.steps) if whole else {}
+        return server | {"newton": newton} if newton else server
 
     def start_clients(self, program: Program, server: Any, batch: Batch) -> State:
         """Return the states of K clients before their first visit."""

@@ -59,7 +59,7 @@ def algorithm_of(
         >>> algorithm_of({"name": "SFVI", "global_guide": "Flow", "local_steps": 5}).globals
         Flow(init_scale=0.3, bins=8, bound=2.5)
         >>> algorithm_of({"name": "FedAvg", "rule": "NormalisedMean"}).rule
-        NormalisedMean(quasi_newton=False)
+        NormalisedMean()
         >>> algorithm_of({"name": "SFVI", "local_step": 5})
         Traceback (most recent call last):
         bayesfed.settings.SettingsError: algorithm.local_step is unknown; did you mean ...
@@ -216,7 +216,7 @@ def settings_of(algorithm: Algorithm) -> dict[str, Any]:
         >>> settings_of(bf.SFVI(global_guide=bf.MeanField(), lr=0.1))["global_guide"]
         {'name': 'MeanField', 'init_scale': 0.3}
         >>> settings_of(bf.FedAvg().replace(lr_decay=0.1))["rule"]
-        {'name': 'Mean', 'by': 'rows', 'quasi_newton': False}
+        {'name': 'Mean', 'by': 'rows'}
     """
     if not isinstance(algorithm, Algorithm):
         raise TypeError(

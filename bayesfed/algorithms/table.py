@@ -53,7 +53,6 @@ from bayesfed.steps import (
 )
 
 END = {"lr_decay": "lr_decay", "personal_steps": "locals.personal_steps"}
-MOVES = END | {"quasi_newton": "rule.quasi_newton"}
 WEIGHTED = Setting(("rule.by",), {False: "clients", True: "rows"})
 
 # -- point estimates of θ -----------------------------------------------------------------------------
@@ -69,7 +68,7 @@ FedAvg = Method(
     local_steps="steps.steps",
     optimizer="steps.optimizer",
     proximal="steps.proximal",
-    **MOVES,
+    **END,
 )
 FedProx = FedAvg.variant(
     "FedProx",
@@ -99,7 +98,7 @@ FedCurv = Method(
     lr="steps.lr",
     local_epochs="steps.epochs",
     local_steps="steps.steps",
-    **MOVES,
+    **END,
 )
 
 # -- point estimates of θ and of w_i -------------------------------------------------------------------
@@ -111,7 +110,7 @@ FedPer = Method(
     lr="steps.lr",
     local_epochs="steps.epochs",
     optimizer="steps.optimizer",
-    **MOVES,
+    **END,
 )
 FedRep = Method(
     "FedRep",
@@ -123,7 +122,7 @@ FedRep = Method(
     head_epochs="steps.phases.0.epochs",
     local_epochs="steps.phases.1.epochs",
     optimizer=("steps.phases.0.optimizer", "steps.phases.1.optimizer"),
-    **MOVES,
+    **END,
 )
 FedBABU = FedPer.variant(
     "FedBABU",
@@ -148,7 +147,7 @@ Ditto = Method(
     local_epochs=("steps.phases.0.epochs", "steps.phases.1.epochs"),
     local_steps=("steps.phases.0.steps", "steps.phases.1.steps"),
     optimizer=("steps.phases.0.optimizer", "steps.phases.1.optimizer"),
-    **MOVES,
+    **END,
 )
 PerFedAvg = Method(
     "PerFedAvg",
@@ -163,7 +162,7 @@ PerFedAvg = Method(
     local_epochs="steps.epochs",
     local_steps="steps.steps",
     prior_optimizer="steps.optimizer",
-    **MOVES,
+    **END,
 )
 PFedMe = Method(
     "PFedMe",
@@ -184,7 +183,7 @@ PFedMe = Method(
     inner_steps="steps.times",
     local_epochs="steps.outer.epochs",
     local_steps="steps.outer.steps",
-    **MOVES,
+    **END,
 )
 CAFeMe = Method(
     "CAFeMe",
@@ -201,7 +200,7 @@ CAFeMe = Method(
     support_rows="steps.support_rows",
     outer_steps="steps.steps",
     weighted=WEIGHTED,
-    **MOVES,
+    **END,
 )
 
 # -- point estimates of θ, Normals for w_i -------------------------------------------------------------
@@ -226,7 +225,7 @@ FedABML = Method(
     draws=("steps.inner.draws", "steps.outer.draws"),
     natural=("steps.inner.natural", "steps.outer.natural"),
     weighted=WEIGHTED,
-    **MOVES,
+    **END,
 )
 PFedBayes = FedABML.variant(
     "PFedBayes",
@@ -299,7 +298,6 @@ PACPFL = Method(
     new_data_clients="rule.new_data_clients",
     upsilon="rule.upsilon",
     flat="rule.flat",
-    quasi_newton="rule.quasi_newton",
     lr="rule.lr",
     optimizer="rule.optimizer",
     lr_decay="lr_decay",

@@ -205,7 +205,7 @@ class Node:
             check_like("the guide's coordinates", coordinates, own)
             program = replace(program, guide=program.guide.placed(coordinates))
         run.program, run.cohort_size = program, message.cohort
-        form = plan.algorithm.start(program)
+        form = plan.algorithm.start(program, self.plan.whole(message.clients))
         run.server = read_state(parts.get("state", {}), form)
         run.clients = States(len(self.federation), device=self.federation.device)
         initialise(run)

@@ -145,7 +145,7 @@ class Coordinator:
             cohort=run.cohort_size,
         )
         start = program.guide.coordinates() if isinstance(program.guide, Placed) else {}
-        state = flatten_state(run.plan.algorithm.start(program))
+        state = flatten_state(run.plan.algorithm.start(program, run.plan.whole(program.clients)))
         self.first = pack(message, state=state, start=start)
 
     def begin(self, newcomer: str | None = None) -> None:

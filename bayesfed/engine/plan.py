@@ -68,6 +68,13 @@ class Plan:
         if self.noisy and self.algorithm.rule.no_noise:
             raise ValueError(f"{self.algorithm} cannot be private: {self.algorithm.rule.no_noise}")
 
+    def whole(self, clients: int) -> bool:
+        """Return whether all of so many clients take part with all rows, without noise, until θ has converged."""
+        given = (self.rounds, self.batch_size, self.privacy, self.held_out)
+        size = self.clients_per_round
+        everyone = size == (clients if isinstance(size, int) else 1.0)
+        return everyone and all(option is None for option in given)
+
     def _check_held_out(self) -> None:
         if self.rounds is not None:
             raise ValueError("held_out: its rows say when the run ends, leave out rounds")

@@ -38,17 +38,19 @@ from bayesfed.elbo import noise
 from bayesfed.elbo.elbo import local_priors, log_prior
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.closed_forms import ClosedForms, closed_forms
-from bayesfed.rules.rule import NO_TERM, Rule, Turn
+from bayesfed.rules.quasi_newton import ByMeanMove
+from bayesfed.rules.rule import NO_TERM, Turn, mean_of, moves, weighted_sum
 from bayesfed.steps.gradients import copies, leaves
-from bayesfed.steps.job import Job, Parts, Work
+from bayesfed.steps.job import SINGLE, Job, Parts, Work
 from bayesfed.steps.losses import per_client
 from bayesfed.steps.optimizer import State
+from bayesfed.steps.steps import Steps
 
 Server = dict[str, Params]
 
 
 @dataclass(frozen=True)
-class MStep(Rule):
+class MStep(ByMeanMove):
     """The M-step of variational expectation maximisation.
 
     Attributes:
@@ -56,6 +58,7 @@ class MStep(Rule):
         upload_fraction: the part of the cohort that uploads, drawn at random in each round.
     """
 
+    by_gradient = True
     kl_weight: float = 1.0
     upload_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     needs = frozenset({"theta", "posterior"})
@@ -68,12 +71,14 @@ class MStep(Rule):
         body = closed_forms(program).others(theta)
         return {"theta": theta, "squares": {name: theta[name].new_zeros(()) for name in body}}
 
-    def broadcast(self, turn: Turn, server: Server) -> Parts:
-        """Return θ and the mean squares of the body's gradients."""
-        return server
+    def newton(self, program: Program, steps: Steps) -> Params:
+        """Return the first state of quasi-Newton steps, where all clients upload."""
+        return super().newton(program, steps) if self.upload_fraction == 1 else {}
 
     def encode(self, job: Job, work: Work) -> tuple[Parts, State]:
-        """Return the sums for m and ρ, and (n_i body_i, n_i), of those clients that upload."""
+        """Return the sums for m and ρ, and (n_i body_i, n_i), of those clients that upload; or their single steps."""
+        if SINGLE in job.message:
+            return weighted_sum(moves(job, work.found["theta"]), job.counts), {}
         dice = noise.uniform(noise.fold(job.keys, noise.word("upload")))
         uploads = (dice < self.upload_fraction).to(job.counts)
         rows = uploads * job.counts
@@ -93,6 +98,8 @@ class MStep(Rule):
 
     def decode(self, turn: Turn, server: Server, total: Parts) -> tuple[Server, Tensor]:
         """Return the next θ; θ as it was where nobody has uploaded."""
+        if "newton" in server:
+            return server | self.moved(turn, server, mean_of(turn, total)), NO_TERM
         program, known, theta = turn.program, closed_forms(turn.program), server["theta"]
         uploads, rows = total["weight"]["uploads"], total["weight"]["rows"]
         if not uploads > 0:

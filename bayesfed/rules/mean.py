@@ -27,11 +27,10 @@ class Mean(ByMeanMove):
     Attributes:
         by: ``"rows"``: clients count by their numbers of rows, except under noise, when these stay secret; or
             ``"clients"``: all count alike.
-        quasi_newton: see :mod:`bayesfed.rules.quasi_newton`.
     """
 
     by: Literal["rows", "clients"] = "rows"
-    quasi_newton: bool = False
+    by_gradient = True
 
     def encode(self, job: Job, work: Work) -> tuple[Parts, State]:
         """Return the moves, weighted."""
@@ -46,6 +45,8 @@ class Mean(ByMeanMove):
 @dataclass(frozen=True)
 class OfOne(Mean):
     """The θ_i of a single client, the one that ``federation.pool()`` has: the baseline of pooled rows."""
+
+    by_gradient = True
 
     def accept(self, program: Program, steps: Steps, name: str) -> Program:
         """Refuse a federation of several clients.
@@ -88,7 +89,7 @@ class MedianOfInstitutions(Mean):
 class NormalisedMean(ByMeanMove):
     """θ ← θ + τ̄ Σ π_i (θ_i − θ) / τ_i for clients that take τ_i steps (FedNova, Wang et al. 2020, eq. 8)."""
 
-    quasi_newton: bool = False
+    by_gradient = True
     needs = frozenset({"theta", "steps"})
     no_noise = "its weights are the clients' numbers of rows and of steps: use FedAvg"
 
@@ -113,8 +114,7 @@ class ControlVariates(ByMeanMove):
     c_i ← c_i − c + (θ − θ_i) / (steps · η). Clients remember c_i; the server's c is the mean of all.
     """
 
-    quasi_newton: bool = False
-    lagged = True
+    by_gradient = True
     needs = frozenset({"theta", "path"})
     sends = frozenset({"control"})
     no_noise = "noise would add up in the control variate: use FedAvg"

@@ -1,25 +1,22 @@
-"""Quasi-Newton steps of the server, made of the clients' mean moves, where θ is small and all rows take part.
+"""Quasi-Newton steps of the server on the gradient of an algorithm's own objective, for runs that stop by themselves.
 
-    g = mean of (θ_i − θ) / rate              the clients' mean move: a gradient of the objective, up to a constant
+    g = mean of θ_i − θ                       the gradient of the objective, as clients take one plain step at rate 1
     θ ← θ + H g,   H by BFGS from the changes of θ and of g                  (Nocedal & Wright 2006, eq. 6.17)
 
-A server optimiser on mean moves is FedOpt (Reddi et al. 2021); the first round is that of the paper, and so is every
-round where θ has more than 50 numbers, or in cohorts, minibatches or noise, whose means are not the same function of θ
-twice. Everything is in units of the priors (:func:`~bayesfed.guides.fisher.prior_units`), and with H no longer depends
-on units or step sizes.
+Several local steps at a fixed rate end where the mean move vanishes, which is not the optimum where clients differ
+(client drift, Karimireddy et al. 2020), and short moves do not show that it is near. So in a run without a number of
+rounds clients take one step without bounds, with all their rows and their own variables at their optimum given θ
+(:func:`~bayesfed.steps.steps.gradient_of`). That is where all clients take part and θ has at most 50 numbers. A given
+number of rounds has the papers' steps.
 
-A step after which the slope along it points back more steeply than it pointed forth is taken again, shorter. With
-several local steps at a fixed rate the mean move vanishes beside the objective's maximum (client drift, Karimireddy et
-al. 2020). So once steps are short (:data:`SHORT`), or after :data:`PATIENCE` rounds, clients take one local step in a
-round, whose mean is the gradient itself. After as many rounds of that kind H is kept, and steps fall as one over their
-number, which averages out noise. Once they are short too, θ has converged.
-
-Before that, each of up to :data:`PROBED` numbers of θ is moved by itself, in a round for each, which gives H: steps
-that were short by an H without curvature in some direction, such as that of a variable that only priors read, go on.
-Where clients' moves follow from those of the round before (SCAFFOLD, FedCurv) the first steps are the papers'.
+At first each of up to :data:`PROBED` numbers of θ is moved by itself, in a round for each, which gives H. Everything is
+in units of the priors (:func:`~bayesfed.guides.fisher.prior_units`). A step after which the slope along it points back
+more steeply than it pointed forth, or after which some client has no finite gradient, is taken again, shorter. θ has
+converged when H g is short, and g·H g, twice the gain that is left, is next to nothing, twice in a row; in between H is
+made anew, as BFGS may see too much curvature where there is little.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,78 +25,75 @@ from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.fisher import prior_units
 from bayesfed.rules.rule import Rule, Turn, add
 from bayesfed.steps.job import SINGLE, Parts
+from bayesfed.steps.steps import Steps, gradient_of
 
 MOST = 50
 """The largest number of numbers in θ: H has its square."""
 SHORT, LONGEST = 1e-3, 1.0
 """The step that counts as short, and the longest in one number, in units of the priors."""
+GAIN = 1e-3
+"""Twice the gain that counts as none, in nats."""
 BACK = 0.9
 """The slope at the end of a step, pointing back, over that at its start, beyond which the step was too long."""
 CALM = 2
 """The number of short steps in a row after which they have converged."""
-PATIENCE = 40
-"""The largest number of rounds with several local steps, and of whole steps with one."""
-
 PROBED, PROBE = 12, 0.05
 """The largest number of numbers in θ that are moved one by one for a first H, and by how much."""
 
 
-def begin(program: Program) -> Params:
-    """Return the first state; nothing where θ is not small."""
-    size = sum(value.numel() for value in program.init.values())
+def begin(program: Program, names: list[str]) -> Params:
+    """Return the first state of steps on some of θ; nothing where these are none, or not few."""
+    size = sum(program.init[name].numel() for name in names)
     if not 0 < size <= MOST:
         return {}
-    zero = next(iter(program.init.values())).new_zeros(size, dtype=torch.float64)
+    zero = program.init[names[0]].new_zeros(size, dtype=torch.float64)
     number = zero.new_zeros(())
     vectors = {name: zero for name in ("base", "slope", "step")}
-    counts = dict.fromkeys(("calm", "rounds", "single", "probe"), number)
-    return vectors | counts | {"inverse": zero.new_zeros(size, size)}
+    return vectors | {
+        "inverse": zero.new_zeros(size, size),
+        "calm": number,
+        "checked": number + float(size > PROBED),
+        "probe": number + float(size <= PROBED),
+    }
 
 
 def advance(
-    units: Params, state: Params, theta: Params, move: Params, rate: float, plain: bool = False
+    program: Program, units: Params, state: Params, theta: Params, move: Params
 ) -> tuple[Params, Params]:
-    """Return the next θ and state from the clients' mean move at a factor on their rates.
+    """Return the next θ and state from the mean of single steps, per row; of the θ that they move.
 
     ``units``: of some parameters, 1 for the others.
-    ``plain``: that move is the step as long as clients take several.
     """
-    unit = torch.cat([u.reshape(-1).double() for u in _units(units, theta).values()])
-    x = _flat(theta) / unit
-    g = _flat({name: move.get(name, torch.zeros_like(v)) for name, v in theta.items()})
-    g = g / unit / rate
-    step, before, inverse = x - state["base"], state["slope"], state["inverse"]
-    was, now = before @ step, g @ step
-    if state["probe"] > 0:
-        found = _probed(state, x, g)
-        return _shaped((found["base"] + found["step"]) * unit, theta), found
-    plain = plain and not state["single"]
-    compared = not plain and bool(state["step"].any()) and float(step.abs().max()) > SHORT
-    if compared and bool(now < -BACK * was):
-        step = step * (was / (was - now)).clamp(0.1, 0.5)
-        found = state | {"step": step, "rounds": state["rounds"] + 1}
-        return _shaped((state["base"] + step) * unit, theta), found
-    rounds, single = state["rounds"] + 1, state["single"]
-    if compared and single <= PATIENCE:
-        inverse = _updated(inverse, step, before - g)
-    step = inverse @ g if inverse.any() else rate * g
-    step = step * (LONGEST / float(step.abs().max().clamp(min=LONGEST)))
-    step = step / (1 + (single - PATIENCE).clamp(min=0))
-    calm = (state["calm"] + 1) * (step.abs().max() < (0.0 if plain else SHORT))
-    found = {"base": x, "slope": g, "step": step, "inverse": inverse, "probe": state["probe"]}
-    if not single and (calm >= CALM or rounds >= PATIENCE):  # other steps have slopes of their own
-        found |= {"step": 0 * step, "inverse": inverse * (calm >= CALM)}
-        found |= {"probe": single + 1} if len(step) <= PROBED else {}
-        single, calm = single + 1, 0 * calm
-    elif single:
-        single = single + 1
-    counts = {"calm": calm, "rounds": rounds, "single": single}
-    return _shaped((x + step) * unit, theta), found | counts
+    theta = {name: value for name, value in theta.items() if name in move}
+    unit = _flat({n: units[n].expand_as(v) if n in units else v * 0 + 1 for n, v in theta.items()})
+    x, g = _flat(theta) / unit, _flat({name: move[name] for name in theta}) / unit
+    probing = bool(state["probe"] > 0)
+    if not g.isfinite().all():
+        found = {"base": x - state["step"], "step": state["step"] * (1.0 if probing else 0.5)}
+    else:
+        found = _probed(state, x, g) if probing else _stepped(state, x, g, program.rows)
+    return _shaped((found["base"] + found["step"]) * unit, theta), state | found
 
 
 def converged(state: Params) -> bool:
-    """Return whether steps are short where clients take one local step."""
-    return bool(state["single"] > 0) and bool(state["calm"] >= CALM)
+    """Return whether the last steps were short."""
+    return bool(state["calm"] >= CALM)
+
+
+def _stepped(state: Params, x: Tensor, g: Tensor, rows: float) -> Params:
+    """Return the state after the gradient g at x, where the last step has led."""
+    step, before, inverse = x - state["base"], state["slope"], state["inverse"]
+    was, now = before @ step, g @ step
+    if bool(step.abs().max() > SHORT):
+        if bool(now < -BACK * was):
+            return {"base": state["base"], "step": step * (was / (was - now)).clamp(0.1, 0.5)}
+        inverse = _updated(inverse, step, before - g)
+    step = inverse @ g if inverse.any() else g
+    short = (step.abs().max() < SHORT) & (rows * (g @ step) < GAIN)
+    state = state | {"calm": (state["calm"] + 1) * short}
+    if short and not state["checked"]:
+        return _probed(state | {"checked": state["calm"], "probe": state["calm"]}, x, g)
+    return state | {"base": x, "slope": g, "step": _bounded(step), "inverse": inverse}
 
 
 def _probed(state: Params, x: Tensor, g: Tensor) -> Params:
@@ -107,22 +101,25 @@ def _probed(state: Params, x: Tensor, g: Tensor) -> Params:
 
     The changes of the gradient are the columns of minus the Hessian; H has the inverses of its eigenvalues' sizes.
     """
-    number, columns, one = int(state["probe"]), state["inverse"], state["probe"] * 0 + 1
+    number, columns = int(state["probe"]), state["inverse"]
     if number == 1:
         state = state | {"base": x, "slope": g}
     else:
         column = (state["slope"] - g) / PROBE
         columns = columns.index_copy(1, torch.tensor([number - 2]), column[:, None])
-    step = torch.zeros_like(x)
     if number <= len(x):
+        step = torch.zeros_like(x)
         step[number - 1] = PROBE
         return state | {"step": step, "inverse": columns, "probe": state["probe"] + 1}
     values, vectors = torch.linalg.eigh((columns + columns.mT) / 2)
     sizes = values.abs().clamp(min=1e-6 * float(values.abs().max()))
     inverse = (vectors / sizes) @ vectors.mT
-    step = inverse @ state["slope"]
-    step = step * (LONGEST / float(step.abs().max().clamp(min=LONGEST)))
-    return state | {"step": step, "inverse": inverse, "probe": 0 * one}
+    step = _bounded(inverse @ state["slope"])
+    return state | {"step": step, "inverse": inverse, "probe": 0 * state["probe"]}
+
+
+def _bounded(step: Tensor) -> Tensor:
+    return step * (LONGEST / float(step.abs().max().clamp(min=LONGEST)))
 
 
 def _updated(inverse: Tensor, s: Tensor, y: Tensor) -> Tensor:
@@ -135,12 +132,6 @@ def _updated(inverse: Tensor, s: Tensor, y: Tensor) -> Tensor:
         inverse = curvature / (y @ y) * eye
     left = eye - torch.outer(s, y) / curvature
     return left @ inverse @ left.mT + torch.outer(s, s) / curvature
-
-
-def _units(known: Params, theta: Params) -> Params:
-    return {
-        n: known[n].expand_as(v) if n in known else torch.ones_like(v) for n, v in theta.items()
-    }
 
 
 def _flat(values: Params) -> Tensor:
@@ -156,40 +147,25 @@ def _shaped(flat: Tensor, like: Params) -> Params:
 
 
 class ByMeanMove(Rule):
-    """A rule whose server moves θ by the clients' mean move.
+    """A rule whose server moves θ by the clients' mean move, or by quasi-Newton steps on their mean single step."""
 
-    Attributes:
-        quasi_newton: take that move for a gradient where θ is small and all rows take part; otherwise it is the step.
-    """
-
-    quasi_newton: bool
-    lagged: ClassVar[bool] = False
-    """Whether clients' moves follow from those of the round before: then the move is the step, until they take one."""
-
-    def start(self, program: Program) -> Any:
-        """Return θ, and the first state of quasi-Newton steps."""
-        newton = begin(program) if self.quasi_newton else {}
-        return super().start(program) | ({"newton": newton} if newton else {})
+    def newton(self, program: Program, steps: Steps) -> Params:
+        """Return the first state of quasi-Newton steps."""
+        return begin(program, gradient_of(steps, program))
 
     def broadcast(self, turn: Turn, server: Any) -> Parts:
-        """Return θ and what the rule sends beside it, and whether clients take a single step."""
+        """Return θ and what the rule sends beside it, and that clients take a single step."""
         message = super().broadcast(turn, server) | {part: server[part] for part in self.sends}
-        state = server.get("newton") if self.quasi_newton else None
-        single = state is not None and bool(state["single"] > 0)
-        return message | ({SINGLE: {"step": state["single"]}} if state and single else {})
+        single = {SINGLE: {"calm": server["newton"]["calm"]}} if "newton" in server else {}
+        return message | single
 
     def moved(self, turn: Turn, server: dict[str, Params], move: Params) -> dict[str, Params]:
         """Return θ after a mean move, and the state of quasi-Newton steps."""
-        state = server.get("newton")
-        if state is None or not turn.whole:
-            return {"theta": add(server["theta"], move)} | (
-                {} if state is None else {"newton": state}
-            )
-        units = prior_units(turn.program)
-        theta, state = advance(units, state, server["theta"], move, turn.rate, self.lagged)
-        return {"theta": theta, "newton": state}
-
-    def arrived(self, server: Any) -> bool | None:
-        """Return whether steps are short where clients take one local step; None where the mean move is the step."""
-        state = server.get("newton")
-        return None if state is None else converged(state)
+        state, theta = server.get("newton"), server["theta"]
+        if state is None:
+            return {"theta": add(theta, move)}
+        program = turn.program
+        if not turn.whole:
+            move = {name: torch.full_like(v, torch.nan) for name, v in move.items()}
+        found, state = advance(program, prior_units(program), state, theta, move)
+        return {"theta": theta | found, "newton": state}

@@ -75,8 +75,11 @@ class Rule:
         needs: the parts that the steps must give.
         sends: the parts of its message, beside ``theta``.
         globals: the families of the globals that it can move.
+        by_gradient: its server takes quasi-Newton steps on the clients' mean single step where a run stops by itself; a
+            class says so itself, as a subclass may use the sum otherwise.
     """
 
+    by_gradient: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset({"theta"})
     sends: ClassVar[frozenset[str]] = frozenset()
     globals: ClassVar[tuple[type[Any], ...]] = (Point,)
@@ -148,9 +151,9 @@ class Rule:
         """Return the progress of the last round; None where it is unknown and a number of rounds must be given."""
         return None
 
-    def arrived(self, server: Any) -> bool | None:
-        """Return whether a point estimate of θ has converged; None where the rule does not tell."""
-        return None
+    def newton(self, program: Program, steps: Steps) -> Params:
+        """Return the first state of quasi-Newton steps (:mod:`bayesfed.rules.quasi_newton`): none."""
+        return {}
 
 
 def moves(job: Job, copies: Params) -> Params:

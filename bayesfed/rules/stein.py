@@ -29,7 +29,7 @@ from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.fisher import scaled
 from bayesfed.guides.globals import Particles
 from bayesfed.guides.particles import PARTICLE, PARTICLES
-from bayesfed.rules.quasi_newton import advance, begin, converged
+from bayesfed.rules.quasi_newton import advance, begin
 from bayesfed.rules.rule import NO_TERM, Rule, Turn
 from bayesfed.steps import optimizer
 from bayesfed.steps.evidence import particle_gradients
@@ -53,7 +53,6 @@ class Stein(Rule):
         new_data_clients: n₂, how many clients will get more rows; by default all.
         upsilon: υ.
         flat: leave the hyper-prior out.
-        quasi_newton: a single particle takes steps of :mod:`bayesfed.rules.quasi_newton`, where all rows take part.
     """
 
     lr: float = 0.05
@@ -64,7 +63,7 @@ class Stein(Rule):
     new_data_clients: int | None = None
     upsilon: float = 1e-4
     flat: bool = False
-    quasi_newton: bool = True
+    by_gradient = True
     needs = frozenset({"gradients"})
     globals = (Particles,)
 
@@ -102,9 +101,11 @@ class Stein(Rule):
 
     def start(self, program: Program) -> State:
         """Return particles drawn from the hyper-prior, the parameters, and the optimiser's first state."""
-        state = optimizer.begin(self.optimizer, super().start(program)["theta"])
-        newton = begin(program) if self.quasi_newton and program.particles == 1 else {}
-        return state | ({"newton": newton} if newton else {})
+        return optimizer.begin(self.optimizer, super().start(program)["theta"])
+
+    def newton(self, program: Program, steps: Steps) -> Params:
+        """Return the first state of quasi-Newton steps of a single particle (:mod:`bayesfed.rules.quasi_newton`)."""
+        return begin(program, [*program.init]) if program.particles == 1 else {}
 
     def params(self, server: State) -> Params:
         """Return the particles, and the parameters."""
@@ -128,9 +129,9 @@ class Stein(Rule):
         term = NO_TERM.to(prior) if self.flat else prior.detach().mean()
         units = {PARTICLES: program.guide.unit}
         score[PARTICLES] = units[PARTICLES] * score[PARTICLES]
-        if "newton" in server and turn.whole:  # a point, as PFedGP's
-            move = {name: self.lr * v for name, v in scaled(score, units).items()}
-            found, newton = advance(units, server["newton"], server["params"], move, 1.0)
+        if "newton" in server:  # a point, as PFedGP's
+            move = {n: v / program.rows for n, v in scaled(score, units).items()}
+            found, newton = advance(program, units, server["newton"], server["params"], move)
             return server | {"params": found, "newton": newton}, term
         score[PARTICLES] = stein_direction(phi.detach() / units[PARTICLES], score[PARTICLES])
         downhill = {name: -slope for name, slope in score.items()}
@@ -138,10 +139,6 @@ class Stein(Rule):
             self.optimizer, server, downhill, turn.rate * self.lr, units=units
         )
         return server | moved, term
-
-    def arrived(self, server: State) -> bool | None:
-        """Return whether the steps of a single particle are short."""
-        return converged(server["newton"]) if "newton" in server else None
 
 
 def stein_direction(phi: Tensor, score: Tensor) -> Tensor:

@@ -21,8 +21,7 @@ SUMS = ("fisher", "pull")
 class SummedCurvature(ByMeanMove):
     """θ is the mean by rows; the server sends θ, Σ_j F_j and Σ_j F_j θ_j, out of which a client takes its own."""
 
-    quasi_newton: bool = False
-    lagged = True
+    by_gradient = True
     needs = frozenset({"theta", "fisher"})
     sends = frozenset(SUMS)
     no_noise = "noise would add up in the sums of the clients' curvatures: use FedAvg"

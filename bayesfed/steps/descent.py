@@ -26,10 +26,11 @@ from bayesfed.guides.locals import AtPrior, Kept, Locals, Remade, prior_centre, 
 from bayesfed.settings import Rate
 from bayesfed.steps import optimizer
 from bayesfed.steps.gradients import copies, gradients, leaves
-from bayesfed.steps.job import Job, Parts, Work
+from bayesfed.steps.job import SINGLE, Job, Parts, Work
 from bayesfed.steps.local_loop import all_clients, local_loop
 from bayesfed.steps.losses import client_loss, inner_product, squared_distance, uphill
 from bayesfed.steps.optimizer import State
+from bayesfed.steps.single import few, lowest, step_down
 from bayesfed.steps.steps import Inputs, Objective, Steps
 from bayesfed.steps.structure import body
 from bayesfed.tracing.compiler import traceable
@@ -113,11 +114,63 @@ class Descent(Steps):
         A term is −n_i L_i before the steps, on the first minibatch, or −inf where they went uphill. After its steps a
         client's own copy of θ fits its rows better than the common θ, the more so the higher the rates are.
         """
+        if SINGLE in job.message:
+            return self.single(job, at, locals_)
         on = job.rows if self.moves == "locals" else job
         schedule = on.schedule(self.epochs, self.steps)
         moved, loss, rose = self.loop(job, at, schedule, job.rate * self.lr, self.centred(locals_))
         terms = (-job.counts * loss).masked_fill(rose, -torch.inf)
         return at | moved, schedule.sum(0).to(job.counts), terms
+
+    def gradient_of(self, program: Program) -> list[str]:
+        """Return what the steps move of θ, where clients have few variables of their own, or those stay."""
+        alone = self.moves in ("globals", "body")
+        if self.optimizer == "adam" or not (alone or few(program)):
+            return []
+        return [name for name in self.names(program) if name in program.init]
+
+    def single(self, job: Job, at: Params, locals_: Locals) -> tuple[Params, Tensor, Tensor]:
+        """Return the same after a single step, the clients' own variables at their optimum where they are moved."""
+        program, rows, centred = job.program, job.rows(0), self.centred(locals_)
+        if self.moves in ("locals", "all"):
+            at = at | self.optimum(job, at)
+        pulls = self.pulls(job, at)
+        if self.moves == "locals":
+            loss, _ = self.losses(program, at, pulls, {}, rows, centred)
+        else:
+            moved, loss = self.slope(program, at, pulls, rows, centred)
+            at = at | moved
+        return at, torch.ones_like(job.counts), -job.counts * loss.detach()
+
+    def has_optimum(self, program: Program) -> bool:
+        """Return whether :meth:`optimum` looks for the clients' variables."""
+        return few(program)
+
+    def exact(self, program: Program) -> Descent:
+        """Return the steps: their objective has no noise."""
+        return self
+
+    def points(self, program: Program, keys: Tensor) -> Noise:
+        """Return the noise of the objective: none."""
+        return {}
+
+    def optimum(self, job: Job, at: Params) -> Params:
+        """Return the clients' own variables at the optimum of the objective given θ."""
+        program, rows, pulls = job.program, job.rows(None), _on_locals(self).pulls(job, at)
+
+        def loss(own: Params) -> Tensor:
+            return job.counts * self._losses(program, at, pulls, own, rows, False)[1]
+
+        return lowest(program, loss, {name: at[name] for name in program.local_params})
+
+    @traceable
+    def slope(
+        self, program: Program, at: Params, pulls: Parts, batch: Batch, centred: bool
+    ) -> tuple[Params, Tensor]:
+        """Return the parameters of θ after a single step, and L_i before it."""
+        own = leaves({name: at[name] for name in self.names(program) if name in program.init})
+        loss, total = self._losses(program, at, pulls, own, batch, centred)
+        return step_down(program, total, own), loss.detach()
 
     def loop(
         self, job: Job, at: Params, schedule: Tensor, lr: float, centred: bool
@@ -201,7 +254,8 @@ class Descent(Steps):
             found["posterior"] = {name: at[name] for name in job.program.local_params}
         if "steps" in self.gives:
             found["steps"] = {"count": taken[:, None]}
-            found["path"] = {"length": job.rate * self.lr * taken[:, None]}
+            rate = 1.0 if SINGLE in job.message else job.rate * self.lr
+            found["path"] = {"length": rate * taken[:, None]}
         return found
 
     # -- one step of several in turn ------------------------------------------------------------------
@@ -242,7 +296,12 @@ class Descent(Steps):
     # -- the clients' own variables alone --------------------------------------------------------------
 
     def adapt(self, job: Job, theta: Params, own: Params, steps: int, lr: float | None) -> Params:
-        """Take steps on the clients' own variables alone; clients whose steps go uphill take them at a lower rate."""
+        """Take steps on the clients' own variables alone; clients whose steps go uphill take them at a lower rate.
+
+        Few variables that are held near their prior's centre are brought to their optimum, unless there is a rate.
+        """
+        if lr is None and steps and self.moves == "locals" and self.proximal and few(job.program):
+            return self.optimum(job, theta | own)
         schedule, descent = all_clients(len(job), steps), _on_locals(self)
         lr, found, late = self.lr if lr is None else lr, own, torch.ones_like(job.keys).bool()
         for halvings in range(HALVINGS):

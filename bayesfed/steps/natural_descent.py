@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -42,11 +43,15 @@ from bayesfed.steps.job import Job
 from bayesfed.steps.local_loop import all_clients, local_loop
 from bayesfed.steps.losses import per_client
 from bayesfed.steps.optimizer import clipped
+from bayesfed.steps.single import dimensions
 from bayesfed.steps.steps import Inputs, Objective
 from bayesfed.tracing.compiler import traceable
 
 MOST = 0.1
 """The largest natural step in a log scale: an outlying weight would throw it off at rates that suit locations."""
+FEW, BLOCK, BLOCKS, RATE = 8, 20, 15, 0.7
+"""Of the search for an optimum: the largest number of a client's variables; the steps between two checks whether they
+move no more, and the most checks; the rate."""
 LEFT = 0.03
 """The fraction of η that is left at the end of a round."""
 
@@ -144,13 +149,54 @@ class NaturalDescent:
             found[name] = move.clamp(-MOST, MOST) if is_log_scale else move
         return found
 
+    def has_optimum(self, program: Program) -> bool:
+        """Return whether :meth:`optimum` looks for q: that of few variables with a Normal each, and nothing else."""
+        normal = len(program.local_params) == 2 * len(program.guide.locals)
+        return normal and not program.guide.local_point and 0 < dimensions(program) <= FEW
+
+    def exact(self, program: Program) -> NaturalDescent:
+        """Return natural steps with the points of a cubature rule for draws."""
+        return natural(self.kl_weight, program)
+
+    def points(self, program: Program, keys: Tensor) -> Noise:
+        """Return these points."""
+        return cubature(program, keys)
+
+    def optimum(self, job: Job, at: Params) -> Params:
+        """Return q(w_i | φ) at its optimum given θ, by natural-gradient steps from where it is."""
+        own = {name: at[name] for name in job.program.local_params}
+        for _ in range(BLOCKS):
+            before, own = own, self.approach(job, at | own, BLOCK, RATE)
+            gaps = [(v - before[n]).abs() / (v.abs() + 1) for n, v in own.items()]
+            if max(float(gap.max()) for gap in gaps) < torch.finfo(gaps[0].dtype).eps ** 0.5:
+                break
+        return own
+
+    def approach(self, job: Job, at: Params, steps: int, rate: float) -> Params:
+        """Return q(w_i | φ) after natural-gradient steps from where it is, θ as it is."""
+        program, exact = job.program, self.exact(job.program)
+        constants, drawn = exact.constants(program, job.rows(0)), cubature(program, job.keys)
+        rates = (torch.full_like(job.counts, rate),) * 2
+
+        def step(phi: Params, number: int, active: Tensor | None) -> Params:
+            given = Inputs(job.rows(number), rates, constants=constants)
+            return exact.own_step(program, at | phi, given, drawn)
+
+        own = {name: at[name] for name in program.local_params}
+        return local_loop(all_clients(len(job), steps), job.keys.device, own, step)
+
     @traceable
     def own_step(self, program: Program, at: Params, given: Inputs, drawn: Noise) -> Params:
         """Return what one step down L_i moves."""
         return self.move(program, at, given, drawn, self.objective)
 
     def adapt(self, job: Job, theta: Params, own: Params, steps: int, lr: float | None) -> Params:
-        """Take steps on q alone, from where it is (eq. 3.8)."""
+        """Take steps on q alone, from where it is (eq. 3.8).
+
+        Few variables have steps without noise, unless there is a rate.
+        """
+        if lr is None and self.natural and self.has_optimum(job.program):
+            return self.optimum(job, theta | own) if steps else own
         program, constants = job.program, self.constants(job.program, job.rows(0))
         factor = 1.0 if lr is None else lr / self.lr
 
@@ -161,3 +207,31 @@ class NaturalDescent:
             return self.own_step(program, theta | phi, given, drawn)
 
         return local_loop(all_clients(len(job), steps), job.keys.device, own, step)
+
+
+def natural(kl_weight: float, program: Program) -> NaturalDescent:
+    """Return natural steps on q(w_i) with the points of a cubature rule for draws."""
+    return _with_draws(kl_weight, 2 * dimensions(program))
+
+
+@cache
+def _with_draws(kl_weight: float, draws: int) -> NaturalDescent:
+    """Return natural steps; the same object at every call, as tracing needs."""
+    return NaturalDescent("locals", kl_weight=kl_weight, draws=draws)
+
+
+def cubature(program: Program, keys: Tensor) -> Noise:
+    """Return the 2 P points ±√P e_j of a cubature rule in place of standard normal draws (Arasaratnam & Haykin 2009).
+
+    Expectations of polynomials of third degree are exact.
+    """
+    sizes = {name: site.start.numel() for name, site in program.guide.locals.items()}
+    total, first, found = sum(sizes.values()), 0, {}
+    eye = total**0.5 * torch.eye(total, dtype=program.schema.scale.dtype, device=keys.device)
+    points = torch.cat([eye, -eye])
+    for name, like in program.noise(keys, 1, local=True).items():
+        part = points[:, first : first + sizes[name]]
+        shape = (2 * total, 1, 1, *like[0].shape[3:])
+        found[name] = [part.reshape(shape).expand(-1, len(keys), -1, *like[0].shape[3:])]
+        first += sizes[name]
+    return found

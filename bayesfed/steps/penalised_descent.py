@@ -25,10 +25,11 @@ from bayesfed.settings import Rate
 from bayesfed.steps.curvature import Loss, layered, slopes
 from bayesfed.steps.descent import Descent
 from bayesfed.steps.gradients import copies, gradients, leaves
-from bayesfed.steps.job import Job, Parts, Work
+from bayesfed.steps.job import SINGLE, Job, Parts, Work
 from bayesfed.steps.local_loop import local_loop
 from bayesfed.steps.losses import client_loss, uphill
 from bayesfed.steps.optimizer import where_active
+from bayesfed.steps.single import step_down
 from bayesfed.steps.steps import Inputs, Steps
 from bayesfed.tracing.compiler import traceable
 
@@ -54,8 +55,17 @@ class PenalisedDescent(Steps):
     locals = (AtPrior,)
     moved = frozenset({"globals"})
 
+    def gradient_of(self, program: Program) -> list[str]:
+        """Return all of θ: there is no penalty where all θ_j are θ."""
+        return [*program.init]
+
     def run(self, job: Job, locals_: Locals) -> Work:
-        """Take the steps of a round, and return θ_i with F_i at it."""
+        """Take the steps of a round, and return θ_i with F_i at it; at θ where there is a single step."""
+        if SINGLE in job.message:
+            own = leaves(copies(job.theta, len(job)))
+            loss = client_loss(job.program, own, job.rows(0), at_prior=True)
+            found = {"theta": step_down(job.program, loss, own), "fisher": self.fisher(job, own)}
+            return Work(found, -job.counts * loss.detach())
 
         def step(theta: Params, number: int, active: Tensor | None) -> Params:
             given = Inputs(job.rows(number), (job.rate * self.lr,), active)

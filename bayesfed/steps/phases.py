@@ -13,11 +13,12 @@ from bayesfed.guides.globals import Point
 from bayesfed.guides.locals import Kept, Locals, Remade
 from bayesfed.steps import optimizer
 from bayesfed.steps.descent import Descent, kept_locals, start_of_round
-from bayesfed.steps.gradients import copies
-from bayesfed.steps.job import Job, Parts, Work
+from bayesfed.steps.gradients import copies, leaves
+from bayesfed.steps.job import SINGLE, Job, Parts, Work
 from bayesfed.steps.local_loop import local_loop
 from bayesfed.steps.natural_descent import NaturalDescent
-from bayesfed.steps.steps import Inputs, Steps
+from bayesfed.steps.single import few, step_down
+from bayesfed.steps.steps import Inputs, Steps, gradient_of
 from bayesfed.tracing.compiler import traceable
 
 
@@ -56,6 +57,11 @@ class InTurn(Steps):
         uphill = torch.stack(terms).isneginf().any(0)
         last = terms[-1].masked_fill(uphill, -torch.inf)
         return Work(found, last, kept_locals(job, at, locals_))
+
+    def gradient_of(self, program: Program) -> list[str]:
+        """Return what the phases move of θ."""
+        moved = [gradient_of(phase, program) for phase in self.phases if phase.moves != "locals"]
+        return [name for each in moved for name in each] if few(program) and all(moved) else []
 
     def adapt(self, job: Job, theta: Params, own: Params, steps: int, lr: float | None) -> Params:
         """Take steps of the first phase that moves the clients' own variables."""
@@ -101,8 +107,32 @@ class Alternate(Steps):
         """Draws of w_i in an inner step."""
         return getattr(self.inner, "draws", 1)
 
+    def gradient_of(self, program: Program) -> list[str]:
+        """Return all of θ, where clients have few variables."""
+        return [*program.init] if self.inner.has_optimum(program) else []
+
+    def single(self, job: Job, locals_: Locals) -> Work:
+        """Take a single step on θ, the clients' variables at the optimum of the objective of both."""
+        program, rows, inner = job.program, job.rows(0), self.inner.exact(job.program)
+        at = start_of_round(job, locals_)
+        own = inner.optimum(job, at)
+        moved, loss = self.slope(program, at | own, inner, rows, inner.points(program, job.keys))
+        found = {"theta": moved, "posterior": own}
+        return Work(found, -job.counts * loss, kept_locals(job, at | own, locals_))
+
+    @traceable
+    def slope(
+        self, program: Program, at: Params, inner: Any, batch: Batch, drawn: Noise
+    ) -> tuple[Params, Tensor]:
+        """Return θ after a single step, and the objective before it."""
+        theta = leaves({name: at[name] for name in program.init})
+        loss = inner.objective(program, at | theta, batch, drawn)
+        return step_down(program, loss, theta), loss.detach()
+
     def run(self, job: Job, locals_: Locals) -> Work:
         """Take the steps of a round."""
+        if SINGLE in job.message:
+            return self.single(job, locals_)
         program, keys = job.program, job.keys
         schedule = job.schedule(self.outer.epochs, self.outer.steps)
         steps = schedule.sum(0).to(job.counts)

@@ -60,6 +60,14 @@ class Steps:
     kinds: ClassVar[tuple[str, ...]] = ("point", "normal")
     moved: ClassVar[frozenset[str]] = frozenset()
 
+    def gradient_of(self, program: Program) -> list[str]:
+        """Return the globals of which a single step is the gradient of the steps' objective; none if there is no such.
+
+        Where the message has the part :data:`~bayesfed.steps.job.SINGLE`, :meth:`run` takes that step, at rate 1 in the
+        units of the priors, without bounds, with the clients' own variables at their optimum given θ.
+        """
+        return []
+
     def accept(
         self, program: Program, federation: Federation, locals_: Locals, name: str
     ) -> Program:
@@ -104,3 +112,9 @@ class Steps:
         theta = copies(job.theta, len(job))
         own = locals_.begin(job.program, theta, job.rows(0))
         return self.adapt(job, theta, own, steps, lr)
+
+
+def gradient_of(steps: Any, program: Program) -> list[str]:
+    """Return the globals of which a single step is the gradient; none if a subclass does not say so itself."""
+    found: list[str] = steps.gradient_of(program) if "gradient_of" in vars(type(steps)) else []
+    return found

@@ -36,10 +36,11 @@ from bayesfed.guides.locals import Encoded, Locals, Remade, prior_centre
 from bayesfed.settings import Rate
 from bayesfed.steps import optimizer
 from bayesfed.steps.gradients import adapted, copies, gradients, leaves
-from bayesfed.steps.job import Job, Work
+from bayesfed.steps.job import SINGLE, Job, Work
 from bayesfed.steps.local_loop import all_clients, local_loop
 from bayesfed.steps.losses import client_loss
 from bayesfed.steps.optimizer import State, clipped
+from bayesfed.steps.single import step_down
 from bayesfed.steps.steps import Steps
 from bayesfed.tracing.compiler import traceable
 
@@ -72,8 +73,15 @@ class ThroughSteps(Steps):
     kinds = ("point",)
     moved = frozenset({"globals", "locals"})
 
+    def gradient_of(self, program: Program) -> list[str]:
+        """Return all of θ, where the gradient goes through the steps."""
+        return [*program.init] if self.second_order else []
+
     def run(self, job: Job, locals_: Locals) -> Work:
         """Take steps on θ_i, S + 1 minibatches each."""
+        if SINGLE in job.message:
+            found, loss = self.slope(job.program, copies(job.theta, len(job)), job.rows(0))
+            return Work({"theta": found}, -job.counts * loss)
         theta, each = copies(job.theta, len(job)), self.inner_steps + 1
 
         def step(state: State, number: int, active: Tensor | None) -> State:
@@ -98,6 +106,14 @@ class ThroughSteps(Steps):
         grads = gradients(client_loss(program, own | phi, rows[-1]), own)
         grads = clipped(scaled(grads, units))
         return optimizer.descend(self.optimizer, theta, grads, lr, active, units)
+
+    @traceable
+    def slope(self, program: Program, theta: Params, rows: Batch) -> tuple[Params, Tensor]:
+        """Return θ after a single step, all on the same rows, and the loss before it."""
+        own = leaves(theta)
+        phi = self.inner(program, own, [rows] * self.inner_steps, "second")
+        loss = client_loss(program, own | phi, rows)
+        return step_down(program, loss, own), loss.detach()
 
     def inner(self, program: Program, theta: Params, rows: list[Batch], order: str) -> Params:
         """Return φ after a step on each of the minibatches."""

@@ -21,7 +21,6 @@ that.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 import torch
@@ -38,16 +37,17 @@ from bayesfed.guides.locals import Kept, Locals
 from bayesfed.settings import Rate, Times
 from bayesfed.steps import optimizer
 from bayesfed.steps.gradients import copies, gradients, leaves
-from bayesfed.steps.job import Job, Work
+from bayesfed.steps.job import SINGLE, Job, Work
 from bayesfed.steps.local_loop import all_clients, local_loop
 from bayesfed.steps.losses import per_client, zeros_like
-from bayesfed.steps.natural_descent import NaturalDescent
+from bayesfed.steps.natural_descent import RATE, NaturalDescent, cubature, natural
 from bayesfed.steps.optimizer import State
+from bayesfed.steps.single import dimensions, few, lowest, step_down
 from bayesfed.steps.steps import Inputs, Steps
 from bayesfed.tracing.compiler import traceable
 
-FEW, NATURAL_STEPS, NATURAL_RATE = 8, 20, 0.7
-"""Of natural E-steps: the largest number of a client's variables, their number in a round, and their rate."""
+NATURAL_STEPS = 20
+"""The number of natural E-steps in a round."""
 LONGEST = 3.0
 """The longest step on the body, in units of its rate."""
 
@@ -97,6 +97,8 @@ class VariationalEM(Steps):
 
     def run(self, job: Job, locals_: Locals) -> Work:
         """Take the E-step, the M-step for ρ_i, and the M-step for the body."""
+        if SINGLE in job.message:
+            return self.single(job)
         program, keys, first = job.program, job.keys, job.rows(0)
         theta = copies(job.theta, len(job))
         state = job.clients
@@ -107,8 +109,9 @@ class VariationalEM(Steps):
 
         if program.locals and self.rule(program) == "natural":
             whole = len(job.rows.schedule(1)) == 1
-            rate = NATURAL_RATE * (1.0 if whole else job.rate)
-            moved = self.natural_steps(job, theta, state["params"], NATURAL_STEPS, rate)
+            rate = RATE * (1.0 if whole else job.rate)
+            q = theta | state["params"]
+            moved = natural(self.kl_weight, program).approach(job, q, NATURAL_STEPS, rate)
             state = state | {"params": moved}
         elif program.locals:
             schedule = job.rows.schedule(self.epochs, self.steps)
@@ -126,26 +129,40 @@ class VariationalEM(Steps):
 
     def rule(self, program: Program) -> str:
         """Return the optimiser of q(w_i)."""
-        few = 0 < sum(site.start.numel() for site in program.guide.locals.values()) <= FEW
-        natural = few and not _point(program) and not closed_forms(program).own
-        natural &= len(program.local_params) == 2 * len(program.guide.locals)
-        return self.optimizer or ("natural" if natural else "adam")
+        exact = NaturalDescent().has_optimum(program) and not closed_forms(program).own
+        return self.optimizer or ("natural" if exact else "adam")
 
-    def natural_steps(
-        self, job: Job, theta: Params, phi: Params, steps: int, rate: float
-    ) -> Params:
-        """Return q(w_i) after natural-gradient steps."""
-        program = job.program
-        drawn = cubature(program, job.keys)
-        descent = _natural(self.kl_weight, len(next(iter(drawn.values()))[0]))
-        constants = descent.constants(program, job.rows(0))
+    def gradient_of(self, program: Program) -> list[str]:
+        """Return all of θ, but the spreads of priors of point estimates; none where a client has its own ρ_i."""
+        known, point = closed_forms(program), _point(program)
+        if known.own or not (few(program) if point else self.rule(program) == "natural"):
+            return []
+        return [name for name in program.init if not (point and name in known.spreads)]
 
-        def step(phi: Params, number: int, active: Tensor | None) -> Params:
-            rates = (torch.full_like(job.counts, rate),) * 2
-            given = Inputs(job.rows(number), rates, constants=constants)
-            return descent.own_step(program, theta | phi, given, drawn)
+    def single(self, job: Job) -> Work:
+        """Take a single step on θ, with q(w_i) at its optimum."""
+        program, rows, params = job.program, job.rows(0), job.clients["params"]
+        theta, drawn = copies(job.theta, len(job)), self.noise(program, job.keys, 0)
 
-        return local_loop(all_clients(len(job), steps), job.keys.device, phi, step)
+        def loss(own: Params) -> Tensor:
+            return job.counts * self.loss(program, theta | own, rows, drawn)
+
+        if _point(program):
+            own = lowest(program, loss, params)
+        else:
+            own = natural(self.kl_weight, program).optimum(job, theta | params)
+        moved, value = self.slope(program, theta | own, rows, drawn)
+        found = {"theta": moved, "posterior": own, "squares": {}}
+        return Work(found, -job.counts * value, job.clients | {"params": own})
+
+    @traceable
+    def slope(
+        self, program: Program, at: Params, batch: Batch, drawn: Noise
+    ) -> tuple[Params, Tensor]:
+        """Return θ after a single step, and the negative ELBO per row before it."""
+        theta = leaves({name: at[name] for name in self.gradient_of(program)})
+        loss = self.loss(program, at | theta, batch, drawn, hyper=1 / program.clients)
+        return step_down(program, loss, theta), loss.detach()
 
     def m_steps(self, job: Job, theta: Params, body: Params, phi: Params) -> tuple[Params, Params]:
         """Return the clients' copies of the body after their steps, and its gradients' mean squares ``(K, 1)``."""
@@ -230,14 +247,15 @@ class VariationalEM(Steps):
     def drawn(self, program: Program) -> int:
         """Return the number of draws of w_i in a step; a point estimate needs one."""
         if self.rule(program) == "natural":
-            return 2 * sum(site.start.numel() for site in program.guide.locals.values())
+            return 2 * dimensions(program)
         return 1 if _point(program) else self.draws
 
     def adapt(self, job: Job, theta: Params, own: Params, steps: int, lr: float | None) -> Params:
         """Take the E-step alone, with ρ_i in closed form before each step."""
         program, first, rate = job.program, job.rows(0), self.lr if lr is None else lr
         if self.rule(program) == "natural":
-            return self.natural_steps(job, theta, own, steps, min(NATURAL_RATE, rate / self.lr))
+            rate = min(RATE, rate / self.lr)
+            return natural(self.kl_weight, program).approach(job, theta | own, steps, rate)
 
         def step(state: State, number: int, active: Tensor | None) -> State:
             state = self.with_own_spreads(program, theta, state, first)
@@ -251,26 +269,3 @@ class VariationalEM(Steps):
 def _point(program: Program) -> bool:
     """Return whether q(w_i) is a point estimate."""
     return bool(program.guide.local_point)
-
-
-@cache
-def _natural(kl_weight: float, draws: int) -> NaturalDescent:
-    """Return natural steps on q(w_i); the same object at every call, as tracing needs."""
-    return NaturalDescent("locals", kl_weight=kl_weight, draws=draws)
-
-
-def cubature(program: Program, keys: Tensor) -> Noise:
-    """Return the 2 P points ±√P e_j of a cubature rule in place of standard normal draws (Arasaratnam & Haykin 2009).
-
-    Expectations of polynomials of third degree are exact.
-    """
-    sizes = {name: site.start.numel() for name, site in program.guide.locals.items()}
-    total, first, found = sum(sizes.values()), 0, {}
-    eye = total**0.5 * torch.eye(total, dtype=program.schema.scale.dtype, device=keys.device)
-    points = torch.cat([eye, -eye])
-    for name, like in program.noise(keys, 1, local=True).items():
-        part = points[:, first : first + sizes[name]]
-        shape = (2 * total, 1, 1, *like[0].shape[3:])
-        found[name] = [part.reshape(shape).expand(-1, len(keys), -1, *like[0].shape[3:])]
-        first += sizes[name]
-    return found

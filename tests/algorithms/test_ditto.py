@@ -37,7 +37,7 @@ def gradient(w, x, y):
 
 @pytest.mark.parametrize(
     "algorithm",
-    [Ditto(quasi_newton=False), Ditto(lam=2.0, lr=0.05, quasi_newton=False)],
+    [Ditto(), Ditto(lam=2.0, lr=0.05)],
     ids=["ships", "strong"],
 )
 @pytest.mark.parametrize("clients_per_round", [1.0, 2])

@@ -137,9 +137,7 @@ def test_scaffold_ends_where_the_clients_mean_gradient_is_zero():
     data, model = federation(8, 8, 8), network()
     settings = {"lr": 0.2, "local_epochs": 10}
     ends = {
-        algorithm: bf.fit(
-            model, data, algorithm(quasi_newton=False, **settings), rounds=400
-        ).params["prior.loc"]
+        algorithm: bf.fit(model, data, algorithm(**settings), rounds=400).params["prior.loc"]
         for algorithm in (bf.FedAvg, bf.Scaffold)
     }
     assert stationarity(data, ends[bf.Scaffold]) < 1e-6

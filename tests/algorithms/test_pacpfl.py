@@ -88,7 +88,7 @@ def test_one_particle_is_gradient_ascent():
     """Of the log joint of a Gaussian model, against the closed form of each step."""
     federation = data(3, 5)
     y, lr = federation["y"], 0.01
-    algorithm = bf.PACPFL(particles=1, optimizer="sgd", lr=lr, lr_decay=1.0, quasi_newton=False)
+    algorithm = bf.PACPFL(particles=1, optimizer="sgd", lr=lr, lr_decay=1.0)
     posterior = bf.fit(shared, federation, algorithm, rounds=7)
     torch.manual_seed(0)
     program = algorithm.program(shared, federation)
@@ -203,7 +203,6 @@ def test_tau_weighs_the_clients_and_a_flat_hyper_prior_weighs_nothing():
             lr_decay=1.0,
             tau=tau,
             flat=flat,
-            quasi_newton=False,
         )
         torch.manual_seed(0)
         program = algorithm.program(shared, federation)

@@ -93,7 +93,6 @@ def test_a_rule_of_ones_own_is_stored_by_its_module():
         "name": f"{HERE}:Trimmed",
         "by": "rows",
         "most": 2.0,
-        "quasi_newton": False,
     }
     assert reference(Trimmed) == f"{HERE}:Trimmed"
     assert reference(Mean) == "Mean"

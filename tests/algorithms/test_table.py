@@ -18,28 +18,28 @@ from bayesfed.steps import Descent
 
 NAMES = sorted(METHODS)
 SIGNATURES = {
-    "FedAvg": "lr local_epochs local_steps optimizer proximal lr_decay personal_steps quasi_newton",
-    "FedProx": "lr local_epochs local_steps optimizer proximal lr_decay personal_steps quasi_newton",
-    "FedNova": "lr local_epochs local_steps optimizer proximal lr_decay personal_steps quasi_newton",
-    "Scaffold": "lr local_epochs local_steps optimizer proximal lr_decay personal_steps quasi_newton",
-    "FedCurv": "lam lr local_epochs local_steps lr_decay personal_steps quasi_newton",
-    "FedPer": "lr local_epochs optimizer lr_decay personal_steps quasi_newton",
-    "FedRep": "lr head_epochs local_epochs optimizer lr_decay personal_steps quasi_newton",
-    "FedBABU": "lr local_epochs optimizer lr_decay personal_steps quasi_newton",
-    "Local": "lr local_epochs optimizer lr_decay personal_steps quasi_newton",
-    "Ditto": "lam lr local_epochs local_steps optimizer lr_decay personal_steps quasi_newton",
+    "FedAvg": "lr local_epochs local_steps optimizer proximal lr_decay personal_steps",
+    "FedProx": "lr local_epochs local_steps optimizer proximal lr_decay personal_steps",
+    "FedNova": "lr local_epochs local_steps optimizer proximal lr_decay personal_steps",
+    "Scaffold": "lr local_epochs local_steps optimizer proximal lr_decay personal_steps",
+    "FedCurv": "lam lr local_epochs local_steps lr_decay personal_steps",
+    "FedPer": "lr local_epochs optimizer lr_decay personal_steps",
+    "FedRep": "lr head_epochs local_epochs optimizer lr_decay personal_steps",
+    "FedBABU": "lr local_epochs optimizer lr_decay personal_steps",
+    "Local": "lr local_epochs optimizer lr_decay personal_steps",
+    "Ditto": "lam lr local_epochs local_steps optimizer lr_decay personal_steps",
     "PerFedAvg": "lr prior_lr inner_steps second_order local_epochs local_steps prior_optimizer "
-    "lr_decay personal_steps quasi_newton",
-    "PFedMe": "lam lr prior_lr inner_steps local_epochs local_steps lr_decay personal_steps quasi_newton",
+    "lr_decay personal_steps",
+    "PFedMe": "lam lr prior_lr inner_steps local_epochs local_steps lr_decay personal_steps",
     "CAFeMe": "inner_lr lr optimizer inner_steps second_order personal_fraction support_rows outer_steps weighted "
-    "lr_decay personal_steps quasi_newton",
+    "lr_decay personal_steps",
     "FedABML": "local_epochs local_steps inner_steps lr prior_lr shared_lr kl_weight draws natural weighted lr_decay "
-    "personal_steps quasi_newton",
+    "personal_steps",
     "PFedVEM": "point head_epochs body_epochs head_steps body_steps lr body_lr optimizer kl_weight draws init_scale "
     "upload_fraction lr_decay personal_steps",
     "FedPop": "local_steps body_lr init_scale upload_fraction lr_decay personal_steps",
     "FOLA": "lr prior_weight local_epochs local_steps covariance fisher online cavity damping gamma personal_steps",
-    "PACPFL": "particles draws integrated tau lam beta new_data_clients upsilon flat quasi_newton lr optimizer "
+    "PACPFL": "particles draws integrated tau lam beta new_data_clients upsilon flat lr optimizer "
     "lr_decay",
     "SFVI": "global_guide conditioned guide local_steps draws lr local_lr corrected lr_decay personal_steps",
     "SFVIAvg": "global_guide conditioned local_steps draws lr local_lr lr_decay personal_steps",

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 import warnings
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import torch
 
 import bayesfed as bf
 from bayesfed.algorithms import METHODS
+from bayesfed.rules import Mean
+from bayesfed.steps import Descent
 from tests.scenarios import curves, deaths, falls, growth, hospitals, wards
 
 PATH = Path(__file__).parents[2] / "experiments" / "own_optima.py"
@@ -27,17 +30,18 @@ def optimum(problem, name, posterior):
     fitted = {n: v.double().mean(0) for n, v in posterior.sample(2).items()}
     torch.set_default_dtype(torch.float64)
     try:
-        return fitted, own_optima.own_optimum(name, own_optima.Hierarchy(model, data()), fitted)
+        return fitted, own_optima.own_optimum(
+            name, own_optima.hierarchy_of(model, data(), posterior), fitted
+        )
     finally:
         torch.set_default_dtype(torch.float32)
 
 
 def fit(problem, name, **options):
     model, data = problem
-    settings = {"quasi_newton": True} if "quasi_newton" in METHODS[name].settings else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return bf.fit(model, data(), METHODS[name](**settings), **options)
+        return bf.fit(model, data(), METHODS[name](), **options)
 
 
 @pytest.mark.parametrize(
@@ -73,13 +77,25 @@ def test_the_end_does_not_depend_on_units(day):
     assert other.params["slope.loc"] / day == pytest.approx(float(first.params["slope.loc"]), 1e-2)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_cohorts_and_minibatches_take_the_mean_move():
-    for options in ({"clients_per_round": 0.5}, {"batch_size": 1}):
-        moved = [
-            bf.fit(falls, wards(), bf.FedAvg(quasi_newton=on), rounds=5, **options).params
-            for on in (True, False)
-        ]
-        torch.testing.assert_close(*moved, rtol=0, atol=0)
+def test_a_number_of_rounds_cohorts_and_minibatches_have_no_such_steps():
+    assert "newton" in bf.start(falls, wards(), bf.FedAvg()).server
+    for options in ({"rounds": 5}, {"rounds": 5, "batch_size": 1}):
+        assert "newton" not in bf.start(falls, wards(), bf.FedAvg(), **options).server
     with pytest.raises(ValueError, match="rounds: FedAvg has no"):
         bf.fit(falls, wards(), bf.FedAvg(), clients_per_round=0.5)
+
+
+@dataclass(frozen=True)
+class Own(Mean):
+    """A rule of a user's own, whose sum may be of something else."""
+
+
+@dataclass(frozen=True)
+class OwnSteps(Descent):
+    """Steps of a user's own."""
+
+
+@pytest.mark.parametrize("parts", [{"rule": Own()}, {"steps": OwnSteps()}], ids=["rule", "steps"])
+def test_parts_of_ones_own_are_left_alone(parts):
+    with pytest.raises(ValueError, match="rounds: "):
+        bf.fit(falls, wards(), bf.FedAvg().replace(**parts))

@@ -8,7 +8,7 @@ from torch import Tensor
 from bayesfed.elbo.program import Params
 from bayesfed.engine.stopping.convergence import LEAST, rise
 from bayesfed.engine.stopping.rule import Outcome, Remaining, Stopping
-from bayesfed.rules.rule import Rule
+from bayesfed.rules.quasi_newton import converged
 
 
 @dataclass
@@ -16,13 +16,11 @@ class Arrival(Stopping):
     """End when the server's steps are short, and the clients' terms rise no more.
 
     Attributes:
-        rule: says when its steps are short.
         nats: the rise of the clients' terms that counts as none.
         ended: whether the run has ended, ``()``.
     """
 
     changing = ("ended",)
-    rule: Rule
     nats: float
     ended: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
 
@@ -38,7 +36,7 @@ class Arrival(Stopping):
     def record(self, outcome: Outcome) -> None:
         """End the run if the server's steps are short."""
         past = outcome.elbo[-LEAST:]
-        if self.rule.arrived(outcome.server) and abs(rise(past)) < self.nats:
+        if converged(outcome.server["newton"]) and abs(rise(past)) < self.nats:
             self.ended = torch.ones_like(self.ended)
 
     def remaining(self, params: Params, elbo: Tensor) -> Remaining:

@@ -276,7 +276,7 @@ def test_a_run_to_the_bound_says_that_noise_hides_the_distance():
 @pytest.mark.parametrize(
     ("algorithm", "more", "message"),
     [
-        (bf.FedAvg(quasi_newton=False), {}, "FedAvg has no q"),
+        (bf.FedAvg(optimizer="adam"), {}, "FedAvg has no q"),
         (bf.SFVI(), {"privacy": bf.Privacy(epsilon=1.0)}, "ε depends on the number"),
     ],
 )
