@@ -143,6 +143,15 @@ def whiten(q: Any, u: Tensor) -> Tensor:
     return noise.squeeze(-1)
 
 
+def unwhiten(q: Any, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """What q draws from standard Normal noise ``(..., P)``, and log |det| of this map ``(...)``."""
+    if isinstance(q, dist.Independent):
+        q = q.base_dist
+        return q.loc + q.scale * noise, q.scale.log().sum(-1)
+    log_det = q.scale_tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return q.loc + _times(q.scale_tril, noise), log_det
+
+
 def as_vector(q: Any) -> Any:
     """Return q with one event of P dimensions."""
     return q.to_event(1) if isinstance(q, dist.Normal) else q

@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", FutureWarning)  # ArviZ 0.x warns of its 1.0 once a day
     import arviz as az
 
-__all__ = ["OLD", "az", "dataset", "datasets", "hdi", "product", "summary"]
+__all__ = ["OLD", "az", "dataset", "datasets", "ess_and_rhat", "hdi", "product", "summary"]
 
 OLD = az.__version__.startswith("0.")
 """True under ArviZ 0.2x."""
@@ -57,3 +57,10 @@ def summary(draws: xr.Dataset, names: Sequence[str]) -> pd.DataFrame:
     kind = {"hdi_prob": 0.94} if OLD else {"ci_prob": 0.94, "ci_kind": "hdi"}
     table = az.summary(draws, var_names=list(names), kind="stats", round_to="none", **kind)
     return pd.DataFrame(table.to_numpy(float), table.index, columns)
+
+
+def ess_and_rhat(draws: np.ndarray) -> tuple[float, float]:
+    """Return the smallest bulk effective sample size and the largest rank-normalised R-hat of ``(chains, draws, D)``."""
+    found = xr.Dataset({"z": (("chain", "draw", "of"), draws)})
+    ess, rhat = az.ess(found, method="bulk"), az.rhat(found, method="rank")
+    return float(ess["z"].min()), float(rhat["z"].max())

@@ -52,7 +52,7 @@ def save(fitted: Fitted, path: str | Path) -> None:
     ``program`` (fingerprints by which :func:`load` recognises data, model and guide, see
     :mod:`bayesfed.data.fingerprint` and :mod:`bayesfed.checks.program_fingerprint`). The metadata's entry ``bayesfed``
     is JSON: ``format``, ``version``, ``algorithm`` (see :func:`bayesfed.settings.settings_of`), ``seed``, ``epsilon``,
-    ``moving``, ``rising``, ``converged``, ``khat`` and ``closely`` (k-hat of the correction, and its ``laplace``),
+    ``moving``, ``rising``, ``converged``, ``khat``, ``rhat``, ``ess`` and ``closely`` (of the correction, the last its ``laplace``),
     ``clients`` and ``sites``.
 
     The file does not hold the data and the model, but the clients' names and local posteriors. Its hashes can confirm a
@@ -101,6 +101,8 @@ def save(fitted: Fitted, path: str | Path) -> None:
         "rising": fitted.rising,
         "converged": fitted.converged,
         "khat": None if correction is None else correction.khat,
+        "rhat": None if correction is None else correction.rhat,
+        "ess": None if correction is None else correction.ess,
         "closely": fitted.laplace,
         "correctable": fitted.correctable,
         "resampled": sorted(fitted.resampled),
@@ -185,7 +187,8 @@ def load(
 
     correction = None
     if theta := moved(parts.get("correction", {})):
-        correction = Correction(theta, metadata["khat"], metadata.get("closely", False))
+        chains = metadata.get("rhat"), metadata.get("ess")
+        correction = Correction(theta, metadata["khat"], metadata.get("closely", False), *chains)
     return Fitted(
         program=program,
         federation=federation,

@@ -21,18 +21,22 @@ from bayesfed.output.lazy_locals import LazyLocals
 
 @dataclass(frozen=True, eq=False)
 class Correction:
-    """Draws of θ by importance sampling, used in place of draws from q(θ).
+    """Draws of θ by importance sampling or by chains, used in place of draws from q(θ).
 
     Attributes:
         theta: equally weighted draws of the guide's global random site, ``(S, 1, 1, *event)``.
-        khat: Pareto k-hat of the importance weights by which the draws were resampled.
+        khat: Pareto k-hat of the importance weights by which the draws were resampled; None of chains.
         laplace: q(w_i | θ) is a poor approximation, so that clients' variables too are drawn by importance sampling,
             with a Laplace approximation at each draw of θ as proposal: see :mod:`bayesfed.output.evidence`.
+        rhat: the largest R-hat of chains, see :mod:`bayesfed.output.chains`; None of importance sampling.
+        ess: the smallest effective number of draws of chains; None of importance sampling.
     """
 
     theta: Params
-    khat: float
+    khat: float | None
     laplace: bool = False
+    rhat: float | None = None
+    ess: float | None = None
 
     @property
     def count(self) -> int:

@@ -180,7 +180,11 @@ def attributes(fitted: Fitted, khat: float | None, caveat: str) -> dict[str, Any
     if khat is not None:
         attrs["khat"] = khat
     if fitted.correction is not None:
-        attrs["corrected"] = "draws of θ are by importance sampling, in place of draws from q(θ)"
+        chains = fitted.correction.rhat is not None
+        how = "Hamiltonian Monte Carlo" if chains else "importance sampling"
+        attrs["corrected"] = f"draws of θ are by {how}, in place of draws from q(θ)"
+        if chains:
+            attrs |= {"chains_rhat": fitted.correction.rhat, "chains_ess": fitted.correction.ess}
     if caveat:
         attrs["caveat"] = caveat
     return attrs

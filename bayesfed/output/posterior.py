@@ -16,6 +16,7 @@ from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.engine.stopping.drift import caveat
 from bayesfed.output import checkpoint, khat, mixture, poor_variables, predictions
+from bayesfed.output.chains import can_sample, sample_chains
 from bayesfed.output.correction import correct
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.importance import pareto_k
@@ -47,8 +48,8 @@ class Posterior(Fitted):
     def khat(self) -> float | None:
         """Pareto k-hat of the importance weights p(D, θ, w) / q(θ, w): above 0.7 q is a poor approximation.
 
-        For a corrected posterior, that of the weights by which its draws were resampled. None if q(θ) has no density,
-        under privacy, or if the clients' rows are too many.
+        For a corrected posterior, that of the weights by which its draws were resampled. None if the draws are those
+        of chains, if q(θ) has no density, under privacy, or if the clients' rows are too many.
         """
         if self.correction is not None:
             return self.correction.khat
@@ -115,7 +116,8 @@ class Posterior(Fitted):
         """Return the posterior with draws by importance sampling, where q needs and allows it.
 
         Draws of θ in place of q(θ), see :mod:`bayesfed.output.correction`, and of the variables of
-        :attr:`poor_clients` in place of q(w_i | θ). Fits by SFVI are corrected when they end.
+        :attr:`poor_clients` in place of q(w_i | θ). Fits by SFVI are corrected when they end. Where the importance
+        weights of a fit that stopped by itself are too uneven, chains are tried, see :meth:`with_chains`.
 
         Raises:
             ValueError: this is not the posterior of all clients of the fit, whose rows determine the weights.
@@ -127,9 +129,46 @@ class Posterior(Fitted):
             )
         plain = replace(self, correction=None, correctable=True, resampled=frozenset())
         found = correct(plain)
-        correctable = found.reliable or not found.attempted
-        corrected = replace(plain, correction=found.correction, correctable=correctable)
+        correction = found.correction
+        failed = found.attempted and not found.reliable
+        if failed and self.converged is not None and can_sample(plain):
+            correction = sample_chains(plain).correction()
+        correctable = correction is not None or not failed
+        corrected = replace(plain, correction=correction, correctable=correctable)
         return corrected.with_clients_resampled()
+
+    def with_chains(self, *, seed: int = 0) -> Posterior:
+        """Return the posterior with draws of θ by Hamiltonian Monte Carlo, many chains that start at draws from q.
+
+        They are exact but for Monte Carlo error, where q is not: see :mod:`bayesfed.output.chains`. Each step of a
+        chain needs the rows of all clients, so that this is for data in one process.
+
+        Args:
+            seed: seed of the chains.
+
+        Raises:
+            ValueError: chains do not apply to this fit, or have not mixed.
+
+        Example:
+            >>> import bayesfed as bf
+            >>> from bayesfed import datasets, models
+            >>> posterior = bf.fit(models.eight_schools, datasets.eight_schools(), rounds=10)
+            >>> posterior.with_chains().correction.rhat < 1.05
+            True
+        """
+        plain = replace(self, correction=None, correctable=True, resampled=frozenset())
+        if len(self.federation) != self.program.clients or not can_sample(plain):
+            raise ValueError(
+                "chains need the posterior of all clients of the fit, a q(θ) with a density, such as SFVI's, at most 20 "
+                "numbers of variables a client, no privacy, and data that are not too large"
+            )
+        chains = sample_chains(plain, seed)
+        if not chains.mixed:
+            raise ValueError(
+                f"the chains have not mixed: R-hat {chains.rhat:.2f}, {chains.ess:.0f} effective draws. Write priors "
+                "without a free scale that the data say nothing of, or narrower ones"
+            )
+        return replace(plain, correction=chains.correction()).with_clients_resampled()
 
     def with_clients_resampled(self) -> Posterior:
         """Return the posterior with the variables of clients drawn by importance sampling where q may be poor."""

@@ -31,7 +31,7 @@ def compile_graph(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[...,
     on_gpu = inputs[0].is_cuda
     places, read = copies(inputs) if on_gpu else ([], list(inputs))
     with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
-        run = torch._inductor.compile(graph, read, options=options)
+        run = torch._inductor.compile(graph, [*read], options=options)
     return capture(run, places, read) if on_gpu else run
 
 

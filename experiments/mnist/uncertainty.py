@@ -53,7 +53,7 @@ def entropies(data: str, method: str, seed: int) -> list[list[np.ndarray]]:
     source = recipes.load(data)
     task = recipes.few_images(source, seed)
     point, rate = CHOSEN[method]
-    posterior = fitted(task, METHODS[method], point, seed)
+    posterior = fitted(task, "few_images", METHODS[method], point, seed)
     own = posterior.personalize(task.train, steps=50, lr=rate)
     found = []
     for rows in (task.test, unseen(task, source, seed), turned(task.test)):

@@ -1,0 +1,314 @@
+"""Hamiltonian Monte Carlo over θ and all clients' variables, many chains at once, in the coordinates of q.
+
+    z = m + L a,   w_i = w(e_i, θ): the guide's draw of w_i as a function of its noise e_i
+    log π(a, e) = log p(θ) + Σ_i log p(w_i, D_i | θ) + log |∂w_i / ∂e_i|
+
+z is the global vector of the guide. If q were the posterior, π would be a standard Normal, of which trajectories of
+length π/2 give independent draws; where q is only near it, the chains make up for the difference (Hoffman et al. 2019,
+*NeuTra-lizing bad geometry in Hamiltonian Monte Carlo using neural transport*). A client moves its own e_i with its own
+momentum; the server needs the sums over clients of the log densities and of their gradients in z.
+
+Draws are used where importance weights are too uneven: with tens of global variables, heavy tails or funnels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from bayesfed.data.batch import Batch
+from bayesfed.elbo import handlers, noise
+from bayesfed.elbo.elbo import log_prior
+from bayesfed.elbo.program import Params, Program
+from bayesfed.engine.execution import threads
+from bayesfed.guides import local
+from bayesfed.guides.family import GLOBAL
+from bayesfed.guides.hierarchical import LOCAL
+from bayesfed.output import khat
+from bayesfed.output.draws import client_chunks, draw_theta
+from bayesfed.output.evidence import has_block
+from bayesfed.output.fitted import Correction, Fitted
+from bayesfed.tracing.compiler import Compiler, traceable, using
+
+FEWEST, MOST, PASS = 16, 64, 200_000
+"""Numbers of chains; the size of clients' rows and variables, in numbers, that all chains have together."""
+WARMUP = (15, 25)
+"""Iterations after each of which the coordinates are adapted to the draws."""
+BLOCK = 25
+"""Iterations between two looks at the draws."""
+ENOUGH = 1000
+"""The effective number of draws of each global variable: a Monte Carlo error of 0.03 standard deviations."""
+LARGEST_RHAT = 1.05
+"""R-hat up to which chains agree."""
+ACCEPTANCE = 0.8
+"""The mean acceptance probability that the step size is adapted to."""
+MOST_STEPS = 64
+"""Leapfrog steps of a trajectory."""
+WORK = 2e9
+"""The largest size of clients' rows and variables, in numbers, over all chains and :data:`GRADIENTS`."""
+GRADIENTS = 1000
+"""Gradients that a chain takes, about; after three times as many, chains that have not mixed are given up."""
+
+
+class Chains(NamedTuple):
+    """Draws of the global vector by chains, after their warm-up.
+
+    Attributes:
+        z: ``(C, T, D)``.
+        rhat: the largest rank-normalised split R-hat of its entries.
+        ess: the smallest effective number of draws.
+        acceptance: the mean acceptance probability.
+    """
+
+    z: Tensor
+    rhat: float
+    ess: float
+    acceptance: float
+
+    @property
+    def mixed(self) -> bool:
+        """True if the chains agree, and have given enough effective draws."""
+        return self.rhat <= LARGEST_RHAT and self.ess >= ENOUGH
+
+    def correction(self) -> Correction | None:
+        """Return the draws in place of q(θ); None if the chains have not mixed."""
+        if not self.mixed:
+            return None
+        theta = {GLOBAL: self.z.flatten(0, 1)[:, None, None]}
+        return Correction(theta, None, laplace=True, rhat=self.rhat, ess=self.ess)
+
+
+def can_sample(fitted: Fitted) -> bool:
+    """Return whether chains apply: q(θ) and q(w_i | θ) are families over one vector each, and the data are small."""
+    program = fitted.program
+    vectors = program.random == (GLOBAL,) and (has_block(program) or not program.locals)
+    small = _chains(fitted) * GRADIENTS * _size(fitted) <= WORK
+    return vectors and khat.has_density(fitted) and small
+
+
+def _size(fitted: Fitted) -> int:
+    """The size of all clients' rows and variables, in numbers."""
+    federation, program = fitted.federation, fitted.program
+    return program.rows * federation.numbers_per_row + len(federation) * program.variables
+
+
+def _chains(fitted: Fitted) -> int:
+    """The number of chains: many where they cost little more than few."""
+    return min(MOST, max(FEWEST, PASS // _size(fitted)))
+
+
+@torch.no_grad()
+def sample_chains(fitted: Fitted, seed: int = 0) -> Chains:
+    """Draw the global vector from the posterior by Hamiltonian Monte Carlo.
+
+    Args:
+        fitted: q of all clients of the fit, for which :func:`can_sample` is true.
+        seed: seed of starts, momenta and acceptances.
+
+    Example:
+        >>> import bayesfed as bf
+        >>> from bayesfed import datasets, models
+        >>> from bayesfed.output.chains import sample_chains
+        >>> posterior = bf.fit(models.eight_schools, datasets.eight_schools(), rounds=20)
+        >>> chains = sample_chains(posterior)
+        >>> chains.z.shape[::2], chains.mixed
+        ((64, 2), True)
+    """
+    from bayesfed.output.arviz_compat import ess_and_rhat  # ArviZ takes a second to import
+
+    target = _target(fitted)
+    numbers = _chains(fitted) * _size(fitted)
+    with noise.seeded(seed), using(Compiler()), threads(numbers):
+        start = draw_theta(fitted, _chains(fitted), fitted.key(seed, "chains"))[GLOBAL][:, 0, 0]
+        state = _start(target, start)
+        for length in WARMUP:
+            state, seen = _iterate(target, state, length, adapt=True)
+            target, state = _adapted(target, state, seen)
+        drawn: list[Tensor] = []
+        acceptances: list[float] = []
+        while state.gradients < 3 * GRADIENTS:
+            state, seen = _iterate(target, state, BLOCK, adapt=False)
+            drawn.append(torch.stack([target.z(one.a) for one in seen], 1))
+            acceptances.append(state.acceptance)
+            z = torch.cat(drawn, 1)
+            ess, rhat = ess_and_rhat(z.cpu().numpy())
+            found = Chains(z, rhat, ess, sum(acceptances) / len(acceptances))
+            if found.mixed:
+                break
+    return found
+
+
+# -- the density in the coordinates of q -----------------------------------------------------------
+
+
+class Density(NamedTuple):
+    """log π of C chains, and its gradients: ``(C,)``, ``(C, D)``, ``(C, N, P)``."""
+
+    value: Tensor
+    a: Tensor
+    e: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Target:
+    """The density of the chains.
+
+    Attributes:
+        fitted: q of all clients.
+        loc: m, ``(D,)``.
+        root: L, ``(D, D)``.
+        spread: standard deviations of e, ``(N, P)``, for the momenta.
+        chunks: positions of clients, their rows and their parameters.
+    """
+
+    fitted: Fitted
+    loc: Tensor
+    root: Tensor
+    spread: Tensor
+    chunks: Sequence[tuple[Tensor, Batch, Params]]
+
+    def z(self, a: Tensor) -> Tensor:
+        """The global vector, ``(C, D)``."""
+        return self.loc + a @ self.root.mT
+
+    def density(self, a: Tensor, e: Tensor) -> Density:
+        """log π and its gradients."""
+        program, z = self.fitted.program, self.z(a)
+        value, grad = _server(program, self.fitted.params, z)
+        grads = torch.empty_like(e)
+        for chunk, batch, params in self.chunks:
+            own, grad_z, grads[:, chunk] = _clients(program, params, batch, z, e[:, chunk])
+            value, grad = value + own, grad + grad_z
+        return Density(value, grad @ self.root, grads)
+
+
+def _target(fitted: Fitted) -> _Target:
+    """Return the density of a fit, in the units of draws from q."""
+    program, federation = fitted.program, fitted.federation
+    z = draw_theta(fitted, 2000, fitted.key(0, "chains"))[GLOBAL][:, 0, 0].double()
+    root = torch.linalg.cholesky(z.mT.cov().reshape(z.shape[1], -1)).to(federation.dtype)
+    spread = root.new_ones(
+        len(federation), program.randomness[LOCAL][0].tail[-1] if program.locals else 0
+    )
+    chunks = [
+        (chunk, federation.batch(chunk), fitted.params_of(chunk))
+        for chunk in client_chunks(fitted, 4 * _chains(fitted), federation)
+    ]
+    return _Target(fitted, z.mean(0).to(root), root, spread, chunks)
+
+
+@traceable
+def _server(program: Program, params: Params, z: Tensor) -> tuple[Tensor, Tensor]:
+    """log p(θ) and its gradient in z."""
+    with torch.enable_grad():
+        z = z.detach().requires_grad_()
+        value = log_prior(program, params, {GLOBAL: z[:, None, None]}, len(z))
+        (grad,) = torch.autograd.grad(value.sum(), z, materialize_grads=True)
+    return value.detach(), grad
+
+
+@traceable
+def _clients(
+    program: Program, params: Params, batch: Batch, z: Tensor, e: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Σ_i log p(w_i, D_i | θ) + log |∂w_i / ∂e_i| of K clients, and its gradients in z and e."""
+    with torch.enable_grad():
+        z, e = z.detach().requires_grad_(), e.detach().requires_grad_()
+        theta = z[:, None, None]
+        with handlers.given(batch.device, params, {}, {GLOBAL: theta}, len(z)):
+            guide = poutine.trace(program.guide).get_trace(batch.head())
+        u, log_det = local.unwhiten(guide.nodes[LOCAL]["fn"].drawn, e[:, :, None])
+        log_joint = program.guide.block_log_joint(params, batch, u, theta)
+        terms = log_joint.sum(1) + log_det.sum((1, 2))
+        grads = torch.autograd.grad(terms.sum(), (z, e), materialize_grads=True)
+    return terms.detach(), *grads
+
+
+# -- chains ----------------------------------------------------------------------------------------
+
+
+class _State(NamedTuple):
+    """Positions of C chains, their density, and the step size with what adapts it."""
+
+    a: Tensor
+    e: Tensor
+    at: Density
+    step: float
+    adapted: int = 0
+    acceptance: float = 0.0
+    gradients: int = 0
+
+
+def _start(target: _Target, z: Tensor) -> _State:
+    """Return chains that start at draws from q."""
+    a = torch.linalg.solve_triangular(target.root, (z - target.loc).mT, upper=False).mT
+    e = torch.randn(len(a), *target.spread.shape, dtype=a.dtype, device=a.device)
+    size = a[0].numel() + e[0].numel()
+    return _State(a, e, target.density(a, e), min(0.5, size**-0.25))
+
+
+def _iterate(
+    target: _Target, state: _State, count: int, *, adapt: bool
+) -> tuple[_State, list[_State]]:
+    """Take trajectories; return the last state, and the state after each."""
+    seen, total = [], 0.0
+    for _ in range(count):
+        state = _trajectory(target, state)
+        total += state.acceptance
+        if adapt:
+            rate = (1 + state.adapted) ** -0.5
+            step = state.step * math.exp(rate * (state.acceptance - ACCEPTANCE))
+            state = state._replace(step=step, adapted=state.adapted + 1)
+        seen.append(state)
+    return state._replace(acceptance=total / count), seen
+
+
+def _trajectory(target: _Target, state: _State) -> _State:
+    """Take a trajectory of leapfrog steps, of a random length around π/2, and accept its end or not."""
+    length = (0.5 + float(torch.rand(()))) * math.pi / 2
+    steps = min(MOST_STEPS, max(1, math.ceil(length / state.step)))
+    h, spread = state.step, target.spread
+    a, e, at = state.a, state.e, state.at
+    p, r = torch.randn_like(a), torch.randn_like(e)
+    before = at.value - _kinetic(p, r)
+    for _ in range(steps):
+        p, r = p + h / 2 * at.a, r + h / 2 * spread * at.e
+        a, e = a + h * p, e + h * spread * r
+        at = target.density(a, e)
+        p, r = p + h / 2 * at.a, r + h / 2 * spread * at.e
+    chance = (at.value - _kinetic(p, r) - before).nan_to_num(-torch.inf).clamp(max=0.0).exp()
+    take = torch.rand_like(chance) < chance
+
+    def chosen(new: Tensor, old: Tensor) -> Tensor:
+        return torch.where(take.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    at = Density(*map(chosen, at, state.at))
+    return state._replace(
+        a=chosen(a, state.a),
+        e=chosen(e, state.e),
+        at=at,
+        acceptance=float(chance.mean()),
+        gradients=state.gradients + steps,
+    )
+
+
+def _kinetic(p: Tensor, r: Tensor) -> Tensor:
+    return p.square().sum(1) / 2 + r.square().sum((1, 2)) / 2
+
+
+def _adapted(target: _Target, state: _State, seen: Sequence[_State]) -> tuple[_Target, _State]:
+    """Return the density in the units of the second half of the draws, and the chains there."""
+    half = seen[len(seen) // 2 :]
+    z = torch.cat([target.z(one.a) for one in half]).double()
+    covariance = z.mT.cov().reshape(z.shape[1], -1)
+    root = torch.linalg.cholesky(covariance).to(target.root)
+    spread = torch.cat([one.e for one in half]).std(0)
+    new = replace(target, loc=z.mean(0).to(root), root=root, spread=spread)
+    a = torch.linalg.solve_triangular(root, (target.z(state.a) - new.loc).mT, upper=False).mT
+    return new, state._replace(a=a, at=new.density(a, state.e))

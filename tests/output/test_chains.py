@@ -1,0 +1,133 @@
+"""Chains of Hamiltonian Monte Carlo against integrals on a grid, NUTS and differences of the density."""
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import bayesfed as bf
+from bayesfed import datasets, models
+from bayesfed.guides.family import GLOBAL
+from bayesfed.output import chains
+from bayesfed.output.correction import CorrectionResult
+from bayesfed.output.draws import draw_theta
+from tests.output.test_correction import SCHOOLS, of_grid
+
+
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [
+        (models.eight_schools, datasets.eight_schools),
+        (models.varying_slope, datasets.grunfeld),
+    ],
+)
+def test_gradients_are_those_of_the_density(model, data, float64):
+    posterior = bf.fit(model, data(), rounds=3, progress=False)
+    with torch.no_grad():
+        target = chains._target(posterior)
+        z = draw_theta(posterior, 4, posterior.key(1))[GLOBAL][:, 0, 0]
+        torch.manual_seed(0)
+        at = chains._start(target, z)
+        for of, along in (("a", torch.randn_like(at.a)), ("e", torch.randn_like(at.e))):
+            values = [
+                target.density(**{"a": at.a, "e": at.e, of: getattr(at, of) + step * along}).value
+                for step in (1e-4, -1e-4)
+            ]
+            slope = (getattr(at.at, of) * along).flatten(1).sum(1)
+            expected = (values[0] - values[1]) / 2e-4
+            torch.testing.assert_close(slope, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_q_that_is_far_from_the_posterior():
+    """Of two rounds; within five Monte Carlo errors of 2000 draws, where τ has a heavy tail, as in test_correction.py."""
+    start = bf.fit(
+        models.eight_schools, SCHOOLS, bf.SFVI(corrected=False), rounds=2, progress=False
+    )
+    posterior = start.with_chains()
+    assert posterior.correction.rhat < 1.05
+    assert posterior.khat is None
+    truth, draws, before = of_grid(), posterior.sample(20_000), start.sample(20_000)
+    for name, (mean, sd) in truth.items():
+        assert abs(float(draws[name].mean()) - mean) < 0.11 * sd
+        assert abs(float(draws[name].std()) / sd - 1) < 0.12
+    mean, sd = truth["mu"]
+    assert abs(float(before["mu"].mean()) - mean) > 0.3 * sd
+
+
+def test_chains_replace_weights_that_are_too_uneven(monkeypatch, tmp_path):
+    """Where a run stops by itself; the file of the posterior keeps them."""
+    fails = CorrectionResult(reliable=False)
+    for place in ("bayesfed.output.posterior.correct", "bayesfed.fitting.correct"):
+        monkeypatch.setattr(place, lambda *_: fails)
+    posterior = bf.fit(models.eight_schools, SCHOOLS, progress=False)
+    assert posterior.correctable
+    assert posterior.correction.rhat < 1.05
+    assert posterior.correction.ess > 1000
+    assert "Hamiltonian" in posterior.to_arviz(50).posterior.attrs["corrected"]
+    posterior.save(tmp_path / "chains.safetensors")
+    again = bf.Posterior.load(tmp_path / "chains.safetensors", models.eight_schools, SCHOOLS)
+    assert again.correction.rhat == posterior.correction.rhat
+    assert torch.equal(again.correction.theta[GLOBAL], posterior.correction.theta[GLOBAL])
+    given = bf.fit(models.eight_schools, SCHOOLS, rounds=5, progress=False)
+    assert given.correction is None
+    assert not given.correctable
+
+
+def test_seeds_make_other_chains():
+    start = bf.fit(models.eight_schools, SCHOOLS, rounds=10, progress=False)
+    one, same, other = (start.with_chains(seed=s).correction.theta[GLOBAL] for s in (0, 0, 1))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+def test_where_chains_do_not_apply():
+    point = bf.fit(models.eight_schools, SCHOOLS, bf.FedAvg(), rounds=2, progress=False)
+    with pytest.raises(ValueError, match="q.θ. with a density"):
+        point.with_chains()
+    whole = bf.fit(models.eight_schools, SCHOOLS, rounds=5, progress=False)
+    with pytest.raises(ValueError, match="all clients of the fit"):
+        whole.select(["A", "B"]).with_chains()
+
+
+def items(federation):
+    """Answers of persons, the clients, to 20 questions: a logistic model of two parameters each."""
+    a = pyro.sample("a", dist.LogNormal(0.0, 0.5).expand([20]).to_event(1))
+    b = pyro.sample("b", dist.Normal(0.0, 1.5).expand([20]).to_event(1))
+    sd = pyro.sample("sd", dist.HalfNormal(1.0))
+    with federation.clients():
+        t = pyro.sample("t", dist.Normal(0.0, sd))
+        with federation.observations() as obs:
+            which = obs["item"]
+            logits = (a * which).sum(-1) * (t - (b * which).sum(-1))
+            pyro.sample("y", dist.Bernoulli(logits=logits), obs=obs.get("y"))
+
+
+def answers():
+    g = np.random.default_rng(0)
+    a, b, t = np.exp(0.4 * g.normal(size=20)), 1.2 * g.normal(size=20), g.normal(size=100)
+    persons = {}
+    for i in range(100):
+        p = 1 / (1 + np.exp(-a * (t[i] - b)))
+        persons[f"person {i}"] = {"item": np.eye(20), "y": (g.random(20) < p).astype(float)}
+    return bf.Federation.from_arrays(persons)
+
+
+# fmt: off
+MEANS = (-0.81, 2.43, -0.66, 0.12, 1.02, -0.18, -0.74, -1.74, -0.46, 0.01,
+         -1.08, -0.40, -0.57, 0.61, -0.04, 0.36, -0.92, -0.34, 0.54, 1.76)
+SPREADS = (0.389, 0.631, 0.303, 0.282, 0.432, 0.325, 0.229, 0.478, 0.288, 0.314,
+           0.384, 0.275, 0.464, 0.363, 0.260, 0.265, 0.411, 0.336, 0.227, 0.458)
+# fmt: on
+"""Of b, by NumPyro's NUTS, 2 chains of 2000 draws."""
+
+
+@pytest.mark.slow
+def test_forty_global_variables():
+    """Standard deviations of q are 0.76 to 0.91 of these; weights have a k-hat of 0.9."""
+    posterior = bf.fit(items, answers(), progress=False)
+    assert posterior.correction.rhat < 1.05
+    draws = posterior.sample(4000)["b"]
+    mean, sd = torch.tensor(MEANS), torch.tensor(SPREADS)
+    assert float(((draws.mean(0) - mean) / sd).abs().max()) < 0.15
+    assert float((draws.std(0) / sd - 1).abs().max()) < 0.12
