@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 UNCORRECTABLE = (
     "q(θ) is not a good approximation of the posterior, importance weights are too uneven to correct it by, and chains "
-    "do not apply or have not mixed (posterior.with_chains() says which). "
-    + khat.REMEDY
+    "do not apply or have not mixed (posterior.with_chains() says which). " + khat.REMEDY
 )
 
 
