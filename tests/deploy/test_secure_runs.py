@@ -64,6 +64,18 @@ def test_draws_of_theta_are_weighed_in_secure_sums_too(tmp_path):
     assert told and all(set(parts) == {"masked"} for parts in told)
 
 
+@pytest.mark.parametrize("algorithm", [bf.FedAvg(), bf.PFedMAP()], ids=str)
+@pytest.mark.parametrize("secure_sums", [True, False], ids=["secure", "plain"])
+def test_a_point_estimate_stops_by_itself_at_the_same_place(algorithm, secure_sums, tmp_path):
+    """Without a number of rounds the server takes quasi-Newton steps."""
+    plan = replace(PLAN, algorithm=algorithm, rounds=None, secure=secure_sums)
+    found = fitted(Wire(acquainted(nodes_of(SCHOOLS, plan, tmp_path))), plan, tmp_path)
+    expected = in_process(plan)
+    assert found.posterior.converged and expected.converged
+    for name, value in expected.params.items():
+        torch.testing.assert_close(found.params[name], value, rtol=1e-3, atol=1e-3)
+
+
 def test_no_upload_is_among_what_the_server_hears(nodes, tmp_path):
     """Nor in what it keeps: of each part there are words, which no two answers have in common."""
     at = Wire(nodes)

@@ -1,6 +1,7 @@
 """Quasi-Newton steps of the server: point estimates arrive at the optimum of their objective, which L-BFGS finds."""
 
 import importlib.util
+import shutil
 import sys
 import warnings
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ SPEC = importlib.util.spec_from_file_location("own_optima", PATH)
 own_optima = sys.modules["own_optima"] = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(own_optima)
 
+EAGER = bf.Execution(compile=False)
 PROBLEMS = {"hospitals": (deaths, hospitals), "falls": (falls, wards), "curves": (growth, curves)}
 
 
@@ -83,6 +85,24 @@ def test_a_number_of_rounds_cohorts_and_minibatches_have_no_such_steps():
         assert "newton" not in bf.start(falls, wards(), bf.FedAvg(), **options).server
     with pytest.raises(ValueError, match="rounds: FedAvg has no"):
         bf.fit(falls, wards(), bf.FedAvg(), clients_per_round=0.5)
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "PFedMAP"])
+def test_a_run_goes_on_to_the_same_numbers_and_chunks_do_not_matter(name, tmp_path):
+    path, part = tmp_path / "run.safetensors", tmp_path / "part.safetensors"
+
+    def keep(done):
+        if done.number == 7:
+            shutil.copy(path, part)
+
+    whole = fit(PROBLEMS["falls"], name, resume=path, callbacks=[keep], execution=EAGER)
+    resumed = fit(PROBLEMS["falls"], name, resume=part, execution=EAGER)
+    assert len(whole.history["elbo"]) > 7
+    chunks = bf.Execution(compile=False, chunk_size=4)
+    chunked = fit(PROBLEMS["falls"], name, execution=chunks)
+    for variable, value in whole.params.items():
+        assert torch.equal(resumed.params[variable], value)
+        torch.testing.assert_close(chunked.params[variable], value, rtol=1e-3, atol=1e-3)
 
 
 @dataclass(frozen=True)
