@@ -12,7 +12,8 @@ from torch import Tensor
 
 from bayesfed.elbo.program import Program
 
-_FAR = 10.0
+_FAR = 3.0
+"""How far a step may move the mean, in standard deviations of the Gaussian before."""
 
 
 class Natural(NamedTuple):
@@ -70,7 +71,7 @@ def step_towards(q: Natural, target: Natural, step: float) -> Natural:
     """Take a step from q to the target, shorter, row by row, where it would leave the region of q's draws.
 
     It would where the precision would lose its positive definiteness or the mean would move by more than
-    ``_FAR`` standard deviations of q in any direction.
+    :data:`_FAR`.
     """
     before, _ = q.moments()
     size = torch.full(q.shift.shape[:1], step, dtype=q.shift.dtype, device=q.shift.device)

@@ -344,7 +344,12 @@ PVI = Method(
     "PVI",
     "Partitioned variational inference: one Gaussian factor of q(θ) per client (Ashman et al. 2022).",
     Algorithm(
-        FullRank(), Conditioned(), CavitySteps(steps=10, draws=8), ProductOfFactors(), lr_decay=0.01
+        FullRank(),
+        Conditioned(),
+        CavitySteps(steps=10, draws=8),
+        ProductOfFactors(),
+        lr_decay=0.01,
+        corrected=True,
     ),
     conditioned="locals.on_globals",
     damping="rule.damping",
@@ -352,6 +357,7 @@ PVI = Method(
     step="steps.step_size",
     draws="steps.draws",
     local_lr="steps.local_lr",
+    corrected="corrected",
     **END,
 )
 

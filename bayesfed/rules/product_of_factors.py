@@ -4,11 +4,15 @@
 
 (Ashman et al. 2022, *Partitioned variational inference: a framework for probabilistic federated learning*).
 
-    server    sends q = (Λ, h), the sums of the factors' natural parameters
+    server    sends q = (Λ, h), the sums of the factors' natural parameters within a trust region
     client i  divides its own factor out (the cavity), finds the best q_i against the cavity as prior
               (:mod:`bayesfed.steps.cavity_steps`), and uploads ρ times the change of natural parameters q_i / q, which
               also updates t_i
-    server    adds the changes; t_0, the prior's factor, is updated in the same way (exact if Gaussian)
+    server    adds the changes to the product of all factors; t_0, the prior's factor, is made anew (exact if Gaussian);
+              q goes towards the product, as far as it stays proper and its mean moves by a few standard deviations
+
+What is missing to the product is one more factor of q, the server's, which is 1 in the end: the fixed points are those
+of the paper. In its place the paper damps (ρ), as 1 / K to be safe, which takes K rounds and more.
 """
 
 from dataclasses import dataclass
@@ -21,17 +25,23 @@ from bayesfed.data.batch import Batch
 from bayesfed.elbo.elbo import log_prior, server_pass
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.full_rank import FullRank
-from bayesfed.guides.gaussian_factors import Natural, antithetic, factor_of
+from bayesfed.guides.gaussian_factors import Natural, antithetic, factor_of, step_towards
 from bayesfed.rules.rule import Progress, Rule, Turn
 from bayesfed.steps.job import Job, Parts, Work
 from bayesfed.steps.optimizer import State
 
 
 class Server(NamedTuple):
-    """q and its prior factor t_0."""
+    """q, its prior factor t_0, and the product of t_0 and all t_i, which q follows within a trust region."""
 
     q: Natural
     prior: Natural
+    product: Natural
+
+
+IMPROPER = 5.0
+"""How far the product may be from proper: by minus its precision in any direction, over that of q. Honest clients' is
+at most a few times negative, and in the first rounds only, where a client's term is not concave."""
 
 
 @dataclass(frozen=True)
@@ -39,22 +49,21 @@ class ProductOfFactors(Rule):
     """The product of the clients' factors.
 
     Attributes:
-        damping: ρ; by default 1 / K, which keeps q proper whatever the factors. 1 is exact in one round
-            where the model is conjugate and Gaussian.
+        damping: ρ. 1 is exact in one round where the model is conjugate and Gaussian.
     """
 
-    damping: float | None = None
+    damping: float = 1.0
     needs = frozenset({"gaussian"})
     sends = frozenset({"gaussian"})
     globals = (FullRank,)
     no_noise = "clients take out of q what they remember of their uploads, and noise would add up in it: use SFVI"
 
     def start(self, program: Program) -> Server:
-        """Return q = t_0 = N(0, I) in the guide's coordinates (close to the prior)."""
-        loc, _ = FullRank().normal(program.init)
-        unit = torch.eye(len(loc), dtype=loc.dtype, device=loc.device)
-        start = Natural(unit, torch.zeros_like(loc))
-        return Server(start, start)
+        """Return q = t_0 at the guide's start; t_0 becomes the prior's factor by its updates."""
+        loc, scale_tril = FullRank().normal(program.init)
+        precision = torch.cholesky_inverse(scale_tril)
+        start = Natural(precision, precision @ loc)
+        return Server(start, start, start)
 
     def params(self, server: Server) -> Params:
         """Return q as the guide's location and Cholesky factor."""
@@ -67,8 +76,7 @@ class ProductOfFactors(Rule):
 
     def broadcast(self, turn: Turn, server: Server) -> Parts:
         """Return q's natural parameters, the damping, and q's moments."""
-        damping = self._damping(turn.cohort)
-        message = server.q._asdict() | {"damping": server.q.shift.new_tensor(damping)}
+        message = server.q._asdict() | {"damping": server.q.shift.new_tensor(self.damping)}
         return {"gaussian": message, "theta": self.params(server)}
 
     def prepare(self, job: Job) -> Parts:
@@ -87,27 +95,22 @@ class ProductOfFactors(Rule):
         return total
 
     def decode(self, turn: Turn, server: Server, total: Parts) -> tuple[Server, Tensor]:
-        """Return q times the clients' changes and the prior factor's own."""
+        """Return q as far towards the new product of the factors as its trust region reaches."""
         program, key, changes = turn.program, turn.key, Natural(**total["gaussian"])
         (site,) = program.random
         rows = Natural(*(x[None] for x in server.q))
         loc, z = antithetic(rows, program, key[None], max(turn.steps.draws, 64))
         f = log_prior(program, self.params(server), {site: z}, len(z))
         fresh = Natural(*(x[0] for x in factor_of(f[:, None], z, loc)))
-        damping = 1.0 if self.damping is None else self.damping
-        # the mean of the clients' q is proper, but the change of the prior's factor may undo that: it is shortened
-        for shorter in (1.0, 0.5, 0.25, 0.125, 0.0):
-            part = shorter * damping
-            step = Natural(*(part * (f - p) for f, p in zip(fresh, server.prior, strict=True)))
-            prior, q = server.prior.plus(step), server.q.plus(changes).plus(step)
-            if torch.linalg.cholesky_ex(q.precision).info == 0:
-                break
-        else:
+        step = Natural(*(f - p for f, p in zip(fresh, server.prior, strict=True)))
+        prior, product = server.prior.plus(step), server.product.plus(changes).plus(step)
+        if torch.linalg.cholesky_ex(product.precision + IMPROPER * server.q.precision).info > 0:
             raise FloatingPointError(
-                "PVI: the product of the clients' factors is no longer a proper Gaussian; lower damping "
-                "(or leave it out: 1 / K keeps q proper)"
+                "PVI: the product of the clients' factors is far from a proper Gaussian; lower damping"
             )
-        server = Server(q, prior)
+        target = Natural(*(x[None] for x in product))
+        q = Natural(*(x[0] for x in step_towards(rows, target, 1.0)))
+        server = Server(q, prior, product)
         with torch.no_grad():
             supplied = program.noise(key, 64, local=False)
             term = server_pass(program, self.params(server), supplied, 64).term
@@ -117,7 +120,4 @@ class ProductOfFactors(Rule):
         """Return the cohort's share of all clients' changes, times ρ and how far a client goes."""
         late = turn.steps.steps - turn.steps.steps // 2
         gone = 1 - (1 - turn.steps.step_size) ** late
-        return Progress(self._damping(turn.cohort) * gone / turn.scale)
-
-    def _damping(self, cohort: int) -> float:
-        return 1 / cohort if self.damping is None else self.damping
+        return Progress(self.damping * gone / turn.scale)

@@ -372,7 +372,8 @@ def test_pvi_is_not_held_up_by_what_clients_learnt_far_away():
         some = torch.linspace(start, end - 1, 40).long()
         parts[name] = {field: visits[field][some] for field in visits.fields}
     data = bf.Federation.from_arrays(parts)
-    found = bf.fit(models.hierarchical_count, data, bf.PVI(), rounds=100, execution=EAGER)
+    algorithm = bf.PVI(corrected=False)
+    found = bf.fit(models.hierarchical_count, data, algorithm, rounds=100, execution=EAGER)
     algorithm = bf.SFVI(corrected=False)  # which has NUTS' to .1 sd on this model: accuracy.md
     expected = bf.fit(models.hierarchical_count, data, algorithm, execution=EAGER)
     pvi, sfvi = found.sample(4000), expected.sample(4000)
@@ -380,6 +381,30 @@ def test_pvi_is_not_held_up_by_what_clients_learnt_far_away():
         assert ((pvi[site].mean(0) - sfvi[site].mean(0)).abs() / sfvi[site].std(0)).max() < 0.3
         assert (pvi[site].std(0) / sfvi[site].std(0)).log().abs().max() < 0.2
     assert found.elbo(1000).mean() > expected.elbo(1000).mean() - 1
+
+
+@pytest.mark.parametrize("cohort", [1.0, 0.5])
+def test_pvi_takes_at_most_twice_the_rounds_of_sfvi(cohort):
+    """60 clients of 1 to 30 rows: damped by 1 / K, factors made where q was wide held it for hundreds of rounds."""
+    generator, clients = torch.Generator().manual_seed(0), {}
+    for i in range(60):
+        n = 1 + (7 * i) % 30
+        x = torch.randn(n, 1, generator=generator)
+        y = 0.4 * torch.randn((), generator=generator) - x[:, 0]
+        clients[f"c{i}"] = {"x": x, "y": y + 0.3 * torch.randn(n, generator=generator)}
+    data = bf.Federation.from_arrays(clients)
+    how = {"clients_per_round": cohort, "execution": EAGER, "progress": False}
+    sfvi, pvi = (
+        bf.fit(models.varying_intercept, data, algorithm, **how)
+        for algorithm in (bf.SFVI(), bf.PVI())
+    )
+    assert pvi.converged
+    assert len(pvi.history["elbo"]) <= 2 * len(sfvi.history["elbo"])
+    found, expected = pvi.sample(10_000), sfvi.sample(10_000)
+    for site in ("mu", "tau", "beta", "sigma"):
+        gap = (found[site].mean(0) - expected[site].mean(0)).abs() / expected[site].std(0)
+        assert float(gap.max()) < 0.1
+        assert float((found[site].std(0) / expected[site].std(0)).log().abs().max()) < 0.1
 
 
 def test_what_serves_is_kept_and_what_does_not_given_up():

@@ -222,7 +222,7 @@ def test_a_private_run_is_not_corrected():
 
 
 def test_other_algorithms_are_corrected_on_request():
-    posterior = bf.fit(models.eight_schools, SCHOOLS, bf.PVI(), rounds=30)
+    posterior = bf.fit(models.eight_schools, SCHOOLS, bf.PVI(corrected=False), rounds=30)
     assert posterior.correction is None
     tau = posterior.corrected().sample(20_000)["tau"]
     mean, sd = of_grid()["tau"]
