@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from bayesfed.engine.stopping.fixed_rounds import FixedRounds
 from bayesfed.engine.stopping.held_out import HeldOut, check_clients
 from bayesfed.engine.stopping.rule import Stopping
 from bayesfed.engine.watch import warn_if_falling, warn_of_refused, warn_of_uphill
-from bayesfed.output.correction import correct
+from bayesfed.output.correction import CorrectionResult, correct
 from bayesfed.output.locals_of_run import fitted_cohort, log_predictive, make_local_params
 from bayesfed.output.posterior import Posterior
 from bayesfed.rules.rule import Turn
@@ -219,7 +218,7 @@ def finish(run: Run) -> Posterior:
     posterior = make_posterior(run, _local_params(run))
     warn_of_flaws(run, posterior)
     if run.stopping.provisional:
-        return replace(posterior, correction=run.correction).with_clients_resampled()
+        return posterior.with_correction(CorrectionResult(True, run.correction))
     return posterior.corrected() if run.plan.algorithm.corrected else posterior
 
 

@@ -17,7 +17,7 @@ from bayesfed.elbo import noise
 from bayesfed.engine.stopping.drift import caveat
 from bayesfed.output import checkpoint, khat, mixture, poor_variables, predictions
 from bayesfed.output.chains import can_sample, sample_chains
-from bayesfed.output.correction import correct
+from bayesfed.output.correction import FINITE_VARIANCE, CorrectionResult, correct
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.importance import pareto_k
 from bayesfed.output.log_densities import elbo
@@ -117,7 +117,8 @@ class Posterior(Fitted):
 
         Draws of θ in place of q(θ), see :mod:`bayesfed.output.correction`, and of the variables of
         :attr:`poor_clients` in place of q(w_i | θ). Fits by SFVI are corrected when they end. Where the importance
-        weights of a fit that stopped by itself are too uneven, chains are tried, see :meth:`with_chains`.
+        weights of a fit that stopped by itself are too uneven, or have a k-hat above 0.5, chains are tried, see
+        :meth:`with_chains`.
 
         Raises:
             ValueError: this is not the posterior of all clients of the fit, whose rows determine the weights.
@@ -128,13 +129,20 @@ class Posterior(Fitted):
                 "the posterior of the fit, then select or personalize"
             )
         plain = replace(self, correction=None, correctable=True, resampled=frozenset())
-        found = correct(plain)
-        correction = found.correction
-        failed = found.attempted and not found.reliable
-        if failed and self.converged is not None and can_sample(plain):
-            correction = sample_chains(plain).correction()
+        return plain.with_correction(correct(plain))
+
+    def with_correction(self, found: CorrectionResult) -> Posterior:
+        """Return the posterior with this correction of q(θ), or with chains where its weights have no finite variance.
+
+        Args:
+            found: the outcome of importance sampling.
+        """
+        correction, failed = found.correction, found.attempted and not found.reliable
+        infinite = correction is not None and (correction.khat or 0.0) > FINITE_VARIANCE
+        if (failed or infinite) and self.converged is not None and can_sample(self):
+            correction = sample_chains(self).correction() or correction
         correctable = correction is not None or not failed
-        corrected = replace(plain, correction=correction, correctable=correctable)
+        corrected = replace(self, correction=correction, correctable=correctable)
         return corrected.with_clients_resampled()
 
     def with_chains(self, *, seed: int = 0) -> Posterior:
