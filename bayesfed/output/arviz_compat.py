@@ -60,7 +60,7 @@ def summary(draws: xr.Dataset, names: Sequence[str]) -> pd.DataFrame:
 
 
 def ess_and_rhat(draws: np.ndarray) -> tuple[float, float]:
-    """Return the smallest bulk effective sample size and the largest rank-normalised R-hat of ``(chains, draws, D)``."""
+    """Return the smallest bulk effective size and the largest rank-normalised R-hat of ``(chains, draws, D)``."""
     found = xr.Dataset({"z": (("chain", "draw", "of"), draws)})
     ess, rhat = az.ess(found, method="bulk"), az.rhat(found, method="rank")
     return float(ess["z"].min()), float(rhat["z"].max())

@@ -167,8 +167,8 @@ class Posterior(Fitted):
         plain = replace(self, correction=None, correctable=True, resampled=frozenset())
         if len(self.federation) != self.program.clients or not can_sample(plain):
             raise ValueError(
-                "chains need the posterior of all clients of the fit, a q(θ) with a density, such as SFVI's, at most 20 "
-                "numbers of variables a client, no privacy, and data that are not too large"
+                "chains need the posterior of all clients of the fit, a q(θ) with a density, such as SFVI's, at most "
+                "20 numbers of variables a client, no privacy, and data that are not too large"
             )
         chains = sample_chains(plain, seed)
         if not chains.mixed:

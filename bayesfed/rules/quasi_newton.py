@@ -105,8 +105,8 @@ def _probed(state: Params, x: Tensor, g: Tensor) -> Params:
     if number == 1:
         state = state | {"base": x, "slope": g}
     else:
-        column = (state["slope"] - g) / PROBE
-        columns = columns.index_copy(1, torch.tensor([number - 2]), column[:, None])
+        columns = columns.clone()
+        columns[:, number - 2] = (state["slope"] - g) / PROBE
     if number <= len(x):
         step = torch.zeros_like(x)
         step[number - 1] = PROBE

@@ -40,7 +40,7 @@ def test_gradients_are_those_of_the_density(model, data, float64):
 
 
 def test_a_q_that_is_far_from_the_posterior():
-    """Of two rounds; within five Monte Carlo errors of 2000 draws, where τ has a heavy tail, as in test_correction.py."""
+    """Of two rounds; within five Monte Carlo errors of 2000 draws, as in test_correction.py."""
     start = bf.fit(
         models.eight_schools, SCHOOLS, bf.SFVI(corrected=False), rounds=2, progress=False
     )
