@@ -470,6 +470,7 @@ def own_optimum(name: str, hierarchy: Hierarchy, fitted: Mapping[str, Any]) -> V
     if name in ("FedPer", "FedRep", "Local"):
         fixed = ~nothing if name == "Local" else ~hierarchy.reads()
         theta, w = joint(hierarchy, fixed, given, lambda t, w: loss(t, w, by_rows, 0.0))
+        w = w.masked_fill(~_determined(hierarchy, theta, w), torch.nan)
         return _globals(hierarchy, theta, ~fixed) | _locals(hierarchy, w)
     if name == "FedBABU":
         reads = hierarchy.reads()
@@ -528,6 +529,17 @@ def _spreads(hierarchy: Hierarchy) -> Tensor:
             (grad,) = torch.autograd.grad(scale, theta, allow_unused=True, retain_graph=True)
             found |= grad is not None and grad != 0
     return found
+
+
+def _determined(hierarchy: Hierarchy, theta: Tensor, w: Tensor) -> Tensor:
+    """Return which of w_i ``(N, P)`` have a finite maximum: there the likelihood is not flat."""
+    w = w.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(hierarchy(theta[None], w[None])[2].sum(), w, create_graph=True)
+    curved = [
+        torch.autograd.grad(slope[:, p].sum(), w, retain_graph=True)[0][:, p]
+        for p in range(hierarchy.width)
+    ]
+    return -torch.stack(curved, -1) * hierarchy.unit**2 > 1e-3
 
 
 def _globals(hierarchy: Hierarchy, theta: Tensor, moved: Tensor | None = None) -> Values:

@@ -184,6 +184,20 @@ def warn_of_infinities(names: Sequence[str], local_params: Params) -> None:
         )
 
 
+def warn_of_missing_optima(program: Program, names: Sequence[str], missing: Tensor) -> None:
+    """Warn of clients whose own variables have no finite optimum, bool ``(N,)``."""
+    if missing.any():
+        first = names[int(missing.nonzero()[0])]
+        which = ", ".join(repr(site.name) for site in program.locals)
+        warnings.warn(
+            f"the rows of {int(missing.sum())} of {len(names)} clients, such as {first!r}, have no finite optimum of "
+            f"{which}, as where all counts are 0 or all answers alike: their values are where the steps ended, and "
+            "the others and the global variables have converged. PFedMAP, Ditto and FedABML hold a client's "
+            "variables near those of the others",
+            stacklevel=3,
+        )
+
+
 def _learnt_scales(program: Program) -> list[str]:
     """The local sites with a Normal prior whose scale depends on parameters: where globals are point estimates."""
     return [site for site, anchor in program.anchors.items() if not anchor.fixed]

@@ -13,13 +13,21 @@ from bayesfed.elbo import noise
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params
 from bayesfed.engine import processes
+from bayesfed.engine.batches import batches
 from bayesfed.engine.execution import threads
 from bayesfed.engine.run import PERSONAL, Run
-from bayesfed.engine.watch import warn_of_infinities, warn_of_spreads, warn_of_unseen
+from bayesfed.engine.watch import (
+    warn_of_infinities,
+    warn_of_missing_optima,
+    warn_of_spreads,
+    warn_of_unseen,
+)
 from bayesfed.output.draws import run_model, weighted_draws
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.lazy_locals import LazyLocals
 from bayesfed.output.personalize import gather, personalize
+from bayesfed.steps.descent import without_optimum
+from bayesfed.steps.job import Job
 from bayesfed.tracing.compiler import using
 
 UNSEEN_STEPS = 50
@@ -41,6 +49,9 @@ def make_local_params(run: Run, params: Params) -> Mapping[str, Tensor]:
     def checked(federation: Federation, found: Params) -> Params:
         warn_of_infinities(federation.names, found)
         warn_of_spreads(run.program, federation, params, found)
+        warn_of_missing_optima(
+            run.program, federation.names, _missing(run, federation, params, found)
+        )
         return found
 
     def compute(federation: Federation) -> Params:
@@ -72,6 +83,19 @@ def make_local_params(run: Run, params: Params) -> Mapping[str, Tensor]:
             value[~mine] = 0
         local_params = processes.sum_over_processes(local_params, group)
     return checked(run.federation, local_params)
+
+
+def _missing(run: Run, federation: Federation, params: Params, own: Params) -> Tensor:
+    """Return the clients whose own variables have no finite optimum, after a run that has converged: bool ``(N,)``."""
+    missing, algorithm = torch.zeros(len(federation), dtype=torch.bool), run.plan.algorithm
+    if run.stopping.converged and algorithm.locals.stateful:
+        for chunk in run.program.chunks(federation):
+            keys = federation.stream_ids[chunk]
+            rows = batches(federation, chunk, None, keys)
+            job = Job(run.program, {"theta": params}, {}, rows, keys)
+            found = without_optimum(algorithm.steps, job, {n: v[chunk] for n, v in own.items()})
+            missing[chunk.cpu()] = found.cpu()
+    return missing
 
 
 def fitted_cohort(run: Run, params: Params, names: Sequence[str]) -> Fitted:

@@ -10,6 +10,7 @@ Li et al. 2020, eq. 2), and the centre of the prior p(w_i | θ) where they move 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
@@ -30,7 +31,7 @@ from bayesfed.steps.job import SINGLE, Job, Parts, Work
 from bayesfed.steps.local_loop import all_clients, local_loop
 from bayesfed.steps.losses import client_loss, inner_product, squared_distance, uphill
 from bayesfed.steps.optimizer import State
-from bayesfed.steps.single import few, lowest, step_down
+from bayesfed.steps.single import few, flat, lowest, step_down
 from bayesfed.steps.steps import Inputs, Objective, Steps
 from bayesfed.steps.structure import body
 from bayesfed.tracing.compiler import traceable
@@ -156,12 +157,13 @@ class Descent(Steps):
 
     def optimum(self, job: Job, at: Params) -> Params:
         """Return the clients' own variables at the optimum of the objective given θ."""
-        program, rows, pulls = job.program, job.rows(None), _on_locals(self).pulls(job, at)
+        own = {name: at[name] for name in job.program.local_params}
+        return lowest(job.program, self.loss_of_locals(job, at), own)
 
-        def loss(own: Params) -> Tensor:
-            return job.counts * self._losses(program, at, pulls, own, rows, False)[1]
-
-        return lowest(program, loss, {name: at[name] for name in program.local_params})
+    def loss_of_locals(self, job: Job, at: Params) -> Callable[[Params], Tensor]:
+        """Return the objective, in nats ``(K,)``, as a function of the clients' own variables."""
+        rows, pulls = job.rows(None), _on_locals(self).pulls(job, at)
+        return lambda own: job.counts * self._losses(job.program, at, pulls, own, rows, False)[1]
 
     @traceable
     def slope(
@@ -318,6 +320,15 @@ def _on_locals(steps: Descent) -> Descent:
     if steps.moves == "globals":  # fine-tuning is on the loss alone: FedProx's pull is on θ
         return replace(steps, moves="locals", at_prior=False, optimizer="sgd", proximal=0.0)
     return replace(steps, moves="locals", at_prior=False)
+
+
+def without_optimum(steps: Any, job: Job, own: Params) -> Tensor:
+    """Return the clients whose own few variables have converged in a direction that has no optimum: bool ``(K,)``."""
+    for phase in getattr(steps, "phases", (steps,)):
+        if isinstance(phase, Descent) and phase.moves in ("locals", "all") and few(job.program):
+            at = copies(job.theta, len(job)) | own
+            return flat(job.program, phase.loss_of_locals(job, at), own)
+    return torch.zeros_like(job.keys, dtype=torch.bool)
 
 
 def start_of_round(job: Job, locals_: Locals) -> Params:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.fisher import prior_units, scaled
-from bayesfed.guides.newton import line_search, newton_step
+from bayesfed.guides.newton import curvature, line_search, newton_step, within_range
 from bayesfed.steps.gradients import gradients
 
 FEW, NEWTON_STEPS, TOLERANCE = 20, 20, 1e-6
@@ -42,6 +42,33 @@ def lowest(program: Program, loss: Callable[[Params], Tensor], start: Params) ->
 
     Newton's method in the units of the priors, from a start.
     """
+    gain, u, values = _in_units(program, loss, start)
+    least = WEAKEST * torch.ones_like(u)
+    with torch.enable_grad():
+        for _ in range(NEWTON_STEPS):
+            step, left = newton_step(gain, least, u)
+            if float(left.max()) < TOLERANCE:
+                break
+            step = step.detach() * (LONGEST / step.detach().abs().clamp(min=LONGEST))
+            u = line_search(gain, u, step)
+    return values(u)
+
+
+def flat(program: Program, loss: Callable[[Params], Tensor], at: Params) -> Tensor:
+    """Return whose loss has next to no curvature in some direction, at values that are lowest: bool ``(K,)``.
+
+    Such a loss falls for ever, though less and less: that of a log rate, where all counts are 0.
+    """
+    gain, u, _ = _in_units(program, loss, at)
+    with torch.enable_grad():
+        hessian = curvature(gain, u)[1].detach().squeeze(1)
+    return torch.linalg.eigvalsh(-within_range(hessian))[..., 0] < WEAKEST
+
+
+def _in_units(
+    program: Program, loss: Callable[[Params], Tensor], start: Params
+) -> tuple[Callable[[Tensor], Tensor], Tensor, Callable[[Tensor], Params]]:
+    """Return −loss of vectors ``(S, K, 1, P)`` in the units of the priors, the start as one, and their values."""
     units = prior_units(program)
     unit = {
         n: units[n].expand_as(v) if n in units else torch.ones_like(v) for n, v in start.items()
@@ -56,12 +83,4 @@ def lowest(program: Program, loss: Callable[[Params], Tensor], start: Params) ->
         return torch.stack([-loss(values(each)) for each in u])
 
     first = torch.cat([(v / unit[n]).flatten(1)[:, None] for n, v in start.items()], -1).detach()
-    u, least = first, WEAKEST * torch.ones_like(first)
-    with torch.enable_grad():
-        for _ in range(NEWTON_STEPS):
-            step, left = newton_step(gain, least, u)
-            if float(left.max()) < TOLERANCE:
-                break
-            step = step.detach() * (LONGEST / step.detach().abs().clamp(min=LONGEST))
-            u = line_search(gain, u, step)
-    return values(u)
+    return gain, first, values

@@ -1,9 +1,13 @@
 """Methods at the optimum of their own objective, which L-BFGS finds from Pyro's own trace."""
 
+import warnings
+
 import numpy as np
 import pytest
 
-from tests.rules.test_quasi_newton import PROBLEMS, fit, optimum
+import bayesfed as bf
+from tests.rules.test_quasi_newton import EAGER, PROBLEMS, fit, optimum
+from tests.scenarios import falls, wards
 
 
 @pytest.mark.parametrize(
@@ -33,3 +37,31 @@ def test_globals_and_clients_end_at_the_optimum(name, problem):
     for variable in clients:
         mean = draws[variable].double().mean(0).numpy()
         np.testing.assert_allclose(mean, found[variable], rtol=0.01, atol=0.03)
+
+
+@pytest.mark.parametrize("name", ["FedPer", "FedRep"])
+def test_a_client_without_a_finite_optimum_is_named(name):
+    """The log rate of a ward without a fall goes to −∞; those of the others, and the slope, arrive."""
+    data = wards()
+    none = [ward for ward in data.names if not data.select([ward])["falls"].any()]
+    assert none
+    with pytest.warns(
+        UserWarning, match=rf"{len(none)} of 15 clients, such as '{none[0]}', have no"
+    ):
+        posterior = bf.fit(falls, data, getattr(bf, name)(), execution=EAGER)
+    assert posterior.converged
+    fitted, found = optimum(PROBLEMS["falls"], name, posterior)
+    there = [ward not in none for ward in data.names]
+    assert (~np.isnan(found["a"])).reshape(-1).tolist() == there
+    np.testing.assert_allclose(fitted["slope"], found["slope"], atol=0.002)
+    np.testing.assert_allclose(fitted["a"][there], found["a"][there], atol=0.01)
+
+
+@pytest.mark.parametrize("name", ["Ditto", "PFedMAP"])
+def test_clients_that_are_held_near_the_others_have_an_optimum(name):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        posterior = bf.fit(falls, wards(), getattr(bf, name)(), execution=EAGER)
+    assert not any("no finite optimum" in str(warning.message) for warning in said)
+    fitted, found = optimum(PROBLEMS["falls"], name, posterior)
+    np.testing.assert_allclose(fitted["a"], found["a"], atol=0.01)
