@@ -259,7 +259,7 @@ def warn_of_flaws(run: Run, posterior: Posterior) -> None:
     warn_if_falling(run.history["elbo"][: run.done].tolist(), run.program.rows)
     if run.program.particles == 1:  # the standard deviation of a few particles is no measure
         moving = posterior.moving
-        warn_if_moving(caveat(moving, posterior.rising, run.done), moving)
+        warn_if_moving(caveat(moving, posterior.rising, run.done, posterior.converged), moving)
 
 
 def fit(

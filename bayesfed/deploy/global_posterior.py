@@ -47,7 +47,7 @@ class GlobalPosterior:
     def caveat(self) -> str:
         """A warning to heed before the numbers are used, or an empty text."""
         of = self.posterior
-        moving = caveat(of.moving, of.rising, len(of.history["elbo"]))
+        moving = caveat(of.moving, of.rising, len(of.history["elbo"]), of.converged)
         draws = khat.DRAWS if of.correction is None else of.correction.count
         return moving or khat.caveat(self.khat, draws)
 

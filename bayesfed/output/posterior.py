@@ -93,7 +93,7 @@ class Posterior(Fitted):
     @property
     def caveat(self) -> str:
         """A warning that q had not converged, or is far from the posterior; empty if neither."""
-        moving = caveat(self.moving, self.rising, len(self.history["elbo"]))
+        moving = caveat(self.moving, self.rising, len(self.history["elbo"]), self.converged)
         far = khat.caveat(self.khat, self._khat_draws) or (
             "" if self.correctable else UNCORRECTABLE
         )

@@ -13,7 +13,10 @@ import pytest
 import torch
 
 import bayesfed as bf
+from bayesfed import datasets, models
 from bayesfed.algorithms import METHODS
+from bayesfed.engine.stopping import drift
+from bayesfed.engine.stopping.arrival import Arrival
 from bayesfed.rules import Mean
 from bayesfed.steps import Descent
 from tests.scenarios import curves, deaths, falls, growth, hospitals, wards
@@ -103,6 +106,17 @@ def test_a_run_goes_on_to_the_same_numbers_and_chunks_do_not_matter(name, tmp_pa
     for variable, value in whole.params.items():
         assert torch.equal(resumed.params[variable], value)
         torch.testing.assert_close(chunked.params[variable], value, rtol=1e-3, atol=1e-3)
+
+
+def test_a_run_that_goes_round_a_kink_says_so_and_a_lower_rate_helps(monkeypatch):
+    """At PerFedAvg's optimum on Grunfeld's data the gradient of the eighth firm is as large as its bound."""
+    monkeypatch.setattr(Arrival, "bound", 60)
+    monkeypatch.setattr(drift, "BOUND", 60)
+    problem = models.varying_intercept, datasets.grunfeld
+    posterior = fit(problem, "PerFedAvg", execution=EAGER)
+    assert posterior.converged is False
+    assert "has a kink" in posterior.caveat and "lower lr" in posterior.caveat
+    assert bf.fit(problem[0], problem[1](), bf.PerFedAvg(lr=0.03), execution=EAGER).converged
 
 
 @dataclass(frozen=True)

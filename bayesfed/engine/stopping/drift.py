@@ -190,9 +190,27 @@ def _moments(
     return found
 
 
-def caveat(moving: Mapping[str, float] | None, rising: float | None, rounds: int) -> str:
-    """A sentence about a fit that has not converged; empty for one that has."""
-    if (moving is None or rising is None) and rounds >= BOUND:
+def caveat(
+    moving: Mapping[str, float] | None,
+    rising: float | None,
+    rounds: int,
+    converged: bool | None,
+) -> str:
+    """A sentence about a fit that has not converged; empty for one that has.
+
+    Args:
+        moving: distances by global site, see :meth:`~bayesfed.engine.stopping.rule.Stopping.remaining`.
+        rising: nats; None of a run whose server takes quasi-Newton steps.
+        rounds: rounds done.
+        converged: None of a run with a given number of rounds.
+    """
+    if moving is None and rounds >= BOUND and converged is False:
+        if rising is None:
+            return (
+                f"not converged after {rounds:,} rounds: the server's steps on θ have not become short, and this is no "
+                "noise. The objective has a kink at its optimum, as where PerFedAvg bounds the steps of a client: a "
+                "lower lr makes it weaker; or it has no finite optimum. With rounds= clients take the usual steps"
+            )
         return (
             f"not converged after {rounds:,} rounds: noise hides the distance from where it was going. With rounds= "
             "the learning rates fall, which averages noise out"

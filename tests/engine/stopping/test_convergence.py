@@ -269,8 +269,9 @@ def test_the_bound_is_in_the_caveat(monkeypatch):
 
 def test_a_run_to_the_bound_says_that_noise_hides_the_distance():
     """500 rounds are not too few."""
-    assert "noise hides the distance" in caveat(None, 0.0, 500)
-    assert "too few" in caveat(None, 0.0, 499)
+    assert "noise hides the distance" in caveat(None, 0.0, 500, False)
+    assert "too few" in caveat(None, 0.0, 499, False)
+    assert "too few" in caveat(None, None, 600, None)  # of more rounds that were given
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_clients_that_have_not_converged_are_seen_in_the_elbo():
     """As with heavy-tailed locals after 300 rounds: .6 nats short, the clients' sds 1.6 times too wide."""
     found = drift.elbo_left(elbos(300, 0.4, 0.6, 0.3), 29, 0.01, 300)
     assert 0.35 < found < 1.2
-    assert drift.caveat({}, found, 300) == (
+    assert drift.caveat({}, found, 300, None) == (
         f"not converged after 300 rounds, about this far from where it was going: the ELBO {found:.1f} nats"
     )
 
