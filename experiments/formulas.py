@@ -90,7 +90,7 @@ def measure(name: str, python: str) -> list[list[str]]:
         escaped = what.replace("|", chr(92) + "|")
         rows.append([escaped, shown(mean, sd), *compared, problem["lme4"].get(what, "")])
     took = f"{other['seconds']:.0f} s" if truth else ""
-    khat = f"Pareto k {posterior.khat:.2f}"
+    khat = "chains" if posterior.khat is None else f"Pareto k {posterior.khat:.2f}"
     ours = f"{seconds:.1f} s, {runner.rounds_of(posterior)} rounds, {khat}"
     return [*rows, ["time", ours, took, "", "", ""]]
 
