@@ -32,16 +32,20 @@ from bayesfed.steps.optimizer import State
 
 
 class Server(NamedTuple):
-    """q, its prior factor t_0, and the product of t_0 and all t_i, which q follows within a trust region."""
+    """q, its prior factor t_0, and the product of t_0 and all t_i, which q follows within a trust region.
+
+    ``improper`` is the number of passes over all clients for which the product has been no proper Gaussian, ``()``.
+    """
 
     q: Natural
     prior: Natural
     product: Natural
+    improper: Tensor
 
 
-IMPROPER = 5.0
-"""How far the product may be from proper: by minus its precision in any direction, over that of q. Honest clients' is
-at most a few times negative, and in the first rounds only, where a client's term is not concave."""
+IMPROPER, LONGEST = 0.5, 10.0
+"""How far the product may be from proper: by minus its precision in any direction, over that of q, for each row; and
+for how many passes over all clients. Where clients' terms are not concave at the start it is improper for a few."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class ProductOfFactors(Rule):
         loc, scale_tril = FullRank().normal(program.init)
         precision = torch.cholesky_inverse(scale_tril)
         start = Natural(precision, precision @ loc)
-        return Server(start, start, start)
+        return Server(start, start, start, loc.new_zeros(()))
 
     def params(self, server: Server) -> Params:
         """Return q as the guide's location and Cholesky factor."""
@@ -104,13 +108,16 @@ class ProductOfFactors(Rule):
         fresh = Natural(*(x[0] for x in factor_of(f[:, None], z, loc)))
         step = Natural(*(f - p for f, p in zip(fresh, server.prior, strict=True)))
         prior, product = server.prior.plus(step), server.product.plus(changes).plus(step)
-        if torch.linalg.cholesky_ex(product.precision + IMPROPER * server.q.precision).info > 0:
+        proper = torch.linalg.cholesky_ex(product.precision).info == 0
+        improper = torch.where(proper, 0.0, server.improper + 1 / turn.scale)
+        bound = product.precision + IMPROPER * program.rows * server.q.precision
+        if improper > LONGEST or torch.linalg.cholesky_ex(bound).info > 0:
             raise FloatingPointError(
                 "PVI: the product of the clients' factors is far from a proper Gaussian; lower damping"
             )
         target = Natural(*(x[None] for x in product))
         q = Natural(*(x[0] for x in step_towards(rows, target, 1.0)))
-        server = Server(q, prior, product)
+        server = Server(q, prior, product, improper)
         with torch.no_grad():
             supplied = program.noise(key, 64, local=False)
             term = server_pass(program, self.params(server), supplied, 64).term

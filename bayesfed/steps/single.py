@@ -40,17 +40,18 @@ def step_down(program: Program, loss: Tensor, own: Params) -> Params:
 def lowest(program: Program, loss: Callable[[Params], Tensor], start: Params) -> Params:
     """Return the values ``(K, 1, ...)`` of K clients at which their losses ``(K,)``, in nats, are lowest.
 
-    Newton's method in the units of the priors, from a start.
+    Newton's method in the units of the priors, from a start; each client ends by itself, whoever else is here.
     """
     gain, u, values = _in_units(program, loss, start)
     least = WEAKEST * torch.ones_like(u)
     with torch.enable_grad():
         for _ in range(NEWTON_STEPS):
             step, left = newton_step(gain, least, u)
-            if float(left.max()) < TOLERANCE:
+            moving = ~(left < TOLERANCE)
+            if not moving.any():
                 break
-            step = step.detach() * (LONGEST / step.detach().abs().clamp(min=LONGEST))
-            u = line_search(gain, u, step)
+            step = torch.where(moving[:, None, None], step.detach(), 0.0)
+            u = line_search(gain, u, step * (LONGEST / step.abs().clamp(min=LONGEST)))
     return values(u)
 
 

@@ -62,7 +62,7 @@ def test_what_diverges_without_a_liar_is_nobodys_fault(tmp_path):
     at, said = Wire(nodes_of(SCHOOLS, plan, tmp_path, 4)), []
     turned = changed("total", lambda v: -20 * v)
     at.changed = {(f"node{i}", "ask"): turned for i in range(4)}
-    with pytest.raises(FloatingPointError, match="no longer a proper Gaussian"):
+    with pytest.raises(FloatingPointError, match="far from a proper Gaussian"):
         fitted(at, plan, tmp_path, said)
     assert not any("refused" in line for line in said)
 

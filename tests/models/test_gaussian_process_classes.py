@@ -97,7 +97,7 @@ def test_pfedgp_learns_a_kernel_of_all_clients_and_classifies_new_rows():
     train, test = (
         bf.Federation.from_arrays({f"c{i}": client(i, n + i) for i in range(8)}) for n in (20, 40)
     )
-    posterior = bf.fit(scaled(), train, bf.PFedGP(), rounds=60, progress=False)
+    posterior = bf.fit(scaled(), train, bf.PFedGP(), progress=False)
     probs = posterior.probabilities(test)["y"]
     assert probs.shape == (test.rows, 2)
     assert float((probs.argmax(1) == test["y"]).double().mean()) > 0.8
