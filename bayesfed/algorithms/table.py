@@ -25,6 +25,7 @@ from bayesfed.rules import (
     Barycentre,
     ControlVariates,
     Mean,
+    MeanAndVariance,
     MStep,
     NaturalGradient,
     NormalisedMean,
@@ -284,6 +285,21 @@ FOLA = Method(
     damping="rule.damping",
     gamma="globals.gamma",
     personal_steps="locals.personal_steps",
+)
+FedBE = Method(
+    "FedBE",
+    "FedAvg with an ensemble of draws from the Normal of the clients' copies (Chen & Chao 2021, section 3.2).",
+    Algorithm(
+        LaplaceGaussian("diagonal"),
+        Integrated(),
+        LaplaceSteps(lr=0.1, fisher="none"),
+        MeanAndVariance(),
+    ),
+    lr="steps.lr",
+    local_epochs="steps.epochs",
+    local_steps="steps.steps",
+    gamma="globals.gamma",
+    **END,
 )
 PACPFL = Method(
     "PACPFL",

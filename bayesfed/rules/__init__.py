@@ -3,6 +3,7 @@
 from bayesfed.rules.barycentre import Barycentre
 from bayesfed.rules.m_step import MStep
 from bayesfed.rules.mean import ControlVariates, Mean, MedianOfInstitutions, NormalisedMean, OfOne
+from bayesfed.rules.mean_and_variance import MeanAndVariance
 from bayesfed.rules.natural_gradient import NaturalGradient
 from bayesfed.rules.product_of_factors import ProductOfFactors
 from bayesfed.rules.product_of_gaussians import ProductOfGaussians
@@ -24,6 +25,7 @@ __all__ = [
     "ControlVariates",
     "MedianOfInstitutions",
     "SummedCurvature",
+    "MeanAndVariance",
     "MStep",
     "ProductOfGaussians",
     "Stein",

@@ -35,7 +35,7 @@ from bayesfed.settings import Rate
 from bayesfed.steps.curvature import Loss, layered, slopes
 from bayesfed.steps.job import Job, Work
 from bayesfed.steps.local_loop import all_clients, local_loop
-from bayesfed.steps.losses import per_client
+from bayesfed.steps.losses import per_client, uphill
 from bayesfed.steps.optimizer import where_active
 from bayesfed.steps.steps import Inputs, Steps
 from bayesfed.tracing.compiler import traceable
@@ -57,8 +57,9 @@ class LaplaceSteps(Steps):
         steps: T, in minibatches, in place of ``epochs``.
         fisher: F̄. ``"per-sample"``: the squared gradient of each row (the paper's text). ``"batch"``: the
             square of a minibatch's mean gradient (its pseudo-code). ``"hessian"``: the Hessian of L_i (its
-            eigenvalues by their size; of a diagonal what is positive), by one backward pass for each number. None: the
-            Hessian where θ is small, or where rows are not independent given θ; else per-sample.
+            eigenvalues by their size; of a diagonal what is positive), by one backward pass for each number.
+            ``"none"``: only the θ_i are given (FedBE). None: the Hessian where θ is small, or where rows are not
+            independent given θ; else per-sample.
         online: F̄ is the mean over all steps. False: F̄ is taken at the last point, over all of the client's rows. None:
             online where gradients are squared, for they vanish at the last point.
     """
@@ -66,12 +67,16 @@ class LaplaceSteps(Steps):
     lr: Rate | None = None
     epochs: int = 5
     steps: int | None = None
-    fisher: Literal["per-sample", "batch", "hessian"] | None = None
+    fisher: Literal["per-sample", "batch", "hessian", "none"] | None = None
     online: bool | None = None
-    gives = frozenset({"mode", "curvature"})
     needs = frozenset({"gaussian"})
     globals = (LaplaceGaussian,)
     locals = (Integrated,)
+
+    @property
+    def gives(self) -> frozenset[str]:  # type: ignore[override]
+        """The modes, and the curvatures where there are any."""
+        return frozenset({"mode"} if self.fisher == "none" else {"mode", "curvature"})
 
     def accept(
         self, program: Program, federation: Federation, locals_: Locals, name: str
@@ -101,10 +106,14 @@ class LaplaceSteps(Steps):
 
     def run(self, job: Job, locals_: Locals) -> Work:
         """Return the modes ``(K, D)``, the curvatures ``(K, D)`` or ``(K, D, D)``, and the log likelihoods."""
-        guide = job.program.guide
+        loss, first = _loss(job.program.guide), job.rows(0)
         theta, curvature = self.mode_and_curvature(job, job.given["prior"])
         with torch.no_grad():
-            terms = -job.counts * _loss(guide)(theta, job.rows(0))
+            terms = -job.counts * loss(theta, first)
+            if self.fisher == "none":  # plain steps, which may be too long
+                before = loss(job.message["gaussian"]["loc"].expand(len(job), -1), first)
+                rose = uphill(before, -terms / job.counts, job.counts)
+                return Work({"mode": {"theta": theta}}, terms.masked_fill(rose, -torch.inf))
         return Work({"mode": {"theta": theta}, "curvature": {"theta": curvature}}, terms)
 
     def mode_and_curvature(self, job: Job, prior: Params) -> tuple[Tensor, Tensor]:
@@ -133,6 +142,8 @@ class LaplaceSteps(Steps):
             state = {"theta": start, "fisher": fisher}
             state = local_loop(schedule, job.keys.device, state, step)
             theta, fisher = state["theta"], state["fisher"]
+            if kind == "none":
+                return theta, fisher
             if online:
                 count = schedule.sum(0).to(theta)[:, None]
                 return theta, _covariance(guide, fisher / per_client(count, fisher))

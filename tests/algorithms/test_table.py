@@ -39,6 +39,7 @@ SIGNATURES = {
     "upload_fraction lr_decay personal_steps",
     "FedPop": "local_steps body_lr init_scale upload_fraction lr_decay personal_steps",
     "FOLA": "lr prior_weight local_epochs local_steps covariance fisher online cavity damping gamma personal_steps",
+    "FedBE": "lr local_epochs local_steps gamma lr_decay personal_steps",
     "PACPFL": "particles draws integrated tau lam beta new_data_clients upsilon flat lr optimizer "
     "lr_decay",
     "SFVI": "global_guide conditioned guide local_steps draws lr local_lr corrected lr_decay personal_steps",
