@@ -173,8 +173,7 @@ class Posterior(Fitted):
         chains = sample_chains(plain, seed)
         if not chains.mixed:
             raise ValueError(
-                f"the chains have not mixed: R-hat {chains.rhat:.2f}, {chains.ess:.0f} effective draws. Write priors "
-                "without a free scale that the data say nothing of, or narrower ones"
+                f"the chains have not mixed: R-hat {chains.rhat:.2f}, {chains.ess:.0f} draws. Write narrower priors"
             )
         return replace(plain, correction=chains.correction()).with_clients_resampled()
 
