@@ -29,7 +29,7 @@ import runner
 import torch
 
 import bayesfed as bf
-from bayesfed.engine import resume
+from bayesfed.engine import run_file
 from bayesfed.engine.files import read_tensors
 
 COLUMNS = "algorithm | clients' states | kills | in a write | in a round | runs | bit-identical"
@@ -150,7 +150,7 @@ def finish(pid: int) -> bool:
 
 def measure(name: str, where: str, kills: int, seed: int) -> list[int]:
     """Kill runs of an algorithm and compare those that go on with one that never stopped."""
-    resume._SHARE = float("inf")
+    run_file._SHARE = float("inf")
     met = count_kills(name, where == "in files", kills, random.Random(f"{name} {where} {seed}"))
     if met["bit-identical"] != met["runs"]:
         raise SystemExit("a run that went on ended elsewhere than one that never stopped")

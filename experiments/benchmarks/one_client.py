@@ -114,7 +114,7 @@ def measure(name: str) -> list[list[Any]]:
             continue
         begin = time.perf_counter()
         with torch.no_grad():
-            compiled = inductor.compiled(graph, tensors)
+            compiled = inductor.compile_graph(graph, tensors)
             compiled(*tensors)
         found[way] = result, (run, graph, compiled), time.perf_counter() - begin
     times = {way: ([], [], []) for way in found}

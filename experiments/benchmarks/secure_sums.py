@@ -17,15 +17,16 @@ import torch
 from timing import interleaved, runner
 
 from bayesfed.deploy import secure
+from bayesfed.deploy.fixed_point import encode
 
 
-def institutions(count: int) -> tuple[secure.Site, secure.Sum]:
+def institutions(count: int) -> tuple[secure.Keys, secure.SumId]:
     """Return one of that many institutions, and a sum of all."""
     keys = {f"site {i:03}": (secure.new_key(), secure.new_key()) for i in range(count)}
     pinned = {name: secure.public_key(identity) for name, (identity, _) in keys.items()}
     roster = {name: secure.public_key(run_key) for name, (_, run_key) in keys.items()}
     name = f"site {count // 2:03}"
-    return secure.Site(name, *keys[name], pinned), secure.Sum("run", 0, 0, b"", roster)
+    return secure.Keys(name, *keys[name], pinned), secure.SumId("run", 0, 0, b"", roster)
 
 
 def measure(numbers: int, count: int, repeats: int) -> list[str]:
@@ -33,7 +34,7 @@ def measure(numbers: int, count: int, repeats: int) -> list[str]:
     site, of = institutions(count)
     upload = {"x": torch.randn(numbers)}
     seal = secure.seal(site, of)
-    words = secure.encoded("x", upload["x"])
+    words = encode("x", upload["x"])
     words = words + secure._stream(seal, words.size).reshape(words.shape)
     masked = {name: {"x": words} for name in of.roster}
     seals = dict.fromkeys(of.roster, seal)
@@ -46,7 +47,7 @@ def measure(numbers: int, count: int, repeats: int) -> list[str]:
 
     contenders = {
         "mask": lambda: secure.mask(upload, site, of),
-        "sum": lambda: secure.summed(masked, seals, of),
+        "sum": lambda: secure.unmask(masked, seals, of),
         "plain": plain,
     }
     times = interleaved(contenders, repeats).values()

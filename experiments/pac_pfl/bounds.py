@@ -46,7 +46,8 @@ def measure(clients: int, rows: int) -> list[tuple[float, float, float]]:
     tau = 0.1 * rows / (2 * beta)
     lam = tau / (1 - tau) * beta * clients * (1 + UPSILON) if tau < 1 else 1e6
     lam = max(lam, 1.01 * (1 + UPSILON))
-    tau = PACPFL(lam=lam, beta=beta, new_data_clients=1, upsilon=UPSILON).temperature(clients, rows)
+    algorithm = PACPFL(lam=lam, beta=beta, new_data_clients=1, upsilon=UPSILON)
+    tau = algorithm.rule.temperature(clients, rows)
     shared = {"beta": beta, "low": 0.0, "high": 1.0, "delta": DELTA}
     found: dict[str, list[tuple[float, float]]] = {
         k: [] for k in ("own", "shared", "server", "new")
