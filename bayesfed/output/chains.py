@@ -87,7 +87,7 @@ class Chains(NamedTuple):
 def can_sample(fitted: Fitted) -> bool:
     """Return whether chains apply: q(θ) and q(w_i | θ) are families over one vector each, and the data are small."""
     program = fitted.program
-    vectors = program.random == (GLOBAL,) and (has_block(program) or not program.locals)
+    vectors = program.random == (GLOBAL,) and has_block(program)
     small = _chains(fitted) * GRADIENTS * _size(fitted) <= WORK
     return vectors and khat.has_density(fitted) and small
 
@@ -177,6 +177,10 @@ class _Target:
         """The global vector, ``(C, D)``."""
         return self.loc + a @ self.root.mT
 
+    def a(self, z: Tensor) -> Tensor:
+        """The coordinates of global vectors, ``(C, D)``."""
+        return torch.linalg.solve_triangular(self.root, (z - self.loc).mT, upper=False).mT
+
     def density(self, a: Tensor, e: Tensor) -> Density:
         """log π and its gradients."""
         program, z = self.fitted.program, self.z(a)
@@ -191,16 +195,19 @@ class _Target:
 def _target(fitted: Fitted) -> _Target:
     """Return the density of a fit, in the units of draws from q."""
     program, federation = fitted.program, fitted.federation
-    z = draw_theta(fitted, 2000, fitted.key(0, "chains"))[GLOBAL][:, 0, 0].double()
-    root = torch.linalg.cholesky(z.mT.cov().reshape(z.shape[1], -1)).to(federation.dtype)
-    spread = root.new_ones(
-        len(federation), program.randomness[LOCAL][0].tail[-1] if program.locals else 0
-    )
+    loc, root = _mean_and_root(draw_theta(fitted, 2000, fitted.key(0, "chains"))[GLOBAL][:, 0, 0])
+    spread = root.new_ones(len(federation), program.randomness[LOCAL][0].tail[-1])
     chunks = [
         (chunk, federation.batch(chunk), fitted.params_of(chunk))
         for chunk in client_chunks(fitted, 4 * _chains(fitted), federation)
     ]
-    return _Target(fitted, z.mean(0).to(root), root, spread, chunks)
+    return _Target(fitted, loc, root, spread, chunks)
+
+
+def _mean_and_root(z: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean ``(D,)`` of draws ``(S, D)``, and the Cholesky factor of their covariance."""
+    covariance = z.double().mT.cov().reshape(z.shape[1], -1)
+    return z.double().mean(0).to(z), torch.linalg.cholesky(covariance).to(z)
 
 
 @traceable
@@ -247,7 +254,7 @@ class _State(NamedTuple):
 
 def _start(target: _Target, z: Tensor) -> _State:
     """Return chains that start at draws from q."""
-    a = torch.linalg.solve_triangular(target.root, (z - target.loc).mT, upper=False).mT
+    a = target.a(z)
     e = torch.randn(len(a), *target.spread.shape, dtype=a.dtype, device=a.device)
     size = a[0].numel() + e[0].numel()
     return _State(a, e, target.density(a, e), min(0.5, size**-0.25))
@@ -305,10 +312,8 @@ def _kinetic(p: Tensor, r: Tensor) -> Tensor:
 def _adapted(target: _Target, state: _State, seen: Sequence[_State]) -> tuple[_Target, _State]:
     """Return the density in the units of the second half of the draws, and the chains there."""
     half = seen[len(seen) // 2 :]
-    z = torch.cat([target.z(one.a) for one in half]).double()
-    covariance = z.mT.cov().reshape(z.shape[1], -1)
-    root = torch.linalg.cholesky(covariance).to(target.root)
+    loc, root = _mean_and_root(torch.cat([target.z(one.a) for one in half]))
     spread = torch.cat([one.e for one in half]).std(0)
-    new = replace(target, loc=z.mean(0).to(root), root=root, spread=spread)
-    a = torch.linalg.solve_triangular(root, (target.z(state.a) - new.loc).mT, upper=False).mT
+    new = replace(target, loc=loc, root=root, spread=spread)
+    a = new.a(target.z(state.a))
     return new, state._replace(a=a, at=new.density(a, state.e))

@@ -167,7 +167,7 @@ class Posterior(Fitted):
         plain = replace(self, correction=None, correctable=True, resampled=frozenset())
         if len(self.federation) != self.program.clients or not can_sample(plain):
             raise ValueError(
-                "chains need the posterior of all clients of the fit, a q(θ) with a density, such as SFVI's, at most "
+                "chains need the posterior of all clients of the fit, a q(θ) with a density, such as SFVI's, 1 to "
                 "20 numbers of variables a client, no privacy, and data that are not too large"
             )
         chains = sample_chains(plain, seed)

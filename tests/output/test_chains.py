@@ -90,6 +90,25 @@ def test_where_chains_do_not_apply():
         whole.select(["A", "B"]).with_chains()
 
 
+def without_locals(federation):
+    a = pyro.sample("a", dist.Normal(0.0, 1.0))
+    b = pyro.sample("b", dist.HalfNormal(1.0))
+    with federation.clients(), federation.observations() as obs:
+        pyro.sample("y", dist.Normal(a * b, 0.5), obs=obs.get("y"))
+
+
+def test_a_model_without_variables_of_clients_has_no_chains(monkeypatch):
+    """Not even where weights are too uneven: the fit says so."""
+    data = bf.Federation.from_arrays({"x": {"y": [0.3, 0.5]}, "z": {"y": [0.1]}})
+    fails = CorrectionResult(reliable=False)
+    for place in ("bayesfed.output.posterior.correct", "bayesfed.fitting.correct"):
+        monkeypatch.setattr(place, lambda *_: fails)
+    posterior = bf.fit(without_locals, data, progress=False)
+    assert "too uneven" in posterior.caveat
+    with pytest.raises(ValueError, match="1 to 20 numbers"):
+        posterior.with_chains()
+
+
 def items(federation):
     """Answers of persons, the clients, to 20 questions: a logistic model of two parameters each."""
     a = pyro.sample("a", dist.LogNormal(0.0, 0.5).expand([20]).to_event(1))
