@@ -61,7 +61,7 @@ def predictive(
                 probs = fn.given(value.unsqueeze(-2), own.mask.unsqueeze(-2))["probs"].squeeze(-3)
                 parts.append({"probs": probs.expand(*value.shape[:2], *probs.shape[-2:])})
                 continue
-            mean, covariance = joint_moments(fitted, draws, chunk, both)
+            mean, covariance = joint_moments(fn, site.name, draws.count, both)
             mean, variance = conditioned(mean, covariance, value, own.mask)
             parts.append({"loc": mean, "scale": variance.sqrt()})
         yield chunk, draws, there, {n: torch.cat([p[n] for p in parts], 2) for n in parts[0]}
@@ -86,25 +86,27 @@ def predict(fitted: Fitted, federation: Federation, num_samples: int, seed: int)
     return torch.cat(parts, 1)
 
 
-def joint_moments(
-    fitted: Fitted, draws: Draws, chunk: Tensor, batch: Batch
-) -> tuple[Tensor, Tensor]:
-    """Compute mean ``(S, K, B)`` and covariance ``(S, K, B, B)`` of the rows of K clients at draws of the latent sites.
+def joint_moments(fn: Any, name: str, count: int, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Compute mean ``(S, K, B)`` and covariance ``(S, K, B, B)`` of the rows of K clients at S draws.
+
+    Args:
+        fn: the distribution of the observed site at the draws.
+        name: the site's name.
+        count: S.
+        batch: the rows.
 
     Raises:
         NotGaussian: see :func:`predictive`.
     """
-    (site,) = fitted.program.observed
-    fn = run_model(fitted, fitted.program.model, draws, chunk, batch)[site.name]["fn"]
     rows = batch.mask.shape[1]
     if not isinstance(fn, Gaussian | MultivariateNormal) or fn.event_shape != (rows,):
         raise NotGaussian(
-            f"site {site.name!r} is all rows of a client as one {type(fn).__name__}: new rows can be predicted given a "
+            f"site {name!r} is all rows of a client as one {type(fn).__name__}: new rows can be predicted given a "
             "client's own only if it is a multivariate Normal over the rows (torch's, or "
             "bayesfed.functional.multivariate_normal.Gaussian). sample and log_likelihood work for all"
         )
-    mean = _by_client(fn.loc, draws.count, batch)
-    covariance = fn.covariance_matrix.squeeze(-3).expand(draws.count, len(batch), rows, rows)
+    mean = _by_client(fn.loc, count, batch)
+    covariance = fn.covariance_matrix.squeeze(-3).expand(count, len(batch), rows, rows)
     return mean, covariance
 
 
@@ -142,7 +144,9 @@ def log_likelihoods_of_functions(
     width, size = own.mask.shape[1], rows.mask.shape[1]
     nodes = run_model(fitted, fitted.program.model, draws, chunk, rows)
     y = _by_client(nodes[site.name]["value"], draws.count, rows)[:, 0]
-    mean, covariance = joint_moments(fitted, draws, chunk, _concatenate(rows, rows))
+    twice = _concatenate(rows, rows)
+    fn = run_model(fitted, fitted.program.model, draws, chunk, twice)[site.name]["fn"]
+    mean, covariance = joint_moments(fn, site.name, draws.count, twice)
     mean, covariance = mean[:, 0, :size], covariance[:, 0].double()
     seen, common = covariance[:, :size, :size], covariance[:, :size, size:]
     noisy = (seen - common).diagonal(dim1=-2, dim2=-1)
