@@ -26,7 +26,7 @@ from bayesfed.output.draws import run_model, weighted_draws
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.lazy_locals import LazyLocals
 from bayesfed.output.personalize import gather, personalize
-from bayesfed.steps.descent import without_optimum
+from bayesfed.steps.descent import descent_of_locals, without_optimum
 from bayesfed.steps.job import Job
 from bayesfed.tracing.compiler import using
 
@@ -88,12 +88,13 @@ def make_local_params(run: Run, params: Params) -> Mapping[str, Tensor]:
 def _missing(run: Run, federation: Federation, params: Params, own: Params) -> Tensor:
     """Return the clients whose own variables have no finite optimum, after a run that has converged: bool ``(N,)``."""
     missing, algorithm = torch.zeros(len(federation), dtype=torch.bool), run.plan.algorithm
-    if run.stopping.converged and algorithm.locals.stateful:
+    descent = descent_of_locals(algorithm.steps, run.program)
+    if descent is not None and run.stopping.converged and algorithm.locals.stateful:
         for chunk in run.program.chunks(federation):
             keys = federation.stream_ids[chunk]
             rows = batches(federation, chunk, None, keys)
             job = Job(run.program, {"theta": params}, {}, rows, keys)
-            found = without_optimum(algorithm.steps, job, {n: v[chunk] for n, v in own.items()})
+            found = without_optimum(descent, job, {n: v[chunk] for n, v in own.items()})
             missing[chunk.cpu()] = found.cpu()
     return missing
 

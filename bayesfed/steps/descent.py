@@ -322,13 +322,18 @@ def _on_locals(steps: Descent) -> Descent:
     return replace(steps, moves="locals", at_prior=False)
 
 
-def without_optimum(steps: Any, job: Job, own: Params) -> Tensor:
-    """Return the clients whose own few variables have converged in a direction that has no optimum: bool ``(K,)``."""
+def descent_of_locals(steps: Any, program: Program) -> Descent | None:
+    """Return the descent of the clients' own few variables, of those in turn the first; None if there is none."""
     for phase in getattr(steps, "phases", (steps,)):
-        if isinstance(phase, Descent) and phase.moves in ("locals", "all") and few(job.program):
-            at = copies(job.theta, len(job)) | own
-            return flat(job.program, phase.loss_of_locals(job, at), own)
-    return torch.zeros_like(job.keys, dtype=torch.bool)
+        if isinstance(phase, Descent) and phase.moves in ("locals", "all") and few(program):
+            return phase
+    return None
+
+
+def without_optimum(descent: Descent, job: Job, own: Params) -> Tensor:
+    """Return the clients whose own few variables have converged in a direction that has no optimum: bool ``(K,)``."""
+    at = copies(job.theta, len(job)) | own
+    return flat(job.program, descent.loss_of_locals(job, at), own)
 
 
 def start_of_round(job: Job, locals_: Locals) -> Params:
