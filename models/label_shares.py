@@ -181,7 +181,7 @@ class ClientLabels(dist.Categorical):
 
     def evidence(self, value: Tensor, mask: Tensor) -> Tensor:
         """Return the counts c_ikm of the rows that count, ``(..., K, 1, classes · M)``; of label k they sum to n_ik."""
-        labels = self._one_hot(value) * mask.unsqueeze(-1)
+        labels = one_hot(value, self.logits) * mask.unsqueeze(-1)
         counts = labels.sum(-2).unsqueeze(-1).expand(*self.cells.shape[:-3], *self.cells.shape[-2:])
         counts = counts / self.subclasses
         for _ in range(EM_STEPS if self.subclasses > 1 else 0):
@@ -202,7 +202,7 @@ class ClientLabels(dist.Categorical):
 
     def left_out(self, counts: Tensor, value: Tensor) -> dist.Categorical:
         """Return the distribution of each of the rows that were counted given the others."""
-        labels, cells = self._one_hot(value), counts.unflatten(-1, self.cells.shape[-2:])
+        labels, cells = one_hot(value, self.logits), counts.unflatten(-1, self.cells.shape[-2:])
         own = labels.unsqueeze(-1) * self._responsibilities(labels, cells.squeeze(-3))
         return self.given((cells - own).clamp(min=0).flatten(-2))
 
@@ -212,9 +212,6 @@ class ClientLabels(dist.Categorical):
         log_shares = prior.digamma() - prior.sum(-1, keepdim=True).digamma()
         own = labels.unsqueeze(-1) * (self.cells + log_shares.unsqueeze(-3))
         return own.sum(-2, keepdim=True).softmax(-1)
-
-    def _one_hot(self, value: Tensor) -> Tensor:
-        return one_hot(value, self.logits)
 
 
 def one_hot(labels: Tensor, logits: Tensor) -> Tensor:
