@@ -39,7 +39,7 @@ from bayesfed.engine.watch import warn_if_falling, warn_of_refused, warn_of_uphi
 from bayesfed.output.correction import CorrectionResult, correct
 from bayesfed.output.locals_of_run import fitted_cohort, log_predictive, make_local_params
 from bayesfed.output.posterior import Posterior
-from bayesfed.rules.rule import Turn
+from bayesfed.rules.rule import Robust, Turn
 from bayesfed.tracing.compiler import Compiler
 
 
@@ -81,7 +81,7 @@ def start(
     """
     chosen: dict[str, Any] = {"algorithm": algorithm, "execution": execution}
     plan = Plan(model, **{n: v for n, v in chosen.items() if v is not None}, **options)
-    if plan.algorithm.rule.robust:
+    if isinstance(plan.algorithm.rule, Robust):
         raise ValueError(
             f"rule: {type(plan.algorithm.rule).__name__} combines institutions' sums, and in one process "
             "there are none: use it between machines, or Mean here"

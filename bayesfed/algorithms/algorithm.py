@@ -21,7 +21,7 @@ from bayesfed.data.minibatches import Minibatches
 from bayesfed.elbo.own_rows import given_own_rows
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.locals import Locals
-from bayesfed.rules.rule import Progress, Rule, Turn
+from bayesfed.rules.rule import Progress, QuasiNewton, Rule, Turn
 from bayesfed.steps.gradients import copies
 from bayesfed.steps.job import Job, Parts
 from bayesfed.steps.optimizer import State
@@ -143,8 +143,10 @@ class Algorithm:
             whole: all clients take part with all rows until θ has converged.
         """
         server = self.rule.start(program)
-        whole = whole and vars(type(self.rule)).get("by_gradient", False)
-        newton = self.rule.newton(program, self.steps) if whole else {}
+        declared = vars(type(self.rule)).get("by_gradient", False)
+        if not (whole and declared and isinstance(self.rule, QuasiNewton)):
+            return server
+        newton = self.rule.newton(program, self.steps)
         return server | {"newton": newton} if newton else server
 
     def start_clients(self, program: Program, server: Any, batch: Batch) -> State:

@@ -11,6 +11,7 @@ from torch import Tensor
 from bayesfed.deploy.messages import RoundId, Tensors
 from bayesfed.engine.parts import flat, nested
 from bayesfed.rules import Rule
+from bayesfed.rules.rule import Robust
 
 Parts = dict[str, Tensors]
 """The tensors of an answer: ``total``, ``sound`` and ``elbo``; with secure sums ``masked`` and ``sound``."""
@@ -28,6 +29,7 @@ def combine(replies: Sequence[Parts], rule: Rule) -> tuple[Tensors, Tensor]:
     totals = [parts["total"] for parts in replies]
     total = {name: torch.stack([one[name] for one in totals]).sum(0) for name in totals[0]}
     clients = [parts["sound"]["clients"].sum() for parts in replies]
-    robust = rule.combine([nested(one) for one in totals], clients)
+    if isinstance(rule, Robust):
+        total |= flat(rule.combine([nested(one) for one in totals], clients))
     elbo = torch.stack([parts["elbo"]["terms"] for parts in replies]).sum(0)
-    return total | flat(robust or {}), elbo
+    return total, elbo

@@ -10,6 +10,7 @@ from typing import Any
 
 from bayesfed.algorithms.registry import own_files
 from bayesfed.engine.plan import Plan, first_difference
+from bayesfed.rules.rule import Robust
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +48,7 @@ class DeploymentPlan(Plan):
                 raise ValueError(
                     "Privacy(seed=) is for tests in one process: whoever has the seed can subtract a share of noise"
                 )
-        if self.algorithm.rule.robust and (self.secure or self.noisy):
+        if isinstance(self.algorithm.rule, Robust) and (self.secure or self.noisy):
             raise ValueError(
                 f"rule: {type(self.algorithm.rule).__name__} combines single institutions' sums, which are not "
                 "seen in a secure or noisy sum: use Mean"

@@ -28,7 +28,7 @@ from bayesfed.elbo.elbo import client_terms, draw
 from bayesfed.elbo.own_rows import centre_noise
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.sites import Site
-from bayesfed.output.evidence import COST
+from bayesfed.output.evidence import EACH
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.locals_given_theta import draw_guide_locals
 from bayesfed.output.outcomes import NoSampler, Outcomes
@@ -355,7 +355,7 @@ def client_chunks(
         numbers: size of a client's draw in numbers, if larger than that of its variables.
     """
     program, own = fitted.program, fitted.federation
-    count = COST * count if fitted.laplace else count
+    count = EACH * count if fitted.laplace else count
     summed_out = program.kinds or program.conditional
     if program.weights_draws or program.needs_rows or summed_out or fitted.laplace:
         federations = (own, *federations)

@@ -33,6 +33,8 @@ EACH = 4
 """L, draws of a client's variables for one of θ, in pairs."""
 STEPS = 10
 """Largest number of Newton steps; a likelihood that is Gaussian in u needs none from the mean of q."""
+TOLERANCE = 0.01
+"""A Newton step with twice its predicted gain below this, in nats, is the last one: the draws are weighted."""
 LEAST_CURVATURE = 0.05
 """The least curvature along an axis, in units of the precision of a Normal prior, or else of q."""
 LOG_TAU = math.log(math.tau)
@@ -146,10 +148,12 @@ def laplace_approximation(given: Conditionals) -> tuple[Tensor, Tensor]:
         precision[moving] = here = newton.positive(-hessian, least[moving])
         new = torch.linalg.solve_ex(here, gradient[..., None])[0].squeeze(-1).nan_to_num(0.0)
         step[moving], gain = new, (gradient * new).sum((-2, -1))
-        moving = moving[gain.amax(1) > newton.TOLERANCE]
-        if number == STEPS or not len(moving):
+        last = gain.amax(1) <= TOLERANCE
+        taken = last if number == STEPS else slice(None)
+        u[moving[taken]] += new[taken]
+        moving = moving[~last]
+        if not len(moving):
             break
-        u[moving] += step[moving]
     return u, inverse_root(precision)
 
 

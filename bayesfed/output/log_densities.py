@@ -11,7 +11,7 @@ from bayesfed.elbo import noise
 from bayesfed.elbo.elbo import log_parts, server_pass
 from bayesfed.elbo.program import Params
 from bayesfed.output.draws import client_chunks, draw_theta
-from bayesfed.output.evidence import COST
+from bayesfed.output.evidence import EACH
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.locals_given_theta import evidence_by_laplace
 
@@ -60,7 +60,7 @@ def sum_log_weights(
         for log_p, log_q in _client_log_densities(fitted, theta, count, key):
             total += (log_p - log_q).sum(1)
         return total
-    for chunk in client_chunks(fitted, COST * count, fitted.federation):
+    for chunk in client_chunks(fitted, EACH * count, fitted.federation):
         total += evidence_by_laplace(fitted, theta, count, chunk, key).sum(1)
     return total
 

@@ -9,7 +9,7 @@ secure summation act in one place.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -85,11 +85,6 @@ class Rule:
     globals: ClassVar[tuple[type[Any], ...]] = (Point,)
 
     @property
-    def robust(self) -> bool:
-        """True if the rule combines institutions' sums by :meth:`combine`, and so is for fits between machines."""
-        return type(self).combine is not Rule.combine
-
-    @property
     def no_noise(self) -> str:
         """The reason why the rule fails if its sum is noisy, and what to take instead; empty if it does not fail."""
         return ""
@@ -131,18 +126,6 @@ class Rule:
         """Return the server's next state from the sum of the uploads, and its ELBO term ``()``."""
         raise NotImplementedError
 
-    def combine(self, totals: Sequence[Parts], clients: Sequence[Tensor]) -> Parts | None:
-        """Return the combination of institutions' sums in place of their sum, for a robust rule between machines.
-
-        Args:
-            totals: the sum of the uploads of each institution's clients.
-            clients: the number of these clients, ``()`` each.
-
-        Returns:
-            None for the sum; a robust rule returns a sum over all clients.
-        """
-        return None
-
     def stale(self, server: Any, total: Parts, count: int) -> Parts:
         """Return the part of K stale uploads that can be added: none."""
         return {}
@@ -151,9 +134,26 @@ class Rule:
         """Return the progress of the last round; None where it is unknown and a number of rounds must be given."""
         return None
 
+
+@runtime_checkable
+class Robust(Protocol):
+    """A rule that combines institutions' sums, and so is for fits between machines."""
+
+    def combine(self, totals: Sequence[Parts], clients: Sequence[Tensor]) -> Parts:
+        """Return a sum over all clients in place of that of the institutions' sums.
+
+        Args:
+            totals: the sum of the uploads of each institution's clients.
+            clients: the number of these clients, ``()`` each.
+        """
+
+
+@runtime_checkable
+class QuasiNewton(Protocol):
+    """A rule whose server can take quasi-Newton steps (:mod:`bayesfed.rules.quasi_newton`)."""
+
     def newton(self, program: Program, steps: Steps) -> Params:
-        """Return the first state of quasi-Newton steps (:mod:`bayesfed.rules.quasi_newton`): none."""
-        return {}
+        """Return the first state of quasi-Newton steps; empty if it takes none here."""
 
 
 def moves(job: Job, copies: Params) -> Params:

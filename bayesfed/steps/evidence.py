@@ -60,10 +60,6 @@ class Evidence(Steps):
         evidence = log_evidence(program, params, phi, batch, supplied)
         return particle_gradients(evidence, theta), evidence.detach()
 
-    def personalize(self, job: Job, locals_: Locals, steps: int, lr: float | None) -> Params:
-        """Return no parameters: a client conditions on its rows."""
-        return {}
-
 
 def log_evidence(
     program: Program, params: Mapping[str, Tensor], phi: Tensor, batch: Batch, supplied: Noise
