@@ -113,6 +113,12 @@ class Batch:
         fields = Fields({name: value[:, :1] for name, value in self.fields.items()})
         return replace(self, fields=fields, mask=self.mask[:, :1])
 
+    def select(self, clients: Tensor) -> Batch:
+        """Return some of the clients, by position."""
+        fields = Fields({name: value[clients] for name, value in self.fields.items()})
+        mask, scale, index = self.mask[clients], self.scale[clients], self.index[clients]
+        return replace(self, fields=fields, mask=mask, scale=scale, index=index)
+
     def drop(self, *names: str) -> Batch:
         """Return the batch without some fields: ``obs.get(name)`` is None, so a site observed there is sampled."""
         fields = {name: value for name, value in self.fields.items() if name not in names}

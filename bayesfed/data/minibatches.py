@@ -27,6 +27,12 @@ class Minibatches:
         """Return the minibatch of a step."""
         return self.at(step)
 
+    def select(self, clients: Tensor) -> "Minibatches":
+        """Return the minibatches of some of the clients, by position."""
+        return Minibatches(
+            lambda step: self.at(step).select(clients), self.lengths[clients.cpu()], self.width
+        )
+
     def schedule(self, epochs: int, steps: int | None = None) -> Tensor:
         """Return the mask of the clients that take each step: bool ``(steps, K)``, on the CPU.
 

@@ -304,12 +304,17 @@ class Descent(Steps):
         """
         if lr is None and steps and self.moves == "locals" and self.proximal and few(job.program):
             return self.optimum(job, theta | own)
-        schedule, descent = all_clients(len(job), steps), _on_locals(self)
-        lr, found, late = self.lr if lr is None else lr, own, torch.ones_like(job.keys).bool()
+        descent, rate = _on_locals(self), self.lr if lr is None else lr
+        found, late = dict(own), torch.arange(len(job), device=job.keys.device)
         for halvings in range(HALVINGS):
-            moved, _, rose = descent.loop(job, theta | own, schedule, lr / 2**halvings, False)
-            found, late = optimizer.where_active(found, moved, late & ~rose), late & rose
-            if not late.any():
+            some = job if len(late) == len(job) else job.select(late)
+            at = {n: v[late] for n, v in (theta | own).items()}
+            schedule = all_clients(len(late), steps)
+            moved, _, rose = descent.loop(some, at, schedule, rate / 2**halvings, False)
+            down = late[~rose]
+            found = {n: v.index_copy(0, down, moved[n][~rose]) for n, v in found.items()}
+            late = late[rose]
+            if not len(late):
                 break
         return found
 

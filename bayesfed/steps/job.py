@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bayesfed.data.minibatches import Minibatches
 from bayesfed.elbo.program import Params, Program
+from bayesfed.steps import optimizer
 from bayesfed.steps.optimizer import State
 
 Parts = dict[str, Params]
@@ -42,6 +43,18 @@ class Job:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def select(self, clients: Tensor) -> "Job":
+        """Return the work of some of the clients, by position, with nothing that a rule has prepared for all."""
+        return Job(
+            self.program,
+            self.message,
+            optimizer.take(self.clients, clients),
+            self.rows.select(clients),
+            self.keys[clients],
+            self.rate,
+            self.private,
+        )
 
     @property
     def theta(self) -> Params:

@@ -116,8 +116,8 @@ class _Cost:
 
     @property
     def small(self) -> bool:
-        """True if the overhead of the operations exceeds the time to write their results."""
-        return self.operations * _OPERATION > self.bytes / _BYTES
+        """True if the overhead of the operations exceeds a quarter of the time to write their results."""
+        return 4 * self.operations * _OPERATION > self.bytes / _BYTES
 
     @property
     def seconds(self) -> float:
@@ -133,9 +133,9 @@ class Compiler:
     Attributes:
         mode: True compiles every step at its first call, False runs all eagerly. ``"auto"`` estimates costs from the
             number of operations in a step's first call and the bytes that they write. If the overhead of the operations
-            exceeds the time to write their results, the traced graph is run. After the first round a step is compiled
-            if the rest of the run would take longer than the compilation. These counts depend on shapes only, so the
-            same run always makes the same choice.
+            exceeds a quarter of the time to write their results, the traced graph is run. After the first round a step
+            is compiled if the rest of the run would take longer than the compilation. These counts depend on shapes
+            only, so the same run always makes the same choice.
         graphs: (function, threads, structure of the arguments) to graph, or None if the function runs eagerly.
         seconds: time spent on tracing and compiling.
         reason: the choice and its reason, for reports.
