@@ -2,8 +2,8 @@
 
     log p(w_l, D_i | θ) − log t(w_l),   w_l ~ t = ⅓ Σ_c t₅(m, c² V),   c = 1.1, 4, 16
 
-m and V are the mean and the covariance of draws from q(w_i | θ), or those of a Laplace approximation where clients'
-variables are drawn with one. The wide parts, a defensive mixture (Hesterberg 1995, *Weighted average importance
+m and V are the mean and the covariance of q(w_i | θ), those of draws from it where it is not one Normal vector, or
+those of a Laplace approximation where clients' variables are drawn with one. The wide parts, a defensive mixture (Hesterberg 1995, *Weighted average importance
 sampling and defensive mixture distributions*), reach a mode or a tail that q lacks.
 """
 
@@ -19,7 +19,7 @@ from torch import Size, Tensor
 from bayesfed.elbo.elbo import log_ratio, run
 from bayesfed.elbo.noise import Draw, fold, word
 from bayesfed.elbo.program import Params
-from bayesfed.output.evidence import Candidates, Conditionals
+from bayesfed.output.evidence import Candidates, Conditionals, has_block
 from bayesfed.output.student import FREEDOM, PER_SD, student_log_density
 
 WIDTHS = 1.1, 4.0, 16.0
@@ -94,9 +94,13 @@ def defensive_candidates(
     values = unstack(flat, shapes)
     at = {name: value.repeat(each, *[1] * (value.ndim - 1)) for name, value in theta.items()}
     with torch.no_grad():
-        traces = run(program, params, at | values, batch, {}, len(flat))
-        log_p = torch.as_tensor(log_ratio(*traces, local=True, skip=tuple(values))).double()
-    log_p = log_p.expand(len(flat), len(batch)).unflatten(0, (each, -1))
+        if has_block(program):
+            log_p = given.log_joint(flat.unflatten(0, (each, -1)))
+        else:
+            traces = run(program, params, at | values, batch, {}, len(flat))
+            log_p = torch.as_tensor(log_ratio(*traces, local=True, skip=tuple(values)))
+            log_p = log_p.expand(len(flat), len(batch)).unflatten(0, (each, -1))
+    log_p = log_p.double()
     return Candidates(draws, (log_p - log_t.squeeze(-1)).nan_to_num(-torch.inf))
 
 

@@ -117,7 +117,7 @@ def equal_draws(
     kept = _kept_draws(fitted, (num_samples, seed, centre))
     for chunk in client_chunks(fitted, num_samples, *federations):
         clients = tuple(chunk.tolist())
-        draws = kept.get(clients)
+        draws = kept.get(clients) or _assembled(fitted, kept, chunk)
         if draws is None:
             draws = draw_clients(fitted, theta, num_samples, chunk, key, centre=centre)
             if num_samples * len(fitted.federation) * max(1, program.variables) <= KEPT:
@@ -132,6 +132,23 @@ def _kept_draws(fitted: Fitted, which: tuple[int, int, bool]) -> dict[tuple[int,
         kept = {}
         _last_draws[fitted] = which, kept
     return kept
+
+
+def _assembled(
+    fitted: Fitted, kept: Mapping[tuple[int, ...], Draws], chunk: Tensor
+) -> Draws | None:
+    """Return the draws of some clients from kept ones of other sets of clients; None if they are not all there."""
+    at = {client: (some, k) for some in kept for k, client in enumerate(some)}
+    if not chunk.numel() or not at.keys() >= set(chunk.tolist()):
+        return None
+    found = [at[client] for client in chunk.tolist()]
+    values = {
+        site.name: torch.cat([kept[some].values[site.name][:, k : k + 1] for some, k in found], 1)
+        if site.local
+        else kept[found[0][0]].values[site.name]
+        for site in fitted.program.latent
+    }
+    return Draws(values, kept[found[0][0]].count)
 
 
 def _resampled_draws(

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from pyro import poutine
 from torch import Tensor
 
 from bayesfed.data.batch import Batch
 from bayesfed.elbo import handlers
-from bayesfed.elbo.elbo import Noise, run
+from bayesfed.elbo.elbo import Noise
 from bayesfed.elbo.noise import fold, uniform, word
 from bayesfed.elbo.program import Program
 from bayesfed.guides import newton
@@ -98,6 +99,13 @@ class Conditionals(NamedTuple):
         """The guide's global vector, ``(S, 1, 1, D)``, D = 0 if it has none."""
         return self.theta.get(GLOBAL, self.batch.scale.new_zeros(self.size, 1, 1, 0))
 
+    @torch.no_grad()
+    def block(self) -> Any:
+        """Return q(u | θ_s), over ``(S, K, 1, P)``."""
+        with handlers.given(self.batch.device, self.params, {}, self.theta, self.size):
+            nodes = poutine.trace(self.program.guide).get_trace(self.batch.head()).nodes
+        return nodes[LOCAL]["fn"].detached
+
     def log_joint(self, u: Tensor) -> Tensor:
         """Compute log p(u, D_i | θ_s) of values of the block ``(R, S, K, 1, P)``: ``(R, S, K)``."""
         z = self.z.repeat(len(u), 1, 1, 1)
@@ -171,8 +179,8 @@ def _start(given: Conditionals) -> tuple[Tensor, Tensor]:
     The mean of q is linear in θ, and far from the posterior where θ is far from the centre of q(θ). The location of the
     prior is taken where it has the larger density.
     """
-    program, params, theta, batch, size = given
-    q = run(program, params, theta, batch, {}, size)[0].nodes[LOCAL]["fn"].detached
+    program, params, _, batch, size = given
+    q = given.block()
     with handlers.given(batch.device, params, noise={}, draws=size):
         prior, scale = program.guide.block_prior(given.z, batch.head())
     both = torch.stack([q.mean, prior.expand_as(q.mean)])

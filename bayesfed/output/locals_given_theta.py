@@ -23,6 +23,7 @@ from bayesfed.output.evidence import (
     EACH,
     Candidates,
     Conditionals,
+    has_block,
     laplace_approximation,
     laplace_candidates,
 )
@@ -78,8 +79,11 @@ def _resample_client(
     fitted: Fitted, theta: Params, count: int, client: Tensor, key: Tensor
 ) -> Params:
     """Draw one client's variables given each draw of θ by importance sampling, some draws of θ at a time."""
-    parts = []
-    for block, found, shapes in _defensive_blocks(fitted, theta, count, client, key, WIDTHS):
+    parts, centre = [], None
+    if has_block(fitted.program):
+        centre = proposal_centre(fitted, theta, count, client, key, CANDIDATES)
+    blocks = _defensive_blocks(fitted, theta, count, client, key, WIDTHS, centre)
+    for block, found, shapes in blocks:
         keys = noise.fold(block, fitted.federation.stream_ids[client])
         parts.append(unstack(found.resample(keys).to(fitted.federation.dtype), shapes))
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -127,19 +131,23 @@ def proposal_centre(
         count: S.
         chunk: positions of the clients.
         key: noise key.
-        each: number of draws from q(w_i | θ) that they are those of, at each θ, if there is no Laplace approximation.
+        each: number of draws from q(w_i | θ) that they are those of, at each θ, if it is not one Normal vector.
     """
+    batch, params = fitted.federation.batch(chunk), fitted.params_of(chunk)
+    given = Conditionals(fitted.program, params, theta, batch, count)
     if fitted.laplace:
-        batch, params = fitted.federation.batch(chunk), fitted.params_of(chunk)
-        given = Conditionals(fitted.program, params, theta, batch, count)
-        return _laplace_centre(*laplace_approximation(given))
+        return _centre(*laplace_approximation(given))
+    if has_block(fitted.program):
+        q = given.block()
+        root = getattr(q, "scale_tril", None)
+        return _centre(q.mean, torch.diag_embed(q.stddev) if root is None else root)
     repeated = {name: value.repeat(each, *[1] * (value.ndim - 1)) for name, value in theta.items()}
     return centre_of_draws(_draw_from_guide(fitted, repeated, each * count, chunk, key), count)
 
 
-def _laplace_centre(mode: Tensor, root: Tensor) -> Centre:
-    """Return the centre of proposals that lie around a Laplace approximation."""
-    return Centre(mode.double(), root.double(), {LOCAL: mode.shape[3:]})
+def _centre(mean: Tensor, root: Tensor) -> Centre:
+    """Return the centre of proposals that lie around a Normal approximation of the block."""
+    return Centre(mean.double(), root.double(), {LOCAL: mean.shape[3:]})
 
 
 def _by_laplace(
@@ -152,7 +160,7 @@ def _by_laplace(
     batch, params = federation.batch(chunk), fitted.params_of(chunk)
     given = Conditionals(program, params, theta, batch, count)
     mode, root = laplace_approximation(given)
-    return laplace_candidates(given, mode, root, supplied), _laplace_centre(mode, root)
+    return laplace_candidates(given, mode, root, supplied), _centre(mode, root)
 
 
 def evidence_by_laplace(
