@@ -1,13 +1,19 @@
 """Real data sets that packages ship, as federations; nothing is downloaded."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 
 from bayesfed.data.federation import Federation
 from bayesfed.data.optional import import_optional
 from bayesfed.data.standardise import standardise as standardise
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def eight_schools() -> Federation:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def to_pandas(frame: Any) -> pd.DataFrame:
@@ -20,6 +21,8 @@ def to_pandas(frame: Any) -> pd.DataFrame:
         >>> to_pandas({"hospital": ["A", "B"], "y": [1.0, 2.0]}).columns.tolist()
         ['hospital', 'y']
     """
+    import pandas as pd
+
     if hasattr(frame, "collect_schema") and hasattr(frame, "collect"):  # lazy
         frame = frame.collect()
     if isinstance(frame, Mapping) and frame:

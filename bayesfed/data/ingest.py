@@ -5,7 +5,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 
@@ -26,6 +25,8 @@ def read_frame(
     fields: Sequence[Any] | Mapping[str, Any] | None,
 ) -> Stored:
     """Read the rows of a data frame, sorted by client; see :meth:`bayesfed.Federation.from_frame`."""
+    import pandas as pd
+
     frame = to_pandas(frame)
     if client in frame.index.names and client not in frame.columns:
         frame = frame.reset_index(client)
@@ -55,6 +56,8 @@ def read_frame(
 
 def read_arrays(clients: Mapping[str, Mapping[str, Any]]) -> Stored:
     """Read the clients' arrays, one after the other; see :meth:`bayesfed.Federation.from_arrays`."""
+    import pandas as pd
+
     if not isinstance(clients, Mapping):
         raise TypeError(
             "from_arrays takes one mapping per named client: {'hospital A': {'x': ..., 'y': ...}}, "
@@ -152,6 +155,8 @@ def check_missing(missing: str) -> None:
 
 def to_tensor(field: str, values: Any, client: str) -> Tensor:
     """Convert a field to a tensor; numbers become floating, torch tensors keep their type."""
+    import pandas as pd
+
     if isinstance(values, Tensor):
         return values.detach()
     array = np.asarray(values)

@@ -1,14 +1,19 @@
 """Simulated federations with two kinds of clients: polynomials, and photovoltaic plants under real weather."""
 
+from __future__ import annotations
+
 from datetime import date
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 import torch
 
 from bayesfed.data.federation import Federation
 from bayesfed.data.optional import import_optional
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # PAC-PFL, section 8.4: roots of the mean functions of the two kinds of clients, and their length scales
 _ROOTS = (
@@ -163,6 +168,8 @@ def _day(month: int, day: int) -> int:
 
 def _station(weather: str | Path | None) -> pd.DataFrame:
     """Read hourly irradiance, temperature, wind and the position of the sun, one row per hour of a year."""
+    import pandas as pd
+
     pvlib = import_optional("pvlib", "'bayesfed[photovoltaics]'")
     path = Path(pvlib.__file__).parent / "data/723170TYA.CSV" if weather is None else Path(weather)
     with path.open(encoding="latin-1") as file:

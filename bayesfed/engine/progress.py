@@ -5,9 +5,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 INTERVAL = 10.0
 """Seconds between two lines."""
 
@@ -21,10 +18,19 @@ def show_rounds(
     ``progress=None`` shows the bar on a terminal only, and lines elsewhere; ``rounds=None`` is a number that is not
     known.
     """
-    console = Console(stderr=True)
     if progress is False:
         yield lambda done, elbo, note: None
         return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
     if progress is None and not console.is_terminal:
         yield _lines(title, rounds)
         return

@@ -5,14 +5,15 @@ factors the set of levels; and sums. The codes of a level (the reference level, 
 intercept) are those of formulae, evaluated on a table that has every agreed level and no client's rows.
 """
 
+from __future__ import annotations
+
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from bayesfed.data.columns import check_columns
 from bayesfed.formulas.coding import Coding, environment
@@ -24,6 +25,9 @@ from bayesfed.formulas.columns import (
     without_decimals,
 )
 from bayesfed.formulas.terms import CATEGORIES, NAMESPACE, STATEFUL, FormulaError, Terms, calls
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MANY_LEVELS = 20
 """Columns of text with more levels are suspected of holding dates or identifiers."""
@@ -93,6 +97,8 @@ def agree(terms: Terms, clients: Mapping[str, pd.DataFrame], client: str) -> Cod
 
 def describe_columns(terms: Terms, name: str, rows: pd.DataFrame, client: str) -> ClientColumns:
     """Describe one client's columns: nothing else leaves the client before the sums."""
+    import pandas as pd
+
     names = {str(variable) for variable in terms.model.var_names} - {""}
     columns = sorted(names - _names_of_functions())
     check_columns("frame", columns, rows.columns)
@@ -181,6 +187,8 @@ def _same_order(column: str, orders: Sequence[tuple[Level, ...]]) -> tuple[Level
 
 def _evaluate(coding: Coding) -> None:
     """Let formulae code the terms, on a table that has every agreed level and no client's rows."""
+    import pandas as pd
+
     levels, model = coding.levels, coding.terms.model
     size = max([1, *(len(levels[column]) for column in coding.kinds if column in levels)])
     witness = {}

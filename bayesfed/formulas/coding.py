@@ -1,15 +1,19 @@
 """The coding of a client's columns as numbers, done by each client alone once the coding is agreed."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from bayesfed.data.columns import check_columns, client_name
 from bayesfed.formulas.columns import Level, check_complete, kind_of, levels_of
 from bayesfed.formulas.terms import NAMESPACE, PROPORTIONS, FormulaError, Group, Terms
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,8 @@ class Coding:
 
     def checked_rows(self, name: str, rows: pd.DataFrame) -> pd.DataFrame:
         """Return the rows with the needed columns, each of the agreed kind and without missing values."""
+        import pandas as pd
+
         outcome = self.terms.model.response.var_names & set(self.kinds)
         used = {column for component in self.terms.components for column in component.var_names}
         idle = (outcome - set(rows.columns)) | ({self.client} - used)

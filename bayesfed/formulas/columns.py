@@ -1,13 +1,15 @@
 """The columns of one client's rows: their kinds, their levels and their gaps."""
 
-from collections.abc import Iterator
-from typing import Any
+from __future__ import annotations
 
-import pandas as pd
-from pandas.api.types import is_numeric_dtype
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from bayesfed.data.columns import check_columns
 from bayesfed.formulas.terms import FormulaError, Group
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Level = Any
 """A level of a column; a tuple for a factor made of several columns."""
@@ -25,9 +27,11 @@ def check_complete(client: str, column: str, values: pd.Series) -> None:
 
 def kind_of(column: str, values: pd.Series) -> str:
     """Return ``"number"``, ``"text"`` or, for an ordered categorical, ``"ordered"``; FormulaError for other columns."""
+    import pandas as pd
+
     if isinstance(values.dtype, pd.CategoricalDtype):
         return "ordered" if values.dtype.ordered else "text"
-    if is_numeric_dtype(values.dtype):
+    if pd.api.types.is_numeric_dtype(values.dtype):
         return "number"
     if all(isinstance(value, str) for value in values):
         return "text"

@@ -1,15 +1,16 @@
 """``bf.formula``: a model from a formula and data, printable as the Pyro program that it is."""
 
+from __future__ import annotations
+
 import linecache
 import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
 from bayesfed.data.batch import Batch
 from bayesfed.data.columns import check_columns, client_name
@@ -21,6 +22,9 @@ from bayesfed.formulas.coding import Coding
 from bayesfed.formulas.families import FAMILIES, family_of, prior_code
 from bayesfed.formulas.program import Columns, GroupColumns, Outcome, program_code
 from bayesfed.formulas.terms import FormulaError, Group, Terms, parse
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _RESERVED = ("X", "offset", "trials")
 """Names of the predictors' fields, which an outcome may not have."""
@@ -216,6 +220,8 @@ def _client_of(
 
     In frames of the clients' own it is absent, or the same in all rows of each.
     """
+    import pandas as pd
+
     if client is not None:
         return client
     plain = list(dict.fromkeys(g.columns[0] for g in terms.groups if len(g.columns) == 1))
@@ -234,6 +240,8 @@ def _clients(
     data: pd.DataFrame | Mapping[str, pd.DataFrame], client: str
 ) -> dict[str, pd.DataFrame]:
     """Return each client's rows, with its name as a column."""
+    import pandas as pd
+
     if not isinstance(data, pd.DataFrame):
         return {name: rows.assign(**{client: name}) for name, rows in data.items()}
     check_columns("frame", [client], data.columns)
@@ -248,6 +256,8 @@ def _clients(
 
 def _federation(coding: Coding, clients: Mapping[str, pd.DataFrame]) -> Federation:
     """Code the clients' fields, all rows at once, which is faster than by client and gives the same."""
+    import pandas as pd
+
     try:
         fields = coding.fields("all", pd.concat(list(clients.values()), ignore_index=True))
     except (ValueError, KeyError):  # code each client alone, for an error that names it

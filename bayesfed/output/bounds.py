@@ -21,8 +21,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-import pandas as pd
 import torch
 from torch import Tensor
 
@@ -32,6 +32,9 @@ from bayesfed.output.dependent_rows import log_likelihoods_of_functions
 from bayesfed.output.draws import draw_clients, run_model, theta_support
 from bayesfed.output.fitted import Fitted
 from bayesfed.rules import Stein
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 class VacuousBound(UserWarning):
@@ -235,6 +238,8 @@ def report(
         TypeError: the posterior has no particles.
         ValueError: rows of a client are one event, but not of a function and independent noise.
     """
+    import pandas as pd
+
     found: list[dict[str, object]] = []
     algorithm, federation = posterior.algorithm, posterior.federation
     if not posterior.program.weights_draws:

@@ -3,8 +3,9 @@
     log p(w_l, D_i | θ) − log t(w_l),   w_l ~ t = ⅓ Σ_c t₅(m, c² V),   c = 1.1, 4, 16
 
 m and V are the mean and the covariance of q(w_i | θ), those of draws from it where it is not one Normal vector, or
-those of a Laplace approximation where clients' variables are drawn with one. The wide parts, a defensive mixture (Hesterberg 1995, *Weighted average importance
-sampling and defensive mixture distributions*), reach a mode or a tail that q lacks.
+those of a Laplace approximation where clients' variables are drawn with one. The wide parts, a defensive mixture
+(Hesterberg 1995, *Weighted average importance sampling and defensive mixture distributions*), reach a mode or a tail
+that q lacks.
 """
 
 from __future__ import annotations

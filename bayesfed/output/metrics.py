@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import pandas as pd
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _ONE = 1 - 2.0**-24
 """The largest single-precision number below 1; torchmetrics uses confidences in single precision."""
@@ -219,6 +222,8 @@ def aggregate(clients: pd.DataFrame) -> pd.Series:
         >>> float(metrics.aggregate(clients)["accuracy"])
         0.625
     """
+    import pandas as pd
+
     n = clients["n"]
     mean = clients.drop(columns="n").mul(n, axis=0).sum(skipna=False) / n.sum()
     return pd.concat([mean, pd.Series({"n": float(n.sum())})]).rename("aggregate")
@@ -227,6 +232,8 @@ def aggregate(clients: pd.DataFrame) -> pd.Series:
 def _report(
     groups: Sequence[Tensor], names: Sequence[str], measure: Callable[[Tensor], dict[str, float]]
 ) -> Report:
+    import pandas as pd
+
     everyone = torch.cat(list(groups))
     return Report(
         clients=pd.DataFrame(

@@ -57,6 +57,8 @@ def test_public_names_come_when_they_are_asked_for(tmp_path):
         "import bayesfed.fitting\n"
         "assert bf.fit is bayesfed.fitting.fit\n"
         "assert bf.models.Cox and bf.datasets.kidney and 'SFVI' in dir(bf)\n"
+        "late = 'pandas', 'arviz', 'xarray', 'matplotlib', 'scipy', 'rich'\n"
+        "assert not [name for name in late if name in sys.modules]\n"
         "assert not {'Any', 'import_module', 'TYPE_CHECKING'} & {*dir(bf)}\n"
         "from bayesfed import *\n"
         "assert fit is bf.fit and set(bf.__all__) <= set(globals())\n"
