@@ -25,7 +25,7 @@ from pyro import poutine
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.sites import innermost
 from bayesfed.engine.files import atomically
-from bayesfed.output import arviz_compat
+from bayesfed.output.intervals import highest_density
 from bayesfed.output.posterior import Posterior
 
 if TYPE_CHECKING:
@@ -214,9 +214,9 @@ def _intervals(labels: list[str], values: np.ndarray | None) -> _Intervals:
     """Return intervals of draws ``(chain, draw, R)``."""
     if values is None:
         return _Intervals([], np.empty(0), np.empty((0, 2)), np.empty((0, 2)))
-    data = xr.Dataset({"v": (("chain", "draw", "row"), values)})
-    wide, narrow = (arviz_compat.hdi(data, prob)["v"] for prob in (0.94, 0.5))
-    return _Intervals(labels, values.mean((0, 1)), wide, narrow)
+    draws = values.reshape(-1, values.shape[-1])
+    wide, narrow = (highest_density(draws, prob) for prob in (0.94, 0.5))
+    return _Intervals(labels, draws.mean(0), wide, narrow)
 
 
 def _label(name: str, index: tuple[int, ...]) -> str:

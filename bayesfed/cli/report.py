@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import tomli_w
 import xarray as xr
@@ -16,10 +18,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bayesfed.cli.netcdf import write_netcdf
 from bayesfed.engine.files import atomically, sweep
 from bayesfed.engine.run import Round
 from bayesfed.engine.run_file import read_history
-from bayesfed.output import arviz_compat
+from bayesfed.output.intervals import highest_density
 
 FILES = {
     "config.toml": "the experiment with every setting; bayesfed run repeats it",
@@ -125,9 +128,8 @@ class RunFolder:
 
     def write_draws(self, name: str, groups: Mapping[str, xr.Dataset]) -> None:
         """Write the groups of ArviZ's data that are not empty as netCDF 4, atomically."""
-        idata = arviz_compat.product({name: group for name, group in groups.items() if len(group)})
         with atomically(self.path / name) as temporary:
-            idata.to_netcdf(str(temporary), engine="h5netcdf")
+            write_netcdf(temporary, {name: group for name, group in groups.items() if len(group)})
 
     def write_summary(
         self,
@@ -171,12 +173,25 @@ def summary(posterior: xr.Dataset, held_out: xr.Dataset | None = None) -> pd.Dat
         held_out: draws of clients that took no part, marked in a column ``held_out``.
     """
     names = sorted(map(str, posterior), key=lambda name: "client" in posterior[name].dims)
-    table = arviz_compat.summary(posterior, names)
+    table = _summary(posterior, names)
     if held_out is None:
         return table
     local = [name for name in names if "client" in posterior[name].dims]
-    extra = arviz_compat.summary(held_out, local)
+    extra = _summary(held_out, local)
     return pd.concat([table.assign(held_out=False), extra.assign(held_out=True)])
+
+
+def _summary(posterior: xr.Dataset, names: Sequence[str]) -> pd.DataFrame:
+    """Return the rows of a :func:`summary` of some variables."""
+    labels, rows = list[str](), [np.empty((0, 4))]
+    for name in names:
+        value = posterior[name]
+        draws = value.values.reshape(value.shape[0] * value.shape[1], -1).astype(float)
+        spread = draws.std(0, ddof=min(1, len(draws) - 1))
+        rows.append(np.column_stack([draws.mean(0), spread, highest_density(draws, 0.94)]))
+        for at in itertools.product(*(value[dim].values.tolist() for dim in value.dims[2:])):
+            labels.append(f"{name}[{', '.join(map(str, at))}]" if at else name)
+    return pd.DataFrame(np.concatenate(rows), labels, ["mean", "sd", "hdi_3%", "hdi_97%"])
 
 
 def format_row(row: Sequence[float], sd: float) -> list[str]:

@@ -19,7 +19,7 @@ from bayesfed.cli.forest import plot_forest, population_means
 from bayesfed.cli.own_code import with_files
 from bayesfed.engine.stopping.rule import BOUND
 from bayesfed.fitting import fit
-from bayesfed.output import arviz_compat
+from bayesfed.output.inference_data import data_groups
 from bayesfed.output.posterior import Posterior
 
 
@@ -100,7 +100,9 @@ def _write(
     for name, part in (("posterior", posterior), ("held_out", personal)):
         if part is not None:
             part.save(folder.path / f"{name}.safetensors")
-            groups = arviz_compat.datasets(part.to_arviz(config.output.num_samples))
+            groups = data_groups(
+                part, config.output.num_samples, khat=part.khat, caveat=part.caveat
+            )
             draws[name] = groups["posterior"]
             if not config.output.large:
                 large = report.large_variables(draws[name])

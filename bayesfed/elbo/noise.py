@@ -60,6 +60,11 @@ def seeded(seed: int) -> Iterator[None]:
 class _DrawnOnCPU(TorchDispatchMode):
     """Run every operation that draws random numbers on the CPU, and move its results."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: else torch imports its compiler at the first operation, which takes seconds."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -237,6 +242,11 @@ class Draw:
 
 class SuppliedNoise(TorchDispatchMode):
     """Run a distribution's ``rsample`` with its random tensors supplied, or record them if none are."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: else torch imports its compiler at the first operation, which takes seconds."""
+        return False
 
     def __init__(self, supplied: Sequence[Tensor] | None, batch_dims: int) -> None:
         super().__init__()

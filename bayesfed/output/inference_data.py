@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from pyro import poutine
 from torch import Tensor
 
 from bayesfed.elbo import handlers, noise
-from bayesfed.output.arviz_compat import az, product
 from bayesfed.output.dependent_rows import NotGaussian
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.khat import has_density
@@ -21,6 +20,10 @@ from bayesfed.output.log_densities import log_densities
 from bayesfed.output.outcomes import NoSampler
 from bayesfed.output.predictions import derived, log_likelihood, predict, sample
 from bayesfed.output.prior import log_prior, prior_predictive, sample_prior
+from bayesfed.tracing.compiler import without_garbage_collection
+
+if TYPE_CHECKING:
+    import arviz as az
 
 Dims = tuple[str, ...]
 Arrays = dict[str, tuple[Dims, np.ndarray]]
@@ -71,6 +74,16 @@ def to_arviz(
     Warns:
         UserWarning: the model's observed sites have no sampler, or cannot be drawn at some draw from the prior.
     """
+    with without_garbage_collection():
+        from bayesfed.output.arviz_compat import product  # ArviZ takes a second to import
+
+    return product(data_groups(fitted, num_samples, seed=seed, khat=khat, caveat=caveat))
+
+
+def data_groups(
+    fitted: Fitted, num_samples: int, *, seed: int = 0, khat: float | None, caveat: str
+) -> dict[str, xr.Dataset]:
+    """Return the groups of :func:`to_arviz` by name, but for those that are empty."""
     program, federation = fitted.program, fitted.federation
     latent = {site.name: ("client",) if site.local else () for site in program.latent}
     rows = [site.name for site in program.observed if site.per_row or site.joint]
@@ -93,7 +106,7 @@ def to_arviz(
     except NotGaussian:
         predicted = {}
     except NoSampler as error:
-        warnings.warn(str(error), stacklevel=3)
+        warnings.warn(str(error), stacklevel=4)
         predicted = {}
     missing: dict[str, Tensor] = {}
     axes = {"observation": np.arange(federation.rows)}
@@ -143,15 +156,11 @@ def to_arviz(
         },
     }
     attrs = attributes(fitted, khat, caveat)
-    return product(
-        {
-            name: _dataset(
-                arrays, axes, fitted, attrs, owners="data" in name or name == "predictions"
-            )
-            for name, arrays in groups.items()
-            if arrays
-        }
-    )
+    return {
+        name: _dataset(arrays, axes, fitted, attrs, owners="data" in name or name == "predictions")
+        for name, arrays in groups.items()
+        if arrays
+    }
 
 
 def _public(draws: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -88,7 +88,7 @@ def prior_predictive(
         return {}
     except (RuntimeError, ValueError) as error:
         warnings.warn(
-            f"there is no prior_predictive, as at some draw from the prior: {error}", stacklevel=4
+            f"there is no prior_predictive, as at some draw from the prior: {error}", stacklevel=5
         )
         return {}
     return {name: torch.cat(values, 1) for name, values in parts.items()}

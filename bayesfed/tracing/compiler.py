@@ -208,7 +208,7 @@ class Compiler:
             return None if None in others else functools.partial(_run_as_if_traced, key)
         recorder = Recorder()
         try:
-            with _without_garbage_collection():
+            with without_garbage_collection():
                 results, structure = _record(recorder, key, tensors)
                 graph = recorder.function(results)
         except Exception:  # it cannot be traced, or is wrong: the eager run raises the error
@@ -244,7 +244,7 @@ class Compiler:
             return None
         try:
             recorder = Recorder()
-            with _without_garbage_collection(), _switched_on(_inductor):
+            with without_garbage_collection(), _switched_on(_inductor):
                 expected, structure = _record(recorder, key, tensors)
                 graph = recorder.graph(expected)
         except Exception as error:  # a model may do anything that cannot be traced
@@ -291,7 +291,7 @@ def _record(recorder: Recorder, key: Any, tensors: Sequence[Tensor]) -> tuple[li
 
 
 @contextmanager
-def _without_garbage_collection() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Suspend garbage collection while thousands of needed objects are made: it would double the time."""
     was = gc.isenabled()
     gc.disable()

@@ -68,3 +68,14 @@ def test_public_names_come_when_they_are_asked_for(tmp_path):
     assert done.stderr.strip().splitlines()[-1] == (
         "AttributeError: module 'bayesfed' has no attribute 'nothing'"
     )
+
+
+def test_a_fit_does_without_compiler_and_arviz(tmp_path):
+    done = python(
+        "import sys, bayesfed as bf\n"
+        "posterior = bf.fit(bf.models.varying_slope, bf.datasets.grunfeld(), rounds=3)\n"
+        "posterior.sample(10), posterior.predict(num_samples=10)\n"
+        "print([name for name in ('torch._dynamo', 'arviz', 'matplotlib') if name in sys.modules])",
+        tmp_path,
+    )
+    assert done.stdout == "[]\n", done.stderr
