@@ -360,4 +360,7 @@ def fit(
                 raise
         if stop:
             save(run, due=True)
+        if run.done:
+            last = float(run.history["elbo"][run.done - 1])
+            show(run.done, last, "importance weights, and a check of the clients")
         return finish(run)

@@ -7,6 +7,7 @@ file or in the columns of its data, come before.
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -138,10 +139,12 @@ def run(
     if not config.data.is_given:
         raise SettingsError("data is missing: the clients are at institutions, so run it with --on")
     rows = read_rows(config.data, experiment.parent)
+    gc.disable()  # of all that torch has made a pass takes a tenth of a second
     from bayesfed.cli.choices import choices
-
-    chosen = choices(config, rows, experiment.parent)
     from bayesfed.cli.run_experiment import fit_and_write
+
+    gc.enable()
+    chosen = choices(config, rows, experiment.parent)
 
     fit_and_write(
         config, chosen, experiment, folder, overwrite=overwrite, resume=resume, debug=debug

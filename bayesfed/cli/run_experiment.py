@@ -17,6 +17,7 @@ from bayesfed.cli.errors import RunError, one_line
 from bayesfed.cli.experiment import Experiment
 from bayesfed.cli.forest import plot_forest, population_means
 from bayesfed.cli.own_code import with_files
+from bayesfed.engine.progress import show_work
 from bayesfed.engine.stopping.rule import BOUND
 from bayesfed.fitting import fit
 from bayesfed.output.inference_data import data_groups
@@ -71,8 +72,9 @@ def fit_and_write(
                 folder.print_results(console, posterior.caveat)
                 return
             folder.begin(len(posterior.history["elbo"]))
-        personal = posterior.personalize(chosen.held) if chosen.held else None
-        _write(folder, posterior, personal, config, chosen, console)
+        with show_work("draws, predictions and files", console):
+            personal = posterior.personalize(chosen.held) if chosen.held else None
+            _write(folder, posterior, personal, config, chosen, console)
     except BaseException as error:
         folder.abandon()
         so_far = ""

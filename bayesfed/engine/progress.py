@@ -1,9 +1,15 @@
 """The progress of a run: on a terminal a bar with round, ELBO and time left, elsewhere a line every ten seconds."""
 
+from __future__ import annotations
+
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 INTERVAL = 10.0
 """Seconds between two lines."""
@@ -57,15 +63,26 @@ def show_rounds(
         yield show
 
 
+@contextmanager
+def show_work(title: str, console: Console | None = None) -> Iterator[None]:
+    """Show on a terminal, by default that of stderr, that work of unknown length goes on."""
+    from rich.console import Console
+
+    console = console or Console(stderr=True)
+    with console.status(title) if console.is_terminal else nullcontext():
+        yield
+
+
 def _lines(title: str, rounds: int | None) -> Callable[[int, float, str], None]:
     """Return the function that prints a line if the last one is more than ten seconds ago."""
     start = last = time.monotonic()
+    shown = 0
 
     def show(done: int, elbo: float, note: str) -> None:
-        nonlocal last
+        nonlocal last, shown
         now = time.monotonic()
-        if now - last >= INTERVAL:
-            last, end = now, f" of {rounds}" if rounds else ""
+        if now - last >= INTERVAL and done > shown:
+            last, shown, end = now, done, f" of {rounds}" if rounds else ""
             print(
                 f"{title}, round {done}{end}, ELBO {elbo:,.2f}, {now - start:.0f} s",
                 file=sys.stderr,

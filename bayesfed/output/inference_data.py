@@ -13,6 +13,7 @@ from pyro import poutine
 from torch import Tensor
 
 from bayesfed.elbo import handlers, noise
+from bayesfed.engine.progress import show_work
 from bayesfed.output.dependent_rows import NotGaussian
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.khat import has_density
@@ -77,7 +78,8 @@ def to_arviz(
     with without_garbage_collection():
         from bayesfed.output.arviz_compat import product  # ArviZ takes a second to import
 
-    return product(data_groups(fitted, num_samples, seed=seed, khat=khat, caveat=caveat))
+    with show_work("draws, predictions and densities"):
+        return product(data_groups(fitted, num_samples, seed=seed, khat=khat, caveat=caveat))
 
 
 def data_groups(
