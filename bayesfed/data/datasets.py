@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -71,7 +73,7 @@ def grunfeld() -> Federation:
         >>> datasets.grunfeld()
         Federation: 11 clients, 220 rows (20 to 20 a client), fields x[2], y, year
     """
-    frame = _table("grunfeld")
+    frame = _table("grunfeld").astype({"year": float})
     logs = frame.assign(**{c: np.log(frame[c]) for c in ("value", "capital", "invest")})
     federation = Federation.from_frame(
         logs, client="firm", fields={"x": ["value", "capital"], "y": "invest", "year": "year"}
@@ -108,7 +110,7 @@ def china_smoking() -> Federation:
         >>> federation.names[:4]
         ('Beijing', 'Shanghai', 'Shenyang', 'Nanjing')
     """
-    table = _table("china_smoking").rename(index={"Nanjng": "Nanjing"})
+    table = _table("china_smoking").set_index("Location").rename(index={"Nanjng": "Nanjing"})
     cells = [
         ("smoking_yes_cancer_yes", 1, 1),
         ("smoking_yes_cancer_no", 1, 0),
@@ -199,7 +201,7 @@ def anes96() -> Federation:
     """
     levels = ["8 grades", "some high school", "high school", "some college"]
     levels += ["college", "master", "doctor"]
-    frame = _table("anes96").sort_values("educ", kind="stable")
+    frame = _table("anes96").astype(float).sort_values("educ", kind="stable")
     federation = Federation.from_frame(
         frame.assign(education=[levels[int(level) - 1] for level in frame["educ"]]),
         client="education",
@@ -313,7 +315,11 @@ def digits(clients: int = 20, classes: int = 3, seed: int = 0) -> tuple[Federati
 
 
 def _table(name: str) -> pd.DataFrame:
-    """Load a data set of statsmodels."""
-    datasets = import_optional("statsmodels.datasets", "'bayesfed[datasets]'")
-    table: pd.DataFrame = getattr(datasets, name).load_pandas().data
-    return table
+    """Read a data set of statsmodels, without importing it, which takes a second."""
+    import pandas as pd
+
+    spec = find_spec("statsmodels")
+    if spec is None or spec.origin is None:
+        raise ImportError("statsmodels is not installed: pip install 'bayesfed[datasets]'")
+    path = Path(spec.origin).parent / "datasets" / name / f"{name}.csv"
+    return pd.read_csv(path, sep="\t" if name == "anes96" else ",", quotechar="'")

@@ -144,7 +144,7 @@ def test_the_model_that_the_docstring_names_takes_the_dataset(model, dataset):
     "dataset", [datasets.grunfeld, datasets.china_smoking, datasets.randhie, datasets.anes96]
 )
 def test_without_statsmodels_the_error_names_the_extra(monkeypatch, dataset):
-    monkeypatch.setitem(sys.modules, "statsmodels.datasets", None)
+    monkeypatch.setattr("bayesfed.data.datasets.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'bayesfed\[datasets\]'"):
         dataset()
 
