@@ -147,6 +147,25 @@ class Hierarchical:
         q = StickingTheLanding(family, *params.values())
         return pyro.sample(LOCAL, q, infer={"is_auxiliary": True})
 
+    # -- units of the context -------------------------------------------------------------------------
+
+    @traceable
+    def context_unit(self, params: Params, batch: Any) -> Tensor:
+        """The scale of q(θ), in which K clients' variables read the globals, ``(K, 1, D)``."""
+        with given(batch.device, params, noise={}):
+            _, _, scale = self.sample_globals()
+        return scale.detach().expand(len(batch), 1, -1)
+
+    def in_context_units(self, phi: Params, ratio: Tensor) -> Params:
+        """K clients' parameters after the scale of q(θ) has changed by ``ratio``; q(w_i | θ) is the same function of θ."""
+        sites = (LOCAL,) if self.block else self.locals
+        weights = [f"{site}.{of}" for site in sites for of in ("loc_weight", "precision_weight")]
+        size, changed = ratio.shape[-1], {}
+        for name in phi.keys() & set(weights):
+            of_globals, rest = phi[name][..., :size], phi[name][..., size:]
+            changed[name] = torch.cat([of_globals * ratio[..., None, :], rest], -1)
+        return {**phi, **changed}
+
     # -- the block's factor in closed form ------------------------------------------------------------
 
     @property

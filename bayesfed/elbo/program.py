@@ -184,6 +184,11 @@ class Program:
         """The guide's closed form of the local parameters of K clients: ``(K, 1, ...)``."""
         return self.guide.laplace(dict(params), phi, batch)
 
+    def context_unit(self, params: Mapping[str, Tensor], batch: Batch) -> Tensor | None:
+        """The scale of q(θ) by which the guide standardises what K clients' variables read of it; None if by nothing."""
+        unit = getattr(self.guide, "context_unit", None)
+        return None if unit is None else unit(dict(params), batch)
+
     def unit_roots(self, phi: Params) -> Params:
         """By local parameter, C of K clients: a unit is a column of C^{−⊤}, or 1 / C where C is a vector."""
         roots = getattr(self.guide, "unit_roots", None)

@@ -143,28 +143,44 @@ class GradientsAtDraws(LocalVariational):
 
 def phi_state(clients: State) -> State:
     """Return φ_i, its moments and its origin, without what clients remember of their uploads."""
-    names = ("params", "mean", "square", "step", "origin")
-    return {part: clients[part] for part in names}
+    names = ("params", "mean", "square", "step", "origin", "unit")
+    return {part: clients[part] for part in names if part in clients}
 
 
 def first_state(program: Program, batch: Batch) -> State:
     """Return φ_i of K clients before their first visit, Adam's moments, and the origin of φ_i."""
     clients = optimizer.init(program.init_locals(batch), rows=len(batch))
     clients["origin"] = {n: clients["params"][n].clone() for n in program.laplace_params}
+    if (unit := program.context_unit(program.init, batch)) is not None:
+        clients["unit"] = {"context": unit.contiguous()}
     return clients
 
 
 def follow_origin(
     program: Program, params: Mapping[str, Tensor], clients: State, rows: Batch
 ) -> State:
-    """Return φ_i moved by the change of its closed-form origin since the client's last visit.
+    """Return φ_i moved by the changes of the scale of q(θ) and of its closed-form origin since the last visit.
 
-    Guides without a closed form leave it as it is.
+    Guides without a closed form have no origin.
     """
+    if "unit" in clients:
+        clients = _rescaled(program, clients, program.context_unit(params, rows))
     if not program.laplace_params:
         return clients
     origin = program.laplace(params, clients["params"], rows)
     return _shifted(program, clients, origin)
+
+
+@traceable
+def _rescaled(program: Program, clients: State, unit: Tensor) -> State:
+    """Return φ_i and its origin in another unit of θ.
+
+    What they have learnt of θ in units of a wide q(θ) would be far too much in those of a narrow one: q(w_i | θ) would
+    change with θ more than the posterior does, which looks like information on θ and makes q(θ) narrower yet.
+    """
+    ratio, rescaled = unit / clients["unit"]["context"], program.guide.in_context_units
+    parts = {part: rescaled(clients[part], ratio) for part in ("params", "origin")}
+    return clients | parts | {"unit": {"context": unit}}
 
 
 @traceable
