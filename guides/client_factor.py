@@ -45,7 +45,7 @@ class BlockPrior(NamedTuple):
         loc: ``(K, 1, P)``.
         precision: ``(K, 1, P)``, zero where the prior is not Normal.
         z: the centre of q(θ), ``(K, 1, D)``.
-        unit: the scale of q(θ), ``(K, 1, D)``.
+        unit: that of the globals in the context, ``(K, 1, D)``.
     """
 
     loc: Tensor
@@ -65,7 +65,7 @@ class BlockGuide(Protocol):
 
 
 def closed_form(guide: BlockGuide, params: Params, u: Tensor, batch: Any) -> dict[str, Tensor]:
-    """The parameters of K clients' factors, one unit of the context being one scale of q(θ).
+    """The parameters of K clients' factors, in units of the context.
 
     Each client stops at its own convergence. On a CPU the loop ends once all have. Elsewhere it has ``NEWTON_STEPS``
     steps, since reading whether all have converged would wait for the device.
@@ -106,7 +106,7 @@ def _climb(
 def _scaled_factor(
     guide: BlockGuide, params: Params, batch: Any, prior: BlockPrior, mode: Tensor
 ) -> dict[str, Tensor]:
-    """Return :func:`factor` with its weights in units of the scale of q(θ)."""
+    """Return :func:`factor` with its weights in units of the context."""
     found = factor(partial(guide.block_log_likelihood, params, batch), mode, prior.z)
     for name in ("loc_weight", "precision_weight"):
         found[name] = found[name] * prior.unit[..., None, :]

@@ -66,7 +66,7 @@ class Hierarchical:
         """Sample every latent site of the model."""
         z, loc, scale = self.sample_globals()
         head = federation.head()
-        context = (z - loc.detach()) / scale.detach()
+        context = (z - loc.detach()) / _unit(scale)
         prior = self.block_prior(z, head) if self.block else None
         values = self._unconstrained_globals(z)
         sites: dict[str, Callable[[Any], Any]] = {
@@ -151,13 +151,13 @@ class Hierarchical:
 
     @traceable
     def context_unit(self, params: Params, batch: Any) -> Tensor:
-        """The scale of q(θ), in which K clients' variables read the globals, ``(K, 1, D)``."""
+        """The unit in which K clients' variables read the globals, ``(K, 1, D)``."""
         with given(batch.device, params, noise={}):
             _, _, scale = self.sample_globals()
-        return scale.detach().expand(len(batch), 1, -1)
+        return _unit(scale).expand(len(batch), 1, -1)
 
     def in_context_units(self, phi: Params, ratio: Tensor) -> Params:
-        """K clients' parameters after the scale of q(θ) has changed by ``ratio``; q(w_i | θ) is the same function of θ."""
+        """K clients' parameters after the unit has changed by ``ratio``; q(w_i | θ) is the same function of θ."""
         sites = (LOCAL,) if self.block else self.locals
         weights = [f"{site}.{of}" for site in sites for of in ("loc_weight", "precision_weight")]
         size, changed = ratio.shape[-1], {}
@@ -209,7 +209,7 @@ class Hierarchical:
         """The Normal prior of K clients' blocks at the centre of q(θ)."""
         with given(batch.device, params, noise={}):
             _, loc, scale = self.sample_globals()
-            z, unit = (x.detach().expand(len(batch), 1, -1) for x in (loc, scale))
+            z, unit = (x.detach().expand(len(batch), 1, -1) for x in (loc, _unit(scale)))
             prior = self.block_prior(z, batch.head())
         centre, spread = (x.detach().expand(len(batch), 1, -1) for x in prior)
         scaling = self.block_scaling
@@ -235,6 +235,15 @@ class Hierarchical:
         with given(batch.device, params, noise={}), model, draws_plate(len(u)):
             self.model(batch)
         return model.log_prob()
+
+
+def _unit(scale: Tensor) -> Tensor:
+    """Return the unit of the globals as clients read them: the geometric mean of the scales of q(θ) and of its prior.
+
+    Each of N clients learns how its variables follow θ with some error. In units of q(θ), which is √N times as narrow
+    as what one client knows of θ, these errors would together look like information on θ, and q(θ) be too narrow.
+    """
+    return scale.detach().sqrt()
 
 
 class _Locals(Messenger):

@@ -4,10 +4,11 @@ Independent of the globals:     q(u) = N(a, diag(e^{−r}))
 Conditioned on the context c:   q(u | c) ∝ p(u | θ) · N(u; a + C^{−⊤} A c, (C C^⊤)^{−1})
                                 C = diag(e^{(r + R c)/2}) (I + strictly lower triangle of W)
 
-c stacks the globals, standardised under q(z), and the noise of the client's earlier variables. The Gaussian factor
-approximates the client's likelihood, and only its parameters (a, r, W, A, R) are learnt. Where both the prior of u and
-its likelihood are Normal, q is the exact conditional posterior under any prior: it stays exact while the
-hyper-parameters change. Where the prior is not Normal the factor approximates the prior as well.
+c stacks the globals, as differences from the mean of q(z) in units of √(its scale), and the noise of the client's
+earlier variables. The Gaussian factor approximates the client's likelihood, and only its parameters (a, r, W, A, R) are
+learnt. Where both the prior of u and its likelihood are Normal, q is the exact conditional posterior under any prior:
+it stays exact while the hyper-parameters change. Where the prior is not Normal the factor approximates the prior as
+well.
 
 All are in units of the prior's centre and spread (:class:`Scaling`), so that one learning rate serves variables of any
 scale. The factor starts narrow, e^{−r/2} = 0.14 of the prior's spread: then a quickly moves to where the client's data

@@ -185,7 +185,7 @@ class Program:
         return self.guide.laplace(dict(params), phi, batch)
 
     def context_unit(self, params: Mapping[str, Tensor], batch: Batch) -> Tensor | None:
-        """The scale of q(θ) by which the guide standardises what K clients' variables read of it; None if by nothing."""
+        """The unit in which the guide's variables of K clients read θ, ``(K, 1, D)``; None if it has none."""
         unit = getattr(self.guide, "context_unit", None)
         return None if unit is None else unit(dict(params), batch)
 

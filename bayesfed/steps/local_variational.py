@@ -159,7 +159,7 @@ def first_state(program: Program, batch: Batch) -> State:
 def follow_origin(
     program: Program, params: Mapping[str, Tensor], clients: State, rows: Batch
 ) -> State:
-    """Return φ_i moved by the changes of the scale of q(θ) and of its closed-form origin since the last visit.
+    """Return φ_i moved by the changes of the unit of θ and of its closed-form origin since the last visit.
 
     Guides without a closed form have no origin.
     """

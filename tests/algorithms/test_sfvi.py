@@ -1,7 +1,11 @@
-"""SFVI where few clients take part in a round: what is kept of those who do not."""
+"""SFVI of many clients, all of them or few in a round."""
 
+import math
 from itertools import pairwise
 
+import numpy as np
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 
@@ -112,3 +116,48 @@ def test_nothing_is_forgotten_where_sites_are_exact():
     for _ in range(10):
         bf.step(run)
     assert run.server["quadratic"]["level"] == 0
+
+
+def test_many_clients_with_few_counts_each():
+    """Errors of each client in how its variable follows θ must not look like information on θ: sds were 1e-3 as wide.
+
+    The expected values maximise the marginal posterior, each client's variable integrated out by Gauss-Hermite.
+    """
+
+    def model(federation):
+        mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+        tau = pyro.sample("tau", dist.HalfNormal(1.0))
+        with federation.clients():
+            u = pyro.sample("u", dist.Normal(0.0, tau))
+            with federation.observations() as obs:
+                pyro.sample("y", dist.Poisson((mu + u).exp()), obs=obs.get("y"))
+
+    generator = np.random.default_rng(0)
+    rates = np.exp(0.5 + 0.6 * generator.normal(size=(2000, 1)))
+    counts = generator.poisson(rates, (2000, 3)).astype(float)
+    data = bf.Federation.from_arrays({f"client {i}": {"y": y} for i, y in enumerate(counts)})
+    posterior = bf.fit(model, data, bf.SFVI(corrected=False))
+
+    nodes, weights = np.polynomial.hermite_e.hermegauss(40)
+    nodes, log_weights = torch.tensor(nodes), torch.tensor(weights / math.sqrt(math.tau)).log()
+    sums = torch.tensor(counts.sum(1))[:, None]
+
+    def log_density(mu_and_log_tau):
+        mu, log_tau = mu_and_log_tau
+        eta = mu + log_tau.exp() * nodes
+        evidence = (sums * eta - 3 * eta.exp() + log_weights).logsumexp(1).sum()
+        return evidence - mu**2 / 8 - log_tau.exp() ** 2 / 2 + log_tau
+
+    at = torch.tensor([0.5, -0.5], dtype=torch.float64)
+    for _ in range(20):
+        gradient = torch.autograd.functional.jacobian(log_density, at)
+        hessian = torch.autograd.functional.hessian(log_density, at)
+        at = at - torch.linalg.solve(hessian, gradient)
+    expected = torch.linalg.inv(-hessian).diagonal().sqrt()
+
+    drawn = posterior.sample(4000)
+    found = torch.stack([drawn["mu"], drawn["tau"].log()], 1).double()
+    assert posterior.converged
+    assert len(posterior.history["elbo"]) < 40
+    assert ((found.mean(0) - at).abs() / expected).max() < 0.7  # the bias of a Normal q(u | θ)
+    assert ((found.std(0) / expected).log().abs()).max() < 0.15
