@@ -241,7 +241,7 @@ def _unit(scale: Tensor) -> Tensor:
     """Return the unit of the globals as clients read them: the geometric mean of the scales of q(θ) and of its prior.
 
     Each of N clients learns how its variables follow θ with some error. In units of q(θ), which is √N times as narrow
-    as what one client knows of θ, these errors would together look like information on θ, and q(θ) be too narrow.
+    as what one client's rows say of θ, these errors would together look like information on θ, and q(θ) be too narrow.
     """
     return scale.detach().sqrt()
 

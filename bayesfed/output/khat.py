@@ -20,6 +20,11 @@ REMEDY = (
     "(SFVI(global_guide=Flow())), or with NUTS on fewer clients; narrower priors may help"
 )
 """What to expect, and to do, if q is a poor approximation."""
+UNCORRECTABLE = (
+    "q(θ) is not a good approximation of the posterior, importance weights are too uneven to correct it by, and chains "
+    "do not apply, have not mixed or were not tried (posterior.with_chains() tries them, or says why not). "
+    f"{REMEDY}"
+)
 
 
 def log_weights(fitted: Fitted) -> Tensor | None:

@@ -16,7 +16,7 @@ from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.engine.stopping.drift import caveat
 from bayesfed.output import checkpoint, khat, mixture, poor_variables, predictions
-from bayesfed.output.chains import can_sample, sample_chains
+from bayesfed.output.chains import QUICK, can_sample, remedy, sample_chains
 from bayesfed.output.correction import FINITE_VARIANCE, CorrectionResult, correct
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.importance import pareto_k
@@ -28,12 +28,6 @@ from bayesfed.tracing.compiler import Compiler, using
 if TYPE_CHECKING:
     import arviz as az
     import xarray as xr
-
-
-UNCORRECTABLE = (
-    "q(θ) is not a good approximation of the posterior, importance weights are too uneven to correct it by, and chains "
-    "do not apply or have not mixed (posterior.with_chains() says which). " + khat.REMEDY
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +81,10 @@ class Posterior(Fitted):
         return self._client_check.poor
 
     @cached_property
+    def _plain(self) -> Posterior:
+        return replace(self, correction=None, correctable=True, resampled=frozenset())
+
+    @cached_property
     def _client_check(self) -> ClientCheck:
         return poor_variables.check_clients(self)
 
@@ -95,8 +93,9 @@ class Posterior(Fitted):
         """A warning that q had not converged, or is far from the posterior; empty if neither."""
         moving = caveat(self.moving, self.rising, len(self.history["elbo"]), self.converged)
         far = khat.caveat(self.khat, self._khat_draws) or (
-            "" if self.correctable else UNCORRECTABLE
+            "" if self.correctable else khat.UNCORRECTABLE
         )
+        far += remedy(self) if far else ""
         return moving or far or poor_variables.caveat(self.poor_globals, self.poor_clients)
 
     def __repr__(self) -> str:
@@ -128,8 +127,7 @@ class Posterior(Fitted):
                 f"this is the posterior of {len(self.federation)} clients, the fit had {self.program.clients}: correct "
                 "the posterior of the fit, then select or personalize"
             )
-        plain = replace(self, correction=None, correctable=True, resampled=frozenset())
-        return plain.with_correction(correct(plain))
+        return self._plain.with_correction(correct(self._plain))
 
     def with_correction(self, found: CorrectionResult) -> Posterior:
         """Return the posterior with this correction of q(θ), or with chains where its weights have no finite variance.
@@ -139,7 +137,7 @@ class Posterior(Fitted):
         """
         correction, failed = found.correction, found.attempted and not found.reliable
         infinite = correction is not None and (correction.khat or 0.0) > FINITE_VARIANCE
-        if (failed or infinite) and self.converged is not None and can_sample(self):
+        if (failed or infinite) and self.converged is not None and can_sample(self, QUICK):
             correction = sample_chains(self).correction() or correction
         correctable = correction is not None or not failed
         corrected = replace(self, correction=correction, correctable=correctable)
@@ -164,7 +162,7 @@ class Posterior(Fitted):
             >>> posterior.with_chains().correction.rhat < 1.05
             True
         """
-        plain = replace(self, correction=None, correctable=True, resampled=frozenset())
+        plain = self._plain
         if len(self.federation) != self.program.clients or not can_sample(plain):
             raise ValueError(
                 "chains need the posterior of all clients of the fit, a q(θ) with a density, such as SFVI's, 1 to "
