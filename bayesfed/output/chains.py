@@ -52,8 +52,8 @@ MOST_STEPS = 64
 """Leapfrog steps of a trajectory."""
 WORK = 2e9
 """The largest size of clients' rows and variables, in numbers, over all chains and :data:`GRADIENTS`."""
-QUICK = 3e8
-"""The largest such size at which chains are run without being asked for: about twenty seconds."""
+QUICK = 1e8
+"""The largest number of rows and of clients' variables, over the same, at which chains take about twenty seconds."""
 GRADIENTS = 1000
 """Gradients that a chain takes, about; after three times as many, chains that have not mixed are given up."""
 
@@ -86,12 +86,19 @@ class Chains(NamedTuple):
         return Correction(theta, None, laplace=True, rhat=self.rhat, ess=self.ess)
 
 
-def can_sample(fitted: Fitted, most: float = WORK) -> bool:
+def can_sample(fitted: Fitted) -> bool:
     """Return whether chains apply: q(θ) and q(w_i | θ) are families over one vector each, and the data are small."""
     program = fitted.program
     vectors = program.random == (GLOBAL,) and has_block(program)
-    small = _chains(fitted) * GRADIENTS * _size(fitted) <= most
+    small = _chains(fitted) * GRADIENTS * _size(fitted) <= WORK
     return vectors and khat.has_density(fitted) and small
+
+
+def takes_seconds(fitted: Fitted) -> bool:
+    """Return whether chains apply, and take so little time that they are run without being asked for."""
+    program = fitted.program
+    numbers = program.rows + len(fitted.federation) * program.variables
+    return can_sample(fitted) and _chains(fitted) * GRADIENTS * numbers <= QUICK
 
 
 def remedy(fitted: Fitted) -> str:
@@ -99,7 +106,7 @@ def remedy(fitted: Fitted) -> str:
     all_clients = len(fitted.federation) == fitted.program.clients
     if fitted.correction is not None or not all_clients or not can_sample(fitted):
         return ""
-    tried = fitted.converged is not None and can_sample(fitted, QUICK)
+    tried = fitted.converged is not None and takes_seconds(fitted)
     return "" if tried else "; posterior.with_chains() draws from the posterior itself in minutes"
 
 

@@ -16,7 +16,7 @@ from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
 from bayesfed.engine.stopping.drift import caveat
 from bayesfed.output import checkpoint, khat, mixture, poor_variables, predictions
-from bayesfed.output.chains import QUICK, can_sample, remedy, sample_chains
+from bayesfed.output.chains import can_sample, remedy, sample_chains, takes_seconds
 from bayesfed.output.correction import FINITE_VARIANCE, CorrectionResult, correct
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.importance import pareto_k
@@ -137,7 +137,7 @@ class Posterior(Fitted):
         """
         correction, failed = found.correction, found.attempted and not found.reliable
         infinite = correction is not None and (correction.khat or 0.0) > FINITE_VARIANCE
-        if (failed or infinite) and self.converged is not None and can_sample(self, QUICK):
+        if (failed or infinite) and self.converged is not None and takes_seconds(self):
             correction = sample_chains(self).correction() or correction
         correctable = correction is not None or not failed
         corrected = replace(self, correction=correction, correctable=correctable)

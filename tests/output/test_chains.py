@@ -10,7 +10,6 @@ import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.guides.family import GLOBAL
 from bayesfed.output import chains
-from bayesfed.output import posterior as posterior_module
 from bayesfed.output.correction import CorrectionResult
 from bayesfed.output.draws import draw_theta
 from tests.output.test_correction import SCHOOLS, of_grid
@@ -156,7 +155,6 @@ def test_forty_global_variables():
 def test_larger_fits_name_chains_in_place_of_running_them(monkeypatch):
     """A thousand clients would take a minute of gradients after a fit of seconds."""
     monkeypatch.setattr(chains, "QUICK", 0.0)
-    monkeypatch.setattr(posterior_module, "QUICK", 0.0)
     found = CorrectionResult(reliable=False)
     fitted = bf.fit(models.eight_schools, datasets.eight_schools(), bf.SFVI(corrected=False))
     poor = fitted.with_correction(found)
