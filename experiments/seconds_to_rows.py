@@ -1,0 +1,235 @@
+"""How do seconds and memory grow with rows and clients, beside glmmTMB, lme4 and NUTS? Makes seconds_to_rows.md.
+
+    pip install 'bayesfed[benchmarks]'
+    apt-get install r-base-core r-cran-lme4 r-cran-glmmtmb
+    python experiments/seconds_to_rows.py                     # on a machine that does nothing else, some hours
+    python experiments/seconds_to_rows.py gaussian --sizes 1000 10000
+
+Simulated rows of clients with an independent intercept and slope each; outcomes are Gaussian, Bernoulli or Poisson. The
+model is `y ~ x + (1 + x || client)`. Each tool runs in a new process on one thread, and ends after ten minutes:
+
+    bayesfed      bf.fit with the usual settings, "cold" the first fit of a process, "warm" the second, imports apart
+    glmmTMB       maximum likelihood, Laplace's approximation
+    lme4          lmer (maximum likelihood) or glmer (nAGQ=1)
+    NumPyro       NUTS, one chain, 1000 + 1000, centred: weakly informative priors
+
+"rows" are about that many, equal for each client. MB are the highest resident size less that before the first fit.
+"distance" is the largest of the differences between the means of the coefficients, in standard errors of glmmTMB, and
+between the logarithms of the two standard deviations, in standard deviations of the posterior.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import runner
+
+COLUMNS = (
+    "outcome | rows | clients | bayesfed: cold, s | warm | rounds | MB | glmmTMB | lme4 | NumPyro "
+    "| distance | cold ÷ glmmTMB | warm ÷ glmmTMB | cold ÷ NUTS"
+)
+TOOLS = ("bayesfed", "glmmTMB", "lme4", "NumPyro")
+CLIENTS = (50, 1_000, 10_000)
+LIMIT = 600
+"""Seconds after which a tool is ended, its data read."""
+FORMULA = "y ~ x + (1 + x || client)"
+COEFFICIENTS, SPREADS = ("Intercept", "x"), ("1|client_sigma", "x|client_sigma")
+R = """
+arguments <- commandArgs(TRUE)
+suppressMessages(library(arguments[2], character.only = TRUE))
+d <- read.csv(arguments[1])
+d$client <- factor(d$client)
+name <- c(gaussian = "gaussian", bernoulli = "binomial", poisson = "poisson")[[arguments[3]]]
+f <- y ~ x + (1 | client) + (0 + x | client)
+seconds <- system.time(
+  fit <- if (arguments[2] == "glmmTMB") glmmTMB(f, d, family = name)
+    else if (name == "gaussian") lmer(f, d, REML = FALSE)
+    else glmer(f, d, family = name)
+)[["elapsed"]]
+fixed <- if (arguments[2] == "glmmTMB") fixef(fit)$cond else fixef(fit)
+v <- if (arguments[2] == "glmmTMB") VarCorr(fit)$cond else VarCorr(fit)
+error <- sqrt(diag(as.matrix(if (arguments[2] == "glmmTMB") vcov(fit)$cond else vcov(fit))))
+sds <- sapply(v, function(one) attr(one, "stddev")[[1]])
+cat(sprintf("[%.3f, [%.8f, %.8f], [%.8f, %.8f], [%.8f, %.8f]]", seconds, fixed[1], fixed[2],
+  error[1], error[2], sds[1], sds[2]))
+"""
+
+
+def simulate(outcome: str, rows: int, clients: int) -> pd.DataFrame:
+    """Draw rows with coefficients 0.5 and -0.3, and standard deviations 0.6 and 0.4 between clients."""
+    generator = np.random.default_rng(0)
+    client = np.repeat(np.arange(clients), max(1, rows // clients))
+    x = generator.normal(size=len(client))
+    intercept = 0.5 + 0.6 * generator.normal(size=clients)
+    slope = -0.3 + 0.4 * generator.normal(size=clients)
+    eta = intercept[client] + slope[client] * x
+    drawn = {
+        "gaussian": lambda: eta + 0.8 * generator.normal(size=len(eta)),
+        "bernoulli": lambda: (generator.uniform(size=len(eta)) < 1 / (1 + np.exp(-eta))) * 1,
+        "poisson": lambda: generator.poisson(np.exp(eta)),
+    }
+    return pd.DataFrame({"client": client, "x": x, "y": drawn[outcome]()})
+
+
+def megabytes() -> float:
+    """Return the highest resident size of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def bayesfed(outcome: str, frame: pd.DataFrame) -> dict[str, Any]:
+    """Fit twice; return seconds, rounds, memory, and means and standard deviations of the globals."""
+    import bayesfed as bf
+
+    frame = frame.assign(client=frame["client"].astype(str))
+    model = bf.formula(FORMULA, frame, client="client", family=outcome)
+    federation, before, seconds = model.federation, megabytes(), []
+    for seed in range(2):
+        begin = time.perf_counter()
+        posterior = bf.fit(model, federation, seed=seed, progress=False)
+        draws = posterior.derived(num_samples=1000)
+        seconds.append(time.perf_counter() - begin)
+    values = {name: draws[name] for name in COEFFICIENTS}
+    values |= {name: draws[name].log() for name in SPREADS}
+    found = {name: [float(value.mean()), float(value.std())] for name, value in values.items()}
+    return {
+        "seconds": seconds,
+        "rounds": runner.rounds_of(posterior),
+        "megabytes": megabytes() - before,
+        "found": found,
+    }
+
+
+def in_r(tool: str, outcome: str, frame: pd.DataFrame) -> list[Any]:
+    """Return seconds, coefficients, their standard errors, and standard deviations between clients."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows, script = Path(folder) / "rows.csv", Path(folder) / "fit.R"
+        frame.to_csv(rows, index=False)
+        script.write_text(R)
+        call = ["Rscript", str(script), str(rows), tool, outcome]
+        return json.loads(_last_line(call))
+
+
+def numpyro(outcome: str, frame: pd.DataFrame) -> list[float]:
+    """Return the seconds of one chain of NUTS, with compilation."""
+    import jax
+    import jax.numpy as jnp
+    import numpyro as npr
+    import numpyro.distributions as dist
+    from numpyro.infer import MCMC, NUTS
+
+    of, x = jnp.asarray(frame["client"].to_numpy()), jnp.asarray(frame["x"].to_numpy())
+    y, clients = jnp.asarray(frame["y"].to_numpy()), int(frame["client"].max()) + 1
+
+    def model() -> None:
+        mean = npr.sample("mean", dist.Normal(0.0, 2.5).expand([2]).to_event(1))
+        sd = npr.sample("sd", dist.HalfNormal(1.0).expand([2]).to_event(1))
+        with npr.plate("clients", clients):
+            own = npr.sample("own", dist.Normal(mean, sd).to_event(1))
+        eta = own[of, 0] + own[of, 1] * x
+        if outcome == "gaussian":
+            over = dist.Normal(eta, npr.sample("sigma", dist.HalfNormal(1.0)))
+        elif outcome == "bernoulli":
+            over = dist.Bernoulli(logits=eta)
+        else:
+            over = dist.Poisson(jnp.exp(eta))
+        npr.sample("y", over, obs=y)
+
+    sampler = MCMC(NUTS(model), num_warmup=1000, num_samples=1000, progress_bar=False)
+    begin = time.perf_counter()
+    sampler.run(jax.random.PRNGKey(0))
+    jax.block_until_ready(sampler.get_samples())
+    return [time.perf_counter() - begin]
+
+
+def measure(tool: str, outcome: str, rows: int, clients: int) -> Any:
+    """Return what a tool gives in a new process; None if it fails or does not end in time."""
+    if tool in ("glmmTMB", "lme4"):
+        try:
+            return in_r(tool, outcome, simulate(outcome, rows, clients))
+        except subprocess.SubprocessError:
+            return None
+    call = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), "--child"]
+    try:
+        return json.loads(_last_line([*call, tool, outcome, str(rows), str(clients)]))
+    except subprocess.SubprocessError:
+        return None
+
+
+def _last_line(call: list[str]) -> str:
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+    }
+    done = subprocess.run(
+        call, capture_output=True, text=True, env=env, timeout=LIMIT + 60, check=True
+    )
+    return done.stdout.splitlines()[-1]
+
+
+def cells(_: Any, found: list[Any]) -> list[str]:
+    """Return the cells of a row."""
+    ours, tmb, lme4, nuts = found
+    if ours is None:
+        return [f"> {LIMIT}", *[""] * 10]
+    cold, warm = ours["seconds"]
+    others = [one[0] if one else None for one in (tmb, lme4, nuts)]
+    distance = "" if tmb is None else f"{_distance(ours['found'], tmb):.2f}"
+    ratios = [
+        "" if other is None else f"{mine / other:.2f}"
+        for mine, other in ((cold, others[0]), (warm, others[0]), (cold, others[2]))
+    ]
+    return [
+        *(f"{cold:.1f}", f"{warm:.1f}", ours["rounds"], f"{ours['megabytes']:.0f}"),
+        *(f"> {LIMIT}" if other is None else f"{other:.1f}" for other in others),
+        *(distance, *ratios),
+    ]
+
+
+def _distance(found: dict[str, list[float]], tmb: list[Any]) -> float:
+    _, fixed, errors, sds = tmb
+    coefficients = [found[name] for name in COEFFICIENTS]
+    spreads = [found[name] for name in SPREADS]
+    away = [
+        abs(mean - to) / error
+        for (mean, _), to, error in zip(coefficients, fixed, errors, strict=True)
+    ]
+    away += [
+        abs(mean - math.log(max(to, 1e-9))) / sd
+        for (mean, sd), to in zip(spreads, sds, strict=True)
+    ]
+    return max(away)
+
+
+def main() -> None:
+    given = runner.arguments(__doc__, sizes=[1_000, 10_000, 100_000, 1_000_000])
+    rows = {
+        (outcome, rows, clients): [(tool, outcome, rows, clients) for tool in TOOLS]
+        for outcome in ("gaussian", "bernoulli", "poisson")
+        for rows in given.sizes
+        for clients in CLIENTS
+        if clients < rows
+    }
+    runner.table(COLUMNS, rows, measure, given, cells)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        tool, outcome, rows, clients = sys.argv[2:]
+        import torch
+
+        torch.set_num_threads(1)
+        work = {"bayesfed": bayesfed, "NumPyro": numpyro}[tool]
+        print("\n" + json.dumps(work(outcome, simulate(outcome, int(rows), int(clients)))))
+    else:
+        main()
