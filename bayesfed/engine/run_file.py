@@ -25,7 +25,7 @@ from bayesfed.engine.states import States
 from bayesfed.settings import shown
 
 _METADATA = "bayesfed run"
-_FORMAT = 6
+_FORMAT = 7
 _DATA, _PROGRAM = "data", "program"
 _SHARE = 0.05
 """The largest share of a run's time that is spent on writing."""

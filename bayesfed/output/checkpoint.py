@@ -26,7 +26,7 @@ from bayesfed.engine.parts import flat, nested
 from bayesfed.engine.program import build_program
 from bayesfed.output.fitted import Correction, Fitted
 
-FORMAT = 2
+FORMAT = 3
 """Version of the file's layout."""
 _METADATA = "bayesfed"
 _VERSION = version("bayesfed")

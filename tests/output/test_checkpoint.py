@@ -117,7 +117,7 @@ def test_the_layout_of_the_file(tmp_path):
     metadata = json.loads(header["__metadata__"]["bayesfed"])
     assert metadata["clients"] == list("ABCDEFGH")
     assert metadata["algorithm"]["name"] == "SFVI"
-    assert (metadata["format"], metadata["version"], metadata["seed"]) == (2, bf.__version__, 4)
+    assert (metadata["format"], metadata["version"], metadata["seed"]) == (3, bf.__version__, 4)
 
 
 def test_an_unknown_client_is_named(tmp_path):
@@ -224,7 +224,7 @@ def test_other_files_are_refused(tmp_path):
         load("other")
     later = {"bayesfed": json.dumps({"format": 9, "version": "8.0", "clients": []})}
     save_file({"a": torch.zeros(1)}, tmp_path / "later", later)
-    with pytest.raises(ValueError, match=r"format 9, written by bayesfed 8\.0; .*reads format 2"):
+    with pytest.raises(ValueError, match=r"format 9, written by bayesfed 8\.0; .*reads format 3"):
         load("later")
 
 
