@@ -21,7 +21,8 @@ from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
 from bayesfed.functional.gaussian_classes import GaussianClasses
 from bayesfed.functional.multivariate_normal import Gaussian, conditioned
-from bayesfed.output.draws import Draws, run_model, weighted_draws
+from bayesfed.output.client_draws import Draws
+from bayesfed.output.draws import run_model, weighted_draws
 from bayesfed.output.fitted import Fitted
 
 

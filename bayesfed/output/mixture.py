@@ -13,7 +13,8 @@ from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation
 from bayesfed.elbo.sites import Site
 from bayesfed.output import dependent_rows
-from bayesfed.output.draws import Draws, flatten_rows, run_model, weighted_draws
+from bayesfed.output.client_draws import Draws
+from bayesfed.output.draws import flatten_rows, run_model, weighted_draws
 from bayesfed.output.fitted import Fitted
 from bayesfed.vmap.mixtures import Mixture
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from bayesfed.elbo import handlers
 from bayesfed.elbo.log_density import log_density
-from bayesfed.output.draws import Draws, client_chunks, flatten_rows, run_model
+from bayesfed.output.client_draws import Draws
+from bayesfed.output.draws import client_chunks, flatten_rows, run_model
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.outcomes import NoSampler
 

@@ -13,7 +13,8 @@ from bayesfed import datasets, models
 from bayesfed.data.chunks import chunks as cut
 from bayesfed.elbo import noise
 from bayesfed.output import draws as module
-from bayesfed.output.draws import Draws, theta_support, weighted_draws
+from bayesfed.output.client_draws import Draws
+from bayesfed.output.draws import theta_support, weighted_draws
 from tests.scenarios import conjugate_hierarchy, ragged
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -220,3 +221,17 @@ def test_draws_that_are_too_large_are_not_kept(monkeypatch):
     assert not module._last_draws[other][1] and module._last_draws[posterior][1]
     for name, value in kept.items():
         torch.testing.assert_close(found[name], value)
+
+
+def test_draws_of_any_clients_are_put_together_from_kept_ones(monkeypatch):
+    """Those of few clients, in another order, are the same as if they were made for them."""
+    posterior = bf.fit(models.eight_schools, datasets.eight_schools(), rounds=5)
+    list(module.equal_draws(posterior, 20, 0))
+    wanted = torch.tensor([5, 2])
+    theta = module.draw_theta(posterior, 20, posterior.key(0))
+    expected = module.draw_clients(posterior, theta, 20, wanted, posterior.key(0))
+    monkeypatch.setattr(module, "client_chunks", lambda *_: iter([wanted]))
+    monkeypatch.setattr(module, "draw_clients", None)  # none is made
+    ((_, found),) = module.equal_draws(posterior, 20, 0)
+    for name, value in expected.values.items():
+        torch.testing.assert_close(found.values[name], value)
