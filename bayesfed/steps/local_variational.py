@@ -163,8 +163,9 @@ def follow_origin(
 
     Guides without a closed form have no origin.
     """
-    if "unit" in clients:
-        clients = _rescaled(program, clients, program.context_unit(params, rows))
+    unit = program.context_unit(params, rows)
+    if unit is not None:
+        clients = _rescaled(program, clients, unit)
     if not program.laplace_params:
         return clients
     origin = program.laplace(params, clients["params"], rows)
