@@ -135,31 +135,35 @@ def laplace_candidates(given: Conditionals, mode: Tensor, root: Tensor, noise: N
 def laplace_approximation(given: Conditionals) -> tuple[Tensor, Tensor]:
     """Return û_s ``(S, K, 1, P)`` and a root of H_s⁻¹ ``(S, K, 1, P, P)``; ``given`` as of :func:`laplace_candidates`.
 
-    Newton steps, with a line search where a whole step makes the density lower, go on at those draws of θ where they
-    gain more than a tolerance.
+    Newton steps, with a line search where a whole step makes the density lower, go on for each client and draw of θ
+    until they gain less than a tolerance, whichever other clients are there.
     """
     start, least = _start(given)
     u, precision = start.clone(), start.new_empty(*start.shape, start.shape[-1])
     reached, step = u.new_full(u.shape[:2], -torch.inf), torch.zeros_like(u)
+    ended = torch.zeros_like(reached, dtype=torch.bool)
     moving = torch.arange(given.size, device=u.device)
     for number in range(1 + STEPS):
-        reached_before = reached[moving]
-        reached[moving], gradient, hessian = _derivatives(given, u, moving)
-        late = (
-            (~(reached[moving] >= reached_before)).any(1).nonzero()[:, 0] if number else moving[:0]
-        )
-        if len(late):
-            far = moving[late]
-            f = given.at(far).log_joint
-            u[far] = newton.line_search(f, u[far] - step[far], step[far])
-            reached[far], gradient[late], hessian[late] = _derivatives(given, u, far)
-        precision[moving] = here = newton.positive(-hessian, least[moving])
+        active, before = ~ended[moving], reached[moving]
+        found = _derivatives(given, u, moving)
+        late = active & ~(found[0] >= before) & (number > 0)
+        far = late.any(1).nonzero()[:, 0]
+        if len(far):
+            some = moving[far]
+            shorter = newton.line_search(given.at(some).log_joint, u[some] - step[some], step[some])
+            u[some] = torch.where(late[far][..., None, None], shorter, u[some])
+            for value, new in zip(found, _derivatives(given, u, some), strict=True):
+                value[far] = new
+        reached[moving], gradient, hessian = found
+        here = newton.positive(-hessian, least[moving])
+        precision[moving] = torch.where(active[..., None, None, None], here, precision[moving])
         new = torch.linalg.solve_ex(here, gradient[..., None])[0].squeeze(-1).nan_to_num(0.0)
-        step[moving], gain = new, (gradient * new).sum((-2, -1))
-        last = gain.amax(1) <= TOLERANCE
-        taken = last if number == STEPS else slice(None)
-        u[moving[taken]] += new[taken]
-        moving = moving[~last]
+        last = ~((gradient * new).sum((-2, -1)) > TOLERANCE)
+        taken = active & last if number == STEPS else active
+        step[moving] = torch.where(taken[..., None, None], new, 0.0)
+        u[moving] += step[moving]
+        ended[moving] |= last
+        moving = moving[~ended[moving].all(1)]
         if not len(moving):
             break
     return u, inverse_root(precision)

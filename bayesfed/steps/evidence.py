@@ -60,6 +60,10 @@ class Evidence(Steps):
         evidence = log_evidence(program, params, phi, batch, supplied)
         return particle_gradients(evidence, theta), evidence.detach()
 
+    def adapt(self, job: Job, theta: Params, own: Params, steps: int, lr: float | None) -> Params:
+        """Return no parameters: a client conditions on its rows."""
+        return {}
+
 
 def log_evidence(
     program: Program, params: Mapping[str, Tensor], phi: Tensor, batch: Batch, supplied: Noise

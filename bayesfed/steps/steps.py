@@ -101,7 +101,7 @@ class Steps:
         raise NotImplementedError
 
     def personalize(self, job: Job, locals_: Locals, steps: int, lr: float | None) -> Params:
-        """Make the local parameters ``(K, 1, ...)`` of K clients, if they have any, from θ and their own rows.
+        """Make the local parameters ``(K, 1, ...)`` of K clients from θ and their own rows.
 
         Args:
             job: the clients; they need not have taken part.
@@ -111,7 +111,7 @@ class Steps:
         """
         theta = copies(job.theta, len(job))
         own = locals_.begin(job.program, theta, job.rows(0))
-        return self.adapt(job, theta, own, steps, lr) if own else {}
+        return self.adapt(job, theta, own, steps, lr)
 
 
 def gradient_of(steps: Any, program: Program) -> list[str]:
