@@ -86,9 +86,10 @@ def test_it_is_the_fit_in_one_process(plan, tmp_path):
     joined = {name: torch.cat([own[name] for own in local]) for name in expected.local_params}
     same(joined, dict(expected.local_params))
     draws, own = found.sample(200), expected.sample(200)
-    for name, value in draws.items():  # a weight's last digits may choose the neighbour of a draw
-        close = torch.isclose(value, own[name], rtol=1e-3, atol=1e-3)
-        assert close.double().mean() > 0.98
+    for name, value in draws.items():  # near the tail a draw stands on many digits
+        close = torch.isclose(value, own[name], rtol=1e-3, atol=1e-3).double().mean()
+        # resampled draws: a weight's last digits may choose the neighbour of one
+        assert close == 1 if expected.correction is None else close > 0.98
 
 
 @pytest.mark.slow
