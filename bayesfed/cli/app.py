@@ -140,10 +140,12 @@ def run(
         raise SettingsError("data is missing: the clients are at institutions, so run it with --on")
     rows = read_rows(config.data, experiment.parent)
     gc.disable()  # of all that torch has made a pass takes a tenth of a second
-    from bayesfed.cli.choices import choices
-    from bayesfed.cli.run_experiment import fit_and_write
+    try:
+        from bayesfed.cli.choices import choices
+        from bayesfed.cli.run_experiment import fit_and_write
+    finally:
+        gc.enable()
 
-    gc.enable()
     chosen = choices(config, rows, experiment.parent)
 
     fit_and_write(
