@@ -1,6 +1,6 @@
 """The public names: ``bayesfed.fit`` is the ``fit`` of this module."""
 
-from bayesfed import guides, models, rules, steps, testing
+from bayesfed import effects, guides, models, rules, steps, testing
 from bayesfed.algorithms import Algorithm
 from bayesfed.algorithms.table import (
     FOLA,
@@ -80,6 +80,7 @@ __all__ = [
     "Stopped",
     "bounds",
     "datasets",
+    "effects",
     "finish",
     "fit",
     "formula",

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import pyro.distributions as dist
 import torch
@@ -23,7 +23,7 @@ class Family:
         in_units: the parameters that have the outcome's unit.
     """
 
-    link: str
+    link: Literal["identity", "log", "logit"]
     likelihood: str
     parameters: Mapping[str, str] = field(default_factory=dict)
     in_units: tuple[str, ...] = ()

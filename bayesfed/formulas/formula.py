@@ -40,6 +40,7 @@ class Formula:
         source: the code of the program, which ``print`` shows and which is run.
         federation: the clients that agreed on levels and scales, with the columns that the program reads.
         coding: the agreed coding.
+        frames: the clients' rows by name, for :mod:`bayesfed.effects`; they are not pickled.
     """
 
     text: str
@@ -47,6 +48,7 @@ class Formula:
     source: str
     federation: Federation
     coding: Coding
+    frames: Mapping[str, pd.DataFrame] | None = None
 
     def __call__(self, federation: Federation | Batch) -> None:
         """Run the Pyro program."""
@@ -59,8 +61,10 @@ class Formula:
         return f"Formula: {self.text}, {self.family}; {self.federation}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the function, which pickle cannot write and the code makes again."""
-        return {name: value for name, value in vars(self).items() if name != "_program"}
+        """Leave out the frames, and the function, which pickle cannot write and the code makes again."""
+        return {
+            name: value for name, value in vars(self).items() if name not in ("_program", "frames")
+        }
 
     @property
     def __name__(self) -> str:
@@ -203,7 +207,7 @@ def formula(
     code = {name: prior_code(name, prior) for name, prior in priors.items() if name in public}
     title = f"{text}, {family}."
     program = program_code(title, FAMILIES[family], outcome, common, groups, code)
-    return Formula(text, family, program, federation, coding)
+    return Formula(text, family, program, federation, coding, clients)
 
 
 def _frames(data: Any) -> pd.DataFrame | dict[str, pd.DataFrame]:

@@ -1,0 +1,227 @@
+"""A question about a posterior: a quantity, the rows over which it is averaged, and the groups of these rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict, get_args
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from bayesfed.effects.means import Expectation, Level, Link, sum_over_rows
+from bayesfed.effects.result import Effects, text_of
+from bayesfed.effects.rows import Rows, Setting, formula_of, rows_of
+from bayesfed.formulas.families import FAMILIES
+from bayesfed.output.posterior import Posterior
+
+Scale = Literal["response", "link"]
+MOST_GROUPS = 1000
+"""The largest number of groups of rows."""
+
+
+class Settings(TypedDict, total=False):
+    """Settings that all estimands have.
+
+    Attributes:
+        level: ``"clients"`` (default), over these clients, each with its own variables; ``"average"``, at the average
+            client, whose variables are at the centre of their prior given θ: random effects are 0; ``"new"``, for one
+            new client, whose variables are drawn from their prior given θ.
+        rows: the rows over which means are taken. By default those of the posterior's clients; a frame or a federation;
+            ``"balanced"``, for a formula, see :func:`marginal_means`. At the level of the clients, each client has all
+            rows of a frame that does not name the client.
+        at: variable to a value that it has in all rows, such as ``{"exposure": 1.0}``.
+        by: variables whose values group the rows, with a result for each group; or the column of the client.
+        weights: a variable by which rows are weighted; by default they are equal. A row of a binomial outcome counts as
+            often as it has trials, and its expectation is the probability.
+        scale: ``"response"`` (default), the expected outcome, or ``"link"``, the linear predictor of a formula.
+        outcome: the observed site, or a quantity of rows or clients that the model names by ``pyro.deterministic``; by
+            default the only observed site. A site with categories has a result for each, its probability.
+        prob: the probability of the intervals, by default 0.94.
+        num_samples: S, by default 1,000.
+        seed: seed of the draws, which are those of ``posterior.sample``.
+    """
+
+    level: Level
+    rows: Any
+    at: Setting | None
+    by: str | Sequence[str] | None
+    weights: str | None
+    scale: Scale
+    outcome: str | None
+    prob: float
+    num_samples: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of a posterior, checked.
+
+    Attributes:
+        posterior: the posterior.
+        rows: the rows over which means are taken.
+        expectation: the quantity at each row.
+        at: variables that have one value in all rows.
+        groups: the labels of the groups of rows.
+        group: the group of each row.
+        weights: the weight of each row.
+        prob: the probability of intervals.
+    """
+
+    posterior: Posterior
+    rows: Rows
+    expectation: Expectation
+    at: Setting
+    groups: list[dict[str, Any]]
+    group: Tensor
+    weights: Tensor
+    prob: float
+
+    def means(self, settings: Sequence[Setting]) -> Tensor:
+        """Return the means of the quantity at some settings of the variables, ``(S, Q, G, C)``."""
+        rows = [self.rows.at({**self.at, **setting}) for setting in settings]
+        return sum_over_rows(self.posterior, rows, self.group, self.weights, self.expectation).means
+
+    @property
+    def quantity(self) -> str:
+        """The quantity in words."""
+        of, link = self.expectation.outcome, self.expectation.link
+        if of in self.posterior.program.derived:
+            return of
+        return f"E[{of}]" if link in (None, "identity") else f"{link} E[{of}]"
+
+    @property
+    def level(self) -> str:
+        """The level and the rows in words."""
+        where = {
+            "clients": f"over these {self.rows.clients:,} clients, each with its own variables",
+            "average": "at the average client, whose variables are at the centre of their prior given θ",
+            "new": "for a new client, whose variables are drawn from their prior given θ",
+        }[self.expectation.level]
+        fixed = ", ".join(f"{name} = {text_of(value)}" for name, value in self.at.items())
+        return f"{where}; mean of {self.rows.text}" + (fixed and f", {fixed}")
+
+    def labels(self, means: Tensor, own: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+        """Return the labels of quantities ``(S, len(own), G, C)``: their own, those of groups, and categories."""
+        categories = means.shape[-1]
+        entries: list[Any] = (
+            [{"category": c} for c in range(categories)] if categories > 1 else [{}]
+        )
+        found = [{**a, **b, **c} for a in own for b in self.groups for c in entries]
+        return pd.DataFrame(found, index=range(len(found)))
+
+    def effects(
+        self,
+        own: Sequence[Mapping[str, Any]],
+        values: Tensor,
+        estimand: str,
+        null: float | None = None,
+    ) -> Effects:
+        """Return the result for quantities ``(S, len(own), G, C)`` with their own labels."""
+        labels = self.labels(values, own)
+        return Effects(
+            labels=labels,
+            draws=values.flatten(1),
+            estimand=estimand,
+            level=self.level,
+            null=null,
+            prob=self.prob,
+            link=self.expectation.link,
+            within=tuple(n for n in labels if n in self.groups[0] or n == "category"),
+            caveat=self.posterior.caveat,
+        )
+
+
+def make_question(
+    posterior: Posterior,
+    *,
+    level: Level = "clients",
+    rows: Any = None,
+    at: Setting | None = None,
+    by: str | Sequence[str] | None = None,
+    weights: str | None = None,
+    scale: Scale = "response",
+    outcome: str | None = None,
+    prob: float = 0.94,
+    num_samples: int = 1000,
+    seed: int = 0,
+) -> Question:
+    """Check what a user asks; arguments as in :class:`Settings`.
+
+    Raises:
+        ValueError: an argument is not one of its values, or does not apply to the model.
+        KeyError: a variable does not exist.
+    """
+    for name, value, allowed in (
+        ("level", level, get_args(Level)),
+        ("scale", scale, get_args(Scale)),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{name} is {value!r}: one of {', '.join(map(repr, allowed))}")
+    if not 0 < prob < 1:
+        raise ValueError(f"prob is {prob}: the probability of intervals, in (0, 1)")
+    found = rows_of(posterior, rows, level)
+    name = _outcome(posterior, outcome)
+    link: Link | None = None
+    if scale == "link":
+        formula = formula_of(posterior.program.model)
+        if formula is None or name != formula.coding.outcome:
+            raise ValueError(
+                'scale="link" is of the outcome of a formula: name the linear predictor in the model, '
+                'pyro.deterministic("eta", ...), and pass outcome="eta"'
+            )
+        link = FAMILIES[formula.family].link
+    names = [by] if isinstance(by, str) else list(by or ())
+    columns = [found.column(name) for name in names]
+    count = len(found.column(names[0])) if names else found.count
+    keys = list(zip(*columns, strict=True)) if columns else [()] * count
+    unique = sorted(set(keys), key=lambda key: tuple(map(_sortable, key)))
+    if len(unique) > MOST_GROUPS:
+        raise ValueError(
+            f"by={by!r} has {len(unique):,} values: at most {MOST_GROUPS:,} groups are shown"
+        )
+    number = {key: i for i, key in enumerate(unique)}
+    given = np.ones(count) if weights is None else found.column(weights).astype(float)
+    if not (np.isfinite(given).all() and (given >= 0).all() and given.sum() > 0):
+        raise ValueError(f"weights={weights!r} has negative or missing values, or only zeros")
+    return Question(
+        posterior,
+        found,
+        Expectation(name, level, link, num_samples, seed),
+        at or {},
+        [dict(zip(names, key, strict=True)) for key in unique],
+        torch.tensor([number[key] for key in keys]),
+        torch.as_tensor(given),
+        prob,
+    )
+
+
+def _sortable(value: Any) -> tuple[bool, Any]:
+    """Return a key that sorts numbers before text."""
+    return isinstance(value, str), value
+
+
+def _outcome(posterior: Posterior, outcome: str | None) -> str:
+    """Return the name of the site whose expectation is taken.
+
+    Raises:
+        ValueError: there are several and none is named, or rows have no expectation of their own.
+    """
+    program = posterior.program
+    rows = [n for n, dims in program.derived.items() if dims]
+    names = [site.name for site in program.observed]
+    if outcome is None and len(names) == 1:
+        outcome = names[0]
+    if outcome not in (*names, *rows):
+        raise ValueError(
+            f"outcome is {outcome!r}: one of {', '.join([*names, *rows]) or 'none'}; a quantity of the rows that the "
+            'model names by pyro.deterministic("risk", ...) is one too'
+        )
+    if program.joint:
+        raise ValueError(
+            f"the rows of a client are one event of {outcome!r}: posterior.predictive(rows).mean has expectations"
+        )
+    return outcome
