@@ -46,7 +46,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
 
-_FIRST = {"api", "arviz", "cli", "formulas", "idea", "own_parts", "tutorial"}
+_FIRST = {"api", "arviz", "cli", "data", "formulas", "gallery", "idea", "own_parts", "tutorial"}
 
 
 def setup(app):
@@ -67,5 +67,5 @@ html_theme_options = {
     "secondary_sidebar_items": ["page-toc"],
     "show_prev_next": False,
 }
-html_sidebars: dict[str, list[str]] = {"**": []}  # the pages have no subpages
+html_sidebars: dict[str, list[str]] = {"index": [], "gallery": []}  # these have no subpages
 html_static_path = ["_static"]

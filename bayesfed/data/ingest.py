@@ -254,8 +254,10 @@ def treat_missing(
             "infinite. Correct the data (the logarithm of 0?) or leave the row out": infinite
         }
         if missing == "fail":
-            reason = "NaN. Correct the data, pass missing='drop' to leave such rows out, or missing='keep' if the field"
-            refused[f"{reason} is an outcome or has a prior"] = nan
+            refused[
+                "NaN. Correct the data, pass missing='drop' to leave such rows out, or missing='keep' if the field is "
+                "an outcome or has a prior"
+            ] = nan
         for reason, wrong in refused.items():
             if wrong.any():
                 row = int(wrong.nonzero()[0])
