@@ -36,12 +36,20 @@ OPENINGS = ("What", "Whether", "How", "Of", "Where", "Which", "By", "Those", "Th
 """First words of docstrings that are no sentences and no noun phrases."""
 MOST_OPENINGS = 0.03
 
-FOLDERS = ("bayesfed", "models", "guides", "docs", "README.md")
+PAGES = ("README.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md")
+FOLDERS = ("bayesfed", "models", "guides", "docs", *PAGES)
 """Where the rules are enforced."""
+HISTORY = {
+    r"of before|earlier state|at hand|point \d+": "the present state; the project's own history belongs in commits",
+    r"anew|seldom|fares?": "again, rarely, does",
+    r"law \d": "invariant",
+}
+"""Words that are not used in pages, beside :data:`WORDS`."""
 
 _FORBIDDEN = {re.compile(rf"\b({w})\b", re.IGNORECASE): instead for w, instead in WORDS.items()} | {
     re.compile(r"(?<![\w.,)\]}:%/*\"'\\])\.\d+"): "a zero before the decimal point"
 }
+_HISTORY = {re.compile(rf"\b({w})\b", re.IGNORECASE): instead for w, instead in HISTORY.items()}
 _INSIDE = re.compile(r"_|(?<=[a-z])(?=[A-Z])")
 
 
@@ -53,13 +61,14 @@ def files(folder: str) -> list[Path]:
     return sorted(place.glob("*.md") if folder == "docs" else place.rglob("*.py"))
 
 
-def forbidden_words(text: str) -> Iterator[tuple[int, str, str]]:
+def forbidden_words(text: str, *, page: bool = False) -> Iterator[tuple[int, str, str]]:
     """The number of a line, a forbidden word in it and what to write instead."""
+    patterns = _FORBIDDEN | _HISTORY if page else _FORBIDDEN
     for number, line in enumerate(text.splitlines(), 1):
         words = _INSIDE.sub(" ", line)
         for exception in EXCEPTIONS:
             words = words.replace(exception, "")
-        for pattern, instead in _FORBIDDEN.items():
+        for pattern, instead in patterns.items():
             for found in pattern.finditer(words):
                 yield number, found[0], instead
 
@@ -91,12 +100,19 @@ def test_that_identifiers_are_split_and_exceptions_are_left_out(line, found):
     assert [word for _, word, _ in forbidden_words(line)] == found
 
 
+def test_that_pages_have_no_history():
+    assert not list(forbidden_words("the row of before"))
+    assert [word for _, word, _ in forbidden_words("the row of before", page=True)] == ["of before"]
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_that_no_forbidden_word_is_used(folder):
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {word!r}; write {instead}"
         for path in files(folder)
-        for line, word, instead in forbidden_words(path.read_text(encoding="utf-8"))
+        for line, word, instead in forbidden_words(
+            path.read_text(encoding="utf-8"), page=path.suffix == ".md"
+        )
     ]
     assert not wrong, "\n".join(wrong)
 

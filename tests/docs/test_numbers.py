@@ -1,0 +1,174 @@
+"""Measured numbers in the documentation are those of the tables under ``experiments``.
+
+A claim is a sentence of a page with ``{}`` for each number, and the numbers as the table has them. Where a table has
+been made anew, the failure shows the sentence to write.
+"""
+
+import importlib.util
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NUMBER = r"-?\d+(?:,\d{3})*(?:\.\d+)?"
+_spec = importlib.util.spec_from_file_location("readme", ROOT / "docs/readme.py")
+readme = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(readme)
+
+Row = dict[str, list[str]]
+CLAIMS: list[tuple[str, str, Callable[[], tuple]]] = []
+
+
+def claim(page: str, sentence: str) -> Callable:
+    """Register a function that gives a sentence's numbers."""
+
+    def keep(numbers: Callable[[], tuple]) -> Callable:
+        CLAIMS.append((page, sentence, numbers))
+        return numbers
+
+    return keep
+
+
+def table(name: str) -> list[Row]:
+    return readme.rows(ROOT / "experiments" / f"{name}.md")
+
+
+def numbers(rows: list[Row], column: str, which: int = 0) -> list[float]:
+    """All numbers in a column, or in the second of its name."""
+    cells = " ".join(row[column][which] for row in rows).replace(",", "")
+    return [float(number) for number in re.findall(NUMBER, cells)]
+
+
+def ends(values: list[float]) -> tuple[str, str]:
+    return f"{min(values)}", f"{max(values)}"
+
+
+@claim(
+    "speed.md",
+    "{} to {} s for the first fit of a process, {} to {} s for the next; one chain of NumPyro's NUTS on the pooled "
+    "data takes {} to {} and {} to {} s.",
+)
+def _seconds():
+    rows = table("seconds_to_truth")
+    ours = ends(numbers(rows, "bayesfed cold")), ends(numbers(rows, "warm"))
+    nuts = ends(numbers(rows, "NumPyro cold")), ends(numbers(rows, "warm", 1))
+    return sum((*ours, *nuts), ())
+
+
+@claim(
+    "overview.md",
+    "with a tenth of the clients in a round in up to {} (`experiments/rounds_to_truth.md`).",
+)
+def _rounds():
+    rows = [r for r in table("rounds_to_truth") if r["clients a round"] == ["10 %"]]
+    return (int(max(numbers(rows, "stops"))),)
+
+
+@claim(
+    "overview.md",
+    "Of the {} programs of `experiments/first_try.md` {} have all means within {} standard deviations of NUTS' and "
+    "all spreads within {} and {};",
+)
+def _programs():
+    rows, good = table("first_try"), 0
+    for row in rows:
+        shifts = numbers([row], "globals: shift") + numbers([row], "locals: shift")
+        ratios = numbers([row], "sd ratio") + numbers([row], "sd ratio", 1)
+        good += max(shifts) <= 0.15 and min(ratios) >= 0.8 and max(ratios) <= 1.25
+    return len(rows), good, 0.15, 0.8, 1.25
+
+
+@claim(
+    "overview.md",
+    "With minibatches it may be {} standard deviations off, or not have converged after 500 rounds "
+    "(`experiments/accuracy.md`).",
+)
+def _minibatches():
+    rows = [r for r in table("accuracy") if r["guide"] == ["default"] and "a step" in r["run"][0]]
+    assert any("500" in row["rounds"][0] for row in rows)
+    return (round(max(numbers(rows, "mean, locals")), 1),)
+
+
+@claim("overview.md", "{} clients of 10,000 weights train in the memory of a cohort")
+def _growth():
+    (row,) = (r for r in table("benchmarks/growth") if "weights" in r["algorithm"][0])
+    return (row["clients"][0],)
+
+
+@claim(
+    "overview.md",
+    "round-off grows to relative differences of up to {}: runs whose sums are added in another order",
+)
+def _agreement():
+    rows = table("deployment/agreement")
+    worst = max(float(row[c][0]) for row in rows for c in ("global", "clients' own"))
+    return (round(worst, 1),)
+
+
+@claim(
+    "formulas.md",
+    "On four classic data sets means are within {} standard deviations of bambi's NUTS, and standard deviations are "
+    "{} to {} times those of NUTS:",
+)
+def _formulas():
+    rows = table("formulas")
+    return (f"{max(numbers(rows, 'shift in sd'))}", *ends(numbers(rows, "ratio of sd")))
+
+
+@claim(
+    "privacy.md",
+    "the slopes of 100 clients lie {} of its standard deviations at ε = 10, {} at 3 and {} at 1 from where they are "
+    "without privacy, those of 1000 clients {} at ε = 10, {} at 3 and {} at 1",
+)
+def _private():
+    found = []
+    for clients in ("100", "1000"):
+        (row,) = (
+            r for r in table("private") if (r["algorithm"], r["clients"]) == (["SFVI"], [clients])
+        )
+        cells = (row[f"ε = {e}"][0] for e in (10, 3, 1))
+        found += [re.search(r"([\d.]+) ± [\d.]+ of its own", cell)[1] for cell in cells]
+    return tuple(found)
+
+
+@claim(
+    "speed.md",
+    "whenever and however often it was killed ({} times `kill -9`: `experiments/kills.md`)",
+)
+def _kills():
+    rows = table("kills")
+    assert all(row["runs"] == row["bit-identical"] for row in rows)
+    return (int(sum(numbers(rows, "kills"))),)
+
+
+@claim(
+    "deployment.md",
+    "(SFVI {} sd from the run without, stale updates {}; PVI, which has not converged after 40 rounds in either run, "
+    "{} and {})",
+)
+def _stale():
+    rows = {row["algorithm"][0]: row for row in table("deployment/unlucky")}
+    cells = [rows[a][f"30 % {what}"][0] for a in ("SFVI", "PVI") for what in ("missing", "late")]
+    return tuple(cell.split(" sd")[0] for cell in cells)
+
+
+@claim("deployment.md", "Honest uploads have been up to {} times as long as the median")
+def _lengths():
+    rows = table("deployment/lengths")
+    return (max(numbers(rows, "longest upload, in medians")),)
+
+
+@pytest.mark.parametrize(("page", "sentence", "of"), CLAIMS, ids=[c[2].__name__ for c in CLAIMS])
+def test_that_numbers_are_those_of_the_table(page, sentence, of):
+    text = " ".join((ROOT / "docs" / page).read_text(encoding="utf-8").split())
+    right = sentence.format(*of())
+    assert right in text, f"docs/{page} should say: {right}"
+
+
+def test_that_another_number_is_found():
+    page, sentence, of = CLAIMS[0]
+    text = " ".join((ROOT / "docs" / page).read_text(encoding="utf-8").split())
+    first, *others = of()
+    assert sentence.format(f"1{first}", *others) not in text
