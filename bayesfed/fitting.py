@@ -301,7 +301,7 @@ def fit(
         execution: chunks, files, compilation, precision, processes and device: see :class:`~bayesfed.Execution`.
         resume: a file that the run is saved to after its rounds (in at most a twentieth of the time, and when
             it is interrupted; an interrupt waits for the end of the round, a second one does not). If the file is there
-            already the run is resumed from it, with results bit-identical to those of a run that was never stopped. It may be
+            already the run is resumed from it, with results bit-identical to those of an uninterrupted run. It may be
             given other ``rounds``, at least as many as it has done, unless they set the noise (``Privacy(epsilon=)``):
             the learning rates of the following rounds are then those of a run of that length, and the numbers differ
             from those of a run that was that long from the start unless the algorithm's ``lr_decay`` is 1.
