@@ -46,7 +46,18 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
 
-_FIRST = {"api", "arviz", "cli", "data", "formulas", "gallery", "idea", "own_parts", "tutorial"}
+_FIRST = {
+    "api",
+    "arviz",
+    "cli",
+    "data",
+    "formulas",
+    "gallery",
+    "hospitals",
+    "idea",
+    "own_parts",
+    "tutorial",
+}
 
 
 def setup(app):

@@ -164,7 +164,7 @@ def node(
     log.jsonl says what left the institution.
     """
     config, experiment, base = read_node_file(file)
-    rows = read_rows(experiment.data, file.parent)
+    rows = read_rows(experiment.data, file.parent, alone=config.one_client)
     from bayesfed.cli.deployment import run_node
 
     run_node(config, experiment, rows, file.parent, base)
@@ -198,7 +198,7 @@ def predict(
         with contextlib.suppress(ConnectionError):  # it works without a node too
             found = ask(socket_address(config.own_socket, file.parent), question)
     if found is None:
-        own = read_rows(experiment.data, file.parent)
+        own = read_rows(experiment.data, file.parent, alone=config.one_client)
         from bayesfed.cli.deployment import local_posteriors
 
         found = local_posteriors(config, experiment, own, file.parent, base).table(question)

@@ -261,8 +261,10 @@ def read_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     return experiment
 
 
-def read_rows(data: DataSection, base: Path) -> pd.DataFrame | None:
+def read_rows(data: DataSection, base: Path, *, alone: bool = False) -> pd.DataFrame | None:
     """Return the rows of a CSV or Parquet file, whose path is relative to ``base``; None for other kinds of data.
+
+    With ``alone`` all rows are of one client, and no column names it.
 
     Raises:
         SettingsError: there is no such file, it cannot be read, or it lacks a column.
@@ -285,7 +287,8 @@ def read_rows(data: DataSection, base: Path) -> pd.DataFrame | None:
             if data.kind == "csv"
             else pd.read_parquet(path)
         )
-        check_columns("file", [str(data.client), *wanted], frame.columns)
+        named = [] if alone else [str(data.client)]
+        check_columns("file", [*named, *wanted], frame.columns)
     except ImportError as error:
         raise ImportError(
             "Parquet is read by pyarrow, which is not installed: pip install 'bayesfed[arrow]'"

@@ -10,7 +10,7 @@ import xarray as xr
 
 
 def write_netcdf(path: Path, groups: Mapping[str, xr.Dataset]) -> None:
-    """Write data sets as the groups of a netCDF 4 file, in which every dimension has coordinates.
+    """Write data sets as the groups of a netCDF 4 file. Dimensions without coordinates are counted from 0.
 
     Args:
         path: the file, which is replaced.
@@ -18,7 +18,11 @@ def write_netcdf(path: Path, groups: Mapping[str, xr.Dataset]) -> None:
     """
     with h5py.File(path, "w", track_order=True) as file:
         numbers: dict[str, int] = {}
-        for name, data in groups.items():
+        for name, given in groups.items():
+            bare = {
+                dim: range(size) for dim, size in given.sizes.items() if dim not in given.coords
+            }
+            data = given.assign_coords(bare)
             found, attributes = xr.conventions.encode_dataset_coordinates(data)
             variables, attributes = xr.conventions.cf_encoder(found, attributes)
             group = file.create_group(name, track_order=True)

@@ -45,3 +45,12 @@ def test_it_is_read_as_what_xarray_writes(tmp_path):
     ]
     with h5netcdf.File(tmp_path / "one.nc") as file:
         assert file["posterior"].variables["a"].dimensions == ("chain", "draw", "client")
+
+
+def test_dimensions_without_coordinates_are_counted(tmp_path):
+    write_netcdf(
+        tmp_path / "one.nc", {"posterior": xr.Dataset({"mu": (("chain", "draw"), [[1.0, 2.0]])})}
+    )
+    found = az.from_netcdf(tmp_path / "one.nc").posterior
+    assert found["mu"].values.tolist() == [[1.0, 2.0]]
+    assert found["draw"].values.tolist() == [0, 1]

@@ -111,9 +111,11 @@ def test_a_node_may_be_one_client(folder):
     (folder / "alone.toml").write_text(f"one_client = true\n{text}")
     node, experiment, _ = read_node_file(folder / "alone.toml")
     assert node.one_client
-    rows = pd.read_csv(folder / "alone.csv")
+    rows = read_rows(experiment.data, folder, alone=True)
     found = load_clients(experiment.data, rows, folder, "north")
     assert found.names == ("north",) and found.rows == 10
+    with pytest.raises(SettingsError, match="no column 'ward'"):
+        read_rows(experiment.data, folder)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,13 @@ def _rounds():
     return (int(max(numbers(rows, "stops"))),)
 
 
+@claim("other_tools.md", "| {} to {} with all clients in each round")
+def _rounds_of_all():
+    rows = [r for r in table("rounds_to_truth") if r["clients a round"] == ["100 %"]]
+    stops = numbers(rows, "stops")
+    return int(min(stops)), int(max(stops))
+
+
 @claim(
     "overview.md",
     "Of the {} programs of `experiments/first_try.md` {} have all means within {} standard deviations of NUTS' and "
