@@ -57,7 +57,11 @@ class Family:
         return natural_gradient.fit_quadratic(*self.normal(params), z, grads, before)
 
     def direction(
-        self, params: Params, term: QuadraticTerm, z: Tensor, noise: float | Tensor | None = None
+        self,
+        params: Params,
+        term: QuadraticTerm,
+        z: Tensor | None = None,
+        noise: float | Tensor | None = None,
     ) -> Direction:
         """The direction of a natural-gradient step; see :func:`bayesfed.guides.natural_gradient.direction`."""
         return natural_gradient.direction(*self.normal(params), term, z, noise=noise)

@@ -62,7 +62,11 @@ class Flow(Family):
         return FullRank().normal(params)
 
     def direction(
-        self, params: Params, term: QuadraticTerm, z: Tensor, noise: float | Tensor | None = None
+        self,
+        params: Params,
+        term: QuadraticTerm,
+        z: Tensor | None = None,
+        noise: float | Tensor | None = None,
     ) -> Direction:
         """The direction of a natural-gradient step on the affine part.
 

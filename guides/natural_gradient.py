@@ -147,17 +147,17 @@ def direction(
     loc: Tensor,
     scale: Tensor,
     term: QuadraticTerm,
-    z: Tensor,
+    z: Tensor | None = None,
     entropy: float = 1.0,
     noise: float | Tensor | None = None,
 ) -> Direction:
-    """The direction of a step, from the quadratic of all terms but −log q, in the span of the draws.
+    """The direction of a step, from the quadratic of all terms but −log q, in the span of some draws.
 
     Args:
         loc: m.
         scale: L, or the scales of a mean-field q.
         term: the quadratic.
-        z: the draws that it was fitted to.
+        z: the draws that it was fitted to; by default it is right in all directions.
         entropy: the multiple of the identity that −log q adds to S. It serves a pushforward m + L f(ε) as well, since
             the entropy of any q depends on L alike. Less than 1 makes q narrower, by a factor of about √entropy.
         noise: τ of the mean gradient that the quadratic was fitted to.
@@ -165,7 +165,7 @@ def direction(
     if scale.ndim == loc.ndim:
         return _diagonal_direction(loc, scale, term, entropy, noise)
     unit = torch.eye(len(loc), dtype=loc.dtype, device=loc.device)
-    _, _, span = _sampled_directions(loc, scale, z)
+    span = unit if z is None else _sampled_directions(loc, scale, z)[2]
     spread = span @ (scale.mT @ term.slope @ scale + entropy * unit) @ span
     values, vectors = torch.linalg.eigh((spread + spread.mT) / 2)
     curvature = _curvature(values)

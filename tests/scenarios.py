@@ -101,13 +101,13 @@ def hospitals():
     )
 
 
-def growth(federation, day=1.0):
-    """Ages in days, or in another unit of so many days, with priors in that unit."""
-    level = pyro.sample("level", dist.Normal(250.0, 100.0))
-    slope = pyro.sample("slope", dist.Normal(6.0 * day, 5.0 * day))
-    sd_level = pyro.sample("sd_level", dist.HalfNormal(30.0))
-    sd_slope = pyro.sample("sd_slope", dist.HalfNormal(2.0 * day))
-    sigma = pyro.sample("sigma", dist.HalfNormal(20.0))
+def growth(federation, day=1.0, gram=1.0):
+    """Ages in days and weights in grams, or in other units of so many days and grams, with priors in these units."""
+    level = pyro.sample("level", dist.Normal(250.0 / gram, 100.0 / gram))
+    slope = pyro.sample("slope", dist.Normal(6.0 * day / gram, 5.0 * day / gram))
+    sd_level = pyro.sample("sd_level", dist.HalfNormal(30.0 / gram))
+    sd_slope = pyro.sample("sd_slope", dist.HalfNormal(2.0 * day / gram))
+    sigma = pyro.sample("sigma", dist.HalfNormal(20.0 / gram))
     with federation.clients():
         a = pyro.sample("a", dist.Normal(level, sd_level))
         b = pyro.sample("b", dist.Normal(slope, sd_slope))
@@ -116,14 +116,14 @@ def growth(federation, day=1.0):
             pyro.sample("weight", dist.Normal(line, sigma), obs=obs.get("weight"))
 
 
-def curves(day=1.0):
+def curves(day=1.0, gram=1.0):
     """Five weights of each of 30 animals between their 8th and 36th day."""
     generator = torch.Generator().manual_seed(4)
     age, found = torch.tensor([8.0, 15.0, 22.0, 29.0, 36.0]), {}
     for i in range(ANIMALS):
         a, b, *noise = torch.randn(7, generator=generator)
         weight = 106 + 10 * a + (6.2 + 0.5 * b) * age + 6 * torch.stack(noise)
-        found[f"animal {i}"] = {"age": age / day, "weight": weight}
+        found[f"animal {i}"] = {"age": age / day, "weight": weight / gram}
     return bf.Federation.from_arrays(found)
 
 

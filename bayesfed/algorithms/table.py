@@ -346,7 +346,7 @@ SFVI = Method(
 )
 SFVIAvg = Method(
     "SFVIAvg",
-    "SFVI with several steps on each client's copy of a Gaussian q(θ), and their barycentre (Hassan et al. 2023).",
+    "SFVI with several steps, free of drift, on clients' copies of a Gaussian q(θ); barycentre (Hassan et al. 2023).",
     Algorithm(Gaussian(), Conditioned(), OwnCopy(steps=10, draws=8), Barycentre(), lr_decay=0.01),
     global_guide=Setting(("globals",), {None: Gaussian()}, (MeanField, FullRank)),
     conditioned="locals.on_globals",

@@ -338,12 +338,23 @@ def log_parts(
 
 
 def elbo_terms(
-    program: Program, params: Mapping[str, Tensor], batch: Batch, noise: Noise, draws: int
+    program: Program,
+    params: Mapping[str, Tensor],
+    values: Draws,
+    batch: Batch,
+    noise: Noise,
+    draws: int,
 ) -> Terms:
-    """Both parts of the ELBO in one pass; ``server`` is ``(S, K)`` if parameters or noise have a row per client."""
-    guide, model = run(program, params, {}, batch, noise, draws)
+    """Both parts of the ELBO in one pass; arguments as in :func:`client_terms`.
+
+    ``server`` is ``(S, K)`` if parameters, values or noise have a row per client. It leaves out −log q of values that
+    are given.
+    """
+    guide, model = run(program, params, values, batch, noise, draws)
     server = torch.as_tensor(
-        log_ratio(guide, model, local=False), dtype=batch.scale.dtype, device=batch.scale.device
+        log_ratio(guide, model, local=False, skip=list(values)),
+        dtype=batch.scale.dtype,
+        device=batch.scale.device,
     )
     clients = _terms(log_ratio(guide, model, local=True), batch.scale, draws, len(batch))
     return Terms(server.expand(draws, server.shape[-1] if server.ndim else 1), clients)

@@ -111,11 +111,11 @@ def test_a_parameter_that_is_left_out_is_named(algorithm):
     server = program.noise(noise.key(0), 1, local=False)
     supplied = server | program.noise(noise.fold(noise.key(0), data.stream_ids), 1, local=True)
     assert {"slope", "spread"} < params.keys()
-    elbo_terms(program, params, batch, supplied, 1)
+    elbo_terms(program, params, {}, batch, supplied, 1)
     for left_out in params:
         rest = {name: value for name, value in params.items() if name != left_out}
         with pytest.raises(RuntimeError, match=f"parameter '{left_out}' is given no value"):
-            elbo_terms(program, rest, batch, supplied, 1)
+            elbo_terms(program, rest, {}, batch, supplied, 1)
     for left_out in program.init:  # the server has no client's parameters, and needs none
         rest = {name: value for name, value in program.init.items() if name != left_out}
         with pytest.raises(RuntimeError, match=f"parameter '{left_out}' is given no value"):

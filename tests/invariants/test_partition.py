@@ -184,7 +184,7 @@ def check_partition(program, federation, draws, seed):
         )
         torch.testing.assert_close(alone[:, 0], clients[:, i], rtol=1e-11, atol=1e-9)
 
-    both = elbo_terms(program, params, federation.batch(), theirs | ours, draws)
+    both = elbo_terms(program, params, {}, federation.batch(), theirs | ours, draws)
     torch.testing.assert_close(both.server.mean() + both.clients.sum(1).mean(), expected)
 
 
