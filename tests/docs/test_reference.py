@@ -8,7 +8,9 @@ import bayesfed as bf
 from bayesfed.algorithms import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
-REFERENCE = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+REFERENCE = "".join(
+    (ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("api.md", "internals.md")
+)
 WHOLE = re.findall(r"automodule:: (\S+)\n(?!   :no-members:)", REFERENCE)
 """Modules all of whose public names are in the reference."""
 
