@@ -151,7 +151,7 @@ def _kills():
 
 
 @claim(
-    "deployment.md",
+    "deployment_faults.md",
     "(SFVI {} sd from the run without, stale updates {}; PVI, which has not converged after 40 rounds in either run, "
     "{} and {})",
 )
@@ -161,7 +161,7 @@ def _stale():
     return tuple(cell.split(" sd")[0] for cell in cells)
 
 
-@claim("deployment.md", "Honest uploads have been up to {} times as long as the median")
+@claim("deployment_faults.md", "Honest uploads have been up to {} times as long as the median")
 def _lengths():
     rows = table("deployment/lengths")
     return (max(numbers(rows, "longest upload, in medians")),)

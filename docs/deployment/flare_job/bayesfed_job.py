@@ -1,4 +1,4 @@
-"""bayesfed as a job of NVIDIA FLARE 2.9 (`pip install 'nvflare>=2.9,<2.10'`), see docs/deployment.md.
+"""bayesfed as a job of NVIDIA FLARE 2.9 (`pip install 'nvflare>=2.9,<2.10'`), see docs/deployment_flower.md.
 
     python bayesfed_job.py /path/to/admin/startup-kit /path/on/the/server/experiment.toml SITES
 
