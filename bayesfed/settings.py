@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -52,6 +52,28 @@ class Schedule(Strict):
     clients_per_round: int | float = 1.0
     batch_size: Count | None = None
     seed: int = 0
+
+
+class EffectSettings(Strict):
+    """An effect that is agreed on before a fit: arguments of ``bf.effects.comparisons`` or ``predictions``.
+
+    Attributes:
+        kind: the function.
+        variables: variable to values; or, of comparisons, to a number that is added to each row's own value.
+        by: variable to the values whose rows are groups.
+    """
+
+    kind: Literal["comparisons", "predictions"] = "comparisons"
+    variables: dict[str, float | str | list[float | str]]
+    comparison: Literal["difference", "ratio", "odds_ratio"] = "difference"
+    level: Literal["clients", "average", "new"] = "clients"
+    at: dict[str, float | str] = Field(default_factory=dict)
+    by: dict[str, list[float | str]] = Field(default_factory=dict)
+    weights: str | None = None
+    scale: Literal["response", "link"] = "response"
+    outcome: str | None = None
+    prob: Annotated[float, Field(gt=0, lt=1)] = 0.94
+    num_samples: Annotated[int, Field(ge=4)] = 1000
 
 
 # -- from annotations -----------------------------------------------------------------------------

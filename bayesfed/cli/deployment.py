@@ -55,6 +55,7 @@ def make_plan(config: Experiment, base: Path) -> DeploymentPlan:
         model=named_model(config.model, base),
         algorithm=algorithm,
         privacy=None if config.privacy is None else made(Privacy, config.privacy, "privacy"),
+        effects=tuple(config.effects),
         **schedule.model_dump(include=set(Schedule.model_fields)),
         **({} if own is None else own.model_dump(include={"secure", "honest"})),
     )
@@ -177,6 +178,7 @@ def run_on(
     draws = draws_dataset(found, config.output.num_samples)
     folder.write_draws("globals.nc", {"posterior": draws})
     folder.write_summary(draws, console, found.caveat)
+    folder.write_effects([effect for effect in found.effects if effect is not None], console)
     folder.print_files(console)
     console.print("The clients' posteriors are at their institutions.")
     return found

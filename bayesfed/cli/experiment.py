@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from pydantic import Field, model_validator
 
 from bayesfed.data.columns import check_columns
-from bayesfed.settings import Count, Rate, Schedule, SettingsError, Strict, Times, shown, validated
+from bayesfed.settings import (
+    Count,
+    EffectSettings,
+    Rate,
+    Schedule,
+    SettingsError,
+    Strict,
+    Times,
+    shown,
+    validated,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -162,6 +172,7 @@ class Experiment(Strict):
     execution: dict[str, Any] = Field(default_factory=dict)
     privacy: dict[str, Any] | None = None
     output: Output = Field(default_factory=Output)
+    effects: list[EffectSettings] = Field(default_factory=list)
     deployment: DeploymentSection | None = None
 
     @model_validator(mode="after")

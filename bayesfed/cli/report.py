@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bayesfed.cli.netcdf import write_netcdf
+from bayesfed.effects.result import Effects
 from bayesfed.engine.files import atomically, sweep
 from bayesfed.engine.run import Round
 from bayesfed.engine.run_file import read_history
@@ -33,6 +34,7 @@ FILES = {
     "held_out.nc": "their draws, predictions and data",
     "globals.nc": "draws of the global variables, for arviz.from_netcdf",
     "summary.csv": "mean, sd and 94 % interval of every variable",
+    "effects.csv": "the effects of the experiment, with their levels",
     "forest.png": "the clients beside the population",
     "run.safetensors": "the run, for bayesfed run --resume",
 }
@@ -143,6 +145,18 @@ class RunFolder:
         self.write("summary.csv", table.to_csv(index_label="variable", float_format="%.6g"))
         print_summary(table, console, caveat)
 
+    def write_effects(self, effects: Sequence[Effects], console: Console) -> None:
+        """Write all effects into one table, and print each."""
+        if not effects:
+            return
+        tables = [one.to_frame().assign(estimand=one.estimand, level=one.level) for one in effects]
+        table = pd.concat(tables, keys=range(1, len(tables) + 1), names=["effect"])
+        text = table.droplevel(1).to_csv(float_format="%.6g")
+        self.write("effects.csv", text)
+        for one in effects:
+            console.print(f"\n{one!r}", soft_wrap=True, markup=False)
+        console.print()
+
     def print_files(self, console: Console) -> None:
         """Print the files that exist, each with its contents."""
         for name, what in FILES.items():
@@ -244,7 +258,7 @@ def relative(path: Path, folder: Path) -> str:
         return path.resolve().as_posix()
 
 
-def to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
+def to_toml(sections: Mapping[str, Any]) -> str:
     """Return sections as TOML, which has no null: keys that are None are left out.
 
     Example:
@@ -261,8 +275,9 @@ def to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _without_null(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_null(value) if isinstance(value, Mapping) else value
-        for key, value in table.items()
-        if value is not None
-    }
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(one) for one in value]
+        return _without_null(value) if isinstance(value, Mapping) else value
+
+    return {key: plain(value) for key, value in table.items() if value is not None}

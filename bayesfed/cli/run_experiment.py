@@ -17,6 +17,7 @@ from bayesfed.cli.errors import RunError, one_line
 from bayesfed.cli.experiment import Experiment
 from bayesfed.cli.forest import plot_forest, population_means
 from bayesfed.cli.own_code import with_files
+from bayesfed.effects.agreed import effect
 from bayesfed.engine.progress import show_work
 from bayesfed.engine.stopping.rule import BOUND
 from bayesfed.fitting import fit
@@ -113,6 +114,7 @@ def _write(
             folder.write_draws(f"{name}.nc", groups)
             written[name] = groups["posterior"]
     folder.write_summary(written["posterior"], console, posterior.caveat, written.get("held_out"))
+    folder.write_effects([effect(posterior, agreed) for agreed in config.effects], console)
     for name, size in large.items():
         console.print(
             f"{name}, {size:,} numbers in a draw, is in posterior.safetensors only; output.large = true writes its "
@@ -148,9 +150,8 @@ def _resolve(
     config: Experiment, chosen: Choices, experiment: Path, folder: Path, wanted: Path
 ) -> str:
     """Return the experiment with every setting as TOML; paths are relative to the run's folder."""
-    data: dict[str, dict[str, Any]] = config.model_dump(
-        exclude={"execution", "privacy", "deployment"}
-    )
+    idle = set() if config.effects else {"effects"}
+    data: dict[str, Any] = config.model_dump(exclude={"execution", "privacy", "deployment"} | idle)
     data["execution"] = dataclasses.asdict(chosen.execution)
     if chosen.privacy is not None:
         data["privacy"] = dataclasses.asdict(chosen.privacy)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from bayesfed.effects.result import Effects
 from bayesfed.elbo.program import Params
 from bayesfed.engine.stopping.drift import caveat
 from bayesfed.output import khat
@@ -22,11 +23,13 @@ class GlobalPosterior:
         posterior: a posterior without clients.
         refused: by institution, the number of its answers that were refused.
         absent: by institution, the number of rounds that it did not answer in time.
+        effects: the effects of the plan; None for one that could not be computed.
     """
 
     posterior: Posterior
     refused: Mapping[str, int]
     absent: Mapping[str, int]
+    effects: tuple[Effects | None, ...] = ()
 
     @property
     def params(self) -> Params:

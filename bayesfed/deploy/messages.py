@@ -8,6 +8,8 @@
     Finish               Done            the last state, from which the node makes its clients' local variables
     Evaluate             LogDensities    log densities at draws of θ, see bayesfed.output.correction
     End                  Done            the corrected draws of θ, if any
+    Average              Averages        sums for an effect on which all have agreed, see bayesfed.effects.agreed
+    Close                Done            no question follows: the node deletes its key of the run
     any of these         Refusal         the reason for a refusal, in words
 
 A message is checked before any of it is used: pydantic checks its plain data; :func:`check_like` checks the names,
@@ -210,6 +212,33 @@ class End(RunMessage):
     closely: bool = False
 
 
+class Average(RunMessage):
+    """A request for the sums of an effect over the rows of the node's clients.
+
+    Attributes:
+        effect: its number in the plan.
+        round: for secure sums, the identifier of this sum.
+        roster: for secure sums, all institutions, with their public keys.
+    """
+
+    kind: Literal["average"] = "average"
+    effect: Times
+    round: RoundId | None = None
+    roster: dict[Name, Key] | None = None
+
+
+class Averages(RunMessage):
+    """The answer to :class:`Average`. Tensors: ``sums``, with ``total`` and ``weight``; with secure sums ``masked``."""
+
+    kind: Literal["averages"] = "averages"
+
+
+class Close(RunMessage):
+    """The end of all questions about a run, where the plan has effects."""
+
+    kind: Literal["close"] = "close"
+
+
 class Done(RunMessage):
     """The answer to a request that needs no other."""
 
@@ -223,8 +252,8 @@ class Refusal(Strict):
     why: str
 
 
-Request = Hello | Begin | Ask | Open | Finish | Evaluate | End
-Response = Schema | Digest | Reply | Seal | LogDensities | Done | Refusal
+Request = Hello | Begin | Ask | Open | Finish | Evaluate | End | Average | Close
+Response = Schema | Digest | Reply | Seal | LogDensities | Averages | Done | Refusal
 _ANY: TypeAdapter[Request | Response] = TypeAdapter(
     Annotated[Request | Response, Field(discriminator="kind")]
 )
@@ -324,9 +353,10 @@ def read_state(found: Mapping[str, Tensor], like: Any) -> Any:
     return unflatten_state(found, like)
 
 
-def broadcast_digest(message: Ask | Evaluate, sent: Mapping[str, Tensor]) -> bytes:
+def broadcast_digest(message: Ask | Evaluate | Average, sent: Mapping[str, Tensor]) -> bytes:
     """Return a digest of what all nodes are asked, 32 bytes: a secure sum needs nodes that were asked the same."""
-    common = message.model_dump(include={"kind", "run", "rate", "clip", "noisy", "closely"})
+    named = {"kind", "run", "rate", "clip", "noisy", "closely", "effect"}
+    common = message.model_dump(include=named)
     digest = sha256(json.dumps(common, sort_keys=True).encode())
     for name, value in sorted(sent.items()):
         digest.update(json.dumps([name, str(value.dtype), list(value.shape)]).encode())

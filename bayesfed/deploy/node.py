@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,14 @@ from bayesfed.data.federation import Federation
 from bayesfed.deploy import secure
 from bayesfed.deploy.messages import (
     Ask,
+    Average,
+    Averages,
     Begin,
+    Close,
     Digest,
     Done,
     End,
     Evaluate,
-    FieldSchema,
     Finish,
     Hello,
     LogDensities,
@@ -46,7 +47,6 @@ from bayesfed.deploy.messages import (
     Open,
     Refusal,
     Reply,
-    Schema,
     Seal,
     Tensors,
     broadcast_digest,
@@ -65,6 +65,7 @@ from bayesfed.deploy.node_run import (
     NodeRun,
     copy_states,
     describe,
+    describe_data,
     load_or_make_key,
     sum_id,
 )
@@ -83,8 +84,6 @@ from bayesfed.output.fitted import Correction
 from bayesfed.output.locals_of_run import make_local_params
 from bayesfed.output.log_densities import sum_log_weights
 from bayesfed.output.posterior import Posterior
-
-_VERSION = version("bayesfed")
 
 
 @dataclass
@@ -143,6 +142,8 @@ class Node:
             Finish: self._finish,
             Evaluate: self._evaluate,
             End: self._end,
+            Average: self._average,
+            Close: self._close,
         }
         try:
             message, parts = unpack(payload)
@@ -160,22 +161,7 @@ class Node:
         return reply
 
     def _hello(self, message: Hello, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
-        data = self.federation
-        fields = {
-            name: FieldSchema(shape=list(v.shape[1:]), dtype=str(v.dtype).removeprefix("torch."))  # type: ignore[arg-type]
-            for name, v in data.fields.items()
-        }
-        return pack(
-            Schema(
-                institution=self.name,
-                clients=list(data.names),
-                rows=data.rows,
-                client_dim=data.client_dim,
-                gaps=data.gaps,
-                fields=fields,
-                version=_VERSION,
-            )
-        )
+        return pack(describe_data(self.name, self.federation))
 
     def _begin(self, message: Begin, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
         own = self._runs.get(message.run)
@@ -296,7 +282,7 @@ class Node:
         return privacy.add_noise(total, message.clip, multiplier, number, of=plan.honest)
 
     def _mask(
-        self, own: NodeRun, message: Ask | Evaluate, sent: Tensors, upload: Tensors
+        self, own: NodeRun, message: Ask | Evaluate | Average, sent: Tensors, upload: Tensors
     ) -> Tensors:
         """Return what the node uploads to the secure sum of a request."""
         if message.round is None:
@@ -369,9 +355,21 @@ class Node:
             posterior = replace(posterior, correction=mended)
         if posterior.algorithm.corrected:
             posterior = posterior.with_clients_resampled()
-        own.posterior = posterior
+        own.posterior, own.ended = posterior, True
         posterior.save(own.folder / POSTERIOR)
-        own.delete_key()
+        if not self.plan.effects:
+            own.delete_key()
+        return pack(Done(run=message.run))
+
+    def _average(self, message: Average, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
+        own, _ = self._finished(message.run)
+        sums = own.sum_effect(self.plan.effects, message.effect)
+        if not self.plan.secure:
+            return pack(Averages(run=message.run), sums=sums)
+        return pack(Averages(run=message.run), masked=self._mask(own, message, {}, sums))
+
+    def _close(self, message: Close, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
+        self._finished(message.run)[0].delete_key()
         return pack(Done(run=message.run))
 
     def _finished(self, run: str) -> tuple[NodeRun, Posterior]:

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from bayesfed.data.federation import Federation
 from bayesfed.deploy import secure
-from bayesfed.deploy.messages import Begin, MessageError, RoundId, Tensors, check_like
+from bayesfed.deploy.messages import (
+    Begin,
+    FieldSchema,
+    MessageError,
+    RoundId,
+    Schema,
+    Tensors,
+    check_like,
+)
+from bayesfed.effects.agreed import sums_of_clients
 from bayesfed.engine.files import atomically, read_tensors, write_tensors
 from bayesfed.engine.parts import flat
 from bayesfed.engine.run import Run
 from bayesfed.output.posterior import Posterior
+from bayesfed.settings import EffectSettings
 
 BEGIN, FINISH, POSTERIOR = "begin.message", "finish.message", "posterior.safetensors"
 _ACCEPTED, _ANSWERED = "accepted.safetensors", "answered.safetensors"
 _RECORD, _RUN_KEY = "record.json", "run.key"
 _METADATA = "bayesfed node"
+_VERSION = version("bayesfed")
 
 
 class LastAnswer(NamedTuple):
@@ -51,6 +64,7 @@ class NodeRun:
         answered: the last answer, which the server may not have accepted yet: the run's clients are in the states
             after it.
         posterior: the posterior of the clients, after the rounds.
+        ended: the posterior has the corrected draws of θ, if any.
     """
 
     begin: Begin
@@ -60,6 +74,7 @@ class NodeRun:
     accepted: tuple[RoundId | None, Tensors]
     answered: LastAnswer | None = None
     posterior: Posterior | None = None
+    ended: bool = False
 
     def save_answer(self, answered: LastAnswer) -> bytes:
         """Store an answer beside what was accepted, and return its bytes."""
@@ -92,7 +107,7 @@ class NodeRun:
 
     def reopen(self) -> None:
         """Go on with the rounds after an end; the posterior's file remains until the next one replaces it."""
-        self.posterior = None
+        self.posterior, self.ended = None, False
         (self.folder / FINISH).unlink()
 
     def load(self) -> None:
@@ -110,6 +125,19 @@ class NodeRun:
             else:
                 self.answered = LastAnswer(round_id, metadata["asked"], reply)
             _restore(self.run, found)
+
+    def sum_effect(self, effects: Sequence[EffectSettings], number: int) -> Tensors:
+        """Return the sums of an effect over the rows of the node's clients.
+
+        Raises:
+            MessageError: there is no such effect, or the posterior is not the final one.
+        """
+        if self.posterior is None or not self.ended:
+            raise MessageError("the node has restarted, and has no corrected draws: begin again")
+        if number >= len(effects):
+            raise MessageError("no such effect was agreed on")
+        found = sums_of_clients(self.posterior, effects[number])
+        return {"total": found.total, "weight": found.weight}
 
     # -- secure sums ------------------------------------------------------------------------------
 
@@ -142,6 +170,23 @@ class NodeRun:
     def _write(self, record: secure.Record) -> None:
         with atomically(self.folder / _RECORD) as file:
             file.write_text(json.dumps(asdict(record)), encoding="utf-8")
+
+
+def describe_data(name: str, data: Federation) -> Schema:
+    """Return the description of an institution's data."""
+    fields = {
+        field: FieldSchema(shape=list(v.shape[1:]), dtype=str(v.dtype).removeprefix("torch."))  # type: ignore[arg-type]
+        for field, v in data.fields.items()
+    }
+    return Schema(
+        institution=name,
+        clients=list(data.names),
+        rows=data.rows,
+        client_dim=data.client_dim,
+        gaps=data.gaps,
+        fields=fields,
+        version=_VERSION,
+    )
 
 
 def copy_states(run: Run) -> Tensors:

@@ -11,26 +11,29 @@ from typing import Any
 from bayesfed.algorithms.registry import own_files
 from bayesfed.engine.plan import Plan, first_difference
 from bayesfed.rules.rule import Robust
+from bayesfed.settings import EffectSettings
 
 
 @dataclass(frozen=True, eq=False)
 class DeploymentPlan(Plan):
-    """The options of a fit between machines; those of :class:`~bayesfed.engine.plan.Plan` and two more.
+    """The options of a fit between machines; those of :class:`~bayesfed.engine.plan.Plan` and three more.
 
     The model is never sent. ``execution`` is that of the server.
 
     Attributes:
         secure: the server sees only sums of the institutions' uploads, see :mod:`bayesfed.deploy.secure`.
+        effects: the effects that the institutions compute sums for after the fit, see :mod:`bayesfed.effects.agreed`.
         honest: with ``secure`` and privacy, the number of institutions whose shares of noise are enough, see
             :mod:`bayesfed.engine.discrete_noise`.
 
     Raises:
-        ValueError: noise under secure sums without ``honest``, or ``honest`` without them; a robust rule with
-            secure sums or noise; held-out rows.
+        ValueError: effects with noise, on the scale of a link, or for a new client; noise under secure sums without
+            ``honest``, or ``honest`` without them; a robust rule with secure sums or noise; held-out rows.
     """
 
     secure: bool = False
     honest: int | None = None
+    effects: tuple[EffectSettings, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,6 +44,13 @@ class DeploymentPlan(Plan):
                 "honest is the number of institutions whose shares of noise are enough: secure sums with privacy need "
                 "it, nothing else does"
             )
+        if self.effects and self.noisy:
+            raise ValueError("effects: their sums have no noise, leave out effects or privacy")
+        for one in self.effects:
+            if one.level == "new" or one.scale == "link":
+                raise ValueError(
+                    'effects: between machines level is "clients" or "average", and scale is "response"'
+                )
         if self.honest is not None:
             if self.honest < 1:
                 raise ValueError(f"honest is {self.honest}: noise needs at least one institution")
@@ -57,7 +67,9 @@ class DeploymentPlan(Plan):
     @property
     def description(self) -> dict[str, Any]:
         """The plan as plain data: an institution takes part only in a run of the very same description."""
-        own = {"secure": self.secure, "honest": self.honest}
+        own: dict[str, Any] = {"secure": self.secure, "honest": self.honest}
+        if self.effects:
+            own["effects"] = [one.model_dump() for one in self.effects]
         plain: dict[str, Any] = json.loads(json.dumps(super().description | own))
         return plain | {"own code": code_digests(plain["algorithm"])}
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from bayesfed.checks.program_fingerprint import describe_program_change, program_fingerprint
 from bayesfed.deploy import secure
+from bayesfed.deploy.averages import compute_effects
 from bayesfed.deploy.collect import Collector, Stale
 from bayesfed.deploy.combine import Answers, combine
 from bayesfed.deploy.global_posterior import GlobalPosterior
@@ -352,7 +353,8 @@ class Coordinator:
             message, theta = End(run=name, khat=mended.khat, closely=mended.laplace), mended.theta
         payload = pack(message, theta=theta)
         institutions.request_all(dict.fromkeys(institutions.present, payload), Done, name)
-        return GlobalPosterior(posterior, institutions.refused, institutions.absent)
+        found = GlobalPosterior(posterior, institutions.refused, institutions.absent)
+        return replace(found, effects=compute_effects(institutions, name, found))
 
     def _present(self) -> list[Institution]:
         """Return the institutions that take part already, in the order of the plan."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Unpack
 
 import numpy as np
 import torch
 
-from bayesfed.effects.question import Settings, make_question
+from bayesfed.effects.question import Question, Settings, make_question
 from bayesfed.effects.result import Comparison, Effects, compare, comparison_of, text_of
 from bayesfed.effects.rows import Rows, Setting, Shift
 from bayesfed.output.posterior import Posterior
@@ -48,10 +48,14 @@ def predictions(
         [0.0, 1.0]
     """
     asked = make_question(posterior, **settings)
-    values = {name: _values(asked.rows, name, own) for name, own in _named(variables)}
-    if twice := values.keys() & asked.groups[0].keys():
+    return predict(asked, variables)
+
+
+def predict(asked: Question, variables: Variables | None) -> Effects:
+    """Return the answer to a question for predictions."""
+    points = points_of(asked.rows, variables)
+    if points and (twice := points[0].keys() & asked.groups[0].keys()):
         raise ValueError(f"by: {min(twice)!r} is set to values already, which are shown each")
-    points = [dict(zip(values, one, strict=True)) for one in itertools.product(*values.values())]
     return asked.effects(points, asked.means(points), asked.quantity)
 
 
@@ -121,8 +125,13 @@ def comparisons(
         ['1 - 0', '3 - 0']
     """
     asked = make_question(posterior, **settings)
-    pairs = [pair for name, own in _named(variables) for pair in _pairs(asked.rows, name, own)]
-    points = list({_key(one): one for _, high, low in pairs for one in (high, low)}.values())
+    return compare_means(asked, variables, comparison)
+
+
+def compare_means(asked: Question, variables: Variables, comparison: Comparison) -> Effects:
+    """Return the answer to a question for comparisons."""
+    pairs = pairs_of(asked.rows, variables)
+    points = distinct_points(pairs)
     means = asked.means(points)
     at_point = {_key(one): means[:, q] for q, one in enumerate(points)}
     labels, values = [], []
@@ -130,13 +139,13 @@ def comparisons(
         both = at_point[_key(high)], at_point[_key(low)]
         if torch.equal(*both):
             warnings.warn(
-                f"{name!r} changes the outcome in no row: does the model read it?", stacklevel=2
+                f"{name!r} changes the outcome in no row: does the model read it?", stacklevel=3
             )
-        value, contrast = compare(*both, comparison, asked.expectation.link)
+        value, contrast = compare(*both, comparison, asked.link)
         labels.append({"term": name, "contrast": contrast.format(_text(high), _text(low))})
         values.append(value)
-    estimand = comparison_of(asked.quantity, comparison, asked.expectation.link)
     null = 0.0 if comparison == "difference" else 1.0
+    estimand = comparison_of(asked.quantity, comparison, asked.link)
     return asked.effects(labels, torch.stack(values, 1), estimand, null)
 
 
@@ -168,6 +177,7 @@ def slopes(
     """
     asked = make_question(posterior, **settings)
     names = [variables] if isinstance(variables, str) else list(variables)
+    assert asked.rows is not None
     steps = [_step(asked.rows, name) for name in names]
     shifts = [{n: Shift(s * h)} for n, h in zip(names, steps, strict=True) for s in (1, -1)]
     means = asked.means(shifts).unflatten(1, (len(names), 2))
@@ -184,26 +194,44 @@ def _named(variables: Variables | None) -> Iterable[tuple[str, Any]]:
     return [(name, None) for name in names]
 
 
-def _values(rows: Rows, name: str, given: Any) -> list[Any]:
-    """Return the values of a variable: those given, or its levels."""
-    found = rows.levels(name) if given is None else given
-    if found is None:
-        raise ValueError(f"{name!r} holds numbers: give values, {{{name!r}: [1.0, 2.0]}}")
-    return [found] if isinstance(found, str | Real) else list(found)
+def points_of(rows: Rows | None, variables: Variables | None) -> list[Setting]:
+    """Return the settings of predictions: all combinations of values."""
+    found = {}
+    for name, given in _named(variables):
+        values = _levels(rows, name) if given is None else given
+        if values is None:
+            raise ValueError(f"{name!r} holds numbers: give values, {{{name!r}: [1.0, 2.0]}}")
+        found[name] = [values] if isinstance(values, str | Real) else list(values)
+    return [dict(zip(found, one, strict=True)) for one in itertools.product(*found.values())]
 
 
-def _pairs(rows: Rows, name: str, given: Any) -> Iterator[tuple[str, Setting, Setting]]:
-    """Yield a variable's pairs of settings."""
-    if given is None:
-        given = rows.levels(name) or 1.0
-    if isinstance(given, Real):
-        yield name, {name: Shift(float(given))}, {name: Shift(0.0)}
-        return
-    first, *others = [given] if isinstance(given, str) else given
-    if not others:
-        raise ValueError(f"{name!r} has a single value, {first!r}: give two, or a number to add")
-    for other in others:
-        yield name, {name: other}, {name: first}
+Pair = tuple[str, Setting, Setting]
+
+
+def pairs_of(rows: Rows | None, variables: Variables) -> list[Pair]:
+    """Return the pairs of settings of comparisons, each with its variable."""
+    found: list[Pair] = []
+    for name, values in _named(variables):
+        given: Any = (_levels(rows, name) or 1.0) if values is None else values
+        if isinstance(given, Real):
+            found.append((name, {name: Shift(float(given))}, {name: Shift(0.0)}))
+            continue
+        first, *others = [given] if isinstance(given, str) else given
+        if not others:
+            raise ValueError(
+                f"{name!r} has a single value, {first!r}: give two, or a number to add"
+            )
+        found += [(name, {name: other}, {name: first}) for other in others]
+    return found
+
+
+def distinct_points(pairs: Iterable[Pair]) -> list[Setting]:
+    """Return the settings of pairs, each once."""
+    return list({_key(one): one for _, high, low in pairs for one in (high, low)}.values())
+
+
+def _levels(rows: Rows | None, name: str) -> list[Any] | None:
+    return None if rows is None else rows.levels(name)
 
 
 def _key(setting: Setting) -> tuple[Any, ...]:

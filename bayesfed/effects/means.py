@@ -80,6 +80,7 @@ def sum_over_rows(
     fitted: Fitted,
     settings: Sequence[Federation],
     groups: Tensor,
+    number: int,
     weights: Tensor,
     wanted: Expectation,
 ) -> Sums:
@@ -89,6 +90,7 @@ def sum_over_rows(
         fitted: a posterior.
         settings: Q times the same rows, with different values of some fields.
         groups: the group of each row, in 0, ..., G − 1: int64 ``(rows,)``.
+        number: G.
         weights: the weight of each row, ``(rows,)``.
         wanted: the quantity.
 
@@ -96,7 +98,7 @@ def sum_over_rows(
         ValueError: the expectation does not exist, or the level does not apply to the model.
         KeyError: a client took no part in the fit, at the level of the clients.
     """
-    found = [_sum_one(fitted, rows, groups, weights, wanted) for rows in settings]
+    found = [_sum_one(fitted, rows, groups, number, weights, wanted) for rows in settings]
     return Sums(
         *(
             torch.stack(part, axis)
@@ -106,10 +108,14 @@ def sum_over_rows(
 
 
 def _sum_one(
-    fitted: Fitted, federation: Federation, groups: Tensor, weights: Tensor, wanted: Expectation
+    fitted: Fitted,
+    federation: Federation,
+    groups: Tensor,
+    number: int,
+    weights: Tensor,
+    wanted: Expectation,
 ) -> tuple[Tensor, Tensor]:
     """Return the sums of one setting, ``(S, G, C)`` and ``(G,)``."""
-    number = int(groups.max()) + 1
     totals, weight = list[Tensor](), torch.zeros(number, dtype=torch.float64)
     for few, chunk, draws in _draws(fitted, federation, wanted):
         batch = federation.batch(chunk)

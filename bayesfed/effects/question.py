@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 
-from bayesfed.effects.means import Expectation, Level, Link, sum_over_rows
+from bayesfed.effects.means import Expectation, Level, Link, Sums, sum_over_rows
 from bayesfed.effects.result import Effects, text_of
 from bayesfed.effects.rows import Rows, Setting, formula_of, rows_of
+from bayesfed.elbo.program import Program
 from bayesfed.formulas.families import FAMILIES
 from bayesfed.output.posterior import Posterior
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Scale = Literal["response", "link"]
 MOST_GROUPS = 1000
@@ -33,7 +37,8 @@ class Settings(TypedDict, total=False):
             ``"balanced"``, for a formula, see :func:`marginal_means`. At the level of the clients, each client has all
             rows of a frame that does not name the client.
         at: variable to a value that it has in all rows, such as ``{"exposure": 1.0}``.
-        by: variables whose values group the rows, with a result for each group; or the column of the client.
+        by: variables whose values group the rows, with a result for each group; or the column of the client; or
+            variable to the values that its groups have.
         weights: a variable by which rows are weighted; by default they are equal. A row of a binomial outcome counts as
             often as it has trials, and its expectation is the probability.
         scale: ``"response"`` (default), the expected outcome, or ``"link"``, the linear predictor of a formula.
@@ -47,7 +52,7 @@ class Settings(TypedDict, total=False):
     level: Level
     rows: Any
     at: Setting | None
-    by: str | Sequence[str] | None
+    by: str | Sequence[str] | Mapping[str, Sequence[Any]] | None
     weights: str | None
     scale: Scale
     outcome: str | None
@@ -61,51 +66,43 @@ class Question:
     """What is asked of a posterior, checked.
 
     Attributes:
-        posterior: the posterior.
-        rows: the rows over which means are taken.
-        expectation: the quantity at each row.
-        at: variables that have one value in all rows.
+        posterior: has a caveat.
+        quantity: the quantity in words.
+        level: the level and the rows in words.
+        link: the link function of a linear predictor; None for other quantities.
         groups: the labels of the groups of rows.
-        group: the group of each row.
-        weights: the weight of each row.
         prob: the probability of intervals.
+        rows: the rows over which means are taken; None where they are elsewhere.
+        sums: computes the sums over rows at some settings of the variables.
     """
 
-    posterior: Posterior
-    rows: Rows
-    expectation: Expectation
-    at: Setting
+    posterior: Any
+    quantity: str
+    level: str
+    link: Link | None
     groups: list[dict[str, Any]]
-    group: Tensor
-    weights: Tensor
     prob: float
+    rows: Rows | None
+    sums: Callable[[Sequence[Setting]], Sums]
 
     def means(self, settings: Sequence[Setting]) -> Tensor:
-        """Return the means of the quantity at some settings of the variables, ``(S, Q, G, C)``."""
-        rows = [self.rows.at({**self.at, **setting}) for setting in settings]
-        return sum_over_rows(self.posterior, rows, self.group, self.weights, self.expectation).means
+        """Return the means of the quantity at some settings of the variables, ``(S, Q, G, C)``.
 
-    @property
-    def quantity(self) -> str:
-        """The quantity in words."""
-        of, link = self.expectation.outcome, self.expectation.link
-        if of in self.posterior.program.derived:
-            return of
-        return f"E[{of}]" if link in (None, "identity") else f"{link} E[{of}]"
-
-    @property
-    def level(self) -> str:
-        """The level and the rows in words."""
-        where = {
-            "clients": f"over these {self.rows.clients:,} clients, each with its own variables",
-            "average": "at the average client, whose variables are at the centre of their prior given θ",
-            "new": "for a new client, whose variables are drawn from their prior given θ",
-        }[self.expectation.level]
-        fixed = ", ".join(f"{name} = {text_of(value)}" for name, value in self.at.items())
-        return f"{where}; mean of {self.rows.text}" + (fixed and f", {fixed}")
+        Raises:
+            ValueError: a group has no rows.
+        """
+        found = self.sums(settings)
+        empty = (found.weight == 0).any(0).tolist()
+        if any(empty):
+            raise ValueError(
+                f"no rows, or only rows of weight 0: {self.groups[empty.index(True)] or 'all'}"
+            )
+        return found.means
 
     def labels(self, means: Tensor, own: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         """Return the labels of quantities ``(S, len(own), G, C)``: their own, those of groups, and categories."""
+        import pandas as pd
+
         categories = means.shape[-1]
         entries: list[Any] = (
             [{"category": c} for c in range(categories)] if categories > 1 else [{}]
@@ -129,7 +126,7 @@ class Question:
             level=self.level,
             null=null,
             prob=self.prob,
-            link=self.expectation.link,
+            link=self.link,
             within=tuple(n for n in labels if n in self.groups[0] or n == "category"),
             caveat=self.posterior.caveat,
         )
@@ -141,7 +138,7 @@ def make_question(
     level: Level = "clients",
     rows: Any = None,
     at: Setting | None = None,
-    by: str | Sequence[str] | None = None,
+    by: str | Sequence[str] | Mapping[str, Sequence[Any]] | None = None,
     weights: str | None = None,
     scale: Scale = "response",
     outcome: str | None = None,
@@ -163,40 +160,83 @@ def make_question(
             raise ValueError(f"{name} is {value!r}: one of {', '.join(map(repr, allowed))}")
     if not 0 < prob < 1:
         raise ValueError(f"prob is {prob}: the probability of intervals, in (0, 1)")
-    found = rows_of(posterior, rows, level)
-    name = _outcome(posterior, outcome)
-    link: Link | None = None
-    if scale == "link":
-        formula = formula_of(posterior.program.model)
-        if formula is None or name != formula.coding.outcome:
-            raise ValueError(
-                'scale="link" is of the outcome of a formula: name the linear predictor in the model, '
-                'pyro.deterministic("eta", ...), and pass outcome="eta"'
-            )
-        link = FAMILIES[formula.family].link
+    found, at = rows_of(posterior, rows, level), dict(at or {})
+    wanted = Expectation(
+        outcome_of(posterior.program, outcome),
+        level,
+        _link(posterior, scale, outcome),
+        num_samples,
+        seed,
+    )
     names = [by] if isinstance(by, str) else list(by or ())
-    columns = [found.column(name) for name in names]
-    count = len(found.column(names[0])) if names else found.count
-    keys = list(zip(*columns, strict=True)) if columns else [()] * count
-    unique = sorted(set(keys), key=lambda key: tuple(map(_sortable, key)))
-    if len(unique) > MOST_GROUPS:
+    keys = list(zip(*(found.column(name).tolist() for name in names), strict=True))
+    keys = keys or [()] * found.count
+    groups = sorted(set(keys), key=lambda key: tuple(map(_sortable, key)))
+    if isinstance(by, Mapping):
+        groups = list(itertools.product(*by.values()))
+    if len(groups) > MOST_GROUPS:
         raise ValueError(
-            f"by={by!r} has {len(unique):,} values: at most {MOST_GROUPS:,} groups are shown"
+            f"by={by!r} has {len(groups):,} values: at most {MOST_GROUPS:,} groups are shown"
         )
-    number = {key: i for i, key in enumerate(unique)}
-    given = np.ones(count) if weights is None else found.column(weights).astype(float)
-    if not (np.isfinite(given).all() and (given >= 0).all() and given.sum() > 0):
-        raise ValueError(f"weights={weights!r} has negative or missing values, or only zeros")
+    number = {key: i for i, key in enumerate(groups)}
+    if other := set(keys) - number.keys():
+        raise ValueError(
+            f"by: rows have {dict(zip(names, other.pop(), strict=True))}, which is not given"
+        )
+    given = np.ones(found.count) if weights is None else found.column(weights).astype(float)
+    if not (np.isfinite(given).all() and (given >= 0).all()):
+        raise ValueError(f"weights={weights!r} has negative or missing values")
+    group = torch.tensor([number[key] for key in keys])
+
+    def sums(settings: Sequence[Setting]) -> Sums:
+        rows = [found.at({**at, **setting}) for setting in settings]
+        return sum_over_rows(posterior, rows, group, len(groups), torch.as_tensor(given), wanted)
+
     return Question(
         posterior,
-        found,
-        Expectation(name, level, link, num_samples, seed),
-        at or {},
-        [dict(zip(names, key, strict=True)) for key in unique],
-        torch.tensor([number[key] for key in keys]),
-        torch.as_tensor(given),
+        quantity_of(posterior.program, wanted.outcome, wanted.link),
+        level_text(level, found.clients, found.text, at),
+        wanted.link,
+        [dict(zip(names, key, strict=True)) for key in groups],
         prob,
+        found,
+        sums,
     )
+
+
+def quantity_of(program: Program, outcome: str, link: Link | None) -> str:
+    """Return the name of a quantity, such as ``"E[y]"``."""
+    if outcome in program.derived:
+        return outcome
+    return f"E[{outcome}]" if link in (None, "identity") else f"{link} E[{outcome}]"
+
+
+def level_text(level: Level, clients: int, rows: str, at: Setting) -> str:
+    """Return the level and the rows in words."""
+    where = {
+        "clients": f"over these {clients:,} clients, each with its own variables",
+        "average": "at the average client, whose variables are at the centre of their prior given θ",
+        "new": "for a new client, whose variables are drawn from their prior given θ",
+    }[level]
+    fixed = ", ".join(f"{name} = {text_of(value)}" for name, value in at.items())
+    return f"{where}; mean of {rows}" + (fixed and f", {fixed}")
+
+
+def _link(posterior: Posterior, scale: Scale, outcome: str | None) -> Link | None:
+    """Return the link function whose linear predictor is wanted, if any.
+
+    Raises:
+        ValueError: the outcome is not that of a formula.
+    """
+    if scale == "response":
+        return None
+    formula = formula_of(posterior.program.model)
+    if formula is None or outcome not in (None, formula.coding.outcome):
+        raise ValueError(
+            'scale="link" is of the outcome of a formula: name the linear predictor in the model, '
+            'pyro.deterministic("eta", ...), and pass outcome="eta"'
+        )
+    return FAMILIES[formula.family].link
 
 
 def _sortable(value: Any) -> tuple[bool, Any]:
@@ -204,13 +244,12 @@ def _sortable(value: Any) -> tuple[bool, Any]:
     return isinstance(value, str), value
 
 
-def _outcome(posterior: Posterior, outcome: str | None) -> str:
+def outcome_of(program: Program, outcome: str | None) -> str:
     """Return the name of the site whose expectation is taken.
 
     Raises:
         ValueError: there are several and none is named, or rows have no expectation of their own.
     """
-    program = posterior.program
     rows = [n for n, dims in program.derived.items() if dims]
     names = [site.name for site in program.observed]
     if outcome is None and len(names) == 1:

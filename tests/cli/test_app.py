@@ -227,6 +227,34 @@ def test_a_formula(towns, capsys):
     assert "the model has 1|town, v|town" in error
 
 
+def test_effects_are_printed_and_written_and_repeated(towns, capsys):
+    effects = """
+[[effects]]
+variables = {u = 1}
+[[effects]]
+kind = "predictions"
+variables = {u = [0, 1.5]}
+level = "new"
+"""
+    Path("study/formula.toml").write_text(FORMULA + effects)
+    assert cli.main(["run", "study/formula.toml", "--output", "out"]) == 0
+    printed = capsys.readouterr().out
+    assert "Difference of E[cm]" in printed and "Level: for a new client" in printed
+    table = rows("out/effects.csv")
+    assert [(r["effect"], r["term"], r["u"]) for r in table] == [
+        ("1", "u", ""),
+        ("2", "", "0"),
+        ("2", "", "1.5"),
+    ]
+    assert cli.main(["run", "out/config.toml", "--output", "again"]) == 0
+    assert rows("again/effects.csv") == table
+    Path("study/formula.toml").write_text(FORMULA + effects.replace("u = 1}", "w = 1}"))
+    capsys.readouterr()
+    code, error = fails(capsys, "run", "study/formula.toml")
+    assert code == 1
+    assert "'w' is no column of the formula's predictors: u, v" in error
+
+
 def test_ones_own_guide(towns):
     own = ["run", towns, "--set", "algorithm.guide=mine.py:guide"]
     assert cli.main([*own, "--output", "a"]) == 0

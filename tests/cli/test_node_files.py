@@ -154,6 +154,7 @@ def test_what_a_run_between_machines_cannot_have_is_said(folder):
     for change, said in (
         (["schedule.held_out=0.1"], "schedule.held_out"),
         (["privacy.noise=1.0", "deployment.secure=true"], "honest is the number of institutions"),
+        (["effects=[{variables = {x = 1}, level = 'new'}]"], 'level is "clients" or "average"'),
     ):
         with pytest.raises((SettingsError, ValueError), match=said):
             make_plan(read_experiment(path, change), folder)

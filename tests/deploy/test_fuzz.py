@@ -18,6 +18,7 @@ from bayesfed.cli.experiment import read_experiment, read_node_file
 from bayesfed.deploy import messages
 from bayesfed.deploy.messages import (
     Ask,
+    Average,
     Begin,
     End,
     Evaluate,
@@ -56,6 +57,7 @@ VALID = [
         cohort={"clients": torch.arange(2)},
     ),
     pack(End(run="abc", khat=None)),
+    pack(Average(run="abc", effect=0)),
 ]
 numbers = st.one_of(st.integers(), st.floats(), st.none(), st.booleans(), st.text(max_size=5))
 plain = st.recursive(

@@ -1,0 +1,94 @@
+"""Effects that are agreed on before a fit: sums at the clients, and results from the sums of all."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from bayesfed.effects.estimands import (
+    compare_means,
+    comparisons,
+    distinct_points,
+    pairs_of,
+    points_of,
+    predict,
+    predictions,
+)
+from bayesfed.effects.means import Sums
+from bayesfed.effects.question import Question, level_text, make_question, outcome_of, quantity_of
+from bayesfed.effects.result import Effects
+from bayesfed.effects.rows import Setting
+from bayesfed.elbo.program import Program
+from bayesfed.output.posterior import Posterior
+from bayesfed.settings import EffectSettings
+
+
+def effect(posterior: Posterior, agreed: EffectSettings) -> Effects:
+    """Compute an effect over the rows of a posterior.
+
+    Example:
+        >>> import bayesfed as bf
+        >>> from bayesfed import datasets, models
+        >>> from bayesfed.effects.agreed import effect
+        >>> from bayesfed.settings import EffectSettings
+        >>> posterior = bf.fit(models.varying_intercept, datasets.grunfeld(), rounds=20)
+        >>> effect(posterior, EffectSettings(variables={"x[0]": 1.0})).labels["contrast"].tolist()
+        ['(x[0] + 1) - x[0]']
+    """
+    if agreed.kind == "predictions":
+        return predictions(posterior, agreed.variables, **_settings(agreed))
+    return comparisons(
+        posterior, agreed.variables, comparison=agreed.comparison, **_settings(agreed)
+    )
+
+
+def sums_of_clients(posterior: Posterior, agreed: EffectSettings) -> Sums:
+    """Compute the sums over the rows of a posterior's clients from which the effect follows."""
+    return make_question(posterior, **_settings(agreed)).sums(settings_of(agreed))
+
+
+def settings_of(agreed: EffectSettings) -> list[Setting]:
+    """Return the settings of the variables at which sums are needed."""
+    if agreed.kind == "predictions":
+        return points_of(None, agreed.variables)
+    return distinct_points(pairs_of(None, agreed.variables))
+
+
+def number_of_groups(agreed: EffectSettings) -> int:
+    """Return G."""
+    return len(list(itertools.product(*agreed.by.values())))
+
+
+def effect_of_sums(program: Program, posterior: Any, agreed: EffectSettings, sums: Sums) -> Effects:
+    """Compute an effect from the sums over all clients.
+
+    Args:
+        program: the model and its guide.
+        posterior: q(θ), with a caveat.
+        agreed: the effect.
+        sums: the sums over all clients, at :func:`settings_of`.
+    """
+    outcome = outcome_of(program, agreed.outcome)
+    groups = [
+        dict(zip(agreed.by, key, strict=True)) for key in itertools.product(*agreed.by.values())
+    ]
+    level = level_text(agreed.level, program.clients, f"{program.rows:,} rows", agreed.at)
+    asked = Question(
+        posterior,
+        quantity_of(program, outcome, None),
+        level,
+        None,
+        groups,
+        agreed.prob,
+        None,
+        lambda _: sums,
+    )
+    if agreed.kind == "predictions":
+        return predict(asked, agreed.variables)
+    return compare_means(asked, agreed.variables, agreed.comparison)
+
+
+def _settings(agreed: EffectSettings) -> dict[str, Any]:
+    return agreed.model_dump(exclude={"kind", "variables", "comparison"}) | {
+        "by": agreed.by or None
+    }

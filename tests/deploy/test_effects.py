@@ -1,0 +1,118 @@
+"""Effects between machines: the sums of institutions give the effects of one process, and of nothing else."""
+
+from dataclasses import replace
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import bayesfed as bf
+from bayesfed.deploy.messages import Average, End, MessageError, Refusal, pack, unpack
+from bayesfed.deploy.plan import DeploymentPlan
+from bayesfed.effects.agreed import effect
+from bayesfed.settings import EffectSettings
+from tests.deploy.in_process import nodes_of
+from tests.deploy.test_deployed import Wire, fitted
+from tests.deploy.test_secure_runs import acquainted
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def clinic(place):
+    x = torch.randn(12, generator=GENERATOR)
+    drug = (torch.rand(12, generator=GENERATOR) < 0.5).float()
+    died = (torch.rand(12, generator=GENERATOR) < torch.sigmoid(0.5 * x - drug)).float()
+    return {"x": x, "drug": drug, "urban": torch.full((12,), float(place % 2)), "died": died}
+
+
+CLINICS = bf.Federation.from_arrays({f"clinic {i}": clinic(i) for i in range(6)})
+
+
+def model(federation):
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with federation.clients():
+        a = pyro.sample("a", dist.Normal(mu, 0.5))
+        with federation.observations() as obs:
+            eta = a + beta[..., 0] * obs["x"] + beta[..., 1] * obs["drug"]
+            pyro.sample("died", dist.Bernoulli(logits=eta), obs=obs.get("died"))
+
+
+AGREED = (
+    EffectSettings(variables={"drug": [0.0, 1.0]}, comparison="odds_ratio", num_samples=50),
+    EffectSettings(variables={"x": 1.0}, by={"urban": [1.0, 0.0]}, num_samples=50),
+    EffectSettings(
+        kind="predictions",
+        variables={"drug": [1.0]},
+        at={"x": 0.0},
+        level="average",
+        num_samples=50,
+    ),
+)
+PLAN = DeploymentPlan(model, bf.SFVI(local_steps=2), rounds=3, effects=AGREED)
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["plain", "secure"])
+def test_they_are_those_of_one_process(secure, tmp_path):
+    plan = replace(PLAN, secure=secure)
+    at = Wire(acquainted(nodes_of(CLINICS, plan, tmp_path)))
+    found = fitted(at, plan, tmp_path)
+    posterior = bf.fit(plan.model, CLINICS, plan.algorithm, rounds=plan.rounds)
+    for agreed, one in zip(AGREED, found.effects, strict=True):
+        expected = effect(posterior, agreed)
+        assert one.labels.equals(expected.labels)
+        assert (one.estimand, one.level) == (expected.estimand, expected.level)
+        close = torch.isclose(one.draws, expected.draws, rtol=1e-3, atol=1e-3).double().mean()
+        assert (
+            close > 0.98
+        )  # resampled draws: a weight's last digits may choose the neighbour of one
+    heard = [unpack(r)[1] for _, p, r in at.heard if unpack(p)[0].kind == "average"]
+    assert len(heard) == 9
+    assert all(set(parts) == {"masked" if secure else "sums"} for parts in heard)
+    keys = list(tmp_path.glob("*/runs/*/run.key"))
+    assert not keys, "the keys of the run are deleted"
+
+
+def test_a_node_answers_what_it_has_agreed_to_and_only_when_it_has_the_final_posterior(tmp_path):
+    nodes = nodes_of(CLINICS, PLAN, tmp_path)
+    at = Wire(nodes)
+    fitted(at, PLAN, tmp_path)
+    run = next((tmp_path / "node0" / "runs").iterdir()).name
+
+    def refused(node, message, **parts):
+        answer, _ = unpack(node.handle(pack(message, **parts)))
+        assert isinstance(answer, Refusal)
+        return answer.why
+
+    assert "no such effect was agreed on" in refused(nodes[0], Average(run=run, effect=3))
+    nodes[0]._runs.clear()  # as after a restart
+    assert "has restarted" in refused(nodes[0], Average(run=run, effect=0))
+    ended = next(p for _, p, _ in at.heard if isinstance(unpack(p)[0], End))
+    nodes[0].handle(ended)
+    answer, parts = unpack(nodes[0].handle(pack(Average(run=run, effect=0))))
+    assert answer.kind == "averages"
+    assert parts["sums"]["weight"].tolist() == [[24.0], [24.0]]
+
+
+def test_an_effect_that_an_institution_cannot_compute_is_left_out(tmp_path):
+    other = EffectSettings(variables={"x": 1.0}, by={"urban": [1.0]}, num_samples=50)
+    plan = replace(PLAN, effects=(other, AGREED[0]))
+    lines = []
+    found = fitted(Wire(nodes_of(CLINICS, plan, tmp_path)), plan, tmp_path, lines)
+    assert found.effects[0] is None and found.effects[1] is not None
+    assert any(line.startswith("effect 1 is left out: ") for line in lines)
+
+
+def test_an_institution_that_agreed_to_other_effects_takes_no_part(tmp_path):
+    nodes = nodes_of(CLINICS, PLAN, tmp_path)
+    nodes[1].plan = replace(PLAN, effects=AGREED[:1])
+    with pytest.raises(MessageError, match="effects"):
+        fitted(Wire(nodes), PLAN, tmp_path)
+
+
+def test_sums_without_noise_do_not_go_with_privacy():
+    with pytest.raises(ValueError, match="their sums have no noise"):
+        replace(PLAN, privacy=bf.Privacy(clip=1.0, noise=1.0))
+    with pytest.raises(ValueError, match='level is "clients" or "average"'):
+        replace(PLAN, effects=(EffectSettings(variables={"x": 1.0}, level="new"),))
