@@ -15,7 +15,14 @@ from bayesfed.effects.estimands import (
     predictions,
 )
 from bayesfed.effects.means import Sums
-from bayesfed.effects.question import Question, level_text, make_question, outcome_of, quantity_of
+from bayesfed.effects.question import (
+    Question,
+    caveat_of,
+    level_text,
+    make_question,
+    outcome_of,
+    quantity_of,
+)
 from bayesfed.effects.result import Effects
 from bayesfed.effects.rows import Setting
 from bayesfed.elbo.program import Program
@@ -74,14 +81,14 @@ def effect_of_sums(program: Program, posterior: Any, agreed: EffectSettings, sum
     ]
     level = level_text(agreed.level, program.clients, f"{program.rows:,} rows", agreed.at)
     asked = Question(
-        posterior,
-        quantity_of(program, outcome, None),
-        level,
-        None,
-        groups,
-        agreed.prob,
-        None,
-        lambda _: sums,
+        quantity=quantity_of(program, outcome, None),
+        level=level,
+        link=None,
+        groups=groups,
+        prob=agreed.prob,
+        rows=None,
+        sums=lambda _: sums,
+        caveat=lambda: caveat_of(program, posterior),
     )
     if agreed.kind == "predictions":
         return predict(asked, agreed.variables)

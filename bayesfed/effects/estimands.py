@@ -66,7 +66,8 @@ def marginal_means(
 ) -> Effects:
     """Compute the marginal means of a formula, as emmeans does: over a balanced grid, at the average client.
 
-    The grid has all combinations of the levels of the formula's columns, and each number at its mean over all rows.
+    The grid has all combinations of the levels of the formula's columns, and of columns of 0 and 1; each other number
+    is at its mean over all rows.
     ``marginal_means(...).pairs()`` are all pairwise contrasts. With ``scale="link"`` means are of the linear predictor.
 
     Args:

@@ -66,7 +66,6 @@ class Question:
     """What is asked of a posterior, checked.
 
     Attributes:
-        posterior: has a caveat.
         quantity: the quantity in words.
         level: the level and the rows in words.
         link: the link function of a linear predictor; None for other quantities.
@@ -74,9 +73,9 @@ class Question:
         prob: the probability of intervals.
         rows: the rows over which means are taken; None where they are elsewhere.
         sums: computes the sums over rows at some settings of the variables.
+        caveat: returns a warning, or an empty text.
     """
 
-    posterior: Any
     quantity: str
     level: str
     link: Link | None
@@ -84,6 +83,7 @@ class Question:
     prob: float
     rows: Rows | None
     sums: Callable[[Sequence[Setting]], Sums]
+    caveat: Callable[[], str]
 
     def means(self, settings: Sequence[Setting]) -> Tensor:
         """Return the means of the quantity at some settings of the variables, ``(S, Q, G, C)``.
@@ -128,7 +128,7 @@ class Question:
             prob=self.prob,
             link=self.link,
             within=tuple(n for n in labels if n in self.groups[0] or n == "category"),
-            caveat=self.posterior.caveat,
+            caveat=self.caveat(),
         )
 
 
@@ -193,7 +193,6 @@ def make_question(
         return sum_over_rows(posterior, rows, group, len(groups), torch.as_tensor(given), wanted)
 
     return Question(
-        posterior,
         quantity_of(posterior.program, wanted.outcome, wanted.link),
         level_text(level, found.clients, found.text, at),
         wanted.link,
@@ -201,7 +200,14 @@ def make_question(
         prob,
         found,
         sums,
+        lambda: caveat_of(posterior.program, posterior),
     )
+
+
+def caveat_of(program: Program, posterior: Any) -> str:
+    """Return the caveat of a posterior, and a warning if its global variables are a point estimate."""
+    point = "θ is a point estimate: intervals leave out its uncertainty"
+    return "\n".join(filter(None, ("" if program.random else point, posterior.caveat)))
 
 
 def quantity_of(program: Program, outcome: str, link: Link | None) -> str:
@@ -214,7 +220,9 @@ def quantity_of(program: Program, outcome: str, link: Link | None) -> str:
 def level_text(level: Level, clients: int, rows: str, at: Setting) -> str:
     """Return the level and the rows in words."""
     where = {
-        "clients": f"over these {clients:,} clients, each with its own variables",
+        "clients": "at this client, with its own variables"
+        if clients == 1
+        else f"over these {clients:,} clients, each with its own variables",
         "average": "at the average client, whose variables are at the centre of their prior given θ",
         "new": "for a new client, whose variables are drawn from their prior given θ",
     }[level]

@@ -215,7 +215,8 @@ def _assigned(rows: pd.DataFrame, setting: Setting) -> pd.DataFrame:
 def _balanced(formula: Formula, clients: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     """Return all combinations of the levels of a formula's columns, numbers at their means over all rows.
 
-    A factor within the clients, whose effects do not matter at the average client, has its first level; trials are 1.
+    A column of 0 and 1 has both. A factor within the clients, whose effects do not matter at the average client, has
+    its first level; trials are 1.
     """
     import pandas as pd
 
@@ -229,7 +230,8 @@ def _balanced(formula: Formula, clients: Mapping[str, pd.DataFrame]) -> pd.DataF
         if name in response:
             values[name] = [1.0] if "trials" in formula.federation.fields else [first[name].iloc[0]]
         elif name in predictors and name not in coding.levels:
-            values[name] = [float(np.mean(np.concatenate([f[name] for f in clients.values()])))]
+            numbers = np.concatenate([f[name].to_numpy(float) for f in clients.values()])
+            values[name] = _binary(numbers) or [float(numbers.mean())]
         elif name in within and name not in predictors:
             values[name] = [first[name].iloc[0]]
         elif name in coding.levels:

@@ -114,6 +114,12 @@ def _agreement():
     return (round(worst, 1),)
 
 
+@claim("effects.md", "agree with lme4 and emmeans within {} standard errors.")
+def _emmeans():
+    shifts = numbers([r for r in table("effects") if r["shift in se"][0]], "shift in se")
+    return (f"{max(map(abs, shifts))}",)
+
+
 @claim(
     "formulas.md",
     "On four classic data sets means are within {} standard deviations of bambi's NUTS, and standard deviations are "

@@ -109,6 +109,19 @@ def test_marginal_means_are_those_of_the_balanced_grid(gaussian, frame):
     )
 
 
+def test_a_column_of_0_and_1_has_both_in_the_balanced_grid(logistic):
+    posterior, draws, _ = logistic
+    found = effects.marginal_means(posterior, "treated", at={"x": 0.0}, num_samples=S)
+    check(found, [expit(draws["Intercept"] + value * draws["treated"]) for value in (0, 1)])
+    found = effects.marginal_means(posterior, {"x": [0.0]}, scale="link", num_samples=S)
+    check(found, [draws["Intercept"] + draws["treated"] / 2], 1e-4)
+
+
+def test_a_point_estimate_is_named():
+    point = bf.fit(models.varying_intercept, bf.datasets.grunfeld(), bf.FedAvg(), rounds=2)
+    assert "θ is a point estimate" in repr(effects.comparisons(point, "x[0]", num_samples=4))
+
+
 def test_standardised_risks_of_a_logistic_model_at_its_clients(logistic, frame):
     posterior, _, predictor = logistic
     x = frame.x.to_numpy()
