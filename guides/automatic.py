@@ -2,16 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from bayesfed.data.batch import Batch
+from bayesfed.data.chunks import PASS
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.handlers import Until, given
 from bayesfed.elbo.sites import Site
 from bayesfed.guides import local
 from bayesfed.guides.chain import Priors, find_chain
+from bayesfed.guides.client_laplace import Structure, find_structure
 from bayesfed.guides.family import Family
 from bayesfed.guides.hierarchical import Hierarchical
 from bayesfed.guides.local import Scaling
@@ -19,6 +22,11 @@ from bayesfed.guides.unconstrained import ModelAt, median_and_spread, unconstrai
 
 DRAWS = 100
 """The number of draws of the prior."""
+NEAR = 0.3
+"""The spread of the points at which second derivatives are probed, in units of the prior's."""
+LAPLACE = 20, 1000
+"""Between these numbers of dimensions of a client's variables q(w_i | θ) may be Laplace's approximation at θ: where it
+is exact, or else where there are too many for a full factor and their log density is concave."""
 
 
 def automatic_guide(
@@ -45,6 +53,12 @@ def automatic_guide(
     )
     guide = Hierarchical(model, family, conditioned, globals_, locals_)
     sizes = [len(scaling.loc) for scaling in locals_.values()]
+    if conditioned and LAPLACE[0] < sum(sizes) <= LAPLACE[1]:
+        block = replace(guide, block=True)
+        structure = _structure(block, federation)
+        many = sum(sizes) > local.FULL_UP_TO and structure.concave
+        if structure.quadratic or many:
+            return replace(block, structure=structure)
     if not conditioned or not 0 < sum(sizes) <= local.FULL_UP_TO:
         return guide
     head = federation.batch(torch.arange(1)).head()
@@ -57,6 +71,23 @@ def automatic_guide(
     innovations = dict(zip(locals_, u.split(sizes, -1), strict=True))
     locals_ = {name: _scaling(u) for name, u in innovations.items()}
     return replace(guide, locals=locals_, chain=torch.linalg.inv(to_innovations))
+
+
+def _structure(guide: Hierarchical, federation: Federation) -> Structure:
+    """Find the structure of the precision of clients' local variables, at two points."""
+    generator = torch.Generator().manual_seed(0)
+    scaling = guide.block_scaling
+    size, numbers = sum(len(s.loc) for s in guide.globals.values()), len(scaling.loc)
+    z, u = (
+        torch.randn(2, 1, 1, length, generator=generator, device="cpu").to(scaling.loc)
+        for length in (size, numbers)
+    )
+    most = federation.rows // len(federation) + numbers
+    log_joints = (
+        (len(some), partial(guide.block_log_joint, None, federation.batch(some), z=z))
+        for some in torch.arange(len(federation)).split(max(1, PASS // (numbers * most)))
+    )
+    return find_structure(log_joints, scaling.loc + NEAR * scaling.scale * u)
 
 
 def _scaling(u: Tensor) -> Scaling:

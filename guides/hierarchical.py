@@ -16,10 +16,12 @@ from torch.distributions import biject_to
 from bayesfed.data.federation import Model
 from bayesfed.elbo.handlers import Until, draws_plate, given
 from bayesfed.elbo.program import Params
-from bayesfed.guides import client_factor, local
+from bayesfed.guides import client_factor, client_laplace, local
 from bayesfed.guides.client_factor import BlockPrior
+from bayesfed.guides.client_laplace import Structure
 from bayesfed.guides.family import Family
 from bayesfed.guides.local import Scaling
+from bayesfed.guides.newton import NEWTON_STEPS, TOLERANCE
 from bayesfed.guides.sticking_the_landing import StickingTheLanding
 from bayesfed.guides.unconstrained import AsGuide, ModelAt, delta_at, split
 from bayesfed.tracing.compiler import traceable
@@ -50,6 +52,8 @@ class Hierarchical:
             block, if it depends on local sites at all. The factor approximates the likelihood and the other priors.
         chain: where locations depend on other sites, the local variables are this matrix times their innovations, the
             differences from what the other sites predict, and the factor is one of the innovations: ``(P, P)``.
+        structure: in a block, q(w_i | θ) is Laplace's approximation at θ, whose precision has this structure, in place
+            of a prior times a factor. It needs the clients' rows: see :mod:`bayesfed.guides.client_laplace`.
     """
 
     model: Model
@@ -60,23 +64,29 @@ class Hierarchical:
     block: bool = False
     normal: tuple[str, ...] = ()
     chain: Tensor | None = None
-    needs_rows = False
+    structure: Structure | None = None
 
     def __call__(self, federation: Any) -> None:
         """Sample every latent site of the model."""
         z, loc, scale = self.sample_globals()
         head = federation.head()
         context = (z - loc.detach()) / _unit(scale)
-        prior = self.block_prior(z, head) if self.block else None
         values = self._unconstrained_globals(z)
+        draw: Callable[[], Tensor] | None = None
+        plate = federation.clients()
+        if self.structure is not None:
+            q = self._laplace_at(self.structure, values, federation, plate)
+            draw = partial(pyro.sample, LOCAL, q, infer={"is_auxiliary": True})
+        elif self.block:
+            draw = partial(self._sample_block, self.block_prior(z, head), context, len(head))
         sites: dict[str, Callable[[Any], Any]] = {
             name: partial(delta_at, u=values[name], log_scale=scaling.scale.log().sum(-1))
             for name, scaling in self.globals.items()
         }
         locals_ = _Locals(self, context)
-        with federation.clients():
-            if prior is not None:
-                parts = self.block_parts(self._sample_block(prior, context, len(head)))
+        with plate:
+            if draw is not None:
+                parts = self.block_parts(draw())
                 sites |= {name: partial(delta_at, u=u) for name, u in parts.items()}
             else:
                 locals_.start(len(head))
@@ -108,6 +118,21 @@ class Hierarchical:
             }
 
         return replace(self, globals=replaced(self.globals), locals=replaced(self.locals))
+
+    @property
+    def needs_rows(self) -> bool:
+        """True if q(w_i | θ) is a function of the clients' rows."""
+        return self.structure is not None
+
+    @property
+    def learns_locals(self) -> bool:
+        """True if gradient steps move the clients' parameters."""
+        return self.structure is None
+
+    @property
+    def workspace(self) -> int:
+        """The largest size of what q(w_i | θ) is computed from, in numbers, for one client and one draw of θ."""
+        return 0 if self.structure is None else self.structure.seeds.numel()
 
     @property
     def block_scaling(self) -> Scaling:
@@ -147,6 +172,37 @@ class Hierarchical:
         q = StickingTheLanding(family, *params.values())
         return pyro.sample(LOCAL, q, infer={"is_auxiliary": True})
 
+    def _laplace_at(
+        self, structure: Structure, values: Params, batch: Any, plate: Any
+    ) -> StickingTheLanding:
+        """Laplace's approximation of the local variables of K clients at θ, over ``(..., K, 1, P)``."""
+        with plate:
+            start = {"loc": self.block_scaling.loc}
+            mode = _client_params(LOCAL, start, len(batch.head()))["loc"]
+        fixed = {name: value.detach() for name, value in values.items()}
+        lead = [value.shape[:-3] for value in values.values()]
+        q = client_laplace.laplace_at(
+            structure,
+            partial(self._log_joint, batch),
+            values,
+            fixed,
+            mode.expand(*torch.broadcast_shapes(*lead), *mode.shape),
+            self._least,
+        )
+        return StickingTheLanding(lambda: q)
+
+    def _log_joint(self, batch: Any, u: Tensor, values: Params) -> Tensor:
+        """log p(u, D_i | θ) under the handlers that the guide runs in, ``(..., K)``."""
+        model = ModelAt(self.block_parts(u) | values, without=self.globals)
+        with model:
+            self.model(batch)
+        return model.log_prob()
+
+    @property
+    def _least(self) -> Tensor:
+        """The smallest precision of local variables that is assumed where their density is not concave, ``(P,)``."""
+        return client_factor.WEAKEST / self.block_scaling.scale.square()
+
     # -- units of the context -------------------------------------------------------------------------
 
     @traceable
@@ -173,17 +229,60 @@ class Hierarchical:
         """The local parameters that :meth:`laplace` gives."""
         if not self.block:
             return []
+        if self.structure is not None:
+            return [f"{LOCAL}.loc"]
         return [f"{LOCAL}.{name}" for name in local.init_conditional(self.block_scaling, 0)]
 
     def laplace(self, params: Params, phi: Params, batch: Any) -> Params:
         """K clients' factors in closed form, parameters ``(K, 1, ...)``; see :mod:`bayesfed.guides.client_factor`."""
         params = {**params, **phi}
+        if self.structure is not None:
+            return {f"{LOCAL}.loc": self._mode(self.structure, params, phi[f"{LOCAL}.loc"], batch)}
         found = client_factor.closed_form(self, params, phi[f"{LOCAL}.loc"], batch)
         return {f"{LOCAL}.{n}": value for n, value in found.items() if f"{LOCAL}.{n}" in phi}
 
+    def _mode(self, structure: Structure, params: Params, u: Tensor, batch: Any) -> Tensor:
+        """The modes of K clients' variables at the centre of q(θ), ``(K, 1, P)``, by Newton steps from u.
+
+        Raises:
+            ValueError: a client's rows connect variables that no client's rows connect in the structure.
+        """
+        active = batch.scale.new_ones(len(batch))
+        on_cpu = active.device.type == "cpu"
+        for _ in range(client_factor.MOST_STEPS if on_cpu else NEWTON_STEPS):
+            u, active = self._climb(structure, params, batch, u, active)
+            if on_cpu and not bool(active.any()):
+                break
+        with given(batch.device, params, noise={}):
+            z = self.sample_globals()[1].detach()
+        log_joint = partial(self.block_log_joint, params, batch, z=z)
+        if not client_laplace.has_structure(structure, log_joint, u[None]):
+            raise ValueError(
+                "a client's rows depend together on local variables that the rows of no client of the fit depend on "
+                "together, so that the zeros of their precision that the fit found are wrong for it: fit the model "
+                "again with this client, or with such rows"
+            )
+        return u
+
+    @traceable
+    def _climb(
+        self, structure: Structure, params: Params, batch: Any, u: Tensor, active: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Take a Newton step with the clients that are active, 1; return u, and those that are active after it."""
+        with given(batch.device, params, noise={}):
+            _, loc, _ = self.sample_globals()
+        z = loc.detach()
+
+        def log_joint(u: Tensor) -> Tensor:
+            return self.block_log_joint(params, batch, u, z)
+
+        moved, gain = client_laplace.newton_step(structure, log_joint, u[None], self._least)
+        there = torch.where(active.reshape(-1, 1, 1) > 0, moved[0], u)
+        return there, active * (gain[0] > TOLERANCE)
+
     def unit_roots(self, phi: Params) -> Params:
         """C of K clients' factors by the name of their locations, whose steps are measured in units of C^{−⊤}."""
-        if not self.block:
+        if not self.block or self.structure is not None:
             return {}
         return {
             f"{LOCAL}.loc": local.unit_root(phi[f"{LOCAL}.log_precision"], phi.get(f"{LOCAL}.tril"))
@@ -222,12 +321,12 @@ class Hierarchical:
         unscaled = scaling.loc + scaling.scale * u
         return self._block_log_prob(params, batch, unscaled, z, without=self.normal)
 
-    def block_log_joint(self, params: Params, batch: Any, u: Tensor, z: Tensor) -> Tensor:
+    def block_log_joint(self, params: Params | None, batch: Any, u: Tensor, z: Tensor) -> Tensor:
         """log p(u, D_i | z) at S values of u, ``(S, K)``."""
         return self._block_log_prob(params, batch, u, z)
 
     def _block_log_prob(
-        self, params: Params, batch: Any, u: Tensor, z: Tensor, without: Collection[str] = ()
+        self, params: Params | None, batch: Any, u: Tensor, z: Tensor, without: Collection[str] = ()
     ) -> Tensor:
         """Log densities of the rows and of the local sites, but for some, at S values of u: ``(S, K)``."""
         values = self.block_parts(u) | self._unconstrained_globals(z)

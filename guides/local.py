@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 from torch.distributions.transforms import ReshapeTransform
 
+from bayesfed.guides.precision_normal import PrecisionNormal
+
 FULL_UP_TO = 64
 """The largest number of dimensions for which the factor has a full covariance; else W = 0."""
 START_LOG_PRECISION = 4.0
@@ -146,6 +148,8 @@ def whiten(q: Any, u: Tensor) -> Tensor:
 
 def unwhiten(q: Any, noise: Tensor) -> tuple[Tensor, Tensor]:
     """What q draws from standard Normal noise ``(..., P)``, and log |det| of this map ``(...)``."""
+    if isinstance(q, PrecisionNormal):
+        return q.at(noise), -q.root.log_det()
     if isinstance(q, dist.Independent):
         q = q.base_dist
         return q.loc + q.scale * noise, q.scale.log().sum(-1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import transform_to
 
 from bayesfed.data.batch import Batch
-from bayesfed.data.chunks import chunks, weight
+from bayesfed.data.chunks import PASS, chunks, weight
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.sites import Site
@@ -239,6 +239,18 @@ class Program:
             federation.lengths,
             *weight(self.variables, federation.numbers_per_row, copies, self.points),
         )
+
+    def draw_blocks(self, clients: int, count: int) -> Iterator[slice]:
+        """Parts of ``count`` draws, so that what the guide computes for them and K clients fits in memory."""
+        workspace = getattr(self.guide, "workspace", 0)
+        together = max(1, PASS // (clients * workspace)) if workspace else count
+        for start in range(0, count, together):
+            yield slice(start, min(count, start + together))
+
+    @property
+    def learns_locals(self) -> bool:
+        """Return whether gradient steps move the clients' parameters, as they do unless the guide says no."""
+        return bool(getattr(self.guide, "learns_locals", True))
 
     @property
     def needs_rows(self) -> bool:

@@ -75,7 +75,9 @@ class Cohort:
         """The uploads ``(K, ...)``, terms ``(K,)`` and soundness ``(K,)`` of clients, whose new states are kept."""
         run, privacy = self.run, self.run.privacy
         keys = noise.fold(key, run.federation.stream_ids[chunk])
-        rows = batches(run.federation, chunk, run.plan.batch_size, keys)
+        # q(w_i | θ) that is a function of the rows needs all of them, whatever the plan says
+        batch_size = run.plan.batch_size if run.program.learns_locals else None
+        rows = batches(run.federation, chunk, batch_size, keys)
         states = self.with_first_visits(run.clients.take(chunk), chunk, nested(message))
         job = Job(run.program, nested(message), states, rows, keys, rate, self.noisy)
         answer = run.plan.algorithm.work(job)

@@ -247,7 +247,8 @@ def _clients(
         z, e = z.detach().requires_grad_(), e.detach().requires_grad_()
         theta = z[:, None, None]
         with handlers.given(batch.device, params, {}, {GLOBAL: theta}, len(z)):
-            guide = poutine.trace(program.guide).get_trace(batch.head())
+            rows = batch if program.needs_rows else batch.head()
+            guide = poutine.trace(program.guide).get_trace(rows)
         u, log_det = local.unwhiten(guide.nodes[LOCAL]["fn"].drawn, e[:, :, None])
         log_joint = program.guide.block_log_joint(params, batch, u, theta)
         terms = log_joint.sum(1) + log_det.sum((1, 2))

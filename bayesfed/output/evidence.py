@@ -103,7 +103,8 @@ class Conditionals(NamedTuple):
     def block(self) -> Any:
         """Return q(u | θ_s), over ``(S, K, 1, P)``."""
         with handlers.given(self.batch.device, self.params, {}, self.theta, self.size):
-            nodes = poutine.trace(self.program.guide).get_trace(self.batch.head()).nodes
+            rows = self.batch if self.program.needs_rows else self.batch.head()
+            nodes = poutine.trace(self.program.guide).get_trace(rows).nodes
         return nodes[LOCAL]["fn"].detached
 
     def log_joint(self, u: Tensor) -> Tensor:
@@ -138,6 +139,9 @@ def laplace_approximation(given: Conditionals) -> tuple[Tensor, Tensor]:
     Newton steps, with a line search where a whole step makes the density lower, go on for each client and draw of θ
     until they gain less than a tolerance, whichever other clients are there.
     """
+    if given.program.guide.structure is not None:  # q is the approximation
+        q = given.block()
+        return q.mean, q.scale_tril
     start, least = _start(given)
     u, precision = start.clone(), start.new_empty(*start.shape, start.shape[-1])
     reached, step = u.new_full(u.shape[:2], -torch.inf), torch.zeros_like(u)

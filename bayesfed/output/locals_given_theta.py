@@ -66,13 +66,21 @@ def _draw_from_guide(
     rows = None if program.needs_rows else torch.zeros(len(chunk), 1, dtype=torch.int64)
     batch, params = federation.batch(chunk, rows), fitted.params_of(chunk)
     supplied = program.noise(noise.fold(key, federation.stream_ids[chunk]), count, local=True)
-    with torch.no_grad(), handlers.given(batch.device, params, supplied, theta, count):
-        nodes = poutine.trace(program.guide).get_trace(batch).nodes
-    shape = count, len(chunk)
-    return {
-        name: nodes[name]["value"].expand(*shape, *nodes[name]["value"].shape[2:]).clone()
-        for name in supplied
-    }
+    found: dict[str, list[Tensor]] = {name: [] for name in supplied}
+    for part in program.draw_blocks(len(chunk), count):
+        size, own = part.stop - part.start, select_draws(supplied, part)
+        some = {name: value[part] for name, value in theta.items()}
+        with torch.no_grad(), handlers.given(batch.device, params, own, some, size):
+            nodes = poutine.trace(program.guide).get_trace(batch).nodes
+        for name, values in found.items():
+            value = nodes[name]["value"]
+            values.append(value.expand(size, len(chunk), *value.shape[2:]).clone())
+    return {name: torch.cat(values) for name, values in found.items()}
+
+
+def select_draws(supplied: Mapping[str, Sequence[Tensor]], part: slice) -> dict[str, list[Tensor]]:
+    """Select the noise of some draws."""
+    return {name: [x[part] for x in parts] for name, parts in supplied.items()}
 
 
 def _resample_client(

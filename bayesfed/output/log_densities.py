@@ -13,7 +13,7 @@ from bayesfed.elbo.program import Params
 from bayesfed.output.draws import client_chunks, draw_theta
 from bayesfed.output.evidence import EACH
 from bayesfed.output.fitted import Fitted
-from bayesfed.output.locals_given_theta import evidence_by_laplace
+from bayesfed.output.locals_given_theta import evidence_by_laplace, select_draws
 
 SumLogWeights = Callable[[Fitted, Params, int, Tensor, bool], Tensor]
 """A function like :func:`sum_log_weights`; in a deployment it asks the institutions and adds up their answers."""
@@ -86,6 +86,13 @@ def _client_log_densities(
         keys = noise.fold(key, federation.stream_ids[chunk])
         supplied = program.noise(keys, count, local=True)
         batch, params = federation.batch(chunk), fitted.params_of(chunk)
+        parts = []
         with torch.no_grad():
-            log_p, log_q = log_parts(program, params, theta, batch, supplied, count, local=True)
-        yield log_p.double(), log_q.double()
+            for part in program.draw_blocks(len(chunk), count):
+                size, noise_of_part = part.stop - part.start, select_draws(supplied, part)
+                some = {name: value[part] for name, value in theta.items()}
+                parts.append(
+                    log_parts(program, params, some, batch, noise_of_part, size, local=True)
+                )
+        log_p, log_q = (torch.cat(found).double() for found in zip(*parts, strict=True))
+        yield log_p, log_q

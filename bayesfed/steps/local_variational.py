@@ -127,6 +127,8 @@ class GradientsAtDraws(LocalVariational):
         terms: list[Tensor] = []
 
         def step(state: State, number: int, active: Tensor | None) -> State:
+            if number < self.steps // 2 and not program.learns_locals:
+                return state
             now = {n: v[number * draws : (number + 1) * draws] for n, v in drawn.items()}
             given = Inputs(job.rows(number), (lr,), constants=params)
             state, grad, term = local_step(program, now, state, given, next(streams), draws)

@@ -1,0 +1,235 @@
+"""q(w_i | θ) as Laplace's approximation at θ: its structure, and fits beside the exact marginal posterior."""
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import bayesfed as bf
+from bayesfed.elbo.sites import sites
+from bayesfed.guides.automatic import automatic_guide
+from bayesfed.guides.client_laplace import find_structure, newton_step
+from bayesfed.guides.elimination import find_elimination, sparse_root
+from bayesfed.guides.full_rank import FullRank
+
+
+def chain(size, width=1):
+    steps = torch.arange(size)
+    return (steps[:, None] - steps).abs() <= width
+
+
+def tree(above, below):
+    size = 1 + above + above * below
+    pattern = torch.eye(size, dtype=torch.bool)
+    for i in range(above):
+        pattern[0, 1 + i] = True
+        pattern[1 + i, 1 + above + i * below : 1 + above + (i + 1) * below] = True
+    return pattern | pattern.T
+
+
+def arrow(size):
+    pattern = chain(size)
+    pattern[0] = pattern[:, 0] = True
+    return pattern
+
+
+PATTERNS = [chain(33), chain(20, 3), tree(4, 6), arrow(25), torch.ones(5, 5).bool()]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=["chain", "band", "tree", "arrow", "dense"])
+def test_factors_of_sparse_matrices(pattern):
+    torch.manual_seed(0)
+    A = torch.randn(3, *pattern.shape, dtype=torch.float64) * pattern
+    A = A + A.mT
+    A = (A + torch.diag_embed(A.abs().sum(-1) + 1)).requires_grad_()
+    order = find_elimination(pattern)
+    root = sparse_root(order, A[..., order.rows, order.columns])
+    b = torch.randn(3, len(pattern), dtype=torch.float64)
+    torch.testing.assert_close(root.solve(b), torch.linalg.solve(A, b))
+    torch.testing.assert_close(root.log_det(), torch.logdet(A) / 2)
+    torch.testing.assert_close(root.white(root.spread(b)), b)
+    each = root.spread(torch.eye(len(pattern), dtype=torch.float64)[:, None])
+    torch.testing.assert_close(torch.einsum("jki,jkl->kil", each, each), torch.linalg.inv(A))
+    (grad,) = torch.autograd.grad(root.log_det().sum(), A)
+    expected = torch.linalg.inv(A).detach() / 2 * pattern
+    torch.testing.assert_close((grad + grad.mT) / 2 * pattern, expected)  # fill has one too
+    assert root.definite.all()
+    assert not sparse_root(order, -A[..., order.rows, order.columns]).definite.any()
+
+
+def test_a_chain_is_eliminated_in_logarithmically_many_stages():
+    assert len(find_elimination(chain(512)).stages) <= 10
+    assert len(find_elimination(tree(10, 20)).stages) == 3
+
+
+# -- an autoregression with a site for each number ---------------------------------------------------
+
+STEPS = 24
+PRIORS = {
+    "rho": dist.Uniform(0.0, 1.0),
+    "step": dist.HalfNormal(0.5),
+    "sigma": dist.HalfNormal(1.0),
+}
+
+
+def autoregression(federation):
+    rho, step, sigma = (pyro.sample(name, prior) for name, prior in PRIORS.items())
+    with federation.clients():
+        path = [pyro.sample("x0", dist.Normal(0.0, step * (1 - rho**2).rsqrt()))]
+        for t in range(1, STEPS):
+            path.append(pyro.sample(f"x{t}", dist.Normal(rho * path[-1], step)))
+        with federation.observations() as obs:
+            x = torch.cat(torch.broadcast_tensors(*path), -1)
+            x = x.gather(-1, obs["t"].long().expand(*x.shape[:-1], obs["t"].shape[-1]))
+            pyro.sample("y", dist.Normal(x, sigma), obs=obs.get("y"))
+
+
+def paths(clients=6, seed=0):
+    rng = np.random.default_rng(seed)
+    found = {}
+    for i in range(clients):
+        x = [rng.normal() * 0.7]
+        for _ in range(STEPS - 1):
+            x.append(0.9 * x[-1] + 0.3 * rng.normal())
+        t = np.flatnonzero(rng.random(STEPS) < 0.8)
+        found[f"client {i}"] = {
+            "t": t.astype(float),
+            "y": np.array(x)[t] + 0.3 * rng.normal(size=len(t)),
+        }
+    return found
+
+
+def log_evidence(rows, rho, step, sigma):
+    """log p(D_i | θ) of S values, ``(S,)``."""
+    t = torch.as_tensor(rows["t"])
+    rho, step, sigma = (x.double().reshape(-1, 1, 1) for x in (rho, step, sigma))
+    C = step**2 / (1 - rho**2) * rho ** (t[:, None] - t).abs()
+    V = C + sigma**2 * torch.eye(len(t))
+    return dist.MultivariateNormal(torch.zeros(len(t)).double(), V).log_prob(
+        torch.as_tensor(rows["y"])
+    )
+
+
+def guide_of(model, federation):
+    return automatic_guide(model, sites(model, federation), federation, FullRank(), True)
+
+
+def test_the_structure_of_an_autoregression():
+    structure = guide_of(autoregression, bf.Federation.from_arrays(paths())).structure
+    assert structure.quadratic
+    assert structure.concave
+    assert len(structure.seeds) == 3
+    assert str(structure) == "24 numbers, 3 products"
+
+
+def test_the_weights_of_an_autoregression_are_its_marginal_likelihood():
+    from bayesfed.output.draws import draw_theta
+    from bayesfed.output.log_densities import sum_log_weights
+
+    clients = paths()
+    federation = bf.Federation.from_arrays(clients).to(dtype=torch.float64)
+    posterior = bf.fit(
+        autoregression, federation, bf.SFVI(corrected=False), rounds=1, progress=False
+    )
+    z = draw_theta(posterior, 20, posterior.key(0))
+    found = sum_log_weights(posterior, z, 20, posterior.key(1))
+    theta = posterior.sample(20, seed=0)
+    exact = sum(log_evidence(rows, **{n: theta[n] for n in PRIORS}) for rows in clients.values())
+    torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-6)
+
+
+def test_no_gradient_noise_where_the_approximation_is_exact():
+    """∇ of a client's term at draws of θ is ∇ log p(D_i | θ), whatever the noise of its own variables."""
+    from bayesfed.elbo.elbo import client_terms
+
+    clients = paths()
+    federation = bf.Federation.from_arrays(clients).to(dtype=torch.float64)
+    program = bf.SFVI().program(autoregression, federation)
+    batch = federation.batch(torch.arange(len(federation)))
+    params = program.init | program.init_locals(batch)
+    z = 0.3 * torch.randn(4, 1, 1, 3, dtype=torch.float64)
+    z.requires_grad_()
+    found = []
+    for seed in range(2):
+        keys = torch.arange(len(federation)) + 100 * seed
+        noise = program.noise(keys, 4, local=True)
+        terms = client_terms(program, params, {"global": z}, batch, noise, 4)
+        found.append(torch.autograd.grad(terms.sum(), z)[0])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-6)
+
+
+# -- counts on a random walk: the approximation is not exact -----------------------------------------
+
+
+def counts(federation):
+    step = pyro.sample("step", dist.HalfNormal(0.5))
+    with federation.clients():
+        z = pyro.sample("z", dist.Normal(0.0, 1.0).expand([70]).to_event(1))
+        path = 1.0 + step[..., None] * z.cumsum(-1)
+        with federation.observations() as obs:
+            here = torch.nn.functional.one_hot(obs["t"].long(), 70).to(path.dtype)
+            pyro.sample("y", dist.Poisson((path * here).sum(-1).exp()), obs=obs.get("y"))
+
+
+def counted(clients=3):
+    rng = np.random.default_rng(1)
+    return bf.Federation.from_arrays(
+        {
+            f"c{i}": {
+                "t": np.arange(0.0, 70.0, 2.0),
+                "y": rng.poisson(np.exp(1 + 0.2 * rng.normal(size=70).cumsum()[::2])).astype(float),
+            }
+            for i in range(clients)
+        }
+    )
+
+
+def test_newton_steps_reach_the_mode_of_counts():
+    federation = counted()
+    guide = guide_of(counts, federation)
+    assert not guide.structure.quadratic
+    batch = federation.batch(torch.arange(len(federation)))
+    program = bf.SFVI().program(counts, federation)
+    start = torch.zeros(len(federation), 1, 70)
+    mode = program.laplace(program.init, {"local.loc": start}, batch)["local.loc"]
+    z = torch.zeros(1)
+    u = mode[None].clone().requires_grad_()
+    log_joint = program.guide.block_log_joint(program.init, batch, u, z)
+    (grad,) = torch.autograd.grad(log_joint.sum(), u)
+    assert float(grad.abs().max()) < 1e-2
+
+
+def test_a_density_that_is_not_concave_gives_a_diagonal_precision():
+    """At 0 the density of a mixture of Normals at ±3 is convex."""
+
+    def log_joint(u):
+        parts = torch.stack([-(u - 3).square() / 2, -(u + 3).square() / 2])
+        return parts.logsumexp(0).sum((-2, -1))
+
+    points = torch.zeros(2, 1, 1, 4)
+    structure = find_structure([(1, log_joint)], points)
+    assert not structure.concave
+    u, _ = newton_step(structure, log_joint, torch.full((1, 1, 1, 4), 0.1), torch.ones(4))
+    assert float(log_joint(u)) > float(log_joint(torch.full((1, 1, 1, 4), 0.1)))
+
+
+def sums_of_neighbours(federation):
+    sigma = pyro.sample("sigma", dist.HalfNormal(1.0))
+    with federation.clients():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0).expand([40]).to_event(1))
+        with federation.observations() as obs:
+            here = torch.nn.functional.one_hot(obs["t"].long(), 40).to(x.dtype)
+            there = torch.nn.functional.one_hot(obs["s"].long(), 40).to(x.dtype)
+            pyro.sample("y", dist.Normal((x * (here + there)).sum(-1), sigma), obs=obs.get("y"))
+
+
+def test_rows_that_connect_other_variables_than_those_of_the_fit_are_refused():
+    t = np.arange(0.0, 39.0)
+    rows = {"t": t, "s": t + 1, "y": np.sin(t)}
+    federation = bf.Federation.from_arrays({"a": rows, "b": rows})
+    posterior = bf.fit(sums_of_neighbours, federation, rounds=1, progress=False)
+    assert len(posterior.program.guide.structure.seeds) == 3
+    far = bf.Federation.from_arrays({"c": rows | {"s": (t + 20) % 40}})
+    with pytest.raises(ValueError, match="fit the model again"):
+        posterior.personalize(far)
