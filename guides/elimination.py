@@ -74,7 +74,7 @@ def find_elimination(pattern: Tensor) -> Elimination:
         >>> apart = (torch.arange(500)[:, None] - torch.arange(500)).abs()
         >>> chain = find_elimination(apart <= 1)
         >>> len(chain.stages), len(chain.rows)
-        (9, 1480)
+        (9, 1485)
     """
     size = len(pattern)
     pattern = pattern.cpu() | pattern.cpu().mT
