@@ -28,10 +28,11 @@ class Particles:
     """Particles of θ that start at draws of its prior; each is one prior for the clients (PAC-PFL).
 
     Attributes:
-        count: k, the number of particles.
+        count: k, the number of particles. None: 16 where θ has at most 50 numbers and clients' marginal likelihoods
+            take no draws, else 4.
     """
 
-    count: int = 4
+    count: int | None = None
 
 
 @dataclass(frozen=True)

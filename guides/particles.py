@@ -27,8 +27,9 @@ from bayesfed.guides.unconstrained import (
     unconstrained_draws,
 )
 
-DRAWS, FEW = 100, 50
-"""Draws of the prior for its spread; the largest number of θ's dimensions in whose spreads steps are taken."""
+DRAWS, FEW, MANY = 100, 50, 16
+"""Draws of the prior for its spread; the largest number of θ's dimensions in whose spreads steps are taken, and the
+usual number of particles there."""
 PARTICLES = "particles"
 """The parameter that holds the k particles, unconstrained and stacked: ``(k, D)``."""
 PARTICLE = "particle"
@@ -138,7 +139,7 @@ def from_prior(
     model: Model,
     sites: Mapping[str, Site],
     federation: Federation,
-    count: int,
+    count: int | None,
     local_draws: int = 1,
     beta: float | None = None,
     integrated: bool = True,
@@ -147,6 +148,20 @@ def from_prior(
 
     A model without global latent sites has particles without dimensions.
     """
+    locals_ = tuple(site.name for site in sites.values() if site.local and not site.observed)
+    own = {
+        name: biject_to(sites[name].support).inverse_shape(sites[name].event_shape).numel()
+        for name in locals_
+    }
+    few = 0 < sum(own.values()) <= INTEGRATED_UP_TO
+    integrated = integrated and few and not any(sites[name].per_row for name in locals_)
+    if count is None:
+        size = sum(
+            biject_to(site.support).inverse_shape(site.event_shape).numel()
+            for site in sites.values()
+            if not site.local and not site.observed
+        )
+        count = MANY if size <= FEW and (integrated or not locals_) else 4
     nodes = prior_draws(model, sites, federation, count, seed=torch.initial_seed())
     flat = {"": federation.batch(torch.arange(1)).scale.new_zeros(count, 0)}
     for site in sites.values():
@@ -156,14 +171,7 @@ def from_prior(
             flat[site.name] = biject_to(fn.support).inv(value).reshape(count, -1)
     start = torch.cat(list(flat.values()), 1)
     sizes = {name: value.shape[1] for name, value in flat.items() if name}
-    locals_ = tuple(site.name for site in sites.values() if site.local and not site.observed)
-    own = {
-        name: biject_to(sites[name].support).inverse_shape(sites[name].event_shape).numel()
-        for name in locals_
-    }
-    few = 0 < sum(own.values()) <= INTEGRATED_UP_TO
-    per_row = any(sites[name].per_row for name in locals_)
-    scaled, integrated = 0 < start.shape[1] <= FEW, integrated and few and not per_row
+    scaled = 0 < start.shape[1] <= FEW
     unit, scaling = torch.ones_like(start[0]), None
     if scaled or integrated:
         draws = unconstrained_draws(model, sites, federation, DRAWS)

@@ -304,7 +304,7 @@ FedBE = Method(
 PACPFL = Method(
     "PACPFL",
     "Particles of a hyper-posterior over priors, moved by Stein variational gradient descent (Algorithm 2, eq. 39).",
-    Algorithm(Particles(4), FromPrior(draws=10), Evidence(), Stein(lr=0.05), lr_decay=0.1),
+    Algorithm(Particles(), FromPrior(draws=10), Evidence(), Stein(lr=0.05), lr_decay=0.1),
     particles="globals.count",
     draws="locals.draws",
     integrated="locals.integrated",

@@ -14,6 +14,8 @@ Parts = dict[str, Params]
 """Tensors by part and name, such as ``{"theta": {"mu.loc": ...}, "weight": {"rows": ...}}``."""
 SINGLE = "single"
 """The part of a message that asks for one local step on θ_i."""
+CURVED = "curved"
+"""The part of a message that asks for second derivatives beside gradients."""
 
 
 @dataclass(frozen=True)

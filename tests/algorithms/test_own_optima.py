@@ -1,13 +1,15 @@
 """Methods at the optimum of their own objective, which L-BFGS finds from Pyro's own trace."""
 
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
 import bayesfed as bf
-from tests.rules.test_quasi_newton import EAGER, PROBLEMS, fit, optimum
-from tests.scenarios import falls, wards
+from tests.rules.test_quasi_newton import EAGER, PROBLEMS, fit, optimum, own_optima
+from tests.scenarios import curves, deaths, falls, growth, hospitals, wards
 
 
 @pytest.mark.parametrize(
@@ -78,3 +80,45 @@ def test_copies_of_a_gaussian_agree_at_the_largest_elbo(problem):
     for variable, value in found.items():
         drawn = draws[variable].double().numpy()
         assert abs(drawn.mean(0) - value) < 0.1 * drawn.std(0)
+
+
+def test_particles_end_at_the_hyper_posterior():
+    """Whose moments are sums over a grid, clients integrated out. After 200 rounds PACPFL was 5.2 sd away."""
+    posterior = fit(PROBLEMS["hospitals"], "PACPFL", execution=EAGER)
+    assert posterior.converged
+    assert len(posterior.history["elbo"]) < 40
+    torch.set_default_dtype(torch.float64)
+    try:
+        hierarchy = own_optima.Hierarchy(deaths, hospitals())
+        mode, covariance = own_optima.laplace(hierarchy)
+        axis = torch.linspace(-5, 5, 31)
+        theta = mode + torch.cartesian_prod(axis, axis) @ torch.linalg.cholesky(covariance).mT
+        with torch.no_grad():
+            density = hierarchy(theta)[0]
+        weight = (density + own_optima.Marginal(hierarchy, 9)(theta).detach()).softmax(0)
+        values = hierarchy.constrained(theta)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    draws = posterior.sample(4000)
+    for name, value in values.items():
+        mean = (weight * value).sum()
+        sd = (weight * (value - mean).square()).sum().sqrt()
+        drawn = draws[name].double()
+        assert abs(drawn.mean() - mean) < 0.1 * sd
+        assert 0.8 < drawn.std() / sd < 1.05
+
+
+def test_ten_changes_of_units_leave_particles_alone(float64):
+    """Ages and weights times 10^-3 to 10^3, the priors alike."""
+    generator, found = torch.Generator().manual_seed(0), []
+    for powers in [(0, 0), *(6 * torch.rand(10, 2, generator=generator) - 3).tolist()]:
+        day, gram = (10.0**power for power in powers)
+        problem = partial(growth, day=day, gram=gram), partial(curves, day, gram)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model, rows = problem
+            posterior = bf.fit(model, rows(), bf.PACPFL(particles=3), rounds=3, execution=EAGER)
+        draws, slope = posterior.sample(8), gram / day
+        units = {"level": gram, "slope": slope, "sd_level": gram, "sd_slope": slope, "sigma": gram}
+        found.append(torch.stack([draws[name] * unit for name, unit in units.items()]))
+    torch.testing.assert_close(torch.stack(found[1:]), found[0].expand(10, 5, 8), rtol=1e-5, atol=0)

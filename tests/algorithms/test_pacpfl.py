@@ -59,13 +59,14 @@ def data(*lengths, seed=0):
     )
 
 
-def update(algorithm, program, message, federation, keys=None):
+def update(algorithm, program, message, federation, keys=None, private=False):
     """Uploads and terms of all clients."""
+    message = message if "theta" in message else {"theta": message}
     keys = noise.fold(noise.key(0), federation.stream_ids) if keys is None else keys
     rows = Minibatches(
         lambda step: federation.batch(), federation.lengths, int(federation.lengths.max())
     )
-    answer = algorithm.work(Job(program, {"theta": message}, {}, rows, keys))
+    answer = algorithm.work(Job(program, message, {}, rows, keys, private=private))
     return answer.upload, answer.terms
 
 
@@ -296,9 +297,28 @@ def test_minibatches_of_a_gaussian_process_have_no_drift_where_the_data_come_fro
     program = algorithm.program(models.GaussianProcess(), federation)
     batch = federation.batch(torch.arange(4000), torch.tensor([[0, 2, 4]]).expand(4000, 3))
     supplied = draws_of_prior(program, federation.stream_ids, 1)
-    slopes, _ = algorithm.steps.slopes(program, {PARTICLES: phi}, batch, supplied)
+    slopes, _, _ = algorithm.steps.slopes(program, {PARTICLES: phi}, batch, supplied, False)
     slopes = slopes[PARTICLES].reshape(4000, 2)
     assert (slopes.mean(0).abs() < 4 * slopes.std(0) / 4000**0.5).all()
+
+
+@float64
+def test_clients_send_the_curvature_of_their_evidence_where_it_is_of_use():
+    """ȳ_i of n rows is N(μ, 1/4 + 1/n) given μ, whatever μ is. Named optimisers and single points do without."""
+    federation = data(4, 9)
+    algorithm = bf.PACPFL(particles=3)
+    program = algorithm.program(line, federation)
+    server = algorithm.start(program)
+    asked = algorithm.broadcast(Turn(program, noise.key(0), 2), server)
+    exact = -1 / (0.25 + 1 / torch.tensor([4.0, 9.0]))
+    found = update(algorithm, program, asked, federation)[0]["curvature"][PARTICLES]
+    torch.testing.assert_close(found, exact[:, None, None, None].expand(2, 3, 1, 1))
+    private = update(algorithm, program, asked, federation, private=True)[0]
+    assert private.keys() == {"gradients"}
+    for other in (bf.PACPFL(particles=3, optimizer="adam"), bf.PFedGP()):
+        program = other.program(line, federation)
+        plain = other.broadcast(Turn(program, noise.key(0), 2), other.start(program))
+        assert plain.keys() == {"theta"}
 
 
 # -- parameters beside particles -------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bayesfed.rules import Stein
-from bayesfed.rules.stein import stein_direction
+from bayesfed.rules.stein import newton_step, stein_direction
 
 float64 = pytest.mark.usefixtures("float64")
 
@@ -52,3 +52,30 @@ def test_tau_is_that_of_corollary_4_4():
     ) == pytest.approx(100 / (100 + 5 * 24 * 3.5))
     with pytest.raises(ValueError, match="must exceed"):
         Stein(lam=3.0, new_data_clients=3).temperature(clients=24, rows=10)
+
+
+@float64
+def test_steps_in_the_metric_of_the_curvature_follow_no_unit():
+    """16 particles far away, whose target has standard deviations of 0.001 and 0.1 and a correlation of 0.9."""
+    root = torch.tensor([[1e-3, 0.0], [0.09, 0.0436]])
+    loc, precision = torch.tensor([0.3, -0.7]), torch.cholesky_inverse(root)
+    torch.manual_seed(0)
+    phi = torch.randn(16, 2)
+    for _ in range(60):
+        score = (loc - phi) @ precision
+        step, length = newton_step(phi, score, precision.expand(16, 2, 2))
+        phi = phi + step
+    assert length < 0.02
+    white = torch.linalg.solve_triangular(root, (phi - loc).T, upper=False)
+    assert white.mean(1).abs().max() < 0.02
+    spread = torch.linalg.eigvalsh(white.cov(correction=0))
+    assert ((spread > 0.85**2) & (spread < 1.1**2)).all()
+
+
+@float64
+def test_a_particle_climbs_where_the_density_curves_upwards():
+    """By as much as if it curved downwards, and by at most 1; beside particles that have arrived."""
+    phi = torch.tensor([[0.0], [0.01], [5.0]])
+    score, curvature = torch.tensor([[0.0], [-1.0], [-200.0]]), torch.tensor([100.0, 100.0, -400.0])
+    step, _ = newton_step(phi, score, curvature[:, None, None])
+    assert float(step[2]) == pytest.approx(-0.25, rel=1e-6)
