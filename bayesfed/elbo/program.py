@@ -242,10 +242,14 @@ class Program:
 
     def draw_blocks(self, clients: int, count: int) -> Iterator[slice]:
         """Parts of ``count`` draws, so that what the guide computes for them and K clients fits in memory."""
-        workspace = getattr(self.guide, "workspace", 0)
-        together = max(1, PASS // (clients * workspace)) if workspace else count
+        together = max(1, PASS // (clients * self.workspace)) if self.workspace else count
         for start in range(0, count, together):
             yield slice(start, min(count, start + together))
+
+    @property
+    def workspace(self) -> int:
+        """The size of what the guide computes q(w_i | θ) from, in numbers, for one client and one draw of θ."""
+        return int(getattr(self.guide, "workspace", 0))
 
     @property
     def learns_locals(self) -> bool:

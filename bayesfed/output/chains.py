@@ -97,7 +97,7 @@ def can_sample(fitted: Fitted) -> bool:
 def takes_seconds(fitted: Fitted) -> bool:
     """Return whether chains apply, and take so little time that they are run without being asked for."""
     program = fitted.program
-    numbers = program.rows + len(fitted.federation) * program.variables
+    numbers = program.rows + len(fitted.federation) * (program.variables + program.workspace)
     return can_sample(fitted) and _chains(fitted) * GRADIENTS * numbers <= QUICK
 
 
@@ -111,9 +111,10 @@ def remedy(fitted: Fitted) -> str:
 
 
 def _size(fitted: Fitted) -> int:
-    """The size of all clients' rows and variables, in numbers."""
+    """The size of all clients' rows and variables, and of what q(w_i | θ) is computed from, in numbers."""
     federation, program = fitted.federation, fitted.program
-    return program.rows * federation.numbers_per_row + len(federation) * program.variables
+    own = program.variables + program.workspace
+    return program.rows * federation.numbers_per_row + len(federation) * own
 
 
 def _chains(fitted: Fitted) -> int:

@@ -110,7 +110,9 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
         return CorrectionResult(reliable=True)
     key = fitted.key(0, "correction")
     own = draw_theta(fitted, draws, key)[GLOBAL][:, 0, 0]
-    may_use_laplace = draws * COST <= affordable and has_block(fitted.program)
+    # where q(w_i | θ) learns nothing, it is Laplace's approximation itself
+    learnt = has_block(fitted.program) and fitted.program.learns_locals
+    may_use_laplace = draws * COST <= affordable and learnt
     laplace = False
     proposals = Proposals(find_prior_coordinates(fitted.program, fitted.params, own))
     z, weights = own, own.new_full((draws,), 1 / draws, dtype=torch.float64)

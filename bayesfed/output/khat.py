@@ -13,6 +13,8 @@ DRAWS, FEWEST = 1000, 200
 """Number of draws, and the number below which k-hat is not estimated."""
 WORK = 5e7
 """The largest size of clients' rows and variables, in numbers, over all draws."""
+WORKSPACE = 10
+"""Numbers of what a guide computes q(w_i | θ) from that take the time of one."""
 LIMIT = 0.7
 """The largest k-hat at which q is close enough to the posterior to be used, or to be corrected by its weights."""
 REMEDY = (
@@ -60,8 +62,9 @@ def has_density(fitted: Fitted) -> bool:
 def affordable_draws(fitted: Fitted, rows: int) -> int:
     """Return the number of draws whose densities can be evaluated for clients with ``rows`` rows altogether."""
     clients = fitted.federation
-    size = rows * clients.numbers_per_row + len(clients) * fitted.program.variables
-    return int(WORK / size)
+    program = fitted.program
+    own = program.variables + program.workspace // WORKSPACE
+    return int(WORK / (rows * clients.numbers_per_row + len(clients) * own))
 
 
 def caveat(found: float | None, draws: int = DRAWS) -> str:

@@ -165,8 +165,9 @@ class Posterior(Fitted):
         plain = self._plain
         if len(self.federation) != self.program.clients or not can_sample(plain):
             raise ValueError(
-                "chains need the posterior of all clients of the fit, a q(θ) with a density, such as SFVI's, 1 to "
-                "20 numbers of variables a client, no privacy, and data that are not too large"
+                "chains need the posterior of all clients of the fit, a q(θ) with a density, such as SFVI's, one "
+                "Gaussian for all variables of a client (up to 64 numbers, or more whose log density is concave), no "
+                "privacy, and data that are not too large"
             )
         chains = sample_chains(plain, seed)
         if not chains.mixed:
