@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from calendar import month_name
 from pathlib import Path
 
 import bayesfed as bf
@@ -55,6 +56,35 @@ def test_that_every_method_has_a_paper_with_a_doi():
     own = {"Local", "Pooled", "MAML", "MTL"}  # of no paper, or other names
     rows = "".join(row for row in text.split("\n") if "](https://doi.org/10." in row)
     assert not [name for name in METHODS if name not in own and f"`{name}`" not in rows]
+
+
+def missing_papers(text: str, references: str) -> list[str]:
+    """The citations of a page, as "Hesterberg 1995" or "Li et al. (2020)", that the references lack."""
+    names = r"((?:[A-Z][\wéÁ'-]+(?:, | & ))*[A-Z][\wéÁ'-]+)(?: et al\.)? \(?((?:19|20)\d\d)\b"
+    lines = references.split("\n")
+    return [
+        f"{authors} {year}"
+        for authors, year in re.findall(names, text)
+        if authors not in month_name
+        and not any(
+            f"({year}" in line and all(name in line for name in re.split(", | & ", authors))
+            for line in lines
+        )
+    ]
+
+
+def test_that_every_paper_that_a_page_names_is_in_the_references():
+    references = (ROOT / "docs/references.md").read_text(encoding="utf-8")
+    pages = list((ROOT / "docs").glob("*.md"))
+    assert len(pages) > 30
+    missing = {p.name: missing_papers(p.read_text(encoding="utf-8"), references) for p in pages}
+    assert not {name: found for name, found in missing.items() if found}
+
+
+def test_that_a_paper_without_a_reference_is_found():
+    assert missing_papers("As in Nobody & Li (2019).", "- Li (2019). Title.") == [
+        "Nobody & Li 2019"
+    ]
 
 
 def test_that_public_docstrings_are_there():
