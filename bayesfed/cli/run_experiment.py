@@ -17,12 +17,13 @@ from bayesfed.cli.errors import RunError, one_line
 from bayesfed.cli.experiment import Experiment
 from bayesfed.cli.forest import plot_forest, population_means
 from bayesfed.cli.own_code import with_files
-from bayesfed.effects.agreed import effect
+from bayesfed.effects.agreed import check_effect, effect
 from bayesfed.engine.progress import show_work
 from bayesfed.engine.stopping.rule import BOUND
 from bayesfed.fitting import fit
 from bayesfed.output.inference_data import data_groups
 from bayesfed.output.posterior import Posterior
+from bayesfed.settings import SettingsError
 
 
 def fit_and_write(
@@ -38,8 +39,14 @@ def fit_and_write(
     """Fit, and write the results into the folder that is wanted, or beside it.
 
     Raises:
+        SettingsError: a variable of an effect does not exist, or does not take its values.
         RunError: the run failed or was interrupted after its first round.
     """
+    for number, agreed in enumerate(config.effects):
+        try:
+            check_effect(chosen.model, chosen.federation, agreed)
+        except (KeyError, ValueError) as error:
+            raise SettingsError(f"effects[{number}]: {error}") from None
     folder = report.RunFolder(wanted, overwrite=overwrite, go_on=resume)
     folder.config = _resolve(config, chosen, experiment, folder.path, wanted)
     console = Console(highlight=False)

@@ -49,6 +49,7 @@ from bayesfed.deploy.secure_round import (
 )
 from bayesfed.deploy.server_program import build_server_program, upload_form
 from bayesfed.deploy.transport import Carrier
+from bayesfed.effects.agreed import check_effect
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params
 from bayesfed.engine.files import lock
@@ -104,6 +105,8 @@ def _fit(
     members = institutions.gather()
     schemas = [member.schema for member in members]
     program, federation = build_server_program(plan, schemas)
+    for agreed in plan.effects:
+        check_effect(plan.model, federation, agreed)
     run = prepare_run(plan, program, federation, file, institutions=len(members))
     coordinator = Coordinator(institutions, run, members)
     coordinator.begin()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from bayesfed.data.federation import Federation, Model
 from bayesfed.effects.estimands import (
     compare_means,
     comparisons,
@@ -24,10 +25,28 @@ from bayesfed.effects.question import (
     quantity_of,
 )
 from bayesfed.effects.result import Effects
-from bayesfed.effects.rows import Setting
+from bayesfed.effects.rows import FieldRows, FormulaRows, Rows, Setting, formula_of
 from bayesfed.elbo.program import Program
 from bayesfed.output.posterior import Posterior
 from bayesfed.settings import EffectSettings
+
+
+def check_effect(model: Model, federation: Federation, agreed: EffectSettings) -> None:
+    """Check before a fit that the variables of an effect exist and take their values.
+
+    Raises:
+        KeyError: a variable does not exist.
+        ValueError: a value does not fit its variable, or a variable of comparisons has a single one.
+    """
+    formula = formula_of(model)
+    frames = None if formula is None else formula.frames
+    rows: Rows = FieldRows(federation, "")
+    if formula is not None and frames is not None:
+        rows = FormulaRows(formula, frames, "")
+    for setting in settings_of(agreed):
+        rows.at({**agreed.at, **setting})
+    for name in (*agreed.by, *([] if agreed.weights is None else [agreed.weights])):
+        rows.column(name)
 
 
 def effect(posterior: Posterior, agreed: EffectSettings) -> Effects:

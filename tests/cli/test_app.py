@@ -250,9 +250,10 @@ level = "new"
     assert rows("again/effects.csv") == table
     Path("study/formula.toml").write_text(FORMULA + effects.replace("u = 1}", "w = 1}"))
     capsys.readouterr()
-    code, error = fails(capsys, "run", "study/formula.toml")
-    assert code == 1
-    assert "'w' is no column of the formula's predictors: u, v" in error
+    code, error = fails(capsys, "run", "study/formula.toml", "--output", "none")
+    assert not Path("none").exists()
+    assert code == 2
+    assert "effects[0]: 'w' is no column of the formula's predictors: u, v" in error
 
 
 def test_ones_own_guide(towns):

@@ -111,6 +111,14 @@ def test_an_institution_that_agreed_to_other_effects_takes_no_part(tmp_path):
         fitted(Wire(nodes), PLAN, tmp_path)
 
 
+def test_a_variable_that_no_field_is_comes_before_the_first_round(tmp_path):
+    plan = replace(PLAN, effects=(EffectSettings(variables={"age": 1.0}),))
+    at = Wire(nodes_of(CLINICS, plan, tmp_path))
+    with pytest.raises(KeyError, match="unknown field 'age'"):
+        fitted(at, plan, tmp_path)
+    assert {unpack(p)[0].kind for _, p, _ in at.heard} == {"hello"}
+
+
 def test_sums_without_noise_do_not_go_with_privacy():
     with pytest.raises(ValueError, match="their sums have no noise"):
         replace(PLAN, privacy=bf.Privacy(clip=1.0, noise=1.0))
