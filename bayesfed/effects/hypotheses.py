@@ -76,7 +76,7 @@ def hypotheses(
             n: v for n, v in derived.items() if "observation" not in source.program.derived[n]
         }
         clients = {name: i for i, name in enumerate(source.federation.names)}
-        level, caveat = "of the posterior", source.caveat
+        level, caveat = "of the variables that are named", source.caveat
     draws, truths = [], []
     for text in texts:
         value, truth = _evaluate(text, variables, clients)

@@ -305,6 +305,40 @@ def test_categories_have_probabilities():
     assert found.pairs().labels.values.tolist() == [["1 - 0", c] for c in range(3)]
 
 
+def with_kinds(federation):
+    level = pyro.sample("level", dist.Normal(0.0, 1.0))
+    with federation.clients():
+        high = pyro.sample("high", dist.Bernoulli(0.5))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Normal(level + 3 * high * obs["x"], 1.0), obs=obs.get("y"))
+
+
+def with_zeros(federation):
+    mu, p = pyro.sample("mu", dist.Normal(0.0, 1.0)), pyro.sample("p", dist.Beta(2.0, 2.0))
+    with federation.clients():
+        a = pyro.sample("a", dist.Normal(mu, 0.5))
+        with federation.observations() as obs:
+            z = pyro.sample("z", dist.Bernoulli(p))
+            rate = (a + obs["x"]).exp() * z + 1e-6
+            pyro.sample("y", dist.Poisson(rate), obs=obs.get("y"))
+
+
+@pytest.mark.parametrize("model", [with_kinds, with_zeros])
+def test_expectations_are_the_means_of_predictions(model):
+    """Also where variables of clients or rows are summed out."""
+    rng = np.random.default_rng(0)
+    rows = {n: {"x": rng.uniform(0, 1, 8), "y": rng.poisson(2.0, 8).astype(float)} for n in "abc"}
+    data = bf.Federation.from_arrays(rows)
+    posterior = bf.fit(model, data, rounds=2, execution=bf.Execution(compile=False))
+    found = effects.predictions(posterior, num_samples=4000).draws[:, 0]
+    drawn = posterior.predict(num_samples=4000)["y"].double().mean(1)
+    gap = drawn - found  # noise of the outcome, given the same draws
+    assert gap.mean().abs() < 4 * gap.std() / 4000**0.5
+    if model is with_kinds:
+        with pytest.raises(ValueError, match="not summed or integrated out"):
+            effects.predictions(posterior, level="average")
+
+
 def test_means_do_not_depend_on_the_chunks_of_clients(logistic, monkeypatch):
     posterior, _, _ = logistic
     asked = [
