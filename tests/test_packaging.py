@@ -65,6 +65,10 @@ def metadata(wheel: Path) -> Message:
 
 def test_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     expected = {"bayesfed/py.typed", "bayesfed/deploy/flower_app/pyproject.toml"}
+    expected |= {
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "bayesfed/cli/starter").iterdir()
+    }
+    assert "bayesfed/cli/starter/model.py.txt" in expected
     for folder, installed in FOLDERS.items():
         for path in (ROOT / folder).rglob("*.py"):
             expected.add(f"{installed}/{path.relative_to(ROOT / folder).as_posix()}")

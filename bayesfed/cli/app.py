@@ -1,4 +1,4 @@
-"""The command line: ``bayesfed run experiment.toml``, ``node node.toml``, ``predict node.toml rows.csv``, ``list``.
+"""The command line: ``bayesfed run experiment.toml``, ``node node.toml``, ``new my_study``, ``list``, ``doctor``, ...
 
 A command imports torch, Pyro and ArviZ, which takes seconds, once it needs them: help, and mistakes in an experiment
 file or in the columns of its data, come before.
@@ -31,6 +31,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+_STARTER = Path(__file__).with_name("starter")
 _MISTAKES = (ValueError, KeyError, TypeError, OSError, ImportError, NotImplementedError)
 
 
@@ -216,6 +217,30 @@ def list_(
     from bayesfed.cli.listing import show
 
     show(None if what is None else what.value)
+
+
+@app.command()
+def new(
+    folder: Annotated[Path, typer.Argument(help="The folder to make.")],
+) -> None:
+    """Make a folder for a study that runs at once: rows, data check, model, experiment, test.
+
+    Its README.md says what each file is and how to put your own rows and model in place.
+    """
+    if folder.exists():
+        raise click.UsageError(f"{folder} exists already: give another name")
+    folder.mkdir(parents=True)
+    for source in sorted(_STARTER.iterdir()):
+        (folder / source.name.removesuffix(".txt")).write_bytes(source.read_bytes())
+    print(f"{folder} is made; next: cd {folder} && bayesfed run experiment.toml")
+
+
+@app.command()
+def doctor() -> None:
+    """Show what is installed: versions, compiler, GPU, memory, and what is missing for which feature."""
+    from bayesfed.cli.doctor import show
+
+    show()
 
 
 if __name__ == "__main__":
