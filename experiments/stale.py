@@ -1,0 +1,77 @@
+"""Which tables are older than the code that they depend on?
+
+    python experiments/stale.py
+
+Of every table: the oldest commit that its lines "Made by" name, how many commits have changed the package (bayesfed,
+models, guides) or the scripts beside the table since then, and how many of its rows are older still. A table is
+
+    current         no commit since has changed them
+    older           some have
+    uncommitted     made from code with changes that were not committed (-dirty)
+    without header  it does not say which commit made it
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CODE = ("bayesfed", "models", "guides")
+
+
+def tables(root: Path) -> list[Path]:
+    """Return the Markdown files under ``experiments`` that are results, in order."""
+    files = (root / "experiments").rglob("*.md")
+    return sorted(path for path in files if path.name != "README.md")
+
+
+def commits(text: str) -> list[str]:
+    """Return the commits that made a table, as its lines "Made by" name them."""
+    heads = " ".join(re.findall(r"^Made by .*$", text, re.MULTILINE))
+    return re.findall(r"(?:commits?|and) ([0-9a-f]{7,40}(?:-dirty)?)\b", heads)
+
+
+def changes(root: Path, commit: str, table: Path) -> int | None:
+    """Return how many commits since one have changed the code of a table, or None if git has no such commit."""
+    scripts = (table.parent / "*.py").relative_to(root).as_posix()
+    done = subprocess.run(
+        ["git", "rev-list", "--count", f"{commit}..HEAD", "--", *CODE, scripts],
+        cwd=root,
+        capture_output=True,
+        text=True,
+    )
+    return None if done.returncode else int(done.stdout)
+
+
+def states(root: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield path, state and explanation of every table."""
+    for path in tables(root):
+        text, name = path.read_text(encoding="utf-8"), path.relative_to(root).as_posix()
+        named = commits(text)
+        since = {each: changes(root, each.removesuffix("-dirty"), path) for each in named}
+        counted = {each: count for each, count in since.items() if count is not None}
+        if not counted:
+            yield name, "without header", f"names {', '.join(named)}, not here" if named else ""
+            continue
+        oldest = max(counted, key=lambda each: counted[each])
+        said = f"{oldest}, changes since: {counted[oldest]}"
+        said += "".join(f", {rows}" for rows in re.findall(r"\d+ of \d+ rows are older", text))
+        dirty = any(each.endswith("-dirty") for each in named)
+        state = "older" if counted[oldest] else "uncommitted" if dirty else "current"
+        yield name, state, said
+
+
+def main() -> None:
+    found = list(states(ROOT))
+    for state in ("current", "uncommitted", "older", "without header"):
+        chosen = [(name, said) for name, other, said in found if other == state]
+        print(f"{state}: {len(chosen)} of {len(found)} tables")
+        for name, said in chosen:
+            print(f"    {name}{': ' * bool(said)}{said}")
+
+
+if __name__ == "__main__":
+    main()
