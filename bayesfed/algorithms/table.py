@@ -73,12 +73,12 @@ FedAvg = Method(
 )
 FedProx = FedAvg.variant(
     "FedProx",
-    "FedAvg with a pull towards θ as it was sent (Li et al. 2020, eq. 2).",
+    "FedAvg with a pull towards θ as it was sent (Li et al. 2020).",
     FedAvg(proximal=0.1),
 )
 FedNova = FedAvg.variant(
     "FedNova",
-    "FedAvg of clients that take different numbers of steps (Wang et al. 2020, eq. 8).",
+    "FedAvg of clients that take different numbers of steps (Wang et al. 2020).",
     FedAvg().replace(rule=NormalisedMean()),
 )
 Scaffold = FedAvg.variant(
@@ -93,7 +93,7 @@ Pooled = FedAvg.variant(
 )
 FedCurv = Method(
     "FedCurv",
-    "FedAvg under the curvature of the other clients' losses (Shoham et al. 2019, section 3).",
+    "FedAvg under the curvature of the other clients' losses (Shoham et al. 2019).",
     Algorithm(Point(), AtPrior(), PenalisedDescent(lam=1.0, lr=0.1, epochs=5), SummedCurvature()),
     lam="steps.lam",
     lr="steps.lr",
@@ -272,7 +272,7 @@ FedPop = Method(
 
 FOLA = Method(
     "FOLA",
-    "Federated online Laplace approximation: one Gaussian over all globals (Liu et al. 2023, eq. 11 to 24).",
+    "Federated online Laplace approximation: one Gaussian over all globals (Liu et al. 2024, eq. 11 to 24).",
     Algorithm(LaplaceGaussian(), Integrated(), LaplaceSteps(), ProductOfGaussians()),
     lr="steps.lr",
     prior_weight="rule.prior_weight",
@@ -288,7 +288,7 @@ FOLA = Method(
 )
 FedBE = Method(
     "FedBE",
-    "FedAvg with an ensemble of draws from the Normal of the clients' copies (Chen & Chao 2021, section 3.2).",
+    "FedAvg with an ensemble of draws from the Normal of the clients' copies (Chen & Chao 2021).",
     Algorithm(
         LaplaceGaussian("diagonal"),
         Integrated(),

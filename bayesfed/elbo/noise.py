@@ -150,7 +150,7 @@ _TAIL = (-0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573
 def _erfinv(x: Tensor) -> Tensor:
     """erf⁻¹ as polynomials that a compiler can vectorise, accurate to 3e-7 of its value.
 
-    Source: M. Giles (2010), "Approximating the erfinv function", GPU Computing Gems, single precision.
+    Source: M. Giles (2012), "Approximating the erfinv function", GPU Computing Gems, single precision.
     """
     w = -((1 - x) * (1 + x)).log()
     centre, tail = torch.full_like(x, _CENTRE[0]), torch.full_like(x, _TAIL[0])
@@ -161,7 +161,7 @@ def _erfinv(x: Tensor) -> Tensor:
 
 
 _FEW, _FEISTEL = 10_000, 10
-"""The most numbers that are sorted; the rounds of the Feistel network, of which seven suffice (Patarin 2004)."""
+"""The most numbers that are sorted; the rounds of the Feistel network, of which seven suffice (Patarin 2003)."""
 
 
 def permuted(key: Tensor, count: int, places: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ def fit_proposal(z: Tensor, weights: Tensor, centres: int) -> StudentMixture | N
     """Fit a proposal to weighted draws ``(S, D)``: their mean and covariance, somewhat wider.
 
     With one centre it is a single t. With more, they are draws moved towards the mean by as much as the width of the
-    components adds to the covariance (West 1993, *Approximating posterior distributions by mixtures*, section 2.2); the
+    components adds to the covariance (West 1993, *Approximating posterior distributions by mixture*, section 2.2); the
     width follows Silverman's rule. Returns None if the covariance of the draws is singular.
     """
     mean, size = weights @ z, z.shape[1]

@@ -87,7 +87,7 @@ class MedianOfInstitutions(Mean):
 
 @dataclass(frozen=True)
 class NormalisedMean(ByMeanMove):
-    """θ ← θ + τ̄ Σ π_i (θ_i − θ) / τ_i for clients that take τ_i steps (FedNova, Wang et al. 2020, eq. 8)."""
+    """θ ← θ + τ̄ Σ π_i (θ_i − θ) / τ_i for clients that take τ_i steps (FedNova, Wang et al. 2020)."""
 
     by_gradient = True
     needs = frozenset({"theta", "steps"})

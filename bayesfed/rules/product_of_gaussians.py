@@ -9,7 +9,7 @@ N(μ_S, Σ_S) is the server's Gaussian over θ, π_i = n_i / n. Precisions are p
               and uploads n_i Σ_i⁻¹ and n_i Σ_i⁻¹ (θ_i − μ_S)
     server    q_S ∝ Π q_i^π_i:  Σ_S⁻¹ ← Σ π_i Σ_i⁻¹,  μ_S ← Σ_S Σ π_i Σ_i⁻¹ μ_i                     (eq. 11, 12)
 
-(Liu et al. 2023, *A Bayesian federated learning framework with online Laplace approximation*.)
+(Liu et al. 2024, *A Bayesian federated learning framework with online Laplace approximation*.)
 
 *The prior.* Eq. 24 forgets the first Σ_S⁻¹, eq. 25 keeps it. Here it is kept: the server takes p(θ) for one more
 factor, so that after R rounds Σ_S⁻¹ = (1 / R) Σ_r Σ_i π_i F̄_i + curvature of −log p(θ) / n at μ_S, the product's mode.

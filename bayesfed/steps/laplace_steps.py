@@ -3,7 +3,7 @@
     θ = μ_S; steps t = 1 ... T on  J_i(θ) = L_i(θ) + ½ (θ − m)ᵀ Λ (θ − m)                          (eq. 15, 16)
     F̄_i = mean over t and rows of ∇ log p(y | x, θ_t) ∇ log p(y | x, θ_t)ᵀ                         (eq. 19, 22)
 
-(Liu et al. 2023, *A Bayesian federated learning framework with online Laplace approximation*.) L_i(θ) = −log p(D_i |
+(Liu et al. 2024, *A Bayesian federated learning framework with online Laplace approximation*.) L_i(θ) = −log p(D_i |
 θ) / n_i; the rule prepares the client's prior, N(m, Λ⁻¹).
 
 *A client's own variables.* Where they are few they are integrated out by Laplace's method. Then a client's rows are
