@@ -26,13 +26,12 @@ from torch.distributions import biject_to, constraints
 from torch.distributions.transforms import ReshapeTransform
 
 from bayesfed.guides.precision_normal import PrecisionNormal
+from bayesfed.guides.triangular import TriangularNormal, inverse_root, outer, solve_lower
 
 FULL_UP_TO = 64
 """The largest number of dimensions for which the factor has a full covariance; else W = 0."""
 START_LOG_PRECISION = 4.0
 """r at the start."""
-SMALL = 64
-"""The largest number of matrix entries for which a product with a vector is faster as a sum than as ``@``."""
 
 
 @dataclass(frozen=True)
@@ -104,14 +103,14 @@ def conditional(
     eye = torch.eye(tril.shape[-1], dtype=tril.dtype, device=tril.device)
     unit = tril.tril(-1) + eye
     fixed_root = (unit / spread[..., None]).detach()  # C at c = 0
-    a = loc + torch.linalg.solve_triangular(fixed_root.mT, shift[..., None], upper=True).squeeze(-1)
+    a = loc + solve_lower(fixed_root, shift[..., None], transposed=True).squeeze(-1)
     root = (log_precision / 2).exp()[..., None] * unit
-    factor = root @ root.mT
+    factor = outer(root)
     precision = factor + torch.diag_embed(prior_precision)
     natural = prior_precision * prior_loc + _times(factor, a)
     tril = inverse_root(precision)
     mean = _times(tril, _times(tril.mT, natural))
-    return dist.MultivariateNormal(
+    return TriangularNormal(
         scaling.loc + scaling.scale * mean, scale_tril=scaling.scale[:, None] * tril
     )
 
@@ -125,25 +124,15 @@ def unit_root(log_precision: Tensor, tril: Tensor | None = None) -> Tensor:
 
 
 def _times(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Return A x. Of small matrices the product is a sum, which is faster than a batched product with its reshaping."""
-    if matrix.shape[-2:].numel() <= SMALL:
-        return (matrix * vector[..., None, :]).sum(-1)
+    """Return A x."""
     return (matrix @ vector[..., None]).squeeze(-1)
-
-
-def inverse_root(precision: Tensor) -> Tensor:
-    """Lower triangular L with L L^⊤ = precision⁻¹; not finite where the precision is not, so that errors are seen."""
-    upper = torch.linalg.cholesky_ex(precision.flip(-2, -1)).L.flip(-2, -1)
-    eye = torch.eye(precision.shape[-1], dtype=precision.dtype, device=precision.device)
-    return torch.linalg.solve_triangular(upper.mT, eye, upper=False)
 
 
 def whiten(q: Any, u: Tensor) -> Tensor:
     """The standard Normal noise from which q drew u, ``(..., P)``."""
     if isinstance(q, dist.Normal):
         return (u - q.loc) / q.scale
-    noise = torch.linalg.solve_triangular(q.scale_tril, (u - q.loc)[..., None], upper=False)
-    return noise.squeeze(-1)
+    return solve_lower(q.scale_tril, (u - q.loc)[..., None]).squeeze(-1)
 
 
 def unwhiten(q: Any, noise: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,8 @@ A tensor with as many dimensions as the vector is a diagonal, one with one more 
 import torch
 from torch import Tensor
 
+from bayesfed.guides.triangular import solve_lower
+
 FLOOR = 1e-8
 """The smallest precision."""
 
@@ -35,8 +37,7 @@ def solve_root(root: Tensor, vector: Tensor, *, transposed: bool = False) -> Ten
     """C⁻¹ v, or C^{−⊤} v, of a lower triangular C ``(..., D, D)``, or of a diagonal ``(..., D)``."""
     if root.ndim == vector.ndim:
         return vector / root
-    root = root.mT if transposed else root
-    return torch.linalg.solve_triangular(root, vector[..., None], upper=transposed).squeeze(-1)
+    return solve_lower(root, vector[..., None], transposed=transposed).squeeze(-1)
 
 
 def inverse(precision: Tensor, more: float, *, matrix: bool) -> Tensor:

@@ -329,7 +329,7 @@ SFVI = Method(
     Algorithm(
         Gaussian(),
         Conditioned(),
-        GradientsAtDraws(steps=10, draws=16),
+        GradientsAtDraws(steps=10, draws=8),
         NaturalGradient(lr=1.0),
         lr_decay=0.01,
         corrected=True,

@@ -28,7 +28,7 @@ from bayesfed.elbo.program import Program
 from bayesfed.guides import newton
 from bayesfed.guides.family import GLOBAL
 from bayesfed.guides.hierarchical import LOCAL
-from bayesfed.guides.local import inverse_root
+from bayesfed.guides.triangular import inverse_root
 
 EACH = 4
 """L, draws of a client's variables for one of θ, in pairs."""

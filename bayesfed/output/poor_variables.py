@@ -30,7 +30,7 @@ from bayesfed.output.locals_given_theta import draw_guide_locals, proposal_centr
 
 THETAS, FEW, DRAWS = 8, 64, 256
 """Number of draws of θ, and of draws of a client's variables at each: for all clients, and for those found suspect."""
-WORK = 1e8
+WORK = 2.5e7
 """The largest size of clients' rows and variables, in numbers, over all draws."""
 FEWEST = 25
 """Effective sample size of weights below which they give no standard deviation."""

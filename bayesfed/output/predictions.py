@@ -89,8 +89,9 @@ def derived(
     """Compute the model's ``pyro.deterministic`` sites, see :meth:`bayesfed.Posterior.derived`."""
     few = fitted.select(federation.names)
     parts: dict[str, list[Tensor]] = {name: [] for name in fitted.program.derived}
-    for chunk, draws in equal_draws(few, num_samples, seed, federation):
-        batch = federation.batch(chunk)
+    read = (federation,) if _derives_from_rows(few, federation) else ()
+    for chunk, draws in equal_draws(few, num_samples, seed, *read):
+        batch = federation.batch(chunk, None if read else _first_rows(chunk))
         for name, found in derive(few, draws, chunk, batch).items():
             if found.local:
                 parts[name].append(flatten_rows(found.value, found, batch, draws.count))
@@ -98,6 +99,24 @@ def derived(
                 shape = (draws.count, *found.value.shape[3:])
                 parts[name].append(found.value[:, 0, 0].expand(shape))
     return {name: torch.cat(values, min(1, values[0].ndim - 1)) for name, values in parts.items()}
+
+
+def _derives_from_rows(fitted: Fitted, federation: Federation) -> bool:
+    """Return whether a derived value is one of rows, or differs between all rows of a client and its first."""
+    if any("observation" in dims for dims in fitted.program.derived.values()):
+        return True
+    name = federation.names[int(federation.lengths.argmax())]
+    one, rows = fitted.select([name]), federation.select([name])
+    for chunk, draws in equal_draws(one, 1, 0, rows, centre=True):
+        both = [derive(one, draws, chunk, rows.batch(chunk, r)) for r in (None, _first_rows(chunk))]
+        whole, first = ([found.value for found in values.values()] for values in both)
+        if not all(torch.equal(*pair) for pair in zip(whole, first, strict=True)):
+            return True
+    return False
+
+
+def _first_rows(chunk: Tensor) -> Tensor:
+    return torch.zeros(len(chunk), 1, dtype=torch.int64)
 
 
 def probabilities(

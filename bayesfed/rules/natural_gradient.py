@@ -65,6 +65,8 @@ FORGOTTEN = 4.0
 """The most that a round adds to the level: without a bound one run in 32 diverged (1,000 clients, ten a round)."""
 TURN = 0.25
 """The number that a turn adds to the divisor of the first rate: 1 + turns / 4."""
+FAR = 1.0
+"""The step, in units of q(θ), after which another is taken before clients learn: what they learnt would not last."""
 ADAM = 1 / 20
 """Adam's rate, as a fraction of that of natural-gradient steps."""
 QUADRATIC = ("pull", "slope", "seen")
@@ -119,7 +121,8 @@ class NaturalGradient(Rule):
             none = pull.new_zeros(())
             server["quadratic"] = {"pull": pull, "slope": slope, "seen": none, "level": none}
             server["prior"] = nothing._asdict()
-            server["before"] = Direction(pull, slope, pull)._asdict() | {"turns": none}
+            far = none + math.inf
+            server["before"] = Direction(pull, slope, pull)._asdict() | {"turns": none, "far": far}
         else:
             with torch.no_grad():
                 supplied = program.noise(noise.key(0).to(program.schema.device), 1, local=False)
@@ -142,8 +145,10 @@ class NaturalGradient(Rule):
     def broadcast(self, turn: Turn, server: State) -> Parts:
         """Return draws of θ for every local step, ``(steps · S, 1, 1, ...)``, and the global parameters."""
         with torch.no_grad():
-            drawn = draw(turn.program, server["params"], _noise(turn), _draws(turn))
+            drawn = draw(turn.program, server["params"], _noise(turn, server), _draws(turn, server))
         message = {"theta": server["params"], "draws": drawn}
+        if approaches(turn, server):
+            message["approach"] = {"far": server["before"]["far"]}
         if "quadratic" in server:
             message["forgetting"] = {"level": server["quadratic"]["level"]}
         return message
@@ -191,17 +196,18 @@ class NaturalGradient(Rule):
 
     def decode(self, turn: Turn, server: State, total: Parts) -> tuple[State, Tensor]:
         """Take a step on λ."""
-        family, count = _family(turn.program), _draws(turn)
+        family, count = _family(turn.program), _draws(turn, server)
+        late = count // turn.steps.steps * turn.steps.late
         context = StepContext(
             draws=count,
-            used=count // turn.steps.steps * turn.steps.late,
+            used=count if approaches(turn, server) else late,
             natural=family is not None and family.takes_natural_steps(turn.rate),
             rate=turn.rate,
             scale=turn.scale,
             added=turn.noise,
             absent=turn.cohort < turn.program.clients,
         )
-        return self.step(turn.program, server, total, _noise(turn), context)
+        return self.step(turn.program, server, total, _noise(turn, server), context)
 
     @traceable
     def step(
@@ -277,10 +283,10 @@ class NaturalGradient(Rule):
                 clients = _of_all(program, known)
             of_mean = math.sqrt(used) * scale * context.added if noisy else None
             to = family.direction(params, _sum(prior, clients), z, of_mean)
-            last = dict(server["before"])
-            turns = last.pop("turns")
+            last = {name: server["before"][name] for name in Direction._fields}
             back = natural_gradient.agreement(Direction(**last), to) < 0
-            turns = turns + back.to(z.dtype)
+            turns = server["before"]["turns"] + back.to(z.dtype)
+            far = torch.maximum(to.loc.abs().max(), to.spread.abs().max())
             pace = context.rate / (1 + TURN * turns)
             ascended = family.ascend(params, to, self.lr * pace)
             if context.absent and not noisy:
@@ -294,7 +300,7 @@ class NaturalGradient(Rule):
         state = {
             "quadratic": known,
             "prior": prior._asdict(),
-            "before": to._asdict() | {"turns": turns},
+            "before": to._asdict() | {"turns": turns, "far": far},
         }
         return server | state, ascended
 
@@ -322,18 +328,33 @@ def _family(program: Program) -> Family | None:
     return guide.family if isinstance(guide, Hierarchical) and program.random else None
 
 
-def _draws(turn: Turn) -> int:
-    """Return the draws of a round: S a step, in pairs in all directions where the curvature of all is wanted."""
+def approaches(turn: Turn, server: State) -> bool:
+    """Return whether the last step was long, so that what clients would learn in this round could not last."""
+    family = _family(turn.program)
+    if family is None or turn.noise or not family.takes_natural_steps(turn.rate):
+        return False
+    return float(server["before"]["far"]) > FAR
+
+
+def _draws(turn: Turn, server: State) -> int:
+    """Return the draws of a round: S a step, in pairs in all directions where the curvature of all is wanted.
+
+    There are half as many until a step has turned back, which shows that noise matters.
+    """
     steps, family, draws = turn.steps, _family(turn.program), turn.steps.draws
-    if family is not None and family.full_curvature:
-        size = len(turn.program.init[f"{GLOBAL}.loc"])
-        draws = max(draws, 2 * math.ceil(size / steps.late))
-    return steps.steps * draws
+    if family is None:
+        return steps.steps * draws
+    far, size = approaches(turn, server), len(turn.program.init[f"{GLOBAL}.loc"])
+    if not far and not turn.noise and not float(server["before"]["turns"]):
+        draws = max(2, draws // 2)
+    if family.full_curvature:
+        draws = max(draws, 2 * math.ceil(size / (1 if far else steps.late)))
+    return draws if far else steps.steps * draws
 
 
-def _noise(turn: Turn) -> dict[str, list[Tensor]]:
+def _noise(turn: Turn, server: State) -> dict[str, list[Tensor]]:
     """Return the noise of a round's draws of θ; a family's draws come in antithetic pairs."""
-    supplied = turn.program.noise(turn.key, _draws(turn), local=False)
+    supplied = turn.program.noise(turn.key, _draws(turn, server), local=False)
     if _family(turn.program) is None:
         return supplied
     return supplied | {GLOBAL: [natural_gradient.paired(part) for part in supplied[GLOBAL]]}

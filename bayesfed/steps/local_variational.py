@@ -106,7 +106,7 @@ class GradientsAtDraws(LocalVariational):
     """
 
     steps: int = 10
-    draws: int = 16
+    draws: int = 8
     local_lr: float = 0.03
     gives = frozenset({"gradients"})
     needs = frozenset({"draws"})
@@ -122,6 +122,8 @@ class GradientsAtDraws(LocalVariational):
         draws = next((len(v) for v in drawn.values()), self.steps * self.draws) // self.steps
         params, lr = job.theta, job.rate * self.local_lr
         clients = follow_origin(program, params, phi_state(job.clients), job.rows(None))
+        if "approach" in job.message:
+            return self._at_origin(job, clients)
         streams = noise_of_steps(program, keys, self.steps, draws)
         found: dict[str, list[Tensor]] = {n: [] for n in (*program.random, *program.direct)}
         terms: list[Tensor] = []
@@ -141,6 +143,15 @@ class GradientsAtDraws(LocalVariational):
         clients = local_loop(all_clients(len(job), self.steps), keys.device, clients, step)
         grads = {name: torch.cat(parts, 1) / len(terms) for name, parts in found.items()}
         return Work({"gradients": grads}, torch.stack(terms).mean(0), clients)
+
+    def _at_origin(self, job: Job, clients: State) -> Work:
+        """Return the gradients in each draw where the clients are, who learn nothing."""
+        drawn = job.message["draws"]
+        draws = len(next(iter(drawn.values())))
+        given = Inputs(job.rows(0), (0.0,), constants=job.theta)
+        (supplied,) = noise_of_steps(job.program, job.keys, 1, draws)
+        _, grads, term = local_step(job.program, drawn, clients, given, supplied, draws)
+        return Work({"gradients": grads}, term, clients)
 
 
 def phi_state(clients: State) -> State:

@@ -11,8 +11,8 @@ been seen),
     the ELBO has not risen, beyond its noise, so that what stateful clients keep, which only they see, has converged
     too.
 
-Then the rates fall over a third as many rounds again, which averages noise out. If q(θ) moves far meanwhile
-(:data:`FAR`), the run goes on at full rate.
+Then the rates fall over a third as many rounds again, which averages noise out, unless there is next to none
+(:data:`NO_NOISE`). If q(θ) moves far meanwhile (:data:`FAR`), the run goes on at full rate.
 
 If draws of θ are corrected by importance weights in the end (:mod:`bayesfed.output.correction`), q(θ) need not be that
 close. Once it has converged to within :data:`NEAR` times these tolerances, the run ends provisionally, once. If the
@@ -36,6 +36,8 @@ from bayesfed.tracing.compiler import using
 
 STEP, NOISE, MOVE, FAR = 0.1, 0.05, 0.1, 0.25
 """Tolerances, in standard deviations of q(θ) or in its log standard deviation."""
+NO_NOISE = 0.02
+"""The largest noise, likewise, that is not worth rounds in which the rates fall."""
 NEAR = 3.0
 """The factor on the tolerances within which a correction is tried."""
 LEAST, COOLING = 3, 4
@@ -129,6 +131,8 @@ class Convergence(Stopping):
         elif self._has_converged(elbo, start):
             found = [level, start, done] if last else [level + 1, done, 0]
             self.marks[[_LEVEL, _BEGAN, _COOLING]] = torch.tensor(found)
+            if last and float(self._measure(done, self._window(done, start))[1].max()) < NO_NOISE:
+                self.marks[_ENDED] = 1
 
     def remaining(self, params: Params, elbo: Tensor) -> Remaining:
         """The distances beyond :data:`FAR`; None where noise hides them."""
@@ -147,9 +151,9 @@ class Convergence(Stopping):
 
     def _has_converged(self, elbo: Tensor, start: int, factor: float = 1.0) -> bool:
         """Return whether q(θ) has converged at its level, to within ``factor`` times the tolerances."""
-        done, oldest = len(elbo), int(self.visits.min())
-        window = max(LEAST, math.ceil((done - start) / 3), done - oldest + 1)
-        if not oldest or window > done - start:
+        done = len(elbo)
+        window = self._window(done, start)
+        if not self.visits.min() or window > done - start:
             return False
         step, noise, move = self._measure(done, window)
         return (
@@ -158,6 +162,10 @@ class Convergence(Stopping):
             and float(noise.square().mean().sqrt()) < factor * NOISE
             and rise(elbo[-window:]) < self.nats
         )
+
+    def _window(self, done: int, start: int) -> int:
+        """Return the number of rounds over which convergence is assessed."""
+        return max(LEAST, math.ceil((done - start) / 3), done - int(self.visits.min()) + 1)
 
     def _end_cooling(self, done: int, cooling: int) -> None:
         """End the run after its cool-down, or go on at full rate if q(θ) has moved far."""

@@ -50,9 +50,14 @@ def test_a_run_starts_at_full_rate(algorithm):
     )
 
 
-def test_a_constant_place_converges_at_once():
-    least = convergence.LEAST + convergence.COOLING
-    assert stops(fresh(), lambda n: 0.0) == least
+def noisy(n):
+    """A place whose noise is worth rounds in which the rates fall."""
+    return 0.04 * (-1) ** n
+
+
+def test_a_constant_place_converges_at_once_and_one_with_noise_after_the_rates_have_fallen():
+    assert stops(fresh(), lambda n: 0.0) == convergence.LEAST
+    assert stops(fresh(), noisy) == convergence.LEAST + convergence.COOLING
 
 
 @pytest.mark.parametrize("shrinks", [0.5, 0.8, 0.9, 0.97])
@@ -128,7 +133,7 @@ def test_nan_is_no_convergence():
 
 def test_a_run_that_moves_while_its_rates_fall_goes_on():
     of = fresh()
-    done = stops(of, lambda n: 0.0 if n < 5 else 2.0)
+    done = stops(of, lambda n: noisy(n) if n < 5 else 2.0 + noisy(n))
     assert done is not None and done > 12
 
 
@@ -137,7 +142,7 @@ def test_levels_come_one_after_the_other():
 
     def mean(n):
         rates.append(of.rate(n - 1))
-        return 0.0
+        return noisy(n)
 
     done = stops(of, mean)
     first, second = rates.index(0.5), done - convergence.COOLING
