@@ -114,7 +114,8 @@ def sums(run: bf.Run, world: bf.Run, cohort: tuple[int, ...]) -> dict[str, Tenso
     """Return what a cohort of a world would send in the next round of a run, clipped and added up."""
     key = noise.fold(noise.key(run.plan.seed), run.done)
     rate = annealed(run.plan.algorithm.lr_decay, run.done / run.rounds)
-    turn = Turn(world.program, noise.fold(key, -1), run.cohort_size, rate)
+    added = run.privacy.scale("", float(run.clip), run.multiplier)
+    turn = Turn(world.program, noise.fold(key, -1), run.cohort_size, rate, added)
     work = Cohort(world, float(run.clip), noisy=True)
     message = flat(world.plan.algorithm.broadcast(turn, run.server))
     total, _, _ = work(message, torch.tensor(cohort), key, rate)
