@@ -15,7 +15,9 @@ size of λ. Of λ itself it only reads where q(θ) lies. φ_i never leaves the c
 
 The steps are Newton's where q(θ) is Gaussian, of rate 1 at first. While successive steps agree in direction, q(θ) is
 far from its target; each time a step goes back, noise dominates, and the rate falls (Kesten 1958, *Accelerated
-stochastic approximation*).
+stochastic approximation*). The draws follow: half as many before the first such step as after it. And while steps are
+longer than :data:`FAR`, clients give gradients at φ_i in closed form, and learn nothing: what they would learn of how
+their variables follow θ in a wide q(θ) holds q(θ) back later.
 
 Under partial participation the clients' last uploads remain in the sum, and clients that have not been seen are taken
 to be like those that have. But a quadratic term is made where q(θ) lies, and may say little of where q(θ) has gone
