@@ -3,7 +3,7 @@
     pip install 'bayesfed[benchmarks]'
     apt-get install r-base-core r-cran-lme4 r-cran-glmmtmb
     python experiments/seconds_to_rows.py                     # on a machine that does nothing else, some hours
-    python experiments/seconds_to_rows.py gaussian --sizes 1000 10000
+    python experiments/seconds_to_rows.py gaussian --sizes 1000 10000 --tools bayesfed glmmTMB lme4
 
 Simulated rows of clients with an independent intercept and slope each; outcomes are Gaussian, Bernoulli or Poisson. The
 model is `y ~ x + (1 + x || client)`. Each tool runs in a new process on one thread, and ends after ten minutes:
@@ -177,9 +177,9 @@ def _last_line(call: list[str]) -> str:
     return done.stdout.splitlines()[-1]
 
 
-def cells(_: Any, found: list[Any]) -> list[str]:
-    """Return the cells of a row."""
-    ours, tmb, lme4, nuts = found
+def cells(found: dict[str, Any]) -> list[str]:
+    """Return the cells of a row; "-" where a tool was not run."""
+    ours, (tmb, lme4, nuts) = found["bayesfed"], (found.get(tool) for tool in TOOLS[1:])
     if ours is None:
         return [f"> {LIMIT}", *[""] * 10]
     cold, warm = ours["seconds"]
@@ -191,9 +191,15 @@ def cells(_: Any, found: list[Any]) -> list[str]:
     ]
     return [
         *(f"{cold:.1f}", f"{warm:.1f}", ours["rounds"], f"{ours['megabytes']:.0f}"),
-        *(f"> {LIMIT}" if other is None else f"{other:.1f}" for other in others),
+        *(_seconds(found, *pair) for pair in zip(TOOLS[1:], others, strict=True)),
         *(distance, *ratios),
     ]
+
+
+def _seconds(found: dict[str, Any], tool: str, seconds: float | None) -> str:
+    if tool not in found:
+        return "-"
+    return f"> {LIMIT}" if seconds is None else f"{seconds:.1f}"
 
 
 def _distance(found: dict[str, list[float]], tmb: list[Any]) -> float:
@@ -212,15 +218,22 @@ def _distance(found: dict[str, list[float]], tmb: list[Any]) -> float:
 
 
 def main() -> None:
-    given = runner.arguments(__doc__, sizes=[1_000, 10_000, 100_000, 1_000_000])
+    sizes = [1_000, 10_000, 100_000, 1_000_000]
+    given = runner.arguments(__doc__, sizes=sizes, tools=list(TOOLS))
     rows = {
-        (outcome, rows, clients): [(tool, outcome, rows, clients) for tool in TOOLS]
+        (outcome, rows, clients): [(tool, outcome, rows, clients) for tool in given.tools]
         for outcome in ("gaussian", "bernoulli", "poisson")
         for rows in given.sizes
         for clients in CLIENTS
         if clients < rows
     }
-    runner.table(COLUMNS, rows, measure, given, cells)
+    runner.table(
+        COLUMNS,
+        rows,
+        measure,
+        given,
+        lambda row, found: cells(dict(zip(given.tools, found, strict=True))),
+    )
 
 
 if __name__ == "__main__":

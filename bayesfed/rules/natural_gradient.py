@@ -15,9 +15,9 @@ size of λ. Of λ itself it only reads where q(θ) lies. φ_i never leaves the c
 
 The steps are Newton's where q(θ) is Gaussian, of rate 1 at first. While successive steps agree in direction, q(θ) is
 far from its target; each time a step goes back, noise dominates, and the rate falls (Kesten 1958, *Accelerated
-stochastic approximation*). The draws follow: half as many before the first such step as after it. And while steps are
-longer than :data:`FAR`, clients give gradients at φ_i in closed form, and learn nothing: what they would learn of how
-their variables follow θ in a wide q(θ) holds q(θ) back later.
+stochastic approximation*). Of many rows half as many draws are made before the first such step as after it. While steps
+are longer than :data:`FAR`, clients give gradients at φ_i in closed form, and learn nothing: what they would learn of
+how their variables follow θ in a wide q(θ) would hold q(θ) back later.
 
 Under partial participation the clients' last uploads remain in the sum, and clients that have not been seen are taken
 to be like those that have. But a quadratic term is made where q(θ) lies, and may say little of where q(θ) has gone
@@ -69,6 +69,8 @@ TURN = 0.25
 """The number that a turn adds to the divisor of the first rate: 1 + turns / 4."""
 FAR = 1.0
 """The step, in units of q(θ), after which another is taken before clients learn: what they learnt would not last."""
+MANY_ROWS = 10_000
+"""Rows of all clients beyond which draws cost more than another kind of step."""
 ADAM = 1 / 20
 """Adam's rate, as a fraction of that of natural-gradient steps."""
 QUADRATIC = ("pull", "slope", "seen")
@@ -341,13 +343,14 @@ def approaches(turn: Turn, server: State) -> bool:
 def _draws(turn: Turn, server: State) -> int:
     """Return the draws of a round: S a step, in pairs in all directions where the curvature of all is wanted.
 
-    There are half as many until a step has turned back, which shows that noise matters.
+    Of many rows there are half as many until a step has turned back, which shows that noise matters.
     """
     steps, family, draws = turn.steps, _family(turn.program), turn.steps.draws
     if family is None:
         return steps.steps * draws
     far, size = approaches(turn, server), len(turn.program.init[f"{GLOBAL}.loc"])
-    if not far and not turn.noise and not float(server["before"]["turns"]):
+    few = turn.program.rows > MANY_ROWS and not turn.noise and not float(server["before"]["turns"])
+    if few and not far:
         draws = max(2, draws // 2)
     if family.full_curvature:
         draws = max(draws, 2 * math.ceil(size / (1 if far else steps.late)))

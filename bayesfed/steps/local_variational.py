@@ -101,8 +101,8 @@ class GradientsAtDraws(LocalVariational):
 
     Attributes:
         steps: Adam steps in a round; the gradients are those of the second half, when φ_i has caught up with θ.
-        draws: S, draws in a step. The server makes half as many until a step has turned back, and more where the
-            curvature in all directions needs them.
+        draws: S, draws in a step. Of many rows the server makes half as many until a step has turned back,
+            and it makes more where the curvature in all directions needs them.
         local_lr: Adam's rate.
     """
 
