@@ -4,6 +4,7 @@ import math
 from itertools import pairwise
 
 import numpy as np
+import pandas as pd
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -161,3 +162,22 @@ def test_many_clients_with_few_counts_each():
     assert len(posterior.history["elbo"]) < 40
     assert ((found.mean(0) - at).abs() / expected).max() < 0.7  # the bias of a Normal q(u | θ)
     assert ((found.std(0) / expected).log().abs()).max() < 0.15
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_few_clients_with_many_counts_each(seed):
+    """What clients learn while q(θ) is far must not last: all their variables were a third of an sd too low.
+
+    Under flat priors of the coefficients the expected total of a Poisson regression with a log link is the observed.
+    """
+    generator = np.random.default_rng(0)
+    hospital, x = generator.integers(0, 15, 3000), generator.normal(1.0, 2.0, 3000)
+    years = generator.uniform(0.5, 5.0, 3000)
+    eta = 0.3 * x - 1.5 + generator.normal(0.0, 0.5, 15)[hospital]
+    frame = pd.DataFrame({"hospital": hospital.astype(str), "x": x, "years": years})
+    frame["falls"] = generator.poisson(years * np.exp(eta))
+    text = "falls ~ x + offset(np.log(years)) + (1 | hospital)"
+    model = bf.formula(text, frame, client="hospital", family="poisson")
+    posterior = bf.fit(model, model.federation, PLAIN, seed=seed)
+    (expected,) = bf.effects.predictions(posterior).to_frame().to_dict("records")
+    assert abs(expected["mean"] - frame["falls"].mean()) < 0.35 * expected["sd"]

@@ -39,7 +39,8 @@ def small(algorithm: Algorithm) -> Algorithm:
     """Return the algorithm with small settings, where it has and uses them."""
     method = METHODS[algorithm.name]
     values = method.values(algorithm)
-    return method.compose(values | {n: v for n, v in SMALL.items() if values.get(n)})
+    used = {name for name, value in values.items() if value or name == "particles"}
+    return method.compose(values | {n: v for n, v in SMALL.items() if n in used})
 
 
 def network(**settings: Any) -> models.Network:
