@@ -52,7 +52,7 @@ from bayesfed.tracing.compiler import traceable
 
 Copies = tuple[State, Params, Params, Params]
 """φ_i with Adam's moments; λ_i; the sums of squared plain gradients, and of gradients for c_i, so far."""
-PLAIN = 0.25
+PLAIN = 0.125
 """The rate of plain steps, as a fraction of that of natural-gradient steps."""
 MOST = 3.0
 """The largest gradient of a plain step, in root mean squares of the rounds before: where a step goes too far for the
@@ -66,7 +66,7 @@ class OwnCopy(LocalVariational):
     Attributes:
         steps: steps in a round; c_i is the mean gradient of those of the second half.
         draws: S, ELBO draws in a step; one more where it is odd, as they come in antithetic pairs.
-        lr: rate of the natural-gradient steps on λ_i; a quarter of it is that of plain steps.
+        lr: rate of the natural-gradient steps on λ_i; an eighth of it is that of plain steps.
         local_lr: Adam's rate of the steps on φ_i.
     """
 
