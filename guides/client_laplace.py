@@ -189,7 +189,7 @@ def find_structure(
         points: two values of u, ``(2, 1, 1, P)``.
     """
     size = points.shape[-1]
-    pattern = torch.zeros(size, size, dtype=torch.bool, device=points.device)
+    seen = torch.zeros(2, 2, size, size, dtype=torch.bool, device=points.device)
     quadratic = concave = True
     each = torch.eye(size, dtype=points.dtype, device=points.device)
     for clients, log_joint in log_joints:
@@ -198,13 +198,16 @@ def find_structure(
         again = _products(log_joint, u.flip(0), each, attached=False)[1].movedim(0, -2)
         root = found.diagonal(dim1=-2, dim2=-1).abs().sqrt()
         units = root[..., None] * root[..., None, :]
-        pattern |= ~(found.abs() <= ZERO * units).flatten(0, 2).all(0)
+        small = torch.stack([found, again]).abs() <= ZERO * units
+        seen |= ~small.flatten(2, 3).all(2)
         quadratic = quadratic and bool(((found - again).abs() <= 10 * ZERO * units).all())
         ridge = torch.diag_embed(
             100 * ZERO * root.square()
         )  # round-off of a matrix that is ill-conditioned
         concave = concave and not bool(torch.linalg.cholesky_ex(found + ridge).info.any())
-    pattern |= pattern.mT.clone() | each.bool()
+    pattern = seen.flatten(0, 1).any(0)
+    # zeros that differ between points, as those of rectified units do, are zeros of these points only
+    pattern = pattern | pattern.mT | each.bool() | (pattern != seen.flatten(0, 1).all(0)).any()
     order = find_elimination(pattern).to(points.device)
     if DENSE * order.work >= size**3:
         return Structure(each, torch.zeros(0, dtype=torch.int64), None, quadratic, concave)

@@ -87,7 +87,10 @@ class OwnCopy(LocalVariational):
         """Return the copies λ_i, the mean squares of plain gradients, and the c_i."""
         program, new = job.program, job.given["new"]["client"]
         mean, own = job.message.get("control", {}), dict(job.given.get("own", {}))
-        lr = job.rate * self.lr * float(job.message["seen"]["clients"] > 0)
+        seen = job.message["seen"]["clients"]
+        lr = (
+            job.rate * self.lr * (seen > 0).to(seen)
+        )  # a tensor: reading it would wait for the device
         plain, late = plain_params(program), self.steps - self.steps // 2
         streams = noise_of_steps(program, job.keys, self.steps, self.pairs, theta=True)
         terms: list[Tensor] = []
@@ -171,7 +174,7 @@ def quadratic(program: Program, share: Tensor, z: Tensor, copy: Params) -> Quadr
     return QuadraticTerm(mean - diagonal * loc, diagonal)
 
 
-def moved(program: Program, copy: Params, uphill: Params, lr: float, size: Params) -> Params:
+def moved(program: Program, copy: Params, uphill: Params, lr: Tensor, size: Params) -> Params:
     """Return the copies ``(K, 1, ...)`` of K clients after a step."""
     new = {}
     for name in plain_params(program):

@@ -13,7 +13,7 @@ import bayesfed as bf
 from bayesfed import models
 from bayesfed.elbo import noise
 from bayesfed.engine.batches import batches
-from bayesfed.rules import MStep, ProductOfFactors, ProductOfGaussians, Turn
+from bayesfed.rules import MStep, NaturalGradient, ProductOfFactors, ProductOfGaussians, Turn
 from bayesfed.steps.job import Job
 from tests.invariants.cases import CASES, SPECIAL, federation
 from tests.scenarios import summed
@@ -30,8 +30,8 @@ def moved(value, monkeypatch, keep=()):
 
 
 WORKS = (CASES | SPECIAL).keys() - {"SFVI, flow"}  # torch's splines look at their bounds
-SERVERS_THAT_LOOK = (ProductOfFactors, MStep, ProductOfGaussians)
-"""Rules that read numbers of the sum, such as whether the product of all factors is a proper Gaussian."""
+SERVERS_THAT_LOOK = (ProductOfFactors, MStep, ProductOfGaussians, NaturalGradient)
+"""Rules that read numbers, such as whether the product of all factors is a proper Gaussian, or whether q(θ) is far."""
 
 
 @pytest.mark.parametrize(

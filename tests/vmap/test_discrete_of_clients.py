@@ -254,6 +254,7 @@ def test_new_rows_are_each_given_the_clients_own(levels):
     torch.testing.assert_close(mixture.log_prob(test["y"])[[0, 3]], found[[0, 3]], atol=0.3, rtol=0)
 
 
+@pytest.mark.filterwarnings("ignore:Pareto k is above")
 def test_arviz_has_them(levels):
     idata = levels.to_arviz(200)
     assert bf.loo(idata).n_data_points == 27
