@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import pyro
 import torch
-from pyro.poutine.messenger import Messenger
 from torch import Tensor
-from torch.distributions import biject_to
 
 from bayesfed.data.federation import Model
 from bayesfed.elbo.handlers import Until, draws_plate, given
@@ -22,6 +20,7 @@ from bayesfed.guides.client_laplace import Structure
 from bayesfed.guides.family import Family
 from bayesfed.guides.local import Scaling
 from bayesfed.guides.newton import NEWTON_STEPS, TOLERANCE
+from bayesfed.guides.site_factors import SiteFactors, client_params, concatenate
 from bayesfed.guides.sticking_the_landing import StickingTheLanding
 from bayesfed.guides.unconstrained import AsGuide, ModelAt, delta_at, split
 from bayesfed.tracing.compiler import traceable
@@ -83,7 +82,7 @@ class Hierarchical:
             name: partial(delta_at, u=values[name], log_scale=scaling.scale.log().sum(-1))
             for name, scaling in self.globals.items()
         }
-        locals_ = _Locals(self, context)
+        locals_ = SiteFactors(self.locals, self.conditioned, context)
         with plate:
             if draw is not None:
                 parts = self.block_parts(draw())
@@ -163,7 +162,7 @@ class Hierarchical:
     def _sample_block(self, prior: tuple[Tensor, Tensor], context: Tensor, clients: int) -> Tensor:
         """Sample the local variables of K clients as one vector each, ``(..., K, 1, P)``."""
         scaling = self.block_scaling
-        params = _client_params(LOCAL, local.init_conditional(scaling, context.shape[-1]), clients)
+        params = client_params(LOCAL, local.init_conditional(scaling, context.shape[-1]), clients)
 
         def family(*values: Tensor) -> Any:
             by_name = dict(zip(params, values, strict=True))
@@ -178,7 +177,7 @@ class Hierarchical:
         """Laplace's approximation of the local variables of K clients at θ, over ``(..., K, 1, P)``."""
         with plate:
             start = {"loc": self.block_scaling.loc}
-            mode = _client_params(LOCAL, start, len(batch.head()))["loc"]
+            mode = client_params(LOCAL, start, len(batch.head()))["loc"]
         fixed = {name: value.detach() for name, value in values.items()}
         lead = [value.shape[:-3] for value in values.values()]
         q = client_laplace.laplace_at(
@@ -345,71 +344,6 @@ def _unit(scale: Tensor) -> Tensor:
     return scale.detach().sqrt()
 
 
-class _Locals(Messenger):
-    """The distributions of K clients' local sites, each with its own factor.
-
-    Attributes:
-        context: z, standardised, and the noise of the sites sampled so far.
-        drawn_from: the distributions that these sites were drawn from, unconstrained.
-        params: the parameters of each site.
-    """
-
-    def __init__(self, guide: Hierarchical, context: Tensor) -> None:
-        super().__init__()
-        self.guide, self.context = guide, [context]
-        self.drawn_from: dict[str, Any] = {}
-        self.params: dict[str, dict[str, Tensor]] = {}
-
-    def start(self, clients: int) -> None:
-        """Create the parameters of K clients, in the clients plate."""
-        size = self.context[0].shape[-1]
-        for name, scaling in self.guide.locals.items():
-            if self.guide.conditioned:
-                start = local.init_conditional(scaling, size)
-                size += len(scaling.loc)
-            else:
-                start = local.init_independent(scaling)
-            self.params[name] = _client_params(name, start, clients)
-
-    def distribution(self, name: str, prior: Any) -> StickingTheLanding:
-        """q of a site, over the support of its prior."""
-        scaling, params = self.guide.locals[name], self.params[name]
-        if self.guide.conditioned:
-            normal, context = local.normal_prior(prior), concatenate(self.context)
-            family = partial(local.conditional, scaling, normal, context)
-        else:
-            family = partial(local.independent, scaling)
-
-        def on_support(*values: Tensor) -> Any:
-            q = family(**dict(zip(params, values, strict=True)))
-            self.drawn_from.setdefault(name, q)  # the first is sampled, others give densities
-            return local.on_support(prior, q)
-
-        return StickingTheLanding(on_support, *params.values())
-
-    def _pyro_post_sample(self, msg: Any) -> None:
-        if self.guide.conditioned and msg["name"] in self.drawn_from:
-            q, u = self.drawn_from[msg["name"]], biject_to(msg["fn"].support).inv(msg["value"])
-            u = u.reshape((*msg["value"].shape[: -msg["fn"].event_dim or None], -1))
-            self.context.append(local.whiten(q, u))
-
-
-def _client_params(name: str, start: Params, clients: int) -> dict[str, Tensor]:
-    """Return the parameters of K clients, ``(K, 1, ...)``, which all have the same start."""
-    return {
-        key: pyro.param(
-            f"{name}.{key}", value.expand(clients, 1, *value.shape).clone, event_dim=value.ndim
-        )
-        for key, value in start.items()
-    }
-
-
 def sizes(scalings: Mapping[str, Scaling]) -> dict[str, int]:
     """Return the number of unconstrained dimensions of each site."""
     return {name: len(scaling.loc) for name, scaling in scalings.items()}
-
-
-def concatenate(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate vectors ``(..., P)`` along their last dimension, the leading ones broadcast."""
-    batch = torch.broadcast_shapes(*(p.shape[:-1] for p in parts))
-    return torch.cat([p.expand(*batch, p.shape[-1]) for p in parts], -1)
