@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from bayesfed.guides.elimination import SparseRoot
+from bayesfed.guides.triangular import solve_lower
 
 LOG_ROOT_TAU = math.log(math.tau) / 2
 
@@ -27,8 +28,7 @@ class DenseRoot(NamedTuple):
 
     def spread(self, noise: Tensor) -> Tensor:
         """L^{−⊤} of standard Normal noise ``(..., P)``, whose covariance is H⁻¹."""
-        found = torch.linalg.solve_triangular(self.tril.mT, noise[..., None], upper=True)
-        return found.squeeze(-1)
+        return solve_lower(self.tril, noise[..., None], transposed=True).squeeze(-1)
 
     def white(self, x: Tensor) -> Tensor:
         """Lᵀ x of ``(..., P)``: the noise of :meth:`spread`."""

@@ -148,8 +148,9 @@ class NaturalGradient(Rule):
 
     def broadcast(self, turn: Turn, server: State) -> Parts:
         """Return draws of θ for every local step, ``(steps · S, 1, 1, ...)``, and the global parameters."""
+        count = _draws(turn, server)
         with torch.no_grad():
-            drawn = draw(turn.program, server["params"], _noise(turn, server), _draws(turn, server))
+            drawn = draw(turn.program, server["params"], _noise(turn, count), count)
         message = {"theta": server["params"], "draws": drawn}
         if approaches(turn, server):
             message["approach"] = {"far": server["before"]["far"]}
@@ -211,7 +212,7 @@ class NaturalGradient(Rule):
             added=turn.noise,
             absent=turn.cohort < turn.program.clients,
         )
-        return self.step(turn.program, server, total, _noise(turn, server), context)
+        return self.step(turn.program, server, total, _noise(turn, count), context)
 
     @traceable
     def step(
@@ -357,9 +358,9 @@ def _draws(turn: Turn, server: State) -> int:
     return draws if far else steps.steps * draws
 
 
-def _noise(turn: Turn, server: State) -> dict[str, list[Tensor]]:
-    """Return the noise of a round's draws of θ; a family's draws come in antithetic pairs."""
-    supplied = turn.program.noise(turn.key, _draws(turn, server), local=False)
+def _noise(turn: Turn, count: int) -> dict[str, list[Tensor]]:
+    """Return the noise of so many draws of θ; a family's draws come in antithetic pairs."""
+    supplied = turn.program.noise(turn.key, count, local=False)
     if _family(turn.program) is None:
         return supplied
     return supplied | {GLOBAL: [natural_gradient.paired(part) for part in supplied[GLOBAL]]}
