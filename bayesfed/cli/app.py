@@ -7,7 +7,6 @@ file or in the columns of its data, come before.
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -22,6 +21,7 @@ from bayesfed.cli.errors import RunError, one_line
 from bayesfed.cli.experiment import read_experiment, read_node_file, read_rows, socket_address
 from bayesfed.cli.local_queries import Question, ask, read_text
 from bayesfed.settings import SettingsError
+from bayesfed.tracing.garbage import without_garbage_collection
 
 app = typer.Typer(
     help="Fit hierarchical Bayesian models across clients whose data never meet.",
@@ -140,15 +140,11 @@ def run(
     if not config.data.is_given:
         raise SettingsError("data is missing: the clients are at institutions, so run it with --on")
     rows = read_rows(config.data, experiment.parent)
-    gc.disable()  # of all that torch has made a pass takes a tenth of a second
-    try:
+    with without_garbage_collection():
         from bayesfed.cli.choices import choices
         from bayesfed.cli.run_experiment import fit_and_write
-    finally:
-        gc.enable()
 
     chosen = choices(config, rows, experiment.parent)
-
     fit_and_write(
         config, chosen, experiment, folder, overwrite=overwrite, resume=resume, debug=debug
     )

@@ -21,7 +21,7 @@ from bayesfed.output.log_densities import log_densities
 from bayesfed.output.outcomes import NoSampler
 from bayesfed.output.predictions import derived, log_likelihood, predict, sample
 from bayesfed.output.prior import log_prior, prior_predictive, sample_prior
-from bayesfed.tracing.compiler import without_garbage_collection
+from bayesfed.tracing.garbage import without_garbage_collection
 
 if TYPE_CHECKING:
     import arviz as az

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import time
 import traceback
 import warnings
@@ -33,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from bayesfed.tracing.garbage import without_garbage_collection
 from bayesfed.tracing.recorder import Recorder
 from bayesfed.tracing.structure import flatten, unflatten
 
@@ -288,18 +288,6 @@ def _record(recorder: Recorder, key: Any, tensors: Sequence[Tensor]) -> tuple[li
     inputs = [tensor.detach() for tensor in tensors]
     with _switched_on(_recording), recorder.with_inputs(inputs):
         return _run_flat(key, inputs)
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Suspend garbage collection while thousands of needed objects are made: it would double the time."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 @contextmanager
