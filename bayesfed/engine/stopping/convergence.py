@@ -126,12 +126,19 @@ class Convergence(Stopping):
         if cooling:
             if done == cooling + cooling_rounds(cooling):
                 self._end_cooling(done, cooling)
-        elif last and not tried and self._has_converged(elbo, start, NEAR):
+            return
+        window = self._window(done, start)
+        if not self.visits.min() or window > done - start:
+            return
+        found = self._measure(done, window)
+        if not rise(elbo[-window:]) < self.nats:  # nor if it is not a number
+            return
+        if last and not tried and self._are_small(*found, NEAR):
             self.marks[[_ENDED, _TRIED]] = 1
-        elif self._has_converged(elbo, start):
-            found = [level, start, done] if last else [level + 1, done, 0]
-            self.marks[[_LEVEL, _BEGAN, _COOLING]] = torch.tensor(found)
-            if last and float(self._measure(done, self._window(done, start))[1].max()) < NO_NOISE:
+        elif self._are_small(*found):
+            marks = [level, start, done] if last else [level + 1, done, 0]
+            self.marks[[_LEVEL, _BEGAN, _COOLING]] = torch.tensor(marks)
+            if last and float(found[1].max()) < NO_NOISE:
                 self.marks[_ENDED] = 1
 
     def remaining(self, params: Params, elbo: Tensor) -> Remaining:
@@ -149,18 +156,12 @@ class Convergence(Stopping):
         far = {n: v for n, v in self._by_site(torch.maximum(step, move)).items() if v > FAR}
         return far or None
 
-    def _has_converged(self, elbo: Tensor, start: int, factor: float = 1.0) -> bool:
-        """Return whether q(θ) has converged at its level, to within ``factor`` times the tolerances."""
-        done = len(elbo)
-        window = self._window(done, start)
-        if not self.visits.min() or window > done - start:
-            return False
-        step, noise, move = self._measure(done, window)
+    def _are_small(self, step: Tensor, noise: Tensor, move: Tensor, factor: float = 1.0) -> bool:
+        """Return whether what was measured is within ``factor`` times the tolerances."""
         return (
             self._within(step, factor * STEP)
             and self._within(move, factor * MOVE)
             and float(noise.square().mean().sqrt()) < factor * NOISE
-            and rise(elbo[-window:]) < self.nats
         )
 
     def _window(self, done: int, start: int) -> int:
