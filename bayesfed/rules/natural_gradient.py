@@ -148,11 +148,11 @@ class NaturalGradient(Rule):
 
     def broadcast(self, turn: Turn, server: State) -> Parts:
         """Return draws of θ for every local step, ``(steps · S, 1, 1, ...)``, and the global parameters."""
-        count = _draws(turn, server)
+        count, approaches = _draws(turn, server)
         with torch.no_grad():
             drawn = draw(turn.program, server["params"], _noise(turn, count), count)
         message = {"theta": server["params"], "draws": drawn}
-        if approaches(turn, server):
+        if approaches:
             message["approach"] = {"far": server["before"]["far"]}
         if "quadratic" in server:
             message["forgetting"] = {"level": server["quadratic"]["level"]}
@@ -201,11 +201,10 @@ class NaturalGradient(Rule):
 
     def decode(self, turn: Turn, server: State, total: Parts) -> tuple[State, Tensor]:
         """Take a step on λ."""
-        family, count = _family(turn.program), _draws(turn, server)
-        late = count // turn.steps.steps * turn.steps.late
+        family, (count, approaches) = _family(turn.program), _draws(turn, server)
         context = StepContext(
             draws=count,
-            used=count if approaches(turn, server) else late,
+            used=count if approaches else count // turn.steps.steps * turn.steps.late,
             natural=family is not None and family.takes_natural_steps(turn.rate),
             rate=turn.rate,
             scale=turn.scale,
@@ -333,29 +332,24 @@ def _family(program: Program) -> Family | None:
     return guide.family if isinstance(guide, Hierarchical) and program.random else None
 
 
-def approaches(turn: Turn, server: State) -> bool:
-    """Return whether the last step was long, so that what clients would learn in this round could not last."""
-    family = _family(turn.program)
-    if family is None or turn.noise or not family.takes_natural_steps(turn.rate):
-        return False
-    return float(server["before"]["far"]) > FAR
-
-
-def _draws(turn: Turn, server: State) -> int:
+def _draws(turn: Turn, server: State) -> tuple[int, bool]:
     """Return the draws of a round: S a step, in pairs in all directions where the curvature of all is wanted.
 
-    Of many rows there are half as many until a step has turned back, which shows that noise matters.
+    Of many rows there are half as many until a step has turned back, which shows that noise matters. Return also
+    whether the last step was long, so that what clients would learn in this round could not last.
     """
     steps, family, draws = turn.steps, _family(turn.program), turn.steps.draws
     if family is None:
-        return steps.steps * draws
-    far, size = approaches(turn, server), len(turn.program.init[f"{GLOBAL}.loc"])
-    few = turn.program.rows > MANY_ROWS and not turn.noise and not float(server["before"]["turns"])
-    if few and not far:
+        return steps.steps * draws, False
+    size, before = len(turn.program.init[f"{GLOBAL}.loc"]), server["before"]
+    newton = not turn.noise and family.takes_natural_steps(turn.rate)
+    far = newton and float(before["far"]) > FAR
+    few = turn.program.rows > MANY_ROWS and not turn.noise
+    if few and not far and not float(before["turns"]):
         draws = max(2, draws // 2)
     if family.full_curvature:
         draws = max(draws, 2 * math.ceil(size / (1 if far else steps.late)))
-    return draws if far else steps.steps * draws
+    return (draws if far else steps.steps * draws), far
 
 
 def _noise(turn: Turn, count: int) -> dict[str, list[Tensor]]:
