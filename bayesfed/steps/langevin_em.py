@@ -46,7 +46,7 @@ SHARE = 0.5
 """How much a round's draws count beside those of all rounds before, at the first rate."""
 NARROW = 1e-5
 """The standard deviation of a Normal that is in place of a draw."""
-_EM = VariationalEM(draws=1, optimizer="adam")
+_EM = VariationalEM(optimizer="adam")
 
 
 @dataclass(frozen=True)

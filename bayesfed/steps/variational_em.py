@@ -42,7 +42,7 @@ from bayesfed.steps.local_loop import all_clients, local_loop
 from bayesfed.steps.losses import per_client, zeros_like
 from bayesfed.steps.natural_descent import RATE, NaturalDescent, cubature, natural
 from bayesfed.steps.optimizer import State
-from bayesfed.steps.single import dimensions, few, lowest, step_down
+from bayesfed.steps.single import few, lowest, step_down
 from bayesfed.steps.steps import Inputs, Steps
 from bayesfed.tracing.compiler import traceable
 
@@ -107,11 +107,10 @@ class VariationalEM(Steps):
             given = Inputs(job.rows(number), (job.rate * self.lr,), active)
             return self.e_step(program, theta, state, given, self.noise(program, keys, number))
 
-        if program.locals and self.rule(program) == "natural":
+        if exact := self.natural_steps(program):
             whole = len(job.rows.schedule(1)) == 1
             rate = RATE * (1.0 if whole else job.rate)
-            q = theta | state["params"]
-            moved = natural(self.kl_weight, program).approach(job, q, NATURAL_STEPS, rate)
+            moved = exact.approach(job, theta | state["params"], NATURAL_STEPS, rate)
             state = state | {"params": moved}
         elif program.locals:
             schedule = job.rows.schedule(self.epochs, self.steps)
@@ -132,10 +131,15 @@ class VariationalEM(Steps):
         exact = NaturalDescent().has_optimum(program) and not closed_forms(program).own
         return self.optimizer or ("natural" if exact else "adam")
 
+    def natural_steps(self, program: Program) -> NaturalDescent | None:
+        """Return the natural steps on q(w_i), if the E-step takes those."""
+        takes = program.locals and self.rule(program) == "natural"
+        return natural(self.kl_weight, program) if takes else None
+
     def gradient_of(self, program: Program) -> list[str]:
         """Return all of θ, but the spreads of priors of point estimates; none where a client has its own ρ_i."""
         known, point = closed_forms(program), _point(program)
-        if known.own or not (few(program) if point else self.rule(program) == "natural"):
+        if known.own or not (few(program) if point else self.natural_steps(program)):
             return []
         return [name for name in program.init if not (point and name in known.spreads)]
 
@@ -147,10 +151,8 @@ class VariationalEM(Steps):
         def loss(own: Params) -> Tensor:
             return job.counts * self.loss(program, theta | own, rows, drawn)
 
-        if _point(program):
-            own = lowest(program, loss, params)
-        else:
-            own = natural(self.kl_weight, program).optimum(job, theta | params)
+        exact = None if _point(program) else self.natural_steps(program)
+        own = exact.optimum(job, theta | params) if exact else lowest(program, loss, params)
         moved, value = self.slope(program, theta | own, rows, drawn)
         found = {"theta": moved, "posterior": own, "squares": {}}
         return Work(found, -job.counts * value, job.clients | {"params": own})
@@ -228,7 +230,8 @@ class VariationalEM(Steps):
         self, program: Program, params: Params, batch: Batch, supplied: Noise, hyper: float = 0.0
     ) -> Tensor:
         """Return each client's negative ELBO term per row, its KL times λ, with a share of −log p(θ): ``(K,)``."""
-        losses = client_losses(program, params, batch, supplied, self.drawn(program))
+        draws = next((len(part) for parts in supplied.values() for part in parts), 1)
+        losses = client_losses(program, params, batch, supplied, draws)
         total = losses.nll + self.kl_weight * losses.divergence
         return (total + hyper * losses.hyper if hyper else total) / losses.rows
 
@@ -239,23 +242,16 @@ class VariationalEM(Steps):
         return -(losses.nll + losses.divergence)
 
     def noise(self, program: Program, keys: Tensor, step: int) -> Noise:
-        """Return the noise of the draws of one step; a point estimate needs none."""
-        if self.rule(program) == "natural":
+        """Return the noise of the draws of one step; a point estimate has none."""
+        if self.natural_steps(program):
             return cubature(program, keys)
-        return program.noise(noise.fold(keys, step), self.drawn(program), local=True)
-
-    def drawn(self, program: Program) -> int:
-        """Return the number of draws of w_i in a step; a point estimate needs one."""
-        if self.rule(program) == "natural":
-            return 2 * dimensions(program)
-        return 1 if _point(program) else self.draws
+        return program.noise(noise.fold(keys, step), self.draws, local=True)
 
     def adapt(self, job: Job, theta: Params, own: Params, steps: int, lr: float | None) -> Params:
         """Take the E-step alone, with ρ_i in closed form before each step."""
         program, first, rate = job.program, job.rows(0), self.lr if lr is None else lr
-        if self.rule(program) == "natural":
-            rate = min(RATE, rate / self.lr)
-            return natural(self.kl_weight, program).approach(job, theta | own, steps, rate)
+        if exact := self.natural_steps(program):
+            return exact.approach(job, theta | own, steps, min(RATE, rate / self.lr))
 
         def step(state: State, number: int, active: Tensor | None) -> State:
             state = self.with_own_spreads(program, theta, state, first)
