@@ -7,15 +7,13 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import RenyiELBO
-from scipy.stats import norm
-from torch.distributions import Categorical, MixtureSameFamily, Normal
+from torch.distributions import Normal
 
 import bayesfed as bf
-from bayesfed import datasets, metrics, models, simulations
+from bayesfed import datasets, models
 from bayesfed.data.minibatches import Minibatches
 from bayesfed.elbo import noise
 from bayesfed.guides.particles import PARTICLES
-from bayesfed.output.mixture import quantiles
 from bayesfed.rules import Turn
 from bayesfed.rules.stein import stein_direction
 from bayesfed.steps.evidence import log_evidence
@@ -39,14 +37,6 @@ def shared(federation):
     mu = pyro.sample("mu", dist.Normal(1.0, 2.0))
     with federation.clients(), federation.observations() as obs:
         pyro.sample("y", dist.Normal(mu, 1.0), obs=obs.get("y"))
-
-
-def positive(federation):
-    """A scale on the half line and a line's mean: two global sites, one constrained."""
-    sd = pyro.sample("sd", dist.HalfNormal(2.0))
-    mu = pyro.sample("mu", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
-    with federation.clients(), federation.observations() as obs:
-        pyro.sample("y", dist.Normal(mu.sum(-1), sd), obs=obs.get("y"))
 
 
 def data(*lengths, seed=0):
@@ -175,6 +165,31 @@ def test_the_evidence_nears_the_closed_form():
 
 
 @float64
+def test_the_evidence_of_a_bayesian_network():
+    """A linear one, for regression: y ~ N(X m, s² X Xᵀ + noise²). 200,000 draws of three weights."""
+    torch.manual_seed(0)
+    federation = bf.Federation.from_arrays({"a": {"x": torch.randn(3, 2), "y": torch.randn(3)}})
+    model = models.Network(
+        torch.nn.Linear(2, 1), likelihood="normal", noise=0.7, scale=0.5, hyper_scale=1.0
+    )
+    algorithm = bf.PACPFL(particles=1, draws=200_000)
+    program = algorithm.program(model, federation)
+    m = torch.randn(3)
+    keys = noise.fold(noise.key(0), federation.stream_ids)
+    found = log_evidence(
+        program,
+        {PARTICLES: m[None]},
+        m[None, None, None],
+        federation.batch(),
+        draws_of_prior(program, keys, 1),
+    )
+    design = torch.cat([federation["x"], torch.ones(3, 1)], 1)
+    covariance = 0.25 * design @ design.T + 0.49 * torch.eye(3)
+    exact = dist.MultivariateNormal(design @ m, covariance).log_prob(federation["y"])
+    assert abs(float(found) - float(exact)) < 0.02  # standard error 0.003
+
+
+@float64
 def test_a_client_uploads_the_gradient_of_each_particle():
     federation = data(3, 5)
     algorithm = bf.PACPFL(particles=2)
@@ -231,23 +246,6 @@ def test_beta_tempers_the_likelihood():
     assert abs(float(found) - float(exact)) < 0.005  # standard error 0.001
     with pytest.raises(ValueError, match="beta is for models with local"):
         bf.PACPFL(beta=1.0).program(shared, federation)
-
-
-@float64
-def test_beta_predicts_with_the_posterior_that_it_trains():
-    """Eq. 5: given μ a client's variable is N((β ȳ + 4 μ) / (β + 4), 1 / (β + 4)), whatever n_i; draws are of it."""
-    federation = data(20, 7)
-    algorithm = bf.PACPFL(particles=1, beta=1.0, draws=100, lr=1e-6)
-    posterior = bf.fit(line, federation, algorithm, rounds=1)
-    mu = float(posterior.params[PARTICLES])
-    mixture, a = posterior.predictive(federation, 50_000), posterior.sample(1000)["a"]
-    for k, name in enumerate(federation.names):
-        y = federation.select([name])["y"]
-        mean, sd = (float(y.mean()) + 4 * mu) / 5, 5**-0.5
-        row = int(federation.offsets[k])
-        assert abs(float(mixture.mean[row]) - mean) < 0.01  # standard error 0.003
-        assert abs(float(a[:, k].mean()) - mean) < 4 * sd / 1000**0.5 + 0.02 * sd
-        assert abs(float(a[:, k].std()) / sd - 1) < 4 / 2000**0.5 + 0.02
 
 
 def processes(clients, rows):
@@ -431,160 +429,7 @@ def test_what_a_client_cannot_do_is_named():
         bf.PACPFL().program(gamma, data(3, 4))
 
 
-# -- conditioning -------------------------------------------------------------------------------------
-
-
-@float64
-def test_particles_count_by_their_evidence():
-    federation = data(4, 3)
-    posterior = bf.fit(shared, federation, bf.PACPFL(particles=3), rounds=1)
-    mixture = posterior.predictive(federation)
-    particles = posterior.params[PARTICLES].squeeze()
-    for k, name in enumerate(federation.names):
-        y = federation.select([name])["y"]
-        weight = Normal(particles[:, None], 1.0).log_prob(y).sum(1).softmax(0)
-        row = int(federation.offsets[k])
-        torch.testing.assert_close(mixture.mixture_distribution.probs[row], weight)
-        torch.testing.assert_close(mixture.mean[row], (weight * particles).sum())
-        second = (weight * (particles**2 + 1)).sum()
-        torch.testing.assert_close(mixture.variance[row], second - mixture.mean[row] ** 2)
-
-
-@float64
-def test_prior_draws_count_by_their_likelihood():
-    """A client's variable given μ: Gaussian in closed form, to four standard errors of the weighted draws."""
-    federation = data(4, 3)
-    posterior = bf.fit(line, federation, bf.PACPFL(particles=1, lr=0.1), rounds=50)
-    mu = float(posterior.params[PARTICLES])
-    mixture = posterior.predictive(federation, 100_000)
-    for k, name in enumerate(federation.names):
-        y = federation.select([name])["y"]
-        precision = len(y) + 4
-        mean = (float(y.sum()) + 4 * mu) / precision
-        row = int(federation.offsets[k])
-        effective = 1 / float(mixture.mixture_distribution.probs[row].square().sum())
-        assert effective > 10_000
-        assert abs(float(mixture.mean[row]) - mean) < 4 / (precision * effective) ** 0.5
-        error = 4 * (2 / effective) ** 0.5 / precision
-        assert abs(float(mixture.variance[row]) - 1 - 1 / precision) < error
-
-
-@float64
-def test_draws_of_a_clients_variable_are_conditioned_on_its_rows():
-    """Sampling importance resampling with 200 candidates each: the Gaussian posterior given μ, to four standard errors
-    of 2000 draws and a bias of the order of 1/200."""
-    federation = data(4, 3)
-    algorithm = bf.PACPFL(particles=1, lr=0.1, draws=200)
-    posterior = bf.fit(line, federation, algorithm, rounds=50)
-    draws = posterior.sample(2000)
-    mu = float(posterior.params[PARTICLES])
-    torch.testing.assert_close(draws["mu"], torch.full((2000,), mu))
-    for k, name in enumerate(federation.names):
-        y = federation.select([name])["y"]
-        precision = len(y) + 4
-        mean, sd = (float(y.sum()) + 4 * mu) / precision, precision**-0.5
-        assert abs(float(draws["a"][:, k].mean()) - mean) < 4 * sd / 2000**0.5 + 0.01 * sd
-        assert abs(float(draws["a"][:, k].std()) / sd - 1) < 4 / 4000**0.5 + 0.01
-
-
-@float64
-def test_the_evidence_of_a_bayesian_network():
-    """A linear one, for regression: y ~ N(X m, s² X Xᵀ + noise²). 200,000 draws of three weights."""
-    torch.manual_seed(0)
-    federation = bf.Federation.from_arrays({"a": {"x": torch.randn(3, 2), "y": torch.randn(3)}})
-    model = models.Network(
-        torch.nn.Linear(2, 1), likelihood="normal", noise=0.7, scale=0.5, hyper_scale=1.0
-    )
-    algorithm = bf.PACPFL(particles=1, draws=200_000)
-    program = algorithm.program(model, federation)
-    m = torch.randn(3)
-    keys = noise.fold(noise.key(0), federation.stream_ids)
-    found = log_evidence(
-        program,
-        {PARTICLES: m[None]},
-        m[None, None, None],
-        federation.batch(),
-        draws_of_prior(program, keys, 1),
-    )
-    design = torch.cat([federation["x"], torch.ones(3, 1)], 1)
-    covariance = 0.25 * design @ design.T + 0.49 * torch.eye(3)
-    exact = dist.MultivariateNormal(design @ m, covariance).log_prob(federation["y"])
-    assert abs(float(found) - float(exact)) < 0.02  # standard error 0.003
-
-
-@float64
-def test_a_new_client_only_conditions():
-    train, test = simulations.polynomials(clients=6, rows=5, test_rows=20)
-    model = models.GaussianProcess()
-    posterior = bf.fit(model, train.select(train.names[:4]), bf.PACPFL(), rounds=3)
-    new = posterior.personalize(train.select(train.names[4:]))
-    assert torch.equal(new.params[PARTICLES], posterior.params[PARTICLES])
-    assert new.local_params == {}
-    mixture = new.predictive(test.select(train.names[4:]))
-    own, there = (data.select(train.names[4:]).batch() for data in (train, test))
-    phi = posterior.params[PARTICLES][:, None, None]
-    x = torch.cat([own.fields["x"], there.fields["x"]], 1)
-    centre, covariance = model.marginal(phi, x, torch.ones(2, 25, dtype=torch.bool))
-    residual = own.fields["y"] - centre[..., :5]
-    gain = torch.linalg.solve(covariance[..., :5, :5], covariance[..., :5, 5:]).mT
-    mean = centre[..., 5:] + (gain @ residual[..., None]).squeeze(-1)
-    first = dist.MultivariateNormal(centre[..., :5], covariance[..., :5, :5])
-    weights = first.log_prob(own.fields["y"]).softmax(0)
-    expected = (weights[..., None] * mean).sum(0).flatten()
-    torch.testing.assert_close(mixture.mean, expected, rtol=1e-8, atol=1e-8)
-    with pytest.raises(KeyError, match="took no part"):
-        posterior.predictive(test)
-
-
-@float64
-def test_two_global_sites_one_constrained():
-    federation = data(4, 3)
-    posterior = bf.fit(positive, federation, bf.PACPFL(particles=3), rounds=2)
-    particles = posterior.params[PARTICLES]
-    draws = posterior.sample(50)
-    which = (draws["sd"][:, None] - particles[:, 0].exp()).abs().argmin(1)
-    assert set(which.tolist()) == {0, 1, 2}
-    torch.testing.assert_close(draws["sd"], particles[which, 0].exp())
-    torch.testing.assert_close(draws["mu"], particles[which, 1:])
-
-
-def test_quantiles_invert_the_distribution_function():
-    mixture = MixtureSameFamily(
-        Categorical(torch.tensor([[0.3, 0.7], [0.0, 1.0]])),
-        Normal(torch.tensor([[-2.0, 1.0], [0.0, 3.0]]), torch.tensor([[0.5, 2.0], [1.0, 0.1]])),
-    )
-    levels = torch.tensor([0.01, 0.5, 0.975])
-    found = quantiles(mixture, levels)
-    torch.testing.assert_close(
-        mixture.cdf(found), levels[:, None].expand(3, 2), rtol=1e-4, atol=1e-5
-    )
-    exact = torch.tensor(norm(3.0, 0.1).ppf(levels.numpy()), dtype=torch.float32)
-    torch.testing.assert_close(found[:, 1], exact, rtol=1e-4, atol=1e-4)
-
-
-def test_a_mixture_over_draws_has_the_mean_of_predictions():
-    federation = data(4, 3, 6)
-    posterior = bf.fit(line, federation, rounds=20)
-    mixture = posterior.predictive(federation, 400)
-    drawn = posterior.predict(federation, 4000)["y"]
-    error = 4 * (drawn.std(0) / 4000**0.5 + drawn.std(0) / 400**0.5)
-    assert ((mixture.mean - drawn.mean(0)).abs() < error).all()
-
-
 def test_a_model_without_global_variables_is_refused():
     train, _ = datasets.digits(clients=4)
     with pytest.raises(ValueError, match="no global of the model is random.*PFedGP"):
         bf.PACPFL().program(models.Network(models.mlp(64, 10)), train)
-
-
-def test_priors_over_networks_learn_digits():
-    """20 clients with three digits each; chance is 10 %, the most frequent of a client's own 33 %."""
-    torch.manual_seed(0)
-    train, test = datasets.digits()
-    model = models.Network(models.mlp(64, 16, 10), hyper_scale=0.3, spread="learnt", scale=0.05)
-    algorithm = bf.PACPFL(particles=2, draws=5, lr=0.03)
-    posterior = bf.fit(model, train, algorithm, rounds=60, clients_per_round=5)
-    probabilities = posterior.probabilities(test, 100)["y"]
-    overall = metrics.classification(probabilities, test["y"], test.owner, test.names).overall
-    assert overall["accuracy"] > 0.85
-    assert overall["nll"] < 0.8

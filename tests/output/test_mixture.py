@@ -6,8 +6,11 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from scipy.stats import norm
+from torch.distributions import Categorical, MixtureSameFamily, Normal
 
 import bayesfed as bf
+from bayesfed.output.mixture import quantiles
 from tests.scenarios import conjugate_hierarchy, ragged
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -89,3 +92,14 @@ def test_a_distribution_without_classes_has_no_probabilities():
     posterior = bf.fit(conjugate_hierarchy, ragged(3), bf.FedAvg(), rounds=1, **QUIET)
     with pytest.raises(ValueError, match="site 'y' is Normal: no classes"):
         posterior.probabilities()
+
+
+def test_quantiles_invert_the_distribution_function():
+    mixture = MixtureSameFamily(
+        Categorical(torch.tensor([[0.3, 0.7], [0.0, 1.0]])),
+        Normal(torch.tensor([[-2.0, 1.0], [0.0, 3.0]]), torch.tensor([[0.5, 2.0], [1.0, 0.1]])),
+    )
+    levels = torch.tensor([0.01, 0.5, 0.975])
+    found = quantiles(mixture, levels)
+    torch.testing.assert_close(mixture.cdf(found), levels[:, None].expand(3, 2))
+    torch.testing.assert_close(found[:, 1], torch.tensor(norm(3.0, 0.1).ppf(levels.numpy())))
