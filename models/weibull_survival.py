@@ -95,6 +95,11 @@ class CensoredWeibull(dist.TorchDistribution):
         parts = (self.log_scale, self.shape_, self.event)
         return CensoredWeibull(*(part.expand(batch_shape) for part in parts))
 
+    @property
+    def mean(self) -> Tensor:
+        """λ Γ(1 + 1 / k), of times of events."""
+        return (self.log_scale + (1.0 + 1.0 / self.shape_).lgamma()).exp()
+
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draw times of events: H⁻¹ of exponential times."""
         shape = torch.Size(sample_shape) + self.batch_shape

@@ -8,7 +8,7 @@ of these means.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -40,7 +40,6 @@ from bayesfed.output.fitted import Fitted
 from bayesfed.vmap.mixtures import Mixture
 
 Level = Literal["clients", "average", "new"]
-Link = Literal["identity", "log", "logit"]
 
 
 @dataclass(frozen=True)
@@ -51,14 +50,14 @@ class Expectation:
         outcome: an observed site, whose expectation is taken, or a ``pyro.deterministic`` value.
         level: ``"clients"``: each client's own variables; ``"average"``: the centre of their prior given θ; ``"new"``:
             one draw from their prior given θ.
-        link: the link function of a formula whose linear predictor is wanted; None for the expectation itself.
+        predictor: returns the linear predictor from the distribution of the outcome; None for the expectation itself.
         num_samples: S.
         seed: seed of the draws, which are those of ``posterior.sample``.
     """
 
     outcome: str
     level: Level
-    link: Link | None
+    predictor: Callable[[Any], Tensor] | None
     num_samples: int
     seed: int
 
@@ -240,9 +239,9 @@ def _outcome(
     else:
         site = program.sites[name]
         fn = run_model(fitted, program.model, draws, chunk, batch)[name]["fn"]
-        value = expected_outcome(fn) if wanted.link is None else linear_predictor(fn, wanted.link)
+        value = (wanted.predictor or expected_outcome)(fn)
         family = f" is {name_of(fn)}, which"
-        if isinstance(innermost(fn), dist.Binomial) and not fn.event_shape:
+        if isinstance(innermost(fn), dist.Binomial | dist.BetaBinomial) and not fn.event_shape:
             trials = innermost(fn).total_count.expand(fn.batch_shape)[:1]
     flat = flatten_rows(value, site, batch, draws.count).cpu().double()
     if not flat.isfinite().all():
@@ -257,7 +256,7 @@ def _outcome(
 def expected_outcome(fn: Any) -> Tensor:
     """Return the expectation of a distribution: probabilities ``(*batch, C)`` of categories, else ``(*batch, *event)``.
 
-    That of a binomial distribution is the probability of a success, that of Student's t its location.
+    That of a binomial or beta-binomial distribution is the probability of a success, that of Student's t its location.
 
     Raises:
         ValueError: the distribution has no ``mean``.
@@ -280,6 +279,8 @@ def expected_outcome(fn: Any) -> Tensor:
         return base.probs
     if isinstance(base, dist.Binomial):
         return base.probs
+    if isinstance(base, dist.BetaBinomial):
+        return base.concentration1 / (base.concentration1 + base.concentration0)
     try:
         return base.loc if isinstance(base, dist.StudentT) else fn.mean
     except (NotImplementedError, AttributeError):
@@ -289,14 +290,3 @@ def expected_outcome(fn: Any) -> Tensor:
             f"{name_of(fn)} has no mean: name a quantity of the rows in the model, such as "
             'pyro.deterministic("risk", ...), and pass outcome="risk"'
         ) from None
-
-
-def linear_predictor(fn: Any, link: Link) -> Tensor:
-    """Return the linear predictor of a formula from the distribution of its outcome."""
-    if link == "identity":
-        return expected_outcome(fn)
-    if link == "log":
-        return fn.mean.log()
-    if isinstance(fn, dist.Beta):
-        return fn.concentration1.log() - fn.concentration0.log()
-    return fn.logits

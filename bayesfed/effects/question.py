@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfed.effects.means import Expectation, Level, Link, Sums, sum_over_rows
+from bayesfed.effects.means import Expectation, Level, Sums, sum_over_rows
 from bayesfed.effects.result import Effects, text_of
 from bayesfed.effects.rows import Rows, Setting, formula_of, rows_of
 from bayesfed.elbo.program import Program
-from bayesfed.formulas.families import FAMILIES
+from bayesfed.formulas.families import FAMILIES, Family, Link
 from bayesfed.output.posterior import Posterior
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class Question:
         rows: the rows over which means are taken; None where they are elsewhere.
         sums: computes the sums over rows at some settings of the variables.
         caveat: returns a warning, or an empty text.
+        categories: the names of the outcome's categories; by default 0, 1, ...
     """
 
     quantity: str
@@ -84,6 +85,7 @@ class Question:
     rows: Rows | None
     sums: Callable[[Sequence[Setting]], Sums]
     caveat: Callable[[], str]
+    categories: Sequence[Any] = ()
 
     def means(self, settings: Sequence[Setting]) -> Tensor:
         """Return the means of the quantity at some settings of the variables, ``(S, Q, G, C)``.
@@ -103,10 +105,8 @@ class Question:
         """Return the labels of quantities ``(S, len(own), G, C)``: their own, those of groups, and categories."""
         import pandas as pd
 
-        categories = means.shape[-1]
-        entries: list[Any] = (
-            [{"category": c} for c in range(categories)] if categories > 1 else [{}]
-        )
+        categories = self.categories or range(means.shape[-1])
+        entries: list[Any] = [{"category": c} for c in categories] if means.shape[-1] > 1 else [{}]
         found = [{**a, **b, **c} for a in own for b in self.groups for c in entries]
         return pd.DataFrame(found, index=range(len(found)))
 
@@ -161,13 +161,18 @@ def make_question(
     if not 0 < prob < 1:
         raise ValueError(f"prob is {prob}: the probability of intervals, in (0, 1)")
     found, at = rows_of(posterior, rows, level), dict(at or {})
+    family = _family(posterior, outcome) if scale == "link" else None
     wanted = Expectation(
         outcome_of(posterior.program, outcome),
         level,
-        _link(posterior, scale, outcome),
+        None if family is None else family.linear_predictor,
         num_samples,
         seed,
     )
+    link = None if family is None else family.link
+    quantity = quantity_of(posterior.program, wanted.outcome, link)
+    if family is not None and (family.thresholds or {"zi", "hu"} & family.parameters.keys()):
+        quantity = f"linear predictor of {wanted.outcome}"
     names = [by] if isinstance(by, str) else list(by or ())
     keys = list(zip(*(found.column(name).tolist() for name in names), strict=True))
     keys = keys or [()] * found.count
@@ -193,14 +198,15 @@ def make_question(
         return sum_over_rows(posterior, rows, group, len(groups), torch.as_tensor(given), wanted)
 
     return Question(
-        quantity_of(posterior.program, wanted.outcome, wanted.link),
+        quantity,
         level_text(level, found.clients, found.text, at),
-        wanted.link,
+        link,
         [dict(zip(names, key, strict=True)) for key in groups],
         prob,
         found,
         sums,
         lambda: caveat_of(posterior.program, posterior),
+        _categories(posterior, wanted.outcome),
     )
 
 
@@ -230,21 +236,32 @@ def level_text(level: Level, clients: int, rows: str, at: Setting) -> str:
     return f"{where}; mean of {rows}" + (fixed and f", {fixed}")
 
 
-def _link(posterior: Posterior, scale: Scale, outcome: str | None) -> Link | None:
-    """Return the link function whose linear predictor is wanted, if any.
+def _family(posterior: Posterior, outcome: str | None) -> Family:
+    """Return the family whose linear predictor is wanted.
 
     Raises:
-        ValueError: the outcome is not that of a formula.
+        ValueError: the outcome is not that of a formula, or has several predictors.
     """
-    if scale == "response":
-        return None
     formula = formula_of(posterior.program.model)
     if formula is None or outcome not in (None, formula.coding.outcome):
         raise ValueError(
             'scale="link" is of the outcome of a formula: name the linear predictor in the model, '
             'pyro.deterministic("eta", ...), and pass outcome="eta"'
         )
-    return FAMILIES[formula.family].link
+    family = FAMILIES[formula.family]
+    if family.linear_predictor is None:
+        raise ValueError(
+            f'scale="link": the {formula.family} family has a predictor for each category: use "response"'
+        )
+    return family
+
+
+def _categories(posterior: Posterior, outcome: str) -> Sequence[Any]:
+    """Return the levels of the outcome of a formula, if it is one of several categories."""
+    formula = formula_of(posterior.program.model)
+    if formula is None or not formula.coding.categories or outcome != formula.coding.outcome:
+        return ()
+    return formula.coding.levels[outcome]
 
 
 def _sortable(value: Any) -> tuple[bool, Any]:

@@ -220,9 +220,10 @@ def _balanced(formula: Formula, clients: Mapping[str, pd.DataFrame]) -> pd.DataF
     """
     import pandas as pd
 
-    coding, response = formula.coding, formula.coding.terms.model.response.var_names
-    predictors = {name for part in coding.terms.components for name in part.var_names}
-    within = {c for g in coding.terms.groups if coding.client in g.columns for c in g.columns}
+    coding, terms = formula.coding, formula.coding.terms
+    response = terms.model.response.var_names | {*terms.behind.values()}
+    predictors = {name for part in coding.terms.all_components for name in part.var_names}
+    within = {c for g in coding.terms.all_groups if coding.client in g.columns for c in g.columns}
     first, values = next(iter(clients.values())), dict[str, Any]()
     for name in coding.kinds:
         if name == coding.client or (name in response and name == coding.outcome):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,13 +46,16 @@ class ClientColumns:
     levels: Mapping[str, tuple[Level, ...]]
 
 
-def agree(terms: Terms, clients: Mapping[str, pd.DataFrame], client: str) -> Coding:
+def agree(
+    terms: Terms, clients: Mapping[str, pd.DataFrame], client: str, *, categories: bool = False
+) -> Coding:
     """Make the coding that all clients use, from the reports of each on its columns, and from sums.
 
     Args:
         terms: the formula.
         clients: client's name to rows.
         client: the column that names the client of each row.
+        categories: the outcome is one of several categories.
 
     Raises:
         FormulaError: a column differs in kind between clients, or cannot be coded.
@@ -67,7 +70,8 @@ def agree(terms: Terms, clients: Mapping[str, pd.DataFrame], client: str) -> Cod
         >>> coding.levels["kind"], coding.fields("A", rows["A"])["X"].tolist()
         (('a', 'b'), [[1.0]])
     """
-    reports = {name: describe_columns(terms, name, rows, client) for name, rows in clients.items()}
+    outcome = [terms.outcome.name] * categories
+    reports = {n: describe_columns(terms, n, rows, client, outcome) for n, rows in clients.items()}
     first = next(iter(reports.values()))
     for name, report in reports.items():
         for column, kind in report.kinds.items():
@@ -81,25 +85,77 @@ def agree(terms: Terms, clients: Mapping[str, pd.DataFrame], client: str) -> Cod
         merge = _same_order if first.kinds.get(column) == "ordered" else _sorted_union
         levels[column] = merge(column, [report.levels[column] for report in reports.values()])
     _warn_of_levels(levels, reports)
-    coding = Coding(terms, client, first.kinds, levels, _own_levels(terms, client, levels, reports))
+    own = _own_levels(terms, client, levels, reports)
+    coding = Coding(terms, client, first.kinds, levels, own, categories)
     _evaluate(coding)
     for component, call in _stateful_calls(coding):
         parts = [
-            call.args[0].eval(coding.checked_rows(n, rows), component.env)
+            np.asarray(call.args[0].eval(coding.checked_rows(n, rows), component.env), dtype=float)
             for n, rows in clients.items()
         ]
         mean, sd = _moments(parts)
         if not sd > 0:
             raise FormulaError(f"{call}: {call.args[0]} is the same in all rows")
-        call.stateful_transform.mean, call.stateful_transform.std = mean, sd
-    return coding
+        if call.callee == "poly":
+            _agree_on_polynomial(call.stateful_transform, parts)
+        elif call.callee == "bs":
+            _agree_on_spline(call.stateful_transform, parts)
+        else:
+            call.stateful_transform.mean, call.stateful_transform.std = mean, sd
+    parameters = {
+        name: agree(part, clients, client, categories=categories)
+        for name, part in terms.parameters.items()
+    }
+    return replace(
+        coding,
+        kinds={k: v for part in (*parameters.values(), coding) for k, v in part.kinds.items()},
+        levels={k: v for part in (*parameters.values(), coding) for k, v in part.levels.items()},
+        own={k: v for part in (*parameters.values(), coding) for k, v in part.own.items()},
+        parameters=parameters,
+    )
 
 
-def describe_columns(terms: Terms, name: str, rows: pd.DataFrame, client: str) -> ClientColumns:
-    """Describe one client's columns: nothing else leaves the client before the sums."""
+def _agree_on_polynomial(transform: Any, parts: Sequence[np.ndarray]) -> None:
+    """Set the constants of orthogonal polynomials, from sums of P_k² and x P_k² over the clients.
+
+    ::
+
+        P_0 = 1,   P_(k+1) = (x − α_k) P_k − (n_k / n_(k−1)) P_(k−1),   n_k = Σ P_k²,   α_k = Σ x P_k² / n_k
+    """
+    before = [np.zeros_like(x) for x in parts]
+    now, norm = [np.ones_like(x) for x in parts], 1.0
+    for k in range(transform.degree + 1):
+        squares = sum(float((p * p).sum()) for p in now)
+        transform.norms2[k] = squares
+        transform.alpha[k] = (
+            sum(float((x * p * p).sum()) for x, p in zip(parts, now, strict=True)) / squares
+        )
+        following = [
+            (x - transform.alpha[k]) * p - squares / norm * b
+            for x, p, b in zip(parts, now, before, strict=True)
+        ]
+        before, now, norm = now, following, squares
+
+
+def _agree_on_spline(transform: Any, parts: Sequence[np.ndarray]) -> None:
+    """Set the constants that centre a spline's columns, from sums of the columns over the clients."""
+    from formulae.utils import get_centering_matrix
+
+    if transform._center:
+        sums = np.sum([transform._eval_basis(x).sum(0) for x in parts], axis=0, keepdims=True)
+        transform._centering_matrix = get_centering_matrix(sums)
+
+
+def describe_columns(
+    terms: Terms, name: str, rows: pd.DataFrame, client: str, categories: Sequence[str] = ()
+) -> ClientColumns:
+    """Describe one client's columns: nothing else leaves the client before the sums.
+
+    The columns ``categories`` have levels, whatever they hold.
+    """
     import pandas as pd
 
-    names = {str(variable) for variable in terms.model.var_names} - {""}
+    names = {str(variable) for variable in terms.model.var_names} - {""} | {*terms.behind.values()}
     columns = sorted(names - _names_of_functions())
     check_columns("frame", columns, rows.columns)
     for column in columns:
@@ -110,7 +166,7 @@ def describe_columns(terms: Terms, name: str, rows: pd.DataFrame, client: str) -
         for component in terms.components
         for call in calls(component)
         if call.callee in CATEGORIES
-    }
+    } | {*categories}
     levels: dict[str, tuple[Level, ...]] = {}
     for column in columns:
         values = rows[column]
@@ -118,6 +174,11 @@ def describe_columns(terms: Terms, name: str, rows: pd.DataFrame, client: str) -
             levels[column] = tuple(values.dtype.categories)
         elif kinds[column] == "text" or column in as_category:
             levels[column] = tuple(map(without_decimals, pd.unique(values).tolist()))
+        broken = [level for level in levels.get(column, ()) if isinstance(level, float)]
+        if column in categories and broken:
+            raise FormulaError(
+                f"client {name!r}: the outcome {column!r} is {broken[0]:.4g}, but categories are text or whole numbers"
+            )
     for group in terms.groups:
         if group.columns != [client]:
             levels[group.factor] = tuple(dict.fromkeys(levels_of(group, client, rows)))

@@ -27,6 +27,8 @@ class Coding:
         levels: column, or a group's factor, to the levels of all clients, sorted.
         own: factor within the clients whose levels belong to few clients each, such as identifiers, to the levels of
             each client, sorted. Each client numbers its own levels from 0.
+        categories: the outcome is one of several categories, coded by the number of its level.
+        parameters: the coding of each predictor of a further parameter.
     """
 
     terms: Terms
@@ -34,6 +36,8 @@ class Coding:
     kinds: Mapping[str, str]
     levels: Mapping[str, tuple[Level, ...]]
     own: Mapping[str, Mapping[str, tuple[Level, ...]]] = field(default_factory=dict)
+    categories: bool = False
+    parameters: Mapping[str, Coding] = field(default_factory=dict)
 
     def count_levels(self, factor: str) -> int:
         """Return the number of a factor's levels; for the clients' own levels, the most that a client has."""
@@ -86,13 +90,13 @@ class Coding:
 
         Returns:
             ``X`` ``(n, P)``, the columns of the common terms; ``offset`` ``(n,)``; for each group ``X|g`` ``(n, K)``
-            and, unless its factor is the client, the number of the level, named after the factor; the outcome and
-            ``trials``.
+            and, unless its factor is the client, the number of the level, named after the factor; the outcome,
+            ``trials``, ``weights``, ``cens`` and ``se``. For the predictors of further parameters ``sigma.X``, ...
 
         Raises:
             FormulaError: a column is absent, has missing values or other levels, or is not finite after coding.
         """
-        clients = rows.get(self.client)
+        given, clients = rows, rows.get(self.client)
         rows = self.checked_rows(name, rows)
         found = {}
         with np.errstate(all="ignore"):
@@ -107,13 +111,17 @@ class Coding:
                     found[f"X|{key}"] = _stacked(exprs, rows)
                 if group.columns != [self.client]:
                     found[group.factor] = self._index(group, rows, clients)
-            found |= self._outcome(name, rows)
+            found |= self._outcome(name, rows) | self._behind(name, rows)
         for label, values in found.items():
             if not np.isfinite(values).all():
                 row = int((~np.isfinite(values.reshape(len(rows), -1)).all(1)).argmax())
                 raise FormulaError(
                     f"client {name!r}, row {rows.index[row]}: {self._culprit(label, rows)} is not finite there"
                 )
+        for parameter, coding in self.parameters.items():
+            for label, values in coding.fields(name, given).items():
+                predicts = label in ("X", "offset") or label.startswith("X|")
+                found[f"{parameter}.{label}" if predicts else label] = values
         return found
 
     def _culprit(self, label: str, rows: pd.DataFrame) -> str:
@@ -130,8 +138,9 @@ class Coding:
         """Return the rows with the needed columns, each of the agreed kind and without missing values."""
         import pandas as pd
 
-        outcome = self.terms.model.response.var_names & set(self.kinds)
-        used = {column for component in self.terms.components for column in component.var_names}
+        optional = {self.terms.behind.get("weights"), self.terms.behind.get("cens")}
+        outcome = (self.terms.model.response.var_names | optional) & set(self.kinds)
+        used = {column for component in self.terms.all_components for column in component.var_names}
         idle = (outcome - set(rows.columns)) | ({self.client} - used)
         needed = [column for column in self.kinds if column not in idle]
         check_columns(f"frame of client {name!r}", needed, rows.columns)
@@ -184,6 +193,9 @@ class Coding:
             if outcome.name not in there:
                 return {}
             values = rows[outcome.name]
+            if self.categories:
+                number = {level: i for i, level in enumerate(self.levels[outcome.name])}
+                return {outcome.name: values.map(number).to_numpy(float)}
             if outcome.reference is not None:
                 return {outcome.name: (values == outcome.reference).to_numpy(float)}
             if self.kinds[outcome.name] != "number":
@@ -209,13 +221,47 @@ class Coding:
             raise FormulaError(f"client {name!r}: {successes} is larger than {trials}")
         return found
 
+    def _behind(self, name: str, rows: pd.DataFrame) -> dict[str, np.ndarray]:
+        """Return weights, 1 for censored rows, and standard errors; without its column no row is censored."""
+        found = {}
+        for what, column in self.terms.behind.items():
+            if column not in rows:  # rows to predict
+                found[what] = np.full(len(rows), float(what == "weights"))
+                continue
+            values = rows[column].map(_CENSORED) if what == "cens" else rows[column]
+            if self.kinds[column] != "number" and what != "cens":
+                raise FormulaError(f"{what}({column}): {column!r} holds text, not numbers")
+            fits = values.notna() if what == "cens" else values > 0
+            if not fits.all():
+                wrong = rows[column][~fits].tolist()[0]
+                raise FormulaError(
+                    f"client {name!r}: {what}({column}) is {wrong!r}, not {_BEHIND[what]}"
+                )
+            found[what] = values.to_numpy(float)
+        return found
+
+
+_CENSORED = {0: 0, 1: 1, "none": 0, "right": 1}
+_BEHIND = {
+    "cens": "0 or 'none' for a known time, 1 or 'right' for a later one (left- and interval-censored "
+    "times are a model in Pyro)",
+    "weights": "above 0: leave out rows of weight 0",
+    "se": "above 0",
+}
+"""What the column of a function behind the outcome holds."""
+
+
+def _vector(*values: float) -> np.ndarray:
+    """Return the numbers of ``c(1, 2)``."""
+    return np.array(values, dtype=float)
+
 
 def environment() -> Any:
     """Return the functions that a formula may call, as an environment of formulae."""
     from formulae.environment import Environment
     from formulae.transforms import TRANSFORMS
 
-    return Environment([{**NAMESPACE, **TRANSFORMS}])
+    return Environment([{**NAMESPACE, "c": _vector, **TRANSFORMS}])
 
 
 def _stacked(terms: Sequence[Any], rows: pd.DataFrame) -> np.ndarray:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import linecache
 import math
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +19,23 @@ from bayesfed.data.frames import to_pandas
 from bayesfed.data.standardise import moments
 from bayesfed.formulas.agreement import agree
 from bayesfed.formulas.coding import Coding
-from bayesfed.formulas.families import FAMILIES, family_of, prior_code
-from bayesfed.formulas.program import Columns, GroupColumns, Outcome, program_code
-from bayesfed.formulas.terms import FormulaError, Group, Terms, parse
+from bayesfed.formulas.families import (
+    FAMILIES,
+    PARAMETERS,
+    VALUES,
+    Family,
+    Parameter,
+    family_of,
+    prior_code,
+)
+from bayesfed.formulas.habits import parts_of
+from bayesfed.formulas.program import Columns, GroupColumns, Outcome, Predictor, program_code
+from bayesfed.formulas.terms import FormulaError, Terms, parse
 
 if TYPE_CHECKING:
     import pandas as pd
 
-_RESERVED = ("X", "offset", "trials")
+_RESERVED = ("X", "offset", "trials", "weights", "cens", "se")
 """Names of the predictors' fields, which an outcome may not have."""
 
 
@@ -40,6 +49,7 @@ class Formula:
         source: the code of the program, which ``print`` shows and which is run.
         federation: the clients that agreed on levels and scales, with the columns that the program reads.
         coding: the agreed coding.
+        predictors: the linear predictors, of the outcome's mean first.
         frames: the clients' rows by name, for :mod:`bayesfed.effects`; they are not pickled.
     """
 
@@ -48,6 +58,7 @@ class Formula:
     source: str
     federation: Federation
     coding: Coding
+    predictors: Sequence[Predictor]
     frames: Mapping[str, pd.DataFrame] | None = None
 
     def __call__(self, federation: Federation | Batch) -> None:
@@ -85,23 +96,22 @@ class Formula:
     def coords(self) -> dict[str, list[str]]:
         """The names of the entries of vectors, which are coordinates in ``posterior.to_arviz()``."""
         found: dict[str, list[str]] = {}
-        for group in self.coding.terms.groups:
-            if group.columns != [self.coding.client] and group.factor not in self.coding.own:
+        for group in self._groups:
+            if group.place != "client" and group.factor not in self.coding.own:
                 levels = self.coding.levels[group.factor]
                 names = [":".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in levels]
-                found |= {f"{name}|{group.factor}_dim_0": names for name in self._names(group)}
+                found |= {f"{name}|{group.factor}_dim_0": names for name in group.names}
         return found
 
     @property
     def effects(self) -> list[str]:
         """The names of a client's effects, in the data's units: ``["1|g", "x|g"]``."""
-        groups = [g for g in self.coding.terms.groups if self.coding.client in g.columns]
-        return [f"{name}|{group.factor}" for group in groups for name in self._names(group)]
+        groups = [group for group in self._groups if group.place != "global"]
+        return [f"{name}|{group.factor}" for group in groups for name in group.names]
 
-    def _names(self, group: Group) -> list[str]:
-        """Return the names of a group's effects: ``"1"`` and the labels of columns."""
-        exprs = self.coding.expressions(group)
-        return [n for e in exprs for n in (["1"] if e.kind == "intercept" else e.labels)]
+    @property
+    def _groups(self) -> list[GroupColumns]:
+        return [group for predictor in self.predictors for group in predictor.groups]
 
     def encode(self, data: Any) -> Federation:
         """Encode other rows, of the same or other clients, with the agreed coding, to predict or to personalise.
@@ -133,8 +143,12 @@ def formula(
         0 + x                     no intercept
         (1 + x | g)               correlated effects of the levels of g; || uncorrelated
         (1 | g/h), (1 | g:h)      nested levels
-        p(y, n), y | trials(n)    successes of n, of the binomial family
+        p(y, n), y | trials(n)    successes of n, of the binomial families
         y["yes"]                  1 where y is "yes"
+        y | weights(w)            log densities of rows are multiplied by w; | cens(c): 1 or "right" where the time of
+                                  an event is later; | se(s): standard errors that are known; + between several
+        bs(x, knots=c(1, 2), lower_bound=0, upper_bound=3), poly(x, 2)
+        sigma ~ x + (1 | g)       on a further line: a parameter of the family with a predictor of its own
 
     Notation of R with one meaning here is translated: ``I(x^2)``, ``factor(g)``, ``(1 |p| g)``, ``cbind(y, n - y)``.
 
@@ -149,7 +163,8 @@ def formula(
     the intercept ``Normal(mean(y), 2.5 sd(y))``, a group's standard deviations ``HalfNormal(2.5 sd(y) / sd(x))``,
     ``sigma`` ``HalfStudentT(4, sd(y))``. For the log link sd(y) is replaced by 1 and mean(y) by its logarithm. For the
     logit link slopes have ``Normal(0, 1 / sd(x))``, effects of categories ``Normal(0, 1)`` and the intercept
-    ``Normal(0, 1.5)``. Correlations have ``LKJ(1)``.
+    ``Normal(0, 1.5)``; so have those of further parameters, but the intercept of a logarithm has ``Normal(0, 2.5)``,
+    that of ``sigma`` centred at log sd(y). Correlations have ``LKJ(1)``.
 
     Args:
         text: the formula.
@@ -157,8 +172,10 @@ def formula(
             are of pandas or polars, or Arrow tables.
         client: the column that names the client, or, if ``data`` is a mapping, the clients' name in the formula; by
             default the only grouping factor.
-        family: ``"gaussian"``, ``"student_t"``, ``"bernoulli"``, ``"binomial"``, ``"beta"``, ``"poisson"``,
-            ``"negative_binomial"`` or ``"gamma"``, with links identity, logit and log.
+        family: the distribution of the outcome: ``"gaussian"``, ``"student_t"``, ``"lognormal"``, ``"gamma"``,
+            ``"weibull"``, ``"exponential"``, ``"hurdle_gamma"``, ``"beta"``, ``"zero_inflated_beta"``, ``"bernoulli"``,
+            ``"binomial"``, ``"beta_binomial"``, ``"poisson"``, ``"negative_binomial"``, these two with
+            ``"zero_inflated_"`` or ``"hurdle_"`` before, ``"cumulative"`` or ``"categorical"``.
         priors: name in the results, or of a term with several columns, to a Pyro distribution:
             ``{"x": dist.Laplace(0.0, 1.0)}``. The prior of ``"Intercept"`` is that of the mean outcome with the
             predictors at their means.
@@ -183,31 +200,72 @@ def formula(
         >>> sorted(posterior.derived(num_samples=10))
         ['1|site', '1|site_sigma', 'Intercept', 'sigma', 'x']
     """
-    text, family, priors = " ".join(text.split()), family_of(family), dict(priors or {})
-    terms, data = parse(text), _frames(data)
+    terms, kind, priors = parse(text), family_of(family), dict(priors or {})
+    text, data = "; ".join(parts_of(text)), _frames(data)
+    likelihood = _likelihood(terms, kind)
+    left = kind.parameters_of(likelihood)
+    terms = _with_own_names(terms, kind, left)
     client = _client_of(terms, data, client)
     clients = _clients(data, client)
-    coding = agree(terms, clients, client)
+    coding = agree(terms, clients, client, categories=kind.categories)
     if not (coding.intercept or coding.common or terms.groups):
         raise FormulaError(f"formula {text!r} has no predictors: y ~ 1 has an intercept")
     federation = _federation(coding, clients)
-    outcome = _outcome(coding, family, federation)
-    logit = FAMILIES[family].link == "logit"
-    common = _columns(federation, "X", coding.common, coding.intercept, logit=logit)
-    groups = _groups(coding, federation, priors)
-    names = {label: term.name for term in coding.common for label in term.labels}
+    _check_outcome(coding, kind, federation)
+    at, unit = _location(coding, kind, federation)
+    predictors = _predictors(coding, kind, federation, priors, at, unit)
+    parameters = {
+        name: (parameter.prior, unit if parameter.in_units else 1.0)
+        for name, parameter in left.items()
+        if name not in terms.parameters
+    }
+    names = {
+        f"{predictor.prefix}{label}": f"{predictor.prefix}{term.name}"
+        for predictor in predictors
+        for term in coding.parameters.get(predictor.name, coding).common
+        for label in term.labels
+    }
     for label, term in names.items():
         if term in priors and term != label:
             priors.setdefault(label, priors[term])
-    public = _names(common, groups, family, coding)
+    public = _names(predictors, parameters, kind, coding)
     for name in sorted({*priors} - {*public, *names.values()}):
         raise FormulaError(
             f"priors has {name!r}, which the model does not have: it has {', '.join(public)}"
         )
     code = {name: prior_code(name, prior) for name, prior in priors.items() if name in public}
-    title = f"{text}, {family}."
-    program = program_code(title, FAMILIES[family], outcome, common, groups, code)
-    return Formula(text, family, program, federation, coding, clients)
+    categories = len(coding.levels[coding.outcome]) if kind.categories else 0
+    weighted = "weights" in terms.behind
+    outcome = Outcome(coding.outcome, likelihood, parameters, categories, weighted)
+    program = program_code(f"{text}, {kind.name}.", outcome, predictors, code)
+    return Formula(text, kind.name, program, federation, coding, predictors, clients)
+
+
+def _likelihood(terms: Terms, kind: Family) -> str:
+    """Return the code of the likelihood with what is behind the outcome."""
+    found = kind.likelihood
+    for name in terms.behind:
+        if name != "weights" and name not in kind.behind:
+            others = " and ".join(n for n, family in FAMILIES.items() if name in family.behind)
+            raise FormulaError(f"family {kind.name!r} has no {name}(): {others} have")
+        found = kind.behind.get(name, found)
+    return found
+
+
+def _with_own_names(terms: Terms, kind: Family, parameters: Mapping[str, Parameter]) -> Terms:
+    """Return the terms with this package's names of parameters; raise FormulaError for those of other families."""
+    found = {}
+    for name, part in terms.parameters.items():
+        own = name if name in parameters else PARAMETERS.get(name, name)
+        if own not in parameters:
+            has = ", ".join(parameters) or "no parameter"
+            raise FormulaError(f"{name} ~ ...: the {kind.name} family has {has} beside the mean")
+        found[own] = part
+    if kind.categories and (hasattr(terms.outcome, "call") or terms.outcome.reference is not None):
+        raise FormulaError(
+            f"family {kind.name!r}: the outcome is a column whose levels are the categories, not {terms.outcome.name}"
+        )
+    return replace(terms, parameters=found)
 
 
 def _frames(data: Any) -> pd.DataFrame | dict[str, pd.DataFrame]:
@@ -228,7 +286,7 @@ def _client_of(
 
     if client is not None:
         return client
-    plain = list(dict.fromkeys(g.columns[0] for g in terms.groups if len(g.columns) == 1))
+    plain = list(dict.fromkeys(g.columns[0] for g in terms.all_groups if len(g.columns) == 1))
     if not isinstance(data, pd.DataFrame):
         frames = list(data.values())
         absent = [name for name in plain if any(name not in rows for rows in frames)]
@@ -276,48 +334,152 @@ def _federation(coding: Coding, clients: Mapping[str, pd.DataFrame]) -> Federati
     return Federation.from_arrays(own, client_dim=coding.client)
 
 
-def _outcome(coding: Coding, family: str, federation: Federation) -> Outcome:
-    """Compute the constants of the outcome, from sums."""
+def _check_outcome(coding: Coding, kind: Family, federation: Federation) -> None:
+    """Raise FormulaError for an outcome that the family does not have."""
     name = coding.outcome
     if name in _RESERVED:
         raise FormulaError(
             f"the outcome cannot have the name {name!r}, which a field of the predictors has: rename it"
         )
-    binary = bool(((federation[name] == 0) | (federation[name] == 1)).all())
-    if ("trials" in federation.fields) != (family == "binomial"):
+    values = federation[name]
+    binary = bool(((values == 0) | (values == 1)).all())
+    if ("trials" in federation.fields) != kind.trials:
         remedy = "; for outcomes of 0 and 1 take 'bernoulli'" if binary else ""
         raise FormulaError(
-            f"family {family!r}: the binomial family, and only it, has an outcome p(y, n), successes y of n trials"
-            f"{remedy}"
+            f"family {kind.name!r}: the binomial families, and only they, have an outcome p(y, n), successes y of n "
+            f"trials{remedy}"
         )
-    if binary and family == "gaussian":
+    wrong = ~VALUES[kind.values](values)
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        raise FormulaError(
+            f"family {kind.name!r} has outcomes that are {kind.values}: client "
+            f"{federation.names[int(federation.owner[row])]!r} has {name} = {float(values[row]):.4g}"
+        )
+    if binary and kind.name == "gaussian":
         warnings.warn(
             f"the outcome {name!r} is 0 or 1 in all rows, and the family is 'gaussian': family='bernoulli' has "
             "probabilities and log odds",
             stacklevel=3,
         )
-    offset = float(moments(federation, "offset")[0]) if coding.offset else 0.0
+    if kind.categories and len(coding.levels[name]) < 2:
+        raise FormulaError(f"the outcome {name!r} is the same in all rows: it has one category")
+    if kind.thresholds and coding.kinds[name] == "text":
+        raise FormulaError(
+            f"the outcome {name!r} is text, which has no order: make it an ordered categorical, "
+            "pd.Categorical(..., categories=[...], ordered=True), or numbers"
+        )
+    if kind.thresholds and not coding.intercept:
+        raise FormulaError(
+            f"family {kind.name!r} has thresholds in place of the intercept: leave 0 + out"
+        )
+
+
+def _location(coding: Coding, kind: Family, federation: Federation) -> tuple[float, float]:
+    """Return the centre of the outcome, on the scale of the predictor, and its unit, from sums."""
+    name = coding.outcome
+    if kind.of_log:
+        federation = replace(federation, fields={name: federation[name].log()})
     mean, sd = (float(value) for value in moments(federation, name))
-    link = FAMILIES[family].link
-    if link == "identity":
+    if kind.standardised:
         if not sd > 0:
             raise FormulaError(
                 f"the outcome {name!r} is the same in all rows, or overflows: a model needs an outcome that varies"
             )
-        loc = _to_digits(mean - offset, sd) if coding.intercept else 0.0
-        intercept = "dist.Normal(0.0, 2.5)" if coding.intercept else None
-        return Outcome(name, loc, _to_seven_digits(sd), intercept, coding.offset)
-    centre = 0.0 if link == "logit" or mean <= 0 else math.log(mean)
-    prior = f"dist.Normal({_to_seven_digits(centre - offset)}, {1.5 if link == 'logit' else 2.5})"
-    return Outcome(name, 0.0, 1.0, prior if coding.intercept else None, coding.offset)
+        return mean, _to_seven_digits(sd)
+    return 0.0 if kind.link == "logit" or mean <= 0 else math.log(mean), 1.0
+
+
+def _predictors(
+    coding: Coding,
+    kind: Family,
+    federation: Federation,
+    priors: Mapping[str, Any],
+    at: float,
+    unit: float,
+) -> list[Predictor]:
+    """Return the linear predictors: of the mean, or of each category but the first, and of parameters.
+
+    Args:
+        coding: the agreed coding.
+        kind: the family.
+        federation: the coded rows.
+        priors: the user's, by name.
+        at: the centre of the outcome on the scale of the predictor.
+        unit: the unit of the outcome.
+    """
+    of_mean = {"mean": ""}
+    if kind.categories and not kind.thresholds:
+        others = coding.levels[coding.outcome][1:]
+        of_mean = {f"mean_{i}": f"mu{level}" for i, level in enumerate(others, start=1)}
+    found = [
+        _predictor(name, key, None, coding, kind, federation, priors, at, unit)
+        for name, key in of_mean.items()
+    ]
+    for name, part in coding.parameters.items():
+        centre = math.log(unit) if kind.parameters[name].in_units else 0.0
+        found.append(
+            _predictor(
+                name, name, kind.parameters[name], part, kind, federation, priors, centre, 1.0
+            )
+        )
+    return found
+
+
+def _predictor(
+    name: str,
+    key: str,
+    parameter: Parameter | None,
+    coding: Coding,
+    kind: Family,
+    federation: Federation,
+    priors: Mapping[str, Any],
+    at: float,
+    unit: float,
+) -> Predictor:
+    """Return one linear predictor; arguments as for :func:`_predictors`."""
+    fields, prefix = f"{name}." if parameter else "", f"{key}_" if key else ""
+    link = parameter.link if parameter else kind.link
+    offset = f"{fields}offset" if coding.offset else None
+    centre = at - (float(moments(federation, offset)[0]) if offset else 0.0)
+    standardised = kind.standardised and parameter is None
+    loc = _to_digits(centre, unit) if standardised and coding.intercept else 0.0
+    prior = "dist.Normal(0.0, 2.5)"
+    if not standardised:
+        prior = f"dist.Normal({_to_seven_digits(centre)}, {1.5 if link == 'logit' else 2.5})"
+    has_intercept = coding.intercept and not (kind.thresholds and parameter is None)
+    narrow = parameter is not None or link == "logit"
+    common = _columns(
+        federation, f"{fields}X", prefix, coding.common, coding.intercept, narrow=narrow
+    )
+    return Predictor(
+        name=name,
+        key=key,
+        prefix=prefix,
+        field=f"{fields}X",
+        link=parameter.link if parameter else None,
+        loc=loc,
+        scale=unit,
+        intercept=prior if has_intercept else None,
+        offset=offset,
+        common=common,
+        groups=_groups(coding, federation, priors, fields, key, prefix),
+    )
 
 
 def _columns(
-    federation: Federation, name: str, terms: list[Any], centred: bool, *, logit: bool = False
+    federation: Federation,
+    name: str,
+    prefix: str,
+    terms: list[Any],
+    centred: bool,
+    *,
+    narrow: bool = False,
 ) -> Columns:
     """Compute the means and standard deviations of some terms' columns, from sums.
 
-    With the logit link the prior standard deviation of the effects of categories is 1 in the data's units.
+    With narrow priors, on the scale of log odds, the prior standard deviation of the effects of categories is 1 in the
+    data's units.
     """
     columns = [(str(label), term) for term in terms for label in term.labels]
     if not columns:
@@ -332,16 +494,22 @@ def _columns(
     means = tuple(_to_digits(m, s) if centred else 0.0 for m, s in zip(mean, sd, strict=True))
     sds = tuple(map(_to_seven_digits, sd))
     prior_sd = [2.5] * len(sds)
-    if logit:
+    if narrow:
         of_categories = [all(c.kind == "categoric" for c in t.components) for _, t in columns]
         prior_sd = [s if own else 1.0 for s, own in zip(sds, of_categories, strict=True)]
-    return Columns(tuple(label for label, _ in columns), means, sds, tuple(prior_sd))
+    labels = tuple(f"{prefix}{label}" for label, _ in columns)
+    return Columns(labels, means, sds, tuple(prior_sd))
 
 
 def _groups(
-    coding: Coding, federation: Federation, priors: Mapping[str, Any]
+    coding: Coding,
+    federation: Federation,
+    priors: Mapping[str, Any],
+    fields: str,
+    predictor: str,
+    prefix: str,
 ) -> list[GroupColumns]:
-    """Return the groups' effects.
+    """Return the groups' effects of a predictor.
 
     Predictors of correlated effects are centred, unless the user gives the prior of the intercepts' scale, which refers
     to predictors at 0.
@@ -351,29 +519,49 @@ def _groups(
         exprs = coding.expressions(group)
         slopes = [expr for expr in exprs if expr.kind != "intercept"]
         intercept = len(slopes) < len(exprs)
-        own = f"1|{group.factor}_sigma" in priors
+        own = f"{prefix}1|{group.factor}_sigma" in priors
         centred = group.correlated and intercept and not own
-        columns = _columns(federation, f"X|{key}", slopes, centred)
+        field = f"{fields}X|{key}"
+        columns = _columns(federation, field, prefix, slopes, centred)
         within = coding.client in group.columns
-        place = "client" if group.columns == [coding.client] else "within" if within else "global"
-        levels = coding.count_levels(group.factor)
         found.append(
-            GroupColumns(group.factor, key, intercept, columns, group.correlated, place, levels)
+            GroupColumns(
+                factor=group.factor,
+                key=f"{predictor}.{key}" if predictor else key,
+                field=field,
+                names=(f"{prefix}1",) * intercept + columns.labels,
+                columns=columns,
+                correlated=group.correlated,
+                place="client"
+                if group.columns == [coding.client]
+                else "within"
+                if within
+                else "global",
+                levels=coding.count_levels(group.factor),
+            )
         )
     return found
 
 
-def _names(common: Columns, groups: list[GroupColumns], family: str, coding: Coding) -> list[str]:
+def _names(
+    predictors: Sequence[Predictor], parameters: Mapping[str, Any], kind: Family, coding: Coding
+) -> list[str]:
     """Return the names of the model's variables in the data's units; raise FormulaError for a name used twice."""
-    names = ["Intercept"] * coding.intercept + [*common.labels, *FAMILIES[family].parameters]
-    for group in groups:
-        names += [f"{name}|{group.factor}_sigma" for name in group.names]
-    fields = [coding.outcome, *(group.factor for group in groups if group.place != "client")]
+    others = [*parameters] + ["threshold"] * kind.thresholds
+    names, fields = list[str](), [coding.outcome]
+    for predictor in predictors:
+        names += [f"{predictor.prefix}Intercept"] * (predictor.intercept is not None)
+        names += [*predictor.common.labels, *others]
+        others = []
+        for group in predictor.groups:
+            names += [f"{name}|{group.factor}_sigma" for name in group.names]
+            fields += [group.factor] * (group.place != "client")
     twice = next((name for name in names if [*names, coding.outcome].count(name) > 1), None)
-    twice = twice or next((name for name in fields[1:] if name == coding.outcome), None)
+    twice = twice or next((n for n in fields[1:] if n in (coding.outcome, *_RESERVED)), None)
     if twice is not None:
         raise FormulaError(
-            f"the name {twice!r} is used twice (by a parameter of the {family} family, or a column): rename the column"
+            f"the name {twice!r} is used twice (by a parameter of the {kind.name} family, or a column): rename the "
+            "column"
         )
     return names
 

@@ -2,23 +2,20 @@
 
 import re
 
-_SPLINE = "store the columns of the basis in the data, computed with the same knots everywhere, and add them"
+_SPLINE = "give the knots, as in bs(x, knots=c(1.0, 2.0), lower_bound=0.0, upper_bound=4.0)"
 _IN_PYRO = "write the model in Pyro"
 REMEDIES = {
     # behind the outcome
-    "se": f"{_IN_PYRO}, with the known standard errors as the scale of the outcome's distribution",
-    "cens": "take models.weibull_survival or models.Cox for censored times",
     "trunc": f"{_IN_PYRO}, with a truncated distribution of the outcome",
-    "weights": "repeat each row as often as its weight says",
     "rate": "add offset(log(n))",
     "mi": "leave out the rows in which it is missing",
     # terms
     "mo": "write C(level) for an effect of each level",
-    "cs": "ordinal outcomes have no formula: take models.OrderedLogistic",
+    "cs": f"the effects are the same for all categories of family 'cumulative'; else {_IN_PYRO}",
     "me": f"{_IN_PYRO}, with the measured covariate as an observation of the true one",
     "gp": "take models.GaussianProcess",
-    **dict.fromkeys(("s", "t2", "te", "ti", "bs", "ns", "cr"), _SPLINE),
-    "poly": "write x + I(x**2)",
+    **dict.fromkeys(("s", "ns", "cr"), _SPLINE),
+    **dict.fromkeys(("t2", "te", "ti"), "write bs(x, knots=...):z, or take models.GaussianProcess"),
     **dict.fromkeys(
         ("ar", "ma", "arma", "lag", "car", "sar"), "store the lagged values as a column"
     ),
@@ -33,18 +30,35 @@ _TRANSLATIONS = {
     r"\|\s*[^\W\d]\w*\s*\|": "|",  # (1 |id| g): an id matters only where two terms have it
     r"\b(?:as\.)?factor\(": "C(",
     r"\^": "**",
+    r"\bTRUE\b": "True",
+    r"\bFALSE\b": "False",
+    r"Boundary\.knots\s*=\s*c\(([^,)]*),([^,)]*)\)": r"lower_bound=\1, upper_bound=\2",
     r"^\s*cbind\(\s*(\w+)\s*,\s*(\w+)\s*-\s*\1\s*\)": r"p(\1, \2)",
 }
+_CALLS_OF_BRMS = r"\s*(?:bf|brmsformula)\((.*)\)\s*"
+_PARTS = r"[\n;,]\s*(?=[^\W\d]\w*\s*~)"
 _REFUSALS = {
-    r"^\s*(bf|brmsformula)\(|\)\s*,": "a formula has one part: predictors of sigma or of other parameters have no "
-    f"formula; {_IN_PYRO}",
     r"%\w*%": "write x:kind for an interaction and (1 | g/h) for nested groups",
     r"[~+(]\s*\.\s*([-+|)]|$)": "write the names of the columns in place of the dot",
     r"\)\s*\[": "leave [, 1] out: functions here return one column",
     r"^\s*\w+\s*/\s*\w+\s*~": "write p(a, n) or a | trials(n) for a successes of n trials, with family='binomial'",
-    r"^\s*(as\.)?factor\(": "name the level that is 1, as in kind[\"yes\"] ~ x, with family='bernoulli'",
+    r"^\s*(as\.)?factor\(": "name the level that is 1, as in kind[\"yes\"] ~ x, with family='bernoulli', or write the "
+    "column alone, with family='categorical'",
     r"\|\s*([^\W\d]\w*)\s*\|.*\|\s*\1\s*\|": "two terms with one id are correlated: write one, as in (1 + x | g)",
 }
+
+
+def parts_of(text: str) -> list[str]:
+    r"""Return the parts of a formula, each with its own ``~``: those after the first are of parameters.
+
+    Example:
+        >>> from bayesfed.formulas.habits import parts_of
+        >>> parts_of("bf(y ~ x + (1 | g), sigma ~ z)"), parts_of("y ~ x +\n z\n sigma ~ 1")
+        (['y ~ x + (1 | g)', 'sigma ~ z'], ['y ~ x + z', 'sigma ~ 1'])
+    """
+    call = re.fullmatch(_CALLS_OF_BRMS, text, re.DOTALL)
+    parts = re.split(_PARTS, (text if call is None else call[1]).strip())
+    return [" ".join(part.split()) for part in parts]
 
 
 def translate(text: str) -> str:

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bayesfed.formulas.families import Family
+from bayesfed.formulas.families import IMPORTS
 
 HEAD = """\
 import pyro
 import pyro.distributions as dist
 import torch
-
+{}
 
 def model(federation):
 """
@@ -53,8 +53,9 @@ class GroupColumns:
 
     Attributes:
         factor: ``g``.
-        key: the factor, with a number if it has several groups.
-        intercept: its first effect is that of the intercept.
+        key: the factor, with a number if it has several groups, after the name of its predictor.
+        field: the field of its columns.
+        names: the names of its effects: that of the intercept, if there is one, and the columns.
         columns: the columns of the other effects.
         correlated: see :class:`~bayesfed.formulas.terms.Group`.
         place: ``"client"``, the factor is the client; ``"within"``, levels within a client; ``"global"``.
@@ -63,113 +64,170 @@ class GroupColumns:
 
     factor: str
     key: str
-    intercept: bool
+    field: str
+    names: tuple[str, ...]
     columns: Columns
     correlated: bool
     place: str
     levels: int = 1
 
     @property
-    def names(self) -> list[str]:
-        """The names of the effects: ``"1"`` and the columns."""
-        return ["1"] * self.intercept + list(self.columns.labels)
+    def intercept(self) -> bool:
+        """Its first effect is that of the intercept."""
+        return len(self.names) > len(self.columns.labels)
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A linear predictor, of the outcome's mean or of another parameter, see :mod:`bayesfed.formulas.program`.
+
+    Attributes:
+        name: ``"mean"``, or the name of the parameter.
+        key: the part of names of sites and variables that distinguishes it from others; empty for the mean.
+        prefix: of the names in the results.
+        field: of its columns.
+        link: of the parameter; None for the mean, whose inverse link is in the likelihood.
+        loc: the centre of the predictor, in the data's units.
+        scale: its unit.
+        intercept: the code of the prior of its standardised intercept.
+        offset: the field of its offset.
+        common: columns of the common terms.
+        groups: the groups' effects.
+    """
+
+    name: str
+    key: str
+    prefix: str
+    field: str
+    link: str | None
+    loc: float
+    scale: float
+    intercept: str | None
+    offset: str | None
+    common: Columns
+    groups: Sequence[GroupColumns]
+
+    def variable(self, name: str) -> str:
+        """Return a name of a variable that no other predictor has."""
+        return re.sub(r"\W", "_", f"{name}_{self.key}") if self.key else name
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The name of the outcome and the constants of its prior, see :mod:`bayesfed.formulas.program`."""
+    """The outcome and its distribution.
+
+    Attributes:
+        name: the site.
+        likelihood: the code of the distribution.
+        parameters: name of a parameter that has no predictor to the code of its default prior, and its unit.
+        categories: the number of categories, or 0.
+        weighted: rows have weights.
+    """
 
     name: str
-    loc: float
-    scale: float
-    intercept: str | None
-    offset: bool
+    likelihood: str
+    parameters: Mapping[str, tuple[str, float]]
+    categories: int = 0
+    weighted: bool = False
 
 
 @dataclass
 class _Code:
-    """Lines of code outside and inside the clients plate and inside that of observations, and terms of the mean."""
+    """Lines of code outside and inside the clients plate and inside that of observations, and terms of a predictor."""
 
     outside: list[str] = field(default_factory=list)
     inside: list[str] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)
     sum: list[str] = field(default_factory=list)
+    suffixes: list[str] = field(default_factory=list)
 
 
 def program_code(
-    title: str,
-    family: Family,
-    outcome: Outcome,
-    common: Columns,
-    groups: Sequence[GroupColumns],
-    priors: Mapping[str, str],
+    title: str, outcome: Outcome, predictors: Sequence[Predictor], priors: Mapping[str, str]
 ) -> str:
     """Write the code of the program.
 
     Args:
         title: its docstring.
-        family: the likelihood.
-        outcome: name and constants of the outcome.
-        common: columns of the common terms.
-        groups: the groups' effects.
+        outcome: its name and distribution.
+        predictors: of the mean and of other parameters; of several categories, one for each but the first.
         priors: name in the data's units to the code of a prior that replaces the default.
     """
     code = _Code()
-    if outcome.intercept is not None:
-        _intercept(code, outcome, priors)
-    if common.labels:
-        _common(code, outcome, common, priors)
-    elif outcome.intercept is not None:
-        _intercept_in_units(code, outcome, common)
-    _parameters(code, family, outcome, priors)
-    suffixes: list[str] = []
-    for group in groups:
-        suffix = re.sub(r"\W", "_", group.key)
-        while suffix in suffixes:
-            suffix += "_"
-        suffixes.append(suffix)
-        _group(code, outcome, group, suffix, priors)
-    predictor = " + ".join(code.sum)
-    mean = predictor if outcome.scale == 1 else f"{_n(outcome.scale)} * ({predictor})"
-    mean = mean if outcome.loc == 0 else f"{_n(outcome.loc, EXACT)} + {mean}"
-    mean += ' + obs["offset"]' * outcome.offset
-    observed = _sample(outcome.name, f"{family.likelihood}, obs=obs.get({_q(outcome.name)})")
+    for place, predictor in enumerate(predictors):
+        _effects(code, predictor, priors)
+        if place == 0:
+            _parameters(code, outcome, predictor.common, priors)
+        for group in predictor.groups:
+            _group(code, predictor, group, priors)
+        _linear_predictor(code, predictor)
+    if "logits," in outcome.likelihood:
+        names = [predictor.name for predictor in predictors if predictor.link is None]
+        code.rows.append(f"logits = [torch.zeros_like({names[0]}), {', '.join(names)}]")
+    observed = _sample(outcome.name, f"{outcome.likelihood}, obs=obs.get({_q(outcome.name)})")
+    if outcome.weighted:
+        code.rows.append('with pyro.poutine.scale(scale=obs["weights"]):')
+        observed = INDENT + observed
     lines = [f'"""{title}"""', *code.outside, "with federation.clients():"]
     inner = [*code.inside, "with federation.observations() as obs:"]
-    rows = [*code.rows, f"mean = {mean}", observed]
-    lines += [INDENT + line for line in inner] + [2 * INDENT + line for line in rows]
-    return HEAD + "".join(f"{INDENT}{line}\n" for line in lines)
+    lines += [INDENT + line for line in inner]
+    lines += [2 * INDENT + line for line in (*code.rows, observed)]
+    body = "".join(f"{INDENT}{line}\n" for line in lines)
+    imports = [f"from {m} import {n}\n" for n, m in IMPORTS.items() if f"{n}(" in body]
+    return HEAD.format("".join(imports)) + body
 
 
-def _intercept(code: _Code, outcome: Outcome, priors: Mapping[str, str]) -> None:
+def _effects(code: _Code, predictor: Predictor, priors: Mapping[str, str]) -> None:
+    """Write the standardised intercept and slopes of a predictor, and those in the data's units."""
+    if predictor.intercept is not None:
+        _intercept(code, predictor, priors)
+    if predictor.common.labels:
+        _common(code, predictor, priors)
+    elif predictor.intercept is not None:
+        _intercept_in_units(code, predictor)
+
+
+def _linear_predictor(code: _Code, predictor: Predictor) -> None:
+    """Write the sum of the terms of a predictor, and the inverse link of a parameter."""
+    total = " + ".join(code.sum) or "torch.zeros(())"
+    code.sum.clear()
+    value = total if predictor.scale == 1 else f"{_n(predictor.scale)} * ({total})"
+    value = value if predictor.loc == 0 else f"{_n(predictor.loc, EXACT)} + {value}"
+    if predictor.offset is not None:
+        value += f" + obs[{_q(predictor.offset)}]"
+    if predictor.link is not None:
+        value = f"({value}){'.exp()' if predictor.link == 'log' else '.sigmoid()'}"
+    code.rows.append(f"{predictor.name} = {value}")
+
+
+def _intercept(code: _Code, predictor: Predictor, priors: Mapping[str, str]) -> None:
     """Write the standardised intercept; a user's prior is that of the outcome with the predictors at their means."""
-    value = _sample("_intercept", priors.get("Intercept", outcome.intercept))
-    if "Intercept" in priors:
-        shifted = f"({value} - {_n(outcome.loc, EXACT)})" if outcome.loc else value
-        value = _over(shifted, outcome.scale)
-    code.outside.append(f"intercept = {value}")
-    code.sum.append("intercept")
+    name, variable = f"{predictor.prefix}Intercept", predictor.variable("intercept")
+    value = _sample(f"_{variable}", priors.get(name, predictor.intercept))
+    if name in priors:
+        shifted = f"({value} - {_n(predictor.loc, EXACT)})" if predictor.loc else value
+        value = _over(shifted, predictor.scale)
+    code.outside.append(f"{variable} = {value}")
+    code.sum.append(variable)
 
 
-def _common(code: _Code, outcome: Outcome, common: Columns, priors: Mapping[str, str]) -> None:
+def _common(code: _Code, predictor: Predictor, priors: Mapping[str, str]) -> None:
     """Write the standardised slopes of the common terms, and the slopes and the intercept in the data's units."""
-    units = [outcome.scale / sd for sd in common.sd]
+    common, beta = predictor.common, predictor.variable("beta")
+    x = "x" if predictor.field == "X" else predictor.variable("x")
+    units = [predictor.scale / sd for sd in common.sd]
+    prior = "dist.Normal(torch.zeros({}), {})"
     lines, by_default = _vector(
-        "beta",
-        "_beta",
-        common.labels,
-        "dist.Normal(torch.zeros({}), {})",
-        common.prior_sd,
-        units,
-        priors,
+        beta, f"_{beta}", common.labels, prior, common.prior_sd, units, priors
     )
     code.outside += lines
-    if outcome.intercept is not None:
-        _intercept_in_units(code, outcome, common)
+    if predictor.intercept is not None:
+        _intercept_in_units(code, predictor)
     for k in by_default:
-        code.outside.append(_named(common.labels[k], _times(units[k], f"beta[..., {k}]")))
-    code.rows.append(f"x = {_standardised('X', common)}")
-    code.sum.append("(beta * x).sum(-1)")
+        code.outside.append(_named(common.labels[k], _times(units[k], f"{beta}[..., {k}]")))
+    standardised = f"{x} = {_standardised(predictor.field, common)}"
+    code.rows += [standardised] * (standardised not in code.rows)
+    code.sum.append(f"({beta} * {x}).sum(-1)")
 
 
 def _vector(
@@ -201,37 +259,50 @@ def _vector(
     return lines, by_default
 
 
-def _intercept_in_units(code: _Code, outcome: Outcome, common: Columns) -> None:
+def _intercept_in_units(code: _Code, predictor: Predictor) -> None:
     """Write the intercept in the data's units."""
-    value = "intercept"
-    if any(common.mean):
-        ratios = _t([m / s for m, s in zip(common.mean, common.sd, strict=True)])
-        value = f"intercept - (beta * {ratios}).sum(-1)"
-    if outcome.scale != 1:
-        value = f"{_n(outcome.scale)} * ({value})"
-    if outcome.loc != 0:
-        value = f"{_n(outcome.loc, EXACT)} + {value}"
-    code.outside.append(_named("Intercept", value))
+    value, beta = predictor.variable("intercept"), predictor.variable("beta")
+    if any(predictor.common.mean):
+        value = f"{value} - ({beta} * {_ratios(predictor.common)}).sum(-1)"
+    if predictor.scale != 1:
+        value = f"{_n(predictor.scale)} * ({value})"
+    if predictor.loc != 0:
+        value = f"{_n(predictor.loc, EXACT)} + {value}"
+    code.outside.append(_named(f"{predictor.prefix}Intercept", value))
 
 
-def _parameters(code: _Code, family: Family, outcome: Outcome, priors: Mapping[str, str]) -> None:
-    """Write the parameters of the family."""
-    for name, default in family.parameters.items():
-        scale = outcome.scale if name in family.in_units else 1.0
+def _ratios(common: Columns) -> str:
+    """Write the columns' means in standard deviations."""
+    return _t([m / s for m, s in zip(common.mean, common.sd, strict=True)])
+
+
+def _parameters(code: _Code, outcome: Outcome, common: Columns, priors: Mapping[str, str]) -> None:
+    """Write the parameters of the family that have no predictor, and the thresholds between categories."""
+    for name, (default, scale) in outcome.parameters.items():
         if name in priors or scale == 1:
             code.outside.append(f"{name} = {_sample_named(name, priors.get(name, default))}")
         else:
             code.outside.append(f"{name} = {_n(scale)} * {_sample(f'_{name}', default)}")
             code.outside.append(_named(name, name))
+    if "cutpoints" in outcome.likelihood:
+        uniform = f"dist.Dirichlet(torch.ones({outcome.categories}))"
+        prior = f"dist.TransformedDistribution({uniform}, [SimplexToOrderedTransform()])"
+        code.outside.append(f"cutpoints = {_sample('_cutpoints', prior)}")
+        shift = f" + (beta * {_ratios(common)}).sum(-1, keepdim=True)" * any(common.mean)
+        code.outside.append(_named("threshold", f"cutpoints{shift}"))
 
 
 def _group(
-    code: _Code, outcome: Outcome, group: GroupColumns, suffix: str, priors: Mapping[str, str]
+    code: _Code, predictor: Predictor, group: GroupColumns, priors: Mapping[str, str]
 ) -> None:
     """Write a group's scales τ and effects u ~ Normal(0, τ), or if correlated Normal(0, diag(τ) L Lᵀ diag(τ))."""
-    tau, u, of = f"tau_{suffix}", f"u_{suffix}", f"|{group.factor}"
+    suffix = re.sub(r"\W", "_", group.key)
+    while suffix in code.suffixes:
+        suffix += "_"
+    code.suffixes.append(suffix)
+    tau, u, of, unit = f"tau_{suffix}", f"u_{suffix}", f"|{group.factor}", predictor.scale
     names = group.names
-    units = [outcome.scale] * group.intercept + [outcome.scale / sd for sd in group.columns.sd]
+    units = [unit] * group.intercept + [unit / sd for sd in group.columns.sd]
     _scales(code, group, tau, units, not any(group.columns.mean), priors)
     where = code.outside if group.place == "global" else code.inside
     levels = () if group.place == "client" else (group.levels,)
@@ -247,7 +318,7 @@ def _group(
         prior = f"dist.MultivariateNormal({zeros}, scale_tril={tril})"
         if levels:
             prior = f"dist.MultivariateNormal({zeros}, scale_tril={tril}.unsqueeze(-3)).to_event(1)"
-        _correlations(code, group, suffix, _units(group, outcome.scale, units), priors)
+        _correlations(code, group, suffix, _units(group, unit, units), priors)
         lines = [f"effects_{suffix} = (units_{suffix} @ {u}.unsqueeze(-1)).squeeze(-1)"]
         effects = [f"effects_{suffix}[..., {k}]" for k in range(len(names))]
     else:
@@ -332,7 +403,7 @@ def _contribution(code: _Code, group: GroupColumns, suffix: str, u: str) -> None
     """Write the terms that a group adds to a row's linear predictor."""
     several, z = len(group.names) > 1, f"z_{suffix}"
     if group.columns.labels:
-        code.rows.append(f"{z} = {_standardised(f'X|{group.key}', group.columns)}")
+        code.rows.append(f"{z} = {_standardised(group.field, group.columns)}")
     own, index = u, f"obs[{_q(group.factor)}].long()"
     if group.place == "global":
         own = f"own_{suffix}"

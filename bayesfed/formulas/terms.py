@@ -1,23 +1,27 @@
 """A parsed formula: its outcome, its common terms and its groups. The package formulae parses it."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from bayesfed.data.optional import import_optional
-from bayesfed.formulas.habits import REMEDIES, translate
+from bayesfed.formulas.habits import REMEDIES, parts_of, translate
 
-STATEFUL = ("center", "scale", "standardize")
+STATEFUL = ("center", "scale", "standardize", "poly", "bs")
 """Functions of all rows together, computed from sums over the clients."""
+BEHIND = ("weights", "cens", "se")
+"""Functions of a column behind the outcome, ``y | weights(w) ~``, beside ``trials(n)``."""
 CATEGORIES = ("C", "S", "T")
 """Functions that make categories of a column."""
 PROPORTIONS = ("p", "prop", "proportion")
 _OF_R = {
     name: getattr(np, name) for name in ("exp", "log", "log1p", "log2", "log10", "sqrt", "abs")
 }
-_OWN = (*STATEFUL, *CATEGORIES, "I", "offset")
+_OWN = (*STATEFUL, *CATEGORIES, "I", "offset", "c")
 NAMESPACE = {"np": np, **_OF_R}
 """The names that a formula may use in addition to formulae's own functions."""
 
@@ -54,11 +58,20 @@ class Terms:
         text: the formula.
         model: the model of formulae.
         groups: its group-specific terms, grouped as in the text.
+        behind: function behind the outcome, one of :data:`BEHIND`, to its column.
+        parameters: the predictors of further parameters by their names, as formulas with the same outcome.
     """
 
     text: str
     model: Any
     groups: tuple[Group, ...]
+    behind: Mapping[str, str] = field(default_factory=dict)
+    parameters: Mapping[str, Terms] = field(default_factory=dict)
+
+    @property
+    def all_groups(self) -> list[Group]:
+        """The groups of all predictors."""
+        return [group for part in (self, *self.parameters.values()) for group in part.groups]
 
     @property
     def outcome(self) -> Any:
@@ -72,9 +85,14 @@ class Terms:
         found = (getattr(term, "components", []) for term in (*self.model.common_terms, *exprs))
         return [component for components in found for component in components]
 
+    @property
+    def all_components(self) -> list[Any]:
+        """The components of all predictors."""
+        return [c for part in (self, *self.parameters.values()) for c in part.components]
+
 
 def parse(text: str) -> Terms:
-    """Parse a formula.
+    """Parse a formula, which may have further lines with the predictors of parameters, ``sigma ~ x``.
 
     Raises:
         FormulaError: it cannot be parsed, or uses something unsupported.
@@ -85,7 +103,21 @@ def parse(text: str) -> Terms:
         >>> terms = parse("y ~ x + (1 + x | g) + (1 | item)")
         >>> [(group.factor, [term.name for term in group.terms], group.correlated) for group in terms.groups]
         [('g', ['1|g', 'x|g'], True), ('item', ['1|item'], False)]
+        >>> list(parse("y ~ x; sigma ~ z").parameters)
+        ['sigma']
     """
+    first, *others = parts_of(text)
+    outcome, parameters = first.partition("~")[0], dict[str, Terms]()
+    for part in others:
+        name, _, predictor = part.partition("~")
+        if name.strip() in parameters:
+            raise FormulaError(f"{name.strip()} has two predictors: write one")
+        parameters[name.strip()] = _parse(f"{outcome}~{predictor}")
+    return replace(_parse(first), parameters=parameters)
+
+
+def _parse(text: str) -> Terms:
+    """Parse a formula of one predictor."""
     parse_tokens, resolve, scan = (
         getattr(import_optional(f"formulae.{name.lower()}", "'bayesfed[formulas]'"), name)
         for name in ("Parser", "Resolver", "Scanner")
@@ -101,7 +133,7 @@ def parse(text: str) -> Terms:
             remedy = ": write a group in parentheses, as in (x | g)" * (where == "|")
             raise FormulaError(f"formula {text!r} cannot be read from {where!r} on{remedy}")
         _check_powers(tree)
-        _as_proportion(tree)
+        behind = _behind_outcome(tree)
         model = resolve(tree).resolve()
         groups = [group for pipe in _pipes(tree.right) for group in _groups(pipe, double)]
     except FormulaError:
@@ -113,7 +145,7 @@ def parse(text: str) -> Terms:
                 "the outcome is one column, a function of it such as log(y) or I(y / n), or p(y, n)"
             )
         raise FormulaError(f"formula {text!r} cannot be read: {reason}") from None
-    terms = Terms(text, model, tuple(groups))
+    terms = Terms(text, model, tuple(groups), behind)
     _check(terms)
     return terms
 
@@ -130,22 +162,37 @@ def _single_pipes(tokens: list[Any]) -> tuple[list[Any], set[int]]:
     return kept, double
 
 
-def _as_proportion(tree: Any) -> None:
-    """Turn ``y | trials(n) ~``, the notation of brms, into ``p(y, n) ~``."""
+def _behind_outcome(tree: Any) -> dict[str, str]:
+    """Take what is behind the outcome out of a tree, ``y | weights(w) ~``; ``y | trials(n) ~`` becomes ``p(y, n) ~``.
+
+    Returns:
+        Function to column.
+    """
     from formulae.expr import Binary, Call, Variable
     from formulae.token import Token
 
-    left = tree.left
+    left, found = tree.left, dict[str, str]()
     if not isinstance(left, Binary) or left.operator.kind != "PIPE":
-        return
-    call = left.right
-    if not isinstance(call, Call) or call.callee.name.lexeme != "trials" or len(call.args) != 1:
+        return found
+    tree.left, parts = left.left, [left.right]
+    while isinstance(parts[0], Binary) and parts[0].operator.kind == "PLUS":
+        parts[:1] = [parts[0].left, parts[0].right]
+    for call in parts:
         name = call.callee.name.lexeme if isinstance(call, Call) else ""
-        remedy = REMEDIES.get(name, "write an exposure as offset(log(n))")
-        raise FormulaError(
-            f"after the outcome only | trials(n) is supported, for the binomial family: {remedy}"
-        )
-    tree.left = Call(Variable(Token("IDENTIFIER", "p")), [left.left, call.args[0]])
+        if name == "trials" and len(call.args) == 1:
+            tree.left = Call(Variable(Token("IDENTIFIER", "p")), [left.left, call.args[0]])
+        elif name in BEHIND and len(call.args) == 1 and isinstance(call.args[0], Variable):
+            found[name] = call.args[0].name.lexeme
+        elif name in BEHIND:
+            raise FormulaError(
+                f"{name}() takes a column and nothing else, as in y | {name}(column) ~ x"
+            )
+        else:
+            remedy = REMEDIES.get(name, "write an exposure as offset(log(n))")
+            raise FormulaError(
+                f"behind the outcome there are trials(n), weights(w), cens(c) and se(s): {remedy}"
+            )
+    return found
 
 
 def _check_powers(tree: Any) -> None:
@@ -231,6 +278,8 @@ def _check_call(call: Any, name: str) -> None:
                 f"{name}: {callee}() takes a column; store {call.args[0]} as a column first"
             )
         return
+    if callee == "bs" and not {"knots", "lower_bound", "upper_bound"} <= call.kwargs.keys():
+        raise FormulaError(f"{name}: {REMEDIES['s']}")
     if not (callee in _OWN or callee in _OF_R or _is_elementwise(callee)):
         remedy = REMEDIES.get(
             callee,
