@@ -38,6 +38,7 @@ from bayesfed.fitting import finish, fit, start, step
 from bayesfed.formulas.formula import formula
 from bayesfed.guides import Flow, FullRank, MeanField
 from bayesfed.output import bounds, metrics
+from bayesfed.output.leave_one_client_out import leave_one_client_out
 from bayesfed.output.loo import loo
 from bayesfed.output.posterior import Posterior
 
@@ -86,6 +87,7 @@ __all__ = [
     "formula",
     "guides",
     "images",
+    "leave_one_client_out",
     "loo",
     "metrics",
     "models",

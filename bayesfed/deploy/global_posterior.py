@@ -12,6 +12,7 @@ from bayesfed.elbo.program import Params
 from bayesfed.engine.stopping.drift import caveat
 from bayesfed.output import khat
 from bayesfed.output.draws import draw_globals
+from bayesfed.output.log_evidence import LogEvidence, estimate_log_evidence
 from bayesfed.output.posterior import Posterior
 
 
@@ -45,6 +46,21 @@ class GlobalPosterior:
         """Pareto k-hat of the weights by which the draws of θ were corrected; None if they were not."""
         mended = self.posterior.correction
         return None if mended is None else mended.khat
+
+    @property
+    def log_evidence(self) -> LogEvidence:
+        """The log evidence of the model, from the weights that corrected q(θ): sums over the institutions.
+
+        Raises:
+            ValueError: q(θ) was not corrected, so that the server has no weights.
+        """
+        mended = self.posterior.correction
+        if mended is None or mended.log_weights is None:
+            raise ValueError(
+                "log_evidence needs the importance weights of a correction, and this fit had none: q(θ) needed none or "
+                "was too poor (khat), the run was private, or the algorithm does not correct: use SFVI()"
+            )
+        return estimate_log_evidence(self.posterior, None)
 
     @property
     def caveat(self) -> str:

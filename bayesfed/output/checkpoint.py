@@ -48,12 +48,14 @@ def save(fitted: Fitted, path: str | Path) -> None:
 
     Tensors are called ``<part>/<name>``. The parts are ``params`` and ``local_params`` (unconstrained; local ones have
     one row per client), ``history`` (one number per round), ``start.globals`` and ``start.locals`` (the coordinates of
-    a guide that is :class:`Placed`: origin and unit ``(2, P)``), ``correction`` (draws in place of q(θ)), ``data`` and
+    a guide that is :class:`Placed`: origin and unit ``(2, P)``), ``correction`` (draws in place of q(θ)),
+    ``correction.weights`` (``log_weights``, the log importance weights from which these were chosen), ``data`` and
     ``program`` (fingerprints by which :func:`load` recognises data, model and guide, see
     :mod:`bayesfed.data.fingerprint` and :mod:`bayesfed.checks.program_fingerprint`). The metadata's entry ``bayesfed``
     is JSON: ``format``, ``version``, ``algorithm`` (see :func:`bayesfed.settings.settings_of`), ``seed``, ``epsilon``,
     ``moving``, ``rising``, ``converged``, ``khat``, ``rhat``, ``ess`` and ``closely`` (of the correction, the last its
-    ``laplace``), ``clients`` and ``sites``.
+    ``laplace``), ``clients``, ``whole`` (numbers of clients and rows of the fit, of which these may be some) and
+    ``sites``.
 
     The file does not hold the data and the model, but the clients' names and local posteriors. Its hashes can confirm a
     guess of a small client's rows: share such a file only with people who may see the data.
@@ -87,6 +89,8 @@ def save(fitted: Fitted, path: str | Path) -> None:
     program, correction = fitted.program, fitted.correction
     if correction is not None:
         parts["correction"] = correction.theta
+        if correction.log_weights is not None:
+            parts["correction.weights"] = {"log_weights": correction.log_weights}
     if isinstance(program.guide, Placed):
         for name, value in program.guide.coordinates().items():
             part = "start.locals" if program.sites[name].local else "start.globals"
@@ -107,6 +111,7 @@ def save(fitted: Fitted, path: str | Path) -> None:
         "correctable": fitted.correctable,
         "resampled": sorted(fitted.resampled),
         "clients": list(fitted.federation.names),
+        "whole": {"clients": program.clients, "rows": program.rows},
         "sites": list(program.sites),
     }
     write_tensors(Path(path), flat(parts), _METADATA, metadata)
@@ -181,14 +186,21 @@ def load(
             f"{path}: predictions of this posterior need the rows of the fit. Load it with them, then predict others"
         )
     _check_program(path, program, federation, other_rows, metadata, parts["program"])
+    program = replace(program, **metadata.get("whole", {}))
 
     def moved(values: Params) -> Params:
         return {name: value.to(federation.device) for name, value in values.items()}
 
     correction = None
     if theta := moved(parts.get("correction", {})):
-        chains = metadata.get("rhat"), metadata.get("ess")
-        correction = Correction(theta, metadata["khat"], metadata.get("closely", False), *chains)
+        correction = Correction(
+            theta,
+            metadata["khat"],
+            metadata.get("closely", False),
+            metadata.get("rhat"),
+            metadata.get("ess"),
+            parts.get("correction.weights", {}).get("log_weights"),
+        )
     return Fitted(
         program=program,
         federation=federation,

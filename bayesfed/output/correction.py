@@ -148,7 +148,34 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
     if not trusted:
         return CorrectionResult(reliable=False)
     theta = z[systematic_resample(weights, len(z))][:, None, None]
-    return CorrectionResult(reliable=True, correction=Correction({GLOBAL: theta}, k, laplace))
+    correction = Correction({GLOBAL: theta}, k, laplace, ess=size, log_weights=log_w)
+    return CorrectionResult(reliable=True, correction=correction)
+
+
+@torch.no_grad()
+@on_cpu()
+def log_weights_around(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Tensor:
+    """Compute log importance weights of draws from a proposal that is fitted to the draws of a correction: ``(S,)``.
+
+    Their mean estimates the evidence of the model for draws that have no weights, such as those of chains.
+
+    Args:
+        fitted: a posterior with a correction, of all clients of the fit.
+        log_weights: as for :func:`correct`.
+
+    Raises:
+        ValueError: the covariance of the draws is singular.
+    """
+    assert fitted.correction is not None
+    program, z = fitted.program, fitted.correction.theta[GLOBAL][:, 0, 0]
+    proposals = Proposals(find_prior_coordinates(program, fitted.params, z))
+    equal = z.new_full((len(z),), 1 / len(z), dtype=torch.float64)
+    if not proposals.add(z, equal, as_prior=False, centres=CENTRES):
+        raise ValueError("the draws of θ have a singular covariance: there is no proposal for them")
+    with noise.seeded(0):
+        new = proposals.sample(DRAWS).to(z.dtype)
+    key, laplace = fitted.key(0, "evidence"), has_block(program) and program.learns_locals
+    return _log_target(fitted, new, key, log_weights, laplace) - proposals.log_prob(new)
 
 
 def _is_posterior(log_weights: Tensor) -> bool:

@@ -29,7 +29,9 @@ class Correction:
         laplace: q(w_i | θ) is a poor approximation, so that clients' variables too are drawn by importance sampling,
             with a Laplace approximation at each draw of θ as proposal: see :mod:`bayesfed.output.evidence`.
         rhat: the largest R-hat of chains, see :mod:`bayesfed.output.chains`; None of importance sampling.
-        ess: the smallest effective number of draws of chains; None of importance sampling.
+        ess: the effective number of the draws; of chains the smallest of all variables.
+        log_weights: the log importance weights of all draws before they were resampled, ``(T,)``, of which the evidence
+            of the model is the mean; None of chains, and of the draws of :meth:`bayesfed.Posterior.without`.
     """
 
     theta: Params
@@ -37,6 +39,7 @@ class Correction:
     laplace: bool = False
     rhat: float | None = None
     ess: float | None = None
+    log_weights: Tensor | None = None
 
     @property
     def count(self) -> int:

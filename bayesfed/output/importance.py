@@ -40,14 +40,44 @@ def pareto_k(log_weights: Tensor) -> float:
     infinity if a few weights are as large as all others together, and 0 if all are equal up to round-off. In single
     precision the log weights of 20,000 rows have only some dozens of values.
     """
-    if effective_sample_size((log_weights - log_weights.max()).exp()) > EQUAL * len(log_weights):
-        return 0.0
+    return _fit_tail(log_weights)[0]
+
+
+def pareto_smooth(log_weights: Tensor) -> tuple[Tensor, float]:
+    """Replace the largest of weights ``(S,)`` by quantiles of the distribution that :func:`pareto_k` fits to them.
+
+    Vehtari, Simpson, Gelman, Yao & Gabry 2024, *Pareto smoothed importance sampling*, section 3. Weights that are equal
+    up to round-off, or too uneven for a fit, are returned as they are; NaN counts as weight 0.
+
+    Returns:
+        Log weights ``(S,)``, and Pareto k.
+    """
+    smooth = log_weights.double().nan_to_num(-torch.inf)
+    k, scale, top = _fit_tail(smooth)
+    if k == 0.0 or math.isinf(k):
+        return smooth, k
+    count, largest = len(top) - 1, smooth.max()
+    below = (torch.arange(count, dtype=smooth.dtype, device=smooth.device) + 0.5) / count
+    quantiles = top[0] + scale * torch.expm1(-k * torch.log1p(-below)) / k
+    smooth[smooth.argsort()[-count:]] = largest + quantiles.log().clamp(max=0.0)
+    return smooth, k
+
+
+def _fit_tail(log_weights: Tensor) -> tuple[float, float, Tensor]:
+    """Return k and scale of a generalised Pareto distribution, and the weights that it is fitted to, threshold first.
+
+    The largest weight is 1.
+    """
+    largest = log_weights.max()
     tail = min(len(log_weights) // 5, math.ceil(3 * len(log_weights) ** 0.5))
-    top = (log_weights - log_weights.max()).sort().values[-tail - 1 :].exp()
+    top = (log_weights - largest).sort().values[-tail - 1 :].exp()
+    if effective_sample_size((log_weights - largest).exp()) > EQUAL * len(log_weights):
+        return 0.0, 0.0, top
     above = top[1:] - top[0]
     if not top.isfinite().all() or not above[tail // 4] > 0:
-        return math.inf
-    return float(fit_generalized_pareto(above.cpu())[0])  # its grid of values lies on the CPU
+        return math.inf, 0.0, top
+    k, scale = fit_generalized_pareto(above.cpu())  # its grid of values lies on the CPU
+    return float(k), float(scale), top
 
 
 def tail_share(log_weights: Tensor, k: float) -> float:

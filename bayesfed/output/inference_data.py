@@ -93,7 +93,7 @@ def data_groups(
         s.name: ("observation",) if s.per_row else ("client",) for s in program.likelihood
     }
     data_dims = {**likelihood_dims, **dict.fromkeys(rows, ("observation",))}
-    observed, params = _data(fitted)
+    observed, params = find_data(fitted)
     covariates = {
         name: _labelled(name, value, ("observation",))
         for name, value in ((name, federation[name]) for name in federation.fields)
@@ -246,7 +246,7 @@ def without_slashes(name: str) -> str:
     return name.replace("/", ":")
 
 
-def _data(fitted: Fitted) -> tuple[dict[str, Tensor], Arrays]:
+def find_data(fitted: Fitted) -> tuple[dict[str, Tensor], Arrays]:
     """Run the model on all rows to find its data and its parameters.
 
     Returns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -11,10 +12,12 @@ from bayesfed.elbo import noise
 from bayesfed.elbo.elbo import log_parts, server_pass
 from bayesfed.elbo.program import Params
 from bayesfed.output.draws import client_chunks, draw_theta
-from bayesfed.output.evidence import EACH
+from bayesfed.output.evidence import EACH, has_block
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.locals_given_theta import evidence_by_laplace, select_draws
 
+OF_GUIDE = 16
+"""Draws of a client's variables from q(w_i | θ) for one of θ, where no Laplace approximation applies."""
 SumLogWeights = Callable[[Fitted, Params, int, Tensor, bool], Tensor]
 """A function like :func:`sum_log_weights`; in a deployment it asks the institutions and adds up their answers."""
 
@@ -63,6 +66,33 @@ def sum_log_weights(
     for chunk in client_chunks(fitted, EACH * count, fitted.federation):
         total += evidence_by_laplace(fitted, theta, count, chunk, key).sum(1)
     return total
+
+
+def log_evidence_of_clients(fitted: Fitted, theta: Params, count: int, key: Tensor) -> Tensor:
+    """Estimate log p(D_i | θ_s) of each client, its own variables integrated out: ``(S, K)``, in double precision.
+
+    By several draws of these from a Laplace approximation at θ_s where that applies, or else from q(w_i | θ_s); exact
+    if clients have no random variables.
+
+    Args:
+        fitted: q of the clients.
+        theta: draws of the guide's global random sites, ``(S, 1, 1, *event)``.
+        count: S.
+        key: noise key.
+    """
+    program, federation = fitted.program, fitted.federation
+    if has_block(program) and program.learns_locals:
+        return torch.cat(
+            [
+                evidence_by_laplace(fitted, theta, count, chunk, key)
+                for chunk in client_chunks(fitted, EACH * count, federation)
+            ],
+            1,
+        )
+    each = OF_GUIDE if program.randomness.keys() - set(program.random) else 1
+    repeated = {name: value.repeat(each, *[1] * (value.ndim - 1)) for name, value in theta.items()}
+    ratios = [p - q for p, q in _client_log_densities(fitted, repeated, each * count, key)]
+    return torch.cat(ratios, 1).unflatten(0, (each, count)).logsumexp(0) - math.log(each)
 
 
 def elbo(

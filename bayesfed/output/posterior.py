@@ -21,8 +21,10 @@ from bayesfed.output.correction import FINITE_VARIANCE, CorrectionResult, correc
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.importance import pareto_k
 from bayesfed.output.log_densities import elbo
+from bayesfed.output.log_evidence import LogEvidence, estimate_log_evidence
 from bayesfed.output.personalize import gather, personalize
 from bayesfed.output.poor_variables import ClientCheck, Distance
+from bayesfed.output.without import leave_out
 from bayesfed.tracing.compiler import Compiler, using
 
 if TYPE_CHECKING:
@@ -79,6 +81,20 @@ class Posterior(Fitted):
         :mod:`bayesfed.output.poor_variables`. :meth:`corrected` draws their variables by importance sampling.
         """
         return self._client_check.poor
+
+    @cached_property
+    def log_evidence(self) -> LogEvidence:
+        """The log evidence log p(D) of the model, with Monte Carlo standard error and k-hat of its importance weights.
+
+        The difference of two is a log Bayes factor. Evidence depends on the priors, however weak they are; both models
+        must have the same rows, and the outcome in the same unit. See :mod:`bayesfed.output.log_evidence`.
+
+        Raises:
+            ValueError: this is the posterior of some of the clients, or it has no importance weights: those of point
+                estimates, particles and private runs, and if the clients have too many rows.
+        """
+        weights = None if self.correction is not None else self._log_weights
+        return estimate_log_evidence(self, weights)
 
     @cached_property
     def _plain(self) -> Posterior:
@@ -175,6 +191,32 @@ class Posterior(Fitted):
                 f"the chains have not mixed: R-hat {chains.rhat:.2f}, {chains.ess:.0f} draws. Write narrower priors"
             )
         return replace(plain, correction=chains.correction()).with_clients_resampled()
+
+    def without(self, *clients: str) -> Posterior:
+        """Return the posterior that the fit would have had without some of the clients.
+
+        Their factors p(D_i | θ) are divided out, by importance weights of the draws of θ; where these are too uneven, θ
+        is drawn again from what the other clients say, with new proposals or chains. :attr:`khat` of the result and its
+        ``correction.ess``, the effective number of draws, say how exact it is. Constants that a formula or the user has
+        computed from all rows, and the estimates of ``pyro.param``, stay as they are.
+
+        Args:
+            *clients: their names.
+
+        Raises:
+            KeyError: a client took no part in the fit.
+            ValueError: this is not the posterior of all clients; the fit has no importance weights; the posterior is
+                too far from that of all clients.
+
+        Example:
+            >>> import bayesfed as bf
+            >>> from bayesfed import datasets, models
+            >>> posterior = bf.fit(models.eight_schools, datasets.eight_schools())
+            >>> others = posterior.without("A")
+            >>> others.khat < 0.7, bool(others.sample()["mu"].mean() < posterior.sample()["mu"].mean())
+            (True, True)
+        """
+        return leave_out(self, clients).with_clients_resampled()
 
     def with_clients_resampled(self) -> Posterior:
         """Return the posterior with the variables of clients drawn by importance sampling where q may be poor."""

@@ -17,10 +17,15 @@ from bayesfed.output.fitted import Fitted
 from bayesfed.output.outcomes import NoSampler
 
 
-def sample_prior(fitted: Fitted, num_samples: int) -> dict[str, Tensor]:
-    """Draw the latent sites from the model alone, by torch's generator: ``(S, *event)`` or ``(S, N, *event)``."""
+def sample_prior(
+    fitted: Fitted, num_samples: int, at: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Draw the latent sites from the model alone, by torch's generator: ``(S, *event)`` or ``(S, N, *event)``.
+
+    With draws of the global sites, ``at``, the clients' variables are drawn from their priors given these.
+    """
     program, federation = fitted.program, fitted.federation
-    common: dict[str, Tensor] = {}
+    common: dict[str, Tensor] = dict(at or {})
     parts: dict[str, list[Tensor]] = {site.name: [] for site in program.locals}
     with torch.no_grad():
         for chunk in client_chunks(fitted, num_samples):

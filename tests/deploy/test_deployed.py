@@ -129,6 +129,12 @@ def test_nodes_look_closely_where_they_are_asked_to(tmp_path, monkeypatch):
     torch.testing.assert_close(found.sample(200)["tau"], draws["tau"], rtol=1e-3, atol=1e-3)
     at_nodes = [posterior.sample(200)["theta"] for posterior in posteriors(nodes)]
     torch.testing.assert_close(torch.cat(at_nodes, 1), draws["theta"], rtol=1e-3, atol=1e-3)
+    assert found.log_evidence.value == pytest.approx(expected.log_evidence.value, abs=0.01)
+    whole = bf.leave_one_client_out(expected, 500).table["elpd"]
+    at_nodes = [bf.leave_one_client_out(own, 500).table["elpd"] for own in posteriors(nodes)]
+    assert sum(map(sum, at_nodes)) == pytest.approx(whole.sum(), abs=0.05)
+    with pytest.raises(ValueError, match="of the fit's 8 clients"):
+        posteriors(nodes)[0].without(posteriors(nodes)[0].federation.names[0])
 
 
 @pytest.mark.slow

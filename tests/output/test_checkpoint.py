@@ -108,6 +108,7 @@ def test_the_layout_of_the_file(tmp_path):
         "start.globals",
         "start.locals",
         "correction",
+        "correction.weights",
         "data",
         "program",
     }

@@ -1,9 +1,16 @@
 """Diagnostics of importance weights."""
 
+import arviz as az
+import numpy as np
 import pytest
 import torch
 
-from bayesfed.output.importance import effective_sample_size, tail_share, truncate_weights
+from bayesfed.output.importance import (
+    effective_sample_size,
+    pareto_smooth,
+    tail_share,
+    truncate_weights,
+)
 
 
 def test_the_share_of_weight_beyond_the_largest():
@@ -30,3 +37,22 @@ def test_weights_are_truncated_at_the_root_of_their_number_times_the_mean():
 def test_a_log_weight_that_is_nan_counts_as_no_weight():
     weights = truncate_weights(torch.tensor([0.0, torch.nan, 0.0]))
     assert weights.tolist() == [0.5, 0.0, 0.5]
+
+
+@pytest.mark.skipif(not az.__version__.startswith("0."), reason="ArviZ 0.2x has psislw")
+@pytest.mark.parametrize("scale", [0.5, 1.0, 2.0])
+def test_smoothed_weights_are_those_of_arviz(scale):
+    log_weights = scale * torch.randn(
+        2000, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+    found, k = pareto_smooth(log_weights)
+    theirs, their_k = az.psislw(log_weights.numpy())
+    assert k == pytest.approx(float(their_k), abs=0.02)
+    np.testing.assert_allclose(found.log_softmax(0).numpy(), theirs, atol=0.03)
+
+
+def test_weights_without_a_tail_are_not_smoothed():
+    equal = torch.full((500,), -3.0)
+    assert torch.equal(pareto_smooth(equal)[0], equal.double())
+    assert pareto_smooth(equal)[1] == 0.0
+    assert pareto_smooth(torch.tensor([0.0] + 499 * [-1000.0]))[1] == float("inf")

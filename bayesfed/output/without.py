@@ -1,0 +1,118 @@
+"""The posterior without some of the clients, from that of all, whose factors p(D_i | θ) are divided out.
+
+    p(θ | D_-i) ∝ p(θ | D) / p(D_i | θ)
+
+Draws of the posterior are weighted by 1 / p(D_i | θ_s), or draws of q by the density of θ and all other clients over
+that of q. If Pareto k-hat shows that these weights are too uneven, θ is drawn again, by importance sampling with new
+proposals (:mod:`bayesfed.output.correction`) or by chains (:mod:`bayesfed.output.chains`), which start at q. Given
+θ the others' variables do not depend on the clients that are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from bayesfed.elbo.elbo import server_pass
+from bayesfed.elbo.handlers import on_cpu
+from bayesfed.elbo.program import Params
+from bayesfed.output import khat
+from bayesfed.output.chains import can_sample, sample_chains
+from bayesfed.output.correction import correct
+from bayesfed.output.fitted import Correction, Fitted
+from bayesfed.output.importance import (
+    effective_sample_size,
+    pareto_smooth,
+    systematic_resample,
+)
+from bayesfed.output.log_densities import log_evidence_of_clients
+
+DRAWS, FEWEST = 4000, 200
+"""Draws of a q(θ) that needed no correction, and the effective number of weighted draws that are enough."""
+F = TypeVar("F", bound=Fitted)
+
+
+@torch.no_grad()
+@on_cpu()
+def leave_out(fitted: F, clients: Sequence[str]) -> F:
+    """Return the posterior of all other clients, see :meth:`bayesfed.Posterior.without`."""
+    check_all_clients(fitted)
+    check_weights(fitted)
+    fitted.check_known(clients)
+    others = [name for name in fitted.federation.names if name not in set(clients)]
+    if not others:
+        raise ValueError(
+            "without: there are no other clients; the posterior without any is the prior"
+        )
+    few = fitted.select(others)
+    theta, log_weights = _weighted_draws(fitted, clients)
+    smooth, k = pareto_smooth(log_weights)
+    weights = smooth.softmax(0)
+    size = effective_sample_size(weights)
+    if fitted.correction is not None and fitted.correction.ess is not None:
+        size *= min(1.0, fitted.correction.ess / len(weights))
+    if k <= khat.limit(len(weights)) and size >= FEWEST:
+        chosen = systematic_resample(weights, len(weights))
+        theta = {name: value[chosen] for name, value in theta.items()}
+        return replace(few, correction=Correction(theta, k, fitted.laplace, ess=size))
+    plain = replace(few, correction=None, correctable=True)
+    found = correct(plain)
+    if found.reliable:
+        return replace(plain, correction=found.correction)
+    if can_sample(plain) and (chains := sample_chains(plain).correction()) is not None:
+        return replace(plain, correction=chains)
+    names = ", ".join(map(repr, clients))
+    raise ValueError(
+        f"without {names} the posterior is too far from that of all clients (Pareto k {k:.2f}) for importance "
+        "sampling, and chains do not apply or have not mixed: fit the others, "
+        "bf.fit(model, federation.select(others))"
+    )
+
+
+def check_weights(fitted: Fitted) -> None:
+    """Raise a ValueError unless draws of θ can be weighted by what the clients say: see :func:`draw_weighted`."""
+    if fitted.correction is not None:
+        return
+    check_all_clients(fitted)
+    if not khat.has_density(fitted):
+        raise ValueError(
+            f"a fit by {fitted.algorithm} has no importance weights by which a client could be left out: θ has no "
+            "density (point estimates, particles), or the run was private. Fit the others, "
+            "bf.fit(model, federation.select(others)), or all by bf.SFVI()"
+        )
+
+
+def check_all_clients(fitted: Fitted) -> None:
+    """Raise a ValueError if this is the posterior of some of the fit's clients."""
+    if len(fitted.federation) != fitted.program.clients:
+        raise ValueError(
+            f"this is the posterior of {len(fitted.federation)} of the fit's {fitted.program.clients} clients: leave "
+            "clients out of the posterior of all"
+        )
+
+
+def draw_weighted(fitted: Fitted, count: int, seed: int) -> tuple[Params, Tensor | None]:
+    """Draw θ, ``(S, 1, 1, *event)``; of a q without a correction also return log p(θ_s) − log q(θ_s), ``(S,)``."""
+    key = fitted.key(seed, "without")
+    if fitted.correction is not None:
+        return fitted.correction.sample(count, key), None
+    supplied = fitted.program.noise(key, count, local=False)
+    at_server = server_pass(fitted.program, fitted.params, supplied, count)
+    return at_server.theta, at_server.term.double()
+
+
+def _weighted_draws(fitted: Fitted, clients: Sequence[str]) -> tuple[Params, Tensor]:
+    """Return draws of θ and their log weights towards the posterior without some clients, ``(S,)``."""
+    key = fitted.key(0, "left out")
+    if fitted.correction is not None:
+        theta, count = fitted.correction.theta, fitted.correction.count
+        return theta, -log_evidence_of_clients(fitted.select(clients), theta, count, key).sum(1)
+    theta, at_server = draw_weighted(fitted, DRAWS, 0)
+    assert at_server is not None
+    others = [name for name in fitted.federation.names if name not in set(clients)]
+    evidence = log_evidence_of_clients(fitted.select(others), theta, DRAWS, key)
+    return theta, at_server + evidence.sum(1)
