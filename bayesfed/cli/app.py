@@ -1,4 +1,4 @@
-"""The command line: ``bayesfed run experiment.toml``, ``node node.toml``, ``new my_study``, ``list``, ``doctor``, ...
+"""The command line: ``bayesfed run experiment.toml``, ``report runs/experiment``, ``node node.toml``, ``list``, ...
 
 A command imports torch, Pyro and ArviZ, which takes seconds, once it needs them: help, and mistakes in an experiment
 file or in the columns of its data, come before.
@@ -203,6 +203,29 @@ def predict(
         print(found, end="")
     else:
         output.write_text(found, encoding="utf-8")
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders that bayesfed run has written.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", help="The file; else report.html in the first.")
+    ] = None,
+    title: Annotated[str, typer.Option("--title", help="The heading.")] = "",
+    logs: Annotated[
+        list[Path] | None,
+        typer.Option("--log", help="A node's folder, whose log says what left the institution."),
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Write a report of a run, or of several beside each other, as one HTML file for a browser.
+
+    It has tables, figures, predictive checks by client, the program and its priors, what left each institution, and a
+    checklist. It needs no network.
+    """
+    from bayesfed.cli.run_report import report_runs
+
+    report_runs(runs, output or runs[0] / "report.html", title, logs or [])
 
 
 @app.command("list")

@@ -34,6 +34,7 @@ from bayesfed.engine.files import lock
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.progress import show_rounds
 from bayesfed.output.inference_data import attributes
+from bayesfed.output.study import source_of
 from bayesfed.settings import Schedule, SettingsError, made
 
 
@@ -177,6 +178,7 @@ def run_on(
         folder.begin(len(found.posterior.history["elbo"]))
     draws = draws_dataset(found, config.output.num_samples)
     folder.write_draws("globals.nc", {"posterior": draws})
+    folder.write("program.py", source_of(plan.model))
     folder.write_summary(draws, console, found.caveat)
     folder.write_effects([effect for effect in found.effects if effect is not None], console)
     folder.print_files(console)

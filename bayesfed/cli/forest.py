@@ -25,8 +25,8 @@ from pyro import poutine
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.sites import innermost
 from bayesfed.engine.files import atomically
-from bayesfed.output.intervals import highest_density
 from bayesfed.output.posterior import Posterior
+from bayesfed.report.numbers import highest_density
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,10 +21,12 @@ from bayesfed.effects.result import Effects
 from bayesfed.engine.files import atomically, sweep
 from bayesfed.engine.run import Round
 from bayesfed.engine.run_file import read_history
-from bayesfed.output.intervals import highest_density
+from bayesfed.report.collect import labels
+from bayesfed.report.numbers import format_row, highest_density
 
 FILES = {
     "config.toml": "the experiment with every setting; bayesfed run repeats it",
+    "program.py": "the source of the model, as it was fitted",
     "history.csv": "ELBO and time of each round",
     "posterior.safetensors": "the posterior, for bayesfed.Posterior.load",
     "posterior.nc": "draws, predictions and data, for arviz.from_netcdf",
@@ -36,6 +36,7 @@ FILES = {
     "summary.csv": "mean, sd and 94 % interval of every variable",
     "effects.csv": "the effects of the experiment, with their levels",
     "forest.png": "the clients beside the population",
+    "report.html": "the report of bayesfed report",
     "run.safetensors": "the run, for bayesfed run --resume",
 }
 """The files of a run folder, in the order in which they are named."""
@@ -197,28 +198,14 @@ def summary(posterior: xr.Dataset, held_out: xr.Dataset | None = None) -> pd.Dat
 
 def _summary(posterior: xr.Dataset, names: Sequence[str]) -> pd.DataFrame:
     """Return the rows of a :func:`summary` of some variables."""
-    labels, rows = list[str](), [np.empty((0, 4))]
+    names_of_rows, rows = list[str](), [np.empty((0, 4))]
     for name in names:
         value = posterior[name]
         draws = value.values.reshape(value.shape[0] * value.shape[1], -1).astype(float)
         spread = draws.std(0, ddof=min(1, len(draws) - 1))
         rows.append(np.column_stack([draws.mean(0), spread, highest_density(draws, 0.94)]))
-        for at in itertools.product(*(value[dim].values.tolist() for dim in value.dims[2:])):
-            labels.append(f"{name}[{', '.join(map(str, at))}]" if at else name)
-    return pd.DataFrame(np.concatenate(rows), labels, ["mean", "sd", "hdi_3%", "hdi_97%"])
-
-
-def format_row(row: Sequence[float], sd: float) -> list[str]:
-    """Return numbers with as many decimals as two significant digits of the sd need.
-
-    Example:
-        >>> from bayesfed.cli.report import format_row
-        >>> format_row([12.3456, 0.0876], sd=0.0876), format_row([1234.5, 56.7], sd=56.7)
-        (['12.346', '0.088'], ['1234', '57'])
-    """
-    usable = math.isfinite(sd) and sd > 0
-    decimals = min(max(1 - math.floor(math.log10(sd)), 0), 8) if usable else 3
-    return [f"{value:.{decimals}f}" for value in row]
+        names_of_rows += labels(value)
+    return pd.DataFrame(np.concatenate(rows), names_of_rows, ["mean", "sd", "hdi_3%", "hdi_97%"])
 
 
 def print_summary(table: pd.DataFrame, console: Console, caveat: str = "") -> None:

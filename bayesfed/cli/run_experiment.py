@@ -23,6 +23,7 @@ from bayesfed.engine.stopping.rule import BOUND
 from bayesfed.fitting import fit
 from bayesfed.output.inference_data import data_groups
 from bayesfed.output.posterior import Posterior
+from bayesfed.output.study import source_of
 from bayesfed.settings import SettingsError
 
 
@@ -122,6 +123,7 @@ def _write(
             written[name] = groups["posterior"]
     folder.write_summary(written["posterior"], console, posterior.caveat, written.get("held_out"))
     folder.write_effects([effect(posterior, agreed) for agreed in config.effects], console)
+    folder.write("program.py", source_of(chosen.model))
     for name, size in large.items():
         console.print(
             f"{name}, {size:,} numbers in a draw, is in posterior.safetensors only; output.large = true writes its "

@@ -13,7 +13,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", FutureWarning)  # ArviZ 0.x warns of its 1.0 once a day
     import arviz as az
 
-__all__ = ["OLD", "az", "dataset", "ess_and_rhat", "product"]
+__all__ = ["OLD", "az", "dataset", "ess_and_rhat", "power_scaling", "product"]
 
 OLD = az.__version__.startswith("0.")
 """True under ArviZ 0.2x."""
@@ -37,3 +37,11 @@ def ess_and_rhat(draws: np.ndarray) -> tuple[float, float]:
     found = xr.Dataset({"z": (("chain", "draw", "of"), draws)})
     ess, rhat = az.ess(found, method="bulk"), az.rhat(found, method="rank")
     return float(ess["z"].min()), float(rhat["z"].max())
+
+
+def power_scaling(groups: Mapping[str, xr.Dataset], component: str) -> xr.Dataset:
+    """Return the sensitivity of each variable to power-scaling of a component, ``"prior"`` or ``"likelihood"``."""
+    data = product(groups)
+    if OLD:
+        return az.psens(data, component=component)
+    return az.psense(data, group=component)  # type: ignore[attr-defined]

@@ -11,16 +11,17 @@ import torch
 import xarray as xr
 from pyro import poutine
 from torch import Tensor
+from torch.distributions.constraints import integer_interval
 
 from bayesfed.elbo import handlers, noise
 from bayesfed.engine.progress import show_work
 from bayesfed.output.dependent_rows import NotGaussian
 from bayesfed.output.fitted import Fitted
-from bayesfed.output.khat import has_density
+from bayesfed.output.khat import DRAWS, affordable_draws, has_density, limit
 from bayesfed.output.log_densities import log_densities
 from bayesfed.output.outcomes import NoSampler
 from bayesfed.output.predictions import derived, log_likelihood, predict, sample
-from bayesfed.output.prior import log_prior, prior_predictive, sample_prior
+from bayesfed.output.prior import derived_from_prior, log_prior, prior_predictive, sample_prior
 from bayesfed.tracing.garbage import without_garbage_collection
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ def to_arviz(
         - ``sample_stats``: ``log_p`` and ``log_q`` of each draw, log p(D, θ, w) and log q(θ, w), if the draws have a
           density: not for point estimates, particles, or a corrected posterior (attribute ``corrected``);
         - ``log_prior``: the prior log density of each global variable, for ``az.psens``, if q(θ) has a density;
-        - ``prior``, ``prior_predictive``: draws of the model, with its parameters as they were fitted;
+        - ``prior``, ``prior_predictive``: draws of the model, with its parameters as they were fitted, and the derived
+          values outside the clients plate;
         - ``params``: the model's ``pyro.param``, constrained, in a group of their own since they have no draws (per
           chain);
         - ``observed_data``, ``constant_data``, ``history`` (per chain and round).
@@ -67,8 +69,9 @@ def to_arviz(
 
         Dims are ``chain``, ``draw``, ``client``, ``observation``, ``round`` and ``<site>_dim_<j>``, whose coordinates
         are the levels of a formula's factors. The data have the coordinate ``observation_client``. A slash in a name
-        is replaced by a colon, since netCDF cannot store it. If outcomes of a site are missing, those that are observed
-        have the dim ``<site>_observed`` in all groups, and the others are in ``predictions``, dim ``<site>_missing``.
+        is replaced by a colon, since netCDF cannot store it. Predicted classes have the attribute ``classes``. If
+        outcomes of a site are missing, those that are observed have the dim ``<site>_observed`` in all groups, and the
+        others are in ``predictions``, dim ``<site>_missing``.
         The log likelihoods of a Gaussian process are those of all rows of a client together; there are no predictions
         if the rows of a client are one event that is not multivariate Normal.
 
@@ -103,6 +106,7 @@ def data_groups(
     with noise.seeded(seed):
         prior = sample_prior(fitted, num_samples)
         from_prior = prior_predictive(fitted, prior, num_samples)
+        more_from_prior = derived_from_prior(fitted, prior, num_samples)
     try:
         predicted = predict(fitted, federation, num_samples, seed)
     except NotGaussian:
@@ -148,7 +152,7 @@ def data_groups(
         "log_likelihood": draws(likelihood, likelihood_dims),
         "log_prior": draws(priors, dict.fromkeys(priors, ())),
         "sample_stats": draws(_densities(fitted, num_samples, seed), {"log_p": (), "log_q": ()}),
-        "prior": draws(_public(prior), latent),
+        "prior": draws(_public(prior) | more_from_prior, latent | dict(program.derived)),
         "prior_predictive": draws(from_prior, data_dims),
         "observed_data": {n: _labelled(n, v, data_dims[n]) for n, v in observed.items()},
         "constant_data": covariates,
@@ -158,11 +162,17 @@ def data_groups(
         },
     }
     attrs = attributes(fitted, khat, caveat)
-    return {
+    sets = {
         name: _dataset(arrays, axes, fitted, attrs, owners="data" in name or name == "predictions")
         for name, arrays in groups.items()
         if arrays
     }
+    for site in program.observed:
+        predictive = sets.get("posterior_predictive", xr.Dataset()).get(without_slashes(site.name))
+        last = getattr(site.support, "upper_bound", None)
+        if predictive is not None and isinstance(site.support, integer_interval):
+            predictive.attrs |= {"classes": last + 1} if isinstance(last, int) else {}  # no counts
+    return sets
 
 
 def _public(draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -189,7 +199,9 @@ def attributes(fitted: Fitted, khat: float | None, caveat: str) -> dict[str, Any
     if fitted.epsilon is not None:
         attrs["epsilon"] = fitted.epsilon
     if khat is not None:
-        attrs["khat"] = khat
+        mended = fitted.correction
+        affordable = min(DRAWS, affordable_draws(fitted, fitted.federation.rows))
+        attrs |= {"khat": khat, "khat_limit": limit(affordable if mended is None else mended.count)}
     if fitted.correction is not None:
         chains = fitted.correction.rhat is not None
         how = "Hamiltonian Monte Carlo" if chains else "importance sampling"

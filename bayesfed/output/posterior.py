@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,7 @@ from bayesfed.output.log_evidence import LogEvidence, estimate_log_evidence
 from bayesfed.output.personalize import gather, personalize
 from bayesfed.output.poor_variables import ClientCheck, Distance
 from bayesfed.output.without import leave_out
+from bayesfed.report.facts import EffectTable
 from bayesfed.tracing.compiler import Compiler, using
 
 if TYPE_CHECKING:
@@ -414,6 +415,30 @@ class Posterior(Fitted):
         from bayesfed.output.inference_data import to_arviz
 
         return to_arviz(self, num_samples, seed=seed, khat=self.khat, caveat=self.caveat)
+
+    def report(
+        self,
+        path: str | Path,
+        *,
+        title: str = "",
+        effects: Sequence[EffectTable] = (),
+        num_samples: int = 1000,
+    ) -> None:
+        """Write a report as one HTML file; see :func:`bayesfed.output.study.write_report`.
+
+        Example:
+            >>> import bayesfed as bf, pathlib, tempfile
+            >>> from bayesfed import datasets, models
+            >>> posterior = bf.fit(models.eight_schools, datasets.eight_schools())
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     posterior.report(f"{folder}/schools.html", title="Eight schools")
+            ...     "<h1>Eight schools</h1>" in pathlib.Path(f"{folder}/schools.html").read_text()
+            True
+        """
+        from bayesfed.output.study import write_report
+
+        options: dict[str, Any] = {"title": title, "effects": effects, "num_samples": num_samples}
+        write_report(self, path, **options, khat=self.khat, caveat=self.caveat)
 
     def save(self, path: str | Path) -> None:
         """Write to one safetensors file, atomically; see :func:`bayesfed.output.checkpoint.save`."""

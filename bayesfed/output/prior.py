@@ -12,7 +12,7 @@ from torch import Tensor
 from bayesfed.elbo import handlers
 from bayesfed.elbo.log_density import log_density
 from bayesfed.output.client_draws import Draws
-from bayesfed.output.draws import client_chunks, flatten_rows, run_model
+from bayesfed.output.draws import client_chunks, derive, flatten_rows, run_model
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.outcomes import NoSampler
 
@@ -62,6 +62,31 @@ def log_prior(fitted: Fitted, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
         program.model(program.schema)
     found = {name: log_density(tracer.trace.nodes[name]) for name in names}
     return {name: value.expand(count, 1, 1).flatten() for name, value in found.items()}
+
+
+def derived_from_prior(
+    fitted: Fitted, prior: Mapping[str, Tensor], num_samples: int
+) -> dict[str, Tensor]:
+    """Compute ``pyro.deterministic`` values outside the clients plate at draws from the prior: ``(S, *)``.
+
+    Returns an empty dict if the model cannot be run at some draw from the prior.
+    """
+    program, federation = fitted.program, fitted.federation
+    names = [name for name, dims in program.derived.items() if not dims]
+    if not names:
+        return {}
+    first = torch.zeros(1, dtype=torch.int64)
+    values = {
+        site.name: prior[site.name][:, first if site.local else None, None]
+        for site in program.latent
+    }
+    try:
+        batch = federation.batch(first, first[:, None])
+        found = derive(fitted, Draws(values, num_samples), first, batch)
+    except (RuntimeError, ValueError):
+        return {}
+    shapes = {name: (num_samples, *found[name].value.shape[3:]) for name in names}
+    return {name: found[name].value[:, 0, 0].expand(shape) for name, shape in shapes.items()}
 
 
 def prior_predictive(

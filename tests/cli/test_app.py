@@ -134,6 +134,7 @@ def test_a_run_leaves_everything(schools, capsys):
         "history.csv",
         "posterior.nc",
         "posterior.safetensors",
+        "program.py",
         "run.safetensors",
         "summary.csv",
     ]

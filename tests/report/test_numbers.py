@@ -4,7 +4,7 @@ import arviz as az
 import numpy as np
 import pytest
 
-from bayesfed.output.intervals import highest_density
+from bayesfed.report.numbers import highest_density
 
 
 @pytest.mark.parametrize("prob", [0.5, 0.94])

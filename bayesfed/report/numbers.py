@@ -1,4 +1,7 @@
-"""Highest-density intervals of draws."""
+"""Intervals of draws, and numbers as text."""
+
+import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,7 +18,7 @@ def highest_density(draws: np.ndarray, prob: float) -> np.ndarray:
 
     Example:
         >>> import numpy as np
-        >>> from bayesfed.output.intervals import highest_density
+        >>> from bayesfed.report.numbers import highest_density
         >>> highest_density(np.array([9.0, 1.0, 2.0, 1.5, 5.0]), 0.4)
         array([1., 2.])
     """
@@ -23,3 +26,16 @@ def highest_density(draws: np.ndarray, prob: float) -> np.ndarray:
     widths = np.subtract(ordered[within:], ordered[: len(draws) - within], dtype=np.float64)
     lower = widths.argmin(0)[None]
     return np.stack([np.take_along_axis(ordered, at, 0)[0] for at in (lower, lower + within)], -1)
+
+
+def format_row(row: Sequence[float], sd: float) -> list[str]:
+    """Return numbers with as many decimals as two significant digits of the sd need.
+
+    Example:
+        >>> from bayesfed.report.numbers import format_row
+        >>> format_row([12.3456, 0.0876], sd=0.0876), format_row([1234.5, 56.7], sd=56.7)
+        (['12.346', '0.088'], ['1234', '57'])
+    """
+    usable = math.isfinite(sd) and sd > 0
+    decimals = min(max(1 - math.floor(math.log10(sd)), 0), 8) if usable else 3
+    return [f"{value:.{decimals}f}" for value in row]

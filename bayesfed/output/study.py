@@ -1,0 +1,202 @@
+"""The report of a posterior: its facts are collected here, and rendered by :mod:`bayesfed.report`."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import platform
+import textwrap
+import warnings
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import xarray as xr
+from torch import Tensor
+
+from bayesfed.data.fingerprint import data_fingerprint
+from bayesfed.elbo.sites import InspectedModel
+from bayesfed.engine.files import atomically
+from bayesfed.formulas.formula import Formula
+from bayesfed.output.fitted import Fitted
+from bayesfed.output.inference_data import data_groups
+from bayesfed.output.loo import loo
+from bayesfed.report.collect import MOST_GLOBALS, Groups, global_names, make_study, scalars
+from bayesfed.report.facts import Comparison, Effect, EffectTable
+from bayesfed.report.page import render
+from bayesfed.vmap.one_client import OneClient
+
+LARGEST, FEWEST = 50_000_000, 100
+"""The largest number of predicted rows times draws, and the fewest draws that are made to stay below it."""
+
+
+def write_report(
+    fitted: Fitted,
+    path: str | Path,
+    *,
+    title: str = "",
+    effects: Sequence[EffectTable] = (),
+    num_samples: int = 1000,
+    khat: float | None = None,
+    caveat: str = "",
+) -> None:
+    """Write a report as one HTML file, which needs no network and runs no script.
+
+    Args:
+        fitted: a posterior.
+        path: the file.
+        title: the heading; by default the model's name.
+        effects: what :mod:`bayesfed.effects` returned, to be shown as tables and forest plots.
+        num_samples: number of draws; fewer if there are more than 50,000 rows.
+        khat: Pareto k-hat of q.
+        caveat: a warning about q.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    rows, model = fitted.federation.rows, fitted.program.model
+    draws = min(num_samples, max(FEWEST, LARGEST // rows))
+    groups = data_groups(fitted, draws, khat=khat, caveat=caveat)
+    program = source_of(model)
+    study = make_study(
+        groups,
+        sensitivity=prior_sensitivity(groups),
+        name=title or name_of(model),
+        model=name_of(model),
+        program=program,
+        clients=len(fitted.federation),
+        rows=rows,
+        effects=[Effect(one.estimand, one.level, one.to_frame()) for one in effects],
+        hashes=hashes(program, data_fingerprint(fitted.federation)),
+        software={name: version(name) for name in ("bayesfed", "pyro-ppl", "torch")}
+        | {"Python": platform.python_version()},
+    )
+    write_page(Path(path), render([study]))
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page, atomically; what UTF-8 cannot hold is replaced."""
+    with atomically(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors="replace")
+
+
+def source_of(model: Any) -> str:
+    """Return the source of a model, or an empty string if Python cannot find it.
+
+    Example:
+        >>> from bayesfed import models
+        >>> from bayesfed.output.study import source_of
+        >>> source_of(models.eight_schools).splitlines()[0]
+        'def eight_schools(federation: Federation | Batch) -> None:'
+    """
+    model = _unwrapped(model)
+    if isinstance(model, Formula):
+        return model.source
+    try:
+        return textwrap.dedent(
+            inspect.getsource(model if inspect.isroutine(model) else type(model))
+        )
+    except (OSError, TypeError):
+        return ""
+
+
+def name_of(model: Any) -> str:
+    """Return the name of a model's function or class, or the text of a formula."""
+    model = _unwrapped(model)
+    return str(getattr(model, "__name__", type(model).__name__))
+
+
+def _unwrapped(model: Any) -> Any:
+    while isinstance(model, OneClient | InspectedModel):
+        model = model.model
+    return model
+
+
+def hashes(program: str, data: Mapping[str, Tensor] | None) -> dict[str, str]:
+    """Return SHA-256 of a program's source, and of a :func:`~bayesfed.data.fingerprint.data_fingerprint`."""
+    found = {"program (SHA-256)": hashlib.sha256(program.encode()).hexdigest()} if program else {}
+    if data is not None:
+        digest = hashlib.sha256()
+        for name, values in sorted(data.items()):
+            digest.update(name.encode() + values.cpu().numpy().tobytes())
+        found["data (SHA-256)"] = digest.hexdigest()
+    return found
+
+
+def prior_sensitivity(groups: Groups) -> dict[str, tuple[float, float]]:
+    """Return the sensitivity of each global variable to power-scaling of the prior and of the likelihood, by label.
+
+    Empty if the draws have no ``log_prior``.
+    """
+    from bayesfed.output.arviz_compat import power_scaling  # ArviZ takes a second to import
+
+    if not {"log_prior", "log_likelihood"} <= groups.keys():
+        return {}
+    likelihood = groups["log_likelihood"]
+    rows = [dim for dim in likelihood.dims if dim not in ("chain", "draw")]
+    summed = {name: v.sum([d for d in v.dims if d in rows]) for name, v in likelihood.items()}
+    posterior = groups["posterior"]
+    names = [n for n in global_names(posterior) if posterior[n][0, 0].size <= MOST_GLOBALS]
+    few = {
+        "posterior": posterior[names],
+        "log_prior": groups["log_prior"],
+        "log_likelihood": xr.Dataset(summed),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore"
+        )  # of weights whose tail is heavy: the sensitivity is large then
+        both = [power_scaling(few, part) for part in ("prior", "likelihood")]
+    found = [
+        dict(
+            pair
+            for value in part.values()
+            for pair in scalars(value.expand_dims(["chain", "draw"]))
+        )
+        for part in both
+    ]
+    return {
+        label: (float(value[0]), float(found[1][label][0])) for label, value in found[0].items()
+    }
+
+
+def compare(runs: Mapping[str, Groups]) -> Comparison:
+    """Compare runs by leave-one-out, if they have the same outcomes and the densities of these.
+
+    Args:
+        runs: draws and data of each, by name.
+    """
+    from bayesfed.output.arviz_compat import az, product
+
+    first = next(iter(runs.values()))
+    if not all({"log_likelihood", "observed_data"} <= run.keys() for run in runs.values()):
+        return Comparison(
+            None, "There is no leave-one-out comparison: a run has no log likelihoods."
+        )
+    if not all(_same_outcomes(first, run) for run in runs.values()):
+        return Comparison(
+            None, "There is no leave-one-out comparison: the runs have different outcomes."
+        )
+    if len(first["log_likelihood"]) > 1:
+        return Comparison(
+            None, "There is no leave-one-out comparison: the model has several outcomes."
+        )
+    found, heed = {}, []
+    try:
+        for name, run in runs.items():
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                found[name] = loo(product(run))
+            heed += [f"{name}: {w.message}." for w in caught if "Pareto k" in str(w.message)]
+    except ValueError as error:
+        return Comparison(None, f"There is no leave-one-out comparison: {name}: {error}.")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        table = az.compare(found)
+    names = {"elpd_loo": "elpd", "elpd_diff": "diff"}
+    return Comparison(table.rename(columns=names), " ".join(heed))
+
+
+def _same_outcomes(one: Groups, other: Groups) -> bool:
+    return one["observed_data"].equals(other["observed_data"])
