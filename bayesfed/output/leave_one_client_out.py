@@ -3,8 +3,9 @@
     elpd_i = log p(D_i | D_-i) = log Σ_s r_is p(D_i | θ_s) / Σ_s r_is,   r_is = 1 / p(D_i | θ_s),   θ_s ~ p(θ | D)
 
 w_i are integrated out. Draws of a q that is not corrected have the further weights p(θ_s, D) / q(θ_s). The weights are
-Pareto-smoothed (Vehtari, Gelman & Gabry 2017, *Practical Bayesian model evaluation*); of clients whose k-hat is too
-large θ is drawn again without them (:mod:`bayesfed.output.without`).
+Pareto-smoothed (Vehtari, Gelman & Gabry 2017, *Practical Bayesian model evaluation*). For clients whose k-hat is too
+large θ is drawn again without them (:mod:`bayesfed.output.without`), and elpd_i is the difference of two log evidences,
+log p(D) − log p(D_-i), where both draws have importance weights.
 
 Conflict is measured by a cross-validated predictive p-value: the mean outcome of the client's rows, within the
 distribution of the means that the posterior of all others predicts for a new client with the same covariates (Marshall
@@ -26,10 +27,12 @@ from bayesfed.elbo import noise
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params
 from bayesfed.output import khat
-from bayesfed.output.draws import draw_theta, globals_at
+from bayesfed.output.client_draws import Draws
+from bayesfed.output.draws import derive, draw_theta, globals_at
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.importance import pareto_smooth
 from bayesfed.output.log_densities import log_evidence_of_clients
+from bayesfed.output.log_evidence import log_mean
 from bayesfed.output.prior import prior_predictive, sample_prior
 from bayesfed.output.without import check_weights, draw_weighted, leave_out
 
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
 
 WORK = 1e8
 """The largest number of outcomes that are drawn."""
+Estimate = tuple[float, float, float]
+"""A log evidence, its Monte Carlo standard error, and Pareto k."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -93,12 +98,14 @@ class _Draws(NamedTuple):
     """S draws of θ, and quantities at them for K clients.
 
     Attributes:
-        numbers: the global variables, ``(S, D)``.
+        names: the names of D numbers, such as ``beta[1]``: the global variables and what derives from them.
+        numbers: ``(S, D)``.
         evidence: log p(D_i | θ_s), ``(S, K)``.
         predicted: by observed site the mean outcomes of new clients with the covariates of these, ``(R, K)``, R ≤ S.
         scarcity: the factor of Monte Carlo errors of draws that were chosen from fewer effective ones.
     """
 
+    names: list[str]
     numbers: Tensor
     evidence: Tensor
     predicted: Mapping[str, Tensor]
@@ -135,23 +142,26 @@ def leave_one_client_out(
     federation, count = posterior.federation, num_samples
     theta, at_server = draw_weighted(posterior, count, seed)
     draws = _evaluate(posterior, theta, count, seed)
-    log_weights = torch.zeros(count, dtype=torch.float64)
+    log_weights, whole = torch.zeros(count, dtype=torch.float64), _log_evidence(posterior)
     if at_server is not None:
         log_weights = at_server.cpu() + draws.evidence.sum(1)
+        whole = log_mean(log_weights)
     centre = _moments(draws.numbers, pareto_smooth(log_weights)[0])
-    names, observed = _names(posterior), _client_means(posterior, None)
+    names, observed = draws.names, _client_means(posterior, None)
     rows, shifts, refined, poor = [], [], [], {}
     for k, name in enumerate(federation.names):
-        own = _column(draws, k)
+        own, other = _column(draws, k), None
         smooth, k_hat = pareto_smooth(log_weights - own.evidence[:, 0])
         if k_hat > khat.limit(count):
             try:
-                own, k_hat = _draw_without(posterior, name, count, seed)
+                own, k_hat, other = _draw_without(posterior, name, count, seed)
                 smooth = torch.zeros(count, dtype=torch.float64)
                 refined.append(name)
             except ValueError:
                 poor[name] = k_hat
         elpd, mcse = _predictive_density(smooth, own)
+        if other is not None and whole is not None:
+            elpd, mcse = whole[0] - other[0], math.hypot(whole[1], other[1])
         shift = (_moments(own.numbers, smooth)[0] - centre[0]) / centre[1]
         most = int(shift.abs().argmax())
         conflict = _conflict(smooth, own.predicted, {s: t[0, k] for s, t in observed.items()})
@@ -176,11 +186,12 @@ def _evaluate(fitted: Fitted, theta: Params, count: int, seed: int) -> _Draws:
     with noise.seeded(seed):
         prior = sample_prior(fitted, few, {name: value[:few] for name, value in values.items()})
         predicted = prior_predictive(fitted, prior, few)
-    numbers = torch.cat([value.reshape(count, -1) for value in values.values()], 1)
+    public = _public(fitted, values, count)
+    numbers = torch.cat([value.reshape(count, -1) for value in public.values()], 1)
     chosen = fitted.correction
     scarcity = 1.0 if chosen is None or chosen.ess is None else (1 + count / chosen.ess) ** 0.5
     means = _client_means(fitted, predicted)
-    return _Draws(numbers.double().cpu(), evidence.cpu(), means, scarcity)
+    return _Draws(_names(public), numbers.double().cpu(), evidence.cpu(), means, scarcity)
 
 
 def _column(draws: _Draws, k: int) -> _Draws:
@@ -189,21 +200,56 @@ def _column(draws: _Draws, k: int) -> _Draws:
     return draws._replace(evidence=draws.evidence[:, k : k + 1], predicted=predicted)
 
 
-def _draw_without(posterior: Fitted, name: str, count: int, seed: int) -> tuple[_Draws, float]:
-    """Draw θ from the posterior of all other clients, and compute quantities of the client; also return k-hat."""
+def _log_evidence(fitted: Fitted) -> Estimate | None:
+    """Return log p(D) of a posterior's clients by the weights of its correction; None if it has none."""
+    weights = None if fitted.correction is None else fitted.correction.log_weights
+    return None if weights is None else log_mean(weights)
+
+
+def _draw_without(
+    posterior: Fitted, name: str, count: int, seed: int
+) -> tuple[_Draws, float, Estimate | None]:
+    """Draw θ from the posterior of all others.
+
+    Returns:
+        Quantities of the client at the draws, k-hat, and the log evidence of the others.
+    """
     others = leave_out(posterior, [name])
     theta = draw_theta(others, count, others.key(seed, "without"))
     one = replace(posterior.select([name]), correction=others.correction)
     k_hat = None if others.correction is None else others.correction.khat
-    return _evaluate(one, theta, count, seed), math.nan if k_hat is None else k_hat
+    k_hat = math.nan if k_hat is None else k_hat
+    return _evaluate(one, theta, count, seed), k_hat, _log_evidence(others)
 
 
-def _names(fitted: Fitted) -> list[str]:
-    """Return the name of each number of the global variables, such as ``beta[1]``."""
+def _public(fitted: Fitted, values: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Return the global variables and what a model derives from them, ``(S, *event)``.
+
+    The model's auxiliary variables, ``_name``, are left out, unless there are no others.
+    """
+    found = {name: value for name, value in values.items() if not name.startswith("_")}
+    derived = [name for name, dims in fitted.program.derived.items() if not dims]
+    if derived:
+        one, first = fitted.select(fitted.federation.names[:1]), torch.zeros(1, dtype=torch.int64)
+        with noise.seeded(0):
+            prior = sample_prior(one, count, values)
+        local = {site.name for site in fitted.program.locals}
+        at = {
+            name: v[:, :, None] if name in local else v[:, None, None] for name, v in prior.items()
+        }
+        more = derive(one, Draws(at, count), first, one.federation.batch(first, first[:, None]))
+        for name in derived:
+            value = more[name].value[:, 0, 0]
+            found[name] = value.expand(count, *value.shape[1:])
+    return found or dict(values)
+
+
+def _names(values: Mapping[str, Tensor]) -> list[str]:
+    """Return the name of each number of values ``(S, *event)``, such as ``beta[1]``."""
     found = []
-    for site in fitted.program.globals:
-        places = itertools.product(*map(range, site.event_shape))
-        found += [site.name + (f"{list(at)}".replace(" ", "") if at else "") for at in places]
+    for name, value in values.items():
+        places = itertools.product(*map(range, value.shape[1:]))
+        found += [name + (f"{list(at)}".replace(" ", "") if at else "") for at in places]
     return found
 
 

@@ -58,7 +58,8 @@ class LogEvidence:
         if self.khat > khat.limit(self.draws):
             return (
                 f"Pareto k {self.khat:.2f} > {khat.limit(self.draws):.2g}: the estimate, usually too low, and its "
-                "error are not reliable. Narrower priors or another guide (SFVI(global_guide=Flow())) may help"
+                "error are not reliable. posterior.corrected(), narrower priors or another guide "
+                "(SFVI(global_guide=Flow())) may help"
             )
         if self.estimated:
             return (
