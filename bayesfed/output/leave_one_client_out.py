@@ -32,7 +32,7 @@ from bayesfed.output.draws import derive, draw_theta, globals_at
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.importance import pareto_smooth
 from bayesfed.output.log_densities import log_evidence_of_clients
-from bayesfed.output.log_evidence import log_mean
+from bayesfed.output.log_evidence import correction_weights, log_mean
 from bayesfed.output.prior import prior_predictive, sample_prior
 from bayesfed.output.without import check_weights, draw_weighted, leave_out
 
@@ -142,7 +142,7 @@ def leave_one_client_out(
     federation, count = posterior.federation, num_samples
     theta, at_server = draw_weighted(posterior, count, seed)
     draws = _evaluate(posterior, theta, count, seed)
-    log_weights, whole = torch.zeros(count, dtype=torch.float64), _log_evidence(posterior)
+    log_weights, whole = torch.zeros(count, dtype=torch.float64), None
     if at_server is not None:
         log_weights = at_server.cpu() + draws.evidence.sum(1)
         whole = log_mean(log_weights)
@@ -157,6 +157,7 @@ def leave_one_client_out(
                 own, k_hat, other = _draw_without(posterior, name, count, seed)
                 smooth = torch.zeros(count, dtype=torch.float64)
                 refined.append(name)
+                whole = whole or _log_evidence(posterior)
             except ValueError:
                 poor[name] = k_hat
         elpd, mcse = _predictive_density(smooth, own)
@@ -202,7 +203,7 @@ def _column(draws: _Draws, k: int) -> _Draws:
 
 def _log_evidence(fitted: Fitted) -> Estimate | None:
     """Return log p(D) of a posterior's clients by the weights of its correction; None if it has none."""
-    weights = None if fitted.correction is None else fitted.correction.log_weights
+    weights = correction_weights(fitted)
     return None if weights is None else log_mean(weights)
 
 

@@ -141,15 +141,14 @@ def estimate_log_evidence(fitted: Fitted, log_weights: Tensor | None) -> LogEvid
     Raises:
         ValueError: the posterior is one of some of the clients, or its draws have no importance weights.
     """
-    program, correction = fitted.program, fitted.correction
+    program = fitted.program
     if len(fitted.federation) != program.clients:
         raise ValueError(
             f"log_evidence is of all {program.clients} clients of the fit, this is the posterior of "
             f"{len(fitted.federation)}: use that of the fit"
         )
-    if correction is not None:
-        by_chains = correction.log_weights is None and correction.rhat is not None
-        log_weights = log_weights_around(fitted) if by_chains else correction.log_weights
+    if fitted.correction is not None:
+        log_weights = correction_weights(fitted)
     if log_weights is None:
         raise ValueError(
             f"log_evidence needs importance weights, which this fit by {fitted.algorithm} has not: θ has no density "
@@ -159,6 +158,14 @@ def estimate_log_evidence(fitted: Fitted, log_weights: Tensor | None) -> LogEvid
     return LogEvidence(
         value, mcse, k, len(log_weights), program.clients, program.rows, find_estimated(fitted)
     )
+
+
+def correction_weights(fitted: Fitted) -> Tensor | None:
+    """Return the log importance weights of a correction, ``(S,)``; of chains those of draws around theirs."""
+    correction = fitted.correction
+    if correction is None or correction.log_weights is not None or correction.rhat is None:
+        return None if correction is None else correction.log_weights
+    return log_weights_around(fitted)
 
 
 def log_mean(log_weights: Tensor) -> tuple[float, float, float]:
