@@ -5,11 +5,14 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import xarray as xr
 from rich.console import Console
+from torch import Tensor
 
 from bayesfed.cli import report
 from bayesfed.cli.choices import load_clients, named_algorithm, named_model
@@ -29,11 +32,13 @@ from bayesfed.deploy.secure import public_key
 from bayesfed.deploy.server import run_server
 from bayesfed.deploy.sockets import carrier, serve
 from bayesfed.deploy.transport import Carrier
+from bayesfed.elbo import noise
 from bayesfed.engine.execution import Execution
 from bayesfed.engine.files import lock
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.progress import show_rounds
 from bayesfed.output.inference_data import attributes
+from bayesfed.output.prior import sample_prior
 from bayesfed.output.study import source_of
 from bayesfed.settings import Schedule, SettingsError, made
 
@@ -177,7 +182,8 @@ def run_on(
     if not folder.rounds:  # all of them were done before
         folder.begin(len(found.posterior.history["elbo"]))
     draws = draws_dataset(found, config.output.num_samples)
-    folder.write_draws("globals.nc", {"posterior": draws})
+    before = prior_dataset(found, config.output.num_samples)
+    folder.write_draws("globals.nc", {"posterior": draws, "prior": before})
     folder.write("program.py", source_of(plan.model))
     folder.write_summary(draws, console, found.caveat)
     folder.write_effects([effect for effect in found.effects if effect is not None], console)
@@ -196,9 +202,18 @@ def make_patience(section: DeploymentSection) -> Patience:
 
 def draws_dataset(found: GlobalPosterior, num_samples: int) -> xr.Dataset:
     """Return draws of the global variables in ArviZ's form."""
-    draws = {n: v[None].numpy(force=True) for n, v in found.sample(num_samples).items()}
+    of = found.posterior
+    return _dataset(found.sample(num_samples), attributes(of, found.khat, found.caveat))
+
+
+def prior_dataset(found: GlobalPosterior, num_samples: int) -> xr.Dataset:
+    """Return draws of the global variables from their prior, in ArviZ's form."""
+    with noise.seeded(0):
+        prior = sample_prior(found.posterior, num_samples)
+    return _dataset({site.name: prior[site.name] for site in found.posterior.program.globals}, {})
+
+
+def _dataset(values: Mapping[str, Tensor], attrs: Mapping[str, Any]) -> xr.Dataset:
+    draws = {n: v[None].numpy(force=True) for n, v in values.items()}
     dims = {n: [f"{n}_dim_{j}" for j in range(v.ndim - 2)] for n, v in draws.items()}
-    return xr.Dataset(
-        {n: (["chain", "draw", *dims[n]], v) for n, v in draws.items()},
-        attrs=attributes(found.posterior, found.khat, found.caveat),
-    )
+    return xr.Dataset({n: (["chain", "draw", *dims[n]], v) for n, v in draws.items()}, attrs=attrs)

@@ -100,7 +100,7 @@ def _effects(path: Path) -> list[Effect]:
     found = []
     for _, part in pd.read_csv(path).groupby("effect"):
         table = part.dropna(axis=1, how="all").drop(columns=["effect", "estimand", "level"])
-        found.append(Effect(part["estimand"].iloc[0], part["level"].iloc[0], table))
+        found.append(Effect(part["estimand"].iloc[0], f"Level: {part['level'].iloc[0]}", table))
     return found
 
 

@@ -21,12 +21,16 @@ from bayesfed.engine.files import atomically
 from bayesfed.formulas.formula import Formula
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.inference_data import data_groups
+from bayesfed.output.khat import has_density
+from bayesfed.output.leave_one_client_out import leave_one_client_out
 from bayesfed.output.loo import loo
 from bayesfed.report.collect import MOST_GLOBALS, Groups, global_names, make_study, scalars
 from bayesfed.report.facts import Comparison, Effect, EffectTable
 from bayesfed.report.page import render
 from bayesfed.vmap.one_client import OneClient
 
+CLIENTS, ROWS = 40, 20_000
+"""The most clients, and rows of all of them, of which each is left out in turn."""
 LARGEST, FEWEST = 50_000_000, 100
 """The largest number of predicted rows times draws, and the fewest draws that are made to stay below it."""
 
@@ -67,12 +71,25 @@ def write_report(
         program=program,
         clients=len(fitted.federation),
         rows=rows,
-        effects=[Effect(one.estimand, one.level, one.to_frame()) for one in effects],
+        effects=[Effect(e.estimand, f"Level: {e.level}", e.to_frame()) for e in effects],
+        left_out=_left_out(fitted),
         hashes=hashes(program, data_fingerprint(fitted.federation)),
         software={name: version(name) for name in ("bayesfed", "pyro-ppl", "torch")}
         | {"Python": platform.python_version()},
     )
     write_page(Path(path), render([study]))
+
+
+def _left_out(fitted: Fitted) -> Effect | None:
+    """Return the table of clients that are left out in turn; None of many clients, or if it cannot be computed."""
+    weighted = fitted.correction is not None or has_density(fitted)
+    everyone = len(fitted.federation) == fitted.program.clients
+    few = len(fitted.federation) <= CLIENTS and fitted.federation.rows <= ROWS
+    if not (weighted and everyone and few) or len(fitted.federation) < 2:
+        return None
+    found = leave_one_client_out(fitted)
+    note = f"Leave-one-client-out: elpd {found.elpd:.1f} ± {found.se:.1f}. {found.caveat}"
+    return Effect("Each client, left out in turn", note, found.table)
 
 
 def write_page(path: Path, text: str) -> None:

@@ -82,10 +82,10 @@ class ByClient:
 
 @dataclass(frozen=True)
 class Effect:
-    """An effect: the estimand, the level, and a table with the columns of :class:`EffectTable`."""
+    """A table of effects, with the estimand, and the level or something else to note."""
 
     estimand: str
-    level: str
+    note: str
     table: pd.DataFrame
 
 
@@ -135,6 +135,7 @@ class Study:
         checks: predictive checks by client.
         prior_checks: statistics of all outcomes beside their prior predictive distributions.
         effects: estimated effects.
+        left_out: the table of clients that are left out in turn.
         elbo: the ELBO by round.
         seconds: of all rounds.
         deployed: whether the rows were at institutions, and only messages left them.
@@ -172,6 +173,7 @@ class Study:
     seconds: float
     privacy: Mapping[str, object] = field(default_factory=dict)
     effects: list[Effect] = field(default_factory=list)
+    left_out: Effect | None = None
     deployed: bool = False
     sent: Mapping[str, list[Sent]] = field(default_factory=dict)
     hashes: Mapping[str, str] = field(default_factory=dict)

@@ -81,38 +81,28 @@ def forest(rows: Sequence[Row], *, line: float | None = None) -> Content:
     scale = scale_of([*every, *([] if line is None else [line])])
     if scale is None:
         return tag("p", "None of the values is finite.", class_="soft")
+
+    def spot(kind: str, at: float | None) -> Content:
+        style = "" if at is None else f"left:{scale.percent(at)}"
+        return tag("span", class_=kind, style=style) if style else None
+
     lines = []
     for row in rows:
-        marks = (
-            []
-            if line is None
-            else [tag("span", class_="line", style=f"left:{scale.percent(line)}")]
-        )
-        marks += [
-            _bar(scale, ends, kind)
-            for ends, kind in ((row.wide, "wide"), (row.narrow, "narrow"))
-            if ends
+        shown = row.mean if row.seen is None else row.seen
+        first, *ends = format_row([shown, *row.wide], (row.wide[1] - row.wide[0]) / 4)
+        marks = [
+            spot("line", line),
+            _bar(scale, row.wide, "wide"),
+            _bar(scale, row.narrow, "narrow") if row.narrow else None,
+            spot("dot", row.mean),
+            spot("seen", row.seen),
         ]
-        marks.append(tag("span", class_="dot", style=f"left:{scale.percent(row.mean)}"))
-        if row.seen is not None:
-            marks.append(tag("span", class_="seen", style=f"left:{scale.percent(row.seen)}"))
-        lower, upper = row.wide
-        first = row.mean if row.seen is None else row.seen
-        numbers = format_row([first, lower, upper], (upper - lower) / 4)
-        lines.append(
-            tag(
-                "tr",
-                tag("th", row.label, scope="row"),
-                tag("td", tag("div", marks, class_="plot")),
-                tag("td", "{} ({} to {})".format(*numbers), class_="number"),
-            )
-        )
-    texts = [tag("span", text, style=f"left:{scale.percent(at)}") for at, text in scale.ticks(4)]
-    axis = tag(
-        "tr", tag("th"), tag("td", tag("div", texts, class_="plot")), tag("td", class_="number")
-    )
-    axis.set("class", "ticks")
-    return tag("table", tag("tbody", lines, axis), class_="forest")
+        plot = tag("td", tag("div", marks, class_="plot"))
+        numbers = tag("td", first, " ", tag("span", "({} to {})".format(*ends)), class_="number")
+        lines.append(tag("tr", tag("th", row.label), plot, numbers))
+    ticks = [tag("span", text, style=f"left:{scale.percent(at)}") for at, text in scale.ticks(4)]
+    axis = [tag("th"), tag("td", tag("div", ticks, class_="plot")), tag("td")]
+    return tag("table", tag("tbody", lines, tag("tr", axis, class_="ticks")), class_="forest")
 
 
 def _bar(scale: Scale, ends: tuple[float, float], kind: str) -> Element:

@@ -27,6 +27,11 @@ def tag(kind: str, /, *children: Content, **attributes: str) -> Element:
     return found
 
 
+def soft(*children: Content) -> Element:
+    """Return a paragraph of explanation."""
+    return tag("p", *children, class_="soft")
+
+
 def _append(parent: Element, child: Content) -> None:
     if child is None:
         return

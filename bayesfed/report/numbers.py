@@ -29,13 +29,13 @@ def highest_density(draws: np.ndarray, prob: float) -> np.ndarray:
 
 
 def format_row(row: Sequence[float], sd: float) -> list[str]:
-    """Return numbers with as many decimals as two significant digits of the sd need.
+    """Return numbers with as many decimals as two significant digits of the sd need, without negative zeros.
 
     Example:
         >>> from bayesfed.report.numbers import format_row
-        >>> format_row([12.3456, 0.0876], sd=0.0876), format_row([1234.5, 56.7], sd=56.7)
-        (['12.346', '0.088'], ['1234', '57'])
+        >>> format_row([12.3456, 0.0876], sd=0.0876), format_row([-0.1, 56.7], sd=56.7)
+        (['12.346', '0.088'], ['0', '57'])
     """
     usable = math.isfinite(sd) and sd > 0
     decimals = min(max(1 - math.floor(math.log10(sd)), 0), 8) if usable else 3
-    return [f"{value:.{decimals}f}" for value in row]
+    return [f"{value:z.{decimals}f}" for value in row]

@@ -7,9 +7,9 @@ import math
 from bayesfed.report.checklist import Item
 from bayesfed.report.facts import ByClient, Comparison, Effect, Global, Sent, Study
 from bayesfed.report.figures import Row, by_client, density, elbo_curve, forest
-from bayesfed.report.html import Content, table, tag
+from bayesfed.report.html import Content, soft, table, tag
 from bayesfed.report.numbers import format_row
-from bayesfed.report.verdict import assess
+from bayesfed.report.verdict import Verdict, assess
 
 MEANING = {
     "schema": "names, shapes and types of the fields, names of the clients and their number of rows",
@@ -26,32 +26,26 @@ INFORMATIVE = 0.05
 """Sensitivity above which power-scaling calls a prior informative (Kallioinen et al. 2024)."""
 LONG = 60
 """Lines of a program's source from which it is folded."""
-LARGE_GLOBALS = "{:,} more numbers of global variables are not shown."
 
 
 def summary(study: Study) -> Content:
     """Return cards with the main numbers, and the verdict in a sentence."""
-    found = assess(study)
+    chains = None if study.rhat is None else (f"{study.rhat:.3f}", "largest R-hat")
     cards = [
         (f"{study.clients:,}", "clients"),
+        None if study.rows is None else (f"{study.rows:,}", "observations"),
         (f"{study.rounds:,}", f"rounds, {study.seconds:,.1f} s"),
-        (_khat(study), "Pareto k̂")
-        if study.rhat is None
-        else (f"{study.rhat:.3f}", "largest R-hat"),
+        chains or (_khat(study), "Pareto k̂"),
+        None if study.epsilon is None else (f"ε = {study.epsilon:.3g}", "differential privacy"),
     ]
-    if study.rows is not None:
-        cards.insert(1, (f"{study.rows:,}", "observations"))
-    if study.epsilon is not None:
-        cards.append((f"ε = {study.epsilon:.3g}", "differential privacy"))
     seen = [one for one in study.checks if one.observed is not None]
     outside = [f"{one.label}: {one.outside.sum():,} of {len(one.clients):,}" for one in seen]
+    clients = f"Clients outside their 94 % predictive intervals: {'; '.join(outside)}."
     return [
         tag("p", f"{study.model}, fitted by {study.algorithm}.", class_="lead"),
-        tag("div", [_card(*card) for card in cards], class_="cards"),
-        _note(found.good is True, found.headline, found.reasons[0]),
-        tag("p", f"Clients outside their 94 % predictive intervals: {'; '.join(outside)}.")
-        if outside
-        else None,
+        tag("div", [_card(*card) for card in cards if card], class_="cards"),
+        _note(assess(study)),
+        tag("p", clients) if outside else None,
     ]
 
 
@@ -63,44 +57,33 @@ def _khat(study: Study) -> str:
     return "none" if study.khat is None else f"{study.khat:.2f}"
 
 
-def _note(good: bool, headline: str, text: str) -> Content:
-    return tag("div", tag("b", f"{headline}. "), text, class_="note" if good else "note bad")
+def _note(found: Verdict) -> Content:
+    kind = "note" if found.good else "note bad"
+    return tag("div", tag("b", f"{found.headline}. "), found.reasons[0], class_=kind)
 
 
 def globals_(study: Study) -> Content:
     """Return the table of global variables, with densities of posterior and prior."""
-    points: Content = None
-    if study.params:
-        estimates = table(
-            ["parameter", "point estimate"], [[n, v] for n, v in study.params.items()]
-        )
-        points = [tag("h3", "Parameters"), estimates]
+    estimates = [[name, value] for name, value in study.params.items()]
+    points = [tag("h3", "Parameters"), table(["parameter", "point estimate"], estimates)]
     if not study.globals:
-        return points or tag("p", "The model has no global variable.")
-    rows = [
-        [
-            one.label,
-            density(one.density),
-            *format_row([one.mean, one.sd], one.sd),
-            _interval(one),
-            f"{one.mcse:.1g}",
-        ]
-        for one in study.globals
-    ]
-    key: list[Content] = [tag("span", class_="swatch"), " posterior density. "]
-    if any(one.prior is not None for one in study.globals):
-        key += [tag("span", class_="swatch dashed"), " prior density. "]
-    more = LARGE_GLOBALS.format(study.more_globals) if study.more_globals else ""
+        return points if estimates else tag("p", "The model has no global variable.")
+    rows = [[one.label, density(one.density), *_numbers(one)] for one in study.globals]
+    prior: Content = [tag("span", class_="swatch dashed"), " prior density. "]
     return [
         table(["", "density", "mean", "sd", "94 % interval", "MCSE"], rows, text=2),
-        tag(
-            "p",
-            key,
-            f"Highest-density intervals of {study.draws:,} draws. MCSE: Monte Carlo standard error of the mean. {more}",
-            class_="soft",
+        soft(
+            [tag("span", class_="swatch"), " posterior density. "],
+            prior if any(one.prior is not None for one in study.globals) else None,
+            f"Highest-density intervals of {study.draws:,} draws. MCSE: Monte Carlo standard error of the mean.",
+            f" {study.more_globals:,} more numbers are not shown." if study.more_globals else "",
         ),
-        points,
+        points if estimates else None,
     ]
+
+
+def _numbers(one: Global) -> list[str]:
+    return [*format_row([one.mean, one.sd], one.sd), _interval(one), f"{one.mcse:.1g}"]
 
 
 def _interval(one: Global) -> str:
@@ -112,104 +95,83 @@ def clients(study: Study) -> Content:
     if not study.locals:
         return tag("p", f"Each client has {study.more_locals:,} numbers, which are not shown.")
     note = "Dots: means. Thick and thin lines: 50 % and 94 % intervals. Vertical line: the mean over the clients."
-    more = (
-        f" {study.more_locals:,} more numbers of each client are not shown."
-        if study.more_locals
-        else ""
-    )
-    return [[_titled(one) for one in study.locals], tag("p", note + more, class_="soft")]
+    more = f"{study.more_locals:,} more numbers of each client are not shown."
+    figures = [_titled(one.label, one) for one in study.locals]
+    return [figures, soft(note, f" {more}" if study.more_locals else "")]
 
 
-def _titled(one: ByClient) -> Content:
-    return [tag("h3", one.label), by_client(one)]
+def _titled(title: str, one: ByClient) -> Content:
+    return [tag("h3", title), by_client(one)]
 
 
 def checks(study: Study) -> Content:
-    """Return the predictive checks by client."""
-    found: list[Content] = [
-        tag(
-            "p",
-            "For each client, a statistic of its outcomes (diamond) beside the same statistic of outcomes that the "
-            "model predicts for it (dot, 50 % and 94 % intervals). Under a model that describes the clients, about 6 % "
-            "of the diamonds are outside, and fewer for a statistic that a client's own variables follow closely, as "
-            "its mean: the rows were used in the fit. Of classes it is the share of rows that are predicted right.",
-        )
-    ]
-    for one in study.checks:
-        found.append(tag("h3", f"{one.label[0].upper()}{one.label[1:]}"))
-        if one.observed is not None:
-            outside = f"{one.outside.sum():,} of {len(one.clients):,} clients are outside."
-            found.append(tag("p", outside))
-        found.append(by_client(one))
-    return found
+    """Return the predictive checks by client, and what leaving out each client says."""
+    what = (
+        "For each client, a statistic of its outcomes (diamond) beside the same statistic of outcomes that the model "
+        "predicts for it (dot, 50 % and 94 % intervals). Under a model that describes the clients, about 6 % of the "
+        "diamonds are outside, and fewer for a statistic that a client's own variables follow closely, as its mean: "
+        "the rows were used in the fit. Of classes it is the share of rows that are predicted right."
+    )
+    figures = [_titled(f"{one.label[0].upper()}{one.label[1:]}", one) for one in study.checks]
+    return [tag("p", what), figures, _left_out(study.left_out)]
+
+
+def _left_out(effect: Effect | None) -> Content:
+    """Return the table of clients that are left out in turn."""
+    if effect is None:
+        return None
+    meaning = (
+        "elpd: log density of the client's rows according to all others, with its Monte Carlo error. moves, shift: the "
+        "global variable that moves most without the client, and by how many standard deviations. conflict: the "
+        "two-sided p-value of its mean outcome among those that the others predict; 5 % of clients are below 0.05 by "
+        "chance."
+    )
+    return [_effect(effect), soft(meaning)]
 
 
 def convergence(study: Study) -> Content:
     """Return the verdict with all its reasons, and the ELBO by round."""
     found = assess(study)
     rest = [tag("p", reason) for reason in found.reasons[1:]]
-    return [
-        _note(found.good is True, found.headline, found.reasons[0]),
-        rest,
-        elbo_curve(study.elbo),
-    ]
+    return [_note(found), rest, elbo_curve(study.elbo)]
 
 
 def program(study: Study) -> Content:
     """Return the source of the program."""
     if not study.program:
         return tag("p", "The source of the program was not available.")
-    source = tag("pre", tag("code", study.program))
-    lines = study.program.count("\n")
-    if lines <= LONG:
-        return source
-    return tag("details", tag("summary", f"The source, {lines} lines"), source)
+    source, lines = tag("pre", tag("code", study.program)), study.program.count("\n")
+    folded = tag("details", tag("summary", f"The source, {lines} lines"), source)
+    return folded if lines > LONG else source
 
 
 def priors(study: Study) -> Content:
     """Return priors beside posteriors, with their sensitivity in words."""
     shown = [one for one in study.globals if one.prior is not None]
-    before = [_prior_check(one) for one in study.prior_checks]
-    if not shown:
-        return [
-            tag("p", "There are no draws from the prior to show beside the posterior."),
-            before,
-        ]
     sensitive = any(one.sensitivity is not None for one in shown)
     head = ["", "prior median", "prior 94 % interval", "posterior 94 % interval"]
-    rows: list[list[Content]] = []
-    for one in shown:
-        assert one.prior is not None
-        median, lower, upper = one.prior
-        numbers = format_row([median, lower, upper], (upper - lower) / 4)
-        row: list[Content] = [
-            one.label,
-            numbers[0],
-            f"{numbers[1]} to {numbers[2]}",
-            _interval(one),
-        ]
-        if sensitive:
-            values = one.sensitivity or (math.nan, math.nan)
-            row += [*(f"{v:.2f}" for v in values), sensitivity_in_words(*values)]
-        rows.append(row)
-    found: list[Content] = [
-        table([*head, *["prior sensitivity", "likelihood sensitivity", ""] * sensitive], rows)
+    head += ["prior sensitivity", "likelihood sensitivity", ""] * sensitive
+    meaning = (
+        "Sensitivity: how much the posterior changes if the prior, or the likelihood, is raised to a power near 1 "
+        f"(Kallioinen et al. 2024). Above {INFORMATIVE} it is noticeable."
+    )
+    none = tag("p", "There are no draws from the prior to show beside the posterior.")
+    return [
+        table(head, [_prior(one)[: len(head)] for one in shown]) if shown else none,
+        soft(meaning) if sensitive else None,
+        [
+            _titled(f"Prior predictive check: {c.label}, over all clients", c)
+            for c in study.prior_checks
+        ],
     ]
-    if sensitive:
-        found.append(
-            tag(
-                "p",
-                "Sensitivity: how much the posterior changes if the prior, or the likelihood, is raised to a power "
-                f"near 1 (Kallioinen et al. 2024). Above {INFORMATIVE} it is noticeable.",
-                class_="soft",
-            )
-        )
-    return [found, before]
 
 
-def _prior_check(one: ByClient) -> Content:
-    """Return the prior predictive distribution of a statistic of all outcomes, and the observed one."""
-    return [tag("h3", f"Prior predictive check: {one.label}, over all clients"), by_client(one)]
+def _prior(one: Global) -> list[str]:
+    assert one.prior is not None
+    prior, sensitivity = one.prior, one.sensitivity or (math.nan, math.nan)
+    median, lower, upper = format_row(prior, (prior[2] - prior[1]) / 4)
+    row = [one.label, median, f"{lower} to {upper}", _interval(one)]
+    return [*row, *(f"{value:.2f}" for value in sensitivity), sensitivity_in_words(*sensitivity)]
 
 
 def sensitivity_in_words(prior: float, likelihood: float) -> str:
@@ -234,25 +196,19 @@ def effects(study: Study) -> Content:
 def _effect(effect: Effect) -> Content:
     frame = effect.table
     names = [str(name) for name in frame.columns]
-    first = names.index("mean") if "mean" in names else len(names)
-    ends = [name for name in names if name.endswith("%")]
+    first = names.index("mean") if "mean" in names else 1
     rows = [[_cell(value) for value in row] for row in frame.itertuples(index=False)]
     plot: Content = None
-    if first < len(names) and len(ends) == 2:
+    ends = [name for name in names if name.endswith("%")]
+    if "mean" in names and len(ends) == 2:
+        numbers = frame[["mean", *ends]].to_numpy(float).tolist()
         plot = forest(
             [
-                Row(", ".join(row[:first]), float(m), (float(a), float(b)))
-                for row, m, a, b in zip(
-                    rows, frame["mean"], frame[ends[0]], frame[ends[1]], strict=True
-                )
+                Row(", ".join(row[:first]), mean, (lower, upper))
+                for row, (mean, lower, upper) in zip(rows, numbers, strict=True)
             ]
         )
-    return [
-        tag("h3", effect.estimand),
-        tag("p", f"Level: {effect.level}", class_="soft"),
-        plot,
-        table(names, rows, text=max(1, first)),
-    ]
+    return [tag("h3", effect.estimand), soft(effect.note), plot, table(names, rows, text=first)]
 
 
 def _cell(value: object) -> str:
@@ -263,41 +219,26 @@ def _cell(value: object) -> str:
 
 def data(study: Study) -> Content:
     """Return what left each institution, and what privacy was spent."""
-    found: list[Content] = []
-    if not study.deployed:
-        found.append(
-            tag("p", "This fit ran in one process, with the rows of all clients: nothing was sent.")
+    where = "This fit ran in one process, with the rows of all clients: nothing was sent."
+    if study.deployed:
+        where = "The rows stayed at their institutions. Each has a log.jsonl of what left it" + (
+            "." if study.sent else ", which this report was not given (bayesfed report --log)."
         )
-    elif not study.sent:
-        found.append(
-            tag(
-                "p",
-                "The rows stayed at their institutions. Each has a log.jsonl of what left it, which this report was "
-                "not given (bayesfed report --log).",
-            )
-        )
-    for institution, messages in study.sent.items():
-        head = ["message", "contents", "times", "numbers", "kB"]
-        found += [
-            tag("h3", institution),
-            table(head, [_sent(one) for one in messages], text=2),
-        ]
-    if study.sent:
-        found.append(
-            tag(
-                "p",
-                "Numbers: the entries of the tensors of all messages, rows and variables of single clients not among "
-                "them. Under secure sums they are masked, and the server can remove the masks from the sum only.",
-                class_="soft",
-            )
-        )
-    if study.epsilon is None:
-        found.append(tag("p", "Differential privacy: none. Uploads had no noise."))
-    else:
+    meaning = (
+        "Numbers: the entries of the tensors of all messages; there are no rows and no local variables among them. "
+        "Under secure sums they are masked, and the server can remove the masks from the sum only."
+    )
+    privacy = "Differential privacy: none. Uploads had no noise."
+    if study.epsilon is not None:
         settings = "".join(f", {name} {value}" for name, value in study.privacy.items())
         spent = f"Differential privacy: ε = {study.epsilon:.3g} spent{settings}."
-        found.append(tag("p", f"{spent} Neighbouring data sets differ in one client's data."))
-    return found
+        privacy = f"{spent} Neighbouring data sets differ in one client's data."
+    head = ["message", "contents", "times", "numbers", "kB"]
+    tables = [
+        [tag("h3", institution), table(head, [_sent(one) for one in messages], text=2)]
+        for institution, messages in study.sent.items()
+    ]
+    return [tag("p", where), tables, soft(meaning) if study.sent else None, tag("p", privacy)]
 
 
 def _sent(one: Sent) -> list[Content]:
@@ -306,7 +247,8 @@ def _sent(one: Sent) -> list[Content]:
     )
     details = tag("details", tag("summary", "tensors"), tensors) if tensors else None
     numbers = f"{one.count:,}", f"{one.numbers:,}", f"{one.size / 1000:,.1f}"
-    return [one.kind, [MEANING.get(one.kind, ""), details], *numbers]
+    meaning = tag("div", MEANING.get(one.kind, ""), class_="words")
+    return [one.kind, [meaning, details], *numbers]
 
 
 def reproduce(study: Study) -> Content:
@@ -321,24 +263,17 @@ def items(found: list[Item], anchors: set[str], prefix: str) -> Content:
     """Return the checklist, each item with a link to its section, or marked as not done."""
     rows: list[list[Content]] = []
     for one in found:
-        done = one.evidence is not None and one.evidence in anchors
         place = one.evidence if one.evidence == "comparison" else f"{prefix}{one.evidence}"
-        status = (
-            tag("a", "✓ in this file", href=f"#{place}", class_="done")
-            if done
-            else tag("span", "not done", class_="not-done")
-        )
+        there = tag("a", "✓ in this file", href=f"#{place}", class_="done")
+        absent = tag("span", "not done", class_="not-done")
+        status = there if one.evidence in anchors else absent
         rows.append([one.what, status, one.note, one.source])
-    return [
-        table(["item", "", "evidence, or what to do", "source"], rows, text=4),
-        tag(
-            "p",
-            "BARG: Kruschke 2021, Bayesian Analysis Reporting Guidelines. FDA: the draft guidance of January 2026 on "
-            "Bayesian methodology in clinical trials, by its summary in arXiv 2601.14701. A link shows that the file "
-            "has the item, not that it is adequate.",
-            class_="soft",
-        ),
-    ]
+    sources = (
+        "BARG: Kruschke 2021, Bayesian Analysis Reporting Guidelines. FDA: the draft guidance of January 2026 on "
+        "Bayesian methodology in clinical trials, by its summary in arXiv 2601.14701. A link shows that the file has "
+        "the item, not that it is adequate."
+    )
+    return [table(["item", "", "evidence, or what to do", "source"], rows, text=4), soft(sources)]
 
 
 def comparison(studies: list[Study], found: Comparison) -> Content:
@@ -363,7 +298,7 @@ def comparison(studies: list[Study], found: Comparison) -> Content:
             tag("h3", "Expected log predictive density, by leave-one-out"),
             table(columns, numbers),
         ]
-    content.append(tag("p", found.why, class_="soft") if found.why else None)
+    content.append(soft(found.why) if found.why else None)
     labels = [one.label for one in studies[0].globals]
     shared = [
         n for n in labels if all(any(n == one.label for one in s.globals) for s in studies[1:])

@@ -43,15 +43,16 @@ table { border-collapse: collapse; font-size: 0.92rem; font-variant-numeric: tab
 th, td { padding: 0.32rem 0.9rem 0.32rem 0; text-align: left; vertical-align: middle; unicode-bidi: isolate;
   border-bottom: 1px solid var(--line); }
 thead th { color: var(--soft); font-weight: 500; font-size: 0.85rem; vertical-align: bottom; }
-tbody th { font-weight: 500; overflow-wrap: anywhere; min-width: 6rem; }
+tbody th { font-weight: 500; overflow-wrap: anywhere; min-width: 8rem; }
+.words { min-width: 12rem; }
 .number { text-align: right; white-space: nowrap; }
-td.words, th.words { white-space: normal; }
 pre { background: var(--wash); padding: 0.9rem; border-radius: 0.5rem; overflow-x: auto; line-height: 1.45; }
 code, .hash { font: 0.85em ui-monospace, "SF Mono", Menlo, Consolas, monospace; overflow-wrap: anywhere; }
 summary { cursor: pointer; color: var(--blue); margin: 0.5rem 0; }
 .forest { width: 100%; table-layout: fixed; font-size: 0.88rem; }
 .forest td, .forest th { border: 0; padding: 0.16rem 0.5rem 0.16rem 0; }
-.forest th { width: 26%; }
+.forest th { width: 26%; min-width: 0; }
+.forest td.number span { white-space: nowrap; }
 .forest td.number { width: 27%; color: var(--soft); padding-right: 0; }
 .plot { position: relative; height: 1.15rem; }
 .plot span { position: absolute; }
@@ -89,7 +90,8 @@ summary { cursor: pointer; color: var(--blue); margin: 0.5rem 0; }
   .forest td.number { width: 32%; font-size: 0.78rem; line-height: 1.3; white-space: normal; }
   .frame { margin-left: 3.6rem; height: 11rem; }
   .spark { width: 5rem; }
-  tbody th { min-width: 4.5rem; }
+  tbody th { min-width: 7rem; }
+  .forest th { min-width: 0; }
 }
 @media print {
   main { max-width: none; padding: 0; }

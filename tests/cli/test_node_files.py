@@ -13,7 +13,7 @@ import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.cli.app import main
 from bayesfed.cli.choices import load_clients
-from bayesfed.cli.deployment import draws_dataset, make_plan
+from bayesfed.cli.deployment import draws_dataset, make_plan, prior_dataset
 from bayesfed.cli.experiment import read_experiment, read_node_file, read_rows
 from bayesfed.deploy.global_posterior import GlobalPosterior
 from bayesfed.engine.files import lock
@@ -192,6 +192,14 @@ def test_draws_of_the_globals_say_how_good_they_are():
     attrs = draws_dataset(GlobalPosterior(posterior, {}, {}), 10).attrs
     assert attrs["converged"] == 1 and attrs["rounds"] == len(posterior.history["elbo"])
     assert attrs["khat"] == posterior.correction.khat
+
+
+def test_draws_from_the_prior_are_of_the_globals():
+    """μ ~ Normal(0, 5) has the quartiles ±3.37."""
+    posterior = bf.fit(models.eight_schools, datasets.eight_schools(), rounds=2)
+    prior = prior_dataset(GlobalPosterior(posterior, {}, {}), 4000)
+    assert set(prior) == {"mu", "tau"} and prior["mu"].dims == ("chain", "draw")
+    assert np.allclose(np.quantile(prior["mu"], [0.25, 0.75]), [-3.37, 3.37], atol=0.4)
 
 
 def test_cryptography_is_for_secure_sums_only(folder):

@@ -50,6 +50,8 @@ def test_a_formula(tmp_path):
     assert {"globals", "effects", "clients", "checks", "priors"} <= page.ids
     assert model.source.split("\n")[0] in page.text
     assert "prior sensitivity" in page.text and "mean of y: 0 of 3" in page.text
+    left_out = bf.leave_one_client_out(posterior)
+    assert f"Leave-one-client-out: elpd {left_out.elpd:.1f}" in page.text
     assert effect.estimand in page.text and effect.level in page.text
 
 
