@@ -82,10 +82,10 @@ def write_report(
 
 def _left_out(fitted: Fitted) -> Effect | None:
     """Return the table of clients that are left out in turn; None of many clients, or if it cannot be computed."""
-    weighted = fitted.correction is not None or has_density(fitted)
-    everyone = len(fitted.federation) == fitted.program.clients
-    few = len(fitted.federation) <= CLIENTS and fitted.federation.rows <= ROWS
-    if not (weighted and everyone and few) or len(fitted.federation) < 2:
+    clients, rows = len(fitted.federation), fitted.federation.rows
+    everyone = clients == fitted.program.clients
+    weighted = fitted.correction is not None or (has_density(fitted) and everyone)
+    if not weighted or not 1 < clients <= CLIENTS or rows > ROWS:
         return None
     found = leave_one_client_out(fitted)
     note = f"Leave-one-client-out: elpd {found.elpd:.1f} ± {found.se:.1f}. {found.caveat}"
@@ -161,21 +161,13 @@ def prior_sensitivity(groups: Groups) -> dict[str, tuple[float, float]]:
         "log_likelihood": xr.Dataset(summed),
     }
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # of weights whose tail is heavy: the sensitivity is large then
-        both = [power_scaling(few, part) for part in ("prior", "likelihood")]
-    found = [
-        dict(
-            pair
-            for value in part.values()
-            for pair in scalars(value.expand_dims(["chain", "draw"]))
-        )
+        warnings.simplefilter("ignore")  # of uneven weights: the sensitivity is large then
+        both = [power_scaling(few, part).values() for part in ("prior", "likelihood")]
+    prior, data = (
+        {n: float(x[0]) for v in part for n, x in scalars(v.expand_dims(["chain", "draw"]))}
         for part in both
-    ]
-    return {
-        label: (float(value[0]), float(found[1][label][0])) for label, value in found[0].items()
-    }
+    )
+    return {name: (value, data[name]) for name, value in prior.items()}
 
 
 def compare(runs: Mapping[str, Groups]) -> Comparison:
@@ -186,19 +178,8 @@ def compare(runs: Mapping[str, Groups]) -> Comparison:
     """
     from bayesfed.output.arviz_compat import az, product
 
-    first = next(iter(runs.values()))
-    if not all({"log_likelihood", "observed_data"} <= run.keys() for run in runs.values()):
-        return Comparison(
-            None, "There is no leave-one-out comparison: a run has no log likelihoods."
-        )
-    if not all(_same_outcomes(first, run) for run in runs.values()):
-        return Comparison(
-            None, "There is no leave-one-out comparison: the runs have different outcomes."
-        )
-    if len(first["log_likelihood"]) > 1:
-        return Comparison(
-            None, "There is no leave-one-out comparison: the model has several outcomes."
-        )
+    if why := _obstacle(list(runs.values())):
+        return Comparison(None, f"There is no leave-one-out comparison: {why}.")
     found, heed = {}, []
     try:
         for name, run in runs.items():
@@ -215,5 +196,10 @@ def compare(runs: Mapping[str, Groups]) -> Comparison:
     return Comparison(table.rename(columns=names), " ".join(heed))
 
 
-def _same_outcomes(one: Groups, other: Groups) -> bool:
-    return one["observed_data"].equals(other["observed_data"])
+def _obstacle(runs: Sequence[Groups]) -> str:
+    """Return the reason why leave-one-out does not compare runs, or an empty string."""
+    if not all({"log_likelihood", "observed_data"} <= run.keys() for run in runs):
+        return "a run has no log likelihoods"
+    if not all(run["observed_data"].equals(runs[0]["observed_data"]) for run in runs):
+        return "the runs have different outcomes"
+    return "the model has several outcomes" if len(runs[0]["log_likelihood"]) > 1 else ""

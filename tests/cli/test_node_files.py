@@ -244,3 +244,8 @@ def test_workers_and_a_server_as_processes(folder):
     attrs = az.from_netcdf(folder / "result" / "globals.nc")["posterior"].attrs
     assert attrs["algorithm"] == "SFVI" and attrs["rounds"] == 4 and "too few" in attrs["caveat"]
     assert len(list(folder.glob("*/runs/*/posterior.safetensors"))) == 3
+    logs = [f"--log={folder / name}" for name in ("north", "south")]
+    assert main(["report", str(folder / "result"), *logs]) == 0
+    report = (folder / "result" / "report.html").read_text(encoding="utf-8")
+    assert "<h3>north</h3>" in report and "<h3>south</h3>" in report and "reply" in report
+    assert "north0" not in report  # no client is named
