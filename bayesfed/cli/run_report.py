@@ -54,7 +54,7 @@ def read_run(folder: Path, logs: Sequence[Path] = ()) -> tuple[Study, Groups]:
     draws = next((name for name in _DRAWS if (folder / name).exists()), None)
     if draws is None:
         raise SettingsError(f"{folder} has no {' or '.join(_DRAWS)}: give a folder of bayesfed run")
-    config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+    config = tomllib.loads(text := _text(folder / "config.toml"))
     groups = read_netcdf(folder / draws)
     groups.setdefault("history", _history(folder))
     program, deployed = _text(folder / "program.py"), _DRAWS[draws]
@@ -70,6 +70,7 @@ def read_run(folder: Path, logs: Sequence[Path] = ()) -> tuple[Study, Groups]:
         name=folder.resolve().name,
         model=str(model.get("name", model.get("formula"))),
         program=program,
+        settings=text,
         clients=len(run["clients"]),
         rows=None if data is None else int(data["rows"].sum()),
         privacy={

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import platform
 import textwrap
 import warnings
@@ -15,6 +16,7 @@ from typing import Any
 import xarray as xr
 from torch import Tensor
 
+from bayesfed.algorithms.registry import settings_of
 from bayesfed.data.fingerprint import data_fingerprint
 from bayesfed.elbo.sites import InspectedModel
 from bayesfed.engine.files import atomically
@@ -69,6 +71,7 @@ def write_report(
         name=title or name_of(model),
         model=name_of(model),
         program=program,
+        settings=json.dumps(settings_of(fitted.algorithm), indent=2),
         clients=len(fitted.federation),
         rows=rows,
         effects=[Effect(e.estimand, f"Level: {e.level}", e.to_frame()) for e in effects],

@@ -117,6 +117,7 @@ class Study:
         model: the model's name or formula.
         program: its source; empty if it is not available.
         algorithm, seed, rounds: how it was fitted.
+        settings: all settings, as text.
         clients, rows: their numbers; None for rows at institutions.
         draws: the number of draws that means and intervals are computed from.
         effective: the number of draws that count, as draws by importance sampling are repeated.
@@ -147,6 +148,7 @@ class Study:
     name: str
     model: str
     program: str
+    settings: str
     algorithm: str
     seed: int
     rounds: int

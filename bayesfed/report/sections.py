@@ -252,11 +252,13 @@ def _sent(one: Sent) -> list[Content]:
 
 
 def reproduce(study: Study) -> Content:
-    """Return seed, versions and hashes."""
+    """Return settings, seed, versions and hashes."""
     rows: list[list[Content]] = [["algorithm", study.algorithm], ["seed", str(study.seed)]]
     rows += [[name, value] for name, value in study.software.items()]
     rows += [[name, tag("span", value, class_="hash")] for name, value in study.hashes.items()]
-    return table(["", ""], rows, text=2)
+    settings = tag("pre", tag("code", study.settings))
+    folded = tag("details", tag("summary", "All settings"), settings)
+    return [table(["", ""], rows, text=2), folded if study.settings else None]
 
 
 def items(found: list[Item], anchors: set[str], prefix: str) -> Content:

@@ -26,11 +26,10 @@ def assess(study: Study) -> Verdict:
     reasons = [_convergence(study), *_approximation(study)]
     if study.caveat:
         return Verdict(False, "Read this before the numbers", [f"{study.caveat}.", *reasons])
-    assessed = study.khat is not None or study.rhat is not None
-    if not assessed:
-        return Verdict(None, "Not assessed", reasons)
-    if study.khat is not None and study.khat > study.khat_limit:
+    if study.converged is False or (study.khat or 0.0) > study.khat_limit:
         return Verdict(False, "Read this before the numbers", reasons)
+    if study.khat is None and study.rhat is None:
+        return Verdict(None, "Not assessed", reasons)
     return Verdict(True, "No warnings", reasons)
 
 

@@ -29,6 +29,7 @@ def study(
         "name": "study",
         "model": "model",
         "program": "def model(federation): ...",
+        "settings": "",
         "algorithm": "SFVI",
         "seed": 0,
         "rounds": 12,

@@ -11,7 +11,15 @@ from bayesfed.report.collect import make_study
 from bayesfed.report.logs import read_log
 
 ATTRS = {"algorithm": "SFVI", "seed": 0, "rounds": 3}
-GIVEN = {"name": "n", "model": "m", "program": "", "clients": 2, "rows": 5, "sensitivity": {}}
+GIVEN = {
+    "name": "n",
+    "model": "m",
+    "program": "",
+    "settings": "",
+    "clients": 2,
+    "rows": 5,
+    "sensitivity": {},
+}
 
 
 def groups(repeats=1):

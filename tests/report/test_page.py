@@ -51,6 +51,7 @@ def test_that_names_are_text_wherever_they_are_shown():
         model=HOSTILE,
         program=HOSTILE,
         algorithm=HOSTILE,
+        settings=HOSTILE,
         caveat=HOSTILE,
         label=HOSTILE,
         effects=[Effect(HOSTILE, HOSTILE, pd.DataFrame({HOSTILE: [HOSTILE], "mean": [1.0]}))],
@@ -132,7 +133,7 @@ def test_that_the_checklist_claims_what_the_file_has_and_no_more():
         ({"khat": 0.9}, False, "above its limit"),
         ({"khat": None}, None, "There is no Pareto k̂"),
         ({"khat": None, "rhat": 1.01, "ess": 1200.0}, True, "1,200"),
-        ({"converged": False}, True, "had not converged"),
+        ({"converged": False}, False, "had not converged"),
         ({"effective": 100.0}, True, "100 count"),
     ],
 )
