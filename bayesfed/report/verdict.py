@@ -66,7 +66,8 @@ def _approximation(study: Study) -> list[str]:
             + (
                 f"within its limit of {study.khat_limit:.2f}: the draws are close to the posterior."
                 if below
-                else f"above its limit of {study.khat_limit:.2f}: standard deviations and tails may be wrong."
+                else f"above its limit of {study.khat_limit:.2f}: standard deviations and tails may be wrong. "
+                "Compare with another guide, or with NUTS on fewer clients; narrower priors may help."
             )
         )
     if study.effective < 0.9 * study.draws:

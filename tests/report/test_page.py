@@ -130,7 +130,7 @@ def test_that_the_checklist_claims_what_the_file_has_and_no_more():
     [
         ({}, True, "within its limit of 0.70"),
         ({"caveat": "not converged"}, False, "not converged."),
-        ({"khat": 0.9}, False, "above its limit"),
+        ({"khat": 0.9}, False, "Compare with another guide"),
         ({"khat": None}, None, "There is no Pareto k̂"),
         ({"khat": None, "rhat": 1.01, "ess": 1200.0}, True, "1,200"),
         ({"converged": False}, False, "had not converged"),
