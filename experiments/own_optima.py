@@ -299,16 +299,15 @@ class Marginal:
         mode, precision = modes(hierarchy, theta, start)
         self.at = mode.detach()
         root = torch.linalg.cholesky(precision)
-        total = []
-        for x, weight in zip(points, weights, strict=True):
-            away = torch.linalg.solve_triangular(
-                root.mT, x[:, None].expand(*root.shape[:-1], 1), upper=True
-            )
-            _, prior, likelihood = hierarchy(theta, mode + away.squeeze(-1))
-            total.append(prior + likelihood + weight.log() + x.square().sum() / 2)
+        x = points[:, None, None, :, None].expand(-1, *root.shape[:-1], 1)
+        away = torch.linalg.solve_triangular(root.mT, x, upper=True).squeeze(-1)
+        w = (mode + away).flatten(0, 1)
+        _, prior, likelihood = hierarchy(theta.repeat(len(points), 1), w)
+        weight = weights.log() + points.square().sum(-1) / 2
+        total = (prior + likelihood).unflatten(0, (len(points), -1)) + weight[:, None, None]
         log_det = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         normaliser = hierarchy.width / 2 * np.log(2 * np.pi)
-        return (torch.stack(total).logsumexp(0) - log_det + normaliser).sum(-1)
+        return (total.logsumexp(0) - log_det + normaliser).sum(-1)
 
 
 # -- objectives ---------------------------------------------------------------------------------------

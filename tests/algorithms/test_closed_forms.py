@@ -70,7 +70,6 @@ def test_minibatches_have_the_same_answer(minibatch):
         rounds=60,
         clients_per_round=0.5,
         batch_size=minibatch,
-        execution=EAGER,
     )
     alpha = posterior.sample(4000)["alpha"]
     assert ((alpha.mean(0) - truth.alpha[0]).abs() / truth.alpha[1]).max() < 0.2
@@ -81,7 +80,7 @@ def test_mean_field_is_as_good_as_its_family():
     data = ragged()
     truth = exact(data)
     algorithm = bf.SFVI(global_guide=bf.MeanField(), conditioned=False)
-    draws = bf.fit(conjugate_hierarchy, data, algorithm, rounds=40, execution=EAGER).sample(4000)
+    draws = bf.fit(conjugate_hierarchy, data, algorithm, rounds=40).sample(4000)
     expected = (0.25 + len(data)) ** -0.5
     assert abs(float(draws["mu"].std()) / expected - 1) < 0.09
     expected = (1 + data.lengths / 0.25) ** -0.5
@@ -200,9 +199,7 @@ def test_parameters_alone_reach_the_maximum_of_the_evidence(algorithm):
     """
     data = balanced()
     means = data["y"].reshape(12, 4).mean(1)
-    posterior = bf.fit(
-        empirical, data, algorithm, rounds=100, clients_per_round=0.5, execution=EAGER
-    )
+    posterior = bf.fit(empirical, data, algorithm, rounds=100, clients_per_round=0.5)
     mu, tau = means.mean(), (means.var(unbiased=False) - 0.25 / 4).sqrt()
     assert (posterior.params["mu"] - mu).abs() < 0.1 * means.std() / 12**0.5
     assert (posterior.params["tau"].exp() / tau - 1).abs() < 0.01
@@ -252,7 +249,7 @@ def test_parameters_beside_random_variables(algorithm):
         return value
 
     optimiser.step(loss)
-    posterior = bf.fit(mixed, data, algorithm, rounds=100, execution=EAGER)
+    posterior = bf.fit(mixed, data, algorithm, rounds=100)
     found = {
         name: torch.distributions.transform_to(posterior.program.constraints[name])(value)
         for name, value in posterior.params.items()
@@ -369,9 +366,9 @@ def test_pvi_is_not_held_up_by_what_clients_learnt_far_away():
         parts[name] = {field: visits[field][some] for field in visits.fields}
     data = bf.Federation.from_arrays(parts)
     algorithm = bf.PVI(corrected=False)
-    found = bf.fit(models.hierarchical_count, data, algorithm, rounds=100, execution=EAGER)
+    found = bf.fit(models.hierarchical_count, data, algorithm, rounds=100)
     algorithm = bf.SFVI(corrected=False)  # which has NUTS' to .1 sd on this model: accuracy.md
-    expected = bf.fit(models.hierarchical_count, data, algorithm, execution=EAGER)
+    expected = bf.fit(models.hierarchical_count, data, algorithm)
     pvi, sfvi = found.sample(4000), expected.sample(4000)
     for site in ("mu", "tau", "beta"):
         assert ((pvi[site].mean(0) - sfvi[site].mean(0)).abs() / sfvi[site].std(0)).max() < 0.3
@@ -389,7 +386,7 @@ def test_pvi_takes_at_most_twice_the_rounds_of_sfvi(cohort):
         y = 0.4 * torch.randn((), generator=generator) - x[:, 0]
         clients[f"c{i}"] = {"x": x, "y": y + 0.3 * torch.randn(n, generator=generator)}
     data = bf.Federation.from_arrays(clients)
-    how = {"clients_per_round": cohort, "execution": EAGER, "progress": False}
+    how = {"clients_per_round": cohort, "progress": False}
     sfvi, pvi = (
         bf.fit(models.varying_intercept, data, algorithm, **how)
         for algorithm in (bf.SFVI(), bf.PVI())

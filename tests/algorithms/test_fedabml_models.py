@@ -11,7 +11,6 @@ from bayesfed import datasets, models
 from tests.algorithms.test_fedabml import rms
 
 float64 = pytest.mark.usefixtures("float64")
-EAGER = bf.Execution(compile=False)
 
 
 def groups(clients=8, rows=12, seed=0):
@@ -83,9 +82,7 @@ def test_parameters_reach_the_maximum_marginal_likelihood(batch_size):
     """q is exact here, so that the ELBO's maximum is the marginal likelihood's; clients' posteriors as well."""
     data = groups()
     mu, tau, means, sd = marginal_likelihood(data)
-    posterior = bf.fit(
-        by_parameters, data, bf.FedABML(), rounds=100, batch_size=batch_size, execution=EAGER
-    )
+    posterior = bf.fit(by_parameters, data, bf.FedABML(), rounds=100, batch_size=batch_size)
     assert abs(posterior.params["mu"] - mu) < 0.1 * tau
     assert abs(posterior.params["tau"].exp() - tau) < 0.15 * tau
     local = posterior.local_params
@@ -103,7 +100,7 @@ def test_parameters_reach_the_maximum_marginal_likelihood(batch_size):
 def test_random_globals_are_fitted_alike():
     data = groups()
     mu, tau, *_ = marginal_likelihood(data)
-    posterior = bf.fit(random_globals, data, bf.FedABML(), rounds=100, execution=EAGER)
+    posterior = bf.fit(random_globals, data, bf.FedABML(), rounds=100)
     draws = posterior.sample(500)
     assert abs(draws["mu"].mean() - mu) < 0.15 * tau
     assert abs(draws["tau"].mean() - tau) < 0.2 * tau
@@ -115,7 +112,7 @@ def test_random_globals_are_fitted_alike():
 @float64
 def test_priors_that_are_not_normal_and_a_simplex():
     data = groups()
-    posterior = bf.fit(with_noise_and_shares, data, bf.FedABML(), rounds=60, execution=EAGER)
+    posterior = bf.fit(with_noise_and_shares, data, bf.FedABML(), rounds=60)
     draws = posterior.sample(500)
     counts = torch.bincount(data["kind"], minlength=3) + 1.0  # and the Jacobian of the point
     shares = draws["shares"].mean(0).reshape(-1)
@@ -144,12 +141,7 @@ def test_the_toy_of_the_paper():
     data = bf.Federation.from_arrays({f"{i}": {"y": truth[i : i + 1]} for i in range(2)})
     algorithm = bf.FedABML(local_steps=10)
     before, after = (
-        float(
-            (
-                bf.fit(model, data, algorithm, rounds=r, execution=EAGER).params["m"]
-                - truth.mean(0)
-            ).norm()
-        )
+        float((bf.fit(model, data, algorithm, rounds=r).params["m"] - truth.mean(0)).norm())
         for r in (1, 60)
     )
     assert after < 0.2 < before
@@ -164,7 +156,7 @@ def test_it_learns_digits_as_it_ships(settings):
     train, test = datasets.digits(clients=8)
     torch.manual_seed(0)
     model = models.Network(models.mlp(64, 10), **settings)
-    posterior = bf.fit(model, train, bf.FedABML(), rounds=10, batch_size=10, execution=EAGER)
+    posterior = bf.fit(model, train, bf.FedABML(), rounds=10, batch_size=10)
     probabilities = posterior.probabilities(test, 50)["y"]
     assert (probabilities.argmax(1) == test["y"]).float().mean() > 0.92  # 160 rows: s.e. .017
     assert -probabilities.gather(1, test["y"][:, None]).log().mean() < 0.35

@@ -63,7 +63,7 @@ def test_as_it_comes_it_is_laplaces_method_of_the_pooled_hierarchy(float64):
     """Mode and curvature of log p(θ) + log p(D | θ); w_i given θ in closed form."""
     groups = ragged_groups()
     federation = bf.Federation.from_arrays(groups)
-    posterior = bf.fit(normal_normal, federation, bf.FOLA(), rounds=30, execution=EAGER)
+    posterior = bf.fit(normal_normal, federation, bf.FOLA(), rounds=30)
 
     def pooled_density(z):
         prior = torch.distributions.Normal(0.0, 3.0).log_prob(z[0])
@@ -96,7 +96,7 @@ def test_as_it_comes_it_is_laplaces_method_of_the_pooled_hierarchy(float64):
 def test_it_finds_its_way_where_clients_say_little(float64):
     """Log-odds that differ between small clients, spreads near 0: no Hessian of theirs is definite at first."""
     federation = datasets.china_smoking()
-    run = bf.start(models.hierarchical_logistic, federation, bf.FOLA(), rounds=12, execution=EAGER)
+    run = bf.start(models.hierarchical_logistic, federation, bf.FOLA(), rounds=12)
     for _ in range(12):
         bf.step(run)
     guide, rows = run.program.guide, federation.batch()
@@ -163,7 +163,7 @@ def test_few_variables_with_another_prior_are_approximated_by_themselves(float64
     """A Gamma prior of Poisson rates: in log rate the posterior Gamma(a, b) has its mode at log a / b, curvature a."""
     counts = {"a": [0.0, 2.0, 1.0], "b": [4.0, 6.0, 5.0, 3.0], "c": [1.0, 1.0]}
     federation = bf.Federation.from_arrays({n: {"y": torch.tensor(y)} for n, y in counts.items()})
-    posterior = bf.fit(skewed, federation, bf.FOLA(), rounds=15, execution=EAGER)
+    posterior = bf.fit(skewed, federation, bf.FOLA(), rounds=15)
     guide = posterior.program.guide
     assert str(guide) == "FullRank globals, mean-field locals"
     loc = guide.family.normal(posterior.params)[0]

@@ -50,7 +50,7 @@ def test_a_client_without_a_finite_optimum_is_named(name):
     with pytest.warns(
         UserWarning, match=rf"{len(none)} of 15 clients, such as '{none[0]}', have no"
     ):
-        posterior = bf.fit(falls, data, getattr(bf, name)(), execution=EAGER)
+        posterior = bf.fit(falls, data, getattr(bf, name)())
     assert posterior.converged
     fitted, found = optimum(PROBLEMS["falls"], name, posterior)
     there = [ward not in none for ward in data.names]
@@ -63,7 +63,7 @@ def test_a_client_without_a_finite_optimum_is_named(name):
 def test_clients_that_are_held_near_the_others_have_an_optimum(name):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        posterior = bf.fit(falls, wards(), getattr(bf, name)(), execution=EAGER)
+        posterior = bf.fit(falls, wards(), getattr(bf, name)())
     assert not any("no finite optimum" in str(warning.message) for warning in said)
     fitted, found = optimum(PROBLEMS["falls"], name, posterior)
     np.testing.assert_allclose(fitted["a"], found["a"], atol=0.01)
@@ -72,7 +72,7 @@ def test_clients_that_are_held_near_the_others_have_an_optimum(name):
 @pytest.mark.parametrize("problem", ["hospitals", "falls"])
 def test_copies_of_a_gaussian_agree_at_the_largest_elbo(problem):
     """Without control variates SFVIAvg was 1.9 and 2.0 standard deviations away after 500 rounds."""
-    posterior = fit(PROBLEMS[problem], "SFVIAvg", execution=EAGER)
+    posterior = fit(PROBLEMS[problem], "SFVIAvg")
     assert posterior.converged
     assert len(posterior.history["elbo"]) < 30
     _, found = optimum(PROBLEMS[problem], "SFVIAvg", posterior)
@@ -84,7 +84,7 @@ def test_copies_of_a_gaussian_agree_at_the_largest_elbo(problem):
 
 def test_particles_end_at_the_hyper_posterior():
     """Whose moments are sums over a grid, clients integrated out. After 200 rounds PACPFL was 5.2 sd away."""
-    posterior = fit(PROBLEMS["hospitals"], "PACPFL", execution=EAGER)
+    posterior = fit(PROBLEMS["hospitals"], "PACPFL")
     assert posterior.converged
     assert len(posterior.history["elbo"]) < 40
     torch.set_default_dtype(torch.float64)

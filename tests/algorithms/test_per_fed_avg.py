@@ -181,7 +181,7 @@ def test_a_hierarchy_with_little_noise_does_not_diverge(algorithm):
     data = bf.Federation.from_arrays(
         {f"{i}": {"y": level[i] + 0.05 * torch.randn(8, generator=generator)} for i in range(6)}
     )
-    posterior = bf.fit(levels, data, algorithm, rounds=40, execution=EAGER)
+    posterior = bf.fit(levels, data, algorithm, rounds=40)
     draws = posterior.sample(5)
     product = (draws["a"] * draws["b"]).mean(0).reshape(-1)
     assert (product - level).abs().max() < 0.4

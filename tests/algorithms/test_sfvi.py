@@ -16,7 +16,6 @@ from bayesfed.rules.natural_gradient import fade
 from tests.scenarios import conjugate_hierarchy, ragged
 
 PLAIN = bf.SFVI(corrected=False)
-EAGER = bf.Execution(compile=False)
 
 
 def many(clients):
@@ -95,7 +94,6 @@ def test_the_server_has_the_sum_of_what_is_left_of_what_clients_sent(guide):
         algorithm,
         rounds=15,
         clients_per_round=0.01,
-        execution=EAGER,
     )
     levels = []
     for _ in range(15):
@@ -111,9 +109,7 @@ def test_the_server_has_the_sum_of_what_is_left_of_what_clients_sent(guide):
 
 def test_nothing_is_forgotten_where_sites_are_exact():
     """Of a linear model with known scales each site is a quadratic, wherever it was made."""
-    run = bf.start(
-        conjugate_hierarchy, ragged(12), PLAIN, rounds=40, clients_per_round=0.25, execution=EAGER
-    )
+    run = bf.start(conjugate_hierarchy, ragged(12), PLAIN, rounds=40, clients_per_round=0.25)
     for _ in range(10):
         bf.step(run)
     assert run.server["quadratic"]["level"] == 0

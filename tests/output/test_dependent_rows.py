@@ -111,8 +111,8 @@ def test_predictions_are_those_of_the_model_with_levels():
     """The mean over draws of q(μ), fitted alike; 4000 draws have an error of 0.016 sd of a row."""
     own, there = data(), data(seed=1)
     algorithm = bf.SFVI(local_steps=4, draws=4)
-    one = bf.fit(integrated(), own, algorithm, rounds=60, **QUIET)
-    other = bf.fit(explicit, own, algorithm, rounds=60, **QUIET)
+    one = bf.fit(integrated(), own, algorithm, rounds=60, progress=False)
+    other = bf.fit(explicit, own, algorithm, rounds=60, progress=False)
     first, second = (p.predict(there, 4000)["y"] for p in (one, other))
     sd = second.std(0)
     assert first.shape == second.shape == (4000, there.rows)

@@ -15,8 +15,6 @@ from bayesfed.engine.stopping.convergence import Convergence
 from bayesfed.engine.stopping.drift import caveat
 from bayesfed.output.correction import CorrectionResult
 
-EAGER = bf.Execution(compile=False)
-
 
 def fresh(clients=1, sites=None, levels=(1.0,), corrected=False):
     sites = sites or {"mu": 1}
@@ -191,7 +189,7 @@ def test_a_fit_ends_at_the_exact_posterior(cohort):
         for i in range(6)
     }
     federation = bf.Federation.from_arrays(rows)
-    posterior = bf.fit(outlier, federation, clients_per_round=cohort, execution=EAGER)
+    posterior = bf.fit(outlier, federation, clients_per_round=cohort)
     # y_i's mean is N(mu, 1 + 1/8)
     means = torch.stack([value["y"].mean() for value in rows.values()]).double()
     precision = 6 / 1.125 + 100.0**-2
@@ -206,15 +204,20 @@ def test_a_fit_ends_at_the_exact_posterior(cohort):
     assert 0.9 < sd * precision**0.5 < 1.1
 
 
-def test_convergence_is_shown_and_saved(tmp_path):
-    schools = datasets.eight_schools()
-    posterior = bf.fit(models.eight_schools, schools, execution=EAGER)
+@pytest.fixture(scope="module")
+def near():
+    """Eight schools, fitted until a correction does."""
+    return bf.fit(models.eight_schools, datasets.eight_schools())
+
+
+def test_convergence_is_shown_and_saved(near, tmp_path):
+    schools, posterior = datasets.eight_schools(), near
     rounds = len(posterior.history["elbo"])
     assert posterior.converged and rounds < 30
     assert f"converged in {rounds} rounds" in repr(posterior)
     posterior.save(tmp_path / "a.safetensors")
     assert bf.Posterior.load(tmp_path / "a.safetensors", models.eight_schools, schools).converged
-    given = bf.fit(models.eight_schools, schools, rounds=rounds, execution=EAGER)
+    given = bf.fit(models.eight_schools, schools, rounds=rounds)
     assert given.converged is None and len(given.history["elbo"]) == rounds
 
 
@@ -225,7 +228,7 @@ def test_an_interrupted_run_ends_as_one_that_never_stopped(tmp_path):
         if done.number == 5:
             raise KeyboardInterrupt
 
-    what = {"clients_per_round": 0.5, "execution": EAGER}
+    what = {"clients_per_round": 0.5}
     whole = bf.fit(models.eight_schools, schools, **what)
     with pytest.raises(KeyboardInterrupt):
         bf.fit(models.eight_schools, schools, resume=file, callbacks=[interrupt], **what)
@@ -239,12 +242,11 @@ def test_an_interrupted_run_ends_as_one_that_never_stopped(tmp_path):
         bf.fit(models.eight_schools, schools, resume=file, rounds=40, **what)
 
 
-def test_a_fit_whose_correction_fails_goes_on(monkeypatch, tmp_path):
+def test_a_fit_whose_correction_fails_goes_on(near, monkeypatch, tmp_path):
     """To where it converges without a correction; so does a run that was interrupted during the correction."""
     schools, file = datasets.eight_schools(), tmp_path / "run.safetensors"
     fitting = importlib.import_module("bayesfed.fitting")
-    near = bf.fit(models.eight_schools, schools, execution=EAGER)
-    plain = bf.fit(models.eight_schools, schools, bf.SFVI(corrected=False), execution=EAGER)
+    plain = bf.fit(models.eight_schools, schools, bf.SFVI(corrected=False))
     rounds = len(plain.history["elbo"])
     assert near.converged and near.correction is not None and len(near.history["elbo"]) < rounds
 
@@ -253,12 +255,12 @@ def test_a_fit_whose_correction_fails_goes_on(monkeypatch, tmp_path):
 
     monkeypatch.setattr(fitting, "correct", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        bf.fit(models.eight_schools, schools, execution=EAGER, resume=file)
+        bf.fit(models.eight_schools, schools, resume=file)
     monkeypatch.setattr(fitting, "correct", lambda posterior: CorrectionResult(reliable=False))
-    run = bf.start(models.eight_schools, schools, execution=EAGER, resume=file)
+    run = bf.start(models.eight_schools, schools, resume=file)
     assert run.done == len(near.history["elbo"]) < run.rounds
     for given in ({}, {"resume": file}):
-        found = bf.fit(models.eight_schools, schools, execution=EAGER, **given)
+        found = bf.fit(models.eight_schools, schools, **given)
         assert found.converged and len(found.history["elbo"]) == rounds
         for name, value in plain.params.items():
             assert torch.equal(found.params[name], value)
@@ -267,7 +269,7 @@ def test_a_fit_whose_correction_fails_goes_on(monkeypatch, tmp_path):
 def test_the_bound_is_in_the_caveat(monkeypatch):
     monkeypatch.setattr(convergence, "rise", lambda values: math.inf)
     monkeypatch.setattr(Convergence, "bound", 12)
-    posterior = bf.fit(models.eight_schools, datasets.eight_schools(), execution=EAGER)
+    posterior = bf.fit(models.eight_schools, datasets.eight_schools())
     assert posterior.converged is False
     assert "12 rounds" in posterior.caveat
 

@@ -13,7 +13,6 @@ from bayesfed import datasets, models
 from bayesfed.engine.stopping import drift
 from bayesfed.steps.gradients import annealed, elapsed
 
-EAGER = bf.Execution(compile=False)
 SLOW = bf.SFVI(local_steps=1, lr=0.002)
 
 
@@ -36,14 +35,12 @@ def hierarchy(width):
 
 
 def fit(width, rounds, algorithm=SLOW, **how):
-    return bf.fit(
-        hierarchy(width),
-        levels(),
-        algorithm,
-        rounds=rounds,
-        execution=EAGER,
-        **how,
-    )
+    return bf.fit(hierarchy(width), levels(), algorithm, rounds=rounds, **how)
+
+
+@pytest.fixture(scope="module")
+def still_moving():
+    return fit(40.0, 44)
 
 
 @pytest.mark.parametrize("final", [0.01, 0.3, 1.0])
@@ -149,12 +146,12 @@ def test_a_falling_elbo_has_no_rise():
 def test_a_few_rounds_are_too_few_to_tell(algorithm, rounds):
     """39 at rates that fall to nothing are worth 19.7."""
     schools = datasets.eight_schools()
-    posterior = bf.fit(models.eight_schools, schools, algorithm, rounds=rounds, execution=EAGER)
+    posterior = bf.fit(models.eight_schools, schools, algorithm, rounds=rounds)
     assert posterior.caveat == f"{rounds} rounds are too few to tell whether the fit has converged"
 
 
 def test_a_run_that_is_finished_early_is_judged_by_its_rounds():
-    run = bf.start(hierarchy(40.0), levels(), SLOW, rounds=80, execution=EAGER)
+    run = bf.start(hierarchy(40.0), levels(), SLOW, rounds=80)
     for _ in range(20):
         bf.step(run)
     assert "too few" in bf.finish(run).caveat
@@ -165,8 +162,8 @@ def test_a_run_that_is_finished_early_is_judged_by_its_rounds():
         assert "not converged after 50 rounds" in bf.finish(run).caveat
 
 
-def test_the_caveat_is_saved(tmp_path):
-    posterior = fit(40.0, 44)
+def test_the_caveat_is_saved(still_moving, tmp_path):
+    posterior = still_moving
     assert posterior.moving
     posterior.save(tmp_path / "p.safetensors")
     again = bf.Posterior.load(tmp_path / "p.safetensors", hierarchy(40.0), levels())
@@ -174,9 +171,8 @@ def test_the_caveat_is_saved(tmp_path):
     assert again.caveat == posterior.caveat
 
 
-def test_a_resumed_run_has_the_same_caveat(tmp_path):
+def test_a_resumed_run_has_the_same_caveat(still_moving, tmp_path):
     """The windows are a part of what a run is resumed from."""
-    whole = fit(40.0, 44)
 
     class Enough(Exception):
         pass
@@ -188,5 +184,4 @@ def test_a_resumed_run_has_the_same_caveat(tmp_path):
     with pytest.raises(Enough):
         fit(40.0, 44, resume=tmp_path / "run", callbacks=[stop])
     again = fit(40.0, 44, resume=tmp_path / "run")
-    assert whole.moving
-    assert (again.moving, again.rising) == (whole.moving, whole.rising)
+    assert (again.moving, again.rising) == (still_moving.moving, still_moving.rising)

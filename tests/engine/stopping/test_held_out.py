@@ -160,10 +160,12 @@ def test_refusals(digits):
         bf.start(network(), train, bf.FedAvg())
 
 
-def test_a_resumed_run_ends_as_one_that_never_stopped(digits, tmp_path):
+def test_a_resumed_run_ends_as_one_that_never_stopped(digits, tmp_path, monkeypatch):
+    monkeypatch.setattr(stopping, "GAIN", 0.02)  # in fewer rounds
     train, valid, _ = digits
     shared = {"held_out": valid, "batch_size": 10, "clients_per_round": 0.5}
     whole = bf.fit(network(), train, bf.FedAvg(personal_steps=0), **shared)
+    assert len(whole.history["elbo"]) > stopping.LEAST
     path = tmp_path / "run.safetensors"
     run = bf.start(network(), train, bf.FedAvg(personal_steps=0), resume=path, **shared)
     for _ in range(5):
