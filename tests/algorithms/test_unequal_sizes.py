@@ -83,7 +83,7 @@ def test_a_closed_form_stays_exact(model, dtype, request):
 @pytest.mark.parametrize("algorithm", [bf.SFVIAvg(), bf.PVI()], ids=str)
 def test_other_algorithms_with_a_closed_form(algorithm):
     rows, federation = made_up(1, np.float32)
-    posterior = bf.fit(levels, federation, algorithm, rounds=60)
+    posterior = bf.fit(levels, federation, algorithm, rounds=30)
     shift, ratio = errors(posterior, rows, 1)
     assert posterior.khat < 0.5
     assert not posterior.poor_clients and not posterior.poor_globals

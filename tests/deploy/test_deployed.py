@@ -38,6 +38,12 @@ PLAN = DeploymentPlan(models.eight_schools, bf.SFVI(corrected=False, local_steps
 EAGER = bf.Execution(compile=False)
 
 
+@pytest.fixture(scope="module")
+def in_one_process():
+    """The fit in one process."""
+    return bf.fit(PLAN.model, SCHOOLS, PLAN.algorithm, rounds=3, execution=EAGER)
+
+
 def posteriors(nodes):
     return [
         bf.Posterior.load(
@@ -249,7 +255,7 @@ def test_the_same_question_has_the_same_bytes_also_after_a_restart(tmp_path):
     assert isinstance(refusal, Refusal) and "answered once" in refusal.why
 
 
-def test_what_was_not_accepted_is_forgotten(tmp_path):
+def test_what_was_not_accepted_is_forgotten(in_one_process, tmp_path):
     """A second attempt at a round finds the clients as they were."""
     node = nodes_of(SCHOOLS, PLAN, tmp_path, 1)[0]
     at = Wire([node])
@@ -261,13 +267,12 @@ def test_what_was_not_accepted_is_forgotten(tmp_path):
 
     at.changed = {("node0", "ask"): swallow}
     found = fitted(at, PLAN, tmp_path)
-    expected = bf.fit(PLAN.model, SCHOOLS, PLAN.algorithm, rounds=3)
-    same(found.params, expected.params)
+    same(found.params, in_one_process.params)
     assert lost["count"] == 5 and found.refused == {"node0": 2}
 
 
 @pytest.mark.parametrize("when", [4, 6])
-def test_all_that_are_killed_at_once_go_on(when, tmp_path):
+def test_all_that_are_killed_at_once_go_on(in_one_process, when, tmp_path):
     """Server and nodes, as in a power cut, at the nth exchange of messages."""
 
     class Killed(Exception):
@@ -291,10 +296,10 @@ def test_all_that_are_killed_at_once_go_on(when, tmp_path):
     with pytest.raises(Killed):
         run_server(carrier(), PLAN, patience, tmp_path / "s.safetensors")
     found = run_server(carrier(), PLAN, patience, tmp_path / "s.safetensors")
-    same(found.params, bf.fit(PLAN.model, SCHOOLS, PLAN.algorithm, rounds=3).params)
+    same(found.params, in_one_process.params)
 
 
-def test_a_question_that_comes_after_a_later_one_puts_nothing_back(tmp_path):
+def test_a_question_that_comes_after_a_later_one_puts_nothing_back(in_one_process, tmp_path):
     """Flower may deliver a first attempt when the second has been answered, and taken by the server."""
     node = nodes_of(SCHOOLS, PLAN, tmp_path, 1)[0]
     at, first, stale = Wire([node]), [], []
@@ -312,14 +317,14 @@ def test_a_question_that_comes_after_a_later_one_puts_nothing_back(tmp_path):
 
     at.exchange = exchange
     found = fitted(at, PLAN, tmp_path)
-    same(found.params, bf.fit(PLAN.model, SCHOOLS, PLAN.algorithm, rounds=3).params)
+    same(found.params, in_one_process.params)
     assert found.refused == {"node0": 0}
     assert [type(reply) for reply in stale] == [Refusal, Refusal]
     assert "which was answered" in stale[0].why
 
 
 @pytest.mark.parametrize("when", [1, 3, pytest.param(5, marks=pytest.mark.slow), 7])
-def test_a_server_that_is_killed_goes_on(when, tmp_path):
+def test_a_server_that_is_killed_goes_on(in_one_process, when, tmp_path):
     """At its nth exchange of messages: before or after what it has sent has arrived."""
 
     class Killed(Exception):
@@ -340,10 +345,10 @@ def test_a_server_that_is_killed_goes_on(when, tmp_path):
     with pytest.raises(Killed):
         run_server(Carrier(whole.reachable, exchange), PLAN, patience, tmp_path / "s.safetensors")
     found = run_server(whole, PLAN, patience, tmp_path / "s.safetensors")
-    same(found.params, bf.fit(PLAN.model, SCHOOLS, PLAN.algorithm, rounds=3).params)
+    same(found.params, in_one_process.params)
 
 
-def test_a_node_that_is_started_anew_after_each_message_changes_nothing(tmp_path):
+def test_a_node_that_is_started_anew_after_each_message_changes_nothing(in_one_process, tmp_path):
     parts = divided(SCHOOLS, 3)
 
     def exchange(messages, wait):
@@ -356,7 +361,7 @@ def test_a_node_that_is_started_anew_after_each_message_changes_nothing(tmp_path
     found = run_server(
         Carrier(lambda: list(parts), exchange), PLAN, patience, tmp_path / "server.safetensors"
     )
-    same(found.params, bf.fit(PLAN.model, SCHOOLS, PLAN.algorithm, rounds=3).params)
+    same(found.params, in_one_process.params)
 
 
 def test_a_node_that_does_not_answer_is_left_out_of_the_round(tmp_path):
@@ -374,17 +379,17 @@ def test_a_node_that_does_not_answer_is_left_out_of_the_round(tmp_path):
     assert any("'node1' has not answered" in line for line in said)
 
 
-def test_a_round_waits_for_the_fewest_that_are_enough(tmp_path):
+def test_a_round_waits_for_the_fewest_that_are_enough(in_one_process, tmp_path):
     at = Wire(nodes_of(SCHOOLS, PLAN, tmp_path))
     at.silent = lambda name, kind: name != "node0" and kind == "ask"
     with pytest.raises(TimeoutError, match="fewer than 2 institutions have answered, 3 times"):
         fitted(at, PLAN, tmp_path, minimum=2, attempts=3)
     at.silent = lambda name, kind: False
     found = fitted(at, PLAN, tmp_path, minimum=2)
-    same(found.params, bf.fit(PLAN.model, SCHOOLS, PLAN.algorithm, rounds=3).params)
+    same(found.params, in_one_process.params)
 
 
-def test_the_end_waits_for_a_node_that_is_started_again(tmp_path):
+def test_the_end_waits_for_a_node_that_is_started_again(in_one_process, tmp_path):
     """It is away for longer than as many messages as attempts."""
     at, away = Wire(nodes_of(SCHOOLS, PLAN, tmp_path)), {"left": 5}
 
@@ -396,7 +401,7 @@ def test_the_end_waits_for_a_node_that_is_started_again(tmp_path):
     at.silent = silent
     found = fitted(at, PLAN, tmp_path, attempts=2)
     assert not away["left"]
-    same(found.params, bf.fit(PLAN.model, SCHOOLS, PLAN.algorithm, rounds=3).params)
+    same(found.params, in_one_process.params)
 
 
 def changed(part, change):

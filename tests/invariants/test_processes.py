@@ -1,6 +1,5 @@
 """A cohort split among processes gives the run of one process: they exchange nothing but the sum of invariant 2."""
 
-import os
 import tempfile
 from pathlib import Path
 
@@ -33,7 +32,6 @@ def fit(name, group=None):
 
 def one_process(rank, folder):
     torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     found = {}
     for name in CASES:
@@ -60,12 +58,7 @@ def one_process(rank, folder):
 @pytest.fixture(scope="module")
 def runs():
     with tempfile.TemporaryDirectory() as folder:
-        before = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"
         mp.start_processes(one_process, args=(folder,), nprocs=2, start_method="spawn")
-        os.environ.pop("OMP_NUM_THREADS") if before is None else os.environ.update(
-            OMP_NUM_THREADS=before
-        )
         yield [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
 
 

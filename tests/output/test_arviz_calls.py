@@ -89,7 +89,6 @@ FINITE = {"particles", "Gaussian process", "FedAvg"}
 
 @pytest.fixture(scope="module", params=FITS)
 def fit(request):
-    torch.set_num_threads(1)
     matplotlib.use("Agg")
     idata = FITS[request.param]().to_arviz(200)
     yield request.param, idata

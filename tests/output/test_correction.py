@@ -110,8 +110,13 @@ def test_a_curved_posterior_whose_local_variables_are_not_linear_in_the_globals(
         assert float(before[name].std() / truth[name][1]) < 0.6
 
 
-def test_without_noise_in_the_weights_local_variables_are_drawn_from_q():
-    assert not bf.fit(models.eight_schools, SCHOOLS, rounds=20).correction.laplace
+@pytest.fixture(scope="module")
+def schools():
+    return bf.fit(models.eight_schools, SCHOOLS, rounds=20)
+
+
+def test_without_noise_in_the_weights_local_variables_are_drawn_from_q(schools):
+    assert not schools.correction.laplace
 
 
 def exact():
@@ -126,9 +131,13 @@ def test_an_exact_q_is_not_corrected():
     assert posterior.corrected().correction is None
 
 
-def wrong(**moves):
-    """A posterior of that model whose q(θ) is moved."""
-    posterior = bf.fit(known_scales, SCHOOLS, rounds=30)
+@pytest.fixture(scope="module")
+def right():
+    return bf.fit(known_scales, SCHOOLS, rounds=30)
+
+
+def wrong(posterior, **moves):
+    """The posterior with its q(θ) moved."""
     moved = {name: posterior.params[f"global.{name}"] + by for name, by in moves.items()}
     return replace(
         posterior, params=posterior.params | {f"global.{n}": v for n, v in moved.items()}
@@ -136,9 +145,9 @@ def wrong(**moves):
 
 
 @pytest.mark.parametrize("moves", [{"loc": 0.4}, {"log_scale": -0.5}, {"log_scale": 0.5}], ids=str)
-def test_a_wrong_q_is_corrected(moves):
+def test_a_wrong_q_is_corrected(right, moves):
     """Off by 0.4 standard deviations or more before, within four Monte Carlo errors of 1500 draws after."""
-    posterior = wrong(**moves)
+    posterior = wrong(right, **moves)
     mean, sd = exact()
     before, after = (p.sample(20_000)["mu"] for p in (posterior, posterior.corrected()))
     assert abs(float(before.mean()) - mean) > 0.4 * sd or abs(float(before.std()) / sd - 1) > 0.3
@@ -146,15 +155,14 @@ def test_a_wrong_q_is_corrected(moves):
     assert abs(float(after.std()) / sd - 1) < 0.075
 
 
-def test_a_q_that_is_too_far_off_is_not_corrected_but_reported():
-    posterior = wrong(loc=30.0).corrected()
+def test_a_q_that_is_too_far_off_is_not_corrected_but_reported(right):
+    posterior = wrong(right, loc=30.0).corrected()
     assert posterior.correction is None
     assert posterior.khat > 0.7
 
 
-def test_the_correction_is_deterministic_and_saved(tmp_path):
-    posterior = bf.fit(models.eight_schools, SCHOOLS, rounds=20)
-    again = posterior.corrected()
+def test_the_correction_is_deterministic_and_saved(schools, tmp_path):
+    posterior, again = schools, schools.corrected()
     assert torch.equal(again.correction.theta["global"], posterior.correction.theta["global"])
     posterior.save(tmp_path / "p.safetensors")
     loaded = bf.Posterior.load(tmp_path / "p.safetensors", models.eight_schools, SCHOOLS)
@@ -163,12 +171,11 @@ def test_the_correction_is_deterministic_and_saved(tmp_path):
         assert torch.equal(loaded.sample(50)[name], value)
 
 
-def test_chunks_of_clients_add_up(monkeypatch):
-    posterior = bf.fit(models.eight_schools, SCHOOLS, rounds=20)
+def test_chunks_of_clients_add_up(schools, monkeypatch):
     monkeypatch.setattr("bayesfed.data.chunks.PASS", 1)
     monkeypatch.setattr("bayesfed.data.chunks.SMALL", 1)
-    theirs = correct(replace(posterior, correction=None)).correction.theta["global"]
-    torch.testing.assert_close(theirs, posterior.correction.theta["global"])
+    theirs = correct(replace(schools, correction=None)).correction.theta["global"]
+    torch.testing.assert_close(theirs, schools.correction.theta["global"])
 
 
 def test_new_clients_and_selected_clients_have_the_same_draws_of_the_globals():

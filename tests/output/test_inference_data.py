@@ -42,7 +42,6 @@ def fitted(model):
 
 @pytest.fixture(scope="module")
 def posterior():
-    torch.set_num_threads(1)
     return fitted(with_slopes)
 
 

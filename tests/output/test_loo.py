@@ -41,7 +41,6 @@ def pointwise(found):
 
 @pytest.fixture(scope="module")
 def fitted():
-    torch.set_num_threads(1)
     return bf.fit(conjugate_hierarchy, two_clients())
 
 

@@ -27,7 +27,7 @@ def fitted(data):
     torch.set_default_dtype(torch.float64)
     try:
         others, _ = data.hold_out(data.names[-1])
-        return bf.fit(conjugate_hierarchy, others, bf.SFVI(local_steps=4, draws=4), rounds=150)
+        return bf.fit(conjugate_hierarchy, others, bf.SFVI(local_steps=4, draws=4), rounds=40)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -90,7 +90,7 @@ def test_a_network_names_the_parameters_that_its_clients_share():
 
 def test_repr(fitted):
     assert repr(fitted).startswith("Posterior: SFVI")
-    assert repr(fitted).endswith("150 rounds, 5 clients; globals mu; locals alpha")
+    assert repr(fitted).endswith("40 rounds, 5 clients; globals mu; locals alpha")
 
 
 # -- predict and log_likelihood -------------------------------------------------------------------
@@ -308,7 +308,7 @@ def no_locals(federation):
 
 def test_a_model_without_local_sites(data, tmp_path):
     algorithm = bf.SFVI(local_steps=2, lr=0.1)
-    posterior = bf.fit(no_locals, data, algorithm, rounds=400, clients_per_round=0.5)
+    posterior = bf.fit(no_locals, data, algorithm, rounds=100, clients_per_round=0.5)
     draws = posterior.sample(S)
     assert list(draws) == ["mu"]
     precision = 0.25 + 4 * data.rows
@@ -332,7 +332,7 @@ def no_globals(federation):
 @pytest.mark.parametrize("conditioned", [True, False])
 def test_a_model_without_global_sites(data, conditioned, tmp_path):
     algorithm = bf.SFVI(conditioned=conditioned)
-    posterior = bf.fit(no_globals, data, algorithm, rounds=100)
+    posterior = bf.fit(no_globals, data, algorithm, rounds=30)
     draws = posterior.sample(S)
     assert list(draws) == ["alpha"]
     precision = 1 + 4 * data.lengths
