@@ -163,8 +163,9 @@ def formula(
     the intercept ``Normal(mean(y), 2.5 sd(y))``, a group's standard deviations ``HalfNormal(2.5 sd(y) / sd(x))``,
     ``sigma`` ``HalfStudentT(4, sd(y))``. For the log link sd(y) is replaced by 1 and mean(y) by its logarithm. For the
     logit link slopes have ``Normal(0, 1 / sd(x))``, effects of categories ``Normal(0, 1)`` and the intercept
-    ``Normal(0, 1.5)``; so have those of further parameters, but the intercept of a logarithm has ``Normal(0, 2.5)``,
-    that of ``sigma`` centred at log sd(y). Correlations have ``LKJ(1)``.
+    ``Normal(0, 1.5)``. Those of further parameters are the same, but the intercept of a logarithm has
+    ``Normal(0, 2.5)``, that of log ``sigma`` ``Normal(log sd(y), 1)``, and standard deviations of groups have
+    ``HalfNormal(1 / sd(x))``. Correlations have ``LKJ(1)``.
 
     Args:
         text: the formula.
@@ -260,6 +261,12 @@ def _with_own_names(terms: Terms, kind: Family, parameters: Mapping[str, Paramet
         if own not in parameters:
             has = ", ".join(parameters) or "no parameter"
             raise FormulaError(f"{name} ~ ...: the {kind.name} family has {has} beside the mean")
+        for group in part.groups:
+            if [term.name for term in group.terms] != [f"1|{group.factor}"]:
+                raise FormulaError(
+                    f"{name} ~ ... has random intercepts alone, (1 | {group.factor}): with further effects fits seldom "
+                    "converge; write the model in Pyro"
+                )
         found[own] = part
     if kind.categories and (hasattr(terms.outcome, "call") or terms.outcome.reference is not None):
         raise FormulaError(
@@ -446,7 +453,8 @@ def _predictor(
     loc = _to_digits(centre, unit) if standardised and coding.intercept else 0.0
     prior = "dist.Normal(0.0, 2.5)"
     if not standardised:
-        prior = f"dist.Normal({_to_seven_digits(centre)}, {1.5 if link == 'logit' else 2.5})"
+        spread = 1.5 if link == "logit" else 1.0 if parameter and parameter.in_units else 2.5
+        prior = f"dist.Normal({_to_seven_digits(centre)}, {spread})"
     has_intercept = coding.intercept and not (kind.thresholds and parameter is None)
     narrow = parameter is not None or link == "logit"
     common = _columns(
@@ -522,8 +530,9 @@ def _groups(
         own = f"{prefix}1|{group.factor}_sigma" in priors
         centred = group.correlated and intercept and not own
         field = f"{fields}X|{key}"
-        columns = _columns(federation, field, prefix, slopes, centred)
+        columns = _columns(federation, field, prefix, slopes, centred, narrow=bool(fields))
         within = coding.client in group.columns
+        place = "client" if group.columns == [coding.client] else "within" if within else "global"
         found.append(
             GroupColumns(
                 factor=group.factor,
@@ -532,12 +541,9 @@ def _groups(
                 names=(f"{prefix}1",) * intercept + columns.labels,
                 columns=columns,
                 correlated=group.correlated,
-                place="client"
-                if group.columns == [coding.client]
-                else "within"
-                if within
-                else "global",
+                place=place,
                 levels=coding.count_levels(group.factor),
+                prior_sd=1.0 if fields else 2.5,
             )
         )
     return found

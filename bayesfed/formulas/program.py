@@ -60,6 +60,7 @@ class GroupColumns:
         correlated: see :class:`~bayesfed.formulas.terms.Group`.
         place: ``"client"``, the factor is the client; ``"within"``, levels within a client; ``"global"``.
         levels: the number of the factor's levels, unless it is the client.
+        prior_sd: prior standard deviation of the standardised scale of the intercept's effects.
     """
 
     factor: str
@@ -70,6 +71,7 @@ class GroupColumns:
     correlated: bool
     place: str
     levels: int = 1
+    prior_sd: float = 2.5
 
     @property
     def intercept(self) -> bool:
@@ -308,7 +310,13 @@ def _group(
     levels = () if group.place == "client" else (group.levels,)
     zeros = f"torch.zeros({', '.join(map(str, (*levels, len(names))))})"
     lines: list[str] = []
-    if len(names) == 1:
+    centre = predictor.variable("intercept")
+    of_client = group.place == "client" and group.intercept
+    if predictor.link and centre in code.sum and of_client and len(names) == 1:
+        # the effect of a parameter with the intercept: the two apart need many more rounds, and may diverge
+        code.sum.remove(centre)
+        prior, effects = f"dist.Normal({centre}, {tau})", [f"{u} - {centre}"]
+    elif len(names) == 1:
         prior = f"dist.Normal(0.0, {tau})"
         if levels:
             prior = f"dist.Normal(torch.zeros({group.levels}), {tau}.unsqueeze(-1)).to_event(1)"
@@ -340,7 +348,7 @@ def _scales(
 ) -> None:
     """Write the standardised scales τ; if ``named``, also the scales in the data's units."""
     names = [f"{name}|{group.factor}_sigma" for name in group.names]
-    sds = [2.5] * group.intercept + list(group.columns.prior_sd)
+    sds = [group.prior_sd] * group.intercept + list(group.columns.prior_sd)
     site = f"_tau|{group.key}"
     if len(names) > 1:
         lines, by_default = _vector(tau, site, names, "dist.HalfNormal({1})", sds, units, priors)

@@ -356,6 +356,8 @@ def test_effects_have_the_names_of_the_categories(frame):
 
 REFUSED = {
     ("y ~ x\nzi ~ z", "gaussian"): "zi ~ ...: the gaussian family has sigma beside the mean",
+    ("y ~ x\nsigma ~ (1 + z | hospital)", "gaussian"): "sigma ~ ... has random intercepts alone",
+    ("y ~ x\nsigma ~ (0 + z | hospital)", "gaussian"): "sigma ~ ... has random intercepts alone",
     ("y ~ x\nsigma ~ z\nsigma ~ x", "gaussian"): "sigma has two predictors: write one",
     ("y | se(time) ~ x\nsigma ~ z", "gaussian"): "the gaussian family has no parameter beside",
     ("y | cens(late) ~ x", "gaussian"): r"no cens\(\): weibull and exponential have",
