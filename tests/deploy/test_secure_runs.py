@@ -7,21 +7,19 @@ import pytest
 import torch
 
 import bayesfed as bf
-from bayesfed import datasets, models
+from bayesfed import datasets
 from bayesfed.deploy import secure
 from bayesfed.deploy.institutions import Patience
 from bayesfed.deploy.messages import Ask, MessageError, Open, Refusal, Reply, pack, unpack
 from bayesfed.deploy.node import Node
-from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.deploy.server import run_server
 from bayesfed.deploy.transport import Carrier
+from tests.deploy import test_deployed as deployed
 from tests.deploy.in_process import nodes_of
 from tests.deploy.test_deployed import Wire, fitted, same
 
 SCHOOLS = datasets.eight_schools()
-PLAN = DeploymentPlan(
-    models.eight_schools, bf.SFVI(corrected=False, local_steps=2), rounds=3, secure=True
-)
+PLAN = replace(deployed.PLAN, secure=True)
 PRIVATE = replace(PLAN, privacy=bf.Privacy(clip=1.0, noise=1e-6), honest=2)
 
 
