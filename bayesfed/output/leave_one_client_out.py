@@ -28,7 +28,7 @@ from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params
 from bayesfed.output import khat
 from bayesfed.output.client_draws import Draws
-from bayesfed.output.draws import derive, draw_theta, globals_at
+from bayesfed.output.draws import client_chunks, derive, draw_theta, globals_at
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.importance import pareto_smooth
 from bayesfed.output.log_densities import log_evidence_of_clients
@@ -39,8 +39,6 @@ from bayesfed.output.without import check_weights, draw_weighted, leave_out
 if TYPE_CHECKING:
     import pandas as pd
 
-WORK = 1e8
-"""The largest number of outcomes that are drawn."""
 Estimate = tuple[float, float, float]
 """A log evidence, its Monte Carlo standard error, and Pareto k."""
 
@@ -101,7 +99,7 @@ class _Draws(NamedTuple):
         names: the names of D numbers, such as ``beta[1]``: the global variables and what derives from them.
         numbers: ``(S, D)``.
         evidence: log p(D_i | θ_s), ``(S, K)``.
-        predicted: by observed site the mean outcomes of new clients with the covariates of these, ``(R, K)``, R ≤ S.
+        predicted: by observed site the mean outcomes of new clients with the covariates of these, ``(S, K)``.
         scarcity: the factor of Monte Carlo errors of draws that were chosen from fewer effective ones.
     """
 
@@ -183,16 +181,26 @@ def _evaluate(fitted: Fitted, theta: Params, count: int, seed: int) -> _Draws:
     """Compute quantities of the clients of ``fitted`` at S draws of θ."""
     evidence = log_evidence_of_clients(fitted, theta, count, fitted.key(seed, "left out"))
     values = globals_at(fitted, theta, count)
-    few = min(count, max(1, int(WORK / fitted.federation.rows)))
-    with noise.seeded(seed):
-        prior = sample_prior(fitted, few, {name: value[:few] for name, value in values.items()})
-        predicted = prior_predictive(fitted, prior, few)
     public = _public(fitted, values, count)
     numbers = torch.cat([value.reshape(count, -1) for value in public.values()], 1)
     chosen = fitted.correction
     scarcity = 1.0 if chosen is None or chosen.ess is None else (1 + count / chosen.ess) ** 0.5
-    means = _client_means(fitted, predicted)
+    means = _predict_means(fitted, values, count, seed)
     return _Draws(_names(public), numbers.double().cpu(), evidence.cpu(), means, scarcity)
+
+
+def _predict_means(
+    fitted: Fitted, values: Mapping[str, Tensor], count: int, seed: int
+) -> dict[str, Tensor]:
+    """Draw mean outcomes of new clients with the covariates of these at draws of the globals, some at a time."""
+    parts: dict[str, list[Tensor]] = {}
+    with noise.seeded(seed):
+        for chunk in client_chunks(fitted, count, fitted.federation):
+            few = fitted.select([fitted.federation.names[i] for i in chunk.tolist()])
+            predicted = prior_predictive(few, sample_prior(few, count, values), count)
+            for site, means in _client_means(few, predicted).items():
+                parts.setdefault(site, []).append(means)
+    return {site: torch.cat(means, 1) for site, means in parts.items()}
 
 
 def _column(draws: _Draws, k: int) -> _Draws:
@@ -295,10 +303,9 @@ def _conflict(
     for site, values in predicted.items():
         if observed[site].isnan():
             continue
-        weights = log_weights[: len(values)].softmax(0)
         below = (values[:, 0] < observed[site]).double() + (values[:, 0] == observed[site]) / 2
-        lower = float(weights @ below)
-        found.append(2 * min(lower, 1 - lower))
+        lower = float(log_weights.softmax(0) @ below)
+        found.append(max(0.0, 2 * min(lower, 1 - lower)))
     return min(1.0, len(found) * min(found)) if found else math.nan
 
 

@@ -17,7 +17,9 @@ from bayesfed.output.fitted import Fitted
 from bayesfed.output.locals_given_theta import evidence_by_laplace, select_draws
 
 OF_GUIDE = 16
-"""Draws of a client's variables from q(w_i | θ) for one of θ, where no Laplace approximation applies."""
+"""Draws of a client's variables from q(w_i | θ) for one of θ, where one is not enough and Laplace does not apply."""
+PROBED, QUIET = 50, 0.003
+"""Draws of θ at which the variance of estimates by one draw is measured, and up to which one draw is enough."""
 SumLogWeights = Callable[[Fitted, Params, int, Tensor, bool], Tensor]
 """A function like :func:`sum_log_weights`; in a deployment it asks the institutions and adds up their answers."""
 
@@ -71,8 +73,9 @@ def sum_log_weights(
 def log_evidence_of_clients(fitted: Fitted, theta: Params, count: int, key: Tensor) -> Tensor:
     """Estimate log p(D_i | θ_s) of each client, its own variables integrated out: ``(S, K)``, in double precision.
 
-    By several draws of these from a Laplace approximation at θ_s where that applies, or else from q(w_i | θ_s); exact
-    if clients have no random variables.
+    Of most clients by one draw of these from q(w_i | θ_s). Of clients for whom two such estimates differ, by several
+    draws from a Laplace approximation at θ_s where that applies, or else from q. Exact if clients have no random
+    variables.
 
     Args:
         fitted: q of the clients.
@@ -81,18 +84,24 @@ def log_evidence_of_clients(fitted: Fitted, theta: Params, count: int, key: Tens
         key: noise key.
     """
     program, federation = fitted.program, fitted.federation
-    if has_block(program) and program.learns_locals:
-        return torch.cat(
-            [
-                evidence_by_laplace(fitted, theta, count, chunk, key)
-                for chunk in client_chunks(fitted, EACH * count, federation)
-            ],
-            1,
-        )
-    each = OF_GUIDE if program.randomness.keys() - set(program.random) else 1
-    repeated = {name: value.repeat(each, *[1] * (value.ndim - 1)) for name, value in theta.items()}
-    ratios = [p - q for p, q in _client_log_densities(fitted, repeated, each * count, key)]
-    return torch.cat(ratios, 1).unflatten(0, (each, count)).logsumexp(0) - math.log(each)
+
+    def by_draws(theta: Params, count: int, each: int, key: Tensor) -> Tensor:
+        repeated = {name: v.repeat(each, *[1] * (v.ndim - 1)) for name, v in theta.items()}
+        ratios = [p - q for p, q in _client_log_densities(fitted, repeated, each * count, key)]
+        return torch.cat(ratios, 1).unflatten(0, (each, count)).logsumexp(0) - math.log(each)
+
+    found, few = by_draws(theta, count, 1, key), min(PROBED, count)
+    if not program.randomness.keys() - set(program.random):
+        return found
+    first = {name: value[:few] for name, value in theta.items()}
+    again = by_draws(first, few, 1, noise.fold(key, 1))
+    noisy = ~((found[:few] - again).square().mean(0) < 2 * QUIET)
+    if noisy.any() and not (has_block(program) and program.learns_locals):
+        return by_draws(theta, count, OF_GUIDE, key)
+    for chunk in client_chunks(fitted, EACH * count, federation) if noisy.any() else ():
+        if len(some := chunk[noisy[chunk]]):
+            found[:, some] = evidence_by_laplace(fitted, theta, count, some, key)
+    return found
 
 
 def elbo(

@@ -29,7 +29,7 @@ from bayesfed.output.importance import (
     pareto_smooth,
     systematic_resample,
 )
-from bayesfed.output.log_densities import log_evidence_of_clients
+from bayesfed.output.log_densities import log_evidence_of_clients, sum_log_weights
 
 DRAWS, FEWEST = 4000, 200
 """Draws of a q(θ) that needed no correction, and the effective number of weighted draws that are enough."""
@@ -114,5 +114,4 @@ def _weighted_draws(fitted: Fitted, clients: Sequence[str]) -> tuple[Params, Ten
     theta, at_server = draw_weighted(fitted, DRAWS, 0)
     assert at_server is not None
     others = [name for name in fitted.federation.names if name not in set(clients)]
-    evidence = log_evidence_of_clients(fitted.select(others), theta, DRAWS, key)
-    return theta, at_server + evidence.sum(1)
+    return theta, at_server + sum_log_weights(fitted.select(others), theta, DRAWS, key)
