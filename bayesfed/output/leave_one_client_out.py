@@ -28,6 +28,7 @@ from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params
 from bayesfed.output import khat
 from bayesfed.output.client_draws import Draws
+from bayesfed.output.correction import FINITE_VARIANCE
 from bayesfed.output.draws import client_chunks, derive, draw_theta, globals_at
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.importance import pareto_smooth
@@ -146,18 +147,20 @@ def leave_one_client_out(
         whole = log_mean(log_weights)
     centre = _moments(draws.numbers, pareto_smooth(log_weights)[0])
     names, observed = draws.names, _client_means(posterior, None)
-    rows, shifts, refined, poor = [], [], [], {}
+    rows, shifts, refined = [], [], []
+    poor: dict[str, float] = {}
     for k, name in enumerate(federation.names):
         own, other = _column(draws, k), None
         smooth, k_hat = pareto_smooth(log_weights - own.evidence[:, 0])
-        if k_hat > khat.limit(count):
+        if k_hat > FINITE_VARIANCE:
             try:
                 own, k_hat, other = _draw_without(posterior, name, count, seed)
                 smooth = torch.zeros(count, dtype=torch.float64)
                 refined.append(name)
                 whole = whole or _log_evidence(posterior)
             except ValueError:
-                poor[name] = k_hat
+                if k_hat > khat.limit(count):
+                    poor[name] = k_hat
         elpd, mcse = _predictive_density(smooth, own)
         if other is not None and whole is not None:
             elpd, mcse = whole[0] - other[0], math.hypot(whole[1], other[1])

@@ -3,9 +3,10 @@
     p(θ | D_-i) ∝ p(θ | D) / p(D_i | θ)
 
 Draws of the posterior are weighted by 1 / p(D_i | θ_s), or draws of q by the density of θ and all other clients over
-that of q. If Pareto k-hat shows that these weights are too uneven, θ is drawn again, by importance sampling with new
-proposals (:mod:`bayesfed.output.correction`) or by chains (:mod:`bayesfed.output.chains`), which start at q. Given
-θ the others' variables do not depend on the clients that are left out.
+that of q. If Pareto k-hat shows that the variance of these weights is infinite, or few draws have all the weight, θ is
+drawn again, by importance sampling with new proposals (:mod:`bayesfed.output.correction`) or by chains
+(:mod:`bayesfed.output.chains`), which start at q. Given θ the others' variables do not depend on the clients that are
+left out.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params
 from bayesfed.output import khat
 from bayesfed.output.chains import can_sample, sample_chains
-from bayesfed.output.correction import correct
+from bayesfed.output.correction import FINITE_VARIANCE, correct
 from bayesfed.output.fitted import Correction, Fitted
 from bayesfed.output.importance import (
     effective_sample_size,
@@ -55,16 +56,19 @@ def leave_out(fitted: F, clients: Sequence[str]) -> F:
     size = effective_sample_size(weights)
     if fitted.correction is not None and fitted.correction.ess is not None:
         size *= min(1.0, fitted.correction.ess / len(weights))
-    if k <= khat.limit(len(weights)) and size >= FEWEST:
-        chosen = systematic_resample(weights, len(weights))
-        theta = {name: value[chosen] for name, value in theta.items()}
-        return replace(few, correction=Correction(theta, k, fitted.laplace, ess=size))
+    chosen = systematic_resample(weights, len(weights))
+    theta = {name: value[chosen] for name, value in theta.items()}
+    by_weights = replace(few, correction=Correction(theta, k, fitted.laplace, ess=size))
+    if k <= FINITE_VARIANCE and size >= FEWEST:
+        return by_weights
     plain = replace(few, correction=None, correctable=True)
     found = correct(plain)
     if found.reliable:
         return replace(plain, correction=found.correction)
     if can_sample(plain) and (chains := sample_chains(plain).correction()) is not None:
         return replace(plain, correction=chains)
+    if k <= khat.limit(len(weights)) and size >= FEWEST:
+        return by_weights
     names = ", ".join(map(repr, clients))
     raise ValueError(
         f"without {names} the posterior is too far from that of all clients (Pareto k {k:.2f}) for importance "

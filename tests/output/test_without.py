@@ -155,7 +155,8 @@ def test_auxiliary_variables_are_shown_as_what_derives_from_them():
 
 
 def test_clients_that_cannot_be_left_out_are_named(schools, monkeypatch):
-    monkeypatch.setattr(module.khat, "limit", lambda draws: -1.0)
+    monkeypatch.setattr(module.khat, "limit", lambda draws: -9.0)
+    monkeypatch.setattr(module, "FINITE_VARIANCE", -9.0)
 
     def fail(*_):
         raise ValueError
