@@ -50,9 +50,10 @@ class ClientsLeftOut:
 
     Attributes:
         table: by client its ``rows``; ``elpd``, log p(D_i | D_-i) in nats, with its Monte Carlo standard error
-            ``mcse``; ``khat`` of the importance weights; ``moves``, the number among the global variables whose mean
-            moves most, and ``shift``, by how many posterior standard deviations it moves when the client is left out;
-            ``conflict``, the two-sided p-value of its mean outcome, NaN if outcomes cannot be drawn.
+            ``mcse``; ``khat`` of the importance weights, or the larger one of two evidences; ``moves``, the number
+            among the global variables whose mean moves most, and ``shift``, by how many posterior standard deviations
+            it moves when the client is left out; ``conflict``, the two-sided p-value of its mean outcome, NaN if
+            outcomes cannot be drawn.
         shifts: the shifts of all global variables, a row for each client.
         refined: the clients whose weights were too uneven, for whom θ was drawn again without them.
         caveat: the clients whose numbers are not reliable, with their k-hat.
@@ -164,6 +165,7 @@ def leave_one_client_out(
         elpd, mcse = _predictive_density(smooth, own)
         if other is not None and whole is not None:
             elpd, mcse = whole[0] - other[0], math.hypot(whole[1], other[1])
+            k_hat = max(whole[2], other[2])
         shift = (_moments(own.numbers, smooth)[0] - centre[0]) / centre[1]
         most = int(shift.abs().argmax())
         conflict = _conflict(smooth, own.predicted, {s: t[0, k] for s, t in observed.items()})

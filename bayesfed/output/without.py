@@ -22,7 +22,7 @@ from bayesfed.elbo.elbo import server_pass
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params
 from bayesfed.output import khat
-from bayesfed.output.chains import can_sample, sample_chains
+from bayesfed.output.chains import can_sample, sample_chains, takes_seconds
 from bayesfed.output.correction import FINITE_VARIANCE, correct
 from bayesfed.output.fitted import Correction, Fitted
 from bayesfed.output.importance import (
@@ -63,10 +63,17 @@ def leave_out(fitted: F, clients: Sequence[str]) -> F:
         return by_weights
     plain = replace(few, correction=None, correctable=True)
     found = correct(plain)
+    drawn, k_hat = replace(plain, correction=found.correction), 0.0
+    if found.correction is not None:
+        k_hat = found.correction.khat or 0.0
+    if found.reliable and k_hat <= FINITE_VARIANCE:
+        return drawn
+    if takes_seconds(plain) or (can_sample(plain) and not found.reliable):
+        chains = sample_chains(plain).correction()
+        if chains is not None:
+            return replace(plain, correction=chains)
     if found.reliable:
-        return replace(plain, correction=found.correction)
-    if can_sample(plain) and (chains := sample_chains(plain).correction()) is not None:
-        return replace(plain, correction=chains)
+        return drawn
     if k <= khat.limit(len(weights)) and size >= FEWEST:
         return by_weights
     names = ", ".join(map(repr, clients))
