@@ -197,9 +197,10 @@ class Posterior(Fitted):
         """Return the posterior that the fit would have had without some of the clients.
 
         Their factors p(D_i | θ) are divided out, by importance weights of the draws of θ; where these are too uneven, θ
-        is drawn again from what the other clients say, with new proposals or chains. :attr:`khat` of the result (of
-        chains ``correction.rhat``) and ``correction.ess``, the effective number of draws, say how exact it is. Constants that a formula or the user has
-        computed from all rows, and the estimates of ``pyro.param``, stay as they are.
+        is drawn again given the other clients' rows, with new proposals or chains. :attr:`khat` of the result (of
+        chains ``correction.rhat``) and ``correction.ess``, the effective number of draws, say how exact it is.
+        Constants that a formula or the user has computed from all rows, and the estimates of ``pyro.param``, stay as
+        they are.
 
         Args:
             *clients: their names.
