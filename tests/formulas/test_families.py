@@ -1,5 +1,6 @@
 """Tests of families against scipy's densities and means, of further predictors, and of what is behind an outcome."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -189,8 +190,11 @@ def predictor(values, rows, own, prefix="", variable="x"):
     )
 
 
-def test_all_families_have_a_reference():
+def test_all_families_have_a_reference_and_a_row_in_the_documentation():
     assert {*REFERENCES, "categorical"} == {*FAMILIES}
+    page = (Path(__file__).parents[2] / "docs/formulas.md").read_text(encoding="utf-8")
+    rows = " ".join(line.split("|")[1] for line in page.split("\n") if line.startswith("| `"))
+    assert not [name for name in FAMILIES if f"`{name}`" not in rows]
 
 
 @pytest.mark.parametrize("family", REFERENCES)
