@@ -332,7 +332,7 @@ def test_arviz_has_bambis_names_and_no_working_variables(frame):
         *("Intercept", "x", "kind[b]", "kind[c]", "sigma", "1|hospital", "1|hospital_sigma"),
         *("1|item", "1|item_sigma"),
     }
-    assert "prior" not in set(idata)
+    assert set(idata.prior) == set(idata.posterior) - {"1|hospital"}
     assert idata.posterior.coords["1|item_dim_0"].values.tolist() == ["3", "4", "5", "6"]
 
 
