@@ -12,6 +12,7 @@ from torch import Tensor
 from bayesfed.algorithms import Algorithm
 from bayesfed.checks.data import check_data, check_rows
 from bayesfed.checks.independence import check_independence
+from bayesfed.checks.sufficient import with_sufficient_rows
 from bayesfed.checks.units import warn_of_units
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
@@ -105,6 +106,8 @@ def start_run(plan: Plan, federation: Federation, resume: str | Path | None = No
     check_data(program, federation)
     check_independence(program, federation, shuffled=plan.batch_size is not None)
     warn_of_units(program, federation)
+    if plan.batch_size is None:
+        federation = with_sufficient_rows(program, federation)
     run = prepare_run(plan, program, federation, resume)
     _try_correction(run)
     return run

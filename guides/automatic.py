@@ -1,5 +1,6 @@
 """The construction of the :class:`~bayesfed.guides.Hierarchical` guide of a model from draws of its prior."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,8 @@ DRAWS = 100
 """The number of draws of the prior."""
 NEAR = 0.3
 """The spread of the points at which second derivatives are probed, in units of the prior's."""
+SPREADS = 1e-6, 1e6
+"""The bounds of the spread of a prior: that of a constant is none, and that of heavy tails may be any."""
 LAPLACE = 20, 1000
 """Between these numbers of dimensions of a client's variables q(w_i | θ) may be Laplace's approximation at θ: where it
 is exact, or else where there are too many for a full factor and their log density is concave."""
@@ -91,9 +94,13 @@ def _structure(guide: Hierarchical, federation: Federation) -> Structure:
 
 
 def _scaling(u: Tensor) -> Scaling:
-    """Return median and spread of draws ``(S, P)``."""
+    """Return median and spread of draws ``(S, P)``; zero where the median is that within its Monte Carlo error.
+
+    Under a vague prior that error is itself large: a rate of exp(error) may have no finite value.
+    """
     middle, spread = median_and_spread(u)
-    return Scaling(middle, spread.clamp(0.01, 100.0))
+    error = math.sqrt(math.pi / 2 / len(u)) * spread
+    return Scaling(torch.where(middle.abs() < 2 * error, 0.0, middle), spread.clamp(*SPREADS))
 
 
 def _normal_priors(guide: Hierarchical, batch: Batch, seed: int) -> Priors:

@@ -1,7 +1,7 @@
-"""Lower triangular matrices L ``(..., P, P)``, of which there are many: one for each draw and client.
+"""Lower triangular matrices L ``(..., P, P)``, one for each draw and client.
 
-Up to :data:`SMALL` rows, entries are computed one after the other, each of all matrices at once, which takes a tenth of
-the time of a call of LAPACK for each matrix.
+Of :data:`MANY` matrices or more with up to :data:`SMALL` rows, entries are computed one after the other, each of all
+matrices at once, which takes down to a tenth of the time of a call of LAPACK for each matrix. Of few it takes longer.
 """
 
 import math
@@ -11,7 +11,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-SMALL = 4
+SMALL, MANY = 4, 500
 
 
 def solve_lower(root: Tensor, columns: Tensor, *, transposed: bool = False) -> Tensor:
@@ -27,7 +27,7 @@ def solve_lower(root: Tensor, columns: Tensor, *, transposed: bool = False) -> T
                 [0., 1.]]))
     """
     size = root.shape[-1]
-    if size > SMALL:
+    if not _by_entries(root):
         root = root.mT if transposed else root
         return torch.linalg.solve_triangular(root, columns, upper=transposed)
     entries, given = _entries(root), columns.unbind(-2)
@@ -52,7 +52,7 @@ def inverse_root(precision: Tensor) -> Tensor:
     """
     size = precision.shape[-1]
     eye = torch.eye(size, dtype=precision.dtype, device=precision.device)
-    if size > SMALL:
+    if not _by_entries(precision):
         upper = torch.linalg.cholesky_ex(precision.flip(-2, -1)).L.flip(-2, -1)
         return torch.linalg.solve_triangular(upper.mT, eye, upper=False)
     a, zero = _entries(precision), torch.zeros_like(precision[..., 0, 0])
@@ -71,7 +71,7 @@ def inverse_root(precision: Tensor) -> Tensor:
 
 def outer(root: Tensor) -> Tensor:
     """Return L Lᵀ."""
-    if root.shape[-1] > SMALL:
+    if not _by_entries(root):
         return root @ root.mT
     entries, size = _entries(root), range(root.shape[-1])
     rows = [[_inner(entries[i], entries[j], min(i, j) + 1) for j in size] for i in size]
@@ -79,7 +79,7 @@ def outer(root: Tensor) -> Tensor:
 
 
 class TriangularNormal(dist.MultivariateNormal):
-    """A MultivariateNormal with a given L, whose density takes no call of LAPACK where L is small.
+    """A MultivariateNormal with a given L, whose density takes no call of LAPACK where L is one of many small ones.
 
     Example:
         >>> import torch
@@ -94,6 +94,11 @@ class TriangularNormal(dist.MultivariateNormal):
         white = solve_lower(root, (value - self.loc)[..., None]).squeeze(-1)
         log_det = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         return -(white.square().sum(-1) + white.shape[-1] * math.log(2 * math.pi)) / 2 - log_det
+
+
+def _by_entries(matrix: Tensor) -> bool:
+    """Return whether matrices are so small, and so many, that calls of LAPACK would take longer."""
+    return matrix.shape[-1] <= SMALL and matrix.shape[:-2].numel() >= MANY
 
 
 def _inner(one: tuple[Tensor, ...], other: tuple[Tensor, ...], count: int) -> Tensor:

@@ -43,6 +43,9 @@ class Federation:
         names: the N clients' names, in order; they become ArviZ's ``client`` coordinate.
         client_dim: the name of a client in the data, e.g. ``"county"`` (used in messages).
         gaps: fields may have missing values, NaN (``missing="keep"``).
+        counts: the number of rows that a client's rows stand for, int64 ``(N,)``; None of as many as there are.
+        moments: fewer rows of the same clients, whose log likelihood under the model that is fitted is that of all of
+            them (:mod:`bayesfed.checks.sufficient`); None if there are none.
 
     Example:
         >>> import bayesfed as bf
@@ -62,6 +65,8 @@ class Federation:
     names: tuple[str, ...]
     client_dim: str = "client"
     gaps: bool = False
+    counts: Tensor | None = None
+    moments: Federation | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "offsets", self.offsets.cpu())
@@ -203,6 +208,11 @@ class Federation:
         """The number of rows of all clients together."""
         return int(self.offsets[-1])
 
+    @property
+    def sufficient(self) -> Federation:
+        """The rows that a log likelihood is computed from: those of :attr:`moments`, or all."""
+        return self.moments or self
+
     @cached_property
     def lengths(self) -> Tensor:
         """n_i, the number of rows of each client: int64, shape ``(N,)``, on the CPU."""
@@ -220,8 +230,9 @@ class Federation:
 
     @cached_property
     def _ends(self) -> Tensor:
-        """Each client's first row, and the first row after it, on the device of the fields: ``(2, N)``."""
-        return torch.stack([self.offsets[:-1], self.offsets[1:]]).to(self.device)
+        """Each client's first row, and the number that its rows stand for, on the device of the fields: ``(2, N)``."""
+        counts = self.lengths if self.counts is None else self.counts.cpu()
+        return torch.stack([self.offsets[:-1], counts]).to(self.device)
 
     @property
     def device(self) -> torch.device:
@@ -277,7 +288,10 @@ class Federation:
         """Return the federation of the named clients only, in the order given."""
         chosen = self.index(clients).tolist()
         names, rows = tuple(self.names[i] for i in chosen), rows_of_clients(self.offsets, chosen)
-        return self._take(rows, self.lengths[chosen], names)
+        found = self._take(rows, self.lengths[chosen], names)
+        counts = None if self.counts is None else self.counts[chosen]
+        few = None if self.moments is None else self.moments.select(names)
+        return replace(found, counts=counts, moments=few)
 
     def hold_out(self, clients: Iterable[str]) -> tuple[Federation, Federation]:
         """Split the clients into ``(the others, the named clients)``, to keep the named clients out of training."""
@@ -313,7 +327,8 @@ class Federation:
             name: value.to(device=device, dtype=dtype if value.is_floating_point() else None)
             for name, value in self.fields.items()
         }
-        return replace(self, fields=fields)
+        few = None if self.moments is None else self.moments.to(device, dtype)
+        return replace(self, fields=fields, moments=few)
 
     def _take(self, rows: Tensor, lengths: Tensor, names: tuple[str, ...]) -> Federation:
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
@@ -344,9 +359,9 @@ class Federation:
 
     def locate(self, clients: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Convert positions in clients to rows of the flat storage and mask ``(..., K, B)``, scale ``(..., K, 1)``."""
-        first, last = self._ends[:, clients, None]
+        first, count = self._ends[:, clients, None]
         mask = positions >= 0
-        scale = (last - first) / mask.sum(-1, keepdim=True)
+        scale = count / mask.sum(-1, keepdim=True)
         return first + positions.clamp(min=0), mask, scale.to(self.dtype)
 
     def gather(self, clients: Tensor, rows: Tensor, mask: Tensor, scale: Tensor) -> Batch:
@@ -360,7 +375,8 @@ class Federation:
     def with_gaps(self, like: Federation) -> Federation:
         """Add the fields of another federation that this one lacks, with missing values."""
         lacking = missing_fields(self.fields, like.fields, self.rows, self.device)
-        return replace(self, fields={**self.fields, **lacking}, gaps=True) if lacking else self
+        more = {**self.fields, **lacking}
+        return replace(self, fields=more, gaps=True, moments=None) if lacking else self
 
     @cached_property
     def _pooled(self) -> Batch:

@@ -319,7 +319,7 @@ class Node:
         params = global_params(run)
         return Posterior(
             program=run.program,
-            federation=self.federation,
+            federation=run.federation,
             params=params,
             local_params=make_local_params(run, params),
             history=parts.get("history", {}),

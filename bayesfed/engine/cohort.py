@@ -48,7 +48,7 @@ class Cohort:
         # a process without clients works for one whose upload is multiplied by zero: it has the right shapes
         idle = not mine.any()
         at = torch.zeros(1, dtype=torch.int64) if idle else mine.nonzero().flatten()
-        lengths = self.run.federation.lengths[cohort[at]]
+        lengths = self.run.federation.sufficient.lengths[cohort[at]]
         by_size = lengths.argsort(stable=True)  # chunks of equal work
         at = at[by_size]
         total: dict[str, Tensor] = {}
@@ -77,7 +77,7 @@ class Cohort:
         keys = noise.fold(key, run.federation.stream_ids[chunk])
         # q(w_i | θ) that is a function of the rows needs all of them, whatever the plan says
         batch_size = run.plan.batch_size if run.program.learns_locals else None
-        rows = batches(run.federation, chunk, batch_size, keys)
+        rows = batches(run.federation.sufficient, chunk, batch_size, keys)
         states = self.with_first_visits(run.clients.take(chunk), chunk, nested(message))
         job = Job(run.program, nested(message), states, rows, keys, rate, self.noisy)
         answer = run.plan.algorithm.work(job)

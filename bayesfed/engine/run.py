@@ -186,5 +186,5 @@ class Run:
     @property
     def rows_of_step(self) -> int:
         """The largest number of a client's rows in a local step."""
-        longest = int(self.federation.lengths.max())
+        longest = int(self.federation.sufficient.lengths.max())
         return min(self.plan.batch_size or longest, longest)

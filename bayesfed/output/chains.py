@@ -82,8 +82,8 @@ class Chains(NamedTuple):
         """Return the draws in place of q(θ); None if the chains have not mixed."""
         if not self.mixed:
             return None
-        theta = {GLOBAL: self.z.flatten(0, 1)[:, None, None]}
-        return Correction(theta, None, laplace=True, rhat=self.rhat, ess=self.ess)
+        chains, theta = len(self.z), {GLOBAL: self.z.transpose(0, 1).flatten(0, 1)[:, None, None]}
+        return Correction(theta, None, True, chains, self.rhat, self.ess)
 
 
 def can_sample(fitted: Fitted) -> bool:
@@ -97,7 +97,7 @@ def can_sample(fitted: Fitted) -> bool:
 def takes_seconds(fitted: Fitted) -> bool:
     """Return whether chains apply, and take so little time that they are run without being asked for."""
     program = fitted.program
-    numbers = program.rows + len(fitted.federation) * (program.variables + program.workspace)
+    numbers = fitted.rows_read + len(fitted.federation) * (program.variables + program.workspace)
     return can_sample(fitted) and _chains(fitted) * GRADIENTS * numbers <= QUICK
 
 
@@ -114,7 +114,7 @@ def _size(fitted: Fitted) -> int:
     """The size of all clients' rows and variables, and of what q(w_i | θ) is computed from, in numbers."""
     federation, program = fitted.federation, fitted.program
     own = program.variables + program.workspace
-    return program.rows * federation.numbers_per_row + len(federation) * own
+    return fitted.rows_read * federation.numbers_per_row + len(federation) * own
 
 
 def _chains(fitted: Fitted) -> int:
@@ -213,6 +213,7 @@ class _Target:
 
 def _target(fitted: Fitted) -> _Target:
     """Return the density of a fit, in the units of draws from q."""
+    fitted = fitted.sufficient
     program, federation = fitted.program, fitted.federation
     loc, root = _mean_and_root(draw_theta(fitted, 2000, fitted.key(0, "chains"))[GLOBAL][:, 0, 0])
     spread = root.new_ones(len(federation), program.randomness[LOCAL][0].tail[-1])

@@ -18,6 +18,7 @@ from bayesfed.checks.program_fingerprint import (
     select_clients,
     witnesses,
 )
+from bayesfed.checks.sufficient import with_sufficient_rows
 from bayesfed.data.federation import Federation, Model
 from bayesfed.data.fingerprint import data_fingerprint, describe_data_change
 from bayesfed.elbo.program import Params, Program
@@ -53,9 +54,9 @@ def save(fitted: Fitted, path: str | Path) -> None:
     ``program`` (fingerprints by which :func:`load` recognises data, model and guide, see
     :mod:`bayesfed.data.fingerprint` and :mod:`bayesfed.checks.program_fingerprint`). The metadata's entry ``bayesfed``
     is JSON: ``format``, ``version``, ``algorithm`` (see :func:`bayesfed.settings.settings_of`), ``seed``, ``epsilon``,
-    ``moving``, ``rising``, ``converged``, ``khat``, ``rhat``, ``ess`` and ``closely`` (of the correction, the last its
-    ``laplace``), ``clients``, ``whole`` (numbers of clients and rows of the fit, of which these may be some) and
-    ``sites``.
+    ``moving``, ``rising``, ``converged``, ``khat``, ``chains``, ``rhat``, ``ess`` and ``closely`` (of the correction, the
+    last its ``laplace``), ``clients``, ``whole`` (numbers of clients and rows of the fit, of which these may be some)
+    and ``sites``.
 
     The file does not hold the data and the model, but the clients' names and local posteriors. Its hashes can confirm a
     guess of a small client's rows: share such a file only with people who may see the data.
@@ -105,6 +106,7 @@ def save(fitted: Fitted, path: str | Path) -> None:
         "rising": fitted.rising,
         "converged": fitted.converged,
         "khat": None if correction is None else correction.khat,
+        "chains": 1 if correction is None else correction.chains,
         "rhat": None if correction is None else correction.rhat,
         "ess": None if correction is None else correction.ess,
         "closely": fitted.laplace,
@@ -197,13 +199,14 @@ def load(
             theta,
             metadata["khat"],
             metadata.get("closely", False),
+            metadata.get("chains", 1),
             metadata.get("rhat"),
             metadata.get("ess"),
             parts.get("correction.weights", {}).get("log_weights"),
         )
     return Fitted(
         program=program,
-        federation=federation,
+        federation=with_sufficient_rows(program, federation),
         params=moved(parts["params"]),
         local_params=moved(local_params),
         history=parts["history"],

@@ -101,7 +101,7 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
         >>> correct(posterior).correction.theta["global"].shape[1:]
         torch.Size([1, 1, 2])
     """
-    affordable = khat.affordable_draws(fitted, fitted.program.rows) // 2
+    affordable = khat.affordable_draws(fitted, fitted.rows_read) // 2
     draws = min(DRAWS, affordable)
     family = fitted.program.random == (GLOBAL,)
     if not family or not khat.has_density(fitted) or draws < FEWEST:

@@ -5,10 +5,12 @@ All functions of this folder take a :class:`Fitted`. :class:`~bayesfed.Posterior
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from bayesfed.algorithms.algorithm import Algorithm
@@ -24,11 +26,13 @@ class Correction:
     """Draws of θ by importance sampling or by chains, used in place of draws from q(θ).
 
     Attributes:
-        theta: equally weighted draws of the guide's global random site, ``(S, 1, 1, *event)``.
+        theta: equally weighted draws of the guide's global random site, ``(S, 1, 1, *event)``; of chains one draw of
+            each after the other.
         khat: Pareto k-hat of the importance weights by which the draws were resampled; None of chains.
         laplace: q(w_i | θ) is a poor approximation, so that clients' variables too are drawn by importance sampling,
             with a Laplace approximation at each draw of θ as proposal: see :mod:`bayesfed.output.evidence`.
-        rhat: the largest R-hat of chains, see :mod:`bayesfed.output.chains`; None of importance sampling.
+        chains: the number of chains, see :mod:`bayesfed.output.chains`; 1 of importance sampling.
+        rhat: the largest R-hat of chains; None of importance sampling.
         ess: the effective number of the draws; of chains the smallest of all variables.
         log_weights: the log importance weights of all draws before they were resampled, ``(T,)``, of which the evidence
             of the model is the mean; None of chains, and of the draws of :meth:`bayesfed.Posterior.without`.
@@ -37,6 +41,7 @@ class Correction:
     theta: Params
     khat: float | None
     laplace: bool = False
+    chains: int = 1
     rhat: float | None = None
     ess: float | None = None
     log_weights: Tensor | None = None
@@ -47,9 +52,19 @@ class Correction:
         return len(next(iter(self.theta.values())))
 
     def sample(self, count: int, key: Tensor) -> Params:
-        """Choose ``count`` of the draws at random, with replacement: ``(count, 1, 1, *event)``."""
-        u = noise.uniform(noise.fold(key, noise.word("corrected")), (count,))
-        return {name: value[(u * len(value)).long()] for name, value in self.theta.items()}
+        """Choose ``count`` of the draws, ``(count, 1, 1, *event)``: at random, with replacement.
+
+        Of C chains they are evenly spaced: draw s is of chain s mod C, in the order in which it made its draws.
+        """
+        key = noise.fold(key, noise.word("corrected"))
+        if self.chains == 1:
+            at = (noise.uniform(key, (count,)) * self.count).long()
+        else:
+            s, each = torch.arange(count, device=key.device), math.ceil(count / self.chains)
+            place = (s // self.chains + noise.uniform(key, (1,))) / each
+            length = self.count // self.chains
+            at = (place * length).long().clamp(max=length - 1) * self.chains + s % self.chains
+        return {name: value[at] for name, value in self.theta.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +115,18 @@ class Fitted:
     def laplace(self) -> bool:
         """True if clients' variables are drawn with Laplace approximations as proposals, see :class:`Correction`."""
         return self.correction is not None and self.correction.laplace
+
+    @property
+    def sufficient(self) -> Self:
+        """The same q, over the rows that the likelihood is computed from (:attr:`bayesfed.Federation.sufficient`)."""
+        few = self.federation.moments
+        return self if few is None else replace(self, federation=few)
+
+    @property
+    def rows_read(self) -> int:
+        """The number of rows that the likelihood of all clients of the fit is computed from."""
+        few = self.federation.moments
+        return self.program.rows if few is None else few.rows
 
     def key(self, seed: int, word: str = "posterior") -> Tensor:
         """Return the root noise key of a seed and a purpose, on the federation's device."""

@@ -41,12 +41,13 @@ def to_arviz(
 ) -> az.InferenceData | xr.DataTree:
     """Return posterior, prior, predictions, log likelihoods, densities, data and the run's history for ArviZ.
 
-    The draws are independent and form one chain. ``r_hat``, which compares chains, is NaN, and would not measure the
-    distance of q from the posterior; the attributes ``khat`` and ``caveat`` do.
+    Draws of q, and of importance sampling, are independent and form one chain. ``r_hat``, which compares chains, is NaN
+    then, and would not measure the distance of q from the posterior; the attributes ``khat`` and ``caveat`` do. Draws
+    of chains, see :meth:`bayesfed.Posterior.with_chains`, are given chain by chain, evenly spaced.
 
     Args:
         fitted: a posterior.
-        num_samples: number of draws.
+        num_samples: number of draws; of chains in all, each as many, at least four.
         seed: seed of the draws.
         khat: Pareto k-hat of q, stored as an attribute if given.
         caveat: a warning about q, stored as an attribute if not empty.
@@ -90,6 +91,9 @@ def data_groups(
 ) -> dict[str, xr.Dataset]:
     """Return the groups of :func:`to_arviz` by name, but for those that are empty."""
     program, federation = fitted.program, fitted.federation
+    chains = 1 if fitted.correction is None else fitted.correction.chains
+    if chains > 1:
+        num_samples = chains * max(4, num_samples // chains)
     latent = {site.name: ("client",) if site.local else () for site in program.latent}
     rows = [site.name for site in program.observed if site.per_row or site.joint]
     likelihood_dims: dict[str, Dims] = {
@@ -137,7 +141,11 @@ def data_groups(
 
     def draws(values: Mapping[str, Tensor], inner: Mapping[str, Dims]) -> Arrays:
         return {
-            name: _labelled(name, value[None], ("chain", "draw", *inner[name]))
+            name: _labelled(
+                name,
+                value.unflatten(0, (-1, chains)).transpose(0, 1),
+                ("chain", "draw", *inner[name]),
+            )
             for name, value in values.items()
         }
 
@@ -203,7 +211,7 @@ def attributes(fitted: Fitted, khat: float | None, caveat: str) -> dict[str, Any
         affordable = min(DRAWS, affordable_draws(fitted, fitted.federation.rows))
         attrs |= {"khat": khat, "khat_limit": limit(affordable if mended is None else mended.count)}
     if fitted.correction is not None:
-        chains = fitted.correction.rhat is not None
+        chains = fitted.correction.chains > 1
         how = "Hamiltonian Monte Carlo" if chains else "importance sampling"
         attrs["corrected"] = f"draws of θ are by {how}, in place of draws from q(θ)"
         if chains:

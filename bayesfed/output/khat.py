@@ -34,7 +34,7 @@ def log_weights(fitted: Fitted) -> Tensor | None:
 
     None if q has no density, under privacy, or if the data are too large.
     """
-    draws = min(DRAWS, affordable_draws(fitted, fitted.federation.rows))
+    draws = min(DRAWS, affordable_draws(fitted, fitted.federation.sufficient.rows))
     if not has_density(fitted) or draws < FEWEST:
         return None
     return elbo(fitted, draws, 0).double().cpu()

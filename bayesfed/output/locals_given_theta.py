@@ -45,6 +45,7 @@ def draw_guide_locals(
 
     They are draws from q(w_i | θ), or by importance sampling if the correction or ``fitted.resampled`` says so.
     """
+    fitted = fitted.sufficient
     if fitted.laplace:
         keys = noise.fold(key, fitted.federation.stream_ids[chunk])
         found = {LOCAL: _by_laplace(fitted, theta, count, chunk, key)[0].resample(keys)}

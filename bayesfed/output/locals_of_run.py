@@ -90,6 +90,7 @@ def _missing(run: Run, federation: Federation, params: Params, own: Params) -> T
     missing, algorithm = torch.zeros(len(federation), dtype=torch.bool), run.plan.algorithm
     descent = descent_of_locals(algorithm.steps, run.program)
     if descent is not None and run.stopping.converged and algorithm.locals.stateful:
+        federation = federation.sufficient
         for chunk in run.program.chunks(federation):
             keys = federation.stream_ids[chunk]
             rows = batches(federation, chunk, None, keys)

@@ -33,7 +33,7 @@ def log_densities(fitted: Fitted, num_samples: int, key: Tensor) -> tuple[Tensor
         key: noise key. With ``fitted.key(seed)`` the draws are those of
             :func:`~bayesfed.output.draws.equal_draws`.
     """
-    program = fitted.program
+    program, fitted = fitted.program, fitted.sufficient
     theta = draw_theta(fitted, num_samples, key)
     supplied = program.noise(key, num_samples, local=False)
     with torch.no_grad():
@@ -60,6 +60,7 @@ def sum_log_weights(
         key: noise key.
         laplace: use Laplace approximations in place of q(w_i | θ).
     """
+    fitted = fitted.sufficient
     total = torch.zeros(count, dtype=torch.float64, device=fitted.federation.device)
     if not laplace:
         for log_p, log_q in _client_log_densities(fitted, theta, count, key):

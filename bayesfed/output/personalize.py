@@ -44,6 +44,7 @@ def personalize(
     """
     if not program.local_params:
         return
+    federation = federation.sufficient
     for some in program.chunks(federation, copies=4 * draws_at_once(algorithm, program)):
         chunk = some if wanted is None else some[wanted[some]]
         if not len(chunk):

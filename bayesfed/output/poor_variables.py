@@ -131,6 +131,7 @@ def check_clients(fitted: Fitted) -> ClientCheck:
     """
     if not _has_real_locals(fitted.program) or fitted.epsilon is not None:
         return ClientCheck({}, frozenset())
+    fitted = fitted.sufficient
     if not (names := _affordable(fitted)):
         return ClientCheck({}, frozenset())
     few = fitted.select(names)

@@ -38,6 +38,9 @@ _DOUBT = 2.0
 """Standard errors by which learnt corrections must be worse than the closed form to be given up."""
 PERSONAL_DRAWS, PERSONAL_DECAY = 16, 0.01
 """Draws of θ and w_i in a step of ``personalize``, and the fraction of its rate that is left at the end."""
+NEARER, BENT = tuple(4.0**-i for i in range(1, 11)), 1.5
+"""Fractions of the draws' distance from their mean at which gradients are compared with those farther off, and the
+ratio of their differences from which on the latter are left out."""
 TRIED, TRIED_DRAWS, WORTH = 50, 64, 0.003
 """Steps with which ``personalize`` tries to improve the closed form, the draws by which it is compared with the result,
 and the gain, in nats, from which on all steps are taken."""
@@ -146,13 +149,38 @@ class GradientsAtDraws(LocalVariational):
         return Work({"gradients": grads}, torch.stack(terms).mean(0), clients)
 
     def _at_origin(self, job: Job, clients: State) -> Work:
-        """Return the gradients in each draw where the clients are, who learn nothing."""
+        """Return the gradients in each draw where the clients are, who learn nothing.
+
+        Where the gradients of a client overflow, or differ far more between these draws than between draws near to
+        their mean, as those of counts under a vague prior, they are extrapolated from the latter:
+        ḡ + (∇f(z̄ + c (z − z̄)) − ḡ) / c. A quadratic term is then that of the mean, not of the largest values.
+        """
         drawn = job.message["draws"]
         draws = len(next(iter(drawn.values())))
         given = Inputs(job.rows(0), (0.0,), constants=job.theta)
         (supplied,) = noise_of_steps(job.program, job.keys, 1, draws)
         _, grads, term = local_step(job.program, drawn, clients, given, supplied, draws)
+        curvature = _differences(grads)
+        for factor in NEARER:
+            near = {n: torch.lerp(v.mean(0, keepdim=True), v, factor) for n, v in drawn.items()}
+            _, found, terms = local_step(job.program, near, clients, given, supplied, draws)
+            nearby = _differences(found) / factor
+            bent = ~curvature.isfinite() | (curvature > BENT * nearby)
+            if not bent.any():
+                break
+            for name, grad in found.items():
+                mean = grad.mean(1, keepdim=True)
+                far = mean + (grad - mean) / factor
+                grads[name] = torch.where(per_client(bent, far), far, grads[name])
+            term, curvature = torch.where(bent, terms, term), torch.where(bent, nearby, curvature)
         return Work({"gradients": grads}, term, clients)
+
+
+def _differences(grads: Params) -> Tensor:
+    """Return how far the gradients ``(K, S, ...)`` of K clients at S draws lie from their mean, ``(K,)``."""
+    return torch.stack(
+        [(g - g.mean(1, keepdim=True)).abs().flatten(1).sum(1) for g in grads.values()]
+    ).sum(0)
 
 
 def phi_state(clients: State) -> State:

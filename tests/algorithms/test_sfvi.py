@@ -101,6 +101,7 @@ def test_the_server_has_the_sum_of_what_is_left_of_what_clients_sent(guide):
         algorithm,
         rounds=15,
         clients_per_round=0.01,
+        seed=1,
     )
     levels = []
     for _ in range(15):
@@ -184,3 +185,39 @@ def test_few_clients_with_many_counts_each(seed):
     posterior = bf.fit(model, model.federation, PLAIN, seed=seed)
     (expected,) = bf.effects.predictions(posterior).to_frame().to_dict("records")
     assert abs(expected["mean"] - frame["falls"].mean()) < 0.35 * expected["sd"]
+
+
+def counts_under(spread):
+    """A Poisson regression with an effect of each client, whose coefficients have priors of a given spread."""
+
+    def model(federation):
+        mu = pyro.sample("mu", dist.Normal(0.0, spread))
+        b = pyro.sample("b", dist.Normal(torch.zeros(2), spread).to_event(1))
+        tau = pyro.sample("tau", dist.HalfNormal(1.0))
+        with federation.clients():
+            u = pyro.sample("u", dist.Normal(0.0, tau))
+            with federation.observations() as obs:
+                rate = (mu + u + (obs["x"] * b).sum(-1)).exp()
+                pyro.sample("y", dist.Poisson(pyro.deterministic("rate", rate)), obs=obs.get("y"))
+
+    return model
+
+
+@pytest.mark.parametrize("spread", [30.0, 300.0])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_counts_under_vague_priors(spread, seed):
+    """Rates of exp(300) overflow, or are all that a quadratic term is fitted to: fits stopped as "not finite".
+
+    Under a prior of the intercept that is nearly flat the expected sum of the rates is the sum of the counts.
+    """
+    generator = np.random.default_rng(0)
+    clients = {}
+    for i in range(12):
+        x = generator.normal(size=(30, 2))
+        eta = 0.5 + 0.5 * generator.normal() + x @ [0.4, -0.3]
+        clients[f"c{i}"] = {"x": x, "y": generator.poisson(np.exp(eta)).astype(float)}
+    data = bf.Federation.from_arrays(clients)
+    posterior = bf.fit(counts_under(spread), data, PLAIN, seed=seed, progress=False)
+    assert posterior.converged
+    total = posterior.derived(num_samples=2000)["rate"].sum(1)
+    assert abs(total.mean() - data["y"].sum()) < 0.25 * total.std()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from bayesfed.guides import triangular
 from bayesfed.guides.triangular import (
     SMALL,
     TriangularNormal,
@@ -10,6 +11,12 @@ from bayesfed.guides.triangular import (
     outer,
     solve_lower,
 )
+
+
+@pytest.fixture(autouse=True)
+def by_entries(monkeypatch):
+    """Take the way of many matrices with few."""
+    monkeypatch.setattr(triangular, "MANY", 1)
 
 
 def roots(size):
@@ -47,6 +54,18 @@ def test_gradients_are_those_of_differences(size):
     assert torch.autograd.gradcheck(lambda p: inverse_root((p + p.mT) / 2), precision)
     root, columns = roots(size).requires_grad_(), torch.randn(5, 1, size, 1, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda r: solve_lower(r.tril(), columns), root)
+
+
+@pytest.mark.parametrize("count", [triangular.MANY - 1, triangular.MANY])
+def test_few_matrices_are_solved_by_lapack(count, monkeypatch):
+    monkeypatch.undo()
+    called = []
+    solve = torch.linalg.solve_triangular
+    monkeypatch.setattr(
+        torch.linalg, "solve_triangular", lambda *a, **k: called.append(1) or solve(*a, **k)
+    )
+    solve_lower(torch.eye(3).expand(count, 3, 3), torch.ones(count, 3, 1))
+    assert len(called) == (count < triangular.MANY)
 
 
 def test_what_is_not_positive_definite_is_seen():

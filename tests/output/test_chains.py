@@ -1,5 +1,6 @@
 """Chains of Hamiltonian Monte Carlo against integrals on a grid, NUTS and differences of the density."""
 
+import arviz as az
 import numpy as np
 import pyro
 import pyro.distributions as dist
@@ -64,10 +65,19 @@ def test_chains_replace_weights_that_are_too_uneven(monkeypatch, tmp_path):
     assert posterior.correctable
     assert posterior.correction.rhat < 1.05
     assert posterior.correction.ess > 1000
-    assert "Hamiltonian" in posterior.to_arviz(50).posterior.attrs["corrected"]
+    number, count = posterior.correction.chains, posterior.correction.count
+    found = posterior.to_arviz(count).posterior
+    assert "Hamiltonian" in found.attrs["corrected"]
+    assert found.sizes["chain"] == number
+    assert found.sizes["draw"] == count // number
+    assert float(az.rhat(found)["mu"]) < 1.05
+    assert posterior.to_arviz(50).posterior.sizes["draw"] == 4
+    drawn = posterior.sample(count)["mu"].reshape(-1, number).T
+    np.testing.assert_array_equal(found["mu"].values, drawn)
     posterior.save(tmp_path / "chains.safetensors")
     again = bf.Posterior.load(tmp_path / "chains.safetensors", models.eight_schools, SCHOOLS)
     assert again.correction.rhat == posterior.correction.rhat
+    assert again.correction.chains == number
     assert torch.equal(again.correction.theta[GLOBAL], posterior.correction.theta[GLOBAL])
     given = bf.fit(models.eight_schools, SCHOOLS, rounds=5, progress=False)
     assert given.correction is None

@@ -1,0 +1,83 @@
+"""Whether few rows can stand in for many: whether the log likelihood is quadratic in the fields of a row."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from bayesfed.data.batch import Batch
+from bayesfed.data.federation import Federation
+from bayesfed.data.moments import rows_of_moments
+from bayesfed.elbo import noise
+from bayesfed.elbo.elbo import client_terms, draw
+from bayesfed.elbo.program import Params, Program
+from bayesfed.steps.gradients import gradients, leaves
+
+FEWEST = 5_000
+"""Rows of all clients below which fewer rows save nothing."""
+WORTH = 0.5
+"""The largest share of the rows that may be left."""
+DRAWS, SPREAD = 4, 3.0
+"""Draws of the variables at which densities are compared, and their spread in units of the guide's first."""
+TOLERANCE = 0.02
+"""The largest difference of gradients along each number that is taken for round-off, relative to their size and times
+√rows: about the standard deviations by which it could move a posterior mean."""
+
+
+def with_sufficient_rows(program: Program, federation: Federation) -> Federation:
+    """Return the clients with the rows of their moments, where these have the same likelihood as their own rows.
+
+    The gradients of all clients' terms are compared, along each parameter and each variable, at draws that are generic,
+    so that two functions that agree there agree everywhere.
+
+    Args:
+        program: the model/guide pair.
+        federation: the clients' data.
+
+    Returns:
+        The federation, with :attr:`~bayesfed.Federation.sufficient` rows that are fewer, or its own.
+    """
+    federation = replace(federation, moments=None)
+    if not _may_be_quadratic(program, federation):
+        return federation
+    few = rows_of_moments(federation)
+    if few.rows > WORTH * federation.rows:
+        return federation
+    totals: dict[str, Tensor] = {}
+    for chunk in program.chunks(federation, copies=4 * DRAWS):
+        both = [_gradients(program, rows.batch(chunk)) for rows in (federation, few)]
+        for name, one in both[0].items():
+            parts = torch.stack([one.square(), (one - both[1][name]).square()])
+            sums = parts.flatten(1, 2).sum(1)  # over clients and draws
+            totals[name] = totals.get(name, 0.0) + sums
+    size, difference = torch.cat([v.flatten(1) for v in totals.values()], 1)
+    equal = difference <= TOLERANCE**2 / federation.rows * size
+    return replace(federation, moments=few) if bool(equal.all()) else federation
+
+
+def _may_be_quadratic(program: Program, federation: Federation) -> bool:
+    """Return whether rows are many, independent, all numbers and all there, and read by the likelihood alone."""
+    sites = program.likelihood
+    per_row = all(s.per_row and not (s.joint or s.conditional or s.factor) for s in sites)
+    numbers = all(value.is_floating_point() for value in federation.fields.values())
+    whole = not federation.gaps and federation.rows >= FEWEST
+    return bool(sites) and whole and numbers and per_row and not program.needs_rows
+
+
+def _gradients(program: Program, batch: Batch) -> Params:
+    """Return the gradients of K clients' terms at generic points, by parameter or site ``(K, S or 1, ...)``."""
+    key = noise.fold(noise.key(0).to(batch.device), noise.word("sufficient rows"))
+    supplied = program.noise(key, DRAWS, local=False)
+    wide = {name: [SPREAD * part for part in parts] for name, parts in supplied.items()}
+    drawn = draw(program, program.init, wide, DRAWS)
+    theta = leaves({n: v.expand(-1, len(batch), *v.shape[2:]) for n, v in drawn.items()})
+    own = {
+        n: v.expand(len(batch), 1, *v.shape) for n, v in program.init.items() if n in program.direct
+    }
+    own |= program.init_locals(batch)
+    with noise.seeded(0):
+        own = leaves({n: v + torch.randn_like(v[:1]) for n, v in own.items()})
+    local = program.noise(noise.fold(key, batch.index), DRAWS, local=True)
+    term = client_terms(program, program.init | own, theta, batch, local, DRAWS).mean(0)
+    found = gradients(term, theta | own)
+    return {n: v.movedim(1, 0) if n in theta else v[:, None] for n, v in found.items()}
