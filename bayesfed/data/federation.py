@@ -43,7 +43,7 @@ class Federation:
         names: the N clients' names, in order; they become ArviZ's ``client`` coordinate.
         client_dim: the name of a client in the data, e.g. ``"county"`` (used in messages).
         gaps: fields may have missing values, NaN (``missing="keep"``).
-        counts: the number of rows that a client's rows stand for, int64 ``(N,)``; None of as many as there are.
+        counts: the number of rows that a client's rows represent, int64 ``(N,)``; None of as many as there are.
         moments: fewer rows of the same clients, whose log likelihood under the model that is fitted is that of all of
             them (:mod:`bayesfed.checks.sufficient`); None if there are none.
 
@@ -230,7 +230,7 @@ class Federation:
 
     @cached_property
     def _ends(self) -> Tensor:
-        """Each client's first row, and the number that its rows stand for, on the device of the fields: ``(2, N)``."""
+        """Each client's first row, and the number that its rows represent, on the device of the fields: ``(2, N)``."""
         counts = self.lengths if self.counts is None else self.counts.cpu()
         return torch.stack([self.offsets[:-1], counts]).to(self.device)
 

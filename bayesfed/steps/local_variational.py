@@ -38,7 +38,7 @@ _DOUBT = 2.0
 """Standard errors by which learnt corrections must be worse than the closed form to be given up."""
 PERSONAL_DRAWS, PERSONAL_DECAY = 16, 0.01
 """Draws of θ and w_i in a step of ``personalize``, and the fraction of its rate that is left at the end."""
-NEARER, BENT = tuple(4.0**-i for i in range(1, 11)), 1.5
+NEARER, BENT = tuple(4.0**-i for i in range(1, 6)), 1.5
 """Fractions of the draws' distance from their mean at which gradients are compared with those farther off, and the
 ratio of their differences from which on the latter are left out."""
 TRIED, TRIED_DRAWS, WORTH = 50, 64, 0.003
@@ -160,13 +160,13 @@ class GradientsAtDraws(LocalVariational):
         given = Inputs(job.rows(0), (0.0,), constants=job.theta)
         (supplied,) = noise_of_steps(job.program, job.keys, 1, draws)
         _, grads, term = local_step(job.program, drawn, clients, given, supplied, draws)
-        curvature = _differences(grads)
+        curvature, bent = _differences(grads), torch.ones_like(term, dtype=torch.bool)
         for factor in NEARER:
             near = {n: torch.lerp(v.mean(0, keepdim=True), v, factor) for n, v in drawn.items()}
             _, found, terms = local_step(job.program, near, clients, given, supplied, draws)
             nearby = _differences(found) / factor
-            bent = ~curvature.isfinite() | (curvature > BENT * nearby)
-            if not bent.any():
+            bent = bent & (~curvature.isfinite() | (curvature > BENT * nearby))
+            if bent.device.type == "cpu" and not bent.any():
                 break
             for name, grad in found.items():
                 mean = grad.mean(1, keepdim=True)
