@@ -173,6 +173,7 @@ class GradientsAtDraws(LocalVariational):
                 far = mean + (grad - mean) / factor
                 grads[name] = torch.where(per_client(bent, far), far, grads[name])
             term, curvature = torch.where(bent, terms, term), torch.where(bent, nearby, curvature)
+        term = term.where(term.isfinite(), torch.nan)  # −∞ would be a step that went uphill
         return Work({"gradients": grads}, term, clients)
 
 
