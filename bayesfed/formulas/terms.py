@@ -186,6 +186,8 @@ def _behind_outcome(tree: Any) -> dict[str, str]:
         elif name in BEHIND:
             raise FormulaError(
                 f"{name}() takes a column and nothing else, as in y | {name}(column) ~ x"
+                + "; for a sigma beside it add (1 | row), where row numbers the rows"
+                * (name == "se")
             )
         else:
             remedy = REMEDIES.get(name, "write an exposure as offset(log(n))")

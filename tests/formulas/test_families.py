@@ -365,6 +365,7 @@ REFUSED = {
     ("y ~ x\nsigma ~ z\nsigma ~ x", "gaussian"): "sigma has two predictors: write one",
     ("y | se(time) ~ x\nsigma ~ z", "gaussian"): "the gaussian family has no parameter beside",
     ("y | cens(late) ~ x", "gaussian"): r"no cens\(\): weibull and exponential have",
+    ("y | se(time, sigma = TRUE) ~ x", "gaussian"): r"for a sigma beside it add \(1 \| row\)",
     ("y | weights(2 * w) ~ x", "gaussian"): r"weights\(\) takes a column and nothing else",
     ("y | weights(z) ~ x", "gaussian"): r"client '.': weights\(z\) is -\S+, not above 0",
     ("y | se(kind) ~ x", "gaussian"): r"se\(kind\): 'kind' holds text",
