@@ -17,8 +17,8 @@ FEWEST = 5_000
 """Rows of all clients below which fewer rows save nothing."""
 WORTH = 0.5
 """The largest share of the rows that may be left."""
-DRAWS, SPREAD = 4, 3.0
-"""Draws of the variables at which densities are compared, and their spread in units of the guide's first."""
+DRAWS = 4
+"""Draws of the variables at which gradients are compared."""
 TOLERANCE = 0.02
 """The largest difference of gradients along each number that is taken for round-off, relative to their size and times
 √rows: about the standard deviations by which it could move a posterior mean."""
@@ -67,9 +67,7 @@ def _may_be_quadratic(program: Program, federation: Federation) -> bool:
 def _gradients(program: Program, batch: Batch) -> Params:
     """Return the gradients of K clients' terms at generic points, by parameter or site ``(K, S or 1, ...)``."""
     key = noise.fold(noise.key(0).to(batch.device), noise.word("sufficient rows"))
-    supplied = program.noise(key, DRAWS, local=False)
-    wide = {name: [SPREAD * part for part in parts] for name, parts in supplied.items()}
-    drawn = draw(program, program.init, wide, DRAWS)
+    drawn = draw(program, program.init, program.noise(key, DRAWS, local=False), DRAWS)
     theta = leaves({n: v.expand(-1, len(batch), *v.shape[2:]) for n, v in drawn.items()})
     own = {
         n: v.expand(len(batch), 1, *v.shape) for n, v in program.init.items() if n in program.direct

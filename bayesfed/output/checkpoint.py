@@ -54,8 +54,8 @@ def save(fitted: Fitted, path: str | Path) -> None:
     ``program`` (fingerprints by which :func:`load` recognises data, model and guide, see
     :mod:`bayesfed.data.fingerprint` and :mod:`bayesfed.checks.program_fingerprint`). The metadata's entry ``bayesfed``
     is JSON: ``format``, ``version``, ``algorithm`` (see :func:`bayesfed.settings.settings_of`), ``seed``, ``epsilon``,
-    ``moving``, ``rising``, ``converged``; of the correction ``khat``, ``chains``, ``rhat``, ``ess`` and ``closely`` (its
-    ``laplace``); ``clients``, ``whole`` (numbers of clients and rows of the fit, of which these may be some) and
+    ``moving``, ``rising``, ``converged``; of the correction ``khat``, ``chains``, ``rhat``, ``ess`` and ``closely``
+    (its ``laplace``); ``clients``, ``whole`` (numbers of clients and rows of the fit, of which these may be some) and
     ``sites``.
 
     The file does not hold the data and the model, but the clients' names and local posteriors. Its hashes can confirm a

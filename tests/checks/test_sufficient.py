@@ -78,7 +78,7 @@ def found(outcome, more=None, algorithm=None, federation=None):
 
 
 @pytest.mark.parametrize("outcome", QUADRATIC.values(), ids=QUADRATIC)
-@pytest.mark.parametrize("algorithm", [bf.SFVI(), bf.FedAvg(), bf.PFedVEM()], ids=str)
+@pytest.mark.parametrize("algorithm", [bf.SFVI(), bf.FedAvg(), bf.PFedVEM(), bf.PACPFL()], ids=str)
 def test_likelihoods_that_are_quadratic_in_the_rows(outcome, algorithm):
     rows = found(outcome, algorithm=algorithm)
     assert rows.sufficient.lengths.tolist() == [2] + (CLIENTS - 1) * [5]
