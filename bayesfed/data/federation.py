@@ -42,10 +42,9 @@ class Federation:
         offsets: int64 tensor of shape ``(N + 1,)``, always on the CPU.
         names: the N clients' names, in order; they become ArviZ's ``client`` coordinate.
         client_dim: the name of a client in the data, e.g. ``"county"`` (used in messages).
-        gaps: fields may have missing values, NaN (``missing="keep"``).
+        gaps: fields may have missing values, NaN.
         counts: the number of rows that a client's rows represent, int64 ``(N,)``; None of as many as there are.
-        moments: fewer rows of the same clients, whose log likelihood under the model that is fitted is that of all of
-            them (:mod:`bayesfed.checks.sufficient`); None if there are none.
+        moments: fewer rows with the same log likelihood under the fitted model, see :mod:`bayesfed.checks.sufficient`.
 
     Example:
         >>> import bayesfed as bf
@@ -54,10 +53,6 @@ class Federation:
         ... )
         >>> federation
         Federation: 2 clients, 3 rows (1 to 2 a client), fields x, y
-        >>> federation.lengths.tolist()
-        [2, 1]
-        >>> federation.select(["south"])["y"].tolist()
-        [2.0]
     """
 
     fields: Mapping[str, Tensor | Column]
@@ -288,18 +283,17 @@ class Federation:
         """Return the federation of the named clients only, in the order given."""
         chosen = self.index(clients).tolist()
         names, rows = tuple(self.names[i] for i in chosen), rows_of_clients(self.offsets, chosen)
-        found = self._take(rows, self.lengths[chosen], names)
         counts = None if self.counts is None else self.counts[chosen]
-        few = None if self.moments is None else self.moments.select(names)
-        return replace(found, counts=counts, moments=few)
+        few = self.moments and self.moments.select(names)
+        return replace(self._take(rows, self.lengths[chosen], names), counts=counts, moments=few)
 
     def hold_out(self, clients: Iterable[str]) -> tuple[Federation, Federation]:
         """Split the clients into ``(the others, the named clients)``, to keep the named clients out of training."""
-        held = {self.names[i]: None for i in self.index(clients).tolist()}
+        held = dict.fromkeys(self.names[i] for i in self.index(clients).tolist())
         return self.select(name for name in self.names if name not in held), self.select(held)
 
     def pool(self, name: str = "everyone") -> Federation:
-        """Assign all rows to a single client, for the reference that federated results are compared with.
+        """Assign all rows to a single client, for a reference to compare with.
 
         Example:
             >>> import bayesfed as bf
@@ -327,8 +321,7 @@ class Federation:
             name: value.to(device=device, dtype=dtype if value.is_floating_point() else None)
             for name, value in self.fields.items()
         }
-        few = None if self.moments is None else self.moments.to(device, dtype)
-        return replace(self, fields=fields, moments=few)
+        return replace(self, fields=fields, moments=self.moments and self.moments.to(device, dtype))
 
     def _take(self, rows: Tensor, lengths: Tensor, names: tuple[str, ...]) -> Federation:
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
@@ -383,18 +376,11 @@ class Federation:
         return self.batch()
 
     def head(self) -> Batch:
-        """Make a batch of every client with its first row only, for terms that do not depend on the rows."""
+        """Make a batch of the clients with their first rows only."""
         return self.batch(positions=torch.zeros(len(self), 1, dtype=torch.int64))
 
     def of_clients(self, field: str) -> Tensor:
-        """Return a field that is constant within each client, ``(N, 1, *event)``: a predictor for local variables.
-
-        Example:
-            >>> import bayesfed as bf
-            >>> rows = {"north": {"beds": [2.0, 2.0], "y": [1.0, 3.0]}, "south": {"beds": [5.0], "y": [2.0]}}
-            >>> bf.Federation.from_arrays(rows).of_clients("beds").flatten().tolist()
-            [2.0, 5.0]
-        """
+        """Return a field that is constant within each client, ``(N, 1, *event)``: a predictor for local variables."""
         return self._pooled.of_clients(field)
 
     def clients(self) -> AbstractContextManager[Any]:

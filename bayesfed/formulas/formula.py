@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,27 +14,24 @@ from bayesfed.data.batch import Batch
 from bayesfed.data.columns import check_columns, client_name
 from bayesfed.data.federation import Federation, Model
 from bayesfed.data.frames import to_pandas
-from bayesfed.data.standardise import moments
 from bayesfed.formulas.agreement import agree
 from bayesfed.formulas.coding import Coding
 from bayesfed.formulas.families import (
     FAMILIES,
     PARAMETERS,
-    VALUES,
     Family,
     Parameter,
     family_of,
     prior_code,
 )
 from bayesfed.formulas.habits import parts_of
-from bayesfed.formulas.program import Columns, GroupColumns, Outcome, Predictor, program_code
+from bayesfed.formulas.outcome import RESERVED, Outcome, check_outcome, location_and_unit
+from bayesfed.formulas.predictors import GroupColumns, Predictor, linear_predictors
+from bayesfed.formulas.program import program_code
 from bayesfed.formulas.terms import FormulaError, Terms, parse
 
 if TYPE_CHECKING:
     import pandas as pd
-
-_RESERVED = ("X", "offset", "trials", "weights", "cens", "se")
-"""Names of the predictors' fields, which an outcome may not have."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -212,9 +207,9 @@ def formula(
     if not (coding.intercept or coding.common or terms.groups):
         raise FormulaError(f"formula {text!r} has no predictors: y ~ 1 has an intercept")
     federation = _federation(coding, clients)
-    _check_outcome(coding, kind, federation)
-    at, unit = _location(coding, kind, federation)
-    predictors = _predictors(coding, kind, federation, priors, at, unit)
+    check_outcome(coding, kind, federation)
+    at, unit = location_and_unit(coding, kind, federation)
+    predictors = linear_predictors(coding, kind, federation, priors, at, unit)
     parameters = {
         name: (parameter.prior, unit if parameter.in_units else 1.0)
         for name, parameter in left.items()
@@ -341,214 +336,6 @@ def _federation(coding: Coding, clients: Mapping[str, pd.DataFrame]) -> Federati
     return Federation.from_arrays(own, client_dim=coding.client)
 
 
-def _check_outcome(coding: Coding, kind: Family, federation: Federation) -> None:
-    """Raise FormulaError for an outcome that the family does not have."""
-    name = coding.outcome
-    if name in _RESERVED:
-        raise FormulaError(
-            f"the outcome cannot have the name {name!r}, which a field of the predictors has: rename it"
-        )
-    values = federation[name]
-    binary = bool(((values == 0) | (values == 1)).all())
-    if ("trials" in federation.fields) != kind.trials:
-        remedy = "; for outcomes of 0 and 1 take 'bernoulli'" if binary else ""
-        raise FormulaError(
-            f"family {kind.name!r}: the binomial families, and only they, have an outcome p(y, n), successes y of n "
-            f"trials{remedy}"
-        )
-    wrong = ~VALUES[kind.values](values)
-    if wrong.any():
-        row = int(wrong.nonzero()[0])
-        raise FormulaError(
-            f"family {kind.name!r} has outcomes that are {kind.values}: client "
-            f"{federation.names[int(federation.owner[row])]!r} has {name} = {float(values[row]):.4g}"
-        )
-    if binary and kind.name == "gaussian":
-        warnings.warn(
-            f"the outcome {name!r} is 0 or 1 in all rows, and the family is 'gaussian': family='bernoulli' has "
-            "probabilities and log odds",
-            stacklevel=3,
-        )
-    if kind.categories and len(coding.levels[name]) < 2:
-        raise FormulaError(f"the outcome {name!r} is the same in all rows: it has one category")
-    if kind.thresholds and coding.kinds[name] == "text":
-        raise FormulaError(
-            f"the outcome {name!r} is text, which has no order: make it an ordered categorical, "
-            "pd.Categorical(..., categories=[...], ordered=True), or numbers"
-        )
-    if kind.thresholds and not coding.intercept:
-        raise FormulaError(
-            f"family {kind.name!r} has thresholds in place of the intercept: leave 0 + out"
-        )
-
-
-def _location(coding: Coding, kind: Family, federation: Federation) -> tuple[float, float]:
-    """Return the centre of the outcome, on the scale of the predictor, and its unit, from sums."""
-    name = coding.outcome
-    if kind.of_log:
-        federation = replace(federation, fields={name: federation[name].log()})
-    mean, sd = (float(value) for value in moments(federation, name))
-    if kind.standardised:
-        if not sd > 0:
-            raise FormulaError(
-                f"the outcome {name!r} is the same in all rows, or overflows: a model needs an outcome that varies"
-            )
-        return mean, _to_seven_digits(sd)
-    return 0.0 if kind.link == "logit" or mean <= 0 else math.log(mean), 1.0
-
-
-def _predictors(
-    coding: Coding,
-    kind: Family,
-    federation: Federation,
-    priors: Mapping[str, Any],
-    at: float,
-    unit: float,
-) -> list[Predictor]:
-    """Return the linear predictors: of the mean, or of each category but the first, and of parameters.
-
-    Args:
-        coding: the agreed coding.
-        kind: the family.
-        federation: the coded rows.
-        priors: the user's, by name.
-        at: the centre of the outcome on the scale of the predictor.
-        unit: the unit of the outcome.
-    """
-    of_mean = {"mean": ""}
-    if kind.categories and not kind.thresholds:
-        others = coding.levels[coding.outcome][1:]
-        of_mean = {f"mean_{i}": f"mu{level}" for i, level in enumerate(others, start=1)}
-    found = [
-        _predictor(name, key, None, coding, kind, federation, priors, at, unit)
-        for name, key in of_mean.items()
-    ]
-    for name, part in coding.parameters.items():
-        centre = math.log(unit) if kind.parameters[name].in_units else 0.0
-        found.append(
-            _predictor(
-                name, name, kind.parameters[name], part, kind, federation, priors, centre, 1.0
-            )
-        )
-    return found
-
-
-def _predictor(
-    name: str,
-    key: str,
-    parameter: Parameter | None,
-    coding: Coding,
-    kind: Family,
-    federation: Federation,
-    priors: Mapping[str, Any],
-    at: float,
-    unit: float,
-) -> Predictor:
-    """Return one linear predictor; arguments as for :func:`_predictors`."""
-    fields, prefix = f"{name}." if parameter else "", f"{key}_" if key else ""
-    link = parameter.link if parameter else kind.link
-    offset = f"{fields}offset" if coding.offset else None
-    centre = at - (float(moments(federation, offset)[0]) if offset else 0.0)
-    standardised = kind.standardised and parameter is None
-    loc = _to_digits(centre, unit) if standardised and coding.intercept else 0.0
-    prior = "dist.Normal(0.0, 2.5)"
-    if not standardised:
-        spread = 1.5 if link == "logit" else 1.0 if parameter and parameter.in_units else 2.5
-        prior = f"dist.Normal({_to_seven_digits(centre)}, {spread})"
-    has_intercept = coding.intercept and not (kind.thresholds and parameter is None)
-    narrow = parameter is not None or link == "logit"
-    common = _columns(
-        federation, f"{fields}X", prefix, coding.common, coding.intercept, narrow=narrow
-    )
-    return Predictor(
-        name=name,
-        key=key,
-        prefix=prefix,
-        field=f"{fields}X",
-        link=parameter.link if parameter else None,
-        loc=loc,
-        scale=unit,
-        intercept=prior if has_intercept else None,
-        offset=offset,
-        common=common,
-        groups=_groups(coding, federation, priors, fields, key, prefix),
-    )
-
-
-def _columns(
-    federation: Federation,
-    name: str,
-    prefix: str,
-    terms: list[Any],
-    centred: bool,
-    *,
-    narrow: bool = False,
-) -> Columns:
-    """Compute the means and standard deviations of some terms' columns, from sums.
-
-    With narrow priors, on the scale of log odds, the prior standard deviation of the effects of categories is 1 in the
-    data's units.
-    """
-    columns = [(str(label), term) for term in terms for label in term.labels]
-    if not columns:
-        return Columns()
-    mean, sd = (value.tolist() for value in moments(federation, name))
-    for (label, _), m, s in zip(columns, mean, sd, strict=True):
-        if not s > 0:
-            raise FormulaError(
-                f"{label} is the same in all rows, or varies by less than a millionth of its size ({m:.4g}): leave it "
-                "out, or subtract a common offset"
-            )
-    means = tuple(_to_digits(m, s) if centred else 0.0 for m, s in zip(mean, sd, strict=True))
-    sds = tuple(map(_to_seven_digits, sd))
-    prior_sd = [2.5] * len(sds)
-    if narrow:
-        of_categories = [all(c.kind == "categoric" for c in t.components) for _, t in columns]
-        prior_sd = [s if own else 1.0 for s, own in zip(sds, of_categories, strict=True)]
-    labels = tuple(f"{prefix}{label}" for label, _ in columns)
-    return Columns(labels, means, sds, tuple(prior_sd))
-
-
-def _groups(
-    coding: Coding,
-    federation: Federation,
-    priors: Mapping[str, Any],
-    fields: str,
-    predictor: str,
-    prefix: str,
-) -> list[GroupColumns]:
-    """Return the groups' effects of a predictor.
-
-    Predictors of correlated effects are centred, unless the user gives the prior of the intercepts' scale, which refers
-    to predictors at 0.
-    """
-    found: list[GroupColumns] = []
-    for key, group in coding.keyed_groups:
-        exprs = coding.expressions(group)
-        slopes = [expr for expr in exprs if expr.kind != "intercept"]
-        intercept = len(slopes) < len(exprs)
-        own = f"{prefix}1|{group.factor}_sigma" in priors
-        centred = group.correlated and intercept and not own
-        field = f"{fields}X|{key}"
-        columns = _columns(federation, field, prefix, slopes, centred, narrow=bool(fields))
-        within = coding.client in group.columns
-        place = "client" if group.columns == [coding.client] else "within" if within else "global"
-        found.append(
-            GroupColumns(
-                factor=group.factor,
-                key=f"{predictor}.{key}" if predictor else key,
-                field=field,
-                names=(f"{prefix}1",) * intercept + columns.labels,
-                columns=columns,
-                correlated=group.correlated,
-                place=place,
-                levels=coding.count_levels(group.factor),
-                prior_sd=1.0 if fields else 2.5,
-            )
-        )
-    return found
-
-
 def _names(
     predictors: Sequence[Predictor], parameters: Mapping[str, Any], kind: Family, coding: Coding
 ) -> list[str]:
@@ -563,20 +350,10 @@ def _names(
             names += [f"{name}|{group.factor}_sigma" for name in group.names]
             fields += [group.factor] * (group.place != "client")
     twice = next((name for name in names if [*names, coding.outcome].count(name) > 1), None)
-    twice = twice or next((n for n in fields[1:] if n in (coding.outcome, *_RESERVED)), None)
+    twice = twice or next((n for n in fields[1:] if n in (coding.outcome, *RESERVED)), None)
     if twice is not None:
         raise FormulaError(
             f"the name {twice!r} is used twice (by a parameter of the {kind.name} family, or a column): rename the "
             "column"
         )
     return names
-
-
-def _to_seven_digits(value: float) -> float:
-    """Round to seven digits."""
-    return float(f"{value:.7g}")
-
-
-def _to_digits(mean: float, sd: float) -> float:
-    """Round a mean to a millionth of the standard deviation."""
-    return round(mean, 6 - math.floor(math.log10(sd)))

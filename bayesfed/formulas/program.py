@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bayesfed.formulas.families import IMPORTS
+from bayesfed.formulas.outcome import Outcome
+from bayesfed.formulas.predictors import Columns, GroupColumns, Predictor
 
 HEAD = """\
 import pyro
@@ -28,109 +30,6 @@ def model(federation):
 INDENT = "    "
 EXACT = 15
 """The digits of a mean, which is already rounded relative to the standard deviation."""
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The columns of one field, and the constants that standardise them.
-
-    Attributes:
-        labels: names of the columns.
-        mean: means to subtract; zeros for columns that are not centred.
-        sd: standard deviations to divide by.
-        prior_sd: prior standard deviations of the standardised coefficients.
-    """
-
-    labels: tuple[str, ...] = ()
-    mean: tuple[float, ...] = ()
-    sd: tuple[float, ...] = ()
-    prior_sd: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
-class GroupColumns:
-    """The effects of one ``( ... | g)``.
-
-    Attributes:
-        factor: ``g``.
-        key: the factor, with a number if it has several groups, after the name of its predictor.
-        field: the field of its columns.
-        names: the names of its effects: that of the intercept, if there is one, and the columns.
-        columns: the columns of the other effects.
-        correlated: see :class:`~bayesfed.formulas.terms.Group`.
-        place: ``"client"``, the factor is the client; ``"within"``, levels within a client; ``"global"``.
-        levels: the number of the factor's levels, unless it is the client.
-        prior_sd: prior standard deviation of the standardised scale of the intercept's effects.
-    """
-
-    factor: str
-    key: str
-    field: str
-    names: tuple[str, ...]
-    columns: Columns
-    correlated: bool
-    place: str
-    levels: int = 1
-    prior_sd: float = 2.5
-
-    @property
-    def intercept(self) -> bool:
-        """Its first effect is that of the intercept."""
-        return len(self.names) > len(self.columns.labels)
-
-
-@dataclass(frozen=True)
-class Predictor:
-    """A linear predictor, of the outcome's mean or of another parameter, see :mod:`bayesfed.formulas.program`.
-
-    Attributes:
-        name: ``"mean"``, or the name of the parameter.
-        key: the part of names of sites and variables that distinguishes it from others; empty for the mean.
-        prefix: of the names in the results.
-        field: of its columns.
-        link: of the parameter; None for the mean, whose inverse link is in the likelihood.
-        loc: the centre of the predictor, in the data's units.
-        scale: its unit.
-        intercept: the code of the prior of its standardised intercept.
-        offset: the field of its offset.
-        common: columns of the common terms.
-        groups: the groups' effects.
-    """
-
-    name: str
-    key: str
-    prefix: str
-    field: str
-    link: str | None
-    loc: float
-    scale: float
-    intercept: str | None
-    offset: str | None
-    common: Columns
-    groups: Sequence[GroupColumns]
-
-    def variable(self, name: str) -> str:
-        """Return a name of a variable that no other predictor has."""
-        return re.sub(r"\W", "_", f"{name}_{self.key}") if self.key else name
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome and its distribution.
-
-    Attributes:
-        name: the site.
-        likelihood: the code of the distribution.
-        parameters: name of a parameter that has no predictor to the code of its default prior, and its unit.
-        categories: the number of categories, or 0.
-        weighted: rows have weights.
-    """
-
-    name: str
-    likelihood: str
-    parameters: Mapping[str, tuple[str, float]]
-    categories: int = 0
-    weighted: bool = False
 
 
 @dataclass

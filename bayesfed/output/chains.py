@@ -31,6 +31,7 @@ from bayesfed.guides import local
 from bayesfed.guides.family import GLOBAL
 from bayesfed.guides.hierarchical import LOCAL
 from bayesfed.output import khat
+from bayesfed.output.correction import FINITE_VARIANCE, CorrectionResult
 from bayesfed.output.draws import client_chunks, draw_theta
 from bayesfed.output.evidence import has_block
 from bayesfed.output.fitted import Correction, Fitted
@@ -161,6 +162,38 @@ def sample_chains(fitted: Fitted, seed: int = 0) -> Chains:
             if found.mixed:
                 break
     return found
+
+
+def correction_by_chains(fitted: Fitted, seed: int = 0) -> Correction:
+    """Return draws by chains in place of q(θ); for arguments and errors see :meth:`bayesfed.Posterior.with_chains`."""
+    if len(fitted.federation) != fitted.program.clients or not can_sample(fitted):
+        raise ValueError(
+            "chains need the posterior of all clients of the fit, a q(θ) with a density, such as SFVI's, one Gaussian "
+            "for all variables of a client (up to 64 numbers, or more whose log density is concave), no privacy, and "
+            "data that are not too large"
+        )
+    chains = sample_chains(fitted, seed)
+    found = chains.correction()
+    if found is None:
+        raise ValueError(
+            f"the chains have not mixed: R-hat {chains.rhat:.2f}, {chains.ess:.0f} draws. Write narrower priors"
+        )
+    return found
+
+
+def with_chains_where_infinite(
+    fitted: Fitted, found: CorrectionResult
+) -> tuple[Correction | None, bool]:
+    """Return a correction of q(θ), by chains where importance weights failed or have no finite variance.
+
+    Chains are tried for fits that stopped by themselves, where they take seconds. Also returns whether what was tried
+    has not failed.
+    """
+    correction, failed = found.correction, found.attempted and not found.reliable
+    infinite = correction is not None and (correction.khat or 0.0) > FINITE_VARIANCE
+    if (failed or infinite) and fitted.converged is not None and takes_seconds(fitted):
+        correction = sample_chains(fitted).correction() or correction
+    return correction, correction is not None or not failed
 
 
 # -- the density in the coordinates of q -----------------------------------------------------------

@@ -112,6 +112,20 @@ class Fitted:
     resampled: frozenset[str] = frozenset()
 
     @property
+    def title(self) -> str:
+        """The algorithm, its guide, the rounds, the clients and the variables, in one line."""
+        shared = [s.name for s in self.program.globals] or list(self.program.init)
+        globals_ = ", ".join(shared[:8] + ["..."] * (len(shared) > 8)) or "none"
+        locals_ = ", ".join(s.name for s in self.program.locals) or "none"
+        rounds = len(self.history["elbo"])
+        ended = "converged in " if self.converged else ""
+        return (
+            f"Posterior: {self.algorithm} ({self.program.guide_name}), {ended}{rounds:,} rounds, "
+            f"{len(self.federation):,} clients; globals {globals_}; locals {locals_}"
+            + ("" if self.epsilon is None else f"; ε = {self.epsilon:.3g}")
+        )
+
+    @property
     def laplace(self) -> bool:
         """True if clients' variables are drawn with Laplace approximations as proposals, see :class:`Correction`."""
         return self.correction is not None and self.correction.laplace

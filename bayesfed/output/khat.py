@@ -67,6 +67,13 @@ def affordable_draws(fitted: Fitted, rows: int) -> int:
     return int(WORK / (rows * clients.numbers_per_row + len(clients) * own))
 
 
+def draws_of(fitted: Fitted, weights: Tensor | None) -> int:
+    """Return the number of draws that k-hat was estimated from, those of the correction or of weights of q's own."""
+    if fitted.correction is not None:
+        return fitted.correction.count
+    return DRAWS if weights is None else len(weights)
+
+
 def caveat(found: float | None, draws: int = DRAWS) -> str:
     """Return a warning for the user if k-hat of ``draws`` draws is above its limit, else an empty string."""
     if found is None or found <= limit(draws):

@@ -49,7 +49,7 @@ class ClientsLeftOut:
     """A table of all clients, each left out in turn.
 
     Attributes:
-        table: by client its ``rows``; ``elpd``, log p(D_i | D_-i) in nats, with its Monte Carlo standard error
+        table: by client its ``rows``; ``elpd``, ``log p(D_i | D_-i)`` in nats, with its Monte Carlo standard error
             ``mcse``; ``khat`` of the importance weights, or the larger one of two evidences; ``moves``, the number
             among the global variables whose mean moves most, and ``shift``, by how many posterior standard deviations
             it moves when the client is left out; ``conflict``, the two-sided p-value of its mean outcome, NaN if

@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from bayesfed.algorithms.algorithm import Algorithm, draws_at_once
+from bayesfed.checks.data import check_data, check_rows
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
 from bayesfed.elbo.program import Params, Program
 from bayesfed.engine.batches import batches
 from bayesfed.engine.states import States
+from bayesfed.output.fitted import Fitted
 from bayesfed.steps.job import Job
+from bayesfed.tracing.compiler import Compiler, using
 
 
 def personalize(
@@ -55,6 +58,38 @@ def personalize(
         if not set(program.local_params) <= found.keys():
             found = program.init_locals(rows(0)) | found
         yield chunk, found
+
+
+def personalize_new(
+    fitted: Fitted,
+    federation: Federation,
+    seed: int,
+    *,
+    steps: int | None,
+    lr: float | None,
+    batch_size: int | None,
+) -> tuple[Federation, Params]:
+    """Make the local parameters of new clients; arguments as for :meth:`bayesfed.Posterior.personalize`.
+
+    Returns:
+        The clients, with missing values for outcomes that they lack, and their parameters.
+    """
+    check_rows(federation)
+    key = noise.fold(noise.key(seed), noise.word("personalize"))
+    lacking = fitted.federation.fields.keys() - federation.fields.keys()
+    federation = federation.with_gaps(fitted.federation)
+    try:
+        check_data(fitted.program, federation)
+    except (IndexError, RuntimeError) as error:
+        if not lacking:
+            raise
+        raise ValueError(
+            f"the model does not run on rows without {', '.join(sorted(lacking))}. Only outcomes may be missing, and "
+            f"not where the model converts their type, obs['y'].long() ({str(error).splitlines()[0]})"
+        ) from error
+    how = fitted.algorithm, fitted.program, fitted.params, federation, batch_size, key
+    with using(Compiler()):
+        return federation, gather(federation, personalize(*how, steps=steps, lr=lr))
 
 
 def gather(federation: Federation, parts: Iterator[tuple[Tensor, Params]]) -> Params:

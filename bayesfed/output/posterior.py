@@ -11,22 +11,20 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.distributions import MixtureSameFamily
 
-from bayesfed.checks.data import check_data, check_rows
+from bayesfed.checks.data import check_rows
 from bayesfed.data.federation import Federation, Model
-from bayesfed.elbo import noise
 from bayesfed.engine.stopping.drift import caveat
 from bayesfed.output import checkpoint, khat, mixture, poor_variables, predictions
-from bayesfed.output.chains import can_sample, remedy, sample_chains, takes_seconds
-from bayesfed.output.correction import FINITE_VARIANCE, CorrectionResult, correct
+from bayesfed.output.chains import correction_by_chains, remedy, with_chains_where_infinite
+from bayesfed.output.correction import CorrectionResult, correct
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.importance import pareto_k
 from bayesfed.output.log_densities import elbo
 from bayesfed.output.log_evidence import LogEvidence, estimate_log_evidence
-from bayesfed.output.personalize import gather, personalize
+from bayesfed.output.personalize import personalize_new
 from bayesfed.output.poor_variables import ClientCheck, Distance
 from bayesfed.output.without import leave_out
 from bayesfed.report.facts import EffectTable
-from bayesfed.tracing.compiler import Compiler, using
 
 if TYPE_CHECKING:
     import arviz as az
@@ -52,25 +50,17 @@ class Posterior(Fitted):
             return self.correction.khat
         return None if self._log_weights is None else pareto_k(self._log_weights)
 
-    @property
-    def _khat_draws(self) -> int:
-        """Number of the draws that k-hat is estimated from."""
-        if self.correction is not None:
-            return self.correction.count
-        return khat.DRAWS if self._log_weights is None else len(self._log_weights)
-
     @cached_property
     def _log_weights(self) -> Tensor | None:
-        return khat.log_weights(self)
+        return None if self.correction is not None else khat.log_weights(self)
 
     @cached_property
     def poor_globals(self) -> dict[str, Distance]:
         """The global sites of a q(θ) without a correction whose weighted draws say that it is poor, the worst first.
 
-        By site the shift of its mean and the ratio of its standard deviation, see
-        :mod:`bayesfed.output.poor_variables`.
+        By site the shift of its mean and the ratio of its sd, see :mod:`bayesfed.output.poor_variables`.
         """
-        if self.correction is not None or self._log_weights is None:
+        if self._log_weights is None:
             return {}
         return poor_variables.find_poor_globals(self, self._log_weights)
 
@@ -94,8 +84,7 @@ class Posterior(Fitted):
             ValueError: this is the posterior of some of the clients, or it has no importance weights: those of point
                 estimates, particles and private runs, and if the clients have too many rows.
         """
-        weights = None if self.correction is not None else self._log_weights
-        return estimate_log_evidence(self, weights)
+        return estimate_log_evidence(self, self._log_weights)
 
     @cached_property
     def _plain(self) -> Posterior:
@@ -109,24 +98,13 @@ class Posterior(Fitted):
     def caveat(self) -> str:
         """A warning that q had not converged, or is far from the posterior; empty if neither."""
         moving = caveat(self.moving, self.rising, len(self.history["elbo"]), self.converged)
-        far = khat.caveat(self.khat, self._khat_draws) or (
-            "" if self.correctable else khat.UNCORRECTABLE
-        )
+        draws = khat.draws_of(self, self._log_weights)
+        far = khat.caveat(self.khat, draws) or ("" if self.correctable else khat.UNCORRECTABLE)
         far += remedy(self) if far else ""
         return moving or far or poor_variables.caveat(self.poor_globals, self.poor_clients)
 
     def __repr__(self) -> str:
-        shared = [s.name for s in self.program.globals] or list(self.program.init)
-        globals_ = ", ".join(shared[:8] + ["..."] * (len(shared) > 8)) or "none"
-        locals_ = ", ".join(s.name for s in self.program.locals) or "none"
-        rounds = len(self.history["elbo"])
-        ended = "converged in " if self.converged else ""
-        return (
-            f"Posterior: {self.algorithm} ({self.program.guide_name}), {ended}{rounds:,} rounds, "
-            f"{len(self.federation):,} clients; globals {globals_}; locals {locals_}"
-            + ("" if self.epsilon is None else f"; ε = {self.epsilon:.3g}")
-            + (self.caveat and f"\n{self.caveat}")
-        )
+        return self.title + (self.caveat and f"\n{self.caveat}")
 
     def corrected(self) -> Posterior:
         """Return the posterior with draws by importance sampling, where q needs and allows it.
@@ -152,11 +130,7 @@ class Posterior(Fitted):
         Args:
             found: the outcome of importance sampling.
         """
-        correction, failed = found.correction, found.attempted and not found.reliable
-        infinite = correction is not None and (correction.khat or 0.0) > FINITE_VARIANCE
-        if (failed or infinite) and self.converged is not None and takes_seconds(self):
-            correction = sample_chains(self).correction() or correction
-        correctable = correction is not None or not failed
+        correction, correctable = with_chains_where_infinite(self, found)
         corrected = replace(self, correction=correction, correctable=correctable)
         return corrected.with_clients_resampled()
 
@@ -171,27 +145,9 @@ class Posterior(Fitted):
 
         Raises:
             ValueError: chains do not apply to this fit, or have not mixed.
-
-        Example:
-            >>> import bayesfed as bf
-            >>> from bayesfed import datasets, models
-            >>> posterior = bf.fit(models.eight_schools, datasets.eight_schools(), rounds=10)
-            >>> posterior.with_chains().correction.rhat < 1.05
-            True
         """
-        plain = self._plain
-        if len(self.federation) != self.program.clients or not can_sample(plain):
-            raise ValueError(
-                "chains need the posterior of all clients of the fit, a q(θ) with a density, such as SFVI's, one "
-                "Gaussian for all variables of a client (up to 64 numbers, or more whose log density is concave), no "
-                "privacy, and data that are not too large"
-            )
-        chains = sample_chains(plain, seed)
-        if not chains.mixed:
-            raise ValueError(
-                f"the chains have not mixed: R-hat {chains.rhat:.2f}, {chains.ess:.0f} draws. Write narrower priors"
-            )
-        return replace(plain, correction=chains.correction()).with_clients_resampled()
+        correction = correction_by_chains(self._plain, seed)
+        return replace(self._plain, correction=correction).with_clients_resampled()
 
     def without(self, *clients: str) -> Posterior:
         """Return the posterior that the fit would have had without some of the clients.
@@ -393,23 +349,9 @@ class Posterior(Fitted):
         Returns:
             A posterior over the new clients.
         """
-        check_rows(federation)
-        key = noise.fold(noise.key(seed), noise.word("personalize"))
-        lacking = self.federation.fields.keys() - federation.fields.keys()
-        federation = federation.with_gaps(self.federation)
-        try:
-            check_data(self.program, federation)
-        except (IndexError, RuntimeError) as error:
-            if not lacking:
-                raise
-            raise ValueError(
-                f"the model does not run on rows without {', '.join(sorted(lacking))}. Only outcomes may be missing, "
-                f"and not where the model converts their type, obs['y'].long() ({str(error).splitlines()[0]})"
-            ) from error
-        how = self.algorithm, self.program, self.params, federation, batch_size, key
-        with using(Compiler()):
-            local_params = gather(federation, personalize(*how, steps=steps, lr=lr))
-        return replace(self, federation=federation, local_params=local_params)
+        options: dict[str, Any] = {"steps": steps, "lr": lr, "batch_size": batch_size}
+        federation, own = personalize_new(self, federation, seed, **options)
+        return replace(self, federation=federation, local_params=own)
 
     def to_arviz(self, num_samples: int = 1000, *, seed: int = 0) -> az.InferenceData | xr.DataTree:
         """Return draws, predictions and data for ArviZ; see :func:`bayesfed.output.inference_data.to_arviz`."""
@@ -425,17 +367,7 @@ class Posterior(Fitted):
         effects: Sequence[EffectTable] = (),
         num_samples: int = 1000,
     ) -> None:
-        """Write a report as one HTML file; see :func:`bayesfed.output.study.write_report`.
-
-        Example:
-            >>> import bayesfed as bf, pathlib, tempfile
-            >>> from bayesfed import datasets, models
-            >>> posterior = bf.fit(models.eight_schools, datasets.eight_schools())
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     posterior.report(f"{folder}/schools.html", title="Eight schools")
-            ...     "<h1>Eight schools</h1>" in pathlib.Path(f"{folder}/schools.html").read_text()
-            True
-        """
+        """Write a report as one HTML file; see :func:`bayesfed.output.study.write_report`."""
         from bayesfed.output.study import write_report
 
         options: dict[str, Any] = {"title": title, "effects": effects, "num_samples": num_samples}

@@ -60,6 +60,15 @@ def write_report(
 
     Raises:
         OSError: the file cannot be written.
+
+    Example:
+        >>> import bayesfed as bf, pathlib, tempfile
+        >>> from bayesfed import datasets, models
+        >>> posterior = bf.fit(models.eight_schools, datasets.eight_schools())
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     posterior.report(f"{folder}/schools.html", title="Eight schools")
+        ...     "<h1>Eight schools</h1>" in pathlib.Path(f"{folder}/schools.html").read_text()
+        True
     """
     rows, model = fitted.federation.rows, fitted.program.model
     draws = min(num_samples, max(FEWEST, LARGEST // rows))

@@ -1,0 +1,261 @@
+"""The linear predictors of a formula: their columns, with the constants that standardise them, and their priors."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bayesfed.data.federation import Federation
+from bayesfed.data.standardise import moments
+from bayesfed.formulas.coding import Coding
+from bayesfed.formulas.families import Family, Parameter
+from bayesfed.formulas.terms import FormulaError
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of one field, and the constants that standardise them.
+
+    Attributes:
+        labels: names of the columns.
+        mean: means to subtract; zeros for columns that are not centred.
+        sd: standard deviations to divide by.
+        prior_sd: prior standard deviations of the standardised coefficients.
+    """
+
+    labels: tuple[str, ...] = ()
+    mean: tuple[float, ...] = ()
+    sd: tuple[float, ...] = ()
+    prior_sd: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class GroupColumns:
+    """The effects of one ``( ... | g)``.
+
+    Attributes:
+        factor: ``g``.
+        key: the factor, with a number if it has several groups, after the name of its predictor.
+        field: the field of its columns.
+        names: the names of its effects: that of the intercept, if there is one, and the columns.
+        columns: the columns of the other effects.
+        correlated: see :class:`~bayesfed.formulas.terms.Group`.
+        place: ``"client"``, the factor is the client; ``"within"``, levels within a client; ``"global"``.
+        levels: the number of the factor's levels, unless it is the client.
+        prior_sd: prior standard deviation of the standardised scale of the intercept's effects.
+    """
+
+    factor: str
+    key: str
+    field: str
+    names: tuple[str, ...]
+    columns: Columns
+    correlated: bool
+    place: str
+    levels: int = 1
+    prior_sd: float = 2.5
+
+    @property
+    def intercept(self) -> bool:
+        """Its first effect is that of the intercept."""
+        return len(self.names) > len(self.columns.labels)
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A linear predictor, of the outcome's mean or of another parameter, see :mod:`bayesfed.formulas.program`.
+
+    Attributes:
+        name: ``"mean"``, or the name of the parameter.
+        key: the part of names of sites and variables that distinguishes it from others; empty for the mean.
+        prefix: of the names in the results.
+        field: of its columns.
+        link: of the parameter; None for the mean, whose inverse link is in the likelihood.
+        loc: the centre of the predictor, in the data's units.
+        scale: its unit.
+        intercept: the code of the prior of its standardised intercept.
+        offset: the field of its offset.
+        common: columns of the common terms.
+        groups: the groups' effects.
+    """
+
+    name: str
+    key: str
+    prefix: str
+    field: str
+    link: str | None
+    loc: float
+    scale: float
+    intercept: str | None
+    offset: str | None
+    common: Columns
+    groups: Sequence[GroupColumns]
+
+    def variable(self, name: str) -> str:
+        """Return a name of a variable that no other predictor has."""
+        return re.sub(r"\W", "_", f"{name}_{self.key}") if self.key else name
+
+
+def linear_predictors(
+    coding: Coding,
+    kind: Family,
+    federation: Federation,
+    priors: Mapping[str, Any],
+    at: float,
+    unit: float,
+) -> list[Predictor]:
+    """Return the linear predictors: of the mean, or of each category but the first, and of parameters.
+
+    Args:
+        coding: the agreed coding.
+        kind: the family.
+        federation: the coded rows.
+        priors: the user's, by name.
+        at: the centre of the outcome on the scale of the predictor.
+        unit: the unit of the outcome.
+    """
+    of_mean = {"mean": ""}
+    if kind.categories and not kind.thresholds:
+        others = coding.levels[coding.outcome][1:]
+        of_mean = {f"mean_{i}": f"mu{level}" for i, level in enumerate(others, start=1)}
+    found = [
+        _predictor(name, key, None, coding, kind, federation, priors, at, unit)
+        for name, key in of_mean.items()
+    ]
+    for name, part in coding.parameters.items():
+        centre = math.log(unit) if kind.parameters[name].in_units else 0.0
+        found.append(
+            _predictor(
+                name, name, kind.parameters[name], part, kind, federation, priors, centre, 1.0
+            )
+        )
+    return found
+
+
+def _predictor(
+    name: str,
+    key: str,
+    parameter: Parameter | None,
+    coding: Coding,
+    kind: Family,
+    federation: Federation,
+    priors: Mapping[str, Any],
+    at: float,
+    unit: float,
+) -> Predictor:
+    """Return one linear predictor; arguments as for :func:`linear_predictors`."""
+    fields, prefix = f"{name}." if parameter else "", f"{key}_" if key else ""
+    link = parameter.link if parameter else kind.link
+    offset = f"{fields}offset" if coding.offset else None
+    centre = at - (float(moments(federation, offset)[0]) if offset else 0.0)
+    standardised = kind.standardised and parameter is None
+    loc = _to_digits(centre, unit) if standardised and coding.intercept else 0.0
+    prior = "dist.Normal(0.0, 2.5)"
+    if not standardised:
+        spread = 1.5 if link == "logit" else 1.0 if parameter and parameter.in_units else 2.5
+        prior = f"dist.Normal({to_seven_digits(centre)}, {spread})"
+    has_intercept = coding.intercept and not (kind.thresholds and parameter is None)
+    narrow = parameter is not None or link == "logit"
+    common = _columns(
+        federation, f"{fields}X", prefix, coding.common, coding.intercept, narrow=narrow
+    )
+    return Predictor(
+        name=name,
+        key=key,
+        prefix=prefix,
+        field=f"{fields}X",
+        link=parameter.link if parameter else None,
+        loc=loc,
+        scale=unit,
+        intercept=prior if has_intercept else None,
+        offset=offset,
+        common=common,
+        groups=_groups(coding, federation, priors, fields, key, prefix),
+    )
+
+
+def _columns(
+    federation: Federation,
+    name: str,
+    prefix: str,
+    terms: list[Any],
+    centred: bool,
+    *,
+    narrow: bool = False,
+) -> Columns:
+    """Compute the means and standard deviations of some terms' columns, from sums.
+
+    With narrow priors, on the scale of log odds, the prior standard deviation of the effects of categories is 1 in the
+    data's units.
+    """
+    columns = [(str(label), term) for term in terms for label in term.labels]
+    if not columns:
+        return Columns()
+    mean, sd = (value.tolist() for value in moments(federation, name))
+    for (label, _), m, s in zip(columns, mean, sd, strict=True):
+        if not s > 0:
+            raise FormulaError(
+                f"{label} is the same in all rows, or varies by less than a millionth of its size ({m:.4g}): leave it "
+                "out, or subtract a common offset"
+            )
+    means = tuple(_to_digits(m, s) if centred else 0.0 for m, s in zip(mean, sd, strict=True))
+    sds = tuple(map(to_seven_digits, sd))
+    prior_sd = [2.5] * len(sds)
+    if narrow:
+        of_categories = [all(c.kind == "categoric" for c in t.components) for _, t in columns]
+        prior_sd = [s if own else 1.0 for s, own in zip(sds, of_categories, strict=True)]
+    labels = tuple(f"{prefix}{label}" for label, _ in columns)
+    return Columns(labels, means, sds, tuple(prior_sd))
+
+
+def _groups(
+    coding: Coding,
+    federation: Federation,
+    priors: Mapping[str, Any],
+    fields: str,
+    predictor: str,
+    prefix: str,
+) -> list[GroupColumns]:
+    """Return the groups' effects of a predictor.
+
+    Predictors of correlated effects are centred, unless the user gives the prior of the intercepts' scale, which refers
+    to predictors at 0.
+    """
+    found: list[GroupColumns] = []
+    for key, group in coding.keyed_groups:
+        exprs = coding.expressions(group)
+        slopes = [expr for expr in exprs if expr.kind != "intercept"]
+        intercept = len(slopes) < len(exprs)
+        own = f"{prefix}1|{group.factor}_sigma" in priors
+        centred = group.correlated and intercept and not own
+        field = f"{fields}X|{key}"
+        columns = _columns(federation, field, prefix, slopes, centred, narrow=bool(fields))
+        within = coding.client in group.columns
+        place = "client" if group.columns == [coding.client] else "within" if within else "global"
+        found.append(
+            GroupColumns(
+                factor=group.factor,
+                key=f"{predictor}.{key}" if predictor else key,
+                field=field,
+                names=(f"{prefix}1",) * intercept + columns.labels,
+                columns=columns,
+                correlated=group.correlated,
+                place=place,
+                levels=coding.count_levels(group.factor),
+                prior_sd=1.0 if fields else 2.5,
+            )
+        )
+    return found
+
+
+def to_seven_digits(value: float) -> float:
+    """Round to seven digits."""
+    return float(f"{value:.7g}")
+
+
+def _to_digits(mean: float, sd: float) -> float:
+    """Round a mean to a millionth of the standard deviation."""
+    return round(mean, 6 - math.floor(math.log10(sd)))
