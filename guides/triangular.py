@@ -11,7 +11,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-SMALL, MANY = 4, 500
+SMALL, MANY = 4, 5000
 
 
 def solve_lower(root: Tensor, columns: Tensor, *, transposed: bool = False) -> Tensor:

@@ -143,7 +143,7 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
             return CorrectionResult(reliable=False)
         k = pareto_k(log_w)
         trusted = k <= khat.limit(len(log_w)) or tail_share(log_w, k) < TAIL
-        finite_variance = k <= FINITE_VARIANCE or len(drawn) > PROPOSALS[0]
+        finite_variance = k <= FINITE_VARIANCE
         enough = trusted and finite_variance and size > ENOUGH
     if not trusted:
         return CorrectionResult(reliable=False)

@@ -219,7 +219,7 @@ def test_a_formula(drawn_plots, towns, capsys):
     }
     assert "cm ~ u + (1 + v | town) on towns.csv" in capsys.readouterr().out
     _, error = fails(capsys, "run", "study/formula.toml", "--set", "model.formula=cm ~ bs(u)")
-    assert "model.formula: bs(u): bs() is not a supported function of single rows" in error
+    assert "model.formula: bs(u): give the knots, as in bs(x, knots=" in error
     _, error = fails(capsys, "run", "study/formula.toml", "--set", "model.name=eight_schools")
     assert "give either name (a model) or formula" in error
     _, error = fails(capsys, "run", "study/formula.toml", "--set", 'data.fields=["u"]')

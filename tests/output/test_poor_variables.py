@@ -189,7 +189,7 @@ def test_a_fit_that_could_not_be_corrected_says_so(monkeypatch, tmp_path):
     assert posterior.correctable and not posterior.caveat
     monkeypatch.setattr(posterior_module, "correct", lambda _: CorrectionResult(reliable=False))
     assert posterior.corrected().correction.rhat < 1.05
-    monkeypatch.setattr(posterior_module, "takes_seconds", lambda _: False)
+    monkeypatch.setattr("bayesfed.output.chains.takes_seconds", lambda _: False)
     failed = posterior.corrected()
     assert "too uneven to correct it by" in repr(failed)
     failed.save(tmp_path / "p")
