@@ -6,7 +6,7 @@
 
 Runs have no number of rounds, and stop by themselves; problems.py has the problems. All figures are of the global
 variables as the model has them, from 20,000 draws of what `bf.finish` gives after each round. These are importance
-weighted where that improves q(θ), which asks all clients two to four times more than the rounds say.
+weighted where that improves q(θ), which asks all clients two to six times more than the rounds say.
 
 "to NUTS": the round from which on every mean is within 0.1 standard deviations of NUTS' and every standard deviation
 within 0.85 to 1.18 of it; "never" where the run ends outside. "end": the largest shift and the range of the ratios when

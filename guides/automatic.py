@@ -38,6 +38,8 @@ def automatic_guide(
     federation: Federation,
     family: Family,
     conditioned: bool,
+    *,
+    many: bool = True,
 ) -> Hierarchical:
     """The guide of a model, in coordinates scaled by the median and spread of its prior.
 
@@ -47,6 +49,7 @@ def automatic_guide(
         federation: the clients' data.
         family: the distribution of the globals.
         conditioned: q(w_i | θ) in place of q(w_i). Then all local variables share one factor, if they are few.
+        many: q(w_i | θ) of more variables may be Laplace's approximation at each draw of θ.
     """
     values: dict[bool, dict[str, Tensor]] = {False: {}, True: {}}
     for name, u in unconstrained_draws(model, sites, federation, DRAWS).items():
@@ -56,7 +59,7 @@ def automatic_guide(
     )
     guide = Hierarchical(model, family, conditioned, globals_, locals_)
     sizes = [len(scaling.loc) for scaling in locals_.values()]
-    if conditioned and LAPLACE[0] < sum(sizes) <= LAPLACE[1]:
+    if many and conditioned and LAPLACE[0] < sum(sizes) <= LAPLACE[1]:
         block = replace(guide, block=True)
         structure = _structure(block, federation)
         many = sum(sizes) > local.FULL_UP_TO and structure.concave

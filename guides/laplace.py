@@ -241,7 +241,7 @@ def laplace(
     start = torch.cat(list(starts.values())).to(federation.dtype)
     covariance = covariance or ("full" if len(start) <= SMALL else "diagonal")
     family = FullRank() if covariance == "full" else MeanField()
-    guide = automatic_guide(random, found, federation, family, conditioned=True)
+    guide = automatic_guide(random, found, federation, family, conditioned=True, many=False)
     few = sum(sizes(guide.locals).values()) <= INTEGRATED_UP_TO
     if not few or set(guide.normal) != set(guide.locals):
         guide = replace(guide, conditioned=False, block=False, normal=())

@@ -53,7 +53,7 @@ PROPOSALS, ENOUGH = (2, 6), 1000
 PRIOR = 2
 """The number of proposals after which one is as wide as the prior."""
 FINITE_VARIANCE = 0.5
-"""Pareto k above which weights have infinite variance, so that a third proposal is used."""
+"""Pareto k above which weights have infinite variance, so that further proposals are used."""
 LEAST, PER_DIMENSION = 50, 5
 """Effective sample sizes, in all and per dimension of θ, below which a mean and a covariance cannot be estimated."""
 CENTRES = 500

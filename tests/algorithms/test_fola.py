@@ -11,6 +11,7 @@ import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.elbo import noise
 from bayesfed.engine.batches import batches
+from bayesfed.engine.program import build_program
 from bayesfed.functional.networks import apply
 from bayesfed.models.network import Network, mlp
 from bayesfed.rules import Turn
@@ -466,3 +467,12 @@ def test_learns_digits(how, least):
     loc = posterior.params["global.loc"]
     out = apply(module, loc[None, None], x[None])[0]
     assert float((out.argmax(-1) == y).float().mean()) > least
+
+
+def test_many_local_weights_are_at_their_prior_and_rows_come_in_minibatches():
+    """A guide that takes Laplace's approximation at θ for them read all rows in each step: 47 % for 72 % of digits."""
+    train, _ = datasets.digits(clients=5)
+    model = models.Network(models.mlp(64, 32, 10), local=["2."])
+    program = build_program(model, train, bf.FOLA(), 0)
+    assert program.learns_locals
+    assert not program.workspace
