@@ -40,9 +40,10 @@ def with_sufficient_rows(program: Program, federation: Federation) -> Federation
     federation = replace(federation, moments=None)
     if not _may_be_quadratic(program, federation):
         return federation
-    few = rows_of_moments(federation)
-    if few.rows > WORTH * federation.rows:
+    left = int(federation.lengths.clamp(max=federation.numbers_per_row + 1).sum())
+    if left > WORTH * federation.rows:
         return federation
+    few = rows_of_moments(federation)
     totals: dict[str, Tensor] = {}
     for chunk in program.chunks(federation, copies=4 * DRAWS):
         both = [_gradients(program, rows.batch(chunk)) for rows in (federation, few)]
