@@ -50,7 +50,7 @@ def leave_out(fitted: F, clients: Sequence[str]) -> F:
             "without: there are no other clients; the posterior without any is the prior"
         )
     few = fitted.select(others)
-    theta, log_weights = _weighted_draws(fitted, clients)
+    theta, log_weights = _weighted_draws(fitted, few, clients)
     smooth, k = pareto_smooth(log_weights)
     weights = smooth.softmax(0)
     size = effective_sample_size(weights)
@@ -116,13 +116,14 @@ def draw_weighted(fitted: Fitted, count: int, seed: int) -> tuple[Params, Tensor
     return at_server.theta, at_server.term.double()
 
 
-def _weighted_draws(fitted: Fitted, clients: Sequence[str]) -> tuple[Params, Tensor]:
-    """Return draws of θ and their log weights towards the posterior without some clients, ``(S,)``."""
+def _weighted_draws(
+    fitted: Fitted, others: Fitted, clients: Sequence[str]
+) -> tuple[Params, Tensor]:
+    """Return draws of θ and their log weights towards the posterior of the others alone, ``(S,)``."""
     key = fitted.key(0, "left out")
     if fitted.correction is not None:
         theta, count = fitted.correction.theta, fitted.correction.count
         return theta, -log_evidence_of_clients(fitted.select(clients), theta, count, key).sum(1)
     theta, at_server = draw_weighted(fitted, DRAWS, 0)
     assert at_server is not None
-    others = [name for name in fitted.federation.names if name not in set(clients)]
-    return theta, at_server + sum_log_weights(fitted.select(others), theta, DRAWS, key)
+    return theta, at_server + sum_log_weights(others, theta, DRAWS, key)
