@@ -38,6 +38,7 @@ from bayesfed.fitting import finish, fit, start, step
 from bayesfed.formulas.formula import formula
 from bayesfed.guides import Flow, FullRank, MeanField
 from bayesfed.output import bounds, metrics
+from bayesfed.output.comparison import compare
 from bayesfed.output.leave_one_client_out import leave_one_client_out
 from bayesfed.output.loo import loo
 from bayesfed.output.posterior import Posterior
@@ -80,6 +81,7 @@ __all__ = [
     "Scaffold",
     "Stopped",
     "bounds",
+    "compare",
     "datasets",
     "effects",
     "finish",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,6 +49,22 @@ def loo(idata: az.InferenceData | xr.DataTree, var_name: str | None = None) -> a
         warnings.filterwarnings("ignore", "Estimated shape parameter")  # names no client
         found = _elpd(idata, var_name)
     return _with_clients(found, idata)
+
+
+def elpd_of_draws(groups: Mapping[str, xr.Dataset]) -> tuple[np.ndarray, np.ndarray]:
+    """Return PSIS-LOO and Pareto k of each observation, ``(n,)``, without warnings.
+
+    Args:
+        groups: of :func:`bayesfed.output.inference_data.to_arviz`, ``log_likelihood`` of a single site and, unless its
+            attribute ``corrected`` says that draws are from the posterior, ``sample_stats``.
+    """
+    from bayesfed.output.arviz_compat import OLD, product
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Estimated shape parameter")
+        found = _elpd(product(groups), None)
+    elpd = found["loo_i"] if OLD else found["elpd_i"]
+    return elpd.values, found["pareto_k"].values
 
 
 def _elpd(idata: az.InferenceData | xr.DataTree, var_name: str | None) -> az.ELPDData:
