@@ -40,7 +40,7 @@ def antithetic(q: Natural, program: Program, keys: Tensor, draws: int) -> tuple[
     (half,) = program.noise(keys, draws // 2, local=False)[site]
     offset = (scale_tril[:, None] @ half[..., None]).squeeze(-1)
     z = loc[:, None] + torch.cat([offset, -offset])
-    return loc, z.detach().requires_grad_()
+    return loc, z.detach()
 
 
 def factor_of(f: Tensor, z: Tensor, loc: Tensor) -> Natural:

@@ -4,8 +4,9 @@
 
 A Normal q(θ) has neither the skewness nor the heavy tails of a posterior of few clients. The first proposal t is a
 Student's t with the mean and covariance of q, the second one has those of the weighted draws. If these are not enough,
-a third is as wide as the prior, and up to three mixtures of narrower t distributions around the weighted draws follow.
-Without the third, draws never reach the ends of a funnel, and k-hat of the others does not show it. Where the priors of
+further ones are mixtures of narrower t distributions around the weighted draws, up to four. Half of the draws of the
+third proposal are from a t as wide as the prior: without it, draws never reach the ends of a funnel, and k-hat of the
+others does not show it. Where the priors of
 some globals depend on others, or are heavy-tailed, half of the draws come from proposals in coordinates in which these
 priors are standard Normal, see :mod:`bayesfed.output.prior_coordinates`.
 
@@ -51,7 +52,7 @@ DRAWS, FEWEST = 2000, 500
 PROPOSALS, ENOUGH = (2, 6), 1000
 """The least and the largest number of proposals, and the effective sample size at which no more are needed."""
 PRIOR = 2
-"""The number of proposals after which one is as wide as the prior."""
+"""The number of proposals after which half of one is as wide as the prior."""
 FINITE_VARIANCE = 0.5
 """Pareto k above which weights have infinite variance, so that further proposals are used."""
 LEAST, PER_DIMENSION = 50, 5
@@ -114,7 +115,7 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
     learnt = has_block(fitted.program) and fitted.program.learns_locals
     may_use_laplace = draws * COST <= affordable and learnt
     laplace = False
-    proposals = Proposals(find_prior_coordinates(fitted.program, fitted.params, own))
+    proposals = Proposals(find_prior_coordinates(fitted.program, fitted.params, own), draws)
     z, weights = own, own.new_full((draws,), 1 / draws, dtype=torch.float64)
     drawn: list[Tensor] = []
     targets: list[Tensor] = []
@@ -125,7 +126,7 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
         ):
             return CorrectionResult(reliable=False)
         with noise.seeded(len(drawn)):
-            new = proposals.sample(draws).to(own.dtype)
+            new = proposals.sample().to(own.dtype)
         if not drawn and may_use_laplace:
             level = _noise_variance(fitted, new[:PROBE], key, log_weights, laplace=False)
             laplace = level > QUIET and level > _noise_variance(
@@ -168,12 +169,12 @@ def log_weights_around(fitted: Fitted, log_weights: SumLogWeights = sum_log_weig
     """
     assert fitted.correction is not None
     program, z = fitted.program, fitted.correction.theta[GLOBAL][:, 0, 0]
-    proposals = Proposals(find_prior_coordinates(program, fitted.params, z))
+    proposals = Proposals(find_prior_coordinates(program, fitted.params, z), DRAWS)
     equal = z.new_full((len(z),), 1 / len(z), dtype=torch.float64)
     if not proposals.add(z, equal, as_prior=False, centres=CENTRES):
         raise ValueError("the draws of θ have a singular covariance: there is no proposal for them")
     with noise.seeded(0):
-        new = proposals.sample(DRAWS).to(z.dtype)
+        new = proposals.sample().to(z.dtype)
     key, laplace = fitted.key(0, "evidence"), has_block(program) and program.learns_locals
     return _log_target(fitted, new, key, log_weights, laplace) - proposals.log_prob(new)
 

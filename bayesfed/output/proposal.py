@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 import pyro.distributions as dist
 import torch
@@ -90,49 +92,76 @@ def prior_proposal(like: Tensor) -> StudentMixture:
     return StudentMixture(like.new_zeros(1, size), WIDER * PER_SD * root)
 
 
+class Part(NamedTuple):
+    """A mixture that draws of θ come from.
+
+    Attributes:
+        mixture: in its own coordinates.
+        system: number of these coordinates: 0 for the guide's, 1 for the prior's.
+        draws: number of draws from it.
+    """
+
+    mixture: StudentMixture
+    system: int
+    draws: int
+
+
 class Proposals:
     """Proposals for θ, one after another, each in the guide's coordinates and, if given, in those of its prior.
 
     Args:
         prior: other coordinates, in which half of the draws are made.
+        draws: number of draws from each proposal.
     """
 
-    def __init__(self, prior: PriorCoordinates | None) -> None:
-        self.prior = prior
-        self.mixtures: list[list[StudentMixture]] = []
+    def __init__(self, prior: PriorCoordinates | None, draws: int) -> None:
+        self.prior, self.draws = prior, draws
+        self.proposals: list[list[Part]] = []
 
     def add(self, z: Tensor, weights: Tensor, *, as_prior: bool, centres: int) -> bool:
-        """Add a proposal that is fitted to weighted draws ``(S, D)``, or one that is as wide as the prior.
+        """Add a proposal.
+
+        Args:
+            z: draws ``(S, D)``, to which it is fitted.
+            weights: their weights ``(S,)``.
+            as_prior: half of its draws come from a distribution as wide as the prior instead.
+            centres: number of components.
 
         Returns:
             False if the covariance of the draws is singular.
         """
-        found = [
-            prior_proposal(x) if as_prior else fit_proposal(x, weights, centres)
-            for x, _ in self._coordinates(z)
+        found = []
+        for system, (x, _) in enumerate(self._coordinates(z)):
+            found.append((fit_proposal(x, weights, centres), system))
+            if as_prior:
+                found.append((prior_proposal(x), system))
+        ends = [self.draws * i // len(found) for i in range(len(found) + 1)]
+        counts = [end - start for start, end in pairwise(ends)]
+        parts = [
+            Part(mixture, system, count)
+            for (mixture, system), count in zip(found, counts, strict=True)
+            if mixture is not None
         ]
-        self.mixtures.append([mixture for mixture in found if mixture is not None])
-        return None not in found
+        self.proposals.append(parts)
+        return len(parts) == len(found)
 
-    def sample(self, count: int) -> Tensor:
-        """Draw z ``(count, D)`` from the last proposal, by torch's random number generator."""
-        if self.prior is None:
-            return self.mixtures[-1][0].sample(count)
-        half = count // 2
-        first, second = (
-            m.sample(n) for m, n in zip(self.mixtures[-1], (half, count - half), strict=True)
-        )
-        return torch.cat([first, self.prior.to_guide(second)])
+    def sample(self) -> Tensor:
+        """Draw z ``(draws, D)`` from the last proposal, by torch's random number generator."""
+        drawn = []
+        for mixture, system, count in self.proposals[-1]:
+            x = mixture.sample(count)
+            drawn.append(self.prior.to_guide(x) if self.prior is not None and system else x)
+        return torch.cat(drawn)
 
     def log_prob(self, z: Tensor) -> Tensor:
         """Compute the log density of the mean of all proposals at ``(S, D)``: ``(S,)``."""
         systems = self._coordinates(z)
+        total = self.draws * len(self.proposals)
         each = [
-            mixture.log_prob(x) + log_det
-            for mixtures in self.mixtures
-            for mixture, (x, log_det) in zip(mixtures, systems, strict=True)
+            mixture.log_prob(systems[system][0]) + systems[system][1] + math.log(count / total)
+            for mixture, system, count in chain.from_iterable(self.proposals)
         ]
-        return torch.stack(each).logsumexp(0) - math.log(len(each))
+        return torch.stack(each).logsumexp(0)
 
     def _coordinates(self, z: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return draws ``(S, D)`` in each coordinates, and the logarithm of the change of volume ``(S,)``."""

@@ -40,11 +40,12 @@ from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.closed_forms import ClosedForms, closed_forms
 from bayesfed.rules.quasi_newton import ByMeanMove
 from bayesfed.rules.rule import NO_TERM, Turn, mean_of, moves, weighted_sum
-from bayesfed.steps.gradients import copies, leaves
+from bayesfed.steps.gradients import copies, gradients, leaves
 from bayesfed.steps.job import SINGLE, Job, Parts, Work
 from bayesfed.steps.losses import per_client
 from bayesfed.steps.optimizer import State
 from bayesfed.steps.steps import Steps
+from bayesfed.tracing.compiler import traceable
 
 Server = dict[str, Params]
 
@@ -169,10 +170,28 @@ def under_prior(
     weight: Tensor,
 ) -> Params:
     """Return these m and log ρ at the maximum of log p(θ) + weight · Σ_i E_q[log p(w_i | θ)], found from ``start``."""
-    known, uploads = closed_forms(program), total["weight"]["uploads"]
     free = leaves({name: start[name] for name in names})
+    search = torch.optim.LBFGS(free.values(), max_iter=50, line_search_fn="strong_wolfe")
 
-    def loss() -> Tensor:
+    def closure() -> Tensor:
+        at = {name: value.detach() for name, value in free.items()}
+        value, slopes = negative_objective(program, at, server, start, total, weight)
+        for name, slope in slopes.items():
+            free[name].grad = slope
+        return value
+
+    search.step(closure)
+    return {name: value.detach() for name, value in free.items()}
+
+
+@traceable
+def negative_objective(
+    program: Program, free: Params, server: Params, start: Params, total: Parts, weight: Tensor
+) -> tuple[Tensor, Params]:
+    """Return −log p(θ) − weight · Σ_i E_q[log p(w_i | θ)] at other m and log ρ, and its gradients in them."""
+    known, uploads = closed_forms(program), total["weight"]["uploads"]
+    with torch.enable_grad():
+        free = leaves(free)
         at = start | free
         expected = torch.zeros_like(uploads)
         for site in known.sites:
@@ -181,19 +200,8 @@ def under_prior(
             narrow = change_of(known.spreads, server, at, site, square)
             expected = expected + uploads * stretch.sum()
             expected = expected + ((-2 * narrow).exp() * square).sum() / 2
-        return weight * expected - log_prior(program, at, {}, 1)[0]
-
-    search = torch.optim.LBFGS(free.values(), max_iter=50, line_search_fn="strong_wolfe")
-
-    def closure() -> Tensor:
-        search.zero_grad()
-        value = loss()
-        value.backward(inputs=[*free.values()])
-        return value.detach()
-
-    with torch.enable_grad():
-        search.step(closure)
-    return {name: value.detach() for name, value in free.items()}
+        value = weight * expected - log_prior(program, at, {}, 1)[0]
+        return value.detach(), gradients(value, free)
 
 
 def squares(

@@ -29,6 +29,7 @@ from bayesfed.guides.gaussian_factors import Natural, antithetic, factor_of, ste
 from bayesfed.rules.rule import Progress, Rule, Turn
 from bayesfed.steps.job import Job, Parts, Work
 from bayesfed.steps.optimizer import State
+from bayesfed.tracing.compiler import traceable
 
 
 class Server(NamedTuple):
@@ -101,11 +102,9 @@ class ProductOfFactors(Rule):
     def decode(self, turn: Turn, server: Server, total: Parts) -> tuple[Server, Tensor]:
         """Return q as far towards the new product of the factors as its trust region reaches."""
         program, key, changes = turn.program, turn.key, Natural(**total["gaussian"])
-        (site,) = program.random
         rows = Natural(*(x[None] for x in server.q))
         loc, z = antithetic(rows, program, key[None], max(turn.steps.draws, 64))
-        f = log_prior(program, self.params(server), {site: z}, len(z))
-        fresh = Natural(*(x[0] for x in factor_of(f[:, None], z, loc)))
+        fresh = Natural(*(x[0] for x in prior_factor(program, self.params(server), z, loc)))
         step = Natural(*(f - p for f, p in zip(fresh, server.prior, strict=True)))
         prior, product = server.prior.plus(step), server.product.plus(changes).plus(step)
         proper = torch.linalg.cholesky_ex(product.precision).info == 0
@@ -128,3 +127,12 @@ class ProductOfFactors(Rule):
         late = turn.steps.steps - turn.steps.steps // 2
         gone = 1 - (1 - turn.steps.step_size) ** late
         return Progress(self.damping * gone / turn.scale)
+
+
+@traceable
+def prior_factor(program: Program, params: Params, z: Tensor, loc: Tensor) -> Natural:
+    """Return the factor of log p(θ), a batch of one, from draws ``(S, 1, 1, D)`` around its location ``(1, D)``."""
+    (site,) = program.random
+    with torch.enable_grad():
+        z = z.detach().requires_grad_()
+        return factor_of(log_prior(program, params, {site: z}, len(z))[:, None], z, loc)
