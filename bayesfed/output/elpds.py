@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
-import xarray as xr
 from torch import Tensor
 
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.output import khat
 from bayesfed.output.fitted import Fitted
-from bayesfed.output.inference_data import find_data
 from bayesfed.output.leave_one_client_out import leave_one_client_out
 from bayesfed.output.log_densities import log_densities
 from bayesfed.output.loo import elpd_of_draws
@@ -128,6 +126,8 @@ def describe_observations(fitted: Fitted, outcome: str | None) -> dict[str, Tens
 
     Models can be compared if they have the same.
     """
+    from bayesfed.output.inference_data import find_data  # xarray takes a while to import
+
     site, federation = outcome_site(fitted, outcome), fitted.federation
     observed = find_data(fitted)[0].get(site.name)
     if observed is None:  # a factor has no data
@@ -172,6 +172,8 @@ def _leave_rows_out(
     few: Fitted, site: str, common: Mapping[str, Tensor] | None, num_samples: int, seed: int
 ) -> Elpds:
     """Leave out each observation of some clients; ``common`` has the densities of draws from q, if they are."""
+    import xarray as xr  # imports of half a second wait until they are needed
+
     log_lik = log_likelihood(few, few.federation, num_samples, seed)[site].double().cpu()
     log_lik = log_lik[:, ~log_lik.isnan().any(0)]
     dims = ("chain", "draw")

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import nnls
 
 STEPS = 30
 """The largest number of times that the sums are asked for."""
@@ -100,6 +99,8 @@ def _maximise_quadratic(count: int, weights: np.ndarray, found: MixtureSums) -> 
 
     Of Σ_i log Σ_k w_k exp(elpd_ik) − n Σ_k w_k, whose maximum over w ≥ 0 has the sum 1.
     """
+    from scipy.optimize import nnls
+
     ridge = RIDGE * np.trace(found.curvature) / len(weights)
     root = np.linalg.cholesky(found.curvature + ridge * np.eye(len(weights))).T
     slope = 2 * found.gradient - count
