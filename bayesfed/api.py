@@ -29,6 +29,8 @@ from bayesfed.algorithms.table import (
     Scaffold,
     SFVIAvg,
 )
+from bayesfed.calibration.calibrate import calibrate
+from bayesfed.calibration.power import power
 from bayesfed.data import datasets, images, simulations
 from bayesfed.data.federation import Federation
 from bayesfed.engine.execution import Execution
@@ -81,6 +83,7 @@ __all__ = [
     "Scaffold",
     "Stopped",
     "bounds",
+    "calibrate",
     "compare",
     "datasets",
     "effects",
@@ -93,6 +96,7 @@ __all__ = [
     "loo",
     "metrics",
     "models",
+    "power",
     "rules",
     "simulations",
     "start",

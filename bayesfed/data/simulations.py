@@ -1,4 +1,4 @@
-"""Simulated federations with two kinds of clients: polynomials, and photovoltaic plants under real weather."""
+"""Simulated federations: polynomials, photovoltaic plants under real weather, and resampled clients of others."""
 
 from __future__ import annotations
 
@@ -72,6 +72,53 @@ def polynomials(
     return (
         Federation.from_arrays(train).to(dtype=dtype),
         Federation.from_arrays(test).to(dtype=dtype),
+    )
+
+
+# -- resampled clients -----------------------------------------------------------------------------
+
+
+def resample(
+    federation: Federation, clients: int, rows: int | None = None, seed: int = 0
+) -> Federation:
+    """Make a federation of another size, whose clients have rows of those of a given one: for :func:`bayesfed.power`.
+
+    Each of the new clients, "client 0", "client 1", ..., has rows drawn from one of the old ones, with replacement. The
+    old clients are taken in random order, and again in another if there are fewer. All fields of a row stay together.
+
+    Args:
+        federation: the clients to draw from.
+        clients: the number of new clients.
+        rows: the number of rows of each; by default as many as the old client has.
+        seed: of the draws.
+
+    Raises:
+        ValueError: a number is less than 1.
+
+    Example:
+        >>> from bayesfed import datasets, simulations
+        >>> simulations.resample(datasets.grunfeld(), clients=30, rows=5)
+        Federation: 30 clients, 150 rows (5 to 5 a client), fields x[2], y, year
+    """
+    if clients < 1 or (rows is not None and rows < 1):
+        raise ValueError(f"clients is {clients} and rows is {rows}; both must be at least 1")
+    generator = torch.Generator().manual_seed(seed)
+    turns = -(-clients // len(federation))
+    orders = [torch.randperm(len(federation), generator=generator) for _ in range(turns)]
+    old = torch.cat(orders)[:clients]
+    lengths = federation.lengths[old]
+    sizes = lengths if rows is None else torch.full((clients,), rows)
+    drawn = [
+        start + torch.randint(int(length), (int(size),), generator=generator)
+        for start, length, size in zip(federation.offsets[old], lengths, sizes, strict=True)
+    ]
+    taken = torch.cat(drawn).to(federation.device)
+    return Federation(
+        {name: federation[name][taken] for name in federation.fields},
+        torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]),
+        tuple(f"client {i}" for i in range(clients)),
+        federation.client_dim,
+        federation.gaps,
     )
 
 

@@ -70,16 +70,12 @@ def hypotheses(
         variables = {f"b{i + 1}": column for i, column in enumerate(source.draws.unbind(1))}
         clients, level, caveat = dict[str, int](), source.level, source.caveat
     else:
-        variables = source.sample(num_samples, seed=seed)
-        derived = source.derived(num_samples=num_samples, seed=seed)
-        variables = variables | {
-            n: v for n, v in derived.items() if "observation" not in source.program.derived[n]
-        }
+        variables = variables_of(source, num_samples, seed)
         clients = {name: i for i, name in enumerate(source.federation.names)}
         level, caveat = "of the variables that are named", source.caveat
     draws, truths = [], []
     for text in texts:
-        value, truth = _evaluate(text, variables, clients)
+        value, truth = evaluate(text, variables, clients)
         draws.append(value.double())
         truths.append(torch.full_like(draws[-1], torch.nan) if truth is None else truth.double())
     shares = torch.stack(truths).mean(1)
@@ -91,10 +87,29 @@ def hypotheses(
     return Effects(labels, values, "Hypotheses", level, prob=prob, tests=tests, caveat=caveat)
 
 
-def _evaluate(
+def variables_of(posterior: Posterior, num_samples: int, seed: int) -> dict[str, Tensor]:
+    """Return draws of the variables, and of the derived values but those of rows."""
+    derived = posterior.derived(num_samples=num_samples, seed=seed)
+    dims = posterior.program.derived
+    return posterior.sample(num_samples, seed=seed) | {
+        name: value for name, value in derived.items() if "observation" not in dims[name]
+    }
+
+
+def evaluate(
     text: str, variables: Mapping[str, Tensor], clients: Mapping[str, int]
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the left side minus the right side at each draw, ``(S,)``, and whether the hypothesis is true."""
+    """Return the left side minus the right side at each draw, ``(S,)``, and whether the hypothesis is true.
+
+    Args:
+        text: a hypothesis or a function, see :func:`hypotheses`.
+        variables: draws by name, ``(S, *event)`` or ``(S, N, *event)``.
+        clients: name to position.
+
+    Raises:
+        ValueError: the text cannot be read, or is not of one number.
+        KeyError: there is no such variable.
+    """
     quoted: list[str] = []
 
     def number(match: re.Match[str]) -> str:

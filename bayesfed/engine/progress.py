@@ -64,6 +64,49 @@ def show_rounds(
 
 
 @contextmanager
+def show_count(
+    title: str, total: int, progress: bool | None
+) -> Iterator[Callable[[int, str], None]]:
+    """Yield ``show(number done, a note)``, for work of which each piece takes as long as a fit.
+
+    Args:
+        title: the name of the work.
+        total: the number of its pieces.
+        progress: None shows a bar on a terminal only, and lines elsewhere; False shows nothing.
+    """
+    if progress is False:
+        yield lambda done, note: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    if progress is None and not console.is_terminal:
+        start = last = time.monotonic()
+
+        def show_line(done: int, note: str) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if now - last >= INTERVAL:
+                last, parts = now, (f"{title}, {done} of {total}", note, f"{now - start:.0f} s")
+                print(", ".join(filter(None, parts)), file=sys.stderr, flush=True)
+
+        yield show_line
+        return
+    columns = TextColumn("{task.fields[note]}"), TimeRemainingColumn()
+    bar = Progress(TextColumn(title), MofNCompleteColumn(), BarColumn(), *columns, console=console)
+    with bar:
+        task = bar.add_task("pieces", total=total, note="")
+        yield lambda done, note: bar.update(task, completed=done, note=note)
+
+
+@contextmanager
 def show_work(title: str, console: Console | None = None) -> Iterator[None]:
     """Show on a terminal, by default that of stderr, that work of unknown length goes on."""
     from rich.console import Console

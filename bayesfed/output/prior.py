@@ -96,25 +96,8 @@ def prior_predictive(
 
     Returns an empty dict, with a warning, if the sites cannot be drawn at some draw from the prior.
     """
-    program, federation = fitted.program, fitted.federation
-    model = poutine.uncondition(program.model)
-    parts: dict[str, list[Tensor]] = {site.name: [] for site in program.observed}
     try:
-        for chunk in client_chunks(fitted, num_samples, federation):
-            batch = federation.batch(chunk)
-            values = {
-                site.name: prior[site.name][:, chunk if site.local else None, None]
-                for site in program.latent
-            }
-            draws = Draws(values, num_samples)
-            nodes = run_model(fitted, model, draws, chunk, batch, prior=True)
-            for site in program.observed:
-                value = nodes[site.name]["value"]
-                if site.joint:
-                    value = value.squeeze(2).expand(num_samples, *batch.mask.shape)
-                    parts[site.name].append(value[:, batch.mask])
-                else:
-                    parts[site.name].append(flatten_rows(value, site, batch, num_samples))
+        return draw_outcomes(fitted, prior, num_samples)
     except NoSampler:  # as for the posterior predictive, which warns
         return {}
     except (RuntimeError, ValueError) as error:
@@ -122,4 +105,33 @@ def prior_predictive(
             f"there is no prior_predictive, as at some draw from the prior: {error}", stacklevel=5
         )
         return {}
+
+
+def draw_outcomes(
+    fitted: Fitted, prior: Mapping[str, Tensor], num_samples: int
+) -> dict[str, Tensor]:
+    """Draw the observed sites at draws of the latent ones, as :func:`prior_predictive` does.
+
+    Raises:
+        NoSampler: the outcome of a site cannot be drawn.
+        ValueError: the model cannot be run at some draw.
+    """
+    program, federation = fitted.program, fitted.federation
+    model = poutine.uncondition(program.model)
+    parts: dict[str, list[Tensor]] = {site.name: [] for site in program.observed}
+    for chunk in client_chunks(fitted, num_samples, federation):
+        batch = federation.batch(chunk)
+        values = {
+            site.name: prior[site.name][:, chunk if site.local else None, None]
+            for site in program.latent
+        }
+        draws = Draws(values, num_samples)
+        nodes = run_model(fitted, model, draws, chunk, batch, prior=True)
+        for site in program.observed:
+            value = nodes[site.name]["value"]
+            if site.joint:
+                value = value.squeeze(2).expand(num_samples, *batch.mask.shape)
+                parts[site.name].append(value[:, batch.mask])
+            else:
+                parts[site.name].append(flatten_rows(value, site, batch, num_samples))
     return {name: torch.cat(values, 1) for name, values in parts.items()}
