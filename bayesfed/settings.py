@@ -17,7 +17,14 @@ from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
 Count = Annotated[int, Field(ge=1)]
 """The rule for a field annotated ``int``."""
@@ -74,6 +81,32 @@ class EffectSettings(Strict):
     outcome: str | None = None
     prob: Annotated[float, Field(gt=0, lt=1)] = 0.94
     num_samples: Annotated[int, Field(ge=4)] = 1000
+
+
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+"""A name that is a file's too: letters, digits, dashes and underscores."""
+
+
+class LeaveOneOutSettings(Strict):
+    """Leave-one-out cross-validation that is agreed on before a fit between machines, see ``bf.compare``.
+
+    Attributes:
+        name: the name under which each institution stores its predictive densities.
+        compare: the names of earlier fits to the same rows.
+    """
+
+    name: FileName = "model"
+    compare: list[FileName] = Field(default_factory=list)
+    unit: Literal["observation", "client"] = "observation"
+    outcome: str | None = None
+    num_samples: Annotated[int, Field(ge=200)] = 2000
+    seed: Times = 0
+
+    @model_validator(mode="after")
+    def _distinct(self) -> LeaveOneOutSettings:
+        if len({self.name, *self.compare}) <= len(self.compare):
+            raise ValueError("compare has the names of other fits, each once")
+        return self
 
 
 # -- from annotations -----------------------------------------------------------------------------

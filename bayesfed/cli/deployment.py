@@ -62,6 +62,7 @@ def make_plan(config: Experiment, base: Path) -> DeploymentPlan:
         algorithm=algorithm,
         privacy=None if config.privacy is None else made(Privacy, config.privacy, "privacy"),
         effects=tuple(config.effects),
+        leave_one_out=config.leave_one_out,
         **schedule.model_dump(include=set(Schedule.model_fields)),
         **({} if own is None else own.model_dump(include={"secure", "honest"})),
     )
@@ -187,6 +188,8 @@ def run_on(
     folder.write("program.py", source_of(plan.model))
     folder.write_summary(draws, console, found.caveat)
     folder.write_effects([effect for effect in found.effects if effect is not None], console)
+    if found.comparison is not None:
+        folder.write_comparison(found.comparison, console)
     folder.print_files(console)
     console.print("The clients' posteriors are at their institutions.")
     return found

@@ -13,6 +13,7 @@ from bayesfed.data.columns import check_columns
 from bayesfed.settings import (
     Count,
     EffectSettings,
+    LeaveOneOutSettings,
     Rate,
     Schedule,
     SettingsError,
@@ -173,6 +174,7 @@ class Experiment(Strict):
     privacy: dict[str, Any] | None = None
     output: Output = Field(default_factory=Output)
     effects: list[EffectSettings] = Field(default_factory=list)
+    leave_one_out: LeaveOneOutSettings | None = None
     deployment: DeploymentSection | None = None
 
     @model_validator(mode="after")

@@ -21,6 +21,7 @@ from bayesfed.effects.result import Effects
 from bayesfed.engine.files import atomically, sweep
 from bayesfed.engine.run import Round
 from bayesfed.engine.run_file import read_history
+from bayesfed.output.comparison import Comparison
 from bayesfed.report.collect import labels
 from bayesfed.report.numbers import format_row, highest_density
 
@@ -35,6 +36,7 @@ FILES = {
     "globals.nc": "draws of the global variables, for arviz.from_netcdf",
     "summary.csv": "mean, sd and 94 % interval of every variable",
     "effects.csv": "the effects of the experiment, with their levels",
+    "leave_one_out.csv": "predictive densities of observations or clients that are left out",
     "forest.png": "the clients beside the population",
     "report.html": "the report of bayesfed report",
     "run.safetensors": "the run, for bayesfed run --resume",
@@ -157,6 +159,12 @@ class RunFolder:
         for one in effects:
             console.print(f"\n{one!r}", soft_wrap=True, markup=False)
         console.print()
+
+    def write_comparison(self, found: Comparison, console: Console) -> None:
+        """Write and print the table of :func:`bayesfed.compare`."""
+        table = found.table.assign(unit=found.unit, count=found.count)
+        self.write("leave_one_out.csv", table.to_csv(float_format="%.6g"))
+        console.print(f"{found!r}\n", soft_wrap=True, markup=False)
 
     def print_files(self, console: Console) -> None:
         """Print the files that exist, each with its contents."""

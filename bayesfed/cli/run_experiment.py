@@ -21,6 +21,7 @@ from bayesfed.effects.agreed import check_effect, effect
 from bayesfed.engine.progress import show_work
 from bayesfed.engine.stopping.rule import BOUND
 from bayesfed.fitting import fit
+from bayesfed.output.comparison import compare
 from bayesfed.output.inference_data import data_groups
 from bayesfed.output.posterior import Posterior
 from bayesfed.output.study import source_of
@@ -48,6 +49,10 @@ def fit_and_write(
             check_effect(chosen.model, chosen.federation, agreed)
         except (KeyError, ValueError) as error:
             raise SettingsError(f"effects[{number}]: {error}") from None
+    if config.leave_one_out is not None and config.leave_one_out.compare:
+        raise SettingsError(
+            "leave_one_out.compare: for data at institutions; in one process load both posteriors, and bf.compare them"
+        )
     folder = report.RunFolder(wanted, overwrite=overwrite, go_on=resume)
     folder.config = _resolve(config, chosen, experiment, folder.path, wanted)
     console = Console(highlight=False)
@@ -123,6 +128,9 @@ def _write(
             written[name] = groups["posterior"]
     folder.write_summary(written["posterior"], console, posterior.caveat, written.get("held_out"))
     folder.write_effects([effect(posterior, agreed) for agreed in config.effects], console)
+    if (wanted := config.leave_one_out) is not None:
+        options = wanted.model_dump(include={"unit", "outcome", "num_samples", "seed"})
+        folder.write_comparison(compare({wanted.name: posterior}, **options), console)
     folder.write("program.py", source_of(chosen.model))
     for name, size in large.items():
         console.print(
@@ -159,7 +167,7 @@ def _resolve(
     config: Experiment, chosen: Choices, experiment: Path, folder: Path, wanted: Path
 ) -> str:
     """Return the experiment with every setting as TOML; paths are relative to the run's folder."""
-    idle = set() if config.effects else {"effects"}
+    idle = {name for name in ("effects", "leave_one_out") if not getattr(config, name)}
     data: dict[str, Any] = config.model_dump(exclude={"execution", "privacy", "deployment"} | idle)
     data["execution"] = dataclasses.asdict(chosen.execution)
     if chosen.privacy is not None:

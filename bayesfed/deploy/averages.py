@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
-from torch import Tensor
 
 from bayesfed.deploy.global_posterior import GlobalPosterior
 from bayesfed.deploy.institutions import Institutions
-from bayesfed.deploy.messages import (
-    Average,
-    Averages,
-    Close,
-    Done,
-    MessageError,
-    RoundId,
-    Tensors,
-    broadcast_digest,
-    check_like,
-    pack,
-)
-from bayesfed.deploy.secure_round import unmask_sum, words_like
+from bayesfed.deploy.messages import Average, Averages, MessageError, Tensors
+from bayesfed.deploy.sums import request_sum
 from bayesfed.effects.agreed import effect_of_sums, number_of_groups, settings_of
 from bayesfed.effects.means import Sums
 from bayesfed.effects.result import Effects
@@ -44,9 +30,6 @@ def compute_effects(
         except (ValueError, TimeoutError) as error:
             institutions.report(f"effect {number + 1} is left out: {error}")
             results.append(None)
-    if results:
-        request = pack(Close(run=run))
-        institutions.request_all(dict.fromkeys(institutions.present, request), Done, run)
     return tuple(results)
 
 
@@ -57,34 +40,19 @@ def _ask(institutions: Institutions, run: str, number: int, agreed: EffectSettin
         MessageError: an institution refuses, or answers with tensors of another form.
         TimeoutError: an institution does not answer.
     """
-    message, secure = Average(run=run, effect=number), institutions.plan.secure
-    if secure:
-        round_id = RoundId(number=time.time_ns(), attempt=0)  # a sum after all rounds
-        update = {"round": round_id, "roster": dict(institutions.keys)}
-        message = message.model_copy(update=update)
-    requests = dict.fromkeys(sorted(institutions.present), pack(message))
-    answers = institutions.request_all(requests, Averages, run)
-    part = "masked" if secure else "sums"
-    own = {name: parts.get(part, {}) for name, (_, parts) in answers.items()}
     shape = agreed.num_samples, len(settings_of(agreed)), number_of_groups(agreed)
-    categories = next(iter(own.values())).get("total", torch.zeros(0)).shape[-1:]
-    if not categories or not 0 < categories[0] <= MOST_CATEGORIES:
-        raise MessageError("the sums of an effect have no categories")
-    form = {
-        "total": torch.zeros(*shape, *categories, dtype=torch.float64),
-        "weight": torch.zeros(shape[1:], dtype=torch.float64),
-    }
-    wanted = {name: words_like(value) for name, value in form.items()} if secure else form
-    for institution, sums in own.items():
-        check_like(f"institution {institution!r}: the sums of effect {number + 1}", sums, wanted)
-    if message.round is not None:
-        broadcast = broadcast_digest(message, {})
-        return _checked(unmask_sum(institutions, run, message.round, broadcast, own))
-    return _checked({name: _added([sums[name] for sums in own.values()]) for name in form})
 
+    def form(first: Tensors) -> Tensors:
+        categories = first.get("total", torch.zeros(0)).shape[-1:]
+        if not categories or not 0 < categories[0] <= MOST_CATEGORIES:
+            raise MessageError("the sums of an effect have no categories")
+        return {
+            "total": torch.zeros(*shape, *categories, dtype=torch.float64),
+            "weight": torch.zeros(shape[1:], dtype=torch.float64),
+        }
 
-def _added(values: list[Tensor]) -> Tensor:
-    return torch.stack(values).sum(0)
+    message, what = Average(run=run, effect=number), f"sums of effect {number + 1}"
+    return _checked(request_sum(institutions, message, Averages, form, what))
 
 
 def _checked(sums: Tensors) -> Sums:

@@ -11,6 +11,7 @@ from bayesfed.effects.result import Effects
 from bayesfed.elbo.program import Params
 from bayesfed.engine.stopping.drift import caveat
 from bayesfed.output import khat
+from bayesfed.output.comparison import Comparison
 from bayesfed.output.draws import draw_globals
 from bayesfed.output.log_evidence import LogEvidence, estimate_log_evidence
 from bayesfed.output.posterior import Posterior
@@ -25,12 +26,14 @@ class GlobalPosterior:
         refused: by institution, the number of its answers that were refused.
         absent: by institution, the number of rounds that it did not answer in time.
         effects: the effects of the plan; None for one that could not be computed.
+        comparison: leave-one-out of this fit, and of those that it is compared with, if the plan has it.
     """
 
     posterior: Posterior
     refused: Mapping[str, int]
     absent: Mapping[str, int]
     effects: tuple[Effects | None, ...] = ()
+    comparison: Comparison | None = None
 
     @property
     def params(self) -> Params:

@@ -15,12 +15,11 @@ from bayesfed.deploy.messages import (
     RoundId,
     Schema,
     Tensors,
-    check_unique,
     pack,
-    schema_difference,
     unpack_as,
 )
 from bayesfed.deploy.plan import DeploymentPlan
+from bayesfed.deploy.schemas import check_unique, schema_difference
 from bayesfed.deploy.transport import Carrier, Wait
 from bayesfed.engine.run import Run
 from bayesfed.rules import Rule

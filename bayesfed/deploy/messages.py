@@ -9,6 +9,7 @@
     Evaluate             LogDensities    log densities at draws of θ, see bayesfed.output.correction
     End                  Done            the corrected draws of θ, if any
     Average              Averages        sums for an effect on which all have agreed, see bayesfed.effects.agreed
+    LeaveOut             LeftOut         sums of leave-one-out predictive densities, see bayesfed.output.comparison
     Close                Done            no question follows: the node deletes its key of the run
     any of these         Refusal         the reason for a refusal, in words
 
@@ -19,7 +20,7 @@ shapes and types of its tensors.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from hashlib import sha256
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -233,8 +234,29 @@ class Averages(RunMessage):
     kind: Literal["averages"] = "averages"
 
 
+class LeaveOut(RunMessage):
+    """A request for sums of leave-one-out predictive densities over the node's clients.
+
+    Tensors: ``weights``, of the models, for the sums from which stacking weights follow; else none.
+
+    Attributes:
+        round: for secure sums, the identifier of this sum.
+        roster: for secure sums, all institutions, with their public keys.
+    """
+
+    kind: Literal["leave_out"] = "leave_out"
+    round: RoundId | None = None
+    roster: dict[Name, Key] | None = None
+
+
+class LeftOut(RunMessage):
+    """The answer to :class:`LeaveOut`. Tensors: ``sums``; with secure sums ``masked``."""
+
+    kind: Literal["left_out"] = "left_out"
+
+
 class Close(RunMessage):
-    """The end of all questions about a run, where the plan has effects."""
+    """The end of all questions about a run, where the plan has effects or leave-one-out."""
 
     kind: Literal["close"] = "close"
 
@@ -252,8 +274,8 @@ class Refusal(Strict):
     why: str
 
 
-Request = Hello | Begin | Ask | Open | Finish | Evaluate | End | Average | Close
-Response = Schema | Digest | Reply | Seal | LogDensities | Averages | Done | Refusal
+Request = Hello | Begin | Ask | Open | Finish | Evaluate | End | Average | LeaveOut | Close
+Response = Schema | Digest | Reply | Seal | LogDensities | Averages | LeftOut | Done | Refusal
 _ANY: TypeAdapter[Request | Response] = TypeAdapter(
     Annotated[Request | Response, Field(discriminator="kind")]
 )
@@ -353,7 +375,9 @@ def read_state(found: Mapping[str, Tensor], like: Any) -> Any:
     return unflatten_state(found, like)
 
 
-def broadcast_digest(message: Ask | Evaluate | Average, sent: Mapping[str, Tensor]) -> bytes:
+def broadcast_digest(
+    message: Ask | Evaluate | Average | LeaveOut, sent: Mapping[str, Tensor]
+) -> bytes:
     """Return a digest of what all nodes are asked, 32 bytes: a secure sum needs nodes that were asked the same."""
     named = {"kind", "run", "rate", "clip", "noisy", "closely", "effect"}
     common = message.model_dump(include=named)
@@ -362,37 +386,3 @@ def broadcast_digest(message: Ask | Evaluate | Average, sent: Mapping[str, Tenso
         digest.update(json.dumps([name, str(value.dtype), list(value.shape)]).encode())
         digest.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.digest()
-
-
-def schema_difference(one: Schema, other: Schema) -> str | None:
-    """Return the first difference of two schemas that must be alike, in words, or None."""
-    first, second = f"institution {one.institution!r}", f"institution {other.institution!r}"
-    for name in [*one.fields, *other.fields]:
-        if name not in one.fields or name not in other.fields:
-            has, lacks = (first, second) if name in one.fields else (second, first)
-            return f"{has} has a field {name!r}, {lacks} has none"
-        a, b = one.fields[name], other.fields[name]
-        if a != b:
-            return f"field {name!r} has {a} at {first} and {b} at {second}"
-    for what in ("client_dim", "version"):
-        a, b = getattr(one, what), getattr(other, what)
-        if a != b:
-            return f"{what} is {a!r} at {first} and {b!r} at {second}"
-    return None
-
-
-def check_unique(schemas: Sequence[Schema]) -> None:
-    """Fail on clients of two institutions that have the same name.
-
-    Raises:
-        MessageError: names the client and the institutions.
-    """
-    owner: dict[str, str] = {}
-    for schema in schemas:
-        for client in schema.clients:
-            if client in owner:
-                raise MessageError(
-                    f"a client is called {client!r} at institution {owner[client]!r} and at institution "
-                    f"{schema.institution!r}: rename one"
-                )
-            owner[client] = schema.institution

@@ -42,6 +42,8 @@ from bayesfed.deploy.messages import (
     Evaluate,
     Finish,
     Hello,
+    LeaveOut,
+    LeftOut,
     LogDensities,
     MessageError,
     Open,
@@ -77,11 +79,10 @@ from bayesfed.engine.parts import flat
 from bayesfed.engine.resume import initialise
 from bayesfed.engine.rounds import Question, answer
 from bayesfed.engine.states import States
-from bayesfed.fitting import global_params, start_run
+from bayesfed.fitting import start_run
 from bayesfed.output.checkpoint import Placed
 from bayesfed.output.evidence import has_block
 from bayesfed.output.fitted import Correction
-from bayesfed.output.locals_of_run import make_local_params
 from bayesfed.output.log_densities import sum_log_weights
 from bayesfed.output.posterior import Posterior
 
@@ -143,6 +144,7 @@ class Node:
             Evaluate: self._evaluate,
             End: self._end,
             Average: self._average,
+            LeaveOut: self._leave_out,
             Close: self._close,
         }
         try:
@@ -207,7 +209,7 @@ class Node:
             own.load()
             if (folder / FINISH).exists():
                 finish = unpack_as((folder / FINISH).read_bytes(), Finish)
-                own.posterior = self._make_posterior(own, *finish)
+                own.posterior = own.make_posterior(*finish)
             self._runs[run] = own
         return self._runs[run]
 
@@ -282,7 +284,11 @@ class Node:
         return privacy.add_noise(total, message.clip, multiplier, number, of=plan.honest)
 
     def _mask(
-        self, own: NodeRun, message: Ask | Evaluate | Average, sent: Tensors, upload: Tensors
+        self,
+        own: NodeRun,
+        message: Ask | Evaluate | Average | LeaveOut,
+        sent: Tensors,
+        upload: Tensors,
     ) -> Tensors:
         """Return what the node uploads to the secure sum of a request."""
         if message.round is None:
@@ -303,33 +309,11 @@ class Node:
         own = self._run(message.run)
         if own.posterior is None:
             own.commit(message.accepted)
-            own.posterior = self._make_posterior(own, message, parts)
+            own.posterior = own.make_posterior(message, parts)
             own.posterior.save(own.folder / POSTERIOR)
             with atomically(own.folder / FINISH) as file:
                 file.write_bytes(payload)
         return pack(Done(run=message.run))
-
-    def _make_posterior(
-        self, own: NodeRun, message: Finish, parts: Mapping[str, Tensors]
-    ) -> Posterior:
-        """Return the posterior of the node's clients; stateless ones make their local variables from θ."""
-        run = own.run
-        run.server = read_state(parts.get("state", {}), own.form)
-        run.done = message.done
-        params = global_params(run)
-        return Posterior(
-            program=run.program,
-            federation=run.federation,
-            params=params,
-            local_params=make_local_params(run, params),
-            history=parts.get("history", {}),
-            algorithm=run.plan.algorithm,
-            seed=run.plan.seed,
-            epsilon=message.epsilon,
-            moving=message.moving,
-            rising=message.rising,
-            converged=message.converged,
-        )
 
     def _evaluate(self, message: Evaluate, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
         own, posterior = self._finished(message.run)
@@ -357,7 +341,7 @@ class Node:
             posterior = posterior.with_clients_resampled()
         own.posterior, own.ended = posterior, True
         posterior.save(own.folder / POSTERIOR)
-        if not self.plan.effects:
+        if not self.plan.asks_after_fit:
             own.delete_key()
         return pack(Done(run=message.run))
 
@@ -367,6 +351,13 @@ class Node:
         if not self.plan.secure:
             return pack(Averages(run=message.run), sums=sums)
         return pack(Averages(run=message.run), masked=self._mask(own, message, {}, sums))
+
+    def _leave_out(self, message: LeaveOut, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
+        own, sent = self._finished(message.run)[0], parts.get("weights", {})
+        sums = own.sum_left_out(self.plan.leave_one_out, Path(self.folder), sent.get("weights"))
+        if not self.plan.secure:
+            return pack(LeftOut(run=message.run), sums=sums)
+        return pack(LeftOut(run=message.run), masked=self._mask(own, message, sent, sums))
 
     def _close(self, message: Close, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
         self._finished(message.run)[0].delete_key()

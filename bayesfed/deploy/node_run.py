@@ -11,24 +11,30 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bayesfed.data.federation import Federation
 from bayesfed.deploy import secure
 from bayesfed.deploy.messages import (
     Begin,
     FieldSchema,
+    Finish,
     MessageError,
     RoundId,
     Schema,
     Tensors,
     check_like,
+    read_state,
 )
+from bayesfed.deploy.node_elpds import NodeElpds
 from bayesfed.effects.agreed import sums_of_clients
 from bayesfed.engine.files import atomically, read_tensors, write_tensors
 from bayesfed.engine.parts import flat
 from bayesfed.engine.run import Run
+from bayesfed.fitting import global_params
+from bayesfed.output.locals_of_run import make_local_params
 from bayesfed.output.posterior import Posterior
-from bayesfed.settings import EffectSettings
+from bayesfed.settings import EffectSettings, LeaveOneOutSettings
 
 BEGIN, FINISH, POSTERIOR = "begin.message", "finish.message", "posterior.safetensors"
 _ACCEPTED, _ANSWERED = "accepted.safetensors", "answered.safetensors"
@@ -65,6 +71,7 @@ class NodeRun:
             after it.
         posterior: the posterior of the clients, after the rounds.
         ended: the posterior has the corrected draws of θ, if any.
+        elpds: predictive densities of the clients' rows under it, once they are asked for.
     """
 
     begin: Begin
@@ -75,6 +82,7 @@ class NodeRun:
     answered: LastAnswer | None = None
     posterior: Posterior | None = None
     ended: bool = False
+    elpds: NodeElpds | None = None
 
     def save_answer(self, answered: LastAnswer) -> bytes:
         """Store an answer beside what was accepted, and return its bytes."""
@@ -107,7 +115,7 @@ class NodeRun:
 
     def reopen(self) -> None:
         """Go on with the rounds after an end; the posterior's file remains until the next one replaces it."""
-        self.posterior, self.ended = None, False
+        self.posterior, self.ended, self.elpds = None, False, None
         (self.folder / FINISH).unlink()
 
     def load(self) -> None:
@@ -126,18 +134,58 @@ class NodeRun:
                 self.answered = LastAnswer(round_id, metadata["asked"], reply)
             _restore(self.run, found)
 
+    def make_posterior(self, message: Finish, parts: Mapping[str, Tensors]) -> Posterior:
+        """Return the posterior of the node's clients; stateless ones make their local variables from θ."""
+        run = self.run
+        run.server = read_state(parts.get("state", {}), self.form)
+        run.done = message.done
+        params = global_params(run)
+        return Posterior(
+            program=run.program,
+            federation=run.federation,
+            params=params,
+            local_params=make_local_params(run, params),
+            history=parts.get("history", {}),
+            algorithm=run.plan.algorithm,
+            seed=run.plan.seed,
+            epsilon=message.epsilon,
+            moving=message.moving,
+            rising=message.rising,
+            converged=message.converged,
+        )
+
     def sum_effect(self, effects: Sequence[EffectSettings], number: int) -> Tensors:
         """Return the sums of an effect over the rows of the node's clients.
 
         Raises:
             MessageError: there is no such effect, or the posterior is not the final one.
         """
-        if self.posterior is None or not self.ended:
-            raise MessageError("the node has restarted, and has no corrected draws: begin again")
+        posterior = self._final_posterior()
         if number >= len(effects):
             raise MessageError("no such effect was agreed on")
-        found = sums_of_clients(self.posterior, effects[number])
+        found = sums_of_clients(posterior, effects[number])
         return {"total": found.total, "weight": found.weight}
+
+    def sum_left_out(
+        self, agreed: LeaveOneOutSettings | None, folder: Path, weights: Tensor | None
+    ) -> Tensors:
+        """Return sums of leave-one-out predictive densities over the node's clients.
+
+        Raises:
+            MessageError: no leave-one-out was agreed on, or the posterior is not the final one.
+        """
+        posterior = self._final_posterior()
+        if agreed is None:
+            raise MessageError("no leave-one-out was agreed on")
+        if self.elpds is None:
+            self.elpds = NodeElpds(posterior, agreed, folder)
+        return self.elpds.sums(weights)
+
+    def _final_posterior(self) -> Posterior:
+        """Return the posterior that has the corrected draws of θ."""
+        if self.posterior is None or not self.ended:
+            raise MessageError("the node has restarted, and has no corrected draws: begin again")
+        return self.posterior
 
     # -- secure sums ------------------------------------------------------------------------------
 

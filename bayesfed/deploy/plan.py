@@ -11,29 +11,33 @@ from typing import Any
 from bayesfed.algorithms.registry import own_files
 from bayesfed.engine.plan import Plan, first_difference
 from bayesfed.rules.rule import Robust
-from bayesfed.settings import EffectSettings
+from bayesfed.settings import EffectSettings, LeaveOneOutSettings
 
 
 @dataclass(frozen=True, eq=False)
 class DeploymentPlan(Plan):
-    """The options of a fit between machines; those of :class:`~bayesfed.engine.plan.Plan` and three more.
+    """The options of a fit between machines; those of :class:`~bayesfed.engine.plan.Plan` and four more.
 
     The model is never sent. ``execution`` is that of the server.
 
     Attributes:
         secure: the server sees only sums of the institutions' uploads, see :mod:`bayesfed.deploy.secure`.
         effects: the effects that the institutions compute sums for after the fit, see :mod:`bayesfed.effects.agreed`.
+        leave_one_out: predictive densities that the institutions compute sums of after the fit, and the earlier fits
+            that it is compared with, see :mod:`bayesfed.deploy.node_elpds`.
         honest: with ``secure`` and privacy, the number of institutions whose shares of noise are enough, see
             :mod:`bayesfed.engine.discrete_noise`.
 
     Raises:
-        ValueError: effects with noise, on the scale of a link, or for a new client; noise under secure sums without
-            ``honest``, or ``honest`` without them; a robust rule with secure sums or noise; held-out rows.
+        ValueError: effects or leave-one-out with noise; effects on the scale of a link, or for a new client; noise
+            under secure sums without ``honest``, or ``honest`` without them; a robust rule with secure
+            sums or noise; held-out rows.
     """
 
     secure: bool = False
     honest: int | None = None
     effects: tuple[EffectSettings, ...] = ()
+    leave_one_out: LeaveOneOutSettings | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,6 +50,10 @@ class DeploymentPlan(Plan):
             )
         if self.effects and self.noisy:
             raise ValueError("effects: their sums have no noise, leave out effects or privacy")
+        if self.leave_one_out is not None and self.noisy:
+            raise ValueError(
+                "leave_one_out: its sums have no noise, leave out leave_one_out or privacy"
+            )
         for one in self.effects:
             if one.level == "new" or one.scale == "link":
                 raise ValueError(
@@ -65,11 +73,18 @@ class DeploymentPlan(Plan):
             )
 
     @property
+    def asks_after_fit(self) -> bool:
+        """Return whether the institutions are asked for sums after the fit."""
+        return bool(self.effects) or self.leave_one_out is not None
+
+    @property
     def description(self) -> dict[str, Any]:
         """The plan as plain data: an institution takes part only in a run of the very same description."""
         own: dict[str, Any] = {"secure": self.secure, "honest": self.honest}
         if self.effects:
             own["effects"] = [one.model_dump() for one in self.effects]
+        if self.leave_one_out is not None:
+            own["leave_one_out"] = self.leave_one_out.model_dump()
         plain: dict[str, Any] = json.loads(json.dumps(super().description | own))
         return plain | {"own code": code_digests(plain["algorithm"])}
 

@@ -22,6 +22,7 @@ from bayesfed.deploy.collect import Collector, Stale
 from bayesfed.deploy.combine import Answers, combine
 from bayesfed.deploy.global_posterior import GlobalPosterior
 from bayesfed.deploy.institutions import Institution, Institutions, Overdue, Patience, run_name
+from bayesfed.deploy.leave_one_out import check_leave_one_out, compute_leave_one_out
 from bayesfed.deploy.messages import (
     Ask,
     Begin,
@@ -35,11 +36,10 @@ from bayesfed.deploy.messages import (
     RoundId,
     broadcast_digest,
     check_like,
-    check_unique,
     pack,
-    schema_difference,
 )
 from bayesfed.deploy.plan import DeploymentPlan
+from bayesfed.deploy.schemas import check_unique, schema_difference
 from bayesfed.deploy.secure_round import (
     load_stored,
     stored_path,
@@ -48,6 +48,7 @@ from bayesfed.deploy.secure_round import (
     words_like,
 )
 from bayesfed.deploy.server_program import build_server_program, upload_form
+from bayesfed.deploy.sums import close
 from bayesfed.deploy.transport import Carrier
 from bayesfed.effects.agreed import check_effect
 from bayesfed.elbo.handlers import on_cpu
@@ -107,6 +108,8 @@ def _fit(
     program, federation = build_server_program(plan, schemas)
     for agreed in plan.effects:
         check_effect(plan.model, federation, agreed)
+    if plan.leave_one_out is not None:
+        check_leave_one_out(program, plan.leave_one_out)
     run = prepare_run(plan, program, federation, file, institutions=len(members))
     coordinator = Coordinator(institutions, run, members)
     coordinator.begin()
@@ -322,7 +325,9 @@ class Coordinator:
             if run.plan.algorithm.corrected
             else CorrectionResult(reliable=True)
         )
-        return replace(posterior, correction=found.correction), found.reliable
+        correctable = found.reliable or not found.attempted
+        posterior = replace(posterior, correction=found.correction, correctable=correctable)
+        return posterior, found.reliable
 
     def _evaluate(
         self, of: Fitted, theta: Params, count: int, key: Tensor, closely: bool
@@ -357,7 +362,10 @@ class Coordinator:
         payload = pack(message, theta=theta)
         institutions.request_all(dict.fromkeys(institutions.present, payload), Done, name)
         found = GlobalPosterior(posterior, institutions.refused, institutions.absent)
-        return replace(found, effects=compute_effects(institutions, name, found))
+        effects = compute_effects(institutions, name, found)
+        comparison = compute_leave_one_out(institutions, name, found)
+        close(institutions, name)
+        return replace(found, effects=effects, comparison=comparison)
 
     def _present(self) -> list[Institution]:
         """Return the institutions that take part already, in the order of the plan."""

@@ -173,17 +173,18 @@ def compare_sums(
     """
     import pandas as pd
 
-    weights, best = stack(sums.count, len(names), ask), int(sums.elpd.argmax())
+    count, best = round(sums.count), int(sums.elpd.argmax())
+    weights = stack(count, len(names), ask)
     square = sums.products.diagonal()
     product = sums.products[best]
     table = pd.DataFrame(
         {
             "elpd": sums.elpd,
-            "se": _standard_error(sums.count, sums.elpd, square),
+            "se": _standard_error(count, sums.elpd, square),
             "p_loo": sums.fit - sums.elpd,
             "elpd_diff": sums.elpd[best] - sums.elpd,
             "dse": _standard_error(
-                sums.count, sums.elpd[best] - sums.elpd, square[best] - 2 * product + square
+                count, sums.elpd[best] - sums.elpd, square[best] - 2 * product + square
             ),
             "weight": weights,
             "high_k": sums.high[0].astype(int),
@@ -193,7 +194,7 @@ def compare_sums(
     ).sort_values("elpd", ascending=False, kind="stable")
     if unit == "client":
         table = table.drop(columns="p_loo")
-    return Comparison(table, unit, sums.count, _caveat(table, unit, sums.count, limit, caveats))
+    return Comparison(table, unit, count, _caveat(table, unit, count, limit, caveats))
 
 
 def _standard_error(count: int, total: np.ndarray, square: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bayesfed.elbo.handlers import on_cpu
+from bayesfed.elbo.program import Program
 from bayesfed.output import khat
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.leave_one_client_out import leave_one_client_out
@@ -80,7 +81,7 @@ def leave_each_out(
         elpd, k = (table[name].to_numpy(float) for name in ("elpd", "khat"))
         return Elpds(elpd, np.full(len(elpd), np.nan), k, khat.limit(num_samples))
     check_draws(fitted)
-    site, common = outcome_site(fitted, outcome), None
+    site, common = outcome_site(fitted.program, outcome), None
     if fitted.correction is None and len(fitted.federation) == fitted.program.clients:
         log_p, log_q = log_densities(fitted, num_samples, fitted.key(seed))
         common = {"log_p": log_p, "log_q": log_q}
@@ -106,13 +107,13 @@ def check_draws(fitted: Fitted) -> None:
         )
 
 
-def outcome_site(fitted: Fitted, outcome: str | None) -> Site:
+def outcome_site(program: Program, outcome: str | None) -> Site:
     """Return the observed site whose observations are left out.
 
     Raises:
         ValueError: there is no such site, or there are several and none is named.
     """
-    sites = {site.name: site for site in fitted.program.likelihood}
+    sites = {site.name: site for site in program.likelihood}
     if outcome is None and len(sites) == 1:
         return next(iter(sites.values()))
     if outcome not in sites:
@@ -128,7 +129,7 @@ def describe_observations(fitted: Fitted, outcome: str | None) -> dict[str, Tens
     """
     from bayesfed.output.inference_data import find_data  # xarray takes a while to import
 
-    site, federation = outcome_site(fitted, outcome), fitted.federation
+    site, federation = outcome_site(fitted.program, outcome), fitted.federation
     observed = find_data(fitted)[0].get(site.name)
     if observed is None:  # a factor has no data
         return {"rows": federation.lengths.clone().cpu()}

@@ -22,21 +22,23 @@ TOLERANCE = 1e-8
 """The gain of a step, in nats, below which it is not taken."""
 RIDGE = 1e-10
 """The part of the mean curvature that is added to its diagonal: equal models have none between them."""
+FLOOR = 1e-6
+"""The smallest weight of a model whose gradient is computed; a model with this weight has none."""
 
 
 @dataclass(frozen=True, eq=False)
 class MixtureSums:
-    """Sums over observations at weights w of K models, with p_ik = exp(elpd_ik) / Σ_l w_l exp(elpd_il).
+    """Sums over observations at weights w of K models, with r_ik = w_k exp(elpd_ik) / Σ_l w_l exp(elpd_il).
 
     Attributes:
         value: Σ_i log Σ_k w_k exp(elpd_ik), in nats.
-        gradient: Σ_i p_ik, ``(K,)``.
-        curvature: Σ_i p_ik p_il, minus the Hessian, ``(K, K)``.
+        shares: Σ_i r_ik, ``(K,)``, which is w_k times the gradient.
+        products: Σ_i r_ik r_il, ``(K, K)``, which is -w_k w_l times the Hessian.
     """
 
     value: float
-    gradient: np.ndarray
-    curvature: np.ndarray
+    shares: np.ndarray
+    products: np.ndarray
 
 
 def mixture_sums(elpd: np.ndarray, weights: np.ndarray) -> MixtureSums:
@@ -44,22 +46,19 @@ def mixture_sums(elpd: np.ndarray, weights: np.ndarray) -> MixtureSums:
 
     Args:
         elpd: log predictive densities, ``(n, K)``.
-        weights: of the models, ``(K,)``.
+        weights: of the models, positive, ``(K,)``.
 
     Example:
         >>> import numpy as np
         >>> from bayesfed.output.stacking import mixture_sums
         >>> found = mixture_sums(np.log([[0.2, 0.4], [0.3, 0.1]]), np.array([0.5, 0.5]))
-        >>> round(found.value, 4), found.gradient.round(3).tolist()
-        (-2.8134, [2.167, 1.833])
+        >>> round(found.value, 4), found.shares.round(3).tolist()
+        (-2.8134, [1.083, 0.917])
     """
-    largest = elpd.max(1, keepdims=True)
-    density = np.exp(elpd - largest)
-    mixture = density @ weights
-    with np.errstate(divide="ignore", invalid="ignore"):  # a model of weight 1 may exclude a row
-        each = density / mixture[:, None]
-        value = float((np.log(mixture) + largest[:, 0]).sum())
-    return MixtureSums(value, each.sum(0), each.T @ each)
+    joint = elpd + np.log(weights)
+    whole = np.logaddexp.reduce(joint, 1)
+    shares = np.exp(joint - whole[:, None])
+    return MixtureSums(float(whole.sum()), shares.sum(0), shares.T @ shares)
 
 
 def stack(count: int, models: int, ask: Callable[[np.ndarray], MixtureSums]) -> np.ndarray:
@@ -82,8 +81,9 @@ def stack(count: int, models: int, ask: Callable[[np.ndarray], MixtureSums]) -> 
         return weights
     found, asked = ask(weights), 1
     while asked < STEPS:
-        step = _maximise_quadratic(count, weights, found) - weights
-        if found.gradient @ step - step @ found.curvature @ step / 2 <= TOLERANCE:
+        gradient, curvature = found.shares / weights, found.products / np.outer(weights, weights)
+        step = _maximise_quadratic(count, gradient, curvature) - weights
+        if gradient @ step - step @ curvature @ step / 2 <= TOLERANCE:
             break
         for _ in range(STEPS - asked):
             there, asked = ask(weights + step), asked + 1
@@ -91,18 +91,20 @@ def stack(count: int, models: int, ask: Callable[[np.ndarray], MixtureSums]) -> 
                 weights, found = weights + step, there
                 break
             step /= 2
-    return weights
+    weights = np.where(weights < 2 * FLOOR, 0.0, weights)
+    return np.asarray(weights / weights.sum())
 
 
-def _maximise_quadratic(count: int, weights: np.ndarray, found: MixtureSums) -> np.ndarray:
+def _maximise_quadratic(count: int, gradient: np.ndarray, curvature: np.ndarray) -> np.ndarray:
     """Return the weights that maximise the quadratic approximation at other weights, scaled to a sum of 1.
 
-    Of Σ_i log Σ_k w_k exp(elpd_ik) − n Σ_k w_k, whose maximum over w ≥ 0 has the sum 1.
+    Of Σ_i log Σ_k w_k exp(elpd_ik) - n Σ_k w_k, whose maximum over w ≥ 0 has the sum 1. The curvature at w times w is
+    the gradient.
     """
-    from scipy.optimize import nnls
+    from scipy.optimize import nnls  # takes a while to import
 
-    ridge = RIDGE * np.trace(found.curvature) / len(weights)
-    root = np.linalg.cholesky(found.curvature + ridge * np.eye(len(weights))).T
-    slope = 2 * found.gradient - count
-    best, _ = nnls(root, np.linalg.solve(root.T, slope))
-    return best / best.sum()
+    ridge = RIDGE * np.trace(curvature) / len(gradient)
+    root = np.linalg.cholesky(curvature + ridge * np.eye(len(gradient))).T
+    best, _ = nnls(root, np.linalg.solve(root.T, 2 * gradient - count))
+    best = np.maximum(best / best.sum(), FLOOR)
+    return np.asarray(best / best.sum())

@@ -18,6 +18,7 @@ MEANING = {
     "seal": "the key of the institution's own mask, once the masked uploads of all are there",
     "log_densities": "sums over the clients of log densities at draws of θ",
     "averages": "sums over rows for an effect that was agreed on",
+    "left_out": "sums over observations or clients of leave-one-out predictive densities, for the comparison agreed on",
     "done": "that a request was carried out",
     "refusal": "the reason for a refusal",
 }

@@ -228,7 +228,7 @@ def test_a_formula(drawn_plots, towns, capsys):
     assert "the model has 1|town, v|town" in error
 
 
-def test_effects_are_printed_and_written_and_repeated(towns, capsys):
+def test_effects_and_leave_one_out_are_printed_and_written_and_repeated(towns, capsys):
     effects = """
 [[effects]]
 variables = {u = 1}
@@ -236,11 +236,20 @@ variables = {u = 1}
 kind = "predictions"
 variables = {u = [0, 1.5]}
 level = "new"
+[leave_one_out]
+num_samples = 200
 """
     Path("study/formula.toml").write_text(FORMULA + effects)
     assert cli.main(["run", "study/formula.toml", "--output", "out"]) == 0
     printed = capsys.readouterr().out
     assert "Difference of E[cm]" in printed and "Level: for a new client" in printed
+    assert "Leave-one-observation-out over" in printed
+    (left_out,) = rows("out/leave_one_out.csv")
+    assert (left_out["model"], left_out["weight"], left_out["unit"]) == (
+        "model",
+        "1",
+        "observation",
+    )
     table = rows("out/effects.csv")
     assert [(r["effect"], r["term"], r["u"]) for r in table] == [
         ("1", "u", ""),
@@ -249,6 +258,10 @@ level = "new"
     ]
     assert cli.main(["run", "out/config.toml", "--output", "again"]) == 0
     assert rows("again/effects.csv") == table
+    assert rows("again/leave_one_out.csv") == [left_out]
+    both = ["run", "study/formula.toml", "--output", "none", "--set", 'leave_one_out.compare=["a"]']
+    capsys.readouterr()
+    assert "load both posteriors, and bf.compare them" in fails(capsys, *both)[1]
     Path("study/formula.toml").write_text(FORMULA + effects.replace("u = 1}", "w = 1}"))
     capsys.readouterr()
     code, error = fails(capsys, "run", "study/formula.toml", "--output", "none")

@@ -24,6 +24,7 @@ from bayesfed.deploy.messages import (
     Evaluate,
     Finish,
     Hello,
+    LeaveOut,
     MessageError,
     Refusal,
     RoundId,
@@ -58,6 +59,7 @@ VALID = [
     ),
     pack(End(run="abc", khat=None)),
     pack(Average(run="abc", effect=0)),
+    pack(LeaveOut(run="abc"), weights={"weights": torch.ones(2)}),
 ]
 numbers = st.one_of(st.integers(), st.floats(), st.none(), st.booleans(), st.text(max_size=5))
 plain = st.recursive(

@@ -11,6 +11,8 @@ import pytest
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.output import elpds
+from bayesfed.output.comparison import compare_sums, sum_elpds
+from bayesfed.output.elpds import Elpds
 from bayesfed.output.stacking import mixture_sums, stack
 
 OLD = az.__version__.startswith("0.")
@@ -80,16 +82,43 @@ def test_the_table_is_arvizs(fits):
     assert ("Pareto k > 0.7 without" in found.caveat) == any(high)
 
 
-def test_clients_are_compared_by_what_all_others_predict_of_them(fits):
-    found = bf.compare(fits, "client", num_samples=500)
-    each = {n: bf.leave_one_client_out(fit, 500).table["elpd"] for n, fit in fits.items()}
-    elpd = np.stack([each[name] for name in found.table.index], 1)
-    difference = elpd[:, :1] - elpd
-    np.testing.assert_allclose(found.table["elpd"], elpd.sum(0))
-    np.testing.assert_allclose(found.table["dse"], difference.std(0, ddof=1) * 11**0.5, atol=1e-6)
-    np.testing.assert_allclose(found.table["weight"], em(elpd), atol=2e-3)
-    assert 0.5 < found.table["weight"].iloc[0] < 0.99  # neither model is best for all firms
-    assert found.count == 11 and "p_loo" not in found.table
+def test_clients_are_compared_by_what_all_others_predict_of_them():
+    schools = datasets.eight_schools()
+    posterior = bf.fit(models.eight_schools, schools)
+    found = bf.compare({"one": posterior, "same": posterior}, "client", num_samples=500)
+    each = bf.leave_one_client_out(posterior, 500)
+    assert found.table["elpd"].tolist() == [pytest.approx(each.elpd)] * 2
+    assert found.table["se"].tolist() == [pytest.approx(each.se)] * 2
+    assert found.table["dse"].tolist() == [0, 0]
+    np.testing.assert_allclose(found.table["weight"], 0.5, atol=1e-6)
+    assert found.count == 8 and "p_loo" not in found.table
+
+
+def test_the_sums_of_pointwise_densities_are_enough():
+    rng = np.random.default_rng(0)
+    elpd = rng.normal(-3, 2, (60, 3)) + np.array([0.3, 0.0, 0.1])
+    khat = rng.uniform(0, 1.2, (60, 3))
+    each = [Elpds(elpd[:, k], elpd[:, k] + 0.1, khat[:, k], 0.7) for k in range(3)]
+    sums = sum_elpds(each)
+    found = compare_sums(
+        list("abc"), sums, lambda w: mixture_sums(elpd, w), "observation", 0.7, {"b": "it moves"}
+    )
+    order = np.argsort(-elpd.sum(0))
+    assert found.table.index.tolist() == ["abc"[k] for k in order]
+    difference = elpd[:, order[:1]] - elpd[:, order]
+    expected = {
+        "elpd": elpd.sum(0)[order],
+        "se": elpd.std(0, ddof=1)[order] * 60**0.5,
+        "p_loo": 6.0,
+        "elpd_diff": difference.sum(0),
+        "dse": difference.std(0, ddof=1) * 60**0.5,
+        "high_k": (khat > 0.7).sum(0)[order],
+        "very_high_k": (khat > 1).sum(0)[order],
+    }
+    for name, value in expected.items():
+        np.testing.assert_allclose(found.table[name], value, atol=1e-9, err_msg=name)
+    np.testing.assert_allclose(found.table["weight"], em(elpd)[order], atol=2e-3)
+    assert "'b': it moves" in found.caveat and found.caveat.count("Pareto k > 0.7") == 3
 
 
 def test_blocks_of_clients_give_the_same(fits, monkeypatch):

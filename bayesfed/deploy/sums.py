@@ -1,0 +1,76 @@
+"""Sums over all institutions of what each computes after a fit, secure if the plan says so."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from bayesfed.deploy.institutions import Institutions
+from bayesfed.deploy.messages import (
+    Average,
+    Averages,
+    Close,
+    Done,
+    LeaveOut,
+    LeftOut,
+    RoundId,
+    Tensors,
+    broadcast_digest,
+    check_like,
+    pack,
+)
+from bayesfed.deploy.secure_round import unmask_sum, words_like
+
+M = TypeVar("M", Average, LeaveOut)
+
+
+def request_sum(
+    institutions: Institutions,
+    message: M,
+    answer: type[Averages] | type[LeftOut],
+    form: Callable[[Tensors], Tensors],
+    what: str,
+    sent: Tensors | None = None,
+) -> Tensors:
+    """Ask all institutions for tensors, and return their sum.
+
+    Args:
+        institutions: all that take part.
+        message: the request, which gets a roster for secure sums.
+        answer: the kind of the answers.
+        form: returns tensors like the sums from the first answer, whose shapes may depend on it.
+        what: names the sums in errors.
+        sent: the tensors of the request, called ``weights``.
+
+    Raises:
+        MessageError: an institution refuses, or answers with tensors of another form.
+        TimeoutError: an institution does not answer.
+    """
+    secure, sent = institutions.plan.secure, sent or {}
+    if secure:
+        round_id = RoundId(number=time.time_ns(), attempt=0)  # a sum after all rounds
+        update = {"round": round_id, "roster": dict(institutions.keys)}
+        message = message.model_copy(update=update)
+    payload = pack(message, weights=sent) if sent else pack(message)
+    requests = dict.fromkeys(sorted(institutions.present), payload)
+    answers = institutions.request_all(requests, answer, message.run)
+    part = "masked" if secure else "sums"
+    own = {name: parts.get(part, {}) for name, (_, parts) in answers.items()}
+    expected = form(next(iter(own.values())))
+    wanted = {n: words_like(value) for n, value in expected.items()} if secure else expected
+    for institution, sums in own.items():
+        check_like(f"institution {institution!r}: the {what}", sums, wanted)
+    if message.round is not None:
+        broadcast = broadcast_digest(message, sent)
+        return unmask_sum(institutions, message.run, message.round, broadcast, own)
+    return {name: torch.stack([sums[name] for sums in own.values()]).sum(0) for name in expected}
+
+
+def close(institutions: Institutions, run: str) -> None:
+    """Say that no question follows, where there were any."""
+    if institutions.plan.asks_after_fit:
+        request = pack(Close(run=run))
+        institutions.request_all(dict.fromkeys(institutions.present, request), Done, run)
