@@ -108,6 +108,12 @@ def combine(p_values: np.ndarray) -> float:
     return float(0.5 - math.atan(mean) / math.pi)
 
 
+@cache
+def _signs(n: int) -> np.ndarray:
+    """Return random signs of n replications, ``(SIMULATIONS, n)``."""
+    return np.random.default_rng(0).choice([-1.0, 1.0], (SIMULATIONS, n))
+
+
 def p_symmetric(ranks: np.ndarray, draws: int) -> float:
     """Return the p-value of symmetry of ranks ``(n, E)`` of E exchangeable entries, by VSBC.
 
@@ -118,9 +124,8 @@ def p_symmetric(ranks: np.ndarray, draws: int) -> float:
     at = np.arange(len(ranks))[:, None] * size + ranks
     counts = np.bincount(at.ravel(), minlength=len(ranks) * size).reshape(len(ranks), size)
     difference = (counts - counts[:, ::-1]).cumsum(1).astype(float)
-    signs = np.random.default_rng(0).choice([-1.0, 1.0], (SIMULATIONS, len(ranks)))
     observed = np.abs(difference.sum(0)).max()
-    flipped = np.abs(signs @ difference).max(1)
+    flipped = np.abs(_signs(len(ranks)) @ difference).max(1)
     return float((1 + (flipped >= observed - 1e-9).sum()) / (1 + SIMULATIONS))
 
 
@@ -133,11 +138,15 @@ def shift_and_spread(ranks: np.ndarray, draws: int) -> tuple[float, float]:
     """
     quantile = NormalDist().inv_cdf
     scores = np.array([quantile((k + 0.5) / (draws + 1)) for k in range(draws + 1)])
-    z = scores[ranks]
+    z, square = scores[ranks], (scores**2).mean()
+    spread = ((z - z.mean()) ** 2).mean(1) - square
     found = []
-    for value in (z.mean(1), ((z - z.mean()) ** 2).mean(1) - (scores**2).mean()):
-        error = value.std(ddof=1) / math.sqrt(len(value))
-        found.append(float(value.mean() / max(error, 1e-12)))
+    for value, variance in ((z.mean(1), square), (spread, 2 * square**2)):
+        independent = math.sqrt(
+            variance / z.size
+        )  # of few replications the other may be much too small
+        error = max(value.std(ddof=1) / math.sqrt(len(value)), independent)
+        found.append(float(value.mean() / error))
     return found[0], found[1]
 
 

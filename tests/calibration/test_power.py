@@ -48,14 +48,14 @@ def normal_cdf(x):
 
 def test_power_of_a_known_design(closed_form):
     """Given mu = 1 its posterior mean is Normal, shrunk, with the standard deviation of the estimate."""
-    found = power(["mu > 0", "mu", "mu < 0"], at={"mu": 1.0}, n=300)
+    found = power(["mu > 0", "mu", "mu < 0"], at={"mu": 1.0}, n=200)
     sd, of_estimate = sd_of_mu()
     mean = 1.0 * (1 - sd**2 / 4)
     for row, needed in ((0, 1.6449), (1, 1.9600)):
         expected = normal_cdf((mean - needed * sd) / of_estimate)
         assert 0.3 < expected < 0.95
         shown = found.table.loc[row]
-        assert abs(shown["power"] - expected) < 3 * math.sqrt(expected * (1 - expected) / 300)
+        assert abs(shown["power"] - expected) < 3 * math.sqrt(expected * (1 - expected) / 200)
         assert abs(shown["width"] / (2 * 1.96 * sd) - 1) < 0.02
     assert found.table.loc[2, "power"] < 0.02 and found.table.loc[2, "if_false"] < 0.02
     assert math.isnan(found.table.loc[2, "if_true"])
@@ -63,7 +63,7 @@ def test_power_of_a_known_design(closed_form):
 
 
 def test_assurance_and_the_share_of_wrong_claims(closed_form):
-    found = power("mu > 0", n=300)
+    found = power("mu > 0", n=200)
     sd, _ = sd_of_mu()
     expected = 1 - normal_cdf(1.6449 * sd / math.sqrt(4 - sd**2))
     (row,) = found.table.to_dict("records")
