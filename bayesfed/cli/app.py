@@ -18,7 +18,13 @@ import typer
 
 from bayesfed import __version__
 from bayesfed.cli.errors import RunError, one_line
-from bayesfed.cli.experiment import read_experiment, read_node_file, read_rows, socket_address
+from bayesfed.cli.experiment import (
+    is_node_file,
+    read_experiment,
+    read_node_file,
+    read_rows,
+    socket_address,
+)
 from bayesfed.cli.local_queries import Question, ask, read_text
 from bayesfed.settings import SettingsError
 from bayesfed.tracing.garbage import without_garbage_collection
@@ -165,6 +171,95 @@ def node(
     from bayesfed.cli.deployment import run_node
 
     run_node(config, experiment, rows, file.parent, base)
+
+
+@app.command()
+def key(
+    file: Annotated[Path, typer.Argument(help="Node file, or the coordinator's experiment file.")],
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """By post: print the public key of an institution, or of the coordinator.
+
+    An institution's goes into the experiment file, the coordinator's into the node files. The private keys are made
+    here and do not leave. Compare the public ones by telephone.
+    """
+    if is_node_file(file):
+        config, experiment, _ = read_node_file(file)
+        from bayesfed.cli.post import show_institution_key
+
+        show_institution_key(config, experiment, file.parent)
+        return
+    agreed = read_experiment(file)
+    from bayesfed.cli.post import show_coordinator_key
+
+    show_coordinator_key(agreed, file)
+
+
+@app.command("ask")
+def ask_(
+    experiment: Annotated[Path, typer.Argument(help="Experiment file (TOML).")],
+    output: Annotated[
+        Path | None, typer.Option("--output", help="The letter's file, in place of redirection.")
+    ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option("--without", metavar="NAME", help="Wait no longer for its answer this round."),
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """By post, at the coordinator: write the next letter to the institutions, as in ask run.toml > round-03.ask.
+
+    A letter is written again, with the same bytes, until all answers to it have been taken. When the study is done
+    its results are where bayesfed run writes them.
+    """
+    if output is None and sys.stdout.isatty():
+        raise click.UsageError(f"a letter is a file: bayesfed ask {experiment} > round-01.ask")
+    config = read_experiment(experiment)
+    folder = Path(config.output.folder or Path("runs") / experiment.stem)
+    with without_garbage_collection():
+        from bayesfed.cli.post import ask
+
+    ask(experiment, folder, output, without or [])
+
+
+@app.command()
+def answer(
+    letter: Annotated[Path, typer.Argument(help="The coordinator's letter.")],
+    node: Annotated[Path, typer.Option("--node", help="Node file (TOML).")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before it is written.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", help="The answer; else <institution>-<letter>.answer."),
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """By post, at an institution: show what would leave it in answer to a letter, and write the signed answer.
+
+    Nothing leaves by this command: the answer is a file, which somebody sends. log.jsonl in the node's folder lists
+    what was written.
+    """
+    config, experiment, base = read_node_file(node)
+    rows = read_rows(experiment.data, node.parent, alone=config.one_client)
+    with without_garbage_collection():
+        from bayesfed.cli.post import answer as write_answer
+
+    write_answer(letter, config, experiment, rows, node.parent, base, output, yes=yes)
+
+
+@app.command()
+def take(
+    answers: Annotated[list[Path], typer.Argument(help="Institutions' answers.")],
+    experiment: Annotated[
+        Path | None,
+        typer.Option("--experiment", help="The study; by default it is looked for in runs."),
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """By post, at the coordinator: check the signatures of institutions' answers, and go on with the run."""
+    with without_garbage_collection():
+        from bayesfed.cli.post import take as take_answers
+
+    take_answers(answers, experiment)
 
 
 @app.command()

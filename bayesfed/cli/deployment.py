@@ -80,20 +80,15 @@ def run_node(
         here: the folder of the node file.
         base: the folder of the experiment file.
     """
+    if node.socket is None:
+        raise SettingsError("socket is missing: HOST:PORT of this machine, or a path with a slash")
     local = local_posteriors(node, config, rows, here, base)
-    federation, plan, folder = local.federation, local.plan, local.folder
-    execution = made(Execution, node.execution, "execution")
-    pinned = {name: bytes.fromhex(key) for name, key in node.identities.items()}
-    resident = Node(node.name, federation, plan, folder, execution, pinned)
-    if plan.secure and pinned.get(node.name) != (key := public_key(resident.identity)):
-        raise SettingsError(
-            f'identities: secure sums need the keys of all institutions; {node.name} = "{key.hex()}" is this one\'s'
-        )
+    resident, folder = make_node(node, local), local.folder
     console = Console(highlight=False)
 
     def ready(address: str) -> None:
         console.print(
-            f"institution {node.name}: {federation!r}\n"
+            f"institution {node.name}: {local.federation!r}\n"
             f"listening at {address}; {folder / 'log.jsonl'} says what leaves",
             soft_wrap=True,
             markup=False,
@@ -104,6 +99,22 @@ def run_node(
     own = None if node.own_socket is None else (socket_address(node.own_socket, here), local.handle)
     with lock(folder / ".node.lock", f"the folder of institution {node.name!r}"):
         serve(socket_address(node.socket, here), resident.handle, local=own, ready=ready)
+
+
+def make_node(node: NodeFile, local: LocalPosteriors) -> Node:
+    """Return the node of an institution.
+
+    Raises:
+        SettingsError: secure sums need a key that the node file does not have.
+    """
+    execution = made(Execution, node.execution, "execution")
+    pinned = {name: bytes.fromhex(key) for name, key in node.identities.items()}
+    found = Node(node.name, local.federation, local.plan, local.folder, execution, pinned)
+    if local.plan.secure and pinned.get(node.name) != (key := public_key(found.identity)):
+        raise SettingsError(
+            f'identities: secure sums need the keys of all institutions; {node.name} = "{key.hex()}" is this one\'s'
+        )
+    return found
 
 
 def local_posteriors(
@@ -157,10 +168,12 @@ def run_on(
     *,
     overwrite: bool = False,
     resume: bool = False,
+    console: Console | None = None,
+    progress: bool | None = None,
 ) -> GlobalPosterior:
     """Fit over institutions, and write the server's results into the folder that is wanted, or beside it."""
     assert config.deployment is not None
-    plan, console = make_plan(config, experiment.parent), Console(highlight=False)
+    plan, console = make_plan(config, experiment.parent), console or Console(highlight=False)
     folder = report.RunFolder(wanted, overwrite=overwrite, go_on=resume)
     folder.config = report.to_toml(config.model_dump(exclude_unset=True))
     title = f"{plan.algorithm} over {len(config.deployment.institutions)} institutions"
@@ -168,7 +181,7 @@ def run_on(
         f"{config.model}, {title}, results in {folder.path}", soft_wrap=True, markup=False
     )
     try:
-        with show_rounds(title, plan.rounds, None) as show:
+        with show_rounds(title, plan.rounds, progress) as show:
             found = run_server(
                 wire,
                 plan,

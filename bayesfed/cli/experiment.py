@@ -137,6 +137,9 @@ class ExpectedInstitution(Strict):
     rows: Count
 
 
+PublicKey = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
 class DeploymentSection(Strict):
     """The institutions that hold the clients' rows, each with a ``bayesfed node``; see :mod:`bayesfed.deploy`.
 
@@ -147,6 +150,7 @@ class DeploymentSection(Strict):
         seconds, minimum, attempts, joining, enough, max_staleness, expected: see
             :class:`~bayesfed.deploy.institutions.Patience`.
         secure, honest: see :class:`~bayesfed.deploy.plan.Plan`.
+        keys: by post, by institution, the public key with which it signs its answers.
     """
 
     institutions: Annotated[list[str], Field(min_length=1)]
@@ -161,6 +165,7 @@ class DeploymentSection(Strict):
     expected: dict[str, ExpectedInstitution] = Field(default_factory=dict)
     secure: bool = False
     honest: Count | None = None
+    keys: dict[str, PublicKey] = Field(default_factory=dict)
 
 
 class Experiment(Strict):
@@ -197,26 +202,27 @@ class NodeFile(Strict):
     Attributes:
         name: the institution's name.
         experiment: the experiment file.
-        socket: where the node listens: ``HOST:PORT`` of this machine, or a Unix socket's path with a slash.
+        socket: where the node listens: ``HOST:PORT`` of this machine, or a Unix socket's path with a slash. By post
+            there is none.
         folder: where it stores what must not be lost, by default a folder with the institution's name.
         data: replaces the experiment's.
         one_client: true if all rows are those of one client, with the institution's name.
         execution: how it runs.
         identities: for secure sums, the public keys of all institutions, which they have exchanged.
         own_socket: a Unix socket's path with a slash, where the node answers the institution's own people, if given.
+        coordinator: by post, the public key with which the coordinator signs its letters.
     """
 
     name: Annotated[str, Field(min_length=1)]
     experiment: str
-    socket: str
+    socket: str | None = None
     own_socket: Annotated[str, Field(pattern="/")] | None = None
     folder: str | None = None
     data: dict[str, Any]
     one_client: bool = False
     execution: dict[str, Any] = Field(default_factory=dict)
-    identities: dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] = Field(
-        default_factory=dict
-    )
+    identities: dict[str, PublicKey] = Field(default_factory=dict)
+    coordinator: PublicKey | None = None
 
 
 def read_node_file(path: Path) -> tuple[NodeFile, Experiment, Path]:
@@ -239,6 +245,16 @@ def read_node_file(path: Path) -> tuple[NodeFile, Experiment, Path]:
     if not section.is_given or section.kind == "dataset":
         raise SettingsError("data: a node's is one of csv, parquet, arrow and npz (a path)")
     return node, experiment.model_copy(update={"data": section}), agreed.parent
+
+
+def is_node_file(path: Path) -> bool:
+    """Return whether a file is a node file, not an experiment file.
+
+    Raises:
+        SettingsError: bad TOML.
+        OSError: the file cannot be read.
+    """
+    return "experiment" in _toml(path)
 
 
 def socket_address(socket: str, base: Path) -> str:

@@ -292,6 +292,10 @@ class Institutions:
         free = {name: member for name, member in members.items() if name not in self.overdue}
         return free if len(free) >= fewest else members
 
+    def new_number(self, name: str) -> int:
+        """Return a number larger than those of earlier requests; a request of this name has it in all processes."""
+        return self.carrier.remember(name, lambda: [time.time_ns()])[0]
+
     def take_stale(self) -> dict[str, bytes]:
         """Return the answers to earlier rounds that have come since the last call, by institution."""
         found, self._stale = self._stale, {}

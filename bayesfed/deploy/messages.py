@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from bayesfed.engine.files import to_bytes
+from bayesfed.engine.files import metadata_text, to_bytes
 from bayesfed.engine.parts import flat, flatten_state, nested, unflatten_state
 from bayesfed.settings import Count, Strict, Times
 
@@ -303,9 +303,7 @@ def unpack(payload: bytes) -> tuple[Request | Response, dict[str, Tensors]]:
         MessageError: the bytes are not a message.
     """
     try:
-        tensors = load(payload)
-        size = int.from_bytes(payload[:8], "little")
-        text = json.loads(payload[8 : 8 + size]).get("__metadata__", {}).get(_METADATA)
+        tensors, text = load(payload), metadata_text(payload, _METADATA)
         message = None if text is None else _ANY.validate_json(text)
     except SafetensorError as error:
         raise MessageError(f"these bytes are not a whole safetensors file: {error}") from None

@@ -4,7 +4,7 @@ A client's state changes only when the server says that it has accepted the answ
 then the answer and the new states wait in a separate file, so that the same request gets the same bytes, even from a
 process that has been restarted:
 
-    runs/<run>/begin.message           the server's Begin; finish.message its Finish
+    runs/<run>/begin.message           the server's Begin; finish.message its Finish, end.message its End
     runs/<run>/accepted.safetensors    the clients' states after the last accepted answer
     runs/<run>/answered.safetensors    the states after the last answer, and that answer
     runs/<run>/posterior.safetensors   the result
@@ -61,6 +61,7 @@ from bayesfed.deploy.messages import (
 )
 from bayesfed.deploy.node_run import (
     BEGIN,
+    END,
     FINISH,
     POSTERIOR,
     LastAnswer,
@@ -82,7 +83,6 @@ from bayesfed.engine.states import States
 from bayesfed.fitting import start_run
 from bayesfed.output.checkpoint import Placed
 from bayesfed.output.evidence import has_block
-from bayesfed.output.fitted import Correction
 from bayesfed.output.log_densities import sum_log_weights
 from bayesfed.output.posterior import Posterior
 
@@ -132,8 +132,14 @@ class Node:
         """The private key of secure sums for all runs; only its owner can read the file."""
         return load_or_make_key(Path(self.folder) / "identity.key")
 
-    @on_cpu()
     def handle(self, payload: bytes) -> bytes:
+        """Return the answer to a message, as bytes, to be sent at once: the log says that it was."""
+        reply = self.answer(payload)
+        self.record("sent", bytes=len(reply), **summarise(*unpack(reply)))
+        return reply
+
+    @on_cpu()
+    def answer(self, payload: bytes) -> bytes:
         """Return the answer to a message, as bytes; to an invalid one it is a :class:`Refusal`."""
         handlers: dict[type[Any], Callable[[Any, Mapping[str, Tensors], bytes], bytes]] = {
             Hello: self._hello,
@@ -156,10 +162,9 @@ class Node:
             reply = pack(Refusal(why=f"institution {self.name!r}: {error}"))
         except Exception as error:
             kind = type(error).__name__
-            self._log("failed", error=f"{kind}: {error}")
+            self.record("failed", error=f"{kind}: {error}")
             why = f"institution {self.name!r} failed ({kind}): its log says why"
             reply = pack(Refusal(why=why))
-        self._log("sent", bytes=len(reply), **summarise(*unpack(reply)))
         return reply
 
     def _hello(self, message: Hello, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
@@ -210,6 +215,8 @@ class Node:
             if (folder / FINISH).exists():
                 finish = unpack_as((folder / FINISH).read_bytes(), Finish)
                 own.posterior = own.make_posterior(*finish)
+            if (folder / END).exists():
+                own.end(*unpack_as((folder / END).read_bytes(), End))
             self._runs[run] = own
         return self._runs[run]
 
@@ -250,7 +257,7 @@ class Node:
             run.compiler.decide(run.stopping.usual - 1)
         refused = [self.federation.names[i] for i in cohort[~found.sound].tolist()]
         if refused:
-            self._log("not finite", run=message.run, round=number, clients=refused)
+            self.record("not finite", run=message.run, round=number, clients=refused)
         sound = {"clients": found.sound | message.noisy}
         upload = {"total": found.total, "elbo": {"terms": found.sums * (not message.noisy)}}
         if self.plan.secure:
@@ -333,14 +340,10 @@ class Node:
         return pack(LogDensities(run=message.run), masked=masked)
 
     def _end(self, message: End, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
-        own, posterior = self._finished(message.run)
-        if theta := self._to_device(parts.get("theta", {})):
-            mended = Correction(theta, float(message.khat or 0.0), message.closely)
-            posterior = replace(posterior, correction=mended)
-        if posterior.algorithm.corrected:
-            posterior = posterior.with_clients_resampled()
-        own.posterior, own.ended = posterior, True
-        posterior.save(own.folder / POSTERIOR)
+        own, _ = self._finished(message.run)
+        own.end(message, parts)
+        with atomically(own.folder / END) as file:
+            file.write_bytes(payload)
         if not self.plan.asks_after_fit:
             own.delete_key()
         return pack(Done(run=message.run))
@@ -377,7 +380,7 @@ class Node:
             raise MessageError(f"a run's name has letters and digits only: it is not {run!r}")
         return Path(self.folder) / "runs" / run
 
-    def _log(self, what: str, **data: Any) -> None:
+    def record(self, what: str, **data: Any) -> None:
         """Add a line to the institution's log."""
         line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "what": what} | data
         with (Path(self.folder) / "log.jsonl").open("a", encoding="utf-8") as log:

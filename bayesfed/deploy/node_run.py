@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from bayesfed.data.federation import Federation
 from bayesfed.deploy import secure
 from bayesfed.deploy.messages import (
     Begin,
+    End,
     FieldSchema,
     Finish,
     MessageError,
@@ -32,11 +33,13 @@ from bayesfed.engine.files import atomically, read_tensors, write_tensors
 from bayesfed.engine.parts import flat
 from bayesfed.engine.run import Run
 from bayesfed.fitting import global_params
+from bayesfed.output.fitted import Correction
 from bayesfed.output.locals_of_run import make_local_params
 from bayesfed.output.posterior import Posterior
 from bayesfed.settings import EffectSettings, LeaveOneOutSettings
 
-BEGIN, FINISH, POSTERIOR = "begin.message", "finish.message", "posterior.safetensors"
+BEGIN, FINISH, END = "begin.message", "finish.message", "end.message"
+POSTERIOR = "posterior.safetensors"
 _ACCEPTED, _ANSWERED = "accepted.safetensors", "answered.safetensors"
 _RECORD, _RUN_KEY = "record.json", "run.key"
 _METADATA = "bayesfed node"
@@ -117,6 +120,20 @@ class NodeRun:
         """Go on with the rounds after an end; the posterior's file remains until the next one replaces it."""
         self.posterior, self.ended, self.elpds = None, False, None
         (self.folder / FINISH).unlink()
+        (self.folder / END).unlink(missing_ok=True)
+
+    def end(self, message: End, parts: Mapping[str, Tensors]) -> None:
+        """Make the final posterior, with the corrected draws of θ if there are any, and store it."""
+        posterior = self.posterior
+        assert posterior is not None
+        device = posterior.federation.device
+        if theta := {name: value.to(device) for name, value in parts.get("theta", {}).items()}:
+            mended = Correction(theta, float(message.khat or 0.0), message.closely)
+            posterior = replace(posterior, correction=mended)
+        if posterior.algorithm.corrected:
+            posterior = posterior.with_clients_resampled()
+        self.posterior, self.ended = posterior, True
+        posterior.save(self.folder / POSTERIOR)
 
     def load(self) -> None:
         """Load the clients' states that an earlier process has stored."""
@@ -184,7 +201,7 @@ class NodeRun:
     def _final_posterior(self) -> Posterior:
         """Return the posterior that has the corrected draws of θ."""
         if self.posterior is None or not self.ended:
-            raise MessageError("the node has restarted, and has no corrected draws: begin again")
+            raise MessageError("the draws of θ are not final: End comes first")
         return self.posterior
 
     # -- secure sums ------------------------------------------------------------------------------
@@ -252,12 +269,12 @@ def _states(run: Run) -> Tensors:
     return clients | {"known": run.client_terms}
 
 
-def load_or_make_key(path: Path) -> bytes:
+def load_or_make_key(path: Path, new: Callable[[], bytes] = secure.new_key) -> bytes:
     """Return the private key in a file, which only its owner can read; make one if there is none."""
     if not path.exists():
         with atomically(path) as file:
             file.touch(mode=0o600)
-            file.write_bytes(secure.new_key())
+            file.write_bytes(new())
     return path.read_bytes()
 
 

@@ -7,7 +7,6 @@ stored before anything else is asked, so that it may be killed at any point and 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -135,12 +134,14 @@ class Coordinator:
         run: the server's run.
         members: the institutions in the order of the plan, those that may join later included.
         first: the message that begins the run.
+        evaluations: the number of secure sums of log densities since the last round.
     """
 
     institutions: Institutions
     run: Run
     members: Sequence[Institution]
     first: bytes = field(init=False)
+    evaluations: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         run, program = self.run, self.run.program
@@ -199,7 +200,7 @@ class Coordinator:
 
     def run_round(self) -> Report:
         """Run one round: of the institutions that answer in time, and of stale answers to earlier rounds."""
-        run, plan, asked = self.run, self.institutions.plan, ask(self.run)
+        run, plan, asked = self.run, self.institutions.plan, self._question()
         assert run.accepted is not None
         own = {m.name: m for m in self._present() if bool(m.owns(asked.cohort).any())}
         collector = Collector(self.institutions, run, asked, upload_form(run, asked))
@@ -225,6 +226,14 @@ class Coordinator:
         stored_path(run).unlink(missing_ok=True)
         return report
 
+    def _question(self) -> Question:
+        """Return the question of the next round; a secret cohort is drawn once, whichever process asks."""
+        asked = ask(self.run)
+        if not asked.noisy:
+            return asked
+        remember, name = self.institutions.carrier.remember, f"cohort {self.run.done}"
+        return replace(asked, cohort=torch.tensor(remember(name, asked.cohort.tolist)))
+
     def _collect(
         self, collector: Collector, own: Mapping[str, Institution]
     ) -> tuple[Answers, Stale]:
@@ -240,8 +249,9 @@ class Coordinator:
         if plan.secure and (found := load_stored(run)) is not None:
             return found, {}
         wanted, stale = institutions.available(own, run.done, fewest), Stale()
-        for _ in range(patience.attempts):
-            round_id = RoundId(number=run.done, attempt=time.time_ns())
+        for number in range(patience.attempts):
+            attempt = institutions.new_number(f"round {run.done}, attempt {number}")
+            round_id = RoundId(number=run.done, attempt=attempt)
             roster = {name: institutions.keys[name] for name in wanted} if plan.secure else None
             requests = {
                 name: self._request(collector.asked, round_id, member, roster)
@@ -300,6 +310,7 @@ class Coordinator:
             done according to them.
         """
         run, requests = self.run, {}
+        self.evaluations = 0
         posterior = make_posterior(run, {})
         warn_of_flaws(run, posterior)
         for name in sorted(self.institutions.refused.keys() - self.institutions.present):
@@ -337,7 +348,10 @@ class Coordinator:
         message, part = Evaluate(run=name, closely=closely), "terms"
         form = {"terms": torch.zeros(count, dtype=torch.float64)}
         if institutions.plan.secure:
-            round_id = RoundId(number=time.time_ns(), attempt=0)  # a sum after all rounds
+            self.evaluations += 1
+            called = f"evaluation {self.evaluations} after {self.run.done} rounds"
+            number = institutions.new_number(called)  # a sum after all rounds
+            round_id = RoundId(number=number, attempt=0)
             roster, part = dict(institutions.keys), "masked"
             message = message.model_copy(update={"round": round_id, "roster": roster})
             form = {"terms": words_like(form["terms"])}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -51,7 +50,9 @@ def request_sum(
     """
     secure, sent = institutions.plan.secure, sent or {}
     if secure:
-        round_id = RoundId(number=time.time_ns(), attempt=0)  # a sum after all rounds
+        called = f"{what} with {[value.tolist() for value in sent.values()]}"
+        # a sum after all rounds
+        round_id = RoundId(number=institutions.new_number(called), attempt=0)
         update = {"round": round_id, "roster": dict(institutions.keys)}
         message = message.model_copy(update=update)
     payload = pack(message, weights=sent) if sent else pack(message)

@@ -38,6 +38,13 @@ def to_bytes(tensors: Mapping[str, Tensor], name: str, text: str) -> bytes:
     return serialise(plain, {name: text})
 
 
+def metadata_text(payload: bytes, name: str) -> str | None:
+    """Return the text under a name in the metadata of a safetensors file, or None."""
+    size = int.from_bytes(payload[:8], "little")
+    found: str | None = json.loads(payload[8 : 8 + size]).get("__metadata__", {}).get(name)
+    return found
+
+
 def read_tensors(path: Path, name: str) -> tuple[dict[str, Tensor], Any]:
     """The tensors of a safetensors file, and the JSON under a name in its metadata, None if there is none.
 

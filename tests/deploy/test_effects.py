@@ -9,6 +9,7 @@ import torch
 
 import bayesfed as bf
 from bayesfed.deploy.messages import Average, End, MessageError, Refusal, pack, unpack
+from bayesfed.deploy.node_run import END
 from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.effects.agreed import effect
 from bayesfed.settings import EffectSettings
@@ -86,13 +87,17 @@ def test_a_node_answers_what_it_has_agreed_to_and_only_when_it_has_the_final_pos
         return answer.why
 
     assert "no such effect was agreed on" in refused(nodes[0], Average(run=run, effect=3))
+    asked = pack(Average(run=run, effect=0))
+    before = nodes[0].handle(asked)
     nodes[0]._runs.clear()  # as after a restart
-    assert "has restarted" in refused(nodes[0], Average(run=run, effect=0))
+    assert nodes[0].handle(asked) == before
+    nodes[0]._runs.clear()
+    (tmp_path / "node0" / "runs" / run / END).unlink()  # as if it had ended before the message came
+    assert "End comes first" in refused(nodes[0], Average(run=run, effect=0))
     ended = next(p for _, p, _ in at.heard if isinstance(unpack(p)[0], End))
     nodes[0].handle(ended)
-    answer, parts = unpack(nodes[0].handle(pack(Average(run=run, effect=0))))
-    assert answer.kind == "averages"
-    assert parts["sums"]["weight"].tolist() == [[24.0], [24.0]]
+    assert nodes[0].handle(asked) == before
+    assert unpack(before)[1]["sums"]["weight"].tolist() == [[24.0], [24.0]]
 
 
 def test_an_effect_that_an_institution_cannot_compute_is_left_out(tmp_path):

@@ -11,6 +11,7 @@ import torch
 import bayesfed as bf
 from bayesfed.deploy.messages import LeaveOut, MessageError, Refusal, pack, unpack
 from bayesfed.deploy.node_elpds import NodeElpds
+from bayesfed.deploy.node_run import END
 from bayesfed.settings import LeaveOneOutSettings
 from tests.deploy.in_process import nodes_of
 from tests.deploy.test_deployed import Wire, fitted
@@ -148,8 +149,9 @@ def test_a_node_answers_a_few_questions_that_were_agreed_on(tmp_path):
     for _ in range(40):
         last = answer(one)
     assert isinstance(last, Refusal) and "at 30 weights at most" in last.why
-    node._runs.clear()  # as after a restart
-    assert "has restarted" in answer(one).why
+    node._runs.clear()  # as after a restart before its end
+    (tmp_path / "node0" / "runs" / name / END).unlink()
+    assert "End comes first" in answer(one).why
 
 
 def test_what_cannot_be_is_refused_before_a_round(tmp_path):
