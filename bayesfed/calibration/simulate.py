@@ -284,12 +284,11 @@ def _given(fitted: Fitted, at: Mapping[str, Any]) -> dict[str, Tensor]:
     for name, value in at.items():
         site = sites.get(name) or sites.get(f"_prior|{name}")
         if site is None:
-            derived = name in fitted.program.derived
-            remedy = (
-                f"it is computed from others; a formula samples it if it has a prior, priors={{{name!r}: ...}}"
-                if derived
-                else f"there are {', '.join(sites)}"
-            )
+            remedy = f"there are {', '.join(sites)}"
+            if name in fitted.program.derived:
+                remedy += (
+                    f". A slope of a formula is sampled if it has a prior, priors={{{name!r}: ...}}"
+                )
             raise UnknownName(f"at: no global variable {name!r} is sampled: {remedy}")
         given = torch.as_tensor(value, dtype=fitted.federation.dtype)
         if given.shape != site.event_shape:

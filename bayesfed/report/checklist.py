@@ -30,7 +30,7 @@ BARG 6 | Software, program, settings and seed | source | with hashes of program 
 BARG 6 | Scripts and data posted | | | post them, or say who may ask for the data
 FDA | Criteria of success | hypotheses | posterior probabilities; state the criteria beforehand | use bf.effects
 FDA | Influence of the priors | prior | prior beside posterior | the files have no draws from the prior
-FDA | Operating characteristics | | | simulate trials, fit each, report how often a criterion is met
+FDA | Operating characteristics | | | bf.power simulates trials: how often each claim is shown
 FDA | Computation that can be reviewed | source | program, versions, seed, hashes | the source was not available
 """
 """Source, item, fact that is its evidence, what the fact is, and what to do without it."""

@@ -262,6 +262,32 @@ def test_that_a_formula_has_ranks_in_the_data_s_units():
     assert sorted(found.ranks) == ["1|g", "1|g_sigma", "Intercept", "sigma", "x"]
     assert found.ranks["1|g"].dims == ("replication", "client")
     assert found.replications["converged"].isna().all()
+    with pytest.raises(KeyError, match="'x' is sampled.*if it has a prior, priors={'x': ...}"):
+        make_simulator(model, model.federation, bf.SFVI(), 0, {"x": 2.0})
+    model = bf.formula("y ~ x + (1 | g)", frame, priors={"x": dist.Normal(0.0, 5.0)})
+    truth, _ = make_simulator(model, model.federation, bf.SFVI(), 0, {"x": 2.0}).draw(1)
+    assert float(truth["x"]) == 2.0
+
+
+def test_outcomes_of_clients_and_counts():
+    """An outcome of a client is the same in all of its rows; counts keep their totals."""
+
+    def model(federation):
+        share = pyro.sample("share", dist.Dirichlet(torch.ones(3)))
+        with federation.clients():
+            a = pyro.sample("a", dist.Normal(0.0, 1.0))
+            pyro.sample("h", dist.Normal(a, 0.1), obs=federation.of_clients("h"))
+            with federation.observations() as obs:
+                z = dist.Multinomial(probs=share, validate_args=False)
+                pyro.sample("z", z, obs=obs.get("z"))
+
+    rows = {"h": [1.0, 1.0], "z": [[3.0, 4.0, 5.0], [1.0, 2.0, 3.0]]}
+    clients = bf.Federation.from_arrays({"a": rows, "b": rows | {"h": [2.0, 2.0]}})
+    ((truth, simulated),) = draws_of(model, clients, 1)
+    assert (simulated["h"].unflatten(0, (2, 2)) - truth["a"][:, None]).abs().max() < 0.5
+    assert torch.equal(simulated["h"][::2], simulated["h"][1::2])
+    assert torch.equal(simulated["z"].sum(1), clients["z"].sum(1))
+    assert not torch.equal(simulated["z"], clients["z"])
 
 
 def program(distribution, *, factor=False, start=None, weights=False, read=lambda obs: obs["y"]):
