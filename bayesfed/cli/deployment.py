@@ -199,6 +199,7 @@ def run_on(
     before = prior_dataset(found, config.output.num_samples)
     folder.write_draws("globals.nc", {"posterior": draws, "prior": before})
     folder.write("program.py", source_of(plan.model))
+    found.save(folder.path / "posterior.safetensors")
     folder.write_summary(draws, console, found.caveat)
     folder.write_effects([effect for effect in found.effects if effect is not None], console)
     if found.comparison is not None:

@@ -47,6 +47,11 @@ class Column:
         """The number of dimensions."""
         return len(self.shape)
 
+    @property
+    def place(self) -> str:
+        """The addition to the field's name in a description of the data."""
+        return " on disk"
+
     def is_floating_point(self) -> bool:
         """Return True: whole numbers are converted when they are read."""
         return True

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesfed.data.absent import AbsentColumn
 from bayesfed.data.arrow import Column, read_table
 from bayesfed.data.batch import Batch, Fields
 from bayesfed.data.columns import UnknownName, client_name
@@ -55,7 +56,7 @@ class Federation:
         Federation: 2 clients, 3 rows (1 to 2 a client), fields x, y
     """
 
-    fields: Mapping[str, Tensor | Column]
+    fields: Mapping[str, Tensor | Column | AbsentColumn]
     offsets: Tensor
     names: tuple[str, ...]
     client_dim: str = "client"
@@ -249,9 +250,9 @@ class Federation:
 
     def __getitem__(self, field: str) -> Tensor:
         value = self._stored(field)
-        return value.read() if isinstance(value, Column) else value
+        return value if isinstance(value, Tensor) else value.read()
 
-    def _stored(self, field: str) -> Tensor | Column:
+    def _stored(self, field: str) -> Tensor | Column | AbsentColumn:
         fields: Any = self.fields
         return Fields(fields)[str(field)]
 
@@ -259,7 +260,7 @@ class Federation:
         shortest, longest = int(self.lengths.min()), int(self.lengths.max())
         fields = ", ".join(
             (name if value.ndim == 1 else f"{name}{list(value.shape[1:])}")
-            + (" on disk" if isinstance(value, Column) else "")
+            + ("" if isinstance(value, Tensor) else value.place)
             for name, value in self.fields.items()
         )
         return (
@@ -271,8 +272,7 @@ class Federation:
     def index(self, clients: Iterable[str]) -> Tensor:
         """Return the positions of the named clients, int64; KeyError for a client that is not in the federation."""
         position = {name: i for i, name in enumerate(self.names)}
-        given = [clients] if isinstance(clients, str) else clients
-        wanted = [client_name(name) for name in given]
+        wanted = [client_name(n) for n in ([clients] if isinstance(clients, str) else clients)]
         for name in wanted:
             if name not in position:
                 known = ", ".join(self.names[:8]) + ", ..." * (len(self) > 8)

@@ -10,6 +10,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from bayesfed.data.absent import AbsentColumn
 from bayesfed.data.arrow import Column
 from bayesfed.data.federation import Federation
 
@@ -68,7 +69,7 @@ def _label(name: str) -> str:
     return f"field {name.removeprefix(_FIELD)!r}"
 
 
-def _hashes(value: Tensor | Column, offsets: Sequence[int]) -> Iterator[int]:
+def _hashes(value: Tensor | Column | AbsentColumn, offsets: Sequence[int]) -> Iterator[int]:
     """Hash each client's rows; a client may be read in several pieces, and a piece may hold several clients."""
     step = max(1, READ // max(1, value.shape[1:].numel()))
     ends, whole = iter(offsets[1:]), blake2b(digest_size=8)

@@ -13,6 +13,7 @@ variables.
 import torch
 from torch import Tensor
 
+from bayesfed.data.absent import AbsentColumn
 from bayesfed.data.arrow import Column
 from bayesfed.data.batch import Batch
 from bayesfed.data.chunks import PASS, chunks
@@ -56,7 +57,9 @@ def rows_of_moments(federation: Federation) -> Federation:
                 torch.where(kept, rows, value[:, : rows.shape[1]])[own[:, : rows.shape[1]]]
             )
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    fields: dict[str, Tensor | Column] = {name: torch.cat(values) for name, values in parts.items()}
+    fields: dict[str, Tensor | Column | AbsentColumn] = {
+        name: torch.cat(values) for name, values in parts.items()
+    }
     return Federation(
         fields, offsets, federation.names, federation.client_dim, counts=federation.lengths
     )

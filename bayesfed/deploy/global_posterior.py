@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
 
 from bayesfed.effects.result import Effects
 from bayesfed.elbo.program import Params
 from bayesfed.engine.stopping.drift import caveat
-from bayesfed.output import khat
+from bayesfed.output import checkpoint, khat
 from bayesfed.output.comparison import Comparison
 from bayesfed.output.draws import draw_globals
 from bayesfed.output.log_evidence import LogEvidence, estimate_log_evidence
@@ -72,6 +73,10 @@ class GlobalPosterior:
         moving = caveat(of.moving, of.rising, len(of.history["elbo"]), of.converged)
         draws = khat.DRAWS if of.correction is None else of.correction.count
         return moving or khat.caveat(self.khat, draws)
+
+    def save(self, path: str | Path) -> None:
+        """Write q(θ) to one safetensors file, for :meth:`bayesfed.Posterior.load` without rows."""
+        checkpoint.save(self.posterior, path, globals_only=True)
 
     def __repr__(self) -> str:
         of, names = self.posterior, ", ".join(site.name for site in self.posterior.program.globals)

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from bayesfed.algorithms.algorithm import Algorithm
 from bayesfed.algorithms.registry import algorithm_of, settings_of
 from bayesfed.checks.program_fingerprint import (
     describe_program_change,
@@ -19,10 +20,12 @@ from bayesfed.checks.program_fingerprint import (
     witnesses,
 )
 from bayesfed.checks.sufficient import with_sufficient_rows
+from bayesfed.data.absent import AbsentColumn, are_absent
 from bayesfed.data.federation import Federation, Model
 from bayesfed.data.fingerprint import data_fingerprint, describe_data_change
 from bayesfed.elbo.program import Params, Program
 from bayesfed.engine.files import read_tensors, write_tensors
+from bayesfed.engine.made_up import build_without_rows
 from bayesfed.engine.parts import flat, nested
 from bayesfed.engine.program import build_program
 from bayesfed.output.fitted import Correction, Fitted
@@ -44,8 +47,8 @@ class Placed(Protocol):
         """Return the same guide in given coordinates."""
 
 
-def save(fitted: Fitted, path: str | Path) -> None:
-    """Write a posterior to one safetensors file, atomically.
+def save(fitted: Fitted, path: str | Path, *, globals_only: bool = False) -> None:
+    """Write a posterior to one safetensors file, atomically; or q(θ) alone, if the clients are elsewhere.
 
     Tensors are called ``<part>/<name>``. The parts are ``params`` and ``local_params`` (unconstrained; local ones have
     one row per client), ``history`` (one number per round), ``start.globals`` and ``start.locals`` (the coordinates of
@@ -55,8 +58,8 @@ def save(fitted: Fitted, path: str | Path) -> None:
     :mod:`bayesfed.data.fingerprint` and :mod:`bayesfed.checks.program_fingerprint`). The metadata's entry ``bayesfed``
     is JSON: ``format``, ``version``, ``algorithm`` (see :func:`bayesfed.settings.settings_of`), ``seed``, ``epsilon``,
     ``moving``, ``rising``, ``converged``; of the correction ``khat``, ``chains``, ``rhat``, ``ess`` and ``closely``
-    (its ``laplace``); ``clients``, ``whole`` (numbers of clients and rows of the fit, of which these may be some) and
-    ``sites``.
+    (its ``laplace``); ``clients``, ``whole`` (numbers of clients and rows of the fit, of which these may be some),
+    ``sites``, ``schema`` (shapes and types of the fields) and ``globals_only``.
 
     The file does not hold the data and the model, but the clients' names and local posteriors. Its hashes can confirm a
     guess of a small client's rows: share such a file only with people who may see the data.
@@ -80,7 +83,7 @@ def save(fitted: Fitted, path: str | Path) -> None:
         "params": fitted.params,
         "local_params": dict(fitted.local_params),
         "history": dict(fitted.history),
-        "data": data_fingerprint(fitted.federation),
+        "data": {} if globals_only else data_fingerprint(fitted.federation),
         "program": program_fingerprint(
             fitted.program,
             fitted.federation,
@@ -115,6 +118,8 @@ def save(fitted: Fitted, path: str | Path) -> None:
         "clients": list(fitted.federation.names),
         "whole": {"clients": program.clients, "rows": program.rows},
         "sites": list(program.sites),
+        "schema": _schema(fitted.federation),
+        "globals_only": globals_only,
     }
     write_tensors(Path(path), flat(parts), _METADATA, metadata)
 
@@ -122,7 +127,7 @@ def save(fitted: Fitted, path: str | Path) -> None:
 def load(
     path: str | Path,
     model: Model,
-    federation: Federation,
+    federation: Federation | None = None,
     *,
     guide: Callable[[Any], Any] | None = None,
     other_rows: bool = False,
@@ -133,6 +138,7 @@ def load(
         path: the file.
         model: the model that was fitted.
         federation: clients of the fit, all or some, in any order: local posteriors are matched by the clients' names.
+            Without it the result is q(θ) alone, of which :mod:`bayesfed.output.without_rows` says what it can do.
         guide: the Pyro guide, if the fit had one of your own.
         other_rows: the federation holds other rows of these clients, such as rows to predict if the rows of the fit are
             not available. Log likelihoods and the ELBO are then those of these rows.
@@ -143,10 +149,17 @@ def load(
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is no checkpoint or one of a later version; a client is not in it; the model, its priors,
-            the guide or the data are not those of the fit; ``other_rows`` is given, but predictions need the rows of
-            the fit.
+            the guide or the data are not those of the fit; the file is a server's, without the clients' variables;
+            ``other_rows`` is given, but predictions need the rows of the fit.
     """
     metadata, parts = _read(Path(path))
+    if federation is None:
+        federation = _without_rows(path, metadata, parts)
+    elif metadata.get("globals_only"):
+        raise ValueError(
+            f"{path} is a server's, without the clients' variables: load it without rows, bf.Posterior.load(path, "
+            "model); new clients: personalize(federation); clients of the fit: load the file of their institution"
+        )
     known = {name: row for row, name in enumerate(metadata["clients"])}
     missing = [name for name in federation.names if name not in known]
     if missing:
@@ -165,7 +178,7 @@ def load(
         algorithm = algorithm_of(metadata["algorithm"], guide=guide)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    program = build_program(model, federation, algorithm, metadata["seed"])
+    program = _build(model, federation, algorithm, metadata)
     if list(program.sites) != metadata["sites"]:
         raise ValueError(
             f"{path} was fitted to a model with sites {', '.join(metadata['sites'])}; this one has "
@@ -176,12 +189,16 @@ def load(
         found = {name: value.to(federation.device) for name, value in starts.items()}
         program = replace(program, guide=program.guide.placed(found))
     position = torch.tensor([known[name] for name in federation.names])
-    local_params = {name: value[position] for name, value in parts["local_params"].items()}
+    local_params: Params = {}
     _check_shapes(path, parts["params"], program.init)
-    for start in program.starts(federation):
-        shapes = {n: v[start.index] for n, v in local_params.items()}
-        _check_shapes(path, shapes, program.init_locals(start))
-    if not other_rows:
+    if not are_absent(federation.fields):
+        local_params = {name: value[position] for name, value in parts["local_params"].items()}
+        for start in program.starts(federation):
+            shapes = {n: v[start.index] for n, v in local_params.items()}
+            _check_shapes(path, shapes, program.init_locals(start))
+    if are_absent(federation.fields):
+        other_rows = True
+    elif not other_rows:
         _check_data(path, federation, {n: v[position] for n, v in parts["data"].items()})
     elif program.weights_draws or program.joint or program.conditional:
         raise ValueError(
@@ -206,7 +223,9 @@ def load(
         )
     return Fitted(
         program=program,
-        federation=with_sufficient_rows(program, federation),
+        federation=federation
+        if are_absent(federation.fields)
+        else with_sufficient_rows(program, federation),
         params=moved(parts["params"]),
         local_params=moved(local_params),
         history=parts["history"],
@@ -220,6 +239,43 @@ def load(
         correctable=metadata.get("correctable", True),
         resampled=frozenset(metadata.get("resampled", ())),
     )
+
+
+def _schema(federation: Federation) -> dict[str, Any]:
+    """Return the names, shapes and types of the fields as plain data."""
+    fields = {n: [_type(v.dtype), list(v.shape[1:])] for n, v in federation.fields.items()}
+    return {"client_dim": federation.client_dim, "gaps": federation.gaps, "fields": fields}
+
+
+def _without_rows(
+    path: str | Path, metadata: Mapping[str, Any], parts: Mapping[str, Mapping[str, Tensor]]
+) -> Federation:
+    """Return the clients of a file, whose rows are elsewhere."""
+    if "schema" not in metadata:
+        raise ValueError(
+            f"{path} was written by an earlier bayesfed {metadata['version']}, which stored no shapes of the fields: "
+            "give the rows, bf.Posterior.load(path, model, federation)"
+        )
+    names, schema = metadata["clients"], metadata["schema"]
+    one_each = torch.ones(len(names), dtype=torch.int64)
+    lengths = parts.get("data", {}).get("rows", one_each)
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    fields = {
+        name: AbsentColumn(int(offsets[-1]), tuple(shape), getattr(torch, dtype))
+        for name, (dtype, shape) in schema["fields"].items()
+    }
+    return Federation(fields, offsets, tuple(names), schema["client_dim"], schema["gaps"])
+
+
+def _build(
+    model: Model, federation: Federation, algorithm: Algorithm, metadata: Mapping[str, Any]
+) -> Program:
+    """Build the program of some clients; that of absent rows from made-up ones."""
+    if not are_absent(federation.fields):
+        return build_program(model, federation, algorithm, metadata["seed"])
+    fields = {n: (v.shape[1:], v.dtype) for n, v in federation.fields.items()}
+    how = model, algorithm, metadata["seed"], federation.names, fields, federation.client_dim
+    return build_without_rows(*how, gaps=federation.gaps)[0]
 
 
 def _check_data(path: str | Path, federation: Federation, before: Mapping[str, Tensor]) -> None:

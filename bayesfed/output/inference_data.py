@@ -13,6 +13,7 @@ from pyro import poutine
 from torch import Tensor
 from torch.distributions.constraints import integer_interval
 
+from bayesfed.data.absent import are_absent
 from bayesfed.elbo import handlers, noise
 from bayesfed.engine.progress import show_work
 from bayesfed.output.dependent_rows import NotGaussian
@@ -22,6 +23,11 @@ from bayesfed.output.log_densities import log_densities
 from bayesfed.output.outcomes import NoSampler
 from bayesfed.output.predictions import derived, log_likelihood, predict, sample
 from bayesfed.output.prior import derived_from_prior, log_prior, prior_predictive, sample_prior
+from bayesfed.output.without_rows import (
+    derive_globals,
+    global_parameters,
+    sample_global_prior,
+)
 from bayesfed.tracing.garbage import without_garbage_collection
 
 if TYPE_CHECKING:
@@ -73,6 +79,7 @@ def to_arviz(
         is replaced by a colon, since netCDF cannot store it. Predicted classes have the attribute ``classes``. If
         outcomes of a site are missing, those that are observed have the dim ``<site>_observed`` in all groups, and the
         others are in ``predictions``, dim ``<site>_missing``.
+        Of a posterior that was loaded without rows there are the groups that need none, of the global variables.
         The log likelihoods of a Gaussian process are those of all rows of a client together; there are no predictions
         if the rows of a client are one event that is not multivariate Normal.
 
@@ -94,6 +101,8 @@ def data_groups(
     chains = 1 if fitted.correction is None else fitted.correction.chains
     if chains > 1:
         num_samples = chains * max(4, num_samples // chains)
+    if are_absent(federation.fields):
+        return _global_groups(fitted, num_samples, chains, seed, attributes(fitted, khat, caveat))
     latent = {site.name: ("client",) if site.local else () for site in program.latent}
     rows = [site.name for site in program.observed if site.per_row or site.joint]
     likelihood_dims: dict[str, Dims] = {
@@ -140,14 +149,7 @@ def data_groups(
                 values[name] = values[name][:, ~absent]
 
     def draws(values: Mapping[str, Tensor], inner: Mapping[str, Dims]) -> Arrays:
-        return {
-            name: _labelled(
-                name,
-                value.unflatten(0, (-1, chains)).transpose(0, 1),
-                ("chain", "draw", *inner[name]),
-            )
-            for name, value in values.items()
-        }
+        return _by_chain(values, inner, chains)
 
     drawn = sample(fitted, num_samples, seed)
     random = program.globals and (fitted.correction is not None or has_density(fitted))
@@ -181,6 +183,48 @@ def data_groups(
         if predictive is not None and isinstance(site.support, integer_interval):
             predictive.attrs |= {"classes": last + 1} if isinstance(last, int) else {}  # no counts
     return sets
+
+
+def _global_groups(
+    fitted: Fitted, num_samples: int, chains: int, seed: int, attrs: Mapping[str, Any]
+) -> dict[str, xr.Dataset]:
+    """Return the groups of a posterior without rows."""
+    drawn = sample(fitted, num_samples, seed)
+    more = derived(fitted, fitted.federation, num_samples, seed)
+    with noise.seeded(seed):
+        prior = sample_global_prior(fitted, num_samples)
+    random = fitted.program.globals and (fitted.correction is not None or has_density(fitted))
+    tensors = {
+        "posterior": _public(drawn) | more,
+        "log_prior": log_prior(fitted, drawn) if random else {},
+        "prior": _public(prior) | derive_globals(fitted, prior, num_samples),
+    }
+    groups = {
+        name: _by_chain(values, dict.fromkeys(values, ()), chains)
+        for name, values in tensors.items()
+    }
+    groups["params"] = {
+        name: _labelled(name, value[None], ("chain",))
+        for name, value in global_parameters(fitted).items()
+    }
+    groups["history"] = {
+        name: _labelled(name, v[None], ("chain", "round")) for name, v in fitted.history.items()
+    }
+    return {
+        name: _dataset(arrays, {}, fitted, attrs, owners=False)
+        for name, arrays in groups.items()
+        if arrays
+    }
+
+
+def _by_chain(values: Mapping[str, Tensor], inner: Mapping[str, Dims], chains: int) -> Arrays:
+    """Split draws ``(S, *)``, of one chain after the other in turn, and name their dimensions."""
+    return {
+        name: _labelled(
+            name, value.unflatten(0, (-1, chains)).transpose(0, 1), ("chain", "draw", *inner[name])
+        )
+        for name, value in values.items()
+    }
 
 
 def _public(draws: Mapping[str, Tensor]) -> dict[str, Tensor]:

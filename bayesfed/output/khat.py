@@ -6,6 +6,7 @@ import math
 
 from torch import Tensor
 
+from bayesfed.data.absent import are_absent
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.log_densities import elbo
 
@@ -32,8 +33,10 @@ UNCORRECTABLE = (
 def log_weights(fitted: Fitted) -> Tensor | None:
     """Return log p(D, θ_s, w_s) − log q(θ_s, w_s) of draws from q, ``(S,)``.
 
-    None if q has no density, under privacy, or if the data are too large.
+    None if q has no density, under privacy, or if the data are too large or not here.
     """
+    if are_absent(fitted.federation.fields):
+        return None
     draws = min(DRAWS, affordable_draws(fitted, fitted.federation.sufficient.rows))
     if not has_density(fitted) or draws < FEWEST:
         return None

@@ -16,6 +16,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
+from bayesfed.data.absent import RowsAbsent, are_absent
 from bayesfed.elbo import handlers
 from bayesfed.output import khat
 from bayesfed.output.correction import log_weights_around
@@ -149,6 +150,8 @@ def estimate_log_evidence(fitted: Fitted, log_weights: Tensor | None) -> LogEvid
         )
     if fitted.correction is not None:
         log_weights = correction_weights(fitted)
+    if log_weights is None and are_absent(fitted.federation.fields):
+        raise RowsAbsent
     if log_weights is None:
         raise ValueError(
             f"log_evidence needs importance weights, which this fit by {fitted.algorithm} has not: θ has no density "

@@ -32,7 +32,8 @@ def loo(idata: az.InferenceData | xr.DataTree, var_name: str | None = None) -> a
         var_name: name of the observed site, if there are several.
 
     Raises:
-        ValueError: the draws have no density q, as with point estimates, particles and private runs.
+        ValueError: the draws have no density q, as with point estimates, particles and private runs; or there are no
+            log likelihoods.
 
     Warns:
         UserWarning: Pareto k is above ArviZ's ``good_k`` for some rows; it names the clients with most of them. If it
@@ -45,6 +46,11 @@ def loo(idata: az.InferenceData | xr.DataTree, var_name: str | None = None) -> a
         >>> round(bf.loo(posterior.to_arviz()).n_data_points)
         220
     """
+    if "log_likelihood" not in idata:
+        raise ValueError(
+            "leave-one-out needs the log likelihoods of rows: use posterior.to_arviz() of a posterior that was loaded "
+            "with its rows, bf.Posterior.load(path, model, federation)"
+        )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Estimated shape parameter")  # names no client
         found = _elpd(idata, var_name)

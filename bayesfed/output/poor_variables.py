@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
+from bayesfed.data.absent import are_absent
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.elbo import run
 from bayesfed.elbo.moments import unconstrained
@@ -129,7 +130,8 @@ def check_clients(fitted: Fitted) -> ClientCheck:
         >>> check_clients(bf.fit(models.eight_schools, datasets.eight_schools())).poor
         {}
     """
-    if not _has_real_locals(fitted.program) or fitted.epsilon is not None:
+    unknown = fitted.epsilon is not None or are_absent(fitted.federation.fields)
+    if not _has_real_locals(fitted.program) or unknown:
         return ClientCheck({}, frozenset())
     fitted = fitted.sufficient
     if not (names := _affordable(fitted)):

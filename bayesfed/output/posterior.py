@@ -28,6 +28,7 @@ from bayesfed.report.facts import EffectTable
 
 if TYPE_CHECKING:
     import arviz as az
+    import pandas as pd
     import xarray as xr
 
 
@@ -251,17 +252,11 @@ class Posterior(Fitted):
             the observations plate.
 
         Example:
-            >>> import bayesfed as bf, pyro, pyro.distributions as dist
-            >>> def model(federation):
-            ...     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
-            ...     with federation.clients():
-            ...         a = pyro.sample("a", dist.Normal(mu, 1.0))
-            ...         pyro.deterministic("effect", a - mu)
-            ...         with federation.observations() as obs:
-            ...             pyro.sample("y", dist.Normal(a, 1.0), obs=obs.get("y"))
-            >>> data = bf.Federation.from_arrays({"a": {"y": [1.0, 3.0]}, "b": {"y": [2.0]}})
-            >>> bf.fit(model, data, rounds=2).derived(num_samples=100)["effect"].shape
-            torch.Size([100, 2])
+            >>> import bayesfed as bf, pandas as pd
+            >>> rows = pd.DataFrame({"site": ["a", "a", "b"], "x": [0.0, 1.0, 2.0], "y": [1.0, 3.0, 2.0]})
+            >>> model = bf.formula("y ~ x + (1 | site)", rows)
+            >>> bf.fit(model, model.federation, rounds=2).derived(num_samples=100)["x"].shape
+            torch.Size([100])
         """
         return predictions.derived(self, self._rows(federation), num_samples, seed)
 
@@ -359,6 +354,12 @@ class Posterior(Fitted):
 
         return to_arviz(self, num_samples, seed=seed, khat=self.khat, caveat=self.caveat)
 
+    def to_frame(self, num_samples: int = 4000, *, seed: int = 0) -> pd.DataFrame:
+        """Return draws as a table that R's posterior reads; see :func:`bayesfed.output.table.draws_table`."""
+        from bayesfed.output.table import draws_table
+
+        return draws_table(self, num_samples, seed=seed)
+
     def report(
         self,
         path: str | Path,
@@ -382,7 +383,7 @@ class Posterior(Fitted):
         cls,
         path: str | Path,
         model: Model,
-        federation: Federation,
+        federation: Federation | None = None,
         *,
         guide: Callable[[Any], Any] | None = None,
         other_rows: bool = False,

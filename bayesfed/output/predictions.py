@@ -7,6 +7,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
+from bayesfed.data.absent import are_absent
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import noise
 from bayesfed.output import dependent_rows
@@ -19,6 +20,7 @@ from bayesfed.output.draws import (
     weighted_draws,
 )
 from bayesfed.output.fitted import Fitted
+from bayesfed.output.without_rows import derive_globals, sample_globals
 from bayesfed.vmap.mixtures import ClientMixture
 
 
@@ -26,6 +28,8 @@ def sample(
     fitted: Fitted, num_samples: int, seed: int, *, centre: bool = False
 ) -> dict[str, Tensor]:
     """Draw every latent site, see :meth:`bayesfed.Posterior.sample`."""
+    if are_absent(fitted.federation.fields):
+        return sample_globals(fitted, num_samples, seed, centre=centre)
     parts: dict[str, list[Tensor]] = {}
     for _, draws in equal_draws(fitted, num_samples, seed, centre=centre):
         for name, value in draws.values.items():
@@ -87,6 +91,9 @@ def derived(
     fitted: Fitted, federation: Federation, num_samples: int, seed: int
 ) -> dict[str, Tensor]:
     """Compute the model's ``pyro.deterministic`` sites, see :meth:`bayesfed.Posterior.derived`."""
+    if are_absent(federation.fields):
+        drawn = sample_globals(fitted, num_samples, seed, centre=False)
+        return derive_globals(fitted, drawn, num_samples)
     few = fitted.select(federation.names)
     parts: dict[str, list[Tensor]] = {name: [] for name in fitted.program.derived}
     read = (federation,) if _derives_from_rows(few, federation) else ()

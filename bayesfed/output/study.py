@@ -17,6 +17,7 @@ import xarray as xr
 from torch import Tensor
 
 from bayesfed.algorithms.registry import settings_of
+from bayesfed.data.absent import are_absent
 from bayesfed.data.fingerprint import data_fingerprint
 from bayesfed.elbo.sites import InspectedModel
 from bayesfed.engine.files import atomically
@@ -72,6 +73,7 @@ def write_report(
     """
     rows, model = fitted.federation.rows, fitted.program.model
     draws = min(num_samples, max(FEWEST, LARGEST // rows))
+    absent = are_absent(fitted.federation.fields)
     groups = data_groups(fitted, draws, khat=khat, caveat=caveat)
     program = source_of(model)
     study = make_study(
@@ -82,10 +84,10 @@ def write_report(
         program=program,
         settings=json.dumps(settings_of(fitted.algorithm), indent=2),
         clients=len(fitted.federation),
-        rows=rows,
+        rows=fitted.program.rows if absent else rows,
         effects=[Effect(e.estimand, f"Level: {e.level}", e.to_frame()) for e in effects],
         left_out=_left_out(fitted),
-        hashes=hashes(program, data_fingerprint(fitted.federation)),
+        hashes=hashes(program, None if absent else data_fingerprint(fitted.federation)),
         software={name: version(name) for name in ("bayesfed", "pyro-ppl", "torch")}
         | {"Python": platform.python_version()},
     )
@@ -95,6 +97,8 @@ def write_report(
 def _left_out(fitted: Fitted) -> Effect | None:
     """Return the table of clients that are left out in turn; None of many clients, or if it cannot be computed."""
     clients, rows = len(fitted.federation), fitted.federation.rows
+    if are_absent(fitted.federation.fields):
+        return None
     everyone = clients == fitted.program.clients
     weighted = fitted.correction is not None or (has_density(fitted) and everyone)
     if not weighted or not 1 < clients <= CLIENTS or rows > ROWS:

@@ -244,6 +244,10 @@ def test_workers_and_a_server_as_processes(folder):
     attrs = az.from_netcdf(folder / "result" / "globals.nc")["posterior"].attrs
     assert attrs["algorithm"] == "SFVI" and attrs["rounds"] == 4 and "too few" in attrs["caveat"]
     assert len(list(folder.glob("*/runs/*/posterior.safetensors"))) == 3
+    stored = folder / "result" / "posterior.safetensors"
+    again = bf.Posterior.load(stored, models.varying_intercept)
+    drawn = az.from_netcdf(folder / "result" / "globals.nc")["posterior"]["mu"].values[0]
+    np.testing.assert_allclose(again.sample(1000)["mu"], drawn, rtol=1e-5)
     logs = [f"--log={folder / name}" for name in ("north", "south")]
     assert main(["report", str(folder / "result"), *logs]) == 0
     report = (folder / "result" / "report.html").read_text(encoding="utf-8")
