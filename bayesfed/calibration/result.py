@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xarray as xr
 
 from bayesfed.calibration import plots, uniformity
 from bayesfed.calibration.uniformity import DRAWS
@@ -18,6 +17,7 @@ from bayesfed.output.fitted import Fitted
 
 if TYPE_CHECKING:
     import pandas as pd
+    import xarray as xr
     from matplotlib.figure import Figure
 
 PROBS = (0.5, 0.8, 0.9, 0.95)
@@ -263,6 +263,8 @@ def replication_table(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
 def to_dataset(values: Mapping[int, Mapping[str, Any]], fitted: Fitted) -> xr.Dataset:
     """Return nested lists by replication and variable as a Dataset, with the names of clients as coordinates."""
+    import xarray as xr  # takes a while to import
+
     program = fitted.program
     dims: dict[str, tuple[str, ...]] = {
         site.name: ("client",) if site.local else () for site in program.latent

@@ -28,7 +28,6 @@ from bayesfed.models.weibull_survival import CensoredWeibull
 from bayesfed.output.client_draws import Draws
 from bayesfed.output.draws import client_chunks, derive, flatten_rows, run_model, theta_support
 from bayesfed.output.fitted import Fitted
-from bayesfed.output.inference_data import find_data
 from bayesfed.output.outcomes import NoSampler
 from bayesfed.output.prior import draw_outcomes, sample_prior
 
@@ -110,6 +109,8 @@ class Simulator:
         Raises:
             ValueError: names the site and the field.
         """
+        from bayesfed.output.inference_data import find_data  # xarray takes a while to import
+
         with noise.seeded(seed), torch.no_grad():
             prior = sample_prior(self.fitted, 1, self.at)
             outcomes = draw_outcomes(self.fitted, prior, 1)
@@ -177,6 +178,8 @@ def make_simulator(
             is not a field cannot be simulated.
         KeyError: ``at`` names no global variable.
     """
+    from bayesfed.output.inference_data import find_data  # xarray takes a while to import
+
     program = build_program(model, federation, algorithm, seed)
     fitted = Fitted(program, federation, program.init, {}, {}, algorithm, seed)
     _check_priors(fitted)
