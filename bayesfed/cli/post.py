@@ -102,8 +102,11 @@ def _go_on(place: Path, post: Post, screen: Console) -> None:
         letter = post.letter
         if not missing and letter is not None and not _is_final(letter.head):
             _advance(post, read_experiment(named), named, _results(place), screen)
+    letter = post.letter
     if missing:
         screen.print(f"answers that have not come: {', '.join(missing)}")
+    elif letter is not None and _is_final(letter.head):
+        screen.print(f"the study is done; its last letter: bayesfed ask {named.name}")
     else:
         screen.print(f"all answers are here; the next letter: bayesfed ask {named.name}")
 
@@ -193,7 +196,7 @@ def count_letters(plan: DeploymentPlan) -> str:
     rounds = (
         "one a round until q(θ) has converged (500 at most)"
         if plan.rounds is None
-        else f"{times * plan.rounds} for {plan.rounds} rounds"
+        else f"{times * plan.rounds} for {plan.rounds} round{'' if plan.rounds == 1 else 's'}"
     )
     after = []
     if plan.algorithm.corrected and not plan.noisy:

@@ -194,9 +194,9 @@ def describe_reply(
     numbers = sum(_count(one) for one in found.values())
     if isinstance(reply, Schema):
         return [
-            f"a description of the data: the institution's name, the names of its {len(reply.clients)} clients, the "
-            f"number of their rows ({reply.rows}), and name, shape and type of {len(reply.fields)} fields "
-            f"({_listed(list(reply.fields))}); no value of a row"
+            f"a description of the data: the institution's name, the names of its clients ({_listed(reply.clients)}; "
+            f"{len(reply.clients)} in all), the number of their rows ({reply.rows}), and name, shape and type of "
+            f"{len(reply.fields)} fields ({_listed(list(reply.fields))}); no value of a row"
         ]
     if isinstance(reply, Digest):
         key = "" if reply.key is None else "; and the public key of secure sums in this run"

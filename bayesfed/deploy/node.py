@@ -8,7 +8,8 @@ process that has been restarted:
     runs/<run>/accepted.safetensors    the clients' states after the last accepted answer
     runs/<run>/answered.safetensors    the states after the last answer, and that answer
     runs/<run>/posterior.safetensors   the result
-    runs/<run>/run.key, record.json    secure sums: the run's key, deleted at the end, and what was masked last
+    runs/<run>/run.key                 secure sums: the run's key, deleted at the end
+    runs/<run>/record.json             what was masked last in a round; record_after.json: after the rounds
     identity.key                       secure sums: the institution's key for all runs
     log.jsonl                          what left the institution, message by message
 
@@ -302,7 +303,7 @@ class Node:
             raise MessageError("a sum is not as secure as was agreed on")
         broadcast = broadcast_digest(message, sent)
         of = sum_id(message.run, message.round, broadcast, message.roster)
-        return own.mask(upload, self._keys(own), of)
+        return own.mask(upload, self._keys(own), of, after=not isinstance(message, Ask))
 
     def _keys(self, own: NodeRun) -> secure.Keys:
         return secure.Keys(self.name, self.identity, own.run_key, self.pinned)

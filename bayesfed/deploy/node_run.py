@@ -41,7 +41,7 @@ from bayesfed.settings import EffectSettings, LeaveOneOutSettings
 BEGIN, FINISH, END = "begin.message", "finish.message", "end.message"
 POSTERIOR = "posterior.safetensors"
 _ACCEPTED, _ANSWERED = "accepted.safetensors", "answered.safetensors"
-_RECORD, _RUN_KEY = "record.json", "run.key"
+_RECORDS, _RUN_KEY = ("record.json", "record_after.json"), "run.key"
 _METADATA = "bayesfed node"
 _VERSION = version("bayesfed")
 
@@ -215,25 +215,34 @@ class NodeRun:
         """Delete the private key of this run."""
         (self.folder / _RUN_KEY).unlink(missing_ok=True)
 
-    def mask(self, upload: Tensors, keys: secure.Keys, sum_id: secure.SumId) -> Tensors:
-        """Return the masked upload of a secure sum, once a record of it is stored."""
-        words = secure.mask(upload, keys, sum_id)
-        self._write(secure.record_masking(self._record(), sum_id, words))
+    def mask(
+        self, upload: Tensors, keys: secure.Keys, sum_id: secure.SumId, *, after: bool
+    ) -> Tensors:
+        """Return the masked upload of a secure sum, once a record of it is stored.
+
+        Rounds may go on after sums that come after them (``after``), so these have a record of their own.
+        """
+        words, name = secure.mask(upload, keys, sum_id), _RECORDS[after]
+        self._write(name, secure.record_masking(self._record(name), sum_id, words))
         return {name: torch.from_numpy(value.view(np.int64)) for name, value in words.items()}
 
     def seal(self, keys: secure.Keys, sum_id: secure.SumId) -> str:
-        """Return the seal of the last masked upload, in hexadecimal, once a record of it is stored."""
-        self._write(secure.record_opening(self._record(), sum_id))
+        """Return the seal of a last masked upload, in hexadecimal, once a record of it is stored."""
+        records = {name: self._record(name) for name in _RECORDS}
+        digest = sum_id.digest().hex()
+        of = [name for name, record in records.items() if record and record.digest == digest]
+        name = of[0] if of else _RECORDS[0]
+        self._write(name, secure.record_opening(records[name], sum_id))
         return secure.seal(keys, sum_id).hex()
 
-    def _record(self) -> secure.Record | None:
-        path = self.folder / _RECORD
+    def _record(self, name: str) -> secure.Record | None:
+        path = self.folder / name
         if not path.exists():
             return None
         return secure.Record(**json.loads(path.read_text(encoding="utf-8")))
 
-    def _write(self, record: secure.Record) -> None:
-        with atomically(self.folder / _RECORD) as file:
+    def _write(self, name: str, record: secure.Record) -> None:
+        with atomically(self.folder / name) as file:
             file.write_text(json.dumps(asdict(record)), encoding="utf-8")
 
 
