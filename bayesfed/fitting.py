@@ -62,7 +62,8 @@ def start(
         algorithm: by default :class:`~bayesfed.SFVI`.
         execution: where and how the clients' work runs.
         resume: the run's file.
-        options: ``rounds``, ``clients_per_round``, ``batch_size``, ``privacy``, ``held_out`` and ``seed``.
+        options: ``rounds``, ``clients_per_round``, ``batch_size``, ``privacy``, ``held_out``, ``seed`` and
+            ``precision``.
 
     Returns:
         The run, for :func:`step` and :func:`finish`.
@@ -252,6 +253,7 @@ def make_posterior(run: Run, local_params: Mapping[str, Tensor]) -> Posterior:
         moving=moving,
         rising=rising,
         converged=run.stopping.converged,
+        precision=plan.precision,
     )
 
 
@@ -280,6 +282,7 @@ def fit(
     resume: str | Path | None = None,
     progress: bool | None = None,
     callbacks: Sequence[Callable[[Round], object]] = (),
+    precision: float | None = None,
 ) -> Posterior:
     """Fit a hierarchical model to clients whose data never meet.
 
@@ -310,6 +313,9 @@ def fit(
             from those of a run that was that long from the start unless the algorithm's ``lr_decay`` is 1.
         progress: show a progress bar; by default on a terminal, and elsewhere a line every ten seconds.
         callbacks: called with a :class:`Round` after each round. If one returns True the fit ends with that round.
+        precision: the largest Monte Carlo standard error of the globals' means, in their posterior standard deviations,
+            such as 0.01. After the rounds, draws of θ are made until it is reached, see
+            :meth:`bayesfed.Posterior.with_precision`. A thousand independent draws have 0.03, the usual goal.
 
     Returns:
         The :class:`~bayesfed.Posterior`.
@@ -347,6 +353,7 @@ def fit(
         seed=seed,
         execution=execution,
         resume=resume,
+        precision=precision,
     )
     group = run.plan.execution.group
     progress = progress if group is None or not group.rank() else False

@@ -59,6 +59,7 @@ class Schedule(Strict):
     clients_per_round: int | float = 1.0
     batch_size: Count | None = None
     seed: int = 0
+    precision: Annotated[float, Field(ge=0.002, lt=1)] | None = None
 
 
 class EffectSettings(Strict):

@@ -27,6 +27,7 @@ class Plan:
         held_out: rows of the same clients that end the run, see :mod:`bayesfed.engine.stopping.held_out`.
         seed: of all streams of noise but those of privacy.
         execution: where and how the clients' work runs.
+        precision: the largest Monte Carlo error of the globals' means, in their standard deviations.
 
     Raises:
         TypeError: the model or the algorithm is something else.
@@ -49,6 +50,7 @@ class Plan:
     held_out: Federation | None = None
     seed: int = 0
     execution: Execution = field(default_factory=Execution)
+    precision: float | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.model):
@@ -65,6 +67,8 @@ class Plan:
             self._check_held_out()
         elif self.rounds is None and self.privacy is not None:
             raise ValueError("rounds: ε depends on the number of rounds, so privacy needs one")
+        if self.precision is not None:
+            self._check_precision()
         if self.noisy and self.algorithm.rule.no_noise:
             raise ValueError(f"{self.algorithm} cannot be private: {self.algorithm.rule.no_noise}")
 
@@ -86,6 +90,17 @@ class Plan:
         if self.execution.group is not None:
             raise ValueError("held_out: a run in several processes needs rounds instead")
 
+    def _check_precision(self) -> None:
+        if not self.algorithm.corrected:
+            raise ValueError(
+                f"precision: {self.algorithm} does not correct draws of θ by importance weights: use SFVI()"
+            )
+        if self.privacy is not None:
+            raise ValueError(
+                "precision: importance weights are computed from the clients' rows without noise, leave out precision "
+                "or privacy"
+            )
+
     @property
     def noisy(self) -> bool:
         """True if noise is added to the sums of the uploads."""
@@ -102,7 +117,7 @@ class Plan:
             "privacy": self.privacy and asdict(self.privacy),
             "held_out": None if self.held_out is None else self.held_out.rows,
             "seed": self.seed,
-        }
+        } | ({} if self.precision is None else {"precision": self.precision})
 
 
 def first_difference(one: Any, other: Any, name: str = "") -> tuple[str, Any, Any] | None:

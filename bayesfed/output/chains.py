@@ -67,17 +67,19 @@ class Chains(NamedTuple):
         rhat: the largest rank-normalised split R-hat of its entries.
         ess: the smallest effective number of draws.
         acceptance: the mean acceptance probability.
+        needed: the effective number of draws that is enough.
     """
 
     z: Tensor
     rhat: float
     ess: float
     acceptance: float
+    needed: float = ENOUGH
 
     @property
     def mixed(self) -> bool:
         """True if the chains agree, and have given enough effective draws."""
-        return self.rhat <= LARGEST_RHAT and self.ess >= ENOUGH
+        return self.rhat <= LARGEST_RHAT and self.ess >= self.needed
 
     def correction(self) -> Correction | None:
         """Return the draws in place of q(θ); None if the chains have not mixed."""
@@ -142,7 +144,7 @@ def sample_chains(fitted: Fitted, seed: int = 0) -> Chains:
     """
     from bayesfed.output.arviz_compat import ess_and_rhat  # ArviZ takes a second to import
 
-    target = _target(fitted)
+    target, needed = _target(fitted), max(ENOUGH, fitted.draws_needed)
     numbers = _chains(fitted) * _size(fitted)
     with noise.seeded(seed), using(Compiler()), threads(numbers):
         start = draw_theta(fitted, _chains(fitted), fitted.key(seed, "chains"))[GLOBAL][:, 0, 0]
@@ -152,13 +154,13 @@ def sample_chains(fitted: Fitted, seed: int = 0) -> Chains:
             target, state = _adapted(target, state, seen)
         drawn: list[Tensor] = []
         acceptances: list[float] = []
-        while state.gradients < 3 * GRADIENTS:
+        while state.gradients < 3 * GRADIENTS * needed / ENOUGH:
             state, seen = _iterate(target, state, BLOCK, adapt=False)
             drawn.append(torch.stack([target.z(one.a) for one in seen], 1))
             acceptances.append(state.acceptance)
             z = torch.cat(drawn, 1)
             ess, rhat = ess_and_rhat(z.cpu().numpy())
-            found = Chains(z, rhat, ess, sum(acceptances) / len(acceptances))
+            found = Chains(z, rhat, ess, sum(acceptances) / len(acceptances), needed)
             if found.mixed:
                 break
     return found
@@ -186,12 +188,15 @@ def with_chains_where_infinite(
 ) -> tuple[Correction | None, bool]:
     """Return a correction of q(θ), by chains where importance weights failed or have no finite variance.
 
-    Chains are tried for fits that stopped by themselves, where they take seconds. Also returns whether what was tried
-    has not failed.
+    Chains are tried for fits that stopped by themselves, where they take seconds; and where the draws are fewer than
+    the fit's precision needs. Also returns whether what was tried has not failed.
     """
     correction, failed = found.correction, found.attempted and not found.reliable
     infinite = correction is not None and (correction.khat or 0.0) > FINITE_VARIANCE
-    if (failed or infinite) and fitted.converged is not None and takes_seconds(fitted):
+    few = correction is None or (correction.ess or 0.0) < fitted.draws_needed
+    asked = fitted.precision is not None and (infinite or few) and can_sample(fitted)
+    by_itself = (failed or infinite) and fitted.converged is not None and takes_seconds(fitted)
+    if asked or by_itself:
         correction = sample_chains(fitted).correction() or correction
     return correction, correction is not None or not failed
 

@@ -115,6 +115,7 @@ def save(fitted: Fitted, path: str | Path, *, globals_only: bool = False) -> Non
         "closely": fitted.laplace,
         "correctable": fitted.correctable,
         "resampled": sorted(fitted.resampled),
+        "precision": fitted.precision,
         "clients": list(fitted.federation.names),
         "whole": {"clients": program.clients, "rows": program.rows},
         "sites": list(program.sites),
@@ -238,6 +239,7 @@ def load(
         correction=correction,
         correctable=metadata.get("correctable", True),
         resampled=frozenset(metadata.get("resampled", ())),
+        precision=metadata.get("precision"),
     )
 
 

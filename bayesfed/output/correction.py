@@ -38,6 +38,7 @@ from bayesfed.output.evidence import COST, has_block
 from bayesfed.output.fitted import Correction, Fitted
 from bayesfed.output.importance import (
     effective_sample_size,
+    least_effective_size,
     pareto_k,
     systematic_resample,
     tail_share,
@@ -57,6 +58,9 @@ FINITE_VARIANCE = 0.5
 """Pareto k above which weights have infinite variance, so that further proposals are used."""
 LEAST, PER_DIMENSION = 50, 5
 """Effective sample sizes, in all and per dimension of θ, below which a mean and a covariance cannot be estimated."""
+ON_REQUEST, FURTHER, SPARE = 10, 3, 1.1
+"""Where the fit has a precision: the factor on the work; the largest number of proposals beyond :data:`PROPOSALS`; the
+factor on their draws."""
 CENTRES = 500
 """Number of centres of the third and later proposals."""
 EVEN = 0.95
@@ -88,7 +92,8 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
 
     There is no correction if the weights are too uneven (Pareto k above :func:`khat.limit` with a heavy tail, or a
     small effective sample size), if q(θ) is no family over one real vector, under privacy, or if the clients' rows are
-    too many.
+    too many. Where the fit has a :attr:`~bayesfed.output.fitted.Fitted.precision`, there are as many draws as it needs,
+    from further proposals, and from a q(θ) that needs no correction too.
 
     Args:
         fitted: q without a correction, of all clients of the fit.
@@ -102,12 +107,13 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
         >>> correct(posterior).correction.theta["global"].shape[1:]
         torch.Size([1, 1, 2])
     """
-    affordable = khat.affordable_draws(fitted, fitted.rows_read) // 2
+    asked = fitted.precision is not None
+    affordable = khat.affordable_draws(fitted, fitted.rows_read) // 2 * (ON_REQUEST if asked else 1)
     draws = min(DRAWS, affordable)
     family = fitted.program.random == (GLOBAL,)
     if not family or not khat.has_density(fitted) or draws < FEWEST:
         return CorrectionResult(reliable=False, attempted=False)
-    if _is_posterior(elbo(fitted, min(draws, khat.DRAWS), 0, log_weights).double()):
+    if not asked and _is_posterior(elbo(fitted, min(draws, khat.DRAWS), 0, log_weights).double()):
         return CorrectionResult(reliable=True)
     key = fitted.key(0, "correction")
     own = draw_theta(fitted, draws, key)[GLOBAL][:, 0, 0]
@@ -115,15 +121,15 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
     learnt = has_block(fitted.program) and fitted.program.learns_locals
     may_use_laplace = draws * COST <= affordable and learnt
     laplace = False
-    proposals = Proposals(find_prior_coordinates(fitted.program, fitted.params, own), draws)
+    proposals = Proposals(find_prior_coordinates(fitted.program, fitted.params, own))
     z, weights = own, own.new_full((draws,), 1 / draws, dtype=torch.float64)
     drawn: list[Tensor] = []
     targets: list[Tensor] = []
-    k, trusted, enough = math.inf, False, False
-    while len(drawn) < PROPOSALS[0] or (len(drawn) < PROPOSALS[1] and not enough):
-        if not proposals.add(
-            z, weights, as_prior=len(drawn) == PRIOR, centres=CENTRES if len(drawn) > 1 else 1
-        ):
+    k, trusted, count = math.inf, False, draws
+    while count:
+        as_prior = len(drawn) == PRIOR or count > draws
+        centres = CENTRES if len(drawn) > 1 else 1
+        if not proposals.add(z, weights, count, as_prior=as_prior, centres=centres):
             return CorrectionResult(reliable=False)
         with noise.seeded(len(drawn)):
             new = proposals.sample().to(own.dtype)
@@ -144,8 +150,17 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
             return CorrectionResult(reliable=False)
         k = pareto_k(log_w)
         trusted = k <= khat.limit(len(log_w)) or tail_share(log_w, k) < TAIL
-        finite_variance = k <= FINITE_VARIANCE
-        enough = trusted and finite_variance and size > ENOUGH
+        fine = trusted and k <= FINITE_VARIANCE
+        if len(drawn) < PROPOSALS[0] or (
+            len(drawn) < PROPOSALS[1] and not (fine and size > ENOUGH)
+        ):
+            continue
+        count = 0
+        if asked:
+            size = min(size, least_effective_size(weights, z))
+        if size < fitted.draws_needed and fine and len(drawn) < PROPOSALS[1] + FURTHER:
+            wanted = len(z) * (SPARE * fitted.draws_needed / size - 1)
+            count = min(math.ceil(wanted), affordable)
     if not trusted:
         return CorrectionResult(reliable=False)
     theta = z[systematic_resample(weights, len(z))][:, None, None]
@@ -169,9 +184,9 @@ def log_weights_around(fitted: Fitted, log_weights: SumLogWeights = sum_log_weig
     """
     assert fitted.correction is not None
     program, z = fitted.program, fitted.correction.theta[GLOBAL][:, 0, 0]
-    proposals = Proposals(find_prior_coordinates(program, fitted.params, z), DRAWS)
+    proposals = Proposals(find_prior_coordinates(program, fitted.params, z))
     equal = z.new_full((len(z),), 1 / len(z), dtype=torch.float64)
-    if not proposals.add(z, equal, as_prior=False, centres=CENTRES):
+    if not proposals.add(z, equal, DRAWS, as_prior=False, centres=CENTRES):
         raise ValueError("the draws of θ have a singular covariance: there is no proposal for them")
     with noise.seeded(0):
         new = proposals.sample().to(z.dtype)

@@ -93,6 +93,7 @@ class Fitted:
         correctable: False if importance weights were too uneven to correct q(θ) by.
         resampled: the clients whose variables are drawn by importance sampling in place of q(w_i | θ), see
             :mod:`bayesfed.output.poor_variables`.
+        precision: the largest Monte Carlo error of the globals' means that was asked for, in their standard deviations.
     """
 
     program: Program
@@ -110,6 +111,30 @@ class Fitted:
     correction: Correction | None = None
     correctable: bool = True
     resampled: frozenset[str] = frozenset()
+    precision: float | None = None
+
+    @property
+    def draws_needed(self) -> float:
+        """The effective number of draws of θ that :attr:`precision` needs; 0 where none is given."""
+        return 0.0 if self.precision is None else self.precision**-2
+
+    @property
+    def monte_carlo_error(self) -> float | None:
+        """The largest Monte Carlo error of the means of the globals over all draws that the fit has.
+
+        In posterior standard deviations. None without a correction: draws from q(θ) are as many as are asked for.
+        """
+        if self.correction is None or self.correction.ess is None:
+            return None
+        return self.correction.ess**-0.5
+
+    def check_is_of_all(self, remedy: str) -> None:
+        """Raise a ValueError with a remedy if this is not the posterior of all clients of the fit."""
+        if len(self.federation) != self.program.clients:
+            raise ValueError(
+                f"this is the posterior of {len(self.federation):,} of the fit's {self.program.clients:,} clients: "
+                f"{remedy}"
+            )
 
     @property
     def title(self) -> str:

@@ -17,6 +17,31 @@ def effective_sample_size(weights: Tensor) -> float:
     return float(weights.sum().square() / weights.square().sum())
 
 
+def least_effective_size(weights: Tensor, z: Tensor) -> float:
+    """Return the smallest number of independent draws whose mean would be as exact as the weighted mean of an entry.
+
+    It is the variance of an entry over the squared error of its mean, Σ w² (z − m)² of weights that sum to 1 (Owen
+    2013, *Monte Carlo theory, methods and examples*, equation 9.8).
+
+    Args:
+        weights: ``(S,)``.
+        z: draws ``(S, D)``.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed.output.importance import least_effective_size
+        >>> z = torch.tensor([[-1.0, 0.0], [1.0, 0.0], [0.0, 3.0], [0.0, -3.0]])
+        >>> round(least_effective_size(torch.ones(4), z), 2)
+        4.0
+        >>> round(least_effective_size(torch.tensor([3.0, 3.0, 1.0, 1.0]), z), 2)
+        2.67
+    """
+    shares = (weights / weights.sum()).double()
+    squares = (z.double() - shares @ z.double()).square()
+    sizes = (shares @ squares) / (shares.square() @ squares)
+    return float(sizes.min())
+
+
 def truncate_weights(log_weights: Tensor) -> Tensor:
     """Turn log weights ``(S,)`` into weights that sum to 1, truncated at √S times their mean; NaN counts as weight 0.
 

@@ -143,11 +143,7 @@ def estimate_log_evidence(fitted: Fitted, log_weights: Tensor | None) -> LogEvid
         ValueError: the posterior is one of some of the clients, or its draws have no importance weights.
     """
     program = fitted.program
-    if len(fitted.federation) != program.clients:
-        raise ValueError(
-            f"log_evidence is of all {program.clients} clients of the fit, this is the posterior of "
-            f"{len(fitted.federation)}: use that of the fit"
-        )
+    fitted.check_is_of_all("log_evidence is of all, use the posterior of the fit")
     if fitted.correction is not None:
         log_weights = correction_weights(fitted)
     if log_weights is None and are_absent(fitted.federation.fields):

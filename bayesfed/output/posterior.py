@@ -23,6 +23,8 @@ from bayesfed.output.log_densities import elbo
 from bayesfed.output.log_evidence import LogEvidence, estimate_log_evidence
 from bayesfed.output.personalize import personalize_new
 from bayesfed.output.poor_variables import ClientCheck, Distance
+from bayesfed.output.precision import caveat as precision_caveat
+from bayesfed.output.precision import checked_precision
 from bayesfed.output.without import leave_out
 from bayesfed.report.facts import EffectTable
 
@@ -102,7 +104,8 @@ class Posterior(Fitted):
         draws = khat.draws_of(self, self._log_weights)
         far = khat.caveat(self.khat, draws) or ("" if self.correctable else khat.UNCORRECTABLE)
         far += remedy(self) if far else ""
-        return moving or far or poor_variables.caveat(self.poor_globals, self.poor_clients)
+        poor = poor_variables.caveat(self.poor_globals, self.poor_clients)
+        return moving or far or precision_caveat(self) or poor
 
     def __repr__(self) -> str:
         return self.title + (self.caveat and f"\n{self.caveat}")
@@ -118,11 +121,7 @@ class Posterior(Fitted):
         Raises:
             ValueError: this is not the posterior of all clients of the fit, whose rows determine the weights.
         """
-        if len(self.federation) != self.program.clients:
-            raise ValueError(
-                f"this is the posterior of {len(self.federation)} clients, the fit had {self.program.clients}: correct "
-                "the posterior of the fit, then select or personalize"
-            )
+        self.check_is_of_all("correct the posterior of the fit, then select or personalize")
         return self._plain.with_correction(correct(self._plain))
 
     def with_correction(self, found: CorrectionResult) -> Posterior:
@@ -150,31 +149,29 @@ class Posterior(Fitted):
         correction = correction_by_chains(self._plain, seed)
         return replace(self._plain, correction=correction).with_clients_resampled()
 
-    def without(self, *clients: str) -> Posterior:
-        """Return the posterior that the fit would have had without some of the clients.
+    def with_precision(self, precision: float) -> Posterior:
+        """Return the posterior with enough draws of θ for a Monte Carlo error of the globals' means.
 
-        Their factors p(D_i | θ) are divided out, by importance weights of the draws of θ; where these are too uneven, θ
-        is drawn again given the other clients' rows, with new proposals or chains. :attr:`khat` of the result (of
-        chains ``correction.rhat``) and ``correction.ess``, the effective number of draws, say how exact it is.
-        Constants that a formula or the user has computed from all rows, and the estimates of ``pyro.param``, stay as
-        they are.
+        By more importance sampling, then by chains; :attr:`caveat` says if it is not reached. Give :meth:`sample` and
+        :meth:`to_arviz` a ``num_samples`` of at least 1 / precision²: they draw from these.
 
         Args:
-            *clients: their names.
+            precision: the largest :attr:`monte_carlo_error`, from 0.002 to 1 posterior standard deviations.
 
         Raises:
-            KeyError: a client took no part in the fit.
-            ValueError: this is not the posterior of all clients; the fit has no importance weights; the posterior is
-                too far from that of all clients.
+            ValueError: it is out of range; this is not the posterior of all clients of the fit, or it was private.
 
         Example:
             >>> import bayesfed as bf
             >>> from bayesfed import datasets, models
-            >>> posterior = bf.fit(models.eight_schools, datasets.eight_schools())
-            >>> others = posterior.without("A")
-            >>> others.khat < 0.7, bool(others.sample()["mu"].mean() < posterior.sample()["mu"].mean())
-            (True, True)
+            >>> posterior = bf.fit(models.eight_schools, datasets.eight_schools()).with_precision(0.01)
+            >>> posterior.monte_carlo_error <= 0.01
+            True
         """
+        return replace(self, precision=checked_precision(self, precision)).corrected()
+
+    def without(self, *clients: str) -> Posterior:
+        """Return the posterior without some of the clients; see :func:`bayesfed.output.without.leave_out`."""
         return leave_out(self, clients).with_clients_resampled()
 
     def with_clients_resampled(self) -> Posterior:

@@ -15,6 +15,8 @@ from bayesfed.output.importance import effective_sample_size, systematic_resampl
 from bayesfed.output.prior_coordinates import PriorCoordinates
 from bayesfed.output.student import FREEDOM, PER_SD, student_log_density
 
+_AT_ONCE = 10_000
+"""Draws whose densities are computed at once."""
 WIDER = 1.1
 """The factor by which the t distributions are wider than the draws."""
 
@@ -56,9 +58,11 @@ class StudentMixture:
             torch.linalg.solve_triangular(self.root, x.mT, upper=False).mT
             for x in (z, self.centres)
         )
-        far = torch.cdist(white, centres).square()
-        each = student_log_density(far, self.root.shape[0])
-        return each.logsumexp(1) - math.log(len(centres)) - self.root.diagonal().log().sum()
+        found = [
+            student_log_density(torch.cdist(few, centres).square(), self.root.shape[0]).logsumexp(1)
+            for few in white.split(_AT_ONCE)
+        ]
+        return torch.cat(found) - math.log(len(centres)) - self.root.diagonal().log().sum()
 
 
 def fit_proposal(z: Tensor, weights: Tensor, centres: int) -> StudentMixture | None:
@@ -111,19 +115,19 @@ class Proposals:
 
     Args:
         prior: other coordinates, in which half of the draws are made.
-        draws: number of draws from each proposal.
     """
 
-    def __init__(self, prior: PriorCoordinates | None, draws: int) -> None:
-        self.prior, self.draws = prior, draws
+    def __init__(self, prior: PriorCoordinates | None) -> None:
+        self.prior = prior
         self.proposals: list[list[Part]] = []
 
-    def add(self, z: Tensor, weights: Tensor, *, as_prior: bool, centres: int) -> bool:
+    def add(self, z: Tensor, weights: Tensor, draws: int, *, as_prior: bool, centres: int) -> bool:
         """Add a proposal.
 
         Args:
             z: draws ``(S, D)``, to which it is fitted.
             weights: their weights ``(S,)``.
+            draws: the number of draws that it is to give.
             as_prior: half of its draws come from a distribution as wide as the prior instead.
             centres: number of components.
 
@@ -135,7 +139,7 @@ class Proposals:
             found.append((fit_proposal(x, weights, centres), system))
             if as_prior:
                 found.append((prior_proposal(x), system))
-        ends = [self.draws * i // len(found) for i in range(len(found) + 1)]
+        ends = [draws * i // len(found) for i in range(len(found) + 1)]
         counts = [end - start for start, end in pairwise(ends)]
         parts = [
             Part(mixture, system, count)
@@ -146,7 +150,7 @@ class Proposals:
         return len(parts) == len(found)
 
     def sample(self) -> Tensor:
-        """Draw z ``(draws, D)`` from the last proposal, by torch's random number generator."""
+        """Draw z, ``(draws, D)``, from the last proposal, by torch's random number generator."""
         drawn = []
         for mixture, system, count in self.proposals[-1]:
             x = mixture.sample(count)
@@ -154,12 +158,12 @@ class Proposals:
         return torch.cat(drawn)
 
     def log_prob(self, z: Tensor) -> Tensor:
-        """Compute the log density of the mean of all proposals at ``(S, D)``: ``(S,)``."""
-        systems = self._coordinates(z)
-        total = self.draws * len(self.proposals)
+        """Compute the log density of all proposals' draws together at ``(S, D)``: ``(S,)``."""
+        systems, parts = self._coordinates(z), [*chain.from_iterable(self.proposals)]
+        total = sum(part.draws for part in parts)
         each = [
             mixture.log_prob(systems[system][0]) + systems[system][1] + math.log(count / total)
-            for mixture, system, count in chain.from_iterable(self.proposals)
+            for mixture, system, count in parts
         ]
         return torch.stack(each).logsumexp(0)
 

@@ -40,7 +40,30 @@ F = TypeVar("F", bound=Fitted)
 @torch.no_grad()
 @on_cpu()
 def leave_out(fitted: F, clients: Sequence[str]) -> F:
-    """Return the posterior of all other clients, see :meth:`bayesfed.Posterior.without`."""
+    """Return the posterior that the fit would have had without some of the clients.
+
+    Their factors p(D_i | θ) are divided out, by importance weights of the draws of θ; where these are too uneven, θ is
+    drawn again given the other clients' rows, with new proposals or chains. ``khat`` of the result (of chains
+    ``correction.rhat``) and ``correction.ess``, the effective number of draws, say how exact it is. Constants that a
+    formula or the user has computed from all rows, and the estimates of ``pyro.param``, stay as they are.
+
+    Args:
+        fitted: a posterior of all clients of the fit.
+        clients: names of those to leave out.
+
+    Raises:
+        KeyError: a client took no part in the fit.
+        ValueError: this is not the posterior of all clients; the fit has no importance weights; the posterior is too
+            far from that of all clients.
+
+    Example:
+        >>> import bayesfed as bf
+        >>> from bayesfed import datasets, models
+        >>> posterior = bf.fit(models.eight_schools, datasets.eight_schools())
+        >>> others = posterior.without("A")
+        >>> others.khat < 0.7, bool(others.sample()["mu"].mean() < posterior.sample()["mu"].mean())
+        (True, True)
+    """
     check_all_clients(fitted)
     check_weights(fitted)
     fitted.check_known(clients)
@@ -99,11 +122,7 @@ def check_weights(fitted: Fitted) -> None:
 
 def check_all_clients(fitted: Fitted) -> None:
     """Raise a ValueError if this is the posterior of some of the fit's clients."""
-    if len(fitted.federation) != fitted.program.clients:
-        raise ValueError(
-            f"this is the posterior of {len(fitted.federation)} of the fit's {fitted.program.clients} clients: leave "
-            "clients out of the posterior of all"
-        )
+    fitted.check_is_of_all("leave clients out of the posterior of all")
 
 
 def draw_weighted(fitted: Fitted, count: int, seed: int) -> tuple[Params, Tensor | None]:

@@ -38,6 +38,15 @@ def test_options_that_are_refused(kind, options, message):
         kind(models.eight_schools, **options)
 
 
+def test_a_precision_needs_weights():
+    with pytest.raises(ValueError, match="precision: FedAvg does not correct draws"):
+        Plan(models.eight_schools, bf.FedAvg(), precision=0.01)
+    with pytest.raises(ValueError, match="leave out precision or privacy"):
+        Plan(models.eight_schools, rounds=2, precision=0.01, privacy=bf.Privacy(clip=1.0))
+    assert "precision" not in Plan(models.eight_schools).description
+    assert Plan(models.eight_schools, precision=0.01).description["precision"] == 0.01
+
+
 def test_held_out_rows_between_machines_are_refused():
     with pytest.raises(ValueError, match="held_out: between machines give rounds"):
         DeploymentPlan(models.eight_schools, held_out=SCHOOLS)

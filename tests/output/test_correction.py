@@ -186,7 +186,7 @@ def test_new_clients_and_selected_clients_have_the_same_draws_of_the_globals():
     for other in (posterior.personalize(newcomer), posterior.select(["C"])):
         assert torch.equal(other.sample(30)["tau"], posterior.sample(30)["tau"])
         with pytest.raises(
-            ValueError, match="1 clients, the fit had 7: correct the posterior of the"
+            ValueError, match="1 of the fit's 7 clients: correct the posterior of the"
         ):
             other.corrected()
 
