@@ -155,9 +155,7 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
             len(drawn) < PROPOSALS[1] and not (fine and size > ENOUGH)
         ):
             continue
-        count = 0
-        if asked:
-            size = min(size, least_effective_size(weights, z))
+        count, size = 0, min(size, least_effective_size(weights, z))
         if size < fitted.draws_needed and fine and len(drawn) < PROPOSALS[1] + FURTHER:
             wanted = len(z) * (SPARE * fitted.draws_needed / size - 1)
             count = min(math.ceil(wanted), affordable)
