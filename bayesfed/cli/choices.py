@@ -17,11 +17,14 @@ from bayesfed.cli.own_code import load_function, load_part
 from bayesfed.data.columns import check_columns
 from bayesfed.data.federation import Federation, Model
 from bayesfed.data.ingest import Missing
+from bayesfed.deploy.coded import RowsToCode
 from bayesfed.elbo.sites import sites
 from bayesfed.engine.cohort import cohort_size
 from bayesfed.engine.execution import Execution
 from bayesfed.engine.privacy import Privacy
+from bayesfed.formulas.clients import split_by_client
 from bayesfed.formulas.formula import Formula, formula
+from bayesfed.formulas.settings import FormulaSettings
 from bayesfed.formulas.terms import FormulaError
 from bayesfed.settings import CUSTOM, SettingsError, choose, made, nearest
 
@@ -158,6 +161,55 @@ def load_clients(
         return Federation.from_arrow(path, client=client, fields=fields, missing=data.missing)
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise SettingsError(f"data ({path}): {one_line(error)}") from error
+
+
+def formula_settings(config: Experiment) -> FormulaSettings:
+    """Return the formula of an experiment over nodes, whose coding is agreed when the run begins.
+
+    Raises:
+        SettingsError: it cannot be read, or there is no column of the clients.
+    """
+    section, client = config.model, config.data.client
+    if client is None:
+        raise SettingsError(
+            "data.client is missing: for a formula over nodes, the column that names the client of each row, and the "
+            'clients in ( ... | client), as in client = "hospital"'
+        )
+    try:
+        settings = FormulaSettings(str(section.formula), section.family or "gaussian", client)
+        assert settings.terms is not None
+    except FormulaError as error:
+        raise SettingsError(f"model.formula: {error}") from error
+    return settings
+
+
+def load_frames(
+    settings: FormulaSettings,
+    data: DataSection,
+    rows: pd.DataFrame | None,
+    base: Path,
+    alone: str | None = None,
+) -> dict[str, pd.DataFrame]:
+    """Return each client's rows, for a formula; if ``alone`` is given, it is the client of all rows.
+
+    Raises:
+        SettingsError: a column of the formula does not exist or cannot be read, a row has no client, or the data are of
+            another kind; the message names the file.
+    """
+    if rows is None:
+        raise SettingsError("a formula names columns: give data.csv or data.parquet")
+    if data.fields is not None or data.missing != "fail":
+        raise SettingsError(
+            "data.fields and data.missing are for models by name: a formula names its columns"
+        )
+    client = str(data.client)
+    try:
+        rows = rows if alone is None else rows.assign(**{client: alone})
+        frames = split_by_client(rows, client)
+        RowsToCode.read(settings, frames)  # a mistake in the columns comes before the node listens
+        return frames
+    except (ValueError, KeyError, TypeError) as error:
+        raise SettingsError(f"data ({base / data.source}): {one_line(error)}") from error
 
 
 def _load_npz(

@@ -15,7 +15,13 @@ from rich.console import Console
 from torch import Tensor
 
 from bayesfed.cli import report
-from bayesfed.cli.choices import load_clients, named_algorithm, named_model
+from bayesfed.cli.choices import (
+    formula_settings,
+    load_clients,
+    load_frames,
+    named_algorithm,
+    named_model,
+)
 from bayesfed.cli.experiment import (
     DeploymentSection,
     Experiment,
@@ -24,6 +30,7 @@ from bayesfed.cli.experiment import (
     socket_address,
 )
 from bayesfed.cli.predictions import LocalPosteriors
+from bayesfed.data.federation import Federation
 from bayesfed.deploy.global_posterior import GlobalPosterior
 from bayesfed.deploy.institutions import Expected, Patience
 from bayesfed.deploy.node import Node
@@ -32,13 +39,14 @@ from bayesfed.deploy.secure import public_key
 from bayesfed.deploy.server import run_server
 from bayesfed.deploy.sockets import carrier, serve
 from bayesfed.deploy.transport import Carrier
+from bayesfed.effects.rows import formula_of
 from bayesfed.elbo import noise
 from bayesfed.engine.execution import Execution
 from bayesfed.engine.files import lock
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.progress import show_rounds
 from bayesfed.output.inference_data import attributes
-from bayesfed.output.prior import sample_prior
+from bayesfed.output.prior import derived_from_prior, sample_prior
 from bayesfed.output.study import source_of
 from bayesfed.settings import Schedule, SettingsError, made
 
@@ -50,15 +58,17 @@ def make_plan(config: Experiment, base: Path) -> DeploymentPlan:
         SettingsError: an unknown name or setting, or one that a run between machines cannot have.
     """
     schedule, own = config.schedule, config.deployment
-    if config.model.formula is not None:
+    if config.data.hold_out:
         raise SettingsError(
-            "model.formula: between machines give model.name; print(bf.formula(...)) writes the model to put in a file"
+            "data.hold_out: between machines each institution names its own clients, under [data] of its node file"
         )
     if schedule.held_out is not None:
         raise SettingsError("schedule.held_out: between machines give schedule.rounds")
     algorithm = named_algorithm(config, base)
     return DeploymentPlan(
-        model=named_model(config.model, base),
+        model=named_model(config.model, base)
+        if config.model.formula is None
+        else formula_settings(config),
         algorithm=algorithm,
         privacy=None if config.privacy is None else made(Privacy, config.privacy, "privacy"),
         effects=tuple(config.effects),
@@ -83,12 +93,12 @@ def run_node(
     if node.socket is None:
         raise SettingsError("socket is missing: HOST:PORT of this machine, or a path with a slash")
     local = local_posteriors(node, config, rows, here, base)
-    resident, folder = make_node(node, local), local.folder
+    resident, folder, held = make_node(node, local), local.folder, local.held
     console = Console(highlight=False)
 
     def ready(address: str) -> None:
         console.print(
-            f"institution {node.name}: {local.federation!r}\n"
+            f"institution {node.name}: {_described(local.federation)}{', held out: ' * bool(held)}{', '.join(held)}\n"
             f"listening at {address}; {folder / 'log.jsonl'} says what leaves",
             soft_wrap=True,
             markup=False,
@@ -109,7 +119,9 @@ def make_node(node: NodeFile, local: LocalPosteriors) -> Node:
     """
     execution = made(Execution, node.execution, "execution")
     pinned = {name: bytes.fromhex(key) for name, key in node.identities.items()}
-    found = Node(node.name, local.federation, local.plan, local.folder, execution, pinned)
+    found = Node(
+        node.name, local.federation, local.plan, local.folder, execution, pinned, local.held
+    )
     if local.plan.secure and pinned.get(node.name) != (key := public_key(found.identity)):
         raise SettingsError(
             f'identities: secure sums need the keys of all institutions; {node.name} = "{key.hex()}" is this one\'s'
@@ -121,10 +133,17 @@ def local_posteriors(
     node: NodeFile, config: Experiment, rows: pd.DataFrame | None, here: Path, base: Path
 ) -> LocalPosteriors:
     """Return the posteriors that a node has stored; the arguments are those of :func:`run_node`."""
-    plan = make_plan(config, base)  # a mistake in it comes before those in the rows
+    agreed = config.model_copy(update={"data": config.data.model_copy(update={"hold_out": []})})
+    plan = make_plan(agreed, base)  # a mistake in it comes before those in the rows
     alone, data = node.name if node.one_client else None, config.data
+    federation: Federation | dict[str, pd.DataFrame]
+    if plan.formula is None:
+        federation = load_clients(data, rows, here, alone)
+    else:
+        federation = load_frames(plan.formula, data, rows, here, alone)
     return LocalPosteriors(
-        federation=load_clients(data, rows, here, alone),
+        federation=federation,
+        held=data.hold_out,
         plan=plan,
         folder=here / (node.folder or node.name),
         client=str(data.client),
@@ -198,7 +217,7 @@ def run_on(
     draws = draws_dataset(found, config.output.num_samples)
     before = prior_dataset(found, config.output.num_samples)
     folder.write_draws("globals.nc", {"posterior": draws, "prior": before})
-    folder.write("program.py", source_of(plan.model))
+    folder.write("program.py", source_of(found.posterior.program.model))
     found.save(folder.path / "posterior.safetensors")
     folder.write_summary(draws, console, found.caveat)
     folder.write_effects([effect for effect in found.effects if effect is not None], console)
@@ -218,19 +237,38 @@ def make_patience(section: DeploymentSection) -> Patience:
 
 
 def draws_dataset(found: GlobalPosterior, num_samples: int) -> xr.Dataset:
-    """Return draws of the global variables in ArviZ's form."""
-    of = found.posterior
-    return _dataset(found.sample(num_samples), attributes(of, found.khat, found.caveat))
+    """Return draws of the global variables, and of the values that the model derives from them, in ArviZ's form."""
+    values = found.sample(num_samples) | found.derived(num_samples)
+    return _dataset(found, values, attributes(found.posterior, found.khat, found.caveat))
 
 
 def prior_dataset(found: GlobalPosterior, num_samples: int) -> xr.Dataset:
-    """Return draws of the global variables from their prior, in ArviZ's form."""
+    """Return the same variables drawn from their prior, in ArviZ's form."""
+    of = found.posterior
+    one = of.select(of.federation.names[:1])
     with noise.seeded(0):
-        prior = sample_prior(found.posterior, num_samples)
-    return _dataset({site.name: prior[site.name] for site in found.posterior.program.globals}, {})
+        prior = sample_prior(one, num_samples)
+    more = derived_from_prior(one, prior, num_samples)
+    return _dataset(found, {site.name: prior[site.name] for site in of.program.globals} | more, {})
 
 
-def _dataset(values: Mapping[str, Tensor], attrs: Mapping[str, Any]) -> xr.Dataset:
-    draws = {n: v[None].numpy(force=True) for n, v in values.items()}
+def _dataset(
+    found: GlobalPosterior, values: Mapping[str, Tensor], attrs: Mapping[str, Any]
+) -> xr.Dataset:
+    """Return draws as a data set; auxiliary variables, whose names begin with ``_``, are left out."""
+    formula = formula_of(found.posterior.program.model)
+    draws = {n: v[None].numpy(force=True) for n, v in values.items() if not n.startswith("_")}
     dims = {n: [f"{n}_dim_{j}" for j in range(v.ndim - 2)] for n, v in draws.items()}
-    return xr.Dataset({n: (["chain", "draw", *dims[n]], v) for n, v in draws.items()}, attrs=attrs)
+    used = {dim for names in dims.values() for dim in names}
+    coords = {} if formula is None else {n: v for n, v in formula.coords.items() if n in used}
+    data = {n: (["chain", "draw", *dims[n]], v) for n, v in draws.items()}
+    return xr.Dataset(data, coords, attrs)
+
+
+def _described(federation: Federation | Mapping[str, pd.DataFrame]) -> str:
+    """Return an institution's clients in words."""
+    if isinstance(federation, Federation):
+        return repr(federation)
+    rows = sum(map(len, federation.values()))
+    clients = f"{len(federation):,} client{'s' * (len(federation) != 1)}"
+    return f"{clients}, {rows:,} rows, coded when all institutions have agreed how"

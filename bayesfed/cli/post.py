@@ -17,8 +17,8 @@ from bayesfed.cli.errors import RunError
 from bayesfed.cli.experiment import Experiment, NodeFile, read_experiment
 from bayesfed.deploy.answering import decline, draft_answer, public_key_of, sign_answer
 from bayesfed.deploy.letters import Letter, read_letter
+from bayesfed.deploy.masking import load_or_make_key
 from bayesfed.deploy.messages import Ask, MessageError, unpack
-from bayesfed.deploy.node_run import load_or_make_key
 from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.deploy.post import Post, Unanswered, coordinator_public_key, file_name
 from bayesfed.deploy.secure import public_key
@@ -174,6 +174,9 @@ def _say_what_is_next(
     last = unpack(file.messages[-1])[0]
     what = {
         "hello": "asks for descriptions of the data",
+        "describe": "asks for the kinds and levels of the formula's columns",
+        "add": "asks for sums from which the formula's coding follows",
+        "code": "has the formula's coding, on which all have agreed",
         "begin": "begins the run",
         "open": "asks for the seals of secure sums",
         "evaluate": "asks for log densities, which correct q(θ)",
@@ -205,7 +208,8 @@ def count_letters(plan: DeploymentPlan) -> str:
         after.append(f"{2 * len(plan.effects) if plan.secure else 1} for effects")
     if plan.leave_one_out is not None:
         after.append(f"{times} for leave-one-out")
-    parts = ["2 to begin", rounds, *after]
+    coding = [] if plan.formula is None else [f"{2 + times} or more for the formula's coding"]
+    parts = ["2 to begin", *coding, rounds, *after]
     return f"Letters that need an answer, in all: {', '.join(parts)}{each}."
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,10 +13,14 @@ from torch.distributions.constraints import boolean, integer_interval
 
 from bayesfed.cli.errors import one_line
 from bayesfed.cli.local_queries import Answer, Question, read_question
-from bayesfed.data.federation import Federation
-from bayesfed.deploy.node_run import POSTERIOR
+from bayesfed.data.federation import Federation, Model
+from bayesfed.deploy.messages import Begin, unpack_as
+from bayesfed.deploy.node_clients import NodeClients
+from bayesfed.deploy.node_run import BEGIN, POSTERIOR
 from bayesfed.deploy.plan import DeploymentPlan
+from bayesfed.effects.rows import formula_of
 from bayesfed.elbo.handlers import on_cpu
+from bayesfed.formulas.clients import code_with_gaps, split_by_client
 from bayesfed.output.posterior import Posterior
 from bayesfed.settings import SettingsError
 
@@ -29,20 +33,22 @@ class LocalPosteriors:
     """The posteriors of an institution's fits, for its own people.
 
     Attributes:
-        federation: its clients, with the rows of the fit.
+        federation: its clients, with the rows of the fit; of a formula, client's name to rows.
         plan: the model and how it was fitted.
         folder: the node's.
         client: the column with a row's client.
         fields: the columns of each field in a CSV file.
         alone: the client of all rows, if the institution is one client.
+        held: the names of clients that take no part in the rounds.
     """
 
-    federation: Federation
+    federation: Federation | Mapping[str, pd.DataFrame]
     plan: DeploymentPlan
     folder: Path
     client: str
     fields: list[str] | dict[str, str | list[str]] | None
     alone: str | None = None
+    held: Sequence[str] = ()
     _last: tuple[tuple[Path, int], Posterior] | None = field(default=None, init=False)
 
     def handle(self, payload: bytes) -> bytes:
@@ -66,9 +72,8 @@ class LocalPosteriors:
             raise ValueError("there are no rows to predict")
         if self.alone is not None and self.client not in rows.columns:
             rows = rows.assign(**{self.client: self.alone})
-        rows = self._with_outcomes(rows, posterior)
-        own = Federation.from_frame(rows, client=self.client, fields=self.fields, missing="keep")
-        _check_fields(own, self.federation)
+        own = self._clients(rows, posterior)
+        _check_fields(own, posterior.federation)
         order, parts = np.argsort(pd.factorize(rows[self.client])[0], kind="stable"), []
         known = set(posterior.federation.names)
         for new in (False, True):
@@ -86,12 +91,20 @@ class LocalPosteriors:
         text: str = table.to_csv(index=False, float_format="%.6g")
         return text
 
+    def _clients(self, rows: pd.DataFrame, posterior: Posterior) -> Federation:
+        """Return the clients of rows whose outcomes may be missing."""
+        formula = formula_of(posterior.program.model)
+        if formula is not None:
+            return code_with_gaps(formula.coding, split_by_client(rows, self.client))
+        rows = self._with_outcomes(rows, posterior)
+        return Federation.from_frame(rows, client=self.client, fields=self.fields, missing="keep")
+
     def _with_outcomes(self, rows: pd.DataFrame, posterior: Posterior) -> pd.DataFrame:
         """Return the rows with empty columns in place of the outcomes that they lack, since these are predicted."""
         named = self.fields if isinstance(self.fields, dict) else {}
         columns = []
         for site in posterior.program.observed:
-            if site.name in self.federation.fields:
+            if site.name in posterior.federation.fields:
                 found = named.get(site.name, site.name)
                 columns += [found] if isinstance(found, str) else found
         return rows.assign(**{name: np.nan for name in columns if name not in rows})
@@ -115,9 +128,19 @@ class LocalPosteriors:
         key = (path, path.stat().st_mtime_ns)
         if self._last is None or self._last[0] != key:
             guide = getattr(algorithm.globals, "guide", None)
-            found = Posterior.load(path, self.plan.model, self.federation, guide=guide)
+            model, federation = self._model_and_clients(path.parent)
+            found = Posterior.load(path, model, federation, guide=guide)
             self._last = (key, found)
         return self._last[1]
+
+    def _model_and_clients(self, run: Path) -> tuple[Model, Federation]:
+        """Return the model of a run and its clients; those of a formula are coded as was agreed for this run."""
+        clients, agreement = NodeClients.divide(self.plan, self.federation, self.held), None
+        if self.plan.formula is not None:
+            begin, _ = unpack_as((run / BEGIN).read_bytes(), Begin)
+            agreement = begin.agreement
+        model, federation, _ = clients.code(agreement)
+        return model, federation
 
 
 def _check_fields(found: Federation, expected: Federation) -> None:
@@ -161,7 +184,9 @@ def _outcomes(posterior: Posterior, rows: Federation, numbers: np.ndarray) -> pd
 
 def _variables(posterior: Posterior) -> pd.DataFrame:
     """Return summaries of the local variables of every client."""
-    local, draws = [site.name for site in posterior.program.locals], posterior.sample()
+    program, draws = posterior.program, posterior.sample() | posterior.derived()
+    local = [site.name for site in program.locals if not site.name.startswith("_")]
+    local += [name for name, dims in program.derived.items() if dims == ("client",)]
     if not local:
         raise ValueError("the model has no local variables")
     whose = {_CLIENT: np.array(posterior.federation.names)}

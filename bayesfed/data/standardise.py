@@ -80,12 +80,26 @@ def moments(federation: Federation, field: str) -> tuple[Tensor, Tensor]:
         >>> [round(float(value), 4) for value in moments(federation, "x")]
         [3.0, 2.1602]
     """
-    n, raw = federation.lengths.sum(), federation[field].double()
-    # only these sums, one row per client, leave a client
-    sums = raw.new_zeros(len(federation), *raw.shape[1:]).index_add(0, federation.owner, raw)
-    squares = torch.zeros_like(sums).index_add(0, federation.owner, raw.square())
+    n, sums, squares = client_sums(federation, field)
     loc = sums.sum(0) / n
     variance = squares.sum(0) / n - loc.square()
     # below this threshold rounding is no longer negligible; a comparison with NaN is False
     sound = variance > 1e-12 * squares.sum(0) / n
     return loc, variance.where(sound, torch.nan).sqrt()
+
+
+def client_sums(federation: Federation, field: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the number of all clients' rows, and Σ_j x_ij and Σ_j x_ij² of each client, ``(N, *event)``, float64.
+
+    Example:
+        >>> import bayesfed as bf
+        >>> from bayesfed.data.standardise import client_sums
+        >>> federation = bf.Federation.from_arrays({"north": {"x": [1.0, 2.0]}, "south": {"x": [6.0]}})
+        >>> [value.tolist() for value in client_sums(federation, "x")]
+        [3, [3.0, 6.0], [5.0, 36.0]]
+    """
+    raw = federation[field].double()
+    # only these sums, one row per client, leave a client
+    sums = raw.new_zeros(len(federation), *raw.shape[1:]).index_add(0, federation.owner, raw)
+    squares = torch.zeros_like(sums).index_add(0, federation.owner, raw.square())
+    return federation.lengths.sum(), sums, squares

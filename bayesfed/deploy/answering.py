@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesfed.data.federation import Federation
+from bayesfed.deploy.coding_messages import Columns, Totals
 from bayesfed.deploy.letters import (
     Letter,
     LetterAnswer,
@@ -29,6 +31,7 @@ from bayesfed.deploy.letters import (
     read_letter,
     sign_letter,
 )
+from bayesfed.deploy.masking import load_or_make_key
 from bayesfed.deploy.messages import (
     Ask,
     Average,
@@ -48,7 +51,6 @@ from bayesfed.deploy.messages import (
     unpack,
 )
 from bayesfed.deploy.node import Node
-from bayesfed.deploy.node_run import load_or_make_key
 from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.engine.files import atomically
 
@@ -117,7 +119,7 @@ def draft_answer(node: Node, data: bytes, coordinator: str) -> Draft:
         if isinstance(response, Refusal):
             raise MessageError(response.why)
         replies.append(reply)
-        lines += describe_reply(request, parts, response, found, node.federation, node.plan)
+        lines += describe_reply(request, parts, response, found, _rows(node.federation), node.plan)
     _note(folder, head, file.digest)
     return Draft(file, tuple(replies), tuple(lines))
 
@@ -177,7 +179,7 @@ def describe_reply(
     asked: Mapping[str, Mapping[str, Tensor]],
     reply: Request | Response,
     found: Mapping[str, Mapping[str, Tensor]],
-    federation: Federation,
+    rows: Mapping[str, int],
     plan: DeploymentPlan,
 ) -> list[str]:
     """Return what a reply reveals, in lines of text: quantities, counts, and the clients and rows that they are of.
@@ -187,10 +189,10 @@ def describe_reply(
         asked: the tensors of the request.
         reply: the reply.
         found: the tensors of the reply.
-        federation: the institution's clients.
+        rows: the institution's clients, and the number of rows of each.
         plan: the fit on which all have agreed.
     """
-    everyone = _clients(federation, torch.arange(len(federation)))
+    everyone = _clients(rows, torch.arange(len(rows)))
     numbers = sum(_count(one) for one in found.values())
     if isinstance(reply, Schema):
         return [
@@ -205,7 +207,32 @@ def describe_reply(
             f"row{key}"
         ]
     if isinstance(reply, Reply) and isinstance(request, Ask):
-        return _describe_round(request, asked, found, federation, plan)
+        return _describe_round(request, asked, found, rows, plan)
+    if isinstance(reply, Columns):
+        levels = [
+            f"  levels of {name}: {', '.join(map(str, own))}" for name, own in reply.levels.items()
+        ]
+        within = [
+            f"  the largest number of levels of {name} at a client: {count}; no level"
+            for name, count in reply.within.items()
+        ]
+        if reply.key is not None:
+            within.append("  the public key of secure sums in this agreement")
+        return [
+            f"for the formula's coding, of the columns {', '.join(reply.kinds)}: whether they hold numbers or text",
+            *levels,
+            *within,
+            "  without noise; no count of a level and no value of a row",
+        ]
+    if isinstance(reply, Totals):
+        named = found.get("masked", found.get("sums", {}))
+        return [
+            f"for the formula's coding: sums over {everyone}, of",
+            *(f"  {name}: {_numbers(value.shape[-1])}" for name, value in named.items()),
+            "  the number of rows, sums and sums of squares; of the column of a level that is the number of its rows",
+            *_masking(plan, numbers),
+            "  without noise",
+        ]
     if isinstance(reply, LogDensities):
         what = f"at {_draws(asked['theta'])} draws of the global variables: sums over {everyone}"
         return [f"log densities {what}", *_masking(plan, numbers), "  without noise"]
@@ -236,11 +263,11 @@ def _describe_round(
     request: Ask,
     asked: Mapping[str, Mapping[str, Tensor]],
     found: Mapping[str, Mapping[str, Tensor]],
-    federation: Federation,
+    rows: Mapping[str, int],
     plan: DeploymentPlan,
 ) -> list[str]:
     clients = asked["cohort"]["clients"]
-    lines = [f"round {request.round.number + 1}: sums over {_clients(federation, clients)}, of"]
+    lines = [f"round {request.round.number + 1}: sums over {_clients(rows, clients)}, of"]
     if "masked" in found:
         parts = {n.removeprefix("total/"): v[0] for n, v in found["masked"].items()}
         parts.pop("elbo/terms", None)
@@ -272,16 +299,25 @@ def _masking(plan: DeploymentPlan, numbers: int) -> list[str]:
     return [f"  {_numbers(numbers)} in all, which the coordinator can read: no secure sums"]
 
 
-def _clients(federation: Federation, clients: Tensor) -> str:
+def _rows(clients: Federation | Mapping[str, Any]) -> dict[str, int]:
+    """Return the number of rows of each client."""
+    if isinstance(clients, Federation):
+        return dict(zip(clients.names, clients.lengths.tolist(), strict=True))
+    return {name: len(rows) for name, rows in clients.items()}
+
+
+def _clients(rows: Mapping[str, int], clients: Tensor) -> str:
     """Return clients and the number of their rows in words."""
-    rows = int(federation.lengths[clients].sum())
-    names = [federation.names[i] for i in clients.tolist()]
+    everyone = list(rows)
+    names = [everyone[i] for i in clients.tolist()]
+    count = sum(rows[name] for name in names)
     which = f"client {names[0]}" if len(names) == 1 else f"{len(names)} clients ({_listed(names)})"
-    return f"{which} with {rows} {'row' if rows == 1 else 'rows'}"
+    return f"{which} with {count} {'row' if count == 1 else 'rows'}"
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+def _listed(names: Iterable[str]) -> str:
+    first = list(names)
+    return ", ".join(first[:_NAMED]) + (", ..." if len(first) > _NAMED else "")
 
 
 def _numbers(count: int) -> str:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from bayesfed.deploy.combine import Answers, Parts, combine
+from bayesfed.deploy.contents import check_like
 from bayesfed.deploy.institutions import Institution, Institutions, Overdue, run_name
-from bayesfed.deploy.messages import MessageError, Reply, RoundId, Tensors, check_like, unpack_as
+from bayesfed.deploy.messages import MessageError, Reply, RoundId, Tensors, unpack_as
 from bayesfed.deploy.secure_round import masked_form
 from bayesfed.engine.parts import ROWS, flat, nested
 from bayesfed.engine.privacy import NORMS, SHORT

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from bayesfed.effects.result import Effects
+from bayesfed.elbo import noise
 from bayesfed.elbo.program import Params
 from bayesfed.engine.stopping.drift import caveat
 from bayesfed.output import checkpoint, khat
@@ -16,6 +17,7 @@ from bayesfed.output.comparison import Comparison
 from bayesfed.output.draws import draw_globals
 from bayesfed.output.log_evidence import LogEvidence, estimate_log_evidence
 from bayesfed.output.posterior import Posterior
+from bayesfed.output.prior import derived_at, sample_prior
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,18 @@ class GlobalPosterior:
     def sample(self, num_samples: int = 1000, *, seed: int = 0) -> dict[str, Tensor]:
         """Return independent draws of the global variables, ``(S, *event)`` each."""
         return draw_globals(self.posterior, num_samples, seed)
+
+    def derived(self, num_samples: int = 1000, *, seed: int = 0) -> dict[str, Tensor]:
+        """Return the values that the model names by ``pyro.deterministic`` outside the clients plate, ``(S, *)`` each.
+
+        Of a formula they are its coefficients in the data's units. The draws are those of :meth:`sample`.
+        """
+        of = self.posterior
+        one = of.select(of.federation.names[:1])  # made-up rows, of which no such value depends
+        draws = self.sample(num_samples, seed=seed)
+        with noise.seeded(seed):
+            values = sample_prior(one, num_samples, at=draws)
+        return derived_at(one, values, num_samples)
 
     @property
     def khat(self) -> float | None:

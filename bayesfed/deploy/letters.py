@@ -23,7 +23,8 @@ from safetensors.torch import load
 from torch import Tensor
 
 from bayesfed.data.optional import import_optional
-from bayesfed.deploy.messages import Key, MessageError, Name
+from bayesfed.deploy.coding_messages import Key, Name
+from bayesfed.deploy.messages import MessageError
 from bayesfed.engine.files import metadata_text, to_bytes
 from bayesfed.settings import Count, Strict, Times
 

@@ -2,6 +2,9 @@
 
     server → node        node → server
     Hello                Schema          a description of the institution's data
+    Describe             Columns         of a formula: the kinds and levels of its columns
+    Add                  Totals          of a formula: sums that its coding needs, see bayesfed.formulas.agreement
+    Code                 Schema          of a formula: its coding is agreed; the schema has the coded fields
     Begin                Digest          the settings, and the server's first state
     Ask                  Reply           a round, and which earlier answer the server accepted
     Open                 Seal            secure sums: the masked uploads of all institutions have arrived
@@ -13,29 +16,36 @@
     Close                Done            no question follows: the node deletes its key of the run
     any of these         Refusal         the reason for a refusal, in words
 
-A message is checked before any of it is used: pydantic checks its plain data; :func:`check_like` checks the names,
-shapes and types of its tensors.
+A message is checked before any of it is used: pydantic checks its plain data,
+:func:`~bayesfed.deploy.contents.check_like` the names, shapes and types of its tensors.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from hashlib import sha256
 from typing import Annotated, Any, Literal, TypeVar
 
-import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
+from bayesfed.deploy.coding_messages import (
+    Add,
+    AgreedCoding,
+    Code,
+    Columns,
+    Describe,
+    Key,
+    Name,
+    RunMessage,
+    Totals,
+)
+from bayesfed.deploy.coding_messages import RoundId as RoundId
 from bayesfed.engine.files import metadata_text, to_bytes
-from bayesfed.engine.parts import flat, flatten_state, nested, unflatten_state
+from bayesfed.engine.parts import flat, nested
 from bayesfed.settings import Count, Strict, Times
 
-Name = Annotated[str, Field(min_length=1, max_length=200)]
-Key = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Tensors = dict[str, Tensor]
 _METADATA = "bayesfed message"
 
@@ -66,7 +76,7 @@ class Schema(Strict):
         rows: the number of rows of all its clients.
         client_dim: the name of the data's client dimension.
         gaps: true if fields may have missing values.
-        fields: the schema of each field.
+        fields: the schema of each field; empty where a formula has them, before its coding is agreed.
         version: the node's version of bayesfed.
     """
 
@@ -80,12 +90,6 @@ class Schema(Strict):
     version: str
 
 
-class RunMessage(Strict):
-    """A message of the run with this identifier."""
-
-    run: Name
-
-
 class Begin(RunMessage):
     """The run in which a node is to take part.
 
@@ -96,6 +100,7 @@ class Begin(RunMessage):
         clients: N, the number of clients.
         rows: Σ n_i, the number of rows.
         cohort: K, the number of clients in a round.
+        agreement: of a formula, its coding.
     """
 
     kind: Literal["begin"] = "begin"
@@ -103,6 +108,7 @@ class Begin(RunMessage):
     clients: Count
     rows: Count
     cohort: Count
+    agreement: AgreedCoding | None = None
 
 
 class Digest(RunMessage):
@@ -110,22 +116,12 @@ class Digest(RunMessage):
 
     Attributes:
         key: for secure sums, the node's public key of this run, in hexadecimal.
+        coding: of a formula, a digest of its program and its coding.
     """
 
     kind: Literal["digest"] = "digest"
     key: Key | None = None
-
-
-class RoundId(Strict):
-    """The number of a round and of an attempt at it: a node answers the same identifier with the same bytes."""
-
-    number: Times
-    attempt: Times
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """A key that sorts requests by time."""
-        return self.number, self.attempt
+    coding: Key | None = None
 
 
 class Ask(RunMessage):
@@ -274,8 +270,34 @@ class Refusal(Strict):
     why: str
 
 
-Request = Hello | Begin | Ask | Open | Finish | Evaluate | End | Average | LeaveOut | Close
-Response = Schema | Digest | Reply | Seal | LogDensities | Averages | LeftOut | Done | Refusal
+Request = (
+    Hello
+    | Describe
+    | Add
+    | Code
+    | Begin
+    | Ask
+    | Open
+    | Finish
+    | Evaluate
+    | End
+    | Average
+    | LeaveOut
+    | Close
+)
+Response = (
+    Schema
+    | Columns
+    | Totals
+    | Digest
+    | Reply
+    | Seal
+    | LogDensities
+    | Averages
+    | LeftOut
+    | Done
+    | Refusal
+)
 _ANY: TypeAdapter[Request | Response] = TypeAdapter(
     Annotated[Request | Response, Field(discriminator="kind")]
 )
@@ -344,43 +366,3 @@ def summarise(message: Request | Response, parts: Mapping[str, Tensors]) -> dict
     shapes = {name: list(value.shape) for name, value in flat(parts).items()}
     hidden = {"fields", "clients"} if message.kind == "schema" else set()
     return {"message": message.model_dump(exclude=hidden), "tensors": shapes}
-
-
-def check_like(part: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Fail on tensors that do not have the names, shapes and types of the expected ones.
-
-    Raises:
-        MessageError: names the tensor.
-    """
-    for name in [*expected, *found]:
-        if name not in found or name not in expected:
-            lacks = "lacks" if name in expected else "has an unknown"
-            raise MessageError(f"{part} {lacks} {name!r}")
-        one, other = (
-            f"{value.dtype} {tuple(value.shape)}" for value in (found[name], expected[name])
-        )
-        if one != other:
-            raise MessageError(f"{part} {name!r} is {one} in place of {other}")
-
-
-def read_state(found: Mapping[str, Tensor], like: Any) -> Any:
-    """Return tensors by path as a server's state of the same structure as another.
-
-    Raises:
-        MessageError: the tensors do not have the paths, shapes or types of the other state.
-    """
-    check_like("the server's state", found, flatten_state(like))
-    return unflatten_state(found, like)
-
-
-def broadcast_digest(
-    message: Ask | Evaluate | Average | LeaveOut, sent: Mapping[str, Tensor]
-) -> bytes:
-    """Return a digest of what all nodes are asked, 32 bytes: a secure sum needs nodes that were asked the same."""
-    named = {"kind", "run", "rate", "clip", "noisy", "closely", "effect"}
-    common = message.model_dump(include=named)
-    digest = sha256(json.dumps(common, sort_keys=True).encode())
-    for name, value in sorted(sent.items()):
-        digest.update(json.dumps([name, str(value.dtype), list(value.shape)]).encode())
-        digest.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.digest()

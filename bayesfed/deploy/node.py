@@ -7,9 +7,10 @@ process that has been restarted:
     runs/<run>/begin.message           the server's Begin; finish.message its Finish, end.message its End
     runs/<run>/accepted.safetensors    the clients' states after the last accepted answer
     runs/<run>/answered.safetensors    the states after the last answer, and that answer
-    runs/<run>/posterior.safetensors   the result
+    runs/<run>/posterior.safetensors   the result; held_out.safetensors, that of clients who took no part
     runs/<run>/run.key                 secure sums: the run's key, deleted at the end
     runs/<run>/record.json             what was masked last in a round; record_after.json: after the rounds
+    agreements/<run>/                  key and record of the sums of a formula's agreement
     identity.key                       secure sums: the institution's key for all runs
     log.jsonl                          what left the institution, message by message
 
@@ -20,17 +21,22 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bayesfed.checks.program_fingerprint import program_fingerprint
 from bayesfed.data.federation import Federation
 from bayesfed.deploy import secure
+from bayesfed.deploy.coded import coding_digest
+from bayesfed.deploy.coding_messages import Add, Code, Describe
+from bayesfed.deploy.contents import broadcast_digest, check_like, read_state
+from bayesfed.deploy.masking import Masking, load_or_make_key, sum_id
 from bayesfed.deploy.messages import (
     Ask,
     Average,
@@ -52,14 +58,14 @@ from bayesfed.deploy.messages import (
     Reply,
     Seal,
     Tensors,
-    broadcast_digest,
-    check_like,
     pack,
-    read_state,
     summarise,
     unpack,
     unpack_as,
 )
+from bayesfed.deploy.node_agreement import NodeAgreement
+from bayesfed.deploy.node_clients import NodeClients
+from bayesfed.deploy.node_privacy import add_share, check_privacy
 from bayesfed.deploy.node_run import (
     BEGIN,
     END,
@@ -69,9 +75,6 @@ from bayesfed.deploy.node_run import (
     NodeRun,
     copy_states,
     describe,
-    describe_data,
-    load_or_make_key,
-    sum_id,
 )
 from bayesfed.deploy.plan import DeploymentPlan, difference
 from bayesfed.elbo.handlers import on_cpu
@@ -82,10 +85,14 @@ from bayesfed.engine.resume import initialise
 from bayesfed.engine.rounds import Question, answer
 from bayesfed.engine.states import States
 from bayesfed.fitting import start_run
+from bayesfed.formulas.formula import Formula
 from bayesfed.output.checkpoint import Placed
 from bayesfed.output.evidence import has_block
 from bayesfed.output.log_densities import sum_log_weights
 from bayesfed.output.posterior import Posterior
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass
@@ -94,11 +101,12 @@ class Node:
 
     Attributes:
         name: the institution's name.
-        federation: its clients.
+        federation: its clients; of a formula, client's name to rows, which are coded when all have agreed how.
         plan: the fit that it has agreed to.
         folder: where it stores what must not be lost.
         execution: how it runs.
         pinned: for secure sums, the institutions that it will be summed with, and their public keys.
+        held: the names of its clients that take no part in the rounds, and get their local variables after the fit.
 
     Example:
         >>> import tempfile, bayesfed as bf
@@ -115,18 +123,22 @@ class Node:
     """
 
     name: str
-    federation: Federation
+    federation: Federation | Mapping[str, pd.DataFrame]
     plan: DeploymentPlan
     folder: str | Path
     execution: Execution = field(default_factory=Execution)
     pinned: Mapping[str, bytes] = field(default_factory=dict)
+    held: Sequence[str] = ()
     _runs: dict[str, NodeRun] = field(default_factory=dict, init=False)
+    _clients: NodeClients = field(init=False)
 
     def __post_init__(self) -> None:
         self.folder = Path(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self.execution.device is not None:
+        if isinstance(self.federation, Federation) and self.execution.device is not None:
             self.federation = self.federation.to(self.execution.device)
+        self._clients = NodeClients.divide(self.plan, self.federation, self.held)
+        self.federation = self._clients.data
 
     @property
     def identity(self) -> bytes:
@@ -142,8 +154,13 @@ class Node:
     @on_cpu()
     def answer(self, payload: bytes) -> bytes:
         """Return the answer to a message, as bytes; to an invalid one it is a :class:`Refusal`."""
+        folder = partial(self._folder, of="agreements")
+        agreement = NodeAgreement(self.name, self.plan, self._clients, folder, self._keys)
         handlers: dict[type[Any], Callable[[Any, Mapping[str, Tensors], bytes], bytes]] = {
             Hello: self._hello,
+            Describe: lambda message, parts, payload: agreement.describe(message),
+            Add: lambda message, parts, payload: agreement.add(message),
+            Code: lambda message, parts, payload: agreement.code(message),
             Begin: self._begin,
             Ask: self._ask,
             Open: self._open,
@@ -169,7 +186,7 @@ class Node:
         return reply
 
     def _hello(self, message: Hello, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
-        return pack(describe_data(self.name, self.federation))
+        return pack(self._clients.describe(self.name))
 
     def _begin(self, message: Begin, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
         own = self._runs.get(message.run)
@@ -185,14 +202,17 @@ class Node:
                 with atomically(own.folder / BEGIN) as file:
                     file.write_bytes(payload)
                 self._runs[message.run] = own
-        program = program_fingerprint(own.run.program, self.federation, torch.arange(0))
-        key = secure.public_key(own.run_key).hex() if self.plan.secure else None
-        return pack(Digest(run=message.run, key=key), program=program)
+        program = program_fingerprint(own.run.program, own.run.federation, torch.arange(0))
+        key = secure.public_key(own.masking.run_key).hex() if self.plan.secure else None
+        model = own.run.plan.model
+        coding = coding_digest(model) if isinstance(model, Formula) else None
+        return pack(Digest(run=message.run, key=key, coding=coding), program=program)
 
     def _start_run(self, message: Begin, parts: Mapping[str, Tensors]) -> NodeRun:
         """Return the node's part in a run, before its first round."""
-        plan = replace(self.plan, clients_per_round=1.0, execution=self.execution)
-        run = start_run(plan, self.federation)
+        model, federation, held_out = self._clients.code(message.agreement)
+        plan = replace(self.plan, model=model, clients_per_round=1.0, execution=self.execution)
+        run = start_run(plan, federation)
         program = replace(run.program, clients=message.clients, rows=message.rows)
         if isinstance(program.guide, Placed):
             own, coordinates = program.guide.coordinates(), parts.get("start", {})
@@ -201,9 +221,10 @@ class Node:
         run.program, run.cohort_size = program, message.cohort
         form = plan.algorithm.start(program, self.plan.whole(message.clients))
         run.server = read_state(parts.get("state", {}), form)
-        run.clients = States(len(self.federation), device=self.federation.device)
+        run.clients = States(len(run.federation), device=run.federation.device)
         initialise(run)
-        return NodeRun(message, run, form, self._folder(message.run), (None, copy_states(run)))
+        folder, accepted = self._folder(message.run), (None, copy_states(run))
+        return NodeRun(message, run, form, folder, accepted, held_out=held_out)
 
     def _run(self, run: str) -> NodeRun:
         """Return the node's part in a run, which an earlier process may have started."""
@@ -234,7 +255,7 @@ class Node:
             raise MessageError(
                 f"{describe(message.round)} comes after {describe(own.answered.round)}, which was answered"
             )
-        self._check_privacy(message)
+        check_privacy(self.plan, message)
         own.commit(message.accepted)
         done = own.accepted[0]
         if done is not None and message.round.number <= done.number:
@@ -246,50 +267,28 @@ class Node:
             cohort.dtype != torch.int64
             or not len(cohort)
             or not bool((cohort[1:] > cohort[:-1]).all())
-            or not 0 <= int(cohort[0]) <= int(cohort[-1]) < len(self.federation)
+            or not 0 <= int(cohort[0]) <= int(cohort[-1]) < len(run.federation)
         ):
             raise MessageError("a cohort is ascending positions of the institution's clients")
         if own.posterior is not None:
             own.reopen()
-        sent = self._to_device(parts.get("message", {}))
+        sent = self._to_device(own, parts.get("message", {}))
         number, rate, clip = message.round.number, message.rate, message.clip
         found = answer(run, Question(sent, cohort, number, rate, clip, message.noisy, 0.0))
         if number == 0:
             run.compiler.decide(run.stopping.usual - 1)
-        refused = [self.federation.names[i] for i in cohort[~found.sound].tolist()]
+        refused = [run.federation.names[i] for i in cohort[~found.sound].tolist()]
         if refused:
             self.record("not finite", run=message.run, round=number, clients=refused)
         sound = {"clients": found.sound | message.noisy}
         upload = {"total": found.total, "elbo": {"terms": found.sums * (not message.noisy)}}
         if self.plan.secure:
             if message.noisy:
-                upload["total"] = self._add_noise(own, message, found.total)
+                clients = own.begin.clients
+                upload["total"] = add_share(self.plan, message, found.total, clients)
             upload = {"masked": self._mask(own, message, sent, flat(upload))}
         reply = pack(Reply(run=message.run, round=message.round), sound=sound, **upload)
         return own.save_answer(LastAnswer(message.round, asked, reply))
-
-    def _check_privacy(self, message: Ask) -> None:
-        """Fail on a request that is less noisy, or less secure, than was agreed on."""
-        privacy = self.plan.privacy
-        if message.noisy != self.plan.noisy or (message.roster is not None) != self.plan.secure:
-            raise MessageError("a round is not as private as was agreed on")
-        if privacy is None or privacy.clip is None:
-            return
-        if message.clip != float(privacy.first_clip()):
-            raise MessageError(f"the clip is {message.clip}; {privacy.clip} was agreed on")
-
-    def _add_noise(self, own: NodeRun, message: Ask, total: Tensors) -> Tensors:
-        """Return an upload with the node's share of the noise of privacy."""
-        plan, privacy, count = self.plan, self.plan.privacy, len(message.roster or ())
-        assert privacy is not None and plan.honest is not None and plan.rounds is not None
-        if plan.honest > count:
-            raise MessageError(
-                f"{count} institutions are too few: the noise is shared out among {plan.honest}"
-            )
-        clients = own.begin.clients  # the server chooses the cohorts, so they hide nobody
-        multiplier = privacy.multiplier(plan.rounds, clients, clients)
-        number = message.round.number
-        return privacy.add_noise(total, message.clip, multiplier, number, of=plan.honest)
 
     def _mask(
         self,
@@ -303,15 +302,20 @@ class Node:
             raise MessageError("a sum is not as secure as was agreed on")
         broadcast = broadcast_digest(message, sent)
         of = sum_id(message.run, message.round, broadcast, message.roster)
-        return own.mask(upload, self._keys(own), of, after=not isinstance(message, Ask))
+        after = not isinstance(message, Ask)
+        return own.masking.mask(upload, self._keys(own.masking), of, after=after)
 
-    def _keys(self, own: NodeRun) -> secure.Keys:
-        return secure.Keys(self.name, self.identity, own.run_key, self.pinned)
+    def _keys(self, masking: Masking) -> secure.Keys:
+        return secure.Keys(self.name, self.identity, masking.run_key, self.pinned)
 
     def _open(self, message: Open, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
-        own, broadcast = self._run(message.run), bytes.fromhex(message.broadcast)
+        broadcast, folder = (
+            bytes.fromhex(message.broadcast),
+            self._folder(message.run, "agreements"),
+        )
+        masking = Masking(folder) if folder.exists() else self._run(message.run).masking
         of = sum_id(message.run, message.round, broadcast, message.roster)
-        return pack(Seal(run=message.run, seal=own.seal(self._keys(own), of)))
+        return pack(Seal(run=message.run, seal=masking.seal(self._keys(masking), of)))
 
     def _finish(self, message: Finish, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
         own = self._run(message.run)
@@ -333,7 +337,7 @@ class Node:
             raise MessageError("draws of θ come with a key")
         if message.closely and not has_block(posterior.program):
             raise MessageError("these clients' local variables are not a Normal block")
-        theta, key = self._to_device(theta), key.to(self.federation.device)
+        theta, key = self._to_device(own, theta), key.to(own.run.federation.device)
         found = {"terms": sum_log_weights(posterior, theta, count, key, message.closely)}
         if not self.plan.secure:
             return pack(LogDensities(run=message.run), terms=found)
@@ -346,7 +350,7 @@ class Node:
         with atomically(own.folder / END) as file:
             file.write_bytes(payload)
         if not self.plan.asks_after_fit:
-            own.delete_key()
+            own.masking.delete_key()
         return pack(Done(run=message.run))
 
     def _average(self, message: Average, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
@@ -364,7 +368,7 @@ class Node:
         return pack(LeftOut(run=message.run), masked=self._mask(own, message, sent, sums))
 
     def _close(self, message: Close, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
-        self._finished(message.run)[0].delete_key()
+        self._finished(message.run)[0].masking.delete_key()
         return pack(Done(run=message.run))
 
     def _finished(self, run: str) -> tuple[NodeRun, Posterior]:
@@ -373,13 +377,13 @@ class Node:
             raise MessageError("the rounds are not over: finish comes first")
         return own, own.posterior
 
-    def _to_device(self, tensors: Tensors) -> Tensors:
-        return {name: value.to(self.federation.device) for name, value in tensors.items()}
+    def _to_device(self, own: NodeRun, tensors: Tensors) -> Tensors:
+        return {name: value.to(own.run.federation.device) for name, value in tensors.items()}
 
-    def _folder(self, run: str) -> Path:
+    def _folder(self, run: str, of: str = "runs") -> Path:
         if not run.isalnum():
             raise MessageError(f"a run's name has letters and digits only: it is not {run!r}")
-        return Path(self.folder) / "runs" / run
+        return Path(self.folder) / of / run
 
     def record(self, what: str, **data: Any) -> None:
         """Add a line to the institution's log."""

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from bayesfed.data.federation import Federation
-from bayesfed.deploy import secure
+from bayesfed.deploy.contents import check_like, read_state
+from bayesfed.deploy.masking import Masking
 from bayesfed.deploy.messages import (
     Begin,
     End,
-    FieldSchema,
     Finish,
     MessageError,
     RoundId,
-    Schema,
     Tensors,
-    check_like,
-    read_state,
 )
 from bayesfed.deploy.node_elpds import NodeElpds
 from bayesfed.effects.agreed import sums_of_clients
-from bayesfed.engine.files import atomically, read_tensors, write_tensors
+from bayesfed.engine.files import read_tensors, write_tensors
 from bayesfed.engine.parts import flat
 from bayesfed.engine.run import Run
 from bayesfed.fitting import global_params
@@ -39,11 +33,9 @@ from bayesfed.output.posterior import Posterior
 from bayesfed.settings import EffectSettings, LeaveOneOutSettings
 
 BEGIN, FINISH, END = "begin.message", "finish.message", "end.message"
-POSTERIOR = "posterior.safetensors"
+POSTERIOR, HELD_OUT = "posterior.safetensors", "held_out.safetensors"
 _ACCEPTED, _ANSWERED = "accepted.safetensors", "answered.safetensors"
-_RECORDS, _RUN_KEY = ("record.json", "record_after.json"), "run.key"
 _METADATA = "bayesfed node"
-_VERSION = version("bayesfed")
 
 
 class LastAnswer(NamedTuple):
@@ -75,6 +67,7 @@ class NodeRun:
         posterior: the posterior of the clients, after the rounds.
         ended: the posterior has the corrected draws of θ, if any.
         elpds: predictive densities of the clients' rows under it, once they are asked for.
+        held_out: the node's clients that take no part in the rounds, if there are any.
     """
 
     begin: Begin
@@ -86,6 +79,7 @@ class NodeRun:
     posterior: Posterior | None = None
     ended: bool = False
     elpds: NodeElpds | None = None
+    held_out: Federation | None = None
 
     def save_answer(self, answered: LastAnswer) -> bytes:
         """Store an answer beside what was accepted, and return its bytes."""
@@ -134,6 +128,8 @@ class NodeRun:
             posterior = posterior.with_clients_resampled()
         self.posterior, self.ended = posterior, True
         posterior.save(self.folder / POSTERIOR)
+        if self.held_out is not None:
+            posterior.personalize(self.held_out).save(self.folder / HELD_OUT)
 
     def load(self) -> None:
         """Load the clients' states that an earlier process has stored."""
@@ -204,63 +200,10 @@ class NodeRun:
             raise MessageError("the draws of θ are not final: End comes first")
         return self.posterior
 
-    # -- secure sums ------------------------------------------------------------------------------
-
     @property
-    def run_key(self) -> bytes:
-        """The private key of this run."""
-        return load_or_make_key(self.folder / _RUN_KEY)
-
-    def delete_key(self) -> None:
-        """Delete the private key of this run."""
-        (self.folder / _RUN_KEY).unlink(missing_ok=True)
-
-    def mask(
-        self, upload: Tensors, keys: secure.Keys, sum_id: secure.SumId, *, after: bool
-    ) -> Tensors:
-        """Return the masked upload of a secure sum, once a record of it is stored.
-
-        Rounds may go on after sums that come after them (``after``), so these have a record of their own.
-        """
-        words, name = secure.mask(upload, keys, sum_id), _RECORDS[after]
-        self._write(name, secure.record_masking(self._record(name), sum_id, words))
-        return {name: torch.from_numpy(value.view(np.int64)) for name, value in words.items()}
-
-    def seal(self, keys: secure.Keys, sum_id: secure.SumId) -> str:
-        """Return the seal of a last masked upload, in hexadecimal, once a record of it is stored."""
-        records = {name: self._record(name) for name in _RECORDS}
-        digest = sum_id.digest().hex()
-        of = [name for name, record in records.items() if record and record.digest == digest]
-        name = of[0] if of else _RECORDS[0]
-        self._write(name, secure.record_opening(records[name], sum_id))
-        return secure.seal(keys, sum_id).hex()
-
-    def _record(self, name: str) -> secure.Record | None:
-        path = self.folder / name
-        if not path.exists():
-            return None
-        return secure.Record(**json.loads(path.read_text(encoding="utf-8")))
-
-    def _write(self, name: str, record: secure.Record) -> None:
-        with atomically(self.folder / name) as file:
-            file.write_text(json.dumps(asdict(record)), encoding="utf-8")
-
-
-def describe_data(name: str, data: Federation) -> Schema:
-    """Return the description of an institution's data."""
-    fields = {
-        field: FieldSchema(shape=list(v.shape[1:]), dtype=str(v.dtype).removeprefix("torch."))  # type: ignore[arg-type]
-        for field, v in data.fields.items()
-    }
-    return Schema(
-        institution=name,
-        clients=list(data.names),
-        rows=data.rows,
-        client_dim=data.client_dim,
-        gaps=data.gaps,
-        fields=fields,
-        version=_VERSION,
-    )
+    def masking(self) -> Masking:
+        """The key and the record of its secure sums."""
+        return Masking(self.folder)
 
 
 def copy_states(run: Run) -> Tensors:
@@ -276,23 +219,6 @@ def _restore(run: Run, before: Tensors) -> None:
 def _states(run: Run) -> Tensors:
     clients = {f"clients/{name}": value for name, value in flat(run.clients.tensors).items()}
     return clients | {"known": run.client_terms}
-
-
-def load_or_make_key(path: Path, new: Callable[[], bytes] = secure.new_key) -> bytes:
-    """Return the private key in a file, which only its owner can read; make one if there is none."""
-    if not path.exists():
-        with atomically(path) as file:
-            file.touch(mode=0o600)
-            file.write_bytes(new())
-    return path.read_bytes()
-
-
-def sum_id(
-    run: str, round_id: RoundId, broadcast: bytes, roster: Mapping[str, str] | None
-) -> secure.SumId:
-    """Return the identity of a secure sum from the contents of messages."""
-    keys = {name: bytes.fromhex(key) for name, key in (roster or {}).items()}
-    return secure.SumId(run, round_id.number, round_id.attempt, broadcast, keys)
 
 
 def describe(round_id: RoundId | None) -> str:

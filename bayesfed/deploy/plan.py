@@ -10,6 +10,8 @@ from typing import Any
 
 from bayesfed.algorithms.registry import own_files
 from bayesfed.engine.plan import Plan, first_difference
+from bayesfed.formulas.formula import Formula
+from bayesfed.formulas.settings import FormulaSettings
 from bayesfed.rules.rule import Robust
 from bayesfed.settings import EffectSettings, LeaveOneOutSettings
 
@@ -29,8 +31,8 @@ class DeploymentPlan(Plan):
             :mod:`bayesfed.engine.discrete_noise`.
 
     Raises:
-        ValueError: effects or leave-one-out with noise; effects on the scale of a link, or for a new client; noise
-            under secure sums without ``honest``, or ``honest`` without them; a robust rule with secure
+        ValueError: a formula, effects or leave-one-out with noise; effects on the scale of a link, or for a new
+            client; noise under secure sums without ``honest``, or ``honest`` without them; a robust rule with secure
             sums or noise; held-out rows.
     """
 
@@ -47,6 +49,11 @@ class DeploymentPlan(Plan):
             raise ValueError(
                 "honest is the number of institutions whose shares of noise are enough: secure sums with privacy need "
                 "it, nothing else does"
+            )
+        if self.formula is not None and self.noisy:
+            raise ValueError(
+                "model.formula: levels, means and scales are agreed from reports and sums without noise, for which ε "
+                "does not account: leave out the noise, or give model.name, a program whose constants are public"
             )
         if self.effects and self.noisy:
             raise ValueError("effects: their sums have no noise, leave out effects or privacy")
@@ -78,9 +85,19 @@ class DeploymentPlan(Plan):
         return bool(self.effects) or self.leave_one_out is not None
 
     @property
+    def formula(self) -> FormulaSettings | None:
+        """The formula, before its coding is agreed and after; None of other models."""
+        model = self.model
+        if isinstance(model, Formula):
+            return model.settings
+        return model if isinstance(model, FormulaSettings) else None
+
+    @property
     def description(self) -> dict[str, Any]:
         """The plan as plain data: an institution takes part only in a run of the very same description."""
         own: dict[str, Any] = {"secure": self.secure, "honest": self.honest}
+        if self.formula is not None:
+            own["formula"] = self.formula.description
         if self.effects:
             own["effects"] = [one.model_dump() for one in self.effects]
         if self.leave_one_out is not None:

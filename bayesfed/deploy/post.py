@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bayesfed.deploy.coding_messages import Code, RunMessage
 from bayesfed.deploy.letters import (
     Letter,
     LetterAnswer,
@@ -36,6 +37,7 @@ from bayesfed.deploy.letters import (
     read_letter,
     sign_letter,
 )
+from bayesfed.deploy.masking import load_or_make_key
 from bayesfed.deploy.messages import (
     Average,
     Close,
@@ -44,12 +46,10 @@ from bayesfed.deploy.messages import (
     Finish,
     MessageError,
     Refusal,
-    RunMessage,
     Schema,
     pack,
     unpack,
 )
-from bayesfed.deploy.node_run import load_or_make_key
 from bayesfed.deploy.transport import Carrier, Wait
 from bayesfed.engine.files import atomically
 
@@ -254,7 +254,12 @@ class Post:
                 raise MessageError(
                     f"institution {name!r} claims to be institution {reply.institution!r}"
                 )
-            if isinstance(request, RunMessage) and getattr(reply, "run", None) != request.run:
+            described = isinstance(request, Code) and isinstance(reply, Schema)
+            if (
+                isinstance(request, RunMessage)
+                and not described
+                and getattr(reply, "run", None) != request.run
+            ):
                 raise MessageError(f"institution {name!r} answers in another run")
 
     # -- the carrier ------------------------------------------------------------------------------

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from bayesfed.deploy import secure
 from bayesfed.deploy.combine import Answers
+from bayesfed.deploy.contents import broadcast_digest
 from bayesfed.deploy.institutions import Institutions, run_name
+from bayesfed.deploy.masking import sum_id
 from bayesfed.deploy.messages import (
     Ask,
     Done,
@@ -19,11 +21,9 @@ from bayesfed.deploy.messages import (
     RoundId,
     Seal,
     Tensors,
-    broadcast_digest,
     pack,
     unpack,
 )
-from bayesfed.deploy.node_run import sum_id
 from bayesfed.engine.files import read_tensors, write_tensors
 from bayesfed.engine.rounds import Question, Sums
 from bayesfed.engine.run import Run

@@ -16,9 +16,12 @@ from torch import Tensor
 
 from bayesfed.checks.program_fingerprint import describe_program_change, program_fingerprint
 from bayesfed.deploy import secure
+from bayesfed.deploy.agree import agree, coded_schemas
 from bayesfed.deploy.averages import compute_effects
+from bayesfed.deploy.coded import coding_digest, write_agreement
 from bayesfed.deploy.collect import Collector, Stale
 from bayesfed.deploy.combine import Answers, combine
+from bayesfed.deploy.contents import broadcast_digest, check_like
 from bayesfed.deploy.global_posterior import GlobalPosterior
 from bayesfed.deploy.institutions import Institution, Institutions, Overdue, Patience, run_name
 from bayesfed.deploy.leave_one_out import check_leave_one_out, compute_leave_one_out
@@ -33,8 +36,6 @@ from bayesfed.deploy.messages import (
     LogDensities,
     MessageError,
     RoundId,
-    broadcast_digest,
-    check_like,
     pack,
 )
 from bayesfed.deploy.plan import DeploymentPlan
@@ -58,6 +59,7 @@ from bayesfed.engine.rounds import Answer, Question, Sums, add_to_totals, ask, u
 from bayesfed.engine.run import Round as Report
 from bayesfed.engine.run import Run
 from bayesfed.fitting import make_posterior, prepare_run, warn_of_flaws
+from bayesfed.formulas.formula import Formula
 from bayesfed.output.checkpoint import Placed
 from bayesfed.output.correction import CorrectionResult, correct
 from bayesfed.output.fitted import Fitted
@@ -101,9 +103,10 @@ def run_server(
 def _fit(
     institutions: Institutions, file: Path, callbacks: Sequence[Callable[[Report], object]]
 ) -> GlobalPosterior:
-    plan = institutions.plan
     members = institutions.gather()
-    schemas = [member.schema for member in members]
+    if institutions.plan.formula is not None:
+        institutions.plan, members = agree(institutions, members, file)
+    plan, schemas = institutions.plan, [member.schema for member in members]
     program, federation = build_server_program(plan, schemas)
     for agreed in plan.effects:
         check_effect(plan.model, federation, agreed)
@@ -151,10 +154,17 @@ class Coordinator:
             clients=program.clients,
             rows=program.rows,
             cohort=run.cohort_size,
+            agreement=None if self.formula is None else write_agreement(self.formula.agreement),
         )
         start = program.guide.coordinates() if isinstance(program.guide, Placed) else {}
         state = flatten_state(run.plan.algorithm.start(program, run.plan.whole(program.clients)))
         self.first = pack(message, state=state, start=start)
+
+    @property
+    def formula(self) -> Formula | None:
+        """The model, if it is a formula."""
+        model = self.institutions.plan.model
+        return model if isinstance(model, Formula) else None
 
     def begin(self, newcomer: str | None = None) -> None:
         """Begin the run at all institutions, or at a newcomer; check that their programs are the server's."""
@@ -169,8 +179,11 @@ class Coordinator:
                 raise MessageError(f"institution {name!r} has no key for secure sums")
             secure.check_keys(institutions.keys | keys)
         institutions.keys |= keys
-        for name, (_, parts) in found.items():
+        coding = None if self.formula is None else coding_digest(self.formula)
+        for name, (digest, parts) in found.items():
             differs = describe_program_change(program, mine, parts.get("program", {}))
+            if differs is None and digest.coding != coding:
+                differs = "the formula's program or its agreed coding is not the server's"
             if differs is not None:
                 raise MessageError(f"institution {name!r} has another model: {differs}")
 
@@ -186,6 +199,10 @@ class Coordinator:
                         f"it has {len(schema.clients)} clients of {schema.rows} rows in all, {len(expected.clients)} "
                         f"of {expected.rows} were expected"
                     )
+                if self.formula is not None:
+                    agreement = self.formula.agreement
+                    called = run_name(self.run)
+                    schema = coded_schemas(institutions, agreement, [name], called)[name]
                 differs = schema_difference(others[0], schema)
                 if differs is not None:
                     raise MessageError(differs)

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 
+from bayesfed.deploy.contents import broadcast_digest, check_like
 from bayesfed.deploy.institutions import Institutions
 from bayesfed.deploy.messages import (
     Average,
@@ -17,8 +18,6 @@ from bayesfed.deploy.messages import (
     LeftOut,
     RoundId,
     Tensors,
-    broadcast_digest,
-    check_like,
     pack,
 )
 from bayesfed.deploy.secure_round import unmask_sum, words_like

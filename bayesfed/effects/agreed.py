@@ -25,7 +25,14 @@ from bayesfed.effects.question import (
     quantity_of,
 )
 from bayesfed.effects.result import Effects
-from bayesfed.effects.rows import FieldRows, FormulaRows, Rows, Setting, formula_of
+from bayesfed.effects.rows import (
+    FieldRows,
+    FormulaRows,
+    Rows,
+    Setting,
+    check_columns,
+    formula_of,
+)
 from bayesfed.elbo.program import Program
 from bayesfed.output.posterior import Posterior
 from bayesfed.settings import EffectSettings
@@ -39,10 +46,13 @@ def check_effect(model: Model, federation: Federation, agreed: EffectSettings) -
         ValueError: a value does not fit its variable, or a variable of comparisons has a single one.
     """
     formula = formula_of(model)
-    frames = None if formula is None else formula.frames
+    if formula is not None and formula.frames is None:  # the rows are elsewhere
+        for setting in settings_of(agreed):
+            check_columns(formula, {**agreed.at, **setting})
+        return
     rows: Rows = FieldRows(federation, "")
-    if formula is not None and frames is not None:
-        rows = FormulaRows(formula, frames, "")
+    if formula is not None and formula.frames is not None:
+        rows = FormulaRows(formula, formula.frames, "")
     for setting in settings_of(agreed):
         rows.at({**agreed.at, **setting})
     for name in (*agreed.by, *([] if agreed.weights is None else [agreed.weights])):

@@ -121,13 +121,7 @@ class FormulaRows:
             KeyError: the formula has no such column.
             FormulaError: a value is not one of the column's levels.
         """
-        coding = self.formula.coding
-        own = [name for name in coding.kinds if name not in (coding.outcome, coding.client)]
-        for name in setting:
-            if name not in own:
-                raise UnknownName(
-                    f"{name!r} is no column of the formula's predictors: {', '.join(own)}"
-                )
+        check_columns(self.formula, setting)
         return self.formula.encode(
             {client: _assigned(rows, setting) for client, rows in self.frames.items()}
         )
@@ -147,6 +141,30 @@ class FormulaRows:
 
 
 Rows = FieldRows | FormulaRows
+
+
+def check_columns(formula: Formula, setting: Setting) -> None:
+    """Check that the columns of a setting are those of predictors, and that their values are of the agreed kind.
+
+    Raises:
+        KeyError: the formula has no such column.
+        ValueError: a value is not one of the column's levels, or is text in place of a number.
+    """
+    coding = formula.coding
+    own = [name for name in coding.kinds if name not in (coding.outcome, coding.client)]
+    for name, value in setting.items():
+        if name not in own:
+            raise UnknownName(
+                f"{name!r} is no column of the formula's predictors: {', '.join(own)}"
+            )
+        if isinstance(value, Shift):
+            continue
+        levels = coding.levels.get(name)
+        if levels is not None and value not in levels:
+            known = ", ".join(map(str, levels[:8]))
+            raise ValueError(f"{name!r} has the level {value!r}, which no client had: {known}")
+        if levels is None and isinstance(value, str):
+            raise ValueError(f"{name!r} is a column of numbers, not {value!r}")
 
 
 def rows_of(fitted: Fitted, rows: Any, level: str) -> Rows:

@@ -1,249 +1,261 @@
-"""The agreement on a coding: clients report kinds and levels of their columns, and sums.
+"""The agreement on a coding: what is agreed, and how it follows from the clients' reports and from sums over them.
 
-At the start a client sends, for each column that the formula names, whether it holds numbers or text; for text and for
-factors the set of levels; and sums. The codes of a level (the reference level, the interactions that span the
-intercept) are those of formulae, evaluated on a table that has every agreed level and no client's rows.
+It has three steps. :mod:`bayesfed.formulas.reports` is the clients' half of each, this module the server's::
+
+    kinds and levels of the columns     each client's report               agree_on_columns
+    constants of center(x), poly, ...   sums of x, x², ... over clients    add_totals, as often as a call needs sums
+    means and scales of coded columns   n, Σ x and Σ x² over clients       add_totals
+
+In one process and between machines the same functions are called, so that both have the same coding. It follows from
+the :class:`Agreement` alone, which is plain data. The codes of a level (the reference level, the interactions that span
+the intercept) are those of formulae, evaluated on a table that has every agreed level and no client's rows.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from bayesfed.data.columns import check_columns
 from bayesfed.formulas.coding import Coding, environment
-from bayesfed.formulas.columns import (
-    Level,
-    check_complete,
-    kind_of,
-    levels_of,
-    without_decimals,
-)
-from bayesfed.formulas.terms import CATEGORIES, NAMESPACE, STATEFUL, FormulaError, Terms, calls
-
-if TYPE_CHECKING:
-    import pandas as pd
+from bayesfed.formulas.columns import ClientColumns, Level, columns_of, sorted_levels
+from bayesfed.formulas.settings import FormulaSettings
+from bayesfed.formulas.terms import STATEFUL, FormulaError, Terms, calls
 
 MANY_LEVELS = 20
 """Columns of text with more levels are suspected of holding dates or identifiers."""
+FIELD = "field "
+"""The start of the name of a coded column's sums; those of calls begin with ``"call "``."""
+Totals = Mapping[str, Sequence[Sequence[float]]]
+"""Name to sums over all clients, in the order in which they were asked."""
+WithinClients = Mapping[str, Mapping[str, tuple[Level, ...]]]
+"""Factor within the clients to client to its levels."""
 
 
 @dataclass(frozen=True)
-class ClientColumns:
-    """A client's report on its columns before the agreement.
+class Agreement:
+    """What is agreed: plain data, from which every client makes the same coding and the same program.
 
     Attributes:
-        kinds: column to ``"number"``, ``"text"`` or, for an ordered categorical, ``"ordered"``.
-        levels: column, or a group's factor, to its levels, without their counts.
+        kinds: column to ``"number"``, ``"text"`` or ``"ordered"``.
+        levels: column, or a group's factor, to the levels of all clients, sorted.
+        within: factor within the clients to the largest number of levels that a client has.
+        totals: sums over all clients: of each call, in order, then of each coded column.
     """
 
     kinds: Mapping[str, str]
     levels: Mapping[str, tuple[Level, ...]]
+    within: Mapping[str, int]
+    totals: Totals = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        """The sums of the coded columns are there."""
+        return any(name.startswith(FIELD) for name in self.totals)
+
+    def moments(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return means and standard deviations (divisor n) of the columns of a field, ``(P,)`` each.
+
+        A standard deviation is NaN where it cannot be computed from sums, see :func:`bayesfed.datasets.standardise`.
+        """
+        n, *rest = self.totals[FIELD + name][0]
+        total, squares = np.split(np.array(rest), 2)
+        loc, mean_square = total / n, squares / n
+        variance = mean_square - np.square(loc)
+        # below this threshold rounding is no longer negligible; a comparison with NaN is False
+        sound = variance > 1e-12 * mean_square
+        return loc, np.sqrt(np.where(sound, variance, np.nan))
 
 
-def agree(
-    terms: Terms, clients: Mapping[str, pd.DataFrame], client: str, *, categories: bool = False
-) -> Coding:
-    """Make the coding that all clients use, from the reports of each on its columns, and from sums.
+def merge_columns(reports: Mapping[str, ClientColumns], what: str) -> ClientColumns:
+    """Merge the reports of clients into that of their institution, or those of institutions into that of all.
 
     Args:
-        terms: the formula.
-        clients: client's name to rows.
-        client: the column that names the client of each row.
-        categories: the outcome is one of several categories.
+        reports: by client, or by institution.
+        what: ``"client"`` or ``"institution"``, for messages.
 
     Raises:
-        FormulaError: a column differs in kind between clients, or cannot be coded.
-        KeyError: a column does not exist.
+        FormulaError: a column differs in kind, or in the order of its categories.
+
+    Example:
+        >>> from bayesfed.formulas.agreement import merge_columns
+        >>> from bayesfed.formulas.columns import ClientColumns
+        >>> one, other = (ClientColumns({"arm": "text"}, {"arm": (arm,)}, {}) for arm in ("new", "control"))
+        >>> merge_columns({"north": one, "south": other}, "client").levels
+        {'arm': ('control', 'new')}
+    """
+    (name, first), *others = reports.items()
+    for other, report in others:
+        for column, kind in first.kinds.items():
+            if report.kinds.get(column) != kind:
+                raise FormulaError(_other_kind(what, column, other, report, name, first))
+    levels = {}
+    for column in first.levels:
+        merge = _same_order if first.kinds.get(column) == "ordered" else sorted_levels
+        levels[column] = merge(column, [report.levels[column] for report in reports.values()])
+    within = {f: max(report.within[f] for report in reports.values()) for f in first.within}
+    return ClientColumns(first.kinds, levels, within)
+
+
+def agree_on_columns(reports: Mapping[str, ClientColumns], what: str) -> Agreement:
+    """Begin an agreement with the kinds and levels of the columns; arguments as for :func:`merge_columns`."""
+    found = merge_columns(reports, what)
+    _warn_of_levels(found.levels, reports, what)
+    return Agreement(found.kinds, found.levels, found.within)
+
+
+def add_totals(agreement: Agreement, totals: Mapping[str, np.ndarray]) -> Agreement:
+    """Return the agreement with further sums over all clients.
+
+    Raises:
+        FormulaError: sums are not finite.
+    """
+    found = dict(agreement.totals)
+    for name, total in totals.items():
+        if not np.isfinite(total).all():
+            raise FormulaError(f"the sums of {name.partition(' ')[2]} are not finite")
+        found[name] = (*found.get(name, ()), tuple(total.tolist()))
+    return replace(agreement, totals=found)
+
+
+def make_coding(
+    settings: FormulaSettings, agreement: Agreement, own: WithinClients | None = None
+) -> Coding:
+    """Make the coding that follows from an agreement.
+
+    Args:
+        settings: the formula.
+        agreement: what is agreed so far; calls without their sums do not have their constants yet.
+        own: the levels of factors within the clients, of the clients whose rows are to be coded.
+
+    Raises:
+        FormulaError: formulae cannot code a term, or the argument of a call is the same in all rows.
 
     Example:
         >>> import pandas as pd
-        >>> from bayesfed.formulas.agreement import agree
-        >>> from bayesfed.formulas.terms import parse
+        >>> from bayesfed.formulas.agreement import agree_on_columns, make_coding
+        >>> from bayesfed.formulas.reports import report_columns
+        >>> from bayesfed.formulas.settings import FormulaSettings
+        >>> settings = FormulaSettings("y ~ kind", "gaussian", "hospital")
         >>> rows = {"A": pd.DataFrame({"y": [1.0], "kind": ["b"]}), "B": pd.DataFrame({"y": [2.0], "kind": ["a"]})}
-        >>> coding = agree(parse("y ~ kind"), rows, "hospital")
+        >>> reports = {name: report_columns(settings, name, own) for name, own in rows.items()}
+        >>> coding = make_coding(settings, agree_on_columns(reports, "client"))
         >>> coding.levels["kind"], coding.fields("A", rows["A"])["X"].tolist()
         (('a', 'b'), [[1.0]])
     """
-    outcome = [terms.outcome.name] * categories
-    reports = {n: describe_columns(terms, n, rows, client, outcome) for n, rows in clients.items()}
-    first = next(iter(reports.values()))
-    for name, report in reports.items():
-        for column, kind in report.kinds.items():
-            if kind != first.kinds[column]:
-                raise FormulaError(
-                    f"client {name!r}: {column!r} holds {kind}, where client {next(iter(reports))!r} has "
-                    f"{first.kinds[column]}"
-                )
-    levels = {}
-    for column in first.levels:
-        merge = _same_order if first.kinds.get(column) == "ordered" else _sorted_union
-        levels[column] = merge(column, [report.levels[column] for report in reports.values()])
-    _warn_of_levels(levels, reports)
-    own = _own_levels(terms, client, levels, reports)
-    coding = Coding(terms, client, first.kinds, levels, own, categories)
-    _evaluate(coding)
-    for component, call in _stateful_calls(coding):
-        parts = [
-            np.asarray(call.args[0].eval(coding.checked_rows(n, rows), component.env), dtype=float)
-            for n, rows in clients.items()
-        ]
-        mean, sd = _moments(parts)
-        if not sd > 0:
-            raise FormulaError(f"{call}: {call.args[0]} is the same in all rows")
-        if call.callee == "poly":
-            _agree_on_polynomial(call.stateful_transform, parts)
-        elif call.callee == "bs":
-            _agree_on_spline(call.stateful_transform, parts)
-        else:
-            call.stateful_transform.mean, call.stateful_transform.std = mean, sd
-    parameters = {
-        name: agree(part, clients, client, categories=categories)
-        for name, part in terms.parameters.items()
+    coding = _make(settings.parse(), settings, agreement, own or {})
+    for one in calls_of(coding):
+        if totals := agreement.totals.get(one.name):
+            _set_constants(one.call, totals)
+    return coding
+
+
+class Call(NamedTuple):
+    """A call whose constants depend on all rows together.
+
+    Attributes:
+        name: of its sums.
+        coding: of the predictor that it is in.
+        component: of formulae, that it is in.
+        call: of formulae.
+    """
+
+    name: str
+    coding: Coding
+    component: Any
+    call: Any
+
+
+def calls_of(coding: Coding) -> Iterator[Call]:
+    """Yield the calls whose constants depend on all rows together; of a component the innermost first."""
+    for predictor, part in {"": coding, **coding.parameters}.items():
+        for i, component in enumerate(part.terms.components):
+            found = [call for call in calls(component) if call.callee in STATEFUL]
+            for j, call in enumerate(found):
+                yield Call(f"call {predictor}{i}.{j}", part, component, call)
+
+
+def open_calls(coding: Coding, totals: Totals) -> list[Call]:
+    """Return the calls for which sums are to be asked now: of each component the first that lacks some."""
+    found: dict[int, Call] = {}
+    for one in calls_of(coding):
+        if len(totals.get(one.name, ())) < _number_of_sums(one.call):
+            found.setdefault(id(one.component), one)
+    return list(found.values())
+
+
+def _number_of_sums(call: Any) -> int:
+    """Return how often sums are asked for a call."""
+    transform = call.stateful_transform
+    if call.callee == "poly":
+        return 2 + int(transform.degree)
+    return 1 + bool(call.callee == "bs" and transform._center)
+
+
+def _set_constants(call: Any, totals: Sequence[Sequence[float]]) -> None:
+    """Set the constants of a call, from the moments of its argument and, if there are any, from further sums.
+
+    - of orthogonal polynomials, Σ P_k² and Σ x P_k², see :func:`bayesfed.formulas.reports.polynomial`;
+    - of a spline, the sums of its columns, which centre them.
+    """
+    (n, total, squares), *others = totals
+    mean = total / n
+    sd = float(np.sqrt(max(squares / n - mean * mean, 0.0)))
+    if not sd > 0:
+        raise FormulaError(f"{call}: {call.args[0]} is the same in all rows")
+    transform = call.stateful_transform
+    if call.callee == "poly":
+        for k, (norm, moment) in enumerate(others):
+            transform.norms2[k], transform.alpha[k] = norm, moment / norm
+    elif call.callee == "bs":
+        from formulae.utils import get_centering_matrix
+
+        for sums in others:
+            transform._centering_matrix = get_centering_matrix(np.array([sums]))
+    else:
+        transform.mean, transform.std = mean, sd
+
+
+def _make(
+    terms: Terms, settings: FormulaSettings, agreement: Agreement, own: WithinClients
+) -> Coding:
+    """Make the coding of a predictor and of those of parameters."""
+    columns, as_category = columns_of(terms, settings)
+    factors = [group.factor for group in terms.groups]
+    kinds = {column: agreement.kinds[column] for column in columns}
+    levels = {
+        name: found
+        for name, found in agreement.levels.items()
+        if (name in columns and (kinds[name] != "number" or name in as_category)) or name in factors
     }
-    return replace(
+    within = {f: agreement.within[f] for f in factors if f in agreement.within and f not in levels}
+    coding = Coding(
+        terms=terms,
+        client=settings.client,
+        kinds=kinds,
+        levels=levels,
+        within=within,
+        own={factor: own[factor] for factor in within if factor in own},
+        categories=settings.kind.categories,
+    )
+    _evaluate(coding)
+    parameters = {
+        name: _make(part, settings, agreement, own) for name, part in terms.parameters.items()
+    }
+    parts = (*parameters.values(), coding)
+    coding = replace(
         coding,
-        kinds={k: v for part in (*parameters.values(), coding) for k, v in part.kinds.items()},
-        levels={k: v for part in (*parameters.values(), coding) for k, v in part.levels.items()},
-        own={k: v for part in (*parameters.values(), coding) for k, v in part.own.items()},
+        kinds={k: v for part in parts for k, v in part.kinds.items()},
+        levels={k: v for part in parts for k, v in part.levels.items()},
+        within={k: v for part in parts for k, v in part.within.items()},
+        own={k: v for part in parts for k, v in part.own.items()},
         parameters=parameters,
     )
-
-
-def _agree_on_polynomial(transform: Any, parts: Sequence[np.ndarray]) -> None:
-    """Set the constants of orthogonal polynomials, from sums of P_k² and x P_k² over the clients.
-
-    ::
-
-        P_0 = 1,   P_(k+1) = (x − α_k) P_k − (n_k / n_(k−1)) P_(k−1),   n_k = Σ P_k²,   α_k = Σ x P_k² / n_k
-    """
-    before = [np.zeros_like(x) for x in parts]
-    now, norm = [np.ones_like(x) for x in parts], 1.0
-    for k in range(transform.degree + 1):
-        squares = sum(float((p * p).sum()) for p in now)
-        transform.norms2[k] = squares
-        transform.alpha[k] = (
-            sum(float((x * p * p).sum()) for x, p in zip(parts, now, strict=True)) / squares
-        )
-        following = [
-            (x - transform.alpha[k]) * p - squares / norm * b
-            for x, p, b in zip(parts, now, before, strict=True)
-        ]
-        before, now, norm = now, following, squares
-
-
-def _agree_on_spline(transform: Any, parts: Sequence[np.ndarray]) -> None:
-    """Set the constants that centre a spline's columns, from sums of the columns over the clients."""
-    from formulae.utils import get_centering_matrix
-
-    if transform._center:
-        sums = np.sum([transform._eval_basis(x).sum(0) for x in parts], axis=0, keepdims=True)
-        transform._centering_matrix = get_centering_matrix(sums)
-
-
-def describe_columns(
-    terms: Terms, name: str, rows: pd.DataFrame, client: str, categories: Sequence[str] = ()
-) -> ClientColumns:
-    """Describe one client's columns: nothing else leaves the client before the sums.
-
-    The columns ``categories`` have levels, whatever they hold.
-    """
-    import pandas as pd
-
-    names = {str(variable) for variable in terms.model.var_names} - {""} | {*terms.behind.values()}
-    columns = sorted(names - _names_of_functions())
-    check_columns("frame", columns, rows.columns)
-    for column in columns:
-        check_complete(name, column, rows[column])
-    kinds = {column: kind_of(column, rows[column]) for column in columns}
-    as_category = {
-        call.args[0].name
-        for component in terms.components
-        for call in calls(component)
-        if call.callee in CATEGORIES
-    } | {*categories}
-    levels: dict[str, tuple[Level, ...]] = {}
-    for column in columns:
-        values = rows[column]
-        if kinds[column] == "ordered":
-            levels[column] = tuple(values.dtype.categories)
-        elif kinds[column] == "text" or column in as_category:
-            levels[column] = tuple(map(without_decimals, pd.unique(values).tolist()))
-        broken = [level for level in levels.get(column, ()) if isinstance(level, float)]
-        if column in categories and broken:
-            raise FormulaError(
-                f"client {name!r}: the outcome {column!r} is {broken[0]:.4g}, but categories are text or whole numbers"
-            )
-    for group in terms.groups:
-        if group.columns != [client]:
-            levels[group.factor] = tuple(dict.fromkeys(levels_of(group, client, rows)))
-    return ClientColumns(kinds, levels)
-
-
-def _names_of_functions() -> set[str]:
-    """Return the names in calls that are no columns, such as ``Treatment`` in ``C(x, Treatment)``."""
-    from formulae.categorical import ENCODINGS
-
-    return {*ENCODINGS, *NAMESPACE}
-
-
-def _warn_of_levels(
-    levels: Mapping[str, tuple[Level, ...]], reports: Mapping[str, ClientColumns]
-) -> None:
-    """Warn of text with many levels, most of which one client has alone: it may be an identifier or a date."""
-    for column in levels.keys() & next(iter(reports.values())).kinds.keys():
-        counts = Counter(level for report in reports.values() for level in report.levels[column])
-        alone = sum(count == 1 for count in counts.values())
-        if len(counts) > MANY_LEVELS and len(reports) > 1 and 2 * alone > len(counts):
-            warnings.warn(
-                f"column {column!r} has {len(counts)} levels, each of which has an effect of its own, and {alone} of "
-                "them occur at one client only. Levels leave the clients when the coding is agreed: if they are dates, "
-                "identifiers or numbers stored as text, convert the column first",
-                stacklevel=4,
-            )
-
-
-def _own_levels(
-    terms: Terms,
-    client: str,
-    levels: Mapping[str, tuple[Level, ...]],
-    reports: Mapping[str, ClientColumns],
-) -> dict[str, dict[str, tuple[Level, ...]]]:
-    """Return each client's levels of the factors within it of which every client has at most half."""
-    found = {}
-    for group in terms.groups:
-        factor = group.factor
-        if client in group.columns and group.columns != [client]:
-            own = {n: _sorted_union(factor, [r.levels[factor]]) for n, r in reports.items()}
-            if 2 * max(map(len, own.values())) <= len(levels[factor]):
-                found[factor] = own
-    return found
-
-
-def _sorted_union(column: str, sets: Sequence[tuple[Level, ...]]) -> tuple[Level, ...]:
-    """Return the levels of all clients, sorted."""
-    union = {level for levels in sets for level in levels}
-    try:
-        return tuple(sorted(union))
-    except TypeError:
-        raise FormulaError(
-            f"the levels of {column!r} are numbers at some clients and text at others"
-        ) from None
-
-
-def _same_order(column: str, orders: Sequence[tuple[Level, ...]]) -> tuple[Level, ...]:
-    """Return the categories of an ordered categorical, which must be the same for all clients."""
-    if any(order != orders[0] for order in orders):
-        raise FormulaError(
-            f"column {column!r} is an ordered categorical with other categories at some clients: give all of them "
-            "the same categories"
-        )
-    return orders[0]
+    return coding
 
 
 def _evaluate(coding: Coding) -> None:
@@ -257,8 +269,9 @@ def _evaluate(coding: Coding) -> None:
         if kind == "number":
             witness[column] = np.resize(np.array(levels.get(column, (1.0,))), size)
         else:
-            values = [levels[column][i % len(levels[column])] for i in range(size)]
-            witness[column] = pd.Categorical(values, categories=list(levels[column]), ordered=True)
+            own = levels.get(column, ("a",))  # names the client or a level within it
+            values = [own[i % len(own)] for i in range(size)]
+            witness[column] = pd.Categorical(values, categories=list(own), ordered=True)
     with np.errstate(all="ignore"):
         try:
             model.eval(pd.DataFrame(witness), environment())
@@ -266,17 +279,62 @@ def _evaluate(coding: Coding) -> None:
             raise FormulaError(f"formula {coding.terms.text!r} cannot be coded: {error}") from None
 
 
-def _stateful_calls(coding: Coding) -> Iterator[tuple[Any, Any]]:
-    """Yield the calls whose constants depend on all rows together, with their components, innermost first."""
-    for component in coding.terms.components:
-        for call in calls(component):
-            if call.callee in STATEFUL:
-                yield component, call
+def share_levels(
+    agreement: Agreement, own: WithinClients
+) -> tuple[Agreement, dict[str, Mapping[str, tuple[Level, ...]]]]:
+    """Let clients number the levels of a factor within them alike, if one client has more than half of all levels.
+
+    This is for one process, where the levels of all clients are there. Between machines, and for factors such as
+    identifiers, each client numbers its own.
+
+    Returns:
+        The agreement with the levels of such factors, and the clients' own levels of the other factors.
+    """
+    shared, kept = {}, dict[str, Mapping[str, tuple[Level, ...]]]()
+    for factor, levels in own.items():
+        union = sorted_levels(factor, list(levels.values()))
+        if 2 * agreement.within[factor] <= len(union):
+            kept[factor] = levels
+        else:
+            shared[factor] = union
+    return replace(agreement, levels={**agreement.levels, **shared}), kept
 
 
-def _moments(parts: Iterable[Any]) -> tuple[float, float]:
-    """Return mean and standard deviation (divisor n) from n_i, Σ_j x_ij and Σ_j x_ij² of each client."""
-    arrays = [np.asarray(part, dtype=float) for part in parts]
-    n, total, squares = np.sum([[len(x), x.sum(), (x * x).sum()] for x in arrays], axis=0)
-    mean = total / n
-    return float(mean), float(np.sqrt(max(squares / n - mean * mean, 0.0)))
+def _other_kind(
+    what: str, column: str, name: str, report: ClientColumns, other: str, first: ClientColumns
+) -> str:
+    kind, expected = report.kinds.get(column, "nothing"), first.kinds[column]
+    text = f"{what} {name!r}: {column!r} holds {kind}, where {what} {other!r} has {expected}"
+    if {kind, expected} == {"number", "text"}:
+        whose = name if kind == "number" else other
+        return (
+            f"{text}: write the values as text at all of them, such as 'grade 1' for 1 at {what} {whose!r}, or as "
+            "numbers"
+        )
+    return text
+
+
+def _warn_of_levels(
+    levels: Mapping[str, tuple[Level, ...]], reports: Mapping[str, ClientColumns], what: str
+) -> None:
+    """Warn of text with many levels, most of which one client has alone: it may be an identifier or a date."""
+    for column in levels.keys() & next(iter(reports.values())).kinds.keys():
+        counts = Counter(level for report in reports.values() for level in report.levels[column])
+        alone = sum(count == 1 for count in counts.values())
+        if len(counts) > MANY_LEVELS and len(reports) > 1 and 2 * alone > len(counts):
+            warnings.warn(
+                f"column {column!r} has {len(counts)} levels, each of which has an effect of its own, and {alone} of "
+                f"them occur at one {what} only. Levels leave the {what}s when the coding is agreed: if they are "
+                "dates, identifiers or numbers stored as text, convert the column first",
+                stacklevel=4,
+            )
+
+
+def _same_order(column: str, orders: Sequence[tuple[Level, ...]]) -> tuple[Level, ...]:
+    """Return the categories of an ordered categorical, which must be the same for all clients."""
+    if any(order != orders[0] for order in orders):
+        raise FormulaError(
+            f"column {column!r} is an ordered categorical with other categories at some clients: give all of them "
+            "the same categories"
+        )
+    return orders[0]

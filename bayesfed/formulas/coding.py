@@ -25,8 +25,9 @@ class Coding:
         client: the column that names the client of each row.
         kinds: column to ``"number"``, ``"text"`` or ``"ordered"``.
         levels: column, or a group's factor, to the levels of all clients, sorted.
-        own: factor within the clients whose levels belong to few clients each, such as identifiers, to the levels of
-            each client, sorted. Each client numbers its own levels from 0.
+        within: factor within the clients, such as identifiers, of which each client numbers its own levels from 0, to
+            the largest number of levels that a client has.
+        own: such a factor to the levels of each client, sorted; of clients that are elsewhere they are not here.
         categories: the outcome is one of several categories, coded by the number of its level.
         parameters: the coding of each predictor of a further parameter.
     """
@@ -35,15 +36,14 @@ class Coding:
     client: str
     kinds: Mapping[str, str]
     levels: Mapping[str, tuple[Level, ...]]
+    within: Mapping[str, int] = field(default_factory=dict)
     own: Mapping[str, Mapping[str, tuple[Level, ...]]] = field(default_factory=dict)
     categories: bool = False
     parameters: Mapping[str, Coding] = field(default_factory=dict)
 
     def count_levels(self, factor: str) -> int:
         """Return the number of a factor's levels; for the clients' own levels, the most that a client has."""
-        if factor in self.own:
-            return max(map(len, self.own[factor].values()))
-        return len(self.levels.get(factor, ()))
+        return self.within.get(factor, len(self.levels.get(factor, ())))
 
     @property
     def intercept(self) -> bool:
@@ -148,7 +148,10 @@ class Coding:
         for column in needed:
             values = rows[column]
             check_complete(name, column, values)
-            kind = kind_of(column, values)
+            if self.kinds[column] != "number" and column not in self.levels:
+                kept[column] = values  # names the client or a level within it
+                continue
+            kind = kind_of(name, column, values)
             if (kind == "number") != (self.kinds[column] == "number"):
                 raise FormulaError(
                     f"client {name!r}: {column!r} holds {kind}, where other clients have {self.kinds[column]}"
@@ -172,16 +175,26 @@ class Coding:
         """Return the number of a factor's level in each row; ``clients`` are the rows' clients."""
         keys: list[Any] = list(levels_of(group, self.client, rows))
         factor, own = group.factor, self.own.get(group.factor)
-        number: dict[Any, int] = {level: i for i, level in enumerate(self.levels[factor])}
-        if own is not None:
+        if own is None:
+            number: dict[Any, int] = {level: i for i, level in enumerate(self.levels[factor])}
+        else:
             assert clients is not None
-            number = {(c, level): i for c, levels in own.items() for i, level in enumerate(levels)}
             keys = list(zip(map(client_name, clients), keys, strict=True))
-        new = next((key for key in keys if key not in number), None)
-        if new is not None:
-            unknown = f"{factor!r} has the level {new!r}, which no client had"
+            new = {key for key in keys if key[0] not in own}
+            for name in {key[0] for key in new}:  # a new client numbers its own
+                levels = sorted(level for client, level in new if client == name)
+                own = {**own, name: tuple(levels)}
+                if len(levels) > self.within[factor]:
+                    raise FormulaError(
+                        f"client {name!r} has {len(levels)} levels of {factor!r}, and at most {self.within[factor]} "
+                        "were agreed. Leave rows of some out"
+                    )
+            number = {(c, level): i for c, levels in own.items() for i, level in enumerate(levels)}
+        other = next((key for key in keys if key not in number), None)
+        if other is not None:
+            unknown = f"{factor!r} has the level {other!r}, which no client had"
             if own is not None:
-                unknown = f"client {new[0]!r}: {factor!r} has the level {new[1]!r}, which the client did not have"
+                unknown = f"client {other[0]!r}: {factor!r} has the level {other[1]!r}, which the client did not have"
             raise FormulaError(f"{unknown} when the levels were agreed. Leave such rows out")
         return np.array([number[key] for key in keys], dtype=np.int64)
 

@@ -2,17 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bayesfed.data.columns import check_columns
-from bayesfed.formulas.terms import FormulaError, Group
+from bayesfed.formulas.settings import FormulaSettings
+from bayesfed.formulas.terms import CATEGORIES, NAMESPACE, FormulaError, Group, Terms, calls
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Level = Any
 """A level of a column; a tuple for a factor made of several columns."""
+
+
+@dataclass(frozen=True)
+class ClientColumns:
+    """A client's report on its columns before the agreement.
+
+    Attributes:
+        kinds: column to ``"number"``, ``"text"`` or, for an ordered categorical, ``"ordered"``; :func:`private_columns`
+            are text, whatever they hold.
+        levels: column, or a group's factor, to its levels, without their counts; not of private columns.
+        within: factor within the clients to the number of levels.
+    """
+
+    kinds: Mapping[str, str]
+    levels: Mapping[str, tuple[Level, ...]]
+    within: Mapping[str, int]
+
+
+def columns_of(terms: Terms, settings: FormulaSettings) -> tuple[list[str], set[str]]:
+    """Return the columns that a predictor names, sorted, and those that it makes categories of whatever they hold."""
+    from formulae.categorical import ENCODINGS
+
+    names = {str(variable) for variable in terms.model.var_names} - {""} | {*terms.behind.values()}
+    as_category = {
+        call.args[0].name
+        for component in terms.components
+        for call in calls(component)
+        if call.callee in CATEGORIES
+    }
+    if settings.kind.categories:
+        as_category.add(terms.outcome.name)
+    # names in calls that are no columns, such as Treatment in C(x, Treatment)
+    return sorted(names - {*ENCODINGS, *NAMESPACE}), as_category
+
+
+def private_columns(terms: Terms, client: str) -> set[str]:
+    """Return the columns that only name the client, or levels within clients: their values need not leave a client."""
+    used = {*terms.model.response.var_names, *terms.behind.values()}
+    for part in (terms, *terms.parameters.values()):
+        used |= {name for component in part.components for name in component.var_names}
+    factors = terms.all_groups
+    used |= {column for group in factors if client not in group.columns for column in group.columns}
+    return {column for group in factors for column in group.columns} - used
+
+
+def sorted_levels(column: str, sets: Sequence[Sequence[Level]]) -> tuple[Level, ...]:
+    """Return the levels of all sets, sorted.
+
+    Raises:
+        FormulaError: they have no order.
+    """
+    union = {level for levels in sets for level in levels}
+    try:
+        return tuple(sorted(union))
+    except TypeError:
+        raise FormulaError(
+            f"the levels of {column!r} are numbers at some clients and text at others"
+        ) from None
 
 
 def check_complete(client: str, column: str, values: pd.Series) -> None:
@@ -25,7 +85,7 @@ def check_complete(client: str, column: str, values: pd.Series) -> None:
         )
 
 
-def kind_of(column: str, values: pd.Series) -> str:
+def kind_of(client: str, column: str, values: pd.Series) -> str:
     """Return ``"number"``, ``"text"`` or, for an ordered categorical, ``"ordered"``; FormulaError for other columns."""
     import pandas as pd
 
@@ -36,7 +96,8 @@ def kind_of(column: str, values: pd.Series) -> str:
     if all(isinstance(value, str) for value in values):
         return "text"
     raise FormulaError(
-        f"column {column!r} is {values.dtype}, neither numbers nor text: convert it to one of these first"
+        f"client {client!r}: column {column!r} is {values.dtype}, neither numbers nor text: convert it to one of these "
+        "first"
     )
 
 

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from bayesfed.data.batch import Batch
-from bayesfed.data.columns import check_columns, client_name
+from bayesfed.data.columns import client_name
 from bayesfed.data.federation import Federation, Model
 from bayesfed.data.frames import to_pandas
-from bayesfed.formulas.agreement import agree
-from bayesfed.formulas.coding import Coding
-from bayesfed.formulas.families import (
-    FAMILIES,
-    PARAMETERS,
-    Family,
-    Parameter,
-    family_of,
-    prior_code,
+from bayesfed.formulas.agreement import (
+    Agreement,
+    add_totals,
+    agree_on_columns,
+    make_coding,
+    share_levels,
 )
-from bayesfed.formulas.habits import parts_of
+from bayesfed.formulas.clients import code_clients, split_by_client
+from bayesfed.formulas.coding import Coding
+from bayesfed.formulas.families import Family, family_of, prior_code
 from bayesfed.formulas.outcome import RESERVED, Outcome, check_outcome, location_and_unit
 from bayesfed.formulas.predictors import GroupColumns, Predictor, linear_predictors
 from bayesfed.formulas.program import program_code
+from bayesfed.formulas.reports import own_levels, report_columns, sum_calls, sum_fields
+from bayesfed.formulas.settings import FormulaSettings, likelihood_of
 from bayesfed.formulas.terms import FormulaError, Terms, parse
 
 if TYPE_CHECKING:
@@ -43,7 +42,8 @@ class Formula:
         family: the family of the outcome.
         source: the code of the program, which ``print`` shows and which is run.
         federation: the clients that agreed on levels and scales, with the columns that the program reads.
-        coding: the agreed coding.
+        agreement: what they have agreed on.
+        coding: the coding that follows from it.
         predictors: the linear predictors, of the outcome's mean first.
         frames: the clients' rows by name, for :mod:`bayesfed.effects`; they are not pickled.
     """
@@ -52,6 +52,7 @@ class Formula:
     family: str
     source: str
     federation: Federation
+    agreement: Agreement
     coding: Coding
     predictors: Sequence[Predictor]
     frames: Mapping[str, pd.DataFrame] | None = None
@@ -76,6 +77,11 @@ class Formula:
     def __name__(self) -> str:
         return self.text
 
+    @property
+    def settings(self) -> FormulaSettings:
+        """The formula without its coding."""
+        return FormulaSettings(self.text, self.family, self.coding.client)
+
     @cached_property
     def _program(self) -> Model:
         """The function that the code defines."""
@@ -92,7 +98,7 @@ class Formula:
         """The names of the entries of vectors, which are coordinates in ``posterior.to_arviz()``."""
         found: dict[str, list[str]] = {}
         for group in self._groups:
-            if group.place != "client" and group.factor not in self.coding.own:
+            if group.place != "client" and group.factor not in self.coding.within:
                 levels = self.coding.levels[group.factor]
                 names = [":".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in levels]
                 found |= {f"{name}|{group.factor}_dim_0": names for name in group.names}
@@ -117,7 +123,7 @@ class Formula:
         Raises:
             FormulaError: a column is absent, has missing values, or has a level that no client had at the agreement.
         """
-        return _federation(self.coding, _clients(_frames(data), self.coding.client))
+        return code_clients(self.coding, split_by_client(_frames(data), self.coding.client))
 
 
 def formula(
@@ -196,23 +202,52 @@ def formula(
         >>> sorted(posterior.derived(num_samples=10))
         ['1|site', '1|site_sigma', 'Intercept', 'sigma', 'x']
     """
-    terms, kind, priors = parse(text), family_of(family), dict(priors or {})
-    text, data = "; ".join(parts_of(text)), _frames(data)
-    likelihood = _likelihood(terms, kind)
-    left = kind.parameters_of(likelihood)
-    terms = _with_own_names(terms, kind, left)
-    client = _client_of(terms, data, client)
-    clients = _clients(data, client)
-    coding = agree(terms, clients, client, categories=kind.categories)
-    if not (coding.intercept or coding.common or terms.groups):
-        raise FormulaError(f"formula {text!r} has no predictors: y ~ 1 has an intercept")
-    federation = _federation(coding, clients)
-    check_outcome(coding, kind, federation)
-    at, unit = location_and_unit(coding, kind, federation)
-    predictors = linear_predictors(coding, kind, federation, priors, at, unit)
+    terms, data = parse(text), _frames(data)
+    family = family_of(family).name  # a mistake in it comes before the others
+    settings = FormulaSettings(text, family, _client_of(terms, data, client))
+    clients = split_by_client(data, settings.client)
+    reports = {name: report_columns(settings, name, rows) for name, rows in clients.items()}
+    found = agree_on_columns(reports, "client")
+    agreement, own = share_levels(found, own_levels(settings, clients))
+    coding = make_coding(settings, agreement, own)
+    while sums := sum_calls(coding, agreement, clients):
+        agreement = add_totals(agreement, sums)
+        coding = make_coding(settings, agreement, own)
+    check_predictors(settings, coding)
+    federation = code_clients(coding, clients)
+    agreement = add_totals(agreement, sum_fields(coding, settings.kind, federation))
+    return write_formula(settings, agreement, coding, federation, clients, priors)
+
+
+def write_formula(
+    settings: FormulaSettings,
+    agreement: Agreement,
+    coding: Coding,
+    federation: Federation,
+    frames: Mapping[str, pd.DataFrame] | None = None,
+    priors: Mapping[str, Any] | None = None,
+) -> Formula:
+    """Write the program of a formula from an agreement with all its sums.
+
+    Args:
+        settings: the formula.
+        agreement: what all clients have agreed on.
+        coding: the coding that follows from it.
+        federation: the clients, coded.
+        frames: their rows.
+        priors: as for :func:`formula`.
+
+    Raises:
+        FormulaError: a column or the outcome is the same in all rows, or a name is used twice.
+    """
+    terms, kind, priors = coding.terms, settings.kind, dict(priors or {})
+    check_outcome(coding, kind, agreement)
+    at, unit = location_and_unit(coding, kind, agreement)
+    predictors = linear_predictors(coding, kind, agreement, priors, at, unit)
+    likelihood = likelihood_of(terms, kind)
     parameters = {
         name: (parameter.prior, unit if parameter.in_units else 1.0)
-        for name, parameter in left.items()
+        for name, parameter in kind.parameters_of(likelihood).items()
         if name not in terms.parameters
     }
     names = {
@@ -233,41 +268,16 @@ def formula(
     categories = len(coding.levels[coding.outcome]) if kind.categories else 0
     weighted = "weights" in terms.behind
     outcome = Outcome(coding.outcome, likelihood, parameters, categories, weighted)
-    program = program_code(f"{text}, {kind.name}.", outcome, predictors, code)
-    return Formula(text, kind.name, program, federation, coding, predictors, clients)
+    program = program_code(f"{settings.text}, {kind.name}.", outcome, predictors, code)
+    return Formula(
+        settings.text, kind.name, program, federation, agreement, coding, predictors, frames
+    )
 
 
-def _likelihood(terms: Terms, kind: Family) -> str:
-    """Return the code of the likelihood with what is behind the outcome."""
-    found = kind.likelihood
-    for name in terms.behind:
-        if name != "weights" and name not in kind.behind:
-            others = " and ".join(n for n, family in FAMILIES.items() if name in family.behind)
-            raise FormulaError(f"family {kind.name!r} has no {name}(): {others} have")
-        found = kind.behind.get(name, found)
-    return found
-
-
-def _with_own_names(terms: Terms, kind: Family, parameters: Mapping[str, Parameter]) -> Terms:
-    """Return the terms with this package's names of parameters; raise FormulaError for those of other families."""
-    found = {}
-    for name, part in terms.parameters.items():
-        own = name if name in parameters else PARAMETERS.get(name, name)
-        if own not in parameters:
-            has = ", ".join(parameters) or "no parameter"
-            raise FormulaError(f"{name} ~ ...: the {kind.name} family has {has} beside the mean")
-        for group in part.groups:
-            if [term.name for term in group.terms] != [f"1|{group.factor}"]:
-                raise FormulaError(
-                    f"{name} ~ ... has random intercepts alone, (1 | {group.factor}): with further effects fits seldom "
-                    "converge; write the model in Pyro"
-                )
-        found[own] = part
-    if kind.categories and (hasattr(terms.outcome, "call") or terms.outcome.reference is not None):
-        raise FormulaError(
-            f"family {kind.name!r}: the outcome is a column whose levels are the categories, not {terms.outcome.name}"
-        )
-    return replace(terms, parameters=found)
+def check_predictors(settings: FormulaSettings, coding: Coding) -> None:
+    """Raise FormulaError for a formula without predictors."""
+    if not (coding.intercept or coding.common or coding.terms.groups):
+        raise FormulaError(f"formula {settings.text!r} has no predictors: y ~ 1 has an intercept")
 
 
 def _frames(data: Any) -> pd.DataFrame | dict[str, pd.DataFrame]:
@@ -298,42 +308,6 @@ def _client_of(
         found = ", ".join(plain) if plain else "the formula has no ( ... | g)"
         raise FormulaError(f"pass client=, the column that names the client of each row: {found}")
     return plain[0]
-
-
-def _clients(
-    data: pd.DataFrame | Mapping[str, pd.DataFrame], client: str
-) -> dict[str, pd.DataFrame]:
-    """Return each client's rows, with its name as a column."""
-    import pandas as pd
-
-    if not isinstance(data, pd.DataFrame):
-        return {name: rows.assign(**{client: name}) for name, rows in data.items()}
-    check_columns("frame", [client], data.columns)
-    nameless = data[client].isna().to_numpy()
-    if nameless.any():
-        raise FormulaError(
-            f"row {data.index[nameless.argmax()]} has no client: {client!r} is missing there"
-        )
-    found = data.groupby(client, sort=False, observed=True)
-    return {client_name(name): rows for name, rows in found}
-
-
-def _federation(coding: Coding, clients: Mapping[str, pd.DataFrame]) -> Federation:
-    """Code the clients' fields, all rows at once, which is faster than by client and gives the same."""
-    import pandas as pd
-
-    try:
-        fields = coding.fields("all", pd.concat(list(clients.values()), ignore_index=True))
-    except (ValueError, KeyError):  # code each client alone, for an error that names it
-        own = {name: coding.fields(name, rows) for name, rows in clients.items()}
-    else:
-        ends = np.cumsum([len(rows) for rows in clients.values()])[:-1]
-        parts = {label: np.split(values, ends) for label, values in fields.items()}
-        own = {
-            name: {label: part[i] for label, part in parts.items()}
-            for i, name in enumerate(clients)
-        }
-    return Federation.from_arrays(own, client_dim=coding.client)
 
 
 def _names(

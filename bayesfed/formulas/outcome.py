@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from bayesfed.data.federation import Federation
-from bayesfed.data.standardise import moments
+from bayesfed.formulas.agreement import Agreement
 from bayesfed.formulas.coding import Coding
-from bayesfed.formulas.families import VALUES, Family
+from bayesfed.formulas.families import Family
 from bayesfed.formulas.predictors import to_seven_digits
+from bayesfed.formulas.reports import NOT_BINARY
 from bayesfed.formulas.terms import FormulaError
 
 RESERVED = ("X", "offset", "trials", "weights", "cens", "se")
@@ -37,33 +37,21 @@ class Outcome:
     weighted: bool = False
 
 
-def check_outcome(coding: Coding, kind: Family, federation: Federation) -> None:
-    """Raise FormulaError for an outcome that the family does not have."""
+def check_outcome(coding: Coding, kind: Family, agreement: Agreement) -> None:
+    """Raise FormulaError for an outcome that the family does not have, as far as the agreement shows it.
+
+    The values of the outcome are checked where they are, by :func:`bayesfed.formulas.reports.sum_fields`.
+    """
     name = coding.outcome
     if name in RESERVED:
         raise FormulaError(
             f"the outcome cannot have the name {name!r}, which a field of the predictors has: rename it"
         )
-    values = federation[name]
-    binary = bool(((values == 0) | (values == 1)).all())
-    if ("trials" in federation.fields) != kind.trials:
-        remedy = "; for outcomes of 0 and 1 take 'bernoulli'" if binary else ""
-        raise FormulaError(
-            f"family {kind.name!r}: the binomial families, and only they, have an outcome p(y, n), successes y of n "
-            f"trials{remedy}"
-        )
-    wrong = ~VALUES[kind.values](values)
-    if wrong.any():
-        row = int(wrong.nonzero()[0])
-        raise FormulaError(
-            f"family {kind.name!r} has outcomes that are {kind.values}: client "
-            f"{federation.names[int(federation.owner[row])]!r} has {name} = {float(values[row]):.4g}"
-        )
-    if binary and kind.name == "gaussian":
+    if agreement.totals.get(NOT_BINARY) == ((0.0,),):
         warnings.warn(
             f"the outcome {name!r} is 0 or 1 in all rows, and the family is 'gaussian': family='bernoulli' has "
             "probabilities and log odds",
-            stacklevel=3,
+            stacklevel=4,
         )
     if kind.categories and len(coding.levels[name]) < 2:
         raise FormulaError(f"the outcome {name!r} is the same in all rows: it has one category")
@@ -78,16 +66,16 @@ def check_outcome(coding: Coding, kind: Family, federation: Federation) -> None:
         )
 
 
-def location_and_unit(coding: Coding, kind: Family, federation: Federation) -> tuple[float, float]:
+def location_and_unit(coding: Coding, kind: Family, agreement: Agreement) -> tuple[float, float]:
     """Return the centre of the outcome, on the scale of the predictor, and its unit, from sums."""
-    name = coding.outcome
-    if kind.of_log:
-        federation = replace(federation, fields={name: federation[name].log()})
-    mean, sd = (float(value) for value in moments(federation, name))
+    if kind.link == "logit":
+        return 0.0, 1.0
+    mean, sd = (float(value[0]) for value in agreement.moments(coding.outcome))
     if kind.standardised:
         if not sd > 0:
             raise FormulaError(
-                f"the outcome {name!r} is the same in all rows, or overflows: a model needs an outcome that varies"
+                f"the outcome {coding.outcome!r} is the same in all rows, or overflows: a model needs an outcome that "
+                "varies"
             )
         return mean, to_seven_digits(sd)
-    return 0.0 if kind.link == "logit" or mean <= 0 else math.log(mean), 1.0
+    return 0.0 if mean <= 0 else math.log(mean), 1.0

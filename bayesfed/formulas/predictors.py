@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bayesfed.data.federation import Federation
-from bayesfed.data.standardise import moments
+from bayesfed.formulas.agreement import Agreement
 from bayesfed.formulas.coding import Coding
 from bayesfed.formulas.families import Family, Parameter
 from bayesfed.formulas.terms import FormulaError
@@ -102,7 +101,7 @@ class Predictor:
 def linear_predictors(
     coding: Coding,
     kind: Family,
-    federation: Federation,
+    agreement: Agreement,
     priors: Mapping[str, Any],
     at: float,
     unit: float,
@@ -112,7 +111,7 @@ def linear_predictors(
     Args:
         coding: the agreed coding.
         kind: the family.
-        federation: the coded rows.
+        agreement: with the sums of the coded columns.
         priors: the user's, by name.
         at: the centre of the outcome on the scale of the predictor.
         unit: the unit of the outcome.
@@ -122,14 +121,14 @@ def linear_predictors(
         others = coding.levels[coding.outcome][1:]
         of_mean = {f"mean_{i}": f"mu{level}" for i, level in enumerate(others, start=1)}
     found = [
-        _predictor(name, key, None, coding, kind, federation, priors, at, unit)
+        _predictor(name, key, None, coding, kind, agreement, priors, at, unit)
         for name, key in of_mean.items()
     ]
     for name, part in coding.parameters.items():
         centre = math.log(unit) if kind.parameters[name].in_units else 0.0
         found.append(
             _predictor(
-                name, name, kind.parameters[name], part, kind, federation, priors, centre, 1.0
+                name, name, kind.parameters[name], part, kind, agreement, priors, centre, 1.0
             )
         )
     return found
@@ -141,7 +140,7 @@ def _predictor(
     parameter: Parameter | None,
     coding: Coding,
     kind: Family,
-    federation: Federation,
+    agreement: Agreement,
     priors: Mapping[str, Any],
     at: float,
     unit: float,
@@ -150,7 +149,7 @@ def _predictor(
     fields, prefix = f"{name}." if parameter else "", f"{key}_" if key else ""
     link = parameter.link if parameter else kind.link
     offset = f"{fields}offset" if coding.offset else None
-    centre = at - (float(moments(federation, offset)[0]) if offset else 0.0)
+    centre = at - (float(agreement.moments(offset)[0][0]) if offset else 0.0)
     standardised = kind.standardised and parameter is None
     loc = _to_digits(centre, unit) if standardised and coding.intercept else 0.0
     prior = "dist.Normal(0.0, 2.5)"
@@ -160,7 +159,7 @@ def _predictor(
     has_intercept = coding.intercept and not (kind.thresholds and parameter is None)
     narrow = parameter is not None or link == "logit"
     common = _columns(
-        federation, f"{fields}X", prefix, coding.common, coding.intercept, narrow=narrow
+        agreement, f"{fields}X", prefix, coding.common, coding.intercept, narrow=narrow
     )
     return Predictor(
         name=name,
@@ -173,12 +172,12 @@ def _predictor(
         intercept=prior if has_intercept else None,
         offset=offset,
         common=common,
-        groups=_groups(coding, federation, priors, fields, key, prefix),
+        groups=_groups(coding, agreement, priors, fields, key, prefix),
     )
 
 
 def _columns(
-    federation: Federation,
+    agreement: Agreement,
     name: str,
     prefix: str,
     terms: list[Any],
@@ -194,7 +193,7 @@ def _columns(
     columns = [(str(label), term) for term in terms for label in term.labels]
     if not columns:
         return Columns()
-    mean, sd = (value.tolist() for value in moments(federation, name))
+    mean, sd = (value.tolist() for value in agreement.moments(name))
     for (label, _), m, s in zip(columns, mean, sd, strict=True):
         if not s > 0:
             raise FormulaError(
@@ -213,7 +212,7 @@ def _columns(
 
 def _groups(
     coding: Coding,
-    federation: Federation,
+    agreement: Agreement,
     priors: Mapping[str, Any],
     fields: str,
     predictor: str,
@@ -232,7 +231,7 @@ def _groups(
         own = f"{prefix}1|{group.factor}_sigma" in priors
         centred = group.correlated and intercept and not own
         field = f"{fields}X|{key}"
-        columns = _columns(federation, field, prefix, slopes, centred, narrow=bool(fields))
+        columns = _columns(agreement, field, prefix, slopes, centred, narrow=bool(fields))
         within = coding.client in group.columns
         place = "client" if group.columns == [coding.client] else "within" if within else "global"
         found.append(

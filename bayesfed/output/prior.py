@@ -71,20 +71,25 @@ def derived_from_prior(
 
     Returns an empty dict if the model cannot be run at some draw from the prior.
     """
+    try:
+        return derived_at(fitted, prior, num_samples)
+    except (RuntimeError, ValueError):
+        return {}
+
+
+def derived_at(fitted: Fitted, draws: Mapping[str, Tensor], num_samples: int) -> dict[str, Tensor]:
+    """Compute ``pyro.deterministic`` values outside the clients plate at draws of all latent sites: ``(S, *)``."""
     program, federation = fitted.program, fitted.federation
     names = [name for name, dims in program.derived.items() if not dims]
     if not names:
         return {}
     first = torch.zeros(1, dtype=torch.int64)
     values = {
-        site.name: prior[site.name][:, first if site.local else None, None]
+        site.name: draws[site.name][:, first if site.local else None, None]
         for site in program.latent
     }
-    try:
-        batch = federation.batch(first, first[:, None])
-        found = derive(fitted, Draws(values, num_samples), first, batch)
-    except (RuntimeError, ValueError):
-        return {}
+    batch = federation.batch(first, first[:, None])
+    found = derive(fitted, Draws(values, num_samples), first, batch)
     shapes = {name: (num_samples, *found[name].value.shape[3:]) for name in names}
     return {name: found[name].value[:, 0, 0].expand(shape) for name, shape in shapes.items()}
 

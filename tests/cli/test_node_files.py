@@ -1,5 +1,6 @@
 """Node files, and what a node's rows may stand in."""
 
+import io
 import signal
 import subprocess
 import sys
@@ -13,11 +14,19 @@ import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.cli.app import main
 from bayesfed.cli.choices import load_clients
-from bayesfed.cli.deployment import draws_dataset, make_plan, prior_dataset
+from bayesfed.cli.deployment import (
+    draws_dataset,
+    local_posteriors,
+    make_plan,
+    prior_dataset,
+    run_on,
+)
 from bayesfed.cli.experiment import read_experiment, read_node_file, read_rows
 from bayesfed.deploy.global_posterior import GlobalPosterior
+from bayesfed.deploy.node import Node
 from bayesfed.engine.files import lock
 from bayesfed.settings import SettingsError
+from tests.deploy.in_process import wire
 
 EXPERIMENT = """
 [model]
@@ -167,13 +176,103 @@ def test_on_needs_the_nodes(tmp_path, capsys):
     assert "deployment is missing" in capsys.readouterr().err
 
 
-def test_a_formula_is_refused_before_the_rows_are_looked_at(folder, capsys):
-    """The rows have a column of text, which a field may not be."""
-    text = EXPERIMENT.replace('name = "varying_intercept"', 'formula = "y ~ x + (1 | ward)"')
-    (folder / "experiment.toml").write_text(text.replace('fields = ["x", "y"]', ""))
-    pd.read_csv(folder / "north.csv").assign(patient="p").to_csv(folder / "north.csv", index=False)
-    assert main(["node", str(folder / "north.toml")]) == 2
-    assert "model.formula: between machines give model.name" in capsys.readouterr().err
+FORMULA = """
+[model]
+formula = "y ~ x + kind + (1 | ward)"
+
+[data]
+client = "ward"
+"""
+
+
+@pytest.fixture
+def formula(folder):
+    """The same folder with a formula, and rows with a column of text whose levels differ."""
+    text = (
+        FORMULA + "[algorithm]\ncorrected = false\n" + EXPERIMENT[EXPERIMENT.index("[schedule]") :]
+    )
+    (folder / "experiment.toml").write_text(text)
+    for name, kinds in (("north", "ab"), ("south", "bc"), ("west", "ac")):
+        frame = pd.read_csv(folder / f"{name}.csv")
+        frame.assign(kind=list(5 * kinds)).to_csv(folder / f"{name}.csv", index=False)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda f: f.drop(columns="kind"), "north.csv): the frame has no column 'kind'; it has"),
+        (lambda f: f.assign(x=None), "north.csv): client 'north0', row 0: 'x' is missing"),
+        (lambda f: f.drop(columns="ward"), "north.csv): the file has no column 'ward'"),
+    ],
+)
+def test_a_formula_says_what_the_rows_lack(change, said, formula, capsys):
+    change(pd.read_csv(formula / "north.csv")).to_csv(formula / "north.csv", index=False)
+    assert main(["node", str(formula / "north.toml")]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ('client = "ward"\nfields = ["x"]', "a formula names its columns"),
+        ("", "data.client is missing: for a formula over nodes"),
+        ('client = "ward"\nhold_out = ["north0"]', "each institution names its own clients"),
+    ],
+)
+def test_a_mistake_in_the_experiment_of_a_formula(change, said, formula, capsys):
+    path = formula / "experiment.toml"
+    path.write_text(path.read_text().replace('client = "ward"', change))
+    (formula / "north.toml").write_text(
+        NODE_FILE.format(name="north", data='csv = "north.csv"\nclient = "ward"')
+        if not change
+        else (formula / "north.toml").read_text()
+    )
+    with pytest.raises(SettingsError, match=said):
+        make_plan(read_experiment(path), formula)
+        local_of(formula / "north.toml")
+
+
+def local_of(path):
+    node, experiment, base = read_node_file(path)
+    alone = node.one_client
+    return local_posteriors(
+        node, experiment, read_rows(experiment.data, path.parent, alone=alone), path.parent, base
+    )
+
+
+def test_a_formula_over_nodes_gives_the_table_of_one_process(formula, monkeypatch, capsys):
+    """The server's table is in the data's units; a node predicts, also of a client that took no part."""
+    with (formula / "south.toml").open("a") as file:
+        file.write('hold_out = ["south1"]\n')
+    nodes = []
+    for name in ("north", "south", "west"):
+        local = local_of(formula / f"{name}.toml")
+        nodes.append(Node(name, local.federation, local.plan, local.folder, held=local.held))
+    experiment = formula / "experiment.toml"
+    config = read_experiment(experiment)
+    run_on(wire(nodes), config, experiment, formula / "result")
+    table = pd.read_csv(formula / "result" / "summary.csv", index_col="variable")
+    names = {"Intercept", "x", "kind[b]", "kind[c]", "sigma", "1|ward_sigma"}
+    assert set(table.index) == names
+    frame = pd.concat([pd.read_csv(formula / f"{name}.csv") for name in ("north", "south", "west")])
+    model = bf.formula(config.model.formula, frame, client="ward")
+    others, _ = model.federation.hold_out(["south1"])
+    expected = bf.fit(model, others, bf.SFVI(corrected=False), rounds=4).derived(num_samples=1000)
+    for name, row in table.iterrows():
+        assert abs(row["mean"] - float(expected[name].mean())) < 1e-3 * row["sd"] + 1e-6
+    program = (formula / "result" / "program.py").read_text()
+    assert program == str(model)
+    rows = pd.read_csv(formula / "south.csv").assign(y=np.nan)
+    rows.loc[5:7, "y"] = 1.0
+    rows.to_csv(formula / "rows.csv", index=False)
+    assert main(["predict", str(formula / "south.toml"), str(formula / "rows.csv")]) == 0
+    found = pd.read_csv(io.StringIO(capsys.readouterr().out.rpartition("institutions.\n")[2]))
+    assert found.groupby("client")["new"].first().to_dict() == {"south0": False, "south1": True}
+    assert np.isfinite(found["mean"]).all()
+    main(["predict", str(formula / "south.toml"), str(formula / "rows.csv"), "--variables"])
+    assert "1|ward" in capsys.readouterr().out
 
 
 def test_a_failed_run_leaves_no_folder(folder, monkeypatch, capsys):
@@ -253,3 +352,29 @@ def test_workers_and_a_server_as_processes(folder):
     report = (folder / "result" / "report.html").read_text(encoding="utf-8")
     assert "<h3>north</h3>" in report and "<h3>south</h3>" in report and "reply" in report
     assert "north0" not in report  # no client is named
+
+
+@pytest.mark.slow
+def test_a_formula_over_sockets(formula):
+    """The same table as without a wire."""
+    command = [sys.executable, "-m", "bayesfed.cli.app"]
+    names = ("north", "south", "west")
+    nodes = [subprocess.Popen([*command, "node", f"{name}.toml"], cwd=formula) for name in names]
+    try:
+        run = [*command, "run", "experiment.toml", "--on", "sockets", "--output", "result"]
+        done = subprocess.run(run, cwd=formula, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()
+    found = pd.read_csv(formula / "result" / "summary.csv", index_col="variable")
+    path = formula / "experiment.toml"
+    local = [local_of(formula / f"{name}.toml") for name in names]
+    again = [
+        Node(name, own.federation, own.plan, formula / "again" / name)
+        for name, own in zip(names, local, strict=True)
+    ]
+    run_on(wire(again), read_experiment(path), path, formula / "expected")
+    expected = pd.read_csv(formula / "expected" / "summary.csv", index_col="variable")
+    pd.testing.assert_frame_equal(found, expected, rtol=1e-3, atol=1e-4)

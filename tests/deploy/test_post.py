@@ -10,7 +10,7 @@ import torch
 
 import bayesfed as bf
 from bayesfed import datasets
-from bayesfed.deploy import node_run, post
+from bayesfed.deploy import masking, post
 from bayesfed.deploy.answering import draft_answer, public_key_of, sign_answer, signing_key
 from bayesfed.deploy.institutions import Patience
 from bayesfed.deploy.letters import (
@@ -205,7 +205,7 @@ def test_any_process_may_be_killed_between_two_files(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return whole(path)
 
-    for module in (post, node_run, files):
+    for module in (post, masking, files):
         monkeypatch.setattr(module, "atomically", dies)
 
     def again(command, *arguments):

@@ -1,15 +1,15 @@
-"""The files of the tutorial about five hospitals are a model, an experiment and a node that go together."""
+"""The files of the tutorial about five hospitals are an experiment and a node that go together."""
 
 import shutil
 from pathlib import Path
 
 import pandas as pd
-import torch
 
-import bayesfed as bf
-from bayesfed.cli.choices import load_clients
-from bayesfed.cli.deployment import make_plan
+from bayesfed.cli.deployment import local_posteriors
 from bayesfed.cli.experiment import read_node_file, read_rows
+from bayesfed.deploy.coding_messages import Describe
+from bayesfed.deploy.messages import pack, unpack
+from bayesfed.deploy.node import Node
 
 FILES = Path(__file__).resolve().parents[2] / "docs/hospitals"
 
@@ -18,14 +18,16 @@ def test_the_hospital_s_files(tmp_path):
     for path in FILES.iterdir():
         if path.is_file():
             shutil.copy(path, tmp_path)
-    rows = {"age": [60, 71, 66, 80], "treated": [0, 1, 0, 1], "died": [0, 1, 0, 0]}
+    rows = {"died": [0, 1, 0, 1], "arm": ["control", "treated"] * 2, "age": [60, 71, 66, 80]}
     pd.DataFrame(rows).to_csv(tmp_path / "aarhus.csv", index=False)
     node, experiment, base = read_node_file(tmp_path / "aarhus.toml")
     assert node.name in experiment.deployment.institutions
     assert node.socket == experiment.deployment.sockets[node.name]
     own = read_rows(experiment.data, tmp_path, alone=node.one_client)
-    federation = load_clients(experiment.data, own, tmp_path, node.name)
-    assert (federation.names, federation.rows) == (("aarhus",), 4)
-    plan = make_plan(experiment, base)
-    posterior = bf.fit(plan.model, federation, plan.algorithm, rounds=2)
-    assert torch.isfinite(posterior.sample(10)["arm"]).all()
+    found = local_posteriors(node, experiment, own, tmp_path, base)
+    assert list(found.federation) == ["aarhus"]
+    worker = Node(node.name, found.federation, found.plan, tmp_path / node.name)
+    columns, _ = unpack(worker.handle(pack(Describe(run="1", terms=found.plan.description))))
+    assert columns.levels == {"arm": ("control", "treated")}
+    kinds = {"age": "number", "arm": "text", "died": "number"}
+    assert columns.kinds == kinds | {"hospital": "text"}
