@@ -25,6 +25,8 @@ DRAWS = 199
 """L: central intervals of 50, 80, 90 and 95 % have whole numbers of the 200 ranks."""
 SIMULATIONS = 4000
 """The number of simulated sets of ranks: the smallest p-value is about its inverse."""
+CUT_OFF = 1.0
+"""The shift in standard deviations above which ranks at their end cannot show that intervals are too wide."""
 CLEAR = 2.0
 """Standard errors from which a shift or a spread of the ranks is named."""
 
@@ -147,6 +149,8 @@ def shift_and_spread(ranks: np.ndarray, draws: int) -> tuple[float, float]:
         )  # of few replications the other may be much too small
         error = max(value.std(ddof=1) / math.sqrt(len(value)), independent)
         found.append(float(value.mean() / error))
+    if abs(z.mean()) > CUT_OFF:
+        found[1] = max(found[1], 0.0)
     return found[0], found[1]
 
 

@@ -41,6 +41,12 @@ def test_that_equal_entries_have_one_p_value():
     assert uniformity.combine(p) == pytest.approx(float(p[0]))
 
 
+def test_that_ranks_at_one_end_are_no_wide_intervals():
+    ranks = np.random.default_rng(0).integers(0, 3, (60, 1))
+    words = uniformity.in_words(*uniformity.shift_and_spread(ranks, L))
+    assert words == "estimates too high"
+
+
 def test_standard_errors_of_few_replications():
     """Three ranks that are almost equal, in the middle, are no clear shift."""
     shift, _ = uniformity.shift_and_spread(np.array([[110], [111], [112]]), L)
