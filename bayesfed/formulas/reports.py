@@ -57,9 +57,12 @@ def report_columns(settings: FormulaSettings, name: str, rows: pd.DataFrame) -> 
         >>> from bayesfed.formulas.reports import report_columns
         >>> from bayesfed.formulas.settings import FormulaSettings
         >>> settings = FormulaSettings("y ~ arm + (1 | ward/bed)", "gaussian", "ward")
-        >>> rows = pd.DataFrame({"y": [1.0, 2.0], "arm": ["new", "old"], "bed": [7, 9]})
-        >>> report_columns(settings, "A", rows)
-        ClientColumns(kinds={'arm': 'text', 'y': 'number'}, levels={'arm': ('new', 'old')}, within={'ward:bed': 2})
+        >>> rows = pd.DataFrame({"y": [1.0, 2.0], "arm": ["new", "old"], "bed": [7, 9], "ward": "A"})
+        >>> found = report_columns(settings, "A", rows)
+        >>> found.kinds
+        {'arm': 'text', 'bed': 'text', 'ward': 'text', 'y': 'number'}
+        >>> found.levels, found.within
+        ({'arm': ('new', 'old')}, {'ward:bed': 2})
     """
     import pandas as pd
 
