@@ -173,6 +173,21 @@ def _lengths():
     return (max(numbers(rows, "longest upload, in medians")),)
 
 
+@claim(
+    "deployment_by_post.md",
+    "By default the fits of `experiments/deployment/letters.md` needed {} to {} letters, of which {} to {} were for "
+    "importance weights; five rounds without these need {}.",
+)
+def _letters():
+    rows = {row["fit"][0]: row for row in table("deployment/letters")}
+    assert {row["difference"][0] for row in rows.values()} == {"0"}
+    usual = [row for fit, row in rows.items() if fit.endswith(", SFVI")]
+    few = rows["eight schools, 5 rounds, without importance weights"]
+    counts = [numbers(usual, f"letters {what}") for what in ("answered", "for weights")]
+    found = [f"{of(values):.0f}" for values in counts for of in (min, max)]
+    return (*found, few["letters answered"][0])
+
+
 @pytest.mark.parametrize(("page", "sentence", "of"), CLAIMS, ids=[c[2].__name__ for c in CLAIMS])
 def test_that_numbers_are_those_of_the_table(page, sentence, of):
     text = " ".join((ROOT / "docs" / page).read_text(encoding="utf-8").split())
