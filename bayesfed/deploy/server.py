@@ -200,8 +200,7 @@ class Coordinator:
                         f"of {expected.rows} were expected"
                     )
                 if self.formula is not None:
-                    agreement = self.formula.agreement
-                    called = run_name(self.run)
+                    agreement, called = self.formula.agreement, run_name(self.run)
                     schema = coded_schemas(institutions, agreement, [name], called)[name]
                 differs = schema_difference(others[0], schema)
                 if differs is not None:
@@ -261,8 +260,7 @@ class Coordinator:
         """
         institutions, run = self.institutions, self.run
         plan, patience, cohort = institutions.plan, institutions.patience, collector.asked.cohort
-        fewest = min(patience.minimum, len(own))
-        fewest = max(fewest, secure.LEAST) if plan.secure else fewest
+        fewest = max(min(patience.minimum, len(own)), secure.LEAST if plan.secure else 0)
         if plan.secure and (found := load_stored(run)) is not None:
             return found, {}
         wanted, stale = institutions.available(own, run.done, fewest), Stale()
@@ -348,11 +346,9 @@ class Coordinator:
                 message, state=flatten_state(run.server), history=dict(posterior.history)
             )
         self.institutions.request_all(requests, Done, run_name(run))
-        found = (
-            correct(posterior, self._evaluate)
-            if run.plan.algorithm.corrected
-            else CorrectionResult(reliable=True)
-        )
+        found = CorrectionResult(reliable=True)
+        if run.plan.algorithm.corrected:
+            found = correct(posterior, self._evaluate)
         correctable = found.reliable or not found.attempted
         posterior = replace(posterior, correction=found.correction, correctable=correctable)
         return posterior, found.reliable
@@ -367,18 +363,16 @@ class Coordinator:
         if institutions.plan.secure:
             self.evaluations += 1
             called = f"evaluation {self.evaluations} after {self.run.done} rounds"
-            number = institutions.new_number(called)  # a sum after all rounds
-            round_id = RoundId(number=number, attempt=0)
-            roster, part = dict(institutions.keys), "masked"
-            message = message.model_copy(update={"round": round_id, "roster": roster})
+            round_id = RoundId(number=institutions.new_number(called), attempt=0)
+            update, part = {"round": round_id, "roster": dict(institutions.keys)}, "masked"
+            message = message.model_copy(update=update)
             form = {"terms": words_like(form["terms"])}
         payload = pack(message, theta=theta, key={"key": key})
         requests = {member.name: payload for member in self._present()}
         found = institutions.request_all(requests, LogDensities, name)
-        for institution, (_, parts) in found.items():
-            what = f"institution {institution!r}: the log densities"
-            check_like(what, parts.get(part, {}), form)
-        terms = {institution: parts[part] for institution, (_, parts) in found.items()}
+        terms = {institution: parts.get(part, {}) for institution, (_, parts) in found.items()}
+        for institution, own in terms.items():
+            check_like(f"institution {institution!r}: the log densities", own, form)
         if message.round is None:
             return torch.stack([own["terms"] for own in terms.values()]).sum(0)
         broadcast = broadcast_digest(message, {**theta, "": key})
@@ -387,10 +381,10 @@ class Coordinator:
     def end(self, posterior: Posterior) -> GlobalPosterior:
         """Send the corrected draws of θ to the nodes, and return the result."""
         institutions, mended, name = self.institutions, posterior.correction, run_name(self.run)
-        message, theta = End(run=name, khat=None), {}
+        payload = pack(End(run=name, khat=None), theta={})
         if mended is not None:
-            message, theta = End(run=name, khat=mended.khat, closely=mended.laplace), mended.theta
-        payload = pack(message, theta=theta)
+            message = End(run=name, khat=mended.khat, closely=mended.laplace)
+            payload = pack(message, theta=mended.theta)
         institutions.request_all(dict.fromkeys(institutions.present, payload), Done, name)
         found = GlobalPosterior(posterior, institutions.refused, institutions.absent)
         effects = compute_effects(institutions, name, found)
