@@ -4,9 +4,8 @@
 
 A Normal q(θ) has neither the skewness nor the heavy tails of a posterior of few clients. The first proposal t is a
 Student's t with the mean and covariance of q, the second one has those of the weighted draws. If these are not enough,
-further ones are mixtures of narrower t distributions around the weighted draws, up to four. Half of the draws of the
-third proposal are from a t as wide as the prior: without it, draws never reach the ends of a funnel, and k-hat of the
-others does not show it. Where the priors of
+a third is as wide as the prior, and up to three mixtures of narrower t distributions around the weighted draws follow.
+Without the third, draws never reach the ends of a funnel, and k-hat of the others does not show it. Where the priors of
 some globals depend on others, or are heavy-tailed, half of the draws come from proposals in coordinates in which these
 priors are standard Normal, see :mod:`bayesfed.output.prior_coordinates`.
 
@@ -53,7 +52,7 @@ DRAWS, FEWEST = 2000, 500
 PROPOSALS, ENOUGH = (2, 6), 1000
 """The least and the largest number of proposals, and the effective sample size at which no more are needed."""
 PRIOR = 2
-"""The number of proposals after which half of one is as wide as the prior."""
+"""The number of proposals after which one is as wide as the prior."""
 FINITE_VARIANCE = 0.5
 """Pareto k above which weights have infinite variance, so that further proposals are used."""
 LEAST, PER_DIMENSION = 50, 5
@@ -125,11 +124,11 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
     z, weights = own, own.new_full((draws,), 1 / draws, dtype=torch.float64)
     drawn: list[Tensor] = []
     targets: list[Tensor] = []
-    k, trusted, count = math.inf, False, draws
+    k, trusted, further, count = math.inf, False, False, draws
     while count:
-        as_prior = len(drawn) == PRIOR or count > draws
+        wide = 0.5 if further else float(len(drawn) == PRIOR)
         centres = CENTRES if len(drawn) > 1 else 1
-        if not proposals.add(z, weights, count, as_prior=as_prior, centres=centres):
+        if not proposals.add(z, weights, count, wide=wide, centres=centres):
             return CorrectionResult(reliable=False)
         with noise.seeded(len(drawn)):
             new = proposals.sample().to(own.dtype)
@@ -158,7 +157,7 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
         count, size = 0, min(size, least_effective_size(weights, z))
         if size < fitted.draws_needed and fine and len(drawn) < PROPOSALS[1] + FURTHER:
             wanted = len(z) * (SPARE * fitted.draws_needed / size - 1)
-            count = min(math.ceil(wanted), affordable)
+            further, count = True, min(math.ceil(wanted), affordable)
     if not trusted:
         return CorrectionResult(reliable=False)
     theta = z[systematic_resample(weights, len(z))][:, None, None]
@@ -184,7 +183,7 @@ def log_weights_around(fitted: Fitted, log_weights: SumLogWeights = sum_log_weig
     program, z = fitted.program, fitted.correction.theta[GLOBAL][:, 0, 0]
     proposals = Proposals(find_prior_coordinates(program, fitted.params, z))
     equal = z.new_full((len(z),), 1 / len(z), dtype=torch.float64)
-    if not proposals.add(z, equal, DRAWS, as_prior=False, centres=CENTRES):
+    if not proposals.add(z, equal, DRAWS, wide=0.0, centres=CENTRES):
         raise ValueError("the draws of θ have a singular covariance: there is no proposal for them")
     with noise.seeded(0):
         new = proposals.sample().to(z.dtype)

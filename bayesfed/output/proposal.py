@@ -121,14 +121,14 @@ class Proposals:
         self.prior = prior
         self.proposals: list[list[Part]] = []
 
-    def add(self, z: Tensor, weights: Tensor, draws: int, *, as_prior: bool, centres: int) -> bool:
+    def add(self, z: Tensor, weights: Tensor, draws: int, *, wide: float, centres: int) -> bool:
         """Add a proposal.
 
         Args:
             z: draws ``(S, D)``, to which it is fitted.
             weights: their weights ``(S,)``.
             draws: the number of draws that it is to give.
-            as_prior: half of its draws come from a distribution as wide as the prior instead.
+            wide: the share of its draws, 0, 1/2 or 1, that come from a distribution as wide as the prior instead.
             centres: number of components.
 
         Returns:
@@ -136,8 +136,9 @@ class Proposals:
         """
         found = []
         for system, (x, _) in enumerate(self._coordinates(z)):
-            found.append((fit_proposal(x, weights, centres), system))
-            if as_prior:
+            if wide < 1:
+                found.append((fit_proposal(x, weights, centres), system))
+            if wide > 0:
                 found.append((prior_proposal(x), system))
         ends = [draws * i // len(found) for i in range(len(found) + 1)]
         counts = [end - start for start, end in pairwise(ends)]

@@ -67,8 +67,7 @@ def test_a_funnel_of_globals_has_its_neck():
     posterior = bf.fit(effects, kinds(), seed=0, progress=False)
     found = np.quantile(posterior.sample(20_000)["tau"].numpy(), QUANTILES)
     reached = np.interp(found, exact, QUANTILES, left=0.0)
-    # eight seeds: 0.033 to 0.053; without the prior's coordinates 0.07 to 0.11, at this seed 0.098
-    assert np.abs(reached[:4] - QUANTILES[:4]).max() < 0.06, (found, exact)
+    assert np.abs(reached[:4] - QUANTILES[:4]).max() < 0.045, (found, exact)
     assert found[4] == pytest.approx(exact[4], rel=0.1)
 
 
