@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
 INTERVAL = 10.0
 """Seconds between two lines."""
@@ -27,29 +28,11 @@ def show_rounds(
     if progress is False:
         yield lambda done, elbo, note: None
         return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
+    console = _console()
     if progress is None and not console.is_terminal:
         yield _lines(title, rounds)
         return
-    bar = Progress(
-        TextColumn(title + ", round"),
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("ELBO {task.fields[elbo]}"),
-        TimeRemainingColumn(),
-        console=console,
-        refresh_per_second=4,
-    )
-    with bar:
+    with _bar(console, title + ", round", "ELBO {task.fields[elbo]}") as bar:
         task = bar.add_task("rounds", total=rounds, elbo="")
         last_note = ""
 
@@ -77,16 +60,7 @@ def show_count(
     if progress is False:
         yield lambda done, note: None
         return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
+    console = _console()
     if progress is None and not console.is_terminal:
         start = last = time.monotonic()
 
@@ -99,19 +73,36 @@ def show_count(
 
         yield show_line
         return
-    columns = TextColumn("{task.fields[note]}"), TimeRemainingColumn()
-    bar = Progress(TextColumn(title), MofNCompleteColumn(), BarColumn(), *columns, console=console)
-    with bar:
+    with _bar(console, title, "{task.fields[note]}") as bar:
         task = bar.add_task("pieces", total=total, note="")
         yield lambda done, note: bar.update(task, completed=done, note=note)
+
+
+def _console() -> Console:
+    """Return a console on standard error."""
+    from rich.console import Console  # rich takes a while to import
+
+    return Console(stderr=True)
+
+
+def _bar(console: Console, title: str, text: str) -> Progress:
+    """Return a bar with its title, how much of how many is done, a text, and the time that is left."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = TextColumn(title), MofNCompleteColumn(), BarColumn(), TextColumn(text)
+    return Progress(*columns, TimeRemainingColumn(), console=console, refresh_per_second=4)
 
 
 @contextmanager
 def show_work(title: str, console: Console | None = None) -> Iterator[None]:
     """Show on a terminal, by default that of stderr, that work of unknown length goes on."""
-    from rich.console import Console
-
-    console = console or Console(stderr=True)
+    console = console or _console()
     with console.status(title) if console.is_terminal else nullcontext():
         yield
 

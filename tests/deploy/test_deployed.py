@@ -72,7 +72,7 @@ def same(found, expected, tolerance=1e-5):
             replace(PLAN, algorithm=bf.SFVI(), rounds=None, seed=1), marks=pytest.mark.slow
         ),
         replace(PLAN, clients_per_round=0.5, rounds=6),
-        replace(PLAN, algorithm=bf.PVI(), rounds=16, seed=1),
+        replace(PLAN, algorithm=bf.PVI(), seed=1),
         replace(PLAN, algorithm=bf.SFVI(), privacy=bf.Privacy(clip=0.2)),
         replace(PLAN, algorithm=PLAN.algorithm.replace(globals=bf.Flow(), name="SFVI"), rounds=4),
     ],
