@@ -47,7 +47,7 @@ from bayesfed.deploy.secure_round import (
     unmask_sum,
     words_like,
 )
-from bayesfed.deploy.server_program import build_server_program, upload_form
+from bayesfed.deploy.server_program import UploadForms, build_server_program
 from bayesfed.deploy.sums import close
 from bayesfed.deploy.transport import Carrier
 from bayesfed.effects.agreed import check_effect
@@ -138,6 +138,7 @@ class Coordinator:
         members: the institutions in the order of the plan, those that may join later included.
         first: the message that begins the run.
         evaluations: the number of secure sums of log densities since the last round.
+        forms: tensors like the institutions' uploads.
     """
 
     institutions: Institutions
@@ -145,9 +146,11 @@ class Coordinator:
     members: Sequence[Institution]
     first: bytes = field(init=False)
     evaluations: int = field(default=0, init=False)
+    forms: UploadForms = field(init=False)
 
     def __post_init__(self) -> None:
         run, program = self.run, self.run.program
+        self.forms = UploadForms(run)
         message = Begin(
             run=run_name(run),
             terms=self.institutions.plan.description,
@@ -219,7 +222,7 @@ class Coordinator:
         run, plan, asked = self.run, self.institutions.plan, self._question()
         assert run.accepted is not None
         own = {m.name: m for m in self._present() if bool(m.owns(asked.cohort).any())}
-        collector = Collector(self.institutions, run, asked, upload_form(run, asked))
+        collector = Collector(self.institutions, run, asked, self.forms.of(asked))
         found, stale = self._collect(collector, own)
         whose = torch.zeros(len(asked.cohort), dtype=torch.bool)
         for name in found.replies:

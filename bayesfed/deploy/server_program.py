@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -33,8 +33,32 @@ def build_server_program(
     return replace(program, rows=rows), federation
 
 
-def upload_form(run: Run, asked: Question) -> Tensors:
-    """Return a tensor like each part of a round's upload: the upload of a client with made-up rows."""
+Form = tuple[tuple[str, torch.dtype, torch.Size], ...]
+"""Name, type and shape of each tensor of a message."""
+
+
+@dataclass
+class UploadForms:
+    """Tensors like the uploads of a run's rounds, computed once for each form of the rounds' messages.
+
+    Attributes:
+        run: the server's.
+    """
+
+    run: Run
+    _found: dict[tuple[Form, bool], Tensors] = field(default_factory=dict)
+
+    def of(self, asked: Question) -> Tensors:
+        """Return a tensor like each part of a round's upload."""
+        form = tuple((n, v.dtype, v.shape) for n, v in sorted(asked.message.items()))
+        key = form, asked.noisy
+        if key not in self._found:
+            self._found[key] = _made_up_upload(self.run, asked)
+        return self._found[key]
+
+
+def _made_up_upload(run: Run, asked: Question) -> Tensors:
+    """Return the upload of a client with made-up rows."""
     states = {
         part: {name: value.clone() for name, value in found.items()}
         for part, found in run.clients.tensors.items()

@@ -45,7 +45,7 @@ from bayesfed.output.importance import (
 )
 from bayesfed.output.log_densities import SumLogWeights, elbo, sum_log_weights
 from bayesfed.output.prior_coordinates import find_prior_coordinates
-from bayesfed.output.proposal import Proposals
+from bayesfed.output.proposal import Around, Proposals
 
 DRAWS, FEWEST = 2000, 500
 """Draws from each proposal, and the number below which q(θ) is not corrected."""
@@ -126,9 +126,10 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
     targets: list[Tensor] = []
     k, trusted, further, count = math.inf, False, False, draws
     while count:
-        wide = 0.5 if further else float(len(drawn) == PRIOR)
+        first = Around.PRIOR if len(drawn) == PRIOR else Around.DRAWS
+        around = Around.BOTH if further else first
         centres = CENTRES if len(drawn) > 1 else 1
-        if not proposals.add(z, weights, count, wide=wide, centres=centres):
+        if not proposals.add(z, weights, count, around=around, centres=centres):
             return CorrectionResult(reliable=False)
         with noise.seeded(len(drawn)):
             new = proposals.sample().to(own.dtype)
@@ -183,7 +184,7 @@ def log_weights_around(fitted: Fitted, log_weights: SumLogWeights = sum_log_weig
     program, z = fitted.program, fitted.correction.theta[GLOBAL][:, 0, 0]
     proposals = Proposals(find_prior_coordinates(program, fitted.params, z))
     equal = z.new_full((len(z),), 1 / len(z), dtype=torch.float64)
-    if not proposals.add(z, equal, DRAWS, wide=0.0, centres=CENTRES):
+    if not proposals.add(z, equal, DRAWS, around=Around.DRAWS, centres=CENTRES):
         raise ValueError("the draws of θ have a singular covariance: there is no proposal for them")
     with noise.seeded(0):
         new = proposals.sample().to(z.dtype)

@@ -99,13 +99,13 @@ class Posterior(Fitted):
 
     @property
     def caveat(self) -> str:
-        """A warning that q had not converged, or is far from the posterior; empty if neither."""
+        """A warning that q had not converged, is far from the posterior, or both; empty if neither."""
         moving = caveat(self.moving, self.rising, len(self.history["elbo"]), self.converged)
         draws = khat.draws_of(self, self._log_weights)
         far = khat.caveat(self.khat, draws) or ("" if self.correctable else khat.UNCORRECTABLE)
         far += remedy(self) if far else ""
         poor = poor_variables.caveat(self.poor_globals, self.poor_clients)
-        return moving or far or precision_caveat(self) or poor
+        return "; ".join(filter(None, (moving, far or precision_caveat(self) or poor)))
 
     def __repr__(self) -> str:
         return self.title + (self.caveat and f"\n{self.caveat}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -96,6 +97,14 @@ def prior_proposal(like: Tensor) -> StudentMixture:
     return StudentMixture(like.new_zeros(1, size), WIDER * PER_SD * root)
 
 
+class Around(Enum):
+    """What the distributions of a proposal lie around: half of the draws come from each, if there are two."""
+
+    DRAWS = ("draws",)
+    PRIOR = ("prior",)
+    BOTH = ("draws", "prior")
+
+
 class Part(NamedTuple):
     """A mixture that draws of θ come from.
 
@@ -121,24 +130,24 @@ class Proposals:
         self.prior = prior
         self.proposals: list[list[Part]] = []
 
-    def add(self, z: Tensor, weights: Tensor, draws: int, *, wide: float, centres: int) -> bool:
+    def add(self, z: Tensor, weights: Tensor, draws: int, *, around: Around, centres: int) -> bool:
         """Add a proposal.
 
         Args:
             z: draws ``(S, D)``, to which it is fitted.
             weights: their weights ``(S,)``.
             draws: the number of draws that it is to give.
-            wide: the share of its draws, 0, 1/2 or 1, that come from a distribution as wide as the prior instead.
-            centres: number of components.
+            around: around the draws ``z``, or as wide as the prior, or both.
+            centres: number of components around the draws.
 
         Returns:
             False if the covariance of the draws is singular.
         """
         found = []
         for system, (x, _) in enumerate(self._coordinates(z)):
-            if wide < 1:
+            if "draws" in around.value:
                 found.append((fit_proposal(x, weights, centres), system))
-            if wide > 0:
+            if "prior" in around.value:
                 found.append((prior_proposal(x), system))
         ends = [draws * i // len(found) for i in range(len(found) + 1)]
         counts = [end - start for start, end in pairwise(ends)]

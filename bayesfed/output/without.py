@@ -34,6 +34,7 @@ from bayesfed.output.log_densities import log_evidence_of_clients, sum_log_weigh
 
 DRAWS, FEWEST = 4000, 200
 """Draws of a q(θ) that needed no correction, and the effective number of weighted draws that are enough."""
+_OF_ALL = "leave clients out of the posterior of all"
 F = TypeVar("F", bound=Fitted)
 
 
@@ -64,7 +65,7 @@ def leave_out(fitted: F, clients: Sequence[str]) -> F:
         >>> others.khat < 0.7, bool(others.sample()["mu"].mean() < posterior.sample()["mu"].mean())
         (True, True)
     """
-    check_all_clients(fitted)
+    fitted.check_is_of_all(_OF_ALL)
     check_weights(fitted)
     fitted.check_known(clients)
     others = [name for name in fitted.federation.names if name not in set(clients)]
@@ -111,18 +112,13 @@ def check_weights(fitted: Fitted) -> None:
     """Raise a ValueError unless draws of θ can be weighted by what the clients say: see :func:`draw_weighted`."""
     if fitted.correction is not None:
         return
-    check_all_clients(fitted)
+    fitted.check_is_of_all(_OF_ALL)
     if not khat.has_density(fitted):
         raise ValueError(
             f"a fit by {fitted.algorithm} has no importance weights by which a client could be left out: θ has no "
             "density (point estimates, particles), or the run was private. Fit the others, "
             "bf.fit(model, federation.select(others)), or all by bf.SFVI()"
         )
-
-
-def check_all_clients(fitted: Fitted) -> None:
-    """Raise a ValueError if this is the posterior of some of the fit's clients."""
-    fitted.check_is_of_all("leave clients out of the posterior of all")
 
 
 def draw_weighted(fitted: Fitted, count: int, seed: int) -> tuple[Params, Tensor | None]:

@@ -8,6 +8,7 @@ import torch
 
 import bayesfed as bf
 from bayesfed import datasets, models
+from bayesfed.deploy import server_program
 from bayesfed.deploy.institutions import Expected, Patience
 from bayesfed.deploy.messages import (
     Ask,
@@ -166,6 +167,22 @@ def test_methods_of_networks_agree_too(shares, tmp_path):
         at_node = posterior.probabilities(rows, centre=True)["y"]
         in_process = expected.probabilities(rows, centre=True)["y"]
         torch.testing.assert_close(at_node, in_process, rtol=1e-3, atol=1e-3)
+
+
+def test_the_form_of_uploads_is_computed_once(tmp_path, monkeypatch):
+    """For each form of the server's messages; PVI's and SFVI's first message differs from the later ones."""
+    computed = []
+
+    def counted(run, asked):
+        computed.append(asked.number)
+        return made_up(run, asked)
+
+    made_up = server_program._made_up_upload
+    monkeypatch.setattr(server_program, "_made_up_upload", counted)
+    plan = replace(PLAN, rounds=8)
+    found = run_on(nodes_of(SCHOOLS, plan, tmp_path), plan, tmp_path)
+    assert set(found.refused.values()) == {0}
+    assert computed in ([0], [0, 1])
 
 
 def test_the_nodes_have_posteriors_and_the_server_has_none_of_their_variables(tmp_path):

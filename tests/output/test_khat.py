@@ -67,3 +67,13 @@ def test_the_limit_is_lower_for_few_draws():
     assert limit(100) == pytest.approx(0.5)
     assert limit(1000) == pytest.approx(2 / 3)
     assert limit(10_000) == LIMIT
+
+
+def test_the_caveat_names_both_flaws():
+    """A fit that has not converged, and whose weights are too uneven."""
+    posterior = bf.fit(models.eight_schools, datasets.eight_schools(), rounds=20)
+    both = replace(
+        posterior, moving={"mu": 2.0}, rising=0.0, correction=None, correctable=False
+    ).caveat
+    assert "not converged after 20 rounds" in both
+    assert "too uneven to correct it by" in both
