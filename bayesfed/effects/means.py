@@ -238,11 +238,15 @@ def _outcome(
         value, family = site.value, ""
     else:
         site = program.sites[name]
-        fn = run_model(fitted, program.model, draws, chunk, batch)[name]["fn"]
-        value = (wanted.predictor or expected_outcome)(fn)
-        family = f" is {name_of(fn)}, which"
-        if isinstance(innermost(fn), dist.Binomial | dist.BetaBinomial) and not fn.event_shape:
-            trials = innermost(fn).total_count.expand(fn.batch_shape)[:1]
+        with handlers.BeforeOutcome(name):
+            fn = run_model(fitted, program.model, draws, chunk, batch)[name]["fn"]
+        use = wanted.predictor or expected_outcome
+        integrated = isinstance(fn, Mixture) and fn.copies > 1
+        value = fn.expectation(use) if integrated else use(fn)
+        base = innermost(fn.first if integrated else fn)
+        family = f" is {name_of(base if integrated else fn)}, which"
+        if isinstance(base, dist.Binomial | dist.BetaBinomial) and not fn.event_shape:
+            trials = base.total_count.expand(fn.batch_shape)[:1]
     flat = flatten_rows(value, site, batch, draws.count).cpu().double()
     if not flat.isfinite().all():
         raise ValueError(

@@ -313,6 +313,18 @@ class Known(Messenger):
         self.log_weights = log_weights
 
 
+class BeforeOutcome(Messenger):
+    """Name a site whose distribution is wanted given the earlier sites of its row, and not given its own value.
+
+    Where a variable of the row is integrated out, nodes lie around the mode of an integrand. This leaves the density of
+    the site's value out of that integrand: nodes that are placed by it cover the distribution given the value alone.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
 class GivenOwnRows(Messenger):
     """Condition observed sites on their clients' own rows.
 

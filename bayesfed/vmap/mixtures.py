@@ -57,8 +57,8 @@ class Mixture(TorchDistribution):
 
     @property
     def support(self) -> Any:
-        """The support of the first component."""
-        return self.components[0].support
+        """The support of the distribution at the variables' values in the program's own run."""
+        return self.first.support
 
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> Mixture:
         """The same mixture over more draws; without ``copies`` only."""
@@ -100,7 +100,11 @@ class Mixture(TorchDistribution):
     @property
     def mean(self) -> Tensor:
         """Σ_z p(z) E[y | z]."""
-        return self._weighted(self._stack(lambda part: part.mean))
+        return self.expectation(lambda part: part.mean)
+
+    def expectation(self, use: Callable[[Any], Tensor]) -> Tensor:
+        """Σ_z p(z) use(p(y | z)), for a function of a distribution, ``(*batch)`` to ``(*batch, *rest)``."""
+        return self._weighted(self._stack(use))
 
     @property
     def variance(self) -> Tensor:
@@ -145,9 +149,8 @@ class Mixture(TorchDistribution):
 
     def _weighted(self, values: Tensor) -> Tensor:
         weights = self._weights().softmax(-1)
-        weights = weights.reshape(
-            *weights.shape[:-1], *[1] * len(self.event_shape), weights.shape[-1]
-        )
+        rest = values.ndim - weights.ndim
+        weights = weights.reshape(*weights.shape[:-1], *[1] * rest, weights.shape[-1])
         return (weights * values).sum(-1)
 
 

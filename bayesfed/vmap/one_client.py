@@ -150,6 +150,8 @@ class Outside(Boundary):
         super().__init__(levels)
         self.program, self.batch, self.changed = program, batch, changed
         asked = (frame.log_weights for frame in _PYRO_STACK if isinstance(frame, handlers.Known))
+        before = (f.name for f in _PYRO_STACK if isinstance(f, handlers.BeforeOutcome))
+        self.before = set(before)
         nodes = program.points if program.points > 1 else quadrature.NODES[0]
         self.seen = Run(Marginalisation(self._again, levels, nodes, next(asked, None)))
 
@@ -235,9 +237,8 @@ class Outside(Boundary):
             seen = seen.squeeze(0) if self.levels.draws and len(seen) == 1 else seen
             msg["value"] = self.seen.values[name] = seen
         if rows.is_mixture(layout, in_rows):
-            distribution = rows.distribution(
-                name, distribution, in_rows, seen if observed else None, msg["mask"]
-            )
+            data = seen if observed and name not in self.before else None
+            distribution = rows.distribution(name, distribution, in_rows, data, msg["mask"])
         if gaps:
             rows.add(name, fn, layout, in_rows, values, seen)
         msg["fn"] = distribution

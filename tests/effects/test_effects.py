@@ -451,3 +451,52 @@ def test_plots(logistic):
     assert curves.get_xlabel() == "x"
     assert "<br>Level: over these 4 clients" in effects.predictions(posterior)._repr_html_()
     mpl.pyplot.close("all")
+
+
+@pytest.mark.parametrize("family", ["normal", "binomial"])
+def test_a_missing_covariate_is_averaged_over_its_prior_whatever_the_rows_outcome(family):
+    """With precise outcomes nodes around the mode of a row's integrand cover a small part of the prior."""
+
+    def model(federation):
+        b = pyro.sample("b", dist.Normal(0.0, 2.0))
+        c = pyro.sample("c", dist.Normal(0.0, 2.0))
+        with federation.clients():
+            u = pyro.sample("u", dist.Normal(0.0, 1.0))
+            with federation.observations() as obs:
+                z = pyro.sample("z", dist.Normal(c * obs["x"], 1.0), obs=obs["z"])
+                normal, binomial = (
+                    dist.Normal(u + b * z, 0.05),
+                    dist.Binomial(50.0, logits=u + b * z),
+                )
+                fn = normal if family == "normal" else binomial
+                pyro.sample("y", fn, obs=obs.get("y"))
+
+    rng = np.random.default_rng(0)
+    x, z = rng.normal(size=(2, 2, 8))
+    z += x
+    y = 2 * z if family == "normal" else rng.binomial(50, expit(2 * z))
+    z[:, ::2] = np.nan
+    rows = {name: {"x": x[i], "z": z[i], "y": y[i]} for i, name in enumerate("ab")}
+    data = bf.Federation.from_arrays(rows, missing="keep")
+    posterior = bf.fit(model, data, rounds=3, execution=bf.Execution(compile=False))
+    draws = as_numpy(posterior.sample(S))
+    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
+
+    def mean(at):
+        """E[y] given x = at in all rows, at each draw."""
+        found = []
+        for i in range(2):
+            own, slope = draws["u"][:, i], draws["b"]
+            for known in z[i]:
+                if np.isfinite(known):
+                    eta = (own + slope * known)[:, None]
+                else:
+                    prior = (draws["c"] * at)[:, None] + nodes
+                    eta = own[:, None] + slope[:, None] * prior
+                value = eta if family == "normal" else expit(eta)
+                share = weights / weights.sum() if eta.shape[1] > 1 else 1.0
+                found.append((value * share).sum(1))
+        return np.mean(found, 0)
+
+    found = effects.predictions(posterior, {"x": [0.0, 1.0]}, outcome="y", num_samples=S)
+    check(found, [mean(0.0), mean(1.0)], 2e-3)

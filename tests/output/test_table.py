@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 
 import numpy as np
 import pandas as pd
@@ -67,6 +68,25 @@ def test_chains_come_one_after_the_other():
     np.testing.assert_array_equal(second, drawn[1::chains])
     idata = posterior.to_arviz(100 * chains)
     np.testing.assert_array_equal(second, idata["posterior"]["mu"][1])
+
+
+def test_parquet_keeps_names_and_numbers(posterior, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    frame = posterior.to_frame(20)
+    frame.to_parquet(tmp_path / "draws.parquet")
+    found = parquet.read_table(tmp_path / "draws.parquet")
+    assert found.column_names == frame.columns.tolist()
+    assert {str(found.schema.field(name).type) for name in (".chain", ".draw")} == {"int64"}
+    for name in found.column_names:
+        np.testing.assert_array_equal(found[name].to_numpy(), frame[name])
+
+
+def test_parquet_without_pyarrow_is_refused_by_name(posterior, tmp_path, monkeypatch):
+    for package in ("pyarrow", "fastparquet"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match="pyarrow is required for parquet support"):
+        posterior.to_frame(5).to_parquet(tmp_path / "draws.parquet")
+    assert not (tmp_path / "draws.parquet").exists()
 
 
 def has_r() -> bool:
