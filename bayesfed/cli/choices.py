@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from bayesfed import models
 from bayesfed.algorithms.registry import algorithm_of
 from bayesfed.cli.catalogue import DATASETS, MODELS
 from bayesfed.cli.errors import one_line
-from bayesfed.cli.experiment import DataSection, Experiment, ModelSection
+from bayesfed.cli.experiment import FORMULA_DATA, DataSection, Experiment, ModelSection
 from bayesfed.cli.own_code import load_function, load_part
 from bayesfed.data.columns import check_columns
 from bayesfed.data.federation import Federation, Model
@@ -22,7 +23,7 @@ from bayesfed.elbo.sites import sites
 from bayesfed.engine.cohort import cohort_size
 from bayesfed.engine.execution import Execution
 from bayesfed.engine.privacy import Privacy
-from bayesfed.formulas.clients import split_by_client
+from bayesfed.formulas.clients import complete_rows, split_by_client
 from bayesfed.formulas.formula import Formula, formula
 from bayesfed.formulas.settings import FormulaSettings
 from bayesfed.formulas.terms import FormulaError
@@ -89,6 +90,11 @@ def named_model(section: ModelSection, base: Path) -> Model:
         return load_function(name, base, "model.name")
     if name not in MODELS and name.endswith(".py"):
         raise SettingsError(f'model.name is "{name}"; say which function: "{name}:function"')
+    if name not in MODELS and isinstance(getattr(models, name, None), type):
+        raise SettingsError(
+            f'model.name is "{name}", which is made in Python: write net = models.{name}(...) in a file, and '
+            'name = "file.py:net"'
+        )
     model = choose(name, MODELS, "model.name")
     if isinstance(model, type):
         return made(model, own, "model")
@@ -127,7 +133,9 @@ def _with_clients(
         return model, load_clients(data, rows, base)
     assert rows is not None  # a formula has the rows of a frame
     try:
-        written = formula(text, rows, client=str(data.client), family=family or "gaussian")
+        settings = FormulaSettings(text, family or "gaussian", str(data.client))
+        clients = _rows_of_formula(settings, data, rows)
+        written = formula(text, clients, client=settings.client, family=settings.family)
         return written, written.federation
     except FormulaError as error:
         raise SettingsError(f"model.formula: {error}") from error
@@ -198,18 +206,23 @@ def load_frames(
     """
     if rows is None:
         raise SettingsError("a formula names columns: give data.csv or data.parquet")
-    if data.fields is not None or data.missing != "fail":
-        raise SettingsError(
-            "data.fields and data.missing are for models by name: a formula names its columns"
-        )
-    client = str(data.client)
+    if data.fields is not None or data.missing == "keep":
+        raise SettingsError(FORMULA_DATA)
     try:
-        rows = rows if alone is None else rows.assign(**{client: alone})
-        frames = split_by_client(rows, client)
+        rows = rows if alone is None else rows.assign(**{str(data.client): alone})
+        frames = _rows_of_formula(settings, data, rows)
         RowsToCode.read(settings, frames)  # a mistake in the columns comes before the node listens
         return frames
     except (ValueError, KeyError, TypeError) as error:
         raise SettingsError(f"data ({base / data.source}): {one_line(error)}") from error
+
+
+def _rows_of_formula(
+    settings: FormulaSettings, data: DataSection, rows: pd.DataFrame
+) -> dict[str, pd.DataFrame]:
+    """Return each client's rows; those that lack a value are left out, if the section says so."""
+    clients = split_by_client(rows, settings.client)
+    return complete_rows(settings, clients) if data.missing == "drop" else clients
 
 
 def _load_npz(

@@ -57,6 +57,10 @@ _RENAMED = {
     ("output", "sites"): "output.variables",
 }
 """Sections and keys that have another name now."""
+FORMULA_DATA = (
+    'data.fields and data.missing = "keep" are for models by name: a formula names its columns, and '
+    'missing = "drop" leaves out rows that lack one of them'
+)
 ONE_OF = "give one of dataset (a name), csv, parquet, arrow and npz (a path)"
 
 
@@ -189,10 +193,8 @@ class Experiment(Strict):
         if self.model.formula is not None and self.data.is_given:
             if self.data.kind not in ("csv", "parquet"):
                 raise ValueError("a formula names columns: give data.csv or data.parquet")
-            if self.data.fields is not None or self.data.missing != "fail":
-                raise ValueError(
-                    "data.fields and data.missing are for models by name: a formula names its columns"
-                )
+            if self.data.fields is not None or self.data.missing == "keep":
+                raise ValueError(FORMULA_DATA)
         return self
 
 

@@ -129,6 +129,10 @@ class Overdue:
     clients: int
 
 
+SILENCE = 3.0
+"""After so many seconds the server says for which institutions it waits at the start of a run."""
+
+
 class Institutions:
     """The institutions of a run, and the addresses of their nodes.
 
@@ -193,7 +197,11 @@ class Institutions:
     def _find_all(self, seconds: float) -> dict[str, Schema]:
         """Wait for all institutions that are there from the start, and return their schemas."""
         end, schemas = time.monotonic() + seconds, dict[str, Schema]()
+        quiet = time.monotonic() + SILENCE
         while missing := self.present - schemas.keys():
+            if time.monotonic() > quiet:
+                self.report(f"waiting for {', '.join(sorted(missing))}: at most {seconds:.0f} s")
+                quiet = float("inf")
             if (left := end - time.monotonic()) <= 0:
                 raise TimeoutError(
                     f"institution {min(missing)!r} has not answered in {seconds:.0f} s ({len(missing)} of "

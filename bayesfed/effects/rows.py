@@ -135,9 +135,12 @@ class FormulaRows:
         return np.concatenate([rows[name].to_numpy() for rows in self.frames.values()])
 
     def levels(self, name: str) -> list[Any] | None:
-        """Return the agreed levels of a column, or 0 and 1 if it has no other numbers."""
+        """Return the agreed levels of a column, its reference first, or 0 and 1 if it has no other numbers."""
         agreed = self.formula.coding.levels.get(name)
-        return list(agreed) if agreed is not None else _binary(self.column(name))
+        if agreed is None:
+            return _binary(self.column(name))
+        reference = self.formula.coding.reference(name)
+        return sorted(agreed, key=lambda level: level != reference)
 
 
 Rows = FieldRows | FormulaRows

@@ -6,10 +6,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from bayesfed.data.columns import check_columns, client_name
 from bayesfed.data.federation import Federation
+from bayesfed.data.ingest import warn_dropped
 from bayesfed.formulas.coding import Coding
+from bayesfed.formulas.columns import columns_of
+from bayesfed.formulas.settings import FormulaSettings
 from bayesfed.formulas.terms import FormulaError
 
 if TYPE_CHECKING:
@@ -37,6 +41,39 @@ def split_by_client(
         )
     found = data.groupby(client, sort=False, observed=True)
     return {client_name(name): rows for name, rows in found}
+
+
+def complete_rows(
+    settings: FormulaSettings, clients: Mapping[str, pd.DataFrame]
+) -> dict[str, pd.DataFrame]:
+    """Return the clients' rows without those that lack a value of the formula's columns; a warning says how many.
+
+    Args:
+        settings: the formula.
+        clients: client to its rows; clients of which no row remains are left out.
+
+    Raises:
+        KeyError: a column of the formula does not exist.
+
+    Example:
+        >>> import pandas as pd
+        >>> from bayesfed.formulas.clients import complete_rows
+        >>> from bayesfed.formulas.settings import FormulaSettings
+        >>> settings = FormulaSettings("y ~ x + (1 | site)", "gaussian", "site")
+        >>> rows = pd.DataFrame({"y": [1.0, 2.0, None], "x": 0.5, "other": [None, 7.0, 8.0], "site": "A"})
+        >>> complete_rows(settings, {"A": rows.head(2)})["A"]["y"].tolist()
+        [1.0, 2.0]
+    """
+    parts = (settings.terms, *settings.terms.parameters.values())
+    used = sorted({name for part in parts for name in columns_of(part, settings)[0]})
+    complete, dropped = dict[str, np.ndarray](), list[int]()
+    for i, (name, rows) in enumerate(clients.items()):
+        check_columns("frame", used, rows.columns)
+        complete[name] = rows[used].notna().all(axis=1).to_numpy()
+        dropped += [i] * int((~complete[name]).sum())
+    if dropped:
+        warn_dropped(torch.tensor(dropped), list(clients), sum(map(len, clients.values())))
+    return {name: clients[name][rows] for name, rows in complete.items() if rows.any()}
 
 
 def code_clients(coding: Coding, clients: Mapping[str, pd.DataFrame]) -> Federation:

@@ -45,6 +45,15 @@ class Coding:
         """Return the number of a factor's levels; for the clients' own levels, the most that a client has."""
         return self.within.get(factor, len(self.levels.get(factor, ())))
 
+    def reference(self, column: str) -> Level | None:
+        """Return the level with which others are compared in treatment coding, or None if there is no such level."""
+        for component in self.terms.components:
+            if component.kind == "categoric" and component.var_names - {""} == {column}:
+                zero = ~np.asarray(component.contrast_matrix.matrix).any(1)
+                if zero.sum() == 1:
+                    return list(self.levels[column])[int(zero.argmax())]
+        return None
+
     @property
     def intercept(self) -> bool:
         """The common terms have an intercept."""

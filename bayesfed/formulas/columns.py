@@ -81,7 +81,7 @@ def check_complete(client: str, column: str, values: pd.Series) -> None:
     if gaps.any():
         raise FormulaError(
             f"client {client!r}, row {values.index[int(gaps.argmax())]}: {column!r} is missing. Leave such rows out "
-            f"first, frame.dropna(subset=[{column!r}])"
+            f'first, frame.dropna(subset=[{column!r}]), or by missing = "drop" in [data] of an experiment file'
         )
 
 

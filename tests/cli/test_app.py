@@ -224,8 +224,31 @@ def test_a_formula(drawn_plots, towns, capsys):
     assert "give either name (a model) or formula" in error
     _, error = fails(capsys, "run", "study/formula.toml", "--set", 'data.fields=["u"]')
     assert "a formula names its columns" in error
+    _, error = fails(capsys, "run", "study/formula.toml", "--set", "data.missing=keep")
+    assert 'missing = "drop" leaves out rows' in error
     _, error = fails(capsys, "run", "study/formula.toml", "--set", 'output.variables=["w|town"]')
     assert "the model has 1|town, v|town" in error
+
+
+def test_rows_with_gaps_in_a_formula_s_columns_are_left_out_if_asked(drawn_plots, towns, capsys):
+    frame = pd.read_csv("study/towns.csv")
+    frame.loc[1, "u"] = frame.loc[0, "unused"] = float("nan")
+    frame.to_csv("study/towns.csv", index=False)
+    Path("study/formula.toml").write_text(FORMULA)
+    _, error = fails(capsys, "run", "study/formula.toml")
+    assert "row 1: 'u' is missing" in error and 'missing = "drop"' in error
+    dropping = ("--set", "data.missing=drop", "--output", "out")
+    with pytest.warns(UserWarning, match=f"leaves out 1 of {len(frame)} rows"):
+        assert cli.main(["run", "study/formula.toml", *dropping]) == 0
+    assert f" {len(frame) - 1} rows (" in capsys.readouterr().out
+
+
+def test_a_network_s_name_says_that_it_is_made_in_a_file(towns, capsys):
+    Path("study/formula.toml").write_text(
+        FORMULA.replace('formula = "cm ~ u + (1 + v | town)"', 'name = "Network"')
+    )
+    _, error = fails(capsys, "run", "study/formula.toml")
+    assert "write net = models.Network(...) in a file" in error
 
 
 def test_effects_and_leave_one_out_are_printed_and_written_and_repeated(towns, capsys):

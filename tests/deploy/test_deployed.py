@@ -8,7 +8,7 @@ import torch
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.deploy import server_program
+from bayesfed.deploy import institutions, server_program
 from bayesfed.deploy.institutions import Expected, Patience
 from bayesfed.deploy.messages import (
     Ask,
@@ -555,11 +555,13 @@ def test_a_node_whose_rows_do_not_fit_the_model_says_no_more_than_that(tmp_path)
     assert "sigma" in log or "scale" in log
 
 
-def test_a_missing_node_is_named(tmp_path):
-    at = Wire(nodes_of(SCHOOLS, PLAN, tmp_path))
+def test_a_missing_node_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(institutions, "SILENCE", 0.1)
+    at, said = Wire(nodes_of(SCHOOLS, PLAN, tmp_path)), []
     at.silent = lambda name, kind: name == "node2"
     with pytest.raises(TimeoutError, match="institution 'node2' has not answered in 1 s"):
-        fitted(at, PLAN, tmp_path)
+        fitted(at, PLAN, tmp_path, said)
+    assert said == ["waiting for node2: at most 1 s"]
 
 
 def test_a_node_out_of_step_says_so(tmp_path):

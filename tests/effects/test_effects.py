@@ -72,6 +72,15 @@ def logistic(frame):
     return posterior, draws, predictor
 
 
+def test_levels_are_compared_with_the_reference_of_the_formula(frame):
+    posterior, draws = fitted("y ~ T(kind, ref='b') + x + (1 | hospital)", frame)
+    found = effects.comparisons(posterior, "kind", num_samples=S)
+    assert found.labels.values.tolist() == [["kind", "a - b"], ["kind", "c - b"]]
+    check(found, [draws[f"T(kind, ref='b')[{k}]"] for k in "ac"])
+    summed = bf.formula("y ~ S(kind) + (1 | hospital)", frame)
+    assert summed.coding.reference("kind") is None and summed.coding.reference("x") is None
+
+
 def test_comparisons_and_slopes_of_a_gaussian_interaction(gaussian, frame):
     posterior, draws = gaussian
     mean = frame.x.mean()
