@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -60,9 +61,11 @@ class Listed(StrEnum):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return 0, 1 (a run failed), 2 (a mistake to correct) or 130 (Ctrl-C).
 
-    A mistake prints one line on stderr, ``error: ...``; with ``--debug`` the traceback instead.
+    A mistake prints one line on stderr, ``error: ...``; with ``--debug`` the traceback instead. A warning is a line
+    ``warning: ...``.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    usual, warnings.formatwarning = warnings.formatwarning, _warning_line
     try:
         code = app(args=arguments, prog_name="bayesfed", standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -79,6 +82,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, RunError):
             return error.code
         return 2 if isinstance(error, _MISTAKES) else 1
+    finally:
+        warnings.formatwarning = usual
+
+
+def _warning_line(message: Warning | str, *_: object, **__: object) -> str:
+    return f"warning: {message}\n"
 
 
 def _complain(text: str) -> None:

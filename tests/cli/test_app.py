@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import arviz as az
@@ -228,6 +229,16 @@ def test_a_formula(drawn_plots, towns, capsys):
     assert 'missing = "drop" leaves out rows' in error
     _, error = fails(capsys, "run", "study/formula.toml", "--set", 'output.variables=["w|town"]')
     assert "the model has 1|town, v|town" in error
+
+
+def test_a_warning_is_one_line(monkeypatch, capsys):
+    def run(**_):
+        print(warnings.formatwarning("x is odd", UserWarning, "x.py", 1), end="")
+
+    usual = warnings.formatwarning
+    monkeypatch.setattr(cli, "app", run)
+    cli.main([])
+    assert capsys.readouterr().out == "warning: x is odd\n" and warnings.formatwarning is usual
 
 
 def test_rows_with_gaps_in_a_formula_s_columns_are_left_out_if_asked(drawn_plots, towns, capsys):
