@@ -9,7 +9,8 @@ rows. A script looks like this:
 
 Each result is a line of ``runs/raw/SCRIPT.jsonl`` as soon as it is there: a run that was killed goes on with
 ``--resume``. A row stands in the Markdown table beside the script as soon as its results are complete. The table begins
-with the command that made it, the date, the commit, the machine and the versions.
+with the command that made it, the date, the commit, the machine and the versions, and the script's docstring, which
+says how to read it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -337,10 +339,38 @@ def _begins(row: str, key: tuple[Any, ...]) -> bool:
 
 
 def write(path: Path, lines: Sequence[str], said: str = "") -> None:
-    """Write a file under the header of all tables, atomically."""
+    """Write a file under the header of all tables and the question and legend of the script, atomically."""
     fresh = path.with_suffix(".tmp")
-    fresh.write_text("\n".join([header() + said, "", *lines]) + "\n", encoding="utf-8")
+    text = legend(sys.modules["__main__"].__doc__)
+    fresh.write_text("\n".join([header() + said, "", *text, *lines]) + "\n", encoding="utf-8")
     fresh.replace(path)
+
+
+def legend(doc: str | None) -> list[str]:
+    """Return the lines by which a table explains itself: the docstring of its script, without commands.
+
+    Args:
+        doc: the docstring. Its first sentence is the title; blocks of commands and "Makes x.md." are left out.
+    """
+    text = re.sub(r":\w+:`~?([^`]*)`", r"`\1`", (doc or "").strip().replace("``", "`"))
+    text = re.sub(r"(; makes|[.:?] Makes|: makes) [^.]*(\.(md|png)\b[^.]*)+\.", _end, text, count=1)
+    text = text.replace(" Makes the tables of four recipes in this folder.", "")
+    first, _, rest = text.partition("\n\n")
+    title, *more = re.split(r"(?<=[.?]) ", " ".join(first.split()), maxsplit=1)
+    found = [f"**{title}**{' '.join(['', *more])}", ""]
+    for block in rest.split("\n\n"):
+        if COMMANDS.match(block):
+            continue
+        found += ["```text", *block.split("\n"), "```", ""] if block[:1] == " " else [block, ""]
+    return found
+
+
+COMMANDS = re.compile(r" +(python|pip|apt-get|git) ?")
+
+
+def _end(found: re.Match[str]) -> str:
+    """Return the end of a sentence before "Makes x.md"."""
+    return found[0][0] if found[0][0] in ".?" else "."
 
 
 def header() -> str:

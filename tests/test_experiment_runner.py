@@ -13,10 +13,19 @@ sys.modules["experiment_runner"] = runner  # dataclasses look their module up
 SPEC.loader.exec_module(runner)
 
 
+DOC = """Does it add up? Makes made.md.
+
+    python experiments/made.py
+
+Cells are sums of ``seed`` and more.
+"""
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Run a script with two rows of two seeds; returns the seeds that it has measured and its table."""
     monkeypatch.setattr(runner, "RAW", tmp_path / "raw")
+    monkeypatch.setattr(sys.modules["__main__"], "__doc__", DOC)
     path = tmp_path / "made.md"
 
     def script(*words, factor=1):
@@ -39,7 +48,8 @@ def test_a_table_says_how_it_was_made(run):
     _, lines = run()
     assert lines[0].startswith("Made by `python experiments/made.py`, 20")
     assert "bayesfed" in lines[0] and "torch" in lines[0] and "commit" in lines[0]
-    assert lines[2:] == ["| name | sum |", "| --- | --- |", "| one | 7 |", "| three | 11 |"]
+    assert lines[1:6] == ["", "**Does it add up?**", "", "Cells are sums of `seed` and more.", ""]
+    assert lines[6:] == ["| name | sum |", "| --- | --- |", "| one | 7 |", "| three | 11 |"]
 
 
 def test_rows_replace_their_predecessors(run):
@@ -47,7 +57,7 @@ def test_rows_replace_their_predecessors(run):
     measured, lines = run("th", factor=2)
     assert measured == [("three", 0), ("three", 1)]
     assert lines[0].endswith(" 1 of 2 rows are older.")
-    assert lines[4:] == ["| one | 7 |", "| three | 22 |"]
+    assert lines[8:] == ["| one | 7 |", "| three | 22 |"]
 
 
 def test_a_killed_run_goes_on(run):
@@ -57,7 +67,7 @@ def test_a_killed_run_goes_on(run):
     store.write_text(f"{first}\n{second[:20]}")  # cut off by the kill
     measured, lines = run("--resume")
     assert measured == [("one", 1), ("three", 0), ("three", 1)]
-    assert lines[4:] == ["| one | 7 |", "| three | 11 |"]
+    assert lines[8:] == ["| one | 7 |", "| three | 11 |"]
 
 
 def test_other_settings_leave_the_table(run, tmp_path):

@@ -22,6 +22,17 @@ def test_that_every_table_is_in_the_index():
     assert not sorted(tables - named)
 
 
+@pytest.mark.parametrize("path", stale.tables(ROOT), ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_that_every_table_says_what_made_it_and_how_to_read_it(path):
+    first, blank, title, *rest = path.read_text(encoding="utf-8").splitlines()
+    assert re.match(r"Made by (`python experiments/\S+\.py.*`|hand)", first)
+    assert re.search(r"\b20\d\d-\d\d-\d\d\b", first) and "bayesfed 0." in first
+    assert stale.commits(first)
+    assert not blank and re.match(r"\*\*[^*]+[.?]\*\*", title)
+    before = [line for line in rest[: next((i for i, x in enumerate(rest) if x[:1] == "|"), -1)]]
+    assert len(" ".join([title, *before]).split()) > 10
+
+
 def test_that_every_row_of_the_index_has_a_script_a_question_and_a_time():
     index = (ROOT / "experiments/README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\S+\.py)[^`]*` \| (.*) \| (.*) \| (.*) \|$", index, re.MULTILINE)
