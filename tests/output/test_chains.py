@@ -11,8 +11,10 @@ import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.guides.family import GLOBAL
 from bayesfed.output import chains
+from bayesfed.output.client_chains import ChainClients, Leap, Memory, MoveHere
 from bayesfed.output.correction import CorrectionResult
 from bayesfed.output.draws import draw_theta
+from bayesfed.output.trajectories import Server
 from tests.output.test_correction import SCHOOLS, of_grid
 
 
@@ -25,19 +27,82 @@ from tests.output.test_correction import SCHOOLS, of_grid
 )
 def test_gradients_are_those_of_the_density(model, data, float64):
     posterior = bf.fit(model, data(), rounds=3, progress=False)
+    key = posterior.key(1)
+    clients = ChainClients.of(posterior, 4, key)
+    server = Server(posterior.program, posterior.params, key, MoveHere(clients))
+    z = draw_theta(posterior, 4, key)[GLOBAL][:, 0, 0]
+    e = clients._normals(0)
+
+    def density(z, e):
+        place, slope = clients._place(z, e)
+        prior, own = server.prior(z)
+        return prior + place.value, slope + own, place.slope
+
     with torch.no_grad():
-        target = chains._target(posterior)
-        z = draw_theta(posterior, 4, posterior.key(1))[GLOBAL][:, 0, 0]
+        _, of_z, of_e = density(z, e)
         torch.manual_seed(0)
-        at = chains._start(target, z)
-        for of, along in (("a", torch.randn_like(at.a)), ("e", torch.randn_like(at.e))):
-            values = [
-                target.density(**{"a": at.a, "e": at.e, of: getattr(at, of) + step * along}).value
-                for step in (1e-4, -1e-4)
-            ]
-            slope = (getattr(at.at, of) * along).flatten(1).sum(1)
+        along_z, along_e = torch.randn_like(z), torch.randn_like(e)
+        for slope, along, moved in (
+            (of_z, along_z, lambda step: (z + step * along_z, e)),
+            (of_e, along_e, lambda step: (z, e + step * along_e)),
+        ):
+            values = [density(*moved(step))[0] for step in (1e-4, -1e-4)]
             expected = (values[0] - values[1]) / 2e-4
-            torch.testing.assert_close(slope, expected, rtol=1e-5, atol=1e-5)
+            found = (slope * along).flatten(1).sum(1)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gains_are_differences_of_the_energy(float64):
+    """Of a trajectory of three steps; a trajectory that is asked again is the same."""
+    posterior = bf.fit(models.eight_schools, datasets.eight_schools(), rounds=3, progress=False)
+    clients = ChainClients.of(posterior, 4, posterior.key(1))
+    z = draw_theta(posterior, 4, posterior.key(1))[GLOBAL][:, 0, 0]
+    everywhere = torch.ones(4, dtype=torch.bool)
+    with torch.no_grad():
+        memory, moved = clients.move(None, Leap(0, 0, 0.0, z, everywhere))
+        assert moved.gain.tolist() == [0.0] * 4
+        began = memory
+        for _ in range(2):
+            gains = []
+            for step in range(3):
+                asked = Leap(1, step, 0.2, z + 0.1 * (step + 1), everywhere)
+                memory, moved = clients.move(memory, asked)
+                gains.append(moved.gain)
+            r = clients._normals(1)
+            before = began.now.value - r.square().sum((1, 2)) / 2
+            after = memory.now.value - memory.momentum.square().sum((1, 2)) / 2
+            torch.testing.assert_close(gains[-1], after - before)
+        again = Memory.from_tensors(
+            memory.to_tensors(), iteration=memory.iteration, step=memory.step, seen=memory.seen
+        )
+        one, other = (clients.move(m, Leap(2, 0, 0.2, z, ~everywhere))[1] for m in (memory, again))
+        assert torch.equal(one.gain, other.gain)
+        back, _ = clients.move(memory, Leap(2, 0, 0.0, z, ~everywhere))
+        torch.testing.assert_close(back.start.e, began.now.e)
+
+
+def test_chains_that_were_interrupted_go_on(tmp_path):
+    """After any trajectory: the clients' memory and the server's file are those of a run without a break."""
+    posterior = bf.fit(models.eight_schools, SCHOOLS, rounds=10, progress=False)
+    key = chains.chains_key(posterior, 0)
+
+    class Killed(Exception):
+        pass
+
+    here = MoveHere(ChainClients.of(posterior, 64, key))
+
+    def stops(asked):
+        if (asked.iteration, asked.step) == (17, 1):
+            raise Killed
+        return here(asked)
+
+    file = chains.ChainsFile(tmp_path / "chains", {"of": "this"})
+    with pytest.raises(Killed):
+        chains.sample_chains(posterior, move=stops, resume=file)
+    found = chains.sample_chains(posterior, move=here, resume=file)
+    expected = chains.sample_chains(posterior)
+    assert torch.equal(found.z, expected.z)
+    assert found.gradients == expected.gradients
 
 
 def test_a_q_that_is_far_from_the_posterior():
