@@ -74,7 +74,7 @@ def make_plan(config: Experiment, base: Path) -> DeploymentPlan:
         effects=tuple(config.effects),
         leave_one_out=config.leave_one_out,
         **schedule.model_dump(include=set(Schedule.model_fields)),
-        **({} if own is None else own.model_dump(include={"secure", "honest"})),
+        **({} if own is None else own.model_dump(include={"secure", "honest", "chains"})),
     )
 
 

@@ -153,7 +153,7 @@ class DeploymentSection(Strict):
         superlink: Flower's name of the SuperLink in ``$FLWR_HOME/config.toml``.
         seconds, minimum, attempts, joining, enough, max_staleness, expected: see
             :class:`~bayesfed.deploy.institutions.Patience`.
-        secure, honest: see :class:`~bayesfed.deploy.plan.Plan`.
+        secure, honest, chains: see :class:`~bayesfed.deploy.plan.DeploymentPlan`.
         keys: by post, by institution, the public key with which it signs its answers.
     """
 
@@ -169,6 +169,7 @@ class DeploymentSection(Strict):
     expected: dict[str, ExpectedInstitution] = Field(default_factory=dict)
     secure: bool = False
     honest: Count | None = None
+    chains: bool = False
     keys: dict[str, PublicKey] = Field(default_factory=dict)
 
 

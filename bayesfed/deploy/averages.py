@@ -52,7 +52,7 @@ def _ask(institutions: Institutions, run: str, number: int, agreed: EffectSettin
         }
 
     message, what = Average(run=run, effect=number), f"sums of effect {number + 1}"
-    return _checked(request_sum(institutions, message, Averages, form, what))
+    return _checked(request_sum(institutions, message, Averages, form, what, what))
 
 
 def _checked(sums: Tensors) -> Sums:

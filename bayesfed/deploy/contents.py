@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from bayesfed.deploy.coding_messages import Add
-from bayesfed.deploy.messages import Ask, Average, Evaluate, LeaveOut, MessageError
+from bayesfed.deploy.messages import (
+    Ask,
+    Average,
+    Evaluate,
+    LeaveOut,
+    MessageError,
+    MoveChains,
+)
 from bayesfed.engine.parts import flatten_state, unflatten_state
 
 
@@ -43,10 +50,11 @@ def read_state(found: Mapping[str, Tensor], like: Any) -> Any:
 
 
 def broadcast_digest(
-    message: Ask | Add | Evaluate | Average | LeaveOut, sent: Mapping[str, Tensor]
+    message: Ask | Add | Evaluate | MoveChains | Average | LeaveOut, sent: Mapping[str, Tensor]
 ) -> bytes:
     """Return a digest of what all nodes are asked, 32 bytes: a secure sum needs nodes that were asked the same."""
     named = {"kind", "run", "rate", "clip", "noisy", "closely", "effect", "agreement"}
+    named |= {"iteration", "step", "size"}
     common = message.model_dump(include=named)
     digest = sha256(json.dumps(common, sort_keys=True).encode())
     for name, value in sorted(sent.items()):

@@ -13,10 +13,13 @@ from bayesfed.elbo import noise
 from bayesfed.elbo.program import Params
 from bayesfed.engine.stopping.drift import caveat
 from bayesfed.output import checkpoint, khat
+from bayesfed.output.chains import can_sample
 from bayesfed.output.comparison import Comparison
+from bayesfed.output.correction import FINITE_VARIANCE
 from bayesfed.output.draws import draw_globals
 from bayesfed.output.log_evidence import LogEvidence, estimate_log_evidence
 from bayesfed.output.posterior import Posterior
+from bayesfed.output.precision import caveat as precision_caveat
 from bayesfed.output.prior import derived_at, sample_prior
 
 
@@ -29,6 +32,8 @@ class GlobalPosterior:
         refused: by institution, the number of its answers that were refused.
         absent: by institution, the number of rounds that it did not answer in time.
         effects: the effects of the plan; None for one that could not be computed.
+        chain_exchanges: the number of exchanges with all institutions that chains took, with secure sums two for each
+            leapfrog step; 0 without chains.
         comparison: leave-one-out of this fit, and of those that it is compared with, if the plan has it.
     """
 
@@ -37,6 +42,7 @@ class GlobalPosterior:
     absent: Mapping[str, int]
     effects: tuple[Effects | None, ...] = ()
     comparison: Comparison | None = None
+    chain_exchanges: int = 0
 
     @property
     def params(self) -> Params:
@@ -61,7 +67,7 @@ class GlobalPosterior:
 
     @property
     def khat(self) -> float | None:
-        """Pareto k-hat of the weights by which the draws of θ were corrected; None if they were not."""
+        """Pareto k-hat of the weights by which the draws of θ were corrected; None if they were not, or by chains."""
         mended = self.posterior.correction
         return None if mended is None else mended.khat
 
@@ -76,17 +82,52 @@ class GlobalPosterior:
         if mended is None or mended.log_weights is None:
             raise ValueError(
                 "log_evidence needs the importance weights of a correction, and this fit had none: q(θ) needed none or "
-                "was too poor (khat), the run was private, or the algorithm does not correct: use SFVI()"
+                "was too poor (khat), draws are from chains, the run was private, or the algorithm does not correct: "
+                "use SFVI()"
             )
         return estimate_log_evidence(self.posterior, None)
 
     @property
     def caveat(self) -> str:
-        """A warning to heed before the numbers are used, or an empty text."""
+        """A warning to heed before the numbers are used, or an empty text.
+
+        That the fit has not converged; that q(θ) could not be corrected by importance weights, or only by weights
+        without a finite variance, and was not drawn by chains; that the fit's precision was not reached.
+        """
         of = self.posterior
         moving = caveat(of.moving, of.rising, len(of.history["elbo"]), of.converged)
-        draws = khat.DRAWS if of.correction is None else of.correction.count
-        return moving or khat.caveat(self.khat, draws)
+        return "; ".join(filter(None, (moving, self._poor or precision_caveat(of, self._chains))))
+
+    @property
+    def _poor(self) -> str:
+        """The part of :attr:`caveat` about importance weights."""
+        of, k = self.posterior, self.khat or 0.0
+        if not of.correctable:
+            return (
+                "q(θ) is not a good approximation of the posterior, and importance weights are too uneven to correct "
+                f"it by: {self._chains}. {khat.REMEDY}"
+            )
+        if k <= FINITE_VARIANCE:
+            return ""
+        assert of.correction is not None
+        poor = khat.caveat(k, of.correction.count) or (
+            f"Pareto k {k:.2f} > {FINITE_VARIANCE:g}: the importance weights by which q(θ) was corrected have no "
+            "finite variance, so that standard deviations and tails may be off"
+        )
+        return f"{poor}: {self._chains}"
+
+    @property
+    def _chains(self) -> str:
+        """What chains can do about a poor q(θ), or why they did nothing."""
+        of = self.posterior
+        if self.chain_exchanges:
+            return f"chains have not mixed in {self.chain_exchanges:,} exchanges, narrower priors may help"
+        if not can_sample(of):
+            return "chains do not apply, narrower priors may help"
+        return (
+            "chains = true under [deployment] of the experiment draws from the posterior itself, by some hundreds of "
+            "exchanges"
+        )
 
     def save(self, path: str | Path) -> None:
         """Write q(θ) to one safetensors file, for :meth:`bayesfed.Posterior.load` without rows."""
@@ -94,8 +135,11 @@ class GlobalPosterior:
 
     def __repr__(self) -> str:
         of, names = self.posterior, ", ".join(site.name for site in self.posterior.program.globals)
+        used = self.chain_exchanges
+        chains = f" and {used:,} exchanges of chains" if used else ""
         return (
             f"GlobalPosterior: {of.algorithm} ({of.program.guide_name}), "
-            f"{len(of.history['elbo']):,} rounds, {len(self.refused)} institutions, {of.program.clients:,} clients; "
-            f"{names or 'none'}" + (self.caveat and f"\n{self.caveat}")
+            f"{len(of.history['elbo']):,} rounds{chains}, {len(self.refused)} institutions, "
+            f"{of.program.clients:,} clients; {names or 'none'}"
+            + (self.caveat and f"\n{self.caveat}")
         )

@@ -148,6 +148,7 @@ class Institutions:
         refused, absent: by institution, the number of its answers that were refused, or did not come in time.
         overdue: by institution, the answer that has not come.
         present: the institutions that take part already.
+        chain_exchanges: the number of exchanges that chains have taken.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class Institutions:
         self.absent = dict.fromkeys(patience.institutions, 0)
         self.overdue: dict[str, Overdue] = {}
         self.present = set(patience.institutions) - patience.expected.keys()
+        self.chain_exchanges = 0
         self._stale: dict[str, bytes] = {}
         patience.check(plan)
 

@@ -56,10 +56,11 @@ def _compare(
 
     def ask(weights: np.ndarray | None) -> Tensors:
         form = form_of_sums(len(names), stacking=weights is not None)
-        sent = {} if weights is None else {"weights": torch.from_numpy(weights)}
-        what = "sums of leave-one-out"
-        request = LeaveOut(run=run)
-        sums = request_sum(institutions, request, LeftOut, lambda _: form, what, sent)
+        of = {} if weights is None else {"weights": torch.from_numpy(weights)}
+        what, request = "sums of leave-one-out", LeaveOut(run=run)
+        called = f"{what} with {[] if weights is None else weights.tolist()}"
+        sent = {"weights": of} if of else {}
+        sums = request_sum(institutions, request, LeftOut, lambda _: form, what, called, sent)
         if not all(bool(value.isfinite().all()) for value in sums.values()):
             raise MessageError(f"the {what} are not finite")
         return sums

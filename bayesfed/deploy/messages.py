@@ -11,6 +11,7 @@
     Finish               Done            the last state, from which the node makes its clients' local variables
     Evaluate             LogDensities    log densities at draws of θ, see bayesfed.output.correction
     End                  Done            the corrected draws of θ, if any
+    MoveChains           ChainSums       a leapfrog step of chains, see bayesfed.output.client_chains
     Average              Averages        sums for an effect on which all have agreed, see bayesfed.effects.agreed
     LeaveOut             LeftOut         sums of leave-one-out predictive densities, see bayesfed.output.comparison
     Close                Done            no question follows: the node deletes its key of the run
@@ -196,17 +197,45 @@ class Evaluate(RunMessage):
 
 
 class LogDensities(RunMessage):
-    """The answer to :class:`Evaluate`. Tensors: ``terms``; with secure sums ``masked``."""
+    """The answer to :class:`Evaluate`. Tensors: ``sums``, with ``terms``; with secure sums ``masked``."""
 
     kind: Literal["log_densities"] = "log_densities"
 
 
+class MoveChains(RunMessage):
+    """A leapfrog step of chains over θ. Tensors: ``chains``, with ``z``, ``taken`` and ``key``.
+
+    Attributes:
+        iteration: number of the trajectory; 0 for the start of the chains.
+        step: number of the step in it.
+        size: length of the step.
+        round: for secure sums, the identifier of this sum.
+        roster: for secure sums, all institutions, with their public keys.
+    """
+
+    kind: Literal["move_chains"] = "move_chains"
+    iteration: Times
+    step: Times
+    size: float
+    round: RoundId | None = None
+    roster: dict[Name, Key] | None = None
+
+
+class ChainSums(RunMessage):
+    """The answer to :class:`MoveChains`. Tensors: ``sums``: ``gain``, ``slope``; with secure sums ``masked``."""
+
+    kind: Literal["chain_sums"] = "chain_sums"
+
+
 class End(RunMessage):
-    """The end of the fit. Tensors: ``theta``, the corrected draws of θ, if any, which the settings describe."""
+    """The end of the fit. Tensors: ``theta``, the draws of a :class:`~bayesfed.output.fitted.Correction`, if any."""
 
     kind: Literal["end"] = "end"
     khat: float | None
     closely: bool = False
+    chains: Count = 1
+    rhat: float | None = None
+    ess: float | None = None
 
 
 class Average(RunMessage):
@@ -280,6 +309,7 @@ Request = (
     | Open
     | Finish
     | Evaluate
+    | MoveChains
     | End
     | Average
     | LeaveOut
@@ -293,6 +323,7 @@ Response = (
     | Reply
     | Seal
     | LogDensities
+    | ChainSums
     | Averages
     | LeftOut
     | Done

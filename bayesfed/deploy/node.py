@@ -8,6 +8,7 @@ process that has been restarted:
     runs/<run>/accepted.safetensors    the clients' states after the last accepted answer
     runs/<run>/answered.safetensors    the states after the last answer, and that answer
     runs/<run>/posterior.safetensors   the result; held_out.safetensors, that of clients who took no part
+    runs/<run>/chains.safetensors      its clients' variables in chains, deleted at the end
     runs/<run>/run.key                 secure sums: the run's key, deleted at the end
     runs/<run>/record.json             what was masked last in a round; record_after.json: after the rounds
     agreements/<run>/                  key and record of the sums of a formula's agreement
@@ -42,6 +43,7 @@ from bayesfed.deploy.messages import (
     Average,
     Averages,
     Begin,
+    ChainSums,
     Close,
     Digest,
     Done,
@@ -53,6 +55,7 @@ from bayesfed.deploy.messages import (
     LeftOut,
     LogDensities,
     MessageError,
+    MoveChains,
     Open,
     Refusal,
     Reply,
@@ -87,9 +90,6 @@ from bayesfed.engine.states import States
 from bayesfed.fitting import start_run
 from bayesfed.formulas.formula import Formula
 from bayesfed.output.checkpoint import Placed
-from bayesfed.output.evidence import has_block
-from bayesfed.output.log_densities import sum_log_weights
-from bayesfed.output.posterior import Posterior
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -166,6 +166,7 @@ class Node:
             Open: self._open,
             Finish: self._finish,
             Evaluate: self._evaluate,
+            MoveChains: self._move_chains,
             End: self._end,
             Average: self._average,
             LeaveOut: self._leave_out,
@@ -293,7 +294,7 @@ class Node:
     def _mask(
         self,
         own: NodeRun,
-        message: Ask | Evaluate | Average | LeaveOut,
+        message: Ask | Evaluate | MoveChains | Average | LeaveOut,
         sent: Tensors,
         upload: Tensors,
     ) -> Tensors:
@@ -328,24 +329,22 @@ class Node:
         return pack(Done(run=message.run))
 
     def _evaluate(self, message: Evaluate, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
-        own, posterior = self._finished(message.run)
-        if posterior.epsilon is not None:
-            raise MessageError("log densities are not sent where uploads are private")
-        theta, key = parts.get("theta", {}), parts.get("key", {}).get("key", torch.zeros(1))
-        count = min((len(value) for value in theta.values()), default=0)
-        if key.dtype != torch.int64 or key.ndim or not count:
-            raise MessageError("draws of θ come with a key")
-        if message.closely and not has_block(posterior.program):
-            raise MessageError("these clients' local variables are not a Normal block")
-        theta, key = self._to_device(own, theta), key.to(own.run.federation.device)
-        found = {"terms": sum_log_weights(posterior, theta, count, key, message.closely)}
-        if not self.plan.secure:
-            return pack(LogDensities(run=message.run), terms=found)
-        masked = self._mask(own, message, {**theta, "": key}, found)
-        return pack(LogDensities(run=message.run), masked=masked)
+        own = self._finished(message.run)
+        theta, key = (self._to_device(own, parts.get(part, {})) for part in ("theta", "key"))
+        sums = own.evaluate(theta, key.get("key", torch.zeros(1)), closely=message.closely)
+        return self._summed(LogDensities(run=message.run), own, message, parts, sums)
+
+    def _move_chains(
+        self, message: MoveChains, parts: Mapping[str, Tensors], payload: bytes
+    ) -> bytes:
+        own = self._run(message.run)
+        if not self.plan.chains:
+            raise MessageError("no chains were agreed on")
+        sums = own.move_chains(message, self._to_device(own, parts.get("chains", {})))
+        return self._summed(ChainSums(run=message.run), own, message, parts, sums)
 
     def _end(self, message: End, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
-        own, _ = self._finished(message.run)
+        own = self._finished(message.run)
         own.end(message, parts)
         with atomically(own.folder / END) as file:
             file.write_bytes(payload)
@@ -354,28 +353,37 @@ class Node:
         return pack(Done(run=message.run))
 
     def _average(self, message: Average, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
-        own, _ = self._finished(message.run)
+        own = self._finished(message.run)
         sums = own.sum_effect(self.plan.effects, message.effect)
-        if not self.plan.secure:
-            return pack(Averages(run=message.run), sums=sums)
-        return pack(Averages(run=message.run), masked=self._mask(own, message, {}, sums))
+        return self._summed(Averages(run=message.run), own, message, parts, sums)
 
     def _leave_out(self, message: LeaveOut, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
-        own, sent = self._finished(message.run)[0], parts.get("weights", {})
-        sums = own.sum_left_out(self.plan.leave_one_out, Path(self.folder), sent.get("weights"))
-        if not self.plan.secure:
-            return pack(LeftOut(run=message.run), sums=sums)
-        return pack(LeftOut(run=message.run), masked=self._mask(own, message, sent, sums))
+        own, weights = self._finished(message.run), parts.get("weights", {}).get("weights")
+        sums = own.sum_left_out(self.plan.leave_one_out, Path(self.folder), weights)
+        return self._summed(LeftOut(run=message.run), own, message, parts, sums)
 
     def _close(self, message: Close, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
-        self._finished(message.run)[0].masking.delete_key()
+        self._finished(message.run).masking.delete_key()
         return pack(Done(run=message.run))
 
-    def _finished(self, run: str) -> tuple[NodeRun, Posterior]:
+    def _summed(
+        self,
+        reply: LogDensities | ChainSums | Averages | LeftOut,
+        own: NodeRun,
+        message: Evaluate | MoveChains | Average | LeaveOut,
+        parts: Mapping[str, Tensors],
+        sums: Tensors,
+    ) -> bytes:
+        """Return the answer to a request for sums over the node's clients, masked if they are secure."""
+        if not self.plan.secure:
+            return pack(reply, sums=sums)
+        return pack(reply, masked=self._mask(own, message, flat(parts), sums))
+
+    def _finished(self, run: str) -> NodeRun:
         own = self._run(run)
         if own.posterior is None:
             raise MessageError("the rounds are not over: finish comes first")
-        return own, own.posterior
+        return own
 
     def _to_device(self, own: NodeRun, tensors: Tensors) -> Tensors:
         return {name: value.to(own.run.federation.device) for name, value in tensors.items()}

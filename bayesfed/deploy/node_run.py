@@ -18,22 +18,27 @@ from bayesfed.deploy.messages import (
     End,
     Finish,
     MessageError,
+    MoveChains,
     RoundId,
     Tensors,
 )
+from bayesfed.deploy.node_chains import NodeChains
 from bayesfed.deploy.node_elpds import NodeElpds
 from bayesfed.effects.agreed import sums_of_clients
 from bayesfed.engine.files import read_tensors, write_tensors
 from bayesfed.engine.parts import flat
 from bayesfed.engine.run import Run
 from bayesfed.fitting import global_params
+from bayesfed.output.evidence import has_block
 from bayesfed.output.fitted import Correction
 from bayesfed.output.locals_of_run import make_local_params
+from bayesfed.output.log_densities import sum_log_weights
 from bayesfed.output.posterior import Posterior
 from bayesfed.settings import EffectSettings, LeaveOneOutSettings
 
 BEGIN, FINISH, END = "begin.message", "finish.message", "end.message"
 POSTERIOR, HELD_OUT = "posterior.safetensors", "held_out.safetensors"
+CHAINS = "chains.safetensors"
 _ACCEPTED, _ANSWERED = "accepted.safetensors", "answered.safetensors"
 _METADATA = "bayesfed node"
 
@@ -67,6 +72,7 @@ class NodeRun:
         posterior: the posterior of the clients, after the rounds.
         ended: the posterior has the corrected draws of θ, if any.
         elpds: predictive densities of the clients' rows under it, once they are asked for.
+        chains: its clients' variables in chains, once they are asked for.
         held_out: the node's clients that take no part in the rounds, if there are any.
     """
 
@@ -79,6 +85,7 @@ class NodeRun:
     posterior: Posterior | None = None
     ended: bool = False
     elpds: NodeElpds | None = None
+    chains: NodeChains | None = None
     held_out: Federation | None = None
 
     def save_answer(self, answered: LastAnswer) -> bytes:
@@ -113,6 +120,7 @@ class NodeRun:
     def reopen(self) -> None:
         """Go on with the rounds after an end; the posterior's file remains until the next one replaces it."""
         self.posterior, self.ended, self.elpds = None, False, None
+        self._forget_chains()
         (self.folder / FINISH).unlink()
         (self.folder / END).unlink(missing_ok=True)
 
@@ -122,8 +130,10 @@ class NodeRun:
         assert posterior is not None
         device = posterior.federation.device
         if theta := {name: value.to(device) for name, value in parts.get("theta", {}).items()}:
-            mended = Correction(theta, float(message.khat or 0.0), message.closely)
+            of_chains = message.chains, message.rhat, message.ess
+            mended = Correction(theta, message.khat, message.closely, *of_chains)
             posterior = replace(posterior, correction=mended)
+        self._forget_chains()
         if posterior.algorithm.corrected:
             posterior = posterior.with_clients_resampled()
         self.posterior, self.ended = posterior, True
@@ -193,6 +203,39 @@ class NodeRun:
         if self.elpds is None:
             self.elpds = NodeElpds(posterior, agreed, folder)
         return self.elpds.sums(weights)
+
+    def evaluate(self, theta: Tensors, key: Tensor, *, closely: bool) -> Tensors:
+        """Return the sums over the node's clients of log densities at draws of θ.
+
+        Raises:
+            MessageError: the run is private; the draws are none; close estimates do not apply.
+        """
+        posterior = self.posterior
+        assert posterior is not None
+        if posterior.epsilon is not None:
+            raise MessageError("log densities are not sent where uploads are private")
+        count = min((len(value) for value in theta.values()), default=0)
+        if key.dtype != torch.int64 or key.ndim or not count:
+            raise MessageError("draws of θ come with a key")
+        if closely and not has_block(posterior.program):
+            raise MessageError("these clients' local variables are not a Normal block")
+        return {"terms": sum_log_weights(posterior, theta, count, key, closely)}
+
+    def move_chains(self, message: MoveChains, sent: Tensors) -> Tensors:
+        """Take a leapfrog step of chains, and return the sums over the node's clients.
+
+        Raises:
+            MessageError: the rounds are not over, or the draws of θ are final; see :class:`NodeChains`.
+        """
+        if self.posterior is None or self.ended:
+            raise MessageError("chains come between Finish and End")
+        if self.chains is None:
+            self.chains = NodeChains(self.posterior, self.folder / CHAINS)
+        return self.chains.move(message, sent)
+
+    def _forget_chains(self) -> None:
+        self.chains = None
+        (self.folder / CHAINS).unlink(missing_ok=True)
 
     def _final_posterior(self) -> Posterior:
         """Return the posterior that has the corrected draws of θ."""

@@ -18,7 +18,7 @@ from bayesfed.settings import EffectSettings, LeaveOneOutSettings
 
 @dataclass(frozen=True, eq=False)
 class DeploymentPlan(Plan):
-    """The options of a fit between machines; those of :class:`~bayesfed.engine.plan.Plan` and four more.
+    """The options of a fit between machines; those of :class:`~bayesfed.engine.plan.Plan` and five more.
 
     The model is never sent. ``execution`` is that of the server.
 
@@ -27,11 +27,14 @@ class DeploymentPlan(Plan):
         effects: the effects that the institutions compute sums for after the fit, see :mod:`bayesfed.effects.agreed`.
         leave_one_out: predictive densities that the institutions compute sums of after the fit, and the earlier fits
             that it is compared with, see :mod:`bayesfed.deploy.node_elpds`.
+        chains: θ is drawn by chains where importance weights are not enough, see
+            :mod:`bayesfed.deploy.server_chains`.
         honest: with ``secure`` and privacy, the number of institutions whose shares of noise are enough, see
             :mod:`bayesfed.engine.discrete_noise`.
 
     Raises:
-        ValueError: a formula, effects or leave-one-out with noise; effects on the scale of a link, or for a new
+        ValueError: a formula, effects or leave-one-out with noise; chains with privacy, or an algorithm that corrects
+            nothing; effects on the scale of a link, or for a new
             client; noise under secure sums without ``honest``, or ``honest`` without them; a robust rule with secure
             sums or noise; held-out rows.
     """
@@ -40,6 +43,7 @@ class DeploymentPlan(Plan):
     honest: int | None = None
     effects: tuple[EffectSettings, ...] = ()
     leave_one_out: LeaveOneOutSettings | None = None
+    chains: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,6 +64,15 @@ class DeploymentPlan(Plan):
         if self.leave_one_out is not None and self.noisy:
             raise ValueError(
                 "leave_one_out: its sums have no noise, leave out leave_one_out or privacy"
+            )
+        if self.chains and self.privacy is not None:
+            raise ValueError(
+                "deployment.chains: the sums of chains are of the clients' rows, without clip and noise, for which ε "
+                "does not account: leave out deployment.chains or privacy"
+            )
+        if self.chains and not self.algorithm.corrected:
+            raise ValueError(
+                f"deployment.chains: {self.algorithm} does not correct draws of θ: use SFVI(), or leave it out"
             )
         for one in self.effects:
             if one.level == "new" or one.scale == "link":
@@ -102,6 +115,8 @@ class DeploymentPlan(Plan):
             own["effects"] = [one.model_dump() for one in self.effects]
         if self.leave_one_out is not None:
             own["leave_one_out"] = self.leave_one_out.model_dump()
+        if self.chains:
+            own["chains"] = True
         plain: dict[str, Any] = json.loads(json.dumps(super().description | own))
         return plain | {"own code": code_digests(plain["algorithm"])}
 

@@ -21,7 +21,6 @@ from bayesfed.deploy.averages import compute_effects
 from bayesfed.deploy.coded import coding_digest, write_agreement
 from bayesfed.deploy.collect import Collector, Stale
 from bayesfed.deploy.combine import Answers, combine
-from bayesfed.deploy.contents import broadcast_digest, check_like
 from bayesfed.deploy.global_posterior import GlobalPosterior
 from bayesfed.deploy.institutions import Institution, Institutions, Overdue, Patience, run_name
 from bayesfed.deploy.leave_one_out import check_leave_one_out, compute_leave_one_out
@@ -44,11 +43,10 @@ from bayesfed.deploy.secure_round import (
     load_stored,
     stored_path,
     unmask_round,
-    unmask_sum,
-    words_like,
 )
+from bayesfed.deploy.server_chains import check_chains, draw_by_chains
 from bayesfed.deploy.server_program import UploadForms, build_server_program
-from bayesfed.deploy.sums import close
+from bayesfed.deploy.sums import close, request_sum
 from bayesfed.deploy.transport import Carrier
 from bayesfed.effects.agreed import check_effect
 from bayesfed.elbo.handlers import on_cpu
@@ -112,6 +110,8 @@ def _fit(
         check_effect(plan.model, federation, agreed)
     if plan.leave_one_out is not None:
         check_leave_one_out(program, plan.leave_one_out)
+    if plan.chains:
+        check_chains(program)
     run = prepare_run(plan, program, federation, file, institutions=len(members))
     coordinator = Coordinator(institutions, run, members)
     coordinator.begin()
@@ -360,36 +360,31 @@ class Coordinator:
         self, of: Fitted, theta: Params, count: int, key: Tensor, closely: bool
     ) -> Tensor:
         """Return the sum of the clients' log densities at draws of θ, ``(count,)``."""
-        institutions, name = self.institutions, run_name(self.run)
-        message, part = Evaluate(run=name, closely=closely), "terms"
+        institutions, message = self.institutions, Evaluate(run=run_name(self.run), closely=closely)
         form = {"terms": torch.zeros(count, dtype=torch.float64)}
-        if institutions.plan.secure:
-            self.evaluations += 1
-            called = f"evaluation {self.evaluations} after {self.run.done} rounds"
-            round_id = RoundId(number=institutions.new_number(called), attempt=0)
-            update, part = {"round": round_id, "roster": dict(institutions.keys)}, "masked"
-            message = message.model_copy(update=update)
-            form = {"terms": words_like(form["terms"])}
-        payload = pack(message, theta=theta, key={"key": key})
-        requests = {member.name: payload for member in self._present()}
-        found = institutions.request_all(requests, LogDensities, name)
-        terms = {institution: parts.get(part, {}) for institution, (_, parts) in found.items()}
-        for institution, own in terms.items():
-            check_like(f"institution {institution!r}: the log densities", own, form)
-        if message.round is None:
-            return torch.stack([own["terms"] for own in terms.values()]).sum(0)
-        broadcast = broadcast_digest(message, {**theta, "": key})
-        return unmask_sum(institutions, name, message.round, broadcast, terms)["terms"]
+        sent, what = {"theta": theta, "key": {"key": key}}, "log densities"
+        self.evaluations += 1
+        called = f"evaluation {self.evaluations} after {self.run.done} rounds"
+        args = message, LogDensities, lambda _: form, what, called, sent
+        return request_sum(institutions, *args)["terms"]
 
     def end(self, posterior: Posterior) -> GlobalPosterior:
-        """Send the corrected draws of θ to the nodes, and return the result."""
-        institutions, mended, name = self.institutions, posterior.correction, run_name(self.run)
+        """Draw θ by chains if the plan has them, and send the draws to the nodes; return the result."""
+        institutions, name = self.institutions, run_name(self.run)
+        posterior = draw_by_chains(institutions, self.run, posterior)
+        mended = posterior.correction
         payload = pack(End(run=name, khat=None), theta={})
         if mended is not None:
-            message = End(run=name, khat=mended.khat, closely=mended.laplace)
+            same = {n: getattr(mended, n) for n in ("khat", "chains", "rhat", "ess")}
+            message = End(run=name, closely=mended.laplace, **same)
             payload = pack(message, theta=mended.theta)
         institutions.request_all(dict.fromkeys(institutions.present, payload), Done, name)
-        found = GlobalPosterior(posterior, institutions.refused, institutions.absent)
+        found = GlobalPosterior(
+            posterior,
+            institutions.refused,
+            institutions.absent,
+            chain_exchanges=institutions.chain_exchanges,
+        )
         effects = compute_effects(institutions, name, found)
         comparison = compute_leave_one_out(institutions, name, found)
         close(institutions, name)

@@ -41,17 +41,19 @@ Form = tuple[tuple[str, torch.dtype, torch.Size], ...]
 class UploadForms:
     """Tensors like the uploads of a run's rounds, computed once for each form of the rounds' messages.
 
+    Where the learning rates fall it is computed in each round, since a rule's upload may depend on the rate.
+
     Attributes:
         run: the server's.
     """
 
     run: Run
-    _found: dict[tuple[Form, bool], Tensors] = field(default_factory=dict)
+    _found: dict[tuple[Form, float, bool], Tensors] = field(default_factory=dict)
 
     def of(self, asked: Question) -> Tensors:
         """Return a tensor like each part of a round's upload."""
         form = tuple((n, v.dtype, v.shape) for n, v in sorted(asked.message.items()))
-        key = form, asked.noisy
+        key = form, asked.rate, asked.noisy
         if key not in self._found:
             self._found[key] = _made_up_upload(self.run, asked)
         return self._found[key]

@@ -1,8 +1,8 @@
-"""Sums over all institutions of what each computes after a fit, secure if the plan says so."""
+"""Sums over all institutions of what each computes after the rounds, secure if the plan says so."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -12,26 +12,32 @@ from bayesfed.deploy.institutions import Institutions
 from bayesfed.deploy.messages import (
     Average,
     Averages,
+    ChainSums,
     Close,
     Done,
+    Evaluate,
     LeaveOut,
     LeftOut,
+    LogDensities,
+    MoveChains,
     RoundId,
     Tensors,
     pack,
 )
 from bayesfed.deploy.secure_round import unmask_sum, words_like
+from bayesfed.engine.parts import flat
 
-M = TypeVar("M", Average, LeaveOut)
+M = TypeVar("M", Average, LeaveOut, Evaluate, MoveChains)
 
 
 def request_sum(
     institutions: Institutions,
     message: M,
-    answer: type[Averages] | type[LeftOut],
+    answer: type[Averages] | type[LeftOut] | type[LogDensities] | type[ChainSums],
     form: Callable[[Tensors], Tensors],
     what: str,
-    sent: Tensors | None = None,
+    called: str,
+    sent: Mapping[str, Tensors] | None = None,
 ) -> Tensors:
     """Ask all institutions for tensors, and return their sum.
 
@@ -41,7 +47,8 @@ def request_sum(
         answer: the kind of the answers.
         form: returns tensors like the sums from the first answer, whose shapes may depend on it.
         what: names the sums in errors.
-        sent: the tensors of the request, called ``weights``.
+        called: names the request, like no other of the run.
+        sent: the tensors of the request, by part and name.
 
     Raises:
         MessageError: an institution refuses, or answers with tensors of another form.
@@ -49,13 +56,11 @@ def request_sum(
     """
     secure, sent = institutions.plan.secure, sent or {}
     if secure:
-        called = f"{what} with {[value.tolist() for value in sent.values()]}"
         # a sum after all rounds
         round_id = RoundId(number=institutions.new_number(called), attempt=0)
         update = {"round": round_id, "roster": dict(institutions.keys)}
         message = message.model_copy(update=update)
-    payload = pack(message, weights=sent) if sent else pack(message)
-    requests = dict.fromkeys(sorted(institutions.present), payload)
+    requests = dict.fromkeys(sorted(institutions.present), pack(message, **sent))
     answers = institutions.request_all(requests, answer, message.run)
     part = "masked" if secure else "sums"
     own = {name: parts.get(part, {}) for name, (_, parts) in answers.items()}
@@ -64,7 +69,7 @@ def request_sum(
     for institution, sums in own.items():
         check_like(f"institution {institution!r}: the {what}", sums, wanted)
     if message.round is not None:
-        broadcast = broadcast_digest(message, sent)
+        broadcast = broadcast_digest(message, flat(sent))
         return unmask_sum(institutions, message.run, message.round, broadcast, own)
     return {name: torch.stack([sums[name] for sums in own.values()]).sum(0) for name in expected}
 

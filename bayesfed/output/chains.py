@@ -124,6 +124,11 @@ def number_of_chains(fitted: Fitted) -> int:
     return min(MOST, max(FEWEST, PASS // _size(fitted)))
 
 
+def numbers_at_once(fitted: Fitted) -> int:
+    """Return the size of what a leapfrog step computes with, in numbers."""
+    return number_of_chains(fitted) * _size(fitted)
+
+
 class ChainsFile(NamedTuple):
     """A file that chains are stored in.
 
@@ -176,7 +181,7 @@ def sample_chains(
     if move is None:
         move = MoveHere(ChainClients.of(fitted, count, key))
     server = Server(fitted.program, fitted.params, key, move)
-    with using(Compiler()), threads(count * _size(fitted)):
+    with using(Compiler()), threads(numbers_at_once(fitted)):
         draws = draw_theta(fitted, 2000, fitted.key(0, "chains"))[GLOBAL][:, 0, 0]
         record = None if resume is None else load_record(resume.path, resume.of, draws)
         if record is None:

@@ -199,13 +199,13 @@ class ChainClients:
         return draw(self.keys, self.fitted.federation.dtype, (iteration,)).transpose(0, 1)
 
     def _first_memory(self, z: Tensor) -> Memory:
-        """Return the memory before the start of chains, at draws from q(w_i | θ) and at rest."""
+        """Return the memory before the start of chains, at draws from q(w_i | θ), without momentum."""
         e = self._normals(0)
         place = Place(e, torch.zeros_like(e), torch.zeros(len(z), dtype=torch.float64).to(z.device))
         spread = torch.ones_like(e[0])
         sums = e.new_zeros(2, *spread.shape, dtype=torch.float64)
-        still = torch.zeros_like(e)
-        return Memory(0, 0, place, place, still, place.value, spread, sums, 0)
+        momentum = torch.zeros_like(e)
+        return Memory(0, 0, place, place, momentum, place.value, spread, sums, 0)
 
     def _begin_trajectory(self, memory: Memory, asked: Leap) -> Memory:
         """Return the memory at the start of a trajectory, where the one before has been accepted or not."""

@@ -18,7 +18,10 @@ def checked_precision(fitted: Fitted, precision: float) -> float:
     return precision
 
 
-def caveat(fitted: Fitted) -> str:
+HERE = "posterior.with_chains() may draw more, and narrower priors may help"
+
+
+def caveat(fitted: Fitted, remedy: str = HERE) -> str:
     """Return a warning if the draws of θ are fewer than the precision of the fit needs, else an empty string."""
     if fitted.precision is None:
         return ""
@@ -32,5 +35,5 @@ def caveat(fitted: Fitted) -> str:
         return ""
     return (
         f"precision {fitted.precision:g} was not reached: the Monte Carlo error of a global variable's mean is "
-        f"{error:.2g} of its standard deviations. posterior.with_chains() may draw more, and narrower priors may help"
+        f"{error:.2g} of its standard deviations: {remedy}"
     )

@@ -219,6 +219,6 @@ def load_record(path: Path, of: dict[str, Any], like: Tensor) -> Record | None:
     tensors, about = read_tensors(path, _METADATA)
     if about["of"] != of:
         return None
-    tensors = {name: value.to(like.device) for name, value in tensors.items()}
-    drawn = tensors.pop("drawn")
-    return Record(State(**tensors, **about["state"]), [*drawn], about["acceptances"])
+    found: dict[str, Any] = {name: value.to(like.device) for name, value in tensors.items()}
+    drawn = found.pop("drawn")
+    return Record(State(**found, **about["state"]), [*drawn], about["acceptances"])

@@ -188,13 +188,13 @@ def test_a_digest_of_another_type_is_another_model(change, tmp_path):
 def test_weights_of_another_form_are_told_with_the_name_of_their_node(tmp_path):
     plan = replace(PLAN, algorithm=bf.SFVI(), rounds=3)
     with pytest.raises(MessageError, match="institution 'node1': the log densities"):
-        hostile(plan, tmp_path, changed("terms", lambda v: v[:1]), "evaluate")
+        hostile(plan, tmp_path, changed("sums", lambda v: v[:1]), "evaluate")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_weights_that_are_no_numbers_leave_the_posterior_as_it_is(value, tmp_path):
     plan = replace(PLAN, algorithm=bf.SFVI(), rounds=3)
-    found, _ = hostile(plan, tmp_path, changed("terms", lambda v: v * 0 + value), "evaluate")
+    found, _ = hostile(plan, tmp_path, changed("sums", lambda v: v * 0 + value), "evaluate")
     assert found.posterior.correction is None
     assert all(bool(draws.isfinite().all()) for draws in found.sample(100).values())
 
