@@ -174,7 +174,7 @@ def _key(measure: Callable[..., Any], call: Call) -> str:
 def _stored(path: Path) -> dict[str, Any]:
     """Return the stored results by call; a line that was cut off by a kill is left out."""
     found = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         if line.endswith("}"):
             entry = json.loads(line)
             found[entry["call"]] = entry["result"]
@@ -317,7 +317,7 @@ class _Table:
         if self.path is None:
             return
         self.made.update(block)
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
         old = lines[lines.index(self.heads[0]) + 2 :] if self.heads[0] in lines else []
         rows = [
             row for row in old if row.startswith("|") and (key is None or not _begins(row, key))

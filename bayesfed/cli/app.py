@@ -7,6 +7,7 @@ file or in the columns of its data, come before.
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 import warnings
 from collections.abc import Sequence
@@ -65,6 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ``warning: ...``.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # θ and ± may not be in the encoding of a pipe
+            stream.reconfigure(errors="backslashreplace")
     usual, warnings.formatwarning = warnings.formatwarning, _warning_line
     try:
         code = app(args=arguments, prog_name="bayesfed", standalone_mode=False)

@@ -88,7 +88,9 @@ def memory(file: Path) -> str:
         return f"unknown: there is no {file}"
     kilobytes = {
         name: int(rest.split()[0])
-        for name, _, rest in (line.partition(":") for line in file.read_text().splitlines())
+        for name, _, rest in (
+            line.partition(":") for line in file.read_text(encoding="utf-8").splitlines()
+        )
     }
     free, whole = kilobytes["MemAvailable"] / 1e6, kilobytes["MemTotal"] / 1e6
     return f"{free:.1f} of {whole:.1f} GB free"

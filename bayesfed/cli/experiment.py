@@ -262,7 +262,7 @@ def is_node_file(path: Path) -> bool:
 
 def socket_address(socket: str, base: Path) -> str:
     """Return an address in which a Unix socket's path, relative to the folder ``base``, is absolute."""
-    return str((base / socket).resolve()) if "/" in socket else socket
+    return (base / socket).resolve().as_posix() if "/" in socket else socket
 
 
 def _toml(path: Path) -> dict[str, Any]:

@@ -180,11 +180,11 @@ def sun397(
         ImportError: Pillow is missing: ``pip install 'bayesfed[images]'``.
     """
     image, root = import_optional("PIL.Image", EXTRA), Path(folder)
-    names = _existing(root / "ClassName.txt").read_text().split()
+    names = _existing(root / "ClassName.txt").read_text(encoding="utf-8").split()
     labels = {name: label for label, name in enumerate(names)}
 
     def part(name: str) -> Images:
-        paths = _existing(root / f"{name}_{partition:02d}.txt").read_text().split()
+        paths = _existing(root / f"{name}_{partition:02d}.txt").read_text(encoding="utf-8").split()
         pixels = []
         for path in paths:
             with image.open(_existing(root / path.lstrip("/"))) as file:
@@ -214,7 +214,7 @@ def femnist(folder: str | Path) -> tuple[Federation, Federation]:
             )
         clients = {}
         for path in paths:
-            for writer, rows in json.loads(path.read_text())["user_data"].items():
+            for writer, rows in json.loads(path.read_text(encoding="utf-8"))["user_data"].items():
                 x = torch.tensor(rows["x"]).reshape(-1, 1, 28, 28)
                 clients[writer] = {"x": x, "y": torch.tensor(rows["y"])}
         return Federation.from_arrays(clients, client_dim="writer")

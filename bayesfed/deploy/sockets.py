@@ -254,6 +254,10 @@ def _check_length(length: int) -> None:
 def _parse(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
     """Return the family of an address, and the form that the operating system takes."""
     if "/" in address:
+        if not hasattr(socket, "AF_UNIX"):
+            raise ValueError(
+                f"{address!r} is a Unix socket, which this system (Windows) does not have: give 127.0.0.1:PORT"
+            )
         return socket.AF_UNIX, address
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535:
@@ -288,7 +292,9 @@ def _listen(address: str) -> Iterator[tuple[socket.socket, str]]:
     family, place = _parse(address)
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         if family == socket.AF_INET:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # On Windows SO_REUSEADDR would let another program listen at the same port.
+            option = getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR)
+            listener.setsockopt(socket.SOL_SOCKET, option, 1)
         else:
             _clear(address)
         try:
@@ -297,7 +303,7 @@ def _listen(address: str) -> Iterator[tuple[socket.socket, str]]:
             reason = error.strerror or str(error)
             raise OSError(f"a node cannot listen at {address}: {reason}") from None
         try:
-            if family == socket.AF_UNIX:
+            if family != socket.AF_INET:
                 os.chmod(address, 0o600)  # before anyone can connect
             else:
                 host, port = listener.getsockname()
@@ -307,7 +313,7 @@ def _listen(address: str) -> Iterator[tuple[socket.socket, str]]:
         finally:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-            if family == socket.AF_UNIX:
+            if family != socket.AF_INET:
                 Path(address).unlink(missing_ok=True)
 
 

@@ -48,8 +48,10 @@ class Journal:
                     file.unlink()
             refuse_others(folder)
             folder.mkdir(parents=True, exist_ok=True)
-            names[_STARTING].write_text(run)
-        elif run not in [file.read_text() for file in names.values() if file.exists()]:
+            names[_STARTING].write_text(run, encoding="utf-8")
+        elif run not in [
+            file.read_text(encoding="utf-8") for file in names.values() if file.exists()
+        ]:
             raise ValueError(
                 f"{folder} does not have the clients' states of this run: give the folder that it was started with, or "
                 "start again, with another file and another folder"

@@ -68,7 +68,7 @@ def write_report(
         >>> posterior = bf.fit(models.eight_schools, datasets.eight_schools())
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     posterior.report(f"{folder}/schools.html", title="Eight schools")
-        ...     "<h1>Eight schools</h1>" in pathlib.Path(f"{folder}/schools.html").read_text()
+        ...     "<h1>Eight schools</h1>" in pathlib.Path(f"{folder}/schools.html").read_text("utf-8")
         True
     """
     rows, model = fitted.federation.rows, fitted.program.model
