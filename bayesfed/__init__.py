@@ -1,5 +1,6 @@
 """Hierarchical Bayesian models, written in Pyro, fitted across clients whose data never meet."""
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,9 @@ if TYPE_CHECKING:
     from bayesfed.api import *  # noqa: F403
 
 __version__ = "0.1.0"
+
+# GPyTorch's linear algebra uses TorchScript at import, of which torch 2.14 and later warn every user.
+warnings.filterwarnings("ignore", r"`torch\.jit\.script` is deprecated")
 
 if not TYPE_CHECKING:  # where it is seen, every name is one of the package
 

@@ -1,6 +1,7 @@
 """Sphinx configuration. The build needs no network: it fetches no inventories and no data."""
 
 import os
+import subprocess
 from importlib.metadata import version as installed_version
 
 project = "bayesfed"
@@ -16,14 +17,29 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "myst_nb",
+    "sphinx-mathjax-offline",  # formulas in pages that are read without a network
 ]
 exclude_patterns = ["_build", "notebooks", "jupyter_execute", "**.ipynb_checkpoints"]
 
-# Pages are MyST markdown; those with {code-cell} blocks are run on every build, but with DOCS_CELLS=off.
+# Pages are MyST markdown. Cells of {code-cell} blocks run on every build, but with DOCS_CELLS=off none, and with
+# DOCS_CELLS=part those of a third of the pages: the next third with the next commit, about a minute each.
+PARTS = (
+    {"models", "priors", "speed"},
+    {"calibration", "coming_from_pyro", "first_model", "hospitals", "tutorial"},
+    {
+        *("arviz", "checking", "data", "distributions", "effects", "formulas", "gallery"),
+        *("networks", "own_parts", "sensitivity"),
+    },
+)
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
-nb_execution_mode = os.environ.get("DOCS_CELLS", "force")
-suppress_warnings = [] if nb_execution_mode == "force" else ["myst-nb.lexer"]  # a kernel tells it
+cells = os.environ.get("DOCS_CELLS", "force")
+nb_execution_mode = "off" if cells == "off" else "force"
+suppress_warnings = [] if cells == "force" else ["myst-nb.lexer"]  # a kernel gives the language
+if cells == "part":
+    done = subprocess.run(["git", "rev-list", "--count", "HEAD"], capture_output=True, check=True)
+    runs = PARTS[int(done.stdout) % len(PARTS)]
+    nb_execution_excludepatterns = [f"{name}.md" for name in set().union(*PARTS) - runs]
 nb_execution_timeout = 300
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
@@ -80,3 +96,4 @@ html_theme_options = {
 }
 html_sidebars: dict[str, list[str]] = {"index": [], "gallery": []}  # these have no subpages
 html_static_path = ["_static"]
+html_css_files = ["bayesfed.css"]
