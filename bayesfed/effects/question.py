@@ -276,9 +276,9 @@ def outcome_of(program: Program, outcome: str | None) -> str:
         ValueError: there are several and none is named, or rows have no expectation of their own.
     """
     rows = [n for n, dims in program.derived.items() if dims]
-    names = [site.name for site in program.observed]
-    if outcome is None and len(names) == 1:
-        outcome = names[0]
+    names, formula = [site.name for site in program.observed], formula_of(program.model)
+    if outcome is None and (formula is not None or len(names) == 1):
+        outcome = names[0] if formula is None else formula.coding.outcome
     if outcome not in (*names, *rows):
         raise ValueError(
             f"outcome is {outcome!r}: one of {', '.join([*names, *rows]) or 'none'}; a quantity of the rows that the "

@@ -244,6 +244,7 @@ def _balanced(formula: Formula, clients: Mapping[str, pd.DataFrame]) -> pd.DataF
     coding, terms = formula.coding, formula.coding.terms
     response = terms.model.response.var_names | {*terms.behind.values()}
     predictors = {name for part in coding.terms.all_components for name in part.var_names}
+    predictors |= terms.incomplete
     within = {c for g in coding.terms.all_groups if coding.client in g.columns for c in g.columns}
     first, values = next(iter(clients.values())), dict[str, Any]()
     for name in coding.kinds:
@@ -253,7 +254,7 @@ def _balanced(formula: Formula, clients: Mapping[str, pd.DataFrame]) -> pd.DataF
             values[name] = [1.0] if "trials" in formula.federation.fields else [first[name].iloc[0]]
         elif name in predictors and name not in coding.levels:
             numbers = np.concatenate([f[name].to_numpy(float) for f in clients.values()])
-            values[name] = _binary(numbers) or [float(numbers.mean())]
+            values[name] = _binary(numbers) or [float(np.nanmean(numbers))]
         elif name in within and name not in predictors:
             values[name] = [first[name].iloc[0]]
         elif name in coding.levels:

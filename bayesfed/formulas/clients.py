@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -65,7 +65,8 @@ def complete_rows(
         [1.0, 2.0]
     """
     parts = (settings.terms, *settings.terms.parameters.values())
-    used = sorted({name for part in parts for name in columns_of(part, settings)[0]})
+    found = {name for part in parts for name in columns_of(part, settings)[0]}
+    used = sorted(found - settings.terms.incomplete)
     complete, dropped = dict[str, np.ndarray](), list[int]()
     for i, (name, rows) in enumerate(clients.items()):
         check_columns("frame", used, rows.columns)
@@ -95,7 +96,8 @@ def code_clients(coding: Coding, clients: Mapping[str, pd.DataFrame]) -> Federat
             name: {label: part[i] for label, part in parts.items()}
             for i, name in enumerate(clients)
         }
-    return Federation.from_arrays(own, client_dim=coding.client)
+    gaps: Any = "keep" if coding.terms.uncertain else "fail"
+    return Federation.from_arrays(own, client_dim=coding.client, missing=gaps)
 
 
 def code_with_gaps(coding: Coding, clients: Mapping[str, pd.DataFrame]) -> Federation:

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bayesfed.data.columns import check_columns, client_name
-from bayesfed.formulas.columns import Level, check_complete, kind_of, levels_of
+from bayesfed.formulas.columns import (
+    Level,
+    check_complete,
+    check_covariate,
+    kind_of,
+    levels_of,
+)
 from bayesfed.formulas.terms import NAMESPACE, PROPORTIONS, FormulaError, Group, Terms
 
 if TYPE_CHECKING:
@@ -100,7 +106,9 @@ class Coding:
         Returns:
             ``X`` ``(n, P)``, the columns of the common terms; ``offset`` ``(n,)``; for each group ``X|g`` ``(n, K)``
             and, unless its factor is the client, the number of the level, named after the factor; the outcome,
-            ``trials``, ``weights``, ``cens`` and ``se``. For the predictors of further parameters ``sigma.X``, ...
+            ``trials``, ``weights``, ``cens`` and ``se``; ``mo(level)`` ``(n, levels - 1)``; a covariate that is not
+            known in each row, NaN where it is missing, and its standard error ``z.se``. For the predictors of further
+            parameters ``sigma.X``, ...
 
         Raises:
             FormulaError: a column is absent, has missing values or other levels, or is not finite after coding.
@@ -120,6 +128,8 @@ class Coding:
                     found[f"X|{key}"] = _stacked(exprs, rows)
                 if group.columns != [self.client]:
                     found[group.factor] = self._index(group, rows, clients)
+            for term in self.terms.monotonic:
+                found[term.label] = self._steps(term.column, rows)
             found |= self._outcome(name, rows) | self._behind(name, rows)
         for label, values in found.items():
             if not np.isfinite(values).all():
@@ -129,9 +139,20 @@ class Coding:
                 )
         for parameter, coding in self.parameters.items():
             for label, values in coding.fields(name, given).items():
-                predicts = label in ("X", "offset") or label.startswith("X|")
+                predicts = label in ("X", "offset") or label.startswith(("X|", "mo("))
                 found[f"{parameter}.{label}" if predicts else label] = values
+        for column, term in self.terms.uncertain.items():
+            found[column] = rows[column].to_numpy(float)
+            if term.error is not None:  # a row without the covariate may have no standard error
+                error = rows[term.error].to_numpy(float)
+                found[f"{column}.se"] = np.where(np.isnan(found[column]), 1.0, error)
         return found
+
+    def _steps(self, column: str, rows: pd.DataFrame) -> np.ndarray:
+        """Return for each step from a level to the next whether a row lies above it, ``(n, levels - 1)``."""
+        number = {level: i for i, level in enumerate(self.levels[column])}
+        own = rows[column].map(number).to_numpy(int)
+        return (own[:, None] > np.arange(len(number) - 1)).astype(float)
 
     def _culprit(self, label: str, rows: pd.DataFrame) -> str:
         """Return the name of the term of a field that is not finite."""
@@ -153,9 +174,14 @@ class Coding:
         idle = (outcome - set(rows.columns)) | ({self.client} - used)
         needed = [column for column in self.kinds if column not in idle]
         check_columns(f"frame of client {name!r}", needed, rows.columns)
+        for term in self.terms.uncertain.values():
+            check_covariate(name, term, rows)
         kept = {}
         for column in needed:
             values = rows[column]
+            if column in self.terms.incomplete:
+                kept[column] = pd.to_numeric(values).astype("Float64").astype(float)
+                continue
             check_complete(name, column, values)
             if self.kinds[column] != "number" and column not in self.levels:
                 kept[column] = values  # names the client or a level within it

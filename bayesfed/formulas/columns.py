@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from bayesfed.data.columns import check_columns
 from bayesfed.formulas.settings import FormulaSettings
-from bayesfed.formulas.terms import CATEGORIES, NAMESPACE, FormulaError, Group, Terms, calls
+from bayesfed.formulas.terms import (
+    CATEGORIES,
+    NAMESPACE,
+    FormulaError,
+    Group,
+    OwnTerm,
+    Terms,
+    calls,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,8 +45,8 @@ def columns_of(terms: Terms, settings: FormulaSettings) -> tuple[list[str], set[
     """Return the columns that a predictor names, sorted, and those that it makes categories of whatever they hold."""
     from formulae.categorical import ENCODINGS
 
-    names = {str(variable) for variable in terms.model.var_names} - {""} | {*terms.behind.values()}
-    as_category = {
+    names = terms.columns
+    as_category = {term.column for term in terms.monotonic} | {
         call.args[0].name
         for component in terms.components
         for call in calls(component)
@@ -81,7 +89,26 @@ def check_complete(client: str, column: str, values: pd.Series) -> None:
     if gaps.any():
         raise FormulaError(
             f"client {client!r}, row {values.index[int(gaps.argmax())]}: {column!r} is missing. Leave such rows out "
-            f'first, frame.dropna(subset=[{column!r}]), or by missing = "drop" in [data] of an experiment file'
+            f'first, frame.dropna(subset=[{column!r}]), or by missing = "drop" in [data] of an experiment file, or, of a '
+            f"covariate of numbers, write mi({column})"
+        )
+
+
+def check_covariate(client: str, term: OwnTerm, rows: pd.DataFrame) -> None:
+    """Raise FormulaError for a covariate that is text, or whose standard error is missing or not above 0."""
+    if kind_of(client, term.column, rows[term.column]) != "number":
+        raise FormulaError(
+            f"client {client!r}: {term.label} is of numbers, and {term.column!r} holds text: make what is missing a "
+            "level of its own"
+        )
+    if term.error is None:
+        return
+    wrong = (rows[term.column].notna() & ~(rows[term.error] > 0)).to_numpy(bool, na_value=True)
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise FormulaError(
+            f"client {client!r}, row {rows.index[row]}: the standard error {term.error!r} is "
+            f"{rows[term.error].iloc[row]}, not above 0"
         )
 
 

@@ -23,11 +23,18 @@ from bayesfed.formulas.clients import code_clients, split_by_client
 from bayesfed.formulas.coding import Coding
 from bayesfed.formulas.families import Family, family_of, prior_code
 from bayesfed.formulas.outcome import RESERVED, Outcome, check_outcome, location_and_unit
-from bayesfed.formulas.predictors import GroupColumns, Predictor, linear_predictors
+from bayesfed.formulas.parse import parse
+from bayesfed.formulas.predictors import (
+    Covariate,
+    GroupColumns,
+    Predictor,
+    covariates_of,
+    linear_predictors,
+)
 from bayesfed.formulas.program import program_code
 from bayesfed.formulas.reports import own_levels, report_columns, sum_calls, sum_fields
 from bayesfed.formulas.settings import FormulaSettings, likelihood_of
-from bayesfed.formulas.terms import FormulaError, Terms, parse
+from bayesfed.formulas.terms import FormulaError, Terms
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,6 +53,7 @@ class Formula:
         coding: the coding that follows from it.
         predictors: the linear predictors, of the outcome's mean first.
         frames: the clients' rows by name, for :mod:`bayesfed.effects`; they are not pickled.
+        covariates: those of ``mi()`` and ``me()``, which are not known in each row.
     """
 
     text: str
@@ -56,6 +64,7 @@ class Formula:
     coding: Coding
     predictors: Sequence[Predictor]
     frames: Mapping[str, pd.DataFrame] | None = None
+    covariates: Sequence[Covariate] = ()
 
     def __call__(self, federation: Federation | Batch) -> None:
         """Run the Pyro program."""
@@ -112,7 +121,8 @@ class Formula:
 
     @property
     def _groups(self) -> list[GroupColumns]:
-        return [group for predictor in self.predictors for group in predictor.groups]
+        parts = (*self.predictors, *(covariate.predictor for covariate in self.covariates))
+        return [group for predictor in parts for group in predictor.groups]
 
     def encode(self, data: Any) -> Federation:
         """Encode other rows, of the same or other clients, with the agreed coding, to predict or to personalise.
@@ -149,6 +159,9 @@ def formula(
         y | weights(w)            log densities of rows are multiplied by w; | cens(c): 1 or "right" where the time of
                                   an event is later; | se(s): standard errors that are known; + between several
         bs(x, knots=c(1, 2), lower_bound=0, upper_bound=3), poly(x, 2)
+        mi(z), me(z, s)           a covariate with missing values, whose predictors are on a further line,
+                                  z | mi() ~ x; a covariate that is measured with standard errors s
+        mo(level)                 monotonic effects of ordered categories or whole numbers
         sigma ~ x + (1 | g)       on a further line: a parameter of the family with a predictor of its own
 
     Notation of R with one meaning here is translated: ``I(x^2)``, ``factor(g)``, ``(1 |p| g)``, ``cbind(y, n - y)``.
@@ -166,7 +179,8 @@ def formula(
     logit link slopes have ``Normal(0, 1 / sd(x))``, effects of categories ``Normal(0, 1)`` and the intercept
     ``Normal(0, 1.5)``. Those of further parameters are the same, but the intercept of a logarithm has
     ``Normal(0, 2.5)``, that of log ``sigma`` ``Normal(log sd(y), 1)``, and standard deviations of groups have
-    ``HalfNormal(1 / sd(x))``. Correlations have ``LKJ(1)``.
+    ``HalfNormal(1 / sd(x))``. Correlations have ``LKJ(1)``. A covariate of ``mi`` or ``me`` has those of a Gaussian
+    outcome, the shares of ``mo`` a uniform Dirichlet distribution.
 
     Args:
         text: the formula.
@@ -244,6 +258,7 @@ def write_formula(
     check_outcome(coding, kind, agreement)
     at, unit = location_and_unit(coding, kind, agreement)
     predictors = linear_predictors(coding, kind, agreement, priors, at, unit)
+    covariates = covariates_of(coding, kind, agreement, priors)
     likelihood = likelihood_of(terms, kind)
     parameters = {
         name: (parameter.prior, unit if parameter.in_units else 1.0)
@@ -252,14 +267,14 @@ def write_formula(
     }
     names = {
         f"{predictor.prefix}{label}": f"{predictor.prefix}{term.name}"
-        for predictor in predictors
-        for term in coding.parameters.get(predictor.name, coding).common
+        for predictor in (*predictors, *(covariate.predictor for covariate in covariates))
+        for term in coding.parameters.get(predictor.key, coding).common
         for label in term.labels
     }
     for label, term in names.items():
         if term in priors and term != label:
             priors.setdefault(label, priors[term])
-    public = _names(predictors, parameters, kind, coding)
+    public = _names(predictors, covariates, parameters, kind, coding)
     for name in sorted({*priors} - {*public, *names.values()}):
         raise FormulaError(
             f"priors has {name!r}, which the model does not have: it has {', '.join(public)}"
@@ -268,15 +283,23 @@ def write_formula(
     categories = len(coding.levels[coding.outcome]) if kind.categories else 0
     weighted = "weights" in terms.behind
     outcome = Outcome(coding.outcome, likelihood, parameters, categories, weighted)
-    program = program_code(f"{settings.text}, {kind.name}.", outcome, predictors, code)
+    program = program_code(f"{settings.text}, {kind.name}.", outcome, predictors, code, covariates)
     return Formula(
-        settings.text, kind.name, program, federation, agreement, coding, predictors, frames
+        settings.text,
+        kind.name,
+        program,
+        federation,
+        agreement,
+        coding,
+        predictors,
+        frames,
+        covariates,
     )
 
 
 def check_predictors(settings: FormulaSettings, coding: Coding) -> None:
     """Raise FormulaError for a formula without predictors."""
-    if not (coding.intercept or coding.common or coding.terms.groups):
+    if not (coding.intercept or coding.common or coding.terms.groups or coding.terms.own):
         raise FormulaError(f"formula {settings.text!r} has no predictors: y ~ 1 has an intercept")
 
 
@@ -311,14 +334,21 @@ def _client_of(
 
 
 def _names(
-    predictors: Sequence[Predictor], parameters: Mapping[str, Any], kind: Family, coding: Coding
+    predictors: Sequence[Predictor],
+    covariates: Sequence[Covariate],
+    parameters: Mapping[str, Any],
+    kind: Family,
+    coding: Coding,
 ) -> list[str]:
     """Return the names of the model's variables in the data's units; raise FormulaError for a name used twice."""
     others = [*parameters] + ["threshold"] * kind.thresholds
     names, fields = list[str](), [coding.outcome]
-    for predictor in predictors:
+    for covariate in covariates:
+        names.append(f"{covariate.term.column}_sigma")
+        fields.append(covariate.term.column)
+    for predictor in (*predictors, *(covariate.predictor for covariate in covariates)):
         names += [f"{predictor.prefix}Intercept"] * (predictor.intercept is not None)
-        names += [*predictor.common.labels, *others]
+        names += [*predictor.labels, *others]
         others = []
         for group in predictor.groups:
             names += [f"{name}|{group.factor}_sigma" for name in group.names]

@@ -8,11 +8,9 @@ REMEDIES = {
     # behind the outcome
     "trunc": f"{_IN_PYRO}, with a truncated distribution of the outcome",
     "rate": "add offset(log(n))",
-    "mi": "leave out the rows in which it is missing",
+    "mi": "leave out the rows without an outcome; a covariate's line, z | mi() ~ x, comes after that of the outcome",
     # terms
-    "mo": "write C(level) for an effect of each level",
     "cs": f"the effects are the same for all categories of family 'cumulative'; else {_IN_PYRO}",
-    "me": f"{_IN_PYRO}, with the measured covariate as an observation of the true one",
     "gp": "take models.GaussianProcess",
     **dict.fromkeys(("s", "ns", "cr"), _SPLINE),
     **dict.fromkeys(("t2", "te", "ti"), "write bs(x, knots=...):z, or take models.GaussianProcess"),
@@ -36,7 +34,9 @@ _TRANSLATIONS = {
     r"^\s*cbind\(\s*(\w+)\s*,\s*(\w+)\s*-\s*\1\s*\)": r"p(\1, \2)",
 }
 _CALLS_OF_BRMS = r"\s*(?:bf|brmsformula)\((.*)\)\s*"
-_PARTS = r"[\n;,]\s*(?=[^\W\d]\w*\s*~)"
+_NEXT_CALL = r"\)\s*\+\s*(?:bf|brmsformula)\("
+_RESIDUALS = r"\+\s*set_rescor\(\s*\w*\s*\)\s*$"
+_PARTS = r"[\n;,]\s*(?=[^\W\d]\w*\s*(?:\|\s*mi\(\s*\w*\s*\)\s*)?~)"
 _REFUSALS = {
     r"%\w*%": "write x:kind for an interaction and (1 | g/h) for nested groups",
     r"[~+(]\s*\.\s*([-+|)]|$)": "write the names of the columns in place of the dot",
@@ -55,9 +55,12 @@ def parts_of(text: str) -> list[str]:
         >>> from bayesfed.formulas.habits import parts_of
         >>> parts_of("bf(y ~ x + (1 | g), sigma ~ z)"), parts_of("y ~ x +\n z\n sigma ~ 1")
         (['y ~ x + (1 | g)', 'sigma ~ z'], ['y ~ x + z', 'sigma ~ 1'])
+        >>> parts_of("bf(y ~ mi(z)) + bf(z | mi() ~ x) + set_rescor(FALSE)")
+        ['y ~ mi(z)', 'z | mi() ~ x']
     """
-    call = re.fullmatch(_CALLS_OF_BRMS, text, re.DOTALL)
-    parts = re.split(_PARTS, (text if call is None else call[1]).strip())
+    call = re.fullmatch(_CALLS_OF_BRMS, re.sub(_RESIDUALS, "", text), re.DOTALL)
+    plain = text if call is None else re.sub(_NEXT_CALL, "\n", call[1])
+    parts = re.split(_PARTS, plain.strip())
     return [" ".join(part.split()) for part in parts]
 
 

@@ -11,7 +11,8 @@ from typing import Any
 from bayesfed.formulas.agreement import Agreement
 from bayesfed.formulas.coding import Coding
 from bayesfed.formulas.families import Family, Parameter
-from bayesfed.formulas.terms import FormulaError
+from bayesfed.formulas.own_terms import TermCode, covariate_code, moments_of, monotonic_code
+from bayesfed.formulas.terms import FormulaError, OwnTerm
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Predictor:
         offset: the field of its offset.
         common: columns of the common terms.
         groups: the groups' effects.
+        own: the terms that formulae does not code.
     """
 
     name: str
@@ -92,10 +94,59 @@ class Predictor:
     offset: str | None
     common: Columns
     groups: Sequence[GroupColumns]
+    own: Sequence[TermCode] = ()
+
+    @property
+    def labels(self) -> list[str]:
+        """The names of its coefficients, without the intercept."""
+        return [*self.common.labels, *(term.label for term in self.own)]
+
+    @property
+    def value(self) -> str:
+        """The variable that has its values."""
+        return re.sub(r"\W", "_", self.name)
 
     def variable(self, name: str) -> str:
         """Return a name of a variable that no other predictor has."""
         return re.sub(r"\W", "_", f"{name}_{self.key}") if self.key else name
+
+
+@dataclass(frozen=True)
+class Covariate:
+    """A covariate that is not known in each row: it has a Normal distribution around a linear predictor.
+
+    Attributes:
+        term: the term of the outcome's predictor.
+        sd: its standard deviation.
+        predictor: the linear predictor of its mean.
+    """
+
+    term: OwnTerm
+    sd: float
+    predictor: Predictor
+
+
+def covariates_of(
+    coding: Coding, kind: Family, agreement: Agreement, priors: Mapping[str, Any]
+) -> list[Covariate]:
+    """Return the covariates that are not known in each row; arguments as for :func:`linear_predictors`."""
+    found = list[Covariate]()
+    for column, term in coding.terms.uncertain.items():
+        mean, sd = moments_of(term, agreement)
+        predictor = _predictor(
+            f"mean_{column}",
+            column,
+            None,
+            coding.parameters[column],
+            kind,
+            agreement,
+            priors,
+            mean,
+            sd,
+            covariate=True,
+        )
+        found.append(Covariate(term, sd, predictor))
+    return found
 
 
 def linear_predictors(
@@ -125,6 +176,8 @@ def linear_predictors(
         for name, key in of_mean.items()
     ]
     for name, part in coding.parameters.items():
+        if name in coding.terms.uncertain:
+            continue
         centre = math.log(unit) if kind.parameters[name].in_units else 0.0
         found.append(
             _predictor(
@@ -144,23 +197,34 @@ def _predictor(
     priors: Mapping[str, Any],
     at: float,
     unit: float,
+    *,
+    covariate: bool = False,
 ) -> Predictor:
-    """Return one linear predictor; arguments as for :func:`linear_predictors`."""
-    fields, prefix = f"{name}." if parameter else "", f"{key}_" if key else ""
-    link = parameter.link if parameter else kind.link
+    """Return one linear predictor, of the outcome unless it is of a ``parameter`` or ``covariate``."""
+    of_mean = not (parameter or covariate)
+    fields, prefix = "" if of_mean else f"{key}.", f"{key}_" if key else ""
+    link = parameter.link if parameter else "identity" if covariate else kind.link
     offset = f"{fields}offset" if coding.offset else None
     centre = at - (float(agreement.moments(offset)[0][0]) if offset else 0.0)
-    standardised = kind.standardised and parameter is None
+    standardised = covariate or (kind.standardised and of_mean)
     loc = _to_digits(centre, unit) if standardised and coding.intercept else 0.0
     prior = "dist.Normal(0.0, 2.5)"
     if not standardised:
         spread = 1.5 if link == "logit" else 1.0 if parameter and parameter.in_units else 2.5
         prior = f"dist.Normal({to_seven_digits(centre)}, {spread})"
-    has_intercept = coding.intercept and not (kind.thresholds and parameter is None)
+    has_intercept = coding.intercept and not (kind.thresholds and of_mean)
     narrow = parameter is not None or link == "logit"
     common = _columns(
         agreement, f"{fields}X", prefix, coding.common, coding.intercept, narrow=narrow
     )
+    own = [
+        monotonic_code(term, agreement, fields, prefix, centred=coding.intercept, narrow=narrow)
+        for term in coding.terms.monotonic
+    ]
+    own += [
+        covariate_code(term, agreement, prefix, centred=coding.intercept, narrow=narrow)
+        for term in coding.terms.uncertain.values()
+    ]
     return Predictor(
         name=name,
         key=key,
@@ -172,7 +236,10 @@ def _predictor(
         intercept=prior if has_intercept else None,
         offset=offset,
         common=common,
-        groups=_groups(coding, agreement, priors, fields, key, prefix),
+        groups=_groups(
+            coding, agreement, priors, fields, key, prefix, narrow=parameter is not None
+        ),
+        own=own,
     )
 
 
@@ -217,6 +284,8 @@ def _groups(
     fields: str,
     predictor: str,
     prefix: str,
+    *,
+    narrow: bool,
 ) -> list[GroupColumns]:
     """Return the groups' effects of a predictor.
 
@@ -231,7 +300,7 @@ def _groups(
         own = f"{prefix}1|{group.factor}_sigma" in priors
         centred = group.correlated and intercept and not own
         field = f"{fields}X|{key}"
-        columns = _columns(agreement, field, prefix, slopes, centred, narrow=bool(fields))
+        columns = _columns(agreement, field, prefix, slopes, centred, narrow=narrow)
         within = coding.client in group.columns
         place = "client" if group.columns == [coding.client] else "within" if within else "global"
         found.append(
@@ -244,7 +313,7 @@ def _groups(
                 correlated=group.correlated,
                 place=place,
                 levels=coding.count_levels(group.factor),
-                prior_sd=1.0 if fields else 2.5,
+                prior_sd=1.0 if narrow else 2.5,
             )
         )
     return found

@@ -17,7 +17,20 @@ import numpy as np
 
 from bayesfed.formulas.families import IMPORTS
 from bayesfed.formulas.outcome import Outcome
-from bayesfed.formulas.predictors import Columns, GroupColumns, Predictor
+from bayesfed.formulas.own_terms import TermCode, covariate_lines
+from bayesfed.formulas.predictors import Columns, Covariate, GroupColumns, Predictor
+from bayesfed.formulas.statements import (
+    EXACT,
+    named,
+    number,
+    numbers,
+    over,
+    quoted,
+    sample,
+    sample_named,
+    tensor,
+    times,
+)
 
 HEAD = """\
 import pyro
@@ -28,8 +41,6 @@ import torch
 def model(federation):
 """
 INDENT = "    "
-EXACT = 15
-"""The digits of a mean, which is already rounded relative to the standard deviation."""
 
 
 @dataclass
@@ -44,7 +55,11 @@ class _Code:
 
 
 def program_code(
-    title: str, outcome: Outcome, predictors: Sequence[Predictor], priors: Mapping[str, str]
+    title: str,
+    outcome: Outcome,
+    predictors: Sequence[Predictor],
+    priors: Mapping[str, str],
+    covariates: Sequence[Covariate] = (),
 ) -> str:
     """Write the code of the program.
 
@@ -53,19 +68,22 @@ def program_code(
         outcome: its name and distribution.
         predictors: of the mean and of other parameters; of several categories, one for each but the first.
         priors: name in the data's units to the code of a prior that replaces the default.
+        covariates: those that are not known in each row.
     """
     code = _Code()
+    for covariate in covariates:
+        _covariate(code, covariate, priors)
     for place, predictor in enumerate(predictors):
         _effects(code, predictor, priors)
         if place == 0:
-            _parameters(code, outcome, predictor.common, priors)
+            _parameters(code, outcome, predictor, priors)
         for group in predictor.groups:
             _group(code, predictor, group, priors)
         _linear_predictor(code, predictor)
     if "logits," in outcome.likelihood:
         names = [predictor.name for predictor in predictors if predictor.link is None]
         code.rows.append(f"logits = [torch.zeros_like({names[0]}), {', '.join(names)}]")
-    observed = _sample(outcome.name, f"{outcome.likelihood}, obs=obs.get({_q(outcome.name)})")
+    observed = sample(outcome.name, f"{outcome.likelihood}, obs=obs.get({quoted(outcome.name)})")
     if outcome.weighted:
         code.rows.append('with pyro.poutine.scale(scale=obs["weights"]):')
         observed = INDENT + observed
@@ -78,10 +96,25 @@ def program_code(
     return HEAD.format("".join(imports)) + body
 
 
+def _covariate(code: _Code, covariate: Covariate, priors: Mapping[str, str]) -> None:
+    """Write a covariate that is not known in each row: its linear predictor, and its distribution."""
+    predictor, column = covariate.predictor, covariate.term.column
+    _effects(code, predictor, priors)
+    for group in predictor.groups:
+        _group(code, predictor, group, priors)
+    _linear_predictor(code, predictor)
+    prior = priors.get(f"{column}_sigma", "")
+    outside, rows = covariate_lines(covariate.term, covariate.sd, predictor.value, prior)
+    code.outside += outside
+    code.rows += rows
+
+
 def _effects(code: _Code, predictor: Predictor, priors: Mapping[str, str]) -> None:
     """Write the standardised intercept and slopes of a predictor, and those in the data's units."""
     if predictor.intercept is not None:
         _intercept(code, predictor, priors)
+    for term in predictor.own:
+        _own_term(code, predictor, term, priors)
     if predictor.common.labels:
         _common(code, predictor, priors)
     elif predictor.intercept is not None:
@@ -92,22 +125,22 @@ def _linear_predictor(code: _Code, predictor: Predictor) -> None:
     """Write the sum of the terms of a predictor, and the inverse link of a parameter."""
     total = " + ".join(code.sum) or "torch.zeros(())"
     code.sum.clear()
-    value = total if predictor.scale == 1 else f"{_n(predictor.scale)} * ({total})"
-    value = value if predictor.loc == 0 else f"{_n(predictor.loc, EXACT)} + {value}"
+    value = total if predictor.scale == 1 else f"{number(predictor.scale)} * ({total})"
+    value = value if predictor.loc == 0 else f"{number(predictor.loc, EXACT)} + {value}"
     if predictor.offset is not None:
-        value += f" + obs[{_q(predictor.offset)}]"
+        value += f" + obs[{quoted(predictor.offset)}]"
     if predictor.link is not None:
         value = f"({value}){'.exp()' if predictor.link == 'log' else '.sigmoid()'}"
-    code.rows.append(f"{predictor.name} = {value}")
+    code.rows.append(f"{predictor.value} = {value}")
 
 
 def _intercept(code: _Code, predictor: Predictor, priors: Mapping[str, str]) -> None:
     """Write the standardised intercept; a user's prior is that of the outcome with the predictors at their means."""
     name, variable = f"{predictor.prefix}Intercept", predictor.variable("intercept")
-    value = _sample(f"_{variable}", priors.get(name, predictor.intercept))
+    value = sample(f"_{variable}", priors.get(name, predictor.intercept))
     if name in priors:
-        shifted = f"({value} - {_n(predictor.loc, EXACT)})" if predictor.loc else value
-        value = _over(shifted, predictor.scale)
+        shifted = f"({value} - {number(predictor.loc, EXACT)})" if predictor.loc else value
+        value = over(shifted, predictor.scale)
     code.outside.append(f"{variable} = {value}")
     code.sum.append(variable)
 
@@ -125,10 +158,27 @@ def _common(code: _Code, predictor: Predictor, priors: Mapping[str, str]) -> Non
     if predictor.intercept is not None:
         _intercept_in_units(code, predictor)
     for k in by_default:
-        code.outside.append(_named(common.labels[k], _times(units[k], f"{beta}[..., {k}]")))
+        code.outside.append(named(common.labels[k], times(units[k], f"{beta}[..., {k}]")))
     standardised = f"{x} = {_standardised(predictor.field, common)}"
     code.rows += [standardised] * (standardised not in code.rows)
     code.sum.append(f"({beta} * {x}).sum(-1)")
+
+
+def _own_term(code: _Code, predictor: Predictor, term: TermCode, priors: Mapping[str, str]) -> None:
+    """Write the standardised coefficient of a term that formulae does not code, and that in the data's units."""
+    slope, unit = _slope(term), predictor.scale / term.sd
+    prior = "dist.Normal(torch.zeros({}), {})"
+    lines, by_default = _vector(
+        slope, f"_slope|{term.label}", [term.label], prior, [term.prior_sd], [unit], priors
+    )
+    code.outside += [*term.lines, *lines]
+    if by_default:
+        code.outside.append(named(term.label, times(unit, f"{slope}[..., 0]")))
+    code.sum.append(f"{slope}[..., 0] * {term.value}")
+
+
+def _slope(term: TermCode) -> str:
+    return re.sub(r"\W", "_", f"slope_{term.label}")
 
 
 def _vector(
@@ -147,11 +197,11 @@ def _vector(
     """
     lines, by_default = [], [k for k, name in enumerate(names) if name not in priors]
     if by_default:
-        prior = default.format(len(by_default), _t([scales[k] for k in by_default]))
-        lines.append(f"{variable} = {_sample(site, f'{prior}.to_event(1)')}")
+        prior = default.format(len(by_default), tensor([scales[k] for k in by_default]))
+        lines.append(f"{variable} = {sample(site, f'{prior}.to_event(1)')}")
     if len(by_default) < len(names):
         parts = [
-            _over(_sample_named(name, priors[name]), units[k])
+            over(sample_named(name, priors[name]), units[k])
             if name in priors
             else f"{variable}[..., {by_default.index(k)}]"
             for k, name in enumerate(names)
@@ -165,32 +215,41 @@ def _intercept_in_units(code: _Code, predictor: Predictor) -> None:
     value, beta = predictor.variable("intercept"), predictor.variable("beta")
     if any(predictor.common.mean):
         value = f"{value} - ({beta} * {_ratios(predictor.common)}).sum(-1)"
+    for term in predictor.own:
+        value += f" - {_slope(term)}[..., 0] * {term.shift}" if term.shift else ""
     if predictor.scale != 1:
-        value = f"{_n(predictor.scale)} * ({value})"
+        value = f"{number(predictor.scale)} * ({value})"
     if predictor.loc != 0:
-        value = f"{_n(predictor.loc, EXACT)} + {value}"
-    code.outside.append(_named(f"{predictor.prefix}Intercept", value))
+        value = f"{number(predictor.loc, EXACT)} + {value}"
+    code.outside.append(named(f"{predictor.prefix}Intercept", value))
 
 
 def _ratios(common: Columns) -> str:
     """Write the columns' means in standard deviations."""
-    return _t([m / s for m, s in zip(common.mean, common.sd, strict=True)])
+    return tensor([m / s for m, s in zip(common.mean, common.sd, strict=True)])
 
 
-def _parameters(code: _Code, outcome: Outcome, common: Columns, priors: Mapping[str, str]) -> None:
+def _parameters(
+    code: _Code, outcome: Outcome, predictor: Predictor, priors: Mapping[str, str]
+) -> None:
     """Write the parameters of the family that have no predictor, and the thresholds between categories."""
     for name, (default, scale) in outcome.parameters.items():
         if name in priors or scale == 1:
-            code.outside.append(f"{name} = {_sample_named(name, priors.get(name, default))}")
+            code.outside.append(f"{name} = {sample_named(name, priors.get(name, default))}")
         else:
-            code.outside.append(f"{name} = {_n(scale)} * {_sample(f'_{name}', default)}")
-            code.outside.append(_named(name, name))
+            code.outside.append(f"{name} = {number(scale)} * {sample(f'_{name}', default)}")
+            code.outside.append(named(name, name))
     if "cutpoints" in outcome.likelihood:
         uniform = f"dist.Dirichlet(torch.ones({outcome.categories}))"
         prior = f"dist.TransformedDistribution({uniform}, [SimplexToOrderedTransform()])"
-        code.outside.append(f"cutpoints = {_sample('_cutpoints', prior)}")
+        code.outside.append(f"cutpoints = {sample('_cutpoints', prior)}")
+        common = predictor.common
         shift = f" + (beta * {_ratios(common)}).sum(-1, keepdim=True)" * any(common.mean)
-        code.outside.append(_named("threshold", f"cutpoints{shift}"))
+        for term in predictor.own:
+            shift += (
+                f" + ({_slope(term)}[..., 0] * {term.shift}).unsqueeze(-1)" if term.shift else ""
+            )
+        code.outside.append(named("threshold", f"cutpoints{shift}"))
 
 
 def _group(
@@ -219,7 +278,7 @@ def _group(
         prior = f"dist.Normal(0.0, {tau})"
         if levels:
             prior = f"dist.Normal(torch.zeros({group.levels}), {tau}.unsqueeze(-1)).to_event(1)"
-        effects = [_times(units[0], u)]
+        effects = [times(units[0], u)]
     elif group.correlated:
         tril = f"tril_{suffix}"
         prior = f"dist.MultivariateNormal({zeros}, scale_tril={tril})"
@@ -231,9 +290,9 @@ def _group(
     else:
         scale = f"{tau}.unsqueeze(-2)" if levels else tau
         prior = f"dist.Normal({zeros}, {scale}).to_event({1 + len(levels)})"
-        effects = [_times(units[k], f"{u}[..., {k}]") for k in range(len(names))]
-    lines += [_named(name + of, value) for name, value in zip(names, effects, strict=True)]
-    where += [f"{u} = {_sample(f'_u|{group.key}', prior)}", *lines]
+        effects = [times(units[k], f"{u}[..., {k}]") for k in range(len(names))]
+    lines += [named(name + of, value) for name, value in zip(names, effects, strict=True)]
+    where += [f"{u} = {sample(f'_u|{group.key}', prior)}", *lines]
     _contribution(code, group, suffix, u)
 
 
@@ -242,23 +301,23 @@ def _scales(
     group: GroupColumns,
     tau: str,
     units: Sequence[float],
-    named: bool,
+    in_units: bool,
     priors: Mapping[str, str],
 ) -> None:
-    """Write the standardised scales τ; if ``named``, also the scales in the data's units."""
+    """Write the standardised scales τ; if ``in_units``, also the scales in the data's units."""
     names = [f"{name}|{group.factor}_sigma" for name in group.names]
     sds = [group.prior_sd] * group.intercept + list(group.columns.prior_sd)
     site = f"_tau|{group.key}"
     if len(names) > 1:
         lines, by_default = _vector(tau, site, names, "dist.HalfNormal({1})", sds, units, priors)
         code.outside += lines
-        for k in by_default if named else ():
-            code.outside.append(_named(names[k], _times(units[k], f"{tau}[..., {k}]")))
+        for k in by_default if in_units else ():
+            code.outside.append(named(names[k], times(units[k], f"{tau}[..., {k}]")))
     elif names[0] in priors:
-        code.outside.append(f"{tau} = {_over(_sample_named(names[0], priors[names[0]]), units[0])}")
+        code.outside.append(f"{tau} = {over(sample_named(names[0], priors[names[0]]), units[0])}")
     else:
-        code.outside.append(f"{tau} = {_sample(site, f'dist.HalfNormal({_n(sds[0])})')}")
-        code.outside.append(_named(names[0], _times(units[0], tau)))
+        code.outside.append(f"{tau} = {sample(site, f'dist.HalfNormal({number(sds[0])})')}")
+        code.outside.append(named(names[0], times(units[0], tau)))
 
 
 def _units(group: GroupColumns, scale: float, units: Sequence[float]) -> list[list[float]]:
@@ -283,26 +342,26 @@ def _correlations(
         rho = f"rho_{suffix}"
         rows = f"torch.stack([one, 0.0 * one], -1), torch.stack([{rho}, (1.0 - {rho}.square()).sqrt()], -1)"
         lines = [
-            f"{rho} = {_sample(f'_rho|{group.key}', 'dist.Uniform(-1.0, 1.0)')}",
+            f"{rho} = {sample(f'_rho|{group.key}', 'dist.Uniform(-1.0, 1.0)')}",
             f"one = torch.ones_like({rho})",
             f"chol_{suffix} = torch.stack([{rows}], -2)",
         ]
     else:
         prior = f"dist.LKJCholesky({size}, 1.0)"
-        lines = [f"chol_{suffix} = {_sample(f'_chol|{group.key}', prior)}"]
+        lines = [f"chol_{suffix} = {sample(f'_chol|{group.key}', prior)}"]
     lines += [
         f"tril_{suffix} = tau_{suffix}.unsqueeze(-1) * chol_{suffix}",
-        f"units_{suffix} = torch.tensor([{', '.join(_l(row) for row in matrix)}])",
+        f"units_{suffix} = torch.tensor([{', '.join(numbers(row) for row in matrix)}])",
         f"spread_{suffix} = units_{suffix} @ tril_{suffix}",
         f"sd_{suffix} = spread_{suffix}.square().sum(-1).sqrt()",
     ]
     for k, name in enumerate(f"{name}|{group.factor}_sigma" for name in names):
         if any(group.columns.mean) and name not in priors:
-            lines.append(_named(name, f"sd_{suffix}[..., {k}]"))
+            lines.append(named(name, f"sd_{suffix}[..., {k}]"))
     for j, k in itertools.combinations(range(size), 2):
         product = f"(spread_{suffix}[..., {j}, :] * spread_{suffix}[..., {k}, :]).sum(-1)"
         value = f"{product} / (sd_{suffix}[..., {j}] * sd_{suffix}[..., {k}])"
-        lines.append(_named(f"cor({names[j]}, {names[k]})|{group.factor}", value))
+        lines.append(named(f"cor({names[j]}, {names[k]})|{group.factor}", value))
     code.outside += lines
 
 
@@ -311,7 +370,7 @@ def _contribution(code: _Code, group: GroupColumns, suffix: str, u: str) -> None
     several, z = len(group.names) > 1, f"z_{suffix}"
     if group.columns.labels:
         code.rows.append(f"{z} = {_standardised(group.field, group.columns)}")
-    own, index = u, f"obs[{_q(group.factor)}].long()"
+    own, index = u, f"obs[{quoted(group.factor)}].long()"
     if group.place == "global":
         own = f"own_{suffix}"
         code.rows.append(f"{own} = {u}[{index}]")
@@ -332,47 +391,7 @@ def _contribution(code: _Code, group: GroupColumns, suffix: str, u: str) -> None
 
 def _standardised(name: str, columns: Columns) -> str:
     """Write a field's standardised columns."""
-    shifted = f"obs[{_q(name)}]"
+    shifted = f"obs[{quoted(name)}]"
     if any(columns.mean):
-        shifted = f"({shifted} - {_t(columns.mean, EXACT)})"
-    return f"{shifted} / {_t(columns.sd)}"
-
-
-def _over(code: str, scale: float) -> str:
-    return code if scale == 1 else f"{code} / {_n(scale)}"
-
-
-def _times(scale: float, code: str) -> str:
-    return code if scale == 1 else f"{_n(scale)} * {code}"
-
-
-def _sample(name: str, distribution: str | None) -> str:
-    """Write a sample statement."""
-    return f"pyro.sample({_q(name)}, {distribution})"
-
-
-def _sample_named(name: str, distribution: str) -> str:
-    """Write a sample statement whose value has the name of a derived quantity, as those with default priors have."""
-    return _named(name, _sample(f"_prior|{name}", distribution))
-
-
-def _named(name: str, value: str) -> str:
-    """Write a deterministic site."""
-    return f"pyro.deterministic({_q(name)}, {value})"
-
-
-def _n(value: float, digits: int = 7) -> str:
-    """Write a number; seven digits are more than the precision of a sum of single-precision numbers."""
-    return repr(float(f"{value:.{digits}g}"))
-
-
-def _l(values: Sequence[float], digits: int = 7) -> str:
-    return f"[{', '.join(_n(value, digits) for value in values)}]"
-
-
-def _t(values: Sequence[float], digits: int = 7) -> str:
-    return f"torch.tensor({_l(values, digits)})"
-
-
-def _q(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        shifted = f"({shifted} - {tensor(columns.mean, EXACT)})"
+    return f"{shifted} / {tensor(columns.sd)}"

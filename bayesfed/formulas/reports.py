@@ -20,6 +20,7 @@ from bayesfed.formulas.columns import (
     ClientColumns,
     Level,
     check_complete,
+    check_covariate,
     columns_of,
     kind_of,
     levels_of,
@@ -71,8 +72,10 @@ def report_columns(settings: FormulaSettings, name: str, rows: pd.DataFrame) -> 
     columns = list(dict.fromkeys(column for names, _ in parts for column in names))
     as_category = {column for _, found in parts for column in found}
     check_columns("frame", columns, rows.columns)
-    for column in columns:
+    for column in [column for column in columns if column not in terms.incomplete]:
         check_complete(name, column, rows[column])
+    for term in terms.uncertain.values():
+        check_covariate(name, term, rows)
     private = private_columns(terms, settings.client)
     kinds = {
         column: "text" if column in private else kind_of(name, column, rows[column])
@@ -170,8 +173,8 @@ def sum_fields(coding: Coding, kind: Family, federation: Federation) -> dict[str
         federation: the coded clients.
 
     Returns:
-        n, Σ x and Σ x² of the columns of each predictor, and of an outcome that the program standardises or that has a
-        logarithm as its link.
+        n, Σ x and Σ x² of the columns of each predictor, of a covariate in the rows that have it, and of an outcome
+        that the program standardises or that has a logarithm as its link.
 
     Raises:
         FormulaError: the family does not have an outcome; the message names the client.
@@ -180,6 +183,10 @@ def sum_fields(coding: Coding, kind: Family, federation: Federation) -> dict[str
     _check_values(name, kind, federation)
     predictors = [field for field in federation.fields if _is_of_predictor(field, coding)]
     found = {FIELD + field: _sums(federation, field) for field in predictors}
+    for column in coding.terms.uncertain:
+        seen = federation[column].double()
+        seen = seen[seen.isfinite()]
+        found[FIELD + column] = np.array([len(seen), float(seen.sum()), float(seen.square().sum())])
     if kind.link != "logit":
         logs = replace(federation, fields={name: federation[name].log()}) if kind.of_log else None
         found[FIELD + name] = _sums(federation if logs is None else logs, name)
@@ -193,7 +200,7 @@ def _is_of_predictor(field: str, coding: Coding) -> bool:
     name = next(
         (field[len(p) + 1 :] for p in coding.parameters if field.startswith(f"{p}.")), field
     )
-    return name in ("X", "offset") or name.startswith("X|")
+    return name in ("X", "offset") or name.startswith(("X|", "mo("))
 
 
 def _sums(federation: Federation, field: str) -> np.ndarray:

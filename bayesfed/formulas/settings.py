@@ -9,7 +9,8 @@ from typing import Any
 
 from bayesfed.formulas.families import FAMILIES, PARAMETERS, Family, Parameter, family_of
 from bayesfed.formulas.habits import parts_of
-from bayesfed.formulas.terms import FormulaError, Terms, parse
+from bayesfed.formulas.parse import parse
+from bayesfed.formulas.terms import FormulaError, Terms
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,13 @@ def with_own_names(terms: Terms, kind: Family, parameters: Mapping[str, Paramete
     """Return the terms with this package's names of parameters; raise FormulaError for those of other families."""
     found = {}
     for name, part in terms.parameters.items():
+        if name in terms.uncertain:
+            if name in {*parameters, *PARAMETERS}:
+                raise FormulaError(
+                    f"{name!r} is a parameter of the {kind.name} family: rename the column"
+                )
+            found[name] = part
+            continue
         own = name if name in parameters else PARAMETERS.get(name, name)
         if own not in parameters:
             has = ", ".join(parameters) or "no parameter"

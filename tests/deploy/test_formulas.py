@@ -37,6 +37,7 @@ def hospital(number, patients=18):
     died = rng.binomial(6, 1 / (1 + np.exp(-(y - 3.5))))
     ward = rng.choice(["x", "y", "z"], patients)
     columns = {"arm": arm, "age": age, "y": y, "died": died, "all": 6, "ward": ward}
+    columns |= {"dose": np.where(ward == "x", np.nan, age - 50), "grade": died % 3}
     return pd.DataFrame(columns | {"id": [f"{number}-{i}" for i in range(patients)]})
 
 
@@ -59,6 +60,7 @@ def nodes_of(plan, folder, nodes=NODES):
 
 
 GAUSSIAN = "y ~ center(age) + arm + (1 + age | hospital)"
+GAPS = "y ~ center(age) + mo(grade) + mi(dose) + (1 | hospital)\ndose | mi() ~ arm"
 BINOMIAL = "p(died, all) ~ scale(age)*arm + (1 | hospital/ward)"
 
 
@@ -69,8 +71,13 @@ def in_one_process(text, family, plan, hospitals=HOSPITALS):
 
 @pytest.mark.parametrize(
     ("text", "family", "secure"),
-    [(GAUSSIAN, "gaussian", False), (BINOMIAL, "binomial", False), (GAUSSIAN, "gaussian", True)],
-    ids=["gaussian", "binomial", "secure"],
+    [
+        (GAUSSIAN, "gaussian", False),
+        (BINOMIAL, "binomial", False),
+        (GAUSSIAN, "gaussian", True),
+        (GAPS, "gaussian", False),
+    ],
+    ids=["gaussian", "binomial", "secure", "missing covariate"],
 )
 def test_it_is_the_formula_in_one_process(text, family, secure, tmp_path):
     plan = plan_of(text, family, secure=secure)

@@ -376,7 +376,6 @@ REFUSED = {
     "y ~ scale(x)[, 1]": "functions here return one column",
     "y ~ x | hospital": r"write a group in parentheses, as in \(x \| g\)",
     "y ~ x^2": r"x\*\*2 crosses x with itself, which is x: write I\(x\*\*2\)",
-    "y ~ mo(item)": r"write C\(level\)",
     "y ~ s(x, k = 5)": "give the knots",
     "y ~ Error(hospital)": r"write \(1 \| g\)",
     "y ~ (1 | mm(item, ward))": "a group is one column",
