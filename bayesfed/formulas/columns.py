@@ -89,8 +89,8 @@ def check_complete(client: str, column: str, values: pd.Series) -> None:
     if gaps.any():
         raise FormulaError(
             f"client {client!r}, row {values.index[int(gaps.argmax())]}: {column!r} is missing. Leave such rows out "
-            f'first, frame.dropna(subset=[{column!r}]), or by missing = "drop" in [data] of an experiment file, or, of a '
-            f"covariate of numbers, write mi({column})"
+            f'first, frame.dropna(subset=[{column!r}]), or by missing = "drop" in [data] of an experiment file, or, of '
+            f"a covariate of numbers, write mi({column})"
         )
 
 
