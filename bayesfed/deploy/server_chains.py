@@ -20,6 +20,7 @@ from bayesfed.guides.family import GLOBAL
 from bayesfed.output.chains import (
     Chains,
     ChainsFile,
+    better_correction,
     can_sample,
     chains_key,
     most_gradients,
@@ -87,10 +88,11 @@ def draw_by_chains(institutions: Institutions, run: Run, posterior: Posterior) -
         resume=ChainsFile(path, of),
         look=look,
     )
-    correction = chains.correction()
-    if correction is None:
+    drawn = chains.correction()
+    if drawn is None:
         report("chains have not mixed, their draws are not used: write narrower priors")
         return posterior
+    correction = better_correction(posterior.correction, drawn)
     return replace(posterior, correction=correction, correctable=True)
 
 

@@ -46,6 +46,10 @@ BLOCK = 25
 """Iterations between two looks at the draws."""
 ENOUGH = 1000
 """The effective number of draws of each global variable: a Monte Carlo error of 0.03 standard deviations."""
+FEW = 400
+"""The effective number of draws with which chains that agree are used when they end without enough: R-hat and quantiles
+are reliable from there (Vehtari, Gelman, Simpson, Carpenter & Bürkner 2021, *Rank-normalization, folding, and
+localization*, section 4.3)."""
 LARGEST_RHAT = 1.05
 """R-hat up to which chains agree."""
 WORK = 2e9
@@ -81,8 +85,8 @@ class Chains(NamedTuple):
         return self.rhat <= LARGEST_RHAT and self.ess >= self.needed
 
     def correction(self) -> Correction | None:
-        """Return the draws in place of q(θ); None if the chains have not mixed."""
-        if not self.mixed:
+        """Return the draws in place of q(θ); None if the chains do not agree, or have given too few draws."""
+        if self.rhat > LARGEST_RHAT or self.ess < min(FEW, self.needed):
             return None
         chains, theta = len(self.z), {GLOBAL: self.z.transpose(0, 1).flatten(0, 1)[:, None, None]}
         return Correction(theta, None, True, chains, self.rhat, self.ess)
@@ -251,6 +255,19 @@ def correction_by_chains(fitted: Fitted, seed: int = 0) -> Correction:
     return found
 
 
+def better_correction(weighted: Correction | None, drawn: Correction | None) -> Correction | None:
+    """Return draws by chains if there are any, unless importance weights are more exact.
+
+    Args:
+        weighted: draws by importance sampling.
+        drawn: draws by chains.
+    """
+    if weighted is None or drawn is None:
+        return drawn or weighted
+    finite = (weighted.khat or 0.0) <= FINITE_VARIANCE
+    return weighted if finite and (weighted.ess or 0.0) >= (drawn.ess or 0.0) else drawn
+
+
 def with_chains_where_infinite(
     fitted: Fitted, found: CorrectionResult
 ) -> tuple[Correction | None, bool]:
@@ -265,5 +282,5 @@ def with_chains_where_infinite(
     asked = fitted.precision is not None and (infinite or few) and can_sample(fitted)
     by_itself = (failed or infinite) and fitted.converged is not None and takes_seconds(fitted)
     if asked or by_itself:
-        correction = sample_chains(fitted).correction() or correction
+        correction = better_correction(correction, sample_chains(fitted).correction())
     return correction, correction is not None or not failed

@@ -14,6 +14,7 @@ from bayesfed.output import chains
 from bayesfed.output.client_chains import ChainClients, Leap, Memory, MoveHere
 from bayesfed.output.correction import CorrectionResult
 from bayesfed.output.draws import draw_theta
+from bayesfed.output.fitted import Correction
 from bayesfed.output.trajectories import Server
 from tests.output.test_correction import SCHOOLS, of_grid
 
@@ -236,3 +237,20 @@ def test_larger_fits_name_chains_in_place_of_running_them(monkeypatch):
     assert poor.correction is None
     assert "posterior.with_chains() draws from the posterior itself" in poor.caveat
     assert poor.with_chains().caveat == ""
+
+
+def test_chains_that_agree_are_used_with_fewer_draws():
+    """Of chains that do not agree, no number is enough; importance weights that are more exact stay."""
+    z = torch.zeros(4, 10, 2)
+    few = chains.Chains(z, 1.04, 500.0, 0.8, 3000)
+    assert not few.mixed
+    assert few.correction().ess == 500
+    assert few._replace(ess=300.0).correction() is None
+    assert few._replace(rhat=1.06, ess=2000.0).correction() is None
+    drawn = few.correction()
+    finite = Correction(drawn.theta, 0.3, ess=900.0)
+    uneven = Correction(drawn.theta, 0.57, ess=900.0)
+    assert chains.better_correction(finite, drawn) is finite
+    assert chains.better_correction(uneven, drawn) is drawn
+    assert chains.better_correction(finite, None) is finite
+    assert chains.better_correction(None, drawn) is drawn
