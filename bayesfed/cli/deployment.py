@@ -237,9 +237,20 @@ def make_patience(section: DeploymentSection) -> Patience:
 
 
 def draws_dataset(found: GlobalPosterior, num_samples: int) -> xr.Dataset:
-    """Return draws of the global variables, and of the values that the model derives from them, in ArviZ's form."""
+    """Return draws of the global variables, and of the values that the model derives from them, in ArviZ's form.
+
+    Draws by chains are given chain by chain, at least four of each.
+    """
+    mended, attrs = (
+        found.posterior.correction,
+        attributes(found.posterior, found.khat, found.caveat),
+    )
+    chains = 1 if mended is None else mended.chains
+    if chains > 1:
+        num_samples = chains * max(4, num_samples // chains)
+        attrs["chain_exchanges"] = found.chain_exchanges
     values = found.sample(num_samples) | found.derived(num_samples)
-    return _dataset(found, values, attributes(found.posterior, found.khat, found.caveat))
+    return _dataset(found, values, attrs, chains)
 
 
 def prior_dataset(found: GlobalPosterior, num_samples: int) -> xr.Dataset:
@@ -253,11 +264,15 @@ def prior_dataset(found: GlobalPosterior, num_samples: int) -> xr.Dataset:
 
 
 def _dataset(
-    found: GlobalPosterior, values: Mapping[str, Tensor], attrs: Mapping[str, Any]
+    found: GlobalPosterior, values: Mapping[str, Tensor], attrs: Mapping[str, Any], chains: int = 1
 ) -> xr.Dataset:
     """Return draws as a data set; auxiliary variables, whose names begin with ``_``, are left out."""
     formula = formula_of(found.posterior.program.model)
-    draws = {n: v[None].numpy(force=True) for n, v in values.items() if not n.startswith("_")}
+    draws = {
+        n: v.unflatten(0, (-1, chains)).transpose(0, 1).numpy(force=True)
+        for n, v in values.items()
+        if not n.startswith("_")
+    }
     dims = {n: [f"{n}_dim_{j}" for j in range(v.ndim - 2)] for n, v in draws.items()}
     used = {dim for names in dims.values() for dim in names}
     coords = {} if formula is None else {n: v for n, v in formula.coords.items() if n in used}

@@ -148,6 +148,10 @@ def _open(config: Experiment, experiment: Path, folder: Path) -> Post:
                 f"deployment.{name} is for runs over a network: by post a round may go on --without an institution, "
                 "which is asked again in the next one"
             )
+    if own.chains:
+        raise SettingsError(
+            "deployment.chains is for runs over a network: each of hundreds of leapfrog steps would be a letter"
+        )
     if config.leave_one_out is not None and config.leave_one_out.compare:
         raise SettingsError(
             "leave_one_out.compare is for runs over a network: stacking asks for one sum after another, and each would "

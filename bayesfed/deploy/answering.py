@@ -41,6 +41,7 @@ from bayesfed.deploy.messages import (
     LeftOut,
     LogDensities,
     MessageError,
+    MoveChains,
     Refusal,
     Reply,
     Request,
@@ -114,6 +115,8 @@ def draft_answer(node: Node, data: bytes, coordinator: str) -> Draft:
             raise MessageError(
                 "stacking weights are for runs over a network, where the node counts what is asked"
             )
+        if isinstance(request, MoveChains):
+            raise MessageError("chains are for runs over a network: each step would be a letter")
         reply = node.answer(payload)
         (response, found) = unpack(reply)
         if isinstance(response, Refusal):

@@ -125,8 +125,8 @@ class GlobalPosterior:
         if not can_sample(of):
             return "chains do not apply, narrower priors may help"
         return (
-            "chains = true under [deployment] of the experiment draws from the posterior itself, by some hundreds of "
-            "exchanges"
+            "chains = true under [deployment] of the experiment draws from the posterior itself, by hundreds or "
+            "thousands of exchanges"
         )
 
     def save(self, path: str | Path) -> None:

@@ -165,6 +165,9 @@ def test_what_is_missing_is_named(folder, capsys):
     )
     assert main(["ask", "run.toml", "--output", "a.ask"]) == 2
     assert "deployment.max_staleness is for runs over a network" in capsys.readouterr().err
+    (folder / "run.toml").write_text(text.replace("[deployment]", "[deployment]\nchains = true"))
+    assert main(["ask", "run.toml", "--output", "a.ask"]) == 2
+    assert "deployment.chains is for runs over a network" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 import bayesfed as bf
 from bayesfed import datasets
+from bayesfed.cli.deployment import draws_dataset
 from bayesfed.deploy.institutions import Patience
 from bayesfed.deploy.messages import MoveChains, Refusal, pack, unpack
 from bayesfed.deploy.server import run_server
@@ -77,6 +79,11 @@ def test_they_are_those_of_one_process(in_one_process, uneven, tmp_path):
     sent = [unpack(r)[1]["sums"] for _, p, r in at.heard if isinstance(unpack(p)[0], MoveChains)]
     shapes = {name: {tuple(one[name].shape) for one in sent} for name in sent[0]}
     assert shapes == {"gain": {(64,)}, "slope": {(64, 2)}}
+    kept = draws_dataset(found, 300)
+    assert (kept.sizes["chain"], kept.sizes["draw"]) == (64, 4)
+    assert kept.attrs["chain_exchanges"] == asked
+    expected = found.sample(256)["mu"].reshape(4, 64).T
+    np.testing.assert_array_equal(kept["mu"].values, expected)
     assert not list(tmp_path.glob("node*/runs/*/chains.safetensors"))
 
 
