@@ -9,7 +9,7 @@ RUN     := $(VENV)/.stamp-run
 DEV     := $(VENV)/.stamp-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo deployment test test-all lint format typecheck layers docs clean
+.PHONY: help demo deployment test test-all lint format typecheck layers docs fresh clean
 
 help:  ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -56,6 +56,14 @@ docs: $(DEV)  ## build the documentation into docs/_build/html; warnings are err
 	@rm -rf docs/generated
 	$(BIN)/python -m sphinx -j 2 -E -W --keep-going -q -b html -d docs/_build/doctrees docs docs/_build/html
 	@echo "docs/_build/html/index.html"
+
+# OLDEST=1 takes the oldest versions that pyproject.toml allows, PYTHON another interpreter.
+fresh: $(DEV)  ## install the wheel into a new environment with the newest dependencies, and run the README's lines
+	rm -rf build/fresh && $(PYTHON) -m venv build/fresh
+	$(BIN)/python -m build --no-isolation --wheel --outdir build/fresh/wheel . > build/fresh/build.log
+	build/fresh/bin/python -m pip install --quiet $(if $(OLDEST),-c constraints-oldest.txt) "$$(echo build/fresh/wheel/*.whl)[datasets]"
+	$(BIN)/python docs/readme.py --lines > build/fresh/lines.py
+	build/fresh/bin/python build/fresh/lines.py
 
 clean:  ## remove what the other targets made; the virtual environment stays
 	rm -rf build dist ./*.egg-info docs/_build docs/generated .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -22,12 +22,13 @@ extensions = [
 exclude_patterns = ["_build", "notebooks", "jupyter_execute", "**.ipynb_checkpoints"]
 
 # Pages are MyST markdown. Cells of {code-cell} blocks run on every build, but with DOCS_CELLS=off none, and with
-# DOCS_CELLS=part those of a third of the pages: the next third with the next commit, about a minute each.
+# DOCS_CELLS=part those of a quarter of the pages, another quarter with the next commit: a minute or so on two cores.
 PARTS = (
-    {"models", "priors", "speed"},
-    {"calibration", "coming_from_pyro", "first_model", "hospitals", "tutorial"},
+    {"priors", "speed"},
+    {"calibration", "coming_from_pyro", "first_model", "hospitals"},
+    {"arviz", "data", "models", "tutorial"},
     {
-        *("arviz", "checking", "data", "distributions", "effects", "formulas", "gallery"),
+        *("checking", "distributions", "effects", "formulas", "gallery"),
         *("networks", "own_parts", "sensitivity"),
     },
 )

@@ -1,6 +1,7 @@
 """The figure of the README, and its numbers: each is read from a table under ``experiments``.
 
     python docs/readme.py            # write the table of README.md anew from experiments/seconds_to_truth.md
+    python docs/readme.py --lines    # print the README's first program
     python docs/readme.py --figure   # fit the README's model and draw docs/_static/forest.svg
 
 ``tests/docs/test_numbers.py`` fails where the README and the table differ.
@@ -122,4 +123,7 @@ def _interval(ax: object, draws: object, at: float, color: str) -> None:
 
 
 if __name__ == "__main__":
-    draw() if "--figure" in sys.argv else write()
+    if "--lines" in sys.argv:
+        print(re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)[0])
+    else:
+        draw() if "--figure" in sys.argv else write()

@@ -12,8 +12,8 @@ false positive rate q shows ε ≥ ln((p - δ) / q). p and q are taken by Cloppe
 the trials, at the threshold that is best on the other half.
 
 In the last two games the adversary looks at the last bits of a single noisy number (Mironov 2012). If a sum can have
-become the noisy number by no noise there is, it was not that sum. The noise is what it was until it became discrete,
-and what it is.
+become the noisy number by no noise there is, it was not that sum. One game has floating-point noise, the other the
+discrete noise that the package draws.
 """
 
 from __future__ import annotations

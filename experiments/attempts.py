@@ -3,11 +3,11 @@
     python experiments/attempts.py                 # all three tables, about half an hour
     python experiments/attempts.py --tables programs
 
-attempts.md: mistakes of the kind that Pyro itself lets pass, the figure that bayesfed gave before, and the first
-sentence of the refusal, warning or caveat now. attempts_programs.md: generated programs that are correct
-(tests/invariants/programs.py), started with any warning an error. attempts_converged.md: fits of mu ~ N(0, s), a_i ~
-N(mu, 1), y_ij ~ N(a_i, 1), whose posterior of mu is known, for several s, numbers of rounds, cohorts and seeds: what is
-said of those that are within a quarter of a standard deviation and of a log standard deviation, and of the others.
+attempts.md: mistakes of the kind that Pyro itself lets pass, and the first sentence of the refusal, warning or caveat.
+attempts_programs.md: generated programs that are correct (tests/invariants/programs.py), started with any warning an
+error. attempts_converged.md: fits of mu ~ N(0, s), a_i ~ N(mu, 1), y_ij ~ N(a_i, 1), whose posterior of mu is known,
+for several s, numbers of rounds, cohorts and seeds: what is said of those that are within a quarter of a standard
+deviation and of a log standard deviation, and of the others.
 """
 
 from __future__ import annotations
@@ -46,15 +46,14 @@ def answer(make: Callable[[], Any]) -> str:
 
 
 def attempt(number: int) -> list[str]:
-    """Make a mistake; the cells say what came of it before and comes of it now."""
-    _, _, before, make = ATTEMPTS[number]
-    now = answer(make).replace("|", "\\|").replace("\n", " ")
-    return [before, now or "**nothing**"]
+    """Make a mistake; the cell has the answer."""
+    _, make = ATTEMPTS[number]
+    return [answer(make).replace("|", "\\|").replace("\n", " ") or "**nothing**"]
 
 
 def attempts(given: Any) -> None:
-    rows = {(row[0], row[1]): [(number,)] for number, row in enumerate(ATTEMPTS)}
-    runner.table("point | attempt | before | now", rows, attempt, given)
+    rows = {(text,): [(number,)] for number, (text, _) in enumerate(ATTEMPTS)}
+    runner.table("mistake | answer", rows, attempt, given, lambda _, found: found[0])
 
 
 # -- programs that are right -----------------------------------------------------------------------

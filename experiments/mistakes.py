@@ -1,4 +1,4 @@
-"""Mistakes of the kind that Pyro itself lets pass, each with the figure that it gave before and how to make it."""
+"""Mistakes of the kind that Pyro itself lets pass, each with how to make it."""
 
 from __future__ import annotations
 
@@ -197,119 +197,85 @@ def wide_locals() -> Any:
     return f"without a word: {found}, about right {right}"
 
 
-ATTEMPTS: list[tuple[int, str, str, Callable[[], Any]]] = [
+ATTEMPTS: list[tuple[str, Callable[[], Any]]] = [
     (
-        13,
         "the observed site one indent too shallow: padding is data",
-        "2.93 ± 0.22, exact 2.00 ± 0.82",
         started(shallow),
     ),
     (
-        13,
         "`b.sum()`, which added up over draws",
-        "0.03, exact 2.68",
         centre(summed, 50.0, 100, lambda draws: draws["b"].sum(-1)),
     ),
     (
-        13,
         "`obs['x'].mean(-1)`: the mean of a client's padded rows",
-        "τ 0.76, right 0.19",
         started(hierarchy(mean=lambda a, o: a + o["x"] - o["x"].mean(-1, keepdim=True))),
     ),
     (
-        13,
         "`x - x.mean()`: over the clients of a batch",
-        "depends on chunk_size",
         started(hierarchy(mean=lambda a, o: a + o["x"] - o["x"].mean())),
     ),
     (
-        13,
         "`a - a.mean(-2)`: levels that sum to zero over a batch",
-        "depends on chunk_size",
         started(hierarchy(value=lambda a: a - a.mean(-2, keepdim=True))),
     ),
     (
-        13,
         "the data's mean as the centre of a prior",
-        "another prior at the server",
         started(hierarchy(prior=lambda f: dist.Normal(f.fields["y"].mean(), 0.2))),
     ),
     (
-        13,
         "`len(federation)` in a prior",
-        "another prior at the server",
         started(hierarchy(prior=lambda f: dist.Normal(0.0, 4.0 / len(f)))),
     ),
     (
-        13,
         "a row that looks at the one before, in minibatches",
-        "ρ −0.01, truth 0.8",
         started(lagged, batch_size=2),
     ),
     (
-        13,
         "numbers that the model draws itself",
-        "another model at every step",
         started(hierarchy(mean=lambda a, o: a + torch.randn(()))),
     ),
     (
-        13,
         "numbers that numpy draws in the model",
-        "another model at every step",
         started(hierarchy(mean=lambda a, o: a + float(np.random.normal()))),
     ),
     (
-        14,
         "prior N(0, 100²), 80 rounds",
-        "sd 3.57, exact 0.39",
         centre(
             hierarchy(prior=lambda f: dist.Normal(0.0, 100.0)), 1e4, 80, lambda draws: draws["mu"]
         ),
     ),
     (
-        14,
         "Cauchy(0, 10), HalfCauchy(25), Student-t locals, 300 rounds",
-        "clients' sds 0.47, right 0.29",
         wide_locals,
     ),
-    (14, "a calendar year as a covariate", "slope of the wrong sign", started(slope, years())),
-    (14, "dollars as a covariate", "slope of the wrong sign", started(slope, dollars())),
-    (14, "the same years, the fit after 300 rounds", "slope of the wrong sign", years_anyway),
+    ("a calendar year as a covariate", started(slope, years())),
+    ("dollars as a covariate", started(slope, dollars())),
+    ("the same years, the fit after 300 rounds", years_anyway),
     (
-        14,
         "3 rounds",
-        "full tables, no caveat",
         fitted(models.eight_schools, datasets.eight_schools(), 3),
     ),
     (
-        14,
         "60 clients, one a round, 40 rounds, states in files",
-        "half were never visited",
         unvisited,
     ),
-    (16, 'text "02139"', "2139", lambda: frame(code=["02139", "10001", "2139"])),
+    ('text "02139"', lambda: frame(code=["02139", "10001", "2139"])),
     (
-        16,
         "seconds since 1970",
-        "rounded to 128 s",
         lambda: frame(time=[1700000000, 1700000050, 1700000100]),
     ),
-    (16, "identifiers above 2²⁴", "two of them merged", lambda: frame(id=[16777217, 16777216, 5])),
+    ("identifiers above 2²⁴", lambda: frame(id=[16777217, 16777216, 5])),
     (
-        16,
         "a category with a missing value",
-        "−1, by the message's advice",
         lambda: frame(sex=pd.Categorical(["m", None, "f"])),
     ),
     (
-        16,
         '`missing="drop"`',
-        "not said how many",
         lambda: bf.Federation.from_frame(
             pd.DataFrame({"who": ["a", "a", "b"], "x": [1.0, np.nan, 2.0]}),
             client="who",
             missing="drop",
         ),
     ),
-    (16, "infinity", "accepted", lambda: frame(x=[1.0, np.inf, 2.0])),
+    ("infinity", lambda: frame(x=[1.0, np.inf, 2.0])),
 ]

@@ -131,5 +131,20 @@ def test_every_direct_dependency_is_pinned_within_its_range(metadata: Message) -
         assert requirement.specifier.contains(clause.version), f"{requirement} excludes {clause}"
 
 
+def test_oldest_versions_are_the_lower_bounds(metadata: Message) -> None:
+    lines = (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8").splitlines()
+    pins = {
+        canonicalize_name(pin.name): str(pin.specifier)[2:]
+        for pin in map(Requirement, filter(None, (line.partition("#")[0] for line in lines)))
+    }
+    bounds = {}
+    for required in map(Requirement, metadata.get_all("Requires-Dist", [])):
+        if required.marker is None or str(required.marker) == 'extra == "datasets"':
+            for clause in required.specifier:
+                if clause.operator == ">=":
+                    bounds[canonicalize_name(required.name)] = clause.version
+    assert len(bounds) > 10 and pins == bounds
+
+
 def test_version_is_the_installed_one(metadata: Message) -> None:
     assert metadata["Version"] == importlib.metadata.version("bayesfed")

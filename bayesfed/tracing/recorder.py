@@ -170,4 +170,8 @@ def _indexes_by_whole_numbers(func: OpOverload, args: Sequence[Any]) -> bool:
 def _places_written(func: OpOverload) -> list[tuple[int, str]]:
     """Return the positions and names of the arguments that an operation changes in place."""
     arguments = enumerate(func._schema.arguments)
-    return [(place, argument.name) for place, argument in arguments if argument.is_write]
+    return [
+        (place, argument.name)
+        for place, argument in arguments
+        if (alias := argument.alias_info) is not None and alias.is_write
+    ]
