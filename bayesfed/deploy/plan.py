@@ -27,8 +27,7 @@ class DeploymentPlan(Plan):
         effects: the effects that the institutions compute sums for after the fit, see :mod:`bayesfed.effects.agreed`.
         leave_one_out: predictive densities that the institutions compute sums of after the fit, and the earlier fits
             that it is compared with, see :mod:`bayesfed.deploy.node_elpds`.
-        chains: θ is drawn by chains where importance weights are not enough, see
-            :mod:`bayesfed.deploy.server_chains`.
+        chains: θ is drawn by chains after the rounds, see :mod:`bayesfed.deploy.server_chains`.
         honest: with ``secure`` and privacy, the number of institutions whose shares of noise are enough, see
             :mod:`bayesfed.engine.discrete_noise`.
 

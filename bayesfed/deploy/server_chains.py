@@ -20,7 +20,6 @@ from bayesfed.guides.family import GLOBAL
 from bayesfed.output.chains import (
     Chains,
     ChainsFile,
-    better_correction,
     can_sample,
     chains_key,
     most_gradients,
@@ -28,7 +27,6 @@ from bayesfed.output.chains import (
     sample_chains,
 )
 from bayesfed.output.client_chains import Leap, Moved
-from bayesfed.output.correction import FINITE_VARIANCE
 from bayesfed.output.evidence import has_block
 from bayesfed.output.posterior import Posterior
 
@@ -47,20 +45,18 @@ def check_chains(program: Program) -> None:
 
 
 def draw_by_chains(institutions: Institutions, run: Run, posterior: Posterior) -> Posterior:
-    """Return the posterior with draws of θ by chains, if the plan has them and importance weights are not enough.
+    """Return the posterior with draws of θ by chains, if the plan has them.
 
-    What happens is reported; in :attr:`~bayesfed.deploy.institutions.Institutions.chain_exchanges` is the number of
-    exchanges. Chains that have not mixed leave the posterior as it is.
+    Whatever importance weights say: their k-hat may be low where they miss a tail. What happens is reported; in
+    :attr:`~bayesfed.deploy.institutions.Institutions.chain_exchanges` is the number of exchanges. Chains that have not
+    mixed leave the posterior as it is.
 
     Raises:
         MessageError: an institution refuses.
         TimeoutError: an institution does not answer; the chains go on when the server is started again.
     """
-    report, why = institutions.report, _reason(posterior)
+    report = institutions.report
     if not institutions.plan.chains:
-        return posterior
-    if not why:
-        report("chains: not needed, importance weights are enough")
         return posterior
     if not can_sample(posterior):
         report("chains are left out: the clients have too many rows")
@@ -68,7 +64,7 @@ def draw_by_chains(institutions: Institutions, run: Run, posterior: Posterior) -
     each = 2 if institutions.plan.secure else 1
     count, size = number_of_chains(posterior), sum(posterior.program.randomness[GLOBAL][0].tail)
     report(
-        f"chains: {why}; at most {each * most_gradients(posterior):,} exchanges with all institutions follow, one for "
+        f"chains: at most {each * most_gradients(posterior):,} exchanges with all institutions follow, one for "
         f"each leapfrog step{' and one for its seals' * (each - 1)}, of {count} × {size + 1} numbers"
     )
 
@@ -82,9 +78,10 @@ def draw_by_chains(institutions: Institutions, run: Run, posterior: Posterior) -
     assert run.file is not None
     path = run.file.path.with_name(run.file.path.name + ".chains")
     of: dict[str, Any] = {"run": run_name(run), "rounds": run.done, "chains": count}
+    q = replace(posterior, correction=None)  # the chains start there
     chains = sample_chains(
-        posterior,
-        move=_move(institutions, run, posterior),
+        q,
+        move=_move(institutions, run, q),
         resume=ChainsFile(path, of),
         look=look,
     )
@@ -92,21 +89,7 @@ def draw_by_chains(institutions: Institutions, run: Run, posterior: Posterior) -
     if drawn is None:
         report("chains have not mixed, their draws are not used: write narrower priors")
         return posterior
-    correction = better_correction(posterior.correction, drawn)
-    return replace(posterior, correction=correction, correctable=True)
-
-
-def _reason(posterior: Posterior) -> str:
-    """Return why importance weights are not enough; an empty text if they are."""
-    correction = posterior.correction
-    if correction is None:
-        few = posterior.precision is not None
-        failed = "importance weights are too uneven to correct q(θ)"
-        return failed if not posterior.correctable else "there are too few draws" if few else ""
-    if (correction.khat or 0.0) > FINITE_VARIANCE:
-        return f"importance weights have no finite variance (k-hat {correction.khat:.2f})"
-    few = (correction.ess or 0.0) < posterior.draws_needed
-    return "there are fewer draws than the precision needs" if few else ""
+    return replace(posterior, correction=drawn, correctable=True)
 
 
 def _move(institutions: Institutions, run: Run, posterior: Posterior) -> Any:

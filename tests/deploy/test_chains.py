@@ -16,6 +16,7 @@ from bayesfed.deploy.transport import Carrier
 from bayesfed.guides.family import GLOBAL
 from bayesfed.output import chains, client_chains, trajectories
 from bayesfed.output.correction import CorrectionResult
+from bayesfed.output.fitted import Correction
 from tests.deploy import test_deployed as deployed
 from tests.deploy.in_process import nodes_of
 from tests.deploy.test_deployed import Wire, fitted, posteriors
@@ -69,7 +70,6 @@ def test_they_are_those_of_one_process(in_one_process, uneven, tmp_path):
     asked = sum(isinstance(message, MoveChains) for message in steps)
     assert found.chain_exchanges == asked == in_one_process.gradients
     assert f"{asked} exchanges of chains" in repr(found)
-    assert "importance weights are too uneven" in lines[0]
     assert f"at most {chains.most_gradients(found.posterior):,} exchanges" in lines[0]
     assert found.caveat == "8 rounds are too few to tell whether the fit has converged"
     for posterior in posteriors(nodes):
@@ -87,7 +87,7 @@ def test_they_are_those_of_one_process(in_one_process, uneven, tmp_path):
     assert not list(tmp_path.glob("node*/runs/*/chains.safetensors"))
 
 
-def test_all_that_are_killed_in_secure_chains_go_on(in_one_process, uneven, tmp_path):
+def test_all_that_are_killed_in_secure_chains_go_on(in_one_process, tmp_path):
     """At a request, at an answer, and between a sum and its seals."""
 
     class Killed(Exception):
@@ -122,19 +122,6 @@ def test_all_that_are_killed_in_secure_chains_go_on(in_one_process, uneven, tmp_
     assert found.chain_exchanges == 2 * in_one_process.gradients
 
 
-def test_they_are_not_run_where_weights_are_enough(tmp_path):
-    lines = []
-    plan = replace(PLAN, algorithm=bf.SFVI(), rounds=None)
-    found = fitted(Wire(nodes_of(SCHOOLS, plan, tmp_path)), plan, tmp_path, lines)
-    assert found.khat < 0.5
-    assert lines == ["chains: not needed, importance weights are enough"]
-    assert not found.chain_exchanges
-    poor = replace(found.posterior, correction=replace(found.posterior.correction, khat=0.57))
-    uneven = replace(found, posterior=poor)
-    assert "Pareto k 0.57 > 0.5" in uneven.caveat
-    assert "chains = true under [deployment]" in uneven.caveat
-
-
 def test_without_them_the_caveat_names_what_they_would_mend(uneven, tmp_path):
     plan = replace(PLAN, chains=False)
     found = fitted(Wire(nodes_of(SCHOOLS, plan, tmp_path)), plan, tmp_path)
@@ -142,6 +129,11 @@ def test_without_them_the_caveat_names_what_they_would_mend(uneven, tmp_path):
     assert "chains = true under [deployment]" in found.caveat
     tried = replace(found, chain_exchanges=3000)
     assert "chains have not mixed in 3,000 exchanges" in tried.caveat
+    infinite = Correction(found.sample(4000), 0.57)
+    corrected = replace(found.posterior, correction=infinite, correctable=True)
+    caveat = replace(found, posterior=corrected).caveat
+    assert "Pareto k 0.57 > 0.5" in caveat
+    assert "chains = true under [deployment]" in caveat
     flawed = replace(found.posterior, moving={"mu": 2.0}, rising=0.0, converged=False)
     both = replace(found, posterior=flawed).caveat
     assert "not converged after 8 rounds" in both
