@@ -63,15 +63,17 @@ class Schedule(Strict):
 
 
 class EffectSettings(Strict):
-    """An effect that is agreed on before a fit: arguments of ``bf.effects.comparisons`` or ``predictions``.
+    """An effect that is agreed on before a fit: arguments of ``bf.effects.comparisons``, ``predictions`` or ``slopes``.
 
     Attributes:
         kind: the function.
-        variables: variable to values; or, of comparisons, to a number that is added to each row's own value.
+        variables: variable to values; of comparisons also to a number that is added to each row's own value; of slopes
+            to the step of the derivative.
         by: variable to the values whose rows are groups.
+        hypotheses: about the effect's rows ``b1``, ``b2``, ... and global variables, as of ``bf.effects.hypotheses``.
     """
 
-    kind: Literal["comparisons", "predictions"] = "comparisons"
+    kind: Literal["comparisons", "predictions", "slopes"] = "comparisons"
     variables: dict[str, float | str | list[float | str]]
     comparison: Literal["difference", "ratio", "odds_ratio"] = "difference"
     level: Literal["clients", "average", "new"] = "clients"
@@ -82,6 +84,16 @@ class EffectSettings(Strict):
     outcome: str | None = None
     prob: Annotated[float, Field(gt=0, lt=1)] = 0.94
     num_samples: Annotated[int, Field(ge=4)] = 1000
+    hypotheses: list[str] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _steps(self) -> EffectSettings:
+        for name, step in self.variables.items() if self.kind == "slopes" else ():
+            if isinstance(step, str | list) or not step > 0:
+                raise ValueError(
+                    f"of slopes the value of a variable is the step of its derivative, above 0, not {name} = {step!r}"
+                )
+        return self
 
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]

@@ -17,7 +17,7 @@ from bayesfed.cli.errors import RunError, one_line
 from bayesfed.cli.experiment import Experiment
 from bayesfed.cli.forest import plot_forest, population_means
 from bayesfed.cli.own_code import with_files
-from bayesfed.effects.agreed import check_effect, effect
+from bayesfed.effects.agreed import check_effect, effects_of
 from bayesfed.engine.progress import show_work
 from bayesfed.engine.stopping.rule import BOUND
 from bayesfed.fitting import fit
@@ -127,7 +127,8 @@ def _write(
             folder.write_draws(f"{name}.nc", groups)
             written[name] = groups["posterior"]
     folder.write_summary(written["posterior"], console, posterior.caveat, written.get("held_out"))
-    folder.write_effects([effect(posterior, agreed) for agreed in config.effects], console)
+    found = effects_of(posterior, config.effects, lambda line: console.print(line, markup=False))
+    folder.write_effects(found, console)
     if (wanted := config.leave_one_out) is not None:
         options = wanted.model_dump(include={"unit", "outcome", "num_samples", "seed"})
         folder.write_comparison(compare({wanted.name: posterior}, **options), console)

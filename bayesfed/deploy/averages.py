@@ -8,7 +8,12 @@ from bayesfed.deploy.global_posterior import GlobalPosterior
 from bayesfed.deploy.institutions import Institutions
 from bayesfed.deploy.messages import Average, Averages, MessageError, Tensors
 from bayesfed.deploy.sums import request_sum
-from bayesfed.effects.agreed import effect_of_sums, number_of_groups, settings_of
+from bayesfed.effects.agreed import (
+    effect_of_sums,
+    number_of_groups,
+    settings_of,
+    with_hypotheses,
+)
 from bayesfed.effects.means import Sums
 from bayesfed.effects.result import Effects
 from bayesfed.settings import EffectSettings
@@ -20,17 +25,24 @@ MOST_CATEGORIES = 10_000
 def compute_effects(
     institutions: Institutions, run: str, found: GlobalPosterior
 ) -> tuple[Effects | None, ...]:
-    """Return the effects of the plan; one that cannot be computed is reported, and is None."""
+    """Return the effects of the plan, each followed by its hypotheses; one that cannot be computed is reported."""
     results: list[Effects | None] = []
     for number, agreed in enumerate(institutions.plan.effects):
         try:
             sums = _ask(institutions, run, number, agreed)
             program = found.posterior.program
-            results.append(effect_of_sums(program, found, agreed, sums))
+            one = effect_of_sums(program, found, agreed, sums)
+            results += with_hypotheses(
+                one, agreed, lambda count: _variables(found, count), institutions.report
+            )
         except (ValueError, TimeoutError) as error:
             institutions.report(f"effect {number + 1} is left out: {error}")
             results.append(None)
     return tuple(results)
+
+
+def _variables(found: GlobalPosterior, count: int) -> dict[str, torch.Tensor]:
+    return found.sample(count) | found.derived(count)
 
 
 def _ask(institutions: Institutions, run: str, number: int, agreed: EffectSettings) -> Sums:

@@ -31,7 +31,7 @@ class GlobalPosterior:
         posterior: a posterior without clients.
         refused: by institution, the number of its answers that were refused.
         absent: by institution, the number of rounds that it did not answer in time.
-        effects: the effects of the plan; None for one that could not be computed.
+        effects: the effects of the plan, each followed by its hypotheses; None for one that could not be computed.
         chain_exchanges: the number of exchanges with all institutions that chains took, with secure sums two for each
             leapfrog step; 0 without chains.
         comparison: leave-one-out of this fit, and of those that it is compared with, if the plan has it.

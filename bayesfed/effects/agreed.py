@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from bayesfed.data.federation import Federation, Model
 from bayesfed.effects.estimands import (
@@ -14,7 +17,11 @@ from bayesfed.effects.estimands import (
     points_of,
     predict,
     predictions,
+    shifts_of,
+    slopes,
+    slopes_at,
 )
+from bayesfed.effects.hypotheses import evaluate_all, numbered, variables_of
 from bayesfed.effects.means import Sums
 from bayesfed.effects.question import (
     Question,
@@ -73,6 +80,8 @@ def effect(posterior: Posterior, agreed: EffectSettings) -> Effects:
     """
     if agreed.kind == "predictions":
         return predictions(posterior, agreed.variables, **_settings(agreed))
+    if agreed.kind == "slopes":
+        return slopes(posterior, _steps(agreed), **_settings(agreed))
     return comparisons(
         posterior, agreed.variables, comparison=agreed.comparison, **_settings(agreed)
     )
@@ -87,6 +96,8 @@ def settings_of(agreed: EffectSettings) -> list[Setting]:
     """Return the settings of the variables at which sums are needed."""
     if agreed.kind == "predictions":
         return points_of(None, agreed.variables)
+    if agreed.kind == "slopes":
+        return shifts_of(_steps(agreed))
     return distinct_points(pairs_of(None, agreed.variables))
 
 
@@ -121,10 +132,55 @@ def effect_of_sums(program: Program, posterior: Any, agreed: EffectSettings, sum
     )
     if agreed.kind == "predictions":
         return predict(asked, agreed.variables)
+    if agreed.kind == "slopes":
+        return slopes_at(asked, _steps(agreed))
     return compare_means(asked, agreed.variables, agreed.comparison)
 
 
+def with_hypotheses(
+    found: Effects,
+    agreed: EffectSettings,
+    variables: Callable[[int], Mapping[str, Tensor]],
+    report: Callable[[str], None],
+) -> list[Effects]:
+    """Return an effect, followed by its hypotheses, if it has any.
+
+    Args:
+        found: the effect.
+        agreed: its settings.
+        variables: returns draws of the global variables, as many as it is asked for.
+        report: is called with a line about hypotheses that cannot be read or name no variable.
+    """
+    if not agreed.hypotheses:
+        return [found]
+    draws = {**variables(agreed.num_samples), **numbered(found)}
+    level = f"of the variables that are named; b1, b2, ...: {found.estimand}, {found.level}"
+    try:
+        tested = evaluate_all(agreed.hypotheses, draws, {}, level, found.caveat, agreed.prob)
+    except (ValueError, KeyError) as error:
+        report(f"hypotheses are left out: {error}")
+        return [found]
+    return [found, tested]
+
+
+def effects_of(
+    posterior: Posterior, agreed: Sequence[EffectSettings], report: Callable[[str], None]
+) -> list[Effects]:
+    """Compute effects over the rows of a posterior, each followed by its hypotheses."""
+
+    def variables(count: int) -> Mapping[str, Tensor]:
+        return variables_of(posterior, count, 0)
+
+    found = list[Effects]()
+    for each in agreed:
+        found += with_hypotheses(effect(posterior, each), each, variables, report)
+    return found
+
+
+def _steps(agreed: EffectSettings) -> dict[str, float]:
+    return {name: float(step) for name, step in agreed.variables.items()}  # type: ignore[arg-type]
+
+
 def _settings(agreed: EffectSettings) -> dict[str, Any]:
-    return agreed.model_dump(exclude={"kind", "variables", "comparison"}) | {
-        "by": agreed.by or None
-    }
+    own = {"kind", "variables", "comparison", "hypotheses"}
+    return agreed.model_dump(exclude=own) | {"by": agreed.by or None}

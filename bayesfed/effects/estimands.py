@@ -152,17 +152,17 @@ def compare_means(asked: Question, variables: Variables, comparison: Comparison)
 
 def slopes(
     posterior: Posterior,
-    variables: str | Sequence[str],
+    variables: str | Sequence[str] | Mapping[str, float],
     **settings: Unpack[Settings],
 ) -> Effects:
     """Compute average marginal effects: means over rows of the derivative of the expected outcome.
 
     The derivative with respect to a variable that holds numbers is a central difference, whose step is a hundredth of
-    the variable's standard deviation.
+    the variable's standard deviation, unless it is given.
 
     Args:
         posterior: of a formula or of any Pyro program.
-        variables: names of variables.
+        variables: names of variables, or variable to step.
         **settings: the level, the rows and others, see :class:`Settings`.
 
     Raises:
@@ -177,13 +177,24 @@ def slopes(
         True
     """
     asked = make_question(posterior, **settings)
+    if isinstance(variables, Mapping):
+        return slopes_at(asked, variables)
     names = [variables] if isinstance(variables, str) else list(variables)
     assert asked.rows is not None
-    steps = [_step(asked.rows, name) for name in names]
-    shifts = [{n: Shift(s * h)} for n, h in zip(names, steps, strict=True) for s in (1, -1)]
-    means = asked.means(shifts).unflatten(1, (len(names), 2))
-    values = (means[:, :, 0] - means[:, :, 1]) / (2 * torch.tensor(steps)[:, None, None])
-    labels = [{"term": name} for name in names]
+    return slopes_at(asked, {name: _step(asked.rows, name) for name in names})
+
+
+def shifts_of(steps: Mapping[str, float]) -> list[Setting]:
+    """Return the settings of slopes: one step up and one down, of each variable."""
+    return [{name: Shift(sign * step)} for name, step in steps.items() for sign in (1, -1)]
+
+
+def slopes_at(asked: Question, steps: Mapping[str, float]) -> Effects:
+    """Return the answer to a question for slopes, given the steps of the derivatives."""
+    means = asked.means(shifts_of(steps)).unflatten(1, (len(steps), 2))
+    apart = 2 * torch.tensor(list(steps.values()), dtype=torch.float64)
+    values = (means[:, :, 0] - means[:, :, 1]) / apart[:, None, None]
+    labels = [{"term": name} for name in steps]
     return asked.effects(labels, values, f"Slope of {asked.quantity}", 0.0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,15 +64,27 @@ def hypotheses(
         >>> found.to_frame().columns.tolist()
         ['hypothesis', 'mean', 'sd', '3%', '97%', 'probability', 'evidence_ratio']
     """
-    import pandas as pd
-
     if isinstance(source, Effects):
-        variables = {f"b{i + 1}": column for i, column in enumerate(source.draws.unbind(1))}
+        variables = numbered(source)
         clients, level, caveat = dict[str, int](), source.level, source.caveat
     else:
         variables = variables_of(source, num_samples, seed)
         clients = {name: i for i, name in enumerate(source.federation.names)}
         level, caveat = "of the variables that are named", source.caveat
+    return evaluate_all(texts, variables, clients, level, caveat, prob)
+
+
+def evaluate_all(
+    texts: Sequence[str],
+    variables: Mapping[str, Tensor],
+    clients: Mapping[str, int],
+    level: str,
+    caveat: str,
+    prob: float,
+) -> Effects:
+    """Return the result for hypotheses about draws of variables; see :func:`evaluate`."""
+    import pandas as pd
+
     draws, truths = [], []
     for text in texts:
         value, truth = evaluate(text, variables, clients)
@@ -82,9 +94,14 @@ def hypotheses(
     tests = pd.DataFrame(
         {"probability": shares, "evidence_ratio": shares / (1 - shares)}, dtype=float
     )
-    labels = pd.DataFrame({"hypothesis": texts})
+    labels = pd.DataFrame({"hypothesis": list(texts)})
     values = torch.stack(draws, 1)
     return Effects(labels, values, "Hypotheses", level, prob=prob, tests=tests, caveat=caveat)
+
+
+def numbered(found: Effects) -> dict[str, Tensor]:
+    """Return the draws of a result's rows as ``b1``, ``b2``, and so on."""
+    return {f"b{i + 1}": column for i, column in enumerate(found.draws.unbind(1))}
 
 
 def variables_of(posterior: Posterior, num_samples: int, seed: int) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import bayesfed as bf
 from bayesfed.deploy.messages import Average, End, MessageError, Refusal, pack, unpack
 from bayesfed.deploy.node_run import END
 from bayesfed.deploy.plan import DeploymentPlan
-from bayesfed.effects.agreed import effect
+from bayesfed.effects.agreed import effect, effects_of
 from bayesfed.settings import EffectSettings
 from tests.deploy.in_process import nodes_of
 from tests.deploy.test_deployed import Wire, fitted
@@ -50,6 +50,12 @@ AGREED = (
         level="average",
         num_samples=50,
     ),
+    EffectSettings(
+        kind="slopes",
+        variables={"x": 0.1, "drug": 0.05},
+        num_samples=50,
+        hypotheses=["b1 > 0", "b2 - b1", "exp(beta[1]) < 0.8"],
+    ),
 )
 PLAN = DeploymentPlan(model, bf.SFVI(local_steps=2), rounds=3, effects=AGREED)
 
@@ -60,8 +66,9 @@ def test_they_are_those_of_one_process(secure, tmp_path):
     at = Wire(acquainted(nodes_of(CLINICS, plan, tmp_path)))
     found = fitted(at, plan, tmp_path)
     posterior = bf.fit(plan.model, CLINICS, plan.algorithm, rounds=plan.rounds)
-    for agreed, one in zip(AGREED, found.effects, strict=True):
-        expected = effect(posterior, agreed)
+    whole = effects_of(posterior, AGREED, print)
+    assert len(whole) == 5 and torch.equal(whole[3].draws, effect(posterior, AGREED[3]).draws)
+    for expected, one in zip(whole, found.effects, strict=True):
         assert one.labels.equals(expected.labels)
         assert (one.estimand, one.level) == (expected.estimand, expected.level)
         close = torch.isclose(one.draws, expected.draws, rtol=1e-3, atol=1e-3).double().mean()
@@ -69,7 +76,7 @@ def test_they_are_those_of_one_process(secure, tmp_path):
             close > 0.98
         )  # resampled draws: a weight's last digits may choose the neighbour of one
     heard = [unpack(r)[1] for _, p, r in at.heard if unpack(p)[0].kind == "average"]
-    assert len(heard) == 9
+    assert len(heard) == 12
     assert all(set(parts) == {"masked" if secure else "sums"} for parts in heard)
     keys = list(tmp_path.glob("*/runs/*/run.key"))
     assert not keys, "the keys of the run are deleted"
@@ -86,7 +93,7 @@ def test_a_node_answers_what_it_has_agreed_to_and_only_when_it_has_the_final_pos
         assert isinstance(answer, Refusal)
         return answer.why
 
-    assert "no such effect was agreed on" in refused(nodes[0], Average(run=run, effect=3))
+    assert "no such effect was agreed on" in refused(nodes[0], Average(run=run, effect=4))
     asked = pack(Average(run=run, effect=0))
     before = nodes[0].handle(asked)
     nodes[0]._runs.clear()  # as after a restart
@@ -129,3 +136,33 @@ def test_sums_without_noise_do_not_go_with_privacy():
         replace(PLAN, privacy=bf.Privacy(clip=1.0, noise=1.0))
     with pytest.raises(ValueError, match='level is "clients" or "average"'):
         replace(PLAN, effects=(EffectSettings(variables={"x": 1.0}, level="new"),))
+
+
+def test_hypotheses_and_slopes_beside_the_logistic_function():
+    """A slope of a logistic model is the mean of p (1 - p) beta, and a hypothesis a share of draws."""
+    posterior = bf.fit(model, CLINICS, bf.SFVI(local_steps=2), rounds=2)
+    _, _, _, slopes, tested = effects_of(posterior, AGREED, print)
+    draws, rows = posterior.sample(50), CLINICS
+    eta = draws["a"][:, rows.owner] + draws["beta"][:, :1] * rows["x"]
+    p = torch.sigmoid(eta + draws["beta"][:, 1:] * rows["drug"]).double()
+    expected = (p * (1 - p)).mean(1, keepdim=True) * draws["beta"].double()
+    torch.testing.assert_close(slopes.draws, expected, rtol=5e-3, atol=1e-4)
+    table = tested.to_frame()
+    assert table["probability"][0] == pytest.approx(float((expected[:, 0] > 0).double().mean()))
+    share = float((draws["beta"][:, 1].exp() < 0.8).double().mean())
+    assert table["probability"][2] == pytest.approx(share)
+
+
+@pytest.mark.parametrize("step", [0.0, [0.0, 1.0], "a"])
+def test_the_step_of_a_slope_is_a_number(step):
+    with pytest.raises(ValueError, match="the step of its derivative, above 0"):
+        EffectSettings(kind="slopes", variables={"x": step})
+
+
+def test_a_hypothesis_that_cannot_be_read_is_reported(tmp_path):
+    wrong = EffectSettings(variables={"x": 1.0}, num_samples=50, hypotheses=["gamma > 0"])
+    plan = replace(PLAN, effects=(wrong,))
+    lines = []
+    found = fitted(Wire(nodes_of(CLINICS, plan, tmp_path)), plan, tmp_path, lines)
+    assert len(found.effects) == 1 and found.effects[0] is not None
+    assert any("hypotheses are left out: no variable 'gamma'" in line for line in lines)
