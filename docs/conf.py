@@ -25,7 +25,7 @@ exclude_patterns = ["_build", "notebooks", "jupyter_execute", "**.ipynb_checkpoi
 # DOCS_CELLS=part those of a quarter of the pages, another quarter with the next commit: a minute or so on two cores.
 PARTS = (
     {"priors", "speed"},
-    {"calibration", "coming_from_pyro", "first_model", "hospitals"},
+    {"calibration", "coming_from_pyro", "first_model", "hospitals", "wards"},
     {"arviz", "data", "models", "tutorial"},
     {
         *("checking", "distributions", "effects", "formulas", "gallery"),
