@@ -1,5 +1,6 @@
 """Sphinx configuration. The build needs no network: it fetches no inventories and no data."""
 
+import importlib
 import os
 import subprocess
 from importlib.metadata import version as installed_version
@@ -17,7 +18,6 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "myst_nb",
-    "sphinx-mathjax-offline",  # formulas in pages that are read without a network
 ]
 exclude_patterns = ["_build", "notebooks", "jupyter_execute", "**.ipynb_checkpoints"]
 
@@ -79,12 +79,17 @@ _FIRST = {
 
 def setup(app):
     """Two processes read a half of the pages each, in this order: each half runs about as long."""
+    app.connect(
+        "build-finished", importlib.import_module("sphinx-mathjax-offline").copy_mathjax_files
+    )
     app.connect("env-before-read-docs", lambda app, env, names: names.sort(key=_not_first))
 
 
 def _not_first(name):
     return name not in _FIRST
 
+
+mathjax_path = "mathjax/tex-chtml.js"  # formulas in pages that are read without a network
 
 html_theme = "pydata_sphinx_theme"
 html_title = "bayesfed"
