@@ -107,8 +107,9 @@ class GlobalPosterior:
                 "q(θ) is not a good approximation of the posterior, and importance weights are too uneven to correct "
                 f"it by: {self._chains}. {khat.REMEDY}"
             )
+        tried = self.chain_exchanges > 0 and (of.correction is None or of.correction.rhat is None)
         if k <= FINITE_VARIANCE:
-            return ""
+            return f"draws of θ are by importance weights: {self._chains}" if tried else ""
         assert of.correction is not None
         poor = khat.caveat(k, of.correction.count) or (
             f"Pareto k {k:.2f} > {FINITE_VARIANCE:g}: the importance weights by which q(θ) was corrected have no "

@@ -134,6 +134,10 @@ def test_without_them_the_caveat_names_what_they_would_mend(uneven, tmp_path):
     caveat = replace(found, posterior=corrected).caveat
     assert "Pareto k 0.57 > 0.5" in caveat
     assert "chains = true under [deployment]" in caveat
+    low = replace(corrected, correction=replace(infinite, khat=0.46), converged=True, moving={})
+    low = replace(found, posterior=replace(low, rising=0.0))
+    assert not low.caveat
+    assert "chains have not mixed in 6,000" in replace(low, chain_exchanges=6000).caveat
     flawed = replace(found.posterior, moving={"mu": 2.0}, rising=0.0, converged=False)
     both = replace(found, posterior=flawed).caveat
     assert "not converged after 8 rounds" in both

@@ -179,12 +179,11 @@ def test_the_form_of_uploads_is_computed_once(tmp_path, monkeypatch):
 
     made_up = server_program._made_up_upload
     monkeypatch.setattr(server_program, "_made_up_upload", counted)
-    plan = replace(PLAN, rounds=None)
+    plan = replace(PLAN, algorithm=bf.SFVI(), rounds=None)
     found = run_on(nodes_of(SCHOOLS, plan, tmp_path), plan, tmp_path)
     assert set(found.refused.values()) == {0}
-    rounds = len(found.posterior.history["elbo"])
-    assert computed[:2] == [0, 1]
-    assert 2 * len(computed) < rounds, "only where the learning rates fall"
+    assert computed == [0, 1]
+    assert len(found.posterior.history["elbo"]) > 3
 
 
 def test_the_nodes_have_posteriors_and_the_server_has_none_of_their_variables(tmp_path):

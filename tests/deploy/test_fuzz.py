@@ -26,6 +26,7 @@ from bayesfed.deploy.messages import (
     Hello,
     LeaveOut,
     MessageError,
+    MoveChains,
     Refusal,
     RoundId,
     pack,
@@ -60,6 +61,7 @@ VALID = [
     pack(End(run="abc", khat=None)),
     pack(Average(run="abc", effect=0)),
     pack(LeaveOut(run="abc"), weights={"weights": torch.ones(2)}),
+    pack(MoveChains(run="abc", iteration=0, step=0, size=0.1), chains={"z": torch.ones(2, 2)}),
 ]
 numbers = st.one_of(st.integers(), st.floats(), st.none(), st.booleans(), st.text(max_size=5))
 plain = st.recursive(
@@ -89,6 +91,7 @@ def mangled(draw):
 def odd(draw):
     """A whole file whose data or tensors are no message's, or those of a message that makes no sense."""
     kinds = ["hello", "begin", "ask", "open", "finish", "evaluate", "end", "reply", "nonsense"]
+    kinds.append("move_chains")
     data = {"kind": draw(st.sampled_from(kinds)), "run": draw(st.sampled_from(["abc", "", "../x"]))}
     fields = ["round", "accepted", "rate", "clip", "noisy", "roster", "terms", "clients", "rows"]
     data |= draw(st.dictionaries(st.sampled_from([*fields, "cohort", "done", "khat"]), plain))
