@@ -1,6 +1,6 @@
 """Do mi(), me() and mo() of formulas agree with NUTS of the same models, written by hand? Makes covariates.md.
 
-    python experiments/covariates.py            # about ten minutes
+    python experiments/covariates.py            # minutes a row
 
 Data are simulated: 12 clients of 25 rows. A covariate z depends on x; of mi() a third of its values are missing, more
 often where x is large; of me() it is measured with a standard error of 0.4 to 0.8. mo() is of four levels with unequal

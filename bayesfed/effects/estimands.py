@@ -261,7 +261,7 @@ def _text(setting: Setting) -> str:
 def _step(rows: Rows, name: str) -> float:
     """Return the step of a slope."""
     values = rows.column(name)
-    spread = float(np.std(values)) if values.dtype.kind in "fiu" else 0.0
+    spread = float(np.nanstd(values)) if values.dtype.kind in "fiu" else 0.0
     if not spread > 0:
         raise ValueError(f"{name!r} holds text, or one number in all rows: use comparisons")
     return STEP * spread

@@ -210,6 +210,9 @@ def test_effects_and_new_rows_may_lack_the_covariate(frame):
     link = bf.effects.comparisons(posterior, {"level": [0, 3]}, scale="link", num_samples=20)
     steps = 3 * posterior.derived(num_samples=20)["mo(level)"]
     torch.testing.assert_close(link.draws[:, 0].float(), steps, rtol=1e-3, atol=1e-3)
+    slope = bf.effects.slopes(posterior, "gap", num_samples=20)
+    moved = bf.effects.comparisons(posterior, {"gap": 0.01}, num_samples=20)
+    torch.testing.assert_close(slope.draws, moved.draws / 0.01, rtol=0.02, atol=1e-3)
     means = bf.effects.marginal_means(posterior, "level", num_samples=20)
     assert means.labels["level"].tolist() == [0, 1, 2, 3]
     later = model.encode(frame.drop(columns="died"))
