@@ -203,10 +203,10 @@ def step(run: Run) -> Round:
 
 
 def _try_correction(run: Run) -> None:
-    """End a run that has nearly converged if importance weights show that q(θ), or its correction, is good enough."""
+    """End a run that may be near its target if importance weights show that q(θ), or its correction, is good enough."""
     if run.stopping.provisional:
         found = correct(make_posterior(run, _local_params(run)))
-        if found.reliable:
+        if found.confirms(run.stopping.early):
             run.correction = found.correction
         else:
             run.stopping.withdraw()

@@ -10,7 +10,7 @@ they move by the change of this factor since the last visit, so that gradient st
 a first visit nor a change of q(θ) between two visits leaves φ_i far from its optimum.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -29,6 +29,8 @@ from bayesfed.guides.newton import (
 )
 from bayesfed.tracing.compiler import traceable
 
+FACTOR = ("loc", "log_precision", "tril")
+"""The parameters of a factor at the centre of q(θ)."""
 MOST_STEPS = 50
 """Most Newton steps of a visit on a CPU: where a Poisson rate is far too large, each divides it by e."""
 WEAKEST = 1e-2
@@ -64,7 +66,9 @@ class BlockGuide(Protocol):
         """log p(D_i | u, z) at S values of u, ``(S, K)``, with the priors that are not Normal."""
 
 
-def closed_form(guide: BlockGuide, params: Params, u: Tensor, batch: Any) -> dict[str, Tensor]:
+def closed_form(
+    guide: BlockGuide, params: Params, earlier: Mapping[str, Tensor], batch: Any
+) -> dict[str, Tensor]:
     """The parameters of K clients' factors, in units of the context.
 
     Each client stops at its own convergence. On a CPU the loop ends once all have. Elsewhere it has ``NEWTON_STEPS``
@@ -73,10 +77,11 @@ def closed_form(guide: BlockGuide, params: Params, u: Tensor, batch: Any) -> dic
     Args:
         guide: the guide that the factors belong to.
         params: its global and local parameters.
-        u: where Newton's method starts, ``(K, 1, P)``.
+        earlier: ``loc``, ``log_precision`` and ``tril`` of the factors at the last visit, ``(K, 1, ...)``.
         batch: the clients' rows.
     """
     prior = guide.block_prior_at_centre(params, batch)
+    u = _start(guide, params, batch, prior, dict(earlier))
     active = batch.scale.new_ones(len(batch))
     on_cpu = active.device.type == "cpu"
     for _ in range(MOST_STEPS if on_cpu else NEWTON_STEPS):
@@ -87,15 +92,43 @@ def closed_form(guide: BlockGuide, params: Params, u: Tensor, batch: Any) -> dic
 
 
 @traceable
+def _start(
+    guide: BlockGuide, params: Params, batch: Any, prior: BlockPrior, earlier: Params
+) -> Tensor:
+    """Return where Newton's method starts: the likeliest of three values of u for each client, ``(K, 1, P)``.
+
+    They are the mode of the prior times the factor of the last visit, which is û where the likelihood is Gaussian; the
+    centre of the prior; and the location of that factor, which may be far from û.
+    """
+    loc, root = earlier["loc"], (earlier["log_precision"] / 2).exp()
+    centre = torch.where(prior.precision > 0, prior.loc, loc)
+    if (tril := earlier.get("tril")) is None:
+        precision = root.square()
+        mode = (prior.precision * centre + precision * loc) / (prior.precision + precision)
+    else:
+        matrix = root[..., None] * tril.tril(-1) + torch.diag_embed(root)
+        pull = (prior.precision * (centre - loc))[..., None]
+        precision = matrix @ matrix.mT + torch.diag_embed(prior.precision)
+        mode = loc + torch.linalg.solve_ex(precision, pull)[0].squeeze(-1)
+    tried = torch.stack([mode, centre, loc])
+    best = _log_joint(guide, params, batch, prior, tried).nan_to_num(-torch.inf).argmax(0)
+    return tried.gather(0, best[None, :, None, None].expand(1, *loc.shape))[0]
+
+
+def _log_joint(
+    guide: BlockGuide, params: Params, batch: Any, prior: BlockPrior, u: Tensor
+) -> Tensor:
+    """Return log p(D_i | u, z̄) + log p(u | z̄) of S values of u, but for a constant, ``(S, K)``."""
+    distance = (prior.precision * (u - prior.loc).square()).sum((-2, -1))
+    return guide.block_log_likelihood(params, batch, u, prior.z) - distance / 2
+
+
+@traceable
 def _climb(
     guide: BlockGuide, params: Params, batch: Any, prior: BlockPrior, u: Tensor, active: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Take a Newton step with the clients that are active, 1; return u, and the clients that are active after it."""
-
-    def log_joint(u: Tensor) -> Tensor:
-        distance = (prior.precision * (u - prior.loc).square()).sum((-2, -1))
-        return guide.block_log_likelihood(params, batch, u, prior.z) - distance / 2
-
+    log_joint = partial(_log_joint, guide, params, batch, prior)
     least = prior.precision.where(prior.precision > 0, 1.0)
     step, gain = newton_step(log_joint, least, u)
     moved = line_search(log_joint, u, step)

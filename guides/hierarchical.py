@@ -237,7 +237,8 @@ class Hierarchical:
         params = {**params, **phi}
         if self.structure is not None:
             return {f"{LOCAL}.loc": self._mode(self.structure, params, phi[f"{LOCAL}.loc"], batch)}
-        found = client_factor.closed_form(self, params, phi[f"{LOCAL}.loc"], batch)
+        earlier = {n: phi[f"{LOCAL}.{n}"] for n in client_factor.FACTOR if f"{LOCAL}.{n}" in phi}
+        found = client_factor.closed_form(self, params, earlier, batch)
         return {f"{LOCAL}.{n}": value for n, value in found.items() if f"{LOCAL}.{n}" in phi}
 
     def _mode(self, structure: Structure, params: Params, u: Tensor, batch: Any) -> Tensor:

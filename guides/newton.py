@@ -45,9 +45,12 @@ def newton(
 def newton_step(
     objective: Callable[[Tensor], Tensor], precision: Tensor, u: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A Newton step, and twice the gain that it has if the objective is quadratic ``(K,)``; see :func:`newton`."""
+    """A Newton step, and twice the gain that it has if the objective is quadratic ``(K,)``; see :func:`newton`.
+
+    Along directions in which the objective curves upwards the step has the length of one against that curvature.
+    """
     grad, hessian = curvature(objective, u)
-    step = torch.linalg.solve_ex(positive(-hessian, precision), grad[..., None])[0].squeeze(-1)
+    step = torch.linalg.solve_ex(magnitude(-hessian, precision), grad[..., None])[0].squeeze(-1)
     return step, (grad * step).detach().sum((-2, -1))
 
 
@@ -102,10 +105,25 @@ def jacobian(values: Tensor, x: Tensor) -> Tensor:
 
 def positive(precision: Tensor, least: Tensor) -> Tensor:
     """The matrix with its eigenvalues, in units of the diagonal ``least``, raised to at least 1."""
+    values, vectors, units = _eigen(precision, least)
+    return (vectors * values.clamp(min=1.0)[..., None, :]) @ vectors.mT * units
+
+
+def magnitude(precision: Tensor, least: Tensor) -> Tensor:
+    """The matrix with the absolute values of its eigenvalues, in units of the diagonal ``least``, raised to at least 1.
+
+    Where a function curves away from its maximum, a step whose length rests on that curvature is not too long (Dauphin
+    et al. 2014, *Identifying and attacking the saddle point problem in high-dimensional non-convex optimization*).
+    """
+    values, vectors, units = _eigen(precision, least)
+    return (vectors * values.abs().clamp(min=1.0)[..., None, :]) @ vectors.mT * units
+
+
+def _eigen(precision: Tensor, least: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the eigenvalues and eigenvectors of the matrix in units of the diagonal ``least``, and these units."""
     root = least.sqrt()
     units = root[..., None] * root[..., None, :]
-    values, vectors = torch.linalg.eigh(within_range(precision / units))
-    return (vectors * values.clamp(min=1.0)[..., None, :]) @ vectors.mT * units
+    return *torch.linalg.eigh(within_range(precision / units)), units
 
 
 def within_range(matrix: Tensor) -> Tensor:

@@ -354,7 +354,7 @@ class Coordinator:
             found = correct(posterior, self._evaluate)
         correctable = found.reliable or not found.attempted
         posterior = replace(posterior, correction=found.correction, correctable=correctable)
-        return posterior, found.reliable
+        return posterior, found.confirms(run.stopping.early)
 
     def _evaluate(
         self, of: Fitted, theta: Params, count: int, key: Tensor, closely: bool

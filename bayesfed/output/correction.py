@@ -77,11 +77,17 @@ class CorrectionResult(NamedTuple):
         reliable: q(θ), or the correction if there is one, is a good approximation.
         correction: draws in place of q(θ); None if q(θ) needs none, or if it cannot be corrected.
         attempted: weights were computed, and were too uneven if the outcome is not reliable.
+        certain: it is reliable, the weights have a finite variance and a large effective sample size.
     """
 
     reliable: bool
     correction: Correction | None = None
     attempted: bool = True
+    certain: bool = False
+
+    def confirms(self, early: bool) -> bool:
+        """Return whether a run has its posterior; after an early end that must be certain."""
+        return self.certain if early else self.reliable
 
 
 @torch.no_grad()
@@ -113,7 +119,7 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
     if not family or not khat.has_density(fitted) or draws < FEWEST:
         return CorrectionResult(reliable=False, attempted=False)
     if not asked and _is_posterior(elbo(fitted, min(draws, khat.DRAWS), 0, log_weights).double()):
-        return CorrectionResult(reliable=True)
+        return CorrectionResult(reliable=True, certain=True)
     key = fitted.key(0, "correction")
     own = draw_theta(fitted, draws, key)[GLOBAL][:, 0, 0]
     # where q(w_i | θ) learns nothing, it is Laplace's approximation itself
@@ -124,7 +130,7 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
     z, weights = own, own.new_full((draws,), 1 / draws, dtype=torch.float64)
     drawn: list[Tensor] = []
     targets: list[Tensor] = []
-    k, trusted, further, count = math.inf, False, False, draws
+    k, trusted, certain, further, count = math.inf, False, False, False, draws
     while count:
         first = Around.PRIOR if len(drawn) == PRIOR else Around.DRAWS
         around = Around.BOTH if further else first
@@ -151,9 +157,8 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
         k = pareto_k(log_w)
         trusted = k <= khat.limit(len(log_w)) or tail_share(log_w, k) < TAIL
         fine = trusted and k <= FINITE_VARIANCE
-        if len(drawn) < PROPOSALS[0] or (
-            len(drawn) < PROPOSALS[1] and not (fine and size > ENOUGH)
-        ):
+        certain = fine and size > ENOUGH
+        if len(drawn) < PROPOSALS[0] or (len(drawn) < PROPOSALS[1] and not certain):
             continue
         count, size = 0, min(size, least_effective_size(weights, z))
         if size < fitted.draws_needed and fine and len(drawn) < PROPOSALS[1] + FURTHER:
@@ -163,7 +168,7 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
         return CorrectionResult(reliable=False)
     theta = z[systematic_resample(weights, len(z))][:, None, None]
     correction = Correction({GLOBAL: theta}, k, laplace, ess=size, log_weights=log_w)
-    return CorrectionResult(reliable=True, correction=correction)
+    return CorrectionResult(reliable=True, correction=correction, certain=certain)
 
 
 @torch.no_grad()

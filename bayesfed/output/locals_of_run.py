@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from bayesfed.output.lazy_locals import LazyLocals
 from bayesfed.output.personalize import gather, personalize
 from bayesfed.steps.descent import descent_of_locals, without_optimum
 from bayesfed.steps.job import Job
+from bayesfed.steps.local_variational import PERSONAL_DRAWS
 from bayesfed.tracing.compiler import using
 
 UNSEEN_STEPS = 50
@@ -73,9 +75,10 @@ def make_local_params(run: Run, params: Params) -> Mapping[str, Tensor]:
         if on_disk:  # the files of all clients are not read here
             warn_of_unseen(run.federation.names, unseen)
             return local_params
-        if run.done < run.rounds or unseen.any():  # the states are changed in place
-            local_params = {name: value.clone() for name, value in local_params.items()}
-        for chunk, found in make(wanted=mine & unseen, steps=UNSEEN_STEPS):
+        local_params = {name: value.clone() for name, value in local_params.items()}
+        for chunk, found in chain(
+            make(wanted=mine & unseen, steps=UNSEEN_STEPS), _settle(run, params, mine & ~unseen)
+        ):
             for name in local_params:
                 local_params[name][chunk] = found[name]
     if group is not None:
@@ -83,6 +86,18 @@ def make_local_params(run: Run, params: Params) -> Mapping[str, Tensor]:
             value[~mine] = 0
         local_params = processes.sum_over_processes(local_params, group)
     return checked(run.federation, local_params)
+
+
+def _settle(run: Run, params: Params, wanted: Tensor) -> Iterator[tuple[Tensor, Params]]:
+    """Let stateful clients finish their parameters; yield positions of clients with their parameters."""
+    steps, federation = run.plan.algorithm.steps, run.federation.sufficient
+    key = noise.fold(noise.key(run.plan.seed).to(federation.device), noise.word("settle"))
+    for some in run.program.chunks(federation, copies=4 * PERSONAL_DRAWS):
+        if len(chunk := some[wanted[some]]):
+            keys = noise.fold(key, federation.stream_ids[chunk])
+            rows = batches(federation, chunk, run.plan.batch_size, keys)
+            states = run.clients.take(chunk)
+            yield chunk, steps.settle(Job(run.program, {"theta": params}, states, rows, keys))
 
 
 def _missing(run: Run, federation: Federation, params: Params, own: Params) -> Tensor:

@@ -41,6 +41,8 @@ PERSONAL_DRAWS, PERSONAL_DECAY = 16, 0.01
 NEARER, BENT = tuple(4.0**-i for i in range(1, 6)), 1.5
 """Fractions of the draws' distance from their mean at which gradients are compared with those farther off, and the
 ratio of their differences from which on the latter are left out."""
+SETTLED = 30
+"""The fewest steps that clients take before a run has its posterior."""
 TRIED, TRIED_DRAWS, WORTH = 50, 64, 0.003
 """Steps with which ``personalize`` tries to improve the closed form, the draws by which it is compared with the result,
 and the gain, in nats, from which on all steps are taken."""
@@ -84,6 +86,18 @@ class LocalVariational(Steps):
             full = self._personal_steps(job, origin, steps, lr)
             return optimizer.where_active(origin["params"], full["params"], late)
         return origin["params"]
+
+    def settle(self, job: Job) -> Params:
+        """Return φ_i of K clients that have taken part, moved on to q(θ) as it is now.
+
+        Where a run ends after few rounds clients have learnt little: they take the rest of :data:`SETTLED` steps.
+        """
+        clients = phi_state(job.clients)
+        origin = follow_origin(job.program, job.theta, clients, job.rows(None))
+        taken = int(clients["step"]["step"].min())
+        if not job.program.learns_locals or taken >= SETTLED:
+            return origin["params"]
+        return self._personal_steps(job, origin, SETTLED - taken, None)["params"]
 
     def _personal_steps(self, job: Job, clients: State, steps: int, lr: float | None) -> State:
         """Return the clients after steps with θ drawn from q(θ) at each."""

@@ -88,11 +88,32 @@ def test_offsets_of_any_size_reach_the_mode(people):
             return (count * u - people * u.exp()).sum((-2, -1))
 
     batch = bf.Federation.from_arrays({"a": {"y": torch.zeros(1, dtype=D)}}).batch()
-    found = client_factor.closed_form(Guide(), {}, torch.zeros(1, 1, 1, dtype=D), batch)
+    start = {name: torch.zeros(1, 1, 1, dtype=D) for name in ("loc", "log_precision")}
+    found = client_factor.closed_form(Guide(), {}, start, batch)
     mode = brentq(lambda u: count - people * np.exp(u) - 0.01 * u, -30.0, 30.0)
     assert float(found["log_precision"]) == pytest.approx(np.log(people) + mode, abs=1e-3)
     slope = count - people * np.exp(mode)
     assert float(found["loc"]) == pytest.approx(mode + slope / (people * np.exp(mode)), abs=1e-3)
+
+
+@pytest.mark.parametrize("start", [(0.0, 0.0), (-1.0, -2.0), (-5.0, -4.0), (1.0, 5.0)])
+def test_modes_are_reached_from_where_a_log_density_is_not_concave(start):
+    """The mode of a mean and a log standard deviation of normal data, from starts with residuals of e⁴ of the latter.
+
+    With their signs the eigenvalues of the Hessian there lead Newton steps nowhere.
+    """
+    precision = torch.tensor([[[7.45, 13.8]]], dtype=D)
+
+    def log_density(u):
+        mean, log_sd = u.unbind(-1)
+        squares = 2.2 + 20.0 * (mean - 0.1).square()
+        prior = precision[..., 0] * mean.square() + precision[..., 1] * (log_sd - 0.3).square()
+        return (-5 * log_sd - squares / 2 * (-2 * log_sd).exp() - prior / 2).sum(-1)
+
+    u = newton.newton(log_density, precision, torch.tensor([[start]], dtype=D), steps=20)
+    grad, hessian = newton.curvature(log_density, u)
+    torch.testing.assert_close(grad.detach(), torch.zeros_like(grad), atol=1e-3, rtol=0)
+    assert bool((torch.linalg.eigvalsh(hessian) < 0).all())
 
 
 def test_no_curvature_leaves_a_weak_factor():

@@ -15,9 +15,11 @@ Then the rates fall over a third as many rounds again, which averages noise out,
 (:data:`NO_NOISE`). If q(θ) moves far meanwhile (:data:`FAR`), the run goes on at full rate.
 
 If draws of θ are corrected by importance weights in the end (:mod:`bayesfed.output.correction`), q(θ) need not be that
-close. Once it has converged to within :data:`NEAR` times these tolerances, the run ends provisionally, once. If the
-weights show that q(θ) or its correction is good enough, there is no noise left to be averaged out, and the run is done.
-If not, the end is withdrawn, and the run goes on until q(θ) has converged.
+close. The run ends provisionally twice: early, once the last two steps, their noise and the moves are within
+:data:`CLOSE` times these tolerances, whatever the ELBO has done; and once q(θ) has converged to within :data:`NEAR`
+times these tolerances. If the weights show that q(θ) or its correction is good enough, there is no noise left to be
+averaged out, and the run is done. After an early end they must have a finite variance and a large effective sample
+size. If they do not, the end is withdrawn, and the run goes on until q(θ) has converged.
 """
 
 import math
@@ -38,10 +40,13 @@ STEP, NOISE, MOVE, FAR = 0.1, 0.05, 0.1, 0.25
 """Tolerances, in standard deviations of q(θ) or in its log standard deviation."""
 NO_NOISE = 0.02
 """The largest noise, likewise, that is not worth rounds in which the rates fall."""
-NEAR = 3.0
-"""The factor on the tolerances within which a correction is tried."""
-LEAST, COOLING = 3, 4
-"""The smallest numbers of rounds in which convergence is assessed, and in which the rates fall."""
+CLOSE, NEAR = 12.0, 3.0
+"""The factors on the tolerances within which a correction is tried, for the first and for the second time."""
+LAST, LEAST, COOLING = 2, 3, 4
+"""The smallest numbers of rounds whose steps are measured before the first correction, in which convergence is
+assessed, and in which the rates fall."""
+TRIES = 2
+"""The number of times that a correction is tried."""
 COORDINATES = 200
 """The largest number of coordinates of a sample site that are followed, spread evenly over it."""
 
@@ -62,7 +67,8 @@ class Convergence(Stopping):
         paces: of each round, ``(BOUND,)``.
         visits: the round, counted from 1, in which each client was last seen; 0 before its first visit. ``(N,)``.
         marks: the level; after how many rounds it began; after how many the rates began to fall, 0 before that;
-            whether the run has ended; and whether a correction has been tried, or is not to be tried. ``(5,)``.
+            whether the run has ended; and how often a correction has been tried, :data:`TRIES` if it is not to be
+            tried. ``(5,)``.
         sites: number of coordinates that are followed, by global sample site.
         nats: the rise of the ELBO that counts as none.
         share: the fraction of the clients that take part in a round.
@@ -90,6 +96,11 @@ class Convergence(Stopping):
     def provisional(self) -> bool:
         """True if the run has ended without a cool-down, so that a correction has to confirm it."""
         return self.converged and not self.marks[_COOLING]
+
+    @property
+    def early(self) -> bool:
+        """True if the run has ended provisionally before q(θ) has converged."""
+        return self.provisional and int(self.marks[_TRIED]) < TRIES
 
     def withdraw(self) -> None:
         """Withdraw a provisional end: the run goes on at full rate."""
@@ -127,14 +138,19 @@ class Convergence(Stopping):
             if done == cooling + cooling_rounds(cooling):
                 self._end_cooling(done, cooling)
             return
+        if not self.visits.min():
+            return
+        if last and not tried and self._is_close(done, start):
+            self.marks[[_ENDED, _TRIED]] = 1
+            return
         window = self._window(done, start)
-        if not self.visits.min() or window > done - start:
+        if window > done - start:
             return
         found = self._measure(done, window)
         if not rise(elbo[-window:]) < self.nats:  # nor if it is not a number
             return
-        if last and not tried and self._are_small(*found, NEAR):
-            self.marks[[_ENDED, _TRIED]] = 1
+        if last and tried < TRIES and self._are_small(*found, NEAR):
+            self.marks[[_ENDED, _TRIED]] = torch.tensor([1, TRIES])
         elif self._are_small(*found):
             marks = [level, start, done] if last else [level + 1, done, 0]
             self.marks[[_LEVEL, _BEGAN, _COOLING]] = torch.tensor(marks)
@@ -156,6 +172,11 @@ class Convergence(Stopping):
         far = {n: v for n, v in self._by_site(torch.maximum(step, move)).items() if v > FAR}
         return far or None
 
+    def _is_close(self, done: int, start: int) -> bool:
+        """Return whether the last steps, and the moves since the oldest of the clients' last visits, are not long."""
+        window = max(LAST, self._since_visits(done))
+        return window <= done - start and self._are_small(*self._measure(done, window), CLOSE)
+
     def _are_small(self, step: Tensor, noise: Tensor, move: Tensor, factor: float = 1.0) -> bool:
         """Return whether what was measured is within ``factor`` times the tolerances."""
         return (
@@ -166,7 +187,11 @@ class Convergence(Stopping):
 
     def _window(self, done: int, start: int) -> int:
         """Return the number of rounds over which convergence is assessed."""
-        return max(LEAST, math.ceil((done - start) / 3), done - int(self.visits.min()) + 1)
+        return max(LEAST, math.ceil((done - start) / 3), self._since_visits(done))
+
+    def _since_visits(self, done: int) -> int:
+        """Return the number of rounds since the oldest of the clients' last visits, that round included."""
+        return done - int(self.visits.min()) + 1
 
     def _end_cooling(self, done: int, cooling: int) -> None:
         """End the run after its cool-down, or go on at full rate if q(θ) has moved far."""
@@ -236,7 +261,7 @@ def convergence(
         places=places,
         paces=torch.ones(BOUND),
         visits=torch.zeros(program.clients, dtype=torch.int64),
-        marks=torch.tensor([0, 0, 0, 0, not algorithm.corrected], dtype=torch.int64),
+        marks=torch.tensor([0, 0, 0, 0, 0 if algorithm.corrected else TRIES], dtype=torch.int64),
         sites=sites,
         nats=NATS + NATS_PER_ROW * program.rows,
         share=share,

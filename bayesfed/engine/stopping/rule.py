@@ -67,6 +67,11 @@ class Stopping(ABC):
         """True if importance weights of draws of θ have yet to confirm the end."""
         return False
 
+    @property
+    def early(self) -> bool:
+        """True if the end is provisional and q(θ) may be far from its target, so that the weights must be good."""
+        return False
+
     def withdraw(self) -> None:
         """Withdraw a provisional end: the run goes on."""
         raise NotImplementedError
