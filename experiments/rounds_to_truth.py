@@ -6,7 +6,10 @@
 
 Runs have no number of rounds, and stop by themselves; problems.py has the problems. All figures are of the global
 variables as the model has them, from 20,000 draws of what `bf.finish` gives after each round. These are importance
-weighted where that improves q(θ), which asks all clients two to six times more than the rounds say.
+weighted where that improves q(θ).
+
+"exchanges": all messages that each institution answers when the same fit runs between machines: its begin, the rounds,
+those in which it evaluates draws of θ for the weights, and two to end it.
 
 "to NUTS": the round from which on every mean is within 0.1 standard deviations of NUTS' and every standard deviation
 within 0.85 to 1.18 of it; "never" where the run ends outside. "end": the largest shift and the range of the ratios when
@@ -19,14 +22,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import runner
 from distances import Moments, distance, moments, words
-from problems import PROBLEMS, reference
+from problems import PROBLEMS, Problem, reference
+from torch import Tensor
 
 import bayesfed as bf
+from bayesfed import fitting
+from bayesfed.output.correction import CorrectionResult, correct
+from bayesfed.output.fitted import Fitted
+from bayesfed.output.log_densities import sum_log_weights
 
-COLUMNS = "problem | clients a round | seed | to NUTS | stops | end | end: q | seconds"
+COLUMNS = "problem | clients a round | seed | to NUTS | stops | exchanges | end | end: q | seconds"
 
 
 def of_globals(posterior: bf.Posterior) -> Moments:
@@ -59,6 +69,26 @@ def follow(
     return path, seconds, posterior
 
 
+def exchanges(problem: Problem, federation: bf.Federation, cohort: float, seed: int) -> int:
+    """Fit once more, and count the exchanges that the fit takes between machines."""
+    asked = 0
+
+    def evaluate(*args: Any) -> Tensor:
+        nonlocal asked
+        asked += 1
+        return sum_log_weights(*args)
+
+    def finish(fitted: Fitted) -> CorrectionResult:
+        nonlocal asked
+        asked += 1  # the institutions make their posteriors
+        return correct(fitted, evaluate, together=True)
+
+    with patch.object(fitting, "correct", finish):
+        posterior = bf.fit(problem.model, federation, clients_per_round=cohort, seed=seed)
+    begin_and_end = 2
+    return begin_and_end + asked + len(posterior.history["elbo"])
+
+
 def measure(name: str, cohort: float, seed: int) -> list[str]:
     """Fit a problem and follow it to its end."""
     problem = PROBLEMS[name]
@@ -72,7 +102,8 @@ def measure(name: str, cohort: float, seed: int) -> list[str]:
     took = seconds[-1] + time.perf_counter() - begin
     plain = of_globals(replace(posterior, correction=None))
     stops = runner.rounds_of(posterior)
-    return [reached(path, truth), stops, words(path[-1], truth), words(plain, truth), f"{took:.1f}"]
+    count = str(exchanges(problem, federation, cohort, seed))
+    return [reached(path, truth), stops, count, words(path[-1], truth), words(plain, truth), f"{took:.1f}"]
 
 
 def main() -> None:

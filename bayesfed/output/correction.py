@@ -15,8 +15,8 @@ number per draw, of which the server needs the sum over clients. Weights are tru
 2008, *Truncated importance sampling*).
 
 If q(w_i | θ) approximates the client's posterior poorly, a log weight is mostly noise. Its variance is measured by
-computing it twice at some draws; if it is large, and that of :mod:`bayesfed.output.evidence` is smaller, clients
-compute log p(D_i | θ_s) by the latter instead.
+computing it twice at some draws of the first proposal; if it is large, and that of :mod:`bayesfed.output.evidence` is
+smaller, clients compute log p(D_i | θ_s) by the latter instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from bayesfed.elbo import noise
-from bayesfed.elbo.elbo import log_prior
+from bayesfed.elbo.elbo import log_prior, server_pass
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.guides.family import GLOBAL
 from bayesfed.output import khat
@@ -92,7 +92,9 @@ class CorrectionResult(NamedTuple):
 
 @torch.no_grad()
 @on_cpu()
-def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> CorrectionResult:
+def correct(
+    fitted: Fitted, log_weights: SumLogWeights = sum_log_weights, *, together: bool = False
+) -> CorrectionResult:
     """Correct q(θ) of all clients of a fit by importance sampling, if it needs a correction.
 
     There is no correction if the weights are too uneven (Pareto k above :func:`khat.limit` with a heavy tail, or a
@@ -103,6 +105,8 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
     Args:
         fitted: q without a correction, of all clients of the fit.
         log_weights: sums the clients' log weights; between machines it asks the institutions.
+        together: sum them in one call for draws of q(θ) and for those of the first proposal: one exchange between
+            machines in place of two, but more work where q(θ) needs no correction.
 
     Example:
         >>> import bayesfed as bf
@@ -118,7 +122,8 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
     family = fitted.program.random == (GLOBAL,)
     if not family or not khat.has_density(fitted) or draws < FEWEST:
         return CorrectionResult(reliable=False, attempted=False)
-    if not asked and _is_posterior(elbo(fitted, min(draws, khat.DRAWS), 0, log_weights).double()):
+    few = 0 if asked else min(draws, khat.DRAWS)
+    if few and not together and _is_posterior(elbo(fitted, few, 0, log_weights).double()):
         return CorrectionResult(reliable=True, certain=True)
     key = fitted.key(0, "correction")
     own = draw_theta(fitted, draws, key)[GLOBAL][:, 0, 0]
@@ -139,13 +144,21 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
             return CorrectionResult(reliable=False)
         with noise.seeded(len(drawn)):
             new = proposals.sample().to(own.dtype)
-        if not drawn and may_use_laplace:
-            level = _noise_variance(fitted, new[:PROBE], key, log_weights, laplace=False)
-            laplace = level > QUIET and level > _noise_variance(
-                fitted, new[:PROBE], key, log_weights, laplace=True
-            )
         target_key = noise.fold(key, len(drawn))
-        targets.append(_log_target(fitted, new, target_key, log_weights, laplace))
+        if not drawn:
+            again = new[: PROBE if may_use_laplace else 0]
+            sizes = [draws, len(again), few if together else 0]
+            of_q, minus_log_q = _draws_of_q(fitted, sizes[2]) if sizes[2] else (new[:0], new[:0])
+            found = torch.cat([new, again, of_q])
+            found = _log_target(fitted, found, target_key, log_weights, laplace)
+            target, repeated, at_q = found.split(sizes)
+            if sizes[2] and _is_posterior(at_q + minus_log_q):
+                return CorrectionResult(reliable=True, certain=True)
+            level = _variance(target[: len(again)], repeated)
+            laplace = level > QUIET and level > _noise_variance(fitted, again, key, log_weights)
+        if drawn or laplace:
+            target = _log_target(fitted, new, target_key, log_weights, laplace)
+        targets.append(target)
         drawn.append(new)
         z = torch.cat(drawn)
         log_w = torch.cat(targets) - proposals.log_prob(z)
@@ -203,6 +216,13 @@ def _is_posterior(log_weights: Tensor) -> bool:
     return size > EVEN * len(log_weights) and pareto_k(log_weights) <= khat.limit(len(log_weights))
 
 
+def _draws_of_q(fitted: Fitted, count: int) -> tuple[Tensor, Tensor]:
+    """Draw θ from q ``(S, D)``; return the draws with −log q(θ) ``(S,)``, in double precision."""
+    supplied = fitted.program.noise(fitted.key(0, "elbo"), count, local=False)
+    found = server_pass(fitted.program, fitted.params, supplied, count)
+    return found.theta[GLOBAL][:, 0, 0], (found.term - found.log_prior).double()
+
+
 def _log_target(
     fitted: Fitted, z: Tensor, key: Tensor, log_weights: SumLogWeights, laplace: bool
 ) -> Tensor:
@@ -212,10 +232,14 @@ def _log_target(
     return prior.double() + log_weights(fitted, theta, count, key, laplace)
 
 
-def _noise_variance(
-    fitted: Fitted, z: Tensor, key: Tensor, log_weights: SumLogWeights, laplace: bool
-) -> float:
-    """Estimate the variance of a log weight at given θ, by computing each twice: the 0.9 quantile over draws of θ."""
-    twice = _log_target(fitted, torch.cat([z, z]), noise.fold(key, -1), log_weights, laplace)
-    differences = twice[: len(z)] - twice[len(z) :]
-    return float(differences.nan_to_num(0.0).square().quantile(0.9)) / 2
+def _noise_variance(fitted: Fitted, z: Tensor, key: Tensor, log_weights: SumLogWeights) -> float:
+    """Estimate the variance of Laplace's log weight at given θ, by computing each twice."""
+    twice = _log_target(fitted, torch.cat([z, z]), noise.fold(key, -1), log_weights, laplace=True)
+    return _variance(*twice.split(len(z)))
+
+
+def _variance(once: Tensor, again: Tensor) -> float:
+    """Estimate the variance of numbers that were computed twice, ``(S,)`` each: the 0.9 quantile; 0 of none."""
+    if not len(once):
+        return 0.0
+    return float((once - again).nan_to_num(0.0).square().quantile(0.9)) / 2

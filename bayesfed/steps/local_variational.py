@@ -93,6 +93,8 @@ class LocalVariational(Steps):
         Where a run ends after few rounds clients have learnt little: they take the rest of :data:`SETTLED` steps.
         """
         clients = phi_state(job.clients)
+        if not clients["params"]:
+            return {}
         origin = follow_origin(job.program, job.theta, clients, job.rows(None))
         taken = int(clients["step"]["step"].min())
         if not job.program.learns_locals or taken >= SETTLED:

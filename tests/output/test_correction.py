@@ -125,15 +125,14 @@ def exact():
     return float((y / variance).sum() / precision), float(precision.rsqrt())
 
 
-def test_an_exact_q_is_not_corrected():
-    posterior = bf.fit(known_scales, SCHOOLS)
-    assert posterior.correction is None
-    assert posterior.corrected().correction is None
-
-
 @pytest.fixture(scope="module")
 def right():
     return bf.fit(known_scales, SCHOOLS, rounds=30)
+
+
+def test_an_exact_q_is_not_corrected(right):
+    assert right.correction is None
+    assert right.corrected().correction is None
 
 
 def wrong(posterior, **moves):
