@@ -42,7 +42,7 @@ NEARER, BENT = tuple(4.0**-i for i in range(1, 6)), 1.5
 """Fractions of the draws' distance from their mean at which gradients are compared with those farther off, and the
 ratio of their differences from which on the latter are left out."""
 SETTLED = 30
-"""The fewest steps that clients take before a run has its posterior."""
+"""The number of steps that clients have taken at least, or take then, when a run has its posterior."""
 TRIED, TRIED_DRAWS, WORTH = 50, 64, 0.003
 """Steps with which ``personalize`` tries to improve the closed form, the draws by which it is compared with the result,
 and the gain, in nats, from which on all steps are taken."""
@@ -88,18 +88,17 @@ class LocalVariational(Steps):
         return origin["params"]
 
     def settle(self, job: Job) -> Params:
-        """Return φ_i of K clients that have taken part, moved on to q(θ) as it is now.
+        """Return φ_i of K clients at the end of a run: of those that are :func:`unsettled`, after further steps.
 
-        Where a run ends after few rounds clients have learnt little: they take the rest of :data:`SETTLED` steps.
+        Where a run ends after few rounds clients have learnt little. They follow q(θ) and take :data:`SETTLED` steps.
         """
         clients = phi_state(job.clients)
-        if not clients["params"]:
-            return {}
+        few = unsettled(clients)
+        if not bool(few.any()) or not job.program.learns_locals:
+            return clients["params"]
         origin = follow_origin(job.program, job.theta, clients, job.rows(None))
-        taken = int(clients["step"]["step"].min())
-        if not job.program.learns_locals or taken >= SETTLED:
-            return origin["params"]
-        return self._personal_steps(job, origin, SETTLED - taken, None)["params"]
+        moved = self._personal_steps(job, origin, SETTLED, None)
+        return optimizer.where_active(clients["params"], moved["params"], few)
 
     def _personal_steps(self, job: Job, clients: State, steps: int, lr: float | None) -> State:
         """Return the clients after steps with θ drawn from q(θ) at each."""
@@ -198,6 +197,11 @@ def _differences(grads: Params) -> Tensor:
     return torch.stack(
         [(g - g.mean(1, keepdim=True)).abs().flatten(1).sum(1) for g in grads.values()]
     ).sum(0)
+
+
+def unsettled(clients: State) -> Tensor:
+    """Return which of K clients have taken fewer than :data:`SETTLED` steps, bool ``(K,)``."""
+    return clients["step"]["step"] < SETTLED if clients["params"] else torch.zeros(0).bool()
 
 
 def phi_state(clients: State) -> State:

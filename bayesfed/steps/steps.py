@@ -96,10 +96,6 @@ class Steps:
         """Take the steps of a round."""
         raise NotImplementedError
 
-    def settle(self, job: Job) -> Params:
-        """Return the local parameters of K stateful clients at the end of a run, from their states."""
-        return job.clients["params"]
-
     def adapt(self, job: Job, theta: Params, own: Params, steps: int, lr: float | None) -> Params:
         """Take steps on the clients' own variables alone, θ as it is; both are a copy for each client."""
         raise NotImplementedError
