@@ -103,7 +103,14 @@ def measure(name: str, cohort: float, seed: int) -> list[str]:
     plain = of_globals(replace(posterior, correction=None))
     stops = runner.rounds_of(posterior)
     count = str(exchanges(problem, federation, cohort, seed))
-    return [reached(path, truth), stops, count, words(path[-1], truth), words(plain, truth), f"{took:.1f}"]
+    return [
+        reached(path, truth),
+        stops,
+        count,
+        words(path[-1], truth),
+        words(plain, truth),
+        f"{took:.1f}",
+    ]
 
 
 def main() -> None:

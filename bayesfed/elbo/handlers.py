@@ -65,8 +65,7 @@ def given(
         noise: of latent sites; sites without noise lie at the origin. By default torch's generator draws the sites.
         values: of latent sites.
         draws: S, the size of a plate to the left of the two others; by default there is no such plate.
-        starting: parameters that take their initial value if ``params`` lacks them, such as local ones in a run without
-            clients.
+        starting: parameters that take their initial value if ``params`` lacks them, as local ones without clients.
 
     Example:
         >>> import torch

@@ -29,7 +29,7 @@ from bayesfed.output.lazy_locals import LazyLocals
 from bayesfed.output.personalize import gather, personalize
 from bayesfed.steps.descent import descent_of_locals, without_optimum
 from bayesfed.steps.job import Job
-from bayesfed.steps.local_variational import PERSONAL_DRAWS, LocalVariational, unsettled
+from bayesfed.steps.local_variational import PERSONAL_DRAWS, LocalVariational, lacks_steps
 from bayesfed.tracing.compiler import using
 
 UNSEEN_STEPS = 50
@@ -41,8 +41,8 @@ LITTLE = 1_000_000
 def make_local_params(run: Run, params: Params) -> Mapping[str, Tensor]:
     """Return the local parameters of a run's clients, given the guide's global parameters.
 
-    Those of stateful clients are in their states; clients that have taken few steps settle. Stateless clients, and those
-    that were in no cohort, make them from θ: at once, or when they are first read if there are many.
+    Those of stateful clients are in their states; clients that have taken few steps take more. Stateless clients, and
+    those that were in no cohort, make them from θ: at once, or when they are first read if there are many.
     """
     plan, group, on_disk = run.plan, run.plan.execution.group, run.plan.execution.states is not None
     key, size = noise.fold(noise.key(plan.seed), noise.word("personalize")), plan.batch_size
@@ -72,16 +72,16 @@ def make_local_params(run: Run, params: Params) -> Mapping[str, Tensor]:
             for chunk, found in make(wanted=mine):
                 run.clients.begin(chunk, {part: found})
         local_params = dict(run.clients.tensors.get(part, {}))
-        settle = _settle(run, params, mine & ~unseen) if part in states else iter(())
+        complete = _complete(run, params, mine & ~unseen) if part in states else iter(())
         if on_disk:  # clients that were in no cohort are not made here: there may be very many
             warn_of_unseen(run.federation.names, unseen)
-            for chunk, found in () if unseen.any() else settle:
+            for chunk, found in () if unseen.any() else complete:
                 run.clients.begin(chunk, {PERSONAL: found})
                 local_params = dict(run.clients.tensors[PERSONAL])
             return local_params
         # the states are changed in place
         local_params = {name: value.clone() for name, value in local_params.items()}
-        for chunk, found in chain(make(wanted=mine & unseen, steps=UNSEEN_STEPS), settle):
+        for chunk, found in chain(make(wanted=mine & unseen, steps=UNSEEN_STEPS), complete):
             for name in local_params:
                 local_params[name][chunk] = found[name]
     if group is not None:
@@ -91,18 +91,18 @@ def make_local_params(run: Run, params: Params) -> Mapping[str, Tensor]:
     return checked(run.federation, local_params)
 
 
-def _settle(run: Run, params: Params, wanted: Tensor) -> Iterator[tuple[Tensor, Params]]:
-    """Let clients settle if some have taken few steps; yield the positions of some clients with their parameters."""
+def _complete(run: Run, params: Params, wanted: Tensor) -> Iterator[tuple[Tensor, Params]]:
+    """Let clients that lack steps take them; yield the positions of some clients with their parameters."""
     steps, federation = run.plan.algorithm.steps, run.federation.sufficient
-    if not isinstance(steps, LocalVariational) or not unsettled(run.clients.tensors).any():
+    if not isinstance(steps, LocalVariational) or not lacks_steps(run.clients.tensors).any():
         return
-    key = noise.fold(noise.key(run.plan.seed).to(federation.device), noise.word("settle"))
+    key = noise.fold(noise.key(run.plan.seed).to(federation.device), noise.word("complete"))
     for some in run.program.chunks(federation, copies=4 * PERSONAL_DRAWS):
         if len(chunk := some[wanted[some]]):
             keys = noise.fold(key, federation.stream_ids[chunk])
             rows = batches(federation, chunk, run.plan.batch_size, keys)
             states = run.clients.take(chunk)
-            yield chunk, steps.settle(Job(run.program, {"theta": params}, states, rows, keys))
+            yield chunk, steps.complete(Job(run.program, {"theta": params}, states, rows, keys))
 
 
 def _missing(run: Run, federation: Federation, params: Params, own: Params) -> Tensor:

@@ -41,8 +41,8 @@ PERSONAL_DRAWS, PERSONAL_DECAY = 16, 0.01
 NEARER, BENT = tuple(4.0**-i for i in range(1, 6)), 1.5
 """Fractions of the draws' distance from their mean at which gradients are compared with those farther off, and the
 ratio of their differences from which on the latter are left out."""
-SETTLED = 30
-"""The number of steps that clients have taken at least, or take then, when a run has its posterior."""
+ENOUGH_STEPS = 30
+"""The number of steps that a client should have taken at the end of a run; if it has not, it takes as many then."""
 TRIED, TRIED_DRAWS, WORTH = 50, 64, 0.003
 """Steps with which ``personalize`` tries to improve the closed form, the draws by which it is compared with the result,
 and the gain, in nats, from which on all steps are taken."""
@@ -87,17 +87,17 @@ class LocalVariational(Steps):
             return optimizer.where_active(origin["params"], full["params"], late)
         return origin["params"]
 
-    def settle(self, job: Job) -> Params:
-        """Return φ_i of K clients at the end of a run: of those that are :func:`unsettled`, after further steps.
+    def complete(self, job: Job) -> Params:
+        """Return φ_i of K clients at the end of a run; those that lack steps take :data:`ENOUGH_STEPS` more.
 
-        Where a run ends after few rounds clients have learnt little. They follow q(θ) and take :data:`SETTLED` steps.
+        Where a run ends after few rounds clients have learnt little.
         """
         clients = phi_state(job.clients)
-        few = unsettled(clients)
+        few = lacks_steps(clients)
         if not bool(few.any()) or not job.program.learns_locals:
             return clients["params"]
         origin = follow_origin(job.program, job.theta, clients, job.rows(None))
-        moved = self._personal_steps(job, origin, SETTLED, None)
+        moved = self._personal_steps(job, origin, ENOUGH_STEPS, None)
         return optimizer.where_active(clients["params"], moved["params"], few)
 
     def _personal_steps(self, job: Job, clients: State, steps: int, lr: float | None) -> State:
@@ -199,9 +199,9 @@ def _differences(grads: Params) -> Tensor:
     ).sum(0)
 
 
-def unsettled(clients: State) -> Tensor:
-    """Return which of K clients have taken fewer than :data:`SETTLED` steps, bool ``(K,)``."""
-    return clients["step"]["step"] < SETTLED if clients["params"] else torch.zeros(0).bool()
+def lacks_steps(clients: State) -> Tensor:
+    """Return which of K clients have taken fewer than :data:`ENOUGH_STEPS` steps, bool ``(K,)``."""
+    return clients["step"]["step"] < ENOUGH_STEPS if clients["params"] else torch.zeros(0).bool()
 
 
 def phi_state(clients: State) -> State:

@@ -14,6 +14,7 @@ import torch
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.rules.natural_gradient import fade
+from bayesfed.steps.local_variational import TRIED_DRAWS, noise_of_steps, personal_term
 from tests.scenarios import conjugate_hierarchy, ragged
 
 PLAIN = bf.SFVI(corrected=False)
@@ -221,3 +222,43 @@ def test_counts_under_vague_priors(spread, seed):
     assert posterior.converged
     total = posterior.derived(num_samples=2000)["rate"].sum(1)
     assert abs(total.mean() - data["y"].sum()) < 0.25 * total.std()
+
+
+def test_clients_take_the_steps_that_they_lack_at_the_end_of_a_run():
+    """Their own terms of the ELBO rise by what they have not learnt in three rounds, in chunks of any size."""
+
+    def program(federation):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with federation.clients():
+            w = pyro.sample("w", dist.Normal(mu, 1.5))
+            with federation.observations() as obs:
+                pyro.sample("y", dist.Bernoulli(logits=4 * w), obs=obs.get("y"))
+
+    generator = torch.Generator().manual_seed(0)
+    data = bf.Federation.from_arrays(
+        {
+            f"{i}": {"y": (torch.rand(2 + i % 3, generator=generator) < 0.8).float()}
+            for i in range(12)
+        }
+    )
+    run = bf.start(program, data, PLAIN, rounds=3)
+    bf.step(run)
+    before = run.clients.tensors["params"]
+    made = bf.finish(run).local_params
+    terms = [
+        personal_term(
+            run.program, phi, bf.finish(run).params, data.batch(), noise_of(run.program, data)
+        )
+        for phi in (before, made)
+    ]
+    assert bool((terms[1] - terms[0] > -0.02).all()) and float((terms[1] - terms[0]).max()) > 0.02
+    small = bf.start(program, data, PLAIN, rounds=3, execution=bf.Execution(chunk_size=5))
+    bf.step(small)
+    for name, value in bf.finish(small).local_params.items():
+        torch.testing.assert_close(value, made[name], rtol=1e-4, atol=1e-5)
+
+
+def noise_of(program, data):
+    """Noise of θ and of the clients' variables for :func:`personal_term`."""
+    keys = data.stream_ids
+    return next(noise_of_steps(program, keys, 1, TRIED_DRAWS, theta=True))

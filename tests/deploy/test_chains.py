@@ -50,7 +50,7 @@ def in_one_process(short):
 def uneven(monkeypatch):
     """Importance weights are too uneven."""
     fails = CorrectionResult(reliable=False)
-    monkeypatch.setattr("bayesfed.deploy.server.correct", lambda *_: fails)
+    monkeypatch.setattr("bayesfed.deploy.server.correct", lambda *_, **__: fails)
 
 
 def same_chains(found, expected):
