@@ -258,7 +258,7 @@ def _about(place: Path) -> dict[str, str]:
 
 def _screen() -> Console:
     """Return a console on the standard error, since a letter may go to the standard output."""
-    return Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+    return Console(stderr=True, highlight=False, soft_wrap=True, markup=False, force_jupyter=False)
 
 
 # -- an institution -------------------------------------------------------------------------------

@@ -109,13 +109,13 @@ def agree_on_columns(reports: Mapping[str, ClientColumns], what: str) -> Agreeme
 
 
 def add_totals(agreement: Agreement, totals: Mapping[str, np.ndarray]) -> Agreement:
-    """Return the agreement with further sums over all clients.
+    """Return the agreement with further sums over all clients, in the order of their names.
 
     Raises:
         FormulaError: sums are not finite.
     """
     found = dict(agreement.totals)
-    for name, total in totals.items():
+    for name, total in sorted(totals.items()):
         if not np.isfinite(total).all():
             raise FormulaError(f"the sums of {name.partition(' ')[2]} are not finite")
         found[name] = (*found.get(name, ()), tuple(total.tolist()))

@@ -13,6 +13,7 @@ from pyro import poutine
 from scipy import stats
 
 import bayesfed as bf
+from bayesfed.formulas.agreement import Agreement, add_totals
 
 
 @pytest.fixture(scope="module")
@@ -489,3 +490,11 @@ def test_levels_that_clients_share_have_one_number_everywhere(frame):
     model = bf.formula("y ~ (1 | hospital/item)", frame)
     assert not model.coding.own
     assert model.coords["1|hospital:item_dim_0"] == ["3", "4", "5", "6"]
+
+
+def test_an_agreement_does_not_depend_on_the_order_in_which_sums_arrive():
+    """By post the same answers are read again for each letter; another agreement would be asked for once more."""
+    start = Agreement({"x": "number", "y": "number"}, {}, {})
+    totals = {"field y": np.array([3.0, 1.0, 2.0]), "field x": np.array([3.0, 4.0, 5.0])}
+    both = [add_totals(start, dict(items)) for items in (totals.items(), [*totals.items()][::-1])]
+    assert list(both[0].totals) == list(both[1].totals) == ["field x", "field y"]
