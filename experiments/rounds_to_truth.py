@@ -81,7 +81,7 @@ def exchanges(problem: Problem, federation: bf.Federation, cohort: float, seed: 
     def finish(fitted: Fitted) -> CorrectionResult:
         nonlocal asked
         asked += 1  # the institutions make their posteriors
-        return correct(fitted, evaluate, together=True)
+        return correct(fitted, evaluate)
 
     with patch.object(fitting, "correct", finish):
         posterior = bf.fit(problem.model, federation, clients_per_round=cohort, seed=seed)

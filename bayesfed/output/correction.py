@@ -43,7 +43,7 @@ from bayesfed.output.importance import (
     tail_share,
     truncate_weights,
 )
-from bayesfed.output.log_densities import SumLogWeights, elbo, sum_log_weights
+from bayesfed.output.log_densities import SumLogWeights, sum_log_weights
 from bayesfed.output.prior_coordinates import find_prior_coordinates
 from bayesfed.output.proposal import Around, Proposals
 
@@ -92,9 +92,7 @@ class CorrectionResult(NamedTuple):
 
 @torch.no_grad()
 @on_cpu()
-def correct(
-    fitted: Fitted, log_weights: SumLogWeights = sum_log_weights, *, together: bool = False
-) -> CorrectionResult:
+def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> CorrectionResult:
     """Correct q(θ) of all clients of a fit by importance sampling, if it needs a correction.
 
     There is no correction if the weights are too uneven (Pareto k above :func:`khat.limit` with a heavy tail, or a
@@ -105,8 +103,6 @@ def correct(
     Args:
         fitted: q without a correction, of all clients of the fit.
         log_weights: sums the clients' log weights; between machines it asks the institutions.
-        together: sum them in one call for draws of q(θ) and for those of the first proposal: one exchange between
-            machines in place of two, but more work where q(θ) needs no correction.
 
     Example:
         >>> import bayesfed as bf
@@ -123,8 +119,6 @@ def correct(
     if not family or not khat.has_density(fitted) or draws < FEWEST:
         return CorrectionResult(reliable=False, attempted=False)
     few = 0 if asked else min(draws, khat.DRAWS)
-    if few and not together and _is_posterior(elbo(fitted, few, 0, log_weights).double()):
-        return CorrectionResult(reliable=True, certain=True)
     key = fitted.key(0, "correction")
     own = draw_theta(fitted, draws, key)[GLOBAL][:, 0, 0]
     # where q(w_i | θ) learns nothing, it is Laplace's approximation itself
@@ -147,12 +141,12 @@ def correct(
         target_key = noise.fold(key, len(drawn))
         if not drawn:
             again = new[: PROBE if may_use_laplace else 0]
-            sizes = [draws, len(again), few if together else 0]
-            of_q, minus_log_q = _draws_of_q(fitted, sizes[2]) if sizes[2] else (new[:0], new[:0])
+            sizes = [draws, len(again), few]  # in one exchange
+            of_q, minus_log_q = _draws_of_q(fitted, few) if few else (new[:0], new[:0])
             found = torch.cat([new, again, of_q])
             found = _log_target(fitted, found, target_key, log_weights, laplace)
             target, repeated, at_q = found.split(sizes)
-            if sizes[2] and _is_posterior(at_q + minus_log_q):
+            if few and _is_posterior(at_q + minus_log_q):
                 return CorrectionResult(reliable=True, certain=True)
             level = _variance(target[: len(again)], repeated)
             laplace = level > QUIET and level > _noise_variance(fitted, again, key, log_weights)

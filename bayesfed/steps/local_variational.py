@@ -97,8 +97,9 @@ class LocalVariational(Steps):
         if not bool(few.any()) or not job.program.learns_locals:
             return clients["params"]
         origin = follow_origin(job.program, job.theta, clients, job.rows(None))
-        moved = self._personal_steps(job, origin, ENOUGH_STEPS, None)
-        return optimizer.where_active(clients["params"], moved["params"], few)
+        moved = self._personal_steps(job, origin, ENOUGH_STEPS, None)["params"]
+        finite = torch.cat([value.flatten(1) for value in moved.values()], 1).isfinite().all(1)
+        return optimizer.where_active(clients["params"], moved, few & finite)
 
     def _personal_steps(self, job: Job, clients: State, steps: int, lr: float | None) -> State:
         """Return the clients after steps with θ drawn from q(θ) at each."""

@@ -179,7 +179,7 @@ def test_the_form_of_uploads_is_computed_once(tmp_path, monkeypatch):
 
     made_up = server_program._made_up_upload
     monkeypatch.setattr(server_program, "_made_up_upload", counted)
-    plan = replace(PLAN, algorithm=bf.SFVI(), rounds=None)
+    plan = replace(PLAN, algorithm=bf.SFVI(), rounds=None, clients_per_round=1)
     found = run_on(nodes_of(SCHOOLS, plan, tmp_path), plan, tmp_path)
     assert set(found.refused.values()) == {0}
     assert computed == [0, 1]

@@ -102,7 +102,7 @@ def test_clients_whose_q_lacks_a_mode_are_named_with_their_distances(plain):
     ("model", "rows", "log_likelihood"), [(log_odds, DEATHS, logistic), (square, SQUARES, squared)]
 )
 def test_a_corrected_fit_is_right_for_every_client(model, rows, log_likelihood):
-    posterior = bf.fit(model, federation(rows), progress=False)
+    posterior = bf.fit(model, federation(rows), seed=1, progress=False)
     assert bool(posterior.resampled) == (model is square)
     assert not posterior.poor_clients
     draws = posterior.sample(8000)["w"]
@@ -185,7 +185,8 @@ def test_a_global_whose_standard_deviation_is_too_small_is_named(ratio):
 
 
 def test_a_fit_that_could_not_be_corrected_says_so(monkeypatch, tmp_path):
-    posterior = bf.fit(normal, federation({"a": [1.0], "b": [2.0]}), progress=False)
+    data, plain = federation({"a": [1.0], "b": [2.0]}), bf.SFVI(corrected=False)
+    posterior = bf.fit(normal, data, plain, progress=False)
     assert posterior.correctable and not posterior.caveat
     monkeypatch.setattr(posterior_module, "correct", lambda _: CorrectionResult(reliable=False))
     assert posterior.corrected().correction.rhat < 1.05
