@@ -78,7 +78,9 @@ def test_the_comparison_is_that_of_one_process(secure, unit, tmp_path, posterior
     for name in expected.table.columns:
         # resampled draws: a weight's last digits may choose the neighbour of one; 500 draws with another seed differ by
         # 0.02 and 0.2
-        np.testing.assert_allclose(found.table[name], expected.table[name], atol=0.1)
+        number = expected.table[name].dtype.kind == "i"  # of clients whose k-hat is above the limit
+        tolerance = 1 if number else 0.1
+        np.testing.assert_allclose(found.table[name], expected.table[name], atol=tolerance)
     assert alone.table.loc["rates", "elpd"] == pytest.approx(found.table.loc["rates", "elpd"])
     assert alone.table["weight"].tolist() == [1.0]
     heard = [
