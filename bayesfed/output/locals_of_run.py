@@ -72,15 +72,16 @@ def make_local_params(run: Run, params: Params) -> Mapping[str, Tensor]:
             for chunk, found in make(wanted=mine):
                 run.clients.begin(chunk, {part: found})
         local_params = dict(run.clients.tensors.get(part, {}))
-        complete = _complete(run, params, mine & ~unseen) if part in states else iter(())
+        lacking = _lacks_steps(run)
+        complete = _complete(run, params, mine & ~unseen) if lacking else iter(())
         if on_disk:  # clients that were in no cohort are not made here: there may be very many
             warn_of_unseen(run.federation.names, unseen)
             for chunk, found in () if unseen.any() else complete:
                 run.clients.begin(chunk, {PERSONAL: found})
                 local_params = dict(run.clients.tensors[PERSONAL])
             return local_params
-        # the states are changed in place
-        local_params = {name: value.clone() for name, value in local_params.items()}
+        if run.done < run.rounds or unseen.any() or lacking:  # the states are changed in place
+            local_params = {name: value.clone() for name, value in local_params.items()}
         for chunk, found in chain(make(wanted=mine & unseen, steps=UNSEEN_STEPS), complete):
             for name in local_params:
                 local_params[name][chunk] = found[name]
@@ -91,11 +92,17 @@ def make_local_params(run: Run, params: Params) -> Mapping[str, Tensor]:
     return checked(run.federation, local_params)
 
 
+def _lacks_steps(run: Run) -> bool:
+    """Return whether some stateful clients have taken few steps, so that they take more at the end."""
+    states = run.clients.tensors
+    stateful = isinstance(run.plan.algorithm.steps, LocalVariational) and "params" in states
+    return stateful and bool(lacks_steps(states).any())
+
+
 def _complete(run: Run, params: Params, wanted: Tensor) -> Iterator[tuple[Tensor, Params]]:
     """Let clients that lack steps take them; yield the positions of some clients with their parameters."""
     steps, federation = run.plan.algorithm.steps, run.federation.sufficient
-    if not isinstance(steps, LocalVariational) or not lacks_steps(run.clients.tensors).any():
-        return
+    assert isinstance(steps, LocalVariational)
     key = noise.fold(noise.key(run.plan.seed).to(federation.device), noise.word("complete"))
     for some in run.program.chunks(federation, copies=4 * PERSONAL_DRAWS):
         if len(chunk := some[wanted[some]]):
