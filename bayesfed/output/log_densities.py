@@ -100,7 +100,7 @@ def log_evidence_of_clients(fitted: Fitted, theta: Params, count: int, key: Tens
     if noisy.any() and not (has_block(program) and program.learns_locals):
         return by_draws(theta, count, OF_GUIDE, key)
     for chunk in client_chunks(fitted, EACH * count, federation) if noisy.any() else ():
-        if len(some := chunk[noisy[chunk]]):
+        if len(some := chunk[noisy[chunk].to(chunk.device)]):
             found[:, some] = evidence_by_laplace(fitted, theta, count, some, key)
     return found
 

@@ -142,10 +142,9 @@ def check_clients(fitted: Fitted) -> ClientCheck:
     found: dict[str, tuple[float, Distance]] = {}
     doubtful: set[str] = set()
     for chunk in client_chunks(few, THETAS * FEW, few.federation):
-        suspect = _distances(few, theta, chunk, key, FEW).excess(errors=1.0)[0] > SUSPECT
-        for some in (
-            chunk[suspect].split(max(1, len(chunk) * FEW // DRAWS)) if suspect.any() else ()
-        ):
+        worst, _ = _distances(few, theta, chunk, key, FEW).excess(errors=1.0)
+        suspect = chunk[(worst > SUSPECT).to(chunk.device)]
+        for some in suspect.split(max(1, len(chunk) * FEW // DRAWS)) if len(suspect) else ():
             distances = _distances(few, theta, some, key, DRAWS)
             worst, number = distances.excess(ERRORS)
             likely, _ = distances.excess(errors=1.0)
