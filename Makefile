@@ -9,7 +9,7 @@ RUN     := $(VENV)/.stamp-run
 DEV     := $(VENV)/.stamp-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo deployment test test-all lint format typecheck layers docs fresh clean
+.PHONY: help demo deployment calibration test test-all lint format typecheck layers docs fresh clean
 
 help:  ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -28,6 +28,9 @@ test: lint  ## lint, type-check and run the tests but the slow ones
 test-all: lint  ## the same with the slow ones and those over Flower, a quarter of an hour more
 	$(INSTALL) -e '.[dev,flower]'
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+calibration: $(DEV)  ## simulation-based calibration of all shipped models: half an hour
+	$(BIN)/python experiments/calibration.py
 
 lint: $(DEV)  ## ruff, formatting, types and layers
 	$(BIN)/ruff check .

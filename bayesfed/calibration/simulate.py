@@ -3,8 +3,8 @@
     (θ, w) ~ p(θ) Π_i p(w_i | θ),   y_ij ~ p(· | θ, w_i, x_ij)
 
 The outcome of each observed site is put into the field that the program has read it from, which is found by comparing
-values. One simulated data set is then checked: the program must read these outcomes, and its densities must not depend
-on that field otherwise.
+values; times of events are censored as :mod:`bayesfed.calibration.censoring` says. One simulated data set is then
+checked: the program must read these outcomes, and its densities must not depend on that field otherwise.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from pyro import poutine
 from torch import Tensor
 
 from bayesfed.algorithms import Algorithm
+from bayesfed.calibration.censoring import FollowUp, find_event, find_follow_up
 from bayesfed.data.columns import UnknownName
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
-from bayesfed.elbo.sites import innermost
 from bayesfed.engine.program import build_program
-from bayesfed.models.cox import PiecewiseExponential
-from bayesfed.models.weibull_survival import CensoredWeibull
 from bayesfed.output.client_draws import Draws
 from bayesfed.output.draws import client_chunks, derive, flatten_rows, run_model, theta_support
 from bayesfed.output.fitted import Fitted
@@ -43,11 +41,13 @@ class Simulator:
         fitted: the program and the clients, before any fit.
         fields: observed site to the field that its outcomes are read from.
         at: global sites to given true values, ``(1, *event)``; all others are drawn from their priors.
+        follow_up: observed sites with censored rows to when these are censored.
     """
 
     fitted: Fitted
     fields: Mapping[str, str]
     at: Mapping[str, Tensor]
+    follow_up: Mapping[str, FollowUp]
 
     def draw(self, seed: int) -> tuple[dict[str, Tensor], Federation]:
         """Draw true values, of globals ``(*event)`` and of clients ``(N, *event)``, and the clients with outcomes.
@@ -57,9 +57,14 @@ class Simulator:
         """
         with noise.seeded(seed), torch.no_grad():
             prior = sample_prior(self.fitted, 1, self.at)
-            simulated = self._with_outcomes(draw_outcomes(self.fitted, prior, 1))
+            simulated = self._with_outcomes(self._outcomes(prior))
             truth = {name: value[0] for name, value in prior.items()}
             return truth | self._derived(prior, simulated), simulated
+
+    def _outcomes(self, prior: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Draw outcomes ``(1, rows or N, *event)``, times among them until the end of the follow-up."""
+        outcomes = draw_outcomes(self.fitted, prior, 1)
+        return outcomes | {s: found.censor(outcomes[s]) for s, found in self.follow_up.items()}
 
     def _with_outcomes(self, outcomes: Mapping[str, Tensor]) -> Federation:
         """Return the clients with outcomes ``(1, rows or N, *event)`` in place of theirs, where these are not missing.
@@ -80,6 +85,11 @@ class Simulator:
                 new = new[federation.owner]
             new = new.reshape(old.shape).to(old)
             fields[field] = new.where(~old.isnan(), old)
+            if site in self.follow_up:
+                indicator = self.follow_up[site].indicator(new)
+                fields[self.follow_up[site].field] = indicator.to(
+                    federation[self.follow_up[site].field]
+                )
         return replace(federation, fields=fields, moments=None)
 
     def _derived(self, prior: Mapping[str, Tensor], simulated: Federation) -> dict[str, Tensor]:
@@ -113,10 +123,14 @@ class Simulator:
 
         with noise.seeded(seed), torch.no_grad():
             prior = sample_prior(self.fitted, 1, self.at)
-            outcomes = draw_outcomes(self.fitted, prior, 1)
+            outcomes = self._outcomes(prior)
             simulated = self._with_outcomes(outcomes)
+            old = {name: self.fitted.federation.fields[name] for name in self.fields.values()}
+            observed = replace(simulated, fields={**simulated.fields, **old})
             again, _ = find_data(replace(self.fitted, federation=simulated))
-            before, after = (self._densities(prior, rows, outcomes) for rows in (None, simulated))
+            before, after = (
+                self._densities(prior, rows, outcomes) for rows in (observed, simulated)
+            )
         for site, field in self.fields.items():
             there = ~again[site].isnan()
             if not torch.equal(again[site][there], outcomes[site][0].to(again[site])[there]):
@@ -133,10 +147,10 @@ class Simulator:
                 )
 
     def _densities(
-        self, prior: Mapping[str, Tensor], rows: Federation | None, outcomes: Mapping[str, Tensor]
+        self, prior: Mapping[str, Tensor], federation: Federation, outcomes: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return the log densities of the observed sites of the first clients at outcomes, given the fields of rows."""
-        federation, program = rows or self.fitted.federation, self.fitted.program
+        """Return the log densities of the observed sites of the first clients at outcomes, given their fields."""
+        program = self.fitted.program
         chunk = next(iter(client_chunks(self.fitted, 1, federation)))
         batch, first = federation.batch(chunk), int(federation.offsets[chunk[-1] + 1])
         values = dict(self._draws(prior, chunk).values)
@@ -174,15 +188,15 @@ def make_simulator(
         at: true values of global variables.
 
     Raises:
-        ValueError: a parameter has no prior; a factor, censored or weighted rows, or an outcome that has no sampler or
-            is not a field cannot be simulated.
+        ValueError: a parameter has no prior; a factor, weighted rows, or an outcome that has no sampler or is not a
+            field cannot be simulated; it is not clear which field says that rows are censored.
         KeyError: ``at`` names no global variable.
     """
     from bayesfed.output.inference_data import find_data  # xarray takes a while to import
 
     program = build_program(model, federation, algorithm, seed)
     fitted = Fitted(program, federation, program.init, {}, {}, algorithm, seed)
-    _check_priors(fitted)
+    events = _check_priors(fitted)
     data, params = find_data(fitted)
     if params:
         raise ValueError(
@@ -190,7 +204,8 @@ def make_simulator(
             "pyro.sample in place of pyro.param"
         )
     fields = {site.name: _field_of(fitted, site.name, data[site.name]) for site in program.observed}
-    simulator = Simulator(fitted, fields, _given(fitted, at or {}))
+    follow_up = find_follow_up(events, fields, federation)
+    simulator = Simulator(fitted, fields, _given(fitted, at or {}), follow_up)
     try:
         simulator.check(seed)
     except NoSampler as error:
@@ -212,8 +227,8 @@ def check_posterior(simulator: Simulator) -> None:
         )
 
 
-def _check_priors(fitted: Fitted) -> None:
-    """Refuse factors, and rows whose density is not that of their outcome."""
+def _check_priors(fitted: Fitted) -> dict[str, Tensor]:
+    """Refuse factors and weighted rows; return which rows have events for each site that can be censored."""
     program, federation = fitted.program, fitted.federation
     for site in program.likelihood:
         if site.factor:
@@ -226,6 +241,7 @@ def _check_priors(fitted: Fitted) -> None:
                 f"site {site.name!r} has a variable of the client integrated out in closed form, and is not simulated "
                 "with it: sample that variable in the program"
             )
+    events: dict[str, list[Tensor]] = {}
     with noise.seeded(0), torch.no_grad():
         prior = _sample_prior(fitted)
         for chunk in client_chunks(fitted, 1, federation):
@@ -236,21 +252,19 @@ def _check_priors(fitted: Fitted) -> None:
             nodes = run_model(fitted, program.model, Draws(values, 1), chunk, batch, prior=True)
             for site in program.observed:
                 _check_rows(site.name, nodes[site.name], batch.mask)
+                event = find_event(nodes[site.name], batch.mask)
+                if event is not None:
+                    events.setdefault(site.name, []).append(event)
+    return {name: torch.cat(parts) for name, parts in events.items()}
 
 
 def _check_rows(name: str, node: Mapping[str, Any], mask: Tensor) -> None:
-    """Refuse rows that are weighted or censored."""
+    """Refuse rows that are weighted."""
     scale = torch.as_tensor(1.0 if node["scale"] is None else node["scale"])
     if (scale.expand(torch.broadcast_shapes(scale.shape, mask.shape)) != 1).any():
         raise ValueError(
             f"site {name!r} has weighted rows, whose densities are not those of simulated outcomes: calibrate the "
             "model without weights"
-        )
-    fn = innermost(node["fn"])
-    if isinstance(fn, CensoredWeibull | PiecewiseExponential) and (fn.event[..., mask] == 0).any():
-        raise ValueError(
-            f"site {name!r} has censored rows, and when a simulated time would be censored is not part of the model: "
-            "calibrate it on clients whose rows are all events"
         )
 
 

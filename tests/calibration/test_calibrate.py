@@ -1,6 +1,7 @@
 """Calibration of exact and of faulty posteriors, whose fit is replaced by a closed form, and of a fit by SFVI."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,7 @@ import bayesfed as bf
 from bayesfed.calibration import calibrate as module
 from bayesfed.calibration import replications
 from bayesfed.calibration.simulate import make_simulator
+from bayesfed.models.weibull_survival import CensoredWeibull
 from tests.scenarios import conjugate_hierarchy, exact, ragged
 
 CLIENTS = ragged()
@@ -331,12 +333,53 @@ def test_what_cannot_be_simulated_is_refused_by_name(model, words):
         bf.calibrate(model, clients, n=2)
 
 
-def test_that_censored_rows_and_point_estimates_are_refused():
-    rows = {"x": [[0.1], [0.2]], "time": [1.0, 2.0], "event": [1.0, 0.0]}
+@pytest.mark.parametrize("model", [bf.models.weibull_survival, bf.models.Cox([0.8])])
+def test_that_simulated_times_are_censored_at_the_end_of_a_row_s_follow_up(model):
+    rows = {"x": [[0.0]] * 40, "time": [1.0] * 20 + [2.0] * 20, "event": [1.0] * 20 + [0.0] * 20}
     clients = bf.Federation.from_arrays({"a": rows, "b": rows})
-    for model in (bf.models.weibull_survival, bf.models.Cox([1.5])):
-        with pytest.raises(ValueError, match="site 'time' has censored rows"):
-            bf.calibrate(model, clients, n=2)
+    names = {
+        site.name for site in make_simulator(model, clients, bf.SFVI(), 0).fitted.program.globals
+    }
+    values = {"mu": 0.7, "tau": 1e-4, "shape": 1.5, "log_hazard": [-1.0, -0.2]}
+    at = {name: value for name, value in values.items() if name in names}
+    simulator = make_simulator(model, clients, bf.SFVI(), 0, at)
+    found = [simulator.draw(seed)[1] for seed in range(20)]
+    time, event = (
+        torch.stack([f[name] for f in found]).reshape(-1, 2, 20) for name in ("time", "event")
+    )
+    assert (event[:, 0] == 1).all()  # no end of follow-up
+    assert (time[:, 0] > 2).any()
+    assert torch.equal(event[:, 1] == 0, time[:, 1] == 2.0)
+    cumulative = 0.8 * math.exp(-1.0) + 1.2 * math.exp(-0.2)
+    if "shape" in names:
+        cumulative = (2.0 / math.exp(0.7)) ** 1.5
+    survival = math.exp(-cumulative)
+    error = math.sqrt(survival * (1 - survival) / event[:, 1].numel())
+    assert abs(float((event[:, 1] == 0).float().mean()) - survival) < 4 * error
+
+
+def test_that_censored_rows_of_a_formula_are_simulated():
+    frame = pd.DataFrame({"site": ["a"] * 8 + ["b"] * 8, "t": [1.0, 2.0] * 8, "gone": [0, 1] * 8})
+    model = bf.formula("t | cens(gone) ~ 1 + (1 | site)", frame, family="weibull")
+    simulator = make_simulator(model, model.federation, bf.SFVI(), 0)
+    _, found = simulator.draw(0)
+    ends = torch.tensor([math.inf, 2.0] * 8)
+    assert simulator.follow_up["t"].field == "cens"
+    assert torch.equal(found["cens"], (found["t"] >= ends).float())
+
+
+def test_that_an_indicator_that_is_not_clear_and_point_estimates_are_refused():
+    rows = {"x": [[0.1], [0.2]], "time": [1.0, 2.0], "seen": [1.0, 0.0], "treated": [1.0, 0.0]}
+    clients = bf.Federation.from_arrays({"a": rows, "b": rows})
+
+    def model(federation):
+        scale = pyro.sample("scale", dist.Normal(0.0, 1.0))
+        with federation.clients(), federation.observations() as obs:
+            times = CensoredWeibull(scale.expand(obs["seen"].shape), torch.ones(()), obs["seen"])
+            pyro.sample("time", times, obs=obs["time"])
+
+    with pytest.raises(ValueError, match="site 'time' has censored rows, and which field says so"):
+        bf.calibrate(model, clients, n=2)
     with pytest.raises(ValueError, match="FedAvg gives mu a point estimate.*bf.SFVI"):
         calibrate(algorithm=bf.FedAvg())
     with pytest.raises(ValueError, match="n is 1"):
