@@ -4,6 +4,10 @@ Pareto k-hat is one number for all variables, and uses draws from q only: it sta
 one client's posterior, and a standard deviation may be a third too small at a k-hat of 0.6. Here means and standard
 deviations are compared: of each client's draws, at some draws of θ, with those of weighted draws from a wider proposal,
 see :mod:`bayesfed.output.defensive`; of a q(θ) that is not corrected, with those of the same draws by their weights.
+
+A q(w_i | θ) with one of two modes may have the lower one at some θ and the upper one at others, so that its errors
+cancel over few draws of θ. Clients whose means given single draws of θ are off are suspect as well. Suspect clients are
+compared again, at many draws of θ.
 """
 
 from __future__ import annotations
@@ -29,14 +33,18 @@ from bayesfed.output.fitted import Fitted
 from bayesfed.output.importance import truncate_weights
 from bayesfed.output.locals_given_theta import draw_guide_locals, proposal_centre
 
-THETAS, FEW, DRAWS = 8, 64, 256
-"""Number of draws of θ, and of draws of a client's variables at each: for all clients, and for those found suspect."""
+THETAS, FEW = 8, 64
+"""Number of draws of θ at which all clients are compared, and of draws of a client's variables at each."""
+MORE_THETAS, DRAWS = 64, 128
+"""The same for clients that are found suspect."""
 WORK = 2.5e7
 """The largest size of clients' rows and variables, in numbers, over all draws."""
 FEWEST = 25
 """Effective sample size of weights below which they give no standard deviation."""
 SHIFT, RATIO = 0.25, 1.25
 """Difference of means, in standard deviations, and ratio of standard deviations that are named."""
+GIVEN = 0.5
+"""The same of root mean squares of differences given single draws of θ, most of which cancel over the draws of θ."""
 ERRORS = 3.0
 """Monte Carlo standard errors by which a difference must exceed these."""
 REACHED = 0.1
@@ -92,6 +100,8 @@ class Distances(NamedTuple):
         ratio: ratios of standard deviations, ``(K, P)``.
         size: effective sample size of the weighted draws, relative to their number, ``(K, 1)``.
         draws: their number.
+        given: root mean square of the differences of means given single draws of θ, in the same standard deviations,
+            beyond Monte Carlo error, ``(K, P)``; None of θ.
     """
 
     sites: list[str]
@@ -99,6 +109,7 @@ class Distances(NamedTuple):
     ratio: Tensor
     size: Tensor
     draws: int
+    given: Tensor | None = None
 
     def excess(self, errors: float) -> tuple[Tensor, Tensor]:
         """Return the largest distance of each client, 1 if it is just named, and the number that it is of: ``(K,)``."""
@@ -107,6 +118,14 @@ class Distances(NamedTuple):
         spread_off = (self.ratio.log().abs() - error / 2**0.5) / math.log(RATIO)
         worst, number = torch.maximum(mean_off, spread_off).nan_to_num(0.0).max(1)
         return worst, number
+
+    def doubt(self) -> Tensor:
+        """Return the largest distance of each client beyond a standard error, over all θ or given each: ``(K,)``."""
+        worst, _ = self.excess(errors=1.0)
+        if self.given is None:
+            return worst
+        given = (self.given / GIVEN).nan_to_num(0.0).amax(1)
+        return torch.maximum(worst, given.where(self.size[:, 0] > REACHED, 0.0))
 
     def of(self, client: int, number: int) -> Distance:
         """Return the distance of one number of a client."""
@@ -138,16 +157,18 @@ def check_clients(fitted: Fitted) -> ClientCheck:
         return ClientCheck({}, frozenset())
     few = fitted.select(names)
     key = few.key(0, "client check")
-    theta = draw_theta(few, THETAS, key)
+    theta = draw_theta(few, MORE_THETAS, key)
+    first = {name: value[:THETAS] for name, value in theta.items()}
     found: dict[str, tuple[float, Distance]] = {}
     doubtful: set[str] = set()
     for chunk in client_chunks(few, THETAS * FEW, few.federation):
-        worst, _ = _distances(few, theta, chunk, key, FEW).excess(errors=1.0)
-        suspect = chunk[(worst > SUSPECT).to(chunk.device)]
-        for some in suspect.split(max(1, len(chunk) * FEW // DRAWS)) if len(suspect) else ():
-            distances = _distances(few, theta, some, key, DRAWS)
+        doubt = _distances(few, first, THETAS, chunk, key, FEW).doubt()
+        suspect = chunk[(doubt > SUSPECT).to(chunk.device)]
+        together = max(1, len(chunk) * THETAS * FEW // (MORE_THETAS * DRAWS))
+        for some in suspect.split(together) if len(suspect) else ():
+            distances = _distances(few, theta, MORE_THETAS, some, key, DRAWS)
             worst, number = distances.excess(ERRORS)
-            likely, _ = distances.excess(errors=1.0)
+            likely = distances.doubt()
             for k in range(len(some)):
                 name = few.federation.names[int(some[k])]
                 distance = distances.of(k, int(number[k]))
@@ -236,17 +257,19 @@ def _affordable(fitted: Fitted) -> list[str]:
     return others[: max(1, int((total <= WORK).sum()))]
 
 
-def _distances(fitted: Fitted, theta: Params, chunk: Tensor, key: Tensor, each: int) -> Distances:
+def _distances(
+    fitted: Fitted, theta: Params, thetas: int, chunk: Tensor, key: Tensor, each: int
+) -> Distances:
     """Compare the draws of K clients' variables, ``each`` at each draw of θ, with weighted ones."""
-    program, federation, count = fitted.program, fitted.federation, each * THETAS
+    program, federation, count = fitted.program, fitted.federation, each * thetas
     batch, params = federation.batch(chunk), fitted.params_of(chunk)
     given = {name: value.repeat(each, *[1] * (value.ndim - 1)) for name, value in theta.items()}
     own = draw_guide_locals(fitted, given, count, chunk, key)
     keys = noise.fold(key, federation.stream_ids[chunk])
-    centre = proposal_centre(fitted, theta, THETAS, chunk, key, each)
-    conditionals = Conditionals(program, params, theta, batch, THETAS)
+    centre = proposal_centre(fitted, theta, thetas, chunk, key, each)
+    conditionals = Conditionals(program, params, theta, batch, thetas)
     proposed = defensive_candidates(conditionals, centre, keys, each)
-    weights = proposed.log_weights.softmax(0).flatten(0, 1)[..., None] / THETAS
+    weights = proposed.log_weights.softmax(0).flatten(0, 1)[..., None] / thetas
     rows = batch if program.needs_rows else batch.head()
 
     def sites(values: Params) -> tuple[Tensor, list[str]]:
@@ -261,7 +284,9 @@ def _distances(fitted: Fitted, theta: Params, chunk: Tensor, key: Tensor, each: 
 
     flat = proposed.draws.flatten(0, 1).to(federation.dtype)
     u, names = sites(unstack(flat, centre.shapes))
-    return _compare(sites(own)[0], u, weights, names)
+    drawn = sites(own)[0]
+    found = _compare(drawn, u, weights, names)
+    return found._replace(given=_distance_given_theta(drawn, u, weights, thetas))
 
 
 def _compare(drawn: Tensor, u: Tensor, weights: Tensor, sites: list[str]) -> Distances:
@@ -271,6 +296,17 @@ def _compare(drawn: Tensor, u: Tensor, weights: Tensor, sites: list[str]) -> Dis
     mean_drawn, sd_drawn = _moments(drawn, torch.full_like(weights, 1 / count))
     size = 1 / (count * weights.square().sum(0))
     return Distances(sites, (mean_drawn - mean) / sd, sd_drawn / sd, size, count)
+
+
+def _distance_given_theta(drawn: Tensor, u: Tensor, weights: Tensor, thetas: int) -> Tensor:
+    """Return :attr:`Distances.given` of draws ``(S, K, P)``, each draw of θ in every ``thetas``-th row: ``(K, P)``."""
+    own, other = drawn.unflatten(0, (-1, thetas)), u.unflatten(0, (-1, thetas))
+    share = weights.unflatten(0, (-1, thetas)) * thetas
+    mean, mean_own = (share * other).sum(0), own.mean(0)
+    error = (share * (other - mean)).square().sum(0) + own.var(0) / len(own)
+    error = error.mean(0) * (1 + ERRORS * (2 / thetas) ** 0.5)
+    _, sd = _moments(u, weights)
+    return ((mean_own - mean).square().mean(0) - error).clamp(min=0.0).sqrt() / sd
 
 
 def _moments(u: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -99,10 +99,16 @@ def test_clients_whose_q_lacks_a_mode_are_named_with_their_distances(plain):
 
 
 @pytest.mark.parametrize(
-    ("model", "rows", "log_likelihood"), [(log_odds, DEATHS, logistic), (square, SQUARES, squared)]
+    ("model", "rows", "log_likelihood", "seed"),
+    [
+        (log_odds, DEATHS, logistic, 1),
+        (square, SQUARES, squared, 0),
+        (square, SQUARES, squared, 1),
+        (square, SQUARES, squared, 4),
+    ],
 )
-def test_a_corrected_fit_is_right_for_every_client(model, rows, log_likelihood):
-    posterior = bf.fit(model, federation(rows), seed=1, progress=False)
+def test_a_corrected_fit_is_right_for_every_client(model, rows, log_likelihood, seed):
+    posterior = bf.fit(model, federation(rows), seed=seed, progress=False)
     assert bool(posterior.resampled) == (model is square)
     assert not posterior.poor_clients
     draws = posterior.sample(8000)["w"]
