@@ -114,8 +114,9 @@ class GaussianProcess:
 
     def __call__(self, federation: Any) -> None:
         """Run the Pyro program."""
-        scale = torch.full_like(self.centre, self.hyper_scale)
-        phi = pyro.sample(PRIOR, dist.Normal(self.centre, scale).to_event(1))
+        centre = self.centre.to(torch.get_default_device())
+        scale = torch.full_like(centre, self.hyper_scale)
+        phi = pyro.sample(PRIOR, dist.Normal(centre, scale).to_event(1))
         with federation.clients(), federation.jointly() as (obs, mask):
             y: dist.TorchDistribution
             if self.classes is None:
@@ -168,8 +169,10 @@ class GaussianProcess:
         """Call a function on a GPyTorch module whose parameters are those of φ, with φ's dimensions in front."""
         part, own = self.parts[name], self._part_of(name, phi).squeeze(-2)
         free = {n: p for n, p in part.named_parameters() if p.requires_grad}
+        constants = {**dict(part.named_parameters()), **dict(part.named_buffers())}
+        values = {f"part.{n}": value.to(phi.device) for n, value in constants.items()}
         split = own.split([p.numel() for p in free.values()], -1)
-        values = {
+        values |= {
             f"part.{n}": value.reshape(*own.shape[:-1], *p.shape)
             for (n, p), value in zip(free.items(), split, strict=True)
         }

@@ -14,6 +14,7 @@ from bayesfed.data.batch import OBSERVATIONS, Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.elbo import run
+from bayesfed.elbo.index_checks import checked_indices
 from bayesfed.elbo.program import Program
 from bayesfed.elbo.sites import expand_data, name_of
 
@@ -41,7 +42,7 @@ def check_data(program: Program, federation: Federation) -> None:
         keys = noise.fold(noise.key(0).to(federation.device), federation.stream_ids[chunk])
         supplied = server | program.noise(keys, 1, local=True)
         given: dict[str, Any] = {"batch": batch, "noise": supplied, "draws": 1}
-        with torch.no_grad():
+        with torch.no_grad(), checked_indices(federation.device):
             _, model = run(program, program.init, {}, **given, starting=program.local_params)
         for field in batch.fields.constant:
             _check_constant(federation.select([federation.names[i] for i in chunk.tolist()]), field)

@@ -108,9 +108,10 @@ def variables_of(posterior: Posterior, num_samples: int, seed: int) -> dict[str,
     """Return draws of the variables, and of the derived values but those of rows."""
     derived = posterior.derived(num_samples=num_samples, seed=seed)
     dims = posterior.program.derived
-    return posterior.sample(num_samples, seed=seed) | {
+    found = posterior.sample(num_samples, seed=seed) | {
         name: value for name, value in derived.items() if "observation" not in dims[name]
     }
+    return {name: value.cpu() for name, value in found.items()}
 
 
 def evaluate(

@@ -97,7 +97,10 @@ def sum_over_rows(
         ValueError: the expectation does not exist, or the level does not apply to the model.
         KeyError: a client took no part in the fit, at the level of the clients.
     """
-    found = [_sum_one(fitted, rows, groups, number, weights, wanted) for rows in settings]
+    device = fitted.federation.device
+    found = [
+        _sum_one(fitted, rows.to(device), groups, number, weights, wanted) for rows in settings
+    ]
     return Sums(
         *(
             torch.stack(part, axis)
@@ -232,7 +235,7 @@ def _outcome(
 ) -> tuple[Tensor, Tensor, bool]:
     """Return the expected outcome ``(S, rows, C)``, the trials ``(rows,)``, and whether it is one of rows."""
     name, program = wanted.outcome, fitted.program
-    trials = torch.ones(1, 1, 1)
+    trials = torch.ones(1, 1, 1, device=batch.device)
     if name in program.derived:
         site: Any = derive(fitted, draws, chunk, batch)[name]
         value, family = site.value, ""

@@ -6,6 +6,7 @@ from bayesfed.algorithms.algorithm import Algorithm
 from bayesfed.checks.data import check_first_outcomes
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import noise
+from bayesfed.elbo.index_checks import checked_indices
 from bayesfed.elbo.program import Program
 from bayesfed.settings import check
 from bayesfed.vmap.choose import for_batches
@@ -29,7 +30,7 @@ def build_program(model: Model, federation: Federation, algorithm: Algorithm, se
         ['mu', 'tau', 'theta', 'y']
     """
     check(algorithm)
-    with noise.seeded(seed):
+    with noise.seeded(seed), checked_indices(federation.device):
         inspected = for_batches(model, federation)
         try:
             return algorithm.program(inspected, federation)

@@ -293,7 +293,7 @@ def prior_losses(
         For each client of ``test`` its name and the losses ``(L, k, m)`` on its own and on the test rows.
     """
     program, (site,) = fitted.program, fitted.program.observed
-    few = fitted.select(test.names)
+    few, test = fitted.select(test.names), test.to(fitted.federation.device)
     priors = theta_support(fitted)
     if priors is None:
         raise TypeError(

@@ -185,15 +185,18 @@ def load(
             f"{path} was fitted to a model with sites {', '.join(metadata['sites'])}; this one has "
             f"{', '.join(program.sites)}"
         )
+
+    def moved(values: Params) -> Params:
+        return {name: value.to(federation.device) for name, value in values.items()}
+
     starts = {**parts.pop("start.globals", {}), **parts.pop("start.locals", {})}
     if isinstance(program.guide, Placed):
-        found = {name: value.to(federation.device) for name, value in starts.items()}
-        program = replace(program, guide=program.guide.placed(found))
+        program = replace(program, guide=program.guide.placed(moved(starts)))
     position = torch.tensor([known[name] for name in federation.names])
     local_params: Params = {}
     _check_shapes(path, parts["params"], program.init)
     if not are_absent(federation.fields):
-        local_params = {name: value[position] for name, value in parts["local_params"].items()}
+        local_params = moved({n: value[position] for n, value in parts["local_params"].items()})
         for start in program.starts(federation):
             shapes = {n: v[start.index] for n, v in local_params.items()}
             _check_shapes(path, shapes, program.init_locals(start))
@@ -207,10 +210,6 @@ def load(
         )
     _check_program(path, program, federation, other_rows, metadata, parts["program"])
     program = replace(program, **metadata.get("whole", {}))
-
-    def moved(values: Params) -> Params:
-        return {name: value.to(federation.device) for name, value in values.items()}
-
     correction = None
     if theta := moved(parts.get("correction", {})):
         correction = Correction(
@@ -220,7 +219,7 @@ def load(
             metadata.get("chains", 1),
             metadata.get("rhat"),
             metadata.get("ess"),
-            parts.get("correction.weights", {}).get("log_weights"),
+            moved(parts.get("correction.weights", {})).get("log_weights"),
         )
     return Fitted(
         program=program,
@@ -228,7 +227,7 @@ def load(
         if are_absent(federation.fields)
         else with_sufficient_rows(program, federation),
         params=moved(parts["params"]),
-        local_params=moved(local_params),
+        local_params=local_params,
         history=parts["history"],
         algorithm=algorithm,
         seed=metadata["seed"],

@@ -77,7 +77,8 @@ def classification(
         >>> float(report.overall["accuracy"].round(3))
         0.667
     """
-    p, labels = probabilities.detach().double(), labels.long()
+    p = probabilities.detach().double()
+    labels = labels.to(p.device, torch.long)
     if p.ndim != 2 or labels.shape != p.shape[:1]:
         raise ValueError(
             f"probabilities have shape {tuple(p.shape)} and labels {tuple(labels.shape)}; "
@@ -177,7 +178,7 @@ def regression(
     if levels < 1:
         raise ValueError(f"levels is {levels}; it must be a whole number of at least 1")
     groups = _rows_of(owner, names, len(targets))
-    draws, targets = draws.detach(), targets.detach()
+    draws, targets = draws.detach(), targets.detach().to(draws.device)
     finite = draws.isfinite().all(0) & targets.isfinite()
     if not finite.all():
         row = int((~finite).nonzero()[0])
@@ -255,6 +256,7 @@ def _rows_of(owner: Tensor, names: Sequence[str], n: int) -> tuple[Tensor, ...]:
         raise ValueError(
             f"owner goes from {int(owner.min())} to {int(owner.max())}, there are {len(names)} names"
         )
+    owner = owner.cpu()
     counts = owner.bincount(minlength=len(names)).tolist()
     if 0 in counts:
         raise ValueError(f"client {names[counts.index(0)]!r} has no rows: leave out its name")

@@ -196,7 +196,7 @@ def find_poor_globals(fitted: Fitted, log_weights: Tensor) -> dict[str, Distance
     values = globals_at(fitted, draw_theta(fitted, count, fitted.key(0, "elbo")), count)
     found = {}
     for site in fitted.program.globals:
-        u = biject_to(site.support).inv(values[site.name]).reshape(count, 1, -1).double()
+        u = biject_to(site.support).inv(values[site.name]).reshape(count, 1, -1).double().cpu()
         distances = _compare(u, u, weights, u.shape[-1] * [site.name])
         worst, number = distances.excess(ERRORS)
         if worst > 1:

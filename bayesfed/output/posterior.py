@@ -342,7 +342,8 @@ class Posterior(Fitted):
             A posterior over the new clients.
         """
         options: dict[str, Any] = {"steps": steps, "lr": lr, "batch_size": batch_size}
-        federation, own = personalize_new(self, federation, seed, **options)
+        rows = self._rows(federation)
+        federation, own = personalize_new(self, rows, seed, **options)
         return replace(self, federation=federation, local_params=own)
 
     def to_arviz(self, num_samples: int = 1000, *, seed: int = 0) -> az.InferenceData | xr.DataTree:
@@ -390,8 +391,8 @@ class Posterior(Fitted):
         return cls(**vars(found))
 
     def _rows(self, federation: Federation | None) -> Federation:
-        """Return the given rows, by default those of the fit."""
+        """Return the given rows on the device of the fit, by default the rows of the fit."""
         if federation is None:
             return self.federation
         check_rows(federation)
-        return federation
+        return federation.to(self.federation.device)

@@ -1,0 +1,150 @@
+"""Fits, and what follows them, on a device that is as strict as a GPU and needs none."""
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy.special import expit
+
+import bayesfed as bf
+from bayesfed.engine.program import build_program
+from bayesfed.output import metrics
+from bayesfed.vmap.one_client import OneClient
+from tests import pretend_gpu
+from tests.invariants.cases import CASES, federation
+from tests.test_gpu import QUESTIONS, as_tensors
+
+pytestmark = pytest.mark.skipif(
+    not pretend_gpu.AVAILABLE, reason="torch has no devices in Python before 2.8"
+)
+LONG = {"with_chains", "report", "loo"}
+"""The questions that take seconds, left to ``tests/test_gpu.py`` and to nightly runs."""
+
+
+@pytest.fixture(autouse=True)
+def device():
+    pretend_gpu.register()
+    return torch.device("pretend", 0)
+
+
+def fit(model, federation, device, algorithm=None, **settings):
+    execution = bf.Execution(device=device, compile=False)
+    return bf.fit(model, federation, algorithm, execution=execution, progress=False, **settings)
+
+
+def assert_same(found, expected):
+    for one, other in zip(as_tensors(found), as_tensors(expected), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+
+
+MIXED = {
+    "operands": lambda x: x + torch.ones(3),
+    "the first": lambda x: torch.ones(3) * x.sum(),
+    "an index": lambda x: torch.ones(3)[x.long()],
+    "a mask": lambda x: torch.ones(3)[x > 0],
+    "in place": lambda x: torch.ones(3).add_(x),
+    "numpy": lambda x: x.numpy(),
+    "vmap": lambda x: torch.vmap(torch.add)(x, torch.ones(3)),
+    "parts": lambda x: torch.cat([x, torch.ones(3)]),
+}
+ALLOWED = {
+    "a number": lambda x: x + torch.tensor(2.0),
+    "an index": lambda x: x[torch.tensor([2, 0])],
+    "a mask": lambda x: x[torch.tensor([True, False, True])],
+    "a copy": lambda x: x.cpu() + torch.ones(3),
+    "in place": lambda x: x.clone().copy_(torch.ones(3)),
+    "item": lambda x: torch.tensor([x[1].item()]),
+    "quantiles": lambda x: x.quantile(0.5, dim=0),
+}
+
+
+@pytest.mark.parametrize("operation", MIXED)
+def test_operations_on_two_devices_are_errors(operation, device):
+    with pytest.raises((RuntimeError, TypeError)):
+        MIXED[operation](torch.arange(3.0, device=device))
+
+
+@pytest.mark.parametrize("operation", ALLOWED)
+def test_exceptions_are_pytorchs(operation, device):
+    found = ALLOWED[operation](torch.arange(3.0, device=device))
+    assert torch.equal(found.cpu(), ALLOWED[operation](torch.arange(3.0)))
+
+
+def test_an_index_out_of_range_breaks_the_device(device):
+    with pytest.raises(IndexError):
+        torch.arange(3.0, device=device)[torch.tensor([3])]
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        torch.arange(3.0, device=device) + 1
+
+
+@pytest.fixture(scope="module")
+def on_both():
+    """The same fit of a formula on the CPU and on the pretended device, and rows of the same clients on the CPU."""
+    pretend_gpu.register()
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"ward": rng.choice(list("ABC"), 40), "x": rng.normal(size=40)})
+    frame["died"] = (rng.random(40) < expit(0.5 * frame.x)).astype(float)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    model = bf.formula("died ~ x + (1 | ward)", frame, family="bernoulli")
+    yield [
+        fit(model, model.federation, device, bf.SFVI(personal_steps=2))
+        for device in ("cpu", "pretend")
+    ]
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    "question", [pytest.param(q, marks=[pytest.mark.slow] * (q in LONG)) for q in QUESTIONS]
+)
+def test_what_follows_a_fit_is_the_cpus(question, on_both, tmp_path):
+    expected, found = (QUESTIONS[question](p, tmp_path) for p in on_both)
+    assert_same(found, expected)
+
+
+ON_ROWS = {
+    "predict": lambda p, rows: p.predict(rows, 5),
+    "log_likelihood": lambda p, rows: p.log_likelihood(rows, 5),
+    "derived": lambda p, rows: p.derived(rows, 5),
+    "probabilities": lambda p, rows: p.probabilities(rows, 5),
+    "predictive": lambda p, rows: p.predictive(rows, 5).log_prob(p.predict(rows, 1)["y"][0]),
+    "personalize": lambda p, rows: p.personalize(rows).sample(5),
+    "classification": lambda p, rows: metrics.classification(
+        p.probabilities(rows, 5)["y"], rows["y"], rows.owner, rows.names
+    ).overall.to_frame(),
+}
+"""By name: what is asked of a posterior about rows."""
+
+
+@pytest.mark.parametrize("name", ["FedAvg of a network", "PFedVEM of a network", "PACPFL"])
+def test_rows_may_lie_on_the_cpu(name, float64):
+    algorithm, model = CASES[name]()
+    cpu, other = (
+        fit(model, federation(), device, algorithm, rounds=1) for device in ("cpu", "pretend")
+    )
+    rows = federation().select(["client 9", "client 4"])
+    for ask in ON_ROWS.values():
+        assert_same(ask(other, rows), ask(cpu, rows))
+    assert {value.device.type for value in other.sample(5).values()} == {"pretend"}
+
+
+def test_a_program_of_one_client_is_found_without_breaking_the_device(device):
+    """The effect of a client's item has no dimension of clients: only vmap runs this program."""
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"ward": rng.choice(list("AB"), 24), "item": rng.integers(0, 4, 24)})
+    frame["y"] = rng.normal(size=24)
+    model = bf.formula("y ~ 1 + (1 | ward) + (1 | item)", frame, client="ward")
+    program = build_program(model, model.federation.to(device), bf.SFVI(), seed=0)
+    assert isinstance(program.model.model, OneClient)
+    assert torch.ones(2, device=device).sum() == 2
+
+
+def test_a_label_out_of_range_is_named_and_leaves_the_device_usable(device):
+    algorithm, model = CASES["FedAvg of a network"]()
+    data = federation()
+    wrong = replace(data, fields={**data.fields, "y": data["y"] + 5})
+    with pytest.raises(ValueError, match="'y'"):
+        fit(model, wrong, device, algorithm, rounds=1)
+    assert fit(model, data, device, algorithm, rounds=1).sample(2)
