@@ -1,0 +1,109 @@
+"""Are posteriors of posteriordb right at the first try? Makes posteriordb.md.
+
+    pip install 'bayesfed[benchmarks]'
+    apt-get install r-base-core r-cran-rstanarm         # two data sets
+    python experiments/posteriordb.py                   # a quarter of an hour
+    python experiments/posteriordb.py seeds surgical    # two rows
+
+Programs of first_tries/posteriordb.py, by the names of github.com/stan-dev/posteriordb, fitted by `bf.fit(program,
+data)` with the usual settings. The reference is NUTS on the pooled data (pooled_nuts.py), not posteriordb's draws. Data
+are published ones, from R's rstanarm, or simulated from the program in the shape of posteriordb's. Shift is the largest
+of a mean in NUTS' standard deviations, tails that of the 5 % and 95 % quantiles, over all entries; the quantiles of
+four thousand draws of NUTS are uncertain by 0.05 and more. The goal is means within 0.1, sds within 0.9 and 1.1, and
+tails within 0.15. Where it is missed the variables that miss it are given, and whether the fit says so: by a caveat, as
+for a k-hat above its limit, or by not having converged; an error is one that the fit raises. k is Pareto's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import runner
+from distances import cells
+from first_tries.posteriordb import POSTERIORS
+
+import bayesfed as bf
+from bayesfed.engine.run import Stopped
+
+COLUMNS = (
+    "posterior | data | clients | rows | globals: shift | sd ratio | tails | locals: shift | sd ratio | tails "
+    "| goal | rounds | k | s"
+)
+SHIFT, RATIO, TAILS = 0.1, (0.9, 1.1), 0.15
+
+
+def measure(name: str) -> list[str]:
+    """Fit a program and compare it with NUTS."""
+    from pooled_nuts import nuts
+
+    program, data, source = POSTERIORS[name]
+    federation = data()
+    about = [source, str(len(federation)), str(len(federation.owner))]
+    start = time.perf_counter()
+    try:
+        posterior = bf.fit(program, federation, seed=1, progress=False)
+    except (ValueError, NotImplementedError, Stopped) as error:
+        return [*about, *[""] * 6, f"error: {error}", "", "", ""]
+    seconds = time.perf_counter() - start
+    draws = posterior.sample(20_000)
+    reference = {
+        n: x for n, x in nuts(f"posteriordb_{name}", program, data()).items() if n in draws
+    }
+    local = {site.name for site in posterior.program.locals}
+    far = tails(draws, reference)
+    shift, ratio, *of_locals = cells(draws, reference, local)
+    found = []
+    for moments, wanted in (((shift, ratio), False), (of_locals, True)):
+        own = [far[n] for n in far if (n in local) == wanted]
+        found += [*moments, f"{max(own):.2f}" if own else ""]
+    k = "" if posterior.khat is None else f"{posterior.khat:.2f}"
+    goal = judged(misses(draws, reference), posterior)
+    return [*about, *found, goal, runner.rounds_of(posterior), k, f"{seconds:.1f}"]
+
+
+def tails(draws: Mapping[str, Any], reference: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Return the largest shift of the 5 % and 95 % quantiles of each variable, in the reference's sds."""
+    found = {}
+    for name, true in reference.items():
+        ends = [
+            np.quantile(np.asarray(x, dtype=float), (0.05, 0.95), axis=0)
+            for x in (draws[name], true)
+        ]
+        found[name] = float((np.abs(ends[0] - ends[1]) / true.std(0)).max())
+    return found
+
+
+def misses(draws: Mapping[str, Any], reference: Mapping[str, np.ndarray]) -> Iterable[str]:
+    """Return the variables that miss the goal, with the worst figure of each kind."""
+    far, made = tails(draws, reference), []
+    for name, true in reference.items():
+        own = np.asarray(draws[name], dtype=float)
+        shift = float((np.abs(own.mean(0) - true.mean(0)) / true.std(0)).max())
+        ratio = own.std(0) / true.std(0)
+        parts = [f"mean {shift:.2f}"] if shift > SHIFT else []
+        if ratio.min() < RATIO[0] or ratio.max() > RATIO[1]:
+            parts.append(f"sd {ratio.min():.2f}–{ratio.max():.2f}")
+        parts += [f"tails {far[name]:.2f}"] if far[name] > TAILS else []
+        made += [f"{name} {', '.join(parts)}"] if parts else []
+    return made
+
+
+def judged(missed: Iterable[str], posterior: bf.Posterior) -> str:
+    """Return whether the goal is met, and if not what is missed and whether the fit says so."""
+    words = "; ".join(missed)
+    if not words:
+        return "met"
+    said = posterior.caveat or ("" if posterior.converged else "not converged")
+    return f"{words}: {'named' if said else 'not named'}"
+
+
+def main() -> None:
+    given = runner.arguments(__doc__)
+    runner.table(COLUMNS, list(POSTERIORS), measure, given)
+
+
+if __name__ == "__main__":
+    main()
