@@ -1,19 +1,23 @@
 """Fits, and what follows them, on a device that is as strict as a GPU and needs none."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from scipy.special import expit
 
 import bayesfed as bf
+from bayesfed import models
 from bayesfed.engine.program import build_program
 from bayesfed.output import metrics
 from bayesfed.vmap.one_client import OneClient
 from tests import pretend_gpu
-from tests.invariants.cases import CASES, federation
+from tests.invariants.cases import CASES, federation, small
 from tests.test_gpu import QUESTIONS, as_tensors
 
 pytestmark = pytest.mark.skipif(
@@ -118,9 +122,34 @@ ON_ROWS = {
 """By name: what is asked of a posterior about rows."""
 
 
-@pytest.mark.parametrize("name", ["FedAvg of a network", "PFedVEM of a network", "PACPFL"])
+def test_a_file_is_read_on_the_cpu(on_both, tmp_path):
+    cpu, other = on_both
+    other.save(tmp_path / "fit")
+    model = cpu.program.model
+    read = bf.Posterior.load(tmp_path / "fit", model, cpu.federation)
+    assert_same(read.sample(5), cpu.sample(5))
+    without = bf.Posterior.load(tmp_path / "fit", model).personalize(other.federation)
+    assert without.federation.device.type == "cpu"
+
+
+def without_locals(data):
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    with data.clients(), data.observations() as obs:
+        logits = (obs["x"] * beta).sum(-1)
+        pyro.sample("y", dist.Bernoulli(logits=logits), obs=obs.get("y"))
+
+
+FITTED = {
+    name: CASES[name] for name in ("FedAvg of a network", "PFedVEM of a network", "PACPFL")
+} | {
+    "PACPFL of functions": lambda: (small(bf.PACPFL()), models.GaussianProcess(classes=2)),
+    "SFVI without local variables": lambda: (small(bf.SFVI()), without_locals),
+}
+
+
+@pytest.mark.parametrize("name", FITTED)
 def test_rows_may_lie_on_the_cpu(name, float64):
-    algorithm, model = CASES[name]()
+    algorithm, model = FITTED[name]()
     cpu, other = (
         fit(model, federation(), device, algorithm, rounds=1) for device in ("cpu", "pretend")
     )
@@ -148,3 +177,18 @@ def test_a_label_out_of_range_is_named_and_leaves_the_device_usable(device):
     with pytest.raises(ValueError, match="'y'"):
         fit(model, wrong, device, algorithm, rounds=1)
     assert fit(model, data, device, algorithm, rounds=1).sample(2)
+
+
+@pytest.mark.parametrize("where", ["cpu", "pretend"])
+def test_errors_of_models_say_what_to_write(where):
+    def model(data, table=torch.ones(5)):  # noqa: B008
+        few = pyro.sample("few", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with data.clients(), data.observations() as obs:
+            chosen = few[..., 2 + obs["y"].long()] if table is None else table * few[..., :1]
+            pyro.sample("y", dist.Normal(chosen[..., :1], 1.0), obs=obs["y"])
+
+    with pytest.raises(ValueError, match="categories count from 0"):
+        fit(partial(model, table=None), federation(), where, rounds=1)
+    if where == "pretend":
+        with pytest.raises(ValueError, match="outside the model lies on another device"):
+            fit(model, federation(), where, rounds=1)

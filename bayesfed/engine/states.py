@@ -68,9 +68,6 @@ class States:
 
     def begin(self, clients: Tensor, state: optimizer.State) -> None:
         """Set the first states of K clients, or a part that they did not have. Zeros only replace other numbers."""
-        where = self._device if self._folder is None else torch.device("cpu")
-        clients = clients.to(where)
-        state = {p: {n: v.to(where) for n, v in found.items()} for p, found in state.items()}
         new = {part: found for part, found in state.items() if part not in self.tensors}
         if new and self._folder is None:
             self.tensors |= {
@@ -79,6 +76,9 @@ class States:
             }
         elif new and self._folder is not None:
             self.tensors |= self._file(self._folder, new, "w+")
+        if self._folder is not None:
+            clients = clients.cpu()
+            state = {p: {n: v.cpu() for n, v in found.items()} for p, found in state.items()}
         filled = {
             part: {
                 n: v for n, v in found.items() if v.any() or self.tensors[part][n][clients].any()

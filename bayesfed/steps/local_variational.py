@@ -213,7 +213,7 @@ def phi_state(clients: State) -> State:
 
 def first_state(program: Program, batch: Batch) -> State:
     """Return φ_i of K clients before their first visit, Adam's moments, and the origin of φ_i."""
-    clients = optimizer.init(program.init_locals(batch), rows=len(batch))
+    clients = optimizer.init(program.init_locals(batch), len(batch), batch.device)
     clients["origin"] = {n: clients["params"][n].clone() for n in program.laplace_params}
     if (unit := program.context_unit(program.init, batch)) is not None:
         clients["unit"] = {"context": unit.contiguous()}

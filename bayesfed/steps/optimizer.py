@@ -16,9 +16,14 @@ State = dict[str, dict[str, Tensor]]
 MOMENTUM = 0.9
 
 
-def init(params: Mapping[str, Tensor], rows: int | None = None) -> State:
-    """Return parameters with zero moments; ``step`` has shape ``()``, or ``(rows,)`` for rows that step alone."""
-    like = next(iter(params.values()), torch.zeros(()))
+def init(
+    params: Mapping[str, Tensor], rows: int | None = None, device: torch.device | None = None
+) -> State:
+    """Return parameters with zero moments; ``step`` has shape ``()``, or ``(rows,)`` for rows that step alone.
+
+    The device is needed where there may be no parameters.
+    """
+    like = next(iter(params.values()), torch.zeros((), device=device))
     step = torch.zeros(() if rows is None else (rows,), dtype=like.dtype, device=like.device)
     return {
         "params": dict(params),

@@ -8,6 +8,7 @@ import traceback
 
 from pyro.infer.reparam.reparam import Reparam
 
+from bayesfed.elbo import index_checks
 from bayesfed.tracing.compiler import users_frames
 from bayesfed.vmap import writes
 
@@ -53,6 +54,10 @@ _REASONS = {
     r"used as indices must be": (
         'an index must be whole numbers: effect[obs["kind"].long()], see docs/first_model.md, "Categories"'
     ),
+    r"on the same device": (
+        "a tensor that was made outside the model lies on another device than the rows. Make it in the model, or move "
+        "it to them, table.to(federation.device)"
+    ),
     r"out of (bounds|range)": (
         "an index is larger than what it is to index: categories count from 0, and a variable needs an entry for each; "
         "a client's variable has no entry for other clients, own and not own[i]"
@@ -88,7 +93,8 @@ def readable_error(error: Exception, name: str) -> Exception:
     modules = [
         frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
     ]
-    last = [module for module in modules if module != writes.__name__][-1]
+    passing = writes.__name__, index_checks.__name__
+    last = [module for module in modules if module not in passing][-1]
     said, found, _ = str(error).partition("Trace Shapes:")  # which Pyro adds
     said = said.strip()
     if not theirs or last.startswith("bayesfed."):
