@@ -99,6 +99,21 @@ def _posteriordb():
 
 
 @claim(
+    "calibration.md",
+    "In 200 replications of each of {} models 90 % intervals cover {} to {} % of true values by variable, and {} to {} % "
+    "on average over a model's variables",
+)
+def _coverage():
+    rows = table("coverage")
+    shares = {r["model"][0]: [] for r in rows}, []
+    for row in rows:
+        assert row["replications"] == ["200"]
+        kept = shares[1] if row["variable"] == ["all"] else shares[0][row["model"][0]]
+        kept.append(float(row["90 %"][0].split(" ")[0]))
+    return len(shares[0]), *ends(sum(shares[0].values(), [])), *ends(shares[1])
+
+
+@claim(
     "overview.md",
     "With minibatches it may be {} standard deviations off, or not have converged after 500 rounds "
     "(`experiments/accuracy.md`).",
