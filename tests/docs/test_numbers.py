@@ -100,17 +100,16 @@ def _posteriordb():
 
 @claim(
     "calibration.md",
-    "In 200 replications of each of {} models 90 % intervals cover {} to {} % of true values by variable, and {} to {} % "
-    "on average over a model's variables",
+    "In 200 replications of each of {} models 90 % intervals cover {} to {} % of true values by variable, and {} to "
+    "{} % on average over a model's variables",
 )
 def _coverage():
     rows = table("coverage")
-    shares = {r["model"][0]: [] for r in rows}, []
-    for row in rows:
-        assert row["replications"] == ["200"]
-        kept = shares[1] if row["variable"] == ["all"] else shares[0][row["model"][0]]
-        kept.append(float(row["90 %"][0].split(" ")[0]))
-    return len(shares[0]), *ends(sum(shares[0].values(), [])), *ends(shares[1])
+    assert {row["replications"][0] for row in rows} == {"200"}
+    share = {(r["model"][0], r["variable"][0]): float(r["90 %"][0].split(" ")[0]) for r in rows}
+    of_variables = [x for (_, variable), x in share.items() if variable != "all"]
+    of_models = [x for (_, variable), x in share.items() if variable == "all"]
+    return len(of_models), *ends(of_variables), *ends(of_models)
 
 
 @claim(
