@@ -122,6 +122,12 @@ ON_ROWS = {
 """By name: what is asked of a posterior about rows."""
 
 
+def test_rows_of_the_fit_stay_the_same_object(on_both):
+    """The density of a row of the fit is conditional on the other rows, that of a new row on all rows of the fit."""
+    for posterior in on_both:
+        assert posterior._rows(posterior.federation) is posterior.federation
+
+
 def test_a_file_is_read_on_the_cpu(on_both, tmp_path):
     cpu, other = on_both
     other.save(tmp_path / "fit")

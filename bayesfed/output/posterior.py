@@ -391,8 +391,8 @@ class Posterior(Fitted):
         return cls(**vars(found))
 
     def _rows(self, federation: Federation | None) -> Federation:
-        """Return the given rows on the device of the fit, by default the rows of the fit."""
-        if federation is None:
+        """Return the given rows on the device of the fit, by default the rows of the fit, as the same object."""
+        if federation is None or federation is self.federation:
             return self.federation
         check_rows(federation)
         return federation.to(self.federation.device)
