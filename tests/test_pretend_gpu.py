@@ -23,8 +23,8 @@ from tests.test_gpu import QUESTIONS, as_tensors
 pytestmark = pytest.mark.skipif(
     not pretend_gpu.AVAILABLE, reason="torch has no devices in Python before 2.8"
 )
-LONG = {"with_chains", "report", "loo"}
-"""The questions that take seconds, left to ``tests/test_gpu.py`` and to nightly runs."""
+LONG = {"with_chains", "report"}
+"""The questions that take seconds, left to ``make test-all``."""
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +100,7 @@ def on_both():
     torch.set_default_dtype(before)
 
 
+@pytest.mark.filterwarnings("ignore:Pareto k is above")  # of 200 draws
 @pytest.mark.parametrize(
     "question", [pytest.param(q, marks=[pytest.mark.slow] * (q in LONG)) for q in QUESTIONS]
 )
