@@ -14,9 +14,9 @@ The density t in the weights of all draws is the mean of the proposals so far (C
 number per draw, of which the server needs the sum over clients. Weights are truncated at √S times their mean (Ionides
 2008, *Truncated importance sampling*).
 
-If q(w_i | θ) approximates the client's posterior poorly, a log weight is mostly noise. Its variance is measured by
-computing it twice at some draws of the first proposal; if it is large, and that of :mod:`bayesfed.output.evidence` is
-smaller, clients compute log p(D_i | θ_s) by the latter instead.
+If q(w_i | θ) approximates the client's posterior poorly, a log weight is mostly noise, which k-hat does not show where
+it hides the weight of a tail. Its variance is measured by computing it twice at some draws of the first proposal; if it
+is large, and that of :mod:`bayesfed.output.evidence` smaller, clients compute log p(D_i | θ_s) by the latter instead.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ EVEN = 0.95
 """Effective sample size of q's own draws, relative to their number, above which q(θ) needs no correction."""
 TAIL = 0.02
 """The largest share of all weight that may lie beyond the largest weight if k is above :func:`khat.limit`."""
-PROBE, QUIET = 200, 0.1
-"""Draws of θ at which the noise of log weights is measured, and the largest variance that is accepted."""
+PROBE, QUIET, LOUD = 200, 0.1, 1.0
+"""Draws of θ at which the noise of log weights is measured; the largest variance that is accepted; the same where an
+estimate without it takes long. Noise beyond grows towards the tails, and hides their weight from k-hat."""
 
 
 class CorrectionResult(NamedTuple):
@@ -123,7 +124,7 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
     own = draw_theta(fitted, draws, key)[GLOBAL][:, 0, 0]
     # where q(w_i | θ) learns nothing, it is Laplace's approximation itself
     learnt = has_block(fitted.program) and fitted.program.learns_locals
-    may_use_laplace = draws * COST <= affordable and learnt
+    accepted = QUIET if draws * COST <= affordable else LOUD
     laplace = False
     proposals = Proposals(find_prior_coordinates(fitted.program, fitted.params, own))
     z, weights = own, own.new_full((draws,), 1 / draws, dtype=torch.float64)
@@ -140,7 +141,7 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
             new = proposals.sample().to(own.dtype)
         target_key = noise.fold(key, len(drawn))
         if not drawn:
-            again = new[: PROBE if may_use_laplace else 0]
+            again = new[: PROBE if learnt else 0]
             sizes = [draws, len(again), few]  # in one exchange
             of_q, minus_log_q = _draws_of_q(fitted, few) if few else (new[:0], new[:0])
             found = torch.cat([new, again, of_q])
@@ -149,7 +150,7 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
             if few and _is_posterior(at_q + minus_log_q):
                 return CorrectionResult(reliable=True, certain=True)
             level = _variance(target[: len(again)], repeated)
-            laplace = level > QUIET and level > _noise_variance(fitted, again, key, log_weights)
+            laplace = level > accepted and level > _noise_variance(fitted, again, key, log_weights)
         if drawn or laplace:
             target = _log_target(fitted, new, target_key, log_weights, laplace)
         targets.append(target)
