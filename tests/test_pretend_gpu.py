@@ -21,7 +21,7 @@ from tests.invariants.cases import CASES, federation, small
 from tests.test_gpu import QUESTIONS, as_tensors
 
 pytestmark = pytest.mark.skipif(
-    not pretend_gpu.AVAILABLE, reason="torch has no devices in Python before 2.8"
+    not pretend_gpu.AVAILABLE, reason="this torch has no devices in Python"
 )
 LONG = {"with_chains", "report"}
 """The questions that take seconds, left to ``make test-all``."""
@@ -141,6 +141,8 @@ def test_a_file_is_read_on_the_cpu(on_both, tmp_path):
 
 def without_locals(data):
     beta = pyro.sample("beta", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    bound = pyro.sample("bound", dist.LogNormal(torch.zeros(1), 1.0).to_event(1))
+    pyro.sample("bounded", dist.Uniform(-bound, bound).to_event(1))
     with data.clients(), data.observations() as obs:
         logits = (obs["x"] * beta).sum(-1)
         pyro.sample("y", dist.Bernoulli(logits=logits), obs=obs.get("y"))

@@ -243,7 +243,8 @@ def _find_sites(model: Model, federation: Federation) -> dict[str, Site]:
         _check_distribution(name, node)
         inside, latent = handlers.plates(node), not node["is_observed"]
         if latent:
-            _check_latent(name, node["fn"], inside)
+            with handlers.on(federation.device):
+                _check_latent(name, node["fn"], inside)
         joint = False
         if not latent and OBSERVATIONS not in inside and node["fn"].event_dim:
             longer = longer or traced(2)
