@@ -37,7 +37,7 @@ from bayesfed.engine.stopping.fixed_rounds import FixedRounds
 from bayesfed.engine.stopping.held_out import HeldOut, check_clients
 from bayesfed.engine.stopping.rule import Stopping
 from bayesfed.engine.watch import warn_if_falling, warn_of_refused, warn_of_uphill
-from bayesfed.output.correction import CorrectionResult, correct
+from bayesfed.output.correction import correct
 from bayesfed.output.locals_of_run import fitted_cohort, log_predictive, make_local_params
 from bayesfed.output.posterior import Posterior
 from bayesfed.rules.rule import Robust, Turn
@@ -205,9 +205,10 @@ def step(run: Run) -> Round:
 def _try_correction(run: Run) -> None:
     """End a run that may be near its target if importance weights show that q(θ), or its correction, is good enough."""
     if run.stopping.provisional:
-        found = correct(make_posterior(run, _local_params(run)))
+        posterior = make_posterior(run, _local_params(run))
+        found = correct(posterior)
         if found.confirms(run.stopping.early):
-            run.correction = found.correction
+            run.confirmed = posterior, found
         else:
             run.stopping.withdraw()
 
@@ -219,10 +220,12 @@ def finish(run: Run) -> Posterior:
     Stateless clients, and clients that were in no cohort, make their variables from θ here. If the clients' states are
     in files, the posterior reads them there, as later rounds leave them.
     """
+    if run.stopping.provisional:
+        posterior, found = run.confirmed
+        warn_of_flaws(run, posterior)
+        return posterior.with_correction(found)
     posterior = make_posterior(run, _local_params(run))
     warn_of_flaws(run, posterior)
-    if run.stopping.provisional:
-        return posterior.with_correction(CorrectionResult(True, run.correction))
     return posterior.corrected() if run.plan.algorithm.corrected else posterior
 
 

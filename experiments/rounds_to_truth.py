@@ -8,8 +8,9 @@ Runs have no number of rounds, and stop by themselves; problems.py has the probl
 variables as the model has them, from 20,000 draws of what `bf.finish` gives after each round. These are importance
 weighted where that improves q(θ).
 
-"exchanges": all messages that each institution answers when the same fit runs between machines: its begin, the rounds,
-those in which it evaluates draws of θ for the weights, and two to end it.
+"exchanges": the requests that each institution has to answer when the same fit runs between machines: its begin, the
+rounds, and the evaluations of draws of θ for the weights, those of corrections that failed included. That the rounds or
+the fit are over needs no answer: by post it goes with the next letter, and over sockets it is a message more.
 
 "to NUTS": the round from which on every mean is within 0.1 standard deviations of NUTS' and every standard deviation
 within 0.85 to 1.18 of it; "never" where the run ends outside. "end": the largest shift and the range of the ratios when
@@ -78,15 +79,13 @@ def exchanges(problem: Problem, federation: bf.Federation, cohort: float, seed: 
         asked += 1
         return sum_log_weights(*args)
 
-    def finish(fitted: Fitted) -> CorrectionResult:
-        nonlocal asked
-        asked += 1  # the institutions make their posteriors
+    def by_exchanges(fitted: Fitted) -> CorrectionResult:
         return correct(fitted, evaluate)
 
-    with patch.object(fitting, "correct", finish):
+    with patch.object(fitting, "correct", by_exchanges):
         posterior = bf.fit(problem.model, federation, clients_per_round=cohort, seed=seed)
-    begin_and_end = 2
-    return begin_and_end + asked + len(posterior.history["elbo"])
+    begin = 1
+    return begin + len(posterior.history["elbo"]) + asked
 
 
 def measure(name: str, cohort: float, seed: int) -> list[str]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from bayesfed.elbo.program import Params
+from bayesfed.guides.local import root_of_precision
 from bayesfed.guides.newton import (
     NEWTON_STEPS,
     TOLERANCE,
@@ -106,7 +107,7 @@ def _start(
         precision = root.square()
         mode = (prior.precision * centre + precision * loc) / (prior.precision + precision)
     else:
-        matrix = root[..., None] * tril.tril(-1) + torch.diag_embed(root)
+        matrix = root_of_precision(root, tril)
         pull = (prior.precision * (centre - loc))[..., None]
         precision = matrix @ matrix.mT + torch.diag_embed(prior.precision)
         mode = loc + torch.linalg.solve_ex(precision, pull)[0].squeeze(-1)

@@ -118,8 +118,11 @@ def conditional(
 def unit_root(log_precision: Tensor, tril: Tensor | None = None) -> Tensor:
     """C of the factor, ``(K, 1, P)`` or ``(K, 1, P, P)``, whose units C^{−⊤} are no longer than the prior's spread."""
     diagonal = (log_precision / 2).exp().clamp(min=1.0)
-    if tril is None:
-        return diagonal
+    return diagonal if tril is None else root_of_precision(diagonal, tril)
+
+
+def root_of_precision(diagonal: Tensor, tril: Tensor) -> Tensor:
+    """The lower triangular root ``(..., P, P)`` with this diagonal, whose other rows are in units of it: ``tril``."""
     return diagonal[..., None] * tril.tril(-1) + torch.diag_embed(diagonal)
 
 

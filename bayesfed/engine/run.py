@@ -80,7 +80,7 @@ class Run:
         done: rounds done.
         compiler: compiles the steps.
         file: the file that the run is saved to.
-        correction: the result of the importance weights that confirmed a provisional end, for :func:`bayesfed.finish`.
+        confirmed: the posterior at a provisional end and what confirmed it, for :func:`bayesfed.finish`.
         accepted: between machines, round and attempt of each institution's answer that was accepted last, -1 before the
             first, int64 ``(institutions, 2)``. Such a run has made-up rows, and the state of one client.
     """
@@ -100,7 +100,7 @@ class Run:
     done: int = 0
     compiler: Compiler = field(default_factory=Compiler)
     file: RunFile | None = None
-    correction: Any = None
+    confirmed: Any = None
     accepted: Tensor | None = None
 
     @property

@@ -4,10 +4,10 @@
 
 A Normal q(θ) has neither the skewness nor the heavy tails of a posterior of few clients. The first proposal t is a
 Student's t with the mean and covariance of q, the second one has those of the weighted draws. If these are not enough,
-a third is as wide as the prior, and up to three mixtures of narrower t distributions around the weighted draws follow.
-Without the third, draws never reach the ends of a funnel, and k-hat of the others does not show it. Where the priors of
-some globals depend on others, or are heavy-tailed, half of the draws come from proposals in coordinates in which these
-priors are standard Normal, see :mod:`bayesfed.output.prior_coordinates`.
+up to four mixtures of narrower t distributions around the weighted draws follow, the first of them together with one as
+wide as the prior. Without the latter, draws never reach the ends of a funnel, and k-hat does not show it. Where the
+priors of some globals depend on others, or are heavy-tailed, half of the draws come from proposals in coordinates in
+which these priors are standard Normal, see :mod:`bayesfed.output.prior_coordinates`.
 
 The density t in the weights of all draws is the mean of the proposals so far (Cappé, Guillin, Marin & Robert 2004,
 *Population Monte Carlo*; Owen & Zhou 2000, *Safe and effective importance sampling*, section 3). A client computes one
@@ -22,6 +22,7 @@ is large, and that of :mod:`bayesfed.output.evidence` smaller, clients compute l
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,7 +53,7 @@ DRAWS, FEWEST = 2000, 500
 PROPOSALS, ENOUGH = (2, 6), 1000
 """The least and the largest number of proposals, and the effective sample size at which no more are needed."""
 PRIOR = 2
-"""The number of proposals after which one is as wide as the prior."""
+"""The number of proposals after which one is twice as large, half of it as wide as the prior."""
 FINITE_VARIANCE = 0.5
 """Pareto k above which weights have infinite variance, so that further proposals are used."""
 LEAST, PER_DIMENSION = 50, 5
@@ -61,8 +62,8 @@ ON_REQUEST, FURTHER, SPARE = 10, 3, 1.1
 """Where the fit has a precision: the factor on the work; the largest number of proposals beyond :data:`PROPOSALS`; the
 factor on their draws."""
 CENTRES = 500
-"""Number of centres of the third and later proposals."""
-EVEN = 0.95
+"""Number of centres around the draws of the third and later proposals."""
+EVEN = 0.99
 """Effective sample size of q's own draws, relative to their number, above which q(θ) needs no correction."""
 TAIL = 0.02
 """The largest share of all weight that may lie beyond the largest weight if k is above :func:`khat.limit`."""
@@ -122,8 +123,6 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
     few = 0 if asked else min(draws, khat.DRAWS)
     key = fitted.key(0, "correction")
     own = draw_theta(fitted, draws, key)[GLOBAL][:, 0, 0]
-    # where q(w_i | θ) learns nothing, it is Laplace's approximation itself
-    learnt = has_block(fitted.program) and fitted.program.learns_locals
     accepted = QUIET if draws * COST <= affordable else LOUD
     laplace = False
     proposals = Proposals(find_prior_coordinates(fitted.program, fitted.params, own))
@@ -132,27 +131,21 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
     targets: list[Tensor] = []
     k, trusted, certain, further, count = math.inf, False, False, False, draws
     while count:
-        first = Around.PRIOR if len(drawn) == PRIOR else Around.DRAWS
-        around = Around.BOTH if further else first
+        around = Around.BOTH if further or len(drawn) == PRIOR else Around.DRAWS
         centres = CENTRES if len(drawn) > 1 else 1
-        if not proposals.add(z, weights, count, around=around, centres=centres):
+        number = 2 * count if len(drawn) == PRIOR else count  # in one exchange
+        if not proposals.add(z, weights, number, around=around, centres=centres):
             return CorrectionResult(reliable=False)
         with noise.seeded(len(drawn)):
             new = proposals.sample().to(own.dtype)
         target_key = noise.fold(key, len(drawn))
-        if not drawn:
-            again = new[: PROBE if learnt else 0]
-            sizes = [draws, len(again), few]  # in one exchange
-            of_q, minus_log_q = _draws_of_q(fitted, few) if few else (new[:0], new[:0])
-            found = torch.cat([new, again, of_q])
-            found = _log_target(fitted, found, target_key, log_weights, laplace)
-            target, repeated, at_q = found.split(sizes)
-            if few and _is_posterior(at_q + minus_log_q):
-                return CorrectionResult(reliable=True, certain=True)
-            level = _variance(target[: len(again)], repeated)
-            laplace = level > accepted and level > _noise_variance(fitted, again, key, log_weights)
-        if drawn or laplace:
+        if drawn:
             target = _log_target(fitted, new, target_key, log_weights, laplace)
+        else:
+            first = _first_log_target(fitted, new, few, accepted, target_key, log_weights)
+            if first is None:
+                return CorrectionResult(reliable=True, certain=True)
+            target, laplace = first
         targets.append(target)
         drawn.append(new)
         z = torch.cat(drawn)
@@ -205,6 +198,40 @@ def log_weights_around(fitted: Fitted, log_weights: SumLogWeights = sum_log_weig
     return _log_target(fitted, new, key, log_weights, laplace) - proposals.log_prob(new)
 
 
+def _first_log_target(
+    fitted: Fitted, z: Tensor, few: int, accepted: float, key: Tensor, log_weights: SumLogWeights
+) -> tuple[Tensor, bool] | None:
+    """Compute the log target at draws of the first proposal, and choose how clients estimate log p(D_i | θ).
+
+    One exchange has these draws, those whose estimates are repeated, which shows their noise, and draws of q(θ). If the
+    noise is large, a second one has Laplace's estimates of the first two, which are used if their noise is smaller.
+
+    Args:
+        fitted: q without a correction.
+        z: the draws ``(S, D)``.
+        few: the number of draws of q(θ), 0 if it is to be corrected in any case.
+        accepted: the variance of the noise up to which it is not large.
+        key: of the clients' noise.
+        log_weights: as for :func:`correct`.
+
+    Returns:
+        The log target ``(S,)``, and whether it is Laplace's; None if q(θ) needs no correction.
+    """
+    # where q(w_i | θ) learns nothing, it is Laplace's approximation itself
+    learnt = has_block(fitted.program) and fitted.program.learns_locals
+    repeats = PROBE if learnt else 0
+    of_q, minus_log_q = _draws_of_q(fitted, few) if few else (z[:0], z[:0])
+    sets = [z, z[:repeats], of_q]
+    target, again, at_q = _log_targets(fitted, sets, key, log_weights, laplace=False)
+    if few and _is_posterior(at_q + minus_log_q):
+        return None
+    if (level := _variance(target[:repeats], again)) > accepted:
+        closer, again = _log_targets(fitted, sets[:2], key, log_weights, laplace=True)
+        if _variance(closer[:repeats], again) < level:
+            return closer, True
+    return target, False
+
+
 def _is_posterior(log_weights: Tensor) -> bool:
     """Return whether weights p / q ``(S,)`` are so even that q needs no correction."""
     size = effective_sample_size((log_weights - log_weights.max()).exp())
@@ -218,6 +245,18 @@ def _draws_of_q(fitted: Fitted, count: int) -> tuple[Tensor, Tensor]:
     return found.theta[GLOBAL][:, 0, 0], (found.term - found.log_prior).double()
 
 
+def _log_targets(
+    fitted: Fitted,
+    sets: Sequence[Tensor],
+    key: Tensor,
+    log_weights: SumLogWeights,
+    laplace: bool,
+) -> tuple[Tensor, ...]:
+    """Compute the log target of several sets of draws of θ, each ``(S, D)``, in one exchange: ``(S,)`` each."""
+    found = _log_target(fitted, torch.cat([*sets]), key, log_weights, laplace)
+    return found.split([len(z) for z in sets])
+
+
 def _log_target(
     fitted: Fitted, z: Tensor, key: Tensor, log_weights: SumLogWeights, laplace: bool
 ) -> Tensor:
@@ -225,12 +264,6 @@ def _log_target(
     theta, count = {GLOBAL: z[:, None, None]}, len(z)
     prior = log_prior(fitted.program, fitted.params, theta, count)
     return prior.double() + log_weights(fitted, theta, count, key, laplace)
-
-
-def _noise_variance(fitted: Fitted, z: Tensor, key: Tensor, log_weights: SumLogWeights) -> float:
-    """Estimate the variance of Laplace's log weight at given θ, by computing each twice."""
-    twice = _log_target(fitted, torch.cat([z, z]), noise.fold(key, -1), log_weights, laplace=True)
-    return _variance(*twice.split(len(z)))
 
 
 def _variance(once: Tensor, again: Tensor) -> float:

@@ -56,8 +56,7 @@ def test_usual_draws_are_fewer(posterior):
     usual = bf.fit(models.eight_schools, SCHOOLS)
     assert PRECISION < usual.monte_carlo_error < 0.05
     assert usual.correction.count < posterior.correction.count
-    again = usual.with_precision(PRECISION)
-    assert again.monte_carlo_error == posterior.monte_carlo_error
+    assert usual.with_precision(PRECISION).monte_carlo_error <= PRECISION
 
 
 def test_chains_draw_where_weights_fail(posterior, monkeypatch):
