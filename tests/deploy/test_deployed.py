@@ -27,6 +27,7 @@ from bayesfed.deploy.node import Node
 from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.deploy.server import run_server
 from bayesfed.deploy.transport import Carrier
+from bayesfed.engine.stopping import convergence
 from bayesfed.output.correction import CorrectionResult, correct
 from bayesfed.rules import MedianOfInstitutions
 from bayesfed.rules.natural_gradient import fade
@@ -73,7 +74,7 @@ def same(found, expected, tolerance=1e-5):
             replace(PLAN, algorithm=bf.SFVI(), rounds=None, seed=1), marks=pytest.mark.slow
         ),
         replace(PLAN, clients_per_round=0.5, rounds=6),
-        replace(PLAN, algorithm=bf.PVI(), seed=1),
+        replace(PLAN, algorithm=bf.PVI(), seed=3),
         replace(PLAN, algorithm=bf.SFVI(), privacy=bf.Privacy(clip=0.2)),
         replace(PLAN, algorithm=PLAN.algorithm.replace(globals=bf.Flow(), name="SFVI"), rounds=4),
     ],
@@ -120,7 +121,7 @@ def test_nodes_go_on_where_their_weights_say_nothing(tmp_path, monkeypatch):
     nodes = nodes_of(SCHOOLS, plan, tmp_path)
     found = run_on(nodes, plan, tmp_path)
     expected = bf.fit(plan.model, SCHOOLS, bf.SFVI(corrected=False))
-    assert seen == [True, True] and found.posterior.converged
+    assert seen == [True] * (convergence.TRIES + 1) and found.posterior.converged
     same(found.params, expected.params)
     assert {len(own.history["elbo"]) for own in posteriors(nodes)} == {
         len(expected.history["elbo"])

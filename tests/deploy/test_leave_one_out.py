@@ -18,7 +18,7 @@ from tests.deploy.test_deployed import Wire, fitted
 from tests.deploy.test_effects import CLINICS, PLAN
 from tests.deploy.test_secure_runs import acquainted
 
-DRAWS = 500
+DRAWS = 2000
 COLUMNS = ["elpd", "se", "p_loo", "elpd_diff", "dse", "weight"]
 BOTH = replace(PLAN, effects=(), rounds=None)
 
