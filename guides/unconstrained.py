@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import pyro.distributions as dist
+import torch
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
@@ -123,16 +124,36 @@ class AsGuide(Messenger):
             msg["done"] = msg["stop"] = True
 
 
+FARTHEST, VAGUE = 30.0, 10.0
+"""The logarithm or logit beyond which a value is of no use, and the spread in place of that of a prior much of which is
+there: such as Gamma(0.001, 0.001), whose draws are mostly below the least number that there is."""
+
+
 def unconstrained_draws(
     model: Model, sites: Mapping[str, Site], federation: Federation, count: int
 ) -> dict[str, Tensor]:
-    """Return draws from the prior of all latent sites, ``(count, size)`` each."""
+    """Return draws from the prior of all latent sites, ``(count, size)`` each.
+
+    Those of positive numbers and others with bounds are from Normal(0, :data:`VAGUE`²) where a third of the prior's is
+    farther than :data:`FARTHEST`.
+    """
     nodes = prior_draws(model, sites, federation, count)
-    latent = [(site.name, nodes[site.name]) for site in sites.values() if not site.observed]
-    return {
-        name: biject_to(node["fn"].support).inv(node["value"]).reshape(count, -1)
-        for name, node in latent
-    }
+    found = {}
+    for site in sites.values():
+        if not site.observed:
+            value = nodes[site.name]["value"]
+            u = biject_to(nodes[site.name]["fn"].support).inv(value)
+            real = u is value or torch.equal(u, value)
+            u = u.reshape(count, -1)
+            found[site.name] = u if real else _within_range(u)
+    return found
+
+
+def _within_range(u: Tensor) -> Tensor:
+    """Return draws of logarithms or logits ``(S, P)``, with quantiles of a Normal where many are out of range."""
+    far = (~(u.abs() < FARTHEST)).to(u).mean(0) > 1 / 3
+    levels = torch.linspace(0, 1, len(u) + 2, dtype=u.dtype, device=u.device)[1:-1]
+    return u.where(~far, VAGUE * torch.special.ndtri(levels)[:, None])
 
 
 def median_and_spread(draws: Tensor) -> tuple[Tensor, Tensor]:

@@ -224,6 +224,26 @@ def test_counts_under_vague_priors(spread, seed):
     assert abs(total.mean() - data["y"].sum()) < 0.25 * total.std()
 
 
+@pytest.mark.parametrize("of", [dist.Gamma, dist.InverseGamma])
+def test_a_spread_whose_prior_is_beyond_the_range_of_numbers(of):
+    """Most draws of Gamma(0.001, 0.001) are 0 in single precision: fits stopped in their first round."""
+
+    def program(federation):
+        value = pyro.sample("value", of(0.001, 0.001))
+        with federation.clients(), federation.observations() as obs:
+            scale = value.rsqrt() if of is dist.Gamma else value.sqrt()
+            pyro.sample("y", dist.Normal(0.0, scale), obs=obs.get("y"))
+
+    generator = np.random.default_rng(0)
+    data = bf.Federation.from_arrays({f"c{i}": {"y": generator.normal(size=20)} for i in range(4)})
+    draws = bf.fit(program, data, progress=False).sample(20_000)["value"].double()
+    shape, rate = 0.001 + 40, 0.001 + float(data["y"].square().sum()) / 2
+    mean = shape / rate if of is dist.Gamma else rate / (shape - 1)
+    sd = mean / (shape**0.5 if of is dist.Gamma else (shape - 2) ** 0.5)
+    assert float(draws.mean()) == pytest.approx(mean, abs=0.1 * sd)
+    assert float(draws.std()) == pytest.approx(sd, rel=0.1)
+
+
 def test_clients_take_the_steps_that_they_lack_at_the_end_of_a_run():
     """Their own terms of the ELBO rise by what they have not learnt in three rounds, in chunks of any size."""
 
