@@ -36,7 +36,7 @@ def with_slopes(federation):
 
 
 def fitted(model):
-    algorithm = bf.SFVI(local_steps=3, draws=4, lr=0.1, local_lr=0.1)
+    algorithm = bf.SFVI(local_steps=3, draws=4, lr=0.1, local_lr=0.1, corrected=False)
     return bf.fit(model, federation(), algorithm, rounds=60, seed=3)
 
 
