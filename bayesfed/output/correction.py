@@ -133,7 +133,7 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
     while count:
         around = Around.BOTH if further or len(drawn) == PRIOR else Around.DRAWS
         centres = CENTRES if len(drawn) > 1 else 1
-        number = 2 * count if len(drawn) == PRIOR else count  # in one exchange
+        number = 2 * count if len(drawn) == PRIOR and not further else count  # in one exchange
         if not proposals.add(z, weights, number, around=around, centres=centres):
             return CorrectionResult(reliable=False)
         with noise.seeded(len(drawn)):
@@ -158,8 +158,9 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
         k = pareto_k(log_w)
         trusted = k <= khat.limit(len(log_w)) or tail_share(log_w, k) < TAIL
         fine = trusted and k <= FINITE_VARIANCE
-        certain = fine and size > ENOUGH
-        if len(drawn) < PROPOSALS[0] or (len(drawn) < PROPOSALS[1] and not certain):
+        enough = fine and size > ENOUGH
+        certain = certain or enough
+        if len(drawn) < PROPOSALS[0] or (len(drawn) < PROPOSALS[1] and not enough):
             continue
         count, size = 0, min(size, least_effective_size(weights, z))
         if size < fitted.draws_needed and fine and len(drawn) < PROPOSALS[1] + FURTHER:
