@@ -206,7 +206,7 @@ def _try_correction(run: Run) -> None:
     """End a run that may be near its target if importance weights show that q(θ), or its correction, is good enough."""
     if run.stopping.provisional:
         posterior = make_posterior(run, _local_params(run))
-        found = correct(posterior)
+        found = correct(posterior, early=run.stopping.early)
         if found.confirms(run.stopping.early):
             run.confirmed = posterior, found
         else:

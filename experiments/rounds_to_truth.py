@@ -79,8 +79,8 @@ def exchanges(problem: Problem, federation: bf.Federation, cohort: float, seed: 
         asked += 1
         return sum_log_weights(*args)
 
-    def by_exchanges(fitted: Fitted) -> CorrectionResult:
-        return correct(fitted, evaluate)
+    def by_exchanges(fitted: Fitted, **how: bool) -> CorrectionResult:
+        return correct(fitted, evaluate, **how)
 
     with patch.object(fitting, "correct", by_exchanges):
         posterior = bf.fit(problem.model, federation, clients_per_round=cohort, seed=seed)

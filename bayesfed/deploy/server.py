@@ -351,7 +351,7 @@ class Coordinator:
         self.institutions.request_all(requests, Done, run_name(run))
         found = CorrectionResult(reliable=True)
         if run.plan.algorithm.corrected:
-            found = correct(posterior, self._evaluate)
+            found = correct(posterior, self._evaluate, early=run.stopping.early)
         correctable = found.reliable or not found.attempted
         posterior = replace(posterior, correction=found.correction, correctable=correctable)
         return posterior, found.confirms(run.stopping.early)

@@ -94,7 +94,9 @@ class CorrectionResult(NamedTuple):
 
 @torch.no_grad()
 @on_cpu()
-def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> CorrectionResult:
+def correct(
+    fitted: Fitted, log_weights: SumLogWeights = sum_log_weights, *, early: bool = False
+) -> CorrectionResult:
     """Correct q(θ) of all clients of a fit by importance sampling, if it needs a correction.
 
     There is no correction if the weights are too uneven (Pareto k above :func:`khat.limit` with a heavy tail, or a
@@ -105,6 +107,7 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
     Args:
         fitted: q without a correction, of all clients of the fit.
         log_weights: sums the clients' log weights; between machines it asks the institutions.
+        early: do not wait for estimates that take long, since q may be far from the posterior: it is not reliable then.
 
     Example:
         >>> import bayesfed as bf
@@ -123,7 +126,7 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
     few = 0 if asked else min(draws, khat.DRAWS)
     key = fitted.key(0, "correction")
     own = draw_theta(fitted, draws, key)[GLOBAL][:, 0, 0]
-    accepted = QUIET if draws * COST <= affordable else LOUD
+    slow = draws * COST > affordable
     laplace = False
     proposals = Proposals(find_prior_coordinates(fitted.program, fitted.params, own))
     z, weights = own, own.new_full((draws,), 1 / draws, dtype=torch.float64)
@@ -142,9 +145,9 @@ def correct(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Cor
         if drawn:
             target = _log_target(fitted, new, target_key, log_weights, laplace)
         else:
-            first = _first_log_target(fitted, new, few, accepted, target_key, log_weights)
-            if first is None:
-                return CorrectionResult(reliable=True, certain=True)
+            first = _first_log_target(fitted, new, few, target_key, log_weights, slow, early)
+            if isinstance(first, CorrectionResult):
+                return first
             target, laplace = first
         targets.append(target)
         drawn.append(new)
@@ -200,8 +203,14 @@ def log_weights_around(fitted: Fitted, log_weights: SumLogWeights = sum_log_weig
 
 
 def _first_log_target(
-    fitted: Fitted, z: Tensor, few: int, accepted: float, key: Tensor, log_weights: SumLogWeights
-) -> tuple[Tensor, bool] | None:
+    fitted: Fitted,
+    z: Tensor,
+    few: int,
+    key: Tensor,
+    log_weights: SumLogWeights,
+    slow: bool,
+    early: bool,
+) -> tuple[Tensor, bool] | CorrectionResult:
     """Compute the log target at draws of the first proposal, and choose how clients estimate log p(D_i | θ).
 
     One exchange has these draws, those whose estimates are repeated, which shows their noise, and draws of q(θ). If the
@@ -211,12 +220,13 @@ def _first_log_target(
         fitted: q without a correction.
         z: the draws ``(S, D)``.
         few: the number of draws of q(θ), 0 if it is to be corrected in any case.
-        accepted: the variance of the noise up to which it is not large.
         key: of the clients' noise.
         log_weights: as for :func:`correct`.
+        slow: Laplace's estimates take long.
+        early: as for :func:`correct`.
 
     Returns:
-        The log target ``(S,)``, and whether it is Laplace's; None if q(θ) needs no correction.
+        The log target ``(S,)``, and whether it is Laplace's; or the result, if there is one already.
     """
     # where q(w_i | θ) learns nothing, it is Laplace's approximation itself
     learnt = has_block(fitted.program) and fitted.program.learns_locals
@@ -225,8 +235,10 @@ def _first_log_target(
     sets = [z, z[:repeats], of_q]
     target, again, at_q = _log_targets(fitted, sets, key, log_weights, laplace=False)
     if few and _is_posterior(at_q + minus_log_q):
-        return None
-    if (level := _variance(target[:repeats], again)) > accepted:
+        return CorrectionResult(reliable=True, certain=True)
+    if (level := _variance(target[:repeats], again)) > (LOUD if slow else QUIET):
+        if slow and early:
+            return CorrectionResult(reliable=False)
         closer, again = _log_targets(fitted, sets[:2], key, log_weights, laplace=True)
         if _variance(closer[:repeats], again) < level:
             return closer, True

@@ -112,8 +112,8 @@ def test_nodes_go_on_where_their_weights_say_nothing(tmp_path, monkeypatch):
     """They had come to an end, and forget it: the run settles where one does whose draws nobody weighs."""
     seen = []
 
-    def weighs_nothing(posterior, weigh):
-        seen.append(correct(posterior, weigh).reliable)
+    def weighs_nothing(posterior, weigh, **how):
+        seen.append(correct(posterior, weigh, **how).reliable)
         return CorrectionResult(reliable=False)
 
     monkeypatch.setattr("bayesfed.deploy.server.correct", weighs_nothing)

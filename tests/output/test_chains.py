@@ -126,7 +126,7 @@ def test_chains_replace_weights_that_are_too_uneven(monkeypatch, tmp_path):
     """Where a run stops by itself; the file of the posterior keeps them."""
     fails = CorrectionResult(reliable=False)
     for place in ("bayesfed.output.posterior.correct", "bayesfed.fitting.correct"):
-        monkeypatch.setattr(place, lambda *_: fails)
+        monkeypatch.setattr(place, lambda *_, **__: fails)
     posterior = bf.fit(models.eight_schools, SCHOOLS, progress=False)
     assert posterior.correctable
     assert posterior.correction.rhat < 1.05
@@ -178,7 +178,7 @@ def test_a_model_without_variables_of_clients_has_no_chains(monkeypatch):
     data = bf.Federation.from_arrays({"x": {"y": [0.3, 0.5]}, "z": {"y": [0.1]}})
     fails = CorrectionResult(reliable=False)
     for place in ("bayesfed.output.posterior.correct", "bayesfed.fitting.correct"):
-        monkeypatch.setattr(place, lambda *_: fails)
+        monkeypatch.setattr(place, lambda *_, **__: fails)
     posterior = bf.fit(without_locals, data, progress=False)
     assert "too uneven" in posterior.caveat
     with pytest.raises(ValueError, match="one Gaussian for all variables"):

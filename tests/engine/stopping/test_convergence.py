@@ -269,13 +269,13 @@ def test_a_fit_whose_correction_fails_goes_on(near, monkeypatch, tmp_path):
     rounds = len(plain.history["elbo"])
     assert near.converged and near.correction is not None and len(near.history["elbo"]) < rounds
 
-    def interrupt(posterior):
+    def interrupt(posterior, **how):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(fitting, "correct", interrupt)
     with pytest.raises(KeyboardInterrupt):
         bf.fit(models.eight_schools, schools, resume=file)
-    monkeypatch.setattr(fitting, "correct", lambda posterior: CorrectionResult(reliable=False))
+    monkeypatch.setattr(fitting, "correct", lambda _, **how: CorrectionResult(reliable=False))
     run = bf.start(models.eight_schools, schools, resume=file)
     assert run.done == len(near.history["elbo"]) < run.rounds
     for given in ({}, {"resume": file}):
