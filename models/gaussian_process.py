@@ -169,8 +169,8 @@ class GaussianProcess:
         """Call a function on a GPyTorch module whose parameters are those of φ, with φ's dimensions in front."""
         part, own = self.parts[name], self._part_of(name, phi).squeeze(-2)
         free = {n: p for n, p in part.named_parameters() if p.requires_grad}
-        constants = {**dict(part.named_parameters()), **dict(part.named_buffers())}
-        values = {f"part.{n}": value.to(phi.device) for n, value in constants.items()}
+        named = {**dict(part.named_parameters()), **dict(part.named_buffers())}
+        values = {f"part.{n}": v.to(phi.device) for n, v in named.items() if n not in free}
         split = own.split([p.numel() for p in free.values()], -1)
         values |= {
             f"part.{n}": value.reshape(*own.shape[:-1], *p.shape)
