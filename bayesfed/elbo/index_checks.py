@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from bayesfed.tracing.dispatch_mode import DispatchMode
 
 aten = torch.ops.aten
 _LISTS = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
@@ -35,13 +36,8 @@ def checked_indices(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext() if device.type == "cpu" else _CheckedIndices()
 
 
-class _CheckedIndices(TorchDispatchMode):
+class _CheckedIndices(DispatchMode):
     """Check the indices of every operation before it runs, which waits for the device."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: else torch imports its compiler at the first operation, which takes seconds."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bayesfed.data.names import word as word
 from bayesfed.data.names import words as words
 from bayesfed.tracing.compiler import compiling, traceable
+from bayesfed.tracing.dispatch_mode import DispatchMode
 
 _GOLDEN = -0x61C8864680B583EB  # 2⁶⁴ / golden ratio, as a signed 64-bit integer
 _FACTORS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
@@ -57,13 +57,8 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-class _DrawnOnCPU(TorchDispatchMode):
+class _DrawnOnCPU(DispatchMode):
     """Run every operation that draws random numbers on the CPU, and move its results."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: else torch imports its compiler at the first operation, which takes seconds."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -240,13 +235,8 @@ class Draw:
         return (torch.special.ndtri(u) if self.kind == "normal" else u).to(dtype)
 
 
-class SuppliedNoise(TorchDispatchMode):
+class SuppliedNoise(DispatchMode):
     """Run a distribution's ``rsample`` with its random tensors supplied, or record them if none are."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: else torch imports its compiler at the first operation, which takes seconds."""
-        return False
 
     def __init__(self, supplied: Sequence[Tensor] | None, batch_dims: int) -> None:
         super().__init__()

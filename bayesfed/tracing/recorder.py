@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import GraphModule
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from bayesfed.tracing.dispatch_mode import DispatchMode
 from bayesfed.tracing.operations import (
     Form,
     Operation,
@@ -28,7 +28,7 @@ VARYING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """Tags of operations that return a Python number, or a tensor whose shape depends on numbers."""
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Record each ATen operation in a block, those of autograd's backward passes included.
 
     The operations run as usual, each a few microseconds slower; tracing by ``make_fx`` costs ten times as much, and a
@@ -58,11 +58,6 @@ class Recorder(TorchDispatchMode):
         self._outside: list[Value] = []  # inputs and constants, which live as long as the recorder
         self._offsets: list[int] = []  # offset of the first tensor in each memory
         self._written: set[int] = set()  # memory that an operation changes
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: Dynamo is not in use, and excluding this code from it takes as long as an operation."""
-        return False
 
     def with_inputs(self, inputs: Sequence[Tensor]) -> Recorder:
         """Set the inputs of the graph, no two of which may be the same object, and return the recorder."""
