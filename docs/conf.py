@@ -26,7 +26,7 @@ exclude_patterns = ["_build", "notebooks", "jupyter_execute", "**.ipynb_checkpoi
 PARTS = (
     {"priors", "speed"},
     {"calibration", "coming_from_pyro", "first_model", "hospitals", "wards"},
-    {"arviz", "data", "models", "tutorial"},
+    {"arviz", "comparing", "data", "models", "tutorial"},
     {
         *("checking", "distributions", "effects", "formulas", "gallery"),
         *("networks", "own_parts", "sensitivity"),

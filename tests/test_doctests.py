@@ -2,7 +2,8 @@
 
 pytest's own ``--doctest-modules`` would import ``models/x.py`` a second time, as ``models.x``: the
 installed name is ``bayesfed.models.x``, and two copies of a module have two of each class. So the
-examples are found by installed name.
+examples are found by installed name. The flags are those of ``doctest_optionflags`` in pyproject.toml, so that ``pytest
+--doctest-modules`` on a file of the package has the same examples pass.
 """
 
 import doctest
@@ -14,7 +15,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"bayesfed": "bayesfed", "models": "bayesfed.models", "guides": "bayesfed.guides"}
-FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
 
 
 def module_names() -> Iterator[str]:
@@ -29,14 +29,17 @@ def module_names() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", list(module_names()))
-def test_examples_in_docstrings(name: str) -> None:
+def test_examples_in_docstrings(name: str, pytestconfig: pytest.Config) -> None:
     if name.endswith((".flower", ".flower_server")):
         pytest.importorskip("flwr")  # make test-all installs it
     module = importlib.import_module(name)
     assert module.__file__ is not None
     assert Path(module.__file__).resolve().is_relative_to(ROOT), "another copy is installed"
     report: list[str] = []
-    runner = doctest.DocTestRunner(optionflags=FLAGS)
+    flags = [
+        doctest.OPTIONFLAGS_BY_NAME[flag] for flag in pytestconfig.getini("doctest_optionflags")
+    ]
+    runner = doctest.DocTestRunner(optionflags=sum(flags))
     for test in doctest.DocTestFinder(exclude_empty=True).find(module, name):
         runner.run(test, out=report.append)
     if runner.failures:

@@ -50,14 +50,14 @@ class Expectation:
         outcome: an observed site, whose expectation is taken, or a ``pyro.deterministic`` value.
         level: ``"clients"``: each client's own variables; ``"average"``: the centre of their prior given θ; ``"new"``:
             one draw from their prior given θ.
-        predictor: returns the linear predictor from the distribution of the outcome; None for the expectation itself.
+        statistic: function of the distribution of the outcome, such as :func:`expected_outcome`.
         num_samples: S.
         seed: seed of the draws, which are those of ``posterior.sample``.
     """
 
     outcome: str
     level: Level
-    predictor: Callable[[Any], Tensor] | None
+    statistic: Callable[[Any], Tensor]
     num_samples: int
     seed: int
 
@@ -119,12 +119,7 @@ def _sum_one(
 ) -> tuple[Tensor, Tensor]:
     """Return the sums of one setting, ``(S, G, C)`` and ``(G,)``."""
     totals, weight = list[Tensor](), torch.zeros(number, dtype=torch.float64)
-    for few, chunk, draws in _draws(fitted, federation, wanted):
-        batch = federation.batch(chunk)
-        value, trials, per_row = _outcome(few, draws, chunk, batch, wanted)
-        rows = rows_of_clients(federation.offsets, chunk.tolist())
-        if not per_row:  # the first row of each client
-            rows = federation.offsets[chunk]
+    for rows, value, trials in values_of_rows(fitted, federation, wanted):
         own, where = weights[rows].double() * trials, groups[rows]
         part = value.new_zeros(len(value), number, value.shape[2])
         totals.append(part.index_add_(1, where, value * own[:, None]))
@@ -132,32 +127,47 @@ def _sum_one(
     return torch.stack(totals).sum(0), weight
 
 
-def _draws(
+def values_of_rows(
     fitted: Fitted, federation: Federation, wanted: Expectation
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield positions of the rows of some clients, the quantity ``(S, rows, C)`` and the trials ``(rows,)``."""
+    for few, chunk, draws in draws_at_level(
+        fitted, federation, wanted.level, wanted.num_samples, wanted.seed
+    ):
+        batch = federation.batch(chunk)
+        value, trials, per_row = _outcome(few, draws, chunk, batch, wanted)
+        rows = rows_of_clients(federation.offsets, chunk.tolist())
+        if not per_row:  # the first row of each client
+            rows = federation.offsets[chunk]
+        yield rows, value, trials
+
+
+def draws_at_level(
+    fitted: Fitted, federation: Federation, level: Level, count: int, seed: int
 ) -> Iterator[tuple[Fitted, Tensor, Draws]]:
     """Yield a posterior of the rows' clients, positions of some of them, and draws of θ and of their variables."""
-    count, program = wanted.num_samples, fitted.program
+    program = fitted.program
     names = [site.name for site in program.locals]
-    if wanted.level == "clients":
+    if level == "clients":
         few = fitted.select(federation.names)
-        for chunk, draws in equal_draws(few, count, wanted.seed, federation):
+        for chunk, draws in equal_draws(few, count, seed, federation):
             own, other = _head(few.federation, chunk), _head(federation, chunk)
             at_own, at_other = (_log_priors(few, draws, chunk, rows) for rows in (own, other))
             _check_same(at_own, at_other, "the fields of the clients' own rows")
             yield few, chunk, draws
         return
-    _check_level(program, wanted.level)
+    _check_level(program, level)
     few = replace(fitted, federation=federation, local_params={})
-    globals_ = {n: v[:, None, None] for n, v in draw_globals(fitted, count, wanted.seed).items()}
+    globals_ = {n: v[:, None, None] for n, v in draw_globals(fitted, count, seed).items()}
     first, new = torch.arange(1), Draws(globals_, count)
-    if wanted.level == "new":
-        with noise.seeded(wanted.seed):
+    if level == "new":
+        with noise.seeded(seed):
             values = _from_prior(few, new, first, _head(federation, first), centre=False)
         new = Draws(globals_ | values, count)
         at_first = _log_priors(few, new, first, _head(federation, first))
     for chunk in client_chunks(few, count, federation):
         head = _head(federation, chunk)
-        if wanted.level == "average":
+        if level == "average":
             values = _from_prior(few, new, chunk, head, centre=True) if names else {}
             yield few, chunk, Draws(globals_ | values, count)
         else:
@@ -243,9 +253,8 @@ def _outcome(
         site = program.sites[name]
         with handlers.BeforeOutcome(name):
             fn = run_model(fitted, program.model, draws, chunk, batch)[name]["fn"]
-        use = wanted.predictor or expected_outcome
-        integrated = isinstance(fn, Mixture) and fn.copies > 1
-        value = fn.expectation(use) if integrated else use(fn)
+        integrated = is_integrated(fn)
+        value = wanted.statistic(fn)
         base = innermost(fn.first if integrated else fn)
         family = f" is {name_of(base if integrated else fn)}, which"
         if isinstance(base, dist.Binomial | dist.BetaBinomial) and not fn.event_shape:
@@ -258,6 +267,21 @@ def _outcome(
         )
     weights = flatten_rows(trials.expand(1, *trials.shape[1:]), site, batch, 1)[0]
     return flat.reshape(*flat.shape[:2], -1), weights.cpu().double(), site.per_row
+
+
+def is_integrated(fn: Any) -> bool:
+    """Return whether a variable of the rows has been integrated out of a distribution."""
+    return isinstance(fn, Mixture) and fn.copies > 1
+
+
+def mean_of(statistic: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+    """Return the function whose value, where a variable of the rows is integrated out, is the mean over its nodes."""
+
+    def mean(fn: Any) -> Tensor:
+        value: Tensor = fn.expectation(statistic) if is_integrated(fn) else statistic(fn)
+        return value
+
+    return mean
 
 
 def expected_outcome(fn: Any) -> Tensor:

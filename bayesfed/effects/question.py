@@ -11,7 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfed.effects.means import Expectation, Level, Sums, sum_over_rows
+from bayesfed.effects.means import (
+    Expectation,
+    Level,
+    Sums,
+    expected_outcome,
+    mean_of,
+    sum_over_rows,
+)
 from bayesfed.effects.result import Effects, text_of
 from bayesfed.effects.rows import Rows, Setting, formula_of, rows_of
 from bayesfed.elbo.program import Program
@@ -162,10 +169,11 @@ def make_question(
         raise ValueError(f"prob is {prob}: the probability of intervals, in (0, 1)")
     found, at = rows_of(posterior, rows, level), dict(at or {})
     family = _family(posterior, outcome) if scale == "link" else None
+    predictor = None if family is None else family.linear_predictor
     wanted = Expectation(
         outcome_of(posterior.program, outcome),
         level,
-        None if family is None else family.linear_predictor,
+        mean_of(expected_outcome if predictor is None else predictor),
         num_samples,
         seed,
     )
@@ -173,9 +181,40 @@ def make_question(
     quantity = quantity_of(posterior.program, wanted.outcome, link)
     if family is not None and (family.thresholds or {"zi", "hu"} & family.parameters.keys()):
         quantity = f"linear predictor of {wanted.outcome}"
+    groups, group = group_rows(found, by)
+    given = np.ones(found.count) if weights is None else found.column(weights).astype(float)
+    if not (np.isfinite(given).all() and (given >= 0).all()):
+        raise ValueError(f"weights={weights!r} has negative or missing values")
+
+    def sums(settings: Sequence[Setting]) -> Sums:
+        rows = [found.at({**at, **setting}) for setting in settings]
+        return sum_over_rows(posterior, rows, group, len(groups), torch.as_tensor(given), wanted)
+
+    return Question(
+        quantity,
+        level_text(level, found.clients, found.text, at),
+        link,
+        groups,
+        prob,
+        found,
+        sums,
+        lambda: caveat_of(posterior.program, posterior),
+        _categories(posterior, wanted.outcome),
+    )
+
+
+def group_rows(
+    rows: Rows, by: str | Sequence[str] | Mapping[str, Sequence[Any]] | None
+) -> tuple[list[dict[str, Any]], Tensor]:
+    """Return the labels of G groups of rows, and the group of each row: int64 ``(rows,)``.
+
+    Raises:
+        ValueError: there are more groups than are shown, or rows of none.
+        KeyError: a variable does not exist.
+    """
     names = [by] if isinstance(by, str) else list(by or ())
-    keys = list(zip(*(found.column(name).tolist() for name in names), strict=True))
-    keys = keys or [()] * found.count
+    keys = list(zip(*(rows.column(name).tolist() for name in names), strict=True))
+    keys = keys or [()] * rows.count
     groups = sorted(set(keys), key=lambda key: tuple(map(_sortable, key)))
     if isinstance(by, Mapping):
         groups = list(itertools.product(*by.values()))
@@ -188,26 +227,8 @@ def make_question(
         raise ValueError(
             f"by: rows have {dict(zip(names, other.pop(), strict=True))}, which is not given"
         )
-    given = np.ones(found.count) if weights is None else found.column(weights).astype(float)
-    if not (np.isfinite(given).all() and (given >= 0).all()):
-        raise ValueError(f"weights={weights!r} has negative or missing values")
-    group = torch.tensor([number[key] for key in keys])
-
-    def sums(settings: Sequence[Setting]) -> Sums:
-        rows = [found.at({**at, **setting}) for setting in settings]
-        return sum_over_rows(posterior, rows, group, len(groups), torch.as_tensor(given), wanted)
-
-    return Question(
-        quantity,
-        level_text(level, found.clients, found.text, at),
-        link,
-        [dict(zip(names, key, strict=True)) for key in groups],
-        prob,
-        found,
-        sums,
-        lambda: caveat_of(posterior.program, posterior),
-        _categories(posterior, wanted.outcome),
-    )
+    labels = [dict(zip(names, key, strict=True)) for key in groups]
+    return labels, torch.tensor([number[key] for key in keys])
 
 
 def caveat_of(program: Program, posterior: Any) -> str:

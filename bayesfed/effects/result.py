@@ -35,7 +35,7 @@ class Effects:
         link: the link function, if the quantities are linear predictors.
         within: the labels that are equal in both members of a pair, see :meth:`pairs`.
         caveat: the posterior's caveat.
-        tests: further columns, of hypotheses.
+        tests: further columns, of hypotheses, ranks and centiles.
 
     Example:
         >>> import bayesfed as bf
@@ -131,8 +131,69 @@ class Effects:
             null=0.0 if comparison == "difference" else 1.0,
         )
 
+    def ranks(self, among: str | None = None) -> Effects:
+        """Return the ranks of the rows at each draw; rank 1 is the smallest value. Equal values share a rank.
+
+        Args:
+            among: the label whose values are ranked, such as the column of the client; rows are ranked among those that
+                are equal in all other labels. By default the first label.
+
+        Returns:
+            The posterior of the ranks, with the probabilities to be the lowest and the highest.
+
+        Raises:
+            ValueError: these are hypotheses, or there is nothing to rank.
+
+        Example:
+            >>> import bayesfed as bf
+            >>> from bayesfed import datasets, models
+            >>> posterior = bf.fit(models.eight_schools, datasets.eight_schools(), rounds=20)
+            >>> ranks = bf.effects.random_effects(posterior, "theta").ranks()
+            >>> ranks.to_frame().columns.tolist()
+            ['school', 'mean', 'sd', '3%', '97%', 'P(lowest)', 'P(highest)']
+            >>> bool((ranks.draws.sum(1) == 36).all())
+            True
+        """
+        import pandas as pd
+
+        if self.tests is not None:
+            raise ValueError("ranks are of random effects, predictions, comparisons and slopes")
+        among = str(self.labels.columns[0]) if among is None and len(self.labels.columns) else among
+        if among not in self.labels:
+            raise ValueError(f"no label {among!r} to rank: {', '.join(self.labels) or 'none'}")
+        others = self.labels.drop(columns=among).itertuples(index=False, name=None)
+        groups: dict[Any, list[int]] = {}
+        for row, key in enumerate(others):
+            groups.setdefault(key, []).append(row)
+        ranks, tests = (
+            torch.empty_like(self.draws, dtype=torch.float64),
+            np.empty((len(self.labels), 2)),
+        )
+        for rows in groups.values():
+            if len(rows) < 2:
+                raise ValueError(
+                    f"one row for each {', '.join(self.labels)}: there is nothing to rank"
+                )
+            values = self.draws[:, rows].contiguous()
+            ordered = values.sort(1).values
+            below = torch.searchsorted(ordered, values)
+            until = torch.searchsorted(ordered, values, right=True)
+            ranks[:, rows] = (below + until + 1).double() / 2
+            ends = (below == 0), (until == len(rows))
+            tests[rows] = torch.stack([end.double().mean(0) for end in ends], 1).numpy()
+        return replace(
+            self,
+            draws=ranks,
+            estimand=f"Rank, from the smallest, of {self.estimand}",
+            null=None,
+            link=None,
+            tests=pd.DataFrame(tests, columns=["P(lowest)", "P(highest)"]),
+        )
+
     def plot(self, ax: Axes | None = None) -> Axes:
         """Plot mean and intervals, of probability ``prob`` and one half, of each row; with ``null`` as a line.
+
+        Observed values, of :func:`bayesfed.effects.centiles`, are black diamonds.
 
         Predictions at three and more numbers of a variable are a curve with a band for each combination of the other
         labels.
@@ -215,6 +276,8 @@ def _forest(effects: Effects, ax: Axes) -> None:
     ax.hlines(at, lower, upper, color=_BLUE, linewidth=1.2)
     ax.hlines(at, first, third, color=_BLUE, linewidth=3.5)
     ax.plot(values.mean(0), at, "o", color=_BLUE, markerfacecolor="white")
+    if effects.tests is not None and "observed" in effects.tests:
+        ax.plot(effects.tests["observed"], at, "D", color="black", markersize=5)
     rows = effects.labels.itertuples(index=False)
     ax.set_yticks(at, ["  ".join(map(text_of, row)) for row in rows])
     ax.set_ylim(at[-1] - 0.6, 0.6)

@@ -14,6 +14,7 @@ import torch
 from bayesfed.data.columns import UnknownName
 from bayesfed.data.federation import Federation
 from bayesfed.data.frames import to_pandas
+from bayesfed.data.plural import plural
 from bayesfed.elbo.sites import InspectedModel
 from bayesfed.formulas.formula import Formula
 from bayesfed.output.fitted import Fitted
@@ -185,7 +186,7 @@ def rows_of(fitted: Fitted, rows: Any, level: str) -> Rows:
     formula = formula_of(fitted.program.model)
     if isinstance(rows, Federation) or (rows is None and formula is None):
         federation = fitted.federation if rows is None else rows
-        return FieldRows(federation, _count(federation.rows, "row"))
+        return FieldRows(federation, plural(federation.rows, "row"))
     if formula is None:
         raise ValueError(
             f"rows is {rows!r}: of a model that is not a formula, rows is a Federation, or None for those of the fit"
@@ -201,9 +202,9 @@ def rows_of(fitted: Fitted, rows: Any, level: str) -> Rows:
             raise ValueError("pass the clients' frame, rows=frame: the formula does not have it")
         own = {name: own[name] for name in names}
     if rows is None:
-        return FormulaRows(formula, own, _count(sum(map(len, own.values())), "row"))
+        return FormulaRows(formula, own, plural(sum(map(len, own.values())), "row"))
     grid = _balanced(formula, own) if isinstance(rows, str) else to_pandas(rows)
-    count = _count(len(grid), "row")
+    count = plural(len(grid), "row")
     text = f"a balanced grid of {count}" if isinstance(rows, str) else f"{count} given"
     if coding.client in grid.columns and not isinstance(rows, str):
         found = grid.groupby(coding.client, sort=False, observed=True)
@@ -267,7 +268,3 @@ def _balanced(formula: Formula, clients: Mapping[str, pd.DataFrame]) -> pd.DataF
 def _binary(values: np.ndarray) -> list[Any] | None:
     """Return 0 and 1 if there are no other values."""
     return [0, 1] if np.isin(values, (0, 1)).all() else None
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"
