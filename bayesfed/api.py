@@ -34,6 +34,7 @@ from bayesfed.calibration.power import power
 from bayesfed.data import datasets, images, simulations
 from bayesfed.data.federation import Federation
 from bayesfed.engine.execution import Execution
+from bayesfed.engine.moments import Moments
 from bayesfed.engine.privacy import Privacy
 from bayesfed.engine.run import Round, Run, Stopped
 from bayesfed.fitting import finish, fit, start, step
@@ -69,6 +70,7 @@ __all__ = [
     "FullRank",
     "Local",
     "MeanField",
+    "Moments",
     "PFedBayes",
     "PFedGP",
     "PFedMAP",

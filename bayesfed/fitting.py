@@ -15,6 +15,7 @@ from bayesfed.checks.independence import check_independence
 from bayesfed.checks.sufficient import with_sufficient_rows
 from bayesfed.checks.units import warn_of_units
 from bayesfed.data.federation import Federation, Model
+from bayesfed.data.moments import is_of_moments
 from bayesfed.elbo import noise
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params, Program
@@ -23,7 +24,7 @@ from bayesfed.engine.execution import Execution
 from bayesfed.engine.interrupts import delayed_interrupts
 from bayesfed.engine.plan import Plan
 from bayesfed.engine.privacy import NO_PRIVACY, Privacy
-from bayesfed.engine.program import build_program
+from bayesfed.engine.program import build_by_moments, build_program
 from bayesfed.engine.progress import show_rounds
 from bayesfed.engine.resume import initialise, save
 from bayesfed.engine.rounds import answer, ask, update
@@ -103,11 +104,17 @@ def start_run(plan: Plan, federation: Federation, resume: str | Path | None = No
     if execution.device is not None:
         federation = federation.to(execution.device)
     cohort_size(plan.clients_per_round, len(federation))  # fails early
-    program = build_program(plan.model, federation, plan.algorithm, plan.seed)
-    check_data(program, federation)
-    check_independence(program, federation, shuffled=plan.batch_size is not None)
-    warn_of_units(program, federation)
-    if plan.batch_size is None:
+    moments = is_of_moments(federation)
+    if moments and plan.batch_size is not None:
+        raise ValueError("batch_size: the clients are here by their moments alone: leave it out")
+    build, rows = (
+        (build_by_moments, federation.sufficient) if moments else (build_program, federation)
+    )
+    program = build(plan.model, federation, plan.algorithm, plan.seed)
+    check_data(program, rows)
+    check_independence(program, rows, shuffled=plan.batch_size is not None)
+    warn_of_units(program, rows)
+    if plan.batch_size is None and not moments:
         federation = with_sufficient_rows(program, federation)
     run = prepare_run(plan, program, federation, resume)
     _try_correction(run)

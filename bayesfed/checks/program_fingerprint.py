@@ -21,6 +21,7 @@ from torch.distributions import biject_to
 
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation
+from bayesfed.data.moments import rows_at_hand
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.log_density import log_density
 from bayesfed.elbo.program import Params, Program
@@ -60,6 +61,7 @@ def program_fingerprint(
     """
     found = _at(program, program.schema)
     if len(clients):
+        federation = rows_at_hand(federation)
         lengths = federation.lengths[clients]
         positions = torch.arange(min(ROWS, int(lengths.max())))
         batch = federation.batch(clients, torch.where(positions < lengths[:, None], positions, -1))

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from bayesfed.checks.data import check_data
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation
 from bayesfed.data.moments import rows_of_moments
@@ -22,6 +23,12 @@ DRAWS = 4
 TOLERANCE = 0.02
 """The largest difference of gradients along each number that is taken for round-off, relative to their size and times
 √rows: about the standard deviations by which it could move a posterior mean."""
+ENOUGH = (
+    "They are enough for a Gaussian outcome whose mean is linear in the fields, and whose standard deviation is the "
+    "same in all rows of a client (for a category give each level but one a column of 0 and 1; log an outcome "
+    "beforehand): write the model so, or fit it to the rows themselves, in rounds"
+)
+"""What moments are enough for, and the remedies."""
 
 
 def with_sufficient_rows(program: Program, federation: Federation) -> Federation:
@@ -44,16 +51,62 @@ def with_sufficient_rows(program: Program, federation: Federation) -> Federation
     if left > WORTH * federation.rows:
         return federation
     few = rows_of_moments(federation)
+    same = _same(program, federation, few, federation.rows)
+    return replace(federation, moments=few) if same else federation
+
+
+def check_moments(program: Program, rows: Federation, few: Federation) -> None:
+    """Fail unless a log likelihood, and not its gradients alone, depends on the moments of the rows only.
+
+    Args:
+        program: the model/guide pair.
+        rows: the clients' rows; or any with the moments of ``few``, where the clients' are elsewhere.
+        few: the rows of their moments.
+
+    Raises:
+        ValueError: names the site, and gives what moments are enough for.
+    """
+    sites = program.likelihood
+    names = ", ".join(repr(site.name) for site in sites)
+    apart = [s.name for s in sites if not s.per_row or s.joint or s.conditional or s.factor]
+    if not sites or apart:
+        what = f"site {apart[0]!r} is no outcome of single rows" if apart else "there is no outcome"
+        raise ValueError(f"moments: {what}. {ENOUGH}")
+    if program.needs_rows:
+        raise ValueError(
+            f"moments: {program.guide_name} reads the clients' rows: use a guide that does not, as SFVI() has"
+        )
+    count = few.rows if few.counts is None else int(few.counts.sum())
+    try:
+        check_data(program, few)
+    except (ValueError, IndexError) as error:
+        raise ValueError(
+            f"moments: the program does not take the rows that have a client's means and covariances "
+            f"(site{'s' * (len(sites) > 1)} {names}): {' '.join(str(error).split())[:300]}. {ENOUGH}"
+        ) from None
+    if not _same(program, rows, few, count, values=True):
+        raise ValueError(
+            f"moments: the log likelihood of {names} depends on more than counts, means and covariances of the fields. "
+            f"{ENOUGH}"
+        )
+
+
+def _same(
+    program: Program, rows: Federation, few: Federation, count: int, *, values: bool = False
+) -> bool:
+    """Return whether all clients' terms have the same gradients, and ``values``, for two federations' rows.
+
+    Differences are compared with the round-off of ``count`` rows.
+    """
     totals: dict[str, Tensor] = {}
-    for chunk in program.chunks(federation, copies=4 * DRAWS):
-        both = [_gradients(program, rows.batch(chunk)) for rows in (federation, few)]
+    for chunk in program.chunks(rows, copies=4 * DRAWS):
+        both = [_gradients(program, own.batch(chunk), values) for own in (rows, few)]
         for name, one in both[0].items():
             parts = torch.stack([one.square(), (one - both[1][name]).square()])
             sums = parts.flatten(1, 2).sum(1)  # over clients and draws
             totals[name] = totals.get(name, 0.0) + sums
     size, difference = torch.cat([v.flatten(1) for v in totals.values()], 1)
-    equal = difference <= TOLERANCE**2 / federation.rows * size
-    return replace(federation, moments=few) if bool(equal.all()) else federation
+    return bool((difference <= TOLERANCE**2 / count * size).all())
 
 
 def _may_be_quadratic(program: Program, federation: Federation) -> bool:
@@ -65,8 +118,11 @@ def _may_be_quadratic(program: Program, federation: Federation) -> bool:
     return bool(sites) and whole and numbers and per_row and not program.needs_rows
 
 
-def _gradients(program: Program, batch: Batch) -> Params:
-    """Return the gradients of K clients' terms at generic points, by parameter or site ``(K, S or 1, ...)``."""
+def _gradients(program: Program, batch: Batch, values: bool) -> Params:
+    """Return the gradients of K clients' terms at generic points, by parameter or site ``(K, S or 1, ...)``.
+
+    With ``values`` the terms are there too, ``(K, 1)``, under no name.
+    """
     key = noise.fold(noise.key(0).to(batch.device), noise.word("sufficient rows"))
     drawn = draw(program, program.init, program.noise(key, DRAWS, local=False), DRAWS)
     theta = leaves({n: v.expand(-1, len(batch), *v.shape[2:]) for n, v in drawn.items()})
@@ -79,4 +135,5 @@ def _gradients(program: Program, batch: Batch) -> Params:
     local = program.noise(noise.fold(key, batch.index), DRAWS, local=True)
     term = client_terms(program, program.init | own, theta, batch, local, DRAWS).mean(0)
     found = gradients(term, theta | own)
-    return {n: v.movedim(1, 0) if n in theta else v[:, None] for n, v in found.items()}
+    terms = {"": term.detach()[:, None, None]} if values else {}
+    return terms | {n: v.movedim(1, 0) if n in theta else v[:, None] for n, v in found.items()}

@@ -15,8 +15,8 @@ class RowsAbsent(ValueError):
 
     def __init__(self) -> None:
         super().__init__(
-            "this needs the clients' rows, and the posterior was loaded without: "
-            "bf.Posterior.load(path, model, federation), or posterior.personalize(federation) for new clients"
+            "this needs the clients' rows, which are not here: bf.Posterior.load(path, model, federation) where they "
+            "are, or posterior.personalize(federation) for new clients"
         )
 
 
@@ -43,7 +43,7 @@ class AbsentColumn:
         (torch.Size([5, 2]), torch.Size([3, 2]))
         >>> column.index_select(0, torch.arange(3))
         Traceback (most recent call last):
-        bayesfed.data.absent.RowsAbsent: this needs the clients' rows, and the posterior was loaded without: ...
+        bayesfed.data.absent.RowsAbsent: this needs the clients' rows, which are not here: ...
     """
 
     rows: int

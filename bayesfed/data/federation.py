@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesfed.data.absent import AbsentColumn
+from bayesfed.data.absent import AbsentColumn, are_absent
 from bayesfed.data.arrow import Column, read_table
 from bayesfed.data.batch import Batch, Fields
 from bayesfed.data.columns import UnknownName, client_name
@@ -158,8 +158,7 @@ class Federation:
     ) -> Federation:
         """Make one client per value of the column ``client`` of data that stay on disk.
 
-        A step reads the rows that it uses from the mapped file; ``federation[name]`` reads a whole field. This is
-        fastest if a client's rows lie together.
+        A step reads its rows from the mapped file, fastest if a client's lie together; ``federation[name]`` all.
 
         Args:
             source: an Arrow file (IPC file or stream), a folder of ``*.arrow`` files as written by ``save_to_disk`` of
@@ -341,12 +340,13 @@ class Federation:
             positions: int64 ``(K, B)``: positions of the rows among the client's own, -1 for none; by default all.
 
         Returns:
-            A batch whose fields have shape ``(K, B, *event)``. Padding repeats the client's first row, so that masked
-            entries also lie in a field's support.
+            A batch of fields ``(K, B, *event)``. Padding repeats the client's first row, within the field's support.
         """
         clients = torch.arange(len(self), device="cpu") if clients is None else clients
         if positions is None:
             positions = padded_positions(self.lengths[clients.cpu()])
+        elif self.moments and positions.shape[1] == 1 and are_absent(self.fields):
+            return self.moments.batch(clients, positions)  # what a client's rows have in common
         located = self.locate(clients.to(self.device), positions.to(self.device))
         return self.gather(clients.to(self.device), *located)
 
@@ -376,7 +376,7 @@ class Federation:
         return self.batch()
 
     def head(self) -> Batch:
-        """Make a batch of the clients with their first rows only."""
+        """Return the clients with their first rows only."""
         return self.batch(positions=torch.zeros(len(self), 1, dtype=torch.int64))
 
     def of_clients(self, field: str) -> Tensor:

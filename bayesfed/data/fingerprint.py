@@ -13,6 +13,7 @@ from torch import Tensor
 from bayesfed.data.absent import AbsentColumn
 from bayesfed.data.arrow import Column
 from bayesfed.data.federation import Federation
+from bayesfed.data.moments import is_of_moments
 
 READ = 1_000_000
 """Numbers read at once."""
@@ -28,6 +29,8 @@ def data_fingerprint(federation: Federation) -> dict[str, Tensor]:
         >>> {name: len(value) for name, value in data_fingerprint(datasets.eight_schools()).items()}
         {'rows': 8, 'field y': 8, 'field sigma': 8}
     """
+    if is_of_moments(federation):
+        return data_fingerprint(federation.sufficient) | {_ROWS: federation.lengths.clone()}
     offsets = federation.offsets.tolist()
     hashes = {
         f"{_FIELD}{name}": torch.tensor(list(_hashes(value, offsets)), dtype=torch.int64)

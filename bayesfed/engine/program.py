@@ -1,10 +1,13 @@
 """The program that a run, a file and a node of a deployment have in common."""
 
 from contextlib import suppress
+from dataclasses import replace
 
 from bayesfed.algorithms.algorithm import Algorithm
 from bayesfed.checks.data import check_first_outcomes
+from bayesfed.checks.sufficient import ENOUGH, check_moments
 from bayesfed.data.federation import Federation, Model
+from bayesfed.data.moments import other_rows
 from bayesfed.elbo import noise
 from bayesfed.elbo.index_checks import checked_indices
 from bayesfed.elbo.program import Program
@@ -42,3 +45,24 @@ def build_program(model: Model, federation: Federation, algorithm: Algorithm, se
             if readable is error:
                 raise
             raise readable from error
+
+
+def build_by_moments(
+    model: Model, federation: Federation, algorithm: Algorithm, seed: int
+) -> Program:
+    """Build the program of clients that are here by their moments alone, once these are seen to be enough.
+
+    Raises:
+        ValueError: they are not, see :func:`~bayesfed.checks.sufficient.check_moments`; or as :func:`build_program`.
+    """
+    few = federation.sufficient
+    try:
+        program = build_program(model, few, algorithm, seed)
+    except ValueError as error:
+        if "support" not in str(error):
+            raise
+        raise ValueError(
+            f"moments: {error}. This row is one of those that have a client's means and covariances. {ENOUGH}"
+        ) from None
+    check_moments(program, other_rows(few), few)
+    return replace(program, rows=federation.rows)

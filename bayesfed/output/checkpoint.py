@@ -23,11 +23,12 @@ from bayesfed.checks.sufficient import with_sufficient_rows
 from bayesfed.data.absent import AbsentColumn, are_absent
 from bayesfed.data.federation import Federation, Model
 from bayesfed.data.fingerprint import data_fingerprint, describe_data_change
+from bayesfed.data.moments import is_of_moments
 from bayesfed.elbo.program import Params, Program
 from bayesfed.engine.files import read_tensors, write_tensors
 from bayesfed.engine.made_up import build_without_rows
 from bayesfed.engine.parts import flat, nested
-from bayesfed.engine.program import build_program
+from bayesfed.engine.program import build_by_moments, build_program
 from bayesfed.output.fitted import Correction, Fitted
 
 FORMAT = 3
@@ -195,12 +196,13 @@ def load(
     position = torch.tensor([known[name] for name in federation.names])
     local_params: Params = {}
     _check_shapes(path, parts["params"], program.init)
-    if not are_absent(federation.fields):
+    absent = are_absent(federation.sufficient.fields)
+    if not absent:
         local_params = moved({n: value[position] for n, value in parts["local_params"].items()})
         for start in program.starts(federation):
             shapes = {n: v[start.index] for n, v in local_params.items()}
             _check_shapes(path, shapes, program.init_locals(start))
-    if are_absent(federation.fields):
+    if absent:
         other_rows = True
     elif not other_rows:
         _check_data(path, federation, {n: v[position] for n, v in parts["data"].items()})
@@ -224,7 +226,7 @@ def load(
     return Fitted(
         program=program,
         federation=federation
-        if are_absent(federation.fields)
+        if absent or is_of_moments(federation)
         else with_sufficient_rows(program, federation),
         params=moved(parts["params"]),
         local_params=local_params,
@@ -272,6 +274,8 @@ def _build(
     model: Model, federation: Federation, algorithm: Algorithm, metadata: Mapping[str, Any]
 ) -> Program:
     """Build the program of some clients; that of absent rows from made-up ones."""
+    if is_of_moments(federation):
+        return build_by_moments(model, federation, algorithm, metadata["seed"])
     if not are_absent(federation.fields):
         return build_program(model, federation, algorithm, metadata["seed"])
     fields = {n: (v.shape[1:], v.dtype) for n, v in federation.fields.items()}

@@ -188,7 +188,7 @@ def data_groups(
 def _global_groups(
     fitted: Fitted, num_samples: int, chains: int, seed: int, attrs: Mapping[str, Any]
 ) -> dict[str, xr.Dataset]:
-    """Return the groups of a posterior without rows."""
+    """Return the groups of a posterior without rows; the clients' variables are in it if their moments are here."""
     drawn = sample(fitted, num_samples, seed)
     more = derived(fitted, fitted.federation, num_samples, seed)
     with noise.seeded(seed):
@@ -199,8 +199,11 @@ def _global_groups(
         "log_prior": log_prior(fitted, drawn) if random else {},
         "prior": _public(prior) | derive_globals(fitted, prior, num_samples),
     }
+    program = fitted.program
+    local = {site.name for site in program.locals}
+    local |= {name for name, found in program.derived.items() if "client" in found}
     groups = {
-        name: _by_chain(values, dict.fromkeys(values, ()), chains)
+        name: _by_chain(values, {n: ("client",) * (n in local) for n in values}, chains)
         for name, values in tensors.items()
     }
     groups["params"] = {

@@ -35,7 +35,7 @@ def log_weights(fitted: Fitted) -> Tensor | None:
 
     None if q has no density, under privacy, or if the data are too large or not here.
     """
-    if are_absent(fitted.federation.fields):
+    if are_absent(fitted.federation.sufficient.fields):
         return None
     draws = min(DRAWS, affordable_draws(fitted, fitted.federation.sufficient.rows))
     if not has_density(fitted) or draws < FEWEST:

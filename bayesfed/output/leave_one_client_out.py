@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from bayesfed.data.moments import is_of_moments
 from bayesfed.elbo import noise
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params
@@ -53,7 +54,7 @@ class ClientsLeftOut:
             ``mcse``; ``khat`` of the importance weights, or the larger one of two evidences; ``moves``, the number
             among the global variables whose mean moves most, and ``shift``, by how many posterior standard deviations
             it moves when the client is left out; ``conflict``, the two-sided p-value of its mean outcome, NaN if
-            outcomes cannot be drawn.
+            outcomes cannot be drawn, or only moments of the rows are here.
         shifts: the shifts of all global variables, a row for each client.
         refined: the clients whose weights were too uneven, for whom θ was drawn again without them.
         caveat: the clients whose numbers are not reliable, with their k-hat.
@@ -147,7 +148,8 @@ def leave_one_client_out(
         log_weights = at_server.cpu() + draws.evidence.sum(1)
         whole = log_mean(log_weights)
     centre = _moments(draws.numbers, pareto_smooth(log_weights)[0])
-    names, observed = draws.names, _client_means(posterior, None)
+    names = draws.names
+    observed = {} if is_of_moments(federation) else _client_means(posterior, None)
     rows, shifts, refined = [], [], []
     poor: dict[str, float] = {}
     for k, name in enumerate(federation.names):
@@ -190,7 +192,8 @@ def _evaluate(fitted: Fitted, theta: Params, count: int, seed: int) -> _Draws:
     numbers = torch.cat([value.reshape(count, -1) for value in public.values()], 1)
     chosen = fitted.correction
     scarcity = 1.0 if chosen is None or chosen.ess is None else (1 + count / chosen.ess) ** 0.5
-    means = _predict_means(fitted, values, count, seed)
+    rows = not is_of_moments(fitted.federation)
+    means = _predict_means(fitted, values, count, seed) if rows else {}
     return _Draws(_names(public), numbers.double().cpu(), evidence.cpu(), means, scarcity)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from bayesfed.data.moments import is_of_moments
 from bayesfed.elbo import noise
 from bayesfed.elbo.elbo import log_parts, server_pass
 from bayesfed.elbo.program import Params
@@ -84,6 +85,8 @@ def log_evidence_of_clients(fitted: Fitted, theta: Params, count: int, key: Tens
         count: S.
         key: noise key.
     """
+    if is_of_moments(fitted.federation):
+        fitted = fitted.sufficient
     program, federation = fitted.program, fitted.federation
 
     def by_draws(theta: Params, count: int, each: int, key: Tensor) -> Tensor:

@@ -146,7 +146,7 @@ def estimate_log_evidence(fitted: Fitted, log_weights: Tensor | None) -> LogEvid
     fitted.check_is_of_all("log_evidence is of all, use the posterior of the fit")
     if fitted.correction is not None:
         log_weights = correction_weights(fitted)
-    if log_weights is None and are_absent(fitted.federation.fields):
+    if log_weights is None and are_absent(fitted.federation.sufficient.fields):
         raise RowsAbsent
     if log_weights is None:
         raise ValueError(

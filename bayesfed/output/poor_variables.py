@@ -149,7 +149,7 @@ def check_clients(fitted: Fitted) -> ClientCheck:
         >>> check_clients(bf.fit(models.eight_schools, datasets.eight_schools())).poor
         {}
     """
-    unknown = fitted.epsilon is not None or are_absent(fitted.federation.fields)
+    unknown = fitted.epsilon is not None or are_absent(fitted.federation.sufficient.fields)
     if not _has_real_locals(fitted.program) or unknown:
         return ClientCheck({}, frozenset())
     fitted = fitted.sufficient

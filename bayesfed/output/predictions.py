@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pyro.distributions as dist
 import torch
 from pyro import poutine
 from torch import Tensor
 
-from bayesfed.data.absent import are_absent
+from bayesfed.data.absent import RowsAbsent, are_absent
 from bayesfed.data.federation import Federation
+from bayesfed.data.moments import is_of_moments, rows_at_hand
 from bayesfed.elbo import noise
 from bayesfed.output import dependent_rows
 from bayesfed.output.draws import (
@@ -28,7 +31,7 @@ def sample(
     fitted: Fitted, num_samples: int, seed: int, *, centre: bool = False
 ) -> dict[str, Tensor]:
     """Draw every latent site, see :meth:`bayesfed.Posterior.sample`."""
-    if are_absent(fitted.federation.fields):
+    if are_absent(fitted.federation.sufficient.fields):
         return sample_globals(fitted, num_samples, seed, centre=centre)
     parts: dict[str, list[Tensor]] = {}
     for _, draws in equal_draws(fitted, num_samples, seed, centre=centre):
@@ -91,15 +94,22 @@ def derived(
     fitted: Fitted, federation: Federation, num_samples: int, seed: int
 ) -> dict[str, Tensor]:
     """Compute the model's ``pyro.deterministic`` sites, see :meth:`bayesfed.Posterior.derived`."""
-    if are_absent(federation.fields):
+    if are_absent(federation.sufficient.fields):
         drawn = sample_globals(fitted, num_samples, seed, centre=False)
         return derive_globals(fitted, drawn, num_samples)
-    few = fitted.select(federation.names)
-    parts: dict[str, list[Tensor]] = {name: [] for name in fitted.program.derived}
-    read = (federation,) if _derives_from_rows(few, federation) else ()
+    few, rows = fitted.select(federation.names), rows_at_hand(federation)
+    dims = fitted.program.derived
+    if is_of_moments(federation):  # those of the rows are left out
+        dims = {name: found for name, found in dims.items() if "observation" not in found}
+    parts: dict[str, list[Tensor]] = {name: [] for name in dims}
+    read = (rows,) if _derives_from_rows(few, rows, dims) else ()
+    if read and is_of_moments(federation):
+        raise RowsAbsent
     for chunk, draws in equal_draws(few, num_samples, seed, *read):
         batch = federation.batch(chunk, None if read else _first_rows(chunk))
         for name, found in derive(few, draws, chunk, batch).items():
+            if name not in dims:
+                continue
             if found.local:
                 parts[name].append(flatten_rows(found.value, found, batch, draws.count))
             elif not parts[name]:
@@ -108,15 +118,17 @@ def derived(
     return {name: torch.cat(values, min(1, values[0].ndim - 1)) for name, values in parts.items()}
 
 
-def _derives_from_rows(fitted: Fitted, federation: Federation) -> bool:
+def _derives_from_rows(
+    fitted: Fitted, federation: Federation, names: Mapping[str, tuple[str, ...]]
+) -> bool:
     """Return whether a derived value is one of rows, or differs between all rows of a client and its first."""
-    if any("observation" in dims for dims in fitted.program.derived.values()):
+    if any("observation" in dims for dims in names.values()):
         return True
     name = federation.names[int(federation.lengths.argmax())]
     one, rows = fitted.select([name]), federation.select([name])
     for chunk, draws in equal_draws(one, 1, 0, rows, centre=True):
         both = [derive(one, draws, chunk, rows.batch(chunk, r)) for r in (None, _first_rows(chunk))]
-        whole, first = ([found.value for found in values.values()] for values in both)
+        whole, first = ([found[name].value for name in names] for found in both)
         if not all(torch.equal(*pair) for pair in zip(whole, first, strict=True)):
             return True
     return False
