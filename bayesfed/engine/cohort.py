@@ -74,12 +74,7 @@ class Cohort:
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """The uploads ``(K, ...)``, terms ``(K,)`` and soundness ``(K,)`` of clients, whose new states are kept."""
         run, privacy = self.run, self.run.privacy
-        keys = noise.fold(key, run.federation.stream_ids[chunk])
-        # q(w_i | θ) that is a function of the rows needs all of them, whatever the plan says
-        batch_size = run.plan.batch_size if run.program.learns_locals else None
-        rows = batches(run.federation.sufficient, chunk, batch_size, keys)
-        states = self.with_first_visits(run.clients.take(chunk), chunk, nested(message))
-        job = Job(run.program, nested(message), states, rows, keys, rate, self.noisy)
+        states, job = self.job(message, chunk, key, rate)
         answer = run.plan.algorithm.work(job)
         upload = flat(answer.upload)
         good = is_finite(answer.terms, upload, answer.clients | answer.memory)
@@ -90,6 +85,18 @@ class Cohort:
             share = torch.zeros_like(share) if self.noisy else good.to(answer.terms) * share
             run.clients.put(chunk, self.next_states(states, answer, good, share))
         return upload, answer.terms, good
+
+    def job(
+        self, message: dict[str, Tensor], chunk: Tensor, key: Tensor, rate: float
+    ) -> tuple[State, Job]:
+        """Return the states of K clients, and what they are asked to do."""
+        run = self.run
+        keys = noise.fold(key, run.federation.stream_ids[chunk])
+        # q(w_i | θ) that is a function of the rows needs all of them, whatever the plan says
+        batch_size = run.plan.batch_size if run.program.learns_locals else None
+        rows = batches(run.federation.sufficient, chunk, batch_size, keys)
+        states = self.with_first_visits(run.clients.take(chunk), chunk, nested(message))
+        return states, Job(run.program, nested(message), states, rows, keys, rate, self.noisy)
 
     def with_first_visits(self, states: State, chunk: Tensor, message: Parts) -> State:
         """Return the states of clients, of those that visit for the first time made from the θ that was sent."""

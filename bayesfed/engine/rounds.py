@@ -18,6 +18,7 @@ from bayesfed.elbo.program import Params
 from bayesfed.engine import processes
 from bayesfed.engine.cohort import Cohort
 from bayesfed.engine.execution import threads
+from bayesfed.engine.not_finite import name_globals, name_in_client
 from bayesfed.engine.parts import flat, nested
 from bayesfed.engine.resume import save
 from bayesfed.engine.run import Round, Run, Stopped
@@ -169,7 +170,11 @@ def update(run: Run, question: Question, found: Answer) -> Round:
         )
     if _too_many(run, len(refused)):
         terms = None if found.terms is None else found.terms[~sound]
-        raise Stopped(refusal_message(refused_names, terms), run)
+        where = ""
+        if run.accepted is None and run.plan.execution.group is None:  # the rows are here
+            key = _round_key(run, question.number)
+            where = name_in_client(run, int(refused[0]), question.message, key, question.rate)
+        raise Stopped(refusal_message(refused_names, terms, where), run)
     with _server_step(run):
         total, clip = _apply_privacy(run, question, found)
         turn, server, server_term = _decode(run, question, total, len(counted))
@@ -227,13 +232,16 @@ def _decode(run: Run, question: Question, total: Params, counted: int) -> tuple[
 def _check_finite(run: Run, server_term: Tensor, params: Params) -> None:
     """Stop the run if the server's next state has no finite ELBO term or a parameter that is not a number."""
     if not math.isfinite(server_term):
+        found = name_globals(run.program, params)
+        where = f" ({found})" if found else ""
         raise Stopped(
-            f"the server's ELBO term is {float(server_term)}; lower the learning rate or check the priors of the "
-            "global sites",
+            f"the server's ELBO term is {float(server_term)}{where}; lower the learning rate or check the priors of "
+            "the global sites",
             run,
         )
     if any(bool(value.isnan().any()) for value in params.values()):
-        raise Stopped(f"the global parameters are not numbers any more; {_ADVICE}", run)
+        found = name_globals(run.program, params)
+        raise Stopped(f"the global parameters are not numbers any more ({found}); {_ADVICE}", run)
 
 
 def _names(run: Run, clients: Tensor) -> list[str]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from bayesfed.data.batch import Batch
 from bayesfed.data.chunks import PASS
 from bayesfed.data.federation import Federation
+from bayesfed.data.plural import plural
 from bayesfed.elbo.elbo import local_priors
 from bayesfed.elbo.moments import Moments
 from bayesfed.elbo.program import Params, Program
@@ -57,19 +58,21 @@ def warn_of_uphill(rounds: int) -> None:
         )
 
 
-def refusal_message(names: Sequence[str], terms: Tensor | None) -> str:
+def refusal_message(names: Sequence[str], terms: Tensor | None, where: str = "") -> str:
     """The message of a run that stops as uploads of these clients are not finite, with what may help.
 
     Args:
         names: the clients.
         terms: their ELBO terms, if the server may see them.
+        where: the variable of the first client, if it has been found.
     """
     of_term = terms is not None and not terms[0].isfinite()
     what = f"ELBO term ({float(terms[0])})" if terms is not None and of_term else "upload"
-    others = "" if len(names) == 1 else f" and of {len(names) - 1} others"
+    others = "" if len(names) == 1 else f" and of {plural(len(names) - 1, 'other')}"
+    where = f" ({where})" if where else ""
     return (
-        f"the {what} of client {names[0]!r}{others} is not finite. Look for extreme values among its rows, standardise "
-        "the fields, or lower the learning rates"
+        f"the {what} of client {names[0]!r}{others} is not finite{where}. Look for extreme values among its rows, "
+        "standardise the fields, or lower the learning rates"
     )
 
 
@@ -170,15 +173,18 @@ def warn_of_unseen(names: Sequence[str], unseen: Tensor) -> None:
 
 def warn_of_infinities(names: Sequence[str], local_params: Params) -> None:
     """Warn of clients whose local parameters are not finite."""
-    sound = torch.ones(len(names), dtype=torch.bool)
-    for value in local_params.values():
+    sound, bad = torch.ones(len(names), dtype=torch.bool), list[str]()
+    for name, value in local_params.items():
         flat = value.reshape(len(names), -1)
         together = max(1, PASS // max(1, flat.shape[1]))
-        sound &= torch.cat([part.isfinite().all(1) for part in flat.split(together)]).cpu()
+        own = torch.cat([part.isfinite().all(1) for part in flat.split(together)]).cpu()
+        sound &= own
+        bad += [repr(name)] * (not own.all())
     if not sound.all():
         lost = [names[i] for i in (~sound).nonzero().flatten().tolist()]
         warnings.warn(
-            f"the variables of {len(lost)} clients are not finite, such as {lost[0]!r}: their steps have diverged. "
+            f"the variables of {plural(len(lost), 'client')} are not finite, such as {lost[0]!r} (parameters "
+            f"{', '.join(bad[:3])}): their steps have diverged. "
             "The global variables can be used. Lower lr, or give personalize() fewer steps at a lower rate",
             stacklevel=3,
         )

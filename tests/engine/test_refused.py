@@ -2,12 +2,16 @@
 
 from dataclasses import dataclass
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 
 import bayesfed as bf
 from bayesfed import datasets, models
+from bayesfed.engine.not_finite import name_globals
 from bayesfed.engine.parts import flat
+from bayesfed.engine.watch import warn_of_infinities
 from bayesfed.rules import NaturalGradient
 from bayesfed.steps import Descent
 from tests.invariants.cases import federation, small
@@ -128,7 +132,10 @@ def no_numbers(server):
             no_solution,
             r"round 3: a step has no solution \(linalg.eigh: it did not converge\); lower the",
         ),
-        (no_numbers, "round 3: the global parameters are not numbers any more; lower the"),
+        (
+            no_numbers,
+            r"round 3: the global parameters are not numbers any more \(sites 'mu', 'tau'\); lower the",
+        ),
     ],
 )
 def test_a_server_that_cannot_go_on_keeps_what_it_had(result, message, monkeypatch):
@@ -143,3 +150,45 @@ def test_a_server_that_cannot_go_on_keeps_what_it_had(result, message, monkeypat
     assert stopped.value.run.done == 2
     for name, value in bf.finish(stopped.value.run).params.items():
         assert torch.equal(value, before.params[name])
+
+
+def counts(federation):
+    mu, beta = (pyro.sample(name, dist.Normal(0.0, 1.0)) for name in ("mu", "beta"))
+    with federation.clients():
+        level = pyro.sample("level", dist.Normal(mu, 1.0))
+        with federation.observations() as obs:
+            rate = (level + beta * obs["x"]).exp()
+            pyro.sample("falls", dist.Poisson(rate), obs=obs.get("falls"))
+
+
+@pytest.mark.filterwarnings("ignore:field 'x'")
+@pytest.mark.parametrize(
+    ("algorithm", "where"),
+    [(bf.SFVI(), "site 'falls', row 1"), (bf.PFedVEM(), "parameter 'beta.loc'")],
+)
+def test_that_a_run_that_stops_names_client_variable_and_row(algorithm, where):
+    x = {"north": [0.1, 0.2], "south": [0.3, 1e9]}
+    rows = {name: {"x": own, "falls": [1.0, 3.0]} for name, own in x.items()}
+    run = bf.start(counts, bf.Federation.from_arrays(rows), algorithm, rounds=3)
+    message = rf"of client 'south' is not finite \({where}\)"
+    with pytest.raises(bf.Stopped, match=message):
+        for _ in range(3):
+            bf.step(run)
+
+
+def test_that_global_variables_that_are_not_finite_are_named():
+    run = bf.start(counts, bf.Federation.from_arrays({"a": {"x": [0.0], "falls": [1.0]}}))
+    params = run.plan.algorithm.params(run.server)
+    assert name_globals(run.program, params) == ""
+    location = torch.tensor([0.0, torch.inf]).to(params["global.loc"])
+    assert name_globals(run.program, params | {"global.loc": location}) in (
+        "site 'mu'",
+        "site 'beta'",
+    )
+
+
+def test_that_local_parameters_that_are_not_finite_are_named():
+    with pytest.warns(
+        UserWarning, match=r"of 1 client are not finite, such as 'b' \(parameters 'w.loc'\)"
+    ):
+        warn_of_infinities(["a", "b"], {"w.loc": torch.tensor([0.0, torch.nan])})
