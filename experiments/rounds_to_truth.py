@@ -8,9 +8,9 @@ Runs have no number of rounds, and stop by themselves; problems.py has the probl
 variables as the model has them, from 20,000 draws of what `bf.finish` gives after each round. These are importance
 weighted where that improves q(θ).
 
-"exchanges": the requests that each institution has to answer when the same fit runs between machines: its begin, the
-rounds, and the evaluations of draws of θ for the weights, those of corrections that failed included. That the rounds or
-the fit are over needs no answer: by post it goes with the next letter, and over sockets it is a message more.
+"exchanges": how often each institution has to answer when the same fit runs between machines, counted in such a run:
+the description of its data, the rounds, of which the first begins the run, and the evaluations of draws of θ for the
+weights, those of corrections that failed included. The final draws, which need no answer, are not counted.
 
 "to NUTS": the round from which on every mean is within 0.1 standard deviations of NUTS' and every standard deviation
 within 0.85 to 1.18 of it; "never" where the run ends outside. "end": the largest shift and the range of the ratios when
@@ -20,22 +20,22 @@ whatever else the machine does: seconds_to_truth.py has better ones.
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
-from unittest.mock import patch
+from pathlib import Path
 
 import runner
 from distances import Moments, distance, moments, words
 from problems import PROBLEMS, Problem, reference
-from torch import Tensor
 
 import bayesfed as bf
-from bayesfed import fitting
-from bayesfed.output.correction import CorrectionResult, correct
-from bayesfed.output.fitted import Fitted
-from bayesfed.output.log_densities import sum_log_weights
+from bayesfed.deploy.institutions import Patience
+from bayesfed.deploy.node import Node
+from bayesfed.deploy.plan import DeploymentPlan
+from bayesfed.deploy.server import run_server
+from bayesfed.deploy.transport import Carrier
 
 COLUMNS = "problem | clients a round | seed | to NUTS | stops | exchanges | end | end: q | seconds"
 
@@ -71,21 +71,16 @@ def follow(
 
 
 def exchanges(problem: Problem, federation: bf.Federation, cohort: float, seed: int) -> int:
-    """Fit once more, and count the exchanges that the fit takes between machines."""
-    asked = 0
-
-    def evaluate(*args: Any) -> Tensor:
-        nonlocal asked
-        asked += 1
-        return sum_log_weights(*args)
-
-    def by_exchanges(fitted: Fitted, **how: bool) -> CorrectionResult:
-        return correct(fitted, evaluate, **how)
-
-    with patch.object(fitting, "correct", by_exchanges):
-        posterior = bf.fit(problem.model, federation, clients_per_round=cohort, seed=seed)
-    begin = 1
-    return begin + len(posterior.history["elbo"]) + asked
+    """Fit between machines, of which one holds all clients, and count the exchanges."""
+    plan = DeploymentPlan(problem.model, bf.SFVI(), clients_per_round=cohort, seed=seed)
+    with tempfile.TemporaryDirectory() as folder:
+        node = Node("all", federation, plan, Path(folder) / "all")
+        carrier = Carrier(
+            lambda: ["all"], lambda messages, wait: {n: node.handle(p) for n, p in messages.items()}
+        )
+        found = run_server(carrier, plan, Patience(("all",)), Path(folder) / "run.safetensors")
+    end = 1
+    return found.exchanges - end
 
 
 def measure(name: str, cohort: float, seed: int) -> list[str]:

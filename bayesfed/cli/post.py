@@ -58,7 +58,11 @@ def ask(experiment: Path, folder: Path, output: Path | None, without: Sequence[s
     else:
         with atomically(output) as file:
             file.write_bytes(path.read_bytes())
-    _say_what_is_next(path, missing, folder, make_plan(config, experiment.parent), screen)
+    own = config.deployment
+    counts = count_letters(
+        make_plan(config, experiment.parent), waits=own is None or own.enough is None
+    )
+    _say_what_is_next(path, missing, folder, counts, screen)
 
 
 def take(files: Sequence[Path], experiment: Path | None) -> None:
@@ -163,7 +167,7 @@ def _open(config: Experiment, experiment: Path, folder: Path) -> Post:
 
 
 def _say_what_is_next(
-    path: Path, missing: Sequence[str], folder: Path, plan: DeploymentPlan, screen: Console
+    path: Path, missing: Sequence[str], folder: Path, counts: str, screen: Console
 ) -> None:
     file = read_letter(path.read_bytes())
     head = file.head
@@ -188,17 +192,21 @@ def _say_what_is_next(
         "leave_out": "asks for sums of leave-one-out",
     }.get(last.kind, "")
     if isinstance(last, Ask):
-        what = f"asks for round {last.round.number + 1}"
+        begins = any(unpack(one)[0].kind == "begin" for one in file.messages)
+        what = f"{'begins the run and ' if begins else ''}asks for round {last.round.number + 1}"
     screen.print(f"Letter {head.number} {what}; it is for {to}.")
     if len(missing) < len(head.requests):
         screen.print(f"Answers that have not come: {', '.join(missing)}.")
-    screen.print(
-        f"At each institution: bayesfed answer FILE --node NODE.toml. {count_letters(plan)}"
-    )
+    screen.print(f"At each institution: bayesfed answer FILE --node NODE.toml. {counts}")
 
 
-def count_letters(plan: DeploymentPlan) -> str:
-    """Return in words how many letters a study needs that institutions answer."""
+def count_letters(plan: DeploymentPlan, *, waits: bool = True) -> str:
+    """Return in words how many letters a study needs that institutions answer.
+
+    Args:
+        plan: the fit.
+        waits: a round waits for the answers of all, so that the run begins in the letter of the first.
+    """
     times, each = (2, ", two for each with secure sums") if plan.secure else (1, "")
     rounds = (
         "one a round until q(θ) has converged (500 at most)"
@@ -213,7 +221,8 @@ def count_letters(plan: DeploymentPlan) -> str:
     if plan.leave_one_out is not None:
         after.append(f"{times} for leave-one-out")
     coding = [] if plan.formula is None else [f"{2 + times} or more for the formula's coding"]
-    parts = ["2 to begin", *coding, rounds, *after]
+    begin = "2 to begin" if plan.secure or not waits else "1 to begin"
+    parts = [begin, *coding, rounds, *after]
     return f"Letters that need an answer, in all: {', '.join(parts)}{each}."
 
 

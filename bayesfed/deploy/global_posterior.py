@@ -35,6 +35,9 @@ class GlobalPosterior:
         chain_exchanges: the number of exchanges with all institutions that chains took, with secure sums two for each
             leapfrog step; 0 without chains.
         comparison: leave-one-out of this fit, and of those that it is compared with, if the plan has it.
+        exchanges: the number of exchanges with institutions since the server's process was started: the description of
+            their data, the rounds, all sums after these, and the message at the end, after which the institutions have
+            the final draws.
     """
 
     posterior: Posterior
@@ -43,6 +46,7 @@ class GlobalPosterior:
     effects: tuple[Effects | None, ...] = ()
     comparison: Comparison | None = None
     chain_exchanges: int = 0
+    exchanges: int = 0
 
     @property
     def params(self) -> Params:

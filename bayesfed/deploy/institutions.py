@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from torch import Tensor
 
+from bayesfed.deploy.bundles import join, reply_to_each
 from bayesfed.deploy.messages import (
+    Done,
     Hello,
     MessageError,
     RoundId,
@@ -148,6 +150,7 @@ class Institutions:
         refused, absent: by institution, the number of its answers that were refused, or did not come in time.
         overdue: by institution, the answer that has not come.
         present: the institutions that take part already.
+        exchanges: the number of times that institutions were asked and waited for, their greeting included.
         chain_exchanges: the number of exchanges that chains have taken.
     """
 
@@ -165,7 +168,9 @@ class Institutions:
         self.absent = dict.fromkeys(patience.institutions, 0)
         self.overdue: dict[str, Overdue] = {}
         self.present = set(patience.institutions) - patience.expected.keys()
+        self.exchanges = 0
         self.chain_exchanges = 0
+        self._queued: dict[str, list[bytes]] = {}
         self._stale: dict[str, bytes] = {}
         patience.check(plan)
 
@@ -177,6 +182,7 @@ class Institutions:
             TimeoutError: an institution has not answered.
         """
         schemas = self._find_all(self.patience.joining)
+        self.exchanges += 1
         known = [schemas[name] for name in self.patience.institutions if name in schemas]
         for schema in known[1:]:
             differs = schema_difference(known[0], schema)
@@ -258,6 +264,26 @@ class Institutions:
             missing -= self._greet_again(missing).keys()
             time.sleep(0.5 if missing else 0.0)
 
+    def queue(self, requests: Mapping[str, bytes]) -> None:
+        """Let a message that needs no answer but :class:`Done` travel ahead of the next request to each institution."""
+        for name, payload in requests.items():
+            self._queued.setdefault(name, []).append(payload)
+
+    def drop_queued(self) -> None:
+        """Forget messages that no request has taken along."""
+        self._queued = {}
+
+    def send_queued(self, run: str) -> None:
+        """Send messages that no request has taken along.
+
+        Raises:
+            MessageError: an institution refuses.
+            TimeoutError: an institution does not answer.
+        """
+        last = {name: own.pop() for name, own in self._queued.items()}
+        if last:
+            self.request_all(last, Done, run)
+
     def request_all(
         self, requests: Mapping[str, bytes], kind: type[M], run: str
     ) -> dict[str, tuple[M, dict[str, Tensors]]]:
@@ -268,24 +294,31 @@ class Institutions:
             TimeoutError: an institution does not answer.
         """
         found: dict[str, tuple[M, dict[str, Tensors]]] = {}
+        whole = {name: [*self._queued.get(name, ()), one] for name, one in requests.items()}
         for _ in range(self.patience.attempts):
-            left = {name: payload for name, payload in requests.items() if name not in found}
+            left = {name: own for name, own in whole.items() if name not in found}
             if not left:
                 break
-            for name, payload in self.send(left, Wait(self.patience.seconds)).items():
-                try:
-                    found[name] = unpack_as(payload, kind, run)
-                except MessageError as error:
-                    who = f"institution {name!r}"
-                    text = f"{error}" if who in str(error) else f"from {who}: {error}"
-                    raise MessageError(text) from None
+            for name, replies in self.send_bundles(left, Wait(self.patience.seconds)).items():
+                for reply in replies[:-1]:
+                    read_reply(name, reply, Done, run)
+                self._queued.pop(name, None)
+                found[name] = read_reply(name, replies[-1], kind, run)
             self.await_return(left.keys() - found.keys())
         if missing := requests.keys() - found.keys():
             raise TimeoutError(f"institution {min(missing)!r} does not answer")
         return found
 
+    def send_bundles(
+        self, requests: Mapping[str, Sequence[bytes]], wait: Wait
+    ) -> dict[str, list[bytes]]:
+        """Send each institution some messages in one exchange; return the replies that come in time, one to each."""
+        found = self.send({name: join(own) for name, own in requests.items()}, wait)
+        return {name: reply_to_each(reply, len(requests[name])) for name, reply in found.items()}
+
     def send(self, requests: Mapping[str, bytes], wait: Wait) -> dict[str, bytes]:
         """Return the answers that come in time, by institution; look for the others at other addresses."""
+        self.exchanges += 1
         replies = self._exchange({self.addresses[n]: p for n, p in requests.items()}, wait)
         found = {n: replies[self.addresses[n]] for n in requests if self.addresses[n] in replies}
         if missing := requests.keys() - found.keys():
@@ -315,6 +348,20 @@ class Institutions:
         found = self.carrier.exchange(messages, wait)
         self._stale |= {at: payload for at, payload in found.items() if at not in messages}
         return {at: payload for at, payload in found.items() if at in messages}
+
+
+def read_reply(name: str, payload: bytes, kind: type[M], run: str) -> tuple[M, dict[str, Tensors]]:
+    """Return an institution's reply, which must be of this kind and of this run.
+
+    Raises:
+        MessageError: it is not; names the institution.
+    """
+    try:
+        return unpack_as(payload, kind, run)
+    except MessageError as error:
+        who = f"institution {name!r}"
+        text = f"{error}" if who in str(error) else f"from {who}: {error}"
+        raise MessageError(text) from None
 
 
 def run_name(run: Run) -> str:

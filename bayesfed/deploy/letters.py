@@ -20,9 +20,9 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load
-from torch import Tensor
 
 from bayesfed.data.optional import import_optional
+from bayesfed.deploy.bundles import as_array
 from bayesfed.deploy.coding_messages import Key, Name
 from bayesfed.deploy.messages import MessageError
 from bayesfed.engine.files import metadata_text, to_bytes
@@ -146,11 +146,11 @@ def sign_letter(head: Letter | LetterAnswer, messages: Sequence[bytes], private:
         Traceback (most recent call last):
         bayesfed.deploy.messages.MessageError: it is not as the coordinator has signed it: ...
     """
-    arrays = {str(i): _array(message) for i, message in enumerate(messages)}
+    arrays = {str(i): as_array(message) for i, message in enumerate(messages)}
     content = to_bytes(arrays, _HEAD, head.model_dump_json())
     key = _ed25519().Ed25519PrivateKey.from_private_bytes(private)
     signature = bytes(key.sign(_CONTEXT + content))
-    parts = {"content": _array(content), "signature": _array(signature)}
+    parts = {"content": as_array(content), "signature": as_array(signature)}
     return to_bytes(parts, _FILE, "{}")
 
 
@@ -177,10 +177,6 @@ def read_letter(data: bytes) -> SignedFile:
     ):
         raise MessageError("it names messages that it does not have")
     return SignedFile(content, outer["signature"], head, tuple(arrays[i] for i in numbers))
-
-
-def _array(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _arrays(data: bytes, name: str) -> dict[str, bytes]:

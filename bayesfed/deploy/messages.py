@@ -5,7 +5,7 @@
     Describe             Columns         of a formula: the kinds and levels of its columns
     Add                  Totals          of a formula: sums that its coding needs, see bayesfed.formulas.agreement
     Code                 Schema          of a formula: its coding is agreed; the schema has the coded fields
-    Begin                Digest          the settings, and the server's first state
+    Begin                Digest          the settings, and the server's first state and model
     Ask                  Reply           a round, and which earlier answer the server accepted
     Open                 Seal            secure sums: the masked uploads of all institutions have arrived
     Finish               Done            the last state, from which the node makes its clients' local variables
@@ -17,8 +17,8 @@
     Close                Done            no question follows: the node deletes its key of the run
     any of these         Refusal         the reason for a refusal, in words
 
-A message is checked before any of it is used: pydantic checks its plain data,
-:func:`~bayesfed.deploy.contents.check_like` the names, shapes and types of its tensors.
+Some travel together (:mod:`bayesfed.deploy.bundles`). A message is checked before any of it is used: pydantic checks
+its plain data, :func:`~bayesfed.deploy.contents.check_like` the names, shapes and types of its tensors.
 """
 
 from __future__ import annotations
@@ -94,14 +94,14 @@ class Schema(Strict):
 class Begin(RunMessage):
     """The run in which a node is to take part.
 
-    Tensors: ``state``, the server's first state; ``start``, the coordinates of the guide.
+    Tensors: ``state``, the server's first state; ``start``, the coordinates of the guide; ``program``, a fingerprint.
 
     Attributes:
         terms: the settings that all must share.
         clients: N, the number of clients.
         rows: Σ n_i, the number of rows.
         cohort: K, the number of clients in a round.
-        agreement: of a formula, its coding.
+        agreement, coding: of a formula, its coding; and a digest of its program and coding.
     """
 
     kind: Literal["begin"] = "begin"
@@ -110,6 +110,7 @@ class Begin(RunMessage):
     rows: Count
     cohort: Count
     agreement: AgreedCoding | None = None
+    coding: Key | None = None
 
 
 class Digest(RunMessage):

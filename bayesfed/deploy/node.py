@@ -31,10 +31,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bayesfed.checks.program_fingerprint import program_fingerprint
 from bayesfed.data.federation import Federation
 from bayesfed.deploy import secure
-from bayesfed.deploy.coded import coding_digest
+from bayesfed.deploy.bundles import join, split
 from bayesfed.deploy.coding_messages import Add, Code, Describe
 from bayesfed.deploy.contents import broadcast_digest, check_like, read_state
 from bayesfed.deploy.masking import Masking, load_or_make_key, sum_id
@@ -88,7 +87,6 @@ from bayesfed.engine.resume import initialise
 from bayesfed.engine.rounds import Question, answer
 from bayesfed.engine.states import States
 from bayesfed.fitting import start_run
-from bayesfed.formulas.formula import Formula
 from bayesfed.output.checkpoint import Placed
 
 if TYPE_CHECKING:
@@ -146,11 +144,17 @@ class Node:
         return load_or_make_key(Path(self.folder) / "identity.key")
 
     def handle(self, payload: bytes) -> bytes:
-        """Return the answer to a message, as bytes, to be sent at once: the log says that it was."""
-        reply = self.answer(payload)
-        self.record("sent", bytes=len(reply), **summarise(*unpack(reply)))
-        return reply
+        """Return the answer to a message or a bundle, as bytes, to be sent at once: the log says that it was."""
+        replies: list[bytes] = []
+        for one in split(payload):
+            replies.append(self.answer(one))
+            message, parts = unpack(replies[-1])
+            self.record("sent", bytes=len(replies[-1]), **summarise(message, parts))
+            if isinstance(message, Refusal):
+                break
+        return join(replies)
 
+    @torch.enable_grad()
     @on_cpu()
     def answer(self, payload: bytes) -> bytes:
         """Return the answer to a message, as bytes; to an invalid one it is a :class:`Refusal`."""
@@ -195,18 +199,15 @@ class Node:
             differs = difference(self.plan.description, message.terms)
             if differs is not None:
                 raise MessageError(f"another run was agreed on: {differs}")
-            if (self._folder(message.run) / BEGIN).exists():  # server and node were both restarted
-                own = self._run(message.run)
-            else:
-                own = self._start_run(message, parts)
-                own.folder.mkdir(parents=True, exist_ok=True)
-                with atomically(own.folder / BEGIN) as file:
-                    file.write_bytes(payload)
-                self._runs[message.run] = own
-        program = program_fingerprint(own.run.program, own.run.federation, torch.arange(0))
+            started = (self._folder(message.run) / BEGIN).exists()  # both were restarted
+            own = self._run(message.run) if started else self._start_run(message, parts)
+        program, coding = own.check_model(message, parts.get("program", {}))
+        if message.run not in self._runs:
+            own.folder.mkdir(parents=True, exist_ok=True)
+            with atomically(own.folder / BEGIN) as file:
+                file.write_bytes(payload)
+            self._runs[message.run] = own
         key = secure.public_key(own.masking.run_key).hex() if self.plan.secure else None
-        model = own.run.plan.model
-        coding = coding_digest(model) if isinstance(model, Formula) else None
         return pack(Digest(run=message.run, key=key, coding=coding), program=program)
 
     def _start_run(self, message: Begin, parts: Mapping[str, Tensors]) -> NodeRun:

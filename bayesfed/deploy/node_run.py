@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bayesfed.checks.program_fingerprint import describe_program_change, program_fingerprint
 from bayesfed.data.federation import Federation
+from bayesfed.deploy.coded import coding_digest
 from bayesfed.deploy.contents import check_like, read_state
 from bayesfed.deploy.masking import Masking
 from bayesfed.deploy.messages import (
@@ -29,6 +31,7 @@ from bayesfed.engine.files import read_tensors, write_tensors
 from bayesfed.engine.parts import flat
 from bayesfed.engine.run import Run
 from bayesfed.fitting import global_params
+from bayesfed.formulas.formula import Formula
 from bayesfed.output.evidence import has_block
 from bayesfed.output.fitted import Correction
 from bayesfed.output.locals_of_run import make_local_params
@@ -87,6 +90,22 @@ class NodeRun:
     elpds: NodeElpds | None = None
     chains: NodeChains | None = None
     held_out: Federation | None = None
+
+    def check_model(self, message: Begin, theirs: Tensors) -> tuple[Tensors, str | None]:
+        """Return the fingerprint of the node's model, and the digest of its formula's coding, if they are the server's.
+
+        Raises:
+            MessageError: they are not, so that nothing of a round leaves the node.
+        """
+        run, model = self.run, self.run.plan.model
+        own = program_fingerprint(run.program, run.federation, torch.arange(0))
+        coding = coding_digest(model) if isinstance(model, Formula) else None
+        differs = describe_program_change(run.program, theirs, own)
+        if differs is None and coding != message.coding:
+            differs = "the formula's program or its agreed coding is not the server's"
+        if differs is not None:
+            raise MessageError(f"its model is not the server's: {differs}")
+        return own, coding
 
     def save_answer(self, answered: LastAnswer) -> bytes:
         """Store an answer beside what was accepted, and return its bytes."""

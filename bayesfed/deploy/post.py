@@ -12,8 +12,8 @@ lost if a process is killed at any point: a command repeats at most the server's
     replies/<digest>.message      the reply to a request, which the digest names; empty where the run goes on without
     drawn.json                    numbers in requests that are from the clock or the operating system
 
-Messages to which no institution has anything to say (Finish, End, Close) go with the next letter; the last letter of a
-study needs no answer.
+A letter has the messages of a bundle (:mod:`bayesfed.deploy.bundles`), one by one, which have no reply yet. Messages
+after which nothing is asked (End, Close) are the last letter of a study, which needs no answer.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bayesfed.deploy.bundles import join, split
 from bayesfed.deploy.coding_messages import Code, RunMessage
 from bayesfed.deploy.letters import (
     Letter,
@@ -274,27 +275,28 @@ class Post:
 
     def _exchange(self, messages: Mapping[str, bytes], wait: Wait) -> dict[str, bytes]:
         found: dict[str, bytes] = {}
-        pending: dict[str, bytes] = {}
+        pending: dict[str, list[bytes]] = {}
         for name, payload in messages.items():
-            reply, message = self._reply(name, payload), unpack(payload)[0]
-            if reply is not None:
-                found |= {name: reply} if reply else {}
-            elif isinstance(message, _LATER):
-                self._later.setdefault(name, []).append(payload)
-                found[name] = pack(Done(run=message.run))
-            else:
-                pending[name] = payload
+            requests = split(payload)
+            replies = {one: self._reply(name, one) for one in requests}
+            missing = {one: unpack(one)[0] for one in requests if replies[one] is None}
+            if any(not isinstance(message, _LATER) for message in missing.values()):
+                pending[name] = list(missing)
+                continue
+            for one, message in missing.items():
+                if isinstance(message, _LATER):
+                    self._later.setdefault(name, []).append(one)
+                    replies[one] = pack(Done(run=message.run))
+            whole = [replies[one] or b"" for one in requests]
+            found |= {name: join(whole)} if all(whole) else {}
         if not pending:
             return found
         if wait.enough is None or len(found) < wait.enough:
             raise Unanswered(
-                {
-                    name: [*self._later.get(name, ()), payload, *self._further_effects(payload)]
-                    for name, payload in pending.items()
-                }
+                {name: [*own, *self._further_effects(own[-1])] for name, own in pending.items()}
             )
-        for name, payload in pending.items():
-            self._store(name, payload, b"")
+        for name, own in pending.items():
+            self._store(name, own[-1], b"")
         return found
 
     def _further_effects(self, payload: bytes) -> list[bytes]:

@@ -14,11 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bayesfed.checks.program_fingerprint import describe_program_change, program_fingerprint
 from bayesfed.deploy import secure
 from bayesfed.deploy.agree import agree, coded_schemas
 from bayesfed.deploy.averages import compute_effects
-from bayesfed.deploy.coded import coding_digest, write_agreement
+from bayesfed.deploy.beginning import Beginning
 from bayesfed.deploy.collect import Collector, Stale
 from bayesfed.deploy.combine import Answers, combine
 from bayesfed.deploy.global_posterior import GlobalPosterior
@@ -26,9 +25,6 @@ from bayesfed.deploy.institutions import Institution, Institutions, Overdue, Pat
 from bayesfed.deploy.leave_one_out import check_leave_one_out, compute_leave_one_out
 from bayesfed.deploy.messages import (
     Ask,
-    Begin,
-    Digest,
-    Done,
     End,
     Evaluate,
     Finish,
@@ -57,8 +53,6 @@ from bayesfed.engine.rounds import Answer, Question, Sums, add_to_totals, ask, u
 from bayesfed.engine.run import Round as Report
 from bayesfed.engine.run import Run
 from bayesfed.fitting import make_posterior, prepare_run, warn_of_flaws
-from bayesfed.formulas.formula import Formula
-from bayesfed.output.checkpoint import Placed
 from bayesfed.output.correction import CorrectionResult, correct
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.posterior import Posterior
@@ -114,7 +108,8 @@ def _fit(
         check_chains(program)
     run = prepare_run(plan, program, federation, file, institutions=len(members))
     coordinator = Coordinator(institutions, run, members)
-    coordinator.begin()
+    if not coordinator.beginning.travels:
+        coordinator.beginning.begin_at(institutions.present)
     while True:
         while run.done < run.rounds:
             coordinator.join()
@@ -125,6 +120,7 @@ def _fit(
         posterior, good = coordinator.finish()
         if good or not run.stopping.provisional:
             return coordinator.end(posterior)
+        institutions.drop_queued()
         run.stopping.withdraw()
 
 
@@ -136,7 +132,7 @@ class Coordinator:
         institutions: where they are, and their counts.
         run: the server's run.
         members: the institutions in the order of the plan, those that may join later included.
-        first: the message that begins the run.
+        beginning: the message that begins the run, and where it has started.
         evaluations: the number of secure sums of log densities since the last round.
         forms: tensors like the institutions' uploads.
     """
@@ -144,51 +140,13 @@ class Coordinator:
     institutions: Institutions
     run: Run
     members: Sequence[Institution]
-    first: bytes = field(init=False)
+    beginning: Beginning = field(init=False)
     evaluations: int = field(default=0, init=False)
     forms: UploadForms = field(init=False)
 
     def __post_init__(self) -> None:
-        run, program = self.run, self.run.program
-        self.forms = UploadForms(run)
-        message = Begin(
-            run=run_name(run),
-            terms=self.institutions.plan.description,
-            clients=program.clients,
-            rows=program.rows,
-            cohort=run.cohort_size,
-            agreement=None if self.formula is None else write_agreement(self.formula.agreement),
-        )
-        start = program.guide.coordinates() if isinstance(program.guide, Placed) else {}
-        state = flatten_state(run.plan.algorithm.start(program, run.plan.whole(program.clients)))
-        self.first = pack(message, state=state, start=start)
-
-    @property
-    def formula(self) -> Formula | None:
-        """The model, if it is a formula."""
-        model = self.institutions.plan.model
-        return model if isinstance(model, Formula) else None
-
-    def begin(self, newcomer: str | None = None) -> None:
-        """Begin the run at all institutions, or at a newcomer; check that their programs are the server's."""
-        institutions, program = self.institutions, self.run.program
-        mine = program_fingerprint(program, self.run.federation, torch.arange(0))
-        names = [m.name for m in self._present()] if newcomer is None else [newcomer]
-        requests = dict.fromkeys(names, self.first)
-        found = institutions.request_all(requests, Digest, run_name(self.run))
-        keys = {name: digest.key for name, (digest, _) in found.items() if digest.key is not None}
-        if institutions.plan.secure:
-            for name in found.keys() - keys.keys():
-                raise MessageError(f"institution {name!r} has no key for secure sums")
-            secure.check_keys(institutions.keys | keys)
-        institutions.keys |= keys
-        coding = None if self.formula is None else coding_digest(self.formula)
-        for name, (digest, parts) in found.items():
-            differs = describe_program_change(program, mine, parts.get("program", {}))
-            if differs is None and digest.coding != coding:
-                differs = "the formula's program or its agreed coding is not the server's"
-            if differs is not None:
-                raise MessageError(f"institution {name!r} has another model: {differs}")
+        self.forms = UploadForms(self.run)
+        self.beginning = Beginning(self.institutions, self.run)
 
     def join(self) -> None:
         """Admit institutions that were expected and have appeared; one with other data is reported and left out."""
@@ -202,14 +160,14 @@ class Coordinator:
                         f"it has {len(schema.clients)} clients of {schema.rows} rows in all, {len(expected.clients)} "
                         f"of {expected.rows} were expected"
                     )
-                if self.formula is not None:
-                    agreement, called = self.formula.agreement, run_name(self.run)
+                if (formula := self.beginning.formula) is not None:
+                    agreement, called = formula.agreement, run_name(self.run)
                     schema = coded_schemas(institutions, agreement, [name], called)[name]
                 differs = schema_difference(others[0], schema)
                 if differs is not None:
                     raise MessageError(differs)
                 check_unique([*others, schema])
-                self.begin(name)
+                self.beginning.begin_at([name])
             except (MessageError, TimeoutError) as error:
                 institutions.refused[name] += 1
                 self._report(f"institution {name!r} cannot join: {error}")
@@ -278,7 +236,7 @@ class Coordinator:
             for name in wanted:  # an earlier answer of theirs counts no longer
                 institutions.overdue.pop(name, None)
                 stale.pop(name, None)
-            payloads = institutions.send(requests, patience.wait)
+            payloads = self.beginning.send_round(requests, patience.wait)
             if patience.max_staleness:
                 institutions.overdue |= {
                     name: Overdue(round_id, int(member.owns(cohort).sum()))
@@ -321,7 +279,7 @@ class Coordinator:
         return None if number < 0 else RoundId(number=number, attempt=attempt)
 
     def finish(self) -> tuple[Posterior, bool]:
-        """Let the nodes make their posteriors and evaluate the server's draws of θ.
+        """Let the nodes make their posteriors and evaluate the server's draws of θ, in one exchange at first.
 
         Returns:
             The server's posterior, corrected if the importance weights show that it can be; and whether the run is
@@ -348,7 +306,7 @@ class Coordinator:
             requests[member.name] = pack(
                 message, state=flatten_state(run.server), history=dict(posterior.history)
             )
-        self.institutions.request_all(requests, Done, run_name(run))
+        self.institutions.queue(requests)
         found = CorrectionResult(reliable=True)
         if run.plan.algorithm.corrected:
             found = correct(posterior, self._evaluate, early=run.stopping.early)
@@ -378,17 +336,13 @@ class Coordinator:
             same = {n: getattr(mended, n) for n in ("khat", "chains", "rhat", "ess")}
             message = End(run=name, closely=mended.laplace, **same)
             payload = pack(message, theta=mended.theta)
-        institutions.request_all(dict.fromkeys(institutions.present, payload), Done, name)
-        found = GlobalPosterior(
-            posterior,
-            institutions.refused,
-            institutions.absent,
-            chain_exchanges=institutions.chain_exchanges,
-        )
+        institutions.queue(dict.fromkeys(institutions.present, payload))
+        found = GlobalPosterior(posterior, institutions.refused, institutions.absent)
         effects = compute_effects(institutions, name, found)
         comparison = compute_leave_one_out(institutions, name, found)
         close(institutions, name)
-        return replace(found, effects=effects, comparison=comparison)
+        counts = {n: getattr(institutions, n) for n in ("exchanges", "chain_exchanges")}
+        return replace(found, effects=effects, comparison=comparison, **counts)
 
     def _present(self) -> list[Institution]:
         """Return the institutions that take part already, in the order of the plan."""

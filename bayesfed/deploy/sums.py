@@ -14,7 +14,6 @@ from bayesfed.deploy.messages import (
     Averages,
     ChainSums,
     Close,
-    Done,
     Evaluate,
     LeaveOut,
     LeftOut,
@@ -75,7 +74,7 @@ def request_sum(
 
 
 def close(institutions: Institutions, run: str) -> None:
-    """Say that no question follows, where there were any."""
+    """Say that no question follows, where there were any, and send what no request has taken along."""
     if institutions.plan.asks_after_fit:
-        request = pack(Close(run=run))
-        institutions.request_all(dict.fromkeys(institutions.present, request), Done, run)
+        institutions.queue(dict.fromkeys(institutions.present, pack(Close(run=run))))
+    institutions.send_queued(run)

@@ -71,7 +71,7 @@ def test_a_study(folder, capfdbinary, monkeypatch):
     exchange_keys_in_text(folder, capfdbinary)
     said = ask(capfdbinary, "round-01.ask")
     assert "Letter 1 asks for descriptions of the data; it is for north, south, west." in said
-    assert "in all: 2 to begin, 1 for 1 round." in said
+    assert "in all: 1 to begin, 1 for 1 round." in said
 
     # an institution sees what would leave, and says no, then yes
     monkeypatch.setattr(typer, "confirm", lambda question, err: False)
@@ -103,18 +103,16 @@ def test_a_study(folder, capfdbinary, monkeypatch):
     assert "error: 2 of 3 files were refused" in said
     assert main(["take", *good]) == 0
 
-    for number in (2, 3):
-        letter = f"round-0{number}.ask"
-        said = ask(capfdbinary, letter)
-        assert f"Letter {number} " in said
-        for name in NAMES:
-            assert main(["answer", letter, "--node", f"{name}.toml", "--yes"]) == 0
-        assert main(["take", *(f"{name}-round-0{number}.answer" for name in NAMES)]) == 0
+    said = ask(capfdbinary, "round-02.ask")
+    assert "Letter 2 begins the run and asks for round 1; it is for north, south, west." in said
+    for name in NAMES:
+        assert main(["answer", "round-02.ask", "--node", f"{name}.toml", "--yes"]) == 0
+    assert main(["take", *(f"{name}-round-02.answer" for name in NAMES)]) == 0
     assert "the study is done; its last letter: bayesfed ask run.toml" in (
         capfdbinary.readouterr().err.decode()
     )
     said = ask(capfdbinary, "last.ask")
-    assert "The study is done: results in runs/run. Letter 4 is the last" in said
+    assert "The study is done: results in runs/run. Letter 3 is the last" in said
     assert {"globals.nc", "summary.csv", "history.csv"} <= {
         p.name for p in folder.glob("runs/run/*")
     }
@@ -173,10 +171,10 @@ def test_what_is_missing_is_named(folder, capsys):
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        ("corrected = true", "2 to begin, 1 for 1 round, up to 9 for importance weights"),
+        ("corrected = true", "1 to begin, 1 for 1 round, up to 9 for importance weights"),
         (
             "corrected = false\n[[effects]]\nvariables = { x = 1.0 }",
-            "2 to begin, 1 for 1 round, 1 for effects",
+            "1 to begin, 1 for 1 round, 1 for effects",
         ),
     ],
 )

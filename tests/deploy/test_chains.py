@@ -9,6 +9,7 @@ import torch
 import bayesfed as bf
 from bayesfed import datasets
 from bayesfed.cli.deployment import draws_dataset
+from bayesfed.deploy.bundles import split
 from bayesfed.deploy.institutions import Patience
 from bayesfed.deploy.messages import MoveChains, Refusal, pack, unpack
 from bayesfed.deploy.server import run_server
@@ -100,7 +101,7 @@ def test_all_that_are_killed_in_secure_chains_go_on(in_one_process, tmp_path):
         at = Wire(acquainted(nodes_of(SCHOOLS, plan, tmp_path)))
 
         def exchange(messages, wait):
-            message = next((unpack(p)[0] for p in messages.values()), None)
+            message = next((unpack(split(p)[-1])[0] for p in messages.values()), None)
             heard["count"] += isinstance(message, MoveChains)
             kind = "seals" if getattr(message, "kind", "") == "open" else "request"
             if stops.get(heard["count"]) == kind and stops.pop(heard["count"]):

@@ -9,6 +9,7 @@ import torch
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.deploy import institutions, server_program
+from bayesfed.deploy.bundles import join, split
 from bayesfed.deploy.institutions import Expected, Patience
 from bayesfed.deploy.messages import (
     Ask,
@@ -233,15 +234,19 @@ class Wire:
         found = {at: reply for at, reply in self.under_way.items() if at not in messages}
         self.under_way = {}
         for at, payload in messages.items():
-            kind = unpack(payload)[0].kind
-            if self.silent(at, kind):
+            asked, kinds = split(payload), kinds_of(payload)
+            silent = [self.silent(at, kind) for kind in kinds]
+            if any(silent):  # it dies at the first such message of a bundle
+                for one in asked[: silent.index(True)]:
+                    self.nodes[at].handle(one)
                 continue
-            reply = self.nodes[at].handle(payload)
-            self.heard.append((at, payload, reply))
-            if self.late(at, kind):
-                self.under_way[at] = reply
+            replies = split(self.nodes[at].handle(payload))
+            self.heard += [(at, *pair) for pair in zip(asked, replies, strict=False)]
+            if any([self.late(at, kind) for kind in kinds]):
+                self.under_way[at] = join(replies)
                 continue
-            found[at] = self.changed.get((at, kind), lambda r: r)(reply)
+            changes = [self.changed.get((at, kind), lambda r: r) for kind in kinds]
+            found[at] = join([of(one) for of, one in zip(changes, replies, strict=False)])
         return found
 
     @property
@@ -254,6 +259,11 @@ def fitted(at, plan, folder, said=None, **patience):
     lines = [] if said is None else said
     found = Patience(tuple(at.nodes), **waited)
     return run_server(at.carrier, plan, found, folder / "server.safetensors", report=lines.append)
+
+
+def kinds_of(payload):
+    """The kinds of the messages of an exchange."""
+    return [unpack(one)[0].kind for one in split(payload)]
 
 
 def asked_of(at):
@@ -293,7 +303,7 @@ def test_what_was_not_accepted_is_forgotten(in_one_process, tmp_path):
     assert lost["count"] == 5 and found.refused == {"node0": 2}
 
 
-@pytest.mark.parametrize("when", [4, 6])
+@pytest.mark.parametrize("when", [3, 5])
 def test_all_that_are_killed_at_once_go_on(in_one_process, when, tmp_path):
     """Server and nodes, as in a power cut, at the nth exchange of messages."""
 
@@ -328,7 +338,7 @@ def test_a_question_that_comes_after_a_later_one_puts_nothing_back(in_one_proces
     honest = at.exchange
 
     def exchange(messages, wait):
-        asks = [p for p in messages.values() if isinstance(unpack(p)[0], Ask)]
+        asks = [p for b in messages.values() for p in split(b) if isinstance(unpack(p)[0], Ask)]
         if asks and not first:
             first.extend(asks)
             return {}  # it is under way for long
@@ -345,7 +355,7 @@ def test_a_question_that_comes_after_a_later_one_puts_nothing_back(in_one_proces
     assert "which was answered" in stale[0].why
 
 
-@pytest.mark.parametrize("when", [1, 3, pytest.param(5, marks=pytest.mark.slow), 7])
+@pytest.mark.parametrize("when", [1, 2, pytest.param(3, marks=pytest.mark.slow), 5])
 def test_a_server_that_is_killed_goes_on(in_one_process, when, tmp_path):
     """At its nth exchange of messages: before or after what it has sent has arrived."""
 
@@ -524,10 +534,31 @@ def test_a_node_with_another_model_is_named(tmp_path):
 
     nodes = nodes_of(SCHOOLS, PLAN, tmp_path)
     nodes[2] = Node("node2", nodes[2].federation, replace(PLAN, model=wider), tmp_path / "node2")
+    at = Wire(nodes)
     with pytest.raises(
-        MessageError, match="institution 'node2' has another model: the prior of 'mu'"
+        MessageError, match="institution 'node2': its model is not the server's: the prior of 'mu'"
     ):
-        fitted(Wire(nodes), PLAN, tmp_path)
+        fitted(at, PLAN, tmp_path)
+    sent = [(name, unpack(reply)[0].kind) for name, _, reply in at.heard]
+    assert ("node1", "reply") in sent and ("node2", "reply") not in sent
+
+
+def test_the_first_round_begins_the_run_and_the_end_is_one_exchange(tmp_path):
+    """At all institutions, also those that have no client in its cohort."""
+    plan = replace(PLAN, rounds=2, clients_per_round=1)
+    at, exchanges = Wire(nodes_of(SCHOOLS, plan, tmp_path)), []
+
+    def exchange(messages, wait):
+        exchanges.append([kinds_of(messages[name]) for name in sorted(messages)])
+        return at.exchange(messages, wait)
+
+    patience = Patience(tuple(at.nodes), joining=1.0, seconds=5.0)
+    carrier = Carrier(lambda: list(at.nodes), exchange)
+    found = run_server(carrier, plan, patience, tmp_path / "server.safetensors")
+    assert [len(one) for one in exchanges] == [3, 3, 1, 3]
+    assert sorted(exchanges[1]) == [["begin"], ["begin"], ["begin", "ask"]]
+    assert exchanges[2] == [["ask"]] and exchanges[3] == [["finish", "end"]] * 3
+    assert found.exchanges == 4
 
 
 def test_nodes_whose_data_do_not_fit_together_are_named(tmp_path):
@@ -781,7 +812,7 @@ def joined(plan, folder, come, brings, killed=None):
     at, asked = Wire(nodes), {"rounds": 0}
 
     def exchange(messages, wait):
-        asked["rounds"] += any(unpack(p)[0].kind == "ask" for p in messages.values())
+        asked["rounds"] += any(kinds_of(p)[-1] == "ask" for p in messages.values())
         if asked["rounds"] == killed:
             asked["rounds"] += 1
             raise InterruptedError

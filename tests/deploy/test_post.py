@@ -139,18 +139,18 @@ def local_params(folder, plan):
 @pytest.mark.parametrize(
     ("plan", "letters"),
     [
-        (PLAN, 5),
-        (replace(PLAN, clients_per_round=0.5, rounds=2), 4),
+        (PLAN, 4),
+        (replace(PLAN, clients_per_round=0.5, rounds=2), 3),
         pytest.param(
             replace(PLAN, algorithm=bf.SFVI(local_steps=2), rounds=8, seed=1),
-            15,
+            14,
             marks=pytest.mark.slow,
         ),
     ],
     ids=["three rounds", "half of the clients", "corrected"],
 )
 def test_it_is_the_fit_over_a_wire_bit_for_bit(plan, letters, tmp_path):
-    """With 2 letters to begin and one for each round and each sum of log densities: that is all."""
+    """With 1 letter to begin and one for each round and each sum of log densities: that is all."""
     study = study_of(plan, tmp_path / "post", restarting=True)
     assert study.finish() == letters
     expected = on_a_wire(plan, tmp_path / "wire")
@@ -175,7 +175,7 @@ def test_effects_take_one_letter(tmp_path):
     plan = replace(effects.PLAN, algorithm=PLAN.algorithm, rounds=1)
     nodes = nodes_of(effects.CLINICS, plan, tmp_path / "post")
     study = Study(nodes, plan, tmp_path / "post")
-    assert study.finish() == 2 + plan.rounds + 1
+    assert study.finish() == 1 + plan.rounds + 1
     expected = run_on(nodes_of(effects.CLINICS, plan, tmp_path / "wire"), plan, tmp_path / "wire")
     for found, wanted in zip(study.result.effects, expected.effects, strict=True):
         assert torch.equal(torch.as_tensor(found.draws), torch.as_tensor(wanted.draws))
@@ -188,7 +188,7 @@ def test_a_secret_cohort_is_asked_for_once(tmp_path):
     privacy = bf.Privacy(clip=1.0, noise=0.1)
     plan = replace(PLAN, privacy=privacy, clients_per_round=0.5, rounds=2)
     study = study_of(plan, tmp_path)
-    assert study.finish() == 4
+    assert study.finish() == 3
 
 
 # -- commands that are killed ---------------------------------------------------------------------
@@ -254,7 +254,7 @@ def test_a_round_goes_on_without_an_institution(tmp_path):
     with pytest.raises(ValueError, match="--without node0: the last letter does not wait"):
         study.desk.go_on_without(["node0"])
     study.desk.go_on_without(["node1"])
-    with pytest.raises(MessageError, match="letter 4 went on without institution 'node1'"):
+    with pytest.raises(MessageError, match="letter 3 went on without institution 'node1'"):
         study.desk.take(answers["node1"])
     study.finish()
     at = Wire(nodes_of(SCHOOLS, plan, tmp_path / "wire"))
@@ -333,7 +333,7 @@ def forged(file, private, messages=None, **changes):
 def test_an_old_answer_is_refused(sample):
     study, _, old, _, _ = sample
     refused(
-        study, old["node0"], "old answer of institution 'node0', to letter 3; the last is letter 4"
+        study, old["node0"], "old answer of institution 'node0', to letter 2; the last is letter 3"
     )
 
 
@@ -394,8 +394,8 @@ def test_a_second_answer_to_a_letter_is_refused(sample, tmp_path):
         ([b"no message"], {}, "not a whole safetensors file"),
         ([pack(Refusal(why="no consent"))], {}, "no consent"),
         ([pack(Done(run="other"))], {}, "answers in another run"),
-        (None, {"letter": "0" * 64}, "another letter 4 than the one here"),
-        (None, {"number": 5}, "letter 5, which was not sent yet"),
+        (None, {"letter": "0" * 64}, "another letter 3 than the one here"),
+        (None, {"number": 4}, "letter 4, which was not sent yet"),
     ],
 )
 def test_a_dishonest_institution_cannot_answer_something_else(sample, messages, changes, why):
@@ -426,7 +426,7 @@ def test_numbers_that_cannot_be_are_refused_by_the_server_and_asked_for_again(sa
 def test_an_institution_reads_no_old_changed_or_forged_letter(sample):
     study, before, _, letter, _ = sample
     node, coordinator = study.at("node0"), public_signing_key(study.desk.key)
-    with pytest.raises(MessageError, match="an old letter, number 3; letter 4"):
+    with pytest.raises(MessageError, match="an old letter, number 2; letter 3"):
         draft_answer(node, before, coordinator)
     file = read_letter(letter)
     message, parts = unpack(file.requests_to("node0")[0])
@@ -435,10 +435,10 @@ def test_an_institution_reads_no_old_changed_or_forged_letter(sample):
     for key in (new_signing_key(), signing_key(study.nodes["node1"].folder)):
         with pytest.raises(MessageError, match="not as the coordinator has signed it"):
             draft_answer(node, forged(file, key, [evil] * 3), coordinator)
-    with pytest.raises(MessageError, match="another letter 4 of this study was read before"):
+    with pytest.raises(MessageError, match="another letter 3 of this study was read before"):
         draft_answer(node, forged(file, study.desk.key, [evil] * 3), coordinator)
     with pytest.raises(MessageError, match="round 1 .* was asked before, with another message"):
-        draft_answer(node, forged(file, study.desk.key, [evil] * 3, number=5), coordinator)
+        draft_answer(node, forged(file, study.desk.key, [evil] * 3, number=4), coordinator)
     with pytest.raises(MessageError, match="not for institution 'node0', but for node1"):
         other = {"node1": file.head.requests["node1"]}
         draft_answer(node, forged(file, study.desk.key, requests=other), coordinator)
@@ -479,7 +479,7 @@ def test_the_log_lists_what_left_and_only_that(sample):
     assert log.read_text() == before  # nobody has agreed
     sign_answer(node, draft)
     (entry,) = [json.loads(line) for line in log.read_text()[len(before) :].splitlines()]
-    assert (entry["what"], entry["by"], entry["letter"]) == ("sent", "post", 4)
+    assert (entry["what"], entry["by"], entry["letter"]) == ("sent", "post", 3)
     assert entry["study"] == study.desk.study and entry["message"]["kind"] == "reply"
     assert entry["bytes"] == len(draft.replies[0])
 
