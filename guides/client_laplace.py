@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesfed.data.plural import plural
 from bayesfed.guides.elimination import Elimination, SparseRoot, find_elimination, sparse_root
 from bayesfed.guides.precision_normal import DenseRoot, PrecisionNormal, Root
 
@@ -58,7 +59,7 @@ class Structure:
 
     def __str__(self) -> str:
         kind = "dense" if self.order is None else f"{len(self.seeds)} products"
-        return f"{self.seeds.shape[1]} numbers, {kind}"
+        return f"{plural(self.seeds.shape[1], 'number')}, {kind}"
 
 
 def laplace_at(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
+from bayesfed.data.plural import plural
 from bayesfed.elbo.build import build
 from bayesfed.elbo.elbo import local_priors
 from bayesfed.elbo.program import Params, Program
@@ -303,7 +304,7 @@ def _chosen(size: int) -> FullRank | MeanField:
     warnings.warn(
         f"the {size} global dimensions are taken to be independent (mean-field): where they are correlated their "
         "standard deviations come out too small. global_guide=FullRank() has the correlations, for "
-        f"{size} × {size} numbers a client; global_guide=MeanField() chooses this one",
+        f"{size} × {plural(size, 'number')} a client; global_guide=MeanField() chooses this one",
         stacklevel=5,
     )
     return MeanField()

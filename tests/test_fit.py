@@ -490,7 +490,7 @@ def test_a_run_that_is_over_cannot_step():
     model, data, algorithm, how = options("SFVI")
     run = bf.start(model, data, algorithm, **how | {"rounds": 1})
     bf.step(run)
-    with pytest.raises(ValueError, match="the run has done its 1 rounds"):
+    with pytest.raises(ValueError, match="the run has done its 1 round:"):
         bf.step(run)
     assert run.done == 1
 

@@ -19,6 +19,7 @@ from bayesfed.calibration.replications import FitOptions, Record, Study, run_rep
 from bayesfed.calibration.result import describe_ends, replication_table
 from bayesfed.data.columns import UnknownName
 from bayesfed.data.federation import Federation, Model
+from bayesfed.data.plural import plural
 from bayesfed.effects.hypotheses import evaluate, variables_of
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.output.posterior import Posterior
@@ -231,7 +232,7 @@ def power(
     )
     values = ", ".join(f"{name} = {value}" for name, value in given.items())
     title = f"Power at {values}" if given else "Assurance, true values from the prior"
-    size = f"{len(federation):,} clients, {federation.rows:,} rows, {n} replications"
+    size = f"{plural(len(federation), 'client')}, {plural(federation.rows, 'row')}, {plural(n, 'replication')}"
     return Power(
         _outcomes(records, texts, prob), replication_table(records), f"{title}; {size}", prob
     )

@@ -29,6 +29,7 @@ from bayesfed.checks.program_fingerprint import (
 )
 from bayesfed.data.federation import Federation, Model
 from bayesfed.data.fingerprint import data_fingerprint, describe_data_change
+from bayesfed.data.plural import plural
 from bayesfed.elbo import noise
 from bayesfed.engine.execution import Execution
 from bayesfed.engine.plan import Plan, first_difference
@@ -314,7 +315,9 @@ def run_replications(
             show(done, _note([r for k, r in found.items() if k < n]))
     ordered = [found[number] for number in range(n)]
     if all(record["failed"] for record in ordered):
-        raise ValueError(f"all {n} replications failed, the first with {ordered[0]['failed']}")
+        raise ValueError(
+            f"all {plural(n, 'replication')} failed, the first with {ordered[0]['failed']}"
+        )
     return ordered
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from bayesfed.calibration import plots, uniformity
 from bayesfed.calibration.uniformity import DRAWS
+from bayesfed.data.plural import plural
 from bayesfed.output.fitted import Fitted
 
 if TYPE_CHECKING:
@@ -150,7 +151,8 @@ class Calibration:
         if self.off:
             return "\n".join(f"{name}: {words}" for name, words in self.off.items())
         return (
-            f"No variable is off: p-values times their number are above {LEVEL:g}. {self.n} replications find faults "
+            f"No variable is off: p-values times their number are above {LEVEL:g}. "
+            f"{plural(self.n, 'replication finds', 'replications find')} faults "
             f"that move the coverage of 90 % by about {2 * math.sqrt(0.09 / self.n):.0%}"
         )
 
@@ -166,7 +168,7 @@ class Calibration:
     @property
     def _heading(self) -> str:
         seconds = float(self.replications["seconds"].sum())
-        return f"{self.title}, {len(self.replications)} replications, {seconds:,.0f} s"
+        return f"{self.title}, {plural(len(self.replications), 'replication')}, {seconds:,.0f} s"
 
     def _shown(self) -> pd.DataFrame:
         """Return the table as text."""
@@ -238,15 +240,19 @@ def describe_ends(table: pd.DataFrame) -> str:
     failed = table.index[table["failed"] != ""].tolist()
     if failed:
         found.append(
-            f"{len(failed)} of {len(table)} replications failed and have no ranks, {_some(failed)}: "
+            f"{len(failed)} of {plural(len(table), 'replication')} failed and have no ranks, {_some(failed)}: "
             f"{table['failed'][failed[0]]}"
         )
     moving = table.index[table["converged"].eq(False)].tolist()
     if moving:
-        found.append(f"{len(moving)} of {len(table)} fits had not converged, {_some(moving)}")
+        found.append(
+            f"{len(moving)} of {plural(len(table), 'fit')} had not converged, {_some(moving)}"
+        )
     other = table.index[(table["caveat"] != "") & ~table["converged"].eq(False)].tolist()
     if other:
-        found.append(f"{len(other)} fits have a caveat of their own, {_some(other)}")
+        found.append(
+            f"{plural(len(other), 'fit has', 'fits have')} a caveat of their own, {_some(other)}"
+        )
     return "\n".join(found)
 
 

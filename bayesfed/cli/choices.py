@@ -18,6 +18,7 @@ from bayesfed.cli.own_code import load_function, load_part
 from bayesfed.data.columns import check_columns
 from bayesfed.data.federation import Federation, Model
 from bayesfed.data.ingest import Missing
+from bayesfed.data.plural import plural
 from bayesfed.deploy.coded import RowsToCode
 from bayesfed.elbo.sites import sites
 from bayesfed.engine.cohort import cohort_size
@@ -236,7 +237,9 @@ def _load_npz(
     whose = np.full(len(arrays[fields[0]]), alone) if alone else arrays[client].astype(str)
     for name in fields:
         if arrays[name].shape[:1] != whose.shape:
-            raise ValueError(f"array {name!r} has {len(arrays[name])} rows, not {len(whose)}")
+            raise ValueError(
+                f"array {name!r} has {plural(len(arrays[name]), 'row')}, not {len(whose)}"
+            )
     clients = {
         name: {field: arrays[field][whose == name] for field in fields} for name in pd.unique(whose)
     }

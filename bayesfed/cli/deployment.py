@@ -31,6 +31,7 @@ from bayesfed.cli.experiment import (
 )
 from bayesfed.cli.predictions import LocalPosteriors
 from bayesfed.data.federation import Federation
+from bayesfed.data.plural import plural
 from bayesfed.deploy.global_posterior import GlobalPosterior
 from bayesfed.deploy.institutions import Expected, Patience
 from bayesfed.deploy.node import Node
@@ -195,7 +196,7 @@ def run_on(
     plan, console = make_plan(config, experiment.parent), console or Console(highlight=False)
     folder = report.RunFolder(wanted, overwrite=overwrite, go_on=resume)
     folder.config = report.to_toml(config.model_dump(exclude_unset=True))
-    title = f"{plan.algorithm} over {len(config.deployment.institutions)} institutions"
+    title = f"{plan.algorithm} over {plural(len(config.deployment.institutions), 'institution')}"
     console.print(
         f"{config.model}, {title}, results in {folder.path}", soft_wrap=True, markup=False
     )
@@ -285,5 +286,5 @@ def _described(federation: Federation | Mapping[str, pd.DataFrame]) -> str:
     if isinstance(federation, Federation):
         return repr(federation)
     rows = sum(map(len, federation.values()))
-    clients = f"{len(federation):,} client{'s' * (len(federation) != 1)}"
-    return f"{clients}, {rows:,} rows, coded when all institutions have agreed how"
+    clients = plural(len(federation), "client")
+    return f"{clients}, {plural(rows, 'row')}, coded when all institutions have agreed how"

@@ -15,6 +15,7 @@ from rich.console import Console
 from bayesfed.cli.deployment import local_posteriors, make_node, make_plan, run_on
 from bayesfed.cli.errors import RunError
 from bayesfed.cli.experiment import Experiment, NodeFile, read_experiment
+from bayesfed.data.plural import plural
 from bayesfed.deploy.answering import decline, draft_answer, public_key_of, sign_answer
 from bayesfed.deploy.letters import Letter, read_letter
 from bayesfed.deploy.masking import load_or_make_key
@@ -95,7 +96,7 @@ def take(files: Sequence[Path], experiment: Path | None) -> None:
     for place, post in touched.items():
         _go_on(place, post, screen)
     if refused:
-        raise RunError(f"{refused} of {len(files)} files were refused")
+        raise RunError(f"{refused} of {plural(len(files), 'file')} were refused")
 
 
 def _go_on(place: Path, post: Post, screen: Console) -> None:
@@ -211,7 +212,7 @@ def count_letters(plan: DeploymentPlan, *, waits: bool = True) -> str:
     rounds = (
         "one a round until q(θ) has converged (500 at most)"
         if plan.rounds is None
-        else f"{times * plan.rounds} for {plan.rounds} round{'' if plan.rounds == 1 else 's'}"
+        else f"{times * plan.rounds} for {plural(plan.rounds, 'round')}"
     )
     after = []
     if plan.algorithm.corrected and not plan.noisy:

@@ -17,6 +17,7 @@ from bayesfed.cli.errors import RunError, one_line
 from bayesfed.cli.experiment import Experiment
 from bayesfed.cli.forest import plot_forest, population_means
 from bayesfed.cli.own_code import with_files
+from bayesfed.data.plural import plural
 from bayesfed.effects.agreed import check_effect, effects_of
 from bayesfed.engine.progress import show_work
 from bayesfed.engine.stopping.rule import BOUND
@@ -57,13 +58,13 @@ def fit_and_write(
     folder.config = _resolve(config, chosen, experiment, folder.path, wanted)
     console = Console(highlight=False)
     rounds = config.schedule.rounds
-    length = f"at most {BOUND}" if rounds is None else f"{rounds:,}"
+    length = f"at most {BOUND} rounds" if rounds is None else plural(rounds, "round")
     if folder.path != wanted and (wanted / report.RUN).exists():
         console.print(f"{wanted} holds a run, with which --resume would go on", soft_wrap=True)
     for line in (
         f"{config.model} on {config.data.source}",
         f"{chosen.everyone!r}" + (f"; {len(chosen.held)} held out" if chosen.held else ""),
-        f"{chosen.algorithm}, {length} rounds, "
+        f"{chosen.algorithm}, {length}, "
         + (f"going on in {folder.path}" if folder.run.exists() else f"results in {folder.path}"),
     ):
         console.print(line, soft_wrap=True, markup=False)
@@ -135,8 +136,8 @@ def _write(
     folder.write("program.py", source_of(chosen.model))
     for name, size in large.items():
         console.print(
-            f"{name}, {size:,} numbers in a draw, is in posterior.safetensors only; output.large = true writes its "
-            "draws and its summary too",
+            f"{name}, {plural(size, 'number')} in a draw, is in posterior.safetensors only; output.large = true "
+            "writes its draws and its summary too",
             soft_wrap=True,
             markup=False,
         )
@@ -148,13 +149,13 @@ def _write(
         held_out=draws.get("held_out"),
         client_dim=posterior.federation.client_dim,
         title=f"{config.model} on {config.data.source}: "
-        f"{posterior.algorithm}, {len(posterior.history['elbo']):,} rounds",
+        f"{posterior.algorithm}, {plural(len(posterior.history['elbo']), 'round')}",
     )
     last = posterior.history["elbo"][-20:]
     seconds = float(posterior.history["seconds"].sum())
     console.print(
-        f"ELBO {float(last.mean()):,.2f} (mean of the last {len(last)} rounds); "
-        f"{seconds:,.1f} s in {len(posterior.history['elbo']):,} rounds"
+        f"ELBO {float(last.mean()):,.2f} (mean of the last {plural(len(last), 'round')}); "
+        f"{seconds:,.1f} s in {plural(len(posterior.history['elbo']), 'round')}"
         + (", then it had converged" if posterior.converged else "")
         + (f", {posterior.compiled}" if posterior.compiled else "")
     )

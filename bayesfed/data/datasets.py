@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bayesfed.data.federation import Federation
 from bayesfed.data.optional import import_optional
+from bayesfed.data.plural import plural
 from bayesfed.data.standardise import standardise as standardise
 
 if TYPE_CHECKING:
@@ -305,7 +306,9 @@ def digits(clients: int = 20, classes: int = 3, seed: int = 0) -> tuple[Federati
         for d in own:
             packs[d] = packs[d][each:]
         if len(rows) < 3:
-            raise ValueError(f"{clients} clients are too many: client {i} has fewer than 3 images")
+            raise ValueError(
+                f"{plural(clients, 'client is', 'clients are')} too many: client {i} has fewer than 3 images"
+            )
         for part, taken in zip(parts, np.split(rows, [len(rows) - len(rows) // 3]), strict=True):
             part[f"client {i}"] = {
                 "x": torch.as_tensor(images[taken] / 16, dtype=torch.get_default_dtype()),

@@ -27,6 +27,7 @@ from bayesfed.data.ingest import (
 )
 from bayesfed.data.missing import missing_fields
 from bayesfed.data.names import words
+from bayesfed.data.plural import plural
 from bayesfed.data.rows import padded_positions, rows_of_clients, split_rows
 
 
@@ -263,7 +264,7 @@ class Federation:
             for name, value in self.fields.items()
         )
         return (
-            f"Federation: {len(self):,} client{'s' * (len(self) > 1)}, {self.rows:,} rows "
+            f"Federation: {plural(len(self), 'client')}, {plural(self.rows, 'row')} "
             f"({shortest:,} to {longest:,} a client), fields {fields}"
             + ("" if self.device.type == "cpu" else f", on {self.device}")
         )

@@ -14,6 +14,7 @@ from bayesfed.data.absent import AbsentColumn
 from bayesfed.data.arrow import Column
 from bayesfed.data.federation import Federation
 from bayesfed.data.moments import is_of_moments
+from bayesfed.data.plural import plural
 
 READ = 1_000_000
 """Numbers read at once."""
@@ -63,7 +64,7 @@ def describe_data_change(
         more = f" (and {len(changed) - 1:,} more)" if len(changed) > 1 else ""
         if name == _ROWS:
             had, has = (int(rows[name][changed[0]]) for rows in (before, now))
-            return f"client {client}{more} had {had:,} rows and now has {has:,}"
+            return f"client {client}{more} had {plural(had, 'row')} and now has {has:,}"
         return f"{_label(name)} of client {client}{more} has changed"
     return None
 

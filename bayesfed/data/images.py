@@ -23,6 +23,7 @@ from torch import Tensor
 
 from bayesfed.data.federation import Federation
 from bayesfed.data.optional import import_optional
+from bayesfed.data.plural import plural
 
 EXTRA = "'bayesfed[images]'"
 ARRAYS = {
@@ -68,7 +69,7 @@ class Images:
         """
         if len(owner) != len(self):
             raise ValueError(
-                f"owner has {len(owner)} clients, and there are {len(self)} images: give one for each"
+                f"owner has {plural(len(owner), 'client')} for {plural(len(self), 'image')}: give one for each"
             )
         rows: dict[str, list[int]] = {}
         for row, client in enumerate(owner):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bayesfed.data.columns import UnknownName, check_columns, client_name
 from bayesfed.data.frames import to_pandas
+from bayesfed.data.plural import plural
 
 Missing = Literal["fail", "drop", "keep"]
 """Treatment of missing numbers."""
@@ -143,7 +144,7 @@ def check_clients(fields: Mapping[str, Any], offsets: Tensor, names: Sequence[st
     for name, value in fields.items():
         if value.shape[:1] != (rows,):
             raise ValueError(
-                f"field {name!r} has {value.shape[0]} rows, the clients have {rows} together"
+                f"field {name!r} has {plural(value.shape[0], 'row')}, the clients have {rows} together"
             )
 
 
@@ -286,6 +287,7 @@ def warn_dropped(owners: Tensor, names: Sequence[str], rows: int) -> None:
     most = counts.argsort(descending=True)[:3].tolist()
     worst = ", ".join(f"{names[int(clients[i])]!r} {int(counts[i])}" for i in most)
     warnings.warn(
-        f"missing='drop' leaves out {len(owners)} of {rows} rows, of {len(clients)} clients (most of {worst})",
+        f"missing='drop' leaves out {len(owners)} of {plural(rows, 'row')}, of {plural(len(clients), 'client')} "
+        f"(most of {worst})",
         stacklevel=5,
     )

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from bayesfed.data.federation import Federation
+from bayesfed.data.plural import plural
 from bayesfed.deploy.coding_messages import Columns, Totals
 from bayesfed.deploy.letters import (
     Letter,
@@ -315,7 +316,7 @@ def _clients(rows: Mapping[str, int], clients: Tensor) -> str:
     names = [everyone[i] for i in clients.tolist()]
     count = sum(rows[name] for name in names)
     which = f"client {names[0]}" if len(names) == 1 else f"{len(names)} clients ({_listed(names)})"
-    return f"{which} with {count} {'row' if count == 1 else 'rows'}"
+    return f"{which} with {plural(count, 'row')}"
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -324,7 +325,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _numbers(count: int) -> str:
-    return f"{count:,} number" + ("" if count == 1 else "s")
+    return plural(count, "number")
 
 
 def _count(tensors: Mapping[str, Tensor]) -> int:

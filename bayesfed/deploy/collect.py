@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bayesfed.data.plural import plural
 from bayesfed.deploy.combine import Answers, Parts, combine
 from bayesfed.deploy.contents import check_like
 from bayesfed.deploy.institutions import Institution, Institutions, Overdue, run_name
@@ -173,16 +174,19 @@ class Collector:
         if max(map(abs, terms)) > clients * torch.finfo(torch.float32).max:
             raise MessageError("its ELBO terms are beyond the range of single precision")
         if first not in range(clients + 1):
-            raise MessageError(f"{first:g} of its {clients} clients are new")
+            raise MessageError(f"{first:g} of its {plural(clients, 'client')} are new")
         if uphill not in range(clients + 1):
-            raise MessageError(f"the steps of {uphill:g} of its {clients} clients went uphill")
+            raise MessageError(
+                f"the steps of {uphill:g} of its {plural(clients, 'client')} went uphill"
+            )
         privacy = self.run.privacy
         if privacy.clips:
             clipped = {n: v for n, v in parts["total"].items() if n != SHORT}
             norm = float(torch.linalg.vector_norm(_flat(clipped), NORMS[privacy.mechanism]))
             if norm > 1.001 * clients * clip:
                 raise MessageError(
-                    f"the norm of its upload is {norm:.3g}; for {clients} clients it can be {clients * clip:.3g}"
+                    f"the norm of its upload is {norm:.3g}; for {plural(clients, 'client')} it can be "
+                    f"{clients * clip:.3g}"
                 )
 
 

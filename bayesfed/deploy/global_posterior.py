@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from bayesfed.data.plural import plural
 from bayesfed.effects.result import Effects
 from bayesfed.elbo import noise
 from bayesfed.elbo.program import Params
@@ -126,7 +127,7 @@ class GlobalPosterior:
         """What chains can do about a poor q(θ), or why they did nothing."""
         of = self.posterior
         if self.chain_exchanges:
-            return f"chains have not mixed in {self.chain_exchanges:,} exchanges, narrower priors may help"
+            return f"chains have not mixed in {plural(self.chain_exchanges, 'exchange')}, narrower priors may help"
         if not can_sample(of):
             return "chains do not apply, narrower priors may help"
         return (
@@ -141,10 +142,10 @@ class GlobalPosterior:
     def __repr__(self) -> str:
         of, names = self.posterior, ", ".join(site.name for site in self.posterior.program.globals)
         used = self.chain_exchanges
-        chains = f" and {used:,} exchanges of chains" if used else ""
+        chains = f" and {plural(used, 'exchange')} of chains" if used else ""
         return (
             f"GlobalPosterior: {of.algorithm} ({of.program.guide_name}), "
-            f"{len(of.history['elbo']):,} rounds{chains}, {len(self.refused)} institutions, "
-            f"{of.program.clients:,} clients; {names or 'none'}"
+            f"{plural(len(of.history['elbo']), 'round')}{chains}, {plural(len(self.refused), 'institution')}, "
+            f"{plural(of.program.clients, 'client')}; {names or 'none'}"
             + (self.caveat and f"\n{self.caveat}")
         )

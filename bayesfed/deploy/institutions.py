@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from bayesfed.data.plural import plural
 from bayesfed.deploy.bundles import join, reply_to_each
 from bayesfed.deploy.messages import (
     Done,
@@ -68,7 +69,8 @@ class Patience:
     def __post_init__(self) -> None:
         if self.enough is not None and self.enough < self.minimum:
             raise ValueError(
-                f"enough: {self.enough} institutions are fewer than the minimum, {self.minimum}"
+                f"enough: {plural(self.enough, 'institution is', 'institutions are')} fewer than the minimum, "
+                f"{self.minimum}"
             )
         if not set(self.institutions) - self.expected.keys():
             raise ValueError(
@@ -213,7 +215,7 @@ class Institutions:
             if (left := end - time.monotonic()) <= 0:
                 raise TimeoutError(
                     f"institution {min(missing)!r} has not answered in {seconds:.0f} s ({len(missing)} of "
-                    f"{len(self.present)} institutions have not): is its node running?"
+                    f"{plural(len(self.present), 'institution has', 'institutions have')} not): is its node running?"
                 )
             known = {self.addresses[name] for name in schemas}
             schemas |= self._greet(missing, known, max(1.0, min(left, 60.0)))

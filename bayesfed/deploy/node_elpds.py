@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesfed.data.plural import plural
 from bayesfed.deploy.messages import MessageError, Tensors
 from bayesfed.engine.files import read_tensors, write_tensors
 from bayesfed.output.comparison import ElpdSums, sum_elpds
@@ -59,7 +60,8 @@ class NodeElpds:
         )
         if agreed.unit == "observation" and len(own.elpd) < LEAST:
             raise MessageError(
-                f"{len(own.elpd)} observations are too few to send sums over: {LEAST} are needed"
+                f"{plural(len(own.elpd), 'observation is', 'observations are')} too few to send sums over: {LEAST} "
+                "are needed"
             )
         if not np.isfinite(own.elpd).all():
             raise MessageError("some predictive densities are 0, whose logarithm has no sum")

@@ -1,5 +1,6 @@
 """A node's part in differential privacy: it refuses rounds that are less private than was agreed on, and adds noise."""
 
+from bayesfed.data.plural import plural
 from bayesfed.deploy.messages import Ask, MessageError, Tensors
 from bayesfed.deploy.plan import DeploymentPlan
 
@@ -35,7 +36,8 @@ def add_share(plan: DeploymentPlan, message: Ask, total: Tensors, clients: int) 
     assert privacy is not None and plan.honest is not None and plan.rounds is not None
     if plan.honest > count:
         raise MessageError(
-            f"{count} institutions are too few: the noise is shared out among {plan.honest}"
+            f"{plural(count, 'institution is', 'institutions are')} too few: the noise is shared out among "
+            f"{plan.honest}"
         )
     # the server chooses the cohorts, so they hide nobody
     multiplier = privacy.multiplier(plan.rounds, clients, clients)

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bayesfed.data.plural import plural
 from bayesfed.deploy.bundles import join, split
 from bayesfed.deploy.coding_messages import Code, RunMessage
 from bayesfed.deploy.letters import (
@@ -245,7 +246,7 @@ class Post:
         """Fail on replies that are no messages, or not those to the requests, or refusals."""
         if len(requests) != len(replies):
             raise MessageError(
-                f"institution {name!r} answers {len(replies)} messages of {len(requests)}"
+                f"institution {name!r} answers {plural(len(replies), 'message')} of {len(requests)}"
             )
         for one, payload in zip(requests, replies, strict=True):
             request, reply = unpack(one)[0], unpack(payload)[0]

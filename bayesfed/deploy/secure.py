@@ -37,6 +37,7 @@ import numpy as np
 from torch import Tensor
 
 from bayesfed.data.optional import import_optional
+from bayesfed.data.plural import plural
 from bayesfed.deploy.fixed_point import WORD, Words, decode, encode
 from bayesfed.settings import Times, check
 
@@ -116,8 +117,8 @@ class SumId:
         check(self)
         if not LEAST <= len(self.roster) <= MOST:
             raise ValueError(
-                f"a roster of {len(self.roster)} institutions ({', '.join(self.roster)}) is refused: a secure sum is "
-                f"of {LEAST} to {MOST:,}"
+                f"a roster of {plural(len(self.roster), 'institution')} ({', '.join(self.roster)}) is refused: a "
+                f"secure sum is of {LEAST} to {MOST:,}"
             )
         _check_distinct(self.roster, "of this run")
 

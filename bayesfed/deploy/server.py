@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bayesfed.data.plural import plural
 from bayesfed.deploy import secure
 from bayesfed.deploy.agree import agree, coded_schemas
 from bayesfed.deploy.averages import compute_effects
@@ -157,8 +158,8 @@ class Coordinator:
             try:
                 if (len(schema.clients), schema.rows) != (len(expected.clients), expected.rows):
                     raise MessageError(
-                        f"it has {len(schema.clients)} clients of {schema.rows} rows in all, {len(expected.clients)} "
-                        f"of {expected.rows} were expected"
+                        f"it has {plural(len(schema.clients), 'client')} of {plural(schema.rows, 'row')} in all, "
+                        f"{len(expected.clients)} of {expected.rows} were expected"
                     )
                 if (formula := self.beginning.formula) is not None:
                     agreement, called = formula.agreement, run_name(self.run)
@@ -249,11 +250,13 @@ class Coordinator:
                 return answers, stale
             if plan.secure:  # there is no sum without those that are missing
                 wanted = {n: own[n] for n in replies} if len(replies) >= fewest else own
-            self._report(f"{len(replies)} of {len(own)} institutions have answered, asking again")
+            self._report(
+                f"{len(replies)} of {plural(len(own), 'institution has', 'institutions have')} answered, asking again"
+            )
             institutions.await_return(own.keys() - replies.keys())
         raise TimeoutError(
-            f"round {run.done + 1}: fewer than {fewest} institutions have answered, {patience.attempts} times: start "
-            "again when they are back"
+            f"round {run.done + 1}: fewer than {plural(fewest, 'institution')} have answered, {patience.attempts} "
+            "times: start again when they are back"
         )
 
     def _request(
@@ -322,7 +325,7 @@ class Coordinator:
         form = {"terms": torch.zeros(count, dtype=torch.float64)}
         sent, what = {"theta": theta, "key": {"key": key}}, "log densities"
         self.evaluations += 1
-        called = f"evaluation {self.evaluations} after {self.run.done} rounds"
+        called = f"evaluation {self.evaluations} after {plural(self.run.done, 'round')}"
         args = message, LogDensities, lambda _: form, what, called, sent
         return request_sum(institutions, *args)["terms"]
 

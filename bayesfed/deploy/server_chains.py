@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bayesfed.data.plural import plural
 from bayesfed.deploy.institutions import Institutions, run_name
 from bayesfed.deploy.messages import ChainSums, MoveChains, Tensors
 from bayesfed.deploy.sums import request_sum
@@ -64,15 +65,15 @@ def draw_by_chains(institutions: Institutions, run: Run, posterior: Posterior) -
     each = 2 if institutions.plan.secure else 1
     count, size = number_of_chains(posterior), sum(posterior.program.randomness[GLOBAL][0].tail)
     report(
-        f"chains: at most {each * most_gradients(posterior):,} exchanges with all institutions follow, one for "
-        f"each leapfrog step{' and one for its seals' * (each - 1)}, of {count} × {size + 1} numbers"
+        f"chains: at most {plural(each * most_gradients(posterior), 'exchange')} with all institutions follow, one for "
+        f"each leapfrog step{' and one for its seals' * (each - 1)}, of {count} × {plural(size + 1, 'number')}"
     )
 
     def look(found: Chains) -> None:
         institutions.chain_exchanges = each * found.gradients
         report(
-            f"chains: {each * found.gradients:,} exchanges, R-hat {found.rhat:.3f}, {found.ess:,.0f} effective draws "
-            f"of the {found.needed:,.0f} that are needed"
+            f"chains: {plural(each * found.gradients, 'exchange')}, R-hat {found.rhat:.3f}, {found.ess:,.0f} effective "
+            f"draws of the {found.needed:,.0f} that are needed"
         )
 
     assert run.file is not None
@@ -104,9 +105,7 @@ def _move(institutions: Institutions, run: Run, posterior: Posterior) -> Any:
             "gain": torch.zeros(len(asked.z), dtype=torch.float64),
             "slope": torch.zeros(*asked.z.shape, dtype=torch.float64),
         }
-        called = (
-            f"step {asked.step} of iteration {asked.iteration} of chains after {run.done} rounds"
-        )
+        called = f"step {asked.step} of iteration {asked.iteration} of chains after {plural(run.done, 'round')}"
         sent = {"chains": {"z": asked.z, "taken": asked.taken, "key": key}}
         what = "sums of chains"
         sums = request_sum(institutions, message, ChainSums, lambda _: form, what, called, sent)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from bayesfed.data.federation import Federation, Model
+from bayesfed.data.plural import plural
 from bayesfed.effects.estimands import (
     compare_means,
     comparisons,
@@ -119,7 +120,7 @@ def effect_of_sums(program: Program, posterior: Any, agreed: EffectSettings, sum
     groups = [
         dict(zip(agreed.by, key, strict=True)) for key in itertools.product(*agreed.by.values())
     ]
-    level = level_text(agreed.level, program.clients, f"{program.rows:,} rows", agreed.at)
+    level = level_text(agreed.level, program.clients, plural(program.rows, "row"), agreed.at)
     asked = Question(
         quantity=quantity_of(program, outcome, None),
         level=level,

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesfed.data.plural import plural
 from bayesfed.effects.means import (
     Expectation,
     Level,
@@ -249,7 +250,7 @@ def level_text(level: Level, clients: int, rows: str, at: Setting) -> str:
     where = {
         "clients": "at this client, with its own variables"
         if clients == 1
-        else f"over these {clients:,} clients, each with its own variables",
+        else f"over these {plural(clients, 'client')}, each with its own variables",
         "average": "at the average client, whose variables are at the centre of their prior given θ",
         "new": "for a new client, whose variables are drawn from their prior given θ",
     }[level]

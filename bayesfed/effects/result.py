@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesfed.data.plural import plural
+
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
@@ -86,7 +88,7 @@ class Effects:
 
     @property
     def _heading(self) -> tuple[str, str]:
-        return f"{self.estimand}, {len(self.draws):,} draws", f"Level: {self.level}"
+        return f"{self.estimand}, {plural(len(self.draws), 'draw')}", f"Level: {self.level}"
 
     def pairs(self, comparison: Comparison = "difference") -> Effects:
         """Return all pairwise contrasts of predictions, as ``pairs`` of emmeans does.

@@ -16,6 +16,7 @@ from torch.distributions import transform_to
 
 from bayesfed.data.batch import Batch, Fields
 from bayesfed.data.federation import Federation, Model
+from bayesfed.data.plural import plural
 from bayesfed.elbo import handlers
 from bayesfed.elbo.elbo import local_priors, log_ratio
 from bayesfed.elbo.log_density import log_density
@@ -141,9 +142,9 @@ def _check_sites(found: Mapping[str, Site], guide_sites: Mapping[str, Any], clie
         rows = shape[: len(shape) - len(site.event_shape)][-2:]
         if site.local and not _expands_to(rows, torch.Size([clients, 1])):
             raise ValueError(
-                f"the guide's local variable {site.name!r} has shape {tuple(shape)} for {clients} clients: inside "
-                "clients() it has one row per client, as its parameters do, (K, 1, *event): pyro.param(name, lambda: "
-                "torch.zeros(len(batch), 1)), within the plate"
+                f"the guide's local variable {site.name!r} has shape {tuple(shape)} for {plural(clients, 'client')}: "
+                "inside clients() it has one row per client, as its parameters do, (K, 1, *event): pyro.param(name, "
+                "lambda: torch.zeros(len(batch), 1)), within the plate"
             )
     for name, node in guide_sites.items():
         if name not in found and not node["infer"].get("is_auxiliary"):

@@ -164,6 +164,7 @@ def cohort_size(clients_per_round: int | float, clients: int) -> int:
         return max(1, round(clients_per_round * clients))
     if not 1 <= clients_per_round <= clients:
         raise ValueError(
-            f"clients_per_round is {clients_per_round}; it must be between 1 and the {clients} clients there are"
+            f"clients_per_round is {clients_per_round}; it must be between 1 and the number of "
+            f"clients, {clients:,}"
         )
     return clients_per_round

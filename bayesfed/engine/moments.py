@@ -12,6 +12,7 @@ from torch import Tensor
 from bayesfed.data.chunks import PASS, chunks
 from bayesfed.data.federation import Federation
 from bayesfed.data.moments import Statistics, clients_of_moments, largest_leverage, statistics
+from bayesfed.data.plural import plural
 from bayesfed.engine.files import read_tensors, write_tensors
 
 FEWEST_ROWS = 3
@@ -80,8 +81,8 @@ class Moments:
             worst = int(leverage.argmax())
             raise ValueError(
                 f"client {federation.names[worst]!r}: its moments single out fewer than {fewest_rows} of its "
-                f"{int(federation.lengths[worst]):,} rows (largest leverage {float(leverage[worst]):.2f}): leave out "
-                "fields, such as columns of rare categories, or the client, or set fewest_rows"
+                f"{plural(int(federation.lengths[worst]), 'row')} (largest leverage {float(leverage[worst]):.2f}): "
+                "leave out fields, such as columns of rare categories, or the client, or set fewest_rows"
             )
         size = 4 * federation.numbers_per_row
         parts = [statistics(federation.batch(c)) for c in chunks(federation.lengths, 0, size, PASS)]
@@ -157,7 +158,7 @@ class Moments:
 
     def __repr__(self) -> str:
         clients, rows = len(self.names), int(self.counts.sum())
-        return f"Moments: {clients:,} client{'s' * (clients != 1)}, {rows:,} rows, fields {', '.join(self.kinds)}"
+        return f"Moments: {plural(clients, 'client')}, {plural(rows, 'row')}, fields {', '.join(self.kinds)}"
 
 
 def check_fields(federation: Federation) -> None:

@@ -53,6 +53,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from bayesfed.data.plural import plural
 from bayesfed.elbo import noise
 from bayesfed.engine import discrete_noise
 from bayesfed.settings import Rate, check
@@ -148,8 +149,8 @@ class Privacy:
             found = _calibrate(self.epsilon, self.delta, rounds, cohort, clients)
         if found > LARGEST:
             raise ValueError(
-                f"epsilon is {self.epsilon}: for {rounds} rounds it needs noise of {found:.3g} times the sensitivity, "
-                f"above {LARGEST:,.0f}. Take a larger epsilon or fewer rounds"
+                f"epsilon is {self.epsilon}: for {plural(rounds, 'round')} it needs noise of {found:.3g} times the "
+                f"sensitivity, above {LARGEST:,.0f}. Take a larger epsilon or fewer rounds"
             )
         return found
 
@@ -262,7 +263,7 @@ class Privacy:
             numbers = _numbers(total)
             warnings.warn(
                 f"the noise that privacy adds to a round's sum is about {times:.1f} times as long as the uploads of "
-                f"its {cohort} clients can be together ({numbers:,} numbers each): {_WHAT_TO_DO}",
+                f"its {plural(cohort, 'client')} can be together ({plural(numbers, 'number')} each): {_WHAT_TO_DO}",
                 stacklevel=3,
             )
 

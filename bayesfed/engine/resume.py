@@ -3,6 +3,7 @@
 import warnings
 from pathlib import Path
 
+from bayesfed.data.plural import plural
 from bayesfed.engine.journal import Journal
 from bayesfed.engine.parts import unflatten_state
 from bayesfed.engine.run import Run
@@ -21,7 +22,8 @@ def initialise(run: Run) -> None:
     before = None if file is None else file.read()
     if file is not None and before is not None and before.done > run.rounds:
         raise ValueError(
-            f"{file.path} is a run of {before.done} rounds already: ask for at least as many, or choose another file"
+            f"{file.path} is a run of {plural(before.done, 'round')} already: ask for at least as many, or "
+            "choose another file"
         )
     if folder is not None:
         if file is not None:

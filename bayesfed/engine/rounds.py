@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bayesfed.data.plural import plural
 from bayesfed.elbo import noise
 from bayesfed.elbo.program import Params
 from bayesfed.engine import processes
@@ -107,7 +108,7 @@ def ask(run: Run) -> Question:
         Stopped: a step of the server has no solution.
     """
     if run.done == run.rounds:
-        raise ValueError(f"the run has done its {run.rounds} rounds: start one with more")
+        raise ValueError(f"the run has done its {plural(run.rounds, 'round')}: start one with more")
     start, rate, noisy = time.perf_counter(), run.rate, run.multiplier > 0
     with _server_step(run):
         message = flat(run.plan.algorithm.broadcast(_turn(run, rate), run.server))

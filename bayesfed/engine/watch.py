@@ -40,9 +40,9 @@ def warn_of_refused(names: Sequence[str], refused: Tensor) -> None:
     ):
         some = ", ".join(f"{names[i]!r} ({int(refused[i])})" for i in most[:5])
         warnings.warn(
-            f"{int(refused.sum())} uploads of {len(most)} clients were not finite, or of steps that went uphill, and "
-            f"were left out: {some}{', ...' if len(most) > 5 else ''}. Look for extreme values among their rows, "
-            "standardise the fields, or lower the learning rates",
+            f"{plural(int(refused.sum()), 'upload')} of {plural(len(most), 'client')}, not finite or of steps that "
+            f"went uphill, did not count: {some}{', ...' if len(most) > 5 else ''}. Look for extreme values among "
+            "their rows, standardise the fields, or lower the learning rates",
             stacklevel=3,
         )
 
@@ -51,9 +51,9 @@ def warn_of_uphill(rounds: int) -> None:
     """Warn of a fit whose learning rates were halved in so many rounds."""
     if rounds:
         warnings.warn(
-            f"in {rounds} rounds the steps of clients went uphill, did not count, and the learning rates were halved: "
-            f"they ended at 1/{2**rounds} of what the algorithm gives. Give it lower rates, or standardise the fields "
-            "and their priors, for steps that suit all variables",
+            f"in {plural(rounds, 'round')} the steps of clients went uphill, did not count, and the learning rates "
+            f"were halved: they ended at 1/{2**rounds} of what the algorithm gives. Give it lower rates, or "
+            "standardise the fields and their priors, for steps that suit all variables",
             stacklevel=3,
         )
 
@@ -165,7 +165,8 @@ def warn_of_unseen(names: Sequence[str], unseen: Tensor) -> None:
     if unseen.any():
         first = names[int(unseen.nonzero()[0])]
         warnings.warn(
-            f"{int(unseen.sum())} of {len(names)} clients were in no cohort, such as {first!r}: their "
+            f"{int(unseen.sum())} of {plural(len(names), 'client was', 'clients were')} in no cohort, such as "
+            f"{first!r}: their "
             "variables have initial values that do not depend on data. Run more rounds, or use personalize() for them",
             stacklevel=3,
         )
@@ -196,8 +197,9 @@ def warn_of_missing_optima(program: Program, names: Sequence[str], missing: Tens
         first = names[int(missing.nonzero()[0])]
         which = ", ".join(repr(site.name) for site in program.locals)
         warnings.warn(
-            f"the rows of {int(missing.sum())} of {len(names)} clients, such as {first!r}, have no finite optimum of "
-            f"{which}, as where all counts are 0 or all answers alike: their values are where the steps ended, and "
+            f"the rows of {int(missing.sum())} of {plural(len(names), 'client')}, such as {first!r}, have no finite "
+            f"optimum of {which}, as where all counts are 0 or all answers alike: their values are where the steps "
+            "ended, and "
             "the others and the global variables have converged. PFedMAP, Ditto and FedABML hold a client's "
             "variables near those of the others",
             stacklevel=3,

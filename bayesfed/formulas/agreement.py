@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bayesfed.data.plural import plural
 from bayesfed.formulas.coding import Coding, environment
 from bayesfed.formulas.columns import ClientColumns, Level, columns_of, sorted_levels
 from bayesfed.formulas.settings import FormulaSettings
@@ -323,9 +324,9 @@ def _warn_of_levels(
         alone = sum(count == 1 for count in counts.values())
         if len(counts) > MANY_LEVELS and len(reports) > 1 and 2 * alone > len(counts):
             warnings.warn(
-                f"column {column!r} has {len(counts)} levels, each of which has an effect of its own, and {alone} of "
-                f"them occur at one {what} only. Levels leave the {what}s when the coding is agreed: if they are "
-                "dates, identifiers or numbers stored as text, convert the column first",
+                f"column {column!r} has {plural(len(counts), 'level')}, each of which has an effect of its own, and "
+                f"{alone} of them occur at one {what} only. Levels leave the {what}s when the coding is agreed: if "
+                "they are dates, identifiers or numbers stored as text, convert the column first",
                 stacklevel=4,
             )
 

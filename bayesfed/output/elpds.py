@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesfed.data.plural import plural
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Program
 from bayesfed.output import khat
@@ -152,7 +153,9 @@ def describe_difference(
         for name, a, b in zip(names, mine.tolist(), theirs.tolist(), strict=True):
             if a != b:
                 if what == "rows":
-                    return f"client {name!r} has {a:,} rows under one and {b:,} under another"
+                    return (
+                        f"client {name!r} has {plural(a, 'row')} under one and {b:,} under another"
+                    )
                 return f"client {name!r} has other outcomes, or the outcome in another unit"
     return None
 

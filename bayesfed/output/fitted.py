@@ -16,6 +16,7 @@ from torch import Tensor
 from bayesfed.algorithms.algorithm import Algorithm
 from bayesfed.data.columns import UnknownName, client_name
 from bayesfed.data.federation import Federation
+from bayesfed.data.plural import plural
 from bayesfed.elbo import noise
 from bayesfed.elbo.program import Params, Program
 from bayesfed.output.lazy_locals import LazyLocals
@@ -132,8 +133,8 @@ class Fitted:
         """Raise a ValueError with a remedy if this is not the posterior of all clients of the fit."""
         if len(self.federation) != self.program.clients:
             raise ValueError(
-                f"this is the posterior of {len(self.federation):,} of the fit's {self.program.clients:,} clients: "
-                f"{remedy}"
+                f"this is the posterior of {len(self.federation):,} of the fit's "
+                f"{plural(self.program.clients, 'client')}: {remedy}"
             )
 
     @property
@@ -145,8 +146,8 @@ class Fitted:
         rounds = len(self.history["elbo"])
         ended = "converged in " if self.converged else ""
         return (
-            f"Posterior: {self.algorithm} ({self.program.guide_name}), {ended}{rounds:,} rounds, "
-            f"{len(self.federation):,} clients; globals {globals_}; locals {locals_}"
+            f"Posterior: {self.algorithm} ({self.program.guide_name}), {ended}{plural(rounds, 'round')}, "
+            f"{plural(len(self.federation), 'client')}; globals {globals_}; locals {locals_}"
             + ("" if self.epsilon is None else f"; ε = {self.epsilon:.3g}")
         )
 

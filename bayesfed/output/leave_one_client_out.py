@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from bayesfed.data.moments import is_of_moments
+from bayesfed.data.plural import plural
 from bayesfed.elbo import noise
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params
@@ -86,7 +87,7 @@ class ClientsLeftOut:
         return float(self.table["elpd"].std() * len(self.table) ** 0.5)
 
     def __repr__(self) -> str:
-        heading = f"Leave-one-client-out: elpd {self.elpd:.1f} ± {self.se:.1f} over {len(self.table):,} clients"
+        heading = f"Leave-one-client-out: elpd {self.elpd:.1f} ± {self.se:.1f} over {plural(len(self.table), 'client')}"
         table = self.table.to_string(index=False, float_format=lambda value: f"{value:.3g}")
         named = ", ".join(map(repr, self.refined))
         refined = (

@@ -17,6 +17,7 @@ from pyro import poutine
 from torch import Tensor
 
 from bayesfed.data.absent import RowsAbsent, are_absent
+from bayesfed.data.plural import plural
 from bayesfed.elbo import handlers
 from bayesfed.output import khat
 from bayesfed.output.correction import log_weights_around
@@ -77,8 +78,8 @@ class LogEvidence:
         """
         if (self.clients, self.rows) != (other.clients, other.rows):
             raise ValueError(
-                f"evidence of different data: {self.clients} clients with {self.rows} rows, and {other.clients} with "
-                f"{other.rows}. Fit both models to the same rows"
+                f"evidence of different data: {plural(self.clients, 'client')} with {plural(self.rows, 'row')}, and "
+                f"{other.clients} with {other.rows}. Fit both models to the same rows"
             )
         caveats = dict.fromkeys(filter(None, (self.caveat, other.caveat)))
         return LogBayesFactor(
@@ -90,8 +91,8 @@ class LogEvidence:
 
     def __repr__(self) -> str:
         text = (
-            f"log p(D) = {self.value:.2f} ± {self.mcse:.2f} (k-hat {self.khat:.2f}, {self.clients:,} clients, "
-            f"{self.rows:,} rows)"
+            f"log p(D) = {self.value:.2f} ± {self.mcse:.2f} (k-hat {self.khat:.2f}, {plural(self.clients, 'client')}, "
+            f"{plural(self.rows, 'row')})"
         )
         return "\n".join(filter(None, (text, self.caveat)))
 

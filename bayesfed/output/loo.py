@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bayesfed.data.plural import plural
+
 if TYPE_CHECKING:
     import arviz as az
     import xarray as xr
@@ -118,8 +120,9 @@ def _with_clients(found: az.ELPDData, idata: az.InferenceData | xr.DataTree) -> 
         counts = Counter(k[name].values[bad].tolist())
         most = ", ".join(f"{client!r} {count}" for client, count in counts.most_common(3))
         warnings.warn(
-            f"Pareto k is above {found['good_k']:.2f} for {bad.sum()} of {k.size} observations, of {len(counts)} "
-            f"clients (most of {most}): their predictions without themselves are not reliable. See bayesfed.loo",
+            f"Pareto k is above {found['good_k']:.2f} for {bad.sum()} of {plural(k.size, 'observation')}, "
+            f"of {plural(len(counts), 'client')} (most of {most}): their predictions without themselves are not "
+            "reliable. See bayesfed.loo",
             stacklevel=3,
         )
     return found

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from bayesfed.data.plural import plural
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -250,7 +252,7 @@ def _rows_of(owner: Tensor, names: Sequence[str], n: int) -> tuple[Tensor, ...]:
     if owner.shape != (n,) or owner.dtype != torch.int64:
         raise ValueError(
             f"owner is {owner.dtype} of shape {tuple(owner.shape)}; it needs a client's position, "
-            f"int64, for each of the {n} rows"
+            f"int64, for each of the {plural(n, 'row')}"
         )
     if n and not (int(owner.min()) >= 0 and int(owner.max()) < len(names)):
         raise ValueError(

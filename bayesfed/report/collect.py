@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from bayesfed.data.plural import plural
 from bayesfed.report.facts import ByClient, Global, Study
 from bayesfed.report.numbers import highest_density
 
@@ -62,7 +63,9 @@ def make_study(
         ],
         more_globals=sum(posterior[name][0, 0].size for name in names) - len(numbers),
         params={
-            str(name): f"{value.size:,} numbers" if value.size > 1 else f"{value.item():.4g}"
+            str(name): f"{plural(value.size, 'number')}"
+            if value.size > 1
+            else f"{value.item():.4g}"
             for name, value in groups.get("params", xr.Dataset()).items()
         },
         locals=shown,

@@ -9,6 +9,7 @@ from xml.etree.ElementTree import Element
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
+from bayesfed.data.plural import plural
 from bayesfed.report.facts import ByClient
 from bayesfed.report.html import Content, tag
 from bayesfed.report.numbers import format_row
@@ -125,7 +126,7 @@ def by_client(found: ByClient) -> Content:
     whole = _ranked(found) if found.tail is None else _tails(found)
     return [
         whole,
-        tag("h3", f"The {EXTREMES} clients of {len(rows):,} with the {lowest} {what}"),
+        tag("h3", f"The {plural(EXTREMES, 'client')} of {len(rows):,} with the {lowest} {what}"),
         forest(rows[:EXTREMES], line=line),
         tag("h3", f"The {EXTREMES} with the {highest}"),
         forest(rows[-EXTREMES:], line=line),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from bayesfed.data.plural import plural
 from bayesfed.report.checklist import Item
 from bayesfed.report.facts import ByClient, Comparison, Effect, Global, Sent, Study
 from bayesfed.report.figures import Row, by_client, density, elbo_curve, forest
@@ -76,8 +77,11 @@ def globals_(study: Study) -> Content:
         soft(
             [tag("span", class_="swatch"), " posterior density. "],
             prior if any(one.prior is not None for one in study.globals) else None,
-            f"Highest-density intervals of {study.draws:,} draws. MCSE: Monte Carlo standard error of the mean.",
-            f" {study.more_globals:,} more numbers are not shown." if study.more_globals else "",
+            f"Highest-density intervals of {plural(study.draws, 'draw')}. "
+            "MCSE: Monte Carlo standard error of the mean.",
+            f" {plural(study.more_globals, 'more number is', 'more numbers are')} not shown."
+            if study.more_globals
+            else "",
         ),
         points if estimates else None,
     ]
@@ -94,9 +98,9 @@ def _interval(one: Global) -> str:
 def clients(study: Study) -> Content:
     """Return a figure of each local variable."""
     if not study.locals:
-        return tag("p", f"Each client has {study.more_locals:,} numbers, which are not shown.")
+        return tag("p", f"Not shown: {plural(study.more_locals, 'number')} of each client.")
     note = "Dots: means. Thick and thin lines: 50 % and 94 % intervals. Vertical line: the mean over the clients."
-    more = f"{study.more_locals:,} more numbers of each client are not shown."
+    more = f"Not shown: {plural(study.more_locals, 'more number')} of each client."
     figures = [_titled(one.label, one) for one in study.locals]
     return [figures, soft(note, f" {more}" if study.more_locals else "")]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from bayesfed.data.plural import plural
 from bayesfed.report.facts import Study
 
 
@@ -34,7 +35,7 @@ def assess(study: Study) -> Verdict:
 
 
 def _convergence(study: Study) -> str:
-    rounds = f"{study.rounds:,} round{'s' * (study.rounds != 1)}"
+    rounds = plural(study.rounds, "round")
     if study.converged is None:
         return f"The number of rounds was given: {rounds}."
     if study.converged:
@@ -72,6 +73,6 @@ def _approximation(study: Study) -> list[str]:
         )
     if study.effective < 0.9 * study.draws:
         found.append(
-            f"Of {study.draws:,} draws of θ, some of which are repeated, {study.effective:,.0f} count."
+            f"Of {plural(study.draws, 'draw')} of θ, some of which are repeated, {study.effective:,.0f} count."
         )
     return found

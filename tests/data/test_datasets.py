@@ -187,7 +187,7 @@ def test_digits_is_seeded():
 def test_digits_says_what_is_wrong(monkeypatch):
     with pytest.raises(ValueError, match="classes is 11"):
         datasets.digits(classes=11)
-    with pytest.raises(ValueError, match="5000 clients are too many: client 0 has fewer than 3"):
+    with pytest.raises(ValueError, match="5,000 clients are too many: client 0 has fewer than 3"):
         datasets.digits(clients=5000)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ImportError, match="pip install scikit-learn"):

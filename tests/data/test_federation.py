@@ -217,7 +217,7 @@ def test_lengths_owner_and_repr():
     assert federation.owner.tolist() == [0, 0, 0, 1]
     assert repr(federation) == "Federation: 2 clients, 4 rows (1 to 3 a client), fields x[2], y"
     one = federation.select("south")
-    assert repr(one) == "Federation: 1 client, 1 rows (1 to 1 a client), fields x[2], y"
+    assert repr(one) == "Federation: 1 client, 1 row (1 to 1 a client), fields x[2], y"
 
 
 def test_padding_is_not_stored():

@@ -68,7 +68,9 @@ def test_refused_uploads_are_counted_and_named_at_the_end():
     run = started(with_steps(Spoilt, bf.Scaffold()))
     for _ in range(3):
         bf.step(run)
-    with pytest.warns(UserWarning, match=r"3 uploads of 1 clients .* left out: 'client 5' \(3\)"):
+    with pytest.warns(
+        UserWarning, match=r"3 uploads of 1 client, .* did not count: 'client 5' \(3\)"
+    ):
         posterior = bf.finish(run)
     assert posterior.history["clients"].tolist() == [4, 4, 4]
     assert all(value.isfinite().all() for value in posterior.params.values())

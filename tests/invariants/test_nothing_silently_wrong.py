@@ -242,7 +242,7 @@ def test_nan_names_client_and_row_and_can_be_dropped():
     frame = pd.DataFrame({"firm": list("aabb"), "y": [1.0, 2.0, 3.0, np.nan]})
     with pytest.raises(ValueError, match="client 'b', row 1: field 'y' is NaN.*missing='drop'"):
         bf.Federation.from_frame(frame, client="firm")
-    with pytest.warns(UserWarning, match="leaves out 1 of 4 rows, of 1 clients"):
+    with pytest.warns(UserWarning, match="leaves out 1 of 4 rows, of 1 client "):
         kept = bf.Federation.from_frame(frame, client="firm", missing="drop")
     assert kept.lengths.tolist() == [2, 1]
     with pytest.raises(ValueError, match="choose 'fail', 'drop' or 'keep'"):

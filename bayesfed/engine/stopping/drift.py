@@ -17,6 +17,7 @@ from pyro import poutine
 from torch import Tensor
 from torch.distributions import biject_to
 
+from bayesfed.data.plural import plural
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.elbo import Noise
 from bayesfed.elbo.program import Params, Program
@@ -207,16 +208,17 @@ def caveat(
     if moving is None and rounds >= BOUND and converged is False:
         if rising is None:
             return (
-                f"not converged after {rounds:,} rounds: the server's steps on θ have not become short, and this is no "
-                "noise. The objective has a kink at its optimum, as where PerFedAvg bounds the steps of a client: a "
-                "lower lr makes it weaker; or it has no finite optimum. With rounds= clients take the usual steps"
+                f"not converged after {plural(rounds, 'round')}: the server's steps on θ have not become short, and "
+                "this is no noise. The objective has a kink at its optimum, as where PerFedAvg bounds the steps of a "
+                "client: a lower lr makes it weaker; or it has no finite optimum. With rounds= clients take the "
+                "usual steps"
             )
         return (
-            f"not converged after {rounds:,} rounds: noise hides the distance from where it was going. With rounds= "
-            "the learning rates fall, which averages noise out"
+            f"not converged after {plural(rounds, 'round')}: noise hides the distance from where it was going. With "
+            "rounds= the learning rates fall, which averages noise out"
         )
     if moving is None or rising is None:
-        return f"{rounds:,} rounds are too few to tell whether the fit has converged"
+        return f"{plural(rounds, 'round is', 'rounds are')} too few to tell whether the fit has converged"
     worst = sorted(moving, key=lambda name: -moving[name])
     distances = [f"{name} {moving[name]:.1f} sd" for name in worst[:4]]
     if len(worst) > 4:
@@ -225,7 +227,10 @@ def caveat(
         distances.append(f"the ELBO {rising:,.1f} nats")
     if not distances:
         return ""
-    return f"not converged after {rounds:,} rounds, about this far from where it was going: {', '.join(distances)}"
+    return (
+        f"not converged after {plural(rounds, 'round')}, about this far from where it was going: "
+        f"{', '.join(distances)}"
+    )
 
 
 def warn_if_moving(caveat: str, moving: Mapping[str, float] | None) -> None:
