@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,9 +46,15 @@ def run_over_flower(experiment: Path, folder: Path, superlink: str) -> None:
     result = folder.resolve() / "summary.csv"
     before = _modified(result)
     command = ["flwr", "run", str(APP), superlink, "--stream"]
-    command += ["--run-config", f'experiment="{experiment.resolve()}" folder="{result.parent}"']
+    command += [
+        "--run-config",
+        f'experiment="{experiment.resolve().as_posix()}" folder="{result.parent.as_posix()}"',
+    ]
     print(" ".join(command), flush=True)
-    done = subprocess.run([str(Path(sys.executable).with_name("flwr")), *command[1:]], check=False)
+    program = shutil.which("flwr", path=Path(sys.executable).parent)  # flwr.exe on Windows
+    if program is None:
+        raise RunError("flwr is not beside this Python: pip install 'bayesfed[flower]'")
+    done = subprocess.run([program, *command[1:]], check=False)
     if done.returncode or _modified(result) == before:  # its status is 0 even if the run has failed
         raise RunError(
             "the run has failed: Flower's log above says why; the same command goes on with it"
