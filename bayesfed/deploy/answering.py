@@ -239,7 +239,12 @@ def describe_reply(
         ]
     if isinstance(reply, LogDensities):
         what = f"at {_draws(asked['theta'])} draws of the global variables: sums over {everyone}"
-        return [f"log densities {what}", *_masking(plan, numbers), "  without noise"]
+        closer = [
+            f"  and closer estimates of these sums, at {len(own['closer'])} of the draws"
+            for own in [found.get("further", {})]
+            if "closer" in own
+        ]
+        return [f"log densities {what}", *closer, *_masking(plan, numbers), "  without noise"]
     if isinstance(reply, Averages) and isinstance(request, Average):
         effect = plan.effects[request.effect]
         return [

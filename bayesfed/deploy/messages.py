@@ -186,19 +186,20 @@ class Evaluate(RunMessage):
     """A request for log densities at draws of θ. Tensors: ``theta``, ``key``.
 
     Attributes:
-        closely: how they are computed, see :func:`bayesfed.output.draws.terms`.
-        round: for secure sums, the identifier of this sum.
-        roster: for secure sums, all institutions, with their public keys.
+        closely: use Laplace approximations, see :func:`bayesfed.output.log_densities.sum_log_weights`.
+        probe: a :class:`~bayesfed.output.log_densities.Probe`, after which closer ones may come with the answer.
+        round, roster: for secure sums, the identifier of this sum; all institutions, with their public keys.
     """
 
     kind: Literal["evaluate"] = "evaluate"
     closely: bool = False
+    probe: tuple[Count, Count] | None = None
     round: RoundId | None = None
     roster: dict[Name, Key] | None = None
 
 
 class LogDensities(RunMessage):
-    """The answer to :class:`Evaluate`. Tensors: ``sums``, with ``terms``; with secure sums ``masked``."""
+    """The answer to :class:`Evaluate`. Tensors: ``sums``, ``further``; with secure sums ``masked``."""
 
     kind: Literal["log_densities"] = "log_densities"
 
@@ -244,8 +245,7 @@ class Average(RunMessage):
 
     Attributes:
         effect: its number in the plan.
-        round: for secure sums, the identifier of this sum.
-        roster: for secure sums, all institutions, with their public keys.
+        round, roster: for secure sums, the identifier of this sum; all institutions, with their public keys.
     """
 
     kind: Literal["average"] = "average"

@@ -311,10 +311,8 @@ class Node:
         return secure.Keys(self.name, self.identity, masking.run_key, self.pinned)
 
     def _open(self, message: Open, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
-        broadcast, folder = (
-            bytes.fromhex(message.broadcast),
-            self._folder(message.run, "agreements"),
-        )
+        folder = self._folder(message.run, "agreements")
+        broadcast = bytes.fromhex(message.broadcast)
         masking = Masking(folder) if folder.exists() else self._run(message.run).masking
         of = sum_id(message.run, message.round, broadcast, message.roster)
         return pack(Seal(run=message.run, seal=masking.seal(self._keys(masking), of)))
@@ -332,8 +330,8 @@ class Node:
     def _evaluate(self, message: Evaluate, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
         own = self._finished(message.run)
         theta, key = (self._to_device(own, parts.get(part, {})) for part in ("theta", "key"))
-        sums = own.evaluate(theta, key.get("key", torch.zeros(1)), closely=message.closely)
-        return self._summed(LogDensities(run=message.run), own, message, parts, sums)
+        sums, further = own.evaluate(message, theta, key.get("key", torch.zeros(1)))
+        return self._summed(LogDensities(run=message.run), own, message, parts, sums, further)
 
     def _move_chains(
         self, message: MoveChains, parts: Mapping[str, Tensors], payload: bytes
@@ -374,10 +372,11 @@ class Node:
         message: Evaluate | MoveChains | Average | LeaveOut,
         parts: Mapping[str, Tensors],
         sums: Tensors,
+        further: Mapping[str, Tensors] | None = None,
     ) -> bytes:
         """Return the answer to a request for sums over the node's clients, masked if they are secure."""
         if not self.plan.secure:
-            return pack(reply, sums=sums)
+            return pack(reply, sums=sums, **(further or {}))
         return pack(reply, masked=self._mask(own, message, flat(parts), sums))
 
     def _finished(self, run: str) -> NodeRun:

@@ -18,6 +18,7 @@ from bayesfed.deploy.masking import Masking
 from bayesfed.deploy.messages import (
     Begin,
     End,
+    Evaluate,
     Finish,
     MessageError,
     MoveChains,
@@ -32,10 +33,11 @@ from bayesfed.engine.parts import flat
 from bayesfed.engine.run import Run
 from bayesfed.fitting import global_params
 from bayesfed.formulas.formula import Formula
+from bayesfed.output.correction import QUIET, noise_variance
 from bayesfed.output.evidence import has_block
 from bayesfed.output.fitted import Correction
 from bayesfed.output.locals_of_run import make_local_params
-from bayesfed.output.log_densities import sum_log_weights
+from bayesfed.output.log_densities import Probe, sum_log_weights
 from bayesfed.output.posterior import Posterior
 from bayesfed.settings import EffectSettings, LeaveOneOutSettings
 
@@ -223,11 +225,13 @@ class NodeRun:
             self.elpds = NodeElpds(posterior, agreed, folder)
         return self.elpds.sums(weights)
 
-    def evaluate(self, theta: Tensors, key: Tensor, *, closely: bool) -> Tensors:
-        """Return the sums over the node's clients of log densities at draws of θ.
+    def evaluate(
+        self, message: Evaluate, theta: Tensors, key: Tensor
+    ) -> tuple[Tensors, dict[str, Tensors]]:
+        """Return the sums over the node's clients of log densities at draws of θ, and what is sent with them.
 
         Raises:
-            MessageError: the run is private; the draws are none; close estimates do not apply.
+            MessageError: the run is private; the draws are none; close estimates do not apply; the probe is none.
         """
         posterior = self.posterior
         assert posterior is not None
@@ -236,9 +240,23 @@ class NodeRun:
         count = min((len(value) for value in theta.values()), default=0)
         if key.dtype != torch.int64 or key.ndim or not count:
             raise MessageError("draws of θ come with a key")
-        if closely and not has_block(posterior.program):
+        probe = None if message.probe is None else Probe(*message.probe)
+        if (message.closely or probe is not None) and not has_block(posterior.program):
             raise MessageError("these clients' local variables are not a Normal block")
-        return {"terms": sum_log_weights(posterior, theta, count, key, closely)}
+        if probe is not None and not 2 * probe.repeats <= probe.first <= count:
+            raise MessageError("a probe is of some of the draws of θ")
+        terms = sum_log_weights(posterior, theta, count, key, message.closely)
+        if probe is None or not self._is_noisy(terms, probe):
+            return {"terms": terms}, {}
+        first = {name: value[: probe.first] for name, value in theta.items()}
+        closer = sum_log_weights(posterior, first, probe.first, key, laplace=True)
+        return {"terms": terms}, {"further": {"closer": closer}}
+
+    def _is_noisy(self, terms: Tensor, probe: Probe) -> bool:
+        """Return whether sums over all clients are too noisy if the others' are as noisy as those of this node's."""
+        again = terms[probe.first - probe.repeats : probe.first]
+        own = noise_variance(terms[: probe.repeats], again)
+        return own * self.begin.clients / len(self.run.federation) > QUIET
 
     def move_chains(self, message: MoveChains, sent: Tensors) -> Tensors:
         """Take a leapfrog step of chains, and return the sums over the node's clients.

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from bayesfed.data.plural import plural
 from bayesfed.deploy import secure
@@ -21,15 +20,14 @@ from bayesfed.deploy.averages import compute_effects
 from bayesfed.deploy.beginning import Beginning
 from bayesfed.deploy.collect import Collector, Stale
 from bayesfed.deploy.combine import Answers, combine
+from bayesfed.deploy.evaluations import Evaluations
 from bayesfed.deploy.global_posterior import GlobalPosterior
 from bayesfed.deploy.institutions import Institution, Institutions, Overdue, Patience, run_name
 from bayesfed.deploy.leave_one_out import check_leave_one_out, compute_leave_one_out
 from bayesfed.deploy.messages import (
     Ask,
     End,
-    Evaluate,
     Finish,
-    LogDensities,
     MessageError,
     RoundId,
     pack,
@@ -43,11 +41,10 @@ from bayesfed.deploy.secure_round import (
 )
 from bayesfed.deploy.server_chains import check_chains, draw_by_chains
 from bayesfed.deploy.server_program import UploadForms, build_server_program
-from bayesfed.deploy.sums import close, request_sum
+from bayesfed.deploy.sums import close
 from bayesfed.deploy.transport import Carrier
 from bayesfed.effects.agreed import check_effect
 from bayesfed.elbo.handlers import on_cpu
-from bayesfed.elbo.program import Params
 from bayesfed.engine.files import lock
 from bayesfed.engine.parts import flatten_state
 from bayesfed.engine.rounds import Answer, Question, Sums, add_to_totals, ask, update
@@ -55,7 +52,6 @@ from bayesfed.engine.run import Round as Report
 from bayesfed.engine.run import Run
 from bayesfed.fitting import make_posterior, prepare_run, warn_of_flaws
 from bayesfed.output.correction import CorrectionResult, correct
-from bayesfed.output.fitted import Fitted
 from bayesfed.output.posterior import Posterior
 
 
@@ -134,7 +130,6 @@ class Coordinator:
         run: the server's run.
         members: the institutions in the order of the plan, those that may join later included.
         beginning: the message that begins the run, and where it has started.
-        evaluations: the number of secure sums of log densities since the last round.
         forms: tensors like the institutions' uploads.
     """
 
@@ -142,7 +137,6 @@ class Coordinator:
     run: Run
     members: Sequence[Institution]
     beginning: Beginning = field(init=False)
-    evaluations: int = field(default=0, init=False)
     forms: UploadForms = field(init=False)
 
     def __post_init__(self) -> None:
@@ -289,7 +283,7 @@ class Coordinator:
             done according to them.
         """
         run, requests = self.run, {}
-        self.evaluations = 0
+        evaluate = Evaluations(self.institutions, run)
         posterior = make_posterior(run, {})
         warn_of_flaws(run, posterior)
         for name in sorted(self.institutions.refused.keys() - self.institutions.present):
@@ -312,22 +306,10 @@ class Coordinator:
         self.institutions.queue(requests)
         found = CorrectionResult(reliable=True)
         if run.plan.algorithm.corrected:
-            found = correct(posterior, self._evaluate, early=run.stopping.early)
+            found = correct(posterior, evaluate, early=run.stopping.early)
         correctable = found.reliable or not found.attempted
         posterior = replace(posterior, correction=found.correction, correctable=correctable)
         return posterior, found.confirms(run.stopping.early)
-
-    def _evaluate(
-        self, of: Fitted, theta: Params, count: int, key: Tensor, closely: bool
-    ) -> Tensor:
-        """Return the sum of the clients' log densities at draws of θ, ``(count,)``."""
-        institutions, message = self.institutions, Evaluate(run=run_name(self.run), closely=closely)
-        form = {"terms": torch.zeros(count, dtype=torch.float64)}
-        sent, what = {"theta": theta, "key": {"key": key}}, "log densities"
-        self.evaluations += 1
-        called = f"evaluation {self.evaluations} after {plural(self.run.done, 'round')}"
-        args = message, LogDensities, lambda _: form, what, called, sent
-        return request_sum(institutions, *args)["terms"]
 
     def end(self, posterior: Posterior) -> GlobalPosterior:
         """Draw θ by chains if the plan has them, and send the draws to the nodes; return the result."""

@@ -37,6 +37,7 @@ def request_sum(
     what: str,
     called: str,
     sent: Mapping[str, Tensors] | None = None,
+    optional: Tensors | None = None,
 ) -> Tensors:
     """Ask all institutions for tensors, and return their sum.
 
@@ -48,6 +49,7 @@ def request_sum(
         what: names the sums in errors.
         called: names the request, like no other of the run.
         sent: the tensors of the request, by part and name.
+        optional: tensors like further sums, which the result has if all institutions send them; not with secure sums.
 
     Raises:
         MessageError: an institution refuses, or answers with tensors of another form.
@@ -64,6 +66,10 @@ def request_sum(
     part = "masked" if secure else "sums"
     own = {name: parts.get(part, {}) for name, (_, parts) in answers.items()}
     expected = form(next(iter(own.values())))
+    further = {name: parts.get("further", {}) for name, (_, parts) in answers.items()}
+    if optional and all(further.values()):
+        own = {name: sums | further[name] for name, sums in own.items()}
+        expected = expected | optional
     wanted = {n: words_like(value) for n, value in expected.items()} if secure else expected
     for institution, sums in own.items():
         check_like(f"institution {institution!r}: the {what}", sums, wanted)

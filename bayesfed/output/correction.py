@@ -44,7 +44,7 @@ from bayesfed.output.importance import (
     tail_share,
     truncate_weights,
 )
-from bayesfed.output.log_densities import SumLogWeights, sum_log_weights
+from bayesfed.output.log_densities import Probe, SumLogWeights, sum_log_weights
 from bayesfed.output.prior_coordinates import find_prior_coordinates
 from bayesfed.output.proposal import Around, Proposals
 
@@ -213,8 +213,9 @@ def _first_log_target(
 ) -> tuple[Tensor, bool] | CorrectionResult:
     """Compute the log target at draws of the first proposal, and choose how clients estimate log p(D_i | θ).
 
-    One exchange has these draws, those whose estimates are repeated, which shows their noise, and draws of q(θ). If the
-    noise is large, a second one has Laplace's estimates of the first two, which are used if their noise is smaller.
+    One request has these draws, those whose estimates are repeated, which shows their noise, and draws of q(θ). If the
+    noise is large, a second one has Laplace's estimates of the first two, which are used if their noise is smaller;
+    between machines these may come with the answer to the first.
 
     Args:
         fitted: q without a correction.
@@ -233,14 +234,15 @@ def _first_log_target(
     repeats = PROBE if learnt else 0
     of_q, minus_log_q = _draws_of_q(fitted, few) if few else (z[:0], z[:0])
     sets = [z, z[:repeats], of_q]
-    target, again, at_q = _log_targets(fitted, sets, key, log_weights, laplace=False)
+    probe = None if slow or not repeats else Probe(len(z) + repeats, repeats)
+    target, again, at_q = _log_targets(fitted, sets, key, log_weights, laplace=False, probe=probe)
     if few and _is_posterior(at_q + minus_log_q):
         return CorrectionResult(reliable=True, certain=True)
-    if (level := _variance(target[:repeats], again)) > (LOUD if slow else QUIET):
+    if (level := noise_variance(target[:repeats], again)) > (LOUD if slow else QUIET):
         if slow and early:
             return CorrectionResult(reliable=False)
         closer, again = _log_targets(fitted, sets[:2], key, log_weights, laplace=True)
-        if _variance(closer[:repeats], again) < level:
+        if noise_variance(closer[:repeats], again) < level:
             return closer, True
     return target, False
 
@@ -264,22 +266,28 @@ def _log_targets(
     key: Tensor,
     log_weights: SumLogWeights,
     laplace: bool,
+    probe: Probe | None = None,
 ) -> tuple[Tensor, ...]:
-    """Compute the log target of several sets of draws of θ, each ``(S, D)``, in one exchange: ``(S,)`` each."""
-    found = _log_target(fitted, torch.cat([*sets]), key, log_weights, laplace)
+    """Compute the log target of several sets of draws of θ, each ``(S, D)``, in one request: ``(S,)`` each."""
+    found = _log_target(fitted, torch.cat([*sets]), key, log_weights, laplace, probe)
     return found.split([len(z) for z in sets])
 
 
 def _log_target(
-    fitted: Fitted, z: Tensor, key: Tensor, log_weights: SumLogWeights, laplace: bool
+    fitted: Fitted,
+    z: Tensor,
+    key: Tensor,
+    log_weights: SumLogWeights,
+    laplace: bool,
+    probe: Probe | None = None,
 ) -> Tensor:
     """Compute log p(θ) plus the clients' estimates of log p(D_i | θ) at draws of θ ``(S, D)``: ``(S,)``."""
     theta, count = {GLOBAL: z[:, None, None]}, len(z)
     prior = log_prior(fitted.program, fitted.params, theta, count)
-    return prior.double() + log_weights(fitted, theta, count, key, laplace)
+    return prior.double() + log_weights(fitted, theta, count, key, laplace, probe)
 
 
-def _variance(once: Tensor, again: Tensor) -> float:
+def noise_variance(once: Tensor, again: Tensor) -> float:
     """Estimate the variance of numbers that were computed twice, ``(S,)`` each: the 0.9 quantile; 0 of none."""
     if not len(once):
         return 0.0

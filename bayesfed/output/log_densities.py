@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +22,32 @@ OF_GUIDE = 16
 """Draws of a client's variables from q(w_i | θ) for one of θ, where one is not enough and Laplace does not apply."""
 PROBED, QUIET = 50, 0.003
 """Draws of θ at which the variance of estimates by one draw is measured, and up to which one draw is enough."""
-SumLogWeights = Callable[[Fitted, Params, int, Tensor, bool], Tensor]
-"""A function like :func:`sum_log_weights`; in a deployment it asks the institutions and adds up their answers."""
+
+
+class Probe(NamedTuple):
+    """Draws of θ at which Laplace approximations are asked for next if estimates by draws from q(w_i | θ) are noisy.
+
+    Attributes:
+        first: they are the first so many of the draws.
+        repeats: the last so many of these are the first ones again, so that their differences show the noise.
+    """
+
+    first: int
+    repeats: int
+
+
+class SumLogWeights(Protocol):
+    """A function like :func:`sum_log_weights`; in a deployment it asks the institutions and adds up their answers."""
+
+    def __call__(  # noqa: D102
+        self,
+        fitted: Fitted,
+        theta: Params,
+        count: int,
+        key: Tensor,
+        laplace: bool = False,
+        probe: Probe | None = None,
+    ) -> Tensor: ...
 
 
 def log_densities(fitted: Fitted, num_samples: int, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,7 +72,12 @@ def log_densities(fitted: Fitted, num_samples: int, key: Tensor) -> tuple[Tensor
 
 
 def sum_log_weights(
-    fitted: Fitted, theta: Params, count: int, key: Tensor, laplace: bool = False
+    fitted: Fitted,
+    theta: Params,
+    count: int,
+    key: Tensor,
+    laplace: bool = False,
+    probe: Probe | None = None,
 ) -> Tensor:
     """Estimate Σ_i log p(D_i | θ_s) at draws of θ: ``(S,)``, in double precision.
 
@@ -60,6 +90,7 @@ def sum_log_weights(
         count: S.
         key: noise key.
         laplace: use Laplace approximations in place of q(w_i | θ).
+        probe: what may be asked next; without effect in one process.
     """
     fitted = fitted.sufficient
     total = torch.zeros(count, dtype=torch.float64, device=fitted.federation.device)

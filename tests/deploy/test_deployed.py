@@ -132,11 +132,20 @@ def test_nodes_go_on_where_their_weights_say_nothing(tmp_path, monkeypatch):
 def test_nodes_look_closely_where_they_are_asked_to(tmp_path, monkeypatch):
     """Any noise of their weights being too much, the corrected draws of θ and of each node's clients are the same."""
     monkeypatch.setattr("bayesfed.output.correction.QUIET", -1.0)
+    monkeypatch.setattr("bayesfed.deploy.node_run.QUIET", -1.0)
     plan = replace(PLAN, algorithm=bf.SFVI(local_steps=2), rounds=8)
-    nodes = nodes_of(SCHOOLS, plan, tmp_path)
-    found = run_on(nodes, plan, tmp_path)
+    at = Wire(nodes_of(SCHOOLS, plan, tmp_path / "nodes"))
+    nodes, found = list(at.nodes.values()), fitted(at, plan, tmp_path)
     expected = bf.fit(plan.model, SCHOOLS, plan.algorithm, rounds=plan.rounds)
     assert expected.correction.laplace
+    # closer estimates come with the first ones, if no node finds its own quiet
+    asked = [unpack(p)[0] for n, p, _ in at.heard if n == "node0" and kinds_of(p) == ["evaluate"]]
+    assert [one.closely for one in asked] == [False] + [True] * (len(asked) - 1)
+    monkeypatch.setattr("bayesfed.deploy.node_run.QUIET", 0.1)
+    at = Wire(nodes_of(SCHOOLS, plan, tmp_path / "again"))
+    separate = fitted(at, plan, tmp_path / "again")
+    assert separate.exchanges == found.exchanges + 1
+    assert torch.equal(separate.sample(200)["tau"], found.sample(200)["tau"])
     draws = expected.sample(200)
     torch.testing.assert_close(found.sample(200)["tau"], draws["tau"], rtol=1e-3, atol=1e-3)
     at_nodes = [posterior.sample(200)["theta"] for posterior in posteriors(nodes)]
