@@ -305,7 +305,7 @@ def fit(
             point estimate of few numbers, by all clients with all rows, which takes quasi-Newton steps then
             (:mod:`bayesfed.rules.quasi_newton`); or ``held_out``, with any algorithm.
         clients_per_round: cohort size: a number of clients (int) or a fraction of them in (0, 1] (float).
-            All clients take part in N / K rounds, in an order that is drawn anew each time; sums over a cohort are
+            All clients take part in N / K rounds, in an order that is drawn again each time; sums over a cohort are
             scaled by N / K, so that every round's gradient is unbiased.
         batch_size: number of rows that a client uses in a local step, scaled by n_i / b_i; by default all.
         privacy: clips the uploads and adds noise to their sums, see :class:`~bayesfed.Privacy`. The ε that the

@@ -122,11 +122,11 @@ class Kept(Locals):
 
 @dataclass(frozen=True)
 class Remade(Locals):
-    """Stateless clients: each makes its variables anew in every round, starting at the prior p(w_i | θ).
+    """Stateless clients: each makes its variables again in every round, starting at the prior p(w_i | θ).
 
     Attributes:
         kind: ``"point"``, from the centre of the prior, or ``"normal"``, from the prior itself.
-        personal_steps: steps in which a client makes its variables in the end.
+        personal_steps: steps in which a client makes its variables at the end.
     """
 
     kind: Literal["point", "normal"] = "normal"
@@ -147,7 +147,7 @@ class Encoded(Locals):
     """Stateless clients with a variable that an encoder of the model makes from their rows (CAFeMe).
 
     Attributes:
-        personal_steps: steps on the client's other variables in the end.
+        personal_steps: steps on the client's other variables at the end.
     """
 
     personal_steps: Times = 50
@@ -191,7 +191,7 @@ class Integrated(Locals):
     """Local variables that Laplace's method integrates out where they are few; many stand at the centre of the prior.
 
     Attributes:
-        personal_steps: steps in which clients with many variables make them in the end.
+        personal_steps: steps in which clients with many variables make them at the end.
     """
 
     personal_steps: Times = 50

@@ -208,7 +208,7 @@ CAFeMe = Method(
 
 FedABML = Method(
     "FedABML",
-    "Bayesian meta-learning: θ is the prior from which each client makes its posterior anew (Algorithm 1).",
+    "Bayesian meta-learning: θ is the prior from which each client makes its posterior again (Algorithm 1).",
     Algorithm(
         Point(),
         Remade("normal"),

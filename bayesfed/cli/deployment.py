@@ -100,7 +100,7 @@ def run_node(
     def ready(address: str) -> None:
         console.print(
             f"institution {node.name}: {_described(local.federation)}{', held out: ' * bool(held)}{', '.join(held)}\n"
-            f"listening at {address}; {folder / 'log.jsonl'} says what leaves",
+            f"listening at {address}; {folder / 'log.jsonl'} lists what leaves",
             soft_wrap=True,
             markup=False,
         )

@@ -1,4 +1,4 @@
-"""Draws as netCDF 4, written by h5py: xarray opens the file anew for each group, which takes ten times as long."""
+"""Draws as netCDF 4, written by h5py: xarray opens the file again for each group, which takes ten times as long."""
 
 from __future__ import annotations
 

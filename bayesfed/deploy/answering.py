@@ -1,7 +1,7 @@
 """An institution's side of a run by post: what would leave it in answer to a letter, in words, and the signed answer.
 
 The node computes its answers before anybody is asked for consent, so that what is shown is what the file has: names
-and counts are of the very numbers. Nothing leaves before consent, and the log says "sent" after it. A letter that is
+and counts are of these numbers. Nothing leaves before consent, and the log says "sent" after it. A letter that is
 answered a second time has the same answer.
 
     letters.json       the number and digest of the last letter of each study that was read

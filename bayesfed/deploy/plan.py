@@ -106,7 +106,7 @@ class DeploymentPlan(Plan):
 
     @property
     def description(self) -> dict[str, Any]:
-        """The plan as plain data: an institution takes part only in a run of the very same description."""
+        """The plan as plain data: an institution takes part only in a run of the same description."""
         own: dict[str, Any] = {"secure": self.secure, "honest": self.honest}
         if self.formula is not None:
             own["formula"] = self.formula.description

@@ -36,7 +36,7 @@ def batches(
     """The rows that each client uses in a local step: all, or the next ``batch_size`` of a shuffled order.
 
     ``None`` in place of the step gives all rows. A round goes through all of a client's rows before it uses one again,
-    which leaves less noise in the mean of its gradients than rows drawn anew in each step.
+    which leaves less noise in the mean of its gradients than rows drawn again in each step.
     """
     lengths = federation.lengths[clients]
     places = torch.arange(padded_length(federation, lengths))

@@ -20,7 +20,7 @@ the median where noise is half as long as all uploads together, or longer, and g
 less.
 
 Noise and cohorts come from the operating system's entropy and are stored nowhere, so they cannot be drawn again,
-neither from ``seed`` nor from a file. A run that is resumed from a file draws anew.
+neither from ``seed`` nor from a file. A run that is resumed from a file draws again.
 
 ``"laplace"`` clips in L1 and is ε-DP (Dwork & Roth 2014, Theorem 3.6): ε' = 2 γ / scale a round, with discrete noise as
 well (Ghosh, Roughgarden & Sundararajan 2009); a cohort drawn without replacement from N gives

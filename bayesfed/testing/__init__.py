@@ -145,7 +145,7 @@ def _check_settings(algorithm: Algorithm) -> None:
 
 
 def _check_members(case: _Case) -> Any:
-    """Check every member in each round; return the server's state in the end."""
+    """Check every member in each round; return the server's state at the end."""
     algorithm, clients = case.algorithm, len(case.federation)
     rule, steps = algorithm.rule, algorithm.steps
     run, everyone = case.start(), torch.arange(clients)

@@ -311,7 +311,7 @@ def _batch_of_one_client(batch: Batch, levels: Levels) -> Batch:
 
 @contextmanager
 def _fresh_modules() -> Iterator[None]:
-    """Let every ``PyroModule`` that is running sample its attributes anew: until it ends it keeps their values."""
+    """Let every ``PyroModule`` that is running sample its attributes again: until it ends it keeps their values."""
     frame, contexts = sys._getframe(), []
     while frame.f_back is not None:
         frame = frame.f_back

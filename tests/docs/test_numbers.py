@@ -90,7 +90,7 @@ def _programs():
 @claim(
     "overview.md",
     "Of {} posteriors of posteriordb {} have means, spreads and tails of NUTS' at the first try, {} miss one of them "
-    "without a warning, and {} stop in the first round",
+    "without a warning, and {} stopped in the first round",
 )
 def _posteriordb():
     goals = [row["goal"][0] for row in table("posteriordb")]

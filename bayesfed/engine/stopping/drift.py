@@ -46,7 +46,7 @@ def empty_windows(program: Program) -> Tensor:
 
 
 def add_round(windows: Tensor, params: Params, final: float, number: int, rounds: int) -> None:
-    """Add a round, counted from 0, to its window, in place; ``final`` is what is left of the rates in the end."""
+    """Add a round, counted from 0, to its window, in place; ``final`` is what is left of the rates at the end."""
     if windows.shape[1] == 1:
         return
     window, before = (_window(final, n, rounds) for n in (number, number - 1))
@@ -84,8 +84,8 @@ def distances_left(
     Args:
         program: the model/guide pair.
         windows: see :func:`add_round`.
-        params: the guide's global parameters in the end.
-        final: what is left of the rates in the end.
+        params: the guide's global parameters at the end.
+        final: what is left of the rates at the end.
         done: rounds done.
         rounds: rounds that were planned.
     """
@@ -119,7 +119,7 @@ def elbo_left(elbo: Tensor, rows: int, final: float, rounds: int) -> float | Non
     Args:
         elbo: of the rounds done, ``(done,)``.
         rows: number of rows of all clients.
-        final: what is left of the rates in the end.
+        final: what is left of the rates at the end.
         rounds: rounds that were planned.
     """
     last_windows, numbers = _last_windows(final, len(elbo), rounds), range(len(elbo))
