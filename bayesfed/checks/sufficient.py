@@ -79,11 +79,11 @@ def check_moments(program: Program, rows: Federation, few: Federation) -> None:
     count = few.rows if few.counts is None else int(few.counts.sum())
     try:
         check_data(program, few)
-    except (ValueError, IndexError) as error:
+    except (ValueError, IndexError) as error:  # whose message may have a number of a client's
         raise ValueError(
-            f"moments: the program does not take the rows that have a client's means and covariances "
-            f"(site{'s' * (len(sites) > 1)} {names}): {' '.join(str(error).split())[:300]}. {ENOUGH}"
-        ) from None
+            f"moments: {names} cannot be observed at means, as where an outcome is discrete or a field a number of a "
+            f"level. {ENOUGH}"
+        ) from error
     if not _same(program, rows, few, count, values=True):
         raise ValueError(
             f"moments: the log likelihood of {names} depends on more than counts, means and covariances of the fields. "

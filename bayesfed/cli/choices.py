@@ -18,17 +18,19 @@ from bayesfed.cli.own_code import load_function, load_part
 from bayesfed.data.columns import check_columns
 from bayesfed.data.federation import Federation, Model
 from bayesfed.data.ingest import Missing
+from bayesfed.data.moments import rows_at_hand
 from bayesfed.data.plural import plural
 from bayesfed.deploy.coded import RowsToCode
-from bayesfed.elbo.sites import sites
 from bayesfed.engine.cohort import cohort_size
 from bayesfed.engine.execution import Execution
+from bayesfed.engine.moments import Moments
 from bayesfed.engine.privacy import Privacy
 from bayesfed.formulas.clients import complete_rows, split_by_client
 from bayesfed.formulas.formula import Formula, formula
 from bayesfed.formulas.settings import FormulaSettings
 from bayesfed.formulas.terms import FormulaError
 from bayesfed.settings import CUSTOM, SettingsError, choose, made, nearest
+from bayesfed.vmap.choose import for_batches
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,8 @@ def load_clients(
                 rows, client=client, fields=data.fields, missing=data.missing
             )
         fields = None if data.fields is None else list(data.fields)
+        if data.kind == "moments":
+            return Moments.load(path).federation()
         if data.kind == "npz":
             return _load_npz(path, client, fields, data.missing, alone)
         if alone is not None:
@@ -269,7 +273,8 @@ def _shown_variables(config: Experiment, model: Model, federation: Federation) -
     if isinstance(model, Formula):
         local = model.effects
     else:
-        found = [s.name for s in sites(model, federation).values() if s.local and not s.observed]
+        inspected = for_batches(model, rows_at_hand(federation))
+        found = [s.name for s in inspected.find_sites().values() if s.local and not s.observed]
         local = [name for name in found if not name.startswith("_")]  # which ArviZ does not have
     for name in config.output.variables or ():
         if name not in local:

@@ -35,6 +35,7 @@ from bayesfed.data.plural import plural
 from bayesfed.deploy.global_posterior import GlobalPosterior
 from bayesfed.deploy.institutions import Expected, Patience
 from bayesfed.deploy.node import Node
+from bayesfed.deploy.node_moments import Consent
 from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.deploy.secure import public_key
 from bayesfed.deploy.server import run_server
@@ -75,7 +76,7 @@ def make_plan(config: Experiment, base: Path) -> DeploymentPlan:
         effects=tuple(config.effects),
         leave_one_out=config.leave_one_out,
         **schedule.model_dump(include=set(Schedule.model_fields)),
-        **({} if own is None else own.model_dump(include={"secure", "honest", "chains"})),
+        **({} if own is None else own.model_dump(include={"secure", "honest", "chains", "reveal"})),
     )
 
 
@@ -120,9 +121,9 @@ def make_node(node: NodeFile, local: LocalPosteriors) -> Node:
     """
     execution = made(Execution, node.execution, "execution")
     pinned = {name: bytes.fromhex(key) for name, key in node.identities.items()}
-    found = Node(
-        node.name, local.federation, local.plan, local.folder, execution, pinned, local.held
-    )
+    consent = Consent(node.reveal, node.fewest_rows)
+    own = local.federation, local.plan, local.folder, execution, pinned, local.held, consent
+    found = Node(node.name, *own)
     if local.plan.secure and pinned.get(node.name) != (key := public_key(found.identity)):
         raise SettingsError(
             f'identities: secure sums need the keys of all institutions; {node.name} = "{key.hex()}" is this one\'s'
@@ -224,6 +225,8 @@ def run_on(
     folder.write_effects([effect for effect in found.effects if effect is not None], console)
     if found.comparison is not None:
         folder.write_comparison(found.comparison, console)
+    if found.moments is not None:
+        found.moments.save(folder.path / "moments.safetensors")
     folder.print_files(console)
     console.print("The clients' posteriors are at their institutions.")
     return found

@@ -48,7 +48,7 @@ class ModelSection(Strict, extra="allow"):
         return str(self.name or self.formula)
 
 
-Kind = Literal["dataset", "csv", "parquet", "arrow", "npz"]
+Kind = Literal["dataset", "csv", "parquet", "arrow", "npz", "moments"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _RENAMED = {
     ("deployment", "sites"): "deployment.institutions",
@@ -61,14 +61,14 @@ FORMULA_DATA = (
     'data.fields and data.missing = "keep" are for models by name: a formula names its columns, and '
     'missing = "drop" leaves out rows that lack one of them'
 )
-ONE_OF = "give one of dataset (a name), csv, parquet, arrow and npz (a path)"
+ONE_OF = "give one of dataset (a name), csv, parquet, arrow, npz and moments (a path)"
 
 
 class DataSection(Strict):
     """The data: a data set by name, or a file and how its columns are to be read.
 
     A CSV or Parquet file has a row per observation, an Arrow file stays on disk, and an NPZ file has an array for each
-    field and one with the client of each row.
+    field and one with the client of each row. A file of moments is one that :meth:`bayesfed.Moments.save` wrote.
     """
 
     dataset: str | None = None
@@ -76,6 +76,7 @@ class DataSection(Strict):
     parquet: str | None = None
     arrow: str | None = None
     npz: str | None = None
+    moments: str | None = None
     client: str | None = None
     fields: list[str] | dict[str, str | list[str]] | None = None
     missing: Literal["fail", "drop", "keep"] = "fail"
@@ -87,13 +88,16 @@ class DataSection(Strict):
             raise ValueError(ONE_OF)
         if not self._given:  # the institutions have theirs
             return self
-        if self.dataset is None and self.client is None:
+        named = self.kind in ("dataset", "moments")  # which have their clients
+        if not named and self.client is None:
             raise ValueError(f"{self.kind} needs client, the column with the client of each row")
         idle = sorted(self.model_fields_set & {"client", "fields", "missing"})
-        if self.dataset is not None and any(getattr(self, k) not in (None, "fail") for k in idle):
-            raise ValueError(
-                f"{idle[0]} is for a file; a dataset has its clients and fields already"
-            )
+        has = "a dataset has its" if self.dataset is not None else "moments have their"
+        has += " clients and fields already"
+        if named and any(getattr(self, k) not in (None, "fail") for k in idle):
+            raise ValueError(f"{idle[0]} is for a file of rows; {has}")
+        if self.moments is not None and self.hold_out:
+            raise ValueError("hold_out is for rows; from moments fit a selection of the clients")
         if isinstance(self.fields, dict) and self.kind in ("arrow", "npz"):
             raise ValueError(f"fields of {self.kind} are a list of names, under which they stand")
         return self
@@ -153,7 +157,7 @@ class DeploymentSection(Strict):
         superlink: Flower's name of the SuperLink in ``$FLWR_HOME/config.toml``.
         seconds, minimum, attempts, joining, enough, max_staleness, expected: see
             :class:`~bayesfed.deploy.institutions.Patience`.
-        secure, honest, chains: see :class:`~bayesfed.deploy.plan.DeploymentPlan`.
+        secure, honest, chains, reveal: see :class:`~bayesfed.deploy.plan.DeploymentPlan`.
         keys: by post, by institution, the public key with which it signs its answers.
     """
 
@@ -170,6 +174,7 @@ class DeploymentSection(Strict):
     secure: bool = False
     honest: Count | None = None
     chains: bool = False
+    reveal: Literal["moments"] | None = None
     keys: dict[str, PublicKey] = Field(default_factory=dict)
 
 
@@ -214,6 +219,7 @@ class NodeFile(Strict):
         identities: for secure sums, the public keys of all institutions, which they have exchanged.
         own_socket: a Unix socket's path with a slash, where the node answers the institution's own people, if given.
         coordinator: by post, the public key with which the coordinator signs its letters.
+        reveal, fewest_rows: see :class:`~bayesfed.deploy.node_moments.Consent`.
     """
 
     name: Annotated[str, Field(min_length=1)]
@@ -226,6 +232,8 @@ class NodeFile(Strict):
     execution: dict[str, Any] = Field(default_factory=dict)
     identities: dict[str, PublicKey] = Field(default_factory=dict)
     coordinator: PublicKey | None = None
+    reveal: Literal["moments"] | None = None
+    fewest_rows: Count = 3
 
 
 def read_node_file(path: Path) -> tuple[NodeFile, Experiment, Path]:
@@ -245,7 +253,7 @@ def read_node_file(path: Path) -> tuple[NodeFile, Experiment, Path]:
             raise SettingsError("data.client is a column; with one_client there is none")
         data["client"] = before.get("client", "client")
     section = validated(DataSection, data, "data")
-    if not section.is_given or section.kind == "dataset":
+    if not section.is_given or section.kind in ("dataset", "moments"):
         raise SettingsError("data: a node's is one of csv, parquet, arrow and npz (a path)")
     return node, experiment.model_copy(update={"data": section}), agreed.parent
 
@@ -307,7 +315,7 @@ def read_rows(data: DataSection, base: Path, *, alone: bool = False) -> pd.DataF
     path = base / data.source
     if not path.exists():
         raise SettingsError(f"data.{data.kind}: there is no file {path}")
-    if data.kind in ("arrow", "npz"):
+    if data.kind in ("arrow", "npz", "moments"):
         return None
     import pandas as pd
 

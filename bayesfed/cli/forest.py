@@ -39,7 +39,7 @@ def population_means(posterior: Posterior) -> dict[str, str]:
     the value of one global variable, for example ``{"theta": "mu"}``.
     """
     program = posterior.program
-    batch = posterior.federation.batch(torch.arange(1)).head()
+    batch = posterior.federation.batch(torch.arange(1), torch.zeros(1, 1, dtype=torch.int64))
     params = handlers.Parameters(posterior.params, program.local_params)
     with torch.no_grad(), noise.seeded(0), handlers.trusted(batch.device), params:
         nodes = poutine.trace(program.model).get_trace(batch).nodes

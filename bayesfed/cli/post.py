@@ -187,6 +187,7 @@ def _say_what_is_next(
         "add": "asks for sums from which the formula's coding follows",
         "code": "has the formula's coding, on which all have agreed",
         "begin": "begins the run",
+        "reveal": "asks for counts, means and covariances of each client",
         "open": "asks for the seals of secure sums",
         "evaluate": "asks for log densities, which correct q(θ)",
         "average": "asks for sums of effects",
@@ -224,6 +225,8 @@ def count_letters(plan: DeploymentPlan, *, waits: bool = True) -> str:
     coding = [] if plan.formula is None else [f"{2 + times} or more for the formula's coding"]
     begin = "2 to begin" if plan.secure or not waits else "1 to begin"
     parts = [begin, *coding, rounds, *after]
+    if plan.reveal is not None:
+        parts = ["1 for descriptions of the data", *coding, "1 for the moments"]
     return f"Letters that need an answer, in all: {', '.join(parts)}{each}."
 
 

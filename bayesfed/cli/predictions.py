@@ -15,7 +15,9 @@ from bayesfed.cli.errors import one_line
 from bayesfed.cli.local_queries import Answer, Question, read_question
 from bayesfed.data.federation import Federation, Model
 from bayesfed.deploy.messages import Begin, unpack_as
+from bayesfed.deploy.moments_messages import Deliver
 from bayesfed.deploy.node_clients import NodeClients
+from bayesfed.deploy.node_moments import DELIVERED
 from bayesfed.deploy.node_run import BEGIN, POSTERIOR
 from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.effects.rows import formula_of
@@ -137,8 +139,10 @@ class LocalPosteriors:
         """Return the model of a run and its clients; those of a formula are coded as was agreed for this run."""
         clients, agreement = NodeClients.divide(self.plan, self.federation, self.held), None
         if self.plan.formula is not None:
-            begin, _ = unpack_as((run / BEGIN).read_bytes(), Begin)
-            agreement = begin.agreement
+            if (run / DELIVERED).exists():  # it was fitted to moments
+                agreement = unpack_as((run / DELIVERED).read_bytes(), Deliver)[0].agreement
+            else:
+                agreement = unpack_as((run / BEGIN).read_bytes(), Begin)[0].agreement
         model, federation, _ = clients.code(agreement)
         return model, federation
 

@@ -30,6 +30,7 @@ FILES = {
     "program.py": "the source of the model, as it was fitted",
     "history.csv": "ELBO and time of each round",
     "posterior.safetensors": "the posterior, for bayesfed.Posterior.load",
+    "moments.safetensors": "counts, means and covariances of the clients, for bayesfed.Moments.load",
     "posterior.nc": "draws, predictions and data, for arviz.from_netcdf",
     "held_out.safetensors": "the posterior of the clients held out",
     "held_out.nc": "their draws, predictions and data",

@@ -17,6 +17,7 @@ from bayesfed.cli.errors import RunError, one_line
 from bayesfed.cli.experiment import Experiment
 from bayesfed.cli.forest import plot_forest, population_means
 from bayesfed.cli.own_code import with_files
+from bayesfed.data.moments import is_of_moments
 from bayesfed.data.plural import plural
 from bayesfed.effects.agreed import check_effect, effects_of
 from bayesfed.engine.progress import show_work
@@ -53,6 +54,10 @@ def fit_and_write(
     if config.leave_one_out is not None and config.leave_one_out.compare:
         raise SettingsError(
             "leave_one_out.compare: for data at institutions; in one process load both posteriors, and bf.compare them"
+        )
+    if is_of_moments(chosen.federation) and (config.effects or config.leave_one_out is not None):
+        raise SettingsError(
+            "effects, leave_one_out: they need the clients' rows, and data.moments has none: leave them out"
         )
     folder = report.RunFolder(wanted, overwrite=overwrite, go_on=resume)
     folder.config = _resolve(config, chosen, experiment, folder.path, wanted)

@@ -52,6 +52,7 @@ from bayesfed.deploy.messages import (
     summarise,
     unpack,
 )
+from bayesfed.deploy.moments_messages import Revealed
 from bayesfed.deploy.node import Node
 from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.engine.files import atomically
@@ -203,6 +204,14 @@ def describe_reply(
             f"a description of the data: the institution's name, the names of its clients ({_listed(reply.clients)}; "
             f"{len(reply.clients)} in all), the number of their rows ({reply.rows}), and name, shape and type of "
             f"{len(reply.fields)} fields ({_listed(list(reply.fields))}); no value of a row"
+        ]
+    if isinstance(reply, Revealed):
+        total = int(found["moments"]["counts"].sum())
+        return [
+            f"of each of {everyone}: the number of its rows ({total} in all), the means of {len(reply.fields)} fields "
+            f"({_listed(reply.fields)}), and their variances and covariances",
+            f"  {_numbers(numbers)} in all, which the coordinator can read: no secure sums",
+            "  without noise; they can show parts of rows, see the page on the threat model",
         ]
     if isinstance(reply, Digest):
         key = "" if reply.key is None else "; and the public key of secure sums in this run"

@@ -92,3 +92,7 @@ class Code(RunMessage):
 
     kind: Literal["code"] = "code"
     agreement: AgreedCoding
+
+
+CodingRequest = Describe | Add | Code
+CodingResponse = Columns | Totals

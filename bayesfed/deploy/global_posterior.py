@@ -12,6 +12,7 @@ from bayesfed.data.plural import plural
 from bayesfed.effects.result import Effects
 from bayesfed.elbo import noise
 from bayesfed.elbo.program import Params
+from bayesfed.engine.moments import Moments
 from bayesfed.engine.stopping.drift import caveat
 from bayesfed.output import checkpoint, khat
 from bayesfed.output.chains import can_sample
@@ -35,6 +36,8 @@ class GlobalPosterior:
         effects: the effects of the plan, each followed by its hypotheses; None for one that could not be computed.
         chain_exchanges: the number of exchanges with all institutions that chains took, with secure sums two for each
             leapfrog step; 0 without chains.
+        moments: those of all clients, where the institutions have revealed them; the posterior then has the clients,
+            fitted to them.
         comparison: leave-one-out of this fit, and of those that it is compared with, if the plan has it.
         exchanges: the number of exchanges with institutions since the server's process was started: the description of
             their data, the rounds, all sums after these, and the message at the end, after which the institutions have
@@ -47,6 +50,7 @@ class GlobalPosterior:
     effects: tuple[Effects | None, ...] = ()
     comparison: Comparison | None = None
     chain_exchanges: int = 0
+    moments: Moments | None = None
     exchanges: int = 0
 
     @property
@@ -84,6 +88,8 @@ class GlobalPosterior:
             ValueError: q(θ) was not corrected, so that the server has no weights.
         """
         mended = self.posterior.correction
+        if self.moments is not None:
+            return self.posterior.log_evidence
         if mended is None or mended.log_weights is None:
             raise ValueError(
                 "log_evidence needs the importance weights of a correction, and this fit had none: q(θ) needed none or "
@@ -100,6 +106,8 @@ class GlobalPosterior:
         without a finite variance, and was not drawn by chains; that the fit's precision was not reached.
         """
         of = self.posterior
+        if self.moments is not None:
+            return of.caveat
         moving = caveat(of.moving, of.rising, len(of.history["elbo"]), of.converged)
         return "; ".join(filter(None, (moving, self._poor or precision_caveat(of, self._chains))))
 
@@ -136,8 +144,11 @@ class GlobalPosterior:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write q(θ) to one safetensors file, for :meth:`bayesfed.Posterior.load` without rows."""
-        checkpoint.save(self.posterior, path, globals_only=True)
+        """Write q(θ) to one safetensors file, for :meth:`bayesfed.Posterior.load` without rows.
+
+        Where moments were revealed the clients' variables are in it too: load it with ``moments.federation()``.
+        """
+        checkpoint.save(self.posterior, path, globals_only=self.moments is None)
 
     def __repr__(self) -> str:
         of, names = self.posterior, ", ".join(site.name for site in self.posterior.program.globals)

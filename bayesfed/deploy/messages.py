@@ -5,6 +5,8 @@
     Describe             Columns         of a formula: the kinds and levels of its columns
     Add                  Totals          of a formula: sums that its coding needs, see bayesfed.formulas.agreement
     Code                 Schema          of a formula: its coding is agreed; the schema has the coded fields
+    Reveal               Revealed        moments of each client, where the plan reveals them: no round follows
+    Deliver              Done            the posterior of the node's clients, fitted to them
     Begin                Digest          the settings, and the server's first state and model
     Ask                  Reply           a round, and which earlier answer the server accepted
     Open                 Seal            secure sums: the masked uploads of all institutions have arrived
@@ -32,17 +34,15 @@ from safetensors.torch import load
 from torch import Tensor
 
 from bayesfed.deploy.coding_messages import (
-    Add,
     AgreedCoding,
-    Code,
-    Columns,
-    Describe,
+    CodingRequest,
+    CodingResponse,
     Key,
     Name,
     RunMessage,
-    Totals,
 )
 from bayesfed.deploy.coding_messages import RoundId as RoundId
+from bayesfed.deploy.moments_messages import Deliver, Reveal, Revealed
 from bayesfed.engine.files import metadata_text, to_bytes
 from bayesfed.engine.parts import flat, nested
 from bayesfed.settings import Count, Strict, Times
@@ -302,9 +302,9 @@ class Refusal(Strict):
 
 Request = (
     Hello
-    | Describe
-    | Add
-    | Code
+    | CodingRequest
+    | Reveal
+    | Deliver
     | Begin
     | Ask
     | Open
@@ -318,8 +318,8 @@ Request = (
 )
 Response = (
     Schema
-    | Columns
-    | Totals
+    | CodingResponse
+    | Revealed
     | Digest
     | Reply
     | Seal

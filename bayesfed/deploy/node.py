@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -34,7 +34,6 @@ import torch
 from bayesfed.data.federation import Federation
 from bayesfed.deploy import secure
 from bayesfed.deploy.bundles import join, split
-from bayesfed.deploy.coding_messages import Add, Code, Describe
 from bayesfed.deploy.contents import broadcast_digest, check_like, read_state
 from bayesfed.deploy.masking import Masking, load_or_make_key, sum_id
 from bayesfed.deploy.messages import (
@@ -65,8 +64,9 @@ from bayesfed.deploy.messages import (
     unpack,
     unpack_as,
 )
-from bayesfed.deploy.node_agreement import NodeAgreement
+from bayesfed.deploy.node_agreement import Handler, NodeAgreement
 from bayesfed.deploy.node_clients import NodeClients
+from bayesfed.deploy.node_moments import Consent, NodeMoments
 from bayesfed.deploy.node_privacy import add_share, check_privacy
 from bayesfed.deploy.node_run import (
     BEGIN,
@@ -105,6 +105,7 @@ class Node:
         execution: how it runs.
         pinned: for secure sums, the institutions that it will be summed with, and their public keys.
         held: the names of its clients that take no part in the rounds, and get their local variables after the fit.
+        consent: which moments of its clients may leave; by default none.
 
     Example:
         >>> import tempfile, bayesfed as bf
@@ -127,6 +128,7 @@ class Node:
     execution: Execution = field(default_factory=Execution)
     pinned: Mapping[str, bytes] = field(default_factory=dict)
     held: Sequence[str] = ()
+    consent: Consent = field(default_factory=Consent)
     _runs: dict[str, NodeRun] = field(default_factory=dict, init=False)
     _clients: NodeClients = field(init=False)
 
@@ -160,11 +162,10 @@ class Node:
         """Return the answer to a message, as bytes; to an invalid one it is a :class:`Refusal`."""
         folder = partial(self._folder, of="agreements")
         agreement = NodeAgreement(self.name, self.plan, self._clients, folder, self._keys)
-        handlers: dict[type[Any], Callable[[Any, Mapping[str, Tensors], bytes], bytes]] = {
+        moments = NodeMoments(self.plan, self._clients, self.consent, self._folder, self.record)
+        handlers: dict[type[Any], Handler] = agreement.handlers | moments.handlers
+        handlers |= {
             Hello: self._hello,
-            Describe: lambda message, parts, payload: agreement.describe(message),
-            Add: lambda message, parts, payload: agreement.add(message),
-            Code: lambda message, parts, payload: agreement.code(message),
             Begin: self._begin,
             Ask: self._ask,
             Open: self._open,
@@ -312,9 +313,8 @@ class Node:
 
     def _open(self, message: Open, parts: Mapping[str, Tensors], payload: bytes) -> bytes:
         folder = self._folder(message.run, "agreements")
-        broadcast = bytes.fromhex(message.broadcast)
         masking = Masking(folder) if folder.exists() else self._run(message.run).masking
-        of = sum_id(message.run, message.round, broadcast, message.roster)
+        of = sum_id(message.run, message.round, bytes.fromhex(message.broadcast), message.roster)
         return pack(Seal(run=message.run, seal=masking.seal(self._keys(masking), of)))
 
     def _finish(self, message: Finish, parts: Mapping[str, Tensors], payload: bytes) -> bytes:

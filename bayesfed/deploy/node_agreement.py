@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bayesfed.deploy import secure
 from bayesfed.deploy.coded import RowsToCode, read_agreement, split
 from bayesfed.deploy.coding_messages import Add, Code, Describe, Totals
 from bayesfed.deploy.contents import broadcast_digest
 from bayesfed.deploy.masking import Masking, sum_id
-from bayesfed.deploy.messages import MessageError, pack
+from bayesfed.deploy.messages import MessageError, Tensors, pack
 from bayesfed.deploy.node_clients import NodeClients, describe_data
 from bayesfed.deploy.plan import DeploymentPlan, difference
+
+Handler = Callable[[Any, Mapping[str, Tensors], bytes], bytes]
+"""The answer to a message, as bytes, from the message, its tensors, and its own bytes."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,15 @@ class NodeAgreement:
     clients: NodeClients
     folder: Callable[[str], Path]
     keys: Callable[[Masking], secure.Keys]
+
+    @property
+    def handlers(self) -> dict[type[Any], Handler]:
+        """The answers, by kind of message."""
+        return {
+            Describe: lambda message, parts, payload: self.describe(message),
+            Add: lambda message, parts, payload: self.add(message),
+            Code: lambda message, parts, payload: self.code(message),
+        }
 
     def describe(self, message: Describe) -> bytes:
         """Return the kinds and levels of the columns."""

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from bayesfed.algorithms.registry import own_files
 from bayesfed.engine.plan import Plan, first_difference
@@ -18,7 +18,7 @@ from bayesfed.settings import EffectSettings, LeaveOneOutSettings
 
 @dataclass(frozen=True, eq=False)
 class DeploymentPlan(Plan):
-    """The options of a fit between machines; those of :class:`~bayesfed.engine.plan.Plan` and five more.
+    """The options of a fit between machines; those of :class:`~bayesfed.engine.plan.Plan` and six more.
 
     The model is never sent. ``execution`` is that of the server.
 
@@ -28,6 +28,8 @@ class DeploymentPlan(Plan):
         leave_one_out: predictive densities that the institutions compute sums of after the fit, and the earlier fits
             that it is compared with, see :mod:`bayesfed.deploy.node_elpds`.
         chains: θ is drawn by chains after the rounds, see :mod:`bayesfed.deploy.server_chains`.
+        reveal: ``"moments"`` for a fit to the moments of each client, which the server gets in one upload, see
+            :mod:`bayesfed.deploy.revealed`.
         honest: with ``secure`` and privacy, the number of institutions whose shares of noise are enough, see
             :mod:`bayesfed.engine.discrete_noise`.
 
@@ -35,7 +37,8 @@ class DeploymentPlan(Plan):
         ValueError: a formula, effects or leave-one-out with noise; chains with privacy, or an algorithm that corrects
             nothing; effects on the scale of a link, or for a new
             client; noise under secure sums without ``honest``, or ``honest`` without them; a robust rule with secure
-            sums or noise; held-out rows.
+            sums or noise; held-out rows; ``reveal`` with secure sums, privacy, a robust rule, minibatches, or what is
+            asked of institutions after a fit.
     """
 
     secure: bool = False
@@ -43,6 +46,7 @@ class DeploymentPlan(Plan):
     effects: tuple[EffectSettings, ...] = ()
     leave_one_out: LeaveOneOutSettings | None = None
     chains: bool = False
+    reveal: Literal["moments"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,6 +95,45 @@ class DeploymentPlan(Plan):
                 "seen in a secure or noisy sum: use Mean"
             )
 
+        if self.reveal is not None:
+            self._check_reveal()
+
+    def _check_reveal(self) -> None:
+        """Fail on options that exclude an upload of moments.
+
+        Raises:
+            ValueError: names the option.
+        """
+        if self.reveal != "moments":
+            raise ValueError(f'deployment.reveal is {self.reveal!r}; it can be "moments"')
+        shown = "moments show the server the counts, means and covariances of each client"
+        reasons = {
+            "deployment.secure": (self.secure, f"{shown}, and secure sums show it none"),
+            "privacy": (self.privacy is not None, f"{shown}, without clip and noise"),
+            "effects": (
+                bool(self.effects),
+                "they are means over rows, which the server does not have",
+            ),
+            "leave_one_out": (
+                self.leave_one_out is not None,
+                "it is of rows, which the server does not have: bf.leave_one_client_out is of clients",
+            ),
+            "deployment.chains": (self.chains, "they follow by themselves where they are needed"),
+            "schedule.batch_size": (
+                self.batch_size is not None,
+                "there are no rows to choose from",
+            ),
+            "algorithm.rule": (
+                isinstance(self.algorithm.rule, Robust),
+                "it combines institutions' uploads of a round, and there are no rounds with them",
+            ),
+        }
+        for name, (given, why) in reasons.items():
+            if given:
+                raise ValueError(
+                    f"{name} and deployment.reveal exclude each other: {why}: leave one out"
+                )
+
     @property
     def asks_after_fit(self) -> bool:
         """Return whether the institutions are asked for sums after the fit."""
@@ -116,6 +159,8 @@ class DeploymentPlan(Plan):
             own["leave_one_out"] = self.leave_one_out.model_dump()
         if self.chains:
             own["chains"] = True
+        if self.reveal is not None:
+            own["reveal"] = self.reveal
         plain: dict[str, Any] = json.loads(json.dumps(super().description | own))
         return plain | {"own code": code_digests(plain["algorithm"])}
 

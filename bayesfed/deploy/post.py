@@ -13,7 +13,7 @@ lost if a process is killed at any point: a command repeats at most the server's
     drawn.json                    numbers in requests that are from the clock or the operating system
 
 A letter has the messages of a bundle (:mod:`bayesfed.deploy.bundles`), one by one, which have no reply yet. Messages
-after which nothing is asked (End, Close) are the last letter of a study, which needs no answer.
+after which nothing is asked (End, Close, Deliver) are the last letter of a study, which needs no answer.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ from bayesfed.deploy.messages import (
     pack,
     unpack,
 )
+from bayesfed.deploy.moments_messages import Deliver
 from bayesfed.deploy.transport import Carrier, Wait
 from bayesfed.engine.files import atomically
 
-_LATER = Finish, End, Close
+_LATER = Finish, End, Close, Deliver
 
 
 class Unanswered(Exception):

@@ -33,6 +33,7 @@ from bayesfed.deploy.messages import (
     pack,
 )
 from bayesfed.deploy.plan import DeploymentPlan
+from bayesfed.deploy.revealed import fit_revealed
 from bayesfed.deploy.schemas import check_unique, schema_difference
 from bayesfed.deploy.secure_round import (
     load_stored,
@@ -86,7 +87,8 @@ def run_server(
     """
     path = Path(file)
     with lock(path.with_name(f".{path.name}.lock"), f"the run of {path}"):
-        return _fit(Institutions(carrier, plan, patience, report), path, callbacks)
+        fit = _fit if plan.reveal is None else fit_revealed
+        return fit(Institutions(carrier, plan, patience, report), path, callbacks)
 
 
 def _fit(

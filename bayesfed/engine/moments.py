@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +18,18 @@ from bayesfed.engine.files import read_tensors, write_tensors
 FEWEST_ROWS = 3
 """The fewest rows that moments may single out; DataSHIELD's default for the cells of a table (``nfilter.tab``)."""
 _METADATA = "bayesfed moments"
+
+
+class RowsSingledOut(ValueError):
+    """The moments of a client would single out few of its rows; ``client`` is its name."""
+
+    def __init__(self, client: str, rows: int, leverage: float, fewest_rows: int) -> None:
+        super().__init__(
+            f"client {client!r}: its moments single out fewer than {fewest_rows} of its {plural(rows, 'row')} (largest "
+            f"leverage {leverage:.2f}): leave out fields, such as columns of rare categories, or the client, or set "
+            "fewest_rows"
+        )
+        self.client = client
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,24 +78,22 @@ class Moments:
                 client with a row of larger leverage than ``1 / fewest_rows`` is refused.
 
         Raises:
-            ValueError: a field is not of floating numbers, or has missing values; a client has a row of too large a
-                leverage, as has each client with fewer rows than ``fewest_rows``, or than numbers in a row.
+            ValueError: a field is not of floating numbers, or has missing values.
+            RowsSingledOut: a ValueError; a client has a row of too large a leverage, as has each client with fewer rows
+                than ``fewest_rows``, or than numbers in a row.
 
         Example:
             >>> import bayesfed as bf
             >>> bf.Moments.of(bf.Federation.from_arrays({"north": {"x": [1.0, 2.0, 4.0], "y": [0.5, 0.0, 1.0]}}))
             Traceback (most recent call last):
-            ValueError: client 'north': its moments single out fewer than 3 of its 3 rows (largest leverage 1.00): ...
+            bayesfed.engine.moments.RowsSingledOut: client 'north': its moments single out fewer than 3 of its ...
         """
         check_fields(federation)
         leverage = largest_leverage(federation)
         if bool((leverage > (1 + 1e-6) / fewest_rows).any()):
             worst = int(leverage.argmax())
-            raise ValueError(
-                f"client {federation.names[worst]!r}: its moments single out fewer than {fewest_rows} of its "
-                f"{plural(int(federation.lengths[worst]), 'row')} (largest leverage {float(leverage[worst]):.2f}): "
-                "leave out fields, such as columns of rare categories, or the client, or set fewest_rows"
-            )
+            name, rows = federation.names[worst], int(federation.lengths[worst])
+            raise RowsSingledOut(name, rows, float(leverage[worst]), fewest_rows)
         size = 4 * federation.numbers_per_row
         parts = [statistics(federation.batch(c)) for c in chunks(federation.lengths, 0, size, PASS)]
         found = Statistics(*(torch.cat(values).cpu() for values in zip(*parts, strict=True)))
@@ -106,6 +116,7 @@ class Moments:
         """
         if (self.client_dim, dict(self.kinds)) != (other.client_dim, dict(other.kinds)):
             raise ValueError(f"moments of other fields: {other!r} beside {self!r}")
+        other = other.select(self.kinds)
         if both := set(self.names) & set(other.names):
             raise ValueError(f"a client is called {min(both)!r} in both: rename one")
         return replace(
@@ -115,6 +126,19 @@ class Moments:
             mean=torch.cat([self.mean, other.mean]),
             covariance=torch.cat([self.covariance, other.covariance]),
         )
+
+    def select(self, fields: Iterable[str]) -> Moments:
+        """Return the moments of these fields, in this order.
+
+        Raises:
+            KeyError: there is no such field.
+        """
+        sizes = [torch.Size(shape).numel() for shape, _ in self.kinds.values()]
+        own = dict(zip(self.kinds, torch.arange(sum(sizes)).split(sizes), strict=True))
+        kinds = {name: self.kinds[name] for name in fields}
+        at = torch.cat([own[name] for name in kinds])
+        mean, covariance = self.mean[:, at], self.covariance[:, at[:, None], at]
+        return replace(self, kinds=kinds, mean=mean, covariance=covariance)
 
     def save(self, path: str | Path) -> None:
         """Write the moments to one safetensors file, atomically.
@@ -176,11 +200,3 @@ def check_fields(federation: Federation) -> None:
             )
     if federation.gaps:
         raise ValueError("fields have missing values: moments are of whole rows, missing='drop'")
-
-
-def joined(parts: Sequence[Moments]) -> Moments:
-    """Return the clients of all parts."""
-    found = parts[0]
-    for part in parts[1:]:
-        found = found.and_those_of(part)
-    return found

@@ -308,7 +308,7 @@ def test_overrides_are_toml_or_else_text(tmp_path):
         ("data.missing=dorp", "data.missing is \"dorp\"; it must be 'fail', 'drop' or 'keep'"),
         (
             "data.csv=a.csv",
-            "data: give one of dataset (a name), csv, parquet, arrow and npz (a path)",
+            "data: give one of dataset (a name), csv, parquet, arrow, npz and moments (a path)",
         ),
         ("data.client=a", "data: client is for a file"),
         (

@@ -72,7 +72,7 @@ def close(found, expected, sds):
 )
 def test_a_fit_is_that_of_the_rows(moments, model, algorithm):
     """The same algorithm and seed: the same q, up to the round-off of single precision."""
-    how = {"seed": 1, "rounds": 4, "progress": False, "execution": EAGER}
+    how = {"seed": 1, "rounds": 2, "progress": False, "execution": EAGER}
     found = bf.fit(model, moments.federation(), algorithm, **how)
     expected = bf.fit(model, data(), algorithm, **how)
     for name, value in expected.params.items():
@@ -139,7 +139,7 @@ def test_a_likelihood_of_more_than_moments_is_refused(moments, outcome):
 
 def test_discrete_outcomes_and_minibatches_are_refused(moments):
     model = hierarchy(outcome=lambda m, s, o: dist.Poisson(m.exp()))
-    with pytest.raises(ValueError, match=r"'y' is .* outside its support .*Gaussian outcome"):
+    with pytest.raises(ValueError, match=r"'y' cannot be observed at means, .*Gaussian outcome"):
         bf.start(model, moments.federation())
     with pytest.raises(ValueError, match="batch_size: the clients are here by their moments"):
         bf.start(hierarchy(), moments.federation(), batch_size=5, rounds=2)
@@ -194,7 +194,7 @@ def test_rows_that_moments_single_out_are_found():
 def test_a_client_with_few_rows_is_refused(rows):
     """With no more rows than d + 1 each has a leverage of 1."""
     few = {"x": torch.randn(rows, 3), "y": torch.randn(rows)}
-    with pytest.raises(ValueError, match=f"of its {rows} rows"):
+    with pytest.raises(ValueError, match=f"of its {rows} row"):
         bf.Moments.of(bf.Federation.from_arrays({"a": few}))
 
 
