@@ -162,9 +162,7 @@ def _open(config: Experiment, experiment: Path, folder: Path) -> Post:
             "leave_one_out.compare is for runs over a network: stacking asks for one sum after another, and each would "
             "be a letter"
         )
-    plan = make_plan(config, experiment.parent)
-    effects = 0 if plan.secure else len(plan.effects)
-    return Post(_letters(folder), tuple(own.institutions), own.keys, effects)
+    return Post(_letters(folder), tuple(own.institutions), own.keys)
 
 
 def _say_what_is_next(
@@ -193,9 +191,11 @@ def _say_what_is_next(
         "average": "asks for sums of effects",
         "leave_out": "asks for sums of leave-one-out",
     }.get(last.kind, "")
+    kinds = {unpack(one)[0].kind for one in file.messages}
+    if {"average", "leave_out"} <= kinds:
+        what = "asks for sums of effects and leave-one-out"
     if isinstance(last, Ask):
-        begins = any(unpack(one)[0].kind == "begin" for one in file.messages)
-        what = f"{'begins the run and ' if begins else ''}asks for round {last.round.number + 1}"
+        what = f"{'begins the run and ' if 'begin' in kinds else ''}asks for round {last.round.number + 1}"
     screen.print(f"Letter {head.number} {what}; it is for {to}.")
     if len(missing) < len(head.requests):
         screen.print(f"Answers that have not come: {', '.join(missing)}.")
@@ -218,10 +218,12 @@ def count_letters(plan: DeploymentPlan, *, waits: bool = True) -> str:
     after = []
     if plan.algorithm.corrected and not plan.noisy:
         after.append(f"up to {times * _PROPOSALS} for importance weights")
-    if plan.effects:
-        after.append(f"{2 * len(plan.effects) if plan.secure else 1} for effects")
-    if plan.leave_one_out is not None:
-        after.append(f"{times} for leave-one-out")
+    sums = [("effects", len(plan.effects)), ("leave-one-out", int(plan.leave_one_out is not None))]
+    asked = [(name, count) for name, count in sums if count]
+    if plan.secure:
+        after += [f"{2 * count} for {name}" for name, count in asked]
+    elif asked:
+        after.append(f"1 for {' and '.join(name for name, _ in asked)}")
     coding = [] if plan.formula is None else [f"{2 + times} or more for the formula's coding"]
     begin = "2 to begin" if plan.secure or not waits else "1 to begin"
     parts = [begin, *coding, rounds, *after]

@@ -45,17 +45,15 @@ def split(payload: bytes) -> list[bytes]:
     return [arrays[number].numpy().tobytes() for number in numbers]
 
 
-def reply_to_each(payload: bytes, count: int) -> list[bytes]:
-    """Return the replies to the messages of a bundle; the messages after one that was refused share its reply.
+def split_replies(payload: bytes, count: int) -> list[bytes]:
+    """Return the replies to the first messages of a bundle; the last one may be a refusal, which is of all that follow.
 
     Args:
         payload: the reply to the bundle.
         count: the number of its messages.
     """
     replies = split(payload)
-    if len(replies) > count:
-        return [payload] * count
-    return replies + replies[-1:] * (count - len(replies))
+    return replies if len(replies) <= count else [payload]
 
 
 def as_array(data: bytes) -> Tensor:

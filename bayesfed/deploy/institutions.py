@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from bayesfed.data.plural import plural
-from bayesfed.deploy.bundles import join, reply_to_each
+from bayesfed.deploy.bundles import join, split_replies
 from bayesfed.deploy.messages import (
     Done,
     Hello,
@@ -173,6 +173,8 @@ class Institutions:
         self.exchanges = 0
         self.chain_exchanges = 0
         self._queued: dict[str, list[bytes]] = {}
+        self._further: dict[str, list[bytes]] = {}
+        self._found: dict[tuple[str, bytes], bytes] = {}
         self._stale: dict[str, bytes] = {}
         patience.check(plan)
 
@@ -275,6 +277,13 @@ class Institutions:
         """Forget messages that no request has taken along."""
         self._queued = {}
 
+    def prefetch(self, payloads: Sequence[bytes]) -> None:
+        """Let requests that will follow travel behind the next one to all institutions, whose answer they do not need.
+
+        An institution that refuses one is asked for those behind it when they follow.
+        """
+        self._further = {name: [*payloads] for name in self.present}
+
     def send_queued(self, run: str) -> None:
         """Send messages that no request has taken along.
 
@@ -295,17 +304,32 @@ class Institutions:
             MessageError: an institution refuses.
             TimeoutError: an institution does not answer.
         """
-        found: dict[str, tuple[M, dict[str, Tensors]]] = {}
-        whole = {name: [*self._queued.get(name, ()), one] for name, one in requests.items()}
+        found = {
+            name: read_reply(name, self._found.pop((name, one)), kind, run)
+            for name, one in requests.items()
+            if (name, one) in self._found
+        }
+        whole = {
+            name: [
+                *self._queued.get(name, ()),
+                one,
+                *(other for other in self._further.get(name, ()) if other != one),
+            ]
+            for name, one in requests.items()
+        }
         for _ in range(self.patience.attempts):
             left = {name: own for name, own in whole.items() if name not in found}
             if not left:
                 break
             for name, replies in self.send_bundles(left, Wait(self.patience.seconds)).items():
-                for reply in replies[:-1]:
+                ahead = len(self._queued.get(name, ()))
+                for reply in replies[:ahead]:
                     read_reply(name, reply, Done, run)
                 self._queued.pop(name, None)
-                found[name] = read_reply(name, replies[-1], kind, run)
+                found[name] = read_reply(name, replies[min(ahead, len(replies) - 1)], kind, run)
+                further = zip(whole[name][ahead + 1 :], replies[ahead + 1 :], strict=False)
+                self._found |= {(name, request): reply for request, reply in further}
+                self._further.pop(name, None)
             self.await_return(left.keys() - found.keys())
         if missing := requests.keys() - found.keys():
             raise TimeoutError(f"institution {min(missing)!r} does not answer")
@@ -314,9 +338,12 @@ class Institutions:
     def send_bundles(
         self, requests: Mapping[str, Sequence[bytes]], wait: Wait
     ) -> dict[str, list[bytes]]:
-        """Send each institution some messages in one exchange; return the replies that come in time, one to each."""
+        """Send each institution some messages in one exchange; return the replies that come in time.
+
+        They are fewer than the messages of an institution if it refuses one.
+        """
         found = self.send({name: join(own) for name, own in requests.items()}, wait)
-        return {name: reply_to_each(reply, len(requests[name])) for name, reply in found.items()}
+        return {name: split_replies(reply, len(requests[name])) for name, reply in found.items()}
 
     def send(self, requests: Mapping[str, bytes], wait: Wait) -> dict[str, bytes]:
         """Return the answers that come in time, by institution; look for the others at other addresses."""

@@ -41,7 +41,6 @@ from bayesfed.deploy.letters import (
 )
 from bayesfed.deploy.masking import load_or_make_key
 from bayesfed.deploy.messages import (
-    Average,
     Close,
     Done,
     End,
@@ -79,7 +78,6 @@ class Post:
         folder: where they are stored.
         institutions: the names of all.
         keys: by institution, the public key that it signs with, 64 hexadecimal digits.
-        effects: the number of effects whose sums may be asked for in one letter.
 
     Raises:
         ValueError: an institution without a key, or two with the same.
@@ -88,7 +86,6 @@ class Post:
     folder: Path
     institutions: tuple[str, ...]
     keys: Mapping[str, str]
-    effects: int = 0
     _later: dict[str, list[bytes]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -294,20 +291,10 @@ class Post:
         if not pending:
             return found
         if wait.enough is None or len(found) < wait.enough:
-            raise Unanswered(
-                {name: [*own, *self._further_effects(own[-1])] for name, own in pending.items()}
-            )
+            raise Unanswered(pending)
         for name, own in pending.items():
             self._store(name, own[-1], b"")
         return found
-
-    def _further_effects(self, payload: bytes) -> list[bytes]:
-        """Return the requests for all further effects, which do not depend on the answer to this request."""
-        message, _ = unpack(payload)
-        if not isinstance(message, Average) or message.roster is not None:
-            return []
-        further = range(message.effect + 1, self.effects)
-        return [pack(message.model_copy(update={"effect": number})) for number in further]
 
     def _remember(self, name: str, draw: Callable[[], list[int]]) -> list[int]:
         drawn = self._read("drawn.json") if (self.folder / "drawn.json").exists() else {}

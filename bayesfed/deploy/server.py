@@ -42,7 +42,7 @@ from bayesfed.deploy.secure_round import (
 )
 from bayesfed.deploy.server_chains import check_chains, draw_by_chains
 from bayesfed.deploy.server_program import UploadForms, build_server_program
-from bayesfed.deploy.sums import close
+from bayesfed.deploy.sums import close, requests_after_fit
 from bayesfed.deploy.transport import Carrier
 from bayesfed.effects.agreed import check_effect
 from bayesfed.elbo.handlers import on_cpu
@@ -324,6 +324,7 @@ class Coordinator:
             message = End(run=name, closely=mended.laplace, **same)
             payload = pack(message, theta=mended.theta)
         institutions.queue(dict.fromkeys(institutions.present, payload))
+        institutions.prefetch(requests_after_fit(institutions.plan, name))
         found = GlobalPosterior(posterior, institutions.refused, institutions.absent)
         effects = compute_effects(institutions, name, found)
         comparison = compute_leave_one_out(institutions, name, found)

@@ -23,6 +23,7 @@ from bayesfed.deploy.messages import (
     Tensors,
     pack,
 )
+from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.deploy.secure_round import unmask_sum, words_like
 from bayesfed.engine.parts import flat
 
@@ -77,6 +78,17 @@ def request_sum(
         broadcast = broadcast_digest(message, flat(sent))
         return unmask_sum(institutions, message.run, message.round, broadcast, own)
     return {name: torch.stack([sums[name] for sums in own.values()]).sum(0) for name in expected}
+
+
+def requests_after_fit(plan: DeploymentPlan, run: str) -> list[bytes]:
+    """Return the requests for effects and leave-one-out, which do not depend on each other's answers.
+
+    There are none of secure sums, each of which needs the seals of the one before.
+    """
+    if plan.secure:
+        return []
+    found = [pack(Average(run=run, effect=number)) for number in range(len(plan.effects))]
+    return found if plan.leave_one_out is None else [*found, pack(LeaveOut(run=run))]
 
 
 def close(institutions: Institutions, run: str) -> None:

@@ -14,7 +14,7 @@ from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.effects.agreed import effect, effects_of
 from bayesfed.settings import EffectSettings
 from tests.deploy.in_process import nodes_of
-from tests.deploy.test_deployed import Wire, fitted
+from tests.deploy.test_deployed import Wire, fitted, kinds_of
 from tests.deploy.test_secure_runs import acquainted
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -80,6 +80,9 @@ def test_they_are_those_of_one_process(secure, tmp_path):
     assert all(set(parts) == {"masked" if secure else "sums"} for parts in heard)
     keys = list(tmp_path.glob("*/runs/*/run.key"))
     assert not keys, "the keys of the run are deleted"
+    if not secure:  # all effects come in one exchange, and the draws on which they stand go with it
+        evaluations = {p for n, p, _ in at.heard if n == "node0" and kinds_of(p) == ["evaluate"]}
+        assert found.exchanges == 1 + plan.rounds + len(evaluations) + 2
 
 
 def test_a_node_answers_what_it_has_agreed_to_and_only_when_it_has_the_final_posterior(tmp_path):

@@ -24,6 +24,7 @@ from bayesfed.deploy.node import Node
 from bayesfed.deploy.post import Post, Unanswered
 from bayesfed.deploy.server import run_server
 from bayesfed.engine import files
+from bayesfed.settings import LeaveOneOutSettings
 from tests.deploy import test_effects as effects
 from tests.deploy.in_process import nodes_of, run_on
 from tests.deploy.test_deployed import PLAN, Wire, fitted
@@ -50,8 +51,7 @@ class Study:
     def desk(self):
         """The coordinator's letters, as a new process sees them."""
         keys = {name: public_key_of(node.folder) for name, node in self.nodes.items()}
-        count = 0 if self.plan.secure else len(self.plan.effects)
-        return Post(self.folder / "post", tuple(self.nodes), keys, count)
+        return Post(self.folder / "post", tuple(self.nodes), keys)
 
     def at(self, name):
         """The node, as a new process sees it."""
@@ -171,14 +171,16 @@ def test_secure_sums_take_two_letters_a_round(tmp_path):
     assert not list(study.folder.rglob("run.key"))  # deleted by the last letter
 
 
-def test_effects_take_one_letter(tmp_path):
-    plan = replace(effects.PLAN, algorithm=PLAN.algorithm, rounds=1)
+def test_effects_and_leave_one_out_take_one_letter(tmp_path):
+    left_out = LeaveOneOutSettings(num_samples=200)
+    plan = replace(effects.PLAN, algorithm=PLAN.algorithm, rounds=1, leave_one_out=left_out)
     nodes = nodes_of(effects.CLINICS, plan, tmp_path / "post")
     study = Study(nodes, plan, tmp_path / "post")
     assert study.finish() == 1 + plan.rounds + 1
     expected = run_on(nodes_of(effects.CLINICS, plan, tmp_path / "wire"), plan, tmp_path / "wire")
     for found, wanted in zip(study.result.effects, expected.effects, strict=True):
         assert torch.equal(torch.as_tensor(found.draws), torch.as_tensor(wanted.draws))
+    assert study.result.comparison.table.equals(expected.comparison.table)
 
 
 @pytest.mark.filterwarnings("ignore:the run is resumed:UserWarning")
