@@ -28,289 +28,23 @@ al. 2020, section 3), and neither has FedABML: they are compared with the object
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
-from functools import cached_property
-from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyro
 import torch
-from pyro import poutine
-from pyro.poutine.messenger import Messenger
 from torch import Tensor
-from torch.distributions import biject_to
 from torch.quasirandom import SobolEngine
 
-import bayesfed as bf
-from bayesfed.guides.fisher import prior_units
+sys.path.append(str(Path(__file__).parent))
+from integrated_optima import NODES, Marginal, gaussian, grid, laplace
+from program_densities import Hierarchy, hierarchy_of, maximum
 
-NODES, DRAWS = 9, 256
-"""Quadrature nodes in each of a client's dimensions; draws of θ (half of them, and their mirror images)."""
+__all__ = ["Hierarchy", "Marginal", "hierarchy_of", "laplace", "own_optimum"]
+
 Values = dict[str, np.ndarray]
-
-
-class _Centred(Messenger):
-    """Local variables at the mean of their prior."""
-
-    def __init__(self, names: set[str]) -> None:
-        super().__init__()
-        self.names = names
-
-    def _pyro_sample(self, msg: Any) -> None:
-        if msg["name"] in self.names and not msg["done"]:
-            msg["value"], msg["done"] = msg["fn"].mean, True
-
-
-class Hierarchy:
-    """The densities of a program with real-valued local variables, at unconstrained values.
-
-    Attributes:
-        rows: n_i, ``(N,)``.
-        start: the medians of 100 draws of θ's prior, ``(D,)``.
-        parts: by global variable, its places in θ, its shape and its bijection.
-        locals: by local variable, its places in w_i and its shape.
-    """
-
-    def __init__(self, model: Callable[[Any], Any], federation: bf.Federation) -> None:
-        self.model, self.federation = model, federation
-        nodes = self._nodes({})
-        self.rows = federation.lengths.double()
-        self.parts: dict[str, tuple[slice, torch.Size, Any]] = {}
-        self.locals: dict[str, tuple[slice, torch.Size]] = {}
-        self.observed = [name for name, node in nodes.items() if node["is_observed"]]
-        ends = [0, 0]
-        for name, node in nodes.items():
-            if node["is_observed"]:
-                continue
-            local = bool(node["cond_indep_stack"])
-            bijection, event = biject_to(node["fn"].support), node["fn"].event_shape
-            if local and not isinstance(
-                bijection, type(biject_to(torch.distributions.constraints.real))
-            ):
-                real = bijection(torch.tensor([-1.7]).expand(event or [1])).eq(-1.7).all()
-                if not real:
-                    raise ValueError(f"local variable {name!r} is not real-valued")
-            shape = event if local else bijection.inverse_shape(event)
-            place = slice(ends[local], ends[local] + shape.numel())
-            ends[local] = place.stop
-            if local:
-                self.locals[name] = place, shape
-            else:
-                self.parts[name] = place, shape, bijection
-        self.size, self.width = ends
-        draws = []
-        for seed in range(100):
-            pyro.set_rng_seed(seed)
-            draws.append(self.unconstrained({n: v["value"] for n, v in self._nodes({}).items()}))
-        self.start = torch.stack(draws).median(0).values
-
-    def _nodes(self, values: Mapping[str, Tensor], centred: bool = False) -> dict[str, Any]:
-        given = poutine.condition(self.model, values)
-        names = set(self.locals) if centred else set()
-        with pyro.validation_enabled(False), _Centred(names):
-            trace = poutine.trace(given).get_trace(self.federation)
-            trace.compute_log_prob()
-        return {
-            name: node
-            for name, node in trace.nodes.items()
-            if node["type"] == "sample" and type(node["fn"]).__name__ != "_Subsample"
-        }
-
-    def constrained(self, theta: Tensor) -> dict[str, Tensor]:
-        """Return θ ``(..., D)`` as the program's values."""
-        return {
-            name: bijection(
-                theta[..., place].unflatten(-1, shape or (1,)).squeeze(() if shape else -1)
-            )
-            for name, (place, shape, bijection) in self.parts.items()
-        }
-
-    def unconstrained(self, values: Mapping[str, Any]) -> Tensor:
-        """Return values of θ as one vector."""
-        found = [
-            bijection.inv(torch.as_tensor(values[name]).double()).reshape(-1)
-            for name, (_, _, bijection) in self.parts.items()
-        ]
-        return torch.cat(found)
-
-    def __call__(self, theta: Tensor, w: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log p(θ) ``(T,)``, and log p(w_i | θ) and log p(D_i | w_i, θ) ``(T, N)``.
-
-        θ has shape ``(T, D)``, w ``(T, N, P)``. Without w the clients are at the centre of their prior.
-        """
-        count, clients = max(len(theta), 1 if w is None else len(w)), len(self.rows)
-        values, log_det = {}, torch.zeros(len(theta), dtype=theta.dtype)
-        for name, (place, shape, bijection) in self.parts.items():
-            u = theta[:, place].reshape(-1, 1, 1, *shape)
-            values[name] = bijection(u)
-            jacobian = bijection.log_abs_det_jacobian(u, values[name])
-            log_det = log_det + jacobian.reshape(len(theta), -1).sum(-1)
-        for name, (place, shape) in self.locals.items() if w is not None else ():
-            values[name] = w[..., place].reshape(-1, clients, 1, *shape)
-        nodes = self._nodes(values, centred=w is None)
-        prior = log_det
-        for name in self.parts:
-            prior = prior + nodes[name]["log_prob"].reshape(len(theta), -1).sum(-1)
-
-        def by_client(names: Any) -> Tensor:
-            total = torch.zeros(count, clients, dtype=theta.dtype)
-            for name in names:
-                density = nodes[name]["log_prob"]
-                density = density.reshape(*[1] * (3 - density.ndim), *density.shape)
-                total = total + density.expand(count, clients, density.shape[-1]).sum(-1)
-            return total
-
-        self.centre = torch.cat(
-            [
-                nodes[name]["value"].expand(count, clients, 1, *shape).reshape(count, clients, -1)
-                for name, (_, shape) in self.locals.items()
-            ]
-            or [torch.zeros(count, clients, 0)],
-            -1,
-        )
-        return prior, by_client(self.locals), by_client(self.observed)
-
-    def centres(self, theta: Tensor) -> Tensor:
-        """Return the centres of the clients' priors at θ ``(T, D)``: ``(T, N, P)``."""
-        self(theta)
-        return self.centre
-
-    def reads(self) -> Tensor:
-        """Return which of θ the likelihood reads beside the clients' own variables: bool ``(D,)``."""
-        theta = self.start.clone().requires_grad_()
-        w = self.centres(theta[None]).detach() + 0.1 * self.unit
-        total = self(theta[None], w)[2].sum() + 0.0 * theta.sum()
-        return torch.autograd.grad(total, theta)[0] != 0
-
-    @cached_property
-    def unit(self) -> Tensor:
-        """The standard deviation of the clients' first priors in each dimension, ``(P,)``."""
-        nodes = self._nodes(self.constrained(self.start))
-        scales = [nodes[name]["fn"].stddev.reshape(len(self.rows), -1)[0] for name in self.locals]
-        return torch.cat(scales) if scales else torch.zeros(0)
-
-
-def hierarchy_of(
-    model: Callable[[Any], Any], federation: bf.Federation, posterior: bf.Posterior
-) -> Hierarchy:
-    """Return the densities, with a fit's own units of clients' variables where its objective has distances in them."""
-    hierarchy = Hierarchy(model, federation)
-    if posterior.algorithm.name in ("Ditto", "PFedMe", "PerFedAvg"):
-        units, guide = prior_units(posterior.program), posterior.program.guide
-        hierarchy.unit = torch.cat(
-            [
-                units.get(f"{name}.loc", torch.ones(())).expand(site.start.shape).reshape(-1)
-                for name, site in guide.locals.items()
-            ]
-        ).double()
-    return hierarchy
-
-
-# -- numerical tools ----------------------------------------------------------------------------------
-
-
-def maximum(value: Callable[[Tensor], Tensor], start: Tensor, tries: int = 6) -> Tensor:
-    """Return where a function of a vector is largest, by L-BFGS from a start, until its gradient is nothing."""
-    x = start.detach().clone().requires_grad_()
-
-    def closure() -> Tensor:
-        x.grad = None
-        loss = -value(x)
-        loss.backward()
-        return loss
-
-    for _ in range(tries):
-        search = torch.optim.LBFGS(
-            [x],
-            max_iter=400,
-            history_size=30,
-            tolerance_grad=1e-9,
-            tolerance_change=1e-13,
-            line_search_fn="strong_wolfe",
-        )
-        search.step(closure)
-        if x.grad is not None and float(x.grad.abs().max()) < 1e-6:
-            break
-    return x.detach()
-
-
-def grid(width: int, nodes: int = NODES) -> tuple[Tensor, Tensor]:
-    """Return nodes ``(Q, P)`` and weights ``(Q,)`` of Gauss–Hermite quadrature under N(0, I)."""
-    x, weight = np.polynomial.hermite_e.hermegauss(nodes)
-    points = torch.tensor(list(product(x, repeat=width)), dtype=torch.float64).reshape(-1, width)
-    weights = torch.tensor(list(product(weight / weight.sum(), repeat=width)), dtype=torch.float64)
-    return points, weights.reshape(-1, width).prod(-1)
-
-
-def modes(hierarchy: Hierarchy, theta: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mode of p(w_i | θ, D_i) ``(T, N, P)`` by Newton's method, differentiable in θ, and its precision."""
-
-    def slopes(w: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        w = w if w.requires_grad else w.requires_grad_()
-        _, prior, likelihood = hierarchy(at, w)
-        (grad,) = torch.autograd.grad((prior + likelihood).sum(), w, create_graph=True)
-        rows = [
-            torch.autograd.grad(grad[..., p].sum(), w, create_graph=True)[0]
-            for p in range(w.shape[-1])
-        ]
-        return grad, -torch.stack(rows, -2)
-
-    def density(w: Tensor) -> Tensor:
-        with torch.no_grad():
-            _, prior, likelihood = hierarchy(theta, w)
-        return prior + likelihood
-
-    w, fixed = start.detach().expand(len(theta), -1, -1).clone(), theta.detach()
-    for _ in range(50):
-        grad, precision = (x.detach() for x in slopes(w, fixed))
-        values, vectors = torch.linalg.eigh(precision)
-        floor = 1e-3 * values.abs().max(-1, keepdim=True).values
-        inverse = (vectors / values.abs().maximum(floor)[..., None, :]) @ vectors.mT
-        step = (inverse @ grad[..., None]).squeeze(-1)
-        w, now = w.detach(), density(w.detach())
-        for _halving in range(30):
-            better = density(w + step) >= now - 1e-9
-            step = torch.where(better[..., None], step, step / 2)
-            if better.all():
-                break
-        w = w + step
-        if float((step * grad).sum(-1).max()) < 1e-12:
-            break
-    w = w.detach()
-    for _ in range(2):  # through these the mode depends on θ
-        grad, precision = slopes(w, theta)
-        w = w + torch.linalg.solve(precision, grad[..., None]).squeeze(-1)
-    return w, slopes(w, theta)[1]
-
-
-class Marginal:
-    """Σ v_i log p(D_i | θ), the clients' variables integrated out by adaptive quadrature; with one node Laplace's."""
-
-    def __init__(self, hierarchy: Hierarchy, nodes: int) -> None:
-        self.hierarchy, self.nodes = hierarchy, grid(hierarchy.width, nodes)
-        self.at: Tensor | None = None
-
-    def __call__(self, theta: Tensor) -> Tensor:
-        """Return ``(T,)`` at θ ``(T, D)``."""
-        hierarchy, (points, weights) = self.hierarchy, self.nodes
-        start = hierarchy.centres(theta) if self.at is None else self.at
-        start = start if len(start) == len(theta) else hierarchy.centres(theta)
-        mode, precision = modes(hierarchy, theta, start)
-        self.at = mode.detach()
-        root = torch.linalg.cholesky(precision)
-        x = points[:, None, None, :, None].expand(-1, *root.shape[:-1], 1)
-        away = torch.linalg.solve_triangular(root.mT, x, upper=True).squeeze(-1)
-        w = (mode + away).flatten(0, 1)
-        _, prior, likelihood = hierarchy(theta.repeat(len(points), 1), w)
-        weight = weights.log() + points.square().sum(-1) / 2
-        total = (prior + likelihood).unflatten(0, (len(points), -1)) + weight[:, None, None]
-        log_det = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        normaliser = hierarchy.width / 2 * np.log(2 * np.pi)
-        return (total.logsumexp(0) - log_det + normaliser).sum(-1)
-
-
-# -- objectives ---------------------------------------------------------------------------------------
 
 
 def centred(hierarchy: Hierarchy, weights: Tensor) -> Tensor:
@@ -387,54 +121,6 @@ def adapted(hierarchy: Hierarchy, weights: Tensor, lr: float, most: float) -> Te
         return (weights * (likelihood + prior[:, None] / len(weights))).sum()
 
     return maximum(value, centred(hierarchy, weights))
-
-
-def gaussian(hierarchy: Hierarchy) -> Tensor:
-    """Return draws of the Gaussian q(θ) with the largest ELBO: ``(S, D)``."""
-    size, marginal = hierarchy.size, Marginal(hierarchy, 1 if hierarchy.width > 1 else 5)
-    half = SobolEngine(size, scramble=True, seed=0).draw(DRAWS // 2, dtype=torch.float64)
-    noise = torch.distributions.Normal(0.0, 1.0).icdf(half.clamp(1e-6, 1 - 1e-6))
-    noise = torch.cat([noise, -noise])
-    rows, columns = torch.tril_indices(size, size, -1)
-    mode, covariance = laplace(hierarchy)
-
-    def parts(x: Tensor) -> Tensor:
-        loc, scale, below = x.split([size, size, len(rows)])
-        root = torch.diag(scale.exp()).index_put((rows, columns), below)
-        return mode + (noise @ root.mT + loc) @ first.mT
-
-    def value(x: Tensor) -> Tensor:
-        theta = parts(x)
-        prior = hierarchy(theta)[0]
-        return (prior + marginal(theta)).mean() + x[size : 2 * size].sum()
-
-    first = torch.linalg.cholesky(covariance)
-    return parts(maximum(value, torch.zeros(2 * size + len(rows)), tries=1))
-
-
-def laplace(hierarchy: Hierarchy) -> tuple[Tensor, Tensor]:
-    """Return the mode of θ, the clients' variables integrated out by Laplace's method, and the covariance there."""
-    marginal = Marginal(hierarchy, 1)
-
-    def value(theta: Tensor) -> Tensor:
-        return (hierarchy(theta[None])[0] + marginal(theta[None])).sum()
-
-    mode = maximum(value, hierarchy.start)
-
-    def gradient(theta: Tensor) -> Tensor:
-        leaf = theta.clone().requires_grad_()
-        return torch.autograd.grad(value(leaf), leaf)[0]
-
-    step = 1e-4
-    rows = [
-        (gradient(mode + step * e) - gradient(mode - step * e)) / (2 * step)
-        for e in torch.eye(hierarchy.size)
-    ]
-    hessian = torch.stack(rows)
-    return mode, torch.linalg.inv(-(hessian + hessian.mT) / 2)
-
-
-# -- by method ----------------------------------------------------------------------------------------
 
 
 def own_optimum(name: str, hierarchy: Hierarchy, fitted: Mapping[str, Any]) -> Values | None:
@@ -520,7 +206,7 @@ def own_optimum(name: str, hierarchy: Hierarchy, fitted: Mapping[str, Any]) -> V
 def _spreads(hierarchy: Hierarchy) -> Tensor:
     """Return which of θ the scale of a local prior reads: bool ``(D,)``."""
     theta = hierarchy.start.clone().requires_grad_()
-    nodes = hierarchy._nodes(hierarchy.constrained(theta))
+    nodes = hierarchy.trace_nodes(hierarchy.constrained(theta))
     found = torch.zeros(hierarchy.size, dtype=torch.bool)
     for name in hierarchy.locals:
         scale = nodes[name]["fn"].stddev.sum()
