@@ -69,7 +69,9 @@ class Hierarchy:
         draws = []
         for seed in range(100):
             pyro.set_rng_seed(seed)
-            draws.append(self.unconstrained({n: v["value"] for n, v in self.trace_nodes({}).items()}))
+            draws.append(
+                self.unconstrained({n: v["value"] for n, v in self.trace_nodes({}).items()})
+            )
         self.start = torch.stack(draws).median(0).values
 
     def trace_nodes(self, values: Mapping[str, Tensor], centred: bool = False) -> dict[str, Any]:
