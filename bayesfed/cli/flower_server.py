@@ -51,9 +51,10 @@ def run_over_flower(experiment: Path, folder: Path, superlink: str) -> None:
         f'experiment="{experiment.resolve().as_posix()}" folder="{result.parent.as_posix()}"',
     ]
     print(" ".join(command), flush=True)
-    program = shutil.which("flwr", path=Path(sys.executable).parent)  # flwr.exe on Windows
+    beside = shutil.which("flwr", path=Path(sys.executable).parent)  # flwr.exe on Windows
+    program = beside or shutil.which("flwr")
     if program is None:
-        raise RunError("flwr is not beside this Python: pip install 'bayesfed[flower]'")
+        raise RunError("there is no program flwr: pip install 'bayesfed[flower]'")
     done = subprocess.run([program, *command[1:]], check=False)
     if done.returncode or _modified(result) == before:  # its status is 0 even if the run has failed
         raise RunError(
