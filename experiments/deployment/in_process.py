@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import bayesfed as bf
+from bayesfed.deploy.bundles import join, split
 from bayesfed.deploy.global_posterior import GlobalPosterior
 from bayesfed.deploy.institutions import Patience
 from bayesfed.deploy.messages import Reply, pack, unpack
@@ -59,23 +60,30 @@ def fit(
 
     def exchange(messages: Mapping[str, bytes], wait: Wait) -> dict[str, bytes]:
         nonlocal rounds
-        rounds += any(unpack(payload)[0].kind == "ask" for payload in messages.values())
+        rounds += any(_is_round(payload) for payload in messages.values())
         found = {at: reply for at, (due, reply) in under_way.items() if due <= rounds}
         for at in [*found, *messages]:
             under_way.pop(at, None)
         for at, payload in messages.items():
-            asked = unpack(payload)[0].kind == "ask"
+            asked = _is_round(payload)
             if asked and chance.random() < missing:
                 if late:
                     under_way[at] = rounds + chance.randint(1, 3), nodes[at].handle(payload)
                 continue
             found[at] = nodes[at].handle(payload)
             if lie is not None and asked and at == LIAR:
-                reply, parts = unpack(found[at])
+                *others, last = split(found[at])
+                reply, parts = unpack(last)
                 if isinstance(reply, Reply):
-                    found[at] = pack(reply, **(parts | {"total": dict(lie(parts["total"]))}))
+                    changed = pack(reply, **(parts | {"total": dict(lie(parts["total"]))}))
+                    found[at] = join([*others, changed])
         return found
 
     patience = Patience(tuple(nodes), seconds=5.0, max_staleness=3 if late else 0)
     carrier = Carrier(lambda: list(nodes), exchange)
     return run_server(carrier, plan, patience, f"{folder}/server.safetensors"), nodes
+
+
+def _is_round(payload: bytes) -> bool:
+    """Return whether a message, or the last one of a bundle, asks for a round."""
+    return unpack(split(payload)[-1])[0].kind == "ask"

@@ -26,6 +26,7 @@ from in_process import runner
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.data.moments import largest_leverage
+from bayesfed.deploy.bundles import split
 from bayesfed.deploy.global_posterior import GlobalPosterior
 from bayesfed.deploy.institutions import Patience
 from bayesfed.deploy.messages import unpack
@@ -70,7 +71,7 @@ def run(
     }
 
     def exchange(messages: Any, wait: Any) -> dict[str, bytes]:
-        (kind,) = {unpack(payload)[0].kind for payload in messages.values()} or {""}
+        (kind,) = {unpack(split(one)[-1])[0].kind for one in messages.values()} or {""}
         found = {name: nodes[name].handle(payload) for name, payload in messages.items()}
         if kind in COUNTED:
             kinds[kind] += 1
