@@ -73,7 +73,7 @@ def random_effects(
     """
     import pandas as pd
 
-    check_rows_are_here(posterior, "random_effects")
+    check_rows_are_here(posterior, "random_effects", moments=True)
     program, federation = posterior.program, posterior.federation
     variables = variables_of(posterior, num_samples, seed)
     local = {site.name for site in program.locals} | {n for n, d in program.derived.items() if d}
@@ -216,9 +216,13 @@ def centiles(
     )
 
 
-def check_rows_are_here(posterior: Any, name: str) -> None:
-    """Raise a ValueError that names a function if the clients' rows and variables are elsewhere."""
-    if not isinstance(posterior, Posterior) or are_absent(posterior.federation.fields):
+def check_rows_are_here(posterior: Any, name: str, *, moments: bool = False) -> None:
+    """Raise a ValueError that names a function if the clients' rows, or their ``moments`` too, are elsewhere."""
+    here = False
+    if isinstance(posterior, Posterior):
+        federation = posterior.federation.sufficient if moments else posterior.federation
+        here = not are_absent(federation.fields)
+    if not here:
         raise ValueError(
             f"effects.{name} needs the clients' rows or variables, which stay at their institutions: an institution "
             "calls it for its own clients, with bf.Posterior.load(path, model, federation)"

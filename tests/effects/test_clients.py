@@ -147,6 +147,16 @@ def test_that_outcomes_without_centiles_are_refused():
         effects.bayes_r2(posterior, num_samples=5)
 
 
+def test_random_effects_of_clients_that_are_here_by_their_moments(posterior, exact):
+    """A server to which institutions send moments ranks all of their hospitals."""
+    moments = bf.Moments.of(posterior.federation, fewest_rows=1)
+    fitted = bf.fit(conjugate, moments.federation(), rounds=20, execution=SLOW)
+    found = effects.random_effects(fitted, "own", num_samples=8000).to_frame()
+    np.testing.assert_allclose(found["mean"], exact[0], atol=0.06)
+    with pytest.raises(ValueError, match="centiles needs the clients' rows"):
+        effects.centiles(fitted)
+
+
 def test_that_what_needs_rows_is_named_where_they_are_elsewhere(posterior, tmp_path):
     from bayesfed.output import checkpoint
 
