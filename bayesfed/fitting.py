@@ -115,7 +115,7 @@ def start_run(plan: Plan, federation: Federation, resume: str | Path | None = No
     check_independence(program, rows, shuffled=plan.batch_size is not None)
     warn_of_units(program, rows)
     if plan.batch_size is None and not moments:
-        federation = with_sufficient_rows(program, federation)
+        federation = with_sufficient_rows(program, federation, plan.algorithm)
     run = prepare_run(plan, program, federation, resume)
     _try_correction(run)
     return run

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from bayesfed.algorithms.algorithm import Algorithm
 from bayesfed.checks.data import check_data
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation
@@ -13,6 +14,8 @@ from bayesfed.elbo import noise
 from bayesfed.elbo.elbo import client_terms, draw
 from bayesfed.elbo.program import Params, Program
 from bayesfed.steps.gradients import gradients, leaves
+from bayesfed.steps.laplace_steps import ROWS, LaplaceSteps
+from bayesfed.steps.penalised_descent import PenalisedDescent
 
 FEWEST = 5_000
 """Rows of all clients below which fewer rows save nothing."""
@@ -31,21 +34,24 @@ ENOUGH = (
 """What moments are enough for, and the remedies."""
 
 
-def with_sufficient_rows(program: Program, federation: Federation) -> Federation:
+def with_sufficient_rows(
+    program: Program, federation: Federation, algorithm: Algorithm
+) -> Federation:
     """Return the clients with the rows of their moments, where these have the same likelihood as their own rows.
 
-    The gradients of all clients' terms are compared, along each parameter and each variable, at draws that are generic,
-    so that two functions that agree there agree everywhere.
+    All clients' terms are compared, and their gradients along each parameter and each variable, at draws that are
+    generic, so that two functions that agree there agree everywhere.
 
     Args:
         program: the model/guide pair.
         federation: the clients' data.
+        algorithm: the method; one that reads single rows has all of them.
 
     Returns:
         The federation, with :attr:`~bayesfed.Federation.sufficient` rows that are fewer, or its own.
     """
     federation = replace(federation, moments=None)
-    if not _may_be_quadratic(program, federation):
+    if reads_single_rows(algorithm, program) or not _may_be_quadratic(program, federation):
         return federation
     left = int(federation.lengths.clamp(max=federation.numbers_per_row + 1).sum())
     if left > WORTH * federation.rows:
@@ -55,10 +61,22 @@ def with_sufficient_rows(program: Program, federation: Federation) -> Federation
     return replace(federation, moments=few) if same else federation
 
 
-def check_moments(program: Program, rows: Federation, few: Federation) -> None:
-    """Fail unless a log likelihood, and not its gradients alone, depends on the moments of the rows only.
+def reads_single_rows(algorithm: Algorithm, program: Program) -> bool:
+    """Return whether a method uses gradients of single rows, or divides rows, so that sums over them are not enough."""
+    steps = algorithm.steps
+    if isinstance(steps, LaplaceSteps):
+        return steps.kind(program) in ROWS
+    divides = getattr(steps, "personal_fraction", None) is not None
+    return divides or isinstance(steps, PenalisedDescent)
+
+
+def check_moments(
+    algorithm: Algorithm, program: Program, rows: Federation, few: Federation
+) -> None:
+    """Fail unless a log likelihood depends on the moments of the rows only, and the method on the likelihood.
 
     Args:
+        algorithm: the method.
         program: the model/guide pair.
         rows: the clients' rows; or any with the moments of ``few``, where the clients' are elsewhere.
         few: the rows of their moments.
@@ -72,6 +90,10 @@ def check_moments(program: Program, rows: Federation, few: Federation) -> None:
     if not sites or apart:
         what = f"site {apart[0]!r} is no outcome of single rows" if apart else "there is no outcome"
         raise ValueError(f"moments: {what}. {ENOUGH}")
+    if reads_single_rows(algorithm, program):
+        raise ValueError(
+            f"moments: {algorithm} uses single rows, not their sum alone: use SFVI(), which does not"
+        )
     if program.needs_rows:
         raise ValueError(
             f"moments: {program.guide_name} reads the clients' rows: use a guide that does not, as SFVI() has"
@@ -84,23 +106,21 @@ def check_moments(program: Program, rows: Federation, few: Federation) -> None:
             f"moments: {names} cannot be observed at means, as where an outcome is discrete or a field a number of a "
             f"level. {ENOUGH}"
         ) from error
-    if not _same(program, rows, few, count, values=True):
+    if not _same(program, rows, few, count):
         raise ValueError(
             f"moments: the log likelihood of {names} depends on more than counts, means and covariances of the fields. "
             f"{ENOUGH}"
         )
 
 
-def _same(
-    program: Program, rows: Federation, few: Federation, count: int, *, values: bool = False
-) -> bool:
-    """Return whether all clients' terms have the same gradients, and ``values``, for two federations' rows.
+def _same(program: Program, rows: Federation, few: Federation, count: int) -> bool:
+    """Return whether all clients' terms and their gradients are the same for two federations' rows.
 
     Differences are compared with the round-off of ``count`` rows.
     """
     totals: dict[str, Tensor] = {}
     for chunk in program.chunks(rows, copies=4 * DRAWS):
-        both = [_gradients(program, own.batch(chunk), values) for own in (rows, few)]
+        both = [_gradients(program, own.batch(chunk)) for own in (rows, few)]
         for name, one in both[0].items():
             parts = torch.stack([one.square(), (one - both[1][name]).square()])
             sums = parts.flatten(1, 2).sum(1)  # over clients and draws
@@ -118,10 +138,10 @@ def _may_be_quadratic(program: Program, federation: Federation) -> bool:
     return bool(sites) and whole and numbers and per_row and not program.needs_rows
 
 
-def _gradients(program: Program, batch: Batch, values: bool) -> Params:
+def _gradients(program: Program, batch: Batch) -> Params:
     """Return the gradients of K clients' terms at generic points, by parameter or site ``(K, S or 1, ...)``.
 
-    With ``values`` the terms are there too, ``(K, 1)``, under no name.
+    The terms are there too, ``(K, 1, 1)``, under no name.
     """
     key = noise.fold(noise.key(0).to(batch.device), noise.word("sufficient rows"))
     drawn = draw(program, program.init, program.noise(key, DRAWS, local=False), DRAWS)
@@ -135,5 +155,5 @@ def _gradients(program: Program, batch: Batch, values: bool) -> Params:
     local = program.noise(noise.fold(key, batch.index), DRAWS, local=True)
     term = client_terms(program, program.init | own, theta, batch, local, DRAWS).mean(0)
     found = gradients(term, theta | own)
-    terms = {"": term.detach()[:, None, None]} if values else {}
+    terms = {"": term.detach()[:, None, None]}
     return terms | {n: v.movedim(1, 0) if n in theta else v[:, None] for n, v in found.items()}

@@ -17,11 +17,18 @@ class Minibatches:
         at: makes the batch of a step.
         lengths: n_i, int64 ``(K,)``, on the CPU: the number of steps must be available without waiting for a device.
         width: rows of a minibatch.
+        represented: the numbers of rows that these represent, int64 ``(K,)``; None of as many as there are.
     """
 
     at: Callable[[int | None], Batch]
     lengths: Tensor
     width: int
+    represented: Tensor | None = None
+
+    @property
+    def counts(self) -> Tensor:
+        """The numbers of rows by which clients are weighted, int64 ``(K,)``."""
+        return self.lengths if self.represented is None else self.represented
 
     def __call__(self, step: int | None) -> Batch:
         """Return the minibatch of a step."""
@@ -29,8 +36,10 @@ class Minibatches:
 
     def select(self, clients: Tensor) -> "Minibatches":
         """Return the minibatches of some of the clients, by position."""
+        at = clients.cpu()
+        counts = None if self.represented is None else self.represented[at]
         return Minibatches(
-            lambda step: self.at(step).select(clients), self.lengths[clients.cpu()], self.width
+            lambda step: self.at(step).select(clients), self.lengths[at], self.width, counts
         )
 
     def schedule(self, epochs: int, steps: int | None = None) -> Tensor:

@@ -91,7 +91,7 @@ class NodeMoments:
         program = build_program(model, federation, plan.algorithm, plan.seed)
         check_data(program, federation)
         try:
-            check_moments(program, federation, few)
+            check_moments(plan.algorithm, program, federation, few)
         except ValueError as error:
             raise MessageError(f"{error}") from None
         clients, fields = list(moments.names), list(moments.kinds)

@@ -43,7 +43,8 @@ def batches(
     places = torch.where(places < lengths[:, None], places, -1)
     if batch_size is None or batch_size >= int(lengths.max()):
         full = federation.batch(clients, places)
-        return Minibatches(lambda step: full, lengths, places.shape[1])
+        counts = None if federation.counts is None else federation.counts.cpu()[clients.cpu()]
+        return Minibatches(lambda step: full, lengths, places.shape[1], counts)
     order = noise.shuffle(noise.fold(keys, noise.word("rows")), lengths)[None]
     here = clients.to(keys.device)
     slots = torch.arange(batch_size, device=keys.device)

@@ -64,5 +64,5 @@ def build_by_moments(
         raise ValueError(
             f"moments: {error}. This row is one of those that have a client's means and covariances. {ENOUGH}"
         ) from None
-    check_moments(program, other_rows(few), few)
+    check_moments(algorithm, program, other_rows(few), few)
     return replace(program, rows=federation.rows)

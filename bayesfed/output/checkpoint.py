@@ -227,7 +227,7 @@ def load(
         program=program,
         federation=federation
         if absent or is_of_moments(federation)
-        else with_sufficient_rows(program, federation),
+        else with_sufficient_rows(program, federation, algorithm),
         params=moved(parts["params"]),
         local_params=local_params,
         history=parts["history"],

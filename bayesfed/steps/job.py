@@ -66,7 +66,7 @@ class Job:
     @property
     def counts(self) -> Tensor:
         """n_i, ``(K,)``."""
-        return self.rows.lengths.to(self.program.schema.scale)
+        return self.rows.counts.to(self.program.schema.scale)
 
     def schedule(self, epochs: int, steps: int | None) -> Tensor:
         """Return the clients that take each step on θ_i, bool ``(steps, K)``: one step where the server asks for it."""

@@ -73,8 +73,9 @@ NOT_QUADRATIC = {
 
 def found(outcome, more=None, algorithm=None, federation=None):
     federation = data() if federation is None else federation
-    program = build_program(program_of(outcome, more), federation, algorithm or bf.SFVI(), 0)
-    return with_sufficient_rows(program, federation)
+    algorithm = algorithm or bf.SFVI()
+    program = build_program(program_of(outcome, more), federation, algorithm, 0)
+    return with_sufficient_rows(program, federation, algorithm)
 
 
 @pytest.mark.parametrize("outcome", QUADRATIC.values(), ids=QUADRATIC)
@@ -106,6 +107,44 @@ def test_rows_of_few_clients_or_with_whole_numbers_stay(monkeypatch):
     )
     monkeypatch.setattr(sufficient, "FEWEST", 1)
     assert found(normal, federation=ids).moments is None
+
+
+def test_methods_that_read_single_rows_have_all():
+    """Squares of rows' gradients are no sums that moments have."""
+    assert found(QUADRATIC["Normal"], algorithm=bf.FedCurv()).sufficient.rows == data().rows
+
+
+def test_constants_of_a_likelihood_count(monkeypatch):
+    """A Poisson outcome without covariates depends on its sum alone, but for log y!, which the evidence has."""
+    rows = bf.Federation.from_arrays(
+        {
+            f"c{i}": {"y": np.random.default_rng(i).poisson(3.0 + i, 900).astype(float)}
+            for i in range(6)
+        }
+    )
+
+    def model(federation):
+        b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        with federation.clients():
+            u = pyro.sample("u", dist.Normal(0.0, 0.5))
+            with federation.observations() as obs:
+                pyro.sample("y", dist.Poisson((b + u).exp()), obs=obs.get("y"))
+
+    program = build_program(model, rows, bf.SFVI(), 0)
+    assert with_sufficient_rows(program, rows, bf.SFVI()).moments is None
+
+
+@pytest.mark.parametrize("algorithm", [bf.FedAvg(), bf.FOLA()], ids=str)
+def test_clients_are_weighted_by_all_of_their_rows(algorithm, monkeypatch):
+    """By n_i, not by d + 1: clients have different numbers of rows here."""
+    rows, model = data(), program_of(QUADRATIC["Normal"])
+    rows = rows.select(rows.names[1:])
+    how = {"rounds": 6, "progress": False, "execution": bf.Execution(compile=False)}
+    few = bf.fit(model, rows, algorithm, **how)
+    assert few.federation.moments is not None
+    monkeypatch.setattr(sufficient, "FEWEST", 10**9)
+    for name, value in bf.fit(model, rows, algorithm, **how).params.items():
+        torch.testing.assert_close(few.params[name], value, rtol=0.05, atol=0.02)
 
 
 def test_moments_are_those_of_the_rows(float64):

@@ -137,10 +137,12 @@ def test_a_likelihood_of_more_than_moments_is_refused(moments, outcome):
         bf.start(hierarchy(outcome=outcome), moments.federation())
 
 
-def test_discrete_outcomes_and_minibatches_are_refused(moments):
+def test_discrete_outcomes_and_single_rows_are_refused(moments):
     model = hierarchy(outcome=lambda m, s, o: dist.Poisson(m.exp()))
     with pytest.raises(ValueError, match=r"'y' cannot be observed at means, .*Gaussian outcome"):
         bf.start(model, moments.federation())
+    with pytest.raises(ValueError, match="FedCurv uses single rows, .* use SFVI"):
+        bf.start(hierarchy(), moments.federation(), bf.FedCurv(), rounds=2)
     with pytest.raises(ValueError, match="batch_size: the clients are here by their moments"):
         bf.start(hierarchy(), moments.federation(), batch_size=5, rounds=2)
 
