@@ -2,18 +2,18 @@
 
     python experiments/deployment/moments.py
 
-Three institutions and a server in this process, with `reveal = "moments"` and without. An exchange is a message to all
-institutions that they answer with numbers of theirs: descriptions of the data, settings and the end of a fit are not
-counted. "Mean" and "sd" compare 20,000 draws of each global variable between both: the largest distance of means, in
-standard deviations, and the range of the ratios of standard deviations. "Later" is the number of exchanges of another
-prior, of a fit without the first client, and of leave-one-client-out, after this. "Singled out": the rows of the client
-of which moments single out fewest, as 1 / leverage; nodes refuse fewer than 3, or what their settings say.
+Three institutions and a server in this process, with `reveal = "moments"` and without. Exchanges are those of
+`GlobalPosterior.exchanges`: the description of the data and the message at the end are two of them, so that moments
+take one between. "Mean" and "sd" compare 20,000 draws of each global variable between both, of which those of rounds
+are importance weighted: the largest distance of means, in standard deviations, and the range of the ratios of
+standard deviations. "Later": the messages to institutions for a fit without the first client and for
+leave-one-client-out, after this. "Singled out": the rows of the client of which moments single out fewest, as 1 /
+leverage; nodes refuse fewer than 3, or what their settings say; here they accept all.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,17 +26,14 @@ from in_process import runner
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.data.moments import largest_leverage
-from bayesfed.deploy.bundles import split
 from bayesfed.deploy.global_posterior import GlobalPosterior
 from bayesfed.deploy.institutions import Patience
-from bayesfed.deploy.messages import unpack
 from bayesfed.deploy.node import Node
 from bayesfed.deploy.node_moments import Consent
 from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.deploy.server import run_server
 
 NAMES = ("east", "middle", "west")
-COUNTED = {"ask", "evaluate", "reveal"}
 
 
 def simulated(clients: int, rows: int) -> bf.Federation:
@@ -59,10 +56,10 @@ CASES: dict[str, tuple[Any, Any]] = {
 
 def run(
     plan: DeploymentPlan, federation: bf.Federation, folder: Path
-) -> tuple[GlobalPosterior, Counter[str], int]:
-    """Return the result, the number of exchanges of each kind, and the bytes that the institutions sent."""
+) -> tuple[GlobalPosterior, list[int]]:
+    """Return the result, and the sizes of all messages that the institutions sent, in bytes."""
     cuts = [round(i * len(federation) / len(NAMES)) for i in range(len(NAMES) + 1)]
-    consent, kinds, sent = Consent("moments", fewest_rows=1), Counter[str](), [0]
+    consent, sent = Consent("moments", fewest_rows=1), list[int]()
     nodes = {
         name: Node(
             name, federation.select(federation.names[a:b]), plan, folder / name, consent=consent
@@ -71,16 +68,12 @@ def run(
     }
 
     def exchange(messages: Any, wait: Any) -> dict[str, bytes]:
-        (kind,) = {unpack(split(one)[-1])[0].kind for one in messages.values()} or {""}
         found = {name: nodes[name].handle(payload) for name, payload in messages.items()}
-        if kind in COUNTED:
-            kinds[kind] += 1
-            sent[0] += sum(map(len, found.values()))
+        sent.extend(map(len, found.values()))
         return found
 
     carrier = in_process.Carrier(lambda: list(NAMES), exchange)
-    found = run_server(carrier, plan, Patience(NAMES), folder / "run.safetensors")
-    return found, kinds, sent[0]
+    return run_server(carrier, plan, Patience(NAMES), folder / "run.safetensors"), sent
 
 
 def measure(name: str) -> list[str]:
@@ -92,24 +85,24 @@ def measure(name: str) -> list[str]:
         with tempfile.TemporaryDirectory() as folder:
             plan = DeploymentPlan(model, bf.SFVI(), reveal=reveal)  # type: ignore[arg-type]
             fits[reveal] = run(plan, federation, Path(folder))
-    (plain, before, bytes_before), (found, after, bytes_after) = fits[None], fits["moments"]
+    (plain, before), (found, after) = fits[None], fits["moments"]
     one, other = found.sample(20_000), plain.sample(20_000)
     shifts = [((one[n].mean(0) - v.mean(0)).abs() / v.std(0)).max() for n, v in other.items()]
     ratios = torch.cat([(one[n].std(0) / v.std(0)).flatten() for n, v in other.items()])
     moments = found.moments
     assert moments is not None
-    few, until = moments.federation(), sum(after.values())
+    few, until = moments.federation(), len(after)
     bf.fit(model, few.select(few.names[1:]), progress=False)
     bf.leave_one_client_out(found.posterior, 500)
     return [
         str(federation.rows),
-        f"{before['ask']} + {before['evaluate']}",
-        str(until),
-        f"{bytes_before / 1000:.0f}",
-        f"{bytes_after / 1000:.0f}",
+        str(plain.exchanges),
+        str(found.exchanges),
+        f"{sum(before) / 1000:.0f}",
+        f"{sum(after) / 1000:.0f}",
         f"{float(max(shifts)):.3f}",
         f"{float(ratios.min()):.2f}–{float(ratios.max()):.2f}",
-        str(sum(after.values()) - until),
+        str(len(after) - until),
         f"{1 / float(largest_leverage(federation).max()):.1f}",
     ]
 
@@ -118,8 +111,8 @@ def main() -> None:
     """Fit all cases."""
     given = runner.arguments(__doc__)
     columns = (
-        "fit | rows | rounds + weights | exchanges by moments | kB sent in rounds | kB of moments | mean | sd | "
-        "later | singled out"
+        "fit | rows | exchanges in rounds | exchanges by moments | kB sent in rounds | kB sent by moments | mean | "
+        "sd | later | singled out"
     )
     runner.table(columns, list(CASES), measure, given)
 
