@@ -42,6 +42,7 @@ APART = (
     "invariants/test_resume",
     "tracing/test_compiler",
     "cli/test_app",
+    "cli/test_resumed_runs",
 )
 """Tests that start processes or compilers of their own, which is impossible in a fork."""
 FOLDERS = {

@@ -18,9 +18,9 @@ from bayesfed.guides.family import GLOBAL
 from bayesfed.output import chains, client_chains, trajectories
 from bayesfed.output.correction import CorrectionResult
 from bayesfed.output.fitted import Correction
-from tests.deploy import test_deployed as deployed
+from tests.deploy import runs_over_nodes as deployed
 from tests.deploy.in_process import nodes_of
-from tests.deploy.test_deployed import Wire, fitted, posteriors
+from tests.deploy.runs_over_nodes import Wire, fitted, posteriors
 from tests.deploy.test_secure_runs import acquainted
 from tests.output.test_chains import without_locals
 

@@ -14,7 +14,7 @@ from bayesfed.deploy.plan import DeploymentPlan
 from bayesfed.effects.agreed import effect, effects_of
 from bayesfed.settings import EffectSettings
 from tests.deploy.in_process import nodes_of
-from tests.deploy.test_deployed import Wire, fitted, kinds_of
+from tests.deploy.runs_over_nodes import Wire, fitted, kinds_of
 from tests.deploy.test_secure_runs import acquainted
 
 GENERATOR = torch.Generator().manual_seed(0)

@@ -20,8 +20,8 @@ from bayesfed.effects.agreed import effect
 from bayesfed.formulas.settings import FormulaSettings
 from bayesfed.output.study import source_of
 from bayesfed.settings import EffectSettings
+from tests.deploy.runs_over_nodes import Wire, fitted, same
 from tests.deploy.study_by_post import Study
-from tests.deploy.test_deployed import Wire, fitted, same
 from tests.deploy.test_secure_runs import acquainted
 
 EAGER = bf.Execution(compile=False)

@@ -34,7 +34,7 @@ from bayesfed.deploy.messages import (
 )
 from bayesfed.deploy.node import Node
 from bayesfed.settings import SettingsError
-from tests.deploy.test_deployed import PLAN, Wire, fitted
+from tests.deploy.runs_over_nodes import PLAN, Wire, fitted
 
 CASES = int(os.environ.get("FUZZ", "100"))
 many = settings(

@@ -1,4 +1,4 @@
-"""One node can neither stop the run of the others, nor pose as another; beside what test_deployed.py has."""
+"""One node can neither stop the run of the others, nor pose as another; beside what test_refused_answers.py has."""
 
 import math
 from dataclasses import replace
@@ -16,7 +16,7 @@ from bayesfed.deploy.server import run_server
 from bayesfed.deploy.transport import Carrier
 from bayesfed.engine.parts import ROWS
 from tests.deploy.in_process import nodes_of
-from tests.deploy.test_deployed import PLAN, SCHOOLS, Wire, changed, fitted
+from tests.deploy.runs_over_nodes import PLAN, SCHOOLS, Wire, changed, fitted
 
 
 def hostile(plan, folder, change, kind="ask", who="node1", count=4, federation=SCHOOLS, **patience):

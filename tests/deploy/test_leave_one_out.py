@@ -14,7 +14,7 @@ from bayesfed.deploy.node_elpds import NodeElpds
 from bayesfed.deploy.node_run import END
 from bayesfed.settings import LeaveOneOutSettings
 from tests.deploy.in_process import nodes_of
-from tests.deploy.test_deployed import Wire, fitted
+from tests.deploy.runs_over_nodes import Wire, fitted
 from tests.deploy.test_effects import CLINICS, PLAN
 from tests.deploy.test_secure_runs import acquainted
 

@@ -18,8 +18,8 @@ from bayesfed.engine import files
 from bayesfed.settings import LeaveOneOutSettings
 from tests.deploy import test_effects as effects
 from tests.deploy.in_process import nodes_of, run_on
+from tests.deploy.runs_over_nodes import PLAN, Wire, fitted
 from tests.deploy.study_by_post import SCHOOLS, Study, study_of
-from tests.deploy.test_deployed import PLAN, Wire, fitted
 from tests.deploy.test_secure_runs import acquainted
 
 

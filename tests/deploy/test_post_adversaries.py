@@ -18,8 +18,8 @@ from bayesfed.deploy.messages import Done, MessageError, Refusal, pack, unpack
 from bayesfed.deploy.post import Post, Unanswered
 from bayesfed.deploy.server import run_server
 from tests.deploy.in_process import nodes_of
+from tests.deploy.runs_over_nodes import PLAN
 from tests.deploy.study_by_post import SCHOOLS, Study, study_of
-from tests.deploy.test_deployed import PLAN
 
 # -- adversaries ----------------------------------------------------------------------------------
 

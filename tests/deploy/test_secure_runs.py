@@ -16,9 +16,9 @@ from bayesfed.deploy.server import run_server
 from bayesfed.deploy.transport import Carrier
 from bayesfed.engine.stopping import convergence
 from bayesfed.output.correction import CorrectionResult, correct
-from tests.deploy import test_deployed as deployed
+from tests.deploy import runs_over_nodes as deployed
 from tests.deploy.in_process import nodes_of
-from tests.deploy.test_deployed import Wire, fitted, same
+from tests.deploy.runs_over_nodes import Wire, fitted, same
 
 SCHOOLS = datasets.eight_schools()
 PLAN = replace(deployed.PLAN, secure=True)
