@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bayesfed.algorithms.algorithm import Answer, draws_at_once
 from bayesfed.data.chunks import ROUND, chunks
+from bayesfed.data.plural import plural
 from bayesfed.elbo import noise
 from bayesfed.engine import processes
 from bayesfed.engine.batches import batches
@@ -164,7 +165,7 @@ def cohort_size(clients_per_round: int | float, clients: int) -> int:
         return max(1, round(clients_per_round * clients))
     if not 1 <= clients_per_round <= clients:
         raise ValueError(
-            f"clients_per_round is {clients_per_round}; it must be between 1 and the number of "
-            f"clients, {clients:,}"
+            f"clients_per_round is {clients_per_round}; it must be between 1 and the "
+            f"{plural(clients, 'client')} there are"
         )
     return clients_per_round

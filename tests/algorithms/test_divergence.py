@@ -114,7 +114,7 @@ def test_one_client_among_many_does_not_slow_the_others():
     rows = {f"client {i}": {"x": [1.0, 1.0], "y": [1.0, 2.0]} for i in range(149)}
     rows["strange"] = {"x": [100.0, 120.0], "y": [1.0, 2.0]}
     data = bf.Federation.from_arrays(rows)
-    with pytest.warns(UserWarning, match="left out: 'strange'") as found:
+    with pytest.warns(UserWarning, match="did not count: 'strange'") as found:
         posterior = bf.fit(model, data, bf.FedAvg(), rounds=30)
     assert not any("halved" in str(warning.message) for warning in found)
     assert posterior.params["mu"] == pytest.approx(1.5, abs=0.01)
