@@ -251,7 +251,7 @@ def describe_ends(table: pd.DataFrame) -> str:
     other = table.index[(table["caveat"] != "") & ~table["converged"].eq(False)].tolist()
     if other:
         found.append(
-            f"{plural(len(other), 'fit has', 'fits have')} a caveat of their own, {_some(other)}"
+            f"{plural(len(other), 'fit has a caveat of its', 'fits have a caveat of their')} own, {_some(other)}"
         )
     return "\n".join(found)
 

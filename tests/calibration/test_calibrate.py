@@ -182,7 +182,7 @@ def test_that_failures_are_named_and_not_dropped(closed_form, monkeypatch):
     )
     assert "1 of 8 replications failed and have no ranks, number 3: Floating" in str(found)
     assert "1 of 8 fits had not converged, number 5" in str(found)
-    assert "1 fits have a caveat of their own, number 6" in str(found)
+    assert "1 fit has a caveat of its own, number 6" in str(found)
 
 
 def test_that_failures_of_all_are_an_error(closed_form, monkeypatch):
