@@ -1,4 +1,4 @@
-"""Whether few rows can stand in for many: whether the log likelihood is quadratic in the fields of a row."""
+"""Whether few rows can replace many: where rows repeat, or the log likelihood is quadratic in the fields of a row."""
 
 from dataclasses import replace
 
@@ -10,12 +10,11 @@ from bayesfed.checks.data import check_data
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation
 from bayesfed.data.moments import rows_of_moments
+from bayesfed.data.patterns import rows_of_patterns
 from bayesfed.elbo import noise
 from bayesfed.elbo.elbo import client_terms, draw
 from bayesfed.elbo.program import Params, Program
 from bayesfed.steps.gradients import gradients, leaves
-from bayesfed.steps.laplace_steps import ROWS, LaplaceSteps
-from bayesfed.steps.penalised_descent import PenalisedDescent
 
 FEWEST = 5_000
 """Rows of all clients below which fewer rows save nothing."""
@@ -37,10 +36,11 @@ ENOUGH = (
 def with_sufficient_rows(
     program: Program, federation: Federation, algorithm: Algorithm
 ) -> Federation:
-    """Return the clients with the rows of their moments, where these have the same likelihood as their own rows.
+    """Return the clients with fewer rows that have the same likelihood as their own, if there are such.
 
-    All clients' terms are compared, and their gradients along each parameter and each variable, at draws that are
-    generic, so that two functions that agree there agree everywhere.
+    These are their distinct rows, weighted (:mod:`bayesfed.data.patterns`), or else rows with their moments
+    (:mod:`bayesfed.data.moments`). All clients' terms are compared, and their gradients along each parameter and each
+    variable, at draws that are generic, so that two functions that agree there agree everywhere.
 
     Args:
         program: the model/guide pair.
@@ -51,23 +51,18 @@ def with_sufficient_rows(
         The federation, with :attr:`~bayesfed.Federation.sufficient` rows that are fewer, or its own.
     """
     federation = replace(federation, moments=None)
-    if reads_single_rows(algorithm, program) or not _may_be_quadratic(program, federation):
+    if algorithm.steps.reads_single_rows(program) or not _has_independent_rows(program, federation):
         return federation
-    left = int(federation.lengths.clamp(max=federation.numbers_per_row + 1).sum())
-    if left > WORTH * federation.rows:
-        return federation
-    few = rows_of_moments(federation)
-    same = _same(program, federation, few, federation.rows)
+    few = rows_of_patterns(federation, WORTH) or _few_rows_of_moments(federation)
+    same = few is not None and _same(program, federation, few, federation.rows)
     return replace(federation, moments=few) if same else federation
 
 
-def reads_single_rows(algorithm: Algorithm, program: Program) -> bool:
-    """Return whether a method uses gradients of single rows, or divides rows, so that sums over them are not enough."""
-    steps = algorithm.steps
-    if isinstance(steps, LaplaceSteps):
-        return steps.kind(program) in ROWS
-    divides = getattr(steps, "personal_fraction", None) is not None
-    return divides or isinstance(steps, PenalisedDescent)
+def _few_rows_of_moments(federation: Federation) -> Federation | None:
+    """Return rows with the moments of the clients' own, where all fields are numbers and they are few enough."""
+    left = int(federation.lengths.clamp(max=federation.numbers_per_row + 1).sum())
+    numbers = all(value.is_floating_point() for value in federation.fields.values())
+    return rows_of_moments(federation) if numbers and left <= WORTH * federation.rows else None
 
 
 def check_moments(
@@ -90,7 +85,7 @@ def check_moments(
     if not sites or apart:
         what = f"site {apart[0]!r} is no outcome of single rows" if apart else "there is no outcome"
         raise ValueError(f"moments: {what}. {ENOUGH}")
-    if reads_single_rows(algorithm, program):
+    if algorithm.steps.reads_single_rows(program):
         raise ValueError(
             f"moments: {algorithm} uses single rows, not their sum alone: use SFVI(), which does not"
         )
@@ -129,13 +124,12 @@ def _same(program: Program, rows: Federation, few: Federation, count: int) -> bo
     return bool((difference <= TOLERANCE**2 / count * size).all())
 
 
-def _may_be_quadratic(program: Program, federation: Federation) -> bool:
-    """Return whether rows are many, independent, all numbers and all there, and read by the likelihood alone."""
+def _has_independent_rows(program: Program, federation: Federation) -> bool:
+    """Return whether rows are many, all there, independent, and read by the likelihood alone."""
     sites = program.likelihood
     per_row = all(s.per_row and not (s.joint or s.conditional or s.factor) for s in sites)
-    numbers = all(value.is_floating_point() for value in federation.fields.values())
     whole = not federation.gaps and federation.rows >= FEWEST
-    return bool(sites) and whole and numbers and per_row and not program.needs_rows
+    return bool(sites) and whole and per_row and not program.needs_rows
 
 
 def _gradients(program: Program, batch: Batch) -> Params:

@@ -46,7 +46,8 @@ class Batch:
     Attributes:
         fields: field name to tensor of shape ``(K, B, *event)``.
         mask: bool ``(K, B)``, False where a row is padding.
-        scale: ``(K, 1)``: n_i / b_i, so that the log likelihood of a minibatch estimates that of all n_i rows.
+        scale: ``(K, 1)``: n_i / b_i, so that the log likelihood of a minibatch estimates that of all n_i rows; or
+            ``(K, B)`` where rows count differently, which adds up to n_i.
         index: int64 ``(K,)``: the clients' positions in their federation.
         gaps: a field may have missing values, NaN.
         given: evidence of the clients' own rows, by its use and by site: see
@@ -75,6 +76,8 @@ class Batch:
     @property
     def rows(self) -> Tensor:
         """n_i, the number of all rows of each client: ``(K,)``, of the floating type."""
+        if self.scale.shape[-1] > 1:
+            return torch.where(self.mask, self.scale, 0.0).sum(-1)
         return self.scale.squeeze(-1) * self.mask.sum(-1)
 
     @property
@@ -111,7 +114,7 @@ class Batch:
     def head(self) -> Batch:
         """Return the same clients with their first row only, for terms that do not depend on the rows."""
         fields = Fields({name: value[:, :1] for name, value in self.fields.items()})
-        return replace(self, fields=fields, mask=self.mask[:, :1])
+        return replace(self, fields=fields, mask=self.mask[:, :1], scale=self.scale[:, :1])
 
     def select(self, clients: Tensor) -> Batch:
         """Return some of the clients, by position."""

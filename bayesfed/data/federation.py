@@ -46,6 +46,7 @@ class Federation:
         client_dim: the name of a client in the data, e.g. ``"county"`` (used in messages).
         gaps: fields may have missing values, NaN.
         counts: the number of rows that a client's rows represent, int64 ``(N,)``; None of as many as there are.
+        weights: how often each row counts, ``(rows,)``; None where a client's rows count alike.
         moments: fewer rows with the same log likelihood under the fitted model, see :mod:`bayesfed.checks.sufficient`.
 
     Example:
@@ -63,6 +64,7 @@ class Federation:
     client_dim: str = "client"
     gaps: bool = False
     counts: Tensor | None = None
+    weights: Tensor | None = None
     moments: Federation | None = None
 
     def __post_init__(self) -> None:
@@ -284,8 +286,10 @@ class Federation:
         chosen = self.index(clients).tolist()
         names, rows = tuple(self.names[i] for i in chosen), rows_of_clients(self.offsets, chosen)
         counts = None if self.counts is None else self.counts[chosen]
+        weights = None if self.weights is None else self.weights[rows.to(self.device)]
         few = self.moments and self.moments.select(names)
-        return replace(self._take(rows, self.lengths[chosen], names), counts=counts, moments=few)
+        taken = self._take(rows, self.lengths[chosen], names)
+        return replace(taken, counts=counts, weights=weights, moments=few)
 
     def hold_out(self, clients: Iterable[str]) -> tuple[Federation, Federation]:
         """Split the clients into ``(the others, the named clients)``, to keep the named clients out of training."""
@@ -321,7 +325,9 @@ class Federation:
             name: value.to(device=device, dtype=dtype if value.is_floating_point() else None)
             for name, value in self.fields.items()
         }
-        return replace(self, fields=fields, moments=self.moments and self.moments.to(device, dtype))
+        weights = None if self.weights is None else self.weights.to(device=device, dtype=dtype)
+        few = self.moments and self.moments.to(device, dtype)
+        return replace(self, fields=fields, weights=weights, moments=few)
 
     def _take(self, rows: Tensor, lengths: Tensor, names: tuple[str, ...]) -> Federation:
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
@@ -352,11 +358,15 @@ class Federation:
         return self.gather(clients.to(self.device), *located)
 
     def locate(self, clients: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Convert positions in clients to rows of the flat storage and mask ``(..., K, B)``, scale ``(..., K, 1)``."""
+        """Convert positions in clients to rows of the flat storage, mask ``(..., K, B)`` and :attr:`Batch.scale`."""
         first, count = self._ends[:, clients, None]
-        mask = positions >= 0
-        scale = count / mask.sum(-1, keepdim=True)
-        return first + positions.clamp(min=0), mask, scale.to(self.dtype)
+        rows, mask = first + positions.clamp(min=0), positions >= 0
+        if self.weights is None:
+            scale = count / mask.sum(-1, keepdim=True)
+        else:
+            times = torch.where(mask, self.weights[rows], 0.0)
+            scale = times * (count / times.sum(-1, keepdim=True))
+        return rows, mask, scale.to(self.dtype)
 
     def gather(self, clients: Tensor, rows: Tensor, mask: Tensor, scale: Tensor) -> Batch:
         """Make the batch of K clients from located rows ``(K, B)``."""

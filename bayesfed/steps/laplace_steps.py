@@ -104,6 +104,10 @@ class LaplaceSteps(Steps):
         guide = program.guide
         return self.fisher or ("hessian" if guide.small or _dependent(program) else "per-sample")
 
+    def reads_single_rows(self, program: Program) -> bool:
+        """Return whether F̄ is the mean of squared gradients of rows, or of minibatches."""
+        return self.kind(program) in ROWS
+
     def run(self, job: Job, locals_: Locals) -> Work:
         """Return the modes ``(K, D)``, the curvatures ``(K, D)`` or ``(K, D, D)``, and the log likelihoods."""
         loss, first = _loss(job.program.guide), job.rows(0)

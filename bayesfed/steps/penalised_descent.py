@@ -59,6 +59,10 @@ class PenalisedDescent(Steps):
         """Return all of θ: there is no penalty where all θ_j are θ."""
         return [*program.init]
 
+    def reads_single_rows(self, program: Program) -> bool:
+        """Return True: F_i is the mean of the rows' squared gradients."""
+        return True
+
     def run(self, job: Job, locals_: Locals) -> Work:
         """Take the steps of a round, and return θ_i with F_i at it; at θ where there is a single step."""
         if SINGLE in job.message:

@@ -68,6 +68,13 @@ class Steps:
         """
         return []
 
+    def reads_single_rows(self, program: Program) -> bool:
+        """Return whether the steps use gradients of single rows, or divide rows, so that sums over them are not enough.
+
+        A run of many rows may then not replace them by fewer ones (:mod:`bayesfed.checks.sufficient`).
+        """
+        return False
+
     def accept(
         self, program: Program, federation: Federation, locals_: Locals, name: str
     ) -> Program:

@@ -182,6 +182,10 @@ class ThroughContext(Steps):
     globals = (Point,)
     locals = (Encoded,)
 
+    def reads_single_rows(self, program: Program) -> bool:
+        """Return True: a client's rows are divided into two parts."""
+        return True
+
     def run(self, job: Job, locals_: Locals) -> Work:
         """Take the steps of a round; a term is the log likelihood of D_eval, scaled up to n_i rows."""
         rows, keys = job.rows(None), job.keys

@@ -1,4 +1,4 @@
-"""Rows of moments against the rows that they stand in for, on programs whose likelihood is quadratic or nearly so."""
+"""Fewer rows against those that they replace: distinct rows and rows of moments, on several likelihoods."""
 
 import numpy as np
 import pyro
@@ -145,6 +145,101 @@ def test_clients_are_weighted_by_all_of_their_rows(algorithm, monkeypatch):
     monkeypatch.setattr(sufficient, "FEWEST", 10**9)
     for name, value in bf.fit(model, rows, algorithm, **how).params.items():
         torch.testing.assert_close(few.params[name], value, rtol=0.05, atol=0.02)
+
+
+def wards(whole: bool = False, jitter: float = 0.0) -> bf.Federation:
+    """Rows of a binary outcome, a binary and a categorical predictor: at most 12 of a client differ."""
+    generator = np.random.default_rng(0)
+    clients = {}
+    for i in range(CLIENTS):
+        x = generator.integers(0, [2, 3], size=(ROWS, 2)) + jitter * generator.random((ROWS, 2))
+        p = 1 / (1 + np.exp(-0.5 * generator.normal() - x @ [0.6, -0.4]))
+        died = torch.as_tensor(generator.random(ROWS) < p)
+        y = died.long() if whole else died.float()
+        clients[f"c{i}"] = {"x": x, "own": np.full(ROWS, i / 10), "y": y}
+    return bf.Federation.from_arrays(clients)
+
+
+def bernoulli(mean, sigma, obs, extra):
+    return dist.Bernoulli(logits=mean)
+
+
+def poisson(mean, sigma, obs, extra):
+    return dist.Poisson(mean.exp())
+
+
+ALGORITHMS = [bf.SFVI(), bf.FedAvg(), bf.PFedVEM(), bf.PACPFL(), bf.FOLA(fisher="hessian")]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+def test_rows_that_repeat_are_counted(algorithm):
+    rows = found(bernoulli, algorithm=algorithm, federation=wards())
+    few = rows.sufficient
+    assert few.lengths.max() <= 12
+    assert few.counts.tolist() == rows.lengths.tolist()
+    for one, other in zip(rows.names, few.names, strict=True):
+        parts = torch.cat([rows.select([one])["x"], rows.select([one])["y"][:, None]], 1)
+        own = few.select([other])
+        again = torch.cat([own["x"], own["y"][:, None]], 1).repeat_interleave(own.weights.long(), 0)
+        assert sorted(parts.tolist()) == sorted(again.tolist())
+
+
+def test_whole_numbers_that_repeat_are_counted_and_rows_that_differ_are_not():
+    whole = wards(whole=True)
+    assert not whole["y"].is_floating_point()
+    assert found(poisson, federation=whole).sufficient.rows < 300
+    differ = wards(jitter=0.1)
+    assert found(bernoulli, federation=differ).sufficient.rows == differ.rows
+
+
+def test_squared_gradients_of_rows_are_those_of_all_rows():
+    """FOLA's Fisher information adds up squares of single rows."""
+
+    def model(federation):
+        b = pyro.sample("b", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with federation.clients(), federation.observations() as obs:
+            mean = (b * obs["x"]).sum(-1)
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=obs.get("y"))
+
+    for fisher in ("per-sample", "hessian"):
+        algorithm = bf.FOLA(fisher=fisher)
+        posterior = bf.fit(model, data(), algorithm, rounds=1, progress=False)
+        assert (posterior.federation.moments is None) == (fisher == "per-sample")
+
+
+@pytest.mark.parametrize("algorithm", [bf.SFVI(), bf.PVI(), bf.FedAvg()], ids=str)
+def test_rounds_on_counted_rows_are_those_on_all_rows(monkeypatch, algorithm):
+    model = program_of(bernoulli)
+    fits = []
+    for fewest in (1, 10**9):
+        monkeypatch.setattr(sufficient, "FEWEST", fewest)
+        fits.append(bf.fit(model, wards(), algorithm, rounds=2, progress=False))
+    one, other = fits
+    assert one.federation.sufficient.rows < 300 and other.federation.moments is None
+    for name, value in one.params.items():
+        torch.testing.assert_close(value, other.params[name], rtol=1e-3, atol=1e-3)
+    assert one.log_likelihood(num_samples=5)["y"].shape == (5, other.federation.rows)
+
+
+def test_a_variable_of_the_row_is_summed_out_once_for_equal_rows(monkeypatch):
+    """A program that runs for one client and one draw: its weights enter through vmap."""
+
+    def model(federation):
+        b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        with federation.clients():
+            u = pyro.sample("u", dist.Normal(b, 1.0))
+            with federation.observations() as obs:
+                wrong = pyro.sample("wrong", dist.Bernoulli(0.1))
+                logits = (u + obs["x"][..., 0]) * (1 - 2 * wrong)
+                pyro.sample("y", dist.Bernoulli(logits=logits), obs=obs.get("y"))
+
+    found = []
+    for fewest in (1, 10**9):
+        monkeypatch.setattr(sufficient, "FEWEST", fewest)
+        found.append(bf.fit(model, wards(), rounds=2, progress=False))
+    assert found[0].federation.sufficient.rows < 300 and found[1].federation.moments is None
+    for name, value in found[0].params.items():
+        torch.testing.assert_close(value, found[1].params[name], rtol=1e-3, atol=1e-3)
 
 
 def test_moments_are_those_of_the_rows(float64):
