@@ -130,19 +130,18 @@ def correct(
     laplace = False
     proposals = Proposals(find_prior_coordinates(fitted.program, fitted.params, own))
     z, weights = own, own.new_full((draws,), 1 / draws, dtype=torch.float64)
-    drawn: list[Tensor] = []
     targets: list[Tensor] = []
     k, trusted, certain, further, count = math.inf, False, False, False, draws
     while count:
-        around = Around.BOTH if further or len(drawn) == PRIOR else Around.DRAWS
-        centres = CENTRES if len(drawn) > 1 else 1
-        number = 2 * count if len(drawn) == PRIOR and not further else count  # in one exchange
+        around = Around.BOTH if further or len(targets) == PRIOR else Around.DRAWS
+        centres = CENTRES if len(targets) > 1 else 1
+        number = 2 * count if len(targets) == PRIOR and not further else count  # in one exchange
         if not proposals.add(z, weights, number, around=around, centres=centres):
             return CorrectionResult(reliable=False)
-        with noise.seeded(len(drawn)):
-            new = proposals.sample().to(own.dtype)
-        target_key = noise.fold(key, len(drawn))
-        if drawn:
+        with noise.seeded(len(targets)):
+            new = proposals.sample(own.dtype)
+        target_key = noise.fold(key, len(targets))
+        if targets:
             target = _log_target(fitted, new, target_key, log_weights, laplace)
         else:
             first = _first_log_target(fitted, new, few, target_key, log_weights, slow, early)
@@ -150,9 +149,8 @@ def correct(
                 return first
             target, laplace = first
         targets.append(target)
-        drawn.append(new)
-        z = torch.cat(drawn)
-        log_w = torch.cat(targets) - proposals.log_prob(z)
+        z = proposals.draws
+        log_w = torch.cat(targets) - proposals.log_prob()
         log_w = log_w.where(~log_w.isnan(), -torch.inf)
         weights = truncate_weights(log_w)
         size = effective_sample_size(weights)
@@ -163,10 +161,10 @@ def correct(
         fine = trusted and k <= FINITE_VARIANCE
         enough = fine and size > ENOUGH
         certain = certain or enough
-        if len(drawn) < PROPOSALS[0] or (len(drawn) < PROPOSALS[1] and not enough):
+        if len(targets) < PROPOSALS[0] or (len(targets) < PROPOSALS[1] and not enough):
             continue
         count, size = 0, min(size, least_effective_size(weights, z))
-        if size < fitted.draws_needed and fine and len(drawn) < PROPOSALS[1] + FURTHER:
+        if size < fitted.draws_needed and fine and len(targets) < PROPOSALS[1] + FURTHER:
             wanted = len(z) * (SPARE * fitted.draws_needed / size - 1)
             further, count = True, min(math.ceil(wanted), affordable)
     if not trusted:
@@ -197,9 +195,9 @@ def log_weights_around(fitted: Fitted, log_weights: SumLogWeights = sum_log_weig
     if not proposals.add(z, equal, DRAWS, around=Around.DRAWS, centres=CENTRES):
         raise ValueError("the draws of θ have a singular covariance: there is no proposal for them")
     with noise.seeded(0):
-        new = proposals.sample().to(z.dtype)
+        new = proposals.sample(z.dtype)
     key, laplace = fitted.key(0, "evidence"), has_block(program) and program.learns_locals
-    return _log_target(fitted, new, key, log_weights, laplace) - proposals.log_prob(new)
+    return _log_target(fitted, new, key, log_weights, laplace) - proposals.log_prob()
 
 
 def _first_log_target(
