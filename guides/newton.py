@@ -105,6 +105,8 @@ def jacobian(values: Tensor, x: Tensor) -> Tensor:
 
 def positive(precision: Tensor, least: Tensor) -> Tensor:
     """The matrix with its eigenvalues, in units of the diagonal ``least``, raised to at least 1."""
+    if bool((torch.linalg.cholesky_ex(precision - torch.diag_embed(least))[1] == 0).all()):
+        return precision
     values, vectors, units = _eigen(precision, least)
     return (vectors * values.clamp(min=1.0)[..., None, :]) @ vectors.mT * units
 

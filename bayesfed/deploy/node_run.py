@@ -243,7 +243,7 @@ class NodeRun:
         probe = None if message.probe is None else Probe(*message.probe)
         if (message.closely or probe is not None) and not has_block(posterior.program):
             raise MessageError("these clients' local variables are not a Normal block")
-        if probe is not None and not 2 * probe.repeats <= probe.first <= count:
+        if probe is not None and not probe.repeats <= probe.first <= count - probe.repeats:
             raise MessageError("a probe is of some of the draws of θ")
         terms = sum_log_weights(posterior, theta, count, key, message.closely)
         if probe is None or not self._is_noisy(terms, probe):
@@ -254,7 +254,7 @@ class NodeRun:
 
     def _is_noisy(self, terms: Tensor, probe: Probe) -> bool:
         """Return whether sums over all clients are too noisy if the others' are as noisy as those of this node's."""
-        again = terms[probe.first - probe.repeats : probe.first]
+        again = terms[probe.first :][: probe.repeats]
         own = noise_variance(terms[: probe.repeats], again)
         return own * self.begin.clients / len(self.run.federation) > QUIET
 

@@ -16,13 +16,12 @@ number per draw, of which the server needs the sum over clients. Weights are tru
 
 If q(w_i | θ) approximates the client's posterior poorly, a log weight is mostly noise, which k-hat does not show where
 it hides the weight of a tail. Its variance is measured by computing it twice at some draws of the first proposal; if it
-is large, and that of :mod:`bayesfed.output.evidence` smaller, clients compute log p(D_i | θ_s) by the latter instead.
+is large, clients compute log p(D_i | θ_s) by :mod:`bayesfed.output.evidence` instead, whose estimates have no noise.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -68,8 +67,8 @@ EVEN = 0.99
 TAIL = 0.02
 """The largest share of all weight that may lie beyond the largest weight if k is above :func:`khat.limit`."""
 PROBE, QUIET, LOUD = 200, 0.1, 1.0
-"""Draws of θ at which the noise of log weights is measured; the largest variance that is accepted; the same where an
-estimate without it takes long. Noise beyond grows towards the tails, and hides their weight from k-hat."""
+"""Draws of θ at which the noise of log weights is measured; the largest variance that is accepted; the same where
+estimates without it take long. Noise beyond grows towards the tails, and hides their weight from k-hat."""
 
 
 class CorrectionResult(NamedTuple):
@@ -212,8 +211,8 @@ def _first_log_target(
     """Compute the log target at draws of the first proposal, and choose how clients estimate log p(D_i | θ).
 
     One request has these draws, those whose estimates are repeated, which shows their noise, and draws of q(θ). If the
-    noise is large, a second one has Laplace's estimates of the first two, which are used if their noise is smaller;
-    between machines these may come with the answer to the first.
+    noise is large, a second one has Laplace's estimates, which have none; between machines these may come with the
+    answer to the first.
 
     Args:
         fitted: q without a correction.
@@ -231,18 +230,17 @@ def _first_log_target(
     learnt = has_block(fitted.program) and fitted.program.learns_locals
     repeats = PROBE if learnt else 0
     of_q, minus_log_q = _draws_of_q(fitted, few) if few else (z[:0], z[:0])
-    sets = [z, z[:repeats], of_q]
-    probe = None if slow or not repeats else Probe(len(z) + repeats, repeats)
-    target, again, at_q = _log_targets(fitted, sets, key, log_weights, laplace=False, probe=probe)
+    together = torch.cat([z, z[:repeats], of_q])
+    probe = None if slow or not repeats else Probe(len(z), repeats)
+    found = _log_target(fitted, together, key, log_weights, laplace=False, probe=probe)
+    target, again, at_q = found.split([len(z), repeats, len(of_q)])
     if few and _is_posterior(at_q + minus_log_q):
         return CorrectionResult(reliable=True, certain=True)
-    if (level := noise_variance(target[:repeats], again)) > (LOUD if slow else QUIET):
-        if slow and early:
-            return CorrectionResult(reliable=False)
-        closer, again = _log_targets(fitted, sets[:2], key, log_weights, laplace=True)
-        if noise_variance(closer[:repeats], again) < level:
-            return closer, True
-    return target, False
+    if noise_variance(target[:repeats], again) <= (LOUD if slow else QUIET):
+        return target, False
+    if slow and early:
+        return CorrectionResult(reliable=False)
+    return _log_target(fitted, z, key, log_weights, laplace=True), True
 
 
 def _is_posterior(log_weights: Tensor) -> bool:
@@ -256,19 +254,6 @@ def _draws_of_q(fitted: Fitted, count: int) -> tuple[Tensor, Tensor]:
     supplied = fitted.program.noise(fitted.key(0, "elbo"), count, local=False)
     found = server_pass(fitted.program, fitted.params, supplied, count)
     return found.theta[GLOBAL][:, 0, 0], (found.term - found.log_prior).double()
-
-
-def _log_targets(
-    fitted: Fitted,
-    sets: Sequence[Tensor],
-    key: Tensor,
-    log_weights: SumLogWeights,
-    laplace: bool,
-    probe: Probe | None = None,
-) -> tuple[Tensor, ...]:
-    """Compute the log target of several sets of draws of θ, each ``(S, D)``, in one request: ``(S,)`` each."""
-    found = _log_target(fitted, torch.cat([*sets]), key, log_weights, laplace, probe)
-    return found.split([len(z) for z in sets])
 
 
 def _log_target(

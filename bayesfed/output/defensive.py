@@ -76,6 +76,8 @@ def defensive_candidates(
     keys: Tensor,
     each: int,
     widths: Sequence[float] = WIDTHS,
+    *,
+    common: bool = False,
 ) -> Candidates:
     """Draw L candidates of K clients' variables at each draw of θ, and compute their log weights.
 
@@ -85,10 +87,12 @@ def defensive_candidates(
         keys: the clients' noise streams, ``(K,)``.
         each: L.
         widths: c, of which L / len(c) candidates each are drawn.
+        common: use the same noise at all draws of θ.
     """
     program, params, theta, batch, _ = given
     mean, root, shapes = centre
-    white, log_t = _draw_mixture(Size((each, *mean.shape)), keys, widths)
+    size = 1 if common else len(mean)
+    white, log_t = _draw_mixture(Size((each, size, *mean.shape[1:])), keys, widths)
     draws = mean + (root.double() @ white[..., None]).squeeze(-1)
     log_t = log_t - root.double().diagonal(dim1=-2, dim2=-1).log().sum(-1)
     flat = draws.flatten(0, 1).to(batch.scale.dtype)

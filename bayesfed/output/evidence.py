@@ -1,13 +1,18 @@
-"""Estimates of log p(D_i | θ_s) at draws of θ, by importance sampling with a Laplace approximation as proposal.
+"""Estimates of log p(D_i | θ_s) at draws of θ, by adaptive quadrature around a Laplace approximation.
 
-    log 1/L Σ_l p(u_sl, D_i | θ_s) / N(u_sl; û_s, H_s⁻¹),   u_sl ~ N(û_s, H_s⁻¹), in pairs around û_s
+    log Σ_l c_l p(u_sl, D_i | θ_s) / N(u_sl; û_s, H_s⁻¹),   u_sl = û_s + H_s^{−½} z_l
 
 u is the block of the client's local variables. q(u | θ) is fitted around the centre of q(θ), with a mean that is linear
 in θ; at a draw of θ far from the centre it may be a poor proposal. The Normal used here is the Laplace approximation at
 θ_s itself, found by Newton steps from the mean of q. If the likelihood is Gaussian in u, the ratio equals log p(D_i |
-θ_s) for every draw. Otherwise the exponential of the estimate is unbiased for any L (Burda, Grosse & Salakhutdinov
-2016, *Importance weighted autoencoders*, theorem 1), and pairs reduce its variance. One of the draws, chosen by its
-weight, is closer to a draw from the client's posterior given θ_s than a draw from q.
+θ_s) at every point. Otherwise z_l and c_l are the nodes and weights of Gauss-Hermite quadrature in one or two
+dimensions (Liu & Pierce 1994, *A note on Gauss-Hermite quadrature*; ``nAGQ`` of lme4), and beyond these draws of a
+standard Normal, in pairs around 0, which each client makes once for all θ_s. Points that are the same at all
+draws of θ make an error that is smooth in θ, most of which cancels in importance weights. The errors of points that
+are drawn anew at each θ_s add up over clients, and leave the weights of a thousand clients no information.
+
+A draw from N(û_s, H_s⁻¹), chosen among several by its weight, is closer to a draw from the client's posterior given θ_s
+than a draw from q.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from pyro import poutine
 from torch import Tensor
@@ -23,7 +29,7 @@ from torch import Tensor
 from bayesfed.data.batch import Batch
 from bayesfed.elbo import handlers
 from bayesfed.elbo.elbo import Noise
-from bayesfed.elbo.noise import fold, uniform, word
+from bayesfed.elbo.noise import Draw, fold, uniform, word
 from bayesfed.elbo.program import Program
 from bayesfed.guides import newton
 from bayesfed.guides.family import GLOBAL
@@ -31,7 +37,9 @@ from bayesfed.guides.hierarchical import LOCAL
 from bayesfed.guides.triangular import inverse_root
 
 EACH = 4
-"""L, draws of a client's variables for one of θ, in pairs."""
+"""Draws of a client's variables for one of θ, in pairs, of which one is chosen; points that are evaluated at once."""
+NODES, POINTS = {1: 7, 2: 4}, 16
+"""Nodes of quadrature along each of one or two variables; the number of points of more."""
 STEPS = 10
 """Largest number of Newton steps; a likelihood that is Gaussian in u needs none from the mean of q."""
 TOLERANCE = 0.01
@@ -60,7 +68,7 @@ class Candidates(NamedTuple):
     log_weights: Tensor
 
     def evidence(self) -> Tensor:
-        """Return the estimate of log p(D_i | θ_s), ``(S, K)``."""
+        """Estimate log p(D_i | θ_s) by the mean of the weights, ``(S, K)``."""
         return self.log_weights.logsumexp(0) - math.log(len(self.log_weights))
 
     def resample(self, keys: Tensor) -> Tensor:
@@ -131,6 +139,40 @@ def laplace_candidates(given: Conditionals, mode: Tensor, root: Tensor, noise: N
         density = -eps.square().sum(-1) / 2 - level
         found = given.log_joint(draws).double() - torch.cat([density, density]).squeeze(-1).double()
     return Candidates(draws, found.nan_to_num(-torch.inf))
+
+
+def laplace_evidence(given: Conditionals, mode: Tensor, root: Tensor, keys: Tensor) -> Tensor:
+    """Estimate log p(D_i | θ_s) by quadrature, ``(S, K)`` in double precision.
+
+    Args:
+        given: as of :func:`laplace_candidates`, with ``mode`` and ``root``.
+        mode: û_s.
+        root: a root of H_s⁻¹.
+        keys: the clients' noise streams, ``(K,)``.
+    """
+    z, log_weights = _points(mode.shape[-1], keys)
+    level = root.diagonal(dim1=-2, dim2=-1).log().sum(-1) + mode.shape[-1] / 2 * LOG_TAU
+    parts = []
+    with torch.no_grad():
+        for some, weight in zip(z.split(EACH), log_weights.split(EACH), strict=True):
+            away = (root @ some.to(root)[..., None]).squeeze(-1)
+            density = weight[:, None, None, None] - (-some.square().sum(-1) / 2 - level)
+            found = given.log_joint(mode + away).double() + density.squeeze(-1)
+            parts.append(found.nan_to_num(-torch.inf).logsumexp(0))
+    return torch.stack(parts).logsumexp(0)
+
+
+def _points(size: int, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return z ``(L, 1, K or 1, 1, P)`` and log c ``(L,)`` of quadrature over a standard Normal in P dimensions."""
+    if size not in NODES:
+        half = Draw("normal", (POINTS // 2, size))(fold(keys, word("points")), torch.float64)
+        z = torch.cat([half, -half], 1).transpose(0, 1)[:, None, :, None]
+        return z, z.new_full((POINTS,), -math.log(POINTS))
+    nodes, weights = np.polynomial.hermite_e.hermegauss(NODES[size])
+    axis, log_weight = keys.new_tensor(nodes, dtype=torch.float64), np.log(weights / weights.sum())
+    z = torch.cartesian_prod(*[axis] * size).reshape(-1, 1, 1, 1, size)
+    each = torch.cartesian_prod(*[keys.new_tensor(log_weight, dtype=torch.float64)] * size)
+    return z, each.reshape(len(z), size).sum(1)
 
 
 def laplace_approximation(given: Conditionals) -> tuple[Tensor, Tensor]:

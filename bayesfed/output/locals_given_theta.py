@@ -26,12 +26,13 @@ from bayesfed.output.evidence import (
     has_block,
     laplace_approximation,
     laplace_candidates,
+    laplace_evidence,
 )
 from bayesfed.output.fitted import Fitted
 
 CANDIDATES = 64
 """Number of defensive candidates of a client's variables, from which one is chosen, or evidence is estimated."""
-PROBED, NOISY, NARROWER = 50, 0.05, (1.1, 2.0)
+PROBED, NOISY, NARROWER = 25, 0.05, (1.1, 2.0)
 """Draws of θ at which Laplace estimates are compared with those of more candidates, of these widths; the mean square
 of the differences beyond which the latter are used."""
 AFFORDABLE = 2e7
@@ -48,7 +49,7 @@ def draw_guide_locals(
     fitted = fitted.sufficient
     if fitted.laplace:
         keys = noise.fold(key, fitted.federation.stream_ids[chunk])
-        found = {LOCAL: _by_laplace(fitted, theta, count, chunk, key)[0].resample(keys)}
+        found = {LOCAL: _by_laplace(fitted, theta, count, chunk, key).resample(keys)}
     else:
         found = _draw_from_guide(fitted, theta, count, chunk, key)
     for k, client in enumerate(chunk.tolist()):
@@ -106,10 +107,13 @@ def _defensive_blocks(
     key: Tensor,
     widths: Sequence[float],
     found: Centre | None = None,
+    *,
+    common: bool = False,
 ) -> Iterator[tuple[Tensor, Candidates, Mapping[str, Size]]]:
     """Yield noise keys, defensive candidates of K clients and their shapes, for some draws of θ at a time.
 
-    The candidates lie around ``found``, or else around the centre that :func:`proposal_centre` finds.
+    The candidates lie around ``found``, or else around the centre that :func:`proposal_centre` finds. If ``common``,
+    their distances from it are the same at all draws of θ.
     """
     program, federation = fitted.program, fitted.federation
     batch, params = federation.batch(chunk), fitted.params_of(chunk)
@@ -125,8 +129,9 @@ def _defensive_blocks(
             else found.at(slice(at, at + size))
         )
         given = Conditionals(program, params, some, batch, size)
-        keys = noise.fold(block, federation.stream_ids[chunk])
-        yield block, defensive_candidates(given, centre, keys, CANDIDATES, widths), centre.shapes
+        keys = noise.fold(key if common else block, federation.stream_ids[chunk])
+        found_here = defensive_candidates(given, centre, keys, CANDIDATES, widths, common=common)
+        yield block, found_here, centre.shapes
 
 
 def proposal_centre(
@@ -161,15 +166,13 @@ def _centre(mean: Tensor, root: Tensor) -> Centre:
 
 def _by_laplace(
     fitted: Fitted, theta: Params, count: int, chunk: Tensor, key: Tensor
-) -> tuple[Candidates, Centre]:
+) -> Candidates:
     """Draw candidates of some clients' variables from Laplace approximations at each draw of θ."""
     program, federation = fitted.program, fitted.federation
     keys = noise.fold(key, federation.stream_ids[chunk])
     supplied = program.noise(keys, EACH // 2 * count, local=True)
-    batch, params = federation.batch(chunk), fitted.params_of(chunk)
-    given = Conditionals(program, params, theta, batch, count)
-    mode, root = laplace_approximation(given)
-    return laplace_candidates(given, mode, root, supplied), _centre(mode, root)
+    given = Conditionals(program, fitted.params_of(chunk), theta, federation.batch(chunk), count)
+    return laplace_candidates(given, *laplace_approximation(given), supplied)
 
 
 def evidence_by_laplace(
@@ -180,11 +183,14 @@ def evidence_by_laplace(
     Of clients with skewed or heavy-tailed posteriors, whose estimates differ from those with more and wider candidates
     at the first draws of θ, all are made with these.
     """
-    found, centre = _by_laplace(fitted, theta, count, chunk, key)
-    evidence, federation = found.evidence(), fitted.federation
-    first = min(PROBED, count)
+    program, federation = fitted.program, fitted.federation
+    given = Conditionals(program, fitted.params_of(chunk), theta, federation.batch(chunk), count)
+    mode, root = laplace_approximation(given)
+    evidence = laplace_evidence(given, mode, root, noise.fold(key, federation.stream_ids[chunk]))
+    first, centre = min(PROBED, count), _centre(mode, root)
     some = {name: value[:first] for name, value in theta.items()}
-    wider = _defensive_blocks(fitted, some, first, chunk, key, NARROWER, centre)
+    near = centre.at(slice(first))
+    wider = _defensive_blocks(fitted, some, first, chunk, key, NARROWER, near, common=True)
     differences = evidence[:first] - torch.cat([block.evidence() for _, block, _ in wider])
     poor = differences.nan_to_num(0.0, 0.0, 0.0).square().mean(0) > NOISY
     for k in poor.nonzero()[:, 0].tolist():
@@ -192,6 +198,8 @@ def evidence_by_laplace(
         numbers = int(federation.lengths[client]) * federation.numbers_per_row
         if count * CANDIDATES * (numbers + fitted.program.variables) <= AFFORDABLE:
             own = centre.at(slice(None), slice(k, k + 1))
-            blocks = _defensive_blocks(fitted, theta, count, client, key, NARROWER, own)
+            blocks = _defensive_blocks(
+                fitted, theta, count, client, key, NARROWER, own, common=True
+            )
             evidence[:, k] = torch.cat([block.evidence()[:, 0] for _, block, _ in blocks])
     return evidence

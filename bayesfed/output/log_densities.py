@@ -29,7 +29,7 @@ class Probe(NamedTuple):
 
     Attributes:
         first: they are the first so many of the draws.
-        repeats: the last so many of these are the first ones again, so that their differences show the noise.
+        repeats: so many draws after these are the first ones again, so that their differences show the noise.
     """
 
     first: int
