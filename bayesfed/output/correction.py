@@ -3,11 +3,13 @@
     log weight of θ_s:  log p(θ_s) − log t(θ_s) + Σ_i log p(w_is, D_i | θ_s) − log q(w_is | θ_s),   w_is ~ q(w_i | θ_s)
 
 A Normal q(θ) has neither the skewness nor the heavy tails of a posterior of few clients. The first proposal t is a
-Student's t with the mean and covariance of q, the second one has those of the weighted draws. If these are not enough,
-up to four mixtures of narrower t distributions around the weighted draws follow, the first of them together with one as
-wide as the prior. Without the latter, draws never reach the ends of a funnel, and k-hat does not show it. Where the
-priors of some globals depend on others, or are heavy-tailed, half of the draws come from proposals in coordinates in
-which these priors are standard Normal, see :mod:`bayesfed.output.prior_coordinates`.
+Student's t with the mean and covariance of q. Up to five others follow. While the effective sample size is small, they
+have the mean and covariance of the weighted draws, and those of a quadratic surrogate of the log target, fitted to what
+the clients have said of all draws, which finds the posterior from far away (if weights are very uneven, a power of them
+is used); then they are mixtures of narrower t distributions around the weighted draws. The third one has a part as wide
+as the prior. Without it, draws never reach the ends of a funnel, and k-hat does not show it. Where the priors of some
+globals depend on others, are heavy-tailed or end at 0, half of the draws come from proposals in coordinates in which
+these priors are standard Normal, see :mod:`bayesfed.output.prior_coordinates`.
 
 The density t in the weights of all draws is the mean of the proposals so far (Cappé, Guillin, Marin & Robert 2004,
 *Population Monte Carlo*; Owen & Zhou 2000, *Safe and effective importance sampling*, section 3). A client computes one
@@ -41,6 +43,7 @@ from bayesfed.output.importance import (
     pareto_k,
     systematic_resample,
     tail_share,
+    temper_weights,
     truncate_weights,
 )
 from bayesfed.output.log_densities import Probe, SumLogWeights, sum_log_weights
@@ -51,6 +54,8 @@ DRAWS, FEWEST = 2000, 500
 """Draws from each proposal, and the number below which q(θ) is not corrected."""
 PROPOSALS, ENOUGH = (2, 6), 1000
 """The least and the largest number of proposals, and the effective sample size at which no more are needed."""
+PATIENCE = 3
+"""The number of proposals after which the effective sample size must be large enough to estimate a covariance."""
 PRIOR = 2
 """The number of proposals after which one is twice as large, half of it as wide as the prior."""
 FINITE_VARIANCE = 0.5
@@ -64,6 +69,9 @@ CENTRES = 500
 """Number of centres around the draws of the third and later proposals."""
 EVEN = 0.99
 """Effective sample size of q's own draws, relative to their number, above which q(θ) needs no correction."""
+FAR = 0.1
+"""Relative effective sample size of the first proposal below which q(θ) was so far from the posterior that clients'
+variables are drawn from Laplace approximations, not from q(w_i | θ)."""
 TAIL = 0.02
 """The largest share of all weight that may lie beyond the largest weight if k is above :func:`khat.limit`."""
 PROBE, QUIET, LOUD = 200, 0.1, 1.0
@@ -126,16 +134,25 @@ def correct(
     key = fitted.key(0, "correction")
     own = draw_theta(fitted, draws, key)[GLOBAL][:, 0, 0]
     slow = draws * COST > affordable
-    laplace = False
+    laplace = laplace_locals = False
     proposals = Proposals(find_prior_coordinates(fitted.program, fitted.params, own))
     z, weights = own, own.new_full((draws,), 1 / draws, dtype=torch.float64)
     targets: list[Tensor] = []
+    size, least = 0.0, max(LEAST, PER_DIMENSION * own.shape[1])
     k, trusted, certain, further, count = math.inf, False, False, False, draws
     while count:
         around = Around.BOTH if further or len(targets) == PRIOR else Around.DRAWS
-        centres = CENTRES if len(targets) > 1 else 1
         number = 2 * count if len(targets) == PRIOR and not further else count  # in one exchange
-        if not proposals.add(z, weights, number, around=around, centres=centres):
+        rough = size < ENOUGH
+        added = proposals.add(
+            z,
+            weights,
+            number,
+            around=around,
+            centres=1 if rough else CENTRES,
+            log_target=torch.cat(targets) if rough and targets else None,
+        )
+        if not added:
             return CorrectionResult(reliable=False)
         with noise.seeded(len(targets)):
             new = proposals.sample(own.dtype)
@@ -153,8 +170,13 @@ def correct(
         log_w = log_w.where(~log_w.isnan(), -torch.inf)
         weights = truncate_weights(log_w)
         size = effective_sample_size(weights)
-        if size < max(LEAST, PER_DIMENSION * z.shape[1]):
-            return CorrectionResult(reliable=False)
+        if len(targets) == 1 and size < FAR * len(z):
+            laplace_locals = _learns_block(fitted)
+        if size < least:
+            if len(targets) == PATIENCE:
+                return CorrectionResult(reliable=False)
+            weights = temper_weights(log_w, least)
+            continue
         k = pareto_k(log_w)
         trusted = k <= khat.limit(len(log_w)) or tail_share(log_w, k) < TAIL
         fine = trusted and k <= FINITE_VARIANCE
@@ -169,6 +191,7 @@ def correct(
     if not trusted:
         return CorrectionResult(reliable=False)
     theta = z[systematic_resample(weights, len(z))][:, None, None]
+    laplace = laplace or laplace_locals
     correction = Correction({GLOBAL: theta}, k, laplace, ess=size, log_weights=log_w)
     return CorrectionResult(reliable=True, correction=correction, certain=certain)
 
@@ -195,7 +218,7 @@ def log_weights_around(fitted: Fitted, log_weights: SumLogWeights = sum_log_weig
         raise ValueError("the draws of θ have a singular covariance: there is no proposal for them")
     with noise.seeded(0):
         new = proposals.sample(z.dtype)
-    key, laplace = fitted.key(0, "evidence"), has_block(program) and program.learns_locals
+    key, laplace = fitted.key(0, "evidence"), _learns_block(fitted)
     return _log_target(fitted, new, key, log_weights, laplace) - proposals.log_prob()
 
 
@@ -226,9 +249,7 @@ def _first_log_target(
     Returns:
         The log target ``(S,)``, and whether it is Laplace's; or the result, if there is one already.
     """
-    # where q(w_i | θ) learns nothing, it is Laplace's approximation itself
-    learnt = has_block(fitted.program) and fitted.program.learns_locals
-    repeats = PROBE if learnt else 0
+    repeats = PROBE if _learns_block(fitted) else 0
     of_q, minus_log_q = _draws_of_q(fitted, few) if few else (z[:0], z[:0])
     together = torch.cat([z, z[:repeats], of_q])
     probe = None if slow or not repeats else Probe(len(z), repeats)
@@ -241,6 +262,11 @@ def _first_log_target(
     if slow and early:
         return CorrectionResult(reliable=False)
     return _log_target(fitted, z, key, log_weights, laplace=True), True
+
+
+def _learns_block(fitted: Fitted) -> bool:
+    """Return whether Laplace's approximation may replace q(w_i | θ); where this learns nothing, it is the former."""
+    return has_block(fitted.program) and fitted.program.learns_locals
 
 
 def _is_posterior(log_weights: Tensor) -> bool:

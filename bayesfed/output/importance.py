@@ -52,6 +52,28 @@ def truncate_weights(log_weights: Tensor) -> Tensor:
     return weights / weights.sum()
 
 
+def temper_weights(log_weights: Tensor, size: float) -> Tensor:
+    """Raise weights to the largest power, at most 1, at which their effective sample size is at least as asked.
+
+    A proposal that is fitted to them lies between that of the draws and the target (Neal 2001, *Annealed importance
+    sampling*). They sum to 1; NaN counts as weight 0.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed.output.importance import effective_sample_size, temper_weights
+        >>> round(effective_sample_size(temper_weights(torch.linspace(-100.0, 0.0, 50), 20)))
+        20
+    """
+    log_weights = log_weights.nan_to_num(-torch.inf)
+    log_weights = log_weights - log_weights.max()
+    power = 0.0
+    for step in 0.5 ** torch.arange(21).double():  # from above: 1 itself is tried first
+        more = power + float(step)
+        if more <= 1.0 and effective_sample_size((more * log_weights).exp()) >= size:
+            power = more
+    return (power * log_weights).nan_to_num(-torch.inf).softmax(0)
+
+
 def systematic_resample(weights: Tensor, count: int) -> Tensor:
     """Choose ``count`` draws by weight; return their positions (Carpenter, Clifford & Fearnhead 1999)."""
     at = (torch.arange(count, dtype=weights.dtype, device=weights.device) + 0.5) / count

@@ -1,16 +1,19 @@
 """Coordinates of θ that are measured from its prior, site by site.
 
     v = (u − loc(θ)) / scale(θ)           of a site with a location and a scale that other globals determine
-    v = Φ⁻¹(F((u − loc) / scale))         of a Cauchy prior, F its distribution function
+    v = Φ⁻¹(F((u − loc) / scale))         of a Cauchy, half-Cauchy, half-Normal or exponential prior
 
-u are unconstrained values, and z = (u − origin) / unit the guide's coordinates, with constants. Where the data say
+u are unconstrained values, the logarithms of positive ones, F is their distribution function under the prior for
+location 0 and scale 1, and z = (u − origin) / unit are the guide's coordinates, with constants. Where the data say
 little of an effect and of its scale, their posterior is a funnel in z, and close to a Normal in v (Papaspiliopoulos,
 Roberts & Sköld 2007, *A general framework for the parametrization of hierarchical models*). A posterior with the tails
-of a Cauchy distribution has those of a Normal in v.
+of a Cauchy distribution has those of a Normal in v, and so has the logarithm of a standard deviation that may be 0,
+whose posterior has the long left tail e^u of its prior.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,8 +29,8 @@ from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.hierarchical import Hierarchical
 from bayesfed.guides.unconstrained import delta_at, split
 
-FARTHEST = 8.0
-"""The largest distance from the centre of a Cauchy prior, in v: larger ones count as this one."""
+FARTHEST = 35.0
+"""The largest distance from the centre of a prior, in v: larger ones count as this one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +47,8 @@ class PriorCoordinates:
         >>> from bayesfed import datasets, models
         >>> from bayesfed.output.prior_coordinates import find_prior_coordinates
         >>> fit = bf.fit(models.eight_schools, datasets.eight_schools(), rounds=2)
-        >>> z = torch.randn(5, 2)
-        >>> find_prior_coordinates(fit.program, fit.params, z) is None  # no prior depends on a global variable
-        True
+        >>> find_prior_coordinates(fit.program, fit.params, torch.randn(5, 2)).names  # mu has a Normal prior
+        frozenset({'tau'})
     """
 
     program: Program
@@ -96,29 +98,29 @@ class _Site(NamedTuple):
     Attributes:
         origin: that of the guide's coordinates z.
         unit: theirs.
-        loc: the location of the prior.
+        loc: the location of the prior; of a positive variable, that of its logarithm.
         scale: its scale.
-        is_cauchy: whether it is a Cauchy distribution.
+        shape: the standard distribution whose values become those of a standard Normal; None of a location and a scale.
     """
 
     origin: Tensor
     unit: Tensor
     loc: Tensor
     scale: Tensor
-    is_cauchy: bool
+    shape: _Shape | None
 
     def from_guide(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return u, v and log |∂v / ∂z| of each number at z."""
         u = self.origin + self.unit * z
         v, log_det = (u - self.loc) / self.scale, self.unit.log() - self.scale.log()
-        if not self.is_cauchy:
+        if self.shape is None:
             return u, v, log_det
-        v, more = _to_normal(v)
+        v, more = _to_normal(v, self.shape)
         return u, v, log_det + more
 
     def to_guide(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return u, z and 0, for the logarithm that only the other direction needs, at v."""
-        u = self.loc + self.scale * (_from_normal(v) if self.is_cauchy else v)
+        u = self.loc + self.scale * (v if self.shape is None else _from_normal(v, self.shape))
         return u, (u - self.origin) / self.unit, torch.zeros_like(v)
 
 
@@ -154,10 +156,10 @@ class _Walk(Messenger):
         if located is None:
             u, other = scaling.loc + scaling.scale * point, point
         else:
-            site = _Site(scaling.loc, scaling.scale, *located, _is_cauchy(prior))
+            site = _Site(scaling.loc, scaling.scale, *located, _SHAPES.get(type(_base(prior))))
             u, other, log_det = self.change(site, point)
             self.log_det = self.log_det + log_det.expand_as(point).sum(-1)
-            if site.is_cauchy or any((x != x[:1]).any() for x in located if x.ndim == point.ndim):
+            if site.shape or any((x != x[:1]).any() for x in located if x.ndim == point.ndim):
                 self.changed.append(name)
         self.found.append(other)
         msg["value"] = delta_at(prior, u).v
@@ -171,30 +173,83 @@ def _base(prior: Any) -> Any:
     return prior
 
 
-def _is_cauchy(prior: Any) -> bool:
-    return isinstance(_base(prior), torch.distributions.Cauchy)
+class _Shape(NamedTuple):
+    """A standard distribution on the real line, of a variable or of the logarithm of a positive one.
+
+    Attributes:
+        cdf: F.
+        sf: 1 − F.
+        icdf: the inverse of F.
+        isf: that of 1 − F.
+        log_density: the logarithm of its density.
+    """
+
+    cdf: Callable[[Tensor], Tensor]
+    sf: Callable[[Tensor], Tensor]
+    icdf: Callable[[Tensor], Tensor]
+    isf: Callable[[Tensor], Tensor]
+    log_density: Callable[[Tensor], Tensor]
+
+
+_ROOT = math.sqrt(2.0)
+_SHAPES: dict[type[Any], _Shape] = {
+    dist.Cauchy: _Shape(
+        cdf=lambda x: torch.atan2(torch.ones_like(x), -x) / torch.pi,
+        sf=lambda x: torch.atan2(torch.ones_like(x), x) / torch.pi,
+        icdf=lambda p: -1 / torch.tan(torch.pi * p),
+        isf=lambda p: 1 / torch.tan(torch.pi * p),
+        log_density=lambda x: -x.square().log1p() - math.log(math.pi),
+    ),
+    dist.HalfCauchy: _Shape(
+        cdf=lambda x: 2 / torch.pi * torch.atan(x.exp()),
+        sf=lambda x: 2 / torch.pi * torch.atan((-x).exp()),
+        icdf=lambda p: torch.tan(torch.pi / 2 * p).log(),
+        isf=lambda p: -torch.tan(torch.pi / 2 * p).log(),
+        log_density=lambda x: x - (2 * x).exp().log1p() + math.log(2 / math.pi),
+    ),
+    dist.HalfNormal: _Shape(
+        cdf=lambda x: torch.erf(x.exp() / _ROOT),
+        sf=lambda x: torch.erfc(x.exp() / _ROOT),
+        icdf=lambda p: (_ROOT * torch.erfinv(p)).log(),
+        isf=lambda p: (-torch.special.ndtri(p / 2)).log(),
+        log_density=lambda x: x - (2 * x).exp() / 2 + math.log(2 / math.pi) / 2,
+    ),
+    dist.Exponential: _Shape(
+        cdf=lambda x: -torch.expm1(-x.exp()),
+        sf=lambda x: (-x.exp()).exp(),
+        icdf=lambda p: (-torch.log1p(-p)).log(),
+        isf=lambda p: (-p.log()).log(),
+        log_density=lambda x: x - x.exp(),
+    ),
+}
 
 
 def _location_and_scale(prior: Any) -> tuple[Tensor, Tensor] | None:
-    """Return location and scale of a prior of independent real numbers ``(..., P)``; None if it has none."""
+    """Return location and scale of a prior of independent real numbers ``(..., P)``; None if it has none.
+
+    Of a positive number whose prior has a shape, those of its logarithm.
+    """
     base, size = _base(prior), len(prior.event_shape)
-    if base.event_shape or base.support != constraints.real or not hasattr(base, "scale"):
+    if type(base) in _SHAPES and type(base) is not dist.Cauchy:
+        unit = torch.as_tensor(base.scale if hasattr(base, "scale") else 1 / base.rate)
+        loc, scale = unit.log(), torch.ones_like(unit)
+    elif base.event_shape or base.support != constraints.real or not hasattr(base, "scale"):
         return None
-    loc, scale = (torch.as_tensor(getattr(base, x)) for x in ("loc", "scale"))
+    else:
+        loc, scale = (torch.as_tensor(getattr(base, x)) for x in ("loc", "scale"))
     return tuple(x.reshape(*x.shape[: x.ndim - size], -1) for x in (loc, scale))  # type: ignore[return-value]
 
 
-def _to_normal(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Φ⁻¹(F(x)), F that of a standard Cauchy distribution, and the logarithm of its derivative."""
+def _to_normal(x: Tensor, shape: _Shape) -> tuple[Tensor, Tensor]:
+    """Return Φ⁻¹(F(x)) and the logarithm of its derivative."""
     x = x.double()
-    v = x.sign() * -torch.special.ndtri(torch.atan2(torch.ones_like(x), x.abs()) / torch.pi)
+    below, above = shape.cdf(x), shape.sf(x)
+    v = torch.where(below < above, torch.special.ndtri(below), -torch.special.ndtri(above))
     v = v.clamp(-FARTHEST, FARTHEST)
-    log_cauchy = -x.square().log1p() - torch.tensor(torch.pi).log()
-    log_normal = -v.square() / 2 - torch.tensor(2 * torch.pi).log() / 2
-    return v, log_cauchy - log_normal
+    return v, shape.log_density(x) + v.square() / 2 + math.log(math.tau) / 2
 
 
-def _from_normal(v: Tensor) -> Tensor:
+def _from_normal(v: Tensor, shape: _Shape) -> Tensor:
     """Return F⁻¹(Φ(v)), the inverse of :func:`_to_normal`."""
     tail = torch.special.ndtr(-v.double().abs().clamp(max=FARTHEST))
-    return (v.sign() / torch.tan(torch.pi * tail)).to(v.dtype)
+    return torch.where(v < 0, shape.icdf(tail), shape.isf(tail)).to(v.dtype)

@@ -1,4 +1,4 @@
-"""The proposal distribution of importance sampling: a mixture of Student's t around weighted draws."""
+"""Proposals of importance sampling: mixtures of Student's t around weighted draws, or around a surrogate's mode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from bayesfed.output.importance import effective_sample_size, systematic_resample
+from bayesfed.output.importance import (
+    effective_sample_size,
+    systematic_resample,
+    temper_weights,
+)
 from bayesfed.output.prior_coordinates import PriorCoordinates
 from bayesfed.output.student import FREEDOM, PER_SD, student_log_density
 
@@ -21,6 +25,11 @@ _AT_ONCE = 100_000
 """Distances between draws and centres that are computed at once, so that they stay in a processor's cache."""
 WIDER = 1.1
 """The factor by which the t distributions are wider than the draws."""
+PER_TERM, EQUATIONS = 5, 3
+"""The effective number of draws, relative to (1 + D)², that a quadratic surrogate is fitted to, and the least number of
+draws relative to that of its coefficients."""
+FLATTEST, FARTHEST = 0.1, 4.0
+"""The least curvature of a surrogate and the largest distance of its mode, in units of the draws it is fitted to."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,9 +83,9 @@ def fit_proposal(z: Tensor, weights: Tensor, centres: int) -> StudentMixture | N
     components adds to the covariance (West 1993, *Approximating posterior distributions by mixture*, section 2.2); the
     width follows Silverman's rule. Returns None if the covariance of the draws is singular.
     """
-    mean, size = weights @ z, z.shape[1]
-    root, failed = torch.linalg.cholesky_ex((weights[:, None] * (z - mean)).mT @ (z - mean))
-    if bool(failed):
+    z, weights = _with_weight(z, weights)
+    mean, root, size = *_mean_and_root(z, weights), z.shape[1]
+    if root is None:
         return None
     width = 1.0
     if centres > 1:
@@ -85,6 +94,62 @@ def fit_proposal(z: Tensor, weights: Tensor, centres: int) -> StudentMixture | N
     shrunk = (1 - min(width, 1.0) ** 2) ** 0.5
     at = mean + shrunk * (z[systematic_resample(weights, centres)] - mean)
     return StudentMixture(at, WIDER * min(width, 1.0) * PER_SD * root)
+
+
+def surrogate_proposal(
+    x: Tensor, log_density: Tensor, weights: Tensor
+) -> StudentMixture | None:
+    """Fit a quadratic function of x to the log density by weighted least squares, and return a t at its maximum.
+
+    A few hundred draws show where the target is, and how wide, even if most of its weight lies on one of them. Returns
+    None if there are too few draws for the coefficients, or if their covariance is singular.
+
+    Args:
+        x: draws ``(S, D)``.
+        log_density: of the target at these, up to a constant, ``(S,)``.
+        weights: of the draws in the fit, ``(S,)``.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed.output.proposal import surrogate_proposal
+        >>> x = torch.linspace(-1.0, 1.0, 50, dtype=torch.float64)[:, None]
+        >>> found = surrogate_proposal(x, -2 * (x[:, 0] - 1.5) ** 2, torch.full((50,), 0.02, dtype=torch.float64))
+        >>> round(found.centres.item(), 3)
+        1.5
+    """
+    x, weights, log_density = _with_weight(x, weights, log_density)
+    mean, root, size = *_mean_and_root(x, weights), x.shape[1]
+    i, j = torch.triu_indices(size, size, device=x.device)
+    if root is None or len(x) < EQUATIONS * (1 + size + len(i)):
+        return None
+    u = torch.linalg.solve_triangular(root, (x - mean).mT, upper=False).mT
+    features = torch.cat([torch.ones_like(u[:, :1]), u, u[:, i] * u[:, j]], 1)
+    scale = weights.sqrt()[:, None]
+    level = (log_density - log_density.max())[:, None]
+    found = torch.linalg.lstsq(scale * features, scale * level).solution[:, 0]
+    half = torch.zeros_like(root)
+    half[i, j] = found[1 + size :]
+    values, vectors = torch.linalg.eigh(-(half + half.mT))
+    covariance = (vectors / values.clamp(min=FLATTEST)) @ vectors.mT
+    mode = covariance @ found[1 : 1 + size]
+    mode = mode * (FARTHEST / mode.norm()).clamp(max=1.0)
+    width = root @ torch.linalg.cholesky(covariance)
+    return StudentMixture((mean + root @ mode)[None], WIDER * PER_SD * width)
+
+
+def _with_weight(x: Tensor, weights: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """Return the finite draws that have a weight, their weights, which sum to 1, and others' entries of them."""
+    kept = x.isfinite().all(1) & (weights > 0)
+    for other in others:
+        kept &= other.isfinite()
+    return x[kept], weights[kept] / weights[kept].sum(), *(other[kept] for other in others)
+
+
+def _mean_and_root(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the mean of weighted draws and the Cholesky factor of their covariance; None if that is singular."""
+    mean = weights @ x
+    root, failed = torch.linalg.cholesky_ex((weights[:, None] * (x - mean)).mT @ (x - mean))
+    return mean, None if bool(failed) else root
 
 
 def prior_proposal(like: Tensor) -> StudentMixture:
@@ -138,7 +203,16 @@ class Proposals:
         self._last: list[Part] = []
         self._log_densities = torch.empty(0, 0, dtype=torch.float64)
 
-    def add(self, z: Tensor, weights: Tensor, draws: int, *, around: Around, centres: int) -> bool:
+    def add(
+        self,
+        z: Tensor,
+        weights: Tensor,
+        draws: int,
+        *,
+        around: Around,
+        centres: int,
+        log_target: Tensor | None = None,
+    ) -> bool:
         """Add a proposal.
 
         Args:
@@ -147,24 +221,33 @@ class Proposals:
             draws: the number of draws that it is to give.
             around: around the draws ``z``, or as wide as the prior, or both.
             centres: number of components around the draws.
+            log_target: the log density of the target at ``z``, all draws so far, ``(S,)``: as many draws as around
+                these come from around the mode of a surrogate of it.
 
         Returns:
             False if the covariance of the draws is singular.
         """
-        found = []
-        for system, (x, _) in enumerate(self._coordinates(z)):
+        mixtures: list[tuple[StudentMixture | None, int]] = []
+        for system, (x, log_volume) in enumerate(self._coordinates(z)):
             if "draws" in around.value:
-                found.append((fit_proposal(x, weights, centres), system))
+                mixtures.append((fit_proposal(x, weights, centres), system))
+            if log_target is not None:
+                tempered = temper_weights(
+                    log_target - self.log_prob(), PER_TERM * (1 + x.shape[1]) ** 2
+                )
+                mixtures.append((surrogate_proposal(x, log_target - log_volume, tempered), system))
             if "prior" in around.value:
-                found.append((prior_proposal(x), system))
+                mixtures.append((prior_proposal(x), system))
+        found = [(mixture, system) for mixture, system in mixtures if mixture is not None]
+        if not found:
+            return False
         ends = [draws * i // len(found) for i in range(len(found) + 1)]
         counts = [end - start for start, end in pairwise(ends)]
         self._last = [
             Part(mixture, system, count)
             for (mixture, system), count in zip(found, counts, strict=True)
-            if mixture is not None
         ]
-        return len(self._last) == len(found)
+        return True
 
     def sample(self, dtype: torch.dtype) -> Tensor:
         """Draw z, ``(draws, D)``, from the last proposal, by torch's random number generator."""

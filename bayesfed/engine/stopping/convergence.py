@@ -41,7 +41,7 @@ STEP, NOISE, MOVE, FAR = 0.1, 0.05, 0.1, 0.25
 """Tolerances, in standard deviations of q(θ) or in its log standard deviation."""
 NO_NOISE = 0.02
 """The largest noise, likewise, that is not worth rounds in which the rates fall."""
-CLOSE, NEAR = (48.0, 12.0), 3.0
+CLOSE, NEAR = (150.0, 12.0), 3.0
 """The factors on the tolerances within which a correction is tried, one after the other, early; and the last time."""
 LAST, LEAST, COOLING = 2, 3, 4
 """The smallest numbers of rounds whose steps are measured before the first correction, in which convergence is
