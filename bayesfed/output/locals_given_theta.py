@@ -32,7 +32,7 @@ from bayesfed.output.fitted import Fitted
 
 CANDIDATES = 64
 """Number of defensive candidates of a client's variables, from which one is chosen, or evidence is estimated."""
-PROBED, NOISY, NARROWER = 25, 0.05, (1.1, 2.0)
+PROBED, POOR, NARROWER = 25, 0.2, (1.1, 2.0)
 """Draws of θ at which Laplace estimates are compared with those of more candidates, of these widths; the mean square
 of the differences beyond which the latter are used."""
 AFFORDABLE = 2e7
@@ -192,7 +192,7 @@ def evidence_by_laplace(
     near = centre.at(slice(first))
     wider = _defensive_blocks(fitted, some, first, chunk, key, NARROWER, near, common=True)
     differences = evidence[:first] - torch.cat([block.evidence() for _, block, _ in wider])
-    poor = differences.nan_to_num(0.0, 0.0, 0.0).square().mean(0) > NOISY
+    poor = differences.nan_to_num(0.0, 0.0, 0.0).square().mean(0) > POOR
     for k in poor.nonzero()[:, 0].tolist():
         client = chunk[k : k + 1]
         numbers = int(federation.lengths[client]) * federation.numbers_per_row

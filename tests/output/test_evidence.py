@@ -58,7 +58,12 @@ def by_quadrature(slope, x, y):
 
 CASES = {
     "Normal": (normal, lambda g, mean: mean + SIGMA * g.normal(size=len(mean)), closed_form, 1e-5),
-    "Poisson": (counts, lambda g, mean: g.poisson(np.exp(mean)).astype(float), by_quadrature, 0.002),
+    "Poisson": (
+        counts,
+        lambda g, mean: g.poisson(np.exp(mean)).astype(float),
+        by_quadrature,
+        0.002,
+    ),
 }
 
 
@@ -150,33 +155,34 @@ def test_chunks_of_clients_add_up(monkeypatch):
 
 
 def test_poor_estimates_are_made_from_more_candidates(monkeypatch):
-    """Clients without events: p(level | far) has a sharp shoulder, and a Laplace approximation is far too narrow."""
+    """p(level | mu) has two modes, of which a Laplace approximation has one: it loses up to log 2 of the evidence."""
 
-    def rare(federation):
+    def squares(federation):
         mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
         with federation.clients():
-            level = pyro.sample("level", dist.Normal(mu, 4.0))
+            level = pyro.sample("level", dist.Normal(mu, 1.0))
             with federation.observations() as obs:
-                pyro.sample("y", dist.Poisson(level.exp()), obs=obs["y"])
+                pyro.sample("y", dist.Normal(level.square(), 0.8), obs=obs["y"])
 
-    federation = bf.Federation.from_arrays({"a": {"y": [0.0]}, "b": {"y": [0.0, 0.0]}})
+    clients = {"a": [2.0], "b": [1.0, 2.5]}
+    federation = bf.Federation.from_arrays({n: {"y": y} for n, y in clients.items()})
     federation = federation.to(dtype=torch.float64)
-    posterior = bf.fit(rare, federation, bf.SFVI(corrected=False), rounds=15)
-    mu = torch.linspace(-2.0, 2.0, 200, dtype=torch.float64)
+    posterior = bf.fit(squares, federation, bf.SFVI(corrected=False), rounds=5)
+    mu = torch.linspace(-1.0, 1.0, 100, dtype=torch.float64)
     start = posterior.program.guide.globals["mu"]
     theta = {"global": ((mu - start.loc) / start.scale)[:, None, None, None]}
 
-    def evidence(at, rows):
+    def evidence(at, y):
         def density(level):
-            return norm(at, 4.0).pdf(level) * np.exp(-rows * np.exp(level))
+            return norm(at, 1.0).pdf(level) * norm(level**2, 0.8).pdf(y).prod()
 
-        return np.log(quad(density, -30, 6, epsabs=0, epsrel=1e-8, points=[at])[0])
+        return np.log(quad(density, -8, 8, epsabs=0, epsrel=1e-8, points=[-1.5, 1.5])[0])
 
-    exact = np.array([evidence(at, 1) + evidence(at, 2) for at in mu.numpy()])
+    exact = np.array([sum(evidence(at, np.array(y)) for y in clients.values()) for at in mu])
 
     def error():
-        found = sum_log_weights(posterior, theta, len(mu), noise.key(0), laplace=True)
-        return np.sqrt(np.mean((found.numpy() - exact) ** 2))
+        found = sum_log_weights(posterior, theta, len(mu), noise.key(0), laplace=True).numpy()
+        return float((found - exact).std())  # a constant does not matter
 
     approximations, approximate = [], locals_given_theta.laplace_approximation
     monkeypatch.setattr(
@@ -186,5 +192,6 @@ def test_poor_estimates_are_made_from_more_candidates(monkeypatch):
     )
     with_more = error()
     assert approximations == [len(mu)]  # one for all candidates of both kinds
-    monkeypatch.setattr(locals_given_theta, "NOISY", np.inf)
-    assert with_more < 0.28 < error()
+    monkeypatch.setattr(locals_given_theta, "POOR", np.inf)
+
+    assert with_more < 0.7 < error()
