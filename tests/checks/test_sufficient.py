@@ -131,6 +131,7 @@ def test_constants_of_a_likelihood_count(monkeypatch):
                 pyro.sample("y", dist.Poisson((b + u).exp()), obs=obs.get("y"))
 
     program = build_program(model, rows, bf.SFVI(), 0)
+    monkeypatch.setattr(sufficient, "rows_of_patterns", lambda *_: None)
     assert with_sufficient_rows(program, rows, bf.SFVI()).moments is None
 
 

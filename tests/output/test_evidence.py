@@ -174,15 +174,15 @@ def test_poor_estimates_are_made_from_more_candidates(monkeypatch):
 
     def evidence(at, y):
         def density(level):
-            return norm(at, 1.0).pdf(level) * norm(level**2, 0.8).pdf(y).prod()
+            return np.exp(-((level - at) ** 2) / 2 - ((level**2 - y) ** 2).sum() / 1.28)
 
         return np.log(quad(density, -8, 8, epsabs=0, epsrel=1e-8, points=[-1.5, 1.5])[0])
 
-    exact = np.array([sum(evidence(at, np.array(y)) for y in clients.values()) for at in mu])
+    exact = [sum(evidence(at, np.array(y)) for y in clients.values()) for at in mu.tolist()]
 
     def error():
         found = sum_log_weights(posterior, theta, len(mu), noise.key(0), laplace=True).numpy()
-        return float((found - exact).std())  # a constant does not matter
+        return float((found - np.array(exact)).std())  # a constant does not matter
 
     approximations, approximate = [], locals_given_theta.laplace_approximation
     monkeypatch.setattr(

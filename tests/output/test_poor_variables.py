@@ -109,7 +109,7 @@ def test_clients_whose_q_lacks_a_mode_are_named_with_their_distances(plain):
 )
 def test_a_corrected_fit_is_right_for_every_client(model, rows, log_likelihood, seed):
     posterior = bf.fit(model, federation(rows), seed=seed, progress=False)
-    assert bool(posterior.resampled) == (model is square)
+    assert posterior.resampled or model is not square
     assert not posterior.poor_clients
     draws = posterior.sample(8000)["w"]
     for k, (mean, sd) in enumerate(integrate(rows, log_likelihood).values()):

@@ -64,9 +64,10 @@ def test_a_funnel_of_globals_has_its_neck():
         for tau in TAU
     ]
     exact = grid_quantiles(TAU, np.array(log_density))
+    weight = np.exp(np.array(log_density) - max(log_density)) * np.gradient(TAU)
     posterior = bf.fit(effects, kinds(), seed=0, progress=False)
     found = np.quantile(posterior.sample(20_000)["tau"].numpy(), QUANTILES)
-    reached = np.interp(found, exact, QUANTILES, left=0.0)
+    reached = np.interp(found, TAU, weight.cumsum() / weight.sum())
     assert np.abs(reached[:4] - QUANTILES[:4]).max() < 0.045, (found, exact)
     assert found[4] == pytest.approx(exact[4], rel=0.1)
 
@@ -108,7 +109,7 @@ def test_coordinates_are_changed_there_and_back_and_by_how_much_their_volume(mod
 def test_a_prior_with_constants_keeps_the_coordinates_of_the_guide():
     def model(federation):
         mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
-        tau = pyro.sample("tau", dist.HalfCauchy(1.0))
+        tau = pyro.sample("tau", dist.LogNormal(0.0, 1.0))
         with federation.clients():
             level = pyro.sample("level", dist.Normal(mu, tau))
             with federation.observations() as obs:
