@@ -96,9 +96,7 @@ def fit_proposal(z: Tensor, weights: Tensor, centres: int) -> StudentMixture | N
     return StudentMixture(at, WIDER * min(width, 1.0) * PER_SD * root)
 
 
-def surrogate_proposal(
-    x: Tensor, log_density: Tensor, weights: Tensor
-) -> StudentMixture | None:
+def surrogate_proposal(x: Tensor, log_density: Tensor, weights: Tensor) -> StudentMixture | None:
     """Fit a quadratic function of x to the log density by weighted least squares, and return a t at its maximum.
 
     A few hundred draws show where the target is, and how wide, even if most of its weight lies on one of them. Returns

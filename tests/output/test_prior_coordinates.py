@@ -86,7 +86,38 @@ def test_a_cauchy_global_has_its_tail():
     assert found[4] == pytest.approx(exact[4], rel=0.3)
 
 
-@pytest.mark.parametrize("model", [effects, cauchy])
+def scales(federation):
+    """Positive variables whose priors have a density at 0, or a heavy tail."""
+    tau = pyro.sample("tau", dist.HalfNormal(2.0))
+    rate = pyro.sample("rate", dist.Exponential(torch.tensor([0.5, 3.0])).to_event(1))
+    sigma = pyro.sample("sigma", dist.HalfCauchy(1.5))
+    with federation.clients():
+        level = pyro.sample("level", dist.Normal(0.0, tau))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Normal(level + rate.sum(-1), sigma), obs=obs["y"])
+
+
+def test_priors_are_standard_normal_in_their_coordinates():
+    posterior = bf.fit(scales, kinds(), bf.SFVI(corrected=False), rounds=2, progress=False)
+    program, scaling = posterior.program, posterior.program.guide.globals
+    generator = torch.Generator().manual_seed(0)
+    n = 20_000
+    uniform = torch.rand(n, 4, generator=generator, dtype=torch.float64)
+    values = torch.cat(
+        [
+            torch.as_tensor(stats.halfnorm(scale=2.0).ppf(uniform[:, :1])),
+            torch.as_tensor(stats.expon(scale=[2.0, 1 / 3]).ppf(uniform[:, 1:3])),
+            torch.as_tensor(stats.halfcauchy(scale=1.5).ppf(uniform[:, 3:])),
+        ],
+        1,
+    )
+    loc, unit = (torch.cat([getattr(s, x) for s in scaling.values()]) for x in ("loc", "scale"))
+    z = (values.log() - loc) / unit
+    v, _ = find_prior_coordinates(program, posterior.params, z[:5]).from_guide(z)
+    torch.testing.assert_close(v, torch.special.ndtri(uniform), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("model", [effects, cauchy, scales])
 def test_coordinates_are_changed_there_and_back_and_by_how_much_their_volume(model):
     data = kinds().to(dtype=torch.float64)
     posterior = bf.fit(model, data, bf.SFVI(corrected=False), rounds=2, progress=False)
