@@ -136,17 +136,16 @@ def correct(
     slow = draws * COST > affordable
     laplace = laplace_locals = False
     proposals = Proposals(find_prior_coordinates(fitted.program, fitted.params, own))
-    z, weights = own, own.new_full((draws,), 1 / draws, dtype=torch.float64)
+    z, shares = own, own.new_full((draws,), 1 / draws, dtype=torch.float64)
     targets: list[Tensor] = []
-    size, least = 0.0, max(LEAST, PER_DIMENSION * own.shape[1])
-    k, trusted, certain, further, count = math.inf, False, False, False, draws
+    least = max(LEAST, PER_DIMENSION * own.shape[1])
+    rough, certain, further, count = True, False, False, draws
     while count:
         around = Around.BOTH if further or len(targets) == PRIOR else Around.DRAWS
         number = 2 * count if len(targets) == PRIOR and not further else count  # in one exchange
-        rough = size < ENOUGH
         added = proposals.add(
             z,
-            weights,
+            shares,
             number,
             around=around,
             centres=1 if rough else CENTRES,
@@ -165,35 +164,72 @@ def correct(
                 return first
             target, laplace = first
         targets.append(target)
-        z = proposals.draws
-        log_w = torch.cat(targets) - proposals.log_prob()
-        log_w = log_w.where(~log_w.isnan(), -torch.inf)
-        weights = truncate_weights(log_w)
-        size = effective_sample_size(weights)
-        if len(targets) == 1 and size < FAR * len(z):
+        z, weights = proposals.draws, _weigh(torch.cat(targets) - proposals.log_prob())
+        shares, rough = weights.shares, weights.size < ENOUGH
+        if len(targets) == 1 and weights.size < FAR * len(z):
             laplace_locals = _learns_block(fitted)
-        if size < least:
-            if len(targets) == PATIENCE:
+        if weights.size < least:
+            if len(targets) >= PATIENCE:
                 return CorrectionResult(reliable=False)
-            weights = temper_weights(log_w, least)
+            shares = temper_weights(weights.logs, least)
             continue
-        k = pareto_k(log_w)
-        trusted = k <= khat.limit(len(log_w)) or tail_share(log_w, k) < TAIL
-        fine = trusted and k <= FINITE_VARIANCE
-        enough = fine and size > ENOUGH
-        certain = certain or enough
-        if len(targets) < PROPOSALS[0] or (len(targets) < PROPOSALS[1] and not enough):
+        certain = certain or weights.are_enough
+        few_proposals = len(targets) < PROPOSALS[0]
+        if few_proposals or (len(targets) < PROPOSALS[1] and not weights.are_enough):
             continue
-        count, size = 0, min(size, least_effective_size(weights, z))
-        if size < fitted.draws_needed and fine and len(targets) < PROPOSALS[1] + FURTHER:
+        count, size = 0, min(weights.size, least_effective_size(shares, z))
+        more = weights.have_variance and len(targets) < PROPOSALS[1] + FURTHER
+        if size < fitted.draws_needed and more:
             wanted = len(z) * (SPARE * fitted.draws_needed / size - 1)
             further, count = True, min(math.ceil(wanted), affordable)
-    if not trusted:
+    if not weights.are_trusted:
         return CorrectionResult(reliable=False)
-    theta = z[systematic_resample(weights, len(z))][:, None, None]
-    laplace = laplace or laplace_locals
-    correction = Correction({GLOBAL: theta}, k, laplace, ess=size, log_weights=log_w)
+    correction = Correction(
+        {GLOBAL: z[systematic_resample(shares, len(z))][:, None, None]},
+        weights.k,
+        laplace or laplace_locals,
+        ess=size,
+        log_weights=weights.logs,
+    )
     return CorrectionResult(reliable=True, correction=correction, certain=certain)
+
+
+class _Weights(NamedTuple):
+    """Importance weights of draws of θ.
+
+    Attributes:
+        logs: their logarithms, ``(S,)``; −∞ of what is not a number.
+        shares: the weights, truncated, which sum to 1.
+        size: their effective sample size.
+        k: Pareto's k of the weights as they are.
+    """
+
+    logs: Tensor
+    shares: Tensor
+    size: float
+    k: float
+
+    @property
+    def are_trusted(self) -> bool:
+        """Whether k is small for so many draws, or the tail beyond the largest weight has little of all weight."""
+        return self.k <= khat.limit(len(self.logs)) or tail_share(self.logs, self.k) < TAIL
+
+    @property
+    def have_variance(self) -> bool:
+        """Whether they are trusted, and have a finite variance."""
+        return self.are_trusted and self.k <= FINITE_VARIANCE
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether no more draws are needed, unless a precision is asked for."""
+        return self.have_variance and self.size > ENOUGH
+
+
+def _weigh(log_weights: Tensor) -> _Weights:
+    """Assess log weights ``(S,)``."""
+    logs = log_weights.where(~log_weights.isnan(), -torch.inf)
+    shares = truncate_weights(logs)
+    return _Weights(logs, shares, effective_sample_size(shares), pareto_k(logs))
 
 
 @torch.no_grad()
