@@ -164,7 +164,7 @@ def correct(
                 return first
             target, laplace = first
         targets.append(target)
-        z, weights = proposals.draws, _weigh(torch.cat(targets) - proposals.log_prob())
+        z, weights = proposals.draws, _assess(torch.cat(targets) - proposals.log_prob())
         shares, rough = weights.shares, weights.size < ENOUGH
         if len(targets) == 1 and weights.size < FAR * len(z):
             laplace_locals = _learns_block(fitted)
@@ -225,7 +225,7 @@ class _Weights(NamedTuple):
         return self.have_variance and self.size > ENOUGH
 
 
-def _weigh(log_weights: Tensor) -> _Weights:
+def _assess(log_weights: Tensor) -> _Weights:
     """Assess log weights ``(S,)``."""
     logs = log_weights.where(~log_weights.isnan(), -torch.inf)
     shares = truncate_weights(logs)

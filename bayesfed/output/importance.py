@@ -123,7 +123,10 @@ def _fit_tail(log_weights: Tensor) -> tuple[float, float, Tensor]:
     above = top[1:] - top[0]
     if not top.isfinite().all() or not above[tail // 4] > 0:
         return math.inf, 0.0, top
-    k, scale = fit_generalized_pareto(above.cpu())  # its grid of values lies on the CPU
+    try:
+        k, scale = fit_generalized_pareto(above.cpu())  # its grid of values lies on the CPU
+    except ZeroDivisionError:  # the weights are of sizes too different for its grid
+        return math.inf, 0.0, top
     return float(k), float(scale), top
 
 
