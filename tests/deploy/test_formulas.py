@@ -75,7 +75,7 @@ def in_one_process(text, family, plan, hospitals=HOSPITALS):
         (GAUSSIAN, "gaussian", False),
         (BINOMIAL, "binomial", False),
         (GAUSSIAN, "gaussian", True),
-        (GAPS, "gaussian", False),
+        pytest.param(GAPS, "gaussian", False, marks=pytest.mark.slow),
     ],
     ids=["gaussian", "binomial", "secure", "missing covariate"],
 )
