@@ -66,11 +66,14 @@ def _rounds():
     return (int(max(numbers(rows, "stops"))),)
 
 
-@claim("other_tools.md", "| {} to {} with all clients in each round")
+@claim(
+    "other_tools.md",
+    "| {} to {} with all clients in each round, and {} to {} exchanges in all",
+)
 def _rounds_of_all():
     rows = [r for r in table("rounds_to_truth") if r["clients a round"] == ["100 %"]]
-    stops = numbers(rows, "stops")
-    return int(min(stops)), int(max(stops))
+    found = [numbers(rows, column) for column in ("stops", "exchanges")]
+    return tuple(int(end) for column in found for end in (min(column), max(column)))
 
 
 @claim(
