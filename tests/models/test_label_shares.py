@@ -77,7 +77,8 @@ ALGORITHMS = {
 
 @pytest.mark.filterwarnings("ignore")  # three rounds are few
 @pytest.mark.parametrize(
-    "name", [*ALGORITHMS][:-1] + [pytest.param("SFVI", marks=pytest.mark.slow)]
+    "name",
+    ["FedAvg", "FedABML", "PFedVEM", "FOLA", "PACPFL", pytest.param("SFVI", marks=pytest.mark.slow)],
 )
 def test_training_is_the_same_and_predictions_are_shifted(
     name: str, train: bf.Federation, test: bf.Federation
