@@ -78,7 +78,14 @@ ALGORITHMS = {
 @pytest.mark.filterwarnings("ignore")  # three rounds are few
 @pytest.mark.parametrize(
     "name",
-    ["FedAvg", "FedABML", "PFedVEM", "FOLA", "PACPFL", pytest.param("SFVI", marks=pytest.mark.slow)],
+    [
+        "FedAvg",
+        "FedABML",
+        "PFedVEM",
+        "FOLA",
+        "PACPFL",
+        pytest.param("SFVI", marks=pytest.mark.slow),
+    ],
 )
 def test_training_is_the_same_and_predictions_are_shifted(
     name: str, train: bf.Federation, test: bf.Federation
