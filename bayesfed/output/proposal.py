@@ -226,13 +226,13 @@ class Proposals:
             False if the covariance of the draws is singular.
         """
         mixtures: list[tuple[StudentMixture | None, int]] = []
+        if log_target is not None:
+            ratios = log_target - self.log_prob()
+            tempered = temper_weights(ratios, PER_TERM * (1 + z.shape[1]) ** 2)
         for system, (x, log_volume) in enumerate(self._coordinates(z)):
             if "draws" in around.value:
                 mixtures.append((fit_proposal(x, weights, centres), system))
             if log_target is not None:
-                tempered = temper_weights(
-                    log_target - self.log_prob(), PER_TERM * (1 + x.shape[1]) ** 2
-                )
                 mixtures.append((surrogate_proposal(x, log_target - log_volume, tempered), system))
             if "prior" in around.value:
                 mixtures.append((prior_proposal(x), system))
