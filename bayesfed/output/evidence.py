@@ -30,11 +30,12 @@ from bayesfed.data.batch import Batch
 from bayesfed.elbo import handlers
 from bayesfed.elbo.elbo import Noise
 from bayesfed.elbo.noise import Draw, fold, uniform, word
-from bayesfed.elbo.program import Program
+from bayesfed.elbo.program import Params, Program
 from bayesfed.guides import newton
 from bayesfed.guides.family import GLOBAL
 from bayesfed.guides.hierarchical import LOCAL
 from bayesfed.guides.triangular import inverse_root
+from bayesfed.tracing.blocks import in_blocks
 
 EACH = 4
 """Draws of a client's variables for one of θ, in pairs, of which one is chosen; points that are evaluated at once."""
@@ -46,6 +47,10 @@ TOLERANCE = 0.01
 """A Newton step with twice its predicted gain below this, in nats, is the last one: the draws are weighted."""
 LEAST_CURVATURE = 0.05
 """The least curvature along an axis, in units of the precision of a Normal prior, or else of q."""
+PER_FEATURE, ENOUGH = 3, 4
+"""Draws of θ per coefficient of a polynomial at which modes are found; the least number of all draws relative to it."""
+CLOSE = 0.1
+"""Twice the largest gain of a Newton step, in nats, after which a mode is close enough: the next one gains far less."""
 LOG_TAU = math.log(math.tau)
 COST = 8
 """Time relative to a single draw from q, about."""
@@ -115,11 +120,62 @@ class Conditionals(NamedTuple):
             nodes = poutine.trace(self.program.guide).get_trace(rows).nodes
         return nodes[LOCAL]["fn"].detached
 
+    @property
+    def width(self) -> int:
+        """Numbers that the clients' rows hold for one draw of θ and one value of their variables, about."""
+        rows = self.batch.mask.shape[1] * self.program.points
+        fields = [value[0].numel() for value in self.batch.fields.values()]
+        return len(self.batch) * max(rows, *fields)
+
     def log_joint(self, u: Tensor) -> Tensor:
         """Compute log p(u, D_i | θ_s) of values of the block ``(R, S, K, 1, P)``: ``(R, S, K)``."""
         z = self.z.repeat(len(u), 1, 1, 1)
-        found = self.program.guide.block_log_joint(self.params, self.batch, u.flatten(0, 1), z)
-        return torch.as_tensor(found).expand(len(z), len(self.batch)).unflatten(0, u.shape[:2])
+        (found,) = self.run(_log_joint, self.width, u.flatten(0, 1), z)
+        return found.unflatten(0, u.shape[:2])
+
+    def run(self, function: Any, numbers: int, *draws: Tensor) -> list[Tensor]:
+        """Compute a function of (program, params, rows, draws) for blocks of draws."""
+        return in_blocks(function, self.program, (self.params, self.batch), draws, numbers)
+
+
+def _log_joint(
+    program: Program, params: Params, batch: Batch, u: Tensor, z: Tensor
+) -> list[Tensor]:
+    """Compute log p(u, D_i | θ) of values of the block ``(S, K, 1, P)`` at z ``(S, 1, 1, D)``: ``(S, K)``."""
+    found = program.guide.block_log_joint(params, batch, u, z)
+    return [torch.as_tensor(found).expand(len(z), len(batch))]
+
+
+def _value_and_curvature(
+    program: Program, params: Params, batch: Batch, u: Tensor, z: Tensor
+) -> list[Tensor]:
+    """Compute the log density at u, its gradient and its curvature, as :func:`_log_joint`."""
+
+    def log_joint(u: Tensor) -> Tensor:
+        return _log_joint(program, params, batch, u[0], z)[0][None]
+
+    with torch.enable_grad():
+        return [x.detach() for x in newton.value_and_curvature(log_joint, u)]
+
+
+def _quadrature(
+    program: Program,
+    params: Params,
+    batch: Batch,
+    points: tuple[Tensor, Tensor],
+    mode: Tensor,
+    root: Tensor,
+    z: Tensor,
+) -> list[Tensor]:
+    """Estimate log p(D_i | θ) by the points of :func:`_points` around a Normal approximation, ``(S, K)``."""
+    white, log_weights = points
+    columns = zip(root.unbind(-1), white.to(root).unsqueeze(-2).unbind(-1), strict=True)
+    u = mode + sum(column * number for column, number in columns)
+    (found,) = _log_joint(program, params, batch, u.flatten(0, 1), z.repeat(len(u), 1, 1, 1))
+    over = (log_weights[:, None, None] + white.square().sum(-1).squeeze(-1) / 2).to(found)
+    level = root.diagonal(dim1=-2, dim2=-1).log().sum(-1) + mode.shape[-1] / 2 * LOG_TAU
+    total = (found.unflatten(0, u.shape[:2]) + over).nan_to_num(-torch.inf).logsumexp(0)
+    return [total.double() + level.squeeze(-1)]
 
 
 def laplace_candidates(given: Conditionals, mode: Tensor, root: Tensor, noise: Noise) -> Candidates:
@@ -150,16 +206,11 @@ def laplace_evidence(given: Conditionals, mode: Tensor, root: Tensor, keys: Tens
         root: a root of H_s⁻¹.
         keys: the clients' noise streams, ``(K,)``.
     """
-    z, log_weights = _points(mode.shape[-1], keys)
-    level = root.diagonal(dim1=-2, dim2=-1).log().sum(-1) + mode.shape[-1] / 2 * LOG_TAU
-    parts = []
-    with torch.no_grad():
-        for some, weight in zip(z.split(EACH), log_weights.split(EACH), strict=True):
-            away = (root @ some.to(root)[..., None]).squeeze(-1)
-            density = weight[:, None, None, None] - (-some.square().sum(-1) / 2 - level)
-            found = given.log_joint(mode + away).double() + density.squeeze(-1)
-            parts.append(found.nan_to_num(-torch.inf).logsumexp(0))
-    return torch.stack(parts).logsumexp(0)
+    program, params, _, batch, _ = given
+    white, log_weights = _points(mode.shape[-1], keys)
+    fixed = params, batch, (white, log_weights)
+    numbers = given.width * len(white)
+    return in_blocks(_quadrature, program, fixed, [mode, root, given.z], numbers)[0]
 
 
 def _points(size: int, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,12 +229,82 @@ def _points(size: int, keys: Tensor) -> tuple[Tensor, Tensor]:
 def laplace_approximation(given: Conditionals) -> tuple[Tensor, Tensor]:
     """Return û_s ``(S, K, 1, P)`` and a root of H_s⁻¹ ``(S, K, 1, P, P)``; ``given`` as of :func:`laplace_candidates`.
 
-    Newton steps, with a line search where a whole step makes the density lower, go on for each client and draw of θ
-    until they gain less than a tolerance, whichever other clients are there.
+    Of many draws of θ, the modes at a few are found by Newton's method. A polynomial in θ that is fitted to these is so
+    close to the others that one Newton step is enough at most of them.
     """
     if given.program.guide.structure is not None:  # q is the approximation
         q = given.block()
         return q.mean, q.scale_tril
+    different, draws = _without_repetition(given)
+    u, precision = _fitted_modes(different) or _modes(different)
+    return u[draws], inverse_root(precision)[draws]
+
+
+def _without_repetition(given: Conditionals) -> tuple[Conditionals, Tensor]:
+    """Return the posteriors at different draws of θ, and the position of each draw of θ among them, ``(S,)``."""
+    z = given.z[:, 0, 0]
+    if not z.shape[1]:
+        return given.at(torch.arange(1)), torch.zeros(given.size, dtype=torch.int64)
+    different, position = torch.unique(z, dim=0, return_inverse=True)
+    if len(different) == given.size:
+        return given, torch.arange(given.size, device=z.device)
+    last = torch.empty(len(different), dtype=torch.int64, device=z.device)
+    last[position] = torch.arange(given.size, device=z.device)
+    return given.at(last), position
+
+
+def _fitted_modes(given: Conditionals) -> tuple[Tensor, Tensor] | None:
+    """Return modes and precisions as :func:`_modes`, most of them by one Newton step from a polynomial in θ.
+
+    Return None if the draws are too few, or if clients' variables have priors that are not Normal.
+    """
+    features = _polynomial(given.z[:, 0, 0].double())
+    if features is None:
+        return None
+    _, scale = _prior(given)
+    if not bool(scale.isfinite().all()):
+        return None
+    few = torch.linspace(0, given.size - 1, PER_FEATURE * features.shape[1]).long()
+    found, _ = _modes(given.at(few))
+    known = found.double().flatten(1)
+    weights = torch.linalg.lstsq(features[few], known, driver="gelsd").solution
+    u = (features @ weights).to(found).unflatten(1, found.shape[1:])
+    least = LEAST_CURVATURE / scale.square()
+    _, gradient, hessian = _derivatives(given, u, torch.arange(given.size))
+    precision = newton.positive(-hessian, least)
+    step = torch.linalg.solve_ex(precision, gradient[..., None])[0].squeeze(-1)
+    gain = (gradient * step).sum((-2, -1))
+    far = (~(gain < CLOSE)).any(1).nonzero()[:, 0]
+    u = u + step
+    if len(far):
+        u[far], precision[far] = _modes(given.at(far))
+    return u, precision
+
+
+def _polynomial(z: Tensor) -> Tensor | None:
+    """Return 1, z and the products of two of z ``(S, D)``, or only the first two: ``(S, F)``; None of few draws."""
+    z = (z - z.mean(0)) / z.std(0)
+    one = z.new_ones(len(z), 1)
+    products = (z[:, :, None] * z[:, None]).flatten(1)[:, _upper(z.shape[1])]
+    for features in ([one, z, products], [one, z]):
+        found = torch.cat(features, 1)
+        if len(z) >= ENOUGH * PER_FEATURE * found.shape[1]:
+            return found if bool(found.isfinite().all()) else None
+    return None
+
+
+def _upper(size: int) -> Tensor:
+    """Return the positions of the entries on and above the diagonal of a flattened matrix."""
+    row, column = torch.triu_indices(size, size)
+    return row * size + column
+
+
+def _modes(given: Conditionals) -> tuple[Tensor, Tensor]:
+    """Return û_s ``(S, K, 1, P)`` and H_s ``(S, K, 1, P, P)``.
+
+    Newton steps, with a line search where a whole step makes the density lower, go on for each client and draw of θ
+    until they gain less than a tolerance, whichever other clients are there.
+    """
     start, least = _start(given)
     u, precision = start.clone(), start.new_empty(*start.shape, start.shape[-1])
     reached, step = u.new_full(u.shape[:2], -torch.inf), torch.zeros_like(u)
@@ -212,14 +333,13 @@ def laplace_approximation(given: Conditionals) -> tuple[Tensor, Tensor]:
         moving = moving[~ended[moving].all(1)]
         if not len(moving):
             break
-    return u, inverse_root(precision)
+    return u, precision
 
 
 def _derivatives(given: Conditionals, u: Tensor, draws: Tensor) -> list[Tensor]:
     """Return the log density at u of some draws of θ, its gradient and its curvature."""
-    with torch.enable_grad():
-        found = newton.value_and_curvature(given.at(draws).log_joint, u[draws])
-    return [x.detach() for x in found]
+    numbers = given.width * (2 + u.shape[-1])
+    return given.run(_value_and_curvature, numbers, u[draws], given.z[draws])
 
 
 @torch.no_grad()
@@ -229,12 +349,19 @@ def _start(given: Conditionals) -> tuple[Tensor, Tensor]:
     The mean of q is linear in θ, and far from the posterior where θ is far from the centre of q(θ). The location of the
     prior is taken where it has the larger density.
     """
-    program, params, _, batch, size = given
     q = given.block()
-    with handlers.given(batch.device, params, noise={}, draws=size):
-        prior, scale = program.guide.block_prior(given.z, batch.head())
+    prior, scale = _prior(given)
     both = torch.stack([q.mean, prior.expand_as(q.mean)])
     best = given.log_joint(both).nan_to_num(-torch.inf).argmax(0)
     start = both.gather(0, best[None, ..., None, None].expand_as(both[:1]))[0]
     variance = torch.where(scale.isfinite(), scale.square(), q.variance)
     return start, LEAST_CURVATURE / variance
+
+
+@torch.no_grad()
+def _prior(given: Conditionals) -> tuple[Tensor, Tensor]:
+    """Return location and scale of the block's Normal priors, over ``(S, K, 1, P)``; infinite scales of others."""
+    program, params, _, batch, size = given
+    with handlers.given(batch.device, params, noise={}, draws=size):
+        prior: tuple[Tensor, Tensor] = program.guide.block_prior(given.z, batch.head())
+    return prior

@@ -8,7 +8,7 @@ import torch
 from pyro import poutine
 from torch import Size, Tensor
 
-from bayesfed.data.chunks import PASS
+from bayesfed.data.chunks import PASS, chunks, weight
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.program import Params
 from bayesfed.guides.hierarchical import LOCAL
@@ -173,6 +173,18 @@ def _by_laplace(
     supplied = program.noise(keys, EACH // 2 * count, local=True)
     given = Conditionals(program, fitted.params_of(chunk), theta, federation.batch(chunk), count)
     return laplace_candidates(given, *laplace_approximation(given), supplied)
+
+
+def evidence_chunks(fitted: Fitted, count: int) -> Iterator[Tensor]:
+    """Yield positions of clients, as many at a time as :func:`evidence_by_laplace` of ``count`` draws needs memory for.
+
+    It has all clients' variables at all draws of θ in memory, but rows at some of them only, unless the guide reads
+    these.
+    """
+    copies = count if fitted.program.guide.structure is None else EACH * count
+    federation, program = fitted.federation, fitted.program
+    size = weight(program.variables, federation.numbers_per_row, copies, program.points)
+    return chunks(federation.lengths, *size)
 
 
 def evidence_by_laplace(

@@ -14,9 +14,9 @@ from bayesfed.elbo import noise
 from bayesfed.elbo.elbo import log_parts, server_pass
 from bayesfed.elbo.program import Params
 from bayesfed.output.draws import client_chunks, draw_theta
-from bayesfed.output.evidence import EACH, has_block
+from bayesfed.output.evidence import has_block
 from bayesfed.output.fitted import Fitted
-from bayesfed.output.locals_given_theta import evidence_by_laplace, select_draws
+from bayesfed.output.locals_given_theta import evidence_by_laplace, evidence_chunks, select_draws
 
 OF_GUIDE = 16
 """Draws of a client's variables from q(w_i | θ) for one of θ, where one is not enough and Laplace does not apply."""
@@ -98,7 +98,7 @@ def sum_log_weights(
         for log_p, log_q in _client_log_densities(fitted, theta, count, key):
             total += (log_p - log_q).sum(1)
         return total
-    for chunk in client_chunks(fitted, EACH * count, fitted.federation):
+    for chunk in evidence_chunks(fitted, count):
         total += evidence_by_laplace(fitted, theta, count, chunk, key).sum(1)
     return total
 
@@ -118,7 +118,7 @@ def log_evidence_of_clients(fitted: Fitted, theta: Params, count: int, key: Tens
     """
     if is_of_moments(fitted.federation):
         fitted = fitted.sufficient
-    program, federation = fitted.program, fitted.federation
+    program = fitted.program
 
     def by_draws(theta: Params, count: int, each: int, key: Tensor) -> Tensor:
         repeated = {name: v.repeat(each, *[1] * (v.ndim - 1)) for name, v in theta.items()}
@@ -133,7 +133,7 @@ def log_evidence_of_clients(fitted: Fitted, theta: Params, count: int, key: Tens
     noisy = ~((found[:few] - again).square().mean(0) < 2 * QUIET)
     if noisy.any() and not (has_block(program) and program.learns_locals):
         return by_draws(theta, count, OF_GUIDE, key)
-    for chunk in client_chunks(fitted, EACH * count, federation) if noisy.any() else ():
+    for chunk in evidence_chunks(fitted, count) if noisy.any() else ():
         if len(some := chunk[noisy[chunk].to(chunk.device)]):
             found[:, some] = evidence_by_laplace(fitted, theta, count, some, key)
     return found

@@ -209,7 +209,7 @@ class Compiler:
         recorder = Recorder()
         try:
             with without_garbage_collection():
-                results, structure = _record(recorder, key, tensors)
+                results, structure = record(recorder, key, tensors)
                 graph = recorder.function(results)
         except Exception:  # it cannot be traced, or is wrong: the eager run raises the error
             return None
@@ -224,7 +224,7 @@ class Compiler:
             calls += 1
             with torch.no_grad():
                 found = graph(*tensors)
-            if calls == 2 and not _agree(found, expected := _run_eagerly(key, tensors), 1e-3):
+            if calls == 2 and not agree(found, expected := run_eagerly(key, tensors), 1e-3):
                 why = "its result depends on more than its arguments"
                 self._refuse(key[0].__qualname__, why)
                 self.graphs[key] = None
@@ -245,7 +245,7 @@ class Compiler:
         try:
             recorder = Recorder()
             with without_garbage_collection(), _switched_on(_inductor):
-                expected, structure = _record(recorder, key, tensors)
+                expected, structure = record(recorder, key, tensors)
                 graph = recorder.graph(expected)
         except Exception as error:  # a model may do anything that cannot be traced
             self._refuse(name, _describe_location(error))
@@ -261,7 +261,7 @@ class Compiler:
             self._refuse(name, f"Inductor could not compile it: {_first_line(error)}")
             return None
         lowered = torch.is_autocast_enabled(tensors[0].device.type)
-        if not _agree(found, expected, 0.05 if lowered else 1e-3):
+        if not agree(found, expected, 0.05 if lowered else 1e-3):
             self._refuse(name, "the graph compiled by Inductor gives other numbers")
             return None
 
@@ -282,7 +282,7 @@ class Compiler:
         self._refused[name] = why
 
 
-def _record(recorder: Recorder, key: Any, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+def record(recorder: Recorder, key: Any, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
     """Run a function on these tensors, record its operations, and return its results and their structure."""
     # a tensor given twice must be two inputs: at the next call there may be two tensors
     inputs = [tensor.detach() for tensor in tensors]
@@ -307,7 +307,7 @@ def _run_as_if_traced(key: Any, tensors: Sequence[Tensor]) -> Any:
     return unflatten(structure, iter(found))
 
 
-def _run_eagerly(key: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+def run_eagerly(key: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Run a function without any graph, its own steps included."""
     with using(None):
         return _run_flat(key, tensors)[0]
@@ -334,7 +334,7 @@ class _SameStorage(TorchFunctionMode):
         return one == other
 
 
-def _agree(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> bool:
+def agree(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> bool:
     """Compare tensors up to a fraction of each one's largest number, or round-off of the largest of all."""
     floats = [b for b in expected if b.is_floating_point() and b.numel()]
     largest = max((_largest(b) for b in floats), default=0.0)

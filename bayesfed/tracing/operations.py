@@ -86,6 +86,20 @@ class Operation:
         return self.target._schema.is_mutable
 
 
+class Recording(NamedTuple):
+    """A function as the list of its operations.
+
+    Attributes:
+        operations: in order.
+        inputs: its arguments.
+        ends: its results.
+    """
+
+    operations: list[Operation]
+    inputs: list[Value]
+    ends: list[Value]
+
+
 def values_in(args: Sequence[Any]) -> Iterator[Value]:
     """Yield the values among arguments, lists included."""
     for arg in args:

@@ -16,6 +16,7 @@ from bayesfed.tracing.dispatch_mode import DispatchMode
 from bayesfed.tracing.operations import (
     Form,
     Operation,
+    Recording,
     Value,
     as_function,
     as_graph,
@@ -102,6 +103,10 @@ class Recorder(DispatchMode):
                 self._values[part] = value = self._value_of(part, operation.reads)
             operation.results.append(value)
         self._noted.append(operation)
+
+    def recording(self, results: Sequence[Tensor]) -> Recording:
+        """Return the operations that compute these tensors, without those that have no effect."""
+        return Recording(*self._simplify(results, to_run=True))
 
     def function(self, results: Sequence[Tensor]) -> Callable[..., list[Tensor]]:
         """Return a Python function of the inputs that computes these tensors."""

@@ -6,7 +6,7 @@ Operations on memory that is changed in place are left unchanged.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,9 +46,19 @@ def _is_view(target: OpOverload) -> bool:
 
 
 @functools.cache
-def _is_pointwise(target: OpOverload) -> bool:
+def is_pointwise(target: OpOverload) -> bool:
     """Return whether an operation computes each number from the numbers at its place, not in place."""
     return torch.Tag.pointwise in target.tags and not target._schema.is_mutable
+
+
+def is_allocation(target: OpOverload) -> bool:
+    """Return whether the numbers in the result are not set."""
+    return target.overloadpacket in _EMPTY
+
+
+def reads_layout_only(target: OpOverload) -> bool:
+    """Return whether the numbers in the arguments do not matter."""
+    return target in _ALIKE
 
 
 @torch.no_grad()
@@ -78,11 +88,11 @@ def simplify(
                 operation = _sum_as_view(operation)
             argument = operation.reads[0] if operation.target in _ALIASES else None
             if to_run and argument is None:
-                argument = _fold_constant(operation, made) or _unchanged_argument(operation, views)
+                argument = _fold_constant(operation, made) or unchanged_argument(operation, views)
             if argument is not None:
                 same[result] = argument
                 continue
-            if to_run and _is_pointwise(operation.target):
+            if to_run and is_pointwise(operation.target):
                 operation = _without_expansions(operation, views)
             if to_run and _is_view(operation.target):
                 views[result] = operation
@@ -103,7 +113,7 @@ def _result(operation: Operation) -> Value:
     return result
 
 
-def _unchanged_argument(operation: Operation, views: dict[Value, Operation]) -> Value | None:
+def unchanged_argument(operation: Operation, views: Mapping[Value, Operation]) -> Value | None:
     """Return the argument that the result is equal to, or the tensor that it is a view of; None if there is none."""
     form, reads, target = _result(operation).form, operation.reads, operation.target
     if _is_view(target):
@@ -127,19 +137,19 @@ def _is_everywhere(value: Any, number: int) -> bool:
     """Return whether all entries of an argument are that number."""
     if not isinstance(value, Value):
         return bool(value == number)
-    return value.made and value.constant is not None and bool((value.constant == number).all())
+    return value.constant is not None and value.made and bool((value.constant == number).all())
 
 
 def _fold_constant(operation: Operation, made: dict[Any, Value]) -> Value | None:
     """Return the result of an operation that depends on no input as a constant; ``made`` caches them."""
     result = _result(operation)
-    if operation.target.overloadpacket in _EMPTY or result.form.shape.numel() > LARGEST:
+    if is_allocation(operation.target) or result.form.shape.numel() > LARGEST:
         return None
-    if operation.target not in _ALIKE and not all(value.made for value in operation.reads):
+    if not reads_layout_only(operation.target) and not all(value.made for value in operation.reads):
         return None
     key = _key(operation)
     if key not in made:
-        known = {value: _stand_in(value) for value in operation.reads}
+        known = {value: stand_in(value) for value in operation.reads}
         args = replace_values(operation.args, known)
         kwargs = {name: replace_values(arg, known) for name, arg in operation.kwargs.items()}
         numbers = operation.target(*args, **kwargs)
@@ -147,7 +157,7 @@ def _fold_constant(operation: Operation, made: dict[Any, Value]) -> Value | None
     return made[key]
 
 
-def _stand_in(value: Value) -> Tensor:
+def stand_in(value: Value) -> Tensor:
     """Return its numbers, or any numbers in its layout if only that is read."""
     if value.constant is not None:
         return value.constant
@@ -201,7 +211,7 @@ def _view_of_root(operation: Operation, views: dict[Value, Operation]) -> Operat
     return Operation(aten.as_strided.default, args, {}, [result], True)
 
 
-def _root(value: Value, views: dict[Value, Operation]) -> Value:
+def _root(value: Value, views: Mapping[Value, Operation]) -> Value:
     """Return the tensor at the start of a chain of views."""
     while value in views:
         value = views[value].reads[0]

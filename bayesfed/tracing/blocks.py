@@ -1,0 +1,132 @@
+"""Functions of many draws, run in blocks of draws that fit in the processor's cache, from their recorded operations.
+
+Through Pyro's handlers a call takes milliseconds, so that it must have many draws to pay, and each of its operations
+writes megabytes. A recorded function has the overhead of its operations alone, and can run in smaller blocks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesfed.tracing.compiler import agree, record, run_eagerly, tracing
+from bayesfed.tracing.garbage import without_garbage_collection
+from bayesfed.tracing.operations import Recording, as_function
+from bayesfed.tracing.recorder import Recorder
+from bayesfed.tracing.specialise import specialise
+from bayesfed.tracing.structure import flatten
+
+CACHE = 200_000
+"""Numbers in the largest intermediate result of a block: most of a megabyte in single precision."""
+EAGER = 1_000_000
+"""The same where the function is not recorded."""
+FEWEST = 6
+"""The number of blocks from which a function is recorded: that takes as long as about three blocks."""
+MOST = 32
+"""Recordings of one program that are kept."""
+
+_recordings: dict[int, dict[Any, Recording | None]] = {}
+
+
+@torch.no_grad()
+def in_blocks(
+    function: Callable[..., Any],
+    program: Any,
+    fixed: tuple[Any, ...],
+    draws: Sequence[Tensor],
+    numbers: int,
+) -> list[Tensor]:
+    """Compute a function of draws; draws do not depend on each other.
+
+    Args:
+        function: ``function(program, *fixed, *draws)``, a pure function of tensors. It returns a list of tensors of the
+            same number of draws.
+        program: a static argument, whose life is that of the recordings.
+        fixed: arguments without draws, such as parameters and rows: what the structure module can flatten.
+        draws: tensors with the same number of draws in front.
+        numbers: of one draw in the largest intermediate result.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed.tracing.blocks import in_blocks
+        >>> def density(program, loc, x):
+        ...     return [-(x - loc).square().sum(-1) / 2]
+        >>> class Program: ...
+        >>> in_blocks(density, Program(), (torch.ones(3),), [torch.zeros(2, 3)], 3)
+        [tensor([-1.5000, -1.5000])]
+    """
+    count, size = len(draws[0]), max(1, CACHE // numbers)
+    on_cpu = draws[0].device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    if on_cpu and count >= FEWEST * size and not tracing():
+        graph = _recorded(function, program, fixed, [x.contiguous() for x in draws], size)
+        if graph is not None:
+            return _run(graph, [x.contiguous() for x in draws], size)
+    size = min(count, max(1, EAGER // numbers))
+    return _run(partial(function, program, *fixed), draws, size)
+
+
+def _run(function: Callable[..., list[Tensor]], draws: Sequence[Tensor], size: int) -> list[Tensor]:
+    """Run a function on blocks of ``size`` draws; the last one contains draws of the one before, if need be."""
+    count, found = len(draws[0]), []
+    for at in range(0, count, size):
+        start = min(at, count - size)
+        results = function(*[x[start : start + size] for x in draws])
+        found.append([x[at - start :] for x in results])
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+def _recorded(
+    function: Callable[..., Any],
+    program: Any,
+    fixed: tuple[Any, ...],
+    draws: Sequence[Tensor],
+    size: int,
+) -> Callable[..., list[Tensor]] | None:
+    """Return a function of blocks of draws from its recorded operations; None if it cannot be recorded."""
+    if id(program) not in _recordings:
+        _recordings[id(program)] = {}
+        weakref.finalize(program, _recordings.pop, id(program), None)
+    kept = _recordings[id(program)]
+    numbers: list[Tensor] = []
+    structure = flatten(fixed, numbers)
+    first = [x[:size] for x in draws]
+    whole = flatten((*fixed, *first), [])
+    key = function, torch.get_num_threads(), structure, whole
+    if key not in kept and len(kept) >= MOST:
+        kept.clear()
+    new = key not in kept
+    run = partial(function, program), None, whole
+    if new:
+        kept[key] = _record(run, [*numbers, *first])
+    recording = kept[key]
+    if recording is None:
+        return None
+    graph = _specialised(recording, numbers)
+    if new:
+        second = [x[-size:] for x in draws]
+        if not agree(graph(*second), run_eagerly(run, [*numbers, *second]), 1e-3):
+            kept[key] = None
+            return None
+    return graph
+
+
+def _record(run: Any, tensors: Sequence[Tensor]) -> Recording | None:
+    """Record a function; return None if its operations depend on numbers."""
+    recorder = Recorder()
+    try:
+        with without_garbage_collection():
+            results, _ = record(recorder, run, tensors)
+            return recorder.recording(results)
+    except Exception:  # the eager run raises the error, if it is one
+        return None
+
+
+def _specialised(recording: Recording, numbers: Sequence[Tensor]) -> Callable[..., list[Tensor]]:
+    """Return the function for these numbers in place of its first arguments."""
+    fixed = {place: number.detach() for place, number in enumerate(numbers)}
+    return as_function(*specialise(recording, fixed))

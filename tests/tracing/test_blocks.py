@@ -1,0 +1,106 @@
+"""Functions run in blocks from their recorded operations give the same numbers as when they run at once."""
+
+import pyro.distributions as dist
+import pytest
+import torch
+
+from bayesfed.tracing import blocks
+
+
+class Program:
+    pass
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(blocks, "CACHE", 60)  # 3 draws of 4 clients with 5 rows
+
+
+def log_joint(program, rows, u, z):
+    """As a logistic model's: a prior with a scale from z, and padded rows with counts."""
+    prior = dist.Normal(z[:, 0, :1, None], z[:, 0, 1:, None].exp().expand(-1, 4, 1)).log_prob(u)
+    logits = u[..., :1] + z[:, 0, 1:, None] * rows["x"]
+    found = torch.nn.functional.binary_cross_entropy_with_logits(
+        logits, rows["y"].expand(logits.shape), reduction="none"
+    )
+    found = torch.where(rows["mask"], -found * rows["scale"], 0.0)
+    return [prior.sum(-1) + found.sum(-1), u.exp()]
+
+
+def rows(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(4, 5, generator=generator),
+        "y": (torch.rand(4, 5, generator=generator) < 0.5).float(),
+        "mask": torch.ones(4, 5, dtype=torch.bool),
+        "scale": torch.ones(4, 1),
+    }
+
+
+@pytest.fixture
+def draws():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(31, 4, 1, generator=generator), torch.randn(31, 1, 2, generator=generator)]
+
+
+def check(function, program, fixed, draws):
+    found = blocks.in_blocks(function, program, fixed, draws, 20)
+    for one, other in zip(found, function(program, *fixed, *draws), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_each_call_is_specialised_to_its_own_rows(draws):
+    """The same shapes, and so the same recording: rows without effect in one call have one in another."""
+    program, first = Program(), rows(0)
+    check(log_joint, program, (first,), draws)
+    (recording,) = blocks._recordings[id(program)].values()
+    numbers = [*first.values()]
+    kept = [op.target for op in blocks.specialise(recording, dict(enumerate(numbers))).operations]
+    assert torch.ops.aten.softplus.default in kept
+    assert torch.ops.aten.where.self not in kept
+    padded = rows(1) | {"mask": torch.arange(5) < torch.tensor([[5], [3], [1], [4]])}
+    check(log_joint, program, (padded,), draws)
+    check(log_joint, program, (rows(2) | {"scale": torch.full((4, 1), 2.0)},), draws)
+    check(log_joint, program, (rows(3) | {"y": torch.full((4, 5), 0.3)},), draws)
+    check(log_joint, program, (rows(4) | {"mask": torch.zeros(4, 5, dtype=torch.bool)},), draws)
+    assert [*blocks._recordings[id(program)].values()] == [recording]
+
+
+def test_recordings_end_with_their_program(draws):
+    program = Program()
+    check(log_joint, program, (rows(0),), draws)
+    number = id(program)
+    assert number in blocks._recordings
+    del program
+    assert number not in blocks._recordings
+
+
+def test_gradients_and_operations_in_place(draws):
+    def gradient(program, scale, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            total = (scale * x).sin().sum() + x.select(1, 0).square().sum()
+            return [*torch.autograd.grad(total, x)]
+
+    def in_place(program, scale, x):
+        made = torch.zeros_like(x)
+        made[:, 1:] = (scale * x)[:, 1:]
+        return [made.mul_(2.0)]
+
+    for function in (gradient, in_place):
+        check(function, Program(), (torch.full((4, 1), 1.5),), draws[:1])
+
+
+def test_what_cannot_be_recorded_runs_as_it_is(draws):
+    calls = []
+
+    def branches(program, x):
+        return [x if float(x.sum()) > -1e9 else -x]
+
+    def counts(program, x):
+        calls.append(None)
+        return [x + len(calls)]
+
+    check(branches, Program(), (), draws[:1])
+    found = blocks.in_blocks(counts, Program(), (), draws[:1], 20)
+    torch.testing.assert_close(found[0], draws[0] + len(calls))
