@@ -115,8 +115,10 @@ def adapted(hierarchy: Hierarchy, weights: Tensor, lr: float, most: float) -> Te
         likelihood = hierarchy(theta[None], w)[2]
         (grad,) = torch.autograd.grad(likelihood.sum(), w, create_graph=True)
         grad = grad / hierarchy.rows[:, None] * hierarchy.unit
-        size = grad.square().mean(-1, keepdim=True).sqrt()
-        w = w + lr * hierarchy.unit * grad * (most / size.clamp(min=most))
+        size = grad.square().mean(-1, keepdim=True).sqrt() / most
+        over = (size - 0.25) / 0.75
+        bounded = torch.where(over > 0, 0.25 + 0.75 * over / (1 + over.square()).sqrt(), size)
+        w = w + lr * hierarchy.unit * grad * bounded / size
         prior, _, likelihood = hierarchy(theta[None], w)
         return (weights * (likelihood + prior[:, None] / len(weights))).sum()
 

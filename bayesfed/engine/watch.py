@@ -198,10 +198,9 @@ def warn_of_missing_optima(program: Program, names: Sequence[str], missing: Tens
         which = ", ".join(repr(site.name) for site in program.locals)
         warnings.warn(
             f"the rows of {int(missing.sum())} of {plural(len(names), 'client')}, such as {first!r}, have no finite "
-            f"optimum of {which}, as where all counts are 0 or all answers alike: their values are where the steps "
-            "ended, and "
-            "the others and the global variables have converged. PFedMAP, Ditto and FedABML hold a client's "
-            "variables near those of the others",
+            f"optimum of {which}, as where all counts are 0, all answers are alike or a field separates them: their "
+            "values are where the steps ended, and the others and the global variables have converged. PFedMAP, Ditto "
+            "and FedABML hold a client's variables near those of the others",
             stacklevel=3,
         )
 

@@ -41,13 +41,18 @@ PROBED, PROBE = 12, 0.05
 """The largest number of numbers in θ that are moved one by one for a first H, and by how much."""
 
 
-def begin(program: Program, names: list[str]) -> Params:
-    """Return the first state of steps on some of θ; nothing where these are none, or not few."""
-    size = sum(program.init[name].numel() for name in names)
-    if not 0 < size <= MOST:
+def begin(program: Program, names: list[str] | None) -> Params:
+    """Return the first state of steps on some of θ; nothing where these are not few, or have no gradient (None).
+
+    Where the names are none the clients' own variables alone are moved, to their optimum, and rounds are counted.
+    """
+    size = sum(program.init[name].numel() for name in names or ())
+    if names is None or size > MOST:
         return {}
-    zero = program.init[names[0]].new_zeros(size, dtype=torch.float64)
+    zero = program.schema.scale.new_zeros(size, dtype=torch.float64)
     number = zero.new_zeros(())
+    if not names:
+        return {"calm": number}
     vectors = {name: zero for name in ("base", "slope", "step")}
     return vectors | {
         "inverse": zero.new_zeros(size, size),
@@ -76,7 +81,7 @@ def advance(
 
 
 def converged(state: Params) -> bool:
-    """Return whether the last steps were short."""
+    """Return whether the last steps were short, or there were none to be taken."""
     return bool(state["calm"] >= CALM)
 
 
@@ -165,6 +170,8 @@ class ByMeanMove(Rule):
         if state is None:
             return {"theta": add(theta, move)}
         program = turn.program
+        if "step" not in state:  # clients are at their own optimum, and θ stays
+            return {"theta": theta, "newton": {"calm": (state["calm"] + 1) * turn.whole}}
         if not turn.whole:
             move = {name: torch.full_like(v, torch.nan) for name, v in move.items()}
         found, state = advance(program, prior_units(program), state, theta, move)

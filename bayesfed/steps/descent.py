@@ -123,11 +123,11 @@ class Descent(Steps):
         terms = (-job.counts * loss).masked_fill(rose, -torch.inf)
         return at | moved, schedule.sum(0).to(job.counts), terms
 
-    def gradient_of(self, program: Program) -> list[str]:
+    def gradient_of(self, program: Program) -> list[str] | None:
         """Return what the steps move of θ, where clients have few variables of their own, or those stay."""
         alone = self.moves in ("globals", "body")
         if self.optimizer == "adam" or not (alone or few(program)):
-            return []
+            return None
         return [name for name in self.names(program) if name in program.init]
 
     def single(self, job: Job, at: Params, locals_: Locals) -> tuple[Params, Tensor, Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bayesfed.guides.fisher import scaled
-from bayesfed.steps.optimizer import clipped
+from bayesfed.steps.optimizer import bounded
 
 Params = Mapping[str, Tensor]
 ORDERS = ("detached", "first", "second")
@@ -83,7 +83,7 @@ def adapted(
         order: what the result is differentiable in. ``"second"``: in ``start``, through the steps. ``"first"``: in
             ``start``, the steps' gradients taken as constants. ``"detached"``: in nothing, as always where
             ``start`` requires no gradient.
-        most: how large a client's gradient may be, see :func:`~bayesfed.steps.optimizer.clipped`; by default any.
+        most: how large a client's gradient may be, see :func:`~bayesfed.steps.optimizer.bounded`; by default any.
 
     Raises:
         ValueError: an unknown order.
@@ -115,7 +115,7 @@ def adapted(
         )
         found = scaled(found, units or {})
         if most is not None:
-            found = clipped(found, most)
+            found = bounded(found, most)
         found = scaled(found, units or {})
         phi = {name: value - lr * found[name] for name, value in leaves.items()}
     return {name: value.detach() for name, value in phi.items()} if order == "detached" else phi

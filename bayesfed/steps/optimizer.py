@@ -13,6 +13,8 @@ from bayesfed.steps.losses import per_client, zeros_like
 from bayesfed.tracing.compiler import tracing
 
 State = dict[str, dict[str, Tensor]]
+UNBOUNDED = 0.25
+"""The root mean square up to which :func:`bounded` leaves gradients as they are, as a fraction of the largest."""
 MOMENTUM = 0.9
 
 
@@ -82,13 +84,37 @@ def clipped(grads: Mapping[str, Tensor], most: float = 1.0) -> dict[str, Tensor]
         >>> clipped({"w": torch.tensor([[3.0, 4.0], [0.5, 0.25]])}, most=2.5)["w"].tolist()
         [[2.1213202476501465, 2.8284270763397217], [0.5, 0.25]]
     """
-    flat = [grad.reshape(len(grad), -1) for grad in grads.values()]
-    count = sum(part.shape[1] for part in flat)
-    squares = torch.stack([torch.linalg.vector_norm(part, dim=1).square() for part in flat]).sum(0)
-    factor = (most**2 / (squares / count).clamp(min=most**2)).sqrt()
+    factor = (most**2 / _mean_squares(grads).clamp(min=most**2)).sqrt()
     if not tracing() and factor.device.type == "cpu" and bool((factor == 1).all()):
         return dict(grads)
     return {name: grad * per_client(factor, grad) for name, grad in grads.items()}
+
+
+def bounded(grads: Mapping[str, Tensor], most: float = 1.0) -> dict[str, Tensor]:
+    """Shorten gradients ``(K, ...)`` of K clients smoothly, to a root mean square over all numbers below ``most``.
+
+    Their root mean square r over ``most`` becomes b + (1 − b) x / √(1 + x²) with x = (r − b) / (1 − b) beyond b = ¼;
+    smaller ones are left as they are. Where :func:`clipped` begins to act it has a kink, and so has an objective that
+    is evaluated after steps along its gradients: it may be largest at the kink, where no gradient vanishes.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed.steps.optimizer import bounded
+        >>> found = bounded({"w": torch.tensor([[0.125], [1.0], [100.0]], dtype=torch.float64)})["w"]
+        >>> found.squeeze(1).numpy().round(4).tolist()
+        [0.125, 0.7803, 1.0]
+    """
+    size = (_mean_squares(grads) / most**2).clamp(min=1e-30).sqrt()
+    beyond = ((size - UNBOUNDED) / (1 - UNBOUNDED)).clamp(min=0.0)
+    factor = 1 - (1 - UNBOUNDED) * beyond * (1 - (1 + beyond.square()).rsqrt()) / size
+    return {name: grad * per_client(factor, grad) for name, grad in grads.items()}
+
+
+def _mean_squares(grads: Mapping[str, Tensor]) -> Tensor:
+    """Return the mean squares over all numbers of gradients ``(K, ...)``, ``(K,)``."""
+    flat = [grad.reshape(len(grad), -1) for grad in grads.values()]
+    count = sum(part.shape[1] for part in flat)
+    return torch.stack([part.square().sum(1) for part in flat]).sum(0) / count
 
 
 def descend(

@@ -55,7 +55,7 @@ class PenalisedDescent(Steps):
     locals = (AtPrior,)
     moved = frozenset({"globals"})
 
-    def gradient_of(self, program: Program) -> list[str]:
+    def gradient_of(self, program: Program) -> list[str] | None:
         """Return all of θ: there is no penalty where all θ_j are θ."""
         return [*program.init]
 

@@ -58,10 +58,15 @@ class InTurn(Steps):
         last = terms[-1].masked_fill(uphill, -torch.inf)
         return Work(found, last, kept_locals(job, at, locals_))
 
-    def gradient_of(self, program: Program) -> list[str]:
-        """Return what the phases move of θ."""
-        moved = [gradient_of(phase, program) for phase in self.phases if phase.moves != "locals"]
-        return [name for each in moved for name in each] if few(program) and all(moved) else []
+    def gradient_of(self, program: Program) -> list[str] | None:
+        """Return what the phases move of θ, where clients have few variables of their own."""
+        found: list[str] = []
+        for phase in self.phases:
+            moved = gradient_of(phase, program) if few(program) else None
+            if moved is None:
+                return None
+            found += moved
+        return found
 
     def adapt(self, job: Job, theta: Params, own: Params, steps: int, lr: float | None) -> Params:
         """Take steps of the first phase that moves the clients' own variables."""
@@ -107,9 +112,9 @@ class Alternate(Steps):
         """Draws of w_i in an inner step."""
         return getattr(self.inner, "draws", 1)
 
-    def gradient_of(self, program: Program) -> list[str]:
+    def gradient_of(self, program: Program) -> list[str] | None:
         """Return all of θ, where clients have few variables."""
-        return [*program.init] if self.inner.has_optimum(program) else []
+        return [*program.init] if self.inner.has_optimum(program) else None
 
     def single(self, job: Job, locals_: Locals) -> Work:
         """Take a single step on θ, the clients' variables at the optimum of the objective of both."""

@@ -60,13 +60,14 @@ class Steps:
     kinds: ClassVar[tuple[str, ...]] = ("point", "normal")
     moved: ClassVar[frozenset[str]] = frozenset()
 
-    def gradient_of(self, program: Program) -> list[str]:
-        """Return the globals of which a single step is the gradient of the steps' objective; none if there is no such.
+    def gradient_of(self, program: Program) -> list[str] | None:
+        """Return the globals of which a single step is the gradient of the steps' objective; None if there is no such.
 
-        Where the message has the part :data:`~bayesfed.steps.job.SINGLE`, :meth:`run` takes that step, at rate 1 in the
-        units of the priors, without bounds, with the clients' own variables at their optimum given θ.
+        The list is empty where a single step moves the clients' own variables alone, to their optimum. Where the
+        message has the part :data:`~bayesfed.steps.job.SINGLE`, :meth:`run` takes that step, at rate 1 in the units of
+        the priors, without bounds, with the clients' own variables at their optimum given θ.
         """
-        return []
+        return None
 
     def reads_single_rows(self, program: Program) -> bool:
         """Return whether the steps use gradients of single rows, or divide rows, so that sums over them are not enough.
@@ -121,7 +122,8 @@ class Steps:
         return self.adapt(job, theta, own, steps, lr)
 
 
-def gradient_of(steps: Any, program: Program) -> list[str]:
-    """Return the globals of which a single step is the gradient; none if a subclass does not say so itself."""
-    found: list[str] = steps.gradient_of(program) if "gradient_of" in vars(type(steps)) else []
+def gradient_of(steps: Any, program: Program) -> list[str] | None:
+    """Return the globals of which a single step is the gradient; None if a subclass does not say so itself."""
+    says = "gradient_of" in vars(type(steps))
+    found: list[str] | None = steps.gradient_of(program) if says else None
     return found

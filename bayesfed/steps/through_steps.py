@@ -73,9 +73,9 @@ class ThroughSteps(Steps):
     kinds = ("point",)
     moved = frozenset({"globals", "locals"})
 
-    def gradient_of(self, program: Program) -> list[str]:
+    def gradient_of(self, program: Program) -> list[str] | None:
         """Return all of θ, where the gradient goes through the steps."""
-        return [*program.init] if self.second_order else []
+        return [*program.init] if self.second_order else None
 
     def run(self, job: Job, locals_: Locals) -> Work:
         """Take steps on θ_i, S + 1 minibatches each."""

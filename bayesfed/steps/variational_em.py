@@ -136,11 +136,11 @@ class VariationalEM(Steps):
         takes = program.locals and self.rule(program) == "natural"
         return natural(self.kl_weight, program) if takes else None
 
-    def gradient_of(self, program: Program) -> list[str]:
-        """Return all of θ, but the spreads of priors of point estimates; none where a client has its own ρ_i."""
+    def gradient_of(self, program: Program) -> list[str] | None:
+        """Return all of θ, but the spreads of priors of point estimates; None where a client has its own ρ_i."""
         known, point = closed_forms(program), _point(program)
         if known.own or not (few(program) if point else self.natural_steps(program)):
-            return []
+            return None
         return [name for name in program.init if not (point and name in known.spreads)]
 
     def single(self, job: Job) -> Work:
@@ -162,7 +162,7 @@ class VariationalEM(Steps):
         self, program: Program, at: Params, batch: Batch, drawn: Noise
     ) -> tuple[Params, Tensor]:
         """Return θ after a single step, and the negative ELBO per row before it."""
-        theta = leaves({name: at[name] for name in self.gradient_of(program)})
+        theta = leaves({name: at[name] for name in self.gradient_of(program) or ()})
         loss = self.loss(program, at | theta, batch, drawn, hyper=1 / program.clients)
         return step_down(program, loss, theta), loss.detach()
 

@@ -209,9 +209,8 @@ def caveat(
         if rising is None:
             return (
                 f"not converged after {plural(rounds, 'round')}: the server's steps on θ have not become short, and "
-                "this is no noise. The objective has a kink at its optimum, as where PerFedAvg bounds the steps of a "
-                "client: a lower lr makes it weaker; or it has no finite optimum. With rounds= clients take the "
-                "usual steps"
+                "this is no noise. The objective has a kink at its optimum, or no finite optimum. With rounds= "
+                "clients take the usual steps"
             )
         return (
             f"not converged after {plural(rounds, 'round')}: noise hides the distance from where it was going. With "
