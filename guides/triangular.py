@@ -27,7 +27,8 @@ def solve_lower(root: Tensor, columns: Tensor, *, transposed: bool = False) -> T
                 [0., 1.]]))
     """
     size = root.shape[-1]
-    if not _by_entries(root):
+    lead = torch.broadcast_shapes(root.shape[:-2], columns.shape[:-2])
+    if not _by_entries(root.expand(*lead, size, size)):
         root = root.mT if transposed else root
         return torch.linalg.solve_triangular(root, columns, upper=transposed)
     entries, given = _entries(root), columns.unbind(-2)

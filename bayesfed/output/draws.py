@@ -324,12 +324,13 @@ def client_chunks(
         numbers: size of a client's draw in numbers, if larger than that of its variables.
     """
     program, own = fitted.program, fitted.federation
-    count = EACH * count if fitted.laplace else count
     summed_out = program.kinds or program.conditional
     if program.weights_draws or program.needs_rows or summed_out or fitted.laplace:
         federations = (own, *federations)
     lengths = sum((f.lengths for f in federations), torch.zeros_like(own.lengths))
     size = max(numbers, program.variables)
+    if fitted.laplace:  # candidates, whose densities are computed in blocks
+        size = EACH * size
     return chunks(lengths, *weight(size, own.numbers_per_row, count, program.points))
 
 

@@ -61,6 +61,12 @@ def has_block(program: Program) -> bool:
     return set(program.randomness) - set(program.random) == {LOCAL}
 
 
+def rows_width(program: Program, batch: Batch) -> int:
+    """Return how many numbers the clients' rows hold for one draw of θ and one value of their variables, about."""
+    rows = batch.mask.shape[1] * program.points
+    return len(batch) * max(rows, *(value[0].numel() for value in batch.fields.values()))
+
+
 class Candidates(NamedTuple):
     """Draws of a block of local variables, and their log importance weights for S draws of θ and K clients.
 
@@ -122,10 +128,8 @@ class Conditionals(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Numbers that the clients' rows hold for one draw of θ and one value of their variables, about."""
-        rows = self.batch.mask.shape[1] * self.program.points
-        fields = [value[0].numel() for value in self.batch.fields.values()]
-        return len(self.batch) * max(rows, *fields)
+        """The result of :func:`rows_width`."""
+        return rows_width(self.program, self.batch)
 
     def log_joint(self, u: Tensor) -> Tensor:
         """Compute log p(u, D_i | θ_s) of values of the block ``(R, S, K, 1, P)``: ``(R, S, K)``."""
@@ -242,15 +246,14 @@ def laplace_approximation(given: Conditionals) -> tuple[Tensor, Tensor]:
 
 def _without_repetition(given: Conditionals) -> tuple[Conditionals, Tensor]:
     """Return the posteriors at different draws of θ, and the position of each draw of θ among them, ``(S,)``."""
-    z = given.z[:, 0, 0]
+    z, every = given.z[:, 0, 0], torch.arange(given.size)
     if not z.shape[1]:
-        return given.at(torch.arange(1)), torch.zeros(given.size, dtype=torch.int64)
-    different, position = torch.unique(z, dim=0, return_inverse=True)
-    if len(different) == given.size:
-        return given, torch.arange(given.size, device=z.device)
-    last = torch.empty(len(different), dtype=torch.int64, device=z.device)
-    last[position] = torch.arange(given.size, device=z.device)
-    return given.at(last), position
+        return given.at(every[:1]), torch.zeros_like(every)
+    values, position = torch.unique(z[:, 0], return_inverse=True)
+    one = torch.empty(len(values), dtype=torch.int64).index_copy_(0, position.cpu(), every)
+    if len(values) == given.size or not torch.equal(z[one][position], z):
+        return given, every
+    return given.at(one), position
 
 
 def _fitted_modes(given: Conditionals) -> tuple[Tensor, Tensor] | None:
@@ -267,7 +270,7 @@ def _fitted_modes(given: Conditionals) -> tuple[Tensor, Tensor] | None:
     few = torch.linspace(0, given.size - 1, PER_FEATURE * features.shape[1]).long()
     found, _ = _modes(given.at(few))
     known = found.double().flatten(1)
-    weights = torch.linalg.lstsq(features[few], known, driver="gelsd").solution
+    weights = torch.linalg.pinv(features[few]) @ known
     u = (features @ weights).to(found).unflatten(1, found.shape[1:])
     least = LEAST_CURVATURE / scale.square()
     _, gradient, hessian = _derivatives(given, u, torch.arange(given.size))

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from bayesfed.data.batch import Batch
 from bayesfed.data.moments import is_of_moments
 from bayesfed.elbo import noise
 from bayesfed.elbo.elbo import log_parts, server_pass
-from bayesfed.elbo.program import Params
-from bayesfed.output.draws import client_chunks, draw_theta
-from bayesfed.output.evidence import has_block
+from bayesfed.elbo.program import Params, Program
+from bayesfed.output.draws import draw_theta
+from bayesfed.output.evidence import has_block, rows_width
 from bayesfed.output.fitted import Fitted
-from bayesfed.output.locals_given_theta import evidence_by_laplace, evidence_chunks, select_draws
+from bayesfed.output.locals_given_theta import evidence_by_laplace, evidence_chunks
+from bayesfed.tracing.blocks import in_blocks
 
 OF_GUIDE = 16
 """Draws of a client's variables from q(w_i | θ) for one of θ, where one is not enough and Laplace does not apply."""
@@ -156,17 +158,38 @@ def _client_log_densities(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield log p(w_is, D_i | θ_s) and log q(w_is | θ_s), ``(S, K)`` in double precision, of some clients at a time."""
     program, federation = fitted.program, fitted.federation
-    for chunk in client_chunks(fitted, count, federation):
+    for chunk in evidence_chunks(fitted, count):
         keys = noise.fold(key, federation.stream_ids[chunk])
         supplied = program.noise(keys, count, local=True)
         batch, params = federation.batch(chunk), fitted.params_of(chunk)
-        parts = []
-        with torch.no_grad():
-            for part in program.draw_blocks(len(chunk), count):
-                size, noise_of_part = part.stop - part.start, select_draws(supplied, part)
-                some = {name: value[part] for name, value in theta.items()}
-                parts.append(
-                    log_parts(program, params, some, batch, noise_of_part, size, local=True)
-                )
-        log_p, log_q = (torch.cat(found).double() for found in zip(*parts, strict=True))
-        yield log_p, log_q
+        names = tuple(theta), tuple((name, len(parts)) for name, parts in supplied.items())
+        of_draws = [*theta.values(), *(x for parts in supplied.values() for x in parts)]
+        numbers = max(rows_width(program, batch), len(chunk) * program.workspace)
+        fixed = params, batch, *names
+        log_p, log_q = in_blocks(_log_parts, program, fixed, of_draws, numbers)
+        yield log_p.double(), log_q.double()
+
+
+def _log_parts(
+    program: Program,
+    params: Params,
+    batch: Batch,
+    sites: Sequence[str],
+    noises: Sequence[tuple[str, int]],
+    *of_draws: Tensor,
+) -> list[Tensor]:
+    """Compute log p(w_is, D_i | θ_s) and log q(w_is | θ_s), ``(S, K)`` each.
+
+    Args:
+        program: the model and its guide.
+        params: parameters of the program and of K clients.
+        batch: their rows.
+        sites: the names of the guide's global sites.
+        noises: the names of its local sites, each with the number of tensors of noise that it needs.
+        of_draws: values of the former, then the noise of the latter.
+    """
+    rest = iter(of_draws)
+    theta = {name: next(rest) for name in sites}
+    supplied = {name: [next(rest) for _ in range(number)] for name, number in noises}
+    count = len(of_draws[0])
+    return [*log_parts(program, params, theta, batch, supplied, count, local=True)]

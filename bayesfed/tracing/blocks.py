@@ -25,8 +25,8 @@ CACHE = 200_000
 """Numbers in the largest intermediate result of a block: most of a megabyte in single precision."""
 EAGER = 1_000_000
 """The same where the function is not recorded."""
-FEWEST = 6
-"""The number of blocks from which a function is recorded: that takes as long as about three blocks."""
+FEWEST = 4
+"""The number of blocks from which a function is recorded: that takes as long as about two blocks without."""
 MOST = 32
 """Recordings of one program that are kept."""
 

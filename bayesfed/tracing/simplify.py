@@ -169,13 +169,13 @@ def _sum_as_view(operation: Operation) -> Operation:
     """Replace a sum over dimensions of size one by a view."""
     result, first = _result(operation), operation.reads[0]
     one, other = first.form, result.form
-    alike = one[2:] == other[2:] and _dense(one) and _dense(other)
+    alike = one[2:] == other[2:] and is_dense(one) and is_dense(other)
     if one.shape.numel() != other.shape.numel() or not alike:
         return operation
     return Operation(aten.view.default, [first, list(other.shape)], {}, [result], True)
 
 
-def _dense(form: Form) -> bool:
+def is_dense(form: Form) -> bool:
     """Return whether the numbers lie in memory in order, without gaps."""
     size = 1
     for length, stride in zip(reversed(form.shape), reversed(form.stride), strict=True):

@@ -22,6 +22,7 @@ from bayesfed.tracing.operations import (
 )
 from bayesfed.tracing.simplify import (
     is_allocation,
+    is_dense,
     is_pointwise,
     reads_layout_only,
     stand_in,
@@ -29,6 +30,14 @@ from bayesfed.tracing.simplify import (
 )
 
 aten = torch.ops.aten
+_SLOW = (
+    aten.log.default,
+    aten.log1p.default,
+    aten.exp.default,
+    aten.tanh.default,
+    aten.sigmoid.default,
+)
+"""Functions of single numbers that take ten times as long where these do not lie in order, such as in a diagonal."""
 _CROSS_ENTROPY = aten.binary_cross_entropy_with_logits.default
 
 
@@ -123,9 +132,12 @@ def _faster(operation: Operation, made: Mapping[Value, Operation]) -> list[Opera
         return _sum_before_sign(operation, made)
     if operation.target is _CROSS_ENTROPY:
         return _softplus(operation) or [operation]
-    if is_pointwise(operation.target):
-        return _before_expansion(operation, made)
-    return [operation]
+    if not is_pointwise(operation.target):
+        return [operation]
+    found = _before_expansion(operation, made)
+    if found == [operation] and operation.target in _SLOW:
+        return _in_order(operation)
+    return found
 
 
 def _before_expansion(operation: Operation, made: Mapping[Value, Operation]) -> list[Operation]:
@@ -137,9 +149,11 @@ def _before_expansion(operation: Operation, made: Mapping[Value, Operation]) -> 
         for value in operation.reads
         if value in made and made[value].target is aten.expand.default
     }
+    if not sources:
+        return [operation]
     shapes = [sources.get(value, value).form.shape for value in operation.reads]
-    shape = torch.broadcast_shapes(*shapes)
-    if not sources or len(shape) < len(result.form.shape):
+    shape = _broadcast(shapes)
+    if len(shape) < len(result.form.shape):
         return [operation]
     if shape == result.form.shape:
         return [operation.with_values(sources)]
@@ -150,6 +164,27 @@ def _before_expansion(operation: Operation, made: Mapping[Value, Operation]) -> 
         before,
         Operation(aten.expand.default, [small, list(result.form.shape)], {}, [result], True),
     ]
+
+
+def _in_order(operation: Operation) -> list[Operation]:
+    """Copy the argument if its numbers do not lie in order."""
+    (argument,) = operation.reads
+    if is_dense(argument.form):
+        return [operation]
+    copy = _value(argument.form.shape, argument)
+    return [
+        Operation(
+            aten.clone.default, [argument], {"memory_format": torch.contiguous_format}, [copy], True
+        ),
+        operation.with_values({argument: copy}),
+    ]
+
+
+def _broadcast(shapes: Sequence[torch.Size]) -> torch.Size:
+    """Return the shape to which these, which fit together, are broadcast."""
+    longest = max(map(len, shapes))
+    padded = [(1,) * (longest - len(shape)) + tuple(shape) for shape in shapes]
+    return torch.Size(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True))
 
 
 def _sum_before_sign(operation: Operation, made: Mapping[Value, Operation]) -> list[Operation]:
@@ -193,5 +228,8 @@ def _without_repetition(x: Tensor) -> Tensor:
 
 def _value(shape: torch.Size, like: Value) -> Value:
     """Return a new value of this shape, its numbers in order."""
-    strides = torch.empty(shape, device="meta").stride()
-    return Value(like.form._replace(shape=shape, stride=strides, offset=0), -1, -1)
+    strides, size = [0] * len(shape), 1
+    for dim in reversed(range(len(shape))):
+        strides[dim] = size
+        size *= shape[dim]
+    return Value(like.form._replace(shape=shape, stride=tuple(strides), offset=0), -1, -1)
