@@ -35,6 +35,7 @@ from bayesfed.guides import newton
 from bayesfed.guides.family import GLOBAL
 from bayesfed.guides.hierarchical import LOCAL
 from bayesfed.guides.triangular import inverse_root
+from bayesfed.output.polynomials import FARTHEST, find_polynomial
 from bayesfed.tracing.blocks import in_blocks
 
 EACH = 4
@@ -47,10 +48,8 @@ TOLERANCE = 0.01
 """A Newton step with twice its predicted gain below this, in nats, is the last one: the draws are weighted."""
 LEAST_CURVATURE = 0.05
 """The least curvature along an axis, in units of the precision of a Normal prior, or else of q."""
-PER_FEATURE, ENOUGH = 3, 4
-"""Draws of θ per coefficient of a polynomial at which modes are found; the least number of all draws relative to it."""
-CLOSE = 0.1
-"""Twice the largest gain of a Newton step, in nats, after which a mode is close enough: the next one gains far less."""
+ERROR, ERROR_OF_SUM = 0.001, 0.02
+"""The largest root mean square error, in nats, of a polynomial in place of quadrature: of a client, of all clients."""
 LOG_TAU = math.log(math.tau)
 COST = 8
 """Time relative to a single draw from q, about."""
@@ -112,6 +111,12 @@ class Conditionals(NamedTuple):
         """Return those at some of the draws, by position."""
         some = {name: value[draws] for name, value in self.theta.items()}
         return self._replace(theta=some, size=len(draws))
+
+    def of_clients(self, clients: Tensor) -> Conditionals:
+        """Return those of some of the clients, by position."""
+        own = self.program.local_params
+        params = {n: value[clients] if n in own else value for n, value in self.params.items()}
+        return self._replace(params=params, batch=self.batch.select(clients))
 
     @property
     def z(self) -> Tensor:
@@ -204,17 +209,47 @@ def laplace_candidates(given: Conditionals, mode: Tensor, root: Tensor, noise: N
 def laplace_evidence(given: Conditionals, mode: Tensor, root: Tensor, keys: Tensor) -> Tensor:
     """Estimate log p(D_i | θ_s) by quadrature, ``(S, K)`` in double precision.
 
+    Of many draws of θ, quadrature is computed at a few. A polynomial in θ that is fitted to its difference from
+    Laplace's approximation gives it at the others, but not at draws that are far from these few, nor of clients for
+    whom it is off at further draws.
+
     Args:
         given: as of :func:`laplace_candidates`, with ``mode`` and ``root``.
         mode: û_s.
         root: a root of H_s⁻¹.
         keys: the clients' noise streams, ``(K,)``.
     """
-    program, params, _, batch, _ = given
+    polynomial = find_polynomial(given.z[:, 0, 0])
+    if polynomial is None:
+        return _by_points(given, mode, root, keys)
+    level = root.diagonal(dim1=-2, dim2=-1).log().sum(-1) + mode.shape[-1] / 2 * LOG_TAU
+    laplace = (given.log_joint(mode[None])[0] + level.squeeze(-1)).double()
+    few, count = torch.cat([polynomial.few, polynomial.tests()]), len(polynomial.few)
+    some = _by_points(given.at(few), mode[few], root[few], keys)
+    differences = some - laplace[few]
+    fitted = polynomial.fitted(differences[:count])
+    errors = fitted[few[count:]] - differences[count:]
+    good = errors.square().mean(0).sqrt() < ERROR
+    of_sum = errors[:, good].sum(1).square().mean().sqrt()
+    if not bool(of_sum < ERROR_OF_SUM * len(keys) / given.program.clients):
+        return _by_points(given, mode, root, keys)
+    evidence = laplace + fitted
+    evidence[few] = some
+    far = (polynomial.leverage > FARTHEST).nonzero()[:, 0]
+    if len(far):
+        evidence[far] = _by_points(given.at(far), mode[far], root[far], keys)
+    if len(poor := (~good).nonzero()[:, 0]):
+        own = given.of_clients(poor)
+        evidence[:, poor] = _by_points(own, mode[:, poor], root[:, poor], keys[poor])
+    return evidence
+
+
+def _by_points(given: Conditionals, mode: Tensor, root: Tensor, keys: Tensor) -> Tensor:
+    """Estimate log p(D_i | θ_s) by quadrature at all draws of θ; arguments as of :func:`laplace_evidence`."""
     white, log_weights = _points(mode.shape[-1], keys)
-    fixed = params, batch, (white, log_weights)
+    fixed = given.params, given.batch, (white, log_weights)
     numbers = given.width * len(white)
-    return in_blocks(_quadrature, program, fixed, [mode, root, given.z], numbers)[0]
+    return in_blocks(_quadrature, given.program, fixed, [mode, root, given.z], numbers)[0]
 
 
 def _points(size: int, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -261,45 +296,23 @@ def _fitted_modes(given: Conditionals) -> tuple[Tensor, Tensor] | None:
 
     Return None if the draws are too few, or if clients' variables have priors that are not Normal.
     """
-    features = _polynomial(given.z[:, 0, 0].double())
-    if features is None:
+    polynomial = find_polynomial(given.z[:, 0, 0])
+    if polynomial is None:
         return None
     _, scale = _prior(given)
     if not bool(scale.isfinite().all()):
         return None
-    few = torch.linspace(0, given.size - 1, PER_FEATURE * features.shape[1]).long()
-    found, _ = _modes(given.at(few))
-    known = found.double().flatten(1)
-    weights = torch.linalg.pinv(features[few]) @ known
-    u = (features @ weights).to(found).unflatten(1, found.shape[1:])
+    u = polynomial.fitted(_modes(given.at(polynomial.few))[0])
     least = LEAST_CURVATURE / scale.square()
     _, gradient, hessian = _derivatives(given, u, torch.arange(given.size))
     precision = newton.positive(-hessian, least)
     step = torch.linalg.solve_ex(precision, gradient[..., None])[0].squeeze(-1)
     gain = (gradient * step).sum((-2, -1))
-    far = (~(gain < CLOSE)).any(1).nonzero()[:, 0]
+    far = (~(gain < TOLERANCE)).any(1).nonzero()[:, 0]
     u = u + step
     if len(far):
         u[far], precision[far] = _modes(given.at(far))
     return u, precision
-
-
-def _polynomial(z: Tensor) -> Tensor | None:
-    """Return 1, z and the products of two of z ``(S, D)``, or only the first two: ``(S, F)``; None of few draws."""
-    z = (z - z.mean(0)) / z.std(0)
-    one = z.new_ones(len(z), 1)
-    products = (z[:, :, None] * z[:, None]).flatten(1)[:, _upper(z.shape[1])]
-    for features in ([one, z, products], [one, z]):
-        found = torch.cat(features, 1)
-        if len(z) >= ENOUGH * PER_FEATURE * found.shape[1]:
-            return found if bool(found.isfinite().all()) else None
-    return None
-
-
-def _upper(size: int) -> Tensor:
-    """Return the positions of the entries on and above the diagonal of a flattened matrix."""
-    row, column = torch.triu_indices(size, size)
-    return row * size + column
 
 
 def _modes(given: Conditionals) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from scipy.stats import multivariate_normal, norm, poisson
 
 import bayesfed as bf
 from bayesfed.elbo import noise
-from bayesfed.output import locals_given_theta
+from bayesfed.output import evidence, locals_given_theta
 from bayesfed.output.evidence import has_block
 from bayesfed.output.log_densities import sum_log_weights
 
@@ -89,6 +89,39 @@ def test_estimates_near_and_far_from_the_centre_of_q(case):
     assert np.abs(by_q - expected).max() > 1.0
 
 
+def test_a_polynomial_in_the_globals_replaces_quadrature_at_most_of_many_draws(monkeypatch):
+    """Not at draws that are far from the others, and at none where the polynomial is not exact enough."""
+    federation = data(CASES["Poisson"][1])
+    posterior = bf.fit(counts, federation, bf.SFVI(corrected=False), rounds=5)
+    start = posterior.program.guide.globals["slope"]
+    u = torch.cat([0.1 * torch.randn(300), torch.tensor([-1.0, 1.5])]).double() - 0.2
+    theta = {"global": ((u - start.loc) / start.scale)[:, None, None, None]}
+    computed, by_points = [], evidence._by_points
+    monkeypatch.setattr(
+        evidence,
+        "_by_points",
+        lambda given, *a: computed.append(given.size) or by_points(given, *a),
+    )
+
+    def estimate():
+        computed.clear()
+        return sum_log_weights(posterior, theta, len(u), noise.key(0), laplace=True).numpy()
+
+    found = estimate()
+    assert sum(computed) < len(u) / 4
+    rows = [
+        (federation.select([n])["x"].numpy(), federation.select([n])["y"].numpy())
+        for n in federation.names
+    ]
+    for s in (*range(0, len(u), 40), -2, -1):
+        slope = float(u[s].exp())
+        assert abs(found[s] - sum(by_quadrature(slope, x, y) for x, y in rows)) < 0.003
+    monkeypatch.setattr(evidence, "ERROR", 0.0)
+    all_points = estimate()
+    assert max(computed) == len(u)
+    assert 0 < np.abs(found - all_points).max() < 0.003
+
+
 def test_estimates_where_q_is_absurdly_far_from_the_mode():
     """The mean of q(level | far) is linear in far, and the posterior given far hardly moves beyond far = 3."""
 
@@ -107,14 +140,14 @@ def test_estimates_where_q_is_absurdly_far_from_the_mode():
     z = (torch.as_tensor(far) - start.loc) / start.scale
     found = sum_log_weights(posterior, {"global": z[:, None, None, None]}, 8, noise.key(0), True)
 
-    def evidence(at, y):
+    def truth(at, y):
         def density(level):
             return norm(at, TAU).pdf(level) * np.exp(poisson.logpmf(y, np.exp(level)).sum())
 
         return np.log(quad(density, -6, 6, epsabs=0, epsrel=1e-8, points=[at])[0])
 
     expected = [
-        sum(evidence(np.tanh(at), np.array(rows["y"])) for rows in clients.values()) for at in far
+        sum(truth(np.tanh(at), np.array(rows["y"])) for rows in clients.values()) for at in far
     ]
     assert np.abs(found.numpy() - np.array(expected)).max() < 0.1
 
@@ -172,13 +205,13 @@ def test_poor_estimates_are_made_from_more_candidates(monkeypatch):
     start = posterior.program.guide.globals["mu"]
     theta = {"global": ((mu - start.loc) / start.scale)[:, None, None, None]}
 
-    def evidence(at, y):
+    def truth(at, y):
         def density(level):
             return np.exp(-((level - at) ** 2) / 2 - ((level**2 - y) ** 2).sum() / 1.28)
 
         return np.log(quad(density, -8, 8, epsabs=0, epsrel=1e-8, points=[-1.5, 1.5])[0])
 
-    exact = [sum(evidence(at, np.array(y)) for y in clients.values()) for at in mu.tolist()]
+    exact = [sum(truth(at, np.array(y)) for y in clients.values()) for at in mu.tolist()]
 
     def error():
         found = sum_log_weights(posterior, theta, len(mu), noise.key(0), laplace=True).numpy()
