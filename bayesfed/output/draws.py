@@ -324,14 +324,18 @@ def client_chunks(
         numbers: size of a client's draw in numbers, if larger than that of its variables.
     """
     program, own = fitted.program, fitted.federation
-    summed_out = program.kinds or program.conditional
-    if program.weights_draws or program.needs_rows or summed_out or fitted.laplace:
+    reads_rows = program.weights_draws or program.needs_rows or program.kinds or program.conditional
+    if reads_rows or fitted.laplace:
         federations = (own, *federations)
     lengths = sum((f.lengths for f in federations), torch.zeros_like(own.lengths))
     size = max(numbers, program.variables)
-    if fitted.laplace:  # candidates, whose densities are computed in blocks
-        size = EACH * size
-    return chunks(lengths, *weight(size, own.numbers_per_row, count, program.points))
+    client, row = weight(size, own.numbers_per_row, count, program.points)
+    if (
+        fitted.laplace
+    ):  # there are several candidates, whose densities are computed in blocks of draws
+        client = EACH * client
+        row = row if reads_rows or len(federations) > 1 else row // EACH
+    return chunks(lengths, client, row)
 
 
 def _given_draws(fitted: Fitted, draws: Draws, chunk: Tensor, batch: Batch) -> Any:

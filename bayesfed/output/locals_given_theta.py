@@ -181,7 +181,8 @@ def evidence_chunks(fitted: Fitted, count: int) -> Iterator[Tensor]:
     It has all clients' variables at all draws of θ in memory, but rows at some of them only, unless the guide reads
     these.
     """
-    copies = count if fitted.program.guide.structure is None else EACH * count
+    reads_rows = getattr(fitted.program.guide, "structure", None) is not None
+    copies = EACH * count if reads_rows else count
     federation, program = fitted.federation, fitted.program
     size = weight(program.variables, federation.numbers_per_row, copies, program.points)
     return chunks(federation.lengths, *size)
