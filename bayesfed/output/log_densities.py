@@ -164,9 +164,13 @@ def _client_log_densities(
         batch, params = federation.batch(chunk), fitted.params_of(chunk)
         names = tuple(theta), tuple((name, len(parts)) for name, parts in supplied.items())
         of_draws = [*theta.values(), *(x for parts in supplied.values() for x in parts)]
-        numbers = max(rows_width(program, batch), len(chunk) * program.workspace)
-        fixed = params, batch, *names
-        log_p, log_q = in_blocks(_log_parts, program, fixed, of_draws, numbers)
+        if not of_draws:  # nothing is random
+            with torch.no_grad():
+                log_p, log_q = log_parts(program, params, {}, batch, {}, count, local=True)
+        else:
+            numbers = max(rows_width(program, batch), len(chunk) * program.workspace)
+            fixed = params, batch, *names
+            log_p, log_q = in_blocks(_log_parts, program, fixed, of_draws, numbers)
         yield log_p.double(), log_q.double()
 
 
