@@ -50,10 +50,12 @@ from bayesfed.output.log_densities import Probe, SumLogWeights, sum_log_weights
 from bayesfed.output.prior_coordinates import find_prior_coordinates
 from bayesfed.output.proposal import Around, Proposals
 
-DRAWS, FEWEST = 2000, 500
-"""Draws from each proposal, and the number below which q(θ) is not corrected."""
+DRAWS, LATER, FEWEST = 2000, 6000, 500
+"""Draws from the first proposal, and from each later one, unless that takes long; the number of draws below which q(θ)
+is not corrected."""
 PROPOSALS, ENOUGH = (2, 6), 1000
-"""The least and the largest number of proposals, and the effective sample size at which no more are needed."""
+"""The least and the largest number of proposals, and the effective sample size at which no more are needed, if it is as
+large as the number of draws from the first one."""
 PATIENCE = 3
 """The number of proposals after which the effective sample size must be large enough to estimate a covariance."""
 PRIOR = 2
@@ -130,6 +132,7 @@ def correct(
     family = fitted.program.random == (GLOBAL,)
     if not family or not khat.has_density(fitted) or draws < FEWEST:
         return CorrectionResult(reliable=False, attempted=False)
+    later, enough = min(LATER, affordable), max(ENOUGH, draws)
     few = 0 if asked else min(draws, khat.DRAWS)
     key = fitted.key(0, "correction")
     own = draw_theta(fitted, draws, key)[GLOBAL][:, 0, 0]
@@ -139,10 +142,9 @@ def correct(
     z, shares = own, own.new_full((draws,), 1 / draws, dtype=torch.float64)
     targets: list[Tensor] = []
     least = max(LEAST, PER_DIMENSION * own.shape[1])
-    rough, certain, further, count = True, False, False, draws
-    while count:
+    rough, certain, further, number = True, False, False, draws
+    while number:
         around = Around.BOTH if further or len(targets) == PRIOR else Around.DRAWS
-        number = 2 * count if len(targets) == PRIOR and not further else count  # in one exchange
         added = proposals.add(
             z,
             shares,
@@ -164,7 +166,9 @@ def correct(
                 return first
             target, laplace = first
         targets.append(target)
-        z, weights = proposals.draws, _assess(torch.cat(targets) - proposals.log_prob())
+        number = max(later, 2 * draws) if len(targets) == PRIOR else later
+        weights = _assess(torch.cat(targets) - proposals.log_prob(), enough)
+        z = proposals.draws
         shares, rough = weights.shares, weights.size < ENOUGH
         if len(targets) == 1 and weights.size < FAR * len(z):
             laplace_locals = _learns_block(fitted)
@@ -177,11 +181,11 @@ def correct(
         few_proposals = len(targets) < PROPOSALS[0]
         if few_proposals or (len(targets) < PROPOSALS[1] and not weights.are_enough):
             continue
-        count, size = 0, min(weights.size, least_effective_size(shares, z))
+        number, size = 0, min(weights.size, least_effective_size(shares, z))
         more = weights.have_variance and len(targets) < PROPOSALS[1] + FURTHER
         if size < fitted.draws_needed and more:
             wanted = len(z) * (SPARE * fitted.draws_needed / size - 1)
-            further, count = True, min(math.ceil(wanted), affordable)
+            further, number = True, min(math.ceil(wanted), affordable)
     if not weights.are_trusted:
         return CorrectionResult(reliable=False)
     correction = Correction(
@@ -202,12 +206,14 @@ class _Weights(NamedTuple):
         shares: the weights, truncated, which sum to 1.
         size: their effective sample size.
         k: Pareto's k of the weights as they are.
+        enough: the effective sample size at which no more draws are needed.
     """
 
     logs: Tensor
     shares: Tensor
     size: float
     k: float
+    enough: int
 
     @property
     def are_trusted(self) -> bool:
@@ -222,14 +228,14 @@ class _Weights(NamedTuple):
     @property
     def are_enough(self) -> bool:
         """Whether no more draws are needed, unless a precision is asked for."""
-        return self.have_variance and self.size > ENOUGH
+        return self.have_variance and self.size > self.enough
 
 
-def _assess(log_weights: Tensor) -> _Weights:
+def _assess(log_weights: Tensor, enough: int) -> _Weights:
     """Assess log weights ``(S,)``."""
     logs = log_weights.where(~log_weights.isnan(), -torch.inf)
     shares = truncate_weights(logs)
-    return _Weights(logs, shares, effective_sample_size(shares), pareto_k(logs))
+    return _Weights(logs, shares, effective_sample_size(shares), pareto_k(logs), enough)
 
 
 @torch.no_grad()

@@ -41,7 +41,8 @@ def pointwise(found):
 
 @pytest.fixture(scope="module")
 def fitted():
-    return bf.fit(conjugate_hierarchy, two_clients())
+    """Without importance weights, which would be of q as it was before it is moved."""
+    return bf.fit(conjugate_hierarchy, two_clients(), bf.SFVI(corrected=False))
 
 
 def moved(posterior, sds=0.0, wider=1.0):

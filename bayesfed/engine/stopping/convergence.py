@@ -15,12 +15,12 @@ Then the rates fall over a third as many rounds again, which averages noise out,
 (:data:`NO_NOISE`). If q(θ) moves far meanwhile (:data:`FAR`), the run goes on at full rate.
 
 If draws of θ are corrected by importance weights in the end (:mod:`bayesfed.output.correction`), q(θ) need not be that
-close. The run ends provisionally, early, once the last two steps, their noise and the moves are within :data:`CLOSE`
-times these tolerances, whatever the ELBO has done, and again within the next of these factors; and once q(θ) has
-converged to within :data:`NEAR` times these tolerances. If the weights show that q(θ) or its correction is good enough,
-there is no noise left to be averaged out, and the run is done. After an early end they must have a finite variance and
-a large effective sample size. If they do not, which one exchange shows where q(θ) is far, the end is withdrawn, and the
-run goes on until q(θ) has converged.
+close. The run ends provisionally, early, as soon as all clients have been seen, wherever q(θ) is; once the last two
+steps, their noise and the moves are within :data:`CLOSE` times these tolerances, whatever the ELBO has done, and again
+within the next of these factors; and once q(θ) has converged to within :data:`NEAR` times these tolerances. If the
+weights show that q(θ) or its correction is good enough, there is no noise left to be averaged out, and the run is done.
+After an early end they must have a finite variance and a large effective sample size. If they do not, which one
+exchange shows where q(θ) is far, the end is withdrawn, and the run goes on until q(θ) has converged.
 """
 
 import math
@@ -42,11 +42,12 @@ STEP, NOISE, MOVE, FAR = 0.1, 0.05, 0.1, 0.25
 NO_NOISE = 0.02
 """The largest noise, likewise, that is not worth rounds in which the rates fall."""
 CLOSE, NEAR = (150.0, 12.0), 3.0
-"""The factors on the tolerances within which a correction is tried, one after the other, early; and the last time."""
+"""The factors on the tolerances within which a correction is tried, one after the other, early, after the first try;
+and the last time."""
 LAST, LEAST, COOLING = 2, 3, 4
-"""The smallest numbers of rounds whose steps are measured before the first correction, in which convergence is
+"""The smallest numbers of rounds whose steps are measured before the second correction, in which convergence is
 assessed, and in which the rates fall."""
-TRIES = len(CLOSE) + 1
+TRIES = len(CLOSE) + 2
 """The number of times that a correction is tried."""
 COORDINATES = 200
 """The largest number of coordinates of a sample site that are followed, spread evenly over it."""
@@ -141,7 +142,7 @@ class Convergence(Stopping):
             return
         if not self.visits.min():
             return
-        if last and tried < len(CLOSE) and self._is_close(done, start, CLOSE[tried]):
+        if last and tried < TRIES - 1 and self._is_close(done, start, tried):
             self.marks[[_ENDED, _TRIED]] = torch.tensor([1, tried + 1])
             return
         window = self._window(done, start)
@@ -173,10 +174,15 @@ class Convergence(Stopping):
         far = {n: v for n, v in self._by_site(torch.maximum(step, move)).items() if v > FAR}
         return far or None
 
-    def _is_close(self, done: int, start: int, factor: float) -> bool:
-        """Return whether the last steps, and the moves since the oldest of the clients' last visits, are not long."""
+    def _is_close(self, done: int, start: int, tried: int) -> bool:
+        """Return whether a correction may succeed early after so many have been tried: none yet, or short steps.
+
+        The steps are the last ones, and the moves those since the oldest of the clients' last visits.
+        """
+        if not tried:
+            return True
         window = max(LAST, self._since_visits(done))
-        return window <= done - start and self._are_small(*self._measure(done, window), factor)
+        return window <= done - start and self._are_small(*self._measure(done, window), CLOSE[tried - 1])
 
     def _are_small(self, step: Tensor, noise: Tensor, move: Tensor, factor: float = 1.0) -> bool:
         """Return whether what was measured is within ``factor`` times the tolerances."""

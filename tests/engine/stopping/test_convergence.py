@@ -151,7 +151,7 @@ def test_levels_come_one_after_the_other():
 
 
 def test_provisional_ends_where_draws_are_corrected():
-    """Early ones while q(θ) is on its way, and one near its target; then none but the end itself."""
+    """Early ones after the first round and on the way, and one near the target; then none but the end itself."""
     shrinks, far = 0.9, 40.0
 
     def mean(n):
@@ -163,14 +163,15 @@ def test_provisional_ends_where_draws_are_corrected():
         done += 1
         where = torch.tensor([[mean(done)], [1.0]])
         of.add_round(where, 1 - shrinks, torch.zeros(done, dtype=torch.float64), torch.tensor([0]))
-        assert of.early is (of.provisional and len(ends) < len(convergence.CLOSE))
+        assert of.early is (of.provisional and len(ends) <= len(convergence.CLOSE))
         assert not of.provisional or of.rate(done) == 1.0
         if of.converged:
             ends.append((done, of.provisional))
         if of.provisional:
             of.withdraw()  # the weights were too uneven
             assert not of.converged and not of.provisional and not of.early
-    *tries, (near, _), (end, _) = ends
+    (first, _), *tries, (near, _), (end, _) = ends
+    assert first == 1
     factors = convergence.NEAR, *reversed(convergence.CLOSE)
     for (early, _), (least, most) in zip(tries, reversed([*pairwise(factors)]), strict=True):
         assert least < mean(early) / convergence.STEP < most
@@ -178,8 +179,11 @@ def test_provisional_ends_where_draws_are_corrected():
     assert tries[-1][0] < near < end == whole
 
 
-def test_an_early_end_does_not_wait_for_the_elbo():
+def test_the_first_early_end_waits_for_all_clients_and_the_second_for_short_steps_not_for_the_elbo():
+    of = fresh(clients=3, corrected=True)
+    assert stops(of, lambda n: 0.0, cohort=lambda n: torch.tensor([n - 1])) == 3 and of.early
     of = fresh(corrected=True)
+    of.marks[convergence._TRIED] = 1
     assert stops(of, lambda n: 0.0, elbo=lambda n: 10.0 * n) == convergence.LAST
     assert of.early
 
@@ -233,7 +237,7 @@ def test_convergence_is_shown_and_saved(near, tmp_path):
     schools, posterior = datasets.eight_schools(), near
     rounds = len(posterior.history["elbo"])
     assert posterior.converged and rounds < 30
-    assert f"converged in {rounds} rounds" in repr(posterior)
+    assert f"converged in {rounds} round" in repr(posterior)
     posterior.save(tmp_path / "a.safetensors")
     assert bf.Posterior.load(tmp_path / "a.safetensors", models.eight_schools, schools).converged
     given = bf.fit(models.eight_schools, schools, rounds=rounds)
