@@ -182,7 +182,9 @@ class Convergence(Stopping):
         if not tried:
             return True
         window = max(LAST, self._since_visits(done))
-        return window <= done - start and self._are_small(*self._measure(done, window), CLOSE[tried - 1])
+        return window <= done - start and self._are_small(
+            *self._measure(done, window), CLOSE[tried - 1]
+        )
 
     def _are_small(self, step: Tensor, noise: Tensor, move: Tensor, factor: float = 1.0) -> bool:
         """Return whether what was measured is within ``factor`` times the tolerances."""
