@@ -17,9 +17,9 @@ number of rows, and v_i = 1 where the server weights clients by rows, n̄ / n_i 
     marginal      pFedGP: Σ log p(D_i | θ), w_i integrated out
     Laplace       FOLA: the mode of log p(θ) + Σ log p(D_i | θ), w_i integrated out by Laplace's method, and the
                   Hessian there
-    Gaussian      SFVIAvg, PVI: the Gaussian q(θ) of the largest ELBO where q(w_i | θ) is p(w_i | θ, D_i)
-    posterior     SFVI, whose fit ends with importance weights, and PACPFL, whose hyper-posterior with τ = 1 is the
-                  posterior: NUTS
+    Gaussian      SFVIAvg: the Gaussian q(θ) of the largest ELBO where q(w_i | θ) is p(w_i | θ, D_i)
+    posterior     SFVI and PVI, whose fits end with importance weights, and PACPFL, whose hyper-posterior with τ = 1 is
+                  the posterior: NUTS
 
 What a method does not move counts as given. FedAvg, FedProx, FedNova, FedCurv and pFedMe have no objective whose
 stationary point they reach with several local steps at a fixed rate, where clients differ (client drift: Karimireddy et
@@ -138,7 +138,7 @@ def own_optimum(name: str, hierarchy: Hierarchy, fitted: Mapping[str, Any]) -> V
     clients = len(rows)
     nothing = torch.zeros(hierarchy.size, dtype=torch.bool)
     given = hierarchy.unconstrained(fitted)
-    if name in ("SFVI", "PACPFL"):
+    if name in ("SFVI", "PVI", "PACPFL"):
         return None
     if name in ("FedAvg", "FedProx", "FedNova", "FedCurv", "Pooled"):
         return _globals(hierarchy, centred(hierarchy, by_rows))
@@ -200,7 +200,7 @@ def own_optimum(name: str, hierarchy: Hierarchy, fitted: Mapping[str, Any]) -> V
         half = SobolEngine(hierarchy.size, scramble=True, seed=0).draw(4096, dtype=torch.float64)
         noise = torch.distributions.Normal(0.0, 1.0).icdf(half.clamp(1e-6, 1 - 1e-6))
         return _globals(hierarchy, mode + noise @ torch.linalg.cholesky(covariance).mT)
-    if name in ("SFVIAvg", "PVI"):
+    if name == "SFVIAvg":
         return _globals(hierarchy, gaussian(hierarchy))
     raise ValueError(f"no objective is known of {name}")
 
