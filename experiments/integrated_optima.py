@@ -14,7 +14,7 @@ from torch.quasirandom import SobolEngine
 sys.path.append(str(Path(__file__).parent))
 from program_densities import Hierarchy, maximum
 
-NODES, DRAWS = 9, 256
+NODES, DRAWS = 9, 1024
 """Quadrature nodes in each of a client's dimensions; draws of θ (half of them, and their mirror images)."""
 
 

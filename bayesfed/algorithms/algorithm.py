@@ -202,7 +202,7 @@ class Algorithm:
 
 def draws_at_once(algorithm: Algorithm, program: Program) -> int:
     """Return the number of values of (θ, w_i) that a client's step evaluates together."""
-    return program.particles * max(program.local_draws, getattr(algorithm.steps, "draws", 1))
+    return program.particles * max(program.local_draws, algorithm.steps.draws_in_step(program))
 
 
 def _called(part: Any) -> str:

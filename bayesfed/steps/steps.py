@@ -76,6 +76,11 @@ class Steps:
         """
         return False
 
+    def draws_in_step(self, program: Program) -> int:
+        """Return the number of draws of (θ, w_i) that a step evaluates together."""
+        draws: int = getattr(self, "draws", 1)
+        return draws
+
     def accept(
         self, program: Program, federation: Federation, locals_: Locals, name: str
     ) -> Program:

@@ -71,15 +71,15 @@ def test_clients_that_are_held_near_the_others_have_an_optimum(name):
 
 @pytest.mark.parametrize("problem", ["hospitals", "falls"])
 def test_copies_of_a_gaussian_agree_at_the_largest_elbo(problem):
-    """Without control variates SFVIAvg was 1.9 and 2.0 standard deviations away after 500 rounds."""
+    """Without control variates they were 1.9 and 2.0 sd away after 500 rounds, of 8 draws a step 0.06 on falls."""
     posterior = fit(PROBLEMS[problem], "SFVIAvg")
     assert posterior.converged
-    assert len(posterior.history["elbo"]) < 30
+    assert len(posterior.history["elbo"]) < 15
     _, found = optimum(PROBLEMS[problem], "SFVIAvg", posterior)
     draws = posterior.sample(20_000)
     for variable, value in found.items():
         drawn = draws[variable].double().numpy()
-        assert abs(drawn.mean(0) - value) < 0.1 * drawn.std(0)
+        assert abs(drawn.mean(0) - value) < 0.05 * drawn.std(0)
 
 
 def test_particles_end_at_the_hyper_posterior():
