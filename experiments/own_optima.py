@@ -14,7 +14,7 @@ number of rows, and v_i = 1 where the server weights clients by rows, n̄ / n_i 
     adapted       Per-FedAvg, MAML: log p(θ) + Σ v_i log p(D_i | φ_i(θ), θ), φ_i one gradient step from c_i(θ)
     joint         pFedMAP, MTL: log p(θ) + Σ log p(D_i | w_i, θ) + log N(w_i; m, ρ²), ρ as it is at the start
     factorised    pFedVEM: the ELBO, q(w_i) independent Normals; FedABML counts clients; pFedBayes with KL times 0.05
-    marginal      pFedGP: Σ log p(D_i | θ), w_i integrated out
+    marginal      pFedGP: Σ log p(D_i | θ), w_i integrated out; FedPop: log p(θ) + Σ log p(D_i | θ)
     Laplace       FOLA: the mode of log p(θ) + Σ log p(D_i | θ), w_i integrated out by Laplace's method, and the
                   Hessian there
     Gaussian      SFVIAvg: the Gaussian q(θ) of the largest ELBO where q(w_i | θ) is p(w_i | θ, D_i)
@@ -191,10 +191,15 @@ def own_optimum(name: str, hierarchy: Hierarchy, fitted: Mapping[str, Any]) -> V
         kl_weight = 0.05 if name == "PFedBayes" else 1.0
         theta, w, _ = factorised(hierarchy, weights, kl_weight, given)
         return _globals(hierarchy, theta) | _locals(hierarchy, w)
-    if name == "PFedGP":
+    if name in ("PFedGP", "FedPop"):
         marginal = Marginal(hierarchy, NODES if hierarchy.width == 1 else 5)
         start, _ = laplace(hierarchy)
-        return _globals(hierarchy, maximum(lambda t: marginal(t[None]).sum(), start))
+
+        def evidence(theta: Tensor) -> Tensor:
+            prior = hierarchy(theta[None])[0] if name == "FedPop" else torch.zeros(1)
+            return (prior + marginal(theta[None])).sum()
+
+        return _globals(hierarchy, maximum(evidence, start))
     if name == "FOLA":
         mode, covariance = laplace(hierarchy)
         half = SobolEngine(hierarchy.size, scramble=True, seed=0).draw(4096, dtype=torch.float64)
