@@ -38,6 +38,8 @@ _SLOW = (
     aten.sigmoid.default,
 )
 """Functions of single numbers that take ten times as long where these do not lie in order, such as in a diagonal."""
+_OF_MEMORY = (aten.as_strided.default, aten.view.default)
+"""Views that depend on how the numbers lie in memory."""
 _CROSS_ENTROPY = aten.binary_cross_entropy_with_logits.default
 
 
@@ -84,7 +86,7 @@ def specialise(recording: Recording, numbers: Mapping[int, Tensor]) -> Recording
             assert result is not None
             same[result] = argument
             continue
-        for new in _faster(operation, made):
+        for new in _in_memory(operation, made) or _faster(operation, made):
             made[new.results[0]] = new  # type: ignore[index]
             kept.append(new)
     ends = [same.get(value, value) for value in ends]
@@ -140,6 +142,17 @@ def _faster(operation: Operation, made: Mapping[Value, Operation]) -> list[Opera
     return found
 
 
+def _in_memory(operation: Operation, made: Mapping[Value, Operation]) -> list[Operation] | None:
+    """Copy the argument of a view if it has become an expansion, and no longer lies in memory as recorded."""
+    if operation.target not in _OF_MEMORY:
+        return None
+    argument = operation.reads[0]
+    source = made.get(argument)
+    if source is None or source.target is not aten.expand.default or not is_dense(argument.form):
+        return None
+    return _copy_first(operation, argument)
+
+
 def _before_expansion(operation: Operation, made: Mapping[Value, Operation]) -> list[Operation]:
     """Compute each number once where the arguments are expanded, and expand the result."""
     (result,) = operation.results
@@ -171,6 +184,11 @@ def _in_order(operation: Operation) -> list[Operation]:
     (argument,) = operation.reads
     if is_dense(argument.form):
         return [operation]
+    return _copy_first(operation, argument)
+
+
+def _copy_first(operation: Operation, argument: Value) -> list[Operation]:
+    """Copy an argument, so that its numbers lie in order, before the operation."""
     copy = _value(argument.form.shape, argument)
     return [
         Operation(

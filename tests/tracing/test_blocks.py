@@ -66,6 +66,17 @@ def test_each_call_is_specialised_to_its_own_rows(draws):
     assert [*blocks._recordings[id(program)].values()] == [recording]
 
 
+def of_expanded(program, rows, z):
+    """Arithmetic of an expansion, whose result is then read as it lies in memory."""
+    every = z[:, 0, :1, None].exp().expand(-1, 4, 5)
+    scale = (every * rows["scale"]).sin()
+    return [scale.view(-1, 20)[:, None] + 1]
+
+
+def test_views_of_what_is_computed_before_an_expansion(draws):
+    check(of_expanded, Program(), (rows(0),), draws[1:])
+
+
 def test_recordings_end_with_their_program(draws):
     program = Program()
     check(log_joint, program, (rows(0),), draws)
