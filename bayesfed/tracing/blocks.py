@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,20 @@ FEWEST = 4
 MOST = 32
 """Recordings of one program that are kept."""
 
-_recordings: dict[int, dict[Any, Recording | None]] = {}
+
+class Checked(NamedTuple):
+    """A recording.
+
+    Attributes:
+        recording: it may be specialised to any numbers of the same shapes.
+        checked: the operations of its specialisations that have been compared with the function itself.
+    """
+
+    recording: Recording
+    checked: set[tuple[Any, ...]]
+
+
+_recordings: dict[int, dict[Any, Checked | None]] = {}
 
 
 @torch.no_grad()
@@ -99,34 +112,29 @@ def _recorded(
     key = function, torch.get_num_threads(), structure, whole
     if key not in kept and len(kept) >= MOST:
         kept.clear()
-    new = key not in kept
     run = partial(function, program), None, whole
-    if new:
+    if key not in kept:
         kept[key] = _record(run, [*numbers, *first])
-    recording = kept[key]
-    if recording is None:
+    found = kept[key]
+    if found is None:
         return None
-    graph = _specialised(recording, numbers)
-    if new:
+    special = specialise(found.recording, {i: number.detach() for i, number in enumerate(numbers)})
+    graph, operations = as_function(*special), tuple(one.target for one in special.operations)
+    if operations not in found.checked:
         second = [x[-size:] for x in draws]
         if not agree(graph(*second), run_eagerly(run, [*numbers, *second]), 1e-3):
             kept[key] = None
             return None
+        found.checked.add(operations)
     return graph
 
 
-def _record(run: Any, tensors: Sequence[Tensor]) -> Recording | None:
+def _record(run: Any, tensors: Sequence[Tensor]) -> Checked | None:
     """Record a function; return None if its operations depend on numbers."""
     recorder = Recorder()
     try:
         with without_garbage_collection():
             results, _ = record(recorder, run, tensors)
-            return recorder.recording(results)
+            return Checked(recorder.recording(results), set())
     except Exception:  # the eager run raises the error, if it is one
         return None
-
-
-def _specialised(recording: Recording, numbers: Sequence[Tensor]) -> Callable[..., list[Tensor]]:
-    """Return the function for these numbers in place of its first arguments."""
-    fixed = {place: number.detach() for place, number in enumerate(numbers)}
-    return as_function(*specialise(recording, fixed))
