@@ -330,9 +330,7 @@ def client_chunks(
     lengths = sum((f.lengths for f in federations), torch.zeros_like(own.lengths))
     size = max(numbers, program.variables)
     client, row = weight(size, own.numbers_per_row, count, program.points)
-    if (
-        fitted.laplace
-    ):  # there are several candidates, whose densities are computed in blocks of draws
+    if fitted.laplace:  # several candidates, whose densities are computed in blocks of draws
         client = EACH * client
         row = row if reads_rows or len(federations) > 1 else row // EACH
     return chunks(lengths, client, row)

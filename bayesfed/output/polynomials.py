@@ -65,9 +65,7 @@ def find_polynomial(z: Tensor) -> Polynomial | None:
     low, middle, high = z.quantile(z.new_tensor([0.16, 0.5, 0.84]), dim=0)
     z = 2 * (z - middle) / (high - low)
     distance = z.square().sum(1)
-    near = (distance <= distance.quantile(CENTRAL)).nonzero()[
-        :, 0
-    ]  # the rest are outliers, if there are any
+    near = (distance <= distance.quantile(CENTRAL)).nonzero()[:, 0]
     row, column = torch.triu_indices(z.shape[1], z.shape[1], device=z.device)
     one, products = z.new_ones(len(z), 1), z[:, row] * z[:, column]
     for parts in ([one, z, products], [one, z]):
