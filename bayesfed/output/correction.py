@@ -332,10 +332,14 @@ def _log_target(
     laplace: bool,
     probe: Probe | None = None,
 ) -> Tensor:
-    """Compute log p(θ) plus the clients' estimates of log p(D_i | θ) at draws of θ ``(S, D)``: ``(S,)``."""
+    """Compute log p(θ) plus the clients' estimates of log p(D_i | θ) at draws of θ ``(S, D)``: ``(S,)``.
+
+    It is −∞ where this is not a number, or too large for one.
+    """
     theta, count = {GLOBAL: z[:, None, None]}, len(z)
     prior = log_prior(fitted.program, fitted.params, theta, count)
-    return prior.double() + log_weights(fitted, theta, count, key, laplace, probe)
+    found = prior.double() + log_weights(fitted, theta, count, key, laplace, probe)
+    return found.where(found < torch.inf, -torch.inf)
 
 
 def noise_variance(once: Tensor, again: Tensor) -> float:

@@ -12,6 +12,7 @@ import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.output import correction
 from bayesfed.output.correction import COST, correct
+from bayesfed.output.log_densities import sum_log_weights
 from tests.scenarios import known_scales
 
 SCHOOLS = datasets.eight_schools()
@@ -171,6 +172,19 @@ def test_a_q_that_is_too_far_off_is_not_corrected_but_reported(right, monkeypatc
     posterior = wrong(right, loc=30.0).corrected()
     assert posterior.correction is None
     assert posterior.khat > 0.7
+
+
+def test_draws_whose_densities_are_no_numbers_have_no_weight(right):
+    """Near 0 a scale may be so small that a density is infinite in single precision."""
+
+    def sums(*arguments):
+        found = sum_log_weights(*arguments)
+        found[::100], found[1::100] = torch.inf, torch.nan
+        return found
+
+    found = correct(wrong(right, log_scale=0.5), sums)
+    assert found.reliable and found.correction.ess > 1000
+    assert float(found.correction.log_weights.isinf().double().mean()) == pytest.approx(0.02, 0.1)
 
 
 def test_the_correction_is_deterministic_and_saved(schools, tmp_path):
