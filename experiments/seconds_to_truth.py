@@ -1,34 +1,58 @@
-"""How many seconds does a user wait for a posterior, beside NUTS and SVI on the pooled data? Makes seconds_to_truth.md.
+"""How many seconds does a user wait for a posterior, beside other tools on the pooled data? Makes seconds_to_truth.md.
 
     pip install 'bayesfed[benchmarks]'
+    apt-get install r-base-core r-cran-glmmtmb
     python experiments/seconds_to_truth.py          # on a machine that does nothing else, about a quarter of an hour
 
 The problems are those of problems.py. Each of these runs in a new process:
 
     bayesfed      bf.fit without a number of rounds, all clients in each
     NumPyro       NUTS, one chain, 1000 + 1000, on the same model in NumPyro
+    four chains   the same with four chains, one after the other, in the first fit of a process
+    nutpie        its NUTS, one chain, 1000 + 1000, on the log density of the model in NumPyro and its gradient by JAX
+    glmmTMB       maximum likelihood, where the model has a formula: no posterior, and no priors
     Pyro          pyro.infer.SVI with bayesfed's own program and guide, 1000 steps of 8 draws at ClippedAdam's 0.03
 
-"cold" is the first fit of the process, imports apart; "warm" the second, with another seed. Compiled graphs of earlier
-processes are not used. Beside the seconds stands the largest shift of a global variable's mean from the reference, four
-long chains, in its standard deviations, and the range of the ratios of standard deviations. The error of one chain is
-about 0.05.
+"cold" is the first fit of the process, imports apart; "warm" the second, with another seed. The time of glmmTMB leaves
+out that of R and its packages. Compiled graphs of earlier processes are not used. Beside the seconds stands the largest
+shift of a global variable's mean from the reference, four long chains, in its standard deviations, and the range of the
+ratios of standard deviations. The error of one chain is about 0.05.
 """
 
 from __future__ import annotations
 
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import runner
 from distances import moments, words
 
 COLUMNS = (
-    "problem | bayesfed cold | warm | rounds | distance | NumPyro cold | warm | distance "
-    "| Pyro cold | warm | distance | cold ÷ NUTS | warm ÷ NUTS"
+    "problem | bayesfed cold | warm | rounds | distance | NumPyro cold | warm | distance | four chains "
+    "| nutpie cold | warm | distance | glmmTMB | Pyro cold | warm | distance | cold ÷ NUTS | warm ÷ NUTS"
 )
-METHODS = ("bayesfed", "NumPyro", "Pyro")
+METHODS = ("bayesfed", "NumPyro", "four chains", "nutpie", "glmmTMB", "Pyro")
+FAMILIES = {
+    "grunfeld": ("gaussian", "(1 + x || client)"),
+    "radon": ("gaussian", "(1 | client)"),
+    "count": ("poisson", "(1 | client)"),
+    "logistic": ("binomial", "(1 + x || client)"),
+    "negative binomial": ("nbinom2", "offset(log(exposure)) + (1 | client)"),
+}
+"""glmmTMB's family and what follows the coefficients in its formula, where the problem has them."""
+R = """
+arguments <- commandArgs(TRUE)
+suppressMessages(library(glmmTMB))
+d <- read.csv(arguments[1])
+d$client <- factor(d$client)
+cat(system.time(glmmTMB(as.formula(arguments[2]), d, family = arguments[3]))[["elapsed"]])
+"""
 Fit = Callable[[int], tuple[Callable[[], Any], str]]
 
 
@@ -45,18 +69,72 @@ def bayesfed(name: str, federation: Any) -> Fit:
     return fit
 
 
-def numpyro(name: str, federation: Any) -> Fit:
-    """Return one chain of NUTS; the sampler is made once, and keeps what it has compiled."""
+def numpyro(name: str, federation: Any, chains: int = 1) -> Fit:
+    """Return chains of NUTS; the sampler is made once, and keeps what it has compiled."""
     import jax
     from problems import PROBLEMS, pooled, sampler
 
-    mcmc = sampler(PROBLEMS[name], 1000, 1000, 1)
+    mcmc = sampler(PROBLEMS[name], 1000, 1000, chains)
 
     def fit(seed: int) -> tuple[Callable[[], Any], str]:
         mcmc.run(jax.random.PRNGKey(seed), *pooled(federation))
         return mcmc.get_samples, ""
 
     return fit
+
+
+def nutpie(name: str, federation: Any) -> Fit:
+    """Return one chain of nutpie's NUTS; the density is compiled by JAX, once."""
+    import jax
+    import nutpie as nutpie_
+    from jax.flatten_util import ravel_pytree
+    from numpyro.infer.util import initialize_model
+    from nutpie.compiled_pyfunc import from_pyfunc
+    from problems import PROBLEMS, pooled, sampler
+
+    jax.config.update("jax_enable_x64", True)
+    rows, model = pooled(federation), sampler(PROBLEMS[name], 1, 1, 1).sampler.model
+    start, potential, constrained, _ = initialize_model(
+        jax.random.PRNGKey(0), model, model_args=rows, dynamic_args=True
+    )
+    flat, unravel = ravel_pytree(start.z)
+    value = jax.jit(jax.value_and_grad(lambda x: -potential(*rows)(unravel(x))))
+
+    def log_density() -> Any:
+        return lambda x: tuple(np.asarray(part, dtype=float) for part in value(x))
+
+    def expand(*_: int) -> Any:
+        return lambda x: {"x": x}
+
+    size = len(flat)
+    compiled = from_pyfunc(size, log_density, expand, [np.dtype(float)], [(size,)], ["x"])
+
+    def fit(seed: int) -> tuple[Callable[[], Any], str]:
+        trace = nutpie_.sample(
+            compiled, draws=1000, tune=1000, chains=1, cores=1, seed=seed, progress_bar=False
+        )
+        x = np.asarray(trace.posterior["x"])[0]
+        return lambda: jax.vmap(lambda one: constrained(*rows)(unravel(one)))(x), ""
+
+    return fit
+
+
+def glmmtmb(name: str, federation: Any) -> float:
+    """Return the seconds of a fit by glmmTMB."""
+    family, rest = FAMILIES[name]
+    columns = {"client": federation.owner.numpy()}
+    columns |= {n: federation[n].numpy() for n in federation.fields if n != "x"}
+    x = federation["x"].reshape(len(federation.owner), -1).numpy()
+    names = [f"x{i}" for i in range(x.shape[1])]
+    columns |= dict(zip(names, x.T, strict=True))
+    slopes = " + ".join(f"(0 + {one} | client)" for one in names)
+    rest = rest.replace("(1 + x || client)", f"(1 | client) + {slopes}")
+    with tempfile.TemporaryDirectory() as folder:
+        script, rows = Path(folder, "fit.R"), Path(folder, "rows.csv")
+        script.write_text(R)
+        pd.DataFrame(columns).to_csv(rows, index=False)
+        call = ["Rscript", str(script), str(rows), f"y ~ {' + '.join(names)} + {rest}", family]
+        return float(subprocess.run(call, capture_output=True, text=True, check=True).stdout)
 
 
 def pyro(name: str, federation: Any) -> Fit:
@@ -82,8 +160,14 @@ def measure(name: str, method: str) -> dict[str, Any]:
     federation = problem.data()
     found = sites(problem.model, federation).values()
     names = [site.name for site in found if not site.observed and not site.local]
-    fit = {"bayesfed": bayesfed, "NumPyro": numpyro, "Pyro": pyro}[method](name, federation)
-    for seed in range(2):
+    if method == "glmmTMB":
+        return {"seconds": [glmmtmb(name, federation)] if name in FAMILIES else []}
+    fits = {"bayesfed": bayesfed, "NumPyro": numpyro, "nutpie": nutpie, "Pyro": pyro}
+    if method == "four chains":
+        fit, fitted = numpyro(name, federation, 4), 1
+    else:
+        fit, fitted = fits[method](name, federation), 2
+    for seed in range(fitted):
         start = time.perf_counter()
         draws, rounds = fit(seed)
         seconds.append(time.perf_counter() - start)
@@ -92,11 +176,14 @@ def measure(name: str, method: str) -> dict[str, Any]:
 
 
 def cells(_: Any, found: list[dict[str, Any]]) -> list[str]:
-    """Return the cells of a problem from the results of the three methods."""
+    """Return the cells of a problem from the results of the methods."""
     made = []
     for method, result in zip(METHODS, found, strict=True):
-        made += [f"{seconds:.1f}" for seconds in result["seconds"]]
-        made += [result["rounds"]] * (method == "bayesfed") + [result["distance"]]
+        seconds = [f"{one:.1f}" for one in result["seconds"]]
+        if method in ("four chains", "glmmTMB"):
+            made += seconds or [""]
+        else:
+            made += [*seconds, *[result["rounds"]] * (method == "bayesfed"), result["distance"]]
     ratios = zip(found[0]["seconds"], found[1]["seconds"], strict=True)
     return made + [f"{ours / theirs:.2f}" for ours, theirs in ratios]
 
