@@ -38,13 +38,15 @@ from bayesfed.elbo.elbo import Noise, client_losses
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.factorised import loc_of
 from bayesfed.guides.fisher import Units, first_prior_scales, units_of_posterior, units_of_prior
+from bayesfed.guides.newton import jacobian, magnitude
 from bayesfed.settings import Rate
+from bayesfed.steps.bfgs import minima
 from bayesfed.steps.gradients import gradients, leaves
 from bayesfed.steps.job import Job
 from bayesfed.steps.local_loop import all_clients, local_loop
 from bayesfed.steps.losses import per_client
 from bayesfed.steps.optimizer import clipped
-from bayesfed.steps.single import dimensions, lowest
+from bayesfed.steps.single import WEAKEST, dimensions
 from bayesfed.steps.steps import Inputs, Objective
 from bayesfed.tracing.compiler import traceable
 
@@ -163,19 +165,54 @@ class NaturalDescent:
         return cubature(program, keys)
 
     def optimum(self, job: Job, at: Params) -> Params:
-        """Return q(w_i | φ) at its optimum given θ, by Newton's method from where it is.
+        """Return q(w_i | φ) at its optimum given θ, by BFGS from where it is or from Laplace's approximation there.
 
         Natural-gradient steps are diagonal: where rows make variables correlated, as slopes on fields that go together,
-        hundreds of steps end far from the optimum.
+        hundreds of steps end far from the optimum. BFGS starts with the curvature of the loss at the location of q.
+        Locations are in units of the first priors, losses in nats over λ.
         """
         program, exact, rows = job.program, self.exact(job.program), job.rows(None)
-        drawn = cubature(program, job.keys)
-        units = {loc_of(name): scale for name, scale in exact.constants(program, rows).items()}
+        drawn, prior = cubature(program, job.keys), exact.constants(program, rows)
+        nats = (job.counts / self.kl_weight)[:, None]
+        own = {name: at[name] for name in ordered(program)}
+        scale = joined({name: prior[name] for name in program.guide.locals})
+        unit = torch.cat([scale, torch.ones_like(scale)], -1)
 
-        def loss(own: Params) -> Tensor:
-            return job.counts * exact.objective(program, at | own, rows, drawn)
+        def slope(u: Tensor) -> tuple[Tensor, Tensor]:
+            value, grads = exact.slope(program, at, parted(u * unit, own), rows, drawn)
+            return nats[:, 0] * value, nats * unit * joined(grads)
 
-        return lowest(program, loss, {name: at[name] for name in program.local_params}, units)
+        hessian = exact.curvature_at_loc(program, at, rows, drawn)
+        hessian = nats[..., None] * hessian * scale[..., None] * scale[:, None]
+        hessian = magnitude(hessian, torch.full_like(scale, WEAKEST))
+        loc = (joined(own) / unit)[:, : scale.shape[1]]
+        log_scale = joined({name: at[name] for name in program.guide.log_scales})
+        laplace = scale.log() - hessian.diagonal(dim1=-2, dim2=-1).log() / 2
+        inverse = torch.diag_embed(torch.full_like(unit, 0.5))  # of log scales
+        inverse[:, : scale.shape[1], : scale.shape[1]] = torch.linalg.inv(hessian)
+        starts = [torch.cat([loc, each], -1) for each in (log_scale, laplace)]
+        return parted(minima(slope, starts, inverse) * unit, own)
+
+    @traceable
+    def slope(
+        self, program: Program, at: Params, phi: Params, batch: Batch, drawn: Noise
+    ) -> tuple[Tensor, Params]:
+        """Return L_i of K clients, ``(K,)``, and its gradients in q."""
+        own = leaves(phi)
+        loss = self.objective(program, {**at, **own}, batch, drawn)
+        return loss.detach(), gradients(loss, own)
+
+    @traceable
+    def curvature_at_loc(self, program: Program, at: Params, batch: Batch, drawn: Noise) -> Tensor:
+        """Return the Hessians of L_i in the locations of q, where w_i is there: ``(K, P, P)``."""
+        locs = {name: at[name] for name in map(loc_of, program.guide.locals)}
+        one = _with_draws(self.kl_weight, 1)
+        centre = {name: [0 * part[:1] for part in parts] for name, parts in drawn.items()}
+        with torch.enable_grad():
+            u = joined(locs).requires_grad_()
+            loss = one.objective(program, {**at, **parted(u, locs)}, batch, centre)
+            (grad,) = torch.autograd.grad(loss.sum(), u, create_graph=True)
+            return jacobian(grad, u).detach()
 
     def approach(self, job: Job, at: Params, steps: int, rate: float) -> Params:
         """Return q(w_i | φ) after natural-gradient steps from where it is, θ as it is."""
@@ -223,6 +260,22 @@ def natural(kl_weight: float, program: Program) -> NaturalDescent:
 def _with_draws(kl_weight: float, draws: int) -> NaturalDescent:
     """Return natural steps; the same object at every call, as tracing needs."""
     return NaturalDescent("locals", kl_weight=kl_weight, draws=draws)
+
+
+def ordered(program: Program) -> list[str]:
+    """Return the parameters of q(w_i): the locations, then the log scales."""
+    return [*map(loc_of, program.guide.locals), *program.guide.log_scales]
+
+
+def joined(values: Params) -> Tensor:
+    """Return values ``(K, 1, ...)`` as vectors ``(K, P)``."""
+    return torch.cat([value.flatten(1) for value in values.values()], -1)
+
+
+def parted(vectors: Tensor, like: Params) -> Params:
+    """Return vectors ``(K, P)`` as values of these shapes; the inverse of :func:`joined`."""
+    parts = vectors.split([value[0].numel() for value in like.values()], -1)
+    return {n: part.reshape(v.shape) for (n, v), part in zip(like.items(), parts, strict=True)}
 
 
 def cubature(program: Program, keys: Tensor) -> Noise:
