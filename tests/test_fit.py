@@ -1,5 +1,6 @@
 import dataclasses
 import io
+import re
 import signal
 
 import pandas as pd
@@ -320,7 +321,8 @@ def test_lines_where_there_is_no_terminal_and_the_fit_takes_long(capsys, monkeyp
     posterior = fit(rounds=2)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
-    assert f"round 2 of 2, ELBO {posterior.history['elbo'][-1]:,.2f}, 0 s" in lines[-1]
+    wanted = f"round 2 of 2, ELBO {posterior.history['elbo'][-1]:,.2f}, "
+    assert re.search(re.escape(wanted) + r"\d+ s$", lines[-1])
 
 
 def test_the_bar_shows_rounds_and_elbo(capsys):

@@ -30,8 +30,9 @@ from bayesfed.output.evidence import (
 )
 from bayesfed.output.fitted import Fitted
 
-CANDIDATES = 64
-"""Number of defensive candidates of a client's variables, from which one is chosen, or evidence is estimated."""
+CANDIDATES, FOR_EVIDENCE = 64, 256
+"""Number of defensive candidates of a client's variables, from which one is chosen; the largest number from which
+evidence is estimated, whose error does not shrink with the draws of θ, since all have the same candidates."""
 PROBED, POOR, NARROWER = 25, 0.2, (1.1, 2.0)
 """Draws of θ at which Laplace estimates are compared with those of more candidates, of these widths; the mean square
 of the differences beyond which the latter are used."""
@@ -108,9 +109,10 @@ def _defensive_blocks(
     widths: Sequence[float],
     found: Centre | None = None,
     *,
+    each: int = CANDIDATES,
     common: bool = False,
 ) -> Iterator[tuple[Tensor, Candidates, Mapping[str, Size]]]:
-    """Yield noise keys, defensive candidates of K clients and their shapes, for some draws of θ at a time.
+    """Yield noise keys, ``each`` defensive candidates of K clients and their shapes, for some draws of θ at a time.
 
     The candidates lie around ``found``, or else around the centre that :func:`proposal_centre` finds. If ``common``,
     their distances from it are the same at all draws of θ.
@@ -118,7 +120,7 @@ def _defensive_blocks(
     program, federation = fitted.program, fitted.federation
     batch, params = federation.batch(chunk), fitted.params_of(chunk)
     numbers = int(federation.lengths[chunk].max()) * federation.numbers_per_row + program.size
-    together = max(1, PASS // (CANDIDATES * len(chunk) * numbers))
+    together = max(1, PASS // (each * len(chunk) * numbers))
     for at in range(0, count, together):
         size = min(together, count - at)
         some = {name: value[at : at + size] for name, value in theta.items()}
@@ -130,7 +132,7 @@ def _defensive_blocks(
         )
         given = Conditionals(program, params, some, batch, size)
         keys = noise.fold(key if common else block, federation.stream_ids[chunk])
-        found_here = defensive_candidates(given, centre, keys, CANDIDATES, widths, common=common)
+        found_here = defensive_candidates(given, centre, keys, each, widths, common=common)
         yield block, found_here, centre.shapes
 
 
@@ -209,10 +211,12 @@ def evidence_by_laplace(
     for k in poor.nonzero()[:, 0].tolist():
         client = chunk[k : k + 1]
         numbers = int(federation.lengths[client]) * federation.numbers_per_row
-        if count * CANDIDATES * (numbers + fitted.program.variables) <= AFFORDABLE:
+        affordable = int(AFFORDABLE / (count * (numbers + fitted.program.variables)))
+        each = min(FOR_EVIDENCE, affordable // len(NARROWER) * len(NARROWER))
+        if each >= CANDIDATES:
             own = centre.at(slice(None), slice(k, k + 1))
             blocks = _defensive_blocks(
-                fitted, theta, count, client, key, NARROWER, own, common=True
+                fitted, theta, count, client, key, NARROWER, own, each=each, common=True
             )
             evidence[:, k] = torch.cat([block.evidence()[:, 0] for _, block, _ in blocks])
     return evidence
