@@ -35,7 +35,9 @@ CANDIDATES, FOR_EVIDENCE = 64, 256
 evidence is estimated, whose error does not shrink with the draws of θ, since all have the same candidates."""
 PROBED, POOR, NARROWER = 25, 0.2, (1.1, 2.0)
 """Draws of θ at which Laplace estimates are compared with those of more candidates, of these widths; the mean square
-of the differences beyond which the latter are used."""
+of the differences beyond which candidates of wider ones are used."""
+WIDER = 1.1, 2.0, 4.0, 8.0
+"""The widths of these."""
 AFFORDABLE = 2e7
 """The largest size of a client's rows and variables, in numbers, over all these candidates."""
 
@@ -212,11 +214,11 @@ def evidence_by_laplace(
         client = chunk[k : k + 1]
         numbers = int(federation.lengths[client]) * federation.numbers_per_row
         affordable = int(AFFORDABLE / (count * (numbers + fitted.program.variables)))
-        each = min(FOR_EVIDENCE, affordable // len(NARROWER) * len(NARROWER))
+        each = min(FOR_EVIDENCE, affordable // len(WIDER) * len(WIDER))
         if each >= CANDIDATES:
             own = centre.at(slice(None), slice(k, k + 1))
             blocks = _defensive_blocks(
-                fitted, theta, count, client, key, NARROWER, own, each=each, common=True
+                fitted, theta, count, client, key, WIDER, own, each=each, common=True
             )
             evidence[:, k] = torch.cat([block.evidence()[:, 0] for _, block, _ in blocks])
     return evidence
