@@ -76,9 +76,10 @@ def in_blocks(
     count, size = len(draws[0]), max(1, CACHE // numbers)
     on_cpu = draws[0].device.type == "cpu" and not torch.is_autocast_enabled("cpu")
     if on_cpu and count >= FEWEST * size and not tracing():
-        graph = _recorded(function, program, fixed, [x.contiguous() for x in draws], size)
+        in_order = [x.contiguous() for x in draws]
+        graph = _recorded(function, program, fixed, in_order, size)
         if graph is not None:
-            return _run(graph, [x.contiguous() for x in draws], size)
+            return _run(graph, in_order, size)
     size = min(count, max(1, EAGER // numbers))
     return _run(partial(function, program, *fixed), draws, size)
 
@@ -105,16 +106,15 @@ def _recorded(
         _recordings[id(program)] = {}
         weakref.finalize(program, _recordings.pop, id(program), None)
     kept = _recordings[id(program)]
-    numbers: list[Tensor] = []
-    structure = flatten(fixed, numbers)
-    first = [x[:size] for x in draws]
-    whole = flatten((*fixed, *first), [])
-    key = function, torch.get_num_threads(), structure, whole
+    tensors: list[Tensor] = []
+    structure = flatten((*fixed, *[x[:size] for x in draws]), tensors)
+    numbers = tensors[: -len(draws)]
+    key = function, torch.get_num_threads(), structure
     if key not in kept and len(kept) >= MOST:
         kept.clear()
-    run = partial(function, program), None, whole
+    run = partial(function, program), None, structure
     if key not in kept:
-        kept[key] = _record(run, [*numbers, *first])
+        kept[key] = _record(run, tensors)
     found = kept[key]
     if found is None:
         return None

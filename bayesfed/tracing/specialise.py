@@ -21,6 +21,7 @@ from bayesfed.tracing.operations import (
     replace_values,
 )
 from bayesfed.tracing.simplify import (
+    broadcast_shape,
     is_allocation,
     is_dense,
     is_pointwise,
@@ -165,7 +166,7 @@ def _before_expansion(operation: Operation, made: Mapping[Value, Operation]) -> 
     if not sources:
         return [operation]
     shapes = [sources.get(value, value).form.shape for value in operation.reads]
-    shape = _broadcast(shapes)
+    shape = broadcast_shape(shapes)
     if len(shape) < len(result.form.shape):
         return [operation]
     if shape == result.form.shape:
@@ -196,13 +197,6 @@ def _copy_first(operation: Operation, argument: Value) -> list[Operation]:
         ),
         operation.with_values({argument: copy}),
     ]
-
-
-def _broadcast(shapes: Sequence[torch.Size]) -> torch.Size:
-    """Return the shape to which these, which fit together, are broadcast."""
-    longest = max(map(len, shapes))
-    padded = [(1,) * (longest - len(shape)) + tuple(shape) for shape in shapes]
-    return torch.Size(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True))
 
 
 def _sum_before_sign(operation: Operation, made: Mapping[Value, Operation]) -> list[Operation]:
