@@ -26,7 +26,6 @@ import os
 import resource
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import runner
+from in_r import run_r
 
 COLUMNS = (
     "outcome | rows | clients | bayesfed: cold, s | warm | rounds | MB | glmmTMB | lme4 | NumPyro "
@@ -112,12 +112,7 @@ def bayesfed(outcome: str, frame: pd.DataFrame) -> dict[str, Any]:
 
 def in_r(tool: str, outcome: str, frame: pd.DataFrame) -> list[Any]:
     """Return seconds, coefficients, their standard errors, and standard deviations between clients."""
-    with tempfile.TemporaryDirectory() as folder:
-        rows, script = Path(folder) / "rows.csv", Path(folder) / "fit.R"
-        frame.to_csv(rows, index=False)
-        script.write_text(R)
-        call = ["Rscript", str(script), str(rows), tool, outcome]
-        return json.loads(_last_line(call))
+    return json.loads(run_r(R, frame, [tool, outcome], timeout=LIMIT + 60))
 
 
 def numpyro(outcome: str, frame: pd.DataFrame) -> list[float]:
@@ -160,21 +155,18 @@ def measure(tool: str, outcome: str, rows: int, clients: int) -> Any:
         except subprocess.SubprocessError:
             return None
     call = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), "--child"]
-    try:
-        return json.loads(_last_line([*call, tool, outcome, str(rows), str(clients)]))
-    except subprocess.SubprocessError:
-        return None
-
-
-def _last_line(call: list[str]) -> str:
+    call += [tool, outcome, str(rows), str(clients)]
     env = os.environ | {
         "OMP_NUM_THREADS": "1",
         "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
     }
-    done = subprocess.run(
-        call, capture_output=True, text=True, env=env, timeout=LIMIT + 60, check=True
-    )
-    return done.stdout.splitlines()[-1]
+    try:
+        done = subprocess.run(
+            call, capture_output=True, text=True, env=env, timeout=LIMIT + 60, check=True
+        )
+    except subprocess.SubprocessError:
+        return None
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def cells(found: dict[str, Any]) -> list[str]:

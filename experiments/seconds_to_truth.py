@@ -21,17 +21,15 @@ ratios of standard deviations. The error of one chain is about 0.05.
 
 from __future__ import annotations
 
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import runner
 from distances import moments, words
+from in_r import run_r
 
 COLUMNS = (
     "problem | bayesfed cold | warm | rounds | distance | NumPyro cold | warm | distance | four chains "
@@ -129,12 +127,8 @@ def glmmtmb(name: str, federation: Any) -> float:
     columns |= dict(zip(names, x.T, strict=True))
     slopes = " + ".join(f"(0 + {one} | client)" for one in names)
     rest = rest.replace("(1 + x || client)", f"(1 | client) + {slopes}")
-    with tempfile.TemporaryDirectory() as folder:
-        script, rows = Path(folder, "fit.R"), Path(folder, "rows.csv")
-        script.write_text(R)
-        pd.DataFrame(columns).to_csv(rows, index=False)
-        call = ["Rscript", str(script), str(rows), f"y ~ {' + '.join(names)} + {rest}", family]
-        return float(subprocess.run(call, capture_output=True, text=True, check=True).stdout)
+    wanted = f"y ~ {' + '.join(names)} + {rest}"
+    return float(run_r(R, pd.DataFrame(columns), [wanted, family]))
 
 
 def pyro(name: str, federation: Any) -> Fit:
