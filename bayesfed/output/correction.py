@@ -50,9 +50,11 @@ from bayesfed.output.log_densities import Probe, SumLogWeights, sum_log_weights
 from bayesfed.output.prior_coordinates import find_prior_coordinates
 from bayesfed.output.proposal import Around, Proposals
 
-DRAWS, LATER, FEWEST = 2000, 6000, 500
-"""Draws from the first proposal, and from each later one, unless that takes long; the number of draws below which q(θ)
-is not corrected."""
+DRAWS, LATER = 2000, 6000
+"""Draws from the first proposal, and from each later one, unless that takes long."""
+FEWEST, LARGE, EACH = 250, 8, 4
+"""The number of draws from each proposal where data are large, so large data that this takes up to so many times as
+long as other work after a fit may; the least number of draws relative to the effective sample size that is needed."""
 PROPOSALS, ENOUGH = (2, 6), 1000
 """The least and the largest number of proposals, and the effective sample size at which no more are needed, if it is as
 large as the number of draws from the first one."""
@@ -76,9 +78,10 @@ FAR = 0.1
 variables are drawn from Laplace approximations, not from q(w_i | θ)."""
 TAIL = 0.02
 """The largest share of all weight that may lie beyond the largest weight if k is above :func:`khat.limit`."""
-PROBE, QUIET, LOUD = 200, 0.1, 1.0
-"""Draws of θ at which the noise of log weights is measured; the largest variance that is accepted; the same where
-estimates without it take long. Noise beyond grows towards the tails, and hides their weight from k-hat."""
+PROBE, SLOW_PROBE, QUIET, LOUD = 200, 50, 0.1, 1.0
+"""Draws of θ at which the noise of log weights is measured, and where estimates without it take long; the largest
+variance that is accepted, and the same there. Noise beyond grows towards the tails, and hides their weight from
+k-hat."""
 
 
 class CorrectionResult(NamedTuple):
@@ -128,11 +131,12 @@ def correct(
     """
     asked = fitted.precision is not None
     affordable = khat.affordable_draws(fitted, fitted.rows_read) // 2 * (ON_REQUEST if asked else 1)
-    draws = min(DRAWS, affordable)
+    large = affordable < 2 * FEWEST
+    draws = FEWEST if large else min(DRAWS, affordable)
     family = fitted.program.random == (GLOBAL,)
-    if not family or not khat.has_density(fitted) or draws < FEWEST:
+    if not family or not khat.has_density(fitted) or draws > affordable * LARGE:
         return CorrectionResult(reliable=False, attempted=False)
-    later, enough = min(LATER, affordable), max(ENOUGH, draws)
+    later, enough = (draws, draws) if large else (min(LATER, affordable), max(ENOUGH, draws))
     few = 0 if asked else min(draws, khat.DRAWS)
     key = fitted.key(0, "correction")
     own = draw_theta(fitted, draws, key)[GLOBAL][:, 0, 0]
@@ -142,6 +146,8 @@ def correct(
     z, shares = own, own.new_full((draws,), 1 / draws, dtype=torch.float64)
     targets: list[Tensor] = []
     least = max(LEAST, PER_DIMENSION * own.shape[1])
+    if large and draws < EACH * least:
+        return CorrectionResult(reliable=False, attempted=False)
     rough, certain, further, number = True, False, False, draws
     while number:
         around = Around.BOTH if further or len(targets) == PRIOR else Around.DRAWS
@@ -169,7 +175,7 @@ def correct(
         number = max(later, 2 * draws) if len(targets) == PRIOR else later
         weights = _assess(torch.cat(targets) - proposals.log_prob(), enough)
         z = proposals.draws
-        shares, rough = weights.shares, weights.size < ENOUGH
+        shares, rough = weights.shares, weights.size < min(ENOUGH, enough)
         if len(targets) == 1 and weights.size < FAR * len(z):
             laplace_locals = _learns_block(fitted)
         if weights.size < least:
@@ -185,7 +191,7 @@ def correct(
         more = weights.have_variance and len(targets) < PROPOSALS[1] + FURTHER
         if size < fitted.draws_needed and more:
             wanted = len(z) * (SPARE * fitted.draws_needed / size - 1)
-            further, number = True, min(math.ceil(wanted), affordable)
+            further, number = True, min(math.ceil(wanted), max(affordable, draws))
     if not weights.are_trusted:
         return CorrectionResult(reliable=False)
     correction = Correction(
@@ -277,7 +283,7 @@ def _first_log_target(
 
     One request has these draws, those whose estimates are repeated, which shows their noise, and draws of q(θ). If the
     noise is large, a second one has Laplace's estimates, which have none; between machines these may come with the
-    answer to the first.
+    answer to the first. Where they take long, a request of few draws shows the noise before.
 
     Args:
         fitted: q without a correction.
@@ -292,17 +298,23 @@ def _first_log_target(
         The log target ``(S,)``, and whether it is Laplace's; or the result, if there is one already.
     """
     repeats = PROBE if _learns_block(fitted) else 0
+    if slow and repeats:
+        some = z[:SLOW_PROBE]
+        pair = _log_target(fitted, torch.cat([some, some]), key, log_weights, laplace=False)
+        if noise_variance(*pair.split(len(some))) > LOUD:
+            if early:
+                return CorrectionResult(reliable=False)
+            return _log_target(fitted, z, key, log_weights, laplace=True), True
+        repeats = 0
     of_q, minus_log_q = _draws_of_q(fitted, few) if few else (z[:0], z[:0])
     together = torch.cat([z, z[:repeats], of_q])
-    probe = None if slow or not repeats else Probe(len(z), repeats)
+    probe = Probe(len(z), repeats) if repeats else None
     found = _log_target(fitted, together, key, log_weights, laplace=False, probe=probe)
     target, again, at_q = found.split([len(z), repeats, len(of_q)])
     if few and _is_posterior(at_q + minus_log_q):
         return CorrectionResult(reliable=True, certain=True)
-    if noise_variance(target[:repeats], again) <= (LOUD if slow else QUIET):
+    if noise_variance(target[:repeats], again) <= QUIET:
         return target, False
-    if slow and early:
-        return CorrectionResult(reliable=False)
     return _log_target(fitted, z, key, log_weights, laplace=True), True
 
 

@@ -10,7 +10,7 @@ import torch
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from bayesfed.output import correction
+from bayesfed.output import correction, khat
 from bayesfed.output.correction import COST, correct
 from bayesfed.output.log_densities import sum_log_weights
 from tests.scenarios import known_scales
@@ -165,6 +165,30 @@ def test_a_wrong_q_is_corrected(right, moves):
     assert abs(float(before.mean()) - mean) > 0.4 * sd or abs(float(before.std()) / sd - 1) > 0.3
     assert abs(float(after.mean()) - mean) < 0.1 * sd
     assert abs(float(after.std()) / sd - 1) < 0.075
+
+
+def cost_of_a_draw(posterior):
+    """Return the work of a draw, in the unit of khat.WORK."""
+    return khat.WORK / khat.affordable_draws(posterior, posterior.rows_read)
+
+
+@pytest.mark.parametrize("moves", MOVES, ids=str)
+def test_a_wrong_q_of_large_data_is_corrected_by_fewer_draws(right, moves, monkeypatch):
+    """Within four Monte Carlo errors of 300 draws."""
+    posterior = wrong(right, **moves)
+    monkeypatch.setattr(khat, "WORK", 2 * 100 * cost_of_a_draw(posterior))
+    corrected = posterior.corrected()
+    mean, sd = exact()
+    after = corrected.sample(20_000)["mu"]
+    assert corrected.correction.count < 2000
+    assert abs(float(after.mean()) - mean) < 0.23 * sd
+    assert abs(float(after.std()) / sd - 1) < 0.16
+
+
+def test_data_that_are_too_large_are_not_corrected(right, monkeypatch):
+    posterior = wrong(right, loc=0.4)
+    monkeypatch.setattr(khat, "WORK", 2 * 30 * cost_of_a_draw(posterior))
+    assert posterior.corrected().correction is None
 
 
 def test_a_q_that_is_too_far_off_is_not_corrected_but_reported(right, monkeypatch):
