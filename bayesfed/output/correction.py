@@ -52,9 +52,9 @@ from bayesfed.output.proposal import Around, Proposals
 
 DRAWS, LATER = 2000, 6000
 """Draws from the first proposal, and from each later one, unless that takes long."""
-FEWEST, LARGE, EACH = 250, 8, 4
-"""The number of draws from each proposal where data are large, so large data that this takes up to so many times as
-long as other work after a fit may; the least number of draws relative to the effective sample size that is needed."""
+FEWEST, LARGE, EACH = 250, 32, 4
+"""The number of draws from each proposal where data are large; how many times as long as other work after a fit they
+may take; their least number relative to the effective sample size that is needed."""
 PROPOSALS, ENOUGH = (2, 6), 1000
 """The least and the largest number of proposals, and the effective sample size at which no more are needed, if it is as
 large as the number of draws from the first one."""
@@ -140,7 +140,6 @@ def correct(
     few = 0 if asked else min(draws, khat.DRAWS)
     key = fitted.key(0, "correction")
     own = draw_theta(fitted, draws, key)[GLOBAL][:, 0, 0]
-    slow = draws * COST > affordable
     laplace = laplace_locals = False
     proposals = Proposals(find_prior_coordinates(fitted.program, fitted.params, own))
     z, shares = own, own.new_full((draws,), 1 / draws, dtype=torch.float64)
@@ -167,7 +166,9 @@ def correct(
         if targets:
             target = _log_target(fitted, new, target_key, log_weights, laplace)
         else:
-            first = _first_log_target(fitted, new, few, target_key, log_weights, slow, early)
+            first = _first_log_target(
+                fitted, new, few, target_key, log_weights, affordable, early
+            )
             if isinstance(first, CorrectionResult):
                 return first
             target, laplace = first
@@ -276,7 +277,7 @@ def _first_log_target(
     few: int,
     key: Tensor,
     log_weights: SumLogWeights,
-    slow: bool,
+    affordable: int,
     early: bool,
 ) -> tuple[Tensor, bool] | CorrectionResult:
     """Compute the log target at draws of the first proposal, and choose how clients estimate log p(D_i | θ).
@@ -291,19 +292,20 @@ def _first_log_target(
         few: the number of draws of q(θ), 0 if it is to be corrected in any case.
         key: of the clients' noise.
         log_weights: as for :func:`correct`.
-        slow: Laplace's estimates take long.
+        affordable: the number of draws at which plain estimates take about as long as other work after a fit.
         early: as for :func:`correct`.
 
     Returns:
         The log target ``(S,)``, and whether it is Laplace's; or the result, if there is one already.
     """
     repeats = PROBE if _learns_block(fitted) else 0
-    if slow and repeats:
+    if repeats and len(z) * COST > affordable:
         some = z[:SLOW_PROBE]
         pair = _log_target(fitted, torch.cat([some, some]), key, log_weights, laplace=False)
         if noise_variance(*pair.split(len(some))) > LOUD:
-            if early:
-                return CorrectionResult(reliable=False)
+            too_slow = len(z) * COST > affordable * LARGE
+            if early or too_slow:
+                return CorrectionResult(reliable=False, attempted=not too_slow)
             return _log_target(fitted, z, key, log_weights, laplace=True), True
         repeats = 0
     of_q, minus_log_q = _draws_of_q(fitted, few) if few else (z[:0], z[:0])

@@ -97,7 +97,7 @@ def curved():
     return bf.fit(product, of_product(), bf.SFVI(corrected=False))
 
 
-@pytest.mark.parametrize("cost", [COST, 1e9])
+@pytest.mark.parametrize("cost", [COST, 100 * COST])
 def test_a_curved_posterior_whose_local_variables_are_not_linear_in_the_globals(
     curved, cost, monkeypatch
 ):
@@ -187,7 +187,7 @@ def test_a_wrong_q_of_large_data_is_corrected_by_fewer_draws(right, moves, monke
 
 def test_data_that_are_too_large_are_not_corrected(right, monkeypatch):
     posterior = wrong(right, loc=0.4)
-    monkeypatch.setattr(khat, "WORK", 2 * 30 * cost_of_a_draw(posterior))
+    monkeypatch.setattr(khat, "WORK", 2 * 5 * cost_of_a_draw(posterior))
     assert posterior.corrected().correction is None
 
 
