@@ -30,9 +30,11 @@ from bayesfed.output.evidence import (
 )
 from bayesfed.output.fitted import Fitted
 
-CANDIDATES, FOR_EVIDENCE = 64, 256
-"""Number of defensive candidates of a client's variables, from which one is chosen; the largest number from which
-evidence is estimated, whose error does not shrink with the draws of θ, since all have the same candidates."""
+CANDIDATES, FOR_EVIDENCE, STABLE, PLAUSIBLE = 64, 256, 0.02, 20.0
+"""Number of defensive candidates of a client's variables, from which one is chosen, or evidence is estimated; the
+number for evidence if estimates from the former differ from these by a variance above this, among draws of θ at which
+log p(D_i | θ) is so close to its largest value. The error does not shrink with the draws of θ, since all have the same
+candidates."""
 PROBED, POOR, NARROWER = 25, 0.2, (1.1, 2.0)
 """Draws of θ at which Laplace estimates are compared with those of more candidates, of these widths; the mean square
 of the differences beyond which candidates of wider ones are used."""
@@ -217,8 +219,22 @@ def evidence_by_laplace(
         each = min(FOR_EVIDENCE, affordable // len(WIDER) * len(WIDER))
         if each >= CANDIDATES:
             own = centre.at(slice(None), slice(k, k + 1))
-            blocks = _defensive_blocks(
-                fitted, theta, count, client, key, WIDER, own, each=each, common=True
+            few, many = (
+                _wider_evidence(fitted, some, first, client, key, own.at(slice(first)), each=n)
+                for n in (CANDIDATES, each)
             )
-            evidence[:, k] = torch.cat([block.evidence()[:, 0] for _, block, _ in blocks])
+            plausible = many > many.max() - PLAUSIBLE
+            if float((few - many)[plausible].var(correction=0)) < STABLE:
+                each = CANDIDATES
+            evidence[:, k] = _wider_evidence(fitted, theta, count, client, key, own, each=each)
     return evidence
+
+
+def _wider_evidence(
+    fitted: Fitted, theta: Params, count: int, client: Tensor, key: Tensor, at: Centre, *, each: int
+) -> Tensor:
+    """Estimate log p(D_i | θ_s) of one client from defensive candidates of several widths, ``(S,)``."""
+    blocks = _defensive_blocks(
+        fitted, theta, count, client, key, WIDER, at, each=each, common=True
+    )
+    return torch.cat([block.evidence()[:, 0] for _, block, _ in blocks])

@@ -60,10 +60,15 @@ class Polynomial(NamedTuple):
 
 
 def find_polynomial(z: Tensor) -> Polynomial | None:
-    """Return a polynomial of degree two in draws ``(S, D)``, or one if they are too few for two; None if for both."""
+    """Return a polynomial of degree two in draws ``(S, D)``, or one if they are too few for two.
+
+    None if they are too few for both, not all finite, or most are equal.
+    """
     z = z.double()
     low, middle, high = z.quantile(z.new_tensor([0.16, 0.5, 0.84]), dim=0)
     z = 2 * (z - middle) / (high - low)
+    if not z.isfinite().all():
+        return None
     distance = z.square().sum(1)
     near = (distance <= distance.quantile(CENTRAL)).nonzero()[:, 0]
     row, column = torch.triu_indices(z.shape[1], z.shape[1], device=z.device)
@@ -73,6 +78,5 @@ def find_polynomial(z: Tensor) -> Polynomial | None:
         if len(z) >= ENOUGH * count:
             features = torch.cat(parts, 1)
             few = near[torch.linspace(0, len(near) - 1, count, device=z.device).long()]
-            usable = bool(features.isfinite().all())
-            return Polynomial(features, few, torch.linalg.pinv(features[few])) if usable else None
+            return Polynomial(features, few, torch.linalg.pinv(features[few]))
     return None

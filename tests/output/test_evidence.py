@@ -13,6 +13,7 @@ from bayesfed.elbo import noise
 from bayesfed.output import evidence, locals_given_theta
 from bayesfed.output.evidence import has_block
 from bayesfed.output.log_densities import sum_log_weights
+from bayesfed.output.polynomials import find_polynomial
 
 TAU, SIGMA = 0.7, 0.5
 
@@ -229,3 +230,8 @@ def test_poor_estimates_are_made_from_more_candidates(monkeypatch):
     monkeypatch.setattr(locals_given_theta, "POOR", np.inf)
 
     assert with_more < 0.7 < error()
+
+
+@pytest.mark.parametrize("draws", [[[0.0]] * 50, [[float("inf")]] * 10 + [[1.0]] * 40])
+def test_draws_without_a_spread_or_an_end_have_no_polynomial(draws):
+    assert find_polynomial(torch.tensor(draws)) is None
