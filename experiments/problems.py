@@ -24,11 +24,9 @@ import pandas as pd
 import pyro
 import pyro.distributions as dist
 import runner
-import scale
 import torch
 from numpyro.infer import MCMC, NUTS
 from numpyro.infer.reparam import LocScaleReparam
-from torch import Tensor
 
 import bayesfed as bf
 from bayesfed import datasets, models
@@ -119,11 +117,6 @@ def thinned(federation: bf.Federation, rows: int) -> bf.Federation:
         at = torch.linspace(start, end - 1, min(rows, end - start)).long()
         parts[name] = {field: federation[field][at] for field in federation.fields}
     return bf.Federation.from_arrays(parts)
-
-
-def many() -> bf.Federation:
-    """Return 10,000 clients of 5 to 50 rows, as in scale.py."""
-    return scale.draw(10_000)
 
 
 # -- the same models in NumPyro, on all rows; `of` is the client of each row -----------------------
@@ -261,14 +254,12 @@ class Problem:
         twin: the same in NumPyro.
         data: makes the federation.
         centred: NUTS samples the local variables as they are written, not non-centred.
-        exact: NUTS' draws of the global variables alone, the local ones integrated out.
     """
 
     model: Callable[[Any], None]
     twin: Callable[[Any, Any, int], None]
     data: Callable[[], bf.Federation]
     centred: bool = False
-    exact: Callable[[bf.Federation], dict[str, Tensor]] | None = None
 
 
 PROBLEMS = {
@@ -289,13 +280,7 @@ PROBLEMS = {
     "anes96": Problem(models.OrderedLogistic(categories=7), n_ordered_logistic, datasets.anes96),
     "kidney": Problem(models.weibull_survival, n_weibull_survival, datasets.kidney),
     "kidney, Cox": Problem(models.Cox(CUTS), n_cox, datasets.kidney),
-    "10,000 clients": Problem(
-        models.varying_intercept, n_varying_intercept, many, centred=True, exact=scale.exact
-    ),
 }
-
-
-SMALL = [name for name in PROBLEMS if name != "10,000 clients"]
 
 
 def sampler(problem: Problem, warmup: int, draws: int, chains: int) -> MCMC:
@@ -328,9 +313,6 @@ def pooled(federation: bf.Federation) -> tuple[dict[str, Any], Any, int]:
 def reference(name: str, problem: Problem, federation: bf.Federation) -> dict[str, np.ndarray]:
     """Return draws of NUTS by sample site, from four chains of 2000; they are stored in runs/reference."""
     path = RUNS / f"problem_{name.replace(' ', '_').replace(',', '')}.npz"
-    if not path.exists() and problem.exact is not None:
-        RUNS.mkdir(parents=True, exist_ok=True)
-        np.savez(path, **{k: v.numpy() for k, v in problem.exact(federation).items()})
     if not path.exists():
         mcmc = sampler(problem, 1500, 2000, 4)
         mcmc.run(jax.random.PRNGKey(0), *pooled(federation))

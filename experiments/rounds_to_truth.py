@@ -111,7 +111,7 @@ def main() -> None:
     given = runner.arguments(__doc__, cohorts=[1.0, 0.5, 0.1], seeds=3)
     rows = {}
     for name in PROBLEMS:
-        for cohort in [0.01] if name == "10,000 clients" else given.cohorts:
+        for cohort in given.cohorts:
             for seed in range(given.seeds):
                 rows[name, f"{100 * cohort:g} %", seed] = [(name, cohort, seed)]
     runner.table(COLUMNS, rows, measure, given)

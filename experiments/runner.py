@@ -385,10 +385,13 @@ def header() -> str:
 
 
 def _commit() -> str:
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    )
-    return found.stdout.strip() or "unknown"
+    """Return the commit, with "-dirty" if code differs from it; tables that are being made do not count."""
+
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+
+    changed = git("diff", "--quiet", "HEAD", "--", ":!*.md", ":!*.png").returncode
+    return (git("rev-parse", "--short", "HEAD").stdout.strip() or "unknown") + "-dirty" * changed
 
 
 def machine() -> str:

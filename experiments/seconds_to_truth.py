@@ -183,10 +183,10 @@ def cells(_: Any, found: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    from problems import SMALL
+    from problems import PROBLEMS
 
     given = runner.arguments(__doc__)
-    rows = {name: [(name, method) for method in METHODS] for name in SMALL}
+    rows = {name: [(name, method) for method in METHODS] for name in PROBLEMS}
     runner.table(COLUMNS, rows, measure, given, cells, alone=True)
 
 

@@ -175,10 +175,10 @@ def cells(_: Any, found: list[Any]) -> list[str]:
 
 def main() -> None:
     import runner
-    from problems import SMALL
+    from problems import PROBLEMS
 
     given = runner.arguments(__doc__, old="../old", passes=3)
-    rows = {name: [(name, given.old, given.passes)] for name in [EXPERIMENT, *SMALL]}
+    rows = {name: [(name, given.old, given.passes)] for name in [EXPERIMENT, *PROBLEMS]}
     runner.table(COLUMNS, rows, measure, given, cells)
 
 

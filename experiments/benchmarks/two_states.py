@@ -134,11 +134,11 @@ def cells(_: Any, found: list[Any]) -> list[str]:
 
 
 def main() -> None:
-    from problems import SMALL
+    from problems import PROBLEMS
     from timing import runner
 
     given = runner.arguments(__doc__, old="../old", passes=3)
-    names = ["import", *SMALL, *FITS, *NETWORKS]
+    names = ["import", *PROBLEMS, *FITS, *NETWORKS]
     rows = {name: [(name, given.old, given.passes)] for name in names}
     runner.table(COLUMNS, rows, measure, given, cells, threads=None)
 
