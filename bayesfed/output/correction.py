@@ -84,6 +84,11 @@ variance that is accepted, and the same there. Noise beyond grows towards the ta
 k-hat."""
 
 
+DISTANT = 100.0
+"""The spread of the log target, its largest less its median value, of draws from a proposal that is so far from the
+posterior that another round gets closer sooner than other proposals do, where data are large."""
+
+
 class CorrectionResult(NamedTuple):
     """The outcome of importance sampling.
 
@@ -137,7 +142,7 @@ def correct(
     if not family or not khat.has_density(fitted) or draws > affordable * LARGE:
         return CorrectionResult(reliable=False, attempted=False)
     later, enough = (draws, draws) if large else (min(LATER, affordable), max(ENOUGH, draws))
-    few = 0 if asked else min(draws, khat.DRAWS)
+    few = 0 if asked else min(draws // 2 if large else draws, khat.DRAWS)
     key = fitted.key(0, "correction")
     own = draw_theta(fitted, draws, key)[GLOBAL][:, 0, 0]
     laplace = laplace_locals = False
@@ -166,9 +171,7 @@ def correct(
         if targets:
             target = _log_target(fitted, new, target_key, log_weights, laplace)
         else:
-            first = _first_log_target(
-                fitted, new, few, target_key, log_weights, affordable, early
-            )
+            first = _first_log_target(fitted, new, few, target_key, log_weights, affordable, early)
             if isinstance(first, CorrectionResult):
                 return first
             target, laplace = first
@@ -302,6 +305,8 @@ def _first_log_target(
     if repeats and len(z) * COST > affordable:
         some = z[:SLOW_PROBE]
         pair = _log_target(fitted, torch.cat([some, some]), key, log_weights, laplace=False)
+        if early and float(pair.max() - pair.median()) > DISTANT:
+            return CorrectionResult(reliable=False)
         if noise_variance(*pair.split(len(some))) > LOUD:
             too_slow = len(z) * COST > affordable * LARGE
             if early or too_slow:

@@ -234,7 +234,5 @@ def _wider_evidence(
     fitted: Fitted, theta: Params, count: int, client: Tensor, key: Tensor, at: Centre, *, each: int
 ) -> Tensor:
     """Estimate log p(D_i | θ_s) of one client from defensive candidates of several widths, ``(S,)``."""
-    blocks = _defensive_blocks(
-        fitted, theta, count, client, key, WIDER, at, each=each, common=True
-    )
+    blocks = _defensive_blocks(fitted, theta, count, client, key, WIDER, at, each=each, common=True)
     return torch.cat([block.evidence()[:, 0] for _, block, _ in blocks])

@@ -144,7 +144,7 @@ def test_a_round_goes_on_once_enough_have_answered(tmp_path):
     ("algorithm", "weight"),
     [
         (bf.FedAvg().replace(rule=MedianOfInstitutions()), lambda own: own.rows),
-        (bf.FedABML().replace(rule=MedianOfInstitutions(by="clients")), len),
+        (bf.FedABML(local_steps=2).replace(rule=MedianOfInstitutions(by="clients")), len),
     ],
     ids=["by rows", "alike"],
 )

@@ -19,8 +19,9 @@ SMALL = {
     "outer_steps": 2,
     "particles": 2,
     "draws": 2,
+    "corrected": False,
 }
-"""As little work as shows what an algorithm does."""
+"""As little work as shows what an algorithm does; "SFVI, corrected" has importance weights."""
 
 
 def federation(dtype: torch.dtype | None = None) -> bf.Federation:
@@ -83,6 +84,7 @@ ON_A_NETWORK: dict[str, Callable[[], tuple[Any, Any]]] = {
     ),
 }
 FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "SFVI, corrected": lambda: (bf.SFVI(local_steps=2, draws=2), models.hierarchical_logistic),
     "SFVI, flow": lambda: (
         small(bf.SFVI(global_guide=bf.Flow())),
         models.hierarchical_logistic,
