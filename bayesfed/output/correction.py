@@ -84,6 +84,9 @@ variance that is accepted, and the same there. Noise beyond grows towards the ta
 k-hat."""
 
 
+FINE = 0.02
+"""The largest variance of a client's log weights, where Laplace approximations take long, at which its variables are
+drawn from q(w_i | θ) although θ has weights from elsewhere, or from closer estimates."""
 DISTANT = 100.0
 """The spread of the log target, its largest less its median value, of draws from a proposal that is so far from the
 posterior that another round gets closer sooner than other proposals do, where data are large."""
@@ -198,10 +201,16 @@ def correct(
             further, number = True, min(math.ceil(wanted), max(affordable, draws))
     if not weights.are_trusted:
         return CorrectionResult(reliable=False)
+    z = z[systematic_resample(shares, len(z))]
+    laplace_locals = laplace_locals or laplace
+    if laplace_locals and draws * COST > affordable:
+        some = z[:: max(1, len(z) // SLOW_PROBE)]
+        pair = _log_target(fitted, torch.cat([some, some]), key, log_weights, laplace=False)
+        laplace_locals = noise_variance(*pair.split(len(some))) > FINE * len(fitted.federation)
     correction = Correction(
-        {GLOBAL: z[systematic_resample(shares, len(z))][:, None, None]},
+        {GLOBAL: z[:, None, None]},
         weights.k,
-        laplace or laplace_locals,
+        laplace_locals,
         ess=size,
         log_weights=weights.logs,
     )

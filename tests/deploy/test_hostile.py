@@ -28,7 +28,7 @@ def hostile(plan, folder, change, kind="ask", who="node1", count=4, federation=S
 
 @pytest.mark.parametrize(
     ("algorithm", "times", "rounds"),
-    [(bf.SFVI(corrected=False), -5, 2), (bf.PVI(), -100, 4)],
+    [(bf.SFVI(corrected=False), -5, 2), (bf.PVI(corrected=False), -100, 4)],
     ids=["SFVI", "PVI"],
 )
 def test_an_upload_after_which_there_is_no_step_is_refused(algorithm, times, rounds, tmp_path):
@@ -41,7 +41,7 @@ def test_an_upload_after_which_there_is_no_step_is_refused(algorithm, times, rou
 
 
 def test_a_late_one_is_refused_too(tmp_path):
-    plan = replace(PLAN, algorithm=bf.PVI(), rounds=4)
+    plan = replace(PLAN, algorithm=bf.PVI(corrected=False), rounds=4)
     at, said = Wire(nodes_of(SCHOOLS, plan, tmp_path, 4)), []
     at.late = lambda name, kind: name == "node1" and kind == "ask"
     heard, turned = at.exchange, changed("total", lambda v: -100 * v)
@@ -58,7 +58,7 @@ def test_a_late_one_is_refused_too(tmp_path):
 
 def test_what_diverges_without_a_liar_is_nobodys_fault(tmp_path):
     """Where leaving out a node does not help, the run stops as it did."""
-    plan = replace(PLAN, algorithm=bf.PVI())
+    plan = replace(PLAN, algorithm=bf.PVI(corrected=False))
     at, said = Wire(nodes_of(SCHOOLS, plan, tmp_path, 4)), []
     turned = changed("total", lambda v: -20 * v)
     at.changed = {(f"node{i}", "ask"): turned for i in range(4)}
