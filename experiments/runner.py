@@ -390,8 +390,9 @@ def _commit() -> str:
     def git(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
 
-    changed = git("diff", "--quiet", "HEAD", "--", ":!*.md", ":!*.png").returncode
-    return (git("rev-parse", "--short", "HEAD").stdout.strip() or "unknown") + "-dirty" * changed
+    commit = git("rev-parse", "--short", "HEAD").stdout.strip() or "unknown"
+    changed = git("diff", "--quiet", "HEAD", "--", ":!*.md", ":!*.png").returncode == 1
+    return f"{commit}-dirty" if changed else commit
 
 
 def machine() -> str:

@@ -64,6 +64,7 @@ sds <- sapply(v, function(one) attr(one, "stddev")[[1]])
 cat(sprintf("[%.3f, [%.8f, %.8f], [%.8f, %.8f], [%.8f, %.8f]]", seconds, fixed[1], fixed[2],
   error[1], error[2], sds[1], sds[2]))
 """
+"""It prints seconds, coefficients, their standard errors, and standard deviations between clients."""
 
 
 def simulate(outcome: str, rows: int, clients: int) -> pd.DataFrame:
@@ -110,11 +111,6 @@ def bayesfed(outcome: str, frame: pd.DataFrame) -> dict[str, Any]:
     }
 
 
-def in_r(tool: str, outcome: str, frame: pd.DataFrame) -> list[Any]:
-    """Return seconds, coefficients, their standard errors, and standard deviations between clients."""
-    return json.loads(run_r(R, frame, [tool, outcome], timeout=LIMIT + 60))
-
-
 def numpyro(outcome: str, frame: pd.DataFrame) -> list[float]:
     """Return the seconds of one chain of NUTS, with compilation."""
     import jax
@@ -151,7 +147,8 @@ def measure(tool: str, outcome: str, rows: int, clients: int) -> Any:
     """Return what a tool gives in a new process; None if it fails or does not end in time."""
     if tool in ("glmmTMB", "lme4"):
         try:
-            return in_r(tool, outcome, simulate(outcome, rows, clients))
+            frame = simulate(outcome, rows, clients)
+            return json.loads(run_r(R, frame, [tool, outcome], timeout=LIMIT + 60))
         except subprocess.SubprocessError:
             return None
     call = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), "--child"]

@@ -82,8 +82,6 @@ PROBE, SLOW_PROBE, QUIET, LOUD = 200, 50, 0.1, 1.0
 """Draws of θ at which the noise of log weights is measured, and where estimates without it take long; the largest
 variance that is accepted, and the same there. Noise beyond grows towards the tails, and hides their weight from
 k-hat."""
-
-
 FINE = 0.02
 """The largest variance of a client's log weights, where Laplace approximations take long, at which its variables are
 drawn from q(w_i | θ) although θ has weights from elsewhere, or from closer estimates."""
@@ -148,13 +146,14 @@ def correct(
     few = 0 if asked else min(draws // 2 if large else draws, khat.DRAWS)
     key = fitted.key(0, "correction")
     own = draw_theta(fitted, draws, key)[GLOBAL][:, 0, 0]
+    least = max(LEAST, PER_DIMENSION * own.shape[1])
+    if large and draws < EACH * least:
+        return CorrectionResult(reliable=False, attempted=False)
+    cost = draws * COST / affordable
     laplace = laplace_locals = False
     proposals = Proposals(find_prior_coordinates(fitted.program, fitted.params, own))
     z, shares = own, own.new_full((draws,), 1 / draws, dtype=torch.float64)
     targets: list[Tensor] = []
-    least = max(LEAST, PER_DIMENSION * own.shape[1])
-    if large and draws < EACH * least:
-        return CorrectionResult(reliable=False, attempted=False)
     rough, certain, further, number = True, False, False, draws
     while number:
         around = Around.BOTH if further or len(targets) == PRIOR else Around.DRAWS
@@ -174,7 +173,7 @@ def correct(
         if targets:
             target = _log_target(fitted, new, target_key, log_weights, laplace)
         else:
-            first = _first_log_target(fitted, new, few, target_key, log_weights, affordable, early)
+            first = _first_log_target(fitted, new, few, target_key, log_weights, cost, early)
             if isinstance(first, CorrectionResult):
                 return first
             target, laplace = first
@@ -203,10 +202,9 @@ def correct(
         return CorrectionResult(reliable=False)
     z = z[systematic_resample(shares, len(z))]
     laplace_locals = laplace_locals or laplace
-    if laplace_locals and draws * COST > affordable:
-        some = z[:: max(1, len(z) // SLOW_PROBE)]
-        pair = _log_target(fitted, torch.cat([some, some]), key, log_weights, laplace=False)
-        laplace_locals = noise_variance(*pair.split(len(some))) > FINE * len(fitted.federation)
+    if laplace_locals and cost > 1:
+        pair = _log_target_twice(fitted, z[:: max(1, len(z) // SLOW_PROBE)], key, log_weights)
+        laplace_locals = noise_variance(*pair) > FINE * len(fitted.federation)
     correction = Correction(
         {GLOBAL: z[:, None, None]},
         weights.k,
@@ -289,7 +287,7 @@ def _first_log_target(
     few: int,
     key: Tensor,
     log_weights: SumLogWeights,
-    affordable: int,
+    cost: float,
     early: bool,
 ) -> tuple[Tensor, bool] | CorrectionResult:
     """Compute the log target at draws of the first proposal, and choose how clients estimate log p(D_i | θ).
@@ -304,20 +302,19 @@ def _first_log_target(
         few: the number of draws of q(θ), 0 if it is to be corrected in any case.
         key: of the clients' noise.
         log_weights: as for :func:`correct`.
-        affordable: the number of draws at which plain estimates take about as long as other work after a fit.
+        cost: the time of Laplace's estimates at the draws, relative to that of other work after a fit.
         early: as for :func:`correct`.
 
     Returns:
         The log target ``(S,)``, and whether it is Laplace's; or the result, if there is one already.
     """
     repeats = PROBE if _learns_block(fitted) else 0
-    if repeats and len(z) * COST > affordable:
-        some = z[:SLOW_PROBE]
-        pair = _log_target(fitted, torch.cat([some, some]), key, log_weights, laplace=False)
-        if early and float(pair.max() - pair.median()) > DISTANT:
+    if repeats and cost > 1:
+        pair = _log_target_twice(fitted, z[:SLOW_PROBE], key, log_weights)
+        if early and float(torch.cat(pair).max() - torch.cat(pair).median()) > DISTANT:
             return CorrectionResult(reliable=False)
-        if noise_variance(*pair.split(len(some))) > LOUD:
-            too_slow = len(z) * COST > affordable * LARGE
+        if noise_variance(*pair) > LOUD:
+            too_slow = cost > LARGE
             if early or too_slow:
                 return CorrectionResult(reliable=False, attempted=not too_slow)
             return _log_target(fitted, z, key, log_weights, laplace=True), True
@@ -368,6 +365,15 @@ def _log_target(
     prior = log_prior(fitted.program, fitted.params, theta, count)
     found = prior.double() + log_weights(fitted, theta, count, key, laplace, probe)
     return found.where(found < torch.inf, -torch.inf)
+
+
+def _log_target_twice(
+    fitted: Fitted, z: Tensor, key: Tensor, log_weights: SumLogWeights
+) -> tuple[Tensor, Tensor]:
+    """Compute the log target at draws of θ with the noise of two draws of the clients' variables, ``(S,)`` each."""
+    pair = _log_target(fitted, torch.cat([z, z]), key, log_weights, laplace=False)
+    once, again = pair.split(len(z))
+    return once, again
 
 
 def noise_variance(once: Tensor, again: Tensor) -> float:

@@ -219,13 +219,14 @@ def evidence_by_laplace(
         each = min(FOR_EVIDENCE, affordable // len(WIDER) * len(WIDER))
         if each >= CANDIDATES:
             own = centre.at(slice(None), slice(k, k + 1))
-            few, many = (
-                _wider_evidence(fitted, some, first, client, key, own.at(slice(first)), each=n)
-                for n in (CANDIDATES, each)
-            )
-            plausible = many > many.max() - PLAUSIBLE
-            if float((few - many)[plausible].var(correction=0)) < STABLE:
-                each = CANDIDATES
+            if each > CANDIDATES:
+                few, many = (
+                    _wider_evidence(fitted, some, first, client, key, own.at(slice(first)), each=n)
+                    for n in (CANDIDATES, each)
+                )
+                plausible = many > many.max() - PLAUSIBLE
+                if float((few - many)[plausible].var(correction=0)) < STABLE:
+                    each = CANDIDATES
             evidence[:, k] = _wider_evidence(fitted, theta, count, client, key, own, each=each)
     return evidence
 
