@@ -39,7 +39,13 @@ from bayesfed.engine.stopping.held_out import HeldOut, check_clients
 from bayesfed.engine.stopping.rule import Stopping
 from bayesfed.engine.watch import warn_if_falling, warn_of_refused, warn_of_uphill
 from bayesfed.output.correction import correct
-from bayesfed.output.locals_of_run import fitted_cohort, log_predictive, make_local_params
+from bayesfed.output.effort import Probed, is_probed, probe
+from bayesfed.output.locals_of_run import (
+    fitted_cohort,
+    kept_local_params,
+    log_predictive,
+    make_local_params,
+)
 from bayesfed.output.posterior import Posterior
 from bayesfed.rules.rule import Robust, Turn
 from bayesfed.tracing.compiler import Compiler
@@ -211,13 +217,23 @@ def step(run: Run) -> Round:
 
 def _try_correction(run: Run) -> None:
     """End a run that may be near its target if importance weights show that q(θ), or its correction, is good enough."""
-    if run.stopping.provisional:
+    if not run.stopping.provisional:
+        return
+    early, found = run.stopping.early, None
+    probed = _probe(run) if early and is_probed(make_posterior(run, {})) else None
+    if probed is None or run.stopping.is_worth_correcting(*probed):
         posterior = make_posterior(run, _local_params(run))
-        found = correct(posterior, early=run.stopping.early)
-        if found.confirms(run.stopping.early):
-            run.confirmed = posterior, found
-        else:
-            run.stopping.withdraw()
+        found = correct(posterior, probed=probed)
+    if found is not None and found.confirms(early):
+        run.confirmed = posterior, found
+    else:
+        run.stopping.withdraw()
+
+
+def _probe(run: Run) -> Probed | None:
+    """Show how good q is before clients take their last steps, which takes long for many; None if that is not here."""
+    kept = kept_local_params(run, global_params(run))
+    return None if kept is None else probe(make_posterior(run, kept))
 
 
 @on_cpu()

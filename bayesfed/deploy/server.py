@@ -53,6 +53,7 @@ from bayesfed.engine.run import Round as Report
 from bayesfed.engine.run import Run
 from bayesfed.fitting import make_posterior, prepare_run, warn_of_flaws
 from bayesfed.output.correction import CorrectionResult, correct
+from bayesfed.output.effort import is_probed, probe
 from bayesfed.output.posterior import Posterior
 
 
@@ -308,7 +309,12 @@ class Coordinator:
         self.institutions.queue(requests)
         found = CorrectionResult(reliable=True)
         if run.plan.algorithm.corrected:
-            found = correct(posterior, evaluate, early=run.stopping.early)
+            early = run.stopping.early
+            probed = probe(posterior, evaluate) if early and is_probed(posterior) else None
+            if probed is None or run.stopping.is_worth_correcting(*probed):
+                found = correct(posterior, evaluate, probed)
+            else:
+                found = CorrectionResult(reliable=False)
         correctable = found.reliable or not found.attempted
         posterior = replace(posterior, correction=found.correction, correctable=correctable)
         return posterior, found.confirms(run.stopping.early)

@@ -30,12 +30,21 @@ import torch
 from torch import Tensor
 
 from bayesfed.elbo import noise
-from bayesfed.elbo.elbo import log_prior, server_pass
+from bayesfed.elbo.elbo import server_pass
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.guides.family import GLOBAL
 from bayesfed.output import khat
-from bayesfed.output.draws import draw_theta
-from bayesfed.output.evidence import COST, has_block
+from bayesfed.output.effort import (
+    DRAWS,
+    ENOUGH,
+    LARGE,
+    SLOW_PROBE,
+    Probed,
+    draws_of_q,
+    effort_of,
+    equal_shares,
+    probe_at,
+)
 from bayesfed.output.fitted import Correction, Fitted
 from bayesfed.output.importance import (
     effective_sample_size,
@@ -47,17 +56,14 @@ from bayesfed.output.importance import (
     truncate_weights,
 )
 from bayesfed.output.log_densities import Probe, SumLogWeights, sum_log_weights
+from bayesfed.output.log_target import learns_block, log_target, log_target_twice, noise_variance
 from bayesfed.output.prior_coordinates import find_prior_coordinates
 from bayesfed.output.proposal import Around, Proposals
 
-DRAWS, LATER = 2000, 6000
-"""Draws from the first proposal, and from each later one, unless that takes long."""
-FEWEST, LARGE, EACH = 250, 32, 4
-"""The number of draws from each proposal where data are large; how many times as long as other work after a fit they
-may take; their least number relative to the effective sample size that is needed."""
-PROPOSALS, ENOUGH = (2, 6), 1000
-"""The least and the largest number of proposals, and the effective sample size at which no more are needed, if it is as
-large as the number of draws from the first one."""
+PROPOSALS = 2, 6
+"""The least and the largest number of proposals."""
+EACH = 4
+"""The least number of draws from each proposal, relative to the effective sample size that is needed."""
 PATIENCE = 3
 """The number of proposals after which the effective sample size must be large enough to estimate a covariance."""
 PRIOR = 2
@@ -66,9 +72,8 @@ FINITE_VARIANCE = 0.5
 """Pareto k above which weights have infinite variance, so that further proposals are used."""
 LEAST, PER_DIMENSION = 50, 5
 """Effective sample sizes, in all and per dimension of θ, below which a mean and a covariance cannot be estimated."""
-ON_REQUEST, FURTHER, SPARE = 10, 3, 1.1
-"""Where the fit has a precision: the factor on the work; the largest number of proposals beyond :data:`PROPOSALS`; the
-factor on their draws."""
+FURTHER, SPARE = 3, 1.1
+"""Where the fit has a precision: the number of proposals beyond :data:`PROPOSALS`, and the factor on their draws."""
 CENTRES = 500
 """Number of centres around the draws of the third and later proposals."""
 EVEN = 0.99
@@ -78,16 +83,12 @@ FAR = 0.1
 variables are drawn from Laplace approximations, not from q(w_i | θ)."""
 TAIL = 0.02
 """The largest share of all weight that may lie beyond the largest weight if k is above :func:`khat.limit`."""
-PROBE, SLOW_PROBE, QUIET, LOUD = 200, 50, 0.1, 1.0
-"""Draws of θ at which the noise of log weights is measured, and where estimates without it take long; the largest
-variance that is accepted, and the same there. Noise beyond grows towards the tails, and hides their weight from
-k-hat."""
 FINE = 0.02
 """The largest variance of a client's log weights, where Laplace approximations take long, at which its variables are
 drawn from q(w_i | θ) although θ has weights from elsewhere, or from closer estimates."""
-DISTANT = 100.0
-"""The spread of the log target, its largest less its median value, of draws from a proposal that is so far from the
-posterior that another round gets closer sooner than other proposals do, where data are large."""
+PROBE, QUIET = 200, 0.1
+"""Draws of θ at which the noise of log weights is measured, and the largest variance that is accepted. Noise beyond
+grows towards the tails, and hides their weight from k-hat."""
 
 
 class CorrectionResult(NamedTuple):
@@ -113,7 +114,7 @@ class CorrectionResult(NamedTuple):
 @torch.no_grad()
 @on_cpu()
 def correct(
-    fitted: Fitted, log_weights: SumLogWeights = sum_log_weights, *, early: bool = False
+    fitted: Fitted, log_weights: SumLogWeights = sum_log_weights, probed: Probed | None = None
 ) -> CorrectionResult:
     """Correct q(θ) of all clients of a fit by importance sampling, if it needs a correction.
 
@@ -125,7 +126,7 @@ def correct(
     Args:
         fitted: q without a correction, of all clients of the fit.
         log_weights: sums the clients' log weights; between machines it asks the institutions.
-        early: do not wait for estimates that take long, since q may be far from the posterior: it is not reliable then.
+        probed: the result of :func:`probe`, if it has been computed.
 
     Example:
         >>> import bayesfed as bf
@@ -136,23 +137,19 @@ def correct(
         torch.Size([1, 1, 2])
     """
     asked = fitted.precision is not None
-    affordable = khat.affordable_draws(fitted, fitted.rows_read) // 2 * (ON_REQUEST if asked else 1)
-    large = affordable < 2 * FEWEST
-    draws = FEWEST if large else min(DRAWS, affordable)
-    family = fitted.program.random == (GLOBAL,)
-    if not family or not khat.has_density(fitted) or draws > affordable * LARGE:
+    effort = effort_of(fitted)
+    if effort is None:
         return CorrectionResult(reliable=False, attempted=False)
-    later, enough = (draws, draws) if large else (min(LATER, affordable), max(ENOUGH, draws))
-    few = 0 if asked else min(draws // 2 if large else draws, khat.DRAWS)
+    affordable, draws, later, enough, cost = effort
+    few = 0 if asked else min(draws // 2 if effort.large else draws, khat.DRAWS)
     key = fitted.key(0, "correction")
-    own = draw_theta(fitted, draws, key)[GLOBAL][:, 0, 0]
+    own = draws_of_q(fitted, draws)
     least = max(LEAST, PER_DIMENSION * own.shape[1])
-    if large and draws < EACH * least:
+    if effort.large and draws < EACH * least:
         return CorrectionResult(reliable=False, attempted=False)
-    cost = draws * COST / affordable
     laplace = laplace_locals = False
     proposals = Proposals(find_prior_coordinates(fitted.program, fitted.params, own))
-    z, shares = own, own.new_full((draws,), 1 / draws, dtype=torch.float64)
+    z, shares = own, equal_shares(own)
     targets: list[Tensor] = []
     rough, certain, further, number = True, False, False, draws
     while number:
@@ -171,9 +168,9 @@ def correct(
             new = proposals.sample(own.dtype)
         target_key = noise.fold(key, len(targets))
         if targets:
-            target = _log_target(fitted, new, target_key, log_weights, laplace)
+            target = log_target(fitted, new, target_key, log_weights, laplace)
         else:
-            first = _first_log_target(fitted, new, few, target_key, log_weights, cost, early)
+            first = _first_log_target(fitted, new, few, target_key, log_weights, cost, probed)
             if isinstance(first, CorrectionResult):
                 return first
             target, laplace = first
@@ -183,7 +180,7 @@ def correct(
         z = proposals.draws
         shares, rough = weights.shares, weights.size < min(ENOUGH, enough)
         if len(targets) == 1 and weights.size < FAR * len(z):
-            laplace_locals = _learns_block(fitted)
+            laplace_locals = learns_block(fitted)
         if weights.size < least:
             if len(targets) >= PATIENCE:
                 return CorrectionResult(reliable=False)
@@ -203,7 +200,7 @@ def correct(
     z = z[systematic_resample(shares, len(z))]
     laplace_locals = laplace_locals or laplace
     if laplace_locals and cost > 1:
-        pair = _log_target_twice(fitted, z[:: max(1, len(z) // SLOW_PROBE)], key, log_weights)
+        pair = log_target_twice(fitted, z[:: max(1, len(z) // SLOW_PROBE)], key, log_weights)
         laplace_locals = noise_variance(*pair) > FINE * len(fitted.federation)
     correction = Correction(
         {GLOBAL: z[:, None, None]},
@@ -272,13 +269,12 @@ def log_weights_around(fitted: Fitted, log_weights: SumLogWeights = sum_log_weig
     assert fitted.correction is not None
     program, z = fitted.program, fitted.correction.theta[GLOBAL][:, 0, 0]
     proposals = Proposals(find_prior_coordinates(program, fitted.params, z))
-    equal = z.new_full((len(z),), 1 / len(z), dtype=torch.float64)
-    if not proposals.add(z, equal, DRAWS, around=Around.DRAWS, centres=CENTRES):
+    if not proposals.add(z, equal_shares(z), DRAWS, around=Around.DRAWS, centres=CENTRES):
         raise ValueError("the draws of θ have a singular covariance: there is no proposal for them")
     with noise.seeded(0):
         new = proposals.sample(z.dtype)
-    key, laplace = fitted.key(0, "evidence"), _learns_block(fitted)
-    return _log_target(fitted, new, key, log_weights, laplace) - proposals.log_prob()
+    key, laplace = fitted.key(0, "evidence"), learns_block(fitted)
+    return log_target(fitted, new, key, log_weights, laplace) - proposals.log_prob()
 
 
 def _first_log_target(
@@ -288,7 +284,7 @@ def _first_log_target(
     key: Tensor,
     log_weights: SumLogWeights,
     cost: float,
-    early: bool,
+    probed: Probed | None,
 ) -> tuple[Tensor, bool] | CorrectionResult:
     """Compute the log target at draws of the first proposal, and choose how clients estimate log p(D_i | θ).
 
@@ -303,37 +299,29 @@ def _first_log_target(
         key: of the clients' noise.
         log_weights: as for :func:`correct`.
         cost: the time of Laplace's estimates at the draws, relative to that of other work after a fit.
-        early: as for :func:`correct`.
+        probed: as for :func:`correct`.
 
     Returns:
         The log target ``(S,)``, and whether it is Laplace's; or the result, if there is one already.
     """
-    repeats = PROBE if _learns_block(fitted) else 0
+    repeats = PROBE if learns_block(fitted) else 0
     if repeats and cost > 1:
-        pair = _log_target_twice(fitted, z[:SLOW_PROBE], key, log_weights)
-        if early and float(torch.cat(pair).max() - torch.cat(pair).median()) > DISTANT:
-            return CorrectionResult(reliable=False)
-        if noise_variance(*pair) > LOUD:
-            too_slow = cost > LARGE
-            if early or too_slow:
-                return CorrectionResult(reliable=False, attempted=not too_slow)
-            return _log_target(fitted, z, key, log_weights, laplace=True), True
+        probed = probed or probe_at(fitted, z[:SLOW_PROBE], key, log_weights)
+        if probed.noisy:
+            if cost > LARGE:
+                return CorrectionResult(reliable=False, attempted=False)
+            return log_target(fitted, z, key, log_weights, laplace=True), True
         repeats = 0
     of_q, minus_log_q = _draws_of_q(fitted, few) if few else (z[:0], z[:0])
     together = torch.cat([z, z[:repeats], of_q])
     probe = Probe(len(z), repeats) if repeats else None
-    found = _log_target(fitted, together, key, log_weights, laplace=False, probe=probe)
+    found = log_target(fitted, together, key, log_weights, laplace=False, probe=probe)
     target, again, at_q = found.split([len(z), repeats, len(of_q)])
     if few and _is_posterior(at_q + minus_log_q):
         return CorrectionResult(reliable=True, certain=True)
     if noise_variance(target[:repeats], again) <= QUIET:
         return target, False
-    return _log_target(fitted, z, key, log_weights, laplace=True), True
-
-
-def _learns_block(fitted: Fitted) -> bool:
-    """Return whether Laplace's approximation may replace q(w_i | θ); where this learns nothing, it is the former."""
-    return has_block(fitted.program) and fitted.program.learns_locals
+    return log_target(fitted, z, key, log_weights, laplace=True), True
 
 
 def _is_posterior(log_weights: Tensor) -> bool:
@@ -347,37 +335,3 @@ def _draws_of_q(fitted: Fitted, count: int) -> tuple[Tensor, Tensor]:
     supplied = fitted.program.noise(fitted.key(0, "elbo"), count, local=False)
     found = server_pass(fitted.program, fitted.params, supplied, count)
     return found.theta[GLOBAL][:, 0, 0], (found.term - found.log_prior).double()
-
-
-def _log_target(
-    fitted: Fitted,
-    z: Tensor,
-    key: Tensor,
-    log_weights: SumLogWeights,
-    laplace: bool,
-    probe: Probe | None = None,
-) -> Tensor:
-    """Compute log p(θ) plus the clients' estimates of log p(D_i | θ) at draws of θ ``(S, D)``: ``(S,)``.
-
-    It is −∞ where this is not a number, or too large for one.
-    """
-    theta, count = {GLOBAL: z[:, None, None]}, len(z)
-    prior = log_prior(fitted.program, fitted.params, theta, count)
-    found = prior.double() + log_weights(fitted, theta, count, key, laplace, probe)
-    return found.where(found < torch.inf, -torch.inf)
-
-
-def _log_target_twice(
-    fitted: Fitted, z: Tensor, key: Tensor, log_weights: SumLogWeights
-) -> tuple[Tensor, Tensor]:
-    """Compute the log target at draws of θ with the noise of two draws of the clients' variables, ``(S,)`` each."""
-    pair = _log_target(fitted, torch.cat([z, z]), key, log_weights, laplace=False)
-    once, again = pair.split(len(z))
-    return once, again
-
-
-def noise_variance(once: Tensor, again: Tensor) -> float:
-    """Estimate the variance of numbers that were computed twice, ``(S,)`` each: the 0.9 quantile; 0 of none."""
-    if not len(once):
-        return 0.0
-    return float((once - again).nan_to_num(0.0).square().quantile(0.9)) / 2

@@ -70,31 +70,31 @@ def centre_of_draws(own: Params, count: int) -> Centre:
     return Centre(z.mean(0), torch.linalg.cholesky_ex(covariance)[0], shapes)
 
 
-def defensive_candidates(
-    given: Conditionals,
-    centre: Centre,
-    keys: Tensor,
-    each: int,
-    widths: Sequence[float] = WIDTHS,
-    *,
-    common: bool = False,
-) -> Candidates:
-    """Draw L candidates of K clients' variables at each draw of θ, and compute their log weights.
+class Mixture(NamedTuple):
+    """Draws from the mixture t around 0 for V = 1.
+
+    Attributes:
+        draws: L at each of S draws of θ, S = 1 if they are the same at all, ``(L, S, K, 1, P)``.
+        log_density: log t of each, ``(L, S, K, 1)``.
+    """
+
+    draws: Tensor
+    log_density: Tensor
+
+
+def defensive_candidates(given: Conditionals, centre: Centre, mixture: Mixture) -> Candidates:
+    """Make L candidates of K clients' variables at each draw of θ, and compute their log weights.
 
     Args:
         given: their posteriors; the guide's local sites have real values.
         centre: mean and covariance of the proposals.
-        keys: the clients' noise streams, ``(K,)``.
-        each: L.
-        widths: c, of which L / len(c) candidates each are drawn.
-        common: use the same noise at all draws of θ.
+        mixture: from :func:`draw_mixture`.
     """
     program, params, theta, batch, _ = given
     mean, root, shapes = centre
-    size = 1 if common else len(mean)
-    white, log_t = _draw_mixture(Size((each, size, *mean.shape[1:])), keys, widths)
-    draws = mean + (root.double() @ white[..., None]).squeeze(-1)
-    log_t = log_t - root.double().diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    each = len(mixture.draws)
+    draws = mean + (root.double() @ mixture.draws[..., None]).squeeze(-1)
+    log_t = mixture.log_density - root.double().diagonal(dim1=-2, dim2=-1).log().sum(-1)
     flat = draws.flatten(0, 1).to(batch.scale.dtype)
     values = unstack(flat, shapes)
     at = {name: value.repeat(each, *[1] * (value.ndim - 1)) for name, value in theta.items()}
@@ -109,16 +109,31 @@ def defensive_candidates(
     return Candidates(draws, (log_p - log_t.squeeze(-1)).nan_to_num(-torch.inf))
 
 
-def _draw_mixture(shape: Size, keys: Tensor, widths: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Draw from the mixture around 0 for V = 1: ``(L, S, K, 1, P)``, and their log densities ``(L, S, K, 1)``."""
-    candidates, draws, size = shape[0], shape[1], shape[-1]
-    tail = (candidates, draws, size + FREEDOM)
+def draw_mixture(
+    keys: Tensor,
+    each: int,
+    centre: Centre,
+    widths: Sequence[float] = WIDTHS,
+    *,
+    common: bool = False,
+) -> Mixture:
+    """Draw from the mixture around 0 for V = 1.
+
+    Args:
+        keys: the clients' noise streams, ``(K,)``.
+        each: L.
+        centre: of the proposals that they are for.
+        widths: c, of which L / len(c) candidates each are drawn.
+        common: draw once for all draws of θ.
+    """
+    size = centre.mean.shape[-1]
+    tail = (each, 1 if common else len(centre.mean), size + FREEDOM)
     normal = Draw("normal", tail)(fold(keys, word("defensive")), torch.float64)  # (K, L, S, .)
     normal = normal.movedim(0, 2).unsqueeze(3)
     white, chi = normal[..., :size], normal[..., size:].square().sum(-1, keepdim=True)
     sizes = normal.new_tensor(widths) * PER_SD
-    of = torch.arange(candidates, device=keys.device) % len(widths)
+    of = torch.arange(each, device=keys.device) % len(widths)
     white = white * (FREEDOM / chi).sqrt() * sizes[of].reshape(-1, 1, 1, 1, 1)
     square = white.square().sum(-1)
     parts = [student_log_density(square / width**2, size) - size * width.log() for width in sizes]
-    return white, torch.stack(parts).logsumexp(0) - math.log(len(widths))
+    return Mixture(white, torch.stack(parts).logsumexp(0) - math.log(len(widths)))

@@ -374,6 +374,11 @@ def _start(given: Conditionals) -> tuple[Tensor, Tensor]:
     return start, LEAST_CURVATURE / variance
 
 
+def has_normal_prior(given: Conditionals) -> bool:
+    """Return whether the clients' variables are a block with Normal priors."""
+    return has_block(given.program) and bool(_prior(given)[1].isfinite().all())
+
+
 @torch.no_grad()
 def _prior(given: Conditionals) -> tuple[Tensor, Tensor]:
     """Return location and scale of the block's Normal priors, over ``(S, K, 1, P)``; infinite scales of others."""

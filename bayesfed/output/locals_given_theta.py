@@ -17,6 +17,7 @@ from bayesfed.output.defensive import (
     Centre,
     centre_of_draws,
     defensive_candidates,
+    draw_mixture,
     unstack,
 )
 from bayesfed.output.evidence import (
@@ -35,9 +36,9 @@ CANDIDATES, FOR_EVIDENCE, STABLE, PLAUSIBLE = 64, 256, 0.02, 20.0
 number for evidence if estimates from the former differ from these by a variance above this, among draws of θ at which
 log p(D_i | θ) is so close to its largest value. The error does not shrink with the draws of θ, since all have the same
 candidates."""
-PROBED, POOR, NARROWER = 25, 0.2, (1.1, 2.0)
-"""Draws of θ at which Laplace estimates are compared with those of more candidates, of these widths; the mean square
-of the differences beyond which candidates of wider ones are used."""
+PROBED, SHARE, POOR, NARROWER = 25, 30, 0.2, (1.1, 2.0)
+"""Draws of θ at which Laplace estimates are compared with those of more candidates, of these widths, and the number of
+draws altogether for one such; the mean square of the differences beyond which candidates of wider ones are used."""
 WIDER = 1.1, 2.0, 4.0, 8.0
 """The widths of these."""
 AFFORDABLE = 2e7
@@ -125,6 +126,7 @@ def _defensive_blocks(
     batch, params = federation.batch(chunk), fitted.params_of(chunk)
     numbers = int(federation.lengths[chunk].max()) * federation.numbers_per_row + program.size
     together = max(1, PASS // (each * len(chunk) * numbers))
+    streams, drawn = federation.stream_ids[chunk], None
     for at in range(0, count, together):
         size = min(together, count - at)
         some = {name: value[at : at + size] for name, value in theta.items()}
@@ -135,9 +137,9 @@ def _defensive_blocks(
             else found.at(slice(at, at + size))
         )
         given = Conditionals(program, params, some, batch, size)
-        keys = noise.fold(key if common else block, federation.stream_ids[chunk])
-        found_here = defensive_candidates(given, centre, keys, each, widths, common=common)
-        yield block, found_here, centre.shapes
+        if drawn is None or not common:
+            drawn = draw_mixture(noise.fold(block, streams), each, centre, widths, common=common)
+        yield block, defensive_candidates(given, centre, drawn), centre.shapes
 
 
 def proposal_centre(
@@ -206,7 +208,7 @@ def evidence_by_laplace(
     given = Conditionals(program, fitted.params_of(chunk), theta, federation.batch(chunk), count)
     mode, root = laplace_approximation(given)
     evidence = laplace_evidence(given, mode, root, noise.fold(key, federation.stream_ids[chunk]))
-    first, centre = min(PROBED, count), _centre(mode, root)
+    first, centre = max(1, min(PROBED, count // SHARE)), _centre(mode, root)
     some = {name: value[:first] for name, value in theta.items()}
     near = centre.at(slice(first))
     wider = _defensive_blocks(fitted, some, first, chunk, key, NARROWER, near, common=True)

@@ -92,6 +92,22 @@ def make_local_params(run: Run, params: Params) -> Mapping[str, Tensor]:
     return checked(run.federation, local_params)
 
 
+def kept_local_params(run: Run, params: Params) -> Params | None:
+    """Return the local parameters of stateful clients without further steps; None if clients keep none here."""
+    unseen, execution = run.client_terms.isnan(), run.plan.execution
+    elsewhere = execution.group is not None or execution.states is not None
+    if elsewhere or unseen.any() or "params" not in run.clients.tensors:
+        return None
+    found = dict(run.clients.tensors["params"])
+    if _lacks_steps(run):
+        found = {name: value.clone() for name, value in found.items()}
+        with threads(run.numbers), using(run.compiler):
+            for chunk, moved in _complete(run, params, ~unseen, steps=False):
+                for name in found:
+                    found[name][chunk] = moved[name]
+    return found
+
+
 def _lacks_steps(run: Run) -> bool:
     """Return whether some stateful clients have taken few steps, so that they take more at the end."""
     states = run.clients.tensors
@@ -99,17 +115,20 @@ def _lacks_steps(run: Run) -> bool:
     return stateful and bool(lacks_steps(states).any())
 
 
-def _complete(run: Run, params: Params, wanted: Tensor) -> Iterator[tuple[Tensor, Params]]:
+def _complete(
+    run: Run, params: Params, wanted: Tensor, *, steps: bool = True
+) -> Iterator[tuple[Tensor, Params]]:
     """Let clients that lack steps take them; yield the positions of some clients with their parameters."""
-    steps, federation = run.plan.algorithm.steps, run.federation.sufficient
-    assert isinstance(steps, LocalVariational)
+    local, federation = run.plan.algorithm.steps, run.federation.sufficient
+    assert isinstance(local, LocalVariational)
     key = noise.fold(noise.key(run.plan.seed).to(federation.device), noise.word("complete"))
     for some in run.program.chunks(federation, copies=4 * PERSONAL_DRAWS):
         if len(chunk := some[wanted[some]]):
             keys = noise.fold(key, federation.stream_ids[chunk])
             rows = batches(federation, chunk, run.plan.batch_size, keys)
             states = run.clients.take(chunk)
-            yield chunk, steps.complete(Job(run.program, {"theta": params}, states, rows, keys))
+            job = Job(run.program, {"theta": params}, states, rows, keys)
+            yield chunk, local.complete(job, steps=steps)
 
 
 def _missing(run: Run, federation: Federation, params: Params, own: Params) -> Tensor:

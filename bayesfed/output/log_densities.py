@@ -141,6 +141,17 @@ def log_evidence_of_clients(fitted: Fitted, theta: Params, count: int, key: Tens
     return found
 
 
+def noise_of_clients(fitted: Fitted, theta: Params, count: int, key: Tensor) -> Tensor:
+    """Estimate the variance of each client's estimate of log p(D_i | θ_s) by one draw from q(w_i | θ_s): ``(K,)``.
+
+    From two estimates at each draw of θ; arguments as of :func:`log_evidence_of_clients`.
+    """
+    twice = {name: value.repeat(2, *[1] * (value.ndim - 1)) for name, value in theta.items()}
+    ratios = [p - q for p, q in _client_log_densities(fitted.sufficient, twice, 2 * count, key)]
+    once, again = torch.cat(ratios, 1).split(count)
+    return (once - again).square().mean(0) / 2
+
+
 def elbo(
     fitted: Fitted, num_samples: int, seed: int, log_weights: SumLogWeights = sum_log_weights
 ) -> Tensor:

@@ -26,12 +26,14 @@ from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.elbo import run
 from bayesfed.elbo.moments import unconstrained
 from bayesfed.elbo.program import Params, Program
-from bayesfed.output.defensive import LARGEST, defensive_candidates, unstack
+from bayesfed.output.defensive import LARGEST, defensive_candidates, draw_mixture, unstack
 from bayesfed.output.draws import client_chunks, draw_theta, globals_at
-from bayesfed.output.evidence import Conditionals
+from bayesfed.output.evidence import Conditionals, has_normal_prior
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.importance import truncate_weights
 from bayesfed.output.locals_given_theta import draw_guide_locals, proposal_centre
+from bayesfed.output.log_densities import noise_of_clients
+from bayesfed.steps.local_variational import EXACT
 
 THETAS, FEW = 8, 64
 """Number of draws of θ at which all clients are compared, and of draws of a client's variables at each."""
@@ -139,8 +141,9 @@ def check_clients(fitted: Fitted) -> ClientCheck:
     """Compare clients' draws with their posteriors given θ.
 
     As many clients as are affordable are checked, those with few rows first, but for those whose variables are
-    resampled already. None is checked under privacy, if the guide has no density of real variables of a client, or if
-    these are more than :data:`~bayesfed.output.defensive.LARGEST` numbers.
+    resampled already, or whose log weights show that q(w_i | θ) is their posterior where that is Normal. None is
+    checked under privacy, if the guide has no density of real variables of a client, or if these are more than
+    :data:`~bayesfed.output.defensive.LARGEST` numbers.
 
     Example:
         >>> import bayesfed as bf
@@ -152,8 +155,9 @@ def check_clients(fitted: Fitted) -> ClientCheck:
     unknown = fitted.epsilon is not None or are_absent(fitted.federation.sufficient.fields)
     if not _has_real_locals(fitted.program) or unknown:
         return ClientCheck({}, frozenset())
+    exact = _find_exact(fitted)
     fitted = fitted.sufficient
-    if not (names := _affordable(fitted)):
+    if not (names := _affordable(fitted, exact)):
         return ClientCheck({}, frozenset())
     few = fitted.select(names)
     key = few.key(0, "client check")
@@ -245,11 +249,29 @@ def _has_real_locals(program: Program) -> bool:
     return bool(names) and real and not program.weights_draws and program.variables <= LARGEST
 
 
-def _affordable(fitted: Fitted) -> list[str]:
-    """Return as many clients that are not resampled as are affordable, or one, those with few rows first."""
+def _find_exact(fitted: Fitted) -> frozenset[str]:
+    """Return the clients with a posterior given θ that is Normal, and q(w_i | θ), but for round-off.
+
+    It has no other mode: their outcomes are Gaussian, with a mean that is linear in the rows, their priors are Normal,
+    and log weights at all draws from q show no other shape of its density.
+    """
+    few = fitted.federation.moments
+    if few is None or few.weights is not None:  # rows that are counted may have any likelihood
+        return frozenset()
+    key = fitted.key(0, "exact clients")
+    theta, batch = draw_theta(fitted, THETAS, key), fitted.federation.batch(torch.arange(1))
+    given = Conditionals(fitted.program, fitted.params_of(torch.arange(1)), theta, batch, THETAS)
+    if not has_normal_prior(given):
+        return frozenset()
+    exact = noise_of_clients(fitted, theta, THETAS, key) < EXACT
+    return frozenset(fitted.federation.names[k] for k in exact.nonzero()[:, 0].tolist())
+
+
+def _affordable(fitted: Fitted, exact: frozenset[str]) -> list[str]:
+    """Return as many clients as are affordable, or one, those with few rows first; no resampled or exact ones."""
     federation = fitted.federation
     lengths = dict(zip(federation.names, federation.lengths.tolist(), strict=True))
-    others = sorted(lengths.keys() - fitted.resampled, key=lambda name: lengths[name])
+    others = sorted(lengths.keys() - fitted.resampled - exact, key=lambda name: lengths[name])
     sizes = [
         lengths[name] * federation.numbers_per_row + fitted.program.variables for name in others
     ]
@@ -268,7 +290,7 @@ def _distances(
     keys = noise.fold(key, federation.stream_ids[chunk])
     centre = proposal_centre(fitted, theta, thetas, chunk, key, each)
     conditionals = Conditionals(program, params, theta, batch, thetas)
-    proposed = defensive_candidates(conditionals, centre, keys, each)
+    proposed = defensive_candidates(conditionals, centre, draw_mixture(keys, each, centre))
     weights = proposed.log_weights.softmax(0).flatten(0, 1)[..., None] / thetas
     rows = batch if program.needs_rows else batch.head()
 

@@ -43,6 +43,8 @@ NEARER, BENT = tuple(4.0**-i for i in range(1, 6)), 1.5
 ratio of their differences from which on the latter are left out."""
 ENOUGH_STEPS = 30
 """The number of steps that a client should have taken at the end of a run; if it has not, it takes as many then."""
+EXACT = 1e-5
+"""The largest variance of a client's log weights, given θ, at which q(w_i | θ) is its posterior but for round-off."""
 TRIED, TRIED_DRAWS, WORTH = 50, 64, 0.003
 """Steps with which ``personalize`` tries to improve the closed form, the draws by which it is compared with the result,
 and the gain, in nats, from which on all steps are taken."""
@@ -87,19 +89,30 @@ class LocalVariational(Steps):
             return optimizer.where_active(origin["params"], full["params"], late)
         return origin["params"]
 
-    def complete(self, job: Job) -> Params:
+    def complete(self, job: Job, *, steps: bool = True) -> Params:
         """Return φ_i of K clients at the end of a run; those that lack steps take :data:`ENOUGH_STEPS` more.
 
-        Where a run ends after few rounds clients have learnt little.
+        Where a run ends after few rounds clients have learnt little. Those whose q(w_i | θ) is their posterior already
+        take none. Without ``steps`` they only follow their origins.
         """
         clients = phi_state(job.clients)
         few = lacks_steps(clients)
         if not bool(few.any()) or not job.program.learns_locals:
             return clients["params"]
         origin = follow_origin(job.program, job.theta, clients, job.rows(None))
-        moved = self._personal_steps(job, origin, ENOUGH_STEPS, None)["params"]
-        finite = torch.cat([value.flatten(1) for value in moved.values()], 1).isfinite().all(1)
-        return optimizer.where_active(clients["params"], moved, few & finite)
+        found = origin["params"]
+        lacking = few & ~self._are_exact(job, found) if steps else torch.zeros_like(few)
+        if bool(lacking.any()):
+            moved = self._personal_steps(job, origin, ENOUGH_STEPS, None)["params"]
+            found = optimizer.where_active(found, moved, lacking)
+        finite = torch.cat([value.flatten(1) for value in found.values()], 1).isfinite().all(1)
+        return optimizer.where_active(clients["params"], found, few & finite)
+
+    def _are_exact(self, job: Job, phi: Params) -> Tensor:
+        """Return which of K clients have a q(w_i | θ) that is their posterior given θ at draws of θ, bool ``(K,)``."""
+        program, key = job.program, noise.fold(job.keys, noise.word("exact"))
+        (drawn,) = noise_of_steps(program, key, 1, PERSONAL_DRAWS, theta=True)
+        return noise_of_weights(program, phi, job.theta, job.rows(None), drawn) < EXACT
 
     def _personal_steps(self, job: Job, clients: State, steps: int, lr: float | None) -> State:
         """Return the clients after steps with θ drawn from q(θ) at each."""
@@ -374,6 +387,24 @@ def personal_step(program: Program, clients: State, given: Inputs, supplied: Noi
     at = given.constants | phi
     term = client_terms(program, at, {}, given.batch, supplied, PERSONAL_DRAWS).mean(0)
     return ascend(program, clients, gradients(term, phi), given.rates[0])
+
+
+@traceable
+def noise_of_weights(
+    program: Program, phi: Params, params: Params, rows: Batch, supplied: Noise
+) -> Tensor:
+    """Return the variances ``(K,)`` of log p(w_i, D_i | θ) − log q(w_i | θ) of K clients at φ_i, given θ.
+
+    From two draws of w_i at each of half as many draws of θ, of their own, as there is noise for.
+    """
+    half = PERSONAL_DRAWS // 2
+    pairs = {
+        name: [torch.cat([x[:half], x[:half]]) for x in parts] if name in program.random else parts
+        for name, parts in supplied.items()
+    }
+    with torch.no_grad():
+        terms = client_terms(program, params | phi, {}, rows, pairs, PERSONAL_DRAWS)
+    return (terms[:half] - terms[half:]).square().mean(0) / 2
 
 
 @traceable

@@ -11,7 +11,8 @@ import torch
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.output import correction, khat
-from bayesfed.output.correction import COST, correct
+from bayesfed.output.correction import correct
+from bayesfed.output.evidence import COST
 from bayesfed.output.log_densities import sum_log_weights
 from tests.scenarios import known_scales
 
@@ -107,7 +108,7 @@ def test_a_curved_posterior_whose_local_variables_are_not_linear_in_the_globals(
     single t misses the ends of the ridge, where weights by one draw of each level from q(level | θ) are mostly noise.
     So they are where better estimates take long.
     """
-    monkeypatch.setattr("bayesfed.output.correction.COST", cost)
+    monkeypatch.setattr("bayesfed.output.effort.COST", cost)
     posterior = curved.corrected()
     assert posterior.correction.laplace
     truth = moments_of_product(curved.federation)

@@ -205,3 +205,33 @@ def test_a_fit_that_could_not_be_corrected_says_so(monkeypatch, tmp_path):
     refused = CorrectionResult(reliable=False, attempted=False)
     monkeypatch.setattr(posterior_module, "correct", lambda _: refused)
     assert not posterior.corrected().caveat
+
+
+def heavy_tailed(federation):
+    """As :func:`normal`, with a prior that is so wide that the posterior looks Normal."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    with federation.clients():
+        w = pyro.sample("w", dist.StudentT(3.0, mu, 1000.0))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Normal(w, 1.0), obs=obs["y"])
+
+
+@pytest.mark.parametrize(("model", "checked"), [(normal, False), (heavy_tailed, True)])
+def test_clients_whose_posterior_is_q_by_their_log_weights_are_not_compared(
+    model, checked, monkeypatch
+):
+    """Only where it has no other mode: rows of Gaussian outcomes, Normal priors."""
+    compared, whole = [], poor_variables._distances
+
+    def counted(fitted, theta, thetas, chunk, key, each):
+        compared.extend(chunk.tolist())
+        return whole(fitted, theta, thetas, chunk, key, each)
+
+    monkeypatch.setattr(poor_variables, "_distances", counted)
+    monkeypatch.setattr("bayesfed.checks.sufficient.FEWEST", 0)
+    rows = federation({name: [0.1 * i for i in range(20)] for name in "abc"})
+    posterior = bf.fit(model, rows, bf.SFVI(corrected=False), progress=False)
+    assert posterior.federation.moments is not None
+    found = poor_variables.check_clients(posterior)
+    assert bool(compared) is checked
+    assert checked or not (found.poor or found.doubtful)

@@ -20,7 +20,9 @@ steps, their noise and the moves are within :data:`CLOSE` times these tolerances
 within the next of these factors; and once q(θ) has converged to within :data:`NEAR` times these tolerances. If the
 weights show that q(θ) or its correction is good enough, there is no noise left to be averaged out, and the run is done.
 After an early end they must have a finite variance and a large effective sample size. If they do not, which one
-exchange shows where q(θ) is far, the end is withdrawn, and the run goes on until q(θ) has converged.
+exchange shows where q(θ) is far, the end is withdrawn, and the run goes on until q(θ) has converged. Of large data, a
+probe of few draws comes first (:mod:`bayesfed.output.effort`): estimates that take longer than a few rounds wait for
+the last early end.
 """
 
 import math
@@ -103,6 +105,15 @@ class Convergence(Stopping):
     def early(self) -> bool:
         """True if the run has ended provisionally before q(θ) has converged."""
         return self.provisional and int(self.marks[_TRIED]) < TRIES
+
+    def is_worth_correcting(self, distant: bool, noisy: bool) -> bool:
+        """Return whether large data are worth a correction after an early end.
+
+        Args:
+            distant: q(θ) is far from the posterior.
+            noisy: weights need estimates without noise, which take longer than a few rounds.
+        """
+        return not distant and (not noisy or int(self.marks[_TRIED]) > len(CLOSE))
 
     def withdraw(self) -> None:
         """Withdraw a provisional end: the run goes on at full rate."""

@@ -188,6 +188,16 @@ def test_the_first_early_end_waits_for_all_clients_and_the_second_for_short_step
     assert of.early
 
 
+def test_large_data_with_noisy_weights_are_corrected_at_the_last_early_end():
+    """Estimates without noise take longer than a few rounds."""
+    of = fresh(corrected=True)
+    for tried in range(1, convergence.TRIES):
+        of.marks[convergence._TRIED] = tried
+        assert of.is_worth_correcting(distant=False, noisy=False)
+        assert not of.is_worth_correcting(distant=True, noisy=False)
+        assert of.is_worth_correcting(distant=False, noisy=True) is (tried > len(convergence.CLOSE))
+
+
 def test_an_early_end_needs_weights_of_finite_variance():
     uneven, certain = CorrectionResult(reliable=True), CorrectionResult(reliable=True, certain=True)
     assert uneven.confirms(early=False) and not uneven.confirms(early=True)

@@ -1,0 +1,127 @@
+"""How many draws of θ a correction takes, and a probe of large data that shows whether it is worth them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bayesfed.elbo import noise
+from bayesfed.elbo.handlers import on_cpu
+from bayesfed.guides.family import GLOBAL
+from bayesfed.output import khat
+from bayesfed.output.draws import draw_theta
+from bayesfed.output.evidence import COST
+from bayesfed.output.fitted import Fitted
+from bayesfed.output.log_densities import SumLogWeights, sum_log_weights
+from bayesfed.output.log_target import learns_block, log_target_twice, noise_variance
+from bayesfed.output.prior_coordinates import find_prior_coordinates
+from bayesfed.output.proposal import Around, Proposals
+
+DRAWS, LATER = 2000, 6000
+"""Draws from the first proposal, and from each later one, unless that takes long."""
+FEWEST, LARGE = 250, 32
+"""The number of draws from each proposal where data are large; how many times as long as other work after a fit they
+may take."""
+ENOUGH, ENOUGH_OF_FEW = 1000, 200
+"""The effective sample size at which no more proposals are needed, if it is as large as the number of draws from the
+first one; the same where data are large."""
+ON_REQUEST = 10
+"""The factor on the work where the fit has a precision."""
+SLOW_PROBE, LOUD = 50, 1.0
+"""Draws of θ at which the noise of log weights is measured where estimates without it take long, and the largest
+variance that is accepted there."""
+DISTANT = 100.0
+"""The spread of the log target, its largest less its median value, of draws from a proposal that is so far from the
+posterior that another round gets closer sooner than other proposals do, where data are large."""
+
+
+class Effort(NamedTuple):
+    """How many draws of θ a correction takes.
+
+    Attributes:
+        affordable: the number of draws that take as long as other work after a fit.
+        draws: their number from the first proposal.
+        later: from each of the others.
+        enough: the effective sample size at which no more are needed.
+        cost: the time of Laplace's estimates at the draws of the first proposal, relative to that of other work.
+    """
+
+    affordable: int
+    draws: int
+    later: int
+    enough: int
+    cost: float
+
+    @property
+    def large(self) -> bool:
+        """Whether data are so large that there are few draws, which take longer than other work."""
+        return self.affordable < 2 * FEWEST
+
+
+def effort_of(fitted: Fitted) -> Effort | None:
+    """Return how many draws a correction takes; None if there is none, or if it would take too long."""
+    factor = 1 if fitted.precision is None else ON_REQUEST
+    affordable = khat.affordable_draws(fitted, fitted.rows_read) // 2 * factor
+    large = affordable < 2 * FEWEST
+    draws = FEWEST if large else min(DRAWS, affordable)
+    family = fitted.program.random == (GLOBAL,)
+    if not family or not khat.has_density(fitted) or draws > affordable * LARGE:
+        return None
+    later = draws if large else min(LATER, affordable)
+    enough = ENOUGH_OF_FEW if large else max(ENOUGH, draws)
+    return Effort(affordable, draws, later, enough, draws * COST / affordable)
+
+
+def draws_of_q(fitted: Fitted, count: int) -> Tensor:
+    """Return draws of q(θ), from which the first proposal is made, ``(S, D)``."""
+    return draw_theta(fitted, count, fitted.key(0, "correction"))[GLOBAL][:, 0, 0]
+
+
+def equal_shares(draws: Tensor) -> Tensor:
+    """Return the equal shares of draws that have no weights, ``(S,)``, in double precision."""
+    return draws.new_full((len(draws),), 1 / len(draws), dtype=torch.float64)
+
+
+class Probed(NamedTuple):
+    """What the log target of a few draws, computed twice, shows of q.
+
+    Attributes:
+        distant: q(θ) is so far from the posterior that another round gets closer sooner than other proposals do.
+        noisy: q(w_i | θ) approximates the clients' posteriors so poorly that the log target is mostly noise.
+    """
+
+    distant: bool
+    noisy: bool
+
+
+def is_probed(fitted: Fitted) -> bool:
+    """Return whether data are so large that estimates without noise take longer than other work after a fit."""
+    effort = effort_of(fitted)
+    return effort is not None and effort.cost > 1 and learns_block(fitted)
+
+
+@torch.no_grad()
+@on_cpu()
+def probe(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Probed:
+    """Show by a few draws from the first proposal how good q is.
+
+    Args:
+        fitted: q without a correction, of all clients of the fit. They may lack steps of their own.
+        log_weights: as for :func:`correct`.
+    """
+    own = draws_of_q(fitted, DRAWS)
+    proposals = Proposals(find_prior_coordinates(fitted.program, fitted.params, own))
+    if not proposals.add(own, equal_shares(own), SLOW_PROBE, around=Around.DRAWS, centres=1):
+        return Probed(distant=True, noisy=False)
+    with noise.seeded(0):
+        z = proposals.sample(own.dtype)
+    return probe_at(fitted, z, fitted.key(0, "correction"), log_weights)
+
+
+def probe_at(fitted: Fitted, z: Tensor, key: Tensor, log_weights: SumLogWeights) -> Probed:
+    """Compute the log target at some draws of θ ``(S, D)`` twice; other arguments as of :func:`probe`."""
+    pair = log_target_twice(fitted, z, key, log_weights)
+    spread = float(torch.cat(pair).max() - torch.cat(pair).median())
+    return Probed(not spread <= DISTANT, noise_variance(*pair) > LOUD)

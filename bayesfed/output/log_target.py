@@ -1,0 +1,51 @@
+"""The log density that importance sampling of θ aims at, estimated by clients, and the noise of its estimates."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bayesfed.elbo.elbo import log_prior
+from bayesfed.guides.family import GLOBAL
+from bayesfed.output.evidence import has_block
+from bayesfed.output.fitted import Fitted
+from bayesfed.output.log_densities import Probe, SumLogWeights
+
+
+def learns_block(fitted: Fitted) -> bool:
+    """Return whether Laplace's approximation may replace q(w_i | θ); where this learns nothing, it is the former."""
+    return has_block(fitted.program) and fitted.program.learns_locals
+
+
+def log_target(
+    fitted: Fitted,
+    z: Tensor,
+    key: Tensor,
+    log_weights: SumLogWeights,
+    laplace: bool,
+    probe: Probe | None = None,
+) -> Tensor:
+    """Compute log p(θ) plus the clients' estimates of log p(D_i | θ) at draws of θ ``(S, D)``: ``(S,)``.
+
+    It is −∞ where this is not a number, or too large for one.
+    """
+    theta, count = {GLOBAL: z[:, None, None]}, len(z)
+    prior = log_prior(fitted.program, fitted.params, theta, count)
+    found = prior.double() + log_weights(fitted, theta, count, key, laplace, probe)
+    return found.where(found < torch.inf, -torch.inf)
+
+
+def log_target_twice(
+    fitted: Fitted, z: Tensor, key: Tensor, log_weights: SumLogWeights
+) -> tuple[Tensor, Tensor]:
+    """Compute the log target at draws of θ with the noise of two draws of the clients' variables, ``(S,)`` each."""
+    pair = log_target(fitted, torch.cat([z, z]), key, log_weights, laplace=False)
+    once, again = pair.split(len(z))
+    return once, again
+
+
+def noise_variance(once: Tensor, again: Tensor) -> float:
+    """Estimate the variance of numbers that were computed twice, ``(S,)`` each: the 0.9 quantile; 0 of none."""
+    if not len(once):
+        return 0.0
+    return float((once - again).nan_to_num(0.0).square().quantile(0.9)) / 2

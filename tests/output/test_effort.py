@@ -1,0 +1,67 @@
+"""Probes of fits whose data are large, by draws of a posterior that is known."""
+
+from dataclasses import replace
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import bayesfed as bf
+from bayesfed.output import khat
+from bayesfed.output.effort import effort_of, is_probed, probe
+
+SD = 0.5
+
+
+def levels(federation):
+    mu = pyro.sample("mu", dist.Normal(0.0, 3.0))
+    with federation.clients():
+        w = pyro.sample("w", dist.Normal(mu, 1.0))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Normal(w, SD), obs=obs["y"])
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    y = torch.arange(24, dtype=torch.float32).sin()
+    clients = {f"c{i}": {"y": y[i::8]} for i in range(8)}
+    return bf.fit(levels, bf.Federation.from_arrays(clients), bf.SFVI(corrected=False))
+
+
+@pytest.fixture
+def large(fitted, monkeypatch):
+    draws = khat.affordable_draws(fitted, fitted.rows_read)
+    monkeypatch.setattr(khat, "WORK", khat.WORK * 100 / draws)
+    return fitted
+
+
+def test_small_data_are_not_probed(fitted):
+    assert not is_probed(fitted) and not effort_of(fitted).large
+
+
+def test_a_right_q_is_neither_distant_nor_noisy(large):
+    assert effort_of(large).large and is_probed(large)
+    assert probe(large) == (False, False)
+
+
+def test_a_q_of_theta_that_is_far_off_is_distant(large):
+    params = dict(large.params)
+    params["global.loc"] = params["global.loc"] + 20.0
+    assert probe(replace(large, params=params)) == (True, False)
+
+
+def test_a_q_of_clients_that_is_off_is_noisy(large):
+    """By three standard deviations each: 8 clients' log weights have a variance of 72."""
+    moved = {
+        name: value + 3.0 * SD / 3**0.5 if name.endswith("loc") else value
+        for name, value in large.local_params.items()
+    }
+    assert moved.keys() == large.local_params.keys()
+    assert probe(replace(large, local_params=moved)).noisy
+
+
+def test_data_that_would_take_too_long_have_no_draws(fitted, monkeypatch):
+    draws = khat.affordable_draws(fitted, fitted.rows_read)
+    monkeypatch.setattr(khat, "WORK", khat.WORK * 2 / draws)
+    assert effort_of(fitted) is None and not is_probed(fitted)
