@@ -312,7 +312,7 @@ class Coordinator:
             early = run.stopping.early
             probed = probe(posterior, evaluate) if early and is_probed(posterior) else None
             if probed is None or run.stopping.is_worth_correcting(*probed):
-                found = correct(posterior, evaluate, probed)
+                found = correct(posterior, evaluate, probed=probed)
             else:
                 found = CorrectionResult(reliable=False)
         correctable = found.reliable or not found.attempted

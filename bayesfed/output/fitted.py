@@ -53,13 +53,14 @@ class Correction:
         return len(next(iter(self.theta.values())))
 
     def sample(self, count: int, key: Tensor) -> Params:
-        """Choose ``count`` of the draws, ``(count, 1, 1, *event)``: at random, with replacement.
+        """Choose ``count`` of the draws, ``(count, 1, 1, *event)``: at random, each equally often or once more.
 
         Of C chains they are evenly spaced: draw s is of chain s mod C, in the order in which it made its draws.
         """
         key = noise.fold(key, noise.word("corrected"))
         if self.chains == 1:
-            at = (noise.uniform(key, (count,)) * self.count).long()
+            places = torch.arange(count, device=key.device) % self.count
+            at = noise.permuted(key, self.count, places)
         else:
             s, each = torch.arange(count, device=key.device), math.ceil(count / self.chains)
             place = (s // self.chains + noise.uniform(key, (1,))) / each

@@ -36,9 +36,11 @@ CANDIDATES, FOR_EVIDENCE, STABLE, PLAUSIBLE = 64, 256, 0.02, 20.0
 number for evidence if estimates from the former differ from these by a variance above this, among draws of θ at which
 log p(D_i | θ) is so close to its largest value. The error does not shrink with the draws of θ, since all have the same
 candidates."""
-PROBED, SHARE, POOR, NARROWER = 25, 30, 0.2, (1.1, 2.0)
-"""Draws of θ at which Laplace estimates are compared with those of more candidates, of these widths, and the number of
-draws altogether for one such; the mean square of the differences beyond which candidates of wider ones are used."""
+LEAST_PROBED, PROBED, SHARE = 8, 25, 30
+"""The least and the largest number of draws of θ at which Laplace estimates are compared with those of more candidates,
+and the number of draws altogether for each of them."""
+POOR, NARROWER = 0.2, (1.1, 2.0)
+"""The mean square of the differences beyond which wider candidates are used; the widths of those that are compared."""
 WIDER = 1.1, 2.0, 4.0, 8.0
 """The widths of these."""
 AFFORDABLE = 2e7
@@ -208,7 +210,8 @@ def evidence_by_laplace(
     given = Conditionals(program, fitted.params_of(chunk), theta, federation.batch(chunk), count)
     mode, root = laplace_approximation(given)
     evidence = laplace_evidence(given, mode, root, noise.fold(key, federation.stream_ids[chunk]))
-    first, centre = max(1, min(PROBED, count // SHARE)), _centre(mode, root)
+    first = min(count, max(LEAST_PROBED, min(PROBED, count // SHARE)))
+    centre = _centre(mode, root)
     some = {name: value[:first] for name, value in theta.items()}
     near = centre.at(slice(first))
     wider = _defensive_blocks(fitted, some, first, chunk, key, NARROWER, near, common=True)

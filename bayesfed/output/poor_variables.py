@@ -258,7 +258,7 @@ def _find_exact(fitted: Fitted) -> frozenset[str]:
     few = fitted.federation.moments
     if few is None or few.weights is not None:  # rows that are counted may have any likelihood
         return frozenset()
-    key = fitted.key(0, "exact clients")
+    fitted, key = fitted.sufficient, fitted.key(0, "exact clients")
     theta, batch = draw_theta(fitted, THETAS, key), fitted.federation.batch(torch.arange(1))
     given = Conditionals(fitted.program, fitted.params_of(torch.arange(1)), theta, batch, THETAS)
     if not has_normal_prior(given):

@@ -9,7 +9,6 @@ from enum import Enum
 from itertools import pairwise
 from typing import NamedTuple
 
-import pyro.distributions as dist
 import torch
 from torch import Tensor
 
@@ -23,6 +22,8 @@ from bayesfed.output.student import FREEDOM, PER_SD, student_log_density
 
 _AT_ONCE = 100_000
 """Distances between draws and centres that are computed at once, so that they stay in a processor's cache."""
+SMALLEST = 2.0**-32
+"""Half of the distance of neighbouring numbers of a Sobol sequence, which may be 0 but are less than 1."""
 WIDER = 1.1
 """The factor by which the t distributions are wider than the draws."""
 PER_TERM, EQUATIONS = 5, 3
@@ -52,16 +53,19 @@ class StudentMixture:
     root: Tensor
 
     def sample(self, count: int) -> Tensor:
-        """Draw ``(count, D)`` by torch's random number generator, equally many from each component."""
-        size = self.root.shape[0]
-        of = self.centres[torch.arange(count, device=self.centres.device) % len(self.centres)]
-        component = dist.MultivariateStudentT(
-            self.root.new_tensor(float(FREEDOM)),
-            self.root.new_zeros(size),
-            self.root,
-            validate_args=False,
-        )
-        return of + component.sample((count,))
+        """Draw ``(count, D)`` from a scrambled Sobol sequence, in random order, by torch's random number generator.
+
+        Together they have means of smooth functions with far less noise than independent draws (Owen 1997, *Scrambled
+        net variance for integrals of smooth functions*).
+        """
+        size, many = self.root.shape[0], len(self.centres)
+        seed = int(torch.randint(2**31, ()))
+        sequence = torch.quasirandom.SobolEngine(size + FREEDOM + 1, scramble=True, seed=seed)
+        u = sequence.draw(count, dtype=torch.float64)[torch.randperm(count)].to(self.root.device)
+        normal = torch.special.ndtri(u[:, 1:] + SMALLEST).to(self.root)
+        chi = normal[:, size:].square().sum(1, keepdim=True)
+        away = normal[:, :size] @ self.root.mT * (FREEDOM / chi).sqrt()
+        return self.centres[(u[:, 0] * many).long()] + away
 
     def log_prob(self, z: Tensor) -> Tensor:
         """Compute log densities of ``(S, D)``: ``(S,)``."""

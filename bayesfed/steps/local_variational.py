@@ -80,7 +80,7 @@ class LocalVariational(Steps):
         key = noise.fold(job.keys, noise.word("tried"))
         drawn = next(noise_of_steps(program, key, 1, TRIED_DRAWS, theta=True))
         before, after = (
-            personal_term(program, state["params"], params, rows, drawn)
+            personal_terms(program, state["params"], params, rows, drawn, TRIED_DRAWS).mean(0)
             for state in (origin, tried)
         )
         late = ~(after - before <= WORTH)
@@ -389,7 +389,6 @@ def personal_step(program: Program, clients: State, given: Inputs, supplied: Noi
     return ascend(program, clients, gradients(term, phi), given.rates[0])
 
 
-@traceable
 def noise_of_weights(
     program: Program, phi: Params, params: Params, rows: Batch, supplied: Noise
 ) -> Tensor:
@@ -402,15 +401,14 @@ def noise_of_weights(
         name: [torch.cat([x[:half], x[:half]]) for x in parts] if name in program.random else parts
         for name, parts in supplied.items()
     }
-    with torch.no_grad():
-        terms = client_terms(program, params | phi, {}, rows, pairs, PERSONAL_DRAWS)
+    terms = personal_terms(program, phi, params, rows, pairs, PERSONAL_DRAWS)
     return (terms[:half] - terms[half:]).square().mean(0) / 2
 
 
 @traceable
-def personal_term(
-    program: Program, phi: Params, params: Params, rows: Batch, supplied: Noise
+def personal_terms(
+    program: Program, phi: Params, params: Params, rows: Batch, supplied: Noise, draws: int
 ) -> Tensor:
-    """Return the terms ``(K,)`` of K clients at φ_i, averaged over draws of θ of their own."""
+    """Return the terms ``(S, K)`` of K clients at φ_i, at S = ``draws`` draws of θ of their own."""
     with torch.no_grad():
-        return client_terms(program, params | phi, {}, rows, supplied, TRIED_DRAWS).mean(0)
+        return client_terms(program, params | phi, {}, rows, supplied, draws)

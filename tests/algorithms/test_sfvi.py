@@ -14,7 +14,7 @@ import torch
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.rules.natural_gradient import fade
-from bayesfed.steps.local_variational import TRIED_DRAWS, noise_of_steps, personal_term
+from bayesfed.steps.local_variational import TRIED_DRAWS, noise_of_steps, personal_terms
 from tests.scenarios import conjugate_hierarchy, ragged
 
 PLAIN = bf.SFVI(corrected=False)
@@ -266,9 +266,14 @@ def test_clients_take_the_steps_that_they_lack_at_the_end_of_a_run():
     before = run.clients.tensors["params"]
     made = bf.finish(run).local_params
     terms = [
-        personal_term(
-            run.program, phi, bf.finish(run).params, data.batch(), noise_of(run.program, data)
-        )
+        personal_terms(
+            run.program,
+            phi,
+            bf.finish(run).params,
+            data.batch(),
+            noise_of(run.program, data),
+            TRIED_DRAWS,
+        ).mean(0)
         for phi in (before, made)
     ]
     assert bool((terms[1] - terms[0] > -0.02).all()) and float((terms[1] - terms[0]).max()) > 0.02
@@ -279,6 +284,6 @@ def test_clients_take_the_steps_that_they_lack_at_the_end_of_a_run():
 
 
 def noise_of(program, data):
-    """Noise of θ and of the clients' variables for :func:`personal_term`."""
+    """Noise of θ and of the clients' variables for :func:`personal_terms`."""
     keys = data.stream_ids
     return next(noise_of_steps(program, keys, 1, TRIED_DRAWS, theta=True))

@@ -87,7 +87,7 @@ def test_nodes_look_closely_where_they_are_asked_to(tmp_path, monkeypatch):
     monkeypatch.setattr("bayesfed.deploy.node_run.QUIET", -1.0)
     # two proposals, and few draws: among many, last digits of weights choose other draws
     monkeypatch.setattr("bayesfed.output.correction.PROPOSALS", (2, 2))
-    monkeypatch.setattr("bayesfed.output.correction.LATER", 500)
+    monkeypatch.setattr("bayesfed.output.effort.LATER", 500)
     plan = replace(PLAN, algorithm=bf.SFVI(local_steps=2), rounds=8)
     at = Wire(nodes_of(SCHOOLS, plan, tmp_path / "nodes"))
     nodes, found = list(at.nodes.values()), fitted(at, plan, tmp_path)

@@ -6,6 +6,9 @@ import torch
 
 from bayesfed.output.proposal import WIDER, StudentMixture, fit_proposal
 
+QUARTILES = torch.tensor([-0.72669, 0.0, 0.72669])
+"""Of Student's t with five degrees of freedom."""
+
 
 def test_a_proposal_is_a_mixture_of_students():
     with torch.random.fork_rng():
@@ -35,3 +38,34 @@ def test_a_proposal_has_the_moments_of_the_weighted_draws(centres):
     torch.testing.assert_close(of_centres + of_each, covariance, atol=5e-3, rtol=0)
     there, middle = proposal.log_prob(torch.stack([z[1500], mean]))
     assert bool(there > middle + 1) == (centres > 1)  # many centres follow the curve of the draws
+
+
+def test_draws_of_each_component_fill_its_distribution():
+    """A Sobol sequence with the components in turn would give each one a part of its distribution only."""
+    centres, root = (
+        100.0 * torch.arange(4.0)[:, None].expand(4, 2),
+        torch.diag(torch.tensor([1.0, 2.0])),
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        draws = StudentMixture(centres, root).sample(8192)
+    of = (draws[:, 0] / 100).round().long()
+    for k in range(4):
+        away = draws[of == k] - centres[k]
+        assert len(away) == pytest.approx(2048, abs=2)
+        shares = (away[:, :, None] < root.diagonal()[:, None] * QUARTILES).double().mean(0)
+        torch.testing.assert_close(
+            shares, torch.tensor([[0.25, 0.5, 0.75]] * 2).double(), atol=0.02, rtol=0
+        )
+
+
+def test_draws_have_far_less_noise_than_independent_ones():
+    errors = []
+    for seed in range(20):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            draws = StudentMixture(torch.zeros(1, 3), torch.eye(3)).sample(1000)
+        errors.append(torch.cat([draws.mean(0), (draws > QUARTILES[2]).double().mean(0) - 0.25]))
+    noise = torch.stack(errors).square().mean(0).sqrt()
+    independent = torch.tensor([(5 / 3) ** 0.5] * 3 + [0.25 * 3**0.5] * 3) / 1000**0.5
+    assert bool((noise < 0.5 * independent).all())
