@@ -36,9 +36,9 @@ from bayesfed.guides.family import GLOBAL
 from bayesfed.output import khat
 from bayesfed.output.effort import (
     DRAWS,
-    ENOUGH,
     LARGE,
     SLOW_PROBE,
+    Effort,
     Probed,
     draws_of_q,
     effort_of,
@@ -140,7 +140,7 @@ def correct(
     effort = effort_of(fitted)
     if effort is None:
         return CorrectionResult(reliable=False, attempted=False)
-    affordable, draws, later, enough, cost = effort
+    affordable, draws, later, enough, _ = effort
     few = 0 if asked else min(draws // 2 if effort.large else draws, khat.DRAWS)
     key = fitted.key(0, "correction")
     own = draws_of_q(fitted, draws)
@@ -170,7 +170,7 @@ def correct(
         if targets:
             target = log_target(fitted, new, target_key, log_weights, laplace)
         else:
-            first = _first_log_target(fitted, new, few, target_key, log_weights, cost, probed)
+            first = _first_log_target(fitted, new, few, target_key, log_weights, effort, probed)
             if isinstance(first, CorrectionResult):
                 return first
             target, laplace = first
@@ -178,7 +178,7 @@ def correct(
         number = max(later, 2 * draws) if len(targets) == PRIOR else later
         weights = _assess(torch.cat(targets) - proposals.log_prob(), enough)
         z = proposals.draws
-        shares, rough = weights.shares, weights.size < min(ENOUGH, enough)
+        shares, rough = weights.shares, weights.size < draws / 2
         if len(targets) == 1 and weights.size < FAR * len(z):
             laplace_locals = learns_block(fitted)
         if weights.size < least:
@@ -199,7 +199,7 @@ def correct(
         return CorrectionResult(reliable=False)
     z = z[systematic_resample(shares, len(z))]
     laplace_locals = laplace_locals or laplace
-    if laplace_locals and cost > 1:
+    if laplace_locals and effort.slow:
         pair = log_target_twice(fitted, z[:: max(1, len(z) // SLOW_PROBE)], key, log_weights)
         laplace_locals = noise_variance(*pair) > FINE * len(fitted.federation)
     correction = Correction(
@@ -283,7 +283,7 @@ def _first_log_target(
     few: int,
     key: Tensor,
     log_weights: SumLogWeights,
-    cost: float,
+    effort: Effort,
     probed: Probed | None,
 ) -> tuple[Tensor, bool] | CorrectionResult:
     """Compute the log target at draws of the first proposal, and choose how clients estimate log p(D_i | θ).
@@ -298,17 +298,17 @@ def _first_log_target(
         few: the number of draws of q(θ), 0 if it is to be corrected in any case.
         key: of the clients' noise.
         log_weights: as for :func:`correct`.
-        cost: the time of Laplace's estimates at the draws, relative to that of other work after a fit.
+        effort: how long these and other estimates take.
         probed: as for :func:`correct`.
 
     Returns:
         The log target ``(S,)``, and whether it is Laplace's; or the result, if there is one already.
     """
     repeats = PROBE if learns_block(fitted) else 0
-    if repeats and cost > 1:
+    if repeats and effort.slow:
         probed = probed or probe_at(fitted, z[:SLOW_PROBE], key, log_weights)
         if probed.noisy:
-            if cost > LARGE:
+            if effort.cost > LARGE:
                 return CorrectionResult(reliable=False, attempted=False)
             return log_target(fitted, z, key, log_weights, laplace=True), True
         repeats = 0

@@ -21,12 +21,11 @@ from bayesfed.output.proposal import Around, Proposals
 
 DRAWS, LATER = 2000, 6000
 """Draws from the first proposal, and from each later one, unless that takes long."""
-FEWEST, LARGE = 250, 32
-"""The number of draws from each proposal where data are large; how many times as long as other work after a fit they
-may take."""
-ENOUGH, ENOUGH_OF_FEW = 1000, 200
-"""The effective sample size at which no more proposals are needed, if it is as large as the number of draws from the
-first one; the same where data are large."""
+FEWEST, SLOW, LARGE = 250, 2, 64
+"""The number of draws from each proposal where data are large; the cost of estimates without noise from which on their
+need is probed first; the largest cost."""
+ENOUGH = 0.8
+"""The effective sample size at which no more proposals are needed, relative to the number of draws from the first."""
 ON_REQUEST = 10
 """The factor on the work where the fit has a precision."""
 SLOW_PROBE, LOUD = 50, 1.0
@@ -41,7 +40,7 @@ class Effort(NamedTuple):
     """How many draws of θ a correction takes.
 
     Attributes:
-        affordable: the number of draws that take as long as other work after a fit.
+        affordable: the number of draws from each proposal that take no longer than other work after a fit.
         draws: their number from the first proposal.
         later: from each of the others.
         enough: the effective sample size at which no more are needed.
@@ -57,20 +56,25 @@ class Effort(NamedTuple):
     @property
     def large(self) -> bool:
         """Whether data are so large that there are few draws, which take longer than other work."""
-        return self.affordable < 2 * FEWEST
+        return self.affordable < FEWEST
+
+    @property
+    def slow(self) -> bool:
+        """Whether Laplace's estimates take so long that a few draws show first whether they are needed."""
+        return self.cost > SLOW
 
 
 def effort_of(fitted: Fitted) -> Effort | None:
     """Return how many draws a correction takes; None if there is none, or if it would take too long."""
     factor = 1 if fitted.precision is None else ON_REQUEST
-    affordable = khat.affordable_draws(fitted, fitted.rows_read) // 2 * factor
-    large = affordable < 2 * FEWEST
+    affordable = khat.affordable_draws(fitted, fitted.rows_read) // 4 * factor
+    large = affordable < FEWEST
     draws = FEWEST if large else min(DRAWS, affordable)
     family = fitted.program.random == (GLOBAL,)
     if not family or not khat.has_density(fitted) or draws > affordable * LARGE:
         return None
     later = draws if large else min(LATER, affordable)
-    enough = ENOUGH_OF_FEW if large else max(ENOUGH, draws)
+    enough = int(ENOUGH * draws)
     return Effort(affordable, draws, later, enough, draws * COST / affordable)
 
 
@@ -97,9 +101,9 @@ class Probed(NamedTuple):
 
 
 def is_probed(fitted: Fitted) -> bool:
-    """Return whether data are so large that estimates without noise take longer than other work after a fit."""
+    """Return whether data are so large that a probe shows first what the clients' estimates need."""
     effort = effort_of(fitted)
-    return effort is not None and effort.cost > 1 and learns_block(fitted)
+    return effort is not None and effort.slow and learns_block(fitted)
 
 
 @torch.no_grad()
