@@ -6,7 +6,8 @@
     python experiments/seconds_to_rows.py gaussian --sizes 1000 10000 --tools bayesfed glmmTMB lme4
 
 Simulated rows of clients with an independent intercept and slope each; outcomes are Gaussian, Bernoulli or Poisson. The
-model is `y ~ x + (1 + x || client)`. Each tool runs in a new process on one thread, and ends after ten minutes:
+model is `y ~ x + (1 + x || client)`. Each tool runs in a new process on one thread, and ends after ten minutes. NumPyro
+is not run with a million rows ("-"):
 
     bayesfed      bf.fit with the usual settings, "cold" the first fit of a process, "warm" the second, imports apart
     glmmTMB       maximum likelihood, Laplace's approximation
@@ -15,7 +16,8 @@ model is `y ~ x + (1 + x || client)`. Each tool runs in a new process on one thr
 
 "rows" are about that many, equal for each client. MB are the highest resident size less that before the first fit.
 "distance" is the largest of the differences between the means of the coefficients, in standard errors of glmmTMB, and
-between the logarithms of the two standard deviations, in standard deviations of the posterior.
+between the logarithms of the two standard deviations, in standard deviations of the posterior. Below the table are
+exponents of growth, fitted to the logarithms of seconds of 10,000 rows and more: seconds ∝ rows^a clients^b.
 """
 
 from __future__ import annotations
@@ -43,6 +45,10 @@ TOOLS = ("bayesfed", "glmmTMB", "lme4", "NumPyro")
 CLIENTS = (50, 1_000, 10_000)
 LIMIT = 600
 """Seconds after which a tool is ended, its data read."""
+MOST = {"NumPyro": 100_000}
+"""The largest numbers of rows that tools are run with."""
+GROWN = 10_000
+"""Rows from which on growth is measured."""
 FORMULA = "y ~ x + (1 + x || client)"
 COEFFICIENTS, SPREADS = ("Intercept", "x"), ("1|client_sigma", "x|client_sigma")
 R = """
@@ -206,11 +212,38 @@ def _distance(found: dict[str, list[float]], tmb: list[Any]) -> float:
     return max(away)
 
 
+def growth(seconds: dict[tuple[str, str, int, int], float]) -> str:
+    """Return the exponents of rows and clients by outcome and tool, as text."""
+    lines = []
+    for outcome, tool in dict.fromkeys((outcome, tool) for tool, outcome, *_ in seconds):
+        of = [
+            (1.0, math.log(rows), math.log(clients), math.log(s))
+            for (name, kind, rows, clients), s in seconds.items()
+            if (name, kind) == (tool, outcome) and rows >= GROWN
+        ]
+        *terms, logs = np.array(of).T if of else np.empty((4, 0))
+        if len(logs) > len(terms) and np.linalg.matrix_rank(np.array(terms)) == len(terms):
+            _, a, b = np.linalg.lstsq(np.array(terms).T, logs, rcond=None)[0]
+            lines.append(f"{outcome}, {tool}: rows^{a:.2f} clients^{b:.2f}")
+    return "  \n".join(lines)
+
+
 def main() -> None:
     sizes = [1_000, 10_000, 100_000, 1_000_000]
     given = runner.arguments(__doc__, sizes=sizes, tools=list(TOOLS))
+    seconds: dict[tuple[str, str, int, int], float] = {}
+
+    def of_row(row: tuple[str, int, int], found: list[Any]) -> list[str]:
+        results = {tool: one for (tool, *_), one in zip(rows[row], found, strict=True)}
+        for tool, one in results.items():
+            if one is not None:
+                seconds[tool, *row] = one["seconds"][1] if tool == "bayesfed" else one[0]
+        return cells(results)
+
     rows = {
-        (outcome, rows, clients): [(tool, outcome, rows, clients) for tool in given.tools]
+        (outcome, rows, clients): [
+            (tool, outcome, rows, clients) for tool in given.tools if rows <= MOST.get(tool, rows)
+        ]
         for outcome in ("gaussian", "bernoulli", "poisson")
         for rows in given.sizes
         for clients in CLIENTS
@@ -221,7 +254,8 @@ def main() -> None:
         rows,
         measure,
         given,
-        lambda row, found: cells(dict(zip(given.tools, found, strict=True))),
+        of_row,
+        note=lambda: growth(seconds),
     )
 
 

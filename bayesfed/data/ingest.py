@@ -1,7 +1,7 @@
 """Conversion of the user's data to tensors: numbers only, checked for missing and infinite values."""
 
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -45,7 +45,10 @@ def read_frame(
     codes, names = pd.factorize(frame[client])
     order = np.argsort(codes, kind="stable")
     offsets = np.concatenate([[0], np.bincount(codes, minlength=len(names)).cumsum()])
-    tensors = {c: to_tensor(c, frame[c].iloc[order].array, str(names[0])) for c in wanted}
+    tensors = {}
+    for c in wanted:
+        numbers = to_numbers(c, frame[c].iloc[order].array, str(names[0]))
+        tensors[c] = to_floating(c, numbers, lambda _: "the frame")
     columns = {
         str(name): torch.stack([tensors[c] for c in s], -1)
         if isinstance(s, list | tuple)
@@ -76,7 +79,7 @@ def read_arrays(clients: Mapping[str, Mapping[str, Any]]) -> Stored:
         for field in set(expected) ^ set(arrays):
             lacking = name if field in expected else names[0]
             raise UnknownName(f"client {lacking!r} has no field {field!r}, other clients have it")
-        tensors = {f: to_tensor(f, arrays[f], str(name)) for f in expected}
+        tensors = {f: to_numbers(f, arrays[f], str(name)) for f in expected}
         sizes = {f: t.shape[0] if t.ndim else 0 for f, t in tensors.items()}
         odd = [f for f in sizes if sizes[f] != sizes[expected[0]]]
         if odd:
@@ -94,8 +97,16 @@ def read_arrays(clients: Mapping[str, Mapping[str, Any]]) -> Stored:
                     f"client {name!r}: field {field!r} has rows of shape {tuple(part.shape[1:])}, "
                     f"those of client {names[0]!r} have {tuple(parts[0].shape[1:])}"
                 )
-    columns = {str(field): torch.cat(parts) for field, parts in per_client.items()}
     offsets = np.concatenate([[0], np.cumsum(lengths)])
+
+    def place(row: int) -> str:
+        return f"client {names[int(np.searchsorted(offsets, row, side='right')) - 1]!r}"
+
+    columns = {}
+    for field, parts in per_client.items():
+        own_type = any(isinstance(arrays[field], Tensor) for arrays in clients.values())
+        joined = torch.cat(parts)
+        columns[str(field)] = joined if own_type else to_floating(field, joined, place)
     return columns, offsets, tuple(map(client_name, names))
 
 
@@ -154,8 +165,12 @@ def check_missing(missing: str) -> None:
         raise ValueError(f"missing is {missing!r}; choose 'fail', 'drop' or 'keep'")
 
 
-def to_tensor(field: str, values: Any, client: str) -> Tensor:
-    """Convert a field to a tensor; numbers become floating, torch tensors keep their type."""
+def to_numbers(field: str, values: Any, client: str) -> Tensor:
+    """Convert a field to a tensor of the type that its numbers have.
+
+    Raises:
+        TypeError: they are text or categories, or lists of different lengths.
+    """
     import pandas as pd
 
     if isinstance(values, Tensor):
@@ -184,9 +199,13 @@ def to_tensor(field: str, values: Any, client: str) -> Tensor:
             f"field {field!r} has type {array.dtype}: only numbers can be stored (client {client!r}); "
             "encode it as numbers first"
         )
-    tensor = torch.from_numpy(np.array(array))
-    check_precision(field, tensor, f"client {client!r}")
-    return tensor.to(torch.get_default_dtype())
+    return torch.from_numpy(np.array(array))
+
+
+def to_floating(field: str, numbers: Tensor, place: Callable[[int], str]) -> Tensor:
+    """Convert the numbers of all rows of a field to torch's default floating type; see :func:`check_precision`."""
+    check_precision(field, numbers, place)
+    return numbers.to(torch.get_default_dtype())
 
 
 def _stacked_rows(field: str, rows: np.ndarray, client: str) -> np.ndarray:
@@ -199,10 +218,18 @@ def _stacked_rows(field: str, rows: np.ndarray, client: str) -> np.ndarray:
     return np.stack([np.asarray(row) for row in rows])
 
 
-def check_precision(field: str, values: Tensor, where: str) -> None:
+def check_precision(
+    field: str, values: Tensor, place: Callable[[int], str], span: float | None = None
+) -> None:
     """Raise an error if torch's default floating type changes numbers too much: identifiers or seconds since 1970.
 
-    Whole numbers may not change at all; others by at most a ten-thousandth of their range.
+    Whole numbers may not change at all; others by at most a ten-thousandth of their range over all rows.
+
+    Args:
+        field: its name.
+        values: its numbers, ``(rows, *event)``.
+        place: says where a row is.
+        span: their range over all rows, where these are a part; a few rows that are close to one another are no error.
 
     Raises:
         ValueError: they do; the message names the field and says what to do.
@@ -212,16 +239,23 @@ def check_precision(field: str, values: Tensor, where: str) -> None:
         return
     whole, exact = not values.is_floating_point(), values.double()
     error = (exact - exact.to(dtype)).abs().nan_to_num(0.0, 0.0)
-    finite = exact[exact.isfinite()]
-    span = float(finite.max() - finite.min()) if len(finite) else 0.0
+    span = span_of([exact]) if span is None else span
     if (whole and error.any()) or (span > 0 and float(error.max()) > 1e-4 * span):
         largest = int(error.flatten().argmax())
         before, after = (float(v.flatten()[largest]) for v in (exact, exact.to(dtype)))
         raise ValueError(
-            f"{where}: field {field!r} has numbers that {str(dtype)[6:]} cannot represent, such as {before:.17g}, "
-            f"which becomes {after:.17g}. Subtract a common offset (a first date), leave out a column that is an "
-            "identifier and not a quantity, or call torch.set_default_dtype(torch.float64)"
+            f"{place(largest // values[0].numel())}: field {field!r} has numbers that {str(dtype)[6:]} cannot "
+            f"represent, such as {before:.17g}, which becomes {after:.17g}. Subtract a common offset (a first "
+            "date), leave out a column that is an identifier and not a quantity, or call "
+            "torch.set_default_dtype(torch.float64)"
         )
+
+
+def span_of(parts: Sequence[Tensor]) -> float:
+    """Return the range of the finite numbers of a field that comes in parts; 0 if there are none."""
+    finite = [part[part.isfinite()] for part in parts]
+    ends = [float(end) for part in finite if len(part) for end in (part.min(), part.max())]
+    return max(ends) - min(ends) if ends else 0.0
 
 
 def treat_missing(

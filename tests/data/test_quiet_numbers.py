@@ -91,3 +91,23 @@ def test_dropped_rows_are_counted():
     ):
         kept = bf.Federation.from_frame(frame, client="who", missing="drop")
     assert kept["x"].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_client_may_have_two_rows_that_are_nearly_equal():
+    """Single precision changes them by more than a ten-thousandth of their difference, not of the field's range."""
+    pa = pytest.importorskip("pyarrow")
+    clients = {"a": [0.22316192930400555, 0.2231619], "b": [0.0, 1.0]}
+    arrays = bf.Federation.from_arrays({name: {"x": x} for name, x in clients.items()})
+    parts = [pa.table({"who": [name] * 2, "x": x}) for name, x in clients.items()]
+    table = bf.Federation.from_arrow(pa.concat_tables(parts), client="who")
+    assert (
+        table["x"].tolist()
+        == arrays["x"].tolist()
+        == torch.tensor([*clients["a"], *clients["b"]]).tolist()
+    )
+
+
+def test_the_error_names_the_client_whose_number_is_merged():
+    stamps = {"a": {"stamp": [1_700_000_000.0]}, "b": {"stamp": [1_700_000_050.0, 1_700_000_100.0]}}
+    with pytest.raises(ValueError, match="client '[ab]': field 'stamp' has numbers"):
+        bf.Federation.from_arrays(stamps)
