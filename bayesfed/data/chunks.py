@@ -7,8 +7,8 @@ from torch import Tensor
 
 ROUND = 250_000_000
 """Numbers in a chunk of clients in a round: a gigabyte in single precision."""
-PASS = 4_000_000
-"""Numbers in a chunk of clients in any other pass over all of them, intermediate results included: a cacheful."""
+PASS = 20_000_000
+"""Numbers in a chunk of clients in any other pass over all of them, intermediate results included: 80 megabytes."""
 SMALL = 1_000_000
 """Numbers in a chunk below which another chunk would cost more than padding."""
 KEPT = 25_000_000

@@ -29,6 +29,10 @@ _GOLDEN = -0x61C8864680B583EB  # 2⁶⁴ / golden ratio, as a signed 64-bit inte
 _FACTORS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 
 
+CACHED = 2**15
+"""Normal numbers that are made at once, so that they stay in a processor's cache."""
+
+
 def _mix(x: Tensor) -> Tensor:
     for shift, factor in zip((30, 27), _FACTORS, strict=True):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
@@ -112,6 +116,13 @@ def _normal32(keys: Tensor, path: Path, shape: Sequence[int]) -> Tensor:
     """Normal numbers in single precision, two from each hash, in less than half the time of double precision."""
     count = math.prod(shape)
     strides = torch.arange(1, (count + 1) // 2 + 1, device=keys.device) * _GOLDEN
+    if keys.device.type == "cpu" and not compiling():
+        for data in path:
+            keys = fold(keys, data)
+        path, together = (), max(1, CACHED // max(1, count))
+        if keys.numel() > together:
+            parts = [_normals(some, [], strides, count) for some in keys.flatten().split(together)]
+            return torch.cat(parts).reshape((*keys.shape, *shape))
     drawn = _normals(keys, list(path), strides, count)
     return drawn.reshape((*drawn.shape[:-1], *shape))
 
@@ -125,9 +136,6 @@ def _normals(keys: Tensor, path: list[Tensor | int], strides: Tensor, count: int
     """
     for data in path:
         keys = fold(keys, data)
-    if count > 10_000 and keys.ndim and keys.device.type == "cpu" and not compiling():
-        streams = [_normals(key, [], strides, count) for key in keys.flatten()]  # stay in cache
-        return torch.stack(streams).reshape((*keys.shape, count))
     bits = _mix(keys[..., None] + strides)
     halves = torch.cat([bits >> 40, bits >> 8], -1)[..., :count] & ((1 << 24) - 1)
     odd = (2 * halves - ((1 << 24) - 1)).float() * 2.0**-24  # in (-1, 1), symmetric, never 0 or ±1

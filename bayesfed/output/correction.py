@@ -83,9 +83,9 @@ FAR = 0.1
 variables are drawn from Laplace approximations, not from q(w_i | θ)."""
 TAIL = 0.02
 """The largest share of all weight that may lie beyond the largest weight if k is above :func:`khat.limit`."""
-FINE = 0.02
-"""The largest variance of a client's log weights, where Laplace approximations take long, at which its variables are
-drawn from q(w_i | θ) although θ has weights from elsewhere, or from closer estimates."""
+FINE = 0.03
+"""The largest mean variance of clients' log weights, where Laplace approximations take long, at which clients draw
+from q(w_i | θ) although θ has weights from elsewhere, or from closer estimates."""
 PROBE, QUIET = 200, 0.1
 """Draws of θ at which the noise of log weights is measured, and the largest variance that is accepted. Noise beyond
 grows towards the tails, and hides their weight from k-hat."""
@@ -200,8 +200,10 @@ def correct(
     z = z[systematic_resample(shares, len(z))]
     laplace_locals = laplace_locals or laplace
     if laplace_locals and effort.slow:
-        pair = log_target_twice(fitted, z[:: max(1, len(z) // SLOW_PROBE)], key, log_weights)
-        laplace_locals = noise_variance(*pair) > FINE * len(fitted.federation)
+        some = z[:: max(1, len(z) // SLOW_PROBE)]
+        once, again = log_target_twice(fitted, some, key, log_weights)
+        variance = float((once - again).square().mean()) / 2
+        laplace_locals = not variance <= FINE * len(fitted.federation)
     correction = Correction(
         {GLOBAL: z[:, None, None]},
         weights.k,

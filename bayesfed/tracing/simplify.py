@@ -76,6 +76,7 @@ def simplify(
     seen: dict[Any, Operation] = {}
     made: dict[Any, Value] = {}
     views: dict[Value, Operation] = {}
+    exponents: dict[Value, Value] = {}
     kept: list[Operation] = []
     for operation in operations:
         operation = operation.with_values(same)
@@ -94,6 +95,10 @@ def simplify(
                 continue
             if to_run and is_pointwise(operation.target):
                 operation = _without_expansions(operation, views)
+                if operation.target is aten.exp.default:
+                    exponents[result] = operation.reads[0]
+                *viewed, operation = _without_logarithm(operation, exponents, views)
+                kept += viewed
             if to_run and _is_view(operation.target):
                 views[result] = operation
                 operation = _view_of_root(operation, views)
@@ -202,6 +207,29 @@ def _without_expansions(operation: Operation, views: dict[Value, Operation]) -> 
             if source.form.shape and broadcast_shape(shapes) == _result(operation).form.shape:
                 by[value] = source
     return operation.with_values(by)
+
+
+def _without_logarithm(
+    operation: Operation, exponents: Mapping[Value, Value], views: dict[Value, Operation]
+) -> list[Operation]:
+    """Return x log(exp(y)) as a product, as in the log density of a Poisson distribution with a log link.
+
+    Where exp(y) is read by a view of it, the same view of y comes first.
+    """
+    if operation.target is not aten.xlogy.Tensor:
+        return [operation]
+    x, exponential = operation.args
+    root = _root(exponential, views)
+    y = exponents.get(root)
+    if y is None or y.form != root.form:
+        return [operation]
+    if exponential is root:
+        return [Operation(aten.mul.Tensor, [x, y], {}, operation.results, True)]
+    form = exponential.form
+    same = Value(form, y.memory, y.address)
+    args = [y, list(form.shape), list(form.stride), form.offset]
+    views[same] = Operation(aten.as_strided.default, args, {}, [same], True)
+    return [views[same], Operation(aten.mul.Tensor, [x, same], {}, operation.results, True)]
 
 
 def _view_of_root(operation: Operation, views: dict[Value, Operation]) -> Operation:

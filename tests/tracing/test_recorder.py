@@ -145,6 +145,43 @@ def test_operations_without_effect_are_left_out(function, left):
         torch.testing.assert_close(graph(x)[0], expected, rtol=0, atol=0, equal_nan=True)
 
 
+def with_one_dimension_more(x):
+    return torch.xlogy(x.round().abs(), x[:, None].exp()[:, 0])
+
+
+def changed_afterwards(x):
+    rate = x.exp()
+    found = torch.xlogy(x.round().abs(), rate)
+    return found + rate.add_(1.0)
+
+
+def of_another_number(x):
+    return torch.xlogy(x.exp(), x.abs())
+
+
+@pytest.mark.parametrize(
+    ("function", "logarithms"),
+    [
+        (lambda x: torch.xlogy(x.round().abs(), x.exp()), 0),
+        (lambda x: torch.xlogy(x.round().abs().expand(2, 3), (x.expand(2, 3) * 2.0).exp()), 0),
+        (with_one_dimension_more, 0),
+        (changed_afterwards, 1),
+        (of_another_number, 1),
+    ],
+)
+def test_logarithms_of_exponentials_are_not_computed(function, logarithms):
+    x = torch.tensor([0.3, -1.0, 2.0])
+    recorder = Recorder()
+    with recorder.with_inputs([x]):
+        result = function(x)
+    operations = recorder.recording([result]).operations
+    assert sum(one.target is torch.ops.aten.xlogy.Tensor for one in operations) == logarithms
+    graph = recorder.function([result])
+    for other in ([0.3, -1.0, 2.0], [0.1, 80.0, -3.0]):
+        x = torch.tensor(other)
+        torch.testing.assert_close(graph(x)[0], function(x), rtol=1e-6, atol=1e-6)
+
+
 def written_over(a, _):
     """Change a tensor after a view of it was taken."""
     v = a.clone()
