@@ -163,7 +163,7 @@ def of_another_number(x):
     ("function", "logarithms"),
     [
         (lambda x: torch.xlogy(x.round().abs(), x.exp()), 0),
-        (lambda x: torch.xlogy(x.round().abs().expand(2, 3), (x.expand(2, 3) * 2.0).exp()), 0),
+        (lambda x: torch.xlogy(x.round().abs().expand(2, 3), (x.expand(2, 3) * 0.5).exp()), 0),
         (with_one_dimension_more, 0),
         (changed_afterwards, 1),
         (of_another_number, 1),
