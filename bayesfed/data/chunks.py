@@ -9,6 +9,8 @@ ROUND = 250_000_000
 """Numbers in a chunk of clients in a round: a gigabyte in single precision."""
 PASS = 20_000_000
 """Numbers in a chunk of clients in any other pass over all of them, intermediate results included: 80 megabytes."""
+EACH_VARIABLE = 32
+"""Numbers that a guide computes for one draw of each of a client's variables, about."""
 SMALL = 1_000_000
 """Numbers in a chunk below which another chunk would cost more than padding."""
 KEPT = 25_000_000

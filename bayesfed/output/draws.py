@@ -19,7 +19,7 @@ from pyro import poutine
 from torch import Tensor
 
 from bayesfed.data.batch import Batch
-from bayesfed.data.chunks import PASS, chunks, weight
+from bayesfed.data.chunks import EACH_VARIABLE, PASS, chunks, weight
 from bayesfed.data.federation import Federation
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.elbo import client_terms, draw
@@ -328,7 +328,7 @@ def client_chunks(
     if reads_rows or fitted.laplace:
         federations = (own, *federations)
     lengths = sum((f.lengths for f in federations), torch.zeros_like(own.lengths))
-    size = max(numbers, program.variables)
+    size = max(numbers, EACH_VARIABLE * program.variables)
     client, row = weight(size, own.numbers_per_row, count, program.points)
     if fitted.laplace:  # several candidates, whose densities are computed in blocks of draws
         client = EACH * client

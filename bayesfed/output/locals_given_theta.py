@@ -8,7 +8,7 @@ import torch
 from pyro import poutine
 from torch import Size, Tensor
 
-from bayesfed.data.chunks import PASS, chunks, weight
+from bayesfed.data.chunks import EACH_VARIABLE, PASS, chunks, weight
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.program import Params
 from bayesfed.guides.hierarchical import LOCAL
@@ -194,7 +194,8 @@ def evidence_chunks(fitted: Fitted, count: int) -> Iterator[Tensor]:
     reads_rows = getattr(fitted.program.guide, "structure", None) is not None
     copies = EACH * count if reads_rows else count
     federation, program = fitted.federation, fitted.program
-    size = weight(program.variables, federation.numbers_per_row, copies, program.points)
+    own = EACH_VARIABLE * program.variables
+    size = weight(own, federation.numbers_per_row, copies, program.points)
     return chunks(federation.lengths, *size)
 
 
