@@ -58,6 +58,29 @@ def _seconds():
 
 
 @claim(
+    "speed.md",
+    "With 100,000 rows of 50 to 10,000 clients it takes {} to {} s for Gaussian outcomes, {} to {} s for Bernoulli and "
+    "{} to {} s for Poisson outcomes, {} to {} times as long as glmmTMB.",
+)
+def _rows():
+    rows = [r for r in table("seconds_to_rows") if r["rows"] == ["100000"]]
+    found = [
+        ends(numbers([r for r in rows if r["outcome"] == [outcome]], "bayesfed: cold, s"))
+        for outcome in ("gaussian", "bernoulli", "poisson")
+    ]
+    return (*sum(found, ()), *ends(numbers(rows, "cold ÷ glmmTMB")))
+
+
+@claim(
+    "speed.md",
+    "takes {} to {} s from the command to its files, of which imports take {} to {} s and the fit {} to {} s",
+)
+def _whole_command():
+    rows = table("whole_command")
+    return sum((ends(numbers(rows, name)) for name in ("whole", "import", "fit")), ())
+
+
+@claim(
     "overview.md",
     "with a tenth of the clients in a round in up to {} (`experiments/rounds_to_truth.md`).",
 )
