@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesfed.data.absent import are_absent
 from bayesfed.elbo import noise
 from bayesfed.elbo.handlers import on_cpu
 from bayesfed.guides.family import GLOBAL
@@ -25,9 +24,6 @@ DRAWS, LATER = 2000, 6000
 FEWEST, SLOW, LARGE = 250, 2, 64
 """The number of draws from each proposal where data are large; the cost of estimates without noise from which on their
 need is probed first; the largest cost."""
-SHARE, SHARE_ELSEWHERE = 4, 2
-"""The part of the work after a fit that a proposal may take, as a divisor: of rows that are here, and of those of other
-machines, where another exchange takes longer than more draws."""
 ENOUGH = 0.8
 """The effective sample size at which no more proposals are needed, relative to the number of draws from the first."""
 ON_REQUEST = 10
@@ -71,8 +67,7 @@ class Effort(NamedTuple):
 def effort_of(fitted: Fitted) -> Effort | None:
     """Return how many draws a correction takes; None if there is none, or if it would take too long."""
     factor = 1 if fitted.precision is None else ON_REQUEST
-    share = SHARE_ELSEWHERE if are_absent(fitted.federation.sufficient.fields) else SHARE
-    affordable = khat.affordable_draws(fitted, fitted.rows_read) // share * factor
+    affordable = khat.affordable_draws(fitted, fitted.rows_read) // 4 * factor
     large = affordable < FEWEST
     draws = FEWEST if large else min(DRAWS, affordable)
     family = fitted.program.random == (GLOBAL,)
