@@ -219,12 +219,13 @@ def _try_correction(run: Run) -> None:
     """End a run that may be near its target if importance weights show that q(θ), or its correction, is good enough."""
     if not run.stopping.provisional:
         return
-    early, found = run.stopping.early, None
+    early = run.stopping.early
     probed = _probe(run) if early and is_probed(make_posterior(run, {})) else None
-    if probed is None or run.stopping.is_worth_correcting(*probed):
-        posterior = make_posterior(run, _local_params(run))
-        found = correct(posterior, probed=probed)
-    if found is not None and found.confirms(early):
+    if probed is not None and not run.stopping.is_worth_correcting(*probed):
+        return run.stopping.withdraw()
+    posterior = make_posterior(run, _local_params(run))
+    found = correct(posterior, probed=probed)
+    if found.confirms(early):
         run.confirmed = posterior, found
     else:
         run.stopping.withdraw()

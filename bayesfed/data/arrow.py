@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from bayesfed.data.columns import check_columns, client_name
-from bayesfed.data.ingest import Missing, check_missing, check_precision, span_of, warn_dropped
+from bayesfed.data.ingest import (
+    Missing,
+    check_missing,
+    check_precision,
+    may_change,
+    span_of,
+    warn_dropped,
+)
 from bayesfed.data.optional import import_optional
 
 _ROWS = 100_000  # rows checked at once
@@ -208,14 +215,15 @@ def _flat_numbers(field: str, array: Any) -> Tensor:
 
 def _missing(field: str, parts: Sequence[Tensor], chunks: Sequence[Any]) -> Iterator[int]:
     """Yield the rows of the table that are null or hold a NaN; refuse infinite and unrepresentable numbers."""
-    start, span = 0, span_of(parts)
+    start = 0
+    span = span_of(rows for part in parts if may_change(part) for rows in part.split(_ROWS))
     for part, array in zip(parts, chunks, strict=True):
         if array.null_count:
             yield from (start + np.flatnonzero(array.is_null())).tolist()
         for rows in part.split(_ROWS):
             bad = rows.isnan().reshape(len(rows), -1).any(1)
             yield from (start + bad.nonzero().flatten()).tolist()
-            check_precision(field, rows, lambda _: "the table", span)
+            check_precision(field, rows, "the table", span)
             if rows.isinf().any():
                 raise ValueError(
                     f"the table: field {field!r} holds an infinite number. Correct the data"

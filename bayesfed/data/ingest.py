@@ -1,7 +1,7 @@
 """Conversion of the user's data to tensors: numbers only, checked for missing and infinite values."""
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -48,7 +48,7 @@ def read_frame(
     tensors = {}
     for c in wanted:
         numbers = to_numbers(c, frame[c].iloc[order].array, str(names[0]))
-        tensors[c] = to_floating(c, numbers, lambda _: "the frame")
+        tensors[c] = to_floating(c, numbers, "the frame", span_of([numbers]))
     columns = {
         str(name): torch.stack([tensors[c] for c in s], -1)
         if isinstance(s, list | tuple)
@@ -97,16 +97,17 @@ def read_arrays(clients: Mapping[str, Mapping[str, Any]]) -> Stored:
                     f"client {name!r}: field {field!r} has rows of shape {tuple(part.shape[1:])}, "
                     f"those of client {names[0]!r} have {tuple(parts[0].shape[1:])}"
                 )
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-
-    def place(row: int) -> str:
-        return f"client {names[int(np.searchsorted(offsets, row, side='right')) - 1]!r}"
-
     columns = {}
     for field, parts in per_client.items():
-        own_type = any(isinstance(arrays[field], Tensor) for arrays in clients.values())
-        joined = torch.cat(parts)
-        columns[str(field)] = joined if own_type else to_floating(field, joined, place)
+        span = span_of([torch.cat(parts)])
+        kept = [isinstance(arrays[field], Tensor) for arrays in clients.values()]
+        columns[str(field)] = torch.cat(
+            [
+                part if own_type else to_floating(field, part, f"client {name!r}", span)
+                for name, part, own_type in zip(names, parts, kept, strict=True)
+            ]
+        )
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
     return columns, offsets, tuple(map(client_name, names))
 
 
@@ -202,9 +203,9 @@ def to_numbers(field: str, values: Any, client: str) -> Tensor:
     return torch.from_numpy(np.array(array))
 
 
-def to_floating(field: str, numbers: Tensor, place: Callable[[int], str]) -> Tensor:
-    """Convert the numbers of all rows of a field to torch's default floating type; see :func:`check_precision`."""
-    check_precision(field, numbers, place)
+def to_floating(field: str, numbers: Tensor, where: str, span: float) -> Tensor:
+    """Convert numbers to torch's default floating type; arguments as of :func:`check_precision`."""
+    check_precision(field, numbers, where, span)
     return numbers.to(torch.get_default_dtype())
 
 
@@ -218,43 +219,47 @@ def _stacked_rows(field: str, rows: np.ndarray, client: str) -> np.ndarray:
     return np.stack([np.asarray(row) for row in rows])
 
 
-def check_precision(
-    field: str, values: Tensor, place: Callable[[int], str], span: float | None = None
-) -> None:
+def may_change(values: Tensor) -> bool:
+    """Return whether torch's default floating type may change numbers of a tensor."""
+    return values.dtype not in (torch.bool, torch.get_default_dtype())
+
+
+def check_precision(field: str, values: Tensor, where: str, span: float) -> None:
     """Raise an error if torch's default floating type changes numbers too much: identifiers or seconds since 1970.
 
     Whole numbers may not change at all; others by at most a ten-thousandth of their range over all rows.
 
     Args:
         field: its name.
-        values: its numbers, ``(rows, *event)``.
-        place: says where a row is.
-        span: their range over all rows, where these are a part; a few rows that are close to one another are no error.
+        values: some of its numbers, ``(rows, *event)``.
+        where: the client or table that they are of.
+        span: the range over all rows of the field; a few of them may be close to one another.
 
     Raises:
         ValueError: they do; the message names the field and says what to do.
     """
     dtype = torch.get_default_dtype()
-    if not len(values) or values.dtype in (torch.bool, dtype):
+    if not len(values) or not may_change(values):
         return
     whole, exact = not values.is_floating_point(), values.double()
     error = (exact - exact.to(dtype)).abs().nan_to_num(0.0, 0.0)
-    span = span_of([exact]) if span is None else span
     if (whole and error.any()) or (span > 0 and float(error.max()) > 1e-4 * span):
         largest = int(error.flatten().argmax())
         before, after = (float(v.flatten()[largest]) for v in (exact, exact.to(dtype)))
         raise ValueError(
-            f"{place(largest // values[0].numel())}: field {field!r} has numbers that {str(dtype)[6:]} cannot "
+            f"{where}: field {field!r} has numbers that {str(dtype)[6:]} cannot "
             f"represent, such as {before:.17g}, which becomes {after:.17g}. Subtract a common offset (a first "
             "date), leave out a column that is an identifier and not a quantity, or call "
             "torch.set_default_dtype(torch.float64)"
         )
 
 
-def span_of(parts: Sequence[Tensor]) -> float:
+def span_of(parts: Iterable[Tensor]) -> float:
     """Return the range of the finite numbers of a field that comes in parts; 0 if there are none."""
-    finite = [part[part.isfinite()] for part in parts]
-    ends = [float(end) for part in finite if len(part) for end in (part.min(), part.max())]
+    ends: list[float] = []
+    for part in parts:
+        if len(finite := part[part.isfinite()]):
+            ends += float(finite.min()), float(finite.max())
     return max(ends) - min(ends) if ends else 0.0
 
 

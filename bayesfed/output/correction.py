@@ -62,16 +62,12 @@ from bayesfed.output.proposal import Around, Proposals
 
 PROPOSALS = 2, 6
 """The least and the largest number of proposals."""
-EACH = 4
-"""The least number of draws from each proposal, relative to the effective sample size that is needed."""
 PATIENCE = 3
 """The number of proposals after which the effective sample size must be large enough to estimate a covariance."""
 PRIOR = 2
 """The number of proposals after which one is twice as large, half of it as wide as the prior."""
 FINITE_VARIANCE = 0.5
 """Pareto k above which weights have infinite variance, so that further proposals are used."""
-LEAST, PER_DIMENSION = 50, 5
-"""Effective sample sizes, in all and per dimension of θ, below which a mean and a covariance cannot be estimated."""
 FURTHER, SPARE = 3, 1.1
 """Where the fit has a precision: the number of proposals beyond :data:`PROPOSALS`, and the factor on their draws."""
 CENTRES = 500
@@ -140,13 +136,10 @@ def correct(
     effort = effort_of(fitted)
     if effort is None:
         return CorrectionResult(reliable=False, attempted=False)
-    affordable, draws, later, enough, _ = effort
+    draws, least = effort.draws, effort.least
     few = 0 if asked else min(draws // 2 if effort.large else draws, khat.DRAWS)
     key = fitted.key(0, "correction")
     own = draws_of_q(fitted, draws)
-    least = max(LEAST, PER_DIMENSION * own.shape[1])
-    if effort.large and draws < EACH * least:
-        return CorrectionResult(reliable=False, attempted=False)
     laplace = laplace_locals = False
     proposals = Proposals(find_prior_coordinates(fitted.program, fitted.params, own))
     z, shares = own, equal_shares(own)
@@ -175,8 +168,8 @@ def correct(
                 return first
             target, laplace = first
         targets.append(target)
-        number = max(later, 2 * draws) if len(targets) == PRIOR else later
-        weights = _assess(torch.cat(targets) - proposals.log_prob(), enough)
+        number = max(effort.later, 2 * draws) if len(targets) == PRIOR else effort.later
+        weights = _assess(torch.cat(targets) - proposals.log_prob(), effort.enough)
         z = proposals.draws
         shares, rough = weights.shares, weights.size < draws / 2
         if len(targets) == 1 and weights.size < FAR * len(z):
@@ -194,7 +187,7 @@ def correct(
         more = weights.have_variance and len(targets) < PROPOSALS[1] + FURTHER
         if size < fitted.draws_needed and more:
             wanted = len(z) * (SPARE * fitted.draws_needed / size - 1)
-            further, number = True, min(math.ceil(wanted), max(affordable, draws))
+            further, number = True, min(math.ceil(wanted), max(effort.affordable, draws))
     if not weights.are_trusted:
         return CorrectionResult(reliable=False)
     z = z[systematic_resample(shares, len(z))]

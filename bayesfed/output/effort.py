@@ -24,6 +24,11 @@ DRAWS, LATER = 2000, 6000
 FEWEST, SLOW, LARGE = 250, 2, 64
 """The number of draws from each proposal where data are large; the cost of estimates without noise from which on their
 need is probed first; the largest cost."""
+PART = 4
+"""The divisor of the draws that are affordable after a fit, for those from each proposal."""
+LEAST, PER_DIMENSION, EACH = 50, 5, 4
+"""Effective sample sizes, in all and per dimension of θ, below which a mean and a covariance cannot be estimated; where
+data are large, the least number of draws from each proposal relative to these."""
 ENOUGH = 0.8
 """The effective sample size at which no more proposals are needed, relative to the number of draws from the first."""
 ON_REQUEST = 10
@@ -44,6 +49,7 @@ class Effort(NamedTuple):
         draws: their number from the first proposal.
         later: from each of the others.
         enough: the effective sample size at which no more are needed.
+        least: the effective sample size below which a mean and a covariance cannot be estimated.
         cost: the time of Laplace's estimates at the draws of the first proposal, relative to that of other work.
     """
 
@@ -51,6 +57,7 @@ class Effort(NamedTuple):
     draws: int
     later: int
     enough: int
+    least: int
     cost: float
 
     @property
@@ -67,15 +74,17 @@ class Effort(NamedTuple):
 def effort_of(fitted: Fitted) -> Effort | None:
     """Return how many draws a correction takes; None if there is none, or if it would take too long."""
     factor = 1 if fitted.precision is None else ON_REQUEST
-    affordable = khat.affordable_draws(fitted, fitted.rows_read) // 4 * factor
+    affordable = khat.affordable_draws(fitted, fitted.rows_read) // PART * factor
     large = affordable < FEWEST
     draws = FEWEST if large else min(DRAWS, affordable)
     family = fitted.program.random == (GLOBAL,)
     if not family or not khat.has_density(fitted) or draws > affordable * LARGE:
         return None
+    least = max(LEAST, PER_DIMENSION * draws_of_q(fitted, 1).shape[1])
+    if large and draws < EACH * least:
+        return None
     later = draws if large else min(LATER, affordable)
-    enough = int(ENOUGH * draws)
-    return Effort(affordable, draws, later, enough, draws * COST / affordable)
+    return Effort(affordable, draws, later, int(ENOUGH * draws), least, draws * COST / affordable)
 
 
 def draws_of_q(fitted: Fitted, count: int) -> Tensor:
@@ -100,6 +109,7 @@ class Probed(NamedTuple):
     noisy: bool
 
 
+@on_cpu()
 def is_probed(fitted: Fitted) -> bool:
     """Return whether data are so large that a probe shows first what the clients' estimates need."""
     effort = effort_of(fitted)

@@ -42,7 +42,7 @@ and the number of draws altogether for each of them."""
 POOR, NARROWER = 0.2, (1.1, 2.0)
 """The mean square of the differences beyond which wider candidates are used; the widths of those that are compared."""
 WIDER = 1.1, 2.0, 4.0, 8.0
-"""The widths of these."""
+"""The widths of the wider ones."""
 AFFORDABLE = 2e7
 """The largest size of a client's rows and variables, in numbers, over all these candidates."""
 

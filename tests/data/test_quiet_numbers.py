@@ -111,3 +111,10 @@ def test_the_error_names_the_client_whose_number_is_merged():
     stamps = {"a": {"stamp": [1_700_000_000.0]}, "b": {"stamp": [1_700_000_050.0, 1_700_000_100.0]}}
     with pytest.raises(ValueError, match="client '[ab]': field 'stamp' has numbers"):
         bf.Federation.from_arrays(stamps)
+
+
+@pytest.mark.parametrize("other", [[0.5], torch.tensor([0.5])], ids=["fractions", "tensor"])
+def test_whole_numbers_are_not_merged_beside_other_types(other):
+    codes = np.array([16_777_217, 16_777_216])
+    with pytest.raises(ValueError, match="client 'a': field 'code' has numbers"):
+        bf.Federation.from_arrays({"a": {"code": codes}, "b": {"code": other}})

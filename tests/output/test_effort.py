@@ -2,31 +2,23 @@
 
 from dataclasses import replace
 
-import pyro
-import pyro.distributions as dist
 import pytest
 import torch
 
 import bayesfed as bf
 from bayesfed.output import khat
-from bayesfed.output.effort import effort_of, is_probed, probe
+from bayesfed.output.effort import EACH, FEWEST, PER_DIMENSION, effort_of, is_probed, probe
+from tests.scenarios import conjugate_hierarchy
 
 SD = 0.5
-
-
-def levels(federation):
-    mu = pyro.sample("mu", dist.Normal(0.0, 3.0))
-    with federation.clients():
-        w = pyro.sample("w", dist.Normal(mu, 1.0))
-        with federation.observations() as obs:
-            pyro.sample("y", dist.Normal(w, SD), obs=obs["y"])
+"""Of the outcomes of :func:`~tests.scenarios.conjugate_hierarchy`."""
 
 
 @pytest.fixture(scope="module")
 def fitted():
     y = torch.arange(24, dtype=torch.float32).sin()
     clients = {f"c{i}": {"y": y[i::8]} for i in range(8)}
-    return bf.fit(levels, bf.Federation.from_arrays(clients), bf.SFVI(corrected=False))
+    return bf.fit(conjugate_hierarchy, bf.Federation.from_arrays(clients), bf.SFVI(corrected=False))
 
 
 @pytest.fixture
@@ -65,3 +57,14 @@ def test_data_that_would_take_too_long_have_no_draws(fitted, monkeypatch):
     draws = khat.affordable_draws(fitted, fitted.rows_read)
     monkeypatch.setattr(khat, "WORK", khat.WORK * 2 / draws)
     assert effort_of(fitted) is None and not is_probed(fitted)
+
+
+def test_large_data_whose_globals_are_too_many_have_no_draws(large, monkeypatch):
+    """Their covariance, of as many rows and columns, is not computed either."""
+    assert effort_of(large).least * EACH <= FEWEST
+    most = FEWEST // (EACH * PER_DIMENSION)
+    for size, none in ((most, False), (most + 1, True)):
+        draws = torch.zeros(1, size)
+        monkeypatch.setattr("bayesfed.output.effort.draws_of_q", lambda *_, z=draws: z)
+        assert (effort_of(large) is None) is none
+        assert is_probed(large) is not none
