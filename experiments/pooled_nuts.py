@@ -48,13 +48,18 @@ Function = Callable[[Tensor], list[Tensor]]
 
 
 def nuts(
-    name: str, model: Callable[[Any], None], federation: bf.Federation
+    name: str,
+    model: Callable[[Any], None],
+    federation: bf.Federation,
+    *,
+    least: float = ESS,
 ) -> dict[str, np.ndarray]:
     """Return draws ``(S, ...)`` of the program's continuous latent variables; they are stored in runs/reference.
 
     Normal variables are non-centred by Pyro's LocScaleReparam, which leaves the posterior as it is. Where the chains do
     not agree then, clients may have too many rows for it: local variables are sampled as they are written, and the
-    chains with the larger effective sample size are taken, or longer ones where these do not agree either.
+    chains with the larger effective sample size are taken. Where they do not agree, or their effective sample size is
+    less than ``least``, longer chains are made.
     """
     path = RUNS / f"{name}.npz"
     if path.exists():
@@ -76,7 +81,7 @@ def nuts(
             way = _Compiled(model, federation, latent, free, kinds)
             tried.append((way, way.sample(DRAWS)))
     best, chains = max(tried, key=lambda pair: ess(pair[1]))
-    if not good(chains):
+    if not good(chains) or ess(chains) < least:
         chains = best.sample(MORE)
     print(
         f"{name}: NUTS {time.perf_counter() - start:.0f} s, r_hat {r_hat(chains):.3f}, ess {ess(chains):.0f}, "
