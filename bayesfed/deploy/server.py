@@ -310,7 +310,9 @@ class Coordinator:
         found = CorrectionResult(reliable=True)
         if run.plan.algorithm.corrected:
             early = run.stopping.early
-            probed = probe(posterior, evaluate) if early and is_probed(posterior) else None
+            probed = None
+            if early and is_probed(posterior, elsewhere=True):
+                probed = probe(posterior, evaluate)
             if probed is None or run.stopping.is_worth_correcting(*probed):
                 found = correct(posterior, evaluate, probed=probed)
             else:

@@ -35,6 +35,8 @@ _ADVICE = (
     "lower the learning rate, take more clients a round, or check the priors of the global sites and the units of "
     "the fields"
 )
+MORE_DRAWS = 4
+"""The factor on the number of draws that a run that has diverged may need."""
 HALVINGS = 40
 """The number of rounds whose steps may go uphill, each at half the learning rates of the one before."""
 OUTLIERS = 0.01
@@ -167,7 +169,8 @@ def update(run: Run, question: Question, found: Answer) -> Round:
     names, refused_names = _names(run, counted), _names(run, refused)
     if uphill and run.uphill == HALVINGS:
         raise Stopped(
-            f"the clients' steps go uphill at learning rates of {run.rate:.0e} too; {_ADVICE}", run
+            f"the clients' steps go uphill at learning rates of {run.rate:.0e} too; {_advice(run)}",
+            run,
         )
     if _too_many(run, len(refused)):
         terms = None if found.terms is None else found.terms[~sound]
@@ -242,7 +245,15 @@ def _check_finite(run: Run, server_term: Tensor, params: Params) -> None:
         )
     if any(bool(value.isnan().any()) for value in params.values()):
         found = name_globals(run.program, params)
-        raise Stopped(f"the global parameters are not numbers any more ({found}); {_ADVICE}", run)
+        raise Stopped(
+            f"the global parameters are not numbers any more ({found}); {_advice(run)}", run
+        )
+
+
+def _advice(run: Run) -> str:
+    """Return what may help a run that has diverged."""
+    draws = getattr(run.plan.algorithm.steps, "draws", None)
+    return f"take more draws a step (draws={MORE_DRAWS * draws}), {_ADVICE}" if draws else _ADVICE
 
 
 def _names(run: Run, clients: Tensor) -> list[str]:
@@ -286,7 +297,7 @@ def _server_step(run: Run) -> Iterator[None]:
             yield
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         reason = str(error).split("\n")[0]
-        raise Stopped(f"a step has no solution ({reason}); {_ADVICE}", run) from error
+        raise Stopped(f"a step has no solution ({reason}); {_advice(run)}", run) from error
 
 
 def _too_many(run: Run, refused: int) -> bool:

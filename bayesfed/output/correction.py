@@ -133,7 +133,7 @@ def correct(
         torch.Size([1, 1, 2])
     """
     asked = fitted.precision is not None
-    effort = effort_of(fitted)
+    effort = effort_of(fitted, elsewhere=log_weights is not sum_log_weights)
     if effort is None:
         return CorrectionResult(reliable=False, attempted=False)
     draws, least = effort.draws, effort.least

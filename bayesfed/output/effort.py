@@ -21,9 +21,11 @@ from bayesfed.output.proposal import Around, Proposals
 
 DRAWS, LATER = 2000, 6000
 """Draws from the first proposal, and from each later one, unless that takes long."""
-FEWEST, SLOW, LARGE = 250, 2, 64
-"""The number of draws from each proposal where data are large; the cost of estimates without noise from which on their
-need is probed first; the largest cost."""
+FEWEST, LARGE = 250, 64
+"""The number of draws from each proposal where data are large; the largest cost of estimates without noise."""
+SLOW, SLOW_ELSEWHERE = 2, 8
+"""The cost of estimates without noise above which a probe shows first whether they are needed: of clients in this
+process, and of clients elsewhere, where a probe is an exchange, so that only large data are worth one."""
 PART = 4
 """The divisor of the draws that are affordable after a fit, for those from each proposal."""
 LEAST, PER_DIMENSION, EACH = 50, 5, 4
@@ -51,6 +53,7 @@ class Effort(NamedTuple):
         enough: the effective sample size at which no more are needed.
         least: the effective sample size below which a mean and a covariance cannot be estimated.
         cost: the time of Laplace's estimates at the draws of the first proposal, relative to that of other work.
+        slow: whether that is so long that a few draws show first whether they are needed.
     """
 
     affordable: int
@@ -59,20 +62,21 @@ class Effort(NamedTuple):
     enough: int
     least: int
     cost: float
+    slow: bool
 
     @property
     def large(self) -> bool:
         """Whether data are so large that there are few draws, which take longer than other work."""
         return self.affordable < FEWEST
 
-    @property
-    def slow(self) -> bool:
-        """Whether Laplace's estimates take so long that a few draws show first whether they are needed."""
-        return self.cost > SLOW
 
+def effort_of(fitted: Fitted, elsewhere: bool = False) -> Effort | None:
+    """Return how many draws a correction takes; None if there is none, or if it would take too long.
 
-def effort_of(fitted: Fitted) -> Effort | None:
-    """Return how many draws a correction takes; None if there is none, or if it would take too long."""
+    Args:
+        fitted: q without a correction.
+        elsewhere: clients are on other machines.
+    """
     factor = 1 if fitted.precision is None else ON_REQUEST
     affordable = khat.affordable_draws(fitted, fitted.rows_read) // PART * factor
     large = affordable < FEWEST
@@ -84,7 +88,9 @@ def effort_of(fitted: Fitted) -> Effort | None:
     if large and draws < EACH * least:
         return None
     later = draws if large else min(LATER, affordable)
-    return Effort(affordable, draws, later, int(ENOUGH * draws), least, draws * COST / affordable)
+    cost = draws * COST / affordable
+    slow = cost > (SLOW_ELSEWHERE if elsewhere else SLOW)
+    return Effort(affordable, draws, later, int(ENOUGH * draws), least, cost, slow)
 
 
 def draws_of_q(fitted: Fitted, count: int) -> Tensor:
@@ -110,9 +116,9 @@ class Probed(NamedTuple):
 
 
 @on_cpu()
-def is_probed(fitted: Fitted) -> bool:
-    """Return whether data are so large that a probe shows first what the clients' estimates need."""
-    effort = effort_of(fitted)
+def is_probed(fitted: Fitted, elsewhere: bool = False) -> bool:
+    """Return whether data are so large that a probe shows first what estimates need; arguments as :func:`effort_of`."""
+    effort = effort_of(fitted, elsewhere)
     return effort is not None and effort.slow and learns_block(fitted)
 
 

@@ -132,11 +132,11 @@ def no_numbers(server):
     [
         (
             no_solution,
-            r"round 3: a step has no solution \(linalg.eigh: it did not converge\); lower the",
+            r"round 3: a step has no solution \(linalg.eigh: it did not converge\); take more draws a step",
         ),
         (
             no_numbers,
-            r"round 3: the global parameters are not numbers any more \(sites 'mu', 'tau'\); lower the",
+            r"round 3: the global parameters are not numbers any more \(sites 'mu', 'tau'\); take more draws a step \(draws=32\), lower the",
         ),
     ],
 )

@@ -32,6 +32,16 @@ def test_small_data_are_not_probed(fitted):
     assert not is_probed(fitted) and not effort_of(fitted).large
 
 
+@pytest.mark.parametrize(("affordable", "probed"), [(16_000, False), (100, True)])
+def test_clients_elsewhere_are_probed_only_if_data_are_large(
+    affordable, probed, fitted, monkeypatch
+):
+    """There a probe is an exchange between machines, which takes longer than estimates for middling data."""
+    draws = khat.affordable_draws(fitted, fitted.rows_read)
+    monkeypatch.setattr(khat, "WORK", khat.WORK * affordable / draws)
+    assert is_probed(fitted) and is_probed(fitted, elsewhere=True) is probed
+
+
 def test_a_right_q_is_neither_distant_nor_noisy(large):
     assert effort_of(large).large and is_probed(large)
     assert probe(large) == (False, False)
