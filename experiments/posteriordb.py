@@ -8,10 +8,11 @@
 Programs of first_tries/posteriordb.py, by the names of github.com/stan-dev/posteriordb, fitted by `bf.fit(program,
 data)` with the usual settings. The reference is NUTS on the pooled data (pooled_nuts.py), not posteriordb's draws. Data
 are published ones, from R's rstanarm, or simulated from the program in the shape of posteriordb's. Shift is the largest
-of a mean in NUTS' standard deviations, tails that of the 5 % and 95 % quantiles, over all entries; quantiles of
-two thousand effective draws of a fit are uncertain by 0.05, those of NUTS by at most 0.03. The goal is means within 0.1, sds within 0.9 and 1.1, and
-tails within 0.15. Where it is missed the variables that miss it are given, and whether the fit says so: by a caveat, as
-for a k-hat above its limit, or by not having converged; an error is one that the fit raises. k is Pareto's.
+of a mean in NUTS' standard deviations, tails that of the 5 % and 95 % quantiles, over all entries; quantiles of two
+thousand effective draws of a fit are uncertain by 0.05, those of NUTS by at most 0.03. The goal is means within 0.1,
+sds within 0.9 and 1.1, and tails within 0.15. Where it is missed the variables that miss it are given, and whether the
+fit says so: by a caveat, as for a k-hat above its limit, or by not having converged; an error is one that the fit
+raises. k is Pareto's.
 """
 
 from __future__ import annotations

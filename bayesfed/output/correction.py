@@ -49,6 +49,7 @@ from bayesfed.output.fitted import Correction, Fitted
 from bayesfed.output.importance import (
     effective_sample_size,
     least_effective_size,
+    least_tail_size,
     pareto_k,
     systematic_resample,
     tail_share,
@@ -70,6 +71,11 @@ FINITE_VARIANCE = 0.5
 """Pareto k above which weights have infinite variance, so that further proposals are used."""
 FURTHER, SPARE = 3, 1.1
 """Where the fit has a precision: the number of proposals beyond :data:`PROPOSALS`, and the factor on their draws."""
+EACH_GLOBAL = 0.5
+"""The effective sample size of the mean and of the tails of each global at which no more proposals are needed, relative
+to that of the weights: the largest weights may all be those of the tail of one of them."""
+SEEDS = 100
+"""The difference between the seeds of the proposals of two fits whose seeds differ by one."""
 CENTRES = 500
 """Number of centres around the draws of the third and later proposals."""
 EVEN = 0.99
@@ -157,7 +163,7 @@ def correct(
         )
         if not added:
             return CorrectionResult(reliable=False)
-        with noise.seeded(len(targets)):
+        with noise.seeded(len(targets) + SEEDS * fitted.seed):
             new = proposals.sample(own.dtype)
         target_key = noise.fold(key, len(targets))
         if targets:
@@ -180,10 +186,12 @@ def correct(
             shares = temper_weights(weights.logs, least)
             continue
         certain = certain or weights.are_enough
+        size = min(weights.size, least_effective_size(shares, z))
+        of_each = min(size, least_tail_size(shares, z)) > EACH_GLOBAL * effort.enough
         few_proposals = len(targets) < PROPOSALS[0]
-        if few_proposals or (len(targets) < PROPOSALS[1] and not weights.are_enough):
+        if few_proposals or (len(targets) < PROPOSALS[1] and not (weights.are_enough and of_each)):
             continue
-        number, size = 0, min(weights.size, least_effective_size(shares, z))
+        number = 0
         more = weights.have_variance and len(targets) < PROPOSALS[1] + FURTHER
         if size < fitted.draws_needed and more:
             wanted = len(z) * (SPARE * fitted.draws_needed / size - 1)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 EQUAL = 0.99
 """Relative effective sample size above which weights are equal up to round-off, and have no tail to speak of."""
+TAIL = 0.05
+"""The share of all weight in each tail of an entry whose effective sample size is computed."""
 
 
 def effective_sample_size(weights: Tensor) -> float:
@@ -21,7 +23,7 @@ def least_effective_size(weights: Tensor, z: Tensor) -> float:
     """Return the smallest number of independent draws whose mean would be as exact as the weighted mean of an entry.
 
     It is the variance of an entry over the squared error of its mean, Σ w² (z − m)² of weights that sum to 1 (Owen
-    2013, *Monte Carlo theory, methods and examples*, equation 9.8).
+    2013, *Monte Carlo theory, methods and examples*, equation 9.8). Draws without weight may be infinite.
 
     Args:
         weights: ``(S,)``.
@@ -36,10 +38,41 @@ def least_effective_size(weights: Tensor, z: Tensor) -> float:
         >>> round(least_effective_size(torch.tensor([3.0, 3.0, 1.0, 1.0]), z), 2)
         2.67
     """
-    shares = (weights / weights.sum()).double()
-    squares = (z.double() - shares @ z.double()).square()
+    counts = weights > 0
+    shares, z = (weights[counts] / weights.sum()).double(), z[counts].double()
+    squares = (z - shares @ z).square()
     sizes = (shares @ squares) / (shares.square() @ squares)
-    return float(sizes.min())
+    return float(sizes.nan_to_num(0.0).min())  # a single draw: 0 / 0
+
+
+def least_tail_size(weights: Tensor, z: Tensor) -> float:
+    """Return the smallest number of independent draws that would have the tails of an entry as exactly.
+
+    As :func:`least_effective_size`, of the indicators of values below the 5 % and above the 95 % quantile (the tail
+    ESS of Vehtari, Gelman, Simpson, Carpenter & Bürkner 2021, *Rank-normalization, folding, and localization*).
+
+    Args:
+        weights: ``(S,)``.
+        z: draws ``(S, D)``.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed.output.importance import least_effective_size, least_tail_size
+        >>> z = torch.arange(-50.0, 50.0)[:, None]
+        >>> round(least_tail_size(torch.ones(100), z))
+        100
+        >>> weights = torch.ones(100).where(z[:, 0] < 49, 5.0)  # the largest draw has the weight of five
+        >>> round(least_effective_size(weights, z)), round(least_tail_size(weights, z))
+        (70, 25)
+    """
+    z, order = z.sort(0)
+    shares = (weights / weights.sum()).double()[order]
+    up_to = shares.cumsum(0)
+    sizes = []
+    for inside in (up_to <= TAIL, up_to > 1 - TAIL):
+        centred = inside.double() - (shares * inside).sum(0)
+        sizes.append((shares * centred.square()).sum(0) / (shares * centred).square().sum(0))
+    return float(torch.stack(sizes).nan_to_num(0.0).min())  # no draw inside: 0 / 0
 
 
 def truncate_weights(log_weights: Tensor) -> Tensor:

@@ -136,7 +136,8 @@ def no_numbers(server):
         ),
         (
             no_numbers,
-            r"round 3: the global parameters are not numbers any more \(sites 'mu', 'tau'\); take more draws a step \(draws=32\), lower the",
+            r"round 3: the global parameters are not numbers any more \(sites 'mu', 'tau'\); take more draws a "
+            r"step \(draws=32\), lower the",
         ),
     ],
 )

@@ -46,6 +46,38 @@ def test_a_skewed_posterior_of_few_clients():
     assert float(before["tau"].std()) / of_grid()["tau"][1] > 1.2
 
 
+HITS = [18, 17, 16, 15, 14, 14, 13, 12, 11, 11, 10, 10, 10, 10, 10, 9, 8, 7]
+
+
+def hitters(federation):
+    middle = pyro.sample("middle", dist.Beta(2.0, 2.0))
+    size = pyro.sample("size", dist.LogNormal(4.0, 1.0))
+    with federation.clients():
+        skill = pyro.sample("skill", dist.Beta(middle * size, (1 - middle) * size))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Binomial(45, probs=skill), obs=obs.get("y"))
+
+
+def test_a_long_tail_against_an_integral_on_a_grid():
+    """Its standard deviation is 150; of 32,000 draws of NUTS, two of them divergent, it is 129."""
+    federation = bf.Federation.from_arrays({f"c{i}": {"y": [float(y)]} for i, y in enumerate(HITS)})
+    middle = torch.linspace(0.02, 0.7, 500, dtype=torch.float64)[:, None]
+    log_size = torch.linspace(0.0, 16.0, 1601, dtype=torch.float64)
+    size, log_p = log_size.exp(), torch.log(middle * (1 - middle)) - (log_size - 4) ** 2 / 2
+    for y in HITS:
+        made = dist.BetaBinomial(middle * size, (1 - middle) * size, 45)
+        log_p = log_p + made.log_prob(torch.tensor(float(y), dtype=torch.float64))
+    p = (log_p - log_p.max()).exp().sum(0)
+    p = p / p.sum()
+    draws = bf.fit(hitters, federation, seed=1, progress=False).sample(20_000)["size"].double()
+    for level, tolerance in ((0.05, 0.04), (0.5, 0.02), (0.95, 0.11)):  # four errors, over 32 seeds
+        exact = float(size[torch.searchsorted(p.cumsum(0), level)])
+        assert abs(float(draws.quantile(level)) / exact - 1) < tolerance
+    mean = float(p @ size)
+    sd = float(p @ size**2 - mean**2) ** 0.5
+    assert abs(float(draws.mean()) - mean) < 0.04 * sd and abs(float(draws.std()) / sd - 1) < 0.17
+
+
 TAU = SIGMA = 0.5
 
 
