@@ -8,7 +8,7 @@ from torch.distributions import constraints
 
 import bayesfed as bf
 from bayesfed import datasets, models
-from tests.algorithms.test_fola import EAGER, PAPER
+from tests.algorithms.fola_rounds import EAGER, PAPER
 
 
 def ragged_groups():
