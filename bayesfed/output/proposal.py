@@ -129,13 +129,14 @@ def surrogate_proposal(x: Tensor, log_density: Tensor, weights: Tensor) -> Stude
     scale = weights.sqrt()[:, None]
     level = (log_density - log_density.max())[:, None]
     found = torch.linalg.lstsq(scale * features, scale * level).solution[:, 0]
-    half = torch.zeros_like(root)
-    half[i, j] = found[1 + size :]
-    values, vectors = torch.linalg.eigh(-(half + half.mT))
-    covariance = (vectors / values.clamp(min=FLATTEST)) @ vectors.mT
-    mode = covariance @ found[1 : 1 + size]
+    upper = torch.zeros_like(root)
+    upper[i, j] = found[1 + size :]
+    values, vectors = torch.linalg.eigh(-(upper + upper.mT))
+    half = vectors * values.clamp(min=FLATTEST).rsqrt()  # half halfᵀ is the covariance
+    mode = half @ (half.mT @ found[1 : 1 + size])
     mode = mode * (FARTHEST / mode.norm()).clamp(max=1.0)
-    width = root @ torch.linalg.cholesky(covariance)
+    upper = torch.linalg.qr(half.mT).R
+    width = root @ (upper * upper.diagonal().sign()[:, None]).mT
     return StudentMixture((mean + root @ mode)[None], WIDER * PER_SD * width)
 
 

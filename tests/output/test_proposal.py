@@ -4,7 +4,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from bayesfed.output.proposal import WIDER, StudentMixture, fit_proposal
+from bayesfed.output.proposal import WIDER, StudentMixture, fit_proposal, surrogate_proposal
 
 QUARTILES = torch.tensor([-0.72669, 0.0, 0.72669])
 """Of Student's t with five degrees of freedom."""
@@ -69,3 +69,29 @@ def test_draws_have_far_less_noise_than_independent_ones():
     noise = torch.stack(errors).square().mean(0).sqrt()
     independent = torch.tensor([(5 / 3) ** 0.5] * 3 + [0.25 * 3**0.5] * 3) / 1000**0.5
     assert bool((noise < 0.5 * independent).all())
+
+
+def surrogate_of(curvatures, mean):
+    """Of a Normal with these precisions and this mean along six directions: the surrogate and the directions."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x, any_matrix = torch.randn(400, 6).double(), torch.randn(6, 6).double()
+    along = torch.linalg.qr(any_matrix).Q
+    log_density = -((x @ along - mean) ** 2) @ torch.tensor(curvatures, dtype=torch.float64) / 2
+    return surrogate_proposal(x, log_density, torch.full((400,), 1 / 400).double()), along
+
+
+def test_a_surrogate_of_a_normal_has_its_moments():
+    curvatures = [0.5, 1.0, 1e2, 1e4, 1e6, 1e8]
+    found, along = surrogate_of(curvatures, 0.5)
+    covariance = along.mT @ found.root @ found.root.mT @ along * 5 / 3 / WIDER**2
+    expected = torch.tensor(curvatures).double().reciprocal()
+    torch.testing.assert_close(covariance.diagonal(), expected, rtol=1e-3, atol=1e-9)
+    torch.testing.assert_close(found.centres[0] @ along, torch.full((6,), 0.5).double())
+
+
+def test_a_surrogate_that_is_flat_and_steep_beyond_round_off_is_a_proposal():
+    """Its covariance has no Cholesky factor in double precision."""
+    found, _ = surrogate_of([1e20] * 5 + [1.0], 0.0)
+    assert bool((found.root.diagonal() > 0).all()) and bool(found.root.isfinite().all())
+    assert bool(found.log_prob(found.sample(100)).isfinite().all())
