@@ -205,13 +205,14 @@ class Integrated(Locals):
 
 @dataclass(frozen=True)
 class FromPrior(Locals):
-    """Local variables drawn from their prior; a draw counts by the likelihood of the client's rows (PAC-PFL).
+    """Local variables drawn from their prior, or from Laplace approximations; draws count by their weights (PAC-PFL).
 
     Attributes:
         draws: L, draws from the prior for a client's marginal likelihood; models without local random variables need
             none.
         beta: β, by default n_i: how many rows those of a client count for.
-        integrated: Laplace's method gives the marginal likelihood of clients with at most 20 variables, instead.
+        integrated: Laplace's method gives the marginal likelihood of clients with at most 20 variables, and the
+            proposals of their draws, instead.
     """
 
     draws: int = 10

@@ -19,6 +19,7 @@ from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.handlers import Until
 from bayesfed.elbo.sites import Site, prior_draws
 from bayesfed.guides.laplace import INTEGRATED_UP_TO
+from bayesfed.guides.laplace_marginal import marginal
 from bayesfed.guides.unconstrained import (
     AsGuide,
     delta_at,
@@ -34,6 +35,8 @@ PARTICLES = "particles"
 """The parameter that holds the k particles, unconstrained and stacked: ``(k, D)``."""
 PARTICLE = "particle"
 """The auxiliary site that is one of the particles."""
+WEAKEST = 1e-2
+"""The smallest negative curvature that Newton's method assumes, as a fraction of the prior's."""
 
 
 class OneOf(dist.TorchDistribution):
@@ -82,7 +85,8 @@ class ParticleGuide:
     """q(θ) = (1/k) Σ_κ δ(θ − θ_κ), and every local variable drawn from its prior given θ.
 
     With the prior as local guide a client's term is ln p(D_i | w_i), so that logsumexp over L draws − ln L
-    estimates its log marginal likelihood (PAC-PFL, eq. 38).
+    estimates its log marginal likelihood (PAC-PFL, eq. 38). Where ``local_scaling`` is given, Laplace's method gives
+    that, and the Laplace approximation of p(w_i | D_i, θ_κ) the draws of a posterior.
 
     Attributes:
         model: the Pyro model.
@@ -120,6 +124,24 @@ class ParticleGuide:
         with Until([*self.sizes, *self.locals]), AsGuide(sites):
             self.model(federation.head())
 
+    def log_evidence(self, z: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ln Z_i at θ = z ``(S, K or 1, 1, D)`` by Laplace's method, with the mode and the curvature there.
+
+        Arguments and results are those of :func:`~bayesfed.guides.laplace_marginal.marginal`.
+        """
+        assert self.local_scaling is not None
+        centre, _ = self.local_scaling
+        z = z.expand(-1, len(batch), -1, -1)
+        start = centre.expand(*z.shape[:-1], -1)
+        sizes = self.sizes, self.local_sizes
+        return marginal(self.model, sizes, z, self.temper(batch), start, self.weakest)
+
+    @property
+    def weakest(self) -> Tensor:
+        """The smallest negative curvature of log p(D_i, w_i | θ) that Newton's method assumes, ``(P,)``."""
+        assert self.local_scaling is not None
+        return WEAKEST / self.local_scaling[1].square()
+
     @property
     def particles(self) -> int:
         """The number of particles, k."""
@@ -132,7 +154,8 @@ class ParticleGuide:
         return replace(batch, scale=self.beta / batch.mask.sum(-1, keepdim=True).to(batch.scale))
 
     def __str__(self) -> str:
-        return f"{self.particles} particles, locals from their prior"
+        source = "their prior" if self.local_scaling is None else "Laplace approximations"
+        return f"{self.particles} particles, locals from {source}"
 
 
 def from_prior(

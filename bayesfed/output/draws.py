@@ -31,6 +31,7 @@ from bayesfed.output.evidence import EACH
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.locals_given_theta import draw_guide_locals
 from bayesfed.output.outcomes import NoSampler, Outcomes
+from bayesfed.output.particle_clients import draw_around_modes, has_modes
 from bayesfed.vmap.mixtures import ClientMixture
 
 KEPT = 10_000_000
@@ -221,6 +222,8 @@ def draw_clients(
     own, params = federation.batch(chunk, rows), fitted.params_of(chunk)
     keys = noise.fold(key, federation.stream_ids[chunk])
     given = {name: value.repeat_interleave(each, 0) for name, value in theta.items()}
+    if weights and has_modes(program):
+        return draw_around_modes(program, given, count, own, keys, centre)
     supplied = _guide_noise(program, keys, count, local=True, centre=centre)
     if not centre and (fitted.laplace or fitted.resampled):
         given |= draw_guide_locals(fitted, given, count, chunk, key)

@@ -24,7 +24,6 @@ from bayesfed.data.batch import Batch
 from bayesfed.elbo.elbo import Noise, client_terms
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.globals import Particles
-from bayesfed.guides.laplace_marginal import marginal
 from bayesfed.guides.locals import FromPrior, Locals
 from bayesfed.guides.particles import PARTICLE, PARTICLES
 from bayesfed.steps.gradients import copies, gradients, leaves
@@ -32,9 +31,6 @@ from bayesfed.steps.job import CURVED, Job, Work
 from bayesfed.steps.losses import per_client
 from bayesfed.steps.steps import Steps
 from bayesfed.tracing.compiler import traceable
-
-_WEAKEST = 1e-2
-"""The smallest negative curvature that Newton's method assumes, as a fraction of the prior's."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +78,7 @@ def log_evidence(
     """Return ln Z_i(φ_κ), ``(k, K)``, of particles ``(k, K or 1, 1, D)``."""
     guide = program.guide
     if guide.local_scaling is not None and not program.direct:
-        centre, spread = guide.local_scaling
-        z = phi.expand(-1, len(batch), -1, -1)
-        start = centre.expand(*z.shape[:-1], -1)
-        sizes = guide.sizes, guide.local_sizes
-        least = _WEAKEST / spread.square()
-        return marginal(guide.model, sizes, z, program.temper(batch), start, least)[0]
+        return guide.log_evidence(phi, batch)[0]
     draws = _draws(program)
     repeated = {PARTICLE: phi.repeat_interleave(draws, 0)}
     tempered = program.temper(batch)

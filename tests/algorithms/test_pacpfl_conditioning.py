@@ -59,7 +59,8 @@ def test_particles_count_by_their_evidence():
 def test_prior_draws_count_by_their_likelihood():
     """A client's variable given μ: Gaussian in closed form, to four standard errors of the weighted draws."""
     federation = data(4, 3)
-    posterior = bf.fit(line, federation, bf.PACPFL(particles=1, lr=0.1), rounds=50)
+    algorithm = bf.PACPFL(particles=1, lr=0.1, integrated=False)
+    posterior = bf.fit(line, federation, algorithm, rounds=50)
     mu = float(posterior.params[PARTICLES])
     mixture = posterior.predictive(federation, 100_000)
     for k, name in enumerate(federation.names):
@@ -79,7 +80,7 @@ def test_draws_of_a_clients_variable_are_conditioned_on_its_rows():
     """Sampling importance resampling with 200 candidates each: the Gaussian posterior given μ, to four standard errors
     of 2000 draws and a bias of the order of 1/200."""
     federation = data(4, 3)
-    algorithm = bf.PACPFL(particles=1, lr=0.1, draws=200)
+    algorithm = bf.PACPFL(particles=1, lr=0.1, draws=200, integrated=False)
     posterior = bf.fit(line, federation, algorithm, rounds=50)
     draws = posterior.sample(2000)
     mu = float(posterior.params[PARTICLES])
@@ -148,3 +149,30 @@ def test_priors_over_networks_learn_digits():
     overall = metrics.classification(probabilities, test["y"], test.owner, test.names).overall
     assert overall["accuracy"] > 0.85
     assert overall["nll"] < 0.8
+
+
+def rates(federation):
+    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+    with federation.clients():
+        a = pyro.sample("a", dist.Normal(mu, 3.0))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Bernoulli(logits=a), obs=obs.get("y"))
+
+
+def test_clients_whose_rows_say_far_more_than_the_prior():
+    """Against integrals on a grid at each particle. Ten draws from the prior were 0.5 to 2 standard deviations off."""
+    counts = {"a": (180, 200), "b": (30, 60), "c": (5, 300)}
+    data = bf.Federation.from_arrays(
+        {name: {"y": (torch.arange(n) < k).float()} for name, (k, n) in counts.items()}
+    )
+    posterior = bf.fit(rates, data, bf.PACPFL(particles=4), rounds=3, progress=False)
+    draws = posterior.sample(4000)
+    at = torch.linspace(-8, 8, 8001, dtype=torch.float64)
+    for i, (k, n) in enumerate(counts.values()):
+        log_p = Normal(draws["mu"].double().unique()[:, None], 3.0).log_prob(at)
+        log_p = log_p + k * torch.nn.functional.logsigmoid(at)
+        p = (log_p + (n - k) * torch.nn.functional.logsigmoid(-at)).softmax(1).mean(0)
+        mean = float(p @ at)
+        sd = float(p @ (at - mean) ** 2) ** 0.5
+        assert abs(float(draws["a"][:, i].mean()) - mean) < 0.08 * sd
+        assert abs(float(draws["a"][:, i].std()) / sd - 1) < 0.06

@@ -30,7 +30,7 @@ def data():
 def particles(data):
     torch.set_default_dtype(torch.float64)
     try:
-        algorithm = bf.PACPFL(particles=3, draws=20)
+        algorithm = bf.PACPFL(particles=3, draws=20, integrated=False)
         return bf.fit(conjugate_hierarchy, data, algorithm, rounds=2, **QUIET)
     finally:
         torch.set_default_dtype(torch.float32)
@@ -55,8 +55,31 @@ def test_the_weight_is_the_likelihood_where_clients_draw_from_their_prior(partic
             torch.testing.assert_close(found.log_weights[:, i], by_hand)
 
 
+@pytest.mark.parametrize("beta", [None, 1.0])
+def test_draws_around_modes_are_exact_where_the_posterior_is_normal(data, beta):
+    """β rows of variance 0.25: the weights are the same for all draws at a particle, log Z_i of its closed form."""
+    algorithm = bf.PACPFL(particles=3, beta=beta)
+    posterior = bf.fit(conjugate_hierarchy, data, algorithm, rounds=2, **QUIET)
+    for chunk, found in weighted_draws(posterior, 9000, 0):
+        alpha, mu = found.values["alpha"][..., 0], found.values["mu"].reshape(-1)
+        for i, client in enumerate(chunk.tolist()):
+            y = data.select([data.names[client]])["y"]
+            rows = float(beta or len(y))
+            precision = 1 + 4 * rows
+            mean, sd = (mu + 4 * rows * y.mean()) / precision, precision**-0.5
+            standard = (alpha[:, i] - mean) / sd
+            assert abs(float(standard.mean())) < 4 / 9000**0.5
+            assert abs(float(standard.std()) - 1) < 4 / 18_000**0.5
+            terms = Normal(alpha[:, i, None], 0.5).log_prob(y).mean(-1) * rows
+            log_z = terms + Normal(mu, 1.0).log_prob(alpha[:, i])
+            log_z = log_z - Normal(mean, sd).log_prob(alpha[:, i])
+            torch.testing.assert_close(found.log_weights[:, i], log_z)
+            for value in mu.unique():
+                assert float(found.log_weights[mu == value, i].std()) < 1e-8
+
+
 def test_a_tempered_likelihood_has_less_weight(data):
-    algorithm = bf.PACPFL(particles=2, draws=5, beta=1.0)
+    algorithm = bf.PACPFL(particles=2, draws=5, beta=1.0, integrated=False)
     posterior = bf.fit(conjugate_hierarchy, data, algorithm, rounds=1, **QUIET)
     for chunk, found in weighted_draws(posterior, 10, 0):
         for i, client in enumerate(chunk.tolist()):
