@@ -17,7 +17,6 @@ from bayesfed.engine.stopping.drift import caveat
 from bayesfed.output import checkpoint, khat
 from bayesfed.output.chains import can_sample
 from bayesfed.output.comparison import Comparison
-from bayesfed.output.correction import FINITE_VARIANCE
 from bayesfed.output.draws import draw_globals
 from bayesfed.output.log_evidence import LogEvidence, estimate_log_evidence
 from bayesfed.output.posterior import Posterior
@@ -121,14 +120,11 @@ class GlobalPosterior:
                 f"it by: {self._chains}. {khat.REMEDY}"
             )
         tried = self.chain_exchanges > 0 and (of.correction is None or of.correction.rhat is None)
-        if k <= FINITE_VARIANCE:
+        if k <= khat.FINITE_VARIANCE:
             return f"draws of θ are by importance weights: {self._chains}" if tried else ""
         assert of.correction is not None
-        poor = khat.caveat(k, of.correction.count) or (
-            f"Pareto k {k:.2f} > {FINITE_VARIANCE:g}: the importance weights by which q(θ) was corrected have no "
-            "finite variance, so that standard deviations and tails may be off"
-        )
-        return f"{poor}: {self._chains}"
+        poor = khat.caveat(k, of.correction.count) or khat.weights_caveat(k, of.correction.ess)
+        return poor and f"{poor}: {self._chains}"
 
     @property
     def _chains(self) -> str:

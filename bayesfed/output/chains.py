@@ -26,7 +26,7 @@ from bayesfed.guides.family import GLOBAL
 from bayesfed.guides.hierarchical import LOCAL
 from bayesfed.output import khat
 from bayesfed.output.client_chains import WARMUP, ChainClients, Move, MoveHere, adapted_from
-from bayesfed.output.correction import FINITE_VARIANCE, CorrectionResult
+from bayesfed.output.correction import CorrectionResult
 from bayesfed.output.draws import draw_theta
 from bayesfed.output.evidence import has_block
 from bayesfed.output.fitted import Correction, Fitted
@@ -54,7 +54,7 @@ LARGEST_RHAT = 1.05
 """R-hat up to which chains agree."""
 WORK = 2e9
 """The largest size of clients' rows and variables, in numbers, over all chains and :data:`GRADIENTS`."""
-QUICK = 1e8
+QUICK = 2e8
 """The largest number of rows and of clients' variables, over the same, at which chains take about twenty seconds."""
 GRADIENTS = 1000
 """Gradients that a chain takes, about; after three times as many, chains that have not mixed are given up."""
@@ -110,7 +110,8 @@ def takes_seconds(fitted: Fitted) -> bool:
 def remedy(fitted: Fitted) -> str:
     """Return a sentence on chains for the warning that q is poor; empty unless they apply and have not been tried."""
     all_clients = len(fitted.federation) == fitted.program.clients
-    if fitted.correction is not None or not all_clients or not can_sample(fitted):
+    by_chains = fitted.correction is not None and fitted.correction.rhat is not None
+    if by_chains or not all_clients or not can_sample(fitted):
         return ""
     tried = fitted.converged is not None and takes_seconds(fitted)
     return "" if tried else "; posterior.with_chains() draws from the posterior itself in minutes"
@@ -264,7 +265,7 @@ def better_correction(weighted: Correction | None, drawn: Correction | None) -> 
     """
     if weighted is None or drawn is None:
         return drawn or weighted
-    finite = (weighted.khat or 0.0) <= FINITE_VARIANCE
+    finite = (weighted.khat or 0.0) <= khat.FINITE_VARIANCE
     return weighted if finite and (weighted.ess or 0.0) >= (drawn.ess or 0.0) else drawn
 
 
@@ -277,7 +278,7 @@ def with_chains_where_infinite(
     the fit's precision needs. Also returns whether what was tried has not failed.
     """
     correction, failed = found.correction, found.attempted and not found.reliable
-    infinite = correction is not None and (correction.khat or 0.0) > FINITE_VARIANCE
+    infinite = correction is not None and (correction.khat or 0.0) > khat.FINITE_VARIANCE
     few = correction is None or (correction.ess or 0.0) < fitted.draws_needed
     asked = fitted.precision is not None and (infinite or few) and can_sample(fitted)
     by_itself = (failed or infinite) and fitted.converged is not None and takes_seconds(fitted)

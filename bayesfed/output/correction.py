@@ -67,8 +67,6 @@ PATIENCE = 3
 """The number of proposals after which the effective sample size must be large enough to estimate a covariance."""
 PRIOR = 2
 """The number of proposals after which one is twice as large, half of it as wide as the prior."""
-FINITE_VARIANCE = 0.5
-"""Pareto k above which weights have infinite variance, so that further proposals are used."""
 FURTHER, SPARE = 3, 1.1
 """Where the fit has a precision: the number of proposals beyond :data:`PROPOSALS`, and the factor on their draws."""
 EACH_GLOBAL = 0.5
@@ -240,7 +238,7 @@ class _Weights(NamedTuple):
     @property
     def have_variance(self) -> bool:
         """Whether they are trusted, and have a finite variance."""
-        return self.are_trusted and self.k <= FINITE_VARIANCE
+        return self.are_trusted and self.k <= khat.FINITE_VARIANCE
 
     @property
     def are_enough(self) -> bool:

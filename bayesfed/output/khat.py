@@ -23,6 +23,8 @@ REMEDY = (
     "(SFVI(global_guide=Flow())), or with NUTS on fewer clients; narrower priors may help"
 )
 """What to expect, and to do, if q is a poor approximation."""
+FINITE_VARIANCE, FEW = 0.5, 1000
+"""The k-hat above which weights have no finite variance, and the effective sample size below which that matters."""
 UNCORRECTABLE = (
     "q(θ) is not a good approximation of the posterior, importance weights are too uneven to correct it by, and chains "
     "do not apply, have not mixed or were not tried (posterior.with_chains() tries them, or says why not). "
@@ -75,6 +77,16 @@ def draws_of(fitted: Fitted, weights: Tensor | None) -> int:
     if fitted.correction is not None:
         return fitted.correction.count
     return DRAWS if weights is None else len(weights)
+
+
+def weights_caveat(k: float | None, size: float | None) -> str:
+    """Return a warning if a correction by weights with k-hat ``k`` has an effective sample size that says little."""
+    if (k or 0.0) <= FINITE_VARIANCE or size is None or size >= FEW:
+        return ""
+    return (
+        f"Pareto k {k:.2f} > {FINITE_VARIANCE:g}: the importance weights by which q(θ) was corrected have no finite "
+        f"variance, and an effective sample size of {size:.0f}, so that standard deviations and tails may be off"
+    )
 
 
 def caveat(found: float | None, draws: int = DRAWS) -> str:

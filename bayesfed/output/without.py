@@ -23,13 +23,14 @@ from bayesfed.elbo.handlers import on_cpu
 from bayesfed.elbo.program import Params
 from bayesfed.output import khat
 from bayesfed.output.chains import can_sample, sample_chains, takes_seconds
-from bayesfed.output.correction import FINITE_VARIANCE, correct
+from bayesfed.output.correction import correct
 from bayesfed.output.fitted import Correction, Fitted
 from bayesfed.output.importance import (
     effective_sample_size,
     pareto_smooth,
     systematic_resample,
 )
+from bayesfed.output.khat import FINITE_VARIANCE
 from bayesfed.output.log_densities import log_evidence_of_clients, sum_log_weights
 
 DRAWS, FEWEST = 4000, 200
