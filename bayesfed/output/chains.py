@@ -30,6 +30,7 @@ from bayesfed.output.correction import CorrectionResult
 from bayesfed.output.draws import draw_theta
 from bayesfed.output.evidence import has_block
 from bayesfed.output.fitted import Correction, Fitted
+from bayesfed.output.prior_coordinates import find_prior_coordinates
 from bayesfed.output.trajectories import (
     Record,
     Server,
@@ -185,9 +186,10 @@ def sample_chains(
     )
     if move is None:
         move = MoveHere(ChainClients.of(fitted, count, key))
-    server = Server(fitted.program, fitted.params, key, move)
+    draws = draw_theta(fitted, 2000, fitted.key(0, "chains"))[GLOBAL][:, 0, 0]
+    coordinates = find_prior_coordinates(fitted.program, fitted.params, draws)
+    server = Server(fitted.program, fitted.params, key, move, coordinates)
     with using(Compiler()), threads(numbers_at_once(fitted)):
-        draws = draw_theta(fitted, 2000, fitted.key(0, "chains"))[GLOBAL][:, 0, 0]
         record = None if resume is None else load_record(resume.path, resume.of, draws)
         if record is None:
             z = draw_theta(fitted, count, key)[GLOBAL][:, 0, 0]
@@ -200,7 +202,8 @@ def sample_chains(
             acceptances.append(state.acceptance)
             first = adapted_from(state.iteration)
             if first is not None:
-                state = state.placed(*mean_and_root(torch.cat(drawn[first - 1 :])))
+                v = server.from_guide(torch.cat(drawn[first - 1 :]))
+                state = state.placed(*mean_and_root(v))
             if resume is not None:
                 Record(state, drawn, acceptances).save(resume.path, resume.of)
             past, ended = state.iteration - sum(WARMUP), state.gradients >= most

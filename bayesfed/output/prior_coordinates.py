@@ -57,13 +57,19 @@ class PriorCoordinates:
 
     def from_guide(self, z: Tensor) -> tuple[Tensor, Tensor]:
         """Return v ``(S, D)`` and log |det ∂v / ∂z| ``(S,)`` at draws z ``(S, D)``."""
-        walk = self._walk(z, _Site.from_guide)
+        with torch.no_grad():
+            walk = self._walk(z, _Site.from_guide)
         return torch.cat(walk.found, -1)[:, 0, 0].double(), walk.log_det[:, 0, 0].double()
 
     def to_guide(self, v: Tensor) -> Tensor:
         """Return z ``(S, D)`` at v ``(S, D)``."""
+        return self.to_guide_and_volume(v)[0]
+
+    def to_guide_and_volume(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return z ``(S, D)`` and log |det ∂z / ∂v| ``(S,)`` at v ``(S, D)``, differentiable where gradients are on."""
         v = v.to(self.program.schema.scale.dtype)
-        return torch.cat(self._walk(v, _Site.to_guide).found, -1)[:, 0, 0].to(v.dtype)
+        walk = self._walk(v, _Site.to_guide)
+        return torch.cat(walk.found, -1)[:, 0, 0].to(v.dtype), walk.log_det[:, 0, 0]
 
     def _walk(self, points: Tensor, change: _Change) -> _Walk:
         """Run the model's part of all clients at these points, in the coordinates that ``change`` starts from."""
@@ -72,7 +78,7 @@ class PriorCoordinates:
         given = handlers.given(
             program.schema.device, self.params, {}, draws=count, starting=program.local_params
         )
-        with torch.no_grad(), given, handlers.Until(program.guide.globals), walk:
+        with given, handlers.Until(program.guide.globals), walk:
             program.model(program.schema)
         return walk
 
@@ -88,7 +94,8 @@ def find_prior_coordinates(program: Program, params: Params, z: Tensor) -> Prior
     if not isinstance(program.guide, Hierarchical):
         return None
     every = PriorCoordinates(program, params, frozenset(program.guide.globals))
-    names = frozenset(every._walk(z, _Site.from_guide).changed)
+    with torch.no_grad():
+        names = frozenset(every._walk(z, _Site.from_guide).changed)
     return PriorCoordinates(program, params, names) if names else None
 
 
@@ -119,9 +126,13 @@ class _Site(NamedTuple):
         return u, v, log_det + more
 
     def to_guide(self, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return u, z and 0, for the logarithm that only the other direction needs, at v."""
-        u = self.loc + self.scale * (v if self.shape is None else _from_normal(v, self.shape))
-        return u, (u - self.origin) / self.unit, torch.zeros_like(v)
+        """Return u, z and log |∂z / ∂v| of each number at v."""
+        x, log_det = v, self.scale.log() - self.unit.log()
+        if self.shape is not None:
+            x = _from_normal(v, self.shape)
+            log_det = log_det - v.square() / 2 - math.log(math.tau) / 2 - self.shape.log_density(x)
+        u = self.loc + self.scale * x
+        return u, (u - self.origin) / self.unit, log_det
 
 
 _Change = Callable[[_Site, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -132,7 +143,7 @@ class _Walk(Messenger):
 
     Attributes:
         found: by site, the other coordinates ``(S, 1, 1, P)``.
-        log_det: log |det ∂v / ∂z|, ``(S, 1, 1)``.
+        log_det: the logarithm of the change of volume, ``(S, 1, 1)``.
         changed: the sites whose change of coordinates is not the same linear function for all draws.
     """
 
@@ -227,17 +238,22 @@ _SHAPES: dict[type[Any], _Shape] = {
 def _location_and_scale(prior: Any) -> tuple[Tensor, Tensor] | None:
     """Return location and scale of a prior of independent real numbers ``(..., P)``; None if it has none.
 
-    Of a positive number whose prior has a shape, those of its logarithm.
+    Of a positive number whose prior has a shape, and of a log-Normal one, those of its logarithm.
     """
     base, size = _base(prior), len(prior.event_shape)
     if type(base) in _SHAPES and type(base) is not dist.Cauchy:
         unit = torch.as_tensor(base.scale if hasattr(base, "scale") else 1 / base.rate)
         loc, scale = unit.log(), torch.ones_like(unit)
-    elif base.event_shape or base.support != constraints.real or not hasattr(base, "scale"):
+    elif base.event_shape or not (_is_real(base) or isinstance(base, dist.LogNormal)):
         return None
     else:
         loc, scale = (torch.as_tensor(getattr(base, x)) for x in ("loc", "scale"))
     return tuple(x.reshape(*x.shape[: x.ndim - size], -1) for x in (loc, scale))  # type: ignore[return-value]
+
+
+def _is_real(prior: Any) -> bool:
+    """Return whether a prior of real numbers has a location and a scale."""
+    return prior.support == constraints.real and hasattr(prior, "scale")
 
 
 def _to_normal(x: Tensor, shape: _Shape) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,11 @@
 """The server's part of chains of Hamiltonian Monte Carlo: θ and its momentum, acceptance, and step sizes.
 
-    z = m + L a,   log π(a, e) = log p(θ) + Σ_i log p(w_i, D_i | θ) + log |∂w_i / ∂e_i|
+    v = m + L a,   log π(a, e) = log p(θ) + log |∂z / ∂v| + Σ_i log p(w_i, D_i | θ) + log |∂w_i / ∂e_i|
 
-z is the global vector of the guide. What the server needs of the clients, see :mod:`bayesfed.output.client_chains`, are
-sums over them. Noise comes from streams, so that a run that was killed goes on with the same numbers.
+z is the global vector of the guide, and v the same in the coordinates of θ's prior, in which a funnel of effects and
+their scale is close to a Normal (:mod:`bayesfed.output.prior_coordinates`), or z itself. What the server needs of the
+clients, see :mod:`bayesfed.output.client_chains`, are sums over them. Noise comes from streams, so that a run that was
+killed goes on with the same numbers.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from bayesfed.elbo.program import Params, Program
 from bayesfed.engine.files import read_tensors, write_tensors
 from bayesfed.guides.family import GLOBAL
 from bayesfed.output.client_chains import WARMUP, Leap, Move
+from bayesfed.output.prior_coordinates import PriorCoordinates
 from bayesfed.tracing.compiler import traceable
 
 ACCEPTANCE = 0.8
@@ -29,7 +32,7 @@ ACCEPTANCE = 0.8
 MOST_STEPS = 64
 """Leapfrog steps of a trajectory."""
 _METADATA = "bayesfed chains"
-_TENSORS = ("loc", "root", "a", "prior", "slope", "taken")
+_TENSORS = ("loc", "root", "a", "z", "prior", "slope", "taken")
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,16 +44,31 @@ class Server:
         params: the guide's global parameters.
         key: the noise key of the chains.
         move: moves the clients' variables.
+        coordinates: those of θ's prior; None if they are the guide's.
     """
 
     program: Program
     params: Params
     key: Tensor
     move: Move
+    coordinates: PriorCoordinates | None = None
 
-    def prior(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log p(θ), float64 ``(C,)``, and its gradient in z ``(C, D)``."""
-        value, slope = _log_prior(self.program, self.params, z)
+    def to_guide(self, v: Tensor) -> Tensor:
+        """Return the global vectors ``(C, D)`` at v."""
+        return v if self.coordinates is None else _to_guide(self.coordinates, v)
+
+    def from_guide(self, z: Tensor) -> Tensor:
+        """Return v ``(C, D)`` at global vectors."""
+        return z if self.coordinates is None else self.coordinates.from_guide(z)[0].to(z)
+
+    def prior(self, v: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the log density of θ's prior in v, float64 ``(C,)``, and the gradient of log π in v ``(C, D)``.
+
+        Args:
+            v: ``(C, D)``.
+            slope: the gradient of the clients' terms in z there.
+        """
+        value, slope = _log_prior(self.program, self.params, self.coordinates, v, slope)
         return value.double(), slope.nan_to_num(0.0, 0.0, 0.0)
 
     def noise(self, iteration: int) -> tuple[Tensor, Tensor]:
@@ -66,8 +84,9 @@ class State(NamedTuple):
         loc: m, ``(D,)``.
         root: L, ``(D, D)``.
         a: positions ``(C, D)``.
-        prior: log p(θ) there, float64 ``(C,)``.
-        slope: the gradient of log π in z, ``(C, D)``.
+        z: the global vectors there, ``(C, D)``.
+        prior: the log density of θ's prior in v, float64 ``(C,)``.
+        slope: the gradient of log π in v, ``(C, D)``.
         taken: which chains have accepted their last trajectory, bool ``(C,)``.
         size: the length of a leapfrog step.
         iteration: the number of trajectories so far.
@@ -78,6 +97,7 @@ class State(NamedTuple):
     loc: Tensor
     root: Tensor
     a: Tensor
+    z: Tensor
     prior: Tensor
     slope: Tensor
     taken: Tensor
@@ -86,19 +106,18 @@ class State(NamedTuple):
     gradients: int = 1
     acceptance: float = 0.0
 
-    @property
-    def z(self) -> Tensor:
-        """The global vectors, ``(C, D)``."""
-        return self.at(self.a)
-
     def at(self, a: Tensor) -> Tensor:
-        """Return the global vectors of positions ``(C, D)``."""
+        """Return v at positions ``(C, D)``."""
         return self.loc + a @ self.root.mT
 
     def placed(self, loc: Tensor, root: Tensor) -> State:
         """Return the same chains in other coordinates."""
-        a = torch.linalg.solve_triangular(root, (self.z - loc).mT, upper=False).mT
-        return self._replace(loc=loc, root=root, a=a)
+        return self._replace(loc=loc, root=root, a=_positions(self.at(self.a), loc, root))
+
+
+def _positions(v: Tensor, loc: Tensor, root: Tensor) -> Tensor:
+    """Return a ``(C, D)`` at v."""
+    return torch.linalg.solve_triangular(root, (v - loc).mT, upper=False).mT
 
 
 def start_chains(server: Server, draws: Tensor, z: Tensor, size: int) -> State:
@@ -111,12 +130,11 @@ def start_chains(server: Server, draws: Tensor, z: Tensor, size: int) -> State:
         size: the number of all variables of a chain, those of the clients included.
     """
     everywhere = torch.ones(len(z), dtype=torch.bool, device=z.device)
-    moved = server.move(Leap(0, 0, 0.0, z, everywhere))
-    prior, slope = server.prior(z)
-    loc, root = mean_and_root(draws)
-    state = State(loc, root, z, prior, slope + moved.slope.to(z), everywhere, min(0.5, size**-0.25))
-    a = torch.linalg.solve_triangular(root, (z - loc).mT, upper=False).mT
-    return state._replace(a=a)
+    moved, v = server.move(Leap(0, 0, 0.0, z, everywhere)), server.from_guide(z)
+    prior, slope = server.prior(v, moved.slope.to(z))
+    loc, root = mean_and_root(server.from_guide(draws))
+    a = _positions(v, loc, root)
+    return State(loc, root, a, z, prior, slope, everywhere, min(0.5, size**-0.25))
 
 
 def next_state(server: Server, state: State, most: int) -> State:
@@ -134,17 +152,17 @@ def next_state(server: Server, state: State, most: int) -> State:
     u = noise.uniform(of_others, (1 + len(state.a),)).to(state.a.device)
     length = (0.5 + float(u[0])) * math.pi / 2
     steps = min(MOST_STEPS, most, max(1, math.ceil(length / state.size)))
-    h, a, slope, prior = state.size, state.a, state.slope, state.prior
+    h, a, z, slope, prior = state.size, state.a, state.z, state.slope, state.prior
     p = noise.Draw("normal", tuple(a.shape))(of_momenta, a.dtype)
     before = prior - _kinetic(p)
     gain = torch.zeros_like(prior)
     for step in range(steps):
         p = p + h / 2 * (slope @ state.root)
         a = a + h * p
-        z = state.at(a)
+        v = state.at(a)
+        z = server.to_guide(v)
         moved = server.move(Leap(number, step, h, z, state.taken))
-        prior, own = server.prior(z)
-        gain, slope = moved.gain, own + moved.slope.to(z)
+        gain, (prior, slope) = moved.gain, server.prior(v, moved.slope.to(z))
         p = p + h / 2 * (slope @ state.root)
     change = prior - _kinetic(p) - before + gain
     chance = change.nan_to_num(-torch.inf).clamp(max=0.0).exp()
@@ -158,6 +176,7 @@ def next_state(server: Server, state: State, most: int) -> State:
         size *= math.exp(number**-0.5 * (acceptance - ACCEPTANCE))
     return state._replace(
         a=chosen(a, state.a),
+        z=chosen(z, state.z),
         prior=chosen(prior, state.prior),
         slope=chosen(slope, state.slope),
         taken=taken,
@@ -175,12 +194,23 @@ def mean_and_root(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @traceable
-def _log_prior(program: Program, params: Params, z: Tensor) -> tuple[Tensor, Tensor]:
-    """log p(θ) and its gradient in z."""
+def _to_guide(coordinates: PriorCoordinates, v: Tensor) -> Tensor:
+    """Return the global vectors ``(C, D)`` at v."""
+    with torch.no_grad():
+        return coordinates.to_guide(v)
+
+
+@traceable
+def _log_prior(
+    program: Program, params: Params, at: PriorCoordinates | None, v: Tensor, slope: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return what :meth:`Server.prior` does; ``slope`` is a constant."""
     with torch.enable_grad():
-        z = z.detach().requires_grad_()
-        value = log_prior(program, params, {GLOBAL: z[:, None, None]}, len(z))
-        (grad,) = torch.autograd.grad(value.sum(), z, materialize_grads=True)
+        v = v.detach().requires_grad_()
+        z, volume = (v, torch.zeros_like(v[:, 0])) if at is None else at.to_guide_and_volume(v)
+        value = log_prior(program, params, {GLOBAL: z[:, None, None]}, len(z)) + volume
+        of_clients = (z * slope).sum()
+        (grad,) = torch.autograd.grad(value.sum() + of_clients, v, materialize_grads=True)
     return value.detach(), grad
 
 
@@ -217,7 +247,9 @@ def load_record(path: Path, of: dict[str, Any], like: Tensor) -> Record | None:
     if not path.exists():
         return None
     tensors, about = read_tensors(path, _METADATA)
-    if about["of"] != of:
+    if about["of"] != of or not tensors.keys() >= set(
+        _TENSORS
+    ):  # those of an earlier version lack some
         return None
     found: dict[str, Any] = {name: value.to(like.device) for name, value in tensors.items()}
     drawn = found.pop("drawn")

@@ -15,29 +15,57 @@ from bayesfed.output.client_chains import ChainClients, Leap, Memory, MoveHere
 from bayesfed.output.correction import CorrectionResult
 from bayesfed.output.draws import draw_theta
 from bayesfed.output.fitted import Correction
+from bayesfed.output.prior_coordinates import find_prior_coordinates
 from bayesfed.output.trajectories import Server
 from tests.output.test_correction import SCHOOLS, of_grid
 
 
+def normal_scale(federation):
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    log_tau = pyro.sample("log_tau", dist.Normal(1.0, 1.0))
+    with federation.clients():
+        theta = pyro.sample("theta", dist.Normal(mu, log_tau.exp()))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Normal(theta, obs["sigma"]), obs=obs.get("y"))
+
+
+def log_normal_effects(federation):
+    """A scale over global effects, and all kinds of priors with coordinates of their own."""
+    spread = pyro.sample("spread", dist.HalfCauchy(1.0))
+    rate = pyro.sample("rate", dist.LogNormal(torch.zeros(3), spread).to_event(1))
+    shift = pyro.sample("shift", dist.Cauchy(0.0, 2.0))
+    tau = pyro.sample("tau", dist.Exponential(0.2))
+    sd = pyro.sample("sd", dist.HalfNormal(10.0))
+    with federation.clients():
+        theta = pyro.sample("theta", dist.Normal(shift + rate.sum(-1), tau))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Normal(theta, obs["sigma"] + sd), obs=obs.get("y"))
+
+
 @pytest.mark.parametrize(
-    ("model", "data"),
+    ("model", "data", "in_prior"),
     [
-        (models.eight_schools, datasets.eight_schools),
-        (models.varying_slope, datasets.grunfeld),
+        (normal_scale, datasets.eight_schools, False),
+        (models.eight_schools, datasets.eight_schools, True),
+        (models.varying_slope, datasets.grunfeld, True),
+        (log_normal_effects, datasets.eight_schools, True),
     ],
 )
-def test_gradients_are_those_of_the_density(model, data, float64):
+def test_gradients_are_those_of_the_density(model, data, in_prior, float64):
     posterior = bf.fit(model, data(), rounds=3, progress=False)
     key = posterior.key(1)
     clients = ChainClients.of(posterior, 4, key)
-    server = Server(posterior.program, posterior.params, key, MoveHere(clients))
     z = draw_theta(posterior, 4, key)[GLOBAL][:, 0, 0]
-    e = clients._normals(0)
+    coordinates = find_prior_coordinates(posterior.program, posterior.params, z)
+    assert (coordinates is None) is (not in_prior)
+    how = posterior.program, posterior.params, key, MoveHere(clients), coordinates
+    server = Server(*how)
+    z, e = server.from_guide(z), clients._normals(0)
 
-    def density(z, e):
-        place, slope = clients._place(z, e)
-        prior, own = server.prior(z)
-        return prior + place.value, slope + own, place.slope
+    def density(v, e):
+        place, slope = clients._place(server.to_guide(v), e)
+        prior, own = server.prior(v, slope)
+        return prior + place.value, own, place.slope
 
     with torch.no_grad():
         _, of_z, of_e = density(z, e)
