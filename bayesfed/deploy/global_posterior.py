@@ -120,11 +120,11 @@ class GlobalPosterior:
                 f"it by: {self._chains}. {khat.REMEDY}"
             )
         tried = self.chain_exchanges > 0 and (of.correction is None or of.correction.rhat is None)
-        if k <= khat.FINITE_VARIANCE:
+        count = khat.DRAWS if of.correction is None else of.correction.count
+        poor = khat.caveat(k, count) or khat.weights_caveat(of.correction)
+        if not poor:
             return f"draws of θ are by importance weights: {self._chains}" if tried else ""
-        assert of.correction is not None
-        poor = khat.caveat(k, of.correction.count) or khat.weights_caveat(k, of.correction.ess)
-        return poor and f"{poor}: {self._chains}"
+        return f"{poor}: {self._chains}"
 
     @property
     def _chains(self) -> str:

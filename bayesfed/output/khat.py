@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from bayesfed.data.absent import are_absent
-from bayesfed.output.fitted import Fitted
+from bayesfed.output.fitted import Correction, Fitted
 from bayesfed.output.log_densities import elbo
 
 DRAWS, FEWEST = 1000, 200
@@ -79,9 +79,10 @@ def draws_of(fitted: Fitted, weights: Tensor | None) -> int:
     return DRAWS if weights is None else len(weights)
 
 
-def weights_caveat(k: float | None, size: float | None) -> str:
-    """Return a warning if a correction by weights with k-hat ``k`` has an effective sample size that says little."""
-    if (k or 0.0) <= FINITE_VARIANCE or size is None or size >= FEW:
+def weights_caveat(correction: Correction | None) -> str:
+    """Return a warning if weights of a correction have no finite variance, and few effective draws."""
+    k, size = (None, None) if correction is None else (correction.khat, correction.ess)
+    if k is None or k <= FINITE_VARIANCE or size is None or size >= FEW:
         return ""
     return (
         f"Pareto k {k:.2f} > {FINITE_VARIANCE:g}: the importance weights by which q(θ) was corrected have no finite "

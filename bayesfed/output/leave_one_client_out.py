@@ -33,6 +33,7 @@ from bayesfed.output.client_draws import Draws
 from bayesfed.output.draws import client_chunks, derive, draw_theta, globals_at
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.importance import pareto_smooth
+from bayesfed.output.khat import FINITE_VARIANCE
 from bayesfed.output.log_densities import log_evidence_of_clients
 from bayesfed.output.log_evidence import correction_weights, log_mean
 from bayesfed.output.prior import prior_predictive, sample_prior
@@ -155,7 +156,7 @@ def leave_one_client_out(
     for k, name in enumerate(federation.names):
         own, other = _column(draws, k), None
         smooth, k_hat = pareto_smooth(log_weights - own.evidence[:, 0])
-        if k_hat > khat.FINITE_VARIANCE:
+        if k_hat > FINITE_VARIANCE:
             try:
                 own, k_hat, other = _draw_without(posterior, name, count, seed)
                 smooth = torch.zeros(count, dtype=torch.float64)

@@ -103,7 +103,7 @@ class Posterior(Fitted):
         moving = caveat(self.moving, self.rising, len(self.history["elbo"]), self.converged)
         draws = khat.draws_of(self, self._log_weights)
         far = khat.caveat(self.khat, draws) or ("" if self.correctable else khat.UNCORRECTABLE)
-        far = far or khat.weights_caveat(self.khat, self.correction and self.correction.ess)
+        far = far or khat.weights_caveat(self.correction)
         far += remedy(self) if far else ""
         poor = poor_variables.caveat(self.poor_globals, self.poor_clients)
         return "; ".join(filter(None, (moving, far or precision_caveat(self) or poor)))

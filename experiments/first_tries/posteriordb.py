@@ -314,14 +314,14 @@ def ar_k(federation: Any) -> None:
 
 
 @posterior(
-    "wells_data-wells_dist",
+    "wells_data-wells_dist100_model",
     lambda: bf.Federation.from_arrays(from_rstanarm("wells", 20)),
     "rstanarm",
 )
-def wells_dist(federation: Any) -> None:
+def wells_dist100(federation: Any) -> None:
     beta = pyro.sample("beta", dist.Normal(torch.zeros(2), 100.0).to_event(1))
     with federation.clients(), federation.observations() as obs:
-        logits = beta[0] + beta[1] * obs["dist"]
+        logits = beta[0] + beta[1] * obs["dist"] / 100
         pyro.sample("switch", dist.Bernoulli(logits=logits), obs=obs.get("switch"))
 
 

@@ -130,14 +130,15 @@ def test_without_them_the_caveat_names_what_they_would_mend(uneven, tmp_path):
     assert "chains = true under [deployment]" in found.caveat
     tried = replace(found, chain_exchanges=3000)
     assert "chains have not mixed in 3,000 exchanges" in tried.caveat
-    infinite = Correction(found.sample(4000), 0.57)
+    infinite = Correction(found.sample(4000), 0.57, ess=500.0)
     corrected = replace(found.posterior, correction=infinite, correctable=True)
     caveat = replace(found, posterior=corrected).caveat
-    assert "Pareto k 0.57 > 0.5" in caveat
+    assert "Pareto k 0.57 > 0.5" in caveat and "effective sample size of 500" in caveat
     assert "chains = true under [deployment]" in caveat
-    low = replace(corrected, correction=replace(infinite, khat=0.46), converged=True, moving={})
-    low = replace(found, posterior=replace(low, rising=0.0))
-    assert not low.caveat
+    for good in (replace(infinite, khat=0.46), replace(infinite, ess=1000.0)):
+        low = replace(corrected, correction=good, converged=True, moving={})
+        low = replace(found, posterior=replace(low, rising=0.0))
+        assert not low.caveat
     assert "chains have not mixed in 6,000" in replace(low, chain_exchanges=6000).caveat
     flawed = replace(found.posterior, moving={"mu": 2.0}, rising=0.0, converged=False)
     both = replace(found, posterior=flawed).caveat

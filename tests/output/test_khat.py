@@ -77,3 +77,17 @@ def test_the_caveat_names_both_flaws():
     ).caveat
     assert "not converged after 20 rounds" in both
     assert "too uneven to correct it by" in both
+
+
+@pytest.mark.parametrize(
+    ("k", "size", "poor"), [(0.6, 500, True), (0.6, 1000, False), (0.4, 500, False)]
+)
+def test_weights_without_a_finite_variance_and_few_draws_are_reported(k, size, poor):
+    posterior = bf.fit(models.eight_schools, datasets.eight_schools())
+    weighted = replace(posterior.correction, khat=k, ess=size)
+    caveat = replace(posterior, correction=weighted).caveat
+    assert ("Pareto k 0.60 > 0.5" in caveat and "effective sample size of 500" in caveat) is poor
+    assert (
+        "posterior.with_chains() draws from the posterior" in caveat
+    ) is False  # tried: it takes seconds
+    assert bool(caveat) is poor
