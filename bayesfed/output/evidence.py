@@ -50,6 +50,8 @@ LEAST_CURVATURE = 0.05
 """The least curvature along an axis, in units of the precision of a Normal prior, or else of q."""
 ERROR, ERROR_OF_SUM = 0.001, 0.02
 """The largest root mean square error, in nats, of a polynomial in place of quadrature: of a client, of all clients."""
+ROUNDING = 20
+"""The least standard deviation of a variable that is apart from its mode, in units of its round-off."""
 LOG_TAU = math.log(math.tau)
 COST = 8
 """Time relative to a single draw from q, about."""
@@ -178,13 +180,24 @@ def _quadrature(
 ) -> list[Tensor]:
     """Estimate log p(D_i | θ) by the points of :func:`_points` around a Normal approximation, ``(S, K)``."""
     white, log_weights = points
-    columns = zip(root.unbind(-1), white.to(root).unsqueeze(-2).unbind(-1), strict=True)
+    white = torch.where(is_below_precision(mode, root)[..., None], 0.0, white.to(root))
+    columns = zip(root.unbind(-1), white.unsqueeze(-2).unbind(-1), strict=True)
     u = mode + sum(column * number for column, number in columns)
     (found,) = _log_joint(program, params, batch, u.flatten(0, 1), z.repeat(len(u), 1, 1, 1))
     over = (log_weights[:, None, None] + white.square().sum(-1).squeeze(-1) / 2).to(found)
     level = root.diagonal(dim1=-2, dim2=-1).log().sum(-1) + mode.shape[-1] / 2 * LOG_TAU
     total = (found.unflatten(0, u.shape[:2]) + over).nan_to_num(-torch.inf).logsumexp(0)
     return [total.double() + level.squeeze(-1)]
+
+
+def is_below_precision(mode: Tensor, root: Tensor) -> Tensor:
+    """Return where variables are so close to their mode that numbers hardly tell them apart, ``(S, K, 1)``.
+
+    Points around the mode round to it there, so that only Laplace's approximation itself gives an estimate. Likelihoods
+    are constant over such distances, but for those of data that are no more precise than numbers.
+    """
+    spread = root.diagonal(dim1=-2, dim2=-1)
+    return (spread < ROUNDING * torch.finfo(mode.dtype).eps * mode.abs()).any(-1)
 
 
 def laplace_candidates(given: Conditionals, mode: Tensor, root: Tensor, noise: Noise) -> Candidates:

@@ -25,6 +25,7 @@ from bayesfed.output.evidence import (
     Candidates,
     Conditionals,
     has_block,
+    is_below_precision,
     laplace_approximation,
     laplace_candidates,
     laplace_evidence,
@@ -216,7 +217,9 @@ def evidence_by_laplace(
     some = {name: value[:first] for name, value in theta.items()}
     near = centre.at(slice(first))
     wider = _defensive_blocks(fitted, some, first, chunk, key, NARROWER, near, common=True)
+    below = is_below_precision(mode, root).squeeze(-1)  # where other candidates are no better
     differences = evidence[:first] - torch.cat([block.evidence() for _, block, _ in wider])
+    differences[below[:first]] = 0.0
     poor = differences.nan_to_num(0.0, 0.0, 0.0).square().mean(0) > POOR
     for k in poor.nonzero()[:, 0].tolist():
         client = chunk[k : k + 1]
@@ -233,7 +236,8 @@ def evidence_by_laplace(
                 plausible = many > many.max() - PLAUSIBLE
                 if float((few - many)[plausible].var(correction=0)) < STABLE:
                     each = CANDIDATES
-            evidence[:, k] = _wider_evidence(fitted, theta, count, client, key, own, each=each)
+            better = _wider_evidence(fitted, theta, count, client, key, own, each=each)
+            evidence[:, k] = torch.where(below[:, k], evidence[:, k], better)
     return evidence
 
 

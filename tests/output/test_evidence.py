@@ -236,3 +236,32 @@ def test_poor_estimates_are_made_from_more_candidates(monkeypatch):
 @pytest.mark.parametrize("draws", [[[0.0]] * 50, [[float("inf")]] * 10 + [[1.0]] * 40])
 def test_draws_without_a_spread_or_an_end_have_no_polynomial(draws):
     assert find_polynomial(torch.tensor(draws)) is None
+
+
+def common_level(federation):
+    mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+    tau = pyro.sample("tau", dist.HalfNormal(1.0))
+    with federation.clients():
+        level = pyro.sample("level", dist.Normal(mu, tau))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Poisson(level.exp() * obs["x"]), obs=obs.get("y"))
+
+
+def test_spreads_below_the_precision_of_a_level():
+    """In single precision all points of quadrature round to the mode there: log p(D_i | θ) is that without a spread."""
+    federation = data(lambda generator, mean: generator.poisson(np.exp(mean)))
+    federation = federation.to(dtype=torch.float32)
+    fitted = bf.fit(common_level, federation, bf.SFVI(corrected=False), rounds=5, progress=False)
+    log_tau = torch.tensor([-6.0, -9.0, -12.0, -14.0, -15.0, -16.0, -18.0, -25.0, -35.0])
+    parts = []
+    for name, value in (("mu", torch.full_like(log_tau, 0.77)), ("tau", log_tau)):
+        scaling = fitted.program.guide.globals[name]
+        parts.append((value[:, None] - scaling.loc) / scaling.scale)
+    theta = {"global": torch.cat(parts, 1)[:, None, None]}
+    chunk, key = torch.arange(len(federation)), fitted.key(0)
+    found = locals_given_theta.evidence_by_laplace(fitted, theta, len(log_tau), chunk, key)
+    for i, name in enumerate(federation.names):
+        rows = federation.select([name])
+        rate = np.exp(0.77) * rows["x"].double().numpy()
+        expected = poisson.logpmf(rows["y"].numpy(), rate).sum()
+        np.testing.assert_allclose(found[:, i], expected, atol=2e-3)
