@@ -17,6 +17,7 @@ from torch.distributions import biject_to
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.handlers import Until
+from bayesfed.elbo.program import Program
 from bayesfed.elbo.sites import Site, prior_draws
 from bayesfed.guides.laplace import INTEGRATED_UP_TO
 from bayesfed.guides.laplace_marginal import marginal
@@ -156,6 +157,13 @@ class ParticleGuide:
     def __str__(self) -> str:
         source = "their prior" if self.local_scaling is None else "Laplace approximations"
         return f"{self.particles} particles, locals from {source}"
+
+
+def has_modes(program: Program) -> bool:
+    """Return whether the guide gives Laplace approximations of clients' posteriors at particles."""
+    guide = program.guide
+    integrated = isinstance(guide, ParticleGuide) and guide.local_scaling is not None
+    return integrated and not program.direct
 
 
 def from_prior(

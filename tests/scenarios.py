@@ -29,6 +29,16 @@ def conjugate_hierarchy(federation):
             pyro.sample("y", dist.Normal(alpha, 0.5), obs=obs.get("y"))
 
 
+def empirical(federation):
+    """alpha_i ~ N(mu, tau), mu and tau being parameters; y_ij ~ N(alpha_i, 0.5)."""
+    mu = pyro.param("mu", torch.tensor(0.0))
+    tau = pyro.param("tau", torch.tensor(1.0), constraint=dist.constraints.positive)
+    with federation.clients():
+        alpha = pyro.sample("alpha", dist.Normal(mu, tau))
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Normal(alpha, 0.5), obs=obs.get("y"))
+
+
 def known_scales(federation):
     """Normal throughout: q has the posterior in it."""
     mu = pyro.sample("mu", dist.Normal(0.0, 5.0))

@@ -26,12 +26,13 @@ from bayesfed.elbo.elbo import client_terms, draw
 from bayesfed.elbo.own_rows import centre_noise
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.sites import Site
+from bayesfed.guides.particles import has_modes
 from bayesfed.output.client_draws import Draws
 from bayesfed.output.evidence import EACH
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.locals_given_theta import draw_guide_locals
 from bayesfed.output.outcomes import NoSampler, Outcomes
-from bayesfed.output.particle_clients import draw_around_modes, has_modes
+from bayesfed.output.particle_clients import draw_around_modes
 from bayesfed.vmap.mixtures import ClientMixture
 
 KEPT = 10_000_000

@@ -185,9 +185,14 @@ def _quadrature(
     u = mode + sum(column * number for column, number in columns)
     (found,) = _log_joint(program, params, batch, u.flatten(0, 1), z.repeat(len(u), 1, 1, 1))
     over = (log_weights[:, None, None] + white.square().sum(-1).squeeze(-1) / 2).to(found)
-    level = root.diagonal(dim1=-2, dim2=-1).log().sum(-1) + mode.shape[-1] / 2 * LOG_TAU
+    level = log_volume(root)
     total = (found.unflatten(0, u.shape[:2]) + over).nan_to_num(-torch.inf).logsumexp(0)
     return [total.double() + level.squeeze(-1)]
+
+
+def log_volume(root: Tensor) -> Tensor:
+    """Return −log of the density of a Normal at its mean, ``(...)``, from a triangular root ``(..., P, P)``."""
+    return root.diagonal(dim1=-2, dim2=-1).log().sum(-1) + root.shape[-1] / 2 * LOG_TAU
 
 
 def is_below_precision(mode: Tensor, root: Tensor) -> Tensor:
@@ -213,7 +218,7 @@ def laplace_candidates(given: Conditionals, mode: Tensor, root: Tensor, noise: N
     away = (root @ eps[..., None]).squeeze(-1)
     draws = torch.cat([mode + away, mode - away])
     with torch.no_grad():
-        level = root.diagonal(dim1=-2, dim2=-1).log().sum(-1) + mode.shape[-1] / 2 * LOG_TAU
+        level = log_volume(root)
         density = -eps.square().sum(-1) / 2 - level
         found = given.log_joint(draws).double() - torch.cat([density, density]).squeeze(-1).double()
     return Candidates(draws, found.nan_to_num(-torch.inf))
@@ -235,7 +240,7 @@ def laplace_evidence(given: Conditionals, mode: Tensor, root: Tensor, keys: Tens
     polynomial = find_polynomial(given.z[:, 0, 0])
     if polynomial is None:
         return _by_points(given, mode, root, keys)
-    level = root.diagonal(dim1=-2, dim2=-1).log().sum(-1) + mode.shape[-1] / 2 * LOG_TAU
+    level = log_volume(root)
     laplace = (given.log_joint(mode[None])[0] + level.squeeze(-1)).double()
     few, count = torch.cat([polynomial.few, polynomial.tests()]), len(polynomial.few)
     some = _by_points(given.at(few), mode[few], root[few], keys)

@@ -14,14 +14,7 @@ from bayesfed.guides.particles import PARTICLE, ParticleGuide
 from bayesfed.guides.triangular import inverse_root
 from bayesfed.guides.unconstrained import delta_at, split
 from bayesfed.output.client_draws import Draws
-from bayesfed.output.evidence import LOG_TAU
-
-
-def has_modes(program: Program) -> bool:
-    """Return whether the particles' guide gives Laplace approximations of the clients' posteriors."""
-    guide = program.guide
-    integrated = isinstance(guide, ParticleGuide) and guide.local_scaling is not None
-    return integrated and not program.direct
+from bayesfed.output.evidence import log_volume
 
 
 @torch.no_grad()
@@ -31,7 +24,7 @@ def draw_around_modes(
     """Draw w_i of K clients at each draw of θ from the Laplace approximation there, with log p(w_i, D_i | θ) − log q.
 
     Args:
-        program: one for which :func:`has_modes` is true.
+        program: one for which :func:`~bayesfed.guides.particles.has_modes` is true.
         theta: draws of the guide's global random sites, ``(S, 1, 1, *event)``.
         count: S.
         batch: the clients' rows.
@@ -50,7 +43,6 @@ def draw_around_modes(
     at = split(z, guide.sizes) | split(u, guide.local_sizes)
     run = evaluate(guide.model, at, program.temper(batch))
     values = {name: delta_at(run.priors[name], value).v for name, value in at.items()}
-    level = root.diagonal(dim1=-2, dim2=-1).log().sum(-1) + mode.shape[-1] / 2 * LOG_TAU
-    log_q = -eps.square().sum(-1) / 2 - level
+    log_q = -eps.square().sum(-1) / 2 - log_volume(root)
     log_p = run.log_prob(guide.local_sizes) + run.log_prob(run.observed)
     return Draws(values, count, log_p.expand(count, len(batch)) - log_q.squeeze(-1))

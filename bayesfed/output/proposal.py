@@ -135,8 +135,8 @@ def surrogate_proposal(x: Tensor, log_density: Tensor, weights: Tensor) -> Stude
     half = vectors * values.clamp(min=FLATTEST).rsqrt()  # half halfᵀ is the covariance
     mode = half @ (half.mT @ found[1 : 1 + size])
     mode = mode * (FARTHEST / mode.norm()).clamp(max=1.0)
-    upper = torch.linalg.qr(half.mT).R
-    width = root @ (upper * upper.diagonal().sign()[:, None]).mT
+    factor = torch.linalg.qr(half.mT).R  # factorᵀ factor is the covariance
+    width = root @ (factor * factor.diagonal().sign()[:, None]).mT
     return StudentMixture((mean + root @ mode)[None], WIDER * PER_SD * width)
 
 

@@ -247,9 +247,8 @@ def load_record(path: Path, of: dict[str, Any], like: Tensor) -> Record | None:
     if not path.exists():
         return None
     tensors, about = read_tensors(path, _METADATA)
-    if about["of"] != of or not tensors.keys() >= set(
-        _TENSORS
-    ):  # those of an earlier version lack some
+    whole = tensors.keys() >= set(_TENSORS)  # those of an earlier version lack some
+    if about["of"] != of or not whole:
         return None
     found: dict[str, Any] = {name: value.to(like.device) for name, value in tensors.items()}
     drawn = found.pop("drawn")

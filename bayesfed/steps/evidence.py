@@ -25,7 +25,7 @@ from bayesfed.elbo.elbo import Noise, client_terms
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.globals import Particles
 from bayesfed.guides.locals import FromPrior, Locals
-from bayesfed.guides.particles import PARTICLE, PARTICLES
+from bayesfed.guides.particles import PARTICLE, PARTICLES, has_modes
 from bayesfed.steps.gradients import copies, gradients, leaves
 from bayesfed.steps.job import CURVED, Job, Work
 from bayesfed.steps.losses import per_client
@@ -76,9 +76,8 @@ def log_evidence(
     program: Program, params: Mapping[str, Tensor], phi: Tensor, batch: Batch, supplied: Noise
 ) -> Tensor:
     """Return ln Z_i(φ_κ), ``(k, K)``, of particles ``(k, K or 1, 1, D)``."""
-    guide = program.guide
-    if guide.local_scaling is not None and not program.direct:
-        return guide.log_evidence(phi, batch)[0]
+    if has_modes(program):
+        return program.guide.log_evidence(phi, batch)[0]
     draws = _draws(program)
     repeated = {PARTICLE: phi.repeat_interleave(draws, 0)}
     tempered = program.temper(batch)

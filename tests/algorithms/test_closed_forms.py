@@ -18,7 +18,7 @@ from bayesfed.steps import local_variational, optimizer
 from bayesfed.steps.job import Job
 from bayesfed.steps.steps import Inputs
 from tests.invariants.cases import CASES, federation
-from tests.scenarios import conjugate_hierarchy, exact, ragged, summed
+from tests.scenarios import conjugate_hierarchy, empirical, exact, ragged, summed
 
 pytestmark = pytest.mark.usefixtures("float64")
 FLOW = bf.SFVI(global_guide=bf.Flow())
@@ -174,16 +174,6 @@ def test_partial_participation_is_unbiased():
 
 
 # -- global parameters without a prior: maximum marginal likelihood ----------------------------------
-
-
-def empirical(federation):
-    """alpha_i ~ N(mu, tau), mu and tau being parameters; y_ij ~ N(alpha_i, 0.5)."""
-    mu = pyro.param("mu", torch.tensor(0.0))
-    tau = pyro.param("tau", torch.tensor(1.0), constraint=dist.constraints.positive)
-    with federation.clients():
-        alpha = pyro.sample("alpha", dist.Normal(mu, tau))
-        with federation.observations() as obs:
-            pyro.sample("y", dist.Normal(alpha, 0.5), obs=obs.get("y"))
 
 
 def balanced(clients=12, rows=4):

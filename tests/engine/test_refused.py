@@ -132,7 +132,8 @@ def no_numbers(server):
     [
         (
             no_solution,
-            r"round 3: a step has no solution \(linalg.eigh: it did not converge\); take more draws a step",
+            r"round 3: a step has no solution \(linalg.eigh: it did not converge\); take more draws a step "
+            r"\(draws=32\), lower the",
         ),
         (
             no_numbers,

@@ -7,7 +7,7 @@ import torch
 
 import bayesfed as bf
 from tests.output.test_posterior import MEAN, QUICK, SPREAD, S, assert_moments
-from tests.scenarios import conjugate_hierarchy, exact, ragged
+from tests.scenarios import conjugate_hierarchy, empirical, exact, ragged
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -227,19 +227,10 @@ def test_every_algorithm_has_a_whole_posterior(data, algorithm, random, tmp_path
         assert all(torch.equal(value, draws[name]) for name, value in again.sample(40).items())
 
 
-def parameters_only(federation):
-    mu = pyro.param("mu", torch.tensor(0.0))
-    tau = pyro.param("tau", torch.tensor(1.0), constraint=dist.constraints.positive)
-    with federation.clients():
-        alpha = pyro.sample("alpha", dist.Normal(mu, tau))
-        with federation.observations() as obs:
-            pyro.sample("y", dist.Normal(alpha, 0.5), obs=obs.get("y"))
-
-
 @pytest.mark.parametrize("algorithm", [bf.FedAvg(), bf.FedABML(), bf.PFedVEM()], ids=str)
 def test_parameters_are_not_sample_sites(data, algorithm, tmp_path):
     """They have no draws; the clients' variables do."""
-    posterior = bf.fit(parameters_only, data, algorithm, rounds=2)
+    posterior = bf.fit(empirical, data, algorithm, rounds=2)
     assert list(posterior.sample(3)) == ["alpha"]
     idata = posterior.to_arviz(2000)
     assert list(idata.posterior.data_vars) == list(idata.prior.data_vars) == ["alpha"]
@@ -249,5 +240,5 @@ def test_parameters_are_not_sample_sites(data, algorithm, tmp_path):
     error = 4 * tau / prior.size**0.5
     assert abs(prior.mean() - float(posterior.params["mu"])) < error  # as fitted, not as it starts
     posterior.save(tmp_path / "p")
-    again = bf.Posterior.load(tmp_path / "p", parameters_only, data)
+    again = bf.Posterior.load(tmp_path / "p", empirical, data)
     assert torch.equal(again.sample(3)["alpha"], posterior.sample(3)["alpha"])
