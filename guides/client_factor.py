@@ -3,7 +3,11 @@
     û = argmax log p(D_i | u, z̄) + log p(u | z̄)          a few Newton steps (Tierney & Kadane 1986)
     H = −∇²_u log p(D_i | û, z̄) = C Cᵀ                   the factor's precision
     a = û + H⁻¹ ∇_u log p(D_i | û, z̄)                    its location
-    C⁻¹ ∂²log p / ∂u∂z, ∂ log diag H / ∂z                 how both change with the globals (A and R)
+    Cᵀ da / dz, d log diag H / dz                        how both change with the globals (A and R)
+
+The last two are total derivatives: û moves with z, by (H + Λ)⁻¹ ∂/∂z ∇_u (log p(D_i | û, z) + log p(û | z)), Λ the
+precision of the prior. The posterior of a client with many rows, given θ, is so narrow that q(θ) reaches many of its
+standard deviations; where its rows depend on the sum of u and z, say, H does not change at all.
 
 It is exact where the likelihood is Gaussian in u. A client takes it at each visit as the origin of its parameters φ_i:
 they move by the change of this factor since the last visit, so that gradient steps learn a correction to it. So neither
@@ -22,8 +26,9 @@ from bayesfed.guides.local import root_of_precision
 from bayesfed.guides.newton import (
     NEWTON_STEPS,
     TOLERANCE,
-    curvature,
+    attached_gradient,
     jacobian,
+    jacobians,
     line_search,
     newton_step,
     within_range,
@@ -62,6 +67,9 @@ class BlockGuide(Protocol):
 
     def block_prior_at_centre(self, params: Params, batch: Any) -> BlockPrior:
         """The prior of u at the centre of q(θ)."""
+
+    def block_prior_at(self, params: Params, batch: Any, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Location and precision of the prior of u at z, ``(K, 1, P)`` each, in units of the scaling."""
 
     def block_log_likelihood(self, params: Params, batch: Any, u: Tensor, z: Tensor) -> Tensor:
         """log p(D_i | u, z) at S values of u, ``(S, K)``, with the priors that are not Normal."""
@@ -141,38 +149,58 @@ def _scaled_factor(
     guide: BlockGuide, params: Params, batch: Any, prior: BlockPrior, mode: Tensor
 ) -> dict[str, Tensor]:
     """Return :func:`factor` with its weights in units of the context."""
-    found = factor(partial(guide.block_log_likelihood, params, batch), mode, prior.z)
+    found = factor(
+        partial(guide.block_log_likelihood, params, batch),
+        partial(guide.block_prior_at, params, batch),
+        mode,
+        prior.z,
+    )
     for name in ("loc_weight", "precision_weight"):
         found[name] = found[name] * prior.unit[..., None, :]
     return found
 
 
 def factor(
-    log_likelihood: Callable[[Tensor, Tensor], Tensor], mode: Tensor, z: Tensor
+    log_likelihood: Callable[[Tensor, Tensor], Tensor],
+    prior: Callable[[Tensor], tuple[Tensor, Tensor]],
+    mode: Tensor,
+    z: Tensor,
 ) -> dict[str, Tensor]:
     """The parameters of :func:`~bayesfed.guides.local.conditional` for K clients, with z as the context.
 
     Args:
         log_likelihood: a function of u ``(S, K, 1, P)`` and z ``(K, 1, D)`` that returns ``(S, K)``.
+        prior: a function of z that returns the location and precision of the Normal prior of u, ``(K, 1, P)`` each.
         mode: û, ``(K, 1, P)``.
         z: the centre of q(θ), ``(K, 1, D)``.
     """
-    z = z.detach().requires_grad_()
-    grad, hessian = curvature(lambda u: log_likelihood(u, z), mode)
+    u, z = (x.detach().requires_grad_() for x in (mode, z))
+    grad = attached_gradient(log_likelihood(u[None], z), u)
+    hessian, by_z = jacobians(grad, u, z)
     values, vectors = torch.linalg.eigh(within_range(-hessian.detach()))
     pull = (vectors.mT @ grad.detach()[..., None]).squeeze(-1).abs()
     least = (pull / FURTHEST).clamp(min=WEAKEST)  # bounds the distance of a from û
     precision = (vectors * values.maximum(least)[..., None, :]) @ vectors.mT
     root = torch.linalg.cholesky_ex(precision).L
     offset = torch.cholesky_solve(grad.detach()[..., None], root)
-    grad_at_loc = grad + (hessian @ offset).squeeze(-1)  # ∇ log p at a, to second order
+    loc, prior_precision = prior(z)
+    pulled = by_z + jacobian(prior_precision * (loc - mode), z)
+    joint = precision + torch.diag_embed(prior_precision)
+    moved = torch.linalg.solve_ex(joint.detach(), pulled.detach())[0]  # ∂û/∂z
+
+    def slopes(values: Tensor) -> Tensor:
+        """Return the total derivatives of values in z."""
+        in_u, in_z = jacobians(values, u, z)
+        return (in_z + in_u @ moved).detach()
+
+    bend = (hessian @ offset).squeeze(-1)  # to second order, ∇ log p at a is that at û and this
     diagonal = root.diagonal(dim1=-2, dim2=-1)
-    loc_weight = torch.linalg.solve_triangular(root, jacobian(grad_at_loc, z).detach(), upper=False)
-    slopes = jacobian(-hessian.diagonal(dim1=-2, dim2=-1), z).detach()
+    loc_weight = torch.linalg.solve_triangular(root, by_z.detach() + slopes(bend), upper=False)
+    of_diagonal = slopes(-hessian.diagonal(dim1=-2, dim2=-1))
     return {
         "loc": mode + offset.squeeze(-1),
         "log_precision": 2 * diagonal.log(),
         "tril": (root / diagonal[..., None]).tril(-1),
         "loc_weight": loc_weight,
-        "precision_weight": slopes / precision.diagonal(dim1=-2, dim2=-1).unsqueeze(-1),
+        "precision_weight": of_diagonal / precision.diagonal(dim1=-2, dim2=-1).unsqueeze(-1),
     }

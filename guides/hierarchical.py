@@ -309,11 +309,17 @@ class Hierarchical:
         with given(batch.device, params, noise={}):
             _, loc, scale = self.sample_globals()
             z, unit = (x.detach().expand(len(batch), 1, -1) for x in (loc, _unit(scale)))
-            prior = self.block_prior(z, batch.head())
-        centre, spread = (x.detach().expand(len(batch), 1, -1) for x in prior)
+        centre, precision = (x.detach() for x in self.block_prior_at(params, batch, z))
+        return BlockPrior(centre, precision, z, unit)
+
+    def block_prior_at(self, params: Params, batch: Any, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Location and precision of K clients' Normal priors of u at z ``(K, 1, D)``, ``(K, 1, P)`` each, scaled."""
+        with given(batch.device, params, noise={}):
+            centre, spread = (
+                x.expand(len(batch), 1, -1) for x in self.block_prior(z, batch.head())
+            )
         scaling = self.block_scaling
-        precision = (scaling.scale / spread).square()
-        return BlockPrior((centre - scaling.loc) / scaling.scale, precision, z, unit)
+        return (centre - scaling.loc) / scaling.scale, (scaling.scale / spread).square()
 
     def block_log_likelihood(self, params: Params, batch: Any, u: Tensor, z: Tensor) -> Tensor:
         """log p(D_i | u, z) at S values of u in scaled coordinates, with the priors that are not Normal: ``(S, K)``."""

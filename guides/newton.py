@@ -1,6 +1,6 @@
 """Newton's method for K functions at once, each of a few variables."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -82,25 +82,38 @@ def attached_curvature(f: Callable[[Tensor], Tensor], u: Tensor) -> tuple[Tensor
 
 def _derivatives(value: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """The first and second derivatives of values ``(..., K)`` in u ``(K, 1, P)``."""
+    grad = attached_gradient(value, u)
+    return grad, jacobian(grad, u)
+
+
+def attached_gradient(value: Tensor, u: Tensor) -> Tensor:
+    """The derivatives of values ``(..., K)`` in u ``(K, 1, P)``, which can be derived again."""
     value = value.sum()
     if not value.requires_grad:  # f does not depend on u
         value = value + 0.0 * u.sum()
     (grad,) = torch.autograd.grad(value, u, create_graph=True, materialize_grads=True)
-    return grad, jacobian(grad, u)
+    return grad
 
 
 def jacobian(values: Tensor, x: Tensor) -> Tensor:
     """The derivatives of ``(..., P)`` in x ``(..., D)``, independent along the leading dimensions: ``(..., P, D)``."""
-    size, found = values.shape[-1], None
+    return jacobians(values, x)[0]
+
+
+def jacobians(values: Tensor, *xs: Tensor) -> list[Tensor]:
+    """:func:`jacobian` in each of several variables, by one pass."""
+    size = values.shape[-1]
+    found: Sequence[Tensor | None] = [None] * len(xs)
     if values.requires_grad:
         each = torch.eye(size, dtype=values.dtype, device=values.device)
         each = each.reshape(size, *[1] * (values.ndim - 1), size).expand(size, *values.shape)
-        (found,) = torch.autograd.grad(
-            values, x, each, create_graph=True, allow_unused=True, is_grads_batched=True
+        found = torch.autograd.grad(
+            values, xs, each, create_graph=True, allow_unused=True, is_grads_batched=True
         )
-    if found is None:
-        return x.new_zeros(*x.shape[:-1], size, x.shape[-1])
-    return found.movedim(0, -2)
+    return [
+        x.new_zeros(*x.shape[:-1], size, x.shape[-1]) if d is None else d.movedim(0, -2)
+        for x, d in zip(xs, found, strict=True)
+    ]
 
 
 def positive(precision: Tensor, least: Tensor) -> Tensor:

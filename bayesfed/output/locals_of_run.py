@@ -29,7 +29,7 @@ from bayesfed.output.lazy_locals import LazyLocals
 from bayesfed.output.personalize import gather, personalize
 from bayesfed.steps.descent import descent_of_locals, without_optimum
 from bayesfed.steps.job import Job
-from bayesfed.steps.local_variational import PERSONAL_DRAWS, LocalVariational, lacks_steps
+from bayesfed.steps.local_variational import PERSONAL_DRAWS, LocalVariational, is_completed
 from bayesfed.tracing.compiler import using
 
 UNSEEN_STEPS = 50
@@ -72,15 +72,15 @@ def make_local_params(run: Run, params: Params) -> Mapping[str, Tensor]:
             for chunk, found in make(wanted=mine):
                 run.clients.begin(chunk, {part: found})
         local_params = dict(run.clients.tensors.get(part, {}))
-        lacking = _lacks_steps(run)
-        complete = _complete(run, params, mine & ~unseen) if lacking else iter(())
+        completed = _is_completed(run)
+        complete = _complete(run, params, mine & ~unseen) if completed else iter(())
         if on_disk:  # clients that were in no cohort are not made here: there may be very many
             warn_of_unseen(run.federation.names, unseen)
             for chunk, found in () if unseen.any() else complete:
                 run.clients.begin(chunk, {PERSONAL: found})
                 local_params = dict(run.clients.tensors[PERSONAL])
             return local_params
-        if run.done < run.rounds or unseen.any() or lacking:  # the states are changed in place
+        if run.done < run.rounds or unseen.any() or completed:  # the states are changed in place
             local_params = {name: value.clone() for name, value in local_params.items()}
         for chunk, found in chain(make(wanted=mine & unseen, steps=UNSEEN_STEPS), complete):
             for name in local_params:
@@ -99,7 +99,7 @@ def kept_local_params(run: Run, params: Params) -> Params | None:
     if elsewhere or unseen.any() or "params" not in run.clients.tensors:
         return None
     found = dict(run.clients.tensors["params"])
-    if _lacks_steps(run):
+    if _is_completed(run):
         found = {name: value.clone() for name, value in found.items()}
         with threads(run.numbers), using(run.compiler):
             for chunk, moved in _complete(run, params, ~unseen, steps=False):
@@ -108,17 +108,17 @@ def kept_local_params(run: Run, params: Params) -> Params | None:
     return found
 
 
-def _lacks_steps(run: Run) -> bool:
-    """Return whether some stateful clients have taken few steps, so that they take more at the end."""
+def _is_completed(run: Run) -> bool:
+    """Return whether stateful clients may have other parameters at the end than in their states."""
     states = run.clients.tensors
     stateful = isinstance(run.plan.algorithm.steps, LocalVariational) and "params" in states
-    return stateful and bool(lacks_steps(states).any())
+    return stateful and is_completed(run.program, states)
 
 
 def _complete(
     run: Run, params: Params, wanted: Tensor, *, steps: bool = True
 ) -> Iterator[tuple[Tensor, Params]]:
-    """Let clients that lack steps take them; yield the positions of some clients with their parameters."""
+    """Let clients complete their parameters; yield the positions of some clients with these."""
     local, federation = run.plan.algorithm.steps, run.federation.sufficient
     assert isinstance(local, LocalVariational)
     key = noise.fold(noise.key(run.plan.seed).to(federation.device), noise.word("complete"))

@@ -43,8 +43,9 @@ NEARER, BENT = tuple(4.0**-i for i in range(1, 6)), 1.5
 ratio of their differences from which on the latter are left out."""
 ENOUGH_STEPS = 30
 """The number of steps that a client should have taken at the end of a run; if it has not, it takes as many then."""
-EXACT = 1e-5
-"""The largest variance of a client's log weights, given θ, at which q(w_i | θ) is its posterior but for round-off."""
+EXACT, NEAR, IN_ALL = 1e-5, 1e-3, 0.01
+"""The largest variance of a client's log weights, given θ, at which q(w_i | θ) is its posterior but for round-off; that
+at which it is near enough, if the sum over all clients is no larger than the last."""
 TRIED, TRIED_DRAWS, WORTH = 50, 64, 0.003
 """Steps with which ``personalize`` tries to improve the closed form, the draws by which it is compared with the result,
 and the gain, in nats, from which on all steps are taken."""
@@ -92,27 +93,34 @@ class LocalVariational(Steps):
     def complete(self, job: Job, *, steps: bool = True) -> Params:
         """Return φ_i of K clients at the end of a run; those that lack steps take :data:`ENOUGH_STEPS` more.
 
-        Where a run ends after few rounds clients have learnt little. Those whose q(w_i | θ) is their posterior already
-        take none. Without ``steps`` they only follow their origins.
+        Where a run ends after few rounds clients have learnt little. Those whose closed form is their posterior already
+        take none. Clients whose closed form is nearer to their posterior than what they have learnt return to it.
+        Without ``steps`` none are taken.
         """
-        clients = phi_state(job.clients)
+        program, clients = job.program, phi_state(job.clients)
         few = lacks_steps(clients)
-        if not bool(few.any()) or not job.program.learns_locals:
+        if not is_completed(program, clients):
             return clients["params"]
-        origin = follow_origin(job.program, job.theta, clients, job.rows(None))
-        found = origin["params"]
-        lacking = few & ~self._are_exact(job, found) if steps else torch.zeros_like(few)
+        if bool(few.any()):
+            followed = follow_origin(program, job.theta, clients, job.rows(None))
+            clients = {n: optimizer.where_active(v, followed[n], few) for n, v in clients.items()}
+        closed = clients["params"] | clients["origin"]
+        off = self._noise(job, closed)
+        lacking = few & ~(off < _largest_noise(program.clients)) & steps
+        found = clients["params"]
         if bool(lacking.any()):
-            moved = self._personal_steps(job, origin, ENOUGH_STEPS, None)["params"]
+            moved = self._personal_steps(job, clients, ENOUGH_STEPS, None)["params"]
             found = optimizer.where_active(found, moved, lacking)
+        nearer = ~(self._noise(job, found) <= off) & off.isfinite()
+        found = optimizer.where_active(found, closed, nearer)
         finite = torch.cat([value.flatten(1) for value in found.values()], 1).isfinite().all(1)
-        return optimizer.where_active(clients["params"], found, few & finite)
+        return optimizer.where_active(job.clients["params"], found, finite)
 
-    def _are_exact(self, job: Job, phi: Params) -> Tensor:
-        """Return which of K clients have a q(w_i | θ) that is their posterior given θ at draws of θ, bool ``(K,)``."""
+    def _noise(self, job: Job, phi: Params) -> Tensor:
+        """Return the variances of the log weights of K clients at φ_i, given θ, at draws of θ: ``(K,)``."""
         program, key = job.program, noise.fold(job.keys, noise.word("exact"))
         (drawn,) = noise_of_steps(program, key, 1, PERSONAL_DRAWS, theta=True)
-        return noise_of_weights(program, phi, job.theta, job.rows(None), drawn) < EXACT
+        return noise_of_weights(program, phi, job.theta, job.rows(None), drawn)
 
     def _personal_steps(self, job: Job, clients: State, steps: int, lr: float | None) -> State:
         """Return the clients after steps with θ drawn from q(θ) at each."""
@@ -216,6 +224,17 @@ def _differences(grads: Params) -> Tensor:
 def lacks_steps(clients: State) -> Tensor:
     """Return which of K clients have taken fewer than :data:`ENOUGH_STEPS` steps, bool ``(K,)``."""
     return clients["step"]["step"] < ENOUGH_STEPS if clients["params"] else torch.zeros(0).bool()
+
+
+def is_completed(program: Program, clients: State) -> bool:
+    """Return whether K clients may have other parameters at the end of a run than they have learnt in it."""
+    closed = bool(program.laplace_params) and bool(clients["params"])
+    return program.learns_locals and (closed or bool(lacks_steps(clients).any()))
+
+
+def _largest_noise(clients: int) -> float:
+    """Return the largest variance of log weights at which each of so many clients needs no steps."""
+    return max(EXACT, min(NEAR, IN_ALL / clients))
 
 
 def phi_state(clients: State) -> State:

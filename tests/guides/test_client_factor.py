@@ -20,7 +20,8 @@ def factor(log_likelihood, prior, u, z):
     def log_joint(u):
         return log_likelihood(u, z) - (precision * (u - loc).square()).sum((-2, -1)) / 2
 
-    return client_factor.factor(log_likelihood, newton.newton(log_joint, precision, u), z)
+    mode = newton.newton(log_joint, precision, u)
+    return client_factor.factor(log_likelihood, lambda z: prior, mode, z)
 
 
 def test_gaussian_likelihood_gives_the_exact_conditional_posterior_at_any_globals():
@@ -74,6 +75,41 @@ def test_poisson_mode_and_curvature(count):
     assert abs(h * a / (h + 1) - exact) < 0.01 / (rate + 1) ** 0.5
 
 
+@pytest.mark.parametrize("count", [2.0, 4000.0])
+def test_a_factor_follows_the_mode_as_the_globals_change(count):
+    """y ~ Poisson(e^{u + z_0}), u ~ N(z_1, e^{2 z_2}): derivatives of brentq's mode and curvature by differences.
+
+    H is a function of u + z_0, and with many events u + z_0 hardly changes with z, so neither does H.
+    """
+    z = np.array([0.3, 0.5, -0.2])
+
+    def at(z):
+        tau = np.exp(-2 * z[2])
+        mode = brentq(lambda u: count - np.exp(u + z[0]) - tau * (u - z[1]), -30, 30, xtol=1e-14)
+        h = np.exp(mode + z[0])
+        return mode, h, mode + (count - h) / h
+
+    def log_likelihood(u, z):
+        return (count * (u + z[..., :1]) - (u + z[..., :1]).exp()).sum((-2, -1))
+
+    def prior(z):
+        return z[..., 1:2], (-2 * z[..., 2:]).exp()
+
+    mode, h, a = at(z)
+    there, here = (torch.tensor(x, dtype=D).reshape(1, 1, -1) for x in ([mode], z))
+    found = client_factor.factor(log_likelihood, prior, there, here)
+    assert float(found["loc"]) == pytest.approx(a, rel=1e-9)
+    assert float(found["log_precision"]) == pytest.approx(np.log(h), rel=1e-9)
+    for i, step in enumerate(1e-5 * np.eye(3)):
+        (_, more, right), (_, less, left) = at(z + step), at(z - step)
+        slope = (np.log(more) - np.log(less)) / 2e-5
+        assert float(found["precision_weight"][..., i]) == pytest.approx(slope, rel=1e-5, abs=1e-8)
+        moves = float(found["loc_weight"][..., i]) / np.sqrt(h)
+        assert moves == pytest.approx((right - left) / 2e-5, rel=1e-5, abs=1e-8)
+    if count > 1000:
+        assert float(found["precision_weight"].abs().max()) < 0.01  # a constant mode would have 1
+
+
 @pytest.mark.parametrize("people", [1.0, 1e3, 8e6])
 def test_offsets_of_any_size_reach_the_mode(people):
     """Counts are Poisson(people · e^u) with u ~ N(0, 10²) and Newton's method starts at 0; the mode is brentq's."""
@@ -83,6 +119,9 @@ def test_offsets_of_any_size_reach_the_mode(people):
         def block_prior_at_centre(self, params, batch):
             one = torch.ones(1, 1, 1, dtype=D)
             return client_factor.BlockPrior(0 * one, 0.01 * one, 0 * one, one)
+
+        def block_prior_at(self, params, batch, z):
+            return torch.zeros_like(z), torch.full_like(z, 0.01)
 
         def block_log_likelihood(self, params, batch, u, z):
             return (count * u - people * u.exp()).sum((-2, -1))
