@@ -38,10 +38,10 @@ from bayesfed.elbo import noise
 from bayesfed.elbo.elbo import local_priors, log_prior
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.closed_forms import ClosedForms, closed_forms
-from bayesfed.rules.quasi_newton import ByMeanMove
-from bayesfed.rules.rule import NO_TERM, Turn, mean_of, moves, weighted_sum
+from bayesfed.rules.mean_move import ByMeanMove
+from bayesfed.rules.rule import NO_TERM, Turn, mean_of
 from bayesfed.steps.gradients import copies, gradients, leaves
-from bayesfed.steps.job import SINGLE, Job, Parts, Work
+from bayesfed.steps.job import INFORMATION, SINGLE, Job, Parts, Work
 from bayesfed.steps.losses import per_client
 from bayesfed.steps.optimizer import State
 from bayesfed.steps.steps import Steps
@@ -73,13 +73,13 @@ class MStep(ByMeanMove):
         return {"theta": theta, "squares": {name: theta[name].new_zeros(()) for name in body}}
 
     def newton(self, program: Program, steps: Steps) -> Params:
-        """Return the first state of quasi-Newton steps, where all clients upload."""
+        """Return the first state of Newton steps, where all clients upload."""
         return super().newton(program, steps) if self.upload_fraction == 1 else {}
 
     def encode(self, job: Job, work: Work) -> tuple[Parts, State]:
         """Return the sums for m and ρ, and (n_i body_i, n_i), of those clients that upload; or their single steps."""
         if SINGLE in job.message:
-            return weighted_sum(moves(job, work.found["theta"]), job.counts), {}
+            return self.encode_single(job, work)
         dice = noise.uniform(noise.fold(job.keys, noise.word("upload")))
         uploads = (dice < self.upload_fraction).to(job.counts)
         rows = uploads * job.counts
@@ -100,7 +100,9 @@ class MStep(ByMeanMove):
     def decode(self, turn: Turn, server: Server, total: Parts) -> tuple[Server, Tensor]:
         """Return the next θ; θ as it was where nobody has uploaded."""
         if "newton" in server:
-            return server | self.moved(turn, server, mean_of(turn, total)), NO_TERM
+            (information,) = mean_of(turn, total, INFORMATION).values() or (None,)
+            move = mean_of(turn, total)
+            return server | self.moved(turn, server, move, information), NO_TERM
         program, known, theta = turn.program, closed_forms(turn.program), server["theta"]
         uploads, rows = total["weight"]["uploads"], total["weight"]["rows"]
         if not uploads > 0:

@@ -16,16 +16,10 @@ converged when H g is short, and g·H g, twice the gain that is left, is next to
 made anew, as BFGS may see too much curvature where there is little.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from bayesfed.elbo.program import Params, Program
-from bayesfed.guides.fisher import prior_units
-from bayesfed.rules.rule import Rule, Turn, add
-from bayesfed.steps.job import SINGLE, Parts
-from bayesfed.steps.steps import Steps, gradient_of
 
 MOST = 50
 """The largest number of numbers in θ: H has its square."""
@@ -70,14 +64,14 @@ def advance(
     ``units``: of some parameters, 1 for the others.
     """
     theta = {name: value for name, value in theta.items() if name in move}
-    unit = _flat({n: units[n].expand_as(v) if n in units else v * 0 + 1 for n, v in theta.items()})
-    x, g = _flat(theta) / unit, _flat({name: move[name] for name in theta}) / unit
+    unit = flat({n: units[n].expand_as(v) if n in units else v * 0 + 1 for n, v in theta.items()})
+    x, g = flat(theta) / unit, flat({name: move[name] for name in theta}) / unit
     probing = bool(state["probe"] > 0)
     if not g.isfinite().all():
         found = {"base": x - state["step"], "step": state["step"] * (1.0 if probing else 0.5)}
     else:
         found = _probed(state, x, g) if probing else _stepped(state, x, g, program.rows)
-    return _shaped((found["base"] + found["step"]) * unit, theta), state | found
+    return shaped((found["base"] + found["step"]) * unit, theta), state | found
 
 
 def converged(state: Params) -> bool:
@@ -139,40 +133,15 @@ def _updated(inverse: Tensor, s: Tensor, y: Tensor) -> Tensor:
     return left @ inverse @ left.mT + torch.outer(s, s) / curvature
 
 
-def _flat(values: Params) -> Tensor:
+def flat(values: Params) -> Tensor:
+    """Return all values as one vector, in double precision."""
     return torch.cat([value.reshape(-1).double() for value in values.values()])
 
 
-def _shaped(flat: Tensor, like: Params) -> Params:
-    parts = flat.split([value.numel() for value in like.values()])
+def shaped(vector: Tensor, like: Params) -> Params:
+    """Return a vector as values of these names, shapes and types."""
+    parts = vector.split([value.numel() for value in like.values()])
     return {
         name: part.reshape(value.shape).to(value)
         for (name, value), part in zip(like.items(), parts, strict=True)
     }
-
-
-class ByMeanMove(Rule):
-    """A rule whose server moves θ by the clients' mean move, or by quasi-Newton steps on their mean single step."""
-
-    def newton(self, program: Program, steps: Steps) -> Params:
-        """Return the first state of quasi-Newton steps."""
-        return begin(program, gradient_of(steps, program))
-
-    def broadcast(self, turn: Turn, server: Any) -> Parts:
-        """Return θ and what the rule sends beside it, and that clients take a single step."""
-        message = super().broadcast(turn, server) | {part: server[part] for part in self.sends}
-        single = {SINGLE: {"calm": server["newton"]["calm"]}} if "newton" in server else {}
-        return message | single
-
-    def moved(self, turn: Turn, server: dict[str, Params], move: Params) -> dict[str, Params]:
-        """Return θ after a mean move, and the state of quasi-Newton steps."""
-        state, theta = server.get("newton"), server["theta"]
-        if state is None:
-            return {"theta": add(theta, move)}
-        program = turn.program
-        if "step" not in state:  # clients are at their own optimum, and θ stays
-            return {"theta": theta, "newton": {"calm": (state["calm"] + 1) * turn.whole}}
-        if not turn.whole:
-            move = {name: torch.full_like(v, torch.nan) for name, v in move.items()}
-        found, state = advance(program, prior_units(program), state, theta, move)
-        return {"theta": theta | found, "newton": state}

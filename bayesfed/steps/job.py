@@ -14,6 +14,8 @@ Parts = dict[str, Params]
 """Tensors by part and name, such as ``{"theta": {"mu.loc": ...}, "weight": {"rows": ...}}``."""
 SINGLE = "single"
 """The part of a message that asks for one local step on θ_i."""
+INFORMATION = "information"
+"""The part of a work that holds estimates of the information on θ, ``(K, D, D)``, beside a single step."""
 CURVED = "curved"
 """The part of a message that asks for second derivatives beside gradients."""
 

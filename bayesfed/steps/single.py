@@ -42,7 +42,7 @@ def lowest(program: Program, loss: Callable[[Params], Tensor], start: Params) ->
 
     Newton's method in the units of the priors, from a start; each client ends by itself, whoever else is here.
     """
-    gain, u, values = _in_units(program, loss, start)
+    gain, u, values = in_units(program, loss, start)
     least = WEAKEST * torch.ones_like(u)
     with torch.enable_grad():
         for _ in range(NEWTON_STEPS):
@@ -60,16 +60,16 @@ def flat(program: Program, loss: Callable[[Params], Tensor], at: Params) -> Tens
 
     Such a loss falls for ever, though less and less: that of a log rate, where all counts are 0.
     """
-    gain, u, _ = _in_units(program, loss, at)
+    gain, u, _ = in_units(program, loss, at)
     with torch.enable_grad():
         hessian = curvature(gain, u)[1].detach().squeeze(1)
     return torch.linalg.eigvalsh(-within_range(hessian))[..., 0] < WEAKEST
 
 
-def _in_units(
+def in_units(
     program: Program, loss: Callable[[Params], Tensor], start: Params
 ) -> tuple[Callable[[Tensor], Tensor], Tensor, Callable[[Tensor], Params]]:
-    """Return −loss of vectors ``(S, K, 1, P)`` in the units of the priors, the start as one, and their values."""
+    """Return −loss of vectors ``(S, K, 1, P)`` in units of the priors, the start as one, and a function to values."""
     units = prior_units(program)
     unit = {
         n: units[n].expand_as(v) if n in units else torch.ones_like(v) for n, v in start.items()

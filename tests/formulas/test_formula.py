@@ -135,7 +135,7 @@ def test_three_correlated_effects(frame):
 def test_a_fit_in_other_units_is_the_same_fit(frame):
     """In dollars or thousands, grams or kilograms, coefficients differ by the factor, up to float32 round-off.
 
-    The surrogate of a correction, a least-squares fit, enlarges it to a thousandth of a standard deviation, by which one
+    The surrogate of a correction, a least-squares fit, enlarges it to a thousandth of a standard deviation. By that one
     draw of θ may be chosen in place of the next.
     """
     rows = frame.assign(dollars=1000.0 * frame.y, grams=1000.0 * frame.x)

@@ -13,7 +13,7 @@ from bayesfed.rules.quasi_newton import converged
 
 @dataclass
 class Arrival(Stopping):
-    """End when the server's steps are short, and the clients' terms rise no more.
+    """End when the server's steps are short, and the clients' terms neither rise nor fall, beyond their noise.
 
     Attributes:
         nats: the rise of the clients' terms that counts as none.
@@ -36,7 +36,8 @@ class Arrival(Stopping):
     def record(self, outcome: Outcome) -> None:
         """End the run if the server's steps are short."""
         past = outcome.elbo[-LEAST:]
-        if converged(outcome.server["newton"]) and abs(rise(past)) < self.nats:
+        moved = max(rise(past), rise(-past))
+        if converged(outcome.server["newton"]) and moved < self.nats:
             self.ended = torch.ones_like(self.ended)
 
     def remaining(self, params: Params, elbo: Tensor) -> Remaining:
