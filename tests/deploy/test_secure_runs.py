@@ -93,6 +93,16 @@ def test_a_point_estimate_stops_by_itself_at_the_same_place(algorithm, secure_su
         torch.testing.assert_close(found.params[name], value, rtol=1e-3, atol=1e-3)
 
 
+def test_newton_steps_on_the_observed_information_end_at_the_same_place(tmp_path):
+    """FedPop: draws of chains differ after round-off, so the same maximum is within 0.02 standard deviations of 4."""
+    plan = replace(PLAN, algorithm=bf.FedPop(), rounds=None)
+    found = fitted(Wire(acquainted(nodes_of(SCHOOLS, plan, tmp_path))), plan, tmp_path)
+    expected = in_process(plan)
+    assert found.posterior.converged and expected.converged
+    assert abs(float(found.params["mu.loc"] - expected.params["mu.loc"])) < 0.08
+    assert abs(float(found.params["tau.loc"] - expected.params["tau.loc"])) < 0.02
+
+
 def test_no_upload_is_among_what_the_server_hears(nodes, tmp_path):
     """Nor in what it keeps: of each part there are words, which no two answers have in common."""
     at = Wire(nodes)

@@ -63,7 +63,19 @@ def _seconds():
     "{} to {} s for Poisson outcomes, {} to {} times as long as glmmTMB.",
 )
 def _rows():
-    rows = [r for r in table("seconds_to_rows") if r["rows"] == ["100000"]]
+    return _seconds_of("100000")
+
+
+@claim(
+    "speed.md",
+    "With a million rows it takes {} to {}, {} to {} and {} to {} s, {} to {} times as long as glmmTMB.",
+)
+def _million_rows():
+    return _seconds_of("1000000")
+
+
+def _seconds_of(size):
+    rows = [r for r in table("seconds_to_rows") if r["rows"] == [size]]
     found = [
         ends(numbers([r for r in rows if r["outcome"] == [outcome]], "bayesfed: cold, s"))
         for outcome in ("gaussian", "bernoulli", "poisson")
