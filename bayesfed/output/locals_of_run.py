@@ -29,7 +29,8 @@ from bayesfed.output.lazy_locals import LazyLocals
 from bayesfed.output.personalize import gather, personalize
 from bayesfed.steps.descent import descent_of_locals, without_optimum
 from bayesfed.steps.job import Job
-from bayesfed.steps.local_variational import PERSONAL_DRAWS, LocalVariational, is_completed
+from bayesfed.steps.local_variational import LocalVariational, is_completed
+from bayesfed.steps.noise_of_weights import PERSONAL_DRAWS
 from bayesfed.tracing.compiler import using
 
 UNSEEN_STEPS = 50

@@ -33,7 +33,7 @@ from bayesfed.output.fitted import Fitted
 from bayesfed.output.importance import truncate_weights
 from bayesfed.output.locals_given_theta import draw_guide_locals, proposal_centre
 from bayesfed.output.log_densities import noise_of_clients
-from bayesfed.steps.local_variational import EXACT
+from bayesfed.steps.noise_of_weights import EXACT
 
 THETAS, FEW = 8, 64
 """Number of draws of θ at which all clients are compared, and of draws of a client's variables at each."""

@@ -38,13 +38,15 @@ from bayesfed.elbo import noise
 from bayesfed.elbo.elbo import local_priors, log_prior
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.closed_forms import ClosedForms, closed_forms
-from bayesfed.rules.mean_move import ByMeanMove
-from bayesfed.rules.rule import NO_TERM, Turn, mean_of
+from bayesfed.guides.fisher import prior_units
+from bayesfed.rules import observed_information
+from bayesfed.rules.quasi_newton import MOST, ByMeanMove
+from bayesfed.rules.rule import NO_TERM, Turn, mean_of, moves, weighted_sum
 from bayesfed.steps.gradients import copies, gradients, leaves
 from bayesfed.steps.job import INFORMATION, SINGLE, Job, Parts, Work
 from bayesfed.steps.losses import per_client
 from bayesfed.steps.optimizer import State
-from bayesfed.steps.steps import Steps
+from bayesfed.steps.steps import Steps, gradient_of
 from bayesfed.tracing.compiler import traceable
 
 Server = dict[str, Params]
@@ -73,13 +75,32 @@ class MStep(ByMeanMove):
         return {"theta": theta, "squares": {name: theta[name].new_zeros(()) for name in body}}
 
     def newton(self, program: Program, steps: Steps) -> Params:
-        """Return the first state of Newton steps, where all clients upload."""
-        return super().newton(program, steps) if self.upload_fraction == 1 else {}
+        """Return the first state of quasi-Newton steps, or of steps by the information that clients give.
+
+        It is empty where not all clients upload.
+        """
+        if self.upload_fraction < 1:
+            return {}
+        if INFORMATION not in steps.gives:
+            return super().newton(program, steps)
+        size = sum(program.init[name].numel() for name in gradient_of(steps, program) or ())
+        return observed_information.begin(program, size) if 0 < size <= MOST else {}
+
+    def broadcast(self, turn: Turn, server: Server) -> Parts:
+        """Return θ and mean squares; and that clients take a single step, with the share of this round in means."""
+        message = super().broadcast(turn, server)
+        if "gain" in server.get("newton", {}):
+            message[SINGLE]["gain"] = server["newton"]["gain"]
+        return message
 
     def encode(self, job: Job, work: Work) -> tuple[Parts, State]:
         """Return the sums for m and ρ, and (n_i body_i, n_i), of those clients that upload; or their single steps."""
         if SINGLE in job.message:
-            return self.encode_single(job, work)
+            upload = weighted_sum(moves(job, work.found["theta"]), job.counts)
+            if information := work.found.get(INFORMATION):
+                weighted = {n: per_client(job.counts, v) * v for n, v in information.items()}
+                upload[INFORMATION] = weighted
+            return upload, {}
         dice = noise.uniform(noise.fold(job.keys, noise.word("upload")))
         uploads = (dice < self.upload_fraction).to(job.counts)
         rows = uploads * job.counts
@@ -99,10 +120,10 @@ class MStep(ByMeanMove):
 
     def decode(self, turn: Turn, server: Server, total: Parts) -> tuple[Server, Tensor]:
         """Return the next θ; θ as it was where nobody has uploaded."""
+        if "information" in server.get("newton", {}):
+            return server | self._informed(turn, server, total), NO_TERM
         if "newton" in server:
-            (information,) = mean_of(turn, total, INFORMATION).values() or (None,)
-            move = mean_of(turn, total)
-            return server | self.moved(turn, server, move, information), NO_TERM
+            return server | self.moved(turn, server, mean_of(turn, total)), NO_TERM
         program, known, theta = turn.program, closed_forms(turn.program), server["theta"]
         uploads, rows = total["weight"]["uploads"], total["weight"]["rows"]
         if not uploads > 0:
@@ -119,6 +140,18 @@ class MStep(ByMeanMove):
             weight = self.kl_weight * program.clients / uploads
             new |= under_prior(program, learnt, theta, new, total, weight)
         return {"theta": new, "squares": squares}, NO_TERM
+
+    def _informed(self, turn: Turn, server: Server, total: Parts) -> Server:
+        """Return θ after a step by the information that clients give, and the state of such steps."""
+        program, theta = turn.program, server["theta"]
+        (information,) = mean_of(turn, total, INFORMATION).values()
+        if not turn.whole:
+            information = torch.full_like(information, torch.nan)
+        units, move = prior_units(program), mean_of(turn, total)
+        found, state = observed_information.advance(
+            program, units, server["newton"], theta, move, information
+        )
+        return {"theta": theta | found, "newton": state}
 
 
 def statistics(program: Program, theta: Params, phi: Params, job: Job) -> Parts:

@@ -16,10 +16,16 @@ converged when H g is short, and g·H g, twice the gain that is left, is next to
 made anew, as BFGS may see too much curvature where there is little.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from bayesfed.elbo.program import Params, Program
+from bayesfed.guides.fisher import prior_units
+from bayesfed.rules.rule import Rule, Turn, add
+from bayesfed.steps.job import INFORMATION, SINGLE, Parts
+from bayesfed.steps.steps import Steps, gradient_of
 
 MOST = 50
 """The largest number of numbers in θ: H has its square."""
@@ -145,3 +151,30 @@ def shaped(vector: Tensor, like: Params) -> Params:
         name: part.reshape(value.shape).to(value)
         for (name, value), part in zip(like.items(), parts, strict=True)
     }
+
+
+class ByMeanMove(Rule):
+    """A rule whose server moves θ by the clients' mean move, or by quasi-Newton steps on their mean single step."""
+
+    def newton(self, program: Program, steps: Steps) -> Params:
+        """Return the first state of quasi-Newton steps; empty where the clients' gradients are noisy."""
+        return {} if INFORMATION in steps.gives else begin(program, gradient_of(steps, program))
+
+    def broadcast(self, turn: Turn, server: Any) -> Parts:
+        """Return θ and what the rule sends beside it, and that clients take a single step."""
+        message = super().broadcast(turn, server) | {part: server[part] for part in self.sends}
+        single = {SINGLE: {"calm": server["newton"]["calm"]}} if "newton" in server else {}
+        return message | single
+
+    def moved(self, turn: Turn, server: dict[str, Params], move: Params) -> dict[str, Params]:
+        """Return θ after a mean move, and the state of quasi-Newton steps."""
+        state, theta = server.get("newton"), server["theta"]
+        if state is None:
+            return {"theta": add(theta, move)}
+        program = turn.program
+        if "step" not in state:  # clients are at their own optimum, and θ stays
+            return {"theta": theta, "newton": {"calm": (state["calm"] + 1) * turn.whole}}
+        if not turn.whole:
+            move = {name: torch.full_like(v, torch.nan) for name, v in move.items()}
+        found, state = advance(program, prior_units(program), state, theta, move)
+        return {"theta": theta | found, "newton": state}

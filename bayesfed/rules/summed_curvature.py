@@ -6,7 +6,7 @@ from torch import Tensor
 
 from bayesfed.data.batch import Batch
 from bayesfed.elbo.program import Params, Program
-from bayesfed.rules.mean_move import ByMeanMove
+from bayesfed.rules.quasi_newton import ByMeanMove
 from bayesfed.rules.rule import NO_TERM, Turn, add, mean_of, moves, weighted_sum
 from bayesfed.steps.gradients import copies
 from bayesfed.steps.job import SINGLE, Job, Parts, Work

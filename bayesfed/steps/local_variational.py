@@ -28,6 +28,12 @@ from bayesfed.steps.gradients import annealed, gradients, leaves
 from bayesfed.steps.job import Job, Work
 from bayesfed.steps.local_loop import all_clients, local_loop
 from bayesfed.steps.losses import per_client
+from bayesfed.steps.noise_of_weights import (
+    PERSONAL_DRAWS,
+    largest_noise,
+    noise_of_weights,
+    personal_terms,
+)
 from bayesfed.steps.optimizer import State
 from bayesfed.steps.steps import Inputs, Steps
 from bayesfed.tracing.compiler import traceable
@@ -36,16 +42,13 @@ EPS = 0.1
 """Adam's ε for φ_i: an ELBO gradient of less than a tenth of a nat a unit is noise, not to be chased at full rate."""
 _DOUBT = 2.0
 """Standard errors by which learnt corrections must be worse than the closed form to be given up."""
-PERSONAL_DRAWS, PERSONAL_DECAY = 16, 0.01
-"""Draws of θ and w_i in a step of ``personalize``, and the fraction of its rate that is left at the end."""
+PERSONAL_DECAY = 0.01
+"""The fraction of the rate of ``personalize`` that is left at its end."""
 NEARER, BENT = tuple(4.0**-i for i in range(1, 6)), 1.5
 """Fractions of the draws' distance from their mean at which gradients are compared with those farther off, and the
 ratio of their differences from which on the latter are left out."""
 ENOUGH_STEPS = 30
 """The number of steps that a client should have taken at the end of a run; if it has not, it takes as many then."""
-EXACT, NEAR, IN_ALL = 1e-5, 1e-3, 0.01
-"""The largest variance of a client's log weights, given θ, at which q(w_i | θ) is its posterior but for round-off; that
-at which it is near enough, if the sum over all clients is no larger than the last."""
 TRIED, TRIED_DRAWS, WORTH = 50, 64, 0.003
 """Steps with which ``personalize`` tries to improve the closed form, the draws by which it is compared with the result,
 and the gain, in nats, from which on all steps are taken."""
@@ -106,7 +109,7 @@ class LocalVariational(Steps):
             clients = {n: optimizer.where_active(v, followed[n], few) for n, v in clients.items()}
         closed = clients["params"] | clients["origin"]
         off = self._noise(job, closed)
-        lacking = few & ~(off < _largest_noise(program.clients)) & steps
+        lacking = few & ~(off < largest_noise(program.clients)) & steps
         found = clients["params"]
         if bool(lacking.any()):
             moved = self._personal_steps(job, clients, ENOUGH_STEPS, None)["params"]
@@ -230,11 +233,6 @@ def is_completed(program: Program, clients: State) -> bool:
     """Return whether K clients may have other parameters at the end of a run than they have learnt in it."""
     closed = bool(program.laplace_params) and bool(clients["params"])
     return program.learns_locals and (closed or bool(lacks_steps(clients).any()))
-
-
-def _largest_noise(clients: int) -> float:
-    """Return the largest variance of log weights at which each of so many clients needs no steps."""
-    return max(EXACT, min(NEAR, IN_ALL / clients))
 
 
 def phi_state(clients: State) -> State:
@@ -406,28 +404,3 @@ def personal_step(program: Program, clients: State, given: Inputs, supplied: Noi
     at = given.constants | phi
     term = client_terms(program, at, {}, given.batch, supplied, PERSONAL_DRAWS).mean(0)
     return ascend(program, clients, gradients(term, phi), given.rates[0])
-
-
-def noise_of_weights(
-    program: Program, phi: Params, params: Params, rows: Batch, supplied: Noise
-) -> Tensor:
-    """Return the variances ``(K,)`` of log p(w_i, D_i | θ) − log q(w_i | θ) of K clients at φ_i, given θ.
-
-    From two draws of w_i at each of half as many draws of θ, of their own, as there is noise for.
-    """
-    half = PERSONAL_DRAWS // 2
-    pairs = {
-        name: [torch.cat([x[:half], x[:half]]) for x in parts] if name in program.random else parts
-        for name, parts in supplied.items()
-    }
-    terms = personal_terms(program, phi, params, rows, pairs, PERSONAL_DRAWS)
-    return (terms[:half] - terms[half:]).square().mean(0) / 2
-
-
-@traceable
-def personal_terms(
-    program: Program, phi: Params, params: Params, rows: Batch, supplied: Noise, draws: int
-) -> Tensor:
-    """Return the terms ``(S, K)`` of K clients at φ_i, at S = ``draws`` draws of θ of their own."""
-    with torch.no_grad():
-        return client_terms(program, params | phi, {}, rows, supplied, draws)

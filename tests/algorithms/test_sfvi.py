@@ -14,7 +14,8 @@ import torch
 import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.rules.natural_gradient import fade
-from bayesfed.steps.local_variational import TRIED_DRAWS, noise_of_steps, personal_terms
+from bayesfed.steps.local_variational import TRIED_DRAWS, noise_of_steps
+from bayesfed.steps.noise_of_weights import personal_terms
 from tests.scenarios import conjugate_hierarchy, ragged
 
 PLAIN = bf.SFVI(corrected=False)

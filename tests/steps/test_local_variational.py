@@ -11,15 +11,13 @@ import bayesfed as bf
 from bayesfed.engine.batches import batches
 from bayesfed.steps.job import Job
 from bayesfed.steps.local_variational import (
-    EXACT,
-    PERSONAL_DRAWS,
     LocalVariational,
     follow_origin,
     lacks_steps,
     noise_of_steps,
-    noise_of_weights,
     phi_state,
 )
+from bayesfed.steps.noise_of_weights import EXACT, PERSONAL_DRAWS, noise_of_weights
 
 
 def levels(federation):
