@@ -4,10 +4,11 @@
     I_i = −E[∇²_θ log p(D_i, w_i | θ)] − Var(s)               the information of D_i, by Louis' formula
     θ ← θ + γ (Σ I_i)⁻¹ Σ S_i,   over w_i ~ p(w_i | D_i, θ)              (Gu & Kong 1998, algorithm 1; Louis 1982)
 
-Clients estimate both from draws of their chains. Steps are whole, γ = 1, until one turns back and is not much shorter
-than the last. Then they are noise, and γ = 1 / n in the n-th round that follows, so that θ, the information and the
-moments of the chains are means over rounds; unless these steps add up, as noise does not. θ has converged when two
-steps were short, or the standard error of such a mean is, in standard deviations (Σ I_i)^{−1/2} in every direction.
+Clients estimate both from draws of their chains. Steps are whole, γ = 1, until one is short, or turns back and is not
+much shorter than the last. Then they are noise, and γ = 1 / n in the n-th round that follows, so that θ, the
+information and the moments of the chains are means over rounds; unless these steps add up, as noise does not. θ has
+converged when two steps were short, or the standard error of such a mean is, in standard deviations (Σ I_i)^{−1/2} in
+every direction; and the information is positive definite, as it is at a maximum.
 
 T. A. Louis (1982), *Finding the observed information matrix when using the EM algorithm*; M. G. Gu, F. H. Kong (1998),
 *A stochastic approximation algorithm with Markov chain Monte Carlo method for incomplete data estimation problems*.
@@ -74,11 +75,11 @@ def advance(
         is_drift = (sums.abs() > DRIFT * squares.sqrt()).any()
         averaged = (averaged + 1) * ~(is_drift & (length > PRECISE))
     else:
-        turns = (whole @ last < 0) & (length > last.abs().max() / 2)
-        averaged = averaged + (turns & (length < NEAR) | (length < PRECISE))
+        turns_back = (whole @ last < 0) & (length > last.abs().max() / 2)
+        averaged = averaged + ((turns_back & (length < NEAR)) | (length < PRECISE))
         sums, squares = whole, whole.square()
     n = averaged.clamp(min=1)
-    maximum = torch.linalg.cholesky_ex(total)[1] == 0
+    is_maximum = torch.linalg.cholesky_ex(total)[1] == 0
     precise = (averaged >= LEAST) & ((squares / n).max().sqrt() < PRECISE * n.sqrt())
     bounded = step * (LONGEST / step.abs().max().clamp(min=LONGEST)) / n
     state = {
@@ -88,6 +89,6 @@ def advance(
         "squares": squares,
         "averaged": averaged,
         "gain": 1 / (averaged + 1),
-        "calm": torch.where(precise, CALM, (state["calm"] + 1) * (length < PRECISE)) * maximum,
+        "calm": torch.where(precise, CALM, (state["calm"] + 1) * (length < PRECISE)) * is_maximum,
     }
     return shaped((x + bounded) * unit, theta), state

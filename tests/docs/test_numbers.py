@@ -93,6 +93,17 @@ def _whole_command():
 
 
 @claim(
+    "algorithms.md",
+    "`FedPop` ends within {} standard deviations of NUTS of its maximum after {} to {} rounds, on {} models",
+)
+def _fedpop():
+    rows = [row for row in table("matrix") if row["algorithm"] == ["FedPop"]]
+    distance = max(numbers(rows, "own: globals"))
+    rounds = [int(value) for value in numbers(rows, "rounds")]
+    return (f"{distance}", f"{min(rounds)}", f"{max(rounds)}", f"{len(rows)}")
+
+
+@claim(
     "overview.md",
     "with a tenth of the clients in a round in up to {} (`experiments/rounds_to_truth.md`).",
 )
