@@ -236,6 +236,41 @@ def test_arguments_that_were_one_tensor_may_be_two(only_traced):
     assert len(compiler.graphs) == 1
 
 
+def test_a_traced_graph_that_is_wrong_gives_no_result(monkeypatch):
+    """It is compared with the run that was recorded before its first result is used."""
+    function = Recorder.function
+
+    def wrong(self, results):
+        graph = function(self, results)
+        return lambda *inputs: [x + 1 for x in graph(*inputs)]
+
+    monkeypatch.setattr(Recorder, "function", wrong)
+
+    @traceable
+    def double(w):
+        return 2 * w
+
+    with using(Compiler()) as compiler:
+        with pytest.warns(UserWarning, match="double runs eagerly: its traced graph gives other"):
+            assert double(torch.ones(2)).tolist() == [2, 2]
+        assert double(torch.full((2,), 3.0)).tolist() == [6, 6]
+    assert not any(compiler.graphs.values())
+
+
+def test_a_traced_graph_that_depends_on_more_than_its_arguments_gives_no_result():
+    last = [1.0]
+
+    @traceable
+    def scaled(w):
+        last[0] += 1.0
+        return last[0] * w
+
+    with using(Compiler()):
+        assert scaled(torch.ones(2)).tolist() == [2, 2]
+        with pytest.warns(UserWarning, match="scaled runs eagerly: its result depends on more"):
+            assert scaled(torch.ones(2)).tolist() == [3, 3]
+
+
 def test_what_depends_on_numbers_runs_eagerly_and_names_the_line():
     with using(Compiler(True)) as compiler:
         with pytest.warns(
