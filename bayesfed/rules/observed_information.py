@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.newton import magnitude
-from bayesfed.rules.quasi_newton import CALM, LONGEST, flat, shaped
+from bayesfed.rules.quasi_newton import CALM, bounded, in_units, shaped
 
 NEAR, PRECISE = 1.5, 0.02
 """The length of a step, in standard deviations in every direction, below which rounds may be averaged; the length, or
@@ -58,9 +58,8 @@ def advance(
         move: of these, the mean single step per row, which is the gradient in these units.
         information: the mean information per row, in these units, ``(D, D)``.
     """
-    theta = {name: value for name, value in theta.items() if name in move}
-    unit = flat({n: units[n].expand_as(v) if n in units else v * 0 + 1 for n, v in theta.items()})
-    x, score = flat(theta) / unit, program.rows * flat({n: move[n] for n in theta}) / unit
+    theta, unit, x, slope = in_units(units, theta, move)
+    score = program.rows * slope
     now = program.rows * (information + information.mT).double() / 2
     if not (score.isfinite().all() and now.isfinite().all()):
         return theta, state | {"calm": 0 * state["calm"]}
@@ -81,7 +80,6 @@ def advance(
     n = averaged.clamp(min=1)
     is_maximum = torch.linalg.cholesky_ex(total)[1] == 0
     precise = (averaged >= LEAST) & ((squares / n).max().sqrt() < PRECISE * n.sqrt())
-    bounded = step * (LONGEST / step.abs().max().clamp(min=LONGEST)) / n
     state = {
         "information": total,
         "step": whole,
@@ -91,4 +89,4 @@ def advance(
         "gain": 1 / (averaged + 1),
         "calm": torch.where(precise, CALM, (state["calm"] + 1) * (length < PRECISE)) * is_maximum,
     }
-    return shaped((x + bounded) * unit, theta), state
+    return shaped((x + bounded(step) / n) * unit, theta), state

@@ -69,15 +69,20 @@ def advance(
 
     ``units``: of some parameters, 1 for the others.
     """
-    theta = {name: value for name, value in theta.items() if name in move}
-    unit = flat({n: units[n].expand_as(v) if n in units else v * 0 + 1 for n, v in theta.items()})
-    x, g = flat(theta) / unit, flat({name: move[name] for name in theta}) / unit
+    theta, unit, x, g = in_units(units, theta, move)
     probing = bool(state["probe"] > 0)
     if not g.isfinite().all():
         found = {"base": x - state["step"], "step": state["step"] * (1.0 if probing else 0.5)}
     else:
         found = _probed(state, x, g) if probing else _stepped(state, x, g, program.rows)
     return shaped((found["base"] + found["step"]) * unit, theta), state | found
+
+
+def in_units(units: Params, theta: Params, move: Params) -> tuple[Params, Tensor, Tensor, Tensor]:
+    """Return the θ that is moved, its units, and itself and the gradient as vectors in these units."""
+    theta = {name: value for name, value in theta.items() if name in move}
+    unit = flat({n: units[n].expand_as(v) if n in units else v * 0 + 1 for n, v in theta.items()})
+    return theta, unit, flat(theta) / unit, flat({name: move[name] for name in theta}) / unit
 
 
 def converged(state: Params) -> bool:
@@ -98,7 +103,7 @@ def _stepped(state: Params, x: Tensor, g: Tensor, rows: float) -> Params:
     state = state | {"calm": (state["calm"] + 1) * short}
     if short and not state["checked"]:
         return _probed(state | {"checked": state["calm"], "probe": state["calm"]}, x, g)
-    return state | {"base": x, "slope": g, "step": _bounded(step), "inverse": inverse}
+    return state | {"base": x, "slope": g, "step": bounded(step), "inverse": inverse}
 
 
 def _probed(state: Params, x: Tensor, g: Tensor) -> Params:
@@ -119,11 +124,12 @@ def _probed(state: Params, x: Tensor, g: Tensor) -> Params:
     values, vectors = torch.linalg.eigh((columns + columns.mT) / 2)
     sizes = values.abs().clamp(min=1e-6 * float(values.abs().max()))
     inverse = (vectors / sizes) @ vectors.mT
-    step = _bounded(inverse @ state["slope"])
+    step = bounded(inverse @ state["slope"])
     return state | {"step": step, "inverse": inverse, "probe": 0 * state["probe"]}
 
 
-def _bounded(step: Tensor) -> Tensor:
+def bounded(step: Tensor) -> Tensor:
+    """Return a step, shorter if it is longer than :data:`LONGEST` in one number."""
     return step * (LONGEST / float(step.abs().max().clamp(min=LONGEST)))
 
 

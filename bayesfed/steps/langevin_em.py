@@ -44,7 +44,7 @@ from bayesfed.steps.control_variates import controls, expectation
 from bayesfed.steps.gradients import copies, gradients, leaves
 from bayesfed.steps.job import INFORMATION, SINGLE, Job, Work
 from bayesfed.steps.optimizer import State
-from bayesfed.steps.single import FEW, WEAKEST, dimensions, in_units
+from bayesfed.steps.single import FEW, WEAKEST, as_vectors, dimensions, in_units
 from bayesfed.steps.steps import Inputs, Steps
 from bayesfed.steps.variational_em import VariationalEM
 from bayesfed.tracing.compiler import traceable
@@ -104,8 +104,9 @@ class LangevinEM(Steps):
         squares = {name: torch.zeros_like(job.counts) for name in others}
         at, zero = theta | client["params"], centre_noise(program, job.keys, 1, local=True)
         rates, before, path = (job.rate * self.body_lr,), job.message.get("squares", {}), []
+        root = q_root(program, at)
         for number in range(self.steps):
-            client = self.next(job, at, client, number)
+            client = self.next(job, at, client, number, root)
             path.append(client["chain"])
             if others:
                 here = at | normal_at(program, client["chain"], NARROW)
@@ -136,7 +137,7 @@ class LangevinEM(Steps):
         root = (
             self.metric(program, at, client["chain"], rows, zero)
             if dimensions(program) <= FEW
-            else None
+            else q_root(program, at)
         )
         for number in range(MOVES):
             client = self.next(job, at, client, number, root)
@@ -160,7 +161,7 @@ class LangevinEM(Steps):
         narrower = sum(
             (q.scale / NARROW).log().flatten(1).sum(1) for q in program.guide.moments(own).values()
         )
-        _, x, values = in_units(program, lambda _: mean, theta)
+        x, values = as_vectors(program, theta)
         parts = {
             "theta": values(x + mean[:, None]),
             "posterior": own,
@@ -189,9 +190,7 @@ class LangevinEM(Steps):
         slope = _flat(gradients(value, own))
         return value.detach(), score.detach().squeeze(1), hessian, slope
 
-    def next(
-        self, job: Job, at: Params, client: State, number: int, root: Tensor | None = None
-    ) -> State:
+    def next(self, job: Job, at: Params, client: State, number: int, root: Tensor) -> State:
         """Return the clients with their chains moved by one step, accepted or not.
 
         Args:
@@ -199,15 +198,12 @@ class LangevinEM(Steps):
             at: the parameters at which they are.
             client: their states.
             number: of the step.
-            root: C of the precision C Cᵀ by which steps are scaled, see :meth:`metric`; by default q's.
+            root: C of the precision C Cᵀ by which steps are scaled: of :meth:`metric`, or of :func:`q_root`.
         """
         keys = noise.fold(job.keys, number)
         supplied = job.program.noise(keys, 1, local=True)
         dice = noise.uniform(noise.fold(keys, noise.word("accept"))).to(job.counts)
         chain, log_step = client["chain"], client["step"]["log"]
-        if root is None:
-            scales = {name: q.scale for name, q in job.program.guide.moments(at).items()}
-            root = 1 / in_units(job.program, _nothing, scales)[1]
         given = Inputs(job.rows(number), constants={"root": root})
         chain, log_step = self.move(job.program, at, chain, log_step, given, supplied, dice)
         return client | {"chain": chain, "step": {"log": log_step}}
@@ -261,8 +257,9 @@ class LangevinEM(Steps):
     def adapt(self, job: Job, theta: Params, own: Params, steps: int, lr: float | None) -> Params:
         """Return q(w_i) with the moments of the last two thirds of a chain."""
         client, path = start_of_chain(job.program, own, job.rows(0)), []
+        root = q_root(job.program, own)
         for number in range(steps):
-            client = self.next(job, theta | own, client, number)
+            client = self.next(job, theta | own, client, number, root)
             path.append(client["chain"])
         return own | blended(job.program, own, _moments(path[steps // 3 :]), 1.0) if path else own
 
@@ -271,6 +268,12 @@ def start_of_chain(program: Program, params: Params, batch: Batch) -> State:
     """Return the state of K clients whose chains start at the centre of q(w_i)."""
     chain = {name: at.loc.clone() for name, at in program.guide.moments(params).items()}
     return {"params": params, "chain": chain, "step": {"log": torch.zeros_like(batch.rows)}}
+
+
+def q_root(program: Program, params: Params) -> Tensor:
+    """Return the diagonal C ``(K, 1, P)`` of the precision C Cᵀ of q(w_i), in units of the priors."""
+    scales = {name: q.scale for name, q in program.guide.moments(params).items()}
+    return 1 / as_vectors(program, scales)[0]
 
 
 def normal_at(program: Program, w: Params, scale: float) -> Params:
@@ -303,11 +306,6 @@ def _moments(path: Sequence[Params]) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the means and variances of draws."""
     drawn = {name: torch.stack([w[name] for w in path]) for name in path[0]}
     return {name: (w.mean(0), w.var(0, correction=0)) for name, w in drawn.items()}
-
-
-def _nothing(w: Params) -> Tensor:
-    """Return a loss of 0."""
-    return torch.zeros(())
 
 
 def _flat(w: Params) -> Tensor:

@@ -114,8 +114,9 @@ class LocalVariational(Steps):
         if bool(lacking.any()):
             moved = self._personal_steps(job, clients, ENOUGH_STEPS, None)["params"]
             found = optimizer.where_active(found, moved, lacking)
-        nearer = ~(self._noise(job, found) <= off) & off.isfinite()
-        found = optimizer.where_active(found, closed, nearer)
+        if any(not torch.equal(value, closed[name]) for name, value in found.items()):
+            nearer = ~(self._noise(job, found) <= off) & off.isfinite()
+            found = optimizer.where_active(found, closed, nearer)
         finite = torch.cat([value.flatten(1) for value in found.values()], 1).isfinite().all(1)
         return optimizer.where_active(job.clients["params"], found, finite)
 

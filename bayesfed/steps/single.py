@@ -69,7 +69,17 @@ def flat(program: Program, loss: Callable[[Params], Tensor], at: Params) -> Tens
 def in_units(
     program: Program, loss: Callable[[Params], Tensor], start: Params
 ) -> tuple[Callable[[Tensor], Tensor], Tensor, Callable[[Tensor], Params]]:
-    """Return −loss of vectors ``(S, K, 1, P)`` in units of the priors, the start as one, and a function to values."""
+    """Return −loss of vectors ``(S, K, 1, P)``, with what :func:`as_vectors` returns."""
+    first, values = as_vectors(program, start)
+
+    def gain(u: Tensor) -> Tensor:
+        return torch.stack([-loss(values(each)) for each in u])
+
+    return gain, first, values
+
+
+def as_vectors(program: Program, start: Params) -> tuple[Tensor, Callable[[Tensor], Params]]:
+    """Return values as vectors ``(K, 1, P)`` in the units of the priors, and a function from vectors to values."""
     units = prior_units(program)
     unit = {
         n: units[n].expand_as(v) if n in units else torch.ones_like(v) for n, v in start.items()
@@ -80,8 +90,5 @@ def in_units(
         parts = zip(start.items(), u.split(sizes, -1), strict=True)
         return {n: part.reshape(v.shape) * unit[n] for (n, v), part in parts}
 
-    def gain(u: Tensor) -> Tensor:
-        return torch.stack([-loss(values(each)) for each in u])
-
     first = torch.cat([(v / unit[n]).flatten(1)[:, None] for n, v in start.items()], -1).detach()
-    return gain, first, values
+    return first, values

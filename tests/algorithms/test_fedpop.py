@@ -45,20 +45,24 @@ def negative_log_density(federation, theta):
     return value
 
 
-def best(federation):
-    """Return (μ, log τ, slope) at the maximum of the marginal density, and the information there."""
-    theta = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+def lowest(value, size):
+    """Return where a function of a vector of this size is lowest, from 0, and its Hessian there."""
+    theta = torch.zeros(size, dtype=torch.float64, requires_grad=True)
     search = torch.optim.LBFGS([theta], max_iter=100, line_search_fn="strong_wolfe")
 
     def closure():
         search.zero_grad()
-        value = negative_log_density(federation, theta)
-        value.backward()
-        return value
+        found = value(theta)
+        found.backward()
+        return found
 
     search.step(closure)
-    value = functools.partial(negative_log_density, federation)
     return theta.detach(), torch.autograd.functional.hessian(value, theta.detach())
+
+
+def best(federation):
+    """Return (μ, log τ, slope) at the maximum of the marginal density, and the information there."""
+    return lowest(functools.partial(negative_log_density, federation), 3)
 
 
 @pytest.fixture(scope="module", params=[200, None])
@@ -148,21 +152,11 @@ def test_a_run_with_clients_that_are_not_normal_ends_within_its_standard_error(s
             total = total + (likelihood - grid**2 / 2).logsumexp(0)
         return -total
 
-    theta = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    search = torch.optim.LBFGS([theta], max_iter=100, line_search_fn="strong_wolfe")
-
-    def closure():
-        search.zero_grad()
-        found = value(theta)
-        found.backward()
-        return found
-
-    search.step(closure)
-    information = torch.autograd.functional.hessian(value, theta.detach())
+    optimum, information = lowest(value, 2)
     run = bf.start(log_odds, federation, bf.FedPop(), seed=seed)
     while not run.stopping.converged:
         bf.step(run)
     assert run.done < 100
     found = torch.stack([run.server["theta"][f"{name}.loc"] for name in ("mu", "tau")]).flatten()
-    away = (found - theta.detach()) @ torch.linalg.cholesky(information)
+    away = (found - optimum) @ torch.linalg.cholesky(information)
     assert bool((away.abs() < 4 * observed_information.PRECISE).all())
