@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from bayesfed.elbo.program import Params
-from bayesfed.guides.local import root_of_precision
+from bayesfed.guides.triangular import root_of_precision
 from bayesfed.guides.newton import (
     NEWTON_STEPS,
     TOLERANCE,

@@ -26,7 +26,14 @@ from torch.distributions import biject_to, constraints
 from torch.distributions.transforms import ReshapeTransform
 
 from bayesfed.guides.precision_normal import PrecisionNormal
-from bayesfed.guides.triangular import TriangularNormal, inverse_root, outer, solve_lower
+from bayesfed.guides.triangular import (
+    TriangularNormal,
+    log_det,
+    product_of_normals,
+    root_of_precision,
+    solve_lower,
+    times,
+)
 
 FULL_UP_TO = 64
 """The largest number of dimensions for which the factor has a full covariance; else W = 0."""
@@ -87,48 +94,44 @@ def conditional(
         precision_weight: R, ``(K, 1, P, C)``.
         tril: W, ``(K, 1, P, P)``.
     """
-    shift = _times(loc_weight, c)
+    shift = _of_context(loc_weight, c)
     spread = (-log_precision.detach() / 2).exp()
-    log_precision = log_precision + _times(precision_weight, c)
-    if prior is None:
-        prior_loc, prior_precision = torch.zeros_like(loc), torch.zeros_like(loc)
-    else:
-        prior_loc = (prior[0] - scaling.loc) / scaling.scale
-        prior_precision = (scaling.scale / prior[1]).square()
+    changed = _of_context(precision_weight, c)
     if tril is None:
-        a, factor = loc + spread * shift, log_precision.exp()
+        if prior is None:
+            prior_loc, prior_precision = torch.zeros_like(loc), torch.zeros_like(loc)
+        else:
+            prior_loc = (prior[0] - scaling.loc) / scaling.scale
+            prior_precision = (scaling.scale / prior[1]).square()
+        a, factor = loc + spread * shift, (log_precision + changed).exp()
         precision = prior_precision + factor
         mean = (prior_precision * prior_loc + factor * a) / precision
         return dist.Normal(scaling.loc + scaling.scale * mean, scaling.scale * precision.rsqrt())
-    eye = torch.eye(tril.shape[-1], dtype=tril.dtype, device=tril.device)
-    unit = tril.tril(-1) + eye
-    fixed_root = (unit / spread[..., None]).detach()  # C at c = 0
-    a = loc + solve_lower(fixed_root, shift[..., None], transposed=True).squeeze(-1)
-    root = (log_precision / 2).exp()[..., None] * unit
-    factor = outer(root)
-    precision = factor + torch.diag_embed(prior_precision)
-    natural = prior_precision * prior_loc + _times(factor, a)
-    tril = inverse_root(precision)
-    mean = _times(tril, _times(tril.mT, natural))
-    return TriangularNormal(
-        scaling.loc + scaling.scale * mean, scale_tril=scaling.scale[:, None] * tril
-    )
+    # u − loc is not scaled: operations of (P,) with (..., P) take long
+    log_scale = scaling.scale.log()
+    shift = solve_lower(tril.detach(), shift[..., None], transposed=True, unit=True).squeeze(-1)
+    a = scaling.scale * loc + scaling.scale * spread * shift
+    diagonal = ((log_precision / 2 - log_scale) + changed / 2).exp()
+    if prior is None:
+        relative = torch.zeros_like(loc), torch.zeros_like(loc)
+    else:
+        relative = prior[0] - scaling.loc, prior[1].square().reciprocal()
+    mean, root = product_of_normals(relative, a, diagonal, tril)
+    return TriangularNormal(scaling.loc + mean, scale_tril=root)
+
+
+def _of_context(weight: Tensor, c: Tensor) -> Tensor:
+    """Return A c of A ``(K, 1, P, C)`` and contexts ``(..., C)``, which may be those of all K clients."""
+    if c.shape[-3:-1] != (1, 1):
+        return times(weight, c)
+    found = c.flatten(0, -2) @ weight.flatten(0, -2).mT
+    return found.reshape(*c.shape[:-3], *weight.shape[:-1])
 
 
 def unit_root(log_precision: Tensor, tril: Tensor | None = None) -> Tensor:
     """C of the factor, ``(K, 1, P)`` or ``(K, 1, P, P)``, whose units C^{−⊤} are no longer than the prior's spread."""
     diagonal = (log_precision / 2).exp().clamp(min=1.0)
     return diagonal if tril is None else root_of_precision(diagonal, tril)
-
-
-def root_of_precision(diagonal: Tensor, tril: Tensor) -> Tensor:
-    """The lower triangular root ``(..., P, P)`` with this diagonal, whose other rows are in units of it: ``tril``."""
-    return diagonal[..., None] * tril.tril(-1) + torch.diag_embed(diagonal)
-
-
-def _times(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Return A x."""
-    return (matrix @ vector[..., None]).squeeze(-1)
 
 
 def whiten(q: Any, u: Tensor) -> Tensor:
@@ -145,8 +148,7 @@ def unwhiten(q: Any, noise: Tensor) -> tuple[Tensor, Tensor]:
     if isinstance(q, dist.Independent):
         q = q.base_dist
         return q.loc + q.scale * noise, q.scale.log().sum(-1)
-    log_det = q.scale_tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    return q.loc + _times(q.scale_tril, noise), log_det
+    return q.loc + times(q.scale_tril, noise), log_det(q.scale_tril)
 
 
 def as_vector(q: Any) -> Any:

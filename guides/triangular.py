@@ -5,6 +5,7 @@ matrices at once, which takes down to a tenth of the time of a call of LAPACK fo
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pyro.distributions as dist
@@ -12,10 +13,16 @@ import torch
 from torch import Tensor
 
 SMALL, MANY = 4, 5000
+Entries = Sequence[Sequence[Tensor]]
+"""Entries of many matrices by row and column, ``(...)`` each; of lower triangular ones, those up to the diagonal."""
 
 
-def solve_lower(root: Tensor, columns: Tensor, *, transposed: bool = False) -> Tensor:
+def solve_lower(
+    root: Tensor, columns: Tensor, *, transposed: bool = False, unit: bool = False
+) -> Tensor:
     """Return L⁻¹ B, or L^{−⊤} B, of B ``(..., P, Q)``; leading dimensions are broadcast.
+
+    What is above the diagonal of ``root`` is not read. With ``unit`` the diagonal is not read either: it is 1.
 
     Example:
         >>> import torch
@@ -28,17 +35,12 @@ def solve_lower(root: Tensor, columns: Tensor, *, transposed: bool = False) -> T
     """
     size = root.shape[-1]
     lead = torch.broadcast_shapes(root.shape[:-2], columns.shape[:-2])
-    if not _by_entries(root.expand(*lead, size, size)):
-        root = root.mT if transposed else root
-        return torch.linalg.solve_triangular(root, columns, upper=transposed)
-    entries, given = _entries(root), columns.unbind(-2)
-    found: dict[int, Tensor] = {}
-    for i in reversed(range(size)) if transposed else range(size):
-        rest = given[i]
-        for j, value in found.items():
-            rest = rest - (entries[j][i] if transposed else entries[i][j])[..., None] * value
-        found[i] = rest / entries[i][i][..., None]
-    return torch.stack([found[i] for i in range(size)], -2)
+    if not _by_entries(size, lead):
+        root = (root.mT if transposed else root).expand(*lead, size, size)
+        solve = torch.linalg.solve_triangular
+        return solve(root, columns, upper=transposed, unitriangular=unit)
+    entries = [[entry[..., None] for entry in row] for row in _entries(root)]
+    return torch.stack(_solve(entries, columns.unbind(-2), transposed, unit), -2)
 
 
 def inverse_root(precision: Tensor) -> Tensor:
@@ -52,31 +54,78 @@ def inverse_root(precision: Tensor) -> Tensor:
                 [0.0000, 0.5000]])
     """
     size = precision.shape[-1]
-    eye = torch.eye(size, dtype=precision.dtype, device=precision.device)
-    if not _by_entries(precision):
+    if not _by_entries(size, precision.shape[:-2]):
+        eye = torch.eye(size, dtype=precision.dtype, device=precision.device)
         upper = torch.linalg.cholesky_ex(precision.flip(-2, -1)).L.flip(-2, -1)
         return torch.linalg.solve_triangular(upper.mT, eye, upper=False)
-    a, zero = _entries(precision), torch.zeros_like(precision[..., 0, 0])
-    upper = [[zero] * size for _ in range(size)]  # U with U Uᵀ = precision
-    for j in reversed(range(size)):
-        later = range(j + 1, size)
-        upper[j][j] = (a[j][j] - sum(upper[j][k].square() for k in later)).sqrt()
-        for i in range(j):
-            products = sum(upper[i][k] * upper[j][k] for k in later)
-            upper[i][j] = (a[i][j] - products) / upper[j][j]
-    transposed = torch.stack(
-        [torch.stack([upper[i][j] for i in range(size)], -1) for j in range(size)], -2
-    )
-    return solve_lower(transposed, eye)
+    return _matrix(_inverse(_lower_factor(_entries(precision))))
 
 
-def outer(root: Tensor) -> Tensor:
-    """Return L Lᵀ."""
-    if not _by_entries(root):
-        return root @ root.mT
-    entries, size = _entries(root), range(root.shape[-1])
-    rows = [[_inner(entries[i], entries[j], min(i, j) + 1) for j in size] for i in size]
-    return torch.stack([torch.stack(row, -1) for row in rows], -2)
+def times(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Return A x of A ``(..., P, Q)`` and x ``(..., Q)``; leading dimensions are broadcast.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed.guides.triangular import times
+        >>> times(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1.0, 1.0]))
+        tensor([3., 7.])
+    """
+    lead = torch.broadcast_shapes(matrix.shape[:-2], vector.shape[:-1])
+    if not _by_entries(matrix.shape[-1], lead):
+        return (matrix @ vector[..., None]).squeeze(-1)
+    columns, numbers = matrix.unbind(-1), vector.unbind(-1)
+    found = columns[0] * numbers[0][..., None]
+    for column, number in zip(columns[1:], numbers[1:], strict=True):
+        found = found + column * number[..., None]
+    return found
+
+
+def product_of_normals(
+    prior: tuple[Tensor, Tensor], loc: Tensor, diagonal: Tensor, below: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the mean ``(..., P)`` and L, L Lᵀ the covariance, of N(u; m, diag(λ)⁻¹) · N(u; a, (C Cᵀ)⁻¹).
+
+    Args:
+        prior: m and λ, ``(..., P)`` each.
+        loc: a, ``(..., P)``.
+        diagonal: d, ``(..., P)``, the diagonal of C = diag(d) (I + strictly lower triangle of W).
+        below: W, ``(..., P, P)``.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed.guides.triangular import product_of_normals
+        >>> zeros, ones = torch.zeros(2), torch.ones(2)
+        >>> product_of_normals((zeros, ones), ones, ones, torch.zeros(2, 2))
+        (tensor([0.5000, 0.5000]), tensor([[0.7071, 0.0000],
+                [0.0000, 0.7071]]))
+    """
+    centre, weight = prior
+    size = loc.shape[-1]
+    leads = (x.shape[:-1] for x in (centre, weight, loc, diagonal, below[..., 0]))
+    lead = torch.broadcast_shapes(*leads)
+    if not _by_entries(size, lead):
+        root = root_of_precision(diagonal, below)
+        factor = root @ root.mT
+        tril = inverse_root(factor + torch.diag_embed(weight))
+        natural = weight * centre + times(factor, loc)
+        return times(tril, times(tril.mT, natural)), tril
+    m, own, a, d = (x.unbind(-1) for x in (centre, weight, loc, diagonal))
+    c = [
+        [*(d[i] * entry for entry in row[:i]), d[i]] for i, row in enumerate(_entries(below))
+    ]
+    white = [_inner([c[k][i] for k in range(i, size)], a[i:]) for i in range(size)]  # Cᵀ a
+    natural = [own[i] * m[i] + _inner(c[i], white) for i in range(size)]
+    precision = [[_inner(c[i], c[j]) for j in range(size)] for i in range(size)]
+    for i in range(size):
+        precision[i][i] = precision[i][i] + own[i]
+    factor = _lower_factor(precision)
+    mean = _solve(factor, _solve(factor, natural, transposed=True), transposed=False)
+    return torch.stack([number.expand(lead) for number in mean], -1), _matrix(_inverse(factor))
+
+
+def root_of_precision(diagonal: Tensor, tril: Tensor) -> Tensor:
+    """Return the root ``(..., P, P)`` with this diagonal ``(..., P)``, whose rows are in units of it: ``tril``."""
+    return diagonal[..., None] * tril.tril(-1) + torch.diag_embed(diagonal)
 
 
 class TriangularNormal(dist.MultivariateNormal):
@@ -93,21 +142,75 @@ class TriangularNormal(dist.MultivariateNormal):
         """Return the log density of values ``(..., P)``."""
         root: Any = self._unbroadcasted_scale_tril
         white = solve_lower(root, (value - self.loc)[..., None]).squeeze(-1)
-        log_det = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        return -(white.square().sum(-1) + white.shape[-1] * math.log(2 * math.pi)) / 2 - log_det
+        constant = white.shape[-1] * math.log(2 * math.pi)
+        return -(_sum_of_last(white.square()) + constant) / 2 - log_det(root)
 
 
-def _by_entries(matrix: Tensor) -> bool:
+def log_det(root: Tensor) -> Tensor:
+    """Return log |L|, ``(...)``."""
+    return _sum_of_last(root.diagonal(dim1=-2, dim2=-1).log())
+
+
+def _by_entries(size: int, lead: torch.Size) -> bool:
     """Return whether matrices are so small, and so many, that calls of LAPACK would take longer."""
-    return matrix.shape[-1] <= SMALL and matrix.shape[:-2].numel() >= MANY
+    return size <= SMALL and lead.numel() >= MANY
 
 
-def _inner(one: tuple[Tensor, ...], other: tuple[Tensor, ...], count: int) -> Tensor:
-    total = one[0] * other[0]
-    for k in range(1, count):
-        total = total + one[k] * other[k]
-    return total
+def _sum_of_last(values: Tensor) -> Tensor:
+    """Return sums over the last dimension; of many short rows, torch's own take several times as long."""
+    if _by_entries(values.shape[-1], values.shape[:-1]):
+        return sum(values.unbind(-1)[1:], values[..., 0])
+    return values.sum(-1)
 
 
-def _entries(matrix: Tensor) -> list[tuple[Tensor, ...]]:
+def _inner(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
+    """Return Σ_k x_k y_k, over as many as there are of both."""
+    return sum((x * y for x, y in zip(one[1:], other[1:], strict=False)), one[0] * other[0])
+
+
+def _solve(
+    lower: Entries, given: Sequence[Tensor], transposed: bool, unit: bool = False
+) -> list[Tensor]:
+    """Return T⁻¹ b, or T^{−⊤} b."""
+    size, found = len(given), dict[int, Tensor]()
+    for i in reversed(range(size)) if transposed else range(size):
+        rest = given[i]
+        for j, value in found.items():
+            rest = rest - (lower[j][i] if transposed else lower[i][j]) * value
+        found[i] = rest if unit else rest / lower[i][i]
+    return [found[i] for i in range(size)]
+
+
+def _lower_factor(symmetric: Entries) -> Entries:
+    """Return T with Tᵀ T = A."""
+    size = len(symmetric)
+    rows: list[list[Tensor]] = [[] for _ in range(size)]
+    for j in reversed(range(size)):
+        below = range(j + 1, size)
+        root = (symmetric[j][j] - sum(rows[k][j].square() for k in below)).sqrt()
+        entries = [
+            (symmetric[i][j] - sum(rows[k][i] * rows[k][j] for k in below)) / root for i in range(j)
+        ]
+        rows[j] = [*entries, root]
+    return rows
+
+
+def _inverse(lower: Entries) -> Entries:
+    """Return T⁻¹."""
+    size, ones = len(lower), [1 / row[i] for i, row in enumerate(lower)]
+    columns = [{j: ones[j]} for j in range(size)]
+    for j, column in enumerate(columns):
+        for i in range(j + 1, size):
+            column[i] = -sum(lower[i][k] * column[k] for k in range(j, i)) * ones[i]
+    return [[columns[j][i] for j in range(i + 1)] for i in range(size)]
+
+
+def _entries(matrix: Tensor) -> Entries:
     return [row.unbind(-1) for row in matrix.unbind(-2)]
+
+
+def _matrix(lower: Entries) -> Tensor:
+    """Return matrices from their entries up to the diagonal."""
+    size, zero = len(lower), torch.zeros_like(lower[-1][0])
+    entries = [entry for row in lower for entry in [*row, *[zero] * (size - len(row))]]
+    return torch.stack(torch.broadcast_tensors(*entries), -1).unflatten(-1, (size, size))
