@@ -48,6 +48,7 @@ from bayesfed.output.locals_of_run import (
 )
 from bayesfed.output.posterior import Posterior
 from bayesfed.rules.rule import Robust, Turn
+from bayesfed.steps.noise_of_weights import NEAR_ALONE
 from bayesfed.tracing.compiler import Compiler
 
 
@@ -223,7 +224,8 @@ def _try_correction(run: Run) -> None:
     probed = _probe(run) if early and is_probed(make_posterior(run, {})) else None
     if probed is not None and not run.stopping.is_worth_correcting(*probed):
         return run.stopping.withdraw()
-    posterior = make_posterior(run, _local_params(run))
+    noisy = probed is not None and probed.noisy
+    posterior = make_posterior(run, _local_params(run, NEAR_ALONE if noisy else None))
     found = correct(posterior, probed=probed)
     if found.confirms(early):
         run.confirmed = posterior, found
@@ -258,8 +260,8 @@ def global_params(run: Run) -> Params:
     return {n: v.detach() for n, v in run.plan.algorithm.params(run.server).items()}
 
 
-def _local_params(run: Run) -> Mapping[str, Tensor]:
-    return make_local_params(run, global_params(run))
+def _local_params(run: Run, near: float | None = None) -> Mapping[str, Tensor]:
+    return make_local_params(run, global_params(run), near)
 
 
 def make_posterior(run: Run, local_params: Mapping[str, Tensor]) -> Posterior:

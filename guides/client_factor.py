@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from bayesfed.elbo.program import Params
-from bayesfed.guides.triangular import root_of_precision
 from bayesfed.guides.newton import (
     NEWTON_STEPS,
     TOLERANCE,
@@ -33,6 +32,7 @@ from bayesfed.guides.newton import (
     newton_step,
     within_range,
 )
+from bayesfed.guides.triangular import root_of_precision
 from bayesfed.tracing.compiler import traceable
 
 FACTOR = ("loc", "log_precision", "tril")
@@ -136,12 +136,16 @@ def _log_joint(
 def _climb(
     guide: BlockGuide, params: Params, batch: Any, prior: BlockPrior, u: Tensor, active: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Take a Newton step with the clients that are active, 1; return u, and the clients that are active after it."""
+    """Take a Newton step with the clients that are active, 1; return u, and the clients that are active after it.
+
+    Those whose line search finds nothing better than u, to round-off, are not: their next step would be the same.
+    """
     log_joint = partial(_log_joint, guide, params, batch, prior)
     least = prior.precision.where(prior.precision > 0, 1.0)
     step, gain = newton_step(log_joint, least, u)
     moved = line_search(log_joint, u, step)
-    return torch.where(active.reshape(-1, 1, 1) > 0, moved, u), active * (gain > TOLERANCE)
+    going = (gain > TOLERANCE) & (moved != u).any(-1).any(-1)
+    return torch.where(active.reshape(-1, 1, 1) > 0, moved, u), active * going
 
 
 @traceable

@@ -278,7 +278,8 @@ class Hierarchical:
 
         moved, gain = client_laplace.newton_step(structure, log_joint, u[None], self._least)
         there = torch.where(active.reshape(-1, 1, 1) > 0, moved[0], u)
-        return there, active * (gain[0] > TOLERANCE)
+        going = (gain[0] > TOLERANCE) & (moved[0] != u).any(-1).any(-1)  # else the next is the same
+        return there, active * going
 
     def unit_roots(self, phi: Params) -> Params:
         """C of K clients' factors by the name of their locations, whose steps are measured in units of C^{−⊤}."""

@@ -36,7 +36,7 @@ from bayesfed.guides.family import GLOBAL
 from bayesfed.output import khat
 from bayesfed.output.effort import (
     DRAWS,
-    LARGE,
+    LARGEST,
     SLOW_PROBE,
     Effort,
     Probed,
@@ -66,7 +66,8 @@ PROPOSALS = 2, 6
 PATIENCE = 3
 """The number of proposals after which the effective sample size must be large enough to estimate a covariance."""
 PRIOR = 2
-"""The number of proposals after which one is twice as large, half of it as wide as the prior."""
+"""The number of proposals after which one is twice as large, half of it as wide as the prior; not of large data by
+Laplace's estimates, which take longest where they are far from the posterior."""
 FURTHER, SPARE = 3, 1.1
 """Where the fit has a precision: the number of proposals beyond :data:`PROPOSALS`, and the factor on their draws."""
 EACH_GLOBAL = 0.5
@@ -150,7 +151,8 @@ def correct(
     targets: list[Tensor] = []
     rough, certain, further, number = True, False, False, draws
     while number:
-        around = Around.BOTH if further or len(targets) == PRIOR else Around.DRAWS
+        wide = len(targets) == PRIOR and not (laplace and effort.large)
+        around = Around.BOTH if further or wide else Around.DRAWS
         added = proposals.add(
             z,
             shares,
@@ -172,7 +174,8 @@ def correct(
                 return first
             target, laplace = first
         targets.append(target)
-        number = max(effort.later, 2 * draws) if len(targets) == PRIOR else effort.later
+        twice = len(targets) == PRIOR and not (laplace and effort.large)
+        number = max(effort.later, 2 * draws) if twice else effort.later
         weights = _assess(torch.cat(targets) - proposals.log_prob(), effort.enough)
         z = proposals.draws
         shares, rough = weights.shares, weights.size < draws / 2
@@ -309,7 +312,7 @@ def _first_log_target(
     if repeats and effort.slow:
         probed = probed or probe_at(fitted, z[:SLOW_PROBE], key, log_weights)
         if probed.noisy:
-            if effort.cost > LARGE:
+            if effort.cost > LARGEST:
                 return CorrectionResult(reliable=False, attempted=False)
             return log_target(fitted, z, key, log_weights, laplace=True), True
         repeats = 0

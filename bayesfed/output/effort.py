@@ -14,15 +14,17 @@ from bayesfed.output import khat
 from bayesfed.output.draws import draw_theta
 from bayesfed.output.evidence import COST
 from bayesfed.output.fitted import Fitted
-from bayesfed.output.log_densities import SumLogWeights, sum_log_weights
+from bayesfed.output.log_densities import DEGREE, SumLogWeights, sum_log_weights
 from bayesfed.output.log_target import learns_block, log_target_twice, noise_variance
+from bayesfed.output.polynomials import evaluations
 from bayesfed.output.prior_coordinates import find_prior_coordinates
 from bayesfed.output.proposal import Around, Proposals
 
 DRAWS, LATER = 2000, 6000
 """Draws from the first proposal, and from each later one, unless that takes long."""
-FEWEST, LARGE = 250, 64
-"""The number of draws from each proposal where data are large; the largest cost of estimates without noise."""
+FEWEST, LARGE, LARGEST = 250, 64, 200
+"""The number of draws from each proposal where data are large; their largest number relative to those that are
+affordable; the largest cost of estimates without noise."""
 SLOW, SLOW_ELSEWHERE = 2, 8
 """The cost of estimates without noise above which a probe shows first whether they are needed: of clients in this
 process, and of clients elsewhere, where a probe is an exchange, so that only large data are worth one."""
@@ -84,11 +86,12 @@ def effort_of(fitted: Fitted, elsewhere: bool = False) -> Effort | None:
     family = fitted.program.random == (GLOBAL,)
     if not family or not khat.has_density(fitted) or draws > affordable * LARGE:
         return None
-    least = max(LEAST, PER_DIMENSION * draws_of_q(fitted, 1).shape[1])
+    size = draws_of_q(fitted, 1).shape[1]
+    least = max(LEAST, PER_DIMENSION * size)
     if large and draws < EACH * least:
         return None
     later = draws if large else min(LATER, affordable)
-    cost = draws * COST / affordable
+    cost = evaluations(draws, size, DEGREE) * COST / affordable
     slow = cost > (SLOW_ELSEWHERE if elsewhere else SLOW)
     return Effort(affordable, draws, later, int(ENOUGH * draws), least, cost, slow)
 

@@ -35,7 +35,7 @@ from bayesfed.guides import newton
 from bayesfed.guides.family import GLOBAL
 from bayesfed.guides.hierarchical import LOCAL
 from bayesfed.guides.triangular import inverse_root
-from bayesfed.output.polynomials import FARTHEST, find_polynomial
+from bayesfed.output.polynomials import find_polynomial
 from bayesfed.tracing.blocks import in_blocks
 
 EACH = 4
@@ -48,8 +48,9 @@ TOLERANCE = 0.01
 """A Newton step with twice its predicted gain below this, in nats, is the last one: the draws are weighted."""
 LEAST_CURVATURE = 0.05
 """The least curvature along an axis, in units of the precision of a Normal prior, or else of q."""
-ERROR, ERROR_OF_SUM = 0.001, 0.02
-"""The largest root mean square error, in nats, of a polynomial in place of quadrature: of a client, of all clients."""
+DEGREE, ERROR, ERROR_OF_SUM = 2, 0.001, 0.02
+"""The degree of polynomials in place of modes and quadrature; the largest root mean square error of the latter, in
+nats, of a client and of all clients."""
 ROUNDING = 20
 """The least standard deviation of a variable that is apart from its mode, in units of its round-off."""
 LOG_TAU = math.log(math.tau)
@@ -237,7 +238,7 @@ def laplace_evidence(given: Conditionals, mode: Tensor, root: Tensor, keys: Tens
         root: a root of H_s⁻¹.
         keys: the clients' noise streams, ``(K,)``.
     """
-    polynomial = find_polynomial(given.z[:, 0, 0])
+    polynomial = find_polynomial(given.z[:, 0, 0], DEGREE)
     if polynomial is None:
         return _by_points(given, mode, root, keys)
     level = log_volume(root)
@@ -253,8 +254,7 @@ def laplace_evidence(given: Conditionals, mode: Tensor, root: Tensor, keys: Tens
         return _by_points(given, mode, root, keys)
     evidence = laplace + fitted
     evidence[few] = some
-    far = (polynomial.leverage > FARTHEST).nonzero()[:, 0]
-    if len(far):
+    if len(far := polynomial.far):
         evidence[far] = _by_points(given.at(far), mode[far], root[far], keys)
     if len(poor := (~good).nonzero()[:, 0]):
         own = given.of_clients(poor)
@@ -314,7 +314,7 @@ def _fitted_modes(given: Conditionals) -> tuple[Tensor, Tensor] | None:
 
     Return None if the draws are too few, or if clients' variables have priors that are not Normal.
     """
-    polynomial = find_polynomial(given.z[:, 0, 0])
+    polynomial = find_polynomial(given.z[:, 0, 0], DEGREE)
     if polynomial is None:
         return None
     _, scale = _prior(given)

@@ -37,7 +37,7 @@ CANDIDATES, FOR_EVIDENCE, STABLE, PLAUSIBLE = 64, 256, 0.02, 20.0
 number for evidence if estimates from the former differ from these by a variance above this, among draws of θ at which
 log p(D_i | θ) is so close to its largest value. The error does not shrink with the draws of θ, since all have the same
 candidates."""
-LEAST_PROBED, PROBED, SHARE = 8, 25, 30
+LEAST_PROBED, PROBED, SHARE = 4, 25, 30
 """The least and the largest number of draws of θ at which Laplace estimates are compared with those of more candidates,
 and the number of draws altogether for each of them."""
 POOR, NARROWER = 0.2, (1.1, 2.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -39,11 +40,14 @@ LITTLE = 1_000_000
 """The largest size, in numbers, of all clients' variables that are computed at the end of a fit, with any warnings."""
 
 
-def make_local_params(run: Run, params: Params) -> Mapping[str, Tensor]:
+def make_local_params(
+    run: Run, params: Params, near: float | None = None
+) -> Mapping[str, Tensor]:
     """Return the local parameters of a run's clients, given the guide's global parameters.
 
     Those of stateful clients are in their states; clients that have taken few steps take more. Stateless clients, and
-    those that were in no cohort, make them from θ: at once, or when they are first read if there are many.
+    those that were in no cohort, make them from θ: at once, or when they are first read if there are many. ``near`` is
+    as for :meth:`~bayesfed.steps.local_variational.LocalVariational.complete`.
     """
     plan, group, on_disk = run.plan, run.plan.execution.group, run.plan.execution.states is not None
     key, size = noise.fold(noise.key(plan.seed), noise.word("personalize")), plan.batch_size
@@ -74,7 +78,7 @@ def make_local_params(run: Run, params: Params) -> Mapping[str, Tensor]:
                 run.clients.begin(chunk, {part: found})
         local_params = dict(run.clients.tensors.get(part, {}))
         completed = _is_completed(run)
-        complete = _complete(run, params, mine & ~unseen) if completed else iter(())
+        complete = _complete(run, params, mine & ~unseen, near) if completed else iter(())
         if on_disk:  # clients that were in no cohort are not made here: there may be very many
             warn_of_unseen(run.federation.names, unseen)
             for chunk, found in () if unseen.any() else complete:
@@ -103,7 +107,7 @@ def kept_local_params(run: Run, params: Params) -> Params | None:
     if _is_completed(run):
         found = {name: value.clone() for name, value in found.items()}
         with threads(run.numbers), using(run.compiler):
-            for chunk, moved in _complete(run, params, ~unseen, steps=False):
+            for chunk, moved in _complete(run, params, ~unseen, math.inf):
                 for name in found:
                     found[name][chunk] = moved[name]
     return found
@@ -117,7 +121,7 @@ def _is_completed(run: Run) -> bool:
 
 
 def _complete(
-    run: Run, params: Params, wanted: Tensor, *, steps: bool = True
+    run: Run, params: Params, wanted: Tensor, near: float | None
 ) -> Iterator[tuple[Tensor, Params]]:
     """Let clients complete their parameters; yield the positions of some clients with these."""
     local, federation = run.plan.algorithm.steps, run.federation.sufficient
@@ -129,7 +133,7 @@ def _complete(
             rows = batches(federation, chunk, run.plan.batch_size, keys)
             states = run.clients.take(chunk)
             job = Job(run.program, {"theta": params}, states, rows, keys)
-            yield chunk, local.complete(job, steps=steps)
+            yield chunk, local.complete(job, near=near)
 
 
 def _missing(run: Run, federation: Federation, params: Params, own: Params) -> Tensor:

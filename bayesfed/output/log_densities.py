@@ -15,13 +15,18 @@ from bayesfed.elbo import noise
 from bayesfed.elbo.elbo import log_parts, server_pass
 from bayesfed.elbo.program import Params, Program
 from bayesfed.output.draws import draw_theta
-from bayesfed.output.evidence import has_block, rows_width
+from bayesfed.guides.family import GLOBAL
+from bayesfed.output.evidence import ERROR_OF_SUM, has_block, rows_width
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.locals_given_theta import evidence_by_laplace, evidence_chunks
+from bayesfed.output.polynomials import find_polynomial
 from bayesfed.tracing.blocks import in_blocks
 
 OF_GUIDE = 16
 """Draws of a client's variables from q(w_i | θ) for one of θ, where one is not enough and Laplace does not apply."""
+DEGREE, SHARE = 3, 0.6
+"""The degree of the polynomial in θ by which the sum of Laplace's estimates is interpolated; the largest share of the
+draws of θ at which it may be computed for that."""
 PROBED, QUIET = 50, 0.003
 """Draws of θ at which the variance of estimates by one draw is measured, and up to which one draw is enough."""
 
@@ -100,8 +105,36 @@ def sum_log_weights(
         for log_p, log_q in _client_log_densities(fitted, theta, count, key):
             total += (log_p - log_q).sum(1)
         return total
+    found = _interpolated(fitted, theta, count, key)
+    return _sum_by_laplace(fitted, theta, count, key) if found is None else found
+
+
+def _sum_by_laplace(fitted: Fitted, theta: Params, count: int, key: Tensor) -> Tensor:
+    """Sum the clients' estimates from Laplace approximations, ``(S,)``; arguments as of :func:`sum_log_weights`."""
+    total = torch.zeros(count, dtype=torch.float64, device=fitted.federation.device)
     for chunk in evidence_chunks(fitted, count):
         total += evidence_by_laplace(fitted, theta, count, chunk, key).sum(1)
+    return total
+
+
+def _interpolated(fitted: Fitted, theta: Params, count: int, key: Tensor) -> Tensor | None:
+    """Return the result of :func:`_sum_by_laplace`, by a polynomial in θ at most draws; None if there is none.
+
+    A sum over many clients is nearly quadratic in θ where their posterior is.
+    """
+    polynomial = find_polynomial(theta[GLOBAL][:, 0, 0], DEGREE) if GLOBAL in theta else None
+    if polynomial is None:
+        return None
+    tests, few = polynomial.tests(), len(polynomial.few)
+    some = torch.cat([polynomial.few, tests, polynomial.far])
+    if len(some) > SHARE * count:
+        return None
+    values = _sum_by_laplace(fitted, {n: v[some] for n, v in theta.items()}, len(some), key)
+    total = polynomial.fitted(values[:few, None])[:, 0]
+    errors = total[tests] - values[few : few + len(tests)]
+    if not bool(errors.square().mean().sqrt() < ERROR_OF_SUM * len(fitted.federation) / fitted.program.clients):
+        return None
+    total[some] = values
     return total
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from itertools import combinations_with_replacement
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-PER_FEATURE, ENOUGH = 3, 4
-"""Draws per coefficient at which a function is computed; the least number of all draws relative to these."""
-FARTHEST = 1.5
+MORE, ENOUGH = 1 / 3, 3
+"""Draws at which a function is computed beyond one per coefficient, relative to these; the least number of all draws
+relative to both."""
+FARTHEST = 3.0
 """The largest leverage of a draw at which a polynomial is used: beyond, it extrapolates."""
 CENTRAL = 0.95
 """The share of all draws, the nearest to their median, among which these are."""
-TESTS = 12
+TESTS = 6
 """Draws of the largest leverage, and others, at which it is compared with the function."""
 
 
@@ -29,9 +32,9 @@ class Polynomial(NamedTuple):
         >>> import torch
         >>> from bayesfed.output.polynomials import find_polynomial
         >>> z = torch.linspace(-2.0, 2.0, 60, dtype=torch.float64)[:, None]
-        >>> polynomial = find_polynomial(z)
+        >>> polynomial = find_polynomial(z, 2)
         >>> len(polynomial.few), torch.allclose(polynomial.fitted(z[polynomial.few] ** 2), z**2)
-        (9, True)
+        (4, True)
     """
 
     features: Tensor
@@ -49,6 +52,11 @@ class Polynomial(NamedTuple):
         """The variance of the polynomial at each draw, in units of that of a value, ``(S,)``."""
         return (self.features @ self.weights).square().sum(1)
 
+    @property
+    def far(self) -> Tensor:
+        """Positions of draws that are so far from the few that it is not used there."""
+        return (self.leverage > FARTHEST).nonzero()[:, 0]
+
     def tests(self) -> Tensor:
         """Return positions of draws at which to test it: some of the farthest that are not too far, and others."""
         leverage = self.leverage
@@ -59,10 +67,21 @@ class Polynomial(NamedTuple):
         return torch.cat([far, others]).unique()
 
 
-def find_polynomial(z: Tensor) -> Polynomial | None:
-    """Return a polynomial of degree two in draws ``(S, D)``, or one if they are too few for two.
+def evaluations(draws: int, size: int, degree: int) -> int:
+    """Return at about how many of S draws of θ ``(D,)`` a function is computed for a polynomial; all if they are few."""
+    coefficients = math.comb(size + degree, degree)
+    few = coefficients + int(MORE * coefficients)
+    return draws if draws < ENOUGH * few else min(draws, few + 2 * TESTS + int((1 - CENTRAL) * draws))
 
-    None if they are too few for both, not all finite, or most are equal.
+
+def find_polynomial(z: Tensor, degree: int) -> Polynomial | None:
+    """Return a polynomial in draws ``(S, D)`` of a degree, or the largest lower one that they are enough for.
+
+    The function is computed at discrete Leja points among the draws, which the pivots of an LU decomposition give (Bos,
+    De Marchi, Sommariva & Vianello 2010, *Computing multivariate Fekete and Leja points by numerical linear algebra*),
+    and at some others.
+
+    None if the draws are too few for degree one, not all finite, or most are equal.
     """
     z = z.double()
     low, middle, high = z.quantile(z.new_tensor([0.16, 0.5, 0.84]), dim=0)
@@ -71,12 +90,28 @@ def find_polynomial(z: Tensor) -> Polynomial | None:
         return None
     distance = z.square().sum(1)
     near = (distance <= distance.quantile(CENTRAL)).nonzero()[:, 0]
-    row, column = torch.triu_indices(z.shape[1], z.shape[1], device=z.device)
-    one, products = z.new_ones(len(z), 1), z[:, row] * z[:, column]
-    for parts in ([one, z, products], [one, z]):
-        count = PER_FEATURE * sum(part.shape[1] for part in parts)
-        if len(z) >= ENOUGH * count:
-            features = torch.cat(parts, 1)
-            few = near[torch.linspace(0, len(near) - 1, count, device=z.device).long()]
+    for highest in range(degree, 0, -1):
+        features = _monomials(z, highest)
+        count = features.shape[1]
+        more = int(MORE * count)
+        if len(z) >= ENOUGH * (count + more):
+            permutation = torch.linalg.lu(features[near])[0]
+            order = near[permutation.argmax(0)]
+            others = order[count:].sort().values
+            some = others[torch.linspace(0, len(others) - 1, more, device=z.device).long()]
+            few = torch.cat([order[:count], some])
             return Polynomial(features, few, torch.linalg.pinv(features[few]))
     return None
+
+
+def _monomials(z: Tensor, degree: int) -> Tensor:
+    """Return the products of up to ``degree`` coordinates of draws ``(S, D)``: ``(S, F)``."""
+    columns = z.unbind(1)
+    return torch.stack(
+        [
+            torch.stack([columns[i] for i in which]).prod(0) if which else torch.ones_like(z[:, 0])
+            for size in range(degree + 1)
+            for which in combinations_with_replacement(range(z.shape[1]), size)
+        ],
+        1,
+    )

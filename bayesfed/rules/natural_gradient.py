@@ -316,7 +316,8 @@ class NaturalGradient(Rule):
         if not turn.program.guide.family.takes_natural_steps(turn.rate):
             return Progress(turn.rate * self.lr * ADAM, sds)
         turns = float(server["before"]["turns"])
-        return Progress(turn.rate * self.lr / (1 + TURN * turns), sds)
+        far = float(server["before"]["far"])
+        return Progress(turn.rate * self.lr / (1 + TURN * turns), sds, far)
 
 
 def fade(known: Mapping[str, Tensor], level: Tensor) -> Params:

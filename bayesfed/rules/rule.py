@@ -7,6 +7,7 @@ The server needs only the sum, so that the order and the chunking of clients do 
 secure summation act in one place.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
@@ -62,10 +63,12 @@ class Progress:
     Attributes:
         pace: the fraction of the way to the current target of q(θ) that the round has gone.
         noise: how far the noise of a round would move q(θ), in its standard deviations.
+        step: how far the whole way was, in standard deviations of q(θ) before the round; infinite if not known.
     """
 
     pace: float
     noise: float = 0.0
+    step: float = math.inf
 
 
 class Rule:

@@ -93,12 +93,16 @@ class LocalVariational(Steps):
             return optimizer.where_active(origin["params"], full["params"], late)
         return origin["params"]
 
-    def complete(self, job: Job, *, steps: bool = True) -> Params:
+    def complete(self, job: Job, *, near: float | None = None) -> Params:
         """Return φ_i of K clients at the end of a run; those that lack steps take :data:`ENOUGH_STEPS` more.
 
         Where a run ends after few rounds clients have learnt little. Those whose closed form is their posterior already
         take none. Clients whose closed form is nearer to their posterior than what they have learnt return to it.
-        Without ``steps`` none are taken.
+
+        Args:
+            job: the server's parameters, the clients' states, and their rows.
+            near: the variance of a client's log weights from which on it takes steps; by default so little that the
+                sum over all clients tells θ.
         """
         program, clients = job.program, phi_state(job.clients)
         few = lacks_steps(clients)
@@ -109,7 +113,7 @@ class LocalVariational(Steps):
             clients = {n: optimizer.where_active(v, followed[n], few) for n, v in clients.items()}
         closed = clients["params"] | clients["origin"]
         off = self._noise(job, closed)
-        lacking = few & ~(off < largest_noise(program.clients)) & steps
+        lacking = few & ~(off < (largest_noise(program.clients) if near is None else near))
         found = clients["params"]
         if bool(lacking.any()):
             moved = self._personal_steps(job, clients, ENOUGH_STEPS, None)["params"]

@@ -13,6 +13,8 @@ PERSONAL_DRAWS = 16
 EXACT, NEAR, IN_ALL = 1e-5, 1e-3, 0.01
 """The largest variance of a client's log weights, given θ, at which q(w_i | θ) is its posterior but for round-off; that
 at which it is near enough, if the sum over all clients is no larger than the last."""
+NEAR_ALONE = 0.01
+"""The same of a client by itself, whose log weights no sum over clients contains."""
 
 
 def largest_noise(clients: int) -> float:

@@ -52,6 +52,35 @@ def test_gaussian_likelihood_gives_the_exact_conditional_posterior_at_any_global
         torch.testing.assert_close(q.covariance_matrix[:, 0], covariance, rtol=1e-9, atol=1e-9)
 
 
+def test_a_client_whose_steps_gain_nothing_but_round_off_takes_no_more():
+    """Round-off makes every other value a little less likely than u, as it does of many rows."""
+    u, calls = torch.full((1, 1, 1), 0.302), []
+
+    class Guide:
+        def block_prior_at_centre(self, params, batch):
+            zero = torch.zeros(1, 1, 1)
+            return client_factor.BlockPrior(zero, zero, zero, zero + 1)
+
+        def block_prior_at(self, params, batch, z):
+            return torch.zeros(1, 1, 1), torch.zeros(1, 1, 1)
+
+        def block_log_likelihood(self, params, batch, values, z):
+            calls.append(len(values))
+            off = 1e-3 * (values.detach() != u)
+            return -(50 * (values - 0.3).square() + off).sum((-2, -1)) + 0.0 * z.sum()
+
+    class Batch:
+        scale = torch.ones(1)
+
+        def __len__(self):
+            return 1
+
+    earlier = {"loc": u, "log_precision": torch.full((1, 1, 1), 4.6)}
+    found = client_factor.closed_form(Guide(), {}, earlier, Batch())
+    torch.testing.assert_close(found["loc"], torch.full((1, 1, 1), 0.3))  # û plus a Newton step
+    assert len(calls) < 10
+
+
 @pytest.mark.parametrize("count", [0.0, 3.0, 400.0])
 def test_poisson_mode_and_curvature(count):
     """Newton's method starts at the prior's mode; the log rate is up to six prior standard deviations away."""

@@ -46,6 +46,8 @@ NO_NOISE = 0.02
 CLOSE, NEAR = (150.0, 12.0), 3.0
 """The factors on the tolerances within which a correction is tried, one after the other, early, after the first try;
 and the last time."""
+SHORT = 1.0
+"""The length of the last step, likewise, at which a second correction is tried whatever the steps before it."""
 LAST, LEAST, COOLING = 2, 3, 4
 """The smallest numbers of rounds whose steps are measured before the second correction, in which convergence is
 assessed, and in which the rates fall."""
@@ -113,7 +115,7 @@ class Convergence(Stopping):
             distant: q(θ) is far from the posterior.
             noisy: weights need estimates without noise, which take longer than a few rounds.
         """
-        return not distant and (not noisy or int(self.marks[_TRIED]) > len(CLOSE))
+        return not distant and (not noisy or int(self.marks[_TRIED]) > 1)
 
     def withdraw(self) -> None:
         """Withdraw a provisional end: the run goes on at full rate."""
@@ -131,9 +133,16 @@ class Convergence(Stopping):
         assert progress is not None
         with using(outcome.compiler):
             place = _place(moments(self.program, outcome.params), self.sites)
-        self.add_round(place, progress.pace, outcome.elbo, outcome.cohort)
+        self.add_round(place, progress.pace, outcome.elbo, outcome.cohort, progress.step)
 
-    def add_round(self, place: Tensor, pace: float, elbo: Tensor, cohort: Tensor) -> None:
+    def add_round(
+        self,
+        place: Tensor,
+        pace: float,
+        elbo: Tensor,
+        cohort: Tensor,
+        step: float = math.inf,
+    ) -> None:
         """Add a round, and go on to the next level, to the cool-down or to the end if q(θ) has converged.
 
         Args:
@@ -141,6 +150,7 @@ class Convergence(Stopping):
             pace: see :class:`~bayesfed.rules.Progress`.
             elbo: of all rounds so far, ``(rounds,)``.
             cohort: positions of the clients whose uploads counted.
+            step: see :class:`~bayesfed.rules.Progress`.
         """
         done = len(elbo)
         self.places[done], self.paces[done - 1] = place, pace
@@ -153,7 +163,7 @@ class Convergence(Stopping):
             return
         if not self.visits.min():
             return
-        if last and tried < TRIES - 1 and self._is_close(done, start, tried):
+        if last and tried < TRIES - 1 and self._is_close(done, start, tried, step):
             self.marks[[_ENDED, _TRIED]] = torch.tensor([1, tried + 1])
             return
         window = self._window(done, start)
@@ -185,12 +195,13 @@ class Convergence(Stopping):
         far = {n: v for n, v in self._by_site(torch.maximum(step, move)).items() if v > FAR}
         return far or None
 
-    def _is_close(self, done: int, start: int, tried: int) -> bool:
+    def _is_close(self, done: int, start: int, tried: int, last: float) -> bool:
         """Return whether a correction may succeed early after so many have been tried: none yet, or short steps.
 
-        The steps are the last ones, and the moves those since the oldest of the clients' last visits.
+        The steps are the last ones, and the moves those since the oldest of the clients' last visits. A short ``last``
+        step is enough for the second.
         """
-        if not tried:
+        if not tried or (tried == 1 and last < SHORT):
             return True
         window = max(LAST, self._since_visits(done))
         return window <= done - start and self._are_small(
