@@ -103,21 +103,25 @@ def product_of_normals(
     size = loc.shape[-1]
     leads = (x.shape[:-1] for x in (centre, weight, loc, diagonal, below[..., 0]))
     lead = torch.broadcast_shapes(*leads)
-    if not _by_entries(size, lead):
-        root = root_of_precision(diagonal, below)
-        factor = root @ root.mT
-        tril = inverse_root(factor + torch.diag_embed(weight))
-        natural = weight * centre + times(factor, loc)
-        return times(tril, times(tril.mT, natural)), tril
-    m, own, a, d = (x.unbind(-1) for x in (centre, weight, loc, diagonal))
-    c = [
-        [*(d[i] * entry for entry in row[:i]), d[i]] for i, row in enumerate(_entries(below))
-    ]
-    white = [_inner([c[k][i] for k in range(i, size)], a[i:]) for i in range(size)]  # Cᵀ a
-    natural = [own[i] * m[i] + _inner(c[i], white) for i in range(size)]
-    precision = [[_inner(c[i], c[j]) for j in range(size)] for i in range(size)]
-    for i in range(size):
-        precision[i][i] = precision[i][i] + own[i]
+    if _by_entries(size, lead):
+        return _product_by_entries(lead, centre, weight, loc, diagonal, below)
+    root = root_of_precision(diagonal, below)
+    factor = root @ root.mT
+    tril = inverse_root(factor + torch.diag_embed(weight))
+    natural = weight * centre + times(factor, loc)
+    return times(tril, times(tril.mT, natural)), tril
+
+
+def _product_by_entries(lead: torch.Size, *given: Tensor) -> tuple[Tensor, Tensor]:
+    """Return :func:`product_of_normals`, over ``lead`` dimensions, of m, λ, a, d and W."""
+    m, weight, a, d = (x.unbind(-1) for x in given[:-1])
+    below, size = _entries(given[-1]), len(d)
+    root = [[*(d[i] * entry for entry in row[:i]), d[i]] for i, row in enumerate(below)]
+    white = [_inner([root[k][i] for k in range(i, size)], a[i:]) for i in range(size)]  # Cᵀ a
+    natural = [weight[i] * m[i] + _inner(root[i], white) for i in range(size)]
+    precision = [[_inner(root[i], root[j]) for j in range(i + 1)] for i in range(size)]
+    for row, more in zip(precision, weight, strict=True):
+        row[-1] = row[-1] + more
     factor = _lower_factor(precision)
     mean = _solve(factor, _solve(factor, natural, transposed=True), transposed=False)
     return torch.stack([number.expand(lead) for number in mean], -1), _matrix(_inverse(factor))
@@ -182,14 +186,14 @@ def _solve(
 
 
 def _lower_factor(symmetric: Entries) -> Entries:
-    """Return T with Tᵀ T = A."""
+    """Return T with Tᵀ T = A; of A, entries above the diagonal are not read."""
     size = len(symmetric)
     rows: list[list[Tensor]] = [[] for _ in range(size)]
     for j in reversed(range(size)):
         below = range(j + 1, size)
         root = (symmetric[j][j] - sum(rows[k][j].square() for k in below)).sqrt()
         entries = [
-            (symmetric[i][j] - sum(rows[k][i] * rows[k][j] for k in below)) / root for i in range(j)
+            (symmetric[j][i] - sum(rows[k][i] * rows[k][j] for k in below)) / root for i in range(j)
         ]
         rows[j] = [*entries, root]
     return rows

@@ -40,9 +40,7 @@ LITTLE = 1_000_000
 """The largest size, in numbers, of all clients' variables that are computed at the end of a fit, with any warnings."""
 
 
-def make_local_params(
-    run: Run, params: Params, near: float | None = None
-) -> Mapping[str, Tensor]:
+def make_local_params(run: Run, params: Params, near: float | None = None) -> Mapping[str, Tensor]:
     """Return the local parameters of a run's clients, given the guide's global parameters.
 
     Those of stateful clients are in their states; clients that have taken few steps take more. Stateless clients, and

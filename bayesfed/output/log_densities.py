@@ -14,8 +14,8 @@ from bayesfed.data.moments import is_of_moments
 from bayesfed.elbo import noise
 from bayesfed.elbo.elbo import log_parts, server_pass
 from bayesfed.elbo.program import Params, Program
-from bayesfed.output.draws import draw_theta
 from bayesfed.guides.family import GLOBAL
+from bayesfed.output.draws import draw_theta
 from bayesfed.output.evidence import ERROR_OF_SUM, has_block, rows_width
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.locals_given_theta import evidence_by_laplace, evidence_chunks
@@ -132,7 +132,10 @@ def _interpolated(fitted: Fitted, theta: Params, count: int, key: Tensor) -> Ten
     values = _sum_by_laplace(fitted, {n: v[some] for n, v in theta.items()}, len(some), key)
     total = polynomial.fitted(values[:few, None])[:, 0]
     errors = total[tests] - values[few : few + len(tests)]
-    if not bool(errors.square().mean().sqrt() < ERROR_OF_SUM * len(fitted.federation) / fitted.program.clients):
+    if not bool(
+        errors.square().mean().sqrt()
+        < ERROR_OF_SUM * len(fitted.federation) / fitted.program.clients
+    ):
         return None
     total[some] = values
     return total

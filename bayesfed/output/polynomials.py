@@ -68,10 +68,15 @@ class Polynomial(NamedTuple):
 
 
 def evaluations(draws: int, size: int, degree: int) -> int:
-    """Return at about how many of S draws of θ ``(D,)`` a function is computed for a polynomial; all if they are few."""
+    """Return at about how many of S draws of θ, a vector of ``size`` numbers, a function is computed for a polynomial.
+
+    If they are too few for one, at all.
+    """
     coefficients = math.comb(size + degree, degree)
     few = coefficients + int(MORE * coefficients)
-    return draws if draws < ENOUGH * few else min(draws, few + 2 * TESTS + int((1 - CENTRAL) * draws))
+    return (
+        draws if draws < ENOUGH * few else min(draws, few + 2 * TESTS + int((1 - CENTRAL) * draws))
+    )
 
 
 def find_polynomial(z: Tensor, degree: int) -> Polynomial | None:

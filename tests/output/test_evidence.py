@@ -10,7 +10,7 @@ from scipy.stats import multivariate_normal, norm, poisson
 
 import bayesfed as bf
 from bayesfed.elbo import noise
-from bayesfed.output import evidence, locals_given_theta
+from bayesfed.output import evidence, locals_given_theta, log_densities
 from bayesfed.output.evidence import has_block
 from bayesfed.output.log_densities import sum_log_weights
 from bayesfed.output.polynomials import find_polynomial
@@ -90,14 +90,52 @@ def test_estimates_near_and_far_from_the_centre_of_q(case):
     assert np.abs(by_q - expected).max() > 1.0
 
 
-def test_a_polynomial_in_the_globals_replaces_quadrature_at_most_of_many_draws(monkeypatch):
-    """Not at draws that are far from the others, and at none where the polynomial is not exact enough."""
+def slopes_of_counts():
+    """A fit, draws of its global log slope of which the last two are far from the others, and the exact log evidence."""
     federation = data(CASES["Poisson"][1])
     posterior = bf.fit(counts, federation, bf.SFVI(corrected=False), rounds=5)
     start = posterior.program.guide.globals["slope"]
     near = 0.1 * torch.randn(300, generator=torch.Generator().manual_seed(1))
     u = torch.cat([near, torch.tensor([-1.0, 1.5])]).double() - 0.2
     theta = {"global": ((u - start.loc) / start.scale)[:, None, None, None]}
+    rows = [
+        (federation.select([n])["x"].numpy(), federation.select([n])["y"].numpy())
+        for n in federation.names
+    ]
+    return (
+        posterior,
+        u,
+        theta,
+        lambda s: sum(by_quadrature(float(u[s].exp()), x, y) for x, y in rows),
+    )
+
+
+def test_a_polynomial_in_the_globals_replaces_the_sum_over_clients_at_most_of_many_draws(
+    monkeypatch,
+):
+    """Not at draws that are far from the others, and at none where the polynomial is not exact enough."""
+    posterior, u, theta, exact = slopes_of_counts()
+    computed, by_laplace = [], log_densities.evidence_by_laplace
+
+    def counted(fitted, theta, count, *rest):
+        computed.append(count)
+        return by_laplace(fitted, theta, count, *rest)
+
+    monkeypatch.setattr(log_densities, "evidence_by_laplace", counted)
+    found = sum_log_weights(posterior, theta, len(u), noise.key(0), laplace=True)
+    assert max(computed) < len(u) / 4
+    for s in (*range(0, len(u), 40), -2, -1):
+        assert abs(found[s] - exact(s)) < 0.02
+    monkeypatch.setattr(log_densities, "ERROR_OF_SUM", 0.0)
+    every = sum_log_weights(posterior, theta, len(u), noise.key(0), laplace=True)
+    assert max(computed) == len(u)
+    assert 0 < (found - every).abs().max() < 0.02
+
+
+def test_a_polynomial_in_the_globals_replaces_quadrature_at_most_of_many_draws(monkeypatch):
+    """Not at draws that are far from the others, and at none where the polynomial is not exact enough."""
+    monkeypatch.setattr(log_densities, "SHARE", 0.0)  # of each client, not of their sum
+    posterior, u, theta, exact = slopes_of_counts()
     computed, by_points = [], evidence._by_points
     monkeypatch.setattr(
         evidence,
@@ -111,13 +149,8 @@ def test_a_polynomial_in_the_globals_replaces_quadrature_at_most_of_many_draws(m
 
     found = estimate()
     assert sum(computed) < len(u) / 4
-    rows = [
-        (federation.select([n])["x"].numpy(), federation.select([n])["y"].numpy())
-        for n in federation.names
-    ]
     for s in (*range(0, len(u), 40), -2, -1):
-        slope = float(u[s].exp())
-        assert abs(found[s] - sum(by_quadrature(slope, x, y) for x, y in rows)) < 0.003
+        assert abs(found[s] - exact(s)) < 0.003
     monkeypatch.setattr(evidence, "ERROR", 0.0)
     all_points = estimate()
     assert max(computed) == len(u)
@@ -219,6 +252,7 @@ def test_poor_estimates_are_made_from_more_candidates(monkeypatch):
         found = sum_log_weights(posterior, theta, len(mu), noise.key(0), laplace=True).numpy()
         return float((found - np.array(exact)).std())  # a constant does not matter
 
+    monkeypatch.setattr(log_densities, "SHARE", 0.0)  # of each client, not of their sum
     monkeypatch.setattr(locals_given_theta, "SHARE", 4)  # a quarter of these few draws is compared
     approximations, approximate = [], locals_given_theta.laplace_approximation
     monkeypatch.setattr(
@@ -235,7 +269,7 @@ def test_poor_estimates_are_made_from_more_candidates(monkeypatch):
 
 @pytest.mark.parametrize("draws", [[[0.0]] * 50, [[float("inf")]] * 10 + [[1.0]] * 40])
 def test_draws_without_a_spread_or_an_end_have_no_polynomial(draws):
-    assert find_polynomial(torch.tensor(draws)) is None
+    assert find_polynomial(torch.tensor(draws), 2) is None
 
 
 def common_level(federation):
