@@ -149,9 +149,8 @@ def correct(
     proposals = Proposals(find_prior_coordinates(fitted.program, fitted.params, own))
     z, shares = own, equal_shares(own)
     targets: list[Tensor] = []
-    rough, certain, further, number = True, False, False, draws
+    rough, certain, further, wide, number = True, False, False, False, draws
     while number:
-        wide = len(targets) == PRIOR and not (laplace and effort.large)
         around = Around.BOTH if further or wide else Around.DRAWS
         added = proposals.add(
             z,
@@ -174,8 +173,8 @@ def correct(
                 return first
             target, laplace = first
         targets.append(target)
-        twice = len(targets) == PRIOR and not (laplace and effort.large)
-        number = max(effort.later, 2 * draws) if twice else effort.later
+        wide = len(targets) == PRIOR and not (laplace and effort.large)
+        number = max(effort.later, 2 * draws) if wide else effort.later
         weights = _assess(torch.cat(targets) - proposals.log_prob(), effort.enough)
         z = proposals.draws
         shares, rough = weights.shares, weights.size < draws / 2

@@ -91,7 +91,7 @@ def test_estimates_near_and_far_from_the_centre_of_q(case):
 
 
 def slopes_of_counts():
-    """A fit, draws of its global log slope of which the last two are far from the others, and the exact log evidence."""
+    """A fit, draws of its global log slope, the last two far from the others, and the exact log evidence at these."""
     federation = data(CASES["Poisson"][1])
     posterior = bf.fit(counts, federation, bf.SFVI(corrected=False), rounds=5)
     start = posterior.program.guide.globals["slope"]
