@@ -91,7 +91,8 @@ def effort_of(fitted: Fitted, elsewhere: bool = False) -> Effort | None:
     if large and draws < EACH * least:
         return None
     later = draws if large else min(LATER, affordable)
-    cost = evaluations(draws, size, DEGREE) * COST / affordable
+    computed = evaluations(draws, size, DEGREE) if large else draws
+    cost = computed * COST / affordable
     slow = cost > (SLOW_ELSEWHERE if elsewhere else SLOW)
     return Effort(affordable, draws, later, int(ENOUGH * draws), least, cost, slow)
 

@@ -17,12 +17,13 @@ Then the rates fall over a third as many rounds again, which averages noise out,
 If draws of θ are corrected by importance weights in the end (:mod:`bayesfed.output.correction`), q(θ) need not be that
 close. The run ends provisionally, early, as soon as all clients have been seen, wherever q(θ) is; once the last two
 steps, their noise and the moves are within :data:`CLOSE` times these tolerances, whatever the ELBO has done, and again
-within the next of these factors; and once q(θ) has converged to within :data:`NEAR` times these tolerances. If the
-weights show that q(θ) or its correction is good enough, there is no noise left to be averaged out, and the run is done.
+within the next of these factors; and once q(θ) has converged to within :data:`NEAR` times these tolerances. Of data so
+large that the first steps are very long, one short step (:data:`SHORT`) is enough for the second time. If the weights
+show that q(θ) or its correction is good enough, there is no noise left to be averaged out, and the run is done.
 After an early end they must have a finite variance and a large effective sample size. If they do not, which one
 exchange shows where q(θ) is far, the end is withdrawn, and the run goes on until q(θ) has converged. Of large data, a
-probe of few draws comes first (:mod:`bayesfed.output.effort`): estimates that take longer than a few rounds wait for
-the last early end.
+probe of few draws comes first (:mod:`bayesfed.output.effort`): estimates that take as long as some rounds wait for the
+second early end.
 """
 
 import math
@@ -113,7 +114,7 @@ class Convergence(Stopping):
 
         Args:
             distant: q(θ) is far from the posterior.
-            noisy: weights need estimates without noise, which take longer than a few rounds.
+            noisy: weights need estimates without noise, which take as long as some rounds.
         """
         return not distant and (not noisy or int(self.marks[_TRIED]) > 1)
 

@@ -188,14 +188,27 @@ def test_the_first_early_end_waits_for_all_clients_and_the_second_for_short_step
     assert of.early
 
 
-def test_large_data_with_noisy_weights_are_corrected_at_the_last_early_end():
-    """Estimates without noise take longer than a few rounds."""
+@pytest.mark.parametrize("step", [0.9 * convergence.SHORT, 1.1 * convergence.SHORT])
+def test_a_short_last_step_after_a_long_way_is_enough_for_the_second_correction(step):
+    of = fresh(corrected=True)
+    for n in (1, 2):
+        where = torch.tensor([[1000.0 * n], [1.0]])
+        history = torch.zeros(n, dtype=torch.float64)
+        of.add_round(where, 1.0, history, torch.tensor([0]), step)
+        if n == 1:
+            assert of.early
+            of.withdraw()
+    assert of.early is (step < convergence.SHORT)
+
+
+def test_large_data_with_noisy_weights_are_not_corrected_at_the_first_early_end():
+    """Estimates without noise take as long as some rounds."""
     of = fresh(corrected=True)
     for tried in range(1, convergence.TRIES):
         of.marks[convergence._TRIED] = tried
         assert of.is_worth_correcting(distant=False, noisy=False)
         assert not of.is_worth_correcting(distant=True, noisy=False)
-        assert of.is_worth_correcting(distant=False, noisy=True) is (tried > len(convergence.CLOSE))
+        assert of.is_worth_correcting(distant=False, noisy=True) is (tried > 1)
 
 
 def test_an_early_end_needs_weights_of_finite_variance():
