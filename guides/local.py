@@ -108,10 +108,9 @@ def conditional(
         mean = (prior_precision * prior_loc + factor * a) / precision
         return dist.Normal(scaling.loc + scaling.scale * mean, scaling.scale * precision.rsqrt())
     # u − loc is not scaled: operations of (P,) with (..., P) take long
-    log_scale = scaling.scale.log()
     shift = solve_lower(tril.detach(), shift[..., None], transposed=True, unit=True).squeeze(-1)
     a = scaling.scale * loc + scaling.scale * spread * shift
-    diagonal = ((log_precision / 2 - log_scale) + changed / 2).exp()
+    diagonal = (log_precision / 2).exp() / scaling.scale * (changed / 2).exp()
     if prior is None:
         relative = torch.zeros_like(loc), torch.zeros_like(loc)
     else:

@@ -25,9 +25,9 @@ DRAWS, LATER = 2000, 6000
 FEWEST, LARGE, LARGEST = 250, 64, 200
 """The number of draws from each proposal where data are large; their largest number relative to those that are
 affordable; the largest cost of estimates without noise."""
-SLOW, SLOW_ELSEWHERE = 2, 8
-"""The cost of estimates without noise above which a probe shows first whether they are needed: of clients in this
-process, and of clients elsewhere, where a probe is an exchange, so that only large data are worth one."""
+SLOW = 2
+"""The cost of estimates without noise above which a probe shows first whether they are needed. Where clients are
+elsewhere a probe is an exchange, so that only large data are worth one."""
 PART = 4
 """The divisor of the draws that are affordable after a fit, for those from each proposal."""
 LEAST, PER_DIMENSION, EACH = 50, 5, 4
@@ -93,7 +93,7 @@ def effort_of(fitted: Fitted, elsewhere: bool = False) -> Effort | None:
     later = draws if large else min(LATER, affordable)
     computed = evaluations(draws, size, DEGREE) if large else draws
     cost = computed * COST / affordable
-    slow = cost > (SLOW_ELSEWHERE if elsewhere else SLOW)
+    slow = large if elsewhere else cost > SLOW
     return Effort(affordable, draws, later, int(ENOUGH * draws), least, cost, slow)
 
 

@@ -19,14 +19,14 @@ from bayesfed.output.draws import draw_theta
 from bayesfed.output.evidence import ERROR_OF_SUM, has_block, rows_width
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.locals_given_theta import evidence_by_laplace, evidence_chunks
-from bayesfed.output.polynomials import find_polynomial
+from bayesfed.output.polynomials import LEJA, find_polynomial
 from bayesfed.tracing.blocks import in_blocks
 
 OF_GUIDE = 16
 """Draws of a client's variables from q(w_i | θ) for one of θ, where one is not enough and Laplace does not apply."""
-DEGREE, SHARE = 3, 0.6
+DEGREE, SHARE, WORTH = 3, 0.6, 1e6
 """The degree of the polynomial in θ by which the sum of Laplace's estimates is interpolated; the largest share of the
-draws of θ at which it may be computed for that."""
+draws of θ at which it may be computed for that; the number of rows times draws below which it is not interpolated."""
 PROBED, QUIET = 50, 0.003
 """Draws of θ at which the variance of estimates by one draw is measured, and up to which one draw is enough."""
 
@@ -122,7 +122,9 @@ def _interpolated(fitted: Fitted, theta: Params, count: int, key: Tensor) -> Ten
 
     A sum over many clients is nearly quadratic in θ where their posterior is.
     """
-    polynomial = find_polynomial(theta[GLOBAL][:, 0, 0], DEGREE) if GLOBAL in theta else None
+    if GLOBAL not in theta or fitted.federation.rows * count < WORTH:
+        return None
+    polynomial = find_polynomial(theta[GLOBAL][:, 0, 0], DEGREE, LEJA)
     if polynomial is None:
         return None
     tests, few = polynomial.tests(), len(polynomial.few)

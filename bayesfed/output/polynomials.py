@@ -9,15 +9,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MORE, ENOUGH = 1 / 3, 3
-"""Draws at which a function is computed beyond one per coefficient, relative to these; the least number of all draws
-relative to both."""
-FARTHEST = 3.0
-"""The largest leverage of a draw at which a polynomial is used: beyond, it extrapolates."""
+SPREAD, LEJA = 3.0, 4 / 3
+"""Draws per coefficient at which a function is computed, if they are spread evenly, or lie at Leja points."""
+ENOUGH = {SPREAD: 4, LEJA: 3}
+"""The least numbers of all draws relative to these."""
+FARTHEST = 4.0
+"""The largest leverage of a draw at which a polynomial is used, times the draws per coefficient: beyond, it
+extrapolates."""
 CENTRAL = 0.95
 """The share of all draws, the nearest to their median, among which these are."""
-TESTS = 6
-"""Draws of the largest leverage, and others, at which it is compared with the function."""
+TESTED = 4
+"""The divisor of their number for that of draws of the largest leverage, and of others, at which a polynomial is
+compared with the function."""
 
 
 class Polynomial(NamedTuple):
@@ -34,7 +37,7 @@ class Polynomial(NamedTuple):
         >>> z = torch.linspace(-2.0, 2.0, 60, dtype=torch.float64)[:, None]
         >>> polynomial = find_polynomial(z, 2)
         >>> len(polynomial.few), torch.allclose(polynomial.fitted(z[polynomial.few] ** 2), z**2)
-        (4, True)
+        (9, True)
     """
 
     features: Tensor
@@ -53,38 +56,47 @@ class Polynomial(NamedTuple):
         return (self.features @ self.weights).square().sum(1)
 
     @property
+    def is_far(self) -> Tensor:
+        """Whether a draw is so far from the few that it is not used there, bool ``(S,)``."""
+        return self.leverage > FARTHEST * self.features.shape[1] / len(self.few)
+
+    @property
     def far(self) -> Tensor:
         """Positions of draws that are so far from the few that it is not used there."""
-        return (self.leverage > FARTHEST).nonzero()[:, 0]
+        return self.is_far.nonzero()[:, 0]
 
     def tests(self) -> Tensor:
         """Return positions of draws at which to test it: some of the farthest that are not too far, and others."""
-        leverage = self.leverage
-        inside = (leverage <= FARTHEST).nonzero()[:, 0]
+        leverage, each = self.leverage, len(self.few) // TESTED
+        inside = (~self.is_far).nonzero()[:, 0]
         inside = inside[~torch.isin(inside, self.few)]
-        far = inside[leverage[inside].argsort(descending=True)[:TESTS]]
-        others = inside[torch.linspace(0, len(inside) - 1, min(TESTS, len(inside))).long()]
+        far = inside[leverage[inside].argsort(descending=True)[:each]]
+        others = inside[torch.linspace(0, len(inside) - 1, min(each, len(inside))).long()]
         return torch.cat([far, others]).unique()
 
 
 def evaluations(draws: int, size: int, degree: int) -> int:
     """Return at about how many of S draws of θ, a vector of ``size`` numbers, a function is computed for a polynomial.
 
-    If they are too few for one, at all.
+    At Leja points and others for one of this degree; if the draws are too few, at all.
     """
-    coefficients = math.comb(size + degree, degree)
-    few = coefficients + int(MORE * coefficients)
-    return (
-        draws if draws < ENOUGH * few else min(draws, few + 2 * TESTS + int((1 - CENTRAL) * draws))
-    )
+    few = math.ceil(LEJA * math.comb(size + degree, degree))
+    if draws < ENOUGH[LEJA] * few:
+        return draws
+    return min(draws, few + 2 * (few // TESTED) + int((1 - CENTRAL) * draws))
 
 
-def find_polynomial(z: Tensor, degree: int) -> Polynomial | None:
+def find_polynomial(z: Tensor, degree: int, each: float = SPREAD) -> Polynomial | None:
     """Return a polynomial in draws ``(S, D)`` of a degree, or the largest lower one that they are enough for.
 
-    The function is computed at discrete Leja points among the draws, which the pivots of an LU decomposition give (Bos,
-    De Marchi, Sommariva & Vianello 2010, *Computing multivariate Fekete and Leja points by numerical linear algebra*),
-    and at some others.
+    Draws that are spread evenly make it most exact near the centre. At discrete Leja points, which the pivots of an LU
+    decomposition give (Bos, De Marchi, Sommariva & Vianello 2010, *Computing multivariate Fekete and Leja points by
+    numerical linear algebra*), and a third as many others, fewer are enough.
+
+    Args:
+        z: the draws.
+        degree: the highest degree.
+        each: the number of draws per coefficient at which the function is computed, :data:`SPREAD` or :data:`LEJA`.
 
     None if the draws are too few for degree one, not all finite, or most are equal.
     """
@@ -97,14 +109,14 @@ def find_polynomial(z: Tensor, degree: int) -> Polynomial | None:
     near = (distance <= distance.quantile(CENTRAL)).nonzero()[:, 0]
     for highest in range(degree, 0, -1):
         features = _monomials(z, highest)
-        count = features.shape[1]
-        more = int(MORE * count)
-        if len(z) >= ENOUGH * (count + more):
-            permutation = torch.linalg.lu(features[near])[0]
-            order = near[permutation.argmax(0)]
-            others = order[count:].sort().values
-            some = others[torch.linspace(0, len(others) - 1, more, device=z.device).long()]
-            few = torch.cat([order[:count], some])
+        count = math.ceil(each * features.shape[1])
+        if len(z) >= ENOUGH[each] * count:
+            leja = near[:0]
+            if each == LEJA:
+                order = near[torch.linalg.lu(features[near])[0].argmax(0)]
+                leja, near = order[: features.shape[1]], order[features.shape[1] :].sort().values
+            spread = torch.linspace(0, len(near) - 1, count - len(leja), device=z.device).long()
+            few = torch.cat([leja, near[spread]])
             return Polynomial(features, few, torch.linalg.pinv(features[few]))
     return None
 

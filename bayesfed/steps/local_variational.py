@@ -101,8 +101,8 @@ class LocalVariational(Steps):
 
         Args:
             job: the server's parameters, the clients' states, and their rows.
-            near: the variance of a client's log weights from which on it takes steps; by default so little that the
-                sum over all clients tells θ.
+            near: the variance of a client's log weights from which on it takes steps; by default so little that their
+                sum over all clients is little.
         """
         program, clients = job.program, phi_state(job.clients)
         few = lacks_steps(clients)

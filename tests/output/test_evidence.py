@@ -122,6 +122,10 @@ def test_a_polynomial_in_the_globals_replaces_the_sum_over_clients_at_most_of_ma
         return by_laplace(fitted, theta, count, *rest)
 
     monkeypatch.setattr(log_densities, "evidence_by_laplace", counted)
+    sum_log_weights(posterior, theta, len(u), noise.key(0), laplace=True)
+    assert max(computed) == len(u)  # of few rows
+    computed.clear()
+    monkeypatch.setattr(log_densities, "WORTH", 1)
     found = sum_log_weights(posterior, theta, len(u), noise.key(0), laplace=True)
     assert max(computed) < len(u) / 4
     for s in (*range(0, len(u), 40), -2, -1):
@@ -134,7 +138,6 @@ def test_a_polynomial_in_the_globals_replaces_the_sum_over_clients_at_most_of_ma
 
 def test_a_polynomial_in_the_globals_replaces_quadrature_at_most_of_many_draws(monkeypatch):
     """Not at draws that are far from the others, and at none where the polynomial is not exact enough."""
-    monkeypatch.setattr(log_densities, "SHARE", 0.0)  # of each client, not of their sum
     posterior, u, theta, exact = slopes_of_counts()
     computed, by_points = [], evidence._by_points
     monkeypatch.setattr(
@@ -252,7 +255,6 @@ def test_poor_estimates_are_made_from_more_candidates(monkeypatch):
         found = sum_log_weights(posterior, theta, len(mu), noise.key(0), laplace=True).numpy()
         return float((found - np.array(exact)).std())  # a constant does not matter
 
-    monkeypatch.setattr(log_densities, "SHARE", 0.0)  # of each client, not of their sum
     monkeypatch.setattr(locals_given_theta, "SHARE", 4)  # a quarter of these few draws is compared
     approximations, approximate = [], locals_given_theta.laplace_approximation
     monkeypatch.setattr(
