@@ -108,13 +108,13 @@ def find_polynomial(z: Tensor, degree: int, each: float = SPREAD) -> Polynomial 
     distance = z.square().sum(1)
     near = (distance <= distance.quantile(CENTRAL)).nonzero()[:, 0]
     for highest in range(degree, 0, -1):
-        features = _monomials(z, highest)
-        count = math.ceil(each * features.shape[1])
+        coefficients = math.comb(z.shape[1] + highest, highest)
+        count = math.ceil(each * coefficients)
         if len(z) >= ENOUGH[each] * count:
-            leja = near[:0]
+            features, leja = _monomials(z, highest), near[:0]
             if each == LEJA:
                 order = near[torch.linalg.lu(features[near])[0].argmax(0)]
-                leja, near = order[: features.shape[1]], order[features.shape[1] :].sort().values
+                leja, near = order[:coefficients], order[coefficients:].sort().values
             spread = torch.linspace(0, len(near) - 1, count - len(leja), device=z.device).long()
             few = torch.cat([leja, near[spread]])
             return Polynomial(features, few, torch.linalg.pinv(features[few]))

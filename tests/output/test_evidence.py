@@ -1,5 +1,7 @@
 """Estimates of log p(D_i | θ) against closed forms and quadrature."""
 
+import math
+
 import numpy as np
 import pyro
 import pyro.distributions as dist
@@ -13,7 +15,7 @@ from bayesfed.elbo import noise
 from bayesfed.output import evidence, locals_given_theta, log_densities
 from bayesfed.output.evidence import has_block
 from bayesfed.output.log_densities import sum_log_weights
-from bayesfed.output.polynomials import find_polynomial
+from bayesfed.output.polynomials import LEJA, SPREAD, find_polynomial
 
 TAU, SIGMA = 0.7, 0.5
 
@@ -272,6 +274,18 @@ def test_poor_estimates_are_made_from_more_candidates(monkeypatch):
 @pytest.mark.parametrize("draws", [[[0.0]] * 50, [[float("inf")]] * 10 + [[1.0]] * 40])
 def test_draws_without_a_spread_or_an_end_have_no_polynomial(draws):
     assert find_polynomial(torch.tensor(draws), 2) is None
+
+
+@pytest.mark.parametrize("each", [SPREAD, LEJA])
+def test_a_polynomial_is_of_the_highest_degree_that_draws_are_enough_for(each):
+    z = torch.randn(400, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for degree, coefficients in ((1, 4), (2, 10), (3, 20)):
+        found = find_polynomial(z, degree, each)
+        assert found.features.shape[1] == coefficients
+        assert len(found.few) == len(found.few.unique()) == math.ceil(each * coefficients)
+        values = (z @ torch.arange(1.0, 4.0, dtype=torch.float64)) ** degree
+        torch.testing.assert_close(found.fitted(values[found.few, None])[:, 0], values)
+    assert find_polynomial(torch.randn(400, 1000), 3, each) is None
 
 
 def common_level(federation):
