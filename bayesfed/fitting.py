@@ -39,7 +39,7 @@ from bayesfed.engine.stopping.held_out import HeldOut, check_clients
 from bayesfed.engine.stopping.rule import Stopping
 from bayesfed.engine.watch import warn_if_falling, warn_of_refused, warn_of_uphill
 from bayesfed.output.correction import correct
-from bayesfed.output.effort import Probed, is_probed, probe
+from bayesfed.output.effort import Probed, is_large, is_probed, probe
 from bayesfed.output.locals_of_run import (
     fitted_cohort,
     kept_local_params,
@@ -221,8 +221,9 @@ def _try_correction(run: Run) -> None:
     if not run.stopping.provisional:
         return
     early = run.stopping.early
-    probed = _probe(run) if early and is_probed(make_posterior(run, {})) else None
-    if probed is not None and not run.stopping.is_worth_correcting(*probed):
+    bare = make_posterior(run, {})
+    probed = _probe(run) if early and is_probed(bare) else None
+    if probed and not run.stopping.is_worth_correcting(*probed, large=is_large(bare)):
         return run.stopping.withdraw()
     noisy = probed is not None and probed.noisy
     posterior = make_posterior(run, _local_params(run, NEAR_ALONE if noisy else None))

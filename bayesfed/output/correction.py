@@ -45,6 +45,7 @@ from bayesfed.output.effort import (
     equal_shares,
     probe_at,
 )
+from bayesfed.output.evidence import ERROR_OF_SUM
 from bayesfed.output.fitted import Correction, Fitted
 from bayesfed.output.importance import (
     effective_sample_size,
@@ -56,8 +57,9 @@ from bayesfed.output.importance import (
     temper_weights,
     truncate_weights,
 )
-from bayesfed.output.log_densities import Probe, SumLogWeights, sum_log_weights
+from bayesfed.output.log_densities import DEGREE, Probe, SumLogWeights, sum_log_weights
 from bayesfed.output.log_target import learns_block, log_target, log_target_twice, noise_variance
+from bayesfed.output.polynomials import is_polynomial
 from bayesfed.output.prior_coordinates import find_prior_coordinates
 from bayesfed.output.proposal import Around, Proposals
 
@@ -66,8 +68,9 @@ PROPOSALS = 2, 6
 PATIENCE = 3
 """The number of proposals after which the effective sample size must be large enough to estimate a covariance."""
 PRIOR = 2
-"""The number of proposals after which one is twice as large, half of it as wide as the prior; not of large data by
-Laplace's estimates, which take longest where they are far from the posterior."""
+"""The number of proposals after which one is twice as large, half of it as wide as the prior. It is left out where
+Laplace's estimates take long, as they do far from the posterior, and the log target is a polynomial in θ: there is no
+funnel."""
 FURTHER, SPARE = 3, 1.1
 """Where the fit has a precision: the number of proposals beyond :data:`PROPOSALS`, and the factor on their draws."""
 EACH_GLOBAL = 0.5
@@ -173,7 +176,8 @@ def correct(
                 return first
             target, laplace = first
         targets.append(target)
-        wide = len(targets) == PRIOR and not (laplace and effort.large)
+        known = laplace and effort.slow and is_polynomial(new, target, DEGREE, ERROR_OF_SUM)
+        wide = len(targets) == PRIOR and not known
         number = max(effort.later, 2 * draws) if wide else effort.later
         weights = _assess(torch.cat(targets) - proposals.log_prob(), effort.enough)
         z = proposals.draws

@@ -126,6 +126,12 @@ def is_probed(fitted: Fitted, elsewhere: bool = False) -> bool:
     return effort is not None and effort.slow and learns_block(fitted)
 
 
+def is_large(fitted: Fitted) -> bool:
+    """Return whether data are so large that there are few draws, which take longer than other work."""
+    effort = effort_of(fitted)
+    return effort is not None and effort.large
+
+
 @torch.no_grad()
 @on_cpu()
 def probe(fitted: Fitted, log_weights: SumLogWeights = sum_log_weights) -> Probed:

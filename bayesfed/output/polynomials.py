@@ -121,6 +121,25 @@ def find_polynomial(z: Tensor, degree: int, each: float = SPREAD) -> Polynomial 
     return None
 
 
+def is_polynomial(z: Tensor, values: Tensor, degree: int, error: float) -> bool:
+    """Return whether values ``(S,)`` at draws ``(S, D)`` are a polynomial of a degree, to a root mean square error.
+
+    Draws that are far from most others do not count.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed.output.polynomials import is_polynomial
+        >>> z = torch.linspace(-2.0, 2.0, 60)[:, None]
+        >>> is_polynomial(z, z[:, 0] ** 3, 3, 0.1), is_polynomial(z, z[:, 0].abs(), 3, 0.1)
+        (True, False)
+    """
+    polynomial = find_polynomial(z, degree, LEJA)
+    if polynomial is None:
+        return False
+    errors = polynomial.fitted(values[polynomial.few, None])[:, 0] - values
+    return bool(errors[~polynomial.is_far].square().mean().sqrt() < error)
+
+
 def _monomials(z: Tensor, degree: int) -> Tensor:
     """Return the products of up to ``degree`` coordinates of draws ``(S, D)``: ``(S, F)``."""
     columns = z.unbind(1)

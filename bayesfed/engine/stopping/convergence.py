@@ -22,8 +22,8 @@ large that the first steps are very long, one short step (:data:`SHORT`) is enou
 show that q(θ) or its correction is good enough, there is no noise left to be averaged out, and the run is done.
 After an early end they must have a finite variance and a large effective sample size. If they do not, which one
 exchange shows where q(θ) is far, the end is withdrawn, and the run goes on until q(θ) has converged. Of large data, a
-probe of few draws comes first (:mod:`bayesfed.output.effort`): estimates that take as long as some rounds wait for the
-second early end.
+probe of few draws comes first (:mod:`bayesfed.output.effort`): estimates that take longer than a few rounds wait for
+the last early end, or, where rounds take long too, for the second.
 """
 
 import math
@@ -109,14 +109,16 @@ class Convergence(Stopping):
         """True if the run has ended provisionally before q(θ) has converged."""
         return self.provisional and int(self.marks[_TRIED]) < TRIES
 
-    def is_worth_correcting(self, distant: bool, noisy: bool) -> bool:
-        """Return whether large data are worth a correction after an early end.
+    def is_worth_correcting(self, distant: bool, noisy: bool, large: bool = True) -> bool:
+        """Return whether data that are probed are worth a correction after an early end.
 
         Args:
             distant: q(θ) is far from the posterior.
-            noisy: weights need estimates without noise, which take as long as some rounds.
+            noisy: weights need estimates without noise, which take longer than a few rounds.
+            large: so do rounds.
         """
-        return not distant and (not noisy or int(self.marks[_TRIED]) > 1)
+        waits = 1 if large else len(CLOSE)
+        return not distant and (not noisy or int(self.marks[_TRIED]) > waits)
 
     def withdraw(self) -> None:
         """Withdraw a provisional end: the run goes on at full rate."""

@@ -201,14 +201,17 @@ def test_a_short_last_step_after_a_long_way_is_enough_for_the_second_correction(
     assert of.early is (step < convergence.SHORT)
 
 
-def test_large_data_with_noisy_weights_are_not_corrected_at_the_first_early_end():
-    """Estimates without noise take as long as some rounds."""
+@pytest.mark.parametrize(("large", "waits"), [(False, len(convergence.CLOSE)), (True, 1)])
+def test_noisy_weights_are_corrected_at_the_last_early_end_or_of_large_data_at_the_second(
+    large, waits
+):
+    """Estimates without noise take longer than a few rounds, of large data as long as some."""
     of = fresh(corrected=True)
     for tried in range(1, convergence.TRIES):
         of.marks[convergence._TRIED] = tried
-        assert of.is_worth_correcting(distant=False, noisy=False)
-        assert not of.is_worth_correcting(distant=True, noisy=False)
-        assert of.is_worth_correcting(distant=False, noisy=True) is (tried > 1)
+        assert of.is_worth_correcting(distant=False, noisy=False, large=large)
+        assert not of.is_worth_correcting(distant=True, noisy=False, large=large)
+        assert of.is_worth_correcting(distant=False, noisy=True, large=large) is (tried > waits)
 
 
 def test_an_early_end_needs_weights_of_finite_variance():
