@@ -221,10 +221,11 @@ def _try_correction(run: Run) -> None:
     if not run.stopping.provisional:
         return
     early = run.stopping.early
-    bare = make_posterior(run, {})
-    probed = _probe(run) if early and is_probed(bare) else None
-    if probed and not run.stopping.is_worth_correcting(*probed, large=is_large(bare)):
-        return run.stopping.withdraw()
+    probed = None
+    if early and is_probed(bare := make_posterior(run, {})):
+        probed = _probe(run)
+        if probed and not run.stopping.is_worth_correcting(*probed, large=is_large(bare)):
+            return run.stopping.withdraw()
     noisy = probed is not None and probed.noisy
     posterior = make_posterior(run, _local_params(run, NEAR_ALONE if noisy else None))
     found = correct(posterior, probed=probed)

@@ -24,8 +24,8 @@ from torch import Tensor
 from bayesfed.elbo.program import Params
 from bayesfed.guides.newton import (
     NEWTON_STEPS,
-    TOLERANCE,
     attached_gradient,
+    is_going,
     jacobian,
     jacobians,
     line_search,
@@ -136,16 +136,13 @@ def _log_joint(
 def _climb(
     guide: BlockGuide, params: Params, batch: Any, prior: BlockPrior, u: Tensor, active: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Take a Newton step with the clients that are active, 1; return u, and the clients that are active after it.
-
-    Those whose line search finds nothing better than u, to round-off, are not: their next step would be the same.
-    """
+    """Take a Newton step with the clients that are active, 1; return u, and the clients that are active after it."""
     log_joint = partial(_log_joint, guide, params, batch, prior)
     least = prior.precision.where(prior.precision > 0, 1.0)
     step, gain = newton_step(log_joint, least, u)
     moved = line_search(log_joint, u, step)
-    going = (gain > TOLERANCE) & (moved != u).any(-1).any(-1)
-    return torch.where(active.reshape(-1, 1, 1) > 0, moved, u), active * going
+    there = torch.where(active.reshape(-1, 1, 1) > 0, moved, u)
+    return there, active * is_going(gain, u, moved)
 
 
 @traceable

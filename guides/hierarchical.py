@@ -19,7 +19,7 @@ from bayesfed.guides.client_factor import BlockPrior
 from bayesfed.guides.client_laplace import Structure
 from bayesfed.guides.family import Family
 from bayesfed.guides.local import Scaling
-from bayesfed.guides.newton import NEWTON_STEPS, TOLERANCE
+from bayesfed.guides.newton import NEWTON_STEPS, is_going
 from bayesfed.guides.site_factors import SiteFactors, client_params, concatenate
 from bayesfed.guides.sticking_the_landing import StickingTheLanding
 from bayesfed.guides.unconstrained import AsGuide, ModelAt, delta_at, split
@@ -278,8 +278,7 @@ class Hierarchical:
 
         moved, gain = client_laplace.newton_step(structure, log_joint, u[None], self._least)
         there = torch.where(active.reshape(-1, 1, 1) > 0, moved[0], u)
-        going = (gain[0] > TOLERANCE) & (moved[0] != u).any(-1).any(-1)  # else the next is the same
-        return there, active * going
+        return there, active * is_going(gain[0], u, moved[0])
 
     def unit_roots(self, phi: Params) -> Params:
         """C of K clients' factors by the name of their locations, whose steps are measured in units of C^{−⊤}."""

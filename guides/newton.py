@@ -54,6 +54,14 @@ def newton_step(
     return step, (grad * step).detach().sum((-2, -1))
 
 
+def is_going(gain: Tensor, u: Tensor, moved: Tensor) -> Tensor:
+    """Whether K functions are worth another step after one from u to ``moved``, bool ``(K,)``.
+
+    They are not where the line search found nothing better than u, to round-off: the next step would be the same.
+    """
+    return (gain > TOLERANCE) & (moved != u).any(-1).any(-1)
+
+
 @torch.no_grad()
 def line_search(objective: Callable[[Tensor], Tensor], u: Tensor, step: Tensor) -> Tensor:
     """Return u after the best of the fractions :data:`FRACTIONS` of a step."""

@@ -6,6 +6,7 @@ A tensor with as many dimensions as the vector is a diagonal, one with one more 
 import torch
 from torch import Tensor
 
+from bayesfed.guides import triangular
 from bayesfed.guides.triangular import solve_lower
 
 FLOOR = 1e-8
@@ -23,7 +24,7 @@ def times(precision: Tensor, vector: Tensor) -> Tensor:
     """
     if precision.ndim == vector.ndim:
         return precision * vector
-    return (precision @ vector[..., None]).squeeze(-1)
+    return triangular.times(precision, vector)
 
 
 def solve(precision: Tensor, vector: Tensor) -> Tensor:

@@ -176,8 +176,9 @@ def correct(
                 return first
             target, laplace = first
         targets.append(target)
-        known = laplace and effort.slow and is_polynomial(new, target, DEGREE, ERROR_OF_SUM)
-        wide = len(targets) == PRIOR and not known
+        wide = len(targets) == PRIOR and not (
+            laplace and effort.slow and is_polynomial(new, target, DEGREE, ERROR_OF_SUM)
+        )
         number = max(effort.later, 2 * draws) if wide else effort.later
         weights = _assess(torch.cat(targets) - proposals.log_prob(), effort.enough)
         z = proposals.draws
