@@ -161,6 +161,11 @@ class Program:
         return getattr(self.model, "points", 1)
 
     @property
+    def terms(self) -> int:
+        """The largest number of terms that the density of a row is the sum of."""
+        return max(site.terms for site in self.likelihood)
+
+    @property
     def kinds(self) -> tuple[str, ...]:
         """The clients' discrete variables, which are summed out."""
         return getattr(self.model, "kinds", ())

@@ -55,6 +55,8 @@ class Site:
         conditional: observed, with a client's variable integrated out: further rows are conditional on its own rows,
             see :class:`~bayesfed.elbo.handlers.GivenOwnRows`.
         in_training: conditional, in the steps of a round too.
+        terms: the number of terms that the density of a row is the sum of: components of a mixture, or values of the
+            variables that are summed or integrated out.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Site:
     factor: bool = False
     conditional: bool = False
     in_training: bool = False
+    terms: int = 1
 
 
 class NeedsOneClient(ValueError):
@@ -261,6 +264,7 @@ def _find_sites(model: Model, federation: Federation) -> dict[str, Site]:
             factor=_is_factor(node),
             conditional=not latent and hasattr(node["fn"], "given"),
             in_training=not latent and getattr(node["fn"], "in_training", False),
+            terms=_terms(node["fn"]),
         )
     if not any(site.local for site in found.values()):
         raise ValueError(
@@ -270,6 +274,14 @@ def _find_sites(model: Model, federation: Federation) -> dict[str, Site]:
     if not any(site.observed for site in found.values()):
         raise ValueError("the model observes nothing: no site has obs=")
     return found
+
+
+def _terms(fn: Any) -> int:
+    """Return the number of terms that a density is the sum of."""
+    fn = innermost(fn)
+    if isinstance(fn, torch.distributions.MixtureSameFamily):
+        return int(fn.mixture_distribution.probs.shape[-1])
+    return int(getattr(fn, "terms", 1))
 
 
 def _check_distribution(name: str, node: Mapping[str, Any]) -> None:

@@ -33,10 +33,13 @@ def dataset(found: az.InferenceData | xr.DataTree, group: str) -> xr.Dataset:
 
 
 def ess_and_rhat(draws: np.ndarray) -> tuple[float, float]:
-    """Return the smallest bulk effective size and the largest rank-normalised R-hat of ``(chains, draws, D)``."""
+    """Return the smallest effective size and the largest rank-normalised R-hat of ``(chains, draws, D)``.
+
+    The size is the smaller of the bulk's and the tails' (Vehtari, Gelman, Simpson, Carpenter & Bürkner 2021).
+    """
     found = xr.Dataset({"z": (("chain", "draw", "of"), draws)})
-    ess, rhat = az.ess(found, method="bulk"), az.rhat(found, method="rank")
-    return float(ess["z"].min()), float(rhat["z"].max())
+    sizes = [float(az.ess(found, method=method)["z"].min()) for method in ("bulk", "tail")]
+    return min(sizes), float(az.rhat(found, method="rank")["z"].max())
 
 
 def power_scaling(groups: Mapping[str, xr.Dataset], component: str) -> xr.Dataset:

@@ -14,8 +14,10 @@ Draws are used where importance weights are too uneven: with tens of global vari
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +49,9 @@ BLOCK = 25
 """Iterations between two looks at the draws."""
 ENOUGH = 1000
 """The effective number of draws of each global variable: a Monte Carlo error of 0.03 standard deviations."""
+QUANTILE, DOUBT = 0.15, 0.05
+"""By how many standard deviations a 5 % or 95 % quantile of a global variable may be off, in one process, where a draw
+costs no exchange; and the probability that one of them is off by more."""
 FEW = 400
 """The effective number of draws with which chains that agree are used when they end without enough: R-hat and quantiles
 are reliable from there (Vehtari, Gelman, Simpson, Carpenter & Bürkner 2021, *Rank-normalization, folding, and
@@ -67,7 +72,7 @@ class Chains(NamedTuple):
     Attributes:
         z: ``(C, T, D)``.
         rhat: the largest rank-normalised split R-hat of its entries.
-        ess: the smallest effective number of draws.
+        ess: the smallest effective number of draws, of means and of tails.
         acceptance: the mean acceptance probability.
         gradients: the number of gradients that each chain has taken, the warm-up included.
         needed: the effective number of draws that is enough.
@@ -184,8 +189,11 @@ def sample_chains(
         most_gradients(fitted),
         chains_key(fitted, seed),
     )
+    needed = _draws_needed(fitted)
     if move is None:
         move = MoveHere(ChainClients.of(fitted, count, key))
+        size = sum(fitted.program.randomness[GLOBAL][0].tail)
+        needed = max(needed, draws_for_quantiles(size))
     draws = draw_theta(fitted, 2000, fitted.key(0, "chains"))[GLOBAL][:, 0, 0]
     coordinates = find_prior_coordinates(fitted.program, fitted.params, draws)
     server = Server(fitted.program, fitted.params, key, move, coordinates)
@@ -209,10 +217,26 @@ def sample_chains(
             past, ended = state.iteration - sum(WARMUP), state.gradients >= most
             if ended or (past > 0 and past % BLOCK == 0):
                 kept = slice(min(sum(WARMUP), len(drawn) - 4), None)
-                found = _summary(drawn[kept], acceptances[kept], state.gradients, fitted)
+                found = _summary(drawn[kept], acceptances[kept], state.gradients, needed)
                 look(found)
                 if ended or found.mixed:
                     return found
+
+
+def draws_for_quantiles(size: int) -> float:
+    """Return how many effective draws hold the 5 % and 95 % quantiles of all of ``size`` variables to :data:`QUANTILE`.
+
+    The quantile of n draws of a Normal has a standard error of √(0.05 · 0.95 / n) over the density there.
+
+    Example:
+        >>> from bayesfed.output.chains import draws_for_quantiles
+        >>> round(draws_for_quantiles(1)), round(draws_for_quantiles(43))
+        (997, 2351)
+    """
+    normal = NormalDist()
+    error = math.sqrt(0.05 * 0.95) / normal.pdf(normal.inv_cdf(0.05))
+    furthest = normal.inv_cdf(1 - DOUBT / (4 * size))  # of two quantiles of each, on both sides
+    return (error * furthest / QUANTILE) ** 2
 
 
 def chains_key(fitted: Fitted, seed: int) -> Tensor:
@@ -226,12 +250,12 @@ def _own(fitted: Fitted) -> int:
 
 
 def _draws_needed(fitted: Fitted) -> float:
-    """The effective number of draws that is enough."""
+    """The effective number of draws that is enough where each step is an exchange."""
     return max(ENOUGH, fitted.draws_needed)
 
 
 def _summary(
-    drawn: list[Tensor], acceptances: list[float], gradients: int, fitted: Fitted
+    drawn: list[Tensor], acceptances: list[float], gradients: int, needed: float
 ) -> Chains:
     """Return draws, ``(C, D)`` of each trajectory, with their diagnostics."""
     from bayesfed.output.arviz_compat import ess_and_rhat  # ArviZ takes a second to import
@@ -239,7 +263,7 @@ def _summary(
     z = torch.stack(drawn, 1)
     ess, rhat = ess_and_rhat(z.cpu().numpy())
     acceptance = sum(acceptances) / len(acceptances)
-    return Chains(z, rhat, ess, acceptance, gradients, _draws_needed(fitted))
+    return Chains(z, rhat, ess, acceptance, gradients, needed)
 
 
 def correction_by_chains(fitted: Fitted, seed: int = 0) -> Correction:

@@ -228,7 +228,7 @@ class ChainClients:
         slopes, value = torch.empty_like(e), torch.zeros(len(z), dtype=torch.float64).to(z.device)
         slope = torch.zeros_like(z, dtype=torch.float64)
         for chunk, batch, params in self.chunks:
-            own = _log_densities(self.fitted.program, params, batch, z, e[:, chunk])
+            own = _log_densities_or_nan(self.fitted.program, params, batch, z, e[:, chunk])
             value, slope = value + own[0].double(), slope + own[1].double()
             slopes[:, chunk] = own[2].nan_to_num(0.0, 0.0, 0.0)
         return Place(e, slopes, value), slope
@@ -275,6 +275,22 @@ def _adapted(memory: Memory, e: Tensor) -> tuple[Tensor, Tensor, int]:
 
 def _kinetic(momentum: Tensor) -> Tensor:
     return momentum.double().square().sum((1, 2)) / 2
+
+
+def _log_densities_or_nan(
+    program: Program, params: Params, batch: Batch, z: Tensor, e: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the result of :func:`_log_densities`, NaN of chains at which the program fails to factorise a matrix."""
+    try:
+        return _log_densities(program, params, batch, z, e)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        if len(z) == 1:
+            value, in_z, in_e = (torch.full_like(x, torch.nan) for x in (z[:, 0], z, e))
+            return value, in_z, in_e
+        halves = zip(z.tensor_split(2), e.tensor_split(2), strict=True)
+        parts = [_log_densities_or_nan(program, params, batch, *half) for half in halves]
+        value, in_z, in_e = (torch.cat(own) for own in zip(*parts, strict=True))
+        return value, in_z, in_e
 
 
 @traceable

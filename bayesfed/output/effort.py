@@ -92,7 +92,7 @@ def effort_of(fitted: Fitted, elsewhere: bool = False) -> Effort | None:
         return None
     later = draws if large else min(LATER, affordable)
     computed = evaluations(draws, size, DEGREE) if large else draws
-    cost = computed * COST / affordable
+    cost = computed * COST * fitted.program.terms / affordable
     slow = large if elsewhere else cost > SLOW
     return Effort(affordable, draws, later, int(ENOUGH * draws), least, cost, slow)
 

@@ -89,7 +89,8 @@ def sum_log_weights(
     """Estimate Σ_i log p(D_i | θ_s) at draws of θ: ``(S,)``, in double precision.
 
     The estimate uses one draw of each client's variables, log p(w_is, D_i | θ_s) − log q(w_is | θ_s). With ``laplace``
-    it uses several draws from a Laplace approximation at θ_s, see :mod:`bayesfed.output.evidence`.
+    it uses several draws from a Laplace approximation at θ_s, see :mod:`bayesfed.output.evidence`. It is −∞ where the
+    program fails to factorise a matrix, such as a covariance that overflows at a draw far in the tails.
 
     Args:
         fitted: q of the clients.
@@ -100,13 +101,31 @@ def sum_log_weights(
         probe: what may be asked next; without effect in one process.
     """
     fitted = fitted.sufficient
+    try:
+        if not laplace:
+            return _sum_by_draws(fitted, theta, count, key)
+        found = _interpolated(fitted, theta, count, key)
+        return _sum_by_laplace(fitted, theta, count, key) if found is None else found
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        if count == 1:
+            return torch.full((1,), -torch.inf, dtype=torch.float64).to(fitted.federation.device)
+        halves = slice(count // 2), slice(count // 2, count)
+        parts = [{name: value[half] for name, value in theta.items()} for half in halves]
+        sizes, keys = (count // 2, count - count // 2), (key, noise.fold(key, count))
+        return torch.cat(
+            [
+                sum_log_weights(fitted, part, size, own, laplace)
+                for part, size, own in zip(parts, sizes, keys, strict=True)
+            ]
+        )
+
+
+def _sum_by_draws(fitted: Fitted, theta: Params, count: int, key: Tensor) -> Tensor:
+    """Sum the clients' estimates from one draw of q(w_i | θ), ``(S,)``; arguments as of :func:`sum_log_weights`."""
     total = torch.zeros(count, dtype=torch.float64, device=fitted.federation.device)
-    if not laplace:
-        for log_p, log_q in _client_log_densities(fitted, theta, count, key):
-            total += (log_p - log_q).sum(1)
-        return total
-    found = _interpolated(fitted, theta, count, key)
-    return _sum_by_laplace(fitted, theta, count, key) if found is None else found
+    for log_p, log_q in _client_log_densities(fitted, theta, count, key):
+        total += (log_p - log_q).sum(1)
+    return total
 
 
 def _sum_by_laplace(fitted: Fitted, theta: Params, count: int, key: Tensor) -> Tensor:

@@ -56,6 +56,11 @@ class Mixture(TorchDistribution):
         super().__init__(batch, components[0].event_shape, validate_args=False)
 
     @property
+    def terms(self) -> int:
+        """The number of components, nodes of an integral included."""
+        return self.log_weights.shape[-1]
+
+    @property
     def support(self) -> Any:
         """The support of the distribution at the variables' values in the program's own run."""
         return self.first.support

@@ -11,13 +11,14 @@ import bayesfed as bf
 from bayesfed import datasets, models
 from bayesfed.guides.family import GLOBAL
 from bayesfed.output import chains
-from bayesfed.output.client_chains import ChainClients, Leap, Memory, MoveHere
+from bayesfed.output.client_chains import LARGEST, ChainClients, Leap, Memory, MoveHere
 from bayesfed.output.correction import CorrectionResult
 from bayesfed.output.draws import draw_theta
 from bayesfed.output.fitted import Correction
 from bayesfed.output.prior_coordinates import find_prior_coordinates
 from bayesfed.output.trajectories import Server
 from tests.output.test_correction import SCHOOLS, of_grid
+from tests.output.test_evidence import rows_that_depend
 
 
 def normal_scale(federation):
@@ -254,6 +255,36 @@ def test_forty_global_variables():
     mean, sd = torch.tensor(MEANS), torch.tensor(SPREADS)
     assert float(((draws.mean(0) - mean) / sd).abs().max()) < 0.15
     assert float((draws.std(0) / sd - 1).abs().max()) < 0.2  # kurtosis up to 8
+
+
+def test_a_chain_at_which_a_matrix_has_no_factor_stays_where_it_is():
+    """The last chain goes where 1 / step² is infinite; the others move as they do beside one that does not."""
+    clients = {f"c{i}": {"x": np.eye(3), "y": np.arange(3.0) - i} for i in range(4)}
+    federation = bf.Federation.from_arrays(clients).to(dtype=torch.float32)
+    algorithm = bf.SFVI(corrected=False)
+    posterior = bf.fit(rows_that_depend, federation, algorithm, rounds=3, progress=False)
+    key = posterior.key(1)
+    z = draw_theta(posterior, 5, key)[GLOBAL][:, 0, 0]
+    far, everywhere = z.clone(), torch.ones(5, dtype=torch.bool)
+    far[-1] = -60.0
+    movers, found = ChainClients.of(posterior, 5, key), []
+    memory, _ = movers.move(None, Leap(0, 0, 0.0, z, everywhere))
+    for at in (far, z):
+        found.append(movers.move(memory, Leap(1, 0, 0.1, at, everywhere))[1])
+    assert float(found[0].gain[-1]) == -LARGEST and not found[0].slope[-1].any()
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one[:4], other[:4], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 10, 43])
+def test_quantiles_of_so_many_draws_are_within_their_tolerance(size):
+    """Of sets of Normal draws 5 % have a quantile that is off by more than 0.15, or fewer where one bounds another."""
+    generator = np.random.default_rng(size)
+    n, sets = round(chains.draws_for_quantiles(size)), 400
+    draws = generator.normal(size=(sets, n, size)).astype(np.float32)
+    off = np.abs(np.quantile(draws, [0.05, 0.95], axis=1) - np.array([[[-1.645]], [[1.645]]]))
+    share = (off.max((0, 2)) > 0.15).mean()
+    assert 0.02 < share < 0.08  # three standard errors of 5 % are 3.3 %
 
 
 def test_larger_fits_name_chains_in_place_of_running_them(monkeypatch):

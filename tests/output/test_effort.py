@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 
@@ -78,3 +80,33 @@ def test_large_data_whose_globals_are_too_many_have_no_draws(large, monkeypatch)
         monkeypatch.setattr("bayesfed.output.effort.draws_of_q", lambda *_, z=draws: z)
         assert (effort_of(large) is None) is none
         assert is_probed(large) is not none
+
+
+def kinds_of_rows(federation):
+    """Each row is of one of eight kinds, which are summed out."""
+    mu = pyro.sample("mu", dist.Normal(torch.zeros(8), 1.0).to_event(1))
+    with federation.clients():
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        with federation.observations() as obs:
+            kind = pyro.sample("kind", dist.Categorical(torch.ones(8) / 8))
+            pyro.sample("y", dist.Normal(mu[kind] + a, 1.0), obs=obs.get("y"))
+
+
+def mixture_of_rows(federation):
+    """The same, with the sum written out."""
+    mu = pyro.sample("mu", dist.Normal(torch.zeros(8), 1.0).to_event(1))
+    with federation.clients():
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        with federation.observations() as obs:
+            parts = dist.Normal(mu + a[..., None], 1.0)
+            kinds = dist.Categorical(torch.ones(8) / 8)
+            pyro.sample("y", dist.MixtureSameFamily(kinds, parts), obs=obs.get("y"))
+
+
+@pytest.mark.parametrize("model", [kinds_of_rows, mixture_of_rows])
+def test_the_terms_of_a_sum_count(model, fitted):
+    """A row's density is that of eight rows, so that estimates without noise cost eight times as much."""
+    algorithm = bf.SFVI(corrected=False)
+    own = bf.fit(model, fitted.federation, algorithm, rounds=1, progress=False)
+    assert own.program.terms == 8 and fitted.program.terms == 1
+    assert effort_of(own).cost == pytest.approx(8 * effort_of(fitted).cost)

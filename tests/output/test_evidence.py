@@ -315,3 +315,42 @@ def test_spreads_below_the_precision_of_a_level():
         rate = np.exp(0.77) * rows["x"].double().numpy()
         expected = poisson.logpmf(rows["y"].numpy(), rate).sum()
         np.testing.assert_allclose(found[:, i], expected, atol=2e-3)
+
+
+def rows_that_depend(federation):
+    """Rows of a client with a common part: their precision matrix overflows where ``step`` is tiny."""
+    step = pyro.sample("step", dist.LogNormal(0.0, 1.0))
+    with federation.clients():
+        path = pyro.sample(
+            "path",
+            dist.MultivariateNormal(torch.zeros(3), precision_matrix=torch.eye(3) / step**2),
+        )
+        with federation.observations() as obs:
+            pyro.sample("y", dist.Normal((path * obs["x"]).sum(-1), 1.0), obs=obs.get("y"))
+
+
+@pytest.mark.parametrize("laplace", [False, True])
+def test_a_draw_at_which_a_matrix_has_no_factor_has_no_weight(laplace):
+    """1 / step² is 1e40 there, infinite in single precision; the other draws are as exact as without it."""
+    generator = np.random.default_rng(0)
+    clients = {
+        f"c{i}": {"x": generator.normal(size=(4, 3)), "y": generator.normal(size=4)}
+        for i in range(6)
+    }
+    federation = bf.Federation.from_arrays(clients).to(dtype=torch.float32)
+    algorithm = bf.SFVI(corrected=False)
+    fitted = bf.fit(rows_that_depend, federation, algorithm, rounds=3, progress=False)
+    log_step = torch.linspace(-0.5, 0.5, 9)
+    log_step[5] = math.log(1e-20)
+    scaling = fitted.program.guide.globals["step"]
+    theta = {"global": ((log_step - scaling.loc) / scaling.scale)[:, None, None, None]}
+    found = sum_log_weights(fitted, theta, 9, fitted.key(0), laplace)
+    assert found[5] == -torch.inf and bool(found[[0, 1, 2, 3, 4, 6, 7, 8]].isfinite().all())
+    if laplace:  # exact: all is Normal
+        for s, size in enumerate(log_step.double().exp().tolist()):
+            if s != 5:
+                expected = 0.0
+                for rows in clients.values():
+                    covariance = np.eye(4) + size**2 * rows["x"] @ rows["x"].T
+                    expected += multivariate_normal.logpdf(rows["y"], np.zeros(4), covariance)
+                assert float(found[s]) == pytest.approx(expected, abs=1e-3)
