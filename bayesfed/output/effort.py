@@ -121,9 +121,13 @@ class Probed(NamedTuple):
 
 @on_cpu()
 def is_probed(fitted: Fitted, elsewhere: bool = False) -> bool:
-    """Return whether data are so large that a probe shows first what estimates need; arguments as :func:`effort_of`."""
-    effort = effort_of(fitted, elsewhere)
-    return effort is not None and effort.slow and learns_block(fitted)
+    """Return whether a probe shows first what estimates need; arguments as :func:`effort_of`.
+
+    It does so where data are large, and for mixtures of rows in one process: their posteriors have several modes, which
+    proposals do not find from far away.
+    """
+    effort, mixture = effort_of(fitted, elsewhere), fitted.program.terms > 1 and not elsewhere
+    return effort is not None and (effort.slow or mixture) and learns_block(fitted)
 
 
 def is_large(fitted: Fitted) -> bool:

@@ -110,3 +110,11 @@ def test_the_terms_of_a_sum_count(model, fitted):
     own = bf.fit(model, fitted.federation, algorithm, rounds=1, progress=False)
     assert own.program.terms == 8 and fitted.program.terms == 1
     assert effort_of(own).cost == pytest.approx(8 * effort_of(fitted).cost)
+
+
+def test_mixtures_are_probed_however_small_their_data_are(fitted):
+    """Where clients are elsewhere a probe is an exchange, and only large data are worth one."""
+    algorithm = bf.SFVI(corrected=False)
+    own = bf.fit(kinds_of_rows, fitted.federation, algorithm, rounds=1, progress=False)
+    assert not effort_of(own).slow
+    assert is_probed(own) and not is_probed(own, elsewhere=True)
