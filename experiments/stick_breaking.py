@@ -25,7 +25,6 @@ import numpy as np
 import pyro
 import pyro.distributions as dist
 import runner
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
