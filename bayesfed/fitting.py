@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from bayesfed.engine.program import build_by_moments, build_program
 from bayesfed.engine.progress import show_rounds
 from bayesfed.engine.resume import initialise, save
 from bayesfed.engine.rounds import answer, ask, update
-from bayesfed.engine.run import Round, Run
+from bayesfed.engine.run import Round, Run, Stopped
 from bayesfed.engine.run_file import HISTORY, RunFile
 from bayesfed.engine.states import States
 from bayesfed.engine.stopping.arrival import Arrival
@@ -358,7 +360,9 @@ def fit(
             differ.
         FileExistsError: the folder of the execution's states has the states of another run.
         Stopped: half of the uploads of the last rounds, or more, are not finite (fewer are left out, counted, and named
-            at the end), or the server's ELBO term is not finite. It holds the run as it was before that round.
+            at the end), or the server's ELBO term is not finite, or the run has diverged. It holds the run as it was
+            before that round. A run that has diverged begins again once, with four times as many draws a step, and
+            warns of it, unless it has a file, states in files or privacy.
         FloatingPointError: the scale of a local prior has grown without bound.
 
     Example:
@@ -372,20 +376,37 @@ def fit(
     """
     if callable(callbacks):
         raise TypeError(f"callbacks is one function, {callbacks!r}: give a list of them")
-    run = start(
-        model,
-        federation,
-        algorithm,
-        rounds=rounds,
-        clients_per_round=clients_per_round,
-        batch_size=batch_size,
-        privacy=privacy,
-        held_out=held_out,
-        seed=seed,
-        execution=execution,
-        resume=resume,
-        precision=precision,
-    )
+    options: dict[str, Any] = {
+        "rounds": rounds,
+        "clients_per_round": clients_per_round,
+        "batch_size": batch_size,
+        "privacy": privacy,
+        "held_out": held_out,
+        "seed": seed,
+        "execution": execution,
+        "precision": precision,
+    }
+    run = start(model, federation, algorithm, resume=resume, **options)
+    try:
+        return _run_to_its_end(run, rounds, progress, callbacks)
+    except Stopped as stopped:
+        kept = resume is not None or privacy is not None or run.plan.execution.states is not None
+        if stopped.draws is None or kept:
+            raise
+        steps: Any = run.plan.algorithm.steps
+        more = replace(run.plan.algorithm, steps=replace(steps, draws=stopped.draws))
+        warnings.warn(f"{stopped}. The fit begins again, with draws={stopped.draws}", stacklevel=2)
+    run = start(model, federation, more, **options)
+    return _run_to_its_end(run, rounds, progress, callbacks)
+
+
+def _run_to_its_end(
+    run: Run,
+    rounds: int | None,
+    progress: bool | None,
+    callbacks: Sequence[Callable[[Round], object]],
+) -> Posterior:
+    """Run all rounds, and make the posterior; arguments as of :func:`fit`."""
     group = run.plan.execution.group
     progress = progress if group is None or not group.rank() else False
     with show_rounds(run.title, rounds, progress) as show, delayed_interrupts() as interrupt:

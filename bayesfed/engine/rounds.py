@@ -168,9 +168,8 @@ def update(run: Run, question: Question, found: Answer) -> Round:
         refused = refused[:0]
     names, refused_names = _names(run, counted), _names(run, refused)
     if uphill and run.uphill == HALVINGS:
-        raise Stopped(
-            f"the clients' steps go uphill at learning rates of {run.rate:.0e} too; {_advice(run)}",
-            run,
+        raise _diverged(
+            run, f"the clients' steps go uphill at learning rates of {run.rate:.0e} too"
         )
     if _too_many(run, len(refused)):
         terms = None if found.terms is None else found.terms[~sound]
@@ -245,15 +244,15 @@ def _check_finite(run: Run, server_term: Tensor, params: Params) -> None:
         )
     if any(bool(value.isnan().any()) for value in params.values()):
         found = name_globals(run.program, params)
-        raise Stopped(
-            f"the global parameters are not numbers any more ({found}); {_advice(run)}", run
-        )
+        raise _diverged(run, f"the global parameters are not numbers any more ({found})")
 
 
-def _advice(run: Run) -> str:
-    """Return what may help a run that has diverged."""
-    draws = getattr(run.plan.algorithm.steps, "draws", None)
-    return f"take more draws a step (draws={MORE_DRAWS * draws}), {_ADVICE}" if draws else _ADVICE
+def _diverged(run: Run, problem: str) -> Stopped:
+    """Return the error of a run that has diverged, with what may help."""
+    now = getattr(run.plan.algorithm.steps, "draws", None)
+    draws = MORE_DRAWS * now if now else None
+    more = f"take more draws a step (draws={draws}), " if draws else ""
+    return Stopped(f"{problem}; {more}{_ADVICE}", run, draws)
 
 
 def _names(run: Run, clients: Tensor) -> list[str]:
@@ -297,7 +296,7 @@ def _server_step(run: Run) -> Iterator[None]:
             yield
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         reason = str(error).split("\n")[0]
-        raise Stopped(f"a step has no solution ({reason}); {_advice(run)}", run) from error
+        raise _diverged(run, f"a step has no solution ({reason})") from error
 
 
 def _too_many(run: Run, refused: int) -> bool:

@@ -52,11 +52,12 @@ class Stopped(FloatingPointError):
     Attributes:
         run: as it was before the round that failed, but for the states of that round's clients:
             ``bf.finish(error.run)`` is the posterior so far.
+        draws: the number of draws a step with which it may not diverge; None if it has not diverged, or has no draws.
     """
 
-    def __init__(self, message: str, run: Run) -> None:
+    def __init__(self, message: str, run: Run, draws: int | None = None) -> None:
         super().__init__(f"round {run.done + 1}: {message}")
-        self.run = run
+        self.run, self.draws = run, draws
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ DRAWS, LATER = 2000, 6000
 FEWEST, LARGE, LARGEST = 250, 64, 200
 """The number of draws from each proposal where data are large; their largest number relative to those that are
 affordable; the largest cost of estimates without noise."""
-SLOW = 2
+SLOW = 2.4
 """The cost of estimates without noise above which a probe shows first whether they are needed. Where clients are
 elsewhere a probe is an exchange, so that only large data are worth one."""
 PART = 4

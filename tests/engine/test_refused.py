@@ -1,6 +1,7 @@
 """Uploads that are not finite: left out, counted and named; the clients keep what they had; the run goes on."""
 
 from dataclasses import dataclass
+from itertools import count
 
 import pyro
 import pyro.distributions as dist
@@ -154,6 +155,52 @@ def test_a_server_that_cannot_go_on_keeps_what_it_had(result, message, monkeypat
     assert stopped.value.run.done == 2
     for name, value in bf.finish(stopped.value.run).params.items():
         assert torch.equal(value, before.params[name])
+
+
+@pytest.fixture
+def few_draws_fail(monkeypatch):
+    """With eight draws a step the server's parameters are not numbers in each third round."""
+    whole, rounds = NaturalGradient.decode, count(1)
+
+    def decode(self, turn, server, total):
+        found, term = whole(self, turn, server, total)
+        fails = turn.steps.draws == 8 and next(rounds) % 3 == 0
+        return no_numbers(found) if fails else (found, term)
+
+    monkeypatch.setattr(NaturalGradient, "decode", decode)
+
+
+def test_a_run_that_diverges_begins_again_with_more_draws(few_draws_fail):
+    schools = datasets.eight_schools()
+    rounds = []
+    with pytest.warns(UserWarning, match=r"round 3: .*The fit begins again, with draws=32"):
+        posterior = bf.fit(
+            models.eight_schools,
+            schools,
+            rounds=5,
+            seed=3,
+            progress=False,
+            callbacks=[lambda report: rounds.append(report.number)],
+        )
+    assert rounds == [1, 2, 1, 2, 3, 4, 5]
+    expected = bf.fit(
+        models.eight_schools, schools, bf.SFVI(draws=32), rounds=5, seed=3, progress=False
+    )
+    for name, value in posterior.params.items():
+        assert torch.equal(value, expected.params[name])
+    assert posterior.algorithm.steps.draws == 32
+
+
+def test_a_run_with_files_or_privacy_does_not_begin_again(few_draws_fail, tmp_path):
+    """The files are that run's, and its rounds are paid for out of the privacy budget."""
+    schools = datasets.eight_schools()
+    for given in (
+        {"resume": tmp_path / "run"},
+        {"execution": bf.Execution(states=tmp_path / "states")},
+        {"privacy": bf.Privacy(epsilon=50.0, delta=1e-2)},
+    ):
+        with pytest.raises(bf.Stopped, match=r"round 3: .*draws=32"):
+            bf.fit(models.eight_schools, schools, rounds=5, progress=False, **given)
 
 
 def counts(federation):
