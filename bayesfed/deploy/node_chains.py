@@ -17,7 +17,7 @@ from bayesfed.engine.files import read_tensors, write_tensors
 from bayesfed.guides.family import GLOBAL
 from bayesfed.output.chains import MOST, numbers_at_once
 from bayesfed.output.client_chains import ChainClients, Leap, Memory, MoveHere
-from bayesfed.output.evidence import has_block
+from bayesfed.output.conditionals import has_block
 from bayesfed.output.posterior import Posterior
 
 _METADATA = "bayesfed chains of a node"

@@ -28,7 +28,7 @@ from bayesfed.output.chains import (
     sample_chains,
 )
 from bayesfed.output.client_chains import Leap, Moved
-from bayesfed.output.evidence import has_block
+from bayesfed.output.conditionals import has_block
 from bayesfed.output.posterior import Posterior
 
 

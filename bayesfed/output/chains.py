@@ -28,9 +28,9 @@ from bayesfed.guides.family import GLOBAL
 from bayesfed.guides.hierarchical import LOCAL
 from bayesfed.output import khat
 from bayesfed.output.client_chains import WARMUP, ChainClients, Move, MoveHere, adapted_from
+from bayesfed.output.conditionals import has_block
 from bayesfed.output.correction import CorrectionResult
 from bayesfed.output.draws import draw_theta
-from bayesfed.output.evidence import has_block
 from bayesfed.output.fitted import Correction, Fitted
 from bayesfed.output.prior_coordinates import find_prior_coordinates
 from bayesfed.output.trajectories import (

@@ -20,7 +20,8 @@ from torch import Size, Tensor
 from bayesfed.elbo.elbo import log_ratio, run
 from bayesfed.elbo.noise import Draw, fold, word
 from bayesfed.elbo.program import Params
-from bayesfed.output.evidence import Candidates, Conditionals, has_block
+from bayesfed.output.conditionals import Conditionals, has_block
+from bayesfed.output.evidence import Candidates
 from bayesfed.output.student import FREEDOM, PER_SD, student_log_density
 
 WIDTHS = 1.1, 4.0, 16.0

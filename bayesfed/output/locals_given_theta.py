@@ -12,6 +12,7 @@ from bayesfed.data.chunks import EACH_VARIABLE, PASS, chunks, weight
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.program import Params
 from bayesfed.guides.hierarchical import LOCAL
+from bayesfed.output.conditionals import Conditionals, has_block
 from bayesfed.output.defensive import (
     WIDTHS,
     Centre,
@@ -23,14 +24,12 @@ from bayesfed.output.defensive import (
 from bayesfed.output.evidence import (
     EACH,
     Candidates,
-    Conditionals,
-    has_block,
     is_below_precision,
-    laplace_approximation,
     laplace_candidates,
     laplace_evidence,
 )
 from bayesfed.output.fitted import Fitted
+from bayesfed.output.modes import laplace_approximation
 
 CANDIDATES, FOR_EVIDENCE, STABLE, PLAUSIBLE = 64, 256, 0.02, 20.0
 """Number of defensive candidates of a client's variables, from which one is chosen, or evidence is estimated; the

@@ -15,8 +15,9 @@ from bayesfed.elbo import noise
 from bayesfed.elbo.elbo import log_parts, server_pass
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.family import GLOBAL
+from bayesfed.output.conditionals import has_block, rows_width
 from bayesfed.output.draws import draw_theta
-from bayesfed.output.evidence import ERROR_OF_SUM, has_block, rows_width
+from bayesfed.output.evidence import ERROR_OF_SUM
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.locals_given_theta import evidence_by_laplace, evidence_chunks
 from bayesfed.output.polynomials import LEJA, find_polynomial

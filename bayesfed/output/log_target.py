@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bayesfed.elbo.elbo import log_prior
 from bayesfed.guides.family import GLOBAL
-from bayesfed.output.evidence import has_block
+from bayesfed.output.conditionals import has_block
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.log_densities import Probe, SumLogWeights
 
@@ -30,9 +30,18 @@ def log_target(
     It is −∞ where this is not a number, or too large for one.
     """
     theta, count = {GLOBAL: z[:, None, None]}, len(z)
-    prior = log_prior(fitted.program, fitted.params, theta, count)
-    found = prior.double() + log_weights(fitted, theta, count, key, laplace, probe)
+    found = _log_prior(fitted, z).double() + log_weights(fitted, theta, count, key, laplace, probe)
     return found.where(found < torch.inf, -torch.inf)
+
+
+def _log_prior(fitted: Fitted, z: Tensor) -> Tensor:
+    """Compute log p(θ), ``(S,)``; −∞ where the program fails to factorise a matrix."""
+    try:
+        return log_prior(fitted.program, fitted.params, {GLOBAL: z[:, None, None]}, len(z))
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        if len(z) == 1:
+            return torch.full_like(z[:, 0], -torch.inf)
+        return torch.cat([_log_prior(fitted, half) for half in z.tensor_split(2)])
 
 
 def log_target_twice(

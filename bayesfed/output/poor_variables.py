@@ -26,9 +26,9 @@ from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.elbo import run
 from bayesfed.elbo.moments import unconstrained
 from bayesfed.elbo.program import Params, Program
+from bayesfed.output.conditionals import Conditionals, has_normal_prior
 from bayesfed.output.defensive import LARGEST, defensive_candidates, draw_mixture, unstack
 from bayesfed.output.draws import client_chunks, draw_theta, globals_at
-from bayesfed.output.evidence import Conditionals, has_normal_prior
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.importance import truncate_weights
 from bayesfed.output.locals_given_theta import draw_guide_locals, proposal_centre

@@ -60,7 +60,8 @@ _REASONS = {
     ),
     r"out of (bounds|range)": (
         "an index is larger than what it is to index: categories count from 0, and a variable needs an entry for each; "
-        "a client's variable has no entry for other clients, own and not own[i]"
+        "a client's variable has no entry for other clients, own and not own[i], and the entries of a vector are its "
+        "last dimension, own[..., i]"
     ),
     r"reinterpreted_batch_ndims|at least 1D": (
         "there is one number where a vector is wanted. A column named alone is a field of one number a row, columns in "

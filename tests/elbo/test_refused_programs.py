@@ -252,7 +252,7 @@ REFUSED = [
     ("a loop over rows", written(loop_over_rows), r"'y\d' depends .* in no loop or plate of your own over rows"),
     ("rows by a mask", written(rows_by_a_mask), r"'y': values of shape .* rows are left out by poutine.mask\(mask=...\), not by an index"),
     ("rows at random", written(rows_at_random), r"'y': values of shape .* rows are left out by poutine.mask\(mask=...\), not by an index"),
-    ("clients by index", written(lambda own, obs, i: pyro.sample("y", dist.Normal(own[i], 1.0), obs=obs["y"])), r"no entry for other clients, own and not own\[i\]"),
+    ("clients by index", written(lambda own, obs, i: pyro.sample("y", dist.Normal(own[i], 1.0), obs=obs["y"])), r"no entry for other clients, own and not own\[i\], and the entries of a vector are its last dimension, own\[\.\.\., i\]"),
     ("a field as an attribute", written(lambda own, obs, i: pyro.sample("y", dist.Normal(own, 1.0), obs=obs.y)), r'read a field as obs\["y"\]'),
     ("a plate of all clients outside theirs", number_of_clients, r"'effects' depends .* len\(federation\) and len\(obs\[...\]\) count the clients of a batch"),
     ("a global variable after the clients", after_the_clients, "'mu' depends .* no site outside the clients plate a value from inside"),

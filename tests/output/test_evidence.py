@@ -12,9 +12,10 @@ from scipy.stats import multivariate_normal, norm, poisson
 
 import bayesfed as bf
 from bayesfed.elbo import noise
-from bayesfed.output import evidence, locals_given_theta, log_densities
-from bayesfed.output.evidence import has_block
+from bayesfed.output import evidence, locals_given_theta, log_densities, modes
+from bayesfed.output.conditionals import has_block
 from bayesfed.output.log_densities import sum_log_weights
+from bayesfed.output.log_target import log_target
 from bayesfed.output.polynomials import LEJA, SPREAD, find_polynomial
 
 TAU, SIGMA = 0.7, 0.5
@@ -257,6 +258,8 @@ def test_poor_estimates_are_made_from_more_candidates(monkeypatch):
         found = sum_log_weights(posterior, theta, len(mu), noise.key(0), laplace=True).numpy()
         return float((found - np.array(exact)).std())  # a constant does not matter
 
+    assert error() < 0.4  # all estimates are around the higher mode
+    monkeypatch.setattr(modes, "_higher_modes", lambda given, u, root: (u, root))
     monkeypatch.setattr(locals_given_theta, "SHARE", 4)  # a quarter of these few draws is compared
     approximations, approximate = [], locals_given_theta.laplace_approximation
     monkeypatch.setattr(
@@ -354,3 +357,24 @@ def test_a_draw_at_which_a_matrix_has_no_factor_has_no_weight(laplace):
                     covariance = np.eye(4) + size**2 * rows["x"] @ rows["x"].T
                     expected += multivariate_normal.logpdf(rows["y"], np.zeros(4), covariance)
                 assert float(found[s]) == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_prior_at_which_a_matrix_has_no_factor_has_no_weight():
+    """Clients with many variables are asked for the prior, too, where 1 / step² is infinite."""
+
+    def paths(federation):
+        step = pyro.sample("step", dist.LogNormal(0.0, 1.0))
+        with federation.clients():
+            precision = torch.eye(24) / step[..., None, None] ** 2
+            path = pyro.sample(
+                "path", dist.MultivariateNormal(torch.zeros(24), precision_matrix=precision)
+            )
+            with federation.observations() as obs:
+                pyro.sample("y", dist.Normal(path[..., 0], 1.0), obs=obs.get("y"))
+
+    federation = bf.Federation.from_arrays({n: {"y": [1.0, 2.0]} for n in "abc"})
+    algorithm = bf.SFVI(corrected=False)
+    fitted = bf.fit(paths, federation.to(dtype=torch.float32), algorithm, rounds=2, progress=False)
+    z = torch.tensor([[0.0], [0.5], [-60.0], [-0.5]])
+    found = log_target(fitted, z, fitted.key(0), sum_log_weights, laplace=False)
+    assert found.isfinite().tolist() == [True, True, False, True]

@@ -1,0 +1,257 @@
+"""Laplace's approximation of clients' posteriors at draws of θ: modes by Newton's method, and widths.
+
+Newton's method finds the mode of a concave log density, whose curvature there is a width. Where the density is not
+concave, other starts are tried; where it is not smooth, gradients some way from the mode give the width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bayesfed.data.batch import Batch
+from bayesfed.elbo.noise import Draw, fold, key, word
+from bayesfed.elbo.program import Params, Program
+from bayesfed.guides import newton
+from bayesfed.guides.triangular import inverse_root
+from bayesfed.output.conditionals import Conditionals, log_joint, normal_prior
+from bayesfed.output.polynomials import find_polynomial
+
+STEPS = 10
+"""Largest number of Newton steps; a likelihood that is Gaussian in u needs none from the mean of q."""
+TOLERANCE = 0.01
+"""A Newton step with twice its predicted gain below this, in nats, is the last one: the draws are weighted."""
+STARTS, WIDER = 32, 1.02
+"""Draws from the prior at which further searches for a mode may start, of clients whose density is not concave; how
+much larger a variance than the prior's shows that."""
+ROUND_OFF = 1e-5
+"""That of a precision, relative to its largest entry."""
+PILOT, SPAN, SECANTS, SAME, LEAST_SECANT = 8, 1.5, 8, 0.1, 0.04
+"""Draws of θ at which clients are examined; how many standard deviations from the mode gradients are compared with the
+curvature; the most times that a precision comes from gradients, the change that ends it, and the least precision
+each time, which makes a variable five times as wide."""
+KINKED = 1.2
+"""The factor on the width that gradients give: a density with kinks has heavier tails than a Normal."""
+LEAST_CURVATURE = 0.05
+"""The least curvature along an axis, in units of the prior's precision."""
+DEGREE = 2
+"""The degree of polynomials in θ in place of modes."""
+
+
+def laplace_approximation(given: Conditionals) -> tuple[Tensor, Tensor]:
+    """Return û_s ``(S, K, 1, P)`` and a root of H_s⁻¹ ``(S, K, 1, P, P)``; ``given`` as of :func:`laplace_candidates`.
+
+    Of many draws of θ, the modes at a few are found by Newton's method. A polynomial in θ that is fitted to these is so
+    close to the others that one Newton step is enough at most of them.
+    """
+    if given.program.guide.structure is not None:  # q is the approximation
+        q = given.block()
+        return q.mean, q.scale_tril
+    different, draws = _without_repetition(given)
+    u, precision = _fitted_modes(different) or _modes(different)
+    u, root = _higher_modes(different, u, inverse_root(precision))
+    return u[draws], _secant_roots(different, u, root)[draws]
+
+
+def _without_repetition(given: Conditionals) -> tuple[Conditionals, Tensor]:
+    """Return the posteriors at different draws of θ, and the position of each draw of θ among them, ``(S,)``."""
+    z, every = given.z[:, 0, 0], torch.arange(given.size)
+    if not z.shape[1]:
+        return given.at(every[:1]), torch.zeros_like(every)
+    values, position = torch.unique(z[:, 0], return_inverse=True)
+    one = torch.empty(len(values), dtype=torch.int64).index_copy_(0, position.cpu(), every)
+    if len(values) == given.size or not torch.equal(z[one][position], z):
+        return given, every
+    return given.at(one), position
+
+
+def _fitted_modes(given: Conditionals) -> tuple[Tensor, Tensor] | None:
+    """Return modes and precisions as :func:`_modes`, most of them by one Newton step from a polynomial in θ.
+
+    Return None if the draws are too few, or if clients' variables have priors that are not Normal.
+    """
+    polynomial = find_polynomial(given.z[:, 0, 0], DEGREE)
+    if polynomial is None:
+        return None
+    _, scale = normal_prior(given)
+    if not bool(scale.isfinite().all()):
+        return None
+    u = polynomial.fitted(_modes(given.at(polynomial.few))[0])
+    least = LEAST_CURVATURE / scale.square()
+    _, gradient, hessian = _derivatives(given, u, torch.arange(given.size))
+    precision = newton.positive(-hessian, least)
+    step = torch.linalg.solve_ex(precision, gradient[..., None])[0].squeeze(-1)
+    gain = (gradient * step).sum((-2, -1))
+    far = (~(gain < TOLERANCE)).any(1).nonzero()[:, 0]
+    u = u + step
+    if len(far):
+        u[far], precision[far] = _modes(given.at(far))
+    return u, precision
+
+
+def _higher_modes(given: Conditionals, u: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+    """Return modes and roots, from other starts where these find higher modes.
+
+    Newton's method may end at a lower mode, or on a plateau, of clients whose density is not concave: it curves less
+    than the prior alone at some draws from it. Theirs starts again, at the best of these and of the median of the
+    client's modes.
+    """
+    loc, scale = (x.expand_as(u) for x in normal_prior(given))
+    spread = _spread(given, scale)
+    draws = Draw("normal", (STARTS, u.shape[-1]))(fold(key(0), word("starts")), torch.float64)
+    draws = draws.to(u)[:, None, None]
+    few = _few(given.size).to(u.device)
+    points = loc[few] + spread[few] * draws[: len(few)]
+    hessian = _derivatives(given.at(few), points, torch.arange(len(few)))[2]
+    curvature = -spread[few][..., None] * hessian * spread[few][..., None, :]
+    round_off = ROUND_OFF * curvature.diagonal(dim1=-2, dim2=-1).abs().amax(-1, keepdim=True)
+    above = curvature - torch.diag_embed((1 / WIDER - round_off).expand(curvature.shape[:-1]))
+    concave = torch.linalg.cholesky_ex(above.nan_to_num(0.0, 0.0, 0.0))[1] == 0
+    clients = (~concave).any(-1).any(0).nonzero()[:, 0]
+    if not len(clients):
+        return u, root
+    own, mode = given.of_clients(clients), u[:, clients]
+    loc, spread = loc[:, clients], spread[:, clients]
+    start = mode.median(0, keepdim=True).values.expand_as(mode)
+    best = own.log_joint(start[None])[0].nan_to_num(-torch.inf)
+    for draw in draws:
+        other = loc + spread * draw
+        value = own.log_joint(other[None])[0]
+        higher = value > best
+        best = torch.where(higher, value, best)
+        start = torch.where(higher[..., None, None], other, start)
+    found, precision, reached = _climb(own, start, _start(own)[1])
+    higher = (reached > own.log_joint(mode[None])[0])[..., None, None]
+    u, root = u.clone(), root.clone()
+    u[:, clients] = torch.where(higher, found, mode)
+    root[:, clients] = torch.where(higher[..., None], inverse_root(precision), root[:, clients])
+    return u, root
+
+
+def _few(size: int) -> Tensor:
+    """Return the positions of some of so many draws of θ, at which clients are examined."""
+    return torch.linspace(0, size - 1, min(PILOT, size)).long()
+
+
+def _secant_roots(given: Conditionals, u: Tensor, root: Tensor) -> Tensor:
+    """Return roots of the covariances that gradients some way from the mode show, of clients whose curvature fails.
+
+    A log density with absolute values, such as Laplace's, curves nowhere but at its kinks. Of clients for whom secants
+    curve more than twice as much at some draws of θ, the precision is that of the secants between û − c L e_j and
+    û + c L e_j, for the columns of L = ``root``. It is found again with the new L until it stays, and is the curvature
+    where the density is Normal.
+    """
+    few = _few(given.size).to(u.device)
+    narrow = (_secants(given.at(few), u[few], root[few]) - 1).amax((0, -3, -2, -1)) > 1
+    clients = narrow.nonzero()[:, 0]
+    if not len(clients):
+        return root
+    own, u, new = given.of_clients(clients), u[:, clients], root[:, clients]
+    for _ in range(SECANTS):
+        secant = _secants(own, u, new)
+        new = new @ inverse_root(newton.positive(secant, torch.full_like(u, LEAST_SECANT)))
+        if bool(((secant - torch.eye(u.shape[-1]).to(u)).abs() < SAME).all()):
+            break
+    root = root.clone()
+    new = KINKED * new
+    root[:, clients] = new.where(new.isfinite().all((-2, -1), keepdim=True), root[:, clients])
+    return root
+
+
+def _secants(given: Conditionals, u: Tensor, root: Tensor) -> Tensor:
+    """Return the precision ``(S, K, 1, P, P)`` that secants show, in the coordinates of L = ``root``."""
+    away = SPAN * root.mT.movedim(-2, 0)  # the columns, (P, S, K, 1, P)
+    ends = torch.cat([u + away, u - away])
+    (slopes,) = given.run(
+        _gradient, 2 * given.width, ends.flatten(0, 1), given.z.repeat(len(ends), 1, 1, 1)
+    )
+    up, down = slopes.unflatten(0, (2, -1, given.size)).unbind()
+    secant = root.mT @ ((down - up) / (2 * SPAN)).movedim(0, -1)
+    return (secant + secant.mT) / 2
+
+
+def _gradient(program: Program, params: Params, batch: Batch, u: Tensor, z: Tensor) -> list[Tensor]:
+    """Compute the gradient of the log density at u."""
+    with torch.enable_grad():
+        u = u.detach().requires_grad_()
+        value = log_joint(program, params, batch, u, z)[0]
+        return [newton.attached_gradient(value, u).detach()]
+
+
+def _modes(given: Conditionals) -> tuple[Tensor, Tensor]:
+    """Return û_s ``(S, K, 1, P)`` and H_s ``(S, K, 1, P, P)``."""
+    return _climb(given, *_start(given))[:2]
+
+
+def _climb(given: Conditionals, start: Tensor, least: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where Newton's method ends, the precision there, and the log density a step before, ``(S, K)``.
+
+    Newton steps, with a line search where a whole step makes the density lower, go on for each client and draw of θ
+    until they gain less than a tolerance, whichever other clients are there.
+    """
+    u, precision = start.clone(), start.new_empty(*start.shape, start.shape[-1])
+    reached, step = u.new_full(u.shape[:2], -torch.inf), torch.zeros_like(u)
+    ended = torch.zeros_like(reached, dtype=torch.bool)
+    moving = torch.arange(given.size, device=u.device)
+    for number in range(1 + STEPS):
+        active, before = ~ended[moving], reached[moving]
+        found = _derivatives(given, u, moving)
+        late = active & ~(found[0] >= before) & (number > 0)
+        far = late.any(1).nonzero()[:, 0]
+        if len(far):
+            some = moving[far]
+            shorter = newton.line_search(given.at(some).log_joint, u[some] - step[some], step[some])
+            u[some] = torch.where(late[far][..., None, None], shorter, u[some])
+            for value, new in zip(found, _derivatives(given, u, some), strict=True):
+                value[far] = new
+        reached[moving], gradient, hessian = found
+        here = newton.positive(-hessian, least[moving])
+        precision[moving] = torch.where(active[..., None, None, None], here, precision[moving])
+        new = torch.linalg.solve_ex(here, gradient[..., None])[0].squeeze(-1).nan_to_num(0.0)
+        last = ~((gradient * new).sum((-2, -1)) > TOLERANCE)
+        taken = active & last if number == STEPS else active
+        step[moving] = torch.where(taken[..., None, None], new, 0.0)
+        u[moving] += step[moving]
+        ended[moving] |= last
+        moving = moving[~ended[moving].all(1)]
+        if not len(moving):
+            break
+    return u, precision, reached
+
+
+def _derivatives(given: Conditionals, u: Tensor, draws: Tensor) -> list[Tensor]:
+    """Return the log density at u of some draws of θ, its gradient and its curvature."""
+    numbers = given.width * (2 + u.shape[-1])
+    return given.run(_value_and_curvature, numbers, u[draws], given.z[draws])
+
+
+def _value_and_curvature(
+    program: Program, params: Params, batch: Batch, u: Tensor, z: Tensor
+) -> list[Tensor]:
+    """Compute the log density at u, its gradient and its curvature."""
+
+    def density(u: Tensor) -> Tensor:
+        return log_joint(program, params, batch, u[0], z)[0][None]
+
+    with torch.enable_grad():
+        return [x.detach() for x in newton.value_and_curvature(density, u)]
+
+
+@torch.no_grad()
+def _start(given: Conditionals) -> tuple[Tensor, Tensor]:
+    """Return where Newton's method starts, and the least curvature, ``(S, K, 1, P)`` each.
+
+    The mean of q is linear in θ, and far from the posterior where θ is far from the centre of q(θ). The location of the
+    prior is taken where it has the larger density.
+    """
+    q = given.block()
+    prior, scale = normal_prior(given)
+    both = torch.stack([q.mean, prior.expand_as(q.mean)])
+    best = given.log_joint(both).nan_to_num(-torch.inf).argmax(0)
+    start = both.gather(0, best[None, ..., None, None].expand_as(both[:1]))[0]
+    return start, (LEAST_CURVATURE / _spread(given, scale).square()).expand_as(start)
+
+
+def _spread(given: Conditionals, scale: Tensor) -> Tensor:
+    """Return the scale of Normal priors, and about the spread of others."""
+    return torch.where(scale.isfinite(), scale, given.program.guide.block_scaling.scale.to(scale))
