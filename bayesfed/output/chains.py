@@ -231,7 +231,7 @@ def draws_for_quantiles(size: int) -> float:
     Example:
         >>> from bayesfed.output.chains import draws_for_quantiles
         >>> round(draws_for_quantiles(1)), round(draws_for_quantiles(43))
-        (997, 2351)
+        (997, 2349)
     """
     normal = NormalDist()
     error = math.sqrt(0.05 * 0.95) / normal.pdf(normal.inv_cdf(0.05))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bayesfed as bf
-from bayesfed.output import poor_variables
+from bayesfed.output import modes, poor_variables
 from bayesfed.output import posterior as posterior_module
 from bayesfed.output.correction import CorrectionResult
 
@@ -117,7 +117,18 @@ def test_a_corrected_fit_is_right_for_every_client(model, rows, log_likelihood, 
         assert float(draws[:, k].std()) == pytest.approx(sd, rel=0.15)
 
 
-def test_a_mode_too_far_to_resample_is_named_after_the_correction(plain):
+def test_a_mode_too_far_to_resample_is_found_from_other_starts(plain):
+    corrected = plain.corrected()
+    assert not corrected.poor_clients
+    draws = corrected.sample(8000)["w"]
+    for k, (mean, sd) in enumerate(integrate(FAR, squared).values()):
+        assert float(draws[:, k].mean()) == pytest.approx(mean, abs=0.25 * sd)
+        assert float(draws[:, k].std()) == pytest.approx(sd, rel=0.15)
+
+
+def test_a_mode_too_far_to_resample_is_named_after_the_correction(plain, monkeypatch):
+    """As where no other start finds it."""
+    monkeypatch.setattr(modes, "_higher_modes", lambda given, u, root: (u, root))
     corrected = plain.corrected()
     assert corrected.resampled == {"a"} and list(corrected.poor_clients) == ["far"]
     assert "NUTS" in repr(corrected)
