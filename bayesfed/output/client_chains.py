@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple, Self
 
@@ -24,6 +25,7 @@ from bayesfed.guides import local
 from bayesfed.guides.family import GLOBAL
 from bayesfed.guides.hierarchical import LOCAL
 from bayesfed.output.draws import client_chunks
+from bayesfed.output.failing_draws import skip_failing
 from bayesfed.output.fitted import Fitted
 from bayesfed.tracing.compiler import Compiler, traceable, using
 
@@ -228,7 +230,8 @@ class ChainClients:
         slopes, value = torch.empty_like(e), torch.zeros(len(z), dtype=torch.float64).to(z.device)
         slope = torch.zeros_like(z, dtype=torch.float64)
         for chunk, batch, params in self.chunks:
-            own = _log_densities_or_nan(self.fitted.program, params, batch, z, e[:, chunk])
+            log_densities = partial(_log_densities, self.fitted.program, params, batch)
+            own = skip_failing(log_densities, (z, e[:, chunk]), _not_a_number)
             value, slope = value + own[0].double(), slope + own[1].double()
             slopes[:, chunk] = own[2].nan_to_num(0.0, 0.0, 0.0)
         return Place(e, slopes, value), slope
@@ -277,20 +280,9 @@ def _kinetic(momentum: Tensor) -> Tensor:
     return momentum.double().square().sum((1, 2)) / 2
 
 
-def _log_densities_or_nan(
-    program: Program, params: Params, batch: Batch, z: Tensor, e: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result of :func:`_log_densities`, NaN of chains at which the program fails to factorise a matrix."""
-    try:
-        return _log_densities(program, params, batch, z, e)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        if len(z) == 1:
-            value, in_z, in_e = (torch.full_like(x, torch.nan) for x in (z[:, 0], z, e))
-            return value, in_z, in_e
-        halves = zip(z.tensor_split(2), e.tensor_split(2), strict=True)
-        parts = [_log_densities_or_nan(program, params, batch, *half) for half in halves]
-        value, in_z, in_e = (torch.cat(own) for own in zip(*parts, strict=True))
-        return value, in_z, in_e
+def _not_a_number(z: Tensor, e: Tensor) -> tuple[Tensor, ...]:
+    """Return the result of :func:`_log_densities` for a chain that is where it cannot be computed."""
+    return tuple(torch.full_like(x, torch.nan) for x in (z[:, 0], z, e))
 
 
 @traceable

@@ -18,6 +18,7 @@ from bayesfed.guides.family import GLOBAL
 from bayesfed.output.conditionals import has_block, rows_width
 from bayesfed.output.draws import draw_theta
 from bayesfed.output.evidence import ERROR_OF_SUM
+from bayesfed.output.failing_draws import skip_failing
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.locals_given_theta import evidence_by_laplace, evidence_chunks
 from bayesfed.output.polynomials import LEJA, find_polynomial
@@ -102,23 +103,19 @@ def sum_log_weights(
         probe: what may be asked next; without effect in one process.
     """
     fitted = fitted.sufficient
-    try:
+    names = tuple(theta)
+
+    def at(position: Tensor, *values: Tensor) -> tuple[Tensor]:
+        some, size, start = dict(zip(names, values, strict=True)), len(position), int(position[0])
+        own = noise.fold(key, start) if start else key  # the parts have noise of their own
         if not laplace:
-            return _sum_by_draws(fitted, theta, count, key)
-        found = _interpolated(fitted, theta, count, key)
-        return _sum_by_laplace(fitted, theta, count, key) if found is None else found
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        if count == 1:
-            return torch.full((1,), -torch.inf, dtype=torch.float64).to(fitted.federation.device)
-        halves = slice(count // 2), slice(count // 2, count)
-        parts = [{name: value[half] for name, value in theta.items()} for half in halves]
-        sizes, keys = (count // 2, count - count // 2), (key, noise.fold(key, count))
-        return torch.cat(
-            [
-                sum_log_weights(fitted, part, size, own, laplace)
-                for part, size, own in zip(parts, sizes, keys, strict=True)
-            ]
-        )
+            return (_sum_by_draws(fitted, some, size, own),)
+        found = _interpolated(fitted, some, size, own)
+        return (_sum_by_laplace(fitted, some, size, own) if found is None else found,)
+
+    nothing = torch.full((1,), -torch.inf, dtype=torch.float64, device=fitted.federation.device)
+    (total,) = skip_failing(at, [torch.arange(count), *theta.values()], lambda *_: (nothing,))
+    return total
 
 
 def _sum_by_draws(fitted: Fitted, theta: Params, count: int, key: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from bayesfed.elbo.elbo import log_prior
 from bayesfed.guides.family import GLOBAL
 from bayesfed.output.conditionals import has_block
+from bayesfed.output.failing_draws import skip_failing
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.log_densities import Probe, SumLogWeights
 
@@ -36,12 +37,12 @@ def log_target(
 
 def _log_prior(fitted: Fitted, z: Tensor) -> Tensor:
     """Compute log p(θ), ``(S,)``; −∞ where the program fails to factorise a matrix."""
-    try:
-        return log_prior(fitted.program, fitted.params, {GLOBAL: z[:, None, None]}, len(z))
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        if len(z) == 1:
-            return torch.full_like(z[:, 0], -torch.inf)
-        return torch.cat([_log_prior(fitted, half) for half in z.tensor_split(2)])
+
+    def at(z: Tensor) -> tuple[Tensor]:
+        return (log_prior(fitted.program, fitted.params, {GLOBAL: z[:, None, None]}, len(z)),)
+
+    (found,) = skip_failing(at, [z], lambda z: (torch.full_like(z[:, 0], -torch.inf),))
+    return found
 
 
 def log_target_twice(

@@ -39,10 +39,13 @@ DEGREE = 2
 
 
 def laplace_approximation(given: Conditionals) -> tuple[Tensor, Tensor]:
-    """Return û_s ``(S, K, 1, P)`` and a root of H_s⁻¹ ``(S, K, 1, P, P)``; ``given`` as of :func:`laplace_candidates`.
+    """Return û_s ``(S, K, 1, P)`` and a root of H_s⁻¹ ``(S, K, 1, P, P)``.
 
     Of many draws of θ, the modes at a few are found by Newton's method. A polynomial in θ that is fitted to these is so
     close to the others that one Newton step is enough at most of them.
+
+    Args:
+        given: posteriors of a program for which :func:`~bayesfed.output.conditionals.has_block` is true.
     """
     if given.program.guide.structure is not None:  # q is the approximation
         q = given.block()
@@ -120,7 +123,7 @@ def _higher_modes(given: Conditionals, u: Tensor, root: Tensor) -> tuple[Tensor,
         higher = value > best
         best = torch.where(higher, value, best)
         start = torch.where(higher[..., None, None], other, start)
-    found, precision, reached = _climb(own, start, _start(own)[1])
+    found, precision, reached = _climb(own, start, LEAST_CURVATURE / spread.square())
     higher = (reached > own.log_joint(mode[None])[0])[..., None, None]
     u, root = u.clone(), root.clone()
     u[:, clients] = torch.where(higher, found, mode)
