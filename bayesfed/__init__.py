@@ -1,31 +1,39 @@
 """Hierarchical Bayesian models, written in Pyro, fitted across clients whose data never meet."""
 
+import ast
 import warnings
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from bayesfed.tracing.garbage import without_garbage_collection
-
-if TYPE_CHECKING:
-    from bayesfed.api import *  # noqa: F403
 
 __version__ = "0.1.0"
 
 # GPyTorch's linear algebra uses TorchScript at import, of which torch 2.14 and later warn every user.
 warnings.filterwarnings("ignore", r"`torch\.jit\.script` is deprecated")
 
-if not TYPE_CHECKING:  # where it is seen, every name is one of the package
+_MODULES = {
+    alias.name: node.module
+    for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body
+    if isinstance(node, ast.ImportFrom) and node.module
+    for alias in node.names
+}
+"""The modules of the public names, as the stub file gives them (SPEC 1, *Lazy loading of submodules and functions*)."""
 
-    def __getattr__(name: str) -> Any:
-        """A public name: all are imported with the first, as torch, Pyro and ArviZ take seconds (PEP 562)."""
-        if name.startswith("_") and name != "__all__":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        with without_garbage_collection():
-            api = import_module("bayesfed.api")
-        try:
-            return getattr(api, name)
-        except AttributeError:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+__all__ = sorted(_MODULES)
 
-    def __dir__() -> list[str]:
-        return sorted([*import_module("bayesfed.api").__all__, "__all__", "__doc__", "__version__"])
+
+def __getattr__(name: str) -> Any:
+    """Import the module of a public name when the name is first used: torch and Pyro take seconds (PEP 562)."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with without_garbage_collection():
+        module = import_module(_MODULES[name])
+        value = vars(module).get(name) or import_module(f"{module.__name__}.{name}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__all__", "__doc__", "__version__"])

@@ -64,7 +64,8 @@ def metadata(wheel: Path) -> Message:
 
 
 def test_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
-    expected = {"bayesfed/py.typed", "bayesfed/deploy/flower_app/pyproject.toml"}
+    expected = {"bayesfed/__init__.pyi", "bayesfed/py.typed"}
+    expected |= {"bayesfed/deploy/flower_app/pyproject.toml"}
     expected |= {
         path.relative_to(ROOT).as_posix() for path in (ROOT / "bayesfed/cli/starter").iterdir()
     }

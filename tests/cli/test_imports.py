@@ -54,6 +54,9 @@ def test_public_names_come_when_they_are_asked_for(tmp_path):
     done = python(
         "import sys, bayesfed as bf\n"
         "assert 'torch' not in sys.modules\n"
+        "assert bf.fit and bf.SFVI and bf.Federation\n"
+        "unused = 'calibration', 'effects', 'formulas', 'models', 'testing'\n"
+        "assert not [name for name in unused if f'bayesfed.{name}' in sys.modules]\n"
         "import bayesfed.fitting\n"
         "assert bf.fit is bayesfed.fitting.fit\n"
         "assert bf.models.Cox and bf.datasets.kidney and 'SFVI' in dir(bf)\n"

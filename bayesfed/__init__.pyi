@@ -1,4 +1,4 @@
-"""The public names: ``bayesfed.fit`` is the ``fit`` of this module."""
+"""The public names. bayesfed imports the module of a name when the name is first used."""
 
 from bayesfed import effects, guides, models, rules, steps, testing
 from bayesfed.algorithms import Algorithm
@@ -106,3 +106,5 @@ __all__ = [
     "steps",
     "testing",
 ]
+
+__version__: str
