@@ -55,17 +55,45 @@ def draw_guide_locals(
     They are draws from q(w_i | θ), or by importance sampling if the correction or ``fitted.resampled`` says so.
     """
     fitted = fitted.sufficient
-    if fitted.laplace:
-        keys = noise.fold(key, fitted.federation.stream_ids[chunk])
-        found = {LOCAL: _by_laplace(fitted, theta, count, chunk, key).resample(keys)}
-    else:
-        found = _draw_from_guide(fitted, theta, count, chunk, key)
-    for k, client in enumerate(chunk.tolist()):
-        if fitted.federation.names[client] in fitted.resampled:
-            better = _resample_client(fitted, theta, count, chunk[k : k + 1], key)
-            for name, value in better.items():
-                found[name][:, k] = value[:, 0]
-    return found
+    names = fitted.federation.names
+    poor = [names[client] in fitted.resampled for client in chunk.tolist()]
+    others = [k for k, is_poor in enumerate(poor) if not is_poor]
+    parts: list[tuple[list[int], Params]] = []
+    if others and fitted.laplace:
+        keys = noise.fold(key, fitted.federation.stream_ids[chunk[others]])
+        candidates = _by_laplace(fitted, theta, count, chunk[others], key)
+        parts.append((others, {LOCAL: candidates.resample(keys)}))
+    elif others:
+        parts.append((others, _draw_from_guide(fitted, theta, count, chunk[others], key)))
+    for some in _together(fitted, count, chunk, [k for k, is_poor in enumerate(poor) if is_poor]):
+        parts.append((some, _resample_clients(fitted, theta, count, chunk[some], key)))
+    order = torch.tensor([k for some, _ in parts for k in some], device=chunk.device).argsort()
+    return {
+        name: torch.cat([found[name] for _, found in parts], 1)[:, order] for name in parts[0][1]
+    }
+
+
+def _together(
+    fitted: Fitted, count: int, chunk: Tensor, positions: Sequence[int]
+) -> Iterator[list[int]]:
+    """Yield those of the clients at some positions of a chunk that are resampled together.
+
+    They are those whose candidates for all ``count`` draws of θ fit into memory; others are resampled one by one, so
+    that the blocks of draws of a client do not depend on the others.
+    """
+    federation = fitted.federation
+    together: list[int] = []
+    widest = 0
+    for k in positions:
+        length = int(federation.lengths[chunk[k]])
+        numbers = CANDIDATES * (length * federation.numbers_per_row + fitted.program.size)
+        widest = max(widest, numbers)
+        if together and count * widest * (len(together) + 1) > PASS:
+            yield together
+            together, widest = [], numbers
+        together.append(k)
+    if together:
+        yield together
 
 
 def _draw_from_guide(
@@ -93,16 +121,16 @@ def select_draws(supplied: Mapping[str, Sequence[Tensor]], part: slice) -> dict[
     return {name: [x[part] for x in parts] for name, parts in supplied.items()}
 
 
-def _resample_client(
-    fitted: Fitted, theta: Params, count: int, client: Tensor, key: Tensor
+def _resample_clients(
+    fitted: Fitted, theta: Params, count: int, chunk: Tensor, key: Tensor
 ) -> Params:
-    """Draw one client's variables given each draw of θ by importance sampling, some draws of θ at a time."""
+    """Draw some clients' variables given each draw of θ by importance sampling, some draws of θ at a time."""
     parts, centre = [], None
     if has_block(fitted.program):
-        centre = proposal_centre(fitted, theta, count, client, key, CANDIDATES)
-    blocks = _defensive_blocks(fitted, theta, count, client, key, WIDTHS, centre)
+        centre = proposal_centre(fitted, theta, count, chunk, key, CANDIDATES)
+    blocks = _defensive_blocks(fitted, theta, count, chunk, key, WIDTHS, centre)
     for block, found, shapes in blocks:
-        keys = noise.fold(block, fitted.federation.stream_ids[client])
+        keys = noise.fold(block, fitted.federation.stream_ids[chunk])
         parts.append(unstack(found.resample(keys).to(fitted.federation.dtype), shapes))
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 

@@ -26,7 +26,7 @@ from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.elbo import run
 from bayesfed.elbo.moments import unconstrained
 from bayesfed.elbo.program import Params, Program
-from bayesfed.output.conditionals import Conditionals, has_normal_prior
+from bayesfed.output.conditionals import Conditionals, has_block, has_normal_prior
 from bayesfed.output.defensive import LARGEST, defensive_candidates, draw_mixture, unstack
 from bayesfed.output.draws import client_chunks, draw_theta, globals_at
 from bayesfed.output.fitted import Fitted
@@ -53,6 +53,10 @@ REACHED = 0.1
 """Relative effective sample size from which a few weighted draws are enough to choose one from."""
 SUSPECT = 0.5
 """Share of these differences, beyond one standard error, from which more draws are made of a client's variables."""
+CLOSE, SMALL = 0.2, 1500
+"""The same of differences between a Normal q(w_i | θ) and the posterior by the weights of the same candidates, where
+data are so small that the variables of all clients can be resampled; the largest size of their rows and variables
+then, in numbers."""
 NAMED = 3
 """Number of clients that a warning names."""
 
@@ -104,6 +108,9 @@ class Distances(NamedTuple):
         draws: their number.
         given: root mean square of the differences of means given single draws of θ, in the same standard deviations,
             beyond Monte Carlo error, ``(K, P)``; None of θ.
+        of_normal: the largest distance of each client's Normal approximation given θ, 1 if it is just named, ``(K,)``.
+            Both distributions are those of the same candidates, by weights, so that the error of this distance is a
+            fraction of it. None of θ, and where q(w_i | θ) is no Normal.
     """
 
     sites: list[str]
@@ -112,6 +119,7 @@ class Distances(NamedTuple):
     size: Tensor
     draws: int
     given: Tensor | None = None
+    of_normal: Tensor | None = None
 
     def excess(self, errors: float) -> tuple[Tensor, Tensor]:
         """Return the largest distance of each client, 1 if it is just named, and the number that it is of: ``(K,)``."""
@@ -128,6 +136,13 @@ class Distances(NamedTuple):
             return worst
         given = (self.given / GIVEN).nan_to_num(0.0).amax(1)
         return torch.maximum(worst, given.where(self.size[:, 0] > REACHED, 0.0))
+
+    def are_doubtful(self, small: bool) -> Tensor:
+        """Return whether the draws of each client may be poor, ``(K,)``; of ``small`` data they are sooner."""
+        doubtful = self.doubt() > SUSPECT
+        if not small or self.of_normal is None:
+            return doubtful
+        return doubtful | (self.of_normal > CLOSE)
 
     def of(self, client: int, number: int) -> Distance:
         """Return the distance of one number of a client."""
@@ -157,28 +172,29 @@ def check_clients(fitted: Fitted) -> ClientCheck:
         return ClientCheck({}, frozenset())
     exact = _find_exact(fitted)
     fitted = fitted.sufficient
-    if not (names := _affordable(fitted, exact)):
+    names, size = _affordable(fitted, exact)
+    if not names:
         return ClientCheck({}, frozenset())
-    few = fitted.select(names)
+    few, small = fitted.select(names), size <= SMALL
     key = few.key(0, "client check")
     theta = draw_theta(few, MORE_THETAS, key)
     first = {name: value[:THETAS] for name, value in theta.items()}
     found: dict[str, tuple[float, Distance]] = {}
     doubtful: set[str] = set()
     for chunk in client_chunks(few, THETAS * FEW, few.federation):
-        doubt = _distances(few, first, THETAS, chunk, key, FEW).doubt()
-        suspect = chunk[(doubt > SUSPECT).to(chunk.device)]
+        doubtful_here = _distances(few, first, THETAS, chunk, key, FEW).are_doubtful(small)
+        suspect = chunk[doubtful_here.to(chunk.device)]
         together = max(1, len(chunk) * THETAS * FEW // (MORE_THETAS * DRAWS))
         for some in suspect.split(together) if len(suspect) else ():
             distances = _distances(few, theta, MORE_THETAS, some, key, DRAWS)
             worst, number = distances.excess(ERRORS)
-            likely = distances.doubt()
+            likely = distances.are_doubtful(small)
             for k in range(len(some)):
                 name = few.federation.names[int(some[k])]
                 distance = distances.of(k, int(number[k]))
                 if worst[k] > 1:
                     found[name] = float(worst[k]), distance
-                if likely[k] > SUSPECT and distance.reached:
+                if likely[k] and distance.reached:
                     doubtful.add(name)
     return ClientCheck(_sorted(found), frozenset(doubtful))
 
@@ -267,8 +283,11 @@ def _find_exact(fitted: Fitted) -> frozenset[str]:
     return frozenset(fitted.federation.names[k] for k in exact.nonzero()[:, 0].tolist())
 
 
-def _affordable(fitted: Fitted, exact: frozenset[str]) -> list[str]:
-    """Return as many clients as are affordable, or one, those with few rows first; no resampled or exact ones."""
+def _affordable(fitted: Fitted, exact: frozenset[str]) -> tuple[list[str], int]:
+    """Return as many clients as are affordable, or one, those with few rows first; no resampled or exact ones.
+
+    The number is the size of the rows and variables of all clients but the exact ones.
+    """
     federation = fitted.federation
     lengths = dict(zip(federation.names, federation.lengths.tolist(), strict=True))
     others = sorted(lengths.keys() - fitted.resampled - exact, key=lambda name: lengths[name])
@@ -276,7 +295,7 @@ def _affordable(fitted: Fitted, exact: frozenset[str]) -> list[str]:
         lengths[name] * federation.numbers_per_row + fitted.program.variables for name in others
     ]
     total = THETAS * FEW * np.cumsum(sizes)
-    return others[: max(1, int((total <= WORK).sum()))]
+    return others[: max(1, int((total <= WORK).sum()))], sum(sizes)
 
 
 def _distances(
@@ -290,8 +309,14 @@ def _distances(
     keys = noise.fold(key, federation.stream_ids[chunk])
     centre = proposal_centre(fitted, theta, thetas, chunk, key, each)
     conditionals = Conditionals(program, params, theta, batch, thetas)
-    proposed = defensive_candidates(conditionals, centre, draw_mixture(keys, each, centre))
-    weights = proposed.log_weights.softmax(0).flatten(0, 1)[..., None] / thetas
+    mixture = draw_mixture(keys, each, centre)
+    proposed = defensive_candidates(conditionals, centre, mixture)
+
+    def equalised(log_weights: Tensor) -> Tensor:
+        """Return weights of candidates ``(L, S, K)`` that sum to 1, equally over the draws of θ, ``(L * S, K, 1)``."""
+        return log_weights.softmax(0).flatten(0, 1)[..., None] / thetas
+
+    weights = equalised(proposed.log_weights)
     rows = batch if program.needs_rows else batch.head()
 
     def sites(values: Params) -> tuple[Tensor, list[str]]:
@@ -308,14 +333,24 @@ def _distances(
     u, names = sites(unstack(flat, centre.shapes))
     drawn = sites(own)[0]
     found = _compare(drawn, u, weights, names)
-    return found._replace(given=_distance_given_theta(drawn, u, weights, thetas))
+    found = found._replace(given=_distance_given_theta(drawn, u, weights, thetas))
+    if not has_block(program):
+        return found
+    normal = equalised(
+        -mixture.draws.square().sum(-1).squeeze(-1) / 2 - mixture.log_density.squeeze(-1)
+    )
+    of_normal, _ = _compare(u, u, weights, names, normal).excess(errors=0.0)
+    return found._replace(of_normal=of_normal)
 
 
-def _compare(drawn: Tensor, u: Tensor, weights: Tensor, sites: list[str]) -> Distances:
-    """Compare equally weighted draws with weighted ones, both ``(S, K, P)``; weights ``(S, K, 1)`` sum to 1."""
+def _compare(
+    drawn: Tensor, u: Tensor, weights: Tensor, sites: list[str], of_drawn: Tensor | None = None
+) -> Distances:
+    """Compare draws ``(S, K, P)``, equally weighted or with weights, with others; weights ``(S, K, 1)`` sum to 1."""
     count = len(weights)
     mean, sd = _moments(u, weights)
-    mean_drawn, sd_drawn = _moments(drawn, torch.full_like(weights, 1 / count))
+    own = torch.full_like(weights, 1 / count) if of_drawn is None else of_drawn
+    mean_drawn, sd_drawn = _moments(drawn, own)
     size = 1 / (count * weights.square().sum(0))
     return Distances(sites, (mean_drawn - mean) / sd, sd_drawn / sd, size, count)
 
