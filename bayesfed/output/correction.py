@@ -62,6 +62,7 @@ from bayesfed.output.log_target import learns_block, log_target, log_target_twic
 from bayesfed.output.polynomials import is_polynomial
 from bayesfed.output.prior_coordinates import find_prior_coordinates
 from bayesfed.output.proposal import Around, Proposals
+from bayesfed.output.scaled_coordinates import find_scaled_coordinates
 
 PROPOSALS = 2, 6
 """The least and the largest number of proposals."""
@@ -152,7 +153,7 @@ def correct(
     proposals = Proposals(find_prior_coordinates(fitted.program, fitted.params, own))
     z, shares = own, equal_shares(own)
     targets: list[Tensor] = []
-    rough, certain, further, wide, number = True, False, False, False, draws
+    rough, certain, further, wide, scaled, number = True, False, False, False, False, draws
     while number:
         around = Around.BOTH if further or wide else Around.DRAWS
         added = proposals.add(
@@ -190,6 +191,9 @@ def correct(
                 return CorrectionResult(reliable=False)
             shares = temper_weights(weights.logs, least)
             continue
+        if not scaled and (found := find_scaled_coordinates(fitted.program, z, shares)):
+            proposals.others.append(found)
+            scaled = True
         certain = certain or weights.are_enough
         size = min(weights.size, least_effective_size(shares, z))
         of_each = min(size, least_tail_size(shares, z)) > EACH_GLOBAL * effort.enough

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from bayesfed.output.importance import (
     systematic_resample,
     temper_weights,
 )
-from bayesfed.output.prior_coordinates import PriorCoordinates
 from bayesfed.output.student import FREEDOM, PER_SD, student_log_density
 
 _AT_ONCE = 100_000
@@ -179,7 +178,7 @@ class Part(NamedTuple):
 
     Attributes:
         mixture: in its own coordinates.
-        system: number of these coordinates: 0 for the guide's, 1 for the prior's.
+        system: number of these coordinates: 0 for the guide's, i for the i-th of the others.
         draws: number of draws from it.
     """
 
@@ -188,19 +187,30 @@ class Part(NamedTuple):
     draws: int
 
 
+class Coordinates(Protocol):
+    """Other coordinates v of θ than the guide's, z."""
+
+    def from_guide(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Return v ``(S, D)`` and log |det ∂v / ∂z| ``(S,)`` at draws z ``(S, D)``."""
+
+    def to_guide(self, v: Tensor) -> Tensor:
+        """Return z ``(S, D)`` at v ``(S, D)``."""
+
+
 class Proposals:
-    """Proposals for θ, one after another, each in the guide's coordinates and, if given, in those of its prior.
+    """Proposals for θ, one after another, each in the guide's coordinates and in others.
 
     Args:
-        prior: other coordinates, in which half of the draws are made.
+        *others: other coordinates, in each of which as many draws are made; None if there are none. More can be added.
 
     Attributes:
+        others: these.
         parts: the mixtures that draws come from.
         draws: all draws so far, ``(S, D)``, in the guide's coordinates.
     """
 
-    def __init__(self, prior: PriorCoordinates | None) -> None:
-        self.prior = prior
+    def __init__(self, *others: Coordinates | None) -> None:
+        self.others = [other for other in others if other is not None]
         self.parts: list[Part] = []
         self.draws = torch.empty(0, 0)
         self._last: list[Part] = []
@@ -257,7 +267,7 @@ class Proposals:
         drawn = []
         for mixture, system, count in self._last:
             x = mixture.sample(count)
-            drawn.append(self.prior.to_guide(x) if self.prior is not None and system else x)
+            drawn.append(self.others[system - 1].to_guide(x) if system else x)
         new = torch.cat(drawn).to(dtype)
         at_new = self._of_parts([*self.parts, *self._last], new)
         if not self.parts:
@@ -283,4 +293,4 @@ class Proposals:
     def _coordinates(self, z: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return draws ``(S, D)`` in each coordinates, and the logarithm of the change of volume ``(S,)``."""
         own = z.double(), z.new_zeros(len(z), dtype=torch.float64)
-        return [own] if self.prior is None else [own, self.prior.from_guide(z)]
+        return [own, *(other.from_guide(z) for other in self.others)]
