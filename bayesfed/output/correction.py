@@ -9,7 +9,9 @@ the clients have said of all draws, which finds the posterior from far away (if 
 is used); then they are mixtures of narrower t distributions around the weighted draws. The third one has a part as wide
 as the prior. Without it, draws never reach the ends of a funnel, and k-hat does not show it. Where the priors of some
 globals depend on others, are heavy-tailed or end at 0, half of the draws come from proposals in coordinates in which
-these priors are standard Normal, see :mod:`bayesfed.output.prior_coordinates`.
+these priors are standard Normal, see :mod:`bayesfed.output.prior_coordinates`; where draws are closer to a Normal once
+some globals are multiplied by others, as many come from coordinates of these products, see
+:mod:`bayesfed.output.scaled_coordinates`.
 
 The density t in the weights of all draws is the mean of the proposals so far (Cappé, Guillin, Marin & Robert 2004,
 *Population Monte Carlo*; Owen & Zhou 2000, *Safe and effective importance sampling*, section 3). A client computes one

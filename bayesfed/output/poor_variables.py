@@ -7,7 +7,8 @@ see :mod:`bayesfed.output.defensive`; of a q(θ) that is not corrected, with tho
 
 A q(w_i | θ) with one of two modes may have the lower one at some θ and the upper one at others, so that its errors
 cancel over few draws of θ. Clients whose means given single draws of θ are off are suspect as well. Suspect clients are
-compared again, at many draws of θ.
+compared again, at many draws of θ. Where data are small a Normal q(w_i | θ) is also compared with the posterior by two
+sets of weights of the same candidates, so that Monte Carlo error does not hide a small difference.
 """
 
 from __future__ import annotations

@@ -246,3 +246,35 @@ def test_clients_whose_posterior_is_q_by_their_log_weights_are_not_compared(
     found = poor_variables.check_clients(posterior)
     assert bool(compared) is checked
     assert checked or not (found.poor or found.doubtful)
+
+
+def steps(federation):
+    """Counts whose rate grows from 2 to 6 at a time of the client's own."""
+    middle = pyro.sample("middle", dist.Normal(0.5, 0.2))
+    with federation.clients():
+        at = pyro.sample("at", dist.Normal(middle, 0.15))
+        with federation.observations() as obs:
+            after = torch.sigmoid((obs["t"] - at) * 20)
+            pyro.sample("y", dist.Poisson(2 + 4 * after), obs=obs["y"])
+
+
+def test_clients_of_small_data_are_resampled_where_a_normal_is_a_little_off():
+    generator = np.random.default_rng(0)
+    rows = {}
+    for i in range(8):
+        t = np.sort(generator.uniform(size=8))
+        y = generator.poisson(np.where(t > 0.5 + 0.12 * generator.normal(), 6, 2))
+        rows[f"c{i}"] = {"t": t, "y": y.astype(float)}
+    posterior = bf.fit(steps, bf.Federation.from_arrays(rows), progress=False)
+    draws = posterior.sample(8000)
+    at = np.linspace(-1.0, 2.0, 601)
+    middle = draws["middle"].numpy()[:, None]
+    for i, (name, row) in enumerate(rows.items()):
+        rate = 2 + 4 / (1 + np.exp(-20 * (row["t"] - at[:, None])))
+        log_p = (row["y"] * np.log(rate) - rate).sum(1) - ((at - middle) / 0.15) ** 2 / 2
+        weights = np.exp(log_p - log_p.max(1, keepdims=True))
+        weights = (weights / weights.sum(1, keepdims=True)).mean(0)
+        mean = weights @ at
+        sd = (weights @ (at - mean) ** 2) ** 0.5
+        assert abs(float(draws["at"][:, i].mean()) - mean) < 0.05 * sd, name
+        assert 0.95 < float(draws["at"][:, i].std()) / sd < 1.05, name
