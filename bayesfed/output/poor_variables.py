@@ -56,8 +56,8 @@ SUSPECT = 0.5
 """Share of these differences, beyond one standard error, from which more draws are made of a client's variables."""
 CLOSE, SMALL = 0.2, 1500
 """The same of differences between a Normal q(w_i | θ) and the posterior by the weights of the same candidates, where
-data are so small that the variables of all clients can be resampled; the largest size of their rows and variables
-then, in numbers."""
+the variables of so many clients with so few rows can be resampled; the largest size of these rows and variables, in
+numbers, if all clients have as many as this one."""
 NAMED = 3
 """Number of clients that a warning names."""
 
@@ -138,12 +138,12 @@ class Distances(NamedTuple):
         given = (self.given / GIVEN).nan_to_num(0.0).amax(1)
         return torch.maximum(worst, given.where(self.size[:, 0] > REACHED, 0.0))
 
-    def are_doubtful(self, small: bool) -> Tensor:
-        """Return whether the draws of each client may be poor, ``(K,)``; of ``small`` data they are sooner."""
+    def are_doubtful(self, small: Tensor) -> Tensor:
+        """Return whether the draws of each client may be poor, ``(K,)``; those of ``small`` clients are sooner."""
         doubtful = self.doubt() > SUSPECT
-        if not small or self.of_normal is None:
+        if self.of_normal is None:
             return doubtful
-        return doubtful | (self.of_normal > CLOSE)
+        return doubtful | (small.to(doubtful.device) & (self.of_normal > CLOSE))
 
     def of(self, client: int, number: int) -> Distance:
         """Return the distance of one number of a client."""
@@ -173,23 +173,23 @@ def check_clients(fitted: Fitted) -> ClientCheck:
         return ClientCheck({}, frozenset())
     exact = _find_exact(fitted)
     fitted = fitted.sufficient
-    names, size = _affordable(fitted, exact)
-    if not names:
+    if not (names := _affordable(fitted, exact)):
         return ClientCheck({}, frozenset())
-    few, small = fitted.select(names), size <= SMALL
+    few = fitted.select(names)
+    small = fitted.program.clients * torch.tensor(_sizes(few)) <= SMALL
     key = few.key(0, "client check")
     theta = draw_theta(few, MORE_THETAS, key)
     first = {name: value[:THETAS] for name, value in theta.items()}
     found: dict[str, tuple[float, Distance]] = {}
     doubtful: set[str] = set()
     for chunk in client_chunks(few, THETAS * FEW, few.federation):
-        doubtful_here = _distances(few, first, THETAS, chunk, key, FEW).are_doubtful(small)
-        suspect = chunk[doubtful_here.to(chunk.device)]
+        distances = _distances(few, first, THETAS, chunk, key, FEW)
+        suspect = chunk[distances.are_doubtful(small[chunk]).to(chunk.device)]
         together = max(1, len(chunk) * THETAS * FEW // (MORE_THETAS * DRAWS))
         for some in suspect.split(together) if len(suspect) else ():
             distances = _distances(few, theta, MORE_THETAS, some, key, DRAWS)
             worst, number = distances.excess(ERRORS)
-            likely = distances.are_doubtful(small)
+            likely = distances.are_doubtful(small[some])
             for k in range(len(some)):
                 name = few.federation.names[int(some[k])]
                 distance = distances.of(k, int(number[k]))
@@ -284,19 +284,19 @@ def _find_exact(fitted: Fitted) -> frozenset[str]:
     return frozenset(fitted.federation.names[k] for k in exact.nonzero()[:, 0].tolist())
 
 
-def _affordable(fitted: Fitted, exact: frozenset[str]) -> tuple[list[str], int]:
-    """Return as many clients as are affordable, or one, those with few rows first; no resampled or exact ones.
+def _affordable(fitted: Fitted, exact: frozenset[str]) -> list[str]:
+    """Return as many clients as are affordable, or one, those with few rows first; no resampled or exact ones."""
+    sizes = dict(zip(fitted.federation.names, _sizes(fitted), strict=True))
+    others = sorted(sizes.keys() - fitted.resampled - exact, key=lambda name: sizes[name])
+    total = THETAS * FEW * np.cumsum([sizes[name] for name in others])
+    return others[: max(1, int((total <= WORK).sum()))]
 
-    The number is the size of the rows and variables of all clients but the exact ones.
-    """
+
+def _sizes(fitted: Fitted) -> list[int]:
+    """Return the size of each client's rows and variables, in numbers."""
     federation = fitted.federation
-    lengths = dict(zip(federation.names, federation.lengths.tolist(), strict=True))
-    others = sorted(lengths.keys() - fitted.resampled - exact, key=lambda name: lengths[name])
-    sizes = [
-        lengths[name] * federation.numbers_per_row + fitted.program.variables for name in others
-    ]
-    total = THETAS * FEW * np.cumsum(sizes)
-    return others[: max(1, int((total <= WORK).sum()))], sum(sizes)
+    rows = federation.lengths * federation.numbers_per_row
+    return (rows + fitted.program.variables).tolist()
 
 
 def _distances(
