@@ -117,6 +117,7 @@ def draw_mixture(
     widths: Sequence[float] = WIDTHS,
     *,
     common: bool = False,
+    from_normal: bool = False,
 ) -> Mixture:
     """Draw from the mixture around 0 for V = 1.
 
@@ -126,6 +127,10 @@ def draw_mixture(
         centre: of the proposals that they are for.
         widths: c, of which L / len(c) candidates each are drawn.
         common: draw once for all draws of θ.
+        from_normal: the first one is a draw from the standard Normal. One of all draws, chosen by weight, is then a step
+            of a Markov chain that starts at q(w_i | θ) and leaves the posterior as it is (Andrieu, Lee & Vihola 2018,
+            *Uniform ergodicity of the iterated conditional SMC and geometric ergodicity of particle Gibbs samplers*):
+            it has a small part of the error of q, and none of that of the mixture.
     """
     size = centre.mean.shape[-1]
     tail = (each, 1 if common else len(centre.mean), size + FREEDOM)
@@ -134,7 +139,9 @@ def draw_mixture(
     white, chi = normal[..., :size], normal[..., size:].square().sum(-1, keepdim=True)
     sizes = normal.new_tensor(widths) * PER_SD
     of = torch.arange(each, device=keys.device) % len(widths)
-    white = white * (FREEDOM / chi).sqrt() * sizes[of].reshape(-1, 1, 1, 1, 1)
+    own, white = white[:1], white * (FREEDOM / chi).sqrt() * sizes[of].reshape(-1, 1, 1, 1, 1)
+    if from_normal:
+        white = torch.cat([own, white[1:]])
     square = white.square().sum(-1)
     parts = [student_log_density(square / width**2, size) - size * width.log() for width in sizes]
     return Mixture(white, torch.stack(parts).logsumexp(0) - math.log(len(widths)))

@@ -128,7 +128,7 @@ def _resample_clients(
     parts, centre = [], None
     if has_block(fitted.program):
         centre = proposal_centre(fitted, theta, count, chunk, key, CANDIDATES)
-    blocks = _defensive_blocks(fitted, theta, count, chunk, key, WIDTHS, centre)
+    blocks = _defensive_blocks(fitted, theta, count, chunk, key, WIDTHS, centre, from_normal=True)
     for block, found, shapes in blocks:
         keys = noise.fold(block, fitted.federation.stream_ids[chunk])
         parts.append(unstack(found.resample(keys).to(fitted.federation.dtype), shapes))
@@ -146,11 +146,12 @@ def _defensive_blocks(
     *,
     each: int = CANDIDATES,
     common: bool = False,
+    from_normal: bool = False,
 ) -> Iterator[tuple[Tensor, Candidates, Mapping[str, Size]]]:
     """Yield noise keys, ``each`` defensive candidates of K clients and their shapes, for some draws of θ at a time.
 
     The candidates lie around ``found``, or else around the centre that :func:`proposal_centre` finds. If ``common``,
-    their distances from it are the same at all draws of θ.
+    their distances from it are the same at all draws of θ; for ``from_normal`` see :func:`draw_mixture`.
     """
     program, federation = fitted.program, fitted.federation
     batch, params = federation.batch(chunk), fitted.params_of(chunk)
@@ -168,7 +169,14 @@ def _defensive_blocks(
         )
         given = Conditionals(program, params, some, batch, size)
         if drawn is None or not common:
-            drawn = draw_mixture(noise.fold(block, streams), each, centre, widths, common=common)
+            drawn = draw_mixture(
+                noise.fold(block, streams),
+                each,
+                centre,
+                widths,
+                common=common,
+                from_normal=from_normal,
+            )
         yield block, defensive_candidates(given, centre, drawn), centre.shapes
 
 
