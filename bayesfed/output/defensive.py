@@ -127,7 +127,7 @@ def draw_mixture(
         centre: of the proposals that they are for.
         widths: c, of which L / len(c) candidates each are drawn.
         common: draw once for all draws of θ.
-        from_normal: the first one is a draw from the standard Normal. One of all draws, chosen by weight, is then a step
+        from_normal: the first one is a draw from the standard Normal. One of all, chosen by weight, is then a step
             of a Markov chain that starts at q(w_i | θ) and leaves the posterior as it is (Andrieu, Lee & Vihola 2018,
             *Uniform ergodicity of the iterated conditional SMC and geometric ergodicity of particle Gibbs samplers*):
             it has a small part of the error of q, and none of that of the mixture.
