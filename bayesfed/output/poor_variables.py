@@ -138,12 +138,12 @@ class Distances(NamedTuple):
         given = (self.given / GIVEN).nan_to_num(0.0).amax(1)
         return torch.maximum(worst, given.where(self.size[:, 0] > REACHED, 0.0))
 
-    def are_doubtful(self, small: Tensor) -> Tensor:
-        """Return whether the draws of each client may be poor, ``(K,)``; those of ``small`` clients are sooner."""
-        doubtful = self.doubt() > SUSPECT
+    @property
+    def normal_is_off(self) -> Tensor:
+        """Whether a client's Normal is a little off, where importance sampling reaches the posterior, bool ``(K,)``."""
         if self.of_normal is None:
-            return doubtful
-        return doubtful | (small.to(doubtful.device) & (self.of_normal > CLOSE))
+            return torch.zeros_like(self.size[:, 0], dtype=torch.bool)
+        return (self.of_normal > CLOSE) & (self.size[:, 0] > REACHED)
 
     def of(self, client: int, number: int) -> Distance:
         """Return the distance of one number of a client."""
@@ -184,12 +184,16 @@ def check_clients(fitted: Fitted) -> ClientCheck:
     doubtful: set[str] = set()
     for chunk in client_chunks(few, THETAS * FEW, few.federation):
         distances = _distances(few, first, THETAS, chunk, key, FEW)
-        suspect = chunk[distances.are_doubtful(small[chunk]).to(chunk.device)]
+        is_suspect = (distances.doubt() > SUSPECT).cpu()
+        off = small[chunk.cpu()] & distances.normal_is_off.cpu() & ~is_suspect
+        doubtful |= {few.federation.names[k] for k in chunk.cpu()[off].tolist()}
+        suspect = chunk[is_suspect.to(chunk.device)]
         together = max(1, len(chunk) * THETAS * FEW // (MORE_THETAS * DRAWS))
         for some in suspect.split(together) if len(suspect) else ():
             distances = _distances(few, theta, MORE_THETAS, some, key, DRAWS)
             worst, number = distances.excess(ERRORS)
-            likely = distances.are_doubtful(small[some])
+            off = small[some.cpu()] & distances.normal_is_off.cpu()
+            likely = (distances.doubt() > SUSPECT).cpu() | off
             for k in range(len(some)):
                 name = few.federation.names[int(some[k])]
                 distance = distances.of(k, int(number[k]))
