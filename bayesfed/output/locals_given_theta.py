@@ -31,11 +31,12 @@ from bayesfed.output.evidence import (
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.modes import laplace_approximation
 
+CHOSEN_FROM = 32
+"""Number of candidates of a client's variables from which one is chosen: a draw from q(w_i | θ), and defensive ones."""
 CANDIDATES, FOR_EVIDENCE, STABLE, PLAUSIBLE = 64, 256, 0.02, 20.0
-"""Number of defensive candidates of a client's variables, from which one is chosen, or evidence is estimated; the
-number for evidence if estimates from the former differ from these by a variance above this, among draws of θ at which
-log p(D_i | θ) is so close to its largest value. The error does not shrink with the draws of θ, since all have the same
-candidates."""
+"""Number of defensive candidates by which evidence is estimated, and the number if estimates from the former differ
+from these by a variance above this, among draws of θ at which log p(D_i | θ) is so close to its largest value. The
+error does not shrink with the draws of θ, since all have the same candidates."""
 LEAST_PROBED, PROBED, SHARE = 4, 25, 30
 """The least and the largest number of draws of θ at which Laplace estimates are compared with those of more candidates,
 and the number of draws altogether for each of them."""
@@ -86,7 +87,7 @@ def _together(
     widest = 0
     for k in positions:
         length = int(federation.lengths[chunk[k]])
-        numbers = CANDIDATES * (length * federation.numbers_per_row + fitted.program.size)
+        numbers = CHOSEN_FROM * (length * federation.numbers_per_row + fitted.program.size)
         widest = max(widest, numbers)
         if together and count * widest * (len(together) + 1) > PASS:
             yield together
@@ -127,8 +128,10 @@ def _resample_clients(
     """Draw some clients' variables given each draw of θ by importance sampling, some draws of θ at a time."""
     parts, centre = [], None
     if has_block(fitted.program):
-        centre = proposal_centre(fitted, theta, count, chunk, key, CANDIDATES)
-    blocks = _defensive_blocks(fitted, theta, count, chunk, key, WIDTHS, centre, from_normal=True)
+        centre = proposal_centre(fitted, theta, count, chunk, key, CHOSEN_FROM)
+    blocks = _defensive_blocks(
+        fitted, theta, count, chunk, key, WIDTHS, centre, each=CHOSEN_FROM, from_normal=True
+    )
     for block, found, shapes in blocks:
         keys = noise.fold(block, fitted.federation.stream_ids[chunk])
         parts.append(unstack(found.resample(keys).to(fitted.federation.dtype), shapes))
