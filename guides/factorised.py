@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import biject_to, transforms
 
 from bayesfed.data.federation import Federation, Model
-from bayesfed.elbo.moments import Moments, moments
+from bayesfed.elbo.moments import Moments, base_support, moments
 from bayesfed.elbo.sites import prior_draws, sites
 from bayesfed.guides.unconstrained import log_abs_det
 
@@ -158,9 +158,7 @@ def constant_support(name: str, support: Any) -> Any:
     Raises:
         ValueError: the support depends on other variables; the message names the site.
     """
-    base = support
-    while isinstance(base, dist.constraints.independent):
-        base = base.base_constraint
+    base = base_support(support)
     bounds = [value for value in vars(base).values() if isinstance(value, Tensor)]
     if any((bound != bound.reshape(-1)[0]).any() for bound in bounds):
         raise ValueError(

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 from torch.distributions.transforms import ReshapeTransform
 
+from bayesfed.elbo.moments import base_support
 from bayesfed.guides.precision_normal import PrecisionNormal
 from bayesfed.guides.triangular import (
     TriangularNormal,
@@ -167,10 +168,8 @@ def on_support(prior: Any, q: Any) -> Any:
         q = dist.Normal(loc, scale).to_event(len(shape))
     elif shape != q.event_shape:
         q = dist.TransformedDistribution(q, [ReshapeTransform(q.event_shape, shape)])
-    support = prior.support
-    while isinstance(support, constraints.independent):
-        support = support.base_constraint
-    return q if support is constraints.real else dist.TransformedDistribution(q, [transform])
+    real = base_support(prior.support) is constraints.real
+    return q if real else dist.TransformedDistribution(q, [transform])
 
 
 def normal_prior(prior: Any) -> tuple[Tensor, Tensor] | None:

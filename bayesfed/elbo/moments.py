@@ -43,9 +43,7 @@ def moments(fn: Any) -> Moments:
             base = base.base_dist
     if isinstance(base, dist.Normal):
         return Moments(base.loc.expand(shape), base.scale.expand(shape), True)
-    support = fn.support
-    while isinstance(support, constraints.independent):
-        support = support.base_constraint
+    support = base_support(fn.support)
     try:
         mean, variance = fn.mean.expand(shape), fn.variance.expand(shape)
     except NotImplementedError:
@@ -69,3 +67,10 @@ def moments(fn: Any) -> Moments:
 def unconstrained(fn: Any, value: Tensor) -> Tensor:
     """A value of ``fn`` in the coordinates of :func:`moments`."""
     return biject_to(fn.support).inv(value)
+
+
+def base_support(support: Any) -> Any:
+    """Return the support of one number: a support without the wrappers that make its dimensions one event."""
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    return support

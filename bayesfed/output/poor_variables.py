@@ -25,7 +25,7 @@ from torch.distributions import biject_to, constraints
 from bayesfed.data.absent import are_absent
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.elbo import run
-from bayesfed.elbo.moments import unconstrained
+from bayesfed.elbo.moments import base_support, unconstrained
 from bayesfed.elbo.program import Params, Program
 from bayesfed.output.conditionals import Conditionals, has_block, has_normal_prior
 from bayesfed.output.defensive import LARGEST, defensive_candidates, draw_mixture, unstack
@@ -263,9 +263,7 @@ def _sorted(found: Mapping[str, tuple[float, Distance]]) -> dict[str, Distance]:
 def _has_real_locals(program: Program) -> bool:
     """Return whether a client has random variables in the guide, few, with a density over real numbers."""
     names = program.randomness.keys() - set(program.random)
-    supports = [site.support for site in program.locals if site.name in names]
-    while any(isinstance(s, constraints.independent) for s in supports):
-        supports = [getattr(s, "base_constraint", s) for s in supports]
+    supports = [base_support(site.support) for site in program.locals if site.name in names]
     real = all(s in (constraints.real, constraints.real_vector) for s in supports)
     return bool(names) and real and not program.weights_draws and program.variables <= LARGEST
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
+from bayesfed.elbo.moments import base_support
 from bayesfed.elbo.program import Program
 from bayesfed.guides.hierarchical import Hierarchical
 from bayesfed.guides.unconstrained import split
@@ -123,19 +124,12 @@ def _cross_entropy(coordinates: ScaledCoordinates, z: Tensor, weights: Tensor) -
     return float(root.diagonal().log().sum() - weights @ log_det)
 
 
-def _base(support: Any) -> Any:
-    """Return a support without the wrappers that make its dimensions one event."""
-    while isinstance(support, constraints.independent):
-        support = support.base_constraint
-    return support
-
-
 def _is_real(support: Any) -> bool:
     """Return whether a variable is real."""
-    return _base(support) in (constraints.real, constraints.real_vector)
+    return base_support(support) in (constraints.real, constraints.real_vector)
 
 
 def _is_positive(support: Any) -> bool:
     """Return whether a variable is positive, without an upper bound."""
-    base = _base(support)
+    base = base_support(support)
     return getattr(base, "lower_bound", None) == 0.0 and not hasattr(base, "upper_bound")
