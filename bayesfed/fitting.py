@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -225,8 +226,12 @@ def _try_correction(run: Run) -> None:
     early = run.stopping.early
     probed = None
     if early and is_probed(bare := make_posterior(run, {})):
+        large, mixture = is_large(bare), run.program.terms > 1
+        is_worth = partial(run.stopping.is_worth_correcting, large=large, mixture=mixture)
+        if not is_worth(distant=False, noisy=False):
+            return run.stopping.withdraw()
         probed = _probe(run)
-        if probed and not run.stopping.is_worth_correcting(*probed, large=is_large(bare)):
+        if probed and not is_worth(*probed):
             return run.stopping.withdraw()
     noisy = probed is not None and probed.noisy
     posterior = make_posterior(run, _local_params(run, NEAR_ALONE if noisy else None))

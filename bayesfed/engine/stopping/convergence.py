@@ -23,7 +23,8 @@ show that q(θ) or its correction is good enough, there is no noise left to be a
 After an early end they must have a finite variance and a large effective sample size. If they do not, which one
 exchange shows where q(θ) is far, the end is withdrawn, and the run goes on until q(θ) has converged. Of large data, a
 probe of few draws comes first (:mod:`bayesfed.output.effort`): estimates that take longer than a few rounds wait for
-the last early end, or, where rounds take long too, for the second.
+the last early end, or, where rounds take long too, for the second. Estimates of mixtures and integrals, which take as
+many times longer as a row has terms, wait for the second early end in any case.
 """
 
 import math
@@ -109,16 +110,21 @@ class Convergence(Stopping):
         """True if the run has ended provisionally before q(θ) has converged."""
         return self.provisional and int(self.marks[_TRIED]) < TRIES
 
-    def is_worth_correcting(self, distant: bool, noisy: bool, large: bool = True) -> bool:
+    def is_worth_correcting(
+        self, distant: bool, noisy: bool, large: bool = True, mixture: bool = False
+    ) -> bool:
         """Return whether data that are probed are worth a correction after an early end.
 
         Args:
             distant: q(θ) is far from the posterior.
             noisy: weights need estimates without noise, which take longer than a few rounds.
             large: so do rounds.
+            mixture: rows are sums or integrals, whose estimates with noise take longer than a round.
         """
-        waits = 1 if large else len(CLOSE)
-        return not distant and (not noisy or int(self.marks[_TRIED]) > waits)
+        waits = int(mixture)
+        if noisy:
+            waits = 1 if large else len(CLOSE)
+        return not distant and int(self.marks[_TRIED]) > waits
 
     def withdraw(self) -> None:
         """Withdraw a provisional end: the run goes on at full rate."""

@@ -72,7 +72,9 @@ class Stopping(ABC):
         """True if the end is provisional and q(θ) may be far from its target, so that the weights must be good."""
         return False
 
-    def is_worth_correcting(self, distant: bool, noisy: bool, large: bool = True) -> bool:
+    def is_worth_correcting(
+        self, distant: bool, noisy: bool, large: bool = True, mixture: bool = False
+    ) -> bool:
         """Return whether an early end of large data is worth a correction, see :class:`Convergence`."""
         raise NotImplementedError
 

@@ -212,6 +212,8 @@ def test_noisy_weights_are_corrected_at_the_last_early_end_or_of_large_data_at_t
         assert of.is_worth_correcting(distant=False, noisy=False, large=large)
         assert not of.is_worth_correcting(distant=True, noisy=False, large=large)
         assert of.is_worth_correcting(distant=False, noisy=True, large=large) is (tried > waits)
+        worth = of.is_worth_correcting(distant=False, noisy=False, large=large, mixture=True)
+        assert worth is (tried > 1)
 
 
 def test_an_early_end_needs_weights_of_finite_variance():
