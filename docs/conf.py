@@ -22,14 +22,16 @@ extensions = [
 exclude_patterns = ["_build", "notebooks", "jupyter_execute", "**.ipynb_checkpoints"]
 
 # Pages are MyST markdown. Cells of {code-cell} blocks run on every build, but with DOCS_CELLS=off none, and with
-# DOCS_CELLS=part those of a quarter of the pages, another quarter with the next commit: a minute or so on two cores.
+# DOCS_CELLS=part those of a sixth of the pages, another sixth with the next commit: one to two minutes on two cores.
 PARTS = (
+    {"gallery", "hospitals"},
     {"priors", "speed"},
-    {"calibration", "coming_from_pyro", "first_model", "hospitals", "wards"},
-    {"arviz", "comparing", "data", "models", "tutorial"},
+    {"arviz", "calibration"},
+    {"data", "models", "networks", "own_parts"},
+    {"distributions", "first_model", "formulas", "tutorial"},
     {
-        *("checking", "distributions", "effects", "formulas", "gallery"),
-        *("networks", "own_parts", "sensitivity"),
+        *("checking", "coming_from_pyro", "comparing", "effects"),
+        *("hospitals_by_post", "sensitivity", "wards"),
     },
 )
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
@@ -64,29 +66,22 @@ napoleon_use_ivar = True
 
 
 _FIRST = {
-    "api",
-    "arviz",
-    "cli",
-    "data",
-    "formulas",
-    "gallery",
-    "hospitals",
-    "idea",
-    "own_parts",
-    "tutorial",
+    *("arviz", "coming_from_pyro", "data", "hospitals", "hospitals_by_post"),
+    *("networks", "own_parts", "priors", "tutorial"),
 }
+"""About half of each part."""
 
 
 def setup(app):
-    """Two processes read a half of the pages each, in this order: each half runs about as long."""
+    """Two processes read pages in this order: some with cells, those without, and the others with cells."""
     app.connect(
         "build-finished", importlib.import_module("sphinx-mathjax-offline").copy_mathjax_files
     )
-    app.connect("env-before-read-docs", lambda app, env, names: names.sort(key=_not_first))
+    app.connect("env-before-read-docs", lambda app, env, names: names.sort(key=_place))
 
 
-def _not_first(name):
-    return name not in _FIRST
+def _place(name):
+    return 0 if name in _FIRST else 1 + (name in set().union(*PARTS))
 
 
 mathjax_path = "mathjax/tex-chtml.js"  # formulas in pages that are read without a network
