@@ -29,7 +29,12 @@ COMPILER = shutil.which("g++") is not None or shutil.which("clang++") is not Non
 @pytest.mark.parametrize("clients_per_round", [1.0, pytest.param(0.25, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("algorithm", "rounds"),
-    [(bf.SFVI(), 12), (FLOW, 150), (bf.SFVIAvg(), 40), (bf.PVI(), 40)],
+    [
+        (bf.SFVI(), 12),
+        pytest.param(FLOW, 150, marks=pytest.mark.slow),
+        (bf.SFVIAvg(), 40),
+        (bf.PVI(), 40),
+    ],
     ids=str,
 )
 def test_the_exact_posterior_and_evidence(algorithm, rounds, clients_per_round):
@@ -91,7 +96,7 @@ def test_mean_field_is_as_good_as_its_family():
     assert abs(float(draws["mu"].mean()) - truth.mu[0]) < 0.13 * truth.mu[1]
 
 
-@pytest.mark.parametrize("clients_per_round", [1.0, 0.3])
+@pytest.mark.parametrize("clients_per_round", [pytest.param(1.0, marks=pytest.mark.slow), 0.3])
 def test_a_hundred_correlated_coefficients_take_a_dozen_rounds(clients_per_round):
     """Condition number 4e3; rounds of few draws saw 40 directions of 100, and took 300."""
     size = 100
@@ -351,6 +356,7 @@ def counts(seed=0):
     return bf.Federation.from_arrays(clients)
 
 
+@pytest.mark.slow
 def test_pvi_is_not_held_up_by_what_clients_learnt_far_away():
     """In the first rounds q is wide, and counts explode: corrections learnt there held q 25 sd away for good."""
     visits, parts = datasets.randhie(), {}

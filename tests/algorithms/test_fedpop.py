@@ -65,7 +65,7 @@ def best(federation):
     return lowest(functools.partial(negative_log_density, federation), 3)
 
 
-@pytest.fixture(scope="module", params=[200, None])
+@pytest.fixture(scope="module", params=[pytest.param(200, marks=pytest.mark.slow), None])
 def fitted(request):
     federation = data()
     return federation, bf.fit(

@@ -89,6 +89,7 @@ def test_they_are_those_of_one_process(in_one_process, uneven, tmp_path):
     assert not list(tmp_path.glob("node*/runs/*/chains.safetensors"))
 
 
+@pytest.mark.slow
 def test_all_that_are_killed_in_secure_chains_go_on(in_one_process, tmp_path):
     """At a request, at an answer, and between a sum and its seals."""
 

@@ -73,7 +73,7 @@ def in_one_process(text, family, plan, hospitals=HOSPITALS):
     ("text", "family", "secure"),
     [
         (GAUSSIAN, "gaussian", False),
-        (BINOMIAL, "binomial", False),
+        pytest.param(BINOMIAL, "binomial", False, marks=pytest.mark.slow),
         (GAUSSIAN, "gaussian", True),
         pytest.param(GAPS, "gaussian", False, marks=pytest.mark.slow),
     ],

@@ -95,6 +95,7 @@ def test_a_point_estimate_stops_by_itself_at_the_same_place(algorithm, secure_su
         torch.testing.assert_close(found.params[name], value, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_newton_steps_on_the_observed_information_end_at_the_same_place(tmp_path):
     """FedPop: draws of chains differ after round-off. Both ends have a standard error of 0.02 standard deviations."""
     plan = replace(PLAN, algorithm=bf.FedPop(), rounds=None)

@@ -57,6 +57,7 @@ def test_from_the_weights_of_a_correction(schools, tmp_path):
     assert again.log_evidence == found
 
 
+@pytest.mark.slow
 def test_draws_of_chains_have_a_proposal_of_their_own(schools):
     found = schools.with_chains().log_evidence
     assert found.mcse < 0.1

@@ -62,7 +62,7 @@ def fit(problem, name, **options):
         ("Ditto", "falls"),
         ("FedBABU", "falls"),
         ("PFedGP", "falls"),
-        ("PFedGP", "curves"),
+        pytest.param("PFedGP", "curves", marks=pytest.mark.slow),
     ],
 )
 def test_a_fit_without_a_number_of_rounds_ends_at_the_optimum(name, problem):

@@ -125,7 +125,7 @@ def agree(name, data):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["FedAvg", "SFVI"])
+@pytest.mark.parametrize("name", ["FedAvg", pytest.param("SFVI", marks=pytest.mark.slow)])
 def test_compiled_and_eager_agree(name, data):
     agree(name, data)
 

@@ -30,7 +30,7 @@ def fit(**execution):
     )
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_in_bf16_is_close_to_one_in_full(compile):
     full, lowered = fit(), fit(compile=compile, precision="bf16")
     one, other = full.params["prior.loc"], lowered.params["prior.loc"]
