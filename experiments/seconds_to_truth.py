@@ -13,10 +13,11 @@ The problems are those of problems.py. Each of these runs in a new process:
     glmmTMB       maximum likelihood, where the model has a formula: no posterior, and no priors
     Pyro          pyro.infer.SVI with bayesfed's own program and guide, 1000 steps of 8 draws at ClippedAdam's 0.03
 
-"cold" is the first fit of the process, imports apart; "warm" the second, with another seed. The time of glmmTMB leaves
-out that of R and its packages. Compiled graphs of earlier processes are not used. Beside the seconds stands the largest
-shift of a global variable's mean from the reference, four long chains, in its standard deviations, and the range of the
-ratios of standard deviations. The error of one chain is about 0.05.
+"cold" is the first fit of the process, imports apart, but for those that bayesfed makes when it fits, half a second;
+"warm" is the second, with another seed. The time of glmmTMB leaves out that of R and its packages. Compiled graphs of
+earlier processes are not used. Beside the seconds stands the largest shift of a global variable's mean from the
+reference, four long chains, in its standard deviations, and the range of the ratios of standard deviations.
+The error of one chain is about 0.05.
 """
 
 from __future__ import annotations

@@ -317,6 +317,31 @@ def test_a_fit_whose_correction_fails_goes_on(near, monkeypatch, tmp_path):
             assert torch.equal(found.params[name], value)
 
 
+def test_weights_of_an_integral_are_not_tried_at_the_first_early_end(monkeypatch):
+    """Rows whose covariate is measured with error: a round takes less time than their weights do."""
+
+    def model(federation):
+        slope = pyro.sample("slope", dist.Normal(0.0, 2.0))
+        with federation.clients():
+            level = pyro.sample("level", dist.Normal(0.0, 3.0))
+            with federation.observations() as obs:
+                true = pyro.sample("true", dist.Normal(0.0, 1.0))
+                pyro.sample("x", dist.Normal(true, 0.5), obs=obs["x"])
+                pyro.sample("y", dist.Normal(level + slope * true, 1.0), obs=obs.get("y"))
+
+    generator, tried = torch.Generator().manual_seed(0), []
+    rows = {f"c{i}": torch.randn(2, 6, generator=generator) for i in range(3)}
+    data = bf.Federation.from_arrays({name: {"x": x, "y": x + e} for name, (x, e) in rows.items()})
+
+    def note(posterior, **how):
+        tried.append(len(posterior.history["elbo"]))
+        return CorrectionResult(reliable=True, certain=True)
+
+    monkeypatch.setattr(importlib.import_module("bayesfed.fitting"), "correct", note)
+    assert len(bf.fit(model, data).history["elbo"]) == 2
+    assert tried == [2]
+
+
 def test_the_bound_is_in_the_caveat(monkeypatch):
     monkeypatch.setattr(convergence, "rise", lambda values: math.inf)
     monkeypatch.setattr(Convergence, "bound", 12)
