@@ -14,8 +14,6 @@ from bayesfed.engine.rounds import HALVINGS
 from bayesfed.engine.run import Stopped
 from tests.scenarios import ANIMALS, curves, deaths, growth, hospitals
 
-DEAR = ("FOLA", "FedBE", "PVI", "SFVIAvg")
-"""Methods whose rounds take long: fewer of them are run."""
 ABROAD = 100.0
 """Prior standard deviations from the centre of the prior beyond which an estimate is absurd."""
 
@@ -25,6 +23,7 @@ REFUSED = {  # by name, with what to take
     ("hospitals", "FedPer"), ("hospitals", "FedRep"), ("hospitals", "FedBABU"),
     ("hospitals", "CAFeMe"), ("curves", "CAFeMe"), ("curves", "Local"),
 }  # fmt: skip
+SLOW = {("SFVIAvg", "curves")}
 STATES = {"mu": (0.0, 2.0), "level": (250.0, 100.0), "slope": (6.0, 5.0)}
 DEVIATIONS = {
     "hospitals": {"a": ("mu", "tau")},
@@ -45,8 +44,15 @@ def absurd(problem, posterior):
     return found
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
-@pytest.mark.parametrize("name", [n for n in METHODS if n not in ("MAML", "MTL", "Pooled")])
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        pytest.param(name, problem, marks=[pytest.mark.slow] * ((name, problem) in SLOW))
+        for name in METHODS
+        for problem in PROBLEMS
+        if name not in ("MAML", "MTL", "Pooled")
+    ],
+)
 def test_no_method_diverges_in_silence(name, problem):
     model, data = PROBLEMS[problem][0], PROBLEMS[problem][1]()
     if (problem, name) in REFUSED:
@@ -55,7 +61,7 @@ def test_no_method_diverges_in_silence(name, problem):
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        posterior = bf.fit(model, data, METHODS[name](), rounds=8 if name in DEAR else 20)
+        posterior = bf.fit(model, data, METHODS[name](), rounds=8 if name == "FOLA" else 20)
     assert absurd(problem, posterior) == []
     elbo = posterior.history["elbo"]
     first, last = elbo[~elbo.isnan()][0], elbo[-1]
