@@ -228,7 +228,7 @@ def _try_correction(run: Run) -> None:
     if early and is_probed(bare := make_posterior(run, {})):
         large, mixture = is_large(bare), run.program.terms > 1
         is_worth = partial(run.stopping.is_worth_correcting, large=large, mixture=mixture)
-        if not is_worth(distant=False, noisy=False):
+        if not is_worth(distant=False, noisy=False):  # whatever a probe would show
             return run.stopping.withdraw()
         probed = _probe(run)
         if probed and not is_worth(*probed):

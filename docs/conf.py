@@ -34,6 +34,7 @@ PARTS = (
         *("hospitals_by_post", "sensitivity", "wards"),
     },
 )
+WITH_CELLS = set().union(*PARTS)
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 cells = os.environ.get("DOCS_CELLS", "force")
@@ -42,7 +43,7 @@ suppress_warnings = [] if cells == "force" else ["myst-nb.lexer"]  # a kernel gi
 if cells == "part":
     done = subprocess.run(["git", "rev-list", "--count", "HEAD"], capture_output=True, check=True)
     runs = PARTS[int(done.stdout) % len(PARTS)]
-    nb_execution_excludepatterns = [f"{name}.md" for name in set().union(*PARTS) - runs]
+    nb_execution_excludepatterns = [f"{name}.md" for name in WITH_CELLS - runs]
 nb_execution_timeout = 300
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
@@ -81,7 +82,7 @@ def setup(app):
 
 
 def _place(name):
-    return 0 if name in _FIRST else 1 + (name in set().union(*PARTS))
+    return 0 if name in _FIRST else 1 + (name in WITH_CELLS)
 
 
 mathjax_path = "mathjax/tex-chtml.js"  # formulas in pages that are read without a network

@@ -23,7 +23,7 @@ REFUSED = {  # by name, with what to take
     ("hospitals", "FedPer"), ("hospitals", "FedRep"), ("hospitals", "FedBABU"),
     ("hospitals", "CAFeMe"), ("curves", "CAFeMe"), ("curves", "Local"),
 }  # fmt: skip
-SLOW = {("SFVIAvg", "curves")}
+SLOW = {("curves", "SFVIAvg")}
 STATES = {"mu": (0.0, 2.0), "level": (250.0, 100.0), "slope": (6.0, 5.0)}
 DEVIATIONS = {
     "hospitals": {"a": ("mu", "tau")},
@@ -47,7 +47,7 @@ def absurd(problem, posterior):
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        pytest.param(name, problem, marks=[pytest.mark.slow] * ((name, problem) in SLOW))
+        pytest.param(name, problem, marks=pytest.mark.slow if (problem, name) in SLOW else ())
         for name in METHODS
         for problem in PROBLEMS
         if name not in ("MAML", "MTL", "Pooled")
