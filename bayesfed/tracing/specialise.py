@@ -20,6 +20,7 @@ from bayesfed.tracing.operations import (
     needed_operations,
     replace_values,
 )
+from bayesfed.tracing.products import sum_of_products
 from bayesfed.tracing.simplify import (
     broadcast_shape,
     is_allocation,
@@ -132,7 +133,8 @@ def _argument_without_effect(operation: Operation) -> Value | None:
 def _faster(operation: Operation, made: Mapping[Value, Operation]) -> list[Operation]:
     """Return operations with the same result; ``made`` has the earlier ones by their results."""
     if operation.target is aten.sum.dim_IntList:
-        return _sum_before_sign(operation, made)
+        product = made.get(operation.reads[0])
+        return sum_of_products(operation, product) or _sum_before_sign(operation, made)
     if operation.target is _CROSS_ENTROPY:
         return _softplus(operation) or [operation]
     if not is_pointwise(operation.target):

@@ -68,6 +68,37 @@ def test_each_call_is_specialised_to_its_own_rows(draws):
     assert [*blocks._recordings[id(program)].values()] == [kept] and len(kept.checked) > 1
 
 
+def predictor(program, rows, beta, w):
+    """Covariates of globals, and of effects of each client."""
+    fixed = (rows["X"] * beta[:, :, None]).sum(-1)
+    return [fixed + (rows["X"] * w[:, :, None]).sum(-1)]
+
+
+@pytest.mark.parametrize(("columns", "products"), [(1, 0), (2, 1), (20, 1)])
+def test_linear_predictors_are_matrix_products(columns, products):
+    """Of effects of each client they are products of columns, where these are few."""
+    generator = torch.Generator().manual_seed(0)
+    beta, w = (torch.randn(31, k, columns, generator=generator) for k in (1, 4))
+    numbers = {"X": torch.randn(4, 5, columns, generator=generator)}
+    program = Program()
+    check(predictor, program, (numbers,), [beta, w])
+    (kept,) = blocks._recordings[id(program)].values()
+    special = blocks.specialise(kept.recording, {0: numbers["X"]})
+    targets = [op.target for op in special.operations]
+    assert targets.count(torch.ops.aten.matmul.default) == products
+    sums = targets.count(torch.ops.aten.sum.dim_IntList)
+    assert sums == (1 if columns == 20 else 0)
+    assert targets.count(torch.ops.aten.addcmul.default) == (1 if columns == 2 else 0)
+
+
+def test_products_that_are_read_elsewhere_or_summed_otherwise(draws):
+    def function(program, x, z):
+        product = x * z
+        return [product.sum(-1), product.sum(1), product.exp(), product.sum(-1, keepdim=True)]
+
+    check(function, Program(), (torch.randn(4, 2),), [draws[1].expand(31, 4, 2)])
+
+
 def of_expanded(program, rows, z):
     """Arithmetic of an expansion, whose result is then read as it lies in memory."""
     every = z[:, 0, :1, None].exp().expand(-1, 4, 5)
