@@ -18,6 +18,7 @@ than a draw from q.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +38,9 @@ EACH = 4
 """Draws of a client's variables for one of θ, in pairs, of which one is chosen; points that are evaluated at once."""
 NODES, POINTS = {1: 7, 2: 4}, 16
 """Nodes of quadrature along each of one or two variables; the number of points of more."""
+FEWER, COMPARED, WORTH = (1, 3), 32, 1e7
+"""Fewer nodes that are compared with these (more variables have one point, their mode, in place of all), the draws of θ
+at which they are, and the number of all rows' densities by all points above which that pays."""
 DEGREE, ERROR, ERROR_OF_SUM = 2, 0.001, 0.02
 """The degree of polynomials in θ in place of quadrature; their largest root mean square error, in nats, of a client and
 of all clients."""
@@ -75,12 +79,12 @@ def _quadrature(
     program: Program,
     params: Params,
     batch: Batch,
-    points: tuple[Tensor, Tensor],
+    points: _Points,
     mode: Tensor,
     root: Tensor,
     z: Tensor,
 ) -> list[Tensor]:
-    """Estimate log p(D_i | θ) by the points of :func:`_points` around a Normal approximation, ``(S, K)``."""
+    """Estimate log p(D_i | θ) by points around a Normal approximation, ``(S, K)``."""
     white, log_weights = points
     white = torch.where(is_below_precision(mode, root)[..., None], 0.0, white.to(root))
     columns = zip(root.unbind(-1), white.unsqueeze(-2).unbind(-1), strict=True)
@@ -129,9 +133,7 @@ def laplace_candidates(given: Conditionals, mode: Tensor, root: Tensor, noise: N
 def laplace_evidence(given: Conditionals, mode: Tensor, root: Tensor, keys: Tensor) -> Tensor:
     """Estimate log p(D_i | θ_s) by quadrature, ``(S, K)`` in double precision.
 
-    Of many draws of θ, quadrature is computed at a few. A polynomial in θ that is fitted to its difference from
-    Laplace's approximation gives it at the others, but not at draws that are far from these few, nor of clients for
-    whom it is off at further draws.
+    Of clients for whom fewer points give the same at some draws of θ, by these.
 
     Args:
         given: as of :func:`laplace_candidates`, with ``mode`` and ``root``.
@@ -139,46 +141,104 @@ def laplace_evidence(given: Conditionals, mode: Tensor, root: Tensor, keys: Tens
         root: a root of H_s⁻¹.
         keys: the clients' noise streams, ``(K,)``.
     """
+    evidence = mode.new_empty(mode.shape[:2], dtype=torch.float64)
+    for points, clients in _enough_points(given, mode, root, keys):
+        own = given if len(clients) == len(keys) else given.of_clients(clients)
+        evidence[:, clients] = _by_polynomial(own, mode[:, clients], root[:, clients], points)
+    return evidence
+
+
+def _enough_points(
+    given: Conditionals, mode: Tensor, root: Tensor, keys: Tensor
+) -> Iterator[tuple[_Points, Tensor]]:
+    """Yield points of quadrature, and the positions of the clients for whom they are enough."""
+    size, rest = mode.shape[-1], torch.ones_like(keys, dtype=torch.bool)
+    most = _grid(size, NODES[size], keys) if size in NODES else _pairs(size, keys)
+    if given.size * given.program.rows * len(most.log_weights) > WORTH:
+        few = torch.linspace(0, given.size - 1, COMPARED, device=mode.device).long()
+        some = given.at(few), mode[few], root[few]
+        best = _by_points(*some, most)
+        limit = min(ERROR, ERROR_OF_SUM / given.program.clients)
+        for nodes in FEWER if size in NODES else FEWER[:1]:
+            points = _grid(size, nodes, keys)
+            errors = _by_points(*some, points) - best
+            enough = rest & (errors.square().mean(0).sqrt() < limit)
+            if bool(enough.any()):
+                yield points, enough.nonzero()[:, 0]
+            rest = rest & ~enough
+    if bool(rest.any()):
+        clients = rest.nonzero()[:, 0]
+        yield most.of_clients(clients), clients
+
+
+def _by_polynomial(given: Conditionals, mode: Tensor, root: Tensor, points: _Points) -> Tensor:
+    """Estimate log p(D_i | θ_s) by quadrature at a few of many draws of θ, ``(S, K)``.
+
+    A polynomial in θ that is fitted to its difference from Laplace's approximation gives it at the others, but not at
+    draws that are far from these few, nor of clients for whom it is off at further draws.
+    """
     polynomial = find_polynomial(given.z[:, 0, 0], DEGREE)
-    if polynomial is None:
-        return _by_points(given, mode, root, keys)
+    if polynomial is None or len(points.log_weights) == 1:
+        return _by_points(given, mode, root, points)
     level = log_volume(root)
     laplace = (given.log_joint(mode[None])[0] + level.squeeze(-1)).double()
     few, count = torch.cat([polynomial.few, polynomial.tests()]), len(polynomial.few)
-    some = _by_points(given.at(few), mode[few], root[few], keys)
+    some = _by_points(given.at(few), mode[few], root[few], points)
     differences = some - laplace[few]
     fitted = polynomial.fitted(differences[:count])
     errors = fitted[few[count:]] - differences[count:]
     good = errors.square().mean(0).sqrt() < ERROR
     of_sum = errors[:, good].sum(1).square().mean().sqrt()
-    if not bool(of_sum < ERROR_OF_SUM * len(keys) / given.program.clients):
-        return _by_points(given, mode, root, keys)
+    if not bool(of_sum < ERROR_OF_SUM * mode.shape[1] / given.program.clients):
+        good = torch.zeros_like(good)
     evidence = laplace + fitted
     evidence[few] = some
     if len(far := polynomial.far):
-        evidence[far] = _by_points(given.at(far), mode[far], root[far], keys)
+        evidence[far] = _by_points(given.at(far), mode[far], root[far], points)
     if len(poor := (~good).nonzero()[:, 0]):
-        own = given.of_clients(poor)
-        evidence[:, poor] = _by_points(own, mode[:, poor], root[:, poor], keys[poor])
+        rest = torch.ones_like(polynomial.is_far).index_fill_(0, torch.cat([few, far]), False)
+        others = rest.nonzero()[:, 0]
+        own, at = given.at(others).of_clients(poor), (others[:, None], poor)
+        evidence[at] = _by_points(own, mode[at], root[at], points.of_clients(poor))
     return evidence
 
 
-def _by_points(given: Conditionals, mode: Tensor, root: Tensor, keys: Tensor) -> Tensor:
-    """Estimate log p(D_i | θ_s) by quadrature at all draws of θ; arguments as of :func:`laplace_evidence`."""
-    white, log_weights = _points(mode.shape[-1], keys)
-    fixed = given.params, given.batch, (white, log_weights)
-    numbers = given.width * len(white)
+def _by_points(given: Conditionals, mode: Tensor, root: Tensor, points: _Points) -> Tensor:
+    """Estimate log p(D_i | θ_s) by quadrature at all draws of θ, ``(S, K)``."""
+    fixed = given.params, given.batch, tuple(points)
+    numbers = given.width * len(points.log_weights)
     return in_blocks(_quadrature, given.program, fixed, [mode, root, given.z], numbers)[0]
 
 
-def _points(size: int, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return z ``(L, 1, K or 1, 1, P)`` and log c ``(L,)`` of quadrature over a standard Normal in P dimensions."""
-    if size not in NODES:
-        half = Draw("normal", (POINTS // 2, size))(fold(keys, word("points")), torch.float64)
-        z = torch.cat([half, -half], 1).transpose(0, 1)[:, None, :, None]
-        return z, z.new_full((POINTS,), -math.log(POINTS))
-    nodes, weights = np.polynomial.hermite_e.hermegauss(NODES[size])
-    axis, log_weight = keys.new_tensor(nodes, dtype=torch.float64), np.log(weights / weights.sum())
-    z = torch.cartesian_prod(*[axis] * size).reshape(-1, 1, 1, 1, size)
-    each = torch.cartesian_prod(*[keys.new_tensor(log_weight, dtype=torch.float64)] * size)
-    return z, each.reshape(len(z), size).sum(1)
+class _Points(NamedTuple):
+    """Points of quadrature over a standard Normal in P dimensions.
+
+    Attributes:
+        white: ``(L, 1, K or 1, 1, P)``.
+        log_weights: ``(L,)``.
+    """
+
+    white: Tensor
+    log_weights: Tensor
+
+    def of_clients(self, clients: Tensor) -> _Points:
+        """Return those of some of the clients, by position."""
+        common = self.white.shape[2] == 1
+        return self if common else self._replace(white=self.white[:, :, clients])
+
+
+def _pairs(size: int, keys: Tensor) -> _Points:
+    """Return draws of each client, in pairs around 0."""
+    half = Draw("normal", (POINTS // 2, size))(fold(keys, word("points")), torch.float64)
+    white = torch.cat([half, -half], 1).transpose(0, 1)[:, None, :, None]
+    return _Points(white, white.new_full((POINTS,), -math.log(POINTS)))
+
+
+def _grid(size: int, nodes: int, like: Tensor) -> _Points:
+    """Return the nodes of Gauss-Hermite quadrature along each axis, and their products; ``like`` is on the device."""
+    found, weights = np.polynomial.hermite_e.hermegauss(nodes)
+    axis, log_weight = (
+        like.new_tensor(x, dtype=torch.float64) for x in (found, np.log(weights / weights.sum()))
+    )
+    white, each = (torch.cartesian_prod(*[x] * size).reshape(-1, size) for x in (axis, log_weight))
+    return _Points(white[:, None, None, None], each.sum(1))

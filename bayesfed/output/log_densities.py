@@ -110,8 +110,7 @@ def sum_log_weights(
         own = noise.fold(key, start) if start else key  # the parts have noise of their own
         if not laplace:
             return (_sum_by_draws(fitted, some, size, own),)
-        found = _interpolated(fitted, some, size, own)
-        return (_sum_by_laplace(fitted, some, size, own) if found is None else found,)
+        return (_interpolated(fitted, some, size, own),)
 
     nothing = torch.full((1,), -torch.inf, dtype=torch.float64, device=fitted.federation.device)
     (total,) = skip_failing(at, [torch.arange(count), *theta.values()], lambda *_: (nothing,))
@@ -134,28 +133,31 @@ def _sum_by_laplace(fitted: Fitted, theta: Params, count: int, key: Tensor) -> T
     return total
 
 
-def _interpolated(fitted: Fitted, theta: Params, count: int, key: Tensor) -> Tensor | None:
-    """Return the result of :func:`_sum_by_laplace`, by a polynomial in θ at most draws; None if there is none.
+def _interpolated(fitted: Fitted, theta: Params, count: int, key: Tensor) -> Tensor:
+    """Return the result of :func:`_sum_by_laplace`, where there is one by a polynomial in θ at most draws.
 
     A sum over many clients is nearly quadratic in θ where their posterior is.
     """
-    if GLOBAL not in theta or fitted.federation.rows * count < WORTH:
-        return None
-    polynomial = find_polynomial(theta[GLOBAL][:, 0, 0], DEGREE, LEJA)
+
+    def at(draws: Tensor) -> Tensor:
+        return _sum_by_laplace(fitted, {n: v[draws] for n, v in theta.items()}, len(draws), key)
+
+    every, polynomial = torch.arange(count), None
+    if GLOBAL in theta and fitted.federation.rows * count >= WORTH:
+        polynomial = find_polynomial(theta[GLOBAL][:, 0, 0], DEGREE, LEJA)
     if polynomial is None:
-        return None
+        return at(every)
     tests, few = polynomial.tests(), len(polynomial.few)
     some = torch.cat([polynomial.few, tests, polynomial.far])
     if len(some) > SHARE * count:
-        return None
-    values = _sum_by_laplace(fitted, {n: v[some] for n, v in theta.items()}, len(some), key)
+        return at(every)
+    values = at(some)
     total = polynomial.fitted(values[:few, None])[:, 0]
     errors = total[tests] - values[few : few + len(tests)]
-    if not bool(
-        errors.square().mean().sqrt()
-        < ERROR_OF_SUM * len(fitted.federation) / fitted.program.clients
-    ):
-        return None
+    limit = ERROR_OF_SUM * len(fitted.federation) / fitted.program.clients
+    if not bool(errors.square().mean().sqrt() < limit):
+        rest = every[~torch.isin(every, some.cpu())]
+        total[rest] = at(rest)
     total[some] = values
     return total
 
