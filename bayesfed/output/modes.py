@@ -16,6 +16,7 @@ from bayesfed.guides import newton
 from bayesfed.guides.triangular import inverse_root
 from bayesfed.output.conditionals import Conditionals, log_joint, normal_prior
 from bayesfed.output.polynomials import find_polynomial
+from bayesfed.tracing.blocks import in_blocks
 
 STEPS = 10
 """Largest number of Newton steps; a likelihood that is Gaussian in u needs none from the mean of q."""
@@ -102,9 +103,9 @@ def _higher_modes(given: Conditionals, u: Tensor, root: Tensor) -> tuple[Tensor,
     loc, scale = (x.expand_as(u) for x in normal_prior(given))
     spread = _spread(given, scale)
     draws = Draw("normal", (STARTS, u.shape[-1]))(fold(key(0), word("starts")), torch.float64)
-    draws = draws.to(u)[:, None, None]
+    draws = draws.to(u)[:, None, None, None]
     few = _few(given.size).to(u.device)
-    points = loc[few] + spread[few] * draws[: len(few)]
+    points = loc[few] + spread[few] * draws[: len(few), 0]
     hessian = _derivatives(given.at(few), points, torch.arange(len(few)))[2]
     curvature = -spread[few][..., None] * hessian * spread[few][..., None, :]
     round_off = ROUND_OFF * curvature.diagonal(dim1=-2, dim2=-1).abs().amax(-1, keepdim=True)
@@ -115,20 +116,53 @@ def _higher_modes(given: Conditionals, u: Tensor, root: Tensor) -> tuple[Tensor,
         return u, root
     own, mode = given.of_clients(clients), u[:, clients]
     loc, spread = loc[:, clients], spread[:, clients]
-    start = mode.median(0, keepdim=True).values.expand_as(mode)
-    best = own.log_joint(start[None])[0].nan_to_num(-torch.inf)
-    for draw in draws:
-        other = loc + spread * draw
-        value = own.log_joint(other[None])[0]
-        higher = value > best
-        best = torch.where(higher, value, best)
-        start = torch.where(higher[..., None, None], other, start)
+    start = _best_of_draws(own, mode.median(0, keepdim=True).values, loc, spread, draws)
     found, precision, reached = _climb(own, start, LEAST_CURVATURE / spread.square())
     higher = (reached > own.log_joint(mode[None])[0])[..., None, None]
     u, root = u.clone(), root.clone()
     u[:, clients] = torch.where(higher, found, mode)
     root[:, clients] = torch.where(higher[..., None], inverse_root(precision), root[:, clients])
     return u, root
+
+
+def _best_of_draws(
+    given: Conditionals, median: Tensor, loc: Tensor, spread: Tensor, white: Tensor
+) -> Tensor:
+    """Return the best of medians ``(1, K, 1, P)`` and of draws from the prior at each draw of θ, ``(S, K, 1, P)``.
+
+    Args:
+        given: the posteriors, whose densities are compared.
+        median: one value of each client's variables.
+        loc: the location of the prior, ``(S, K, 1, P)``, with ``spread``.
+        spread: its scale.
+        white: draws of a standard Normal, ``(R, 1, 1, 1, P)``.
+    """
+    fixed, numbers = (given.params, given.batch, median, white), given.width * (1 + len(white))
+    return in_blocks(_best_point, given.program, fixed, [loc, spread, given.z], numbers)[0]
+
+
+def _best_point(
+    program: Program,
+    params: Params,
+    batch: Batch,
+    median: Tensor,
+    white: Tensor,
+    loc: Tensor,
+    spread: Tensor,
+    z: Tensor,
+) -> list[Tensor]:
+    """Return the result of :func:`_best_of_draws` of some draws of θ."""
+    points = torch.cat([median.expand_as(loc)[None], loc + spread * white])
+    (found,) = log_joint(
+        program, params, batch, points.flatten(0, 1), z.repeat(len(points), 1, 1, 1)
+    )
+    return [_highest(points, found.unflatten(0, points.shape[:2]))]
+
+
+def _highest(points: Tensor, density: Tensor) -> Tensor:
+    """Return the points ``(R, S, K, 1, P)`` of the highest density ``(R, S, K)``, ``(S, K, 1, P)``."""
+    best = density.nan_to_num(-torch.inf).argmax(0)
+    return points.gather(0, best[None, ..., None, None].expand_as(points[:1]))[0]
 
 
 def _few(size: int) -> Tensor:
@@ -250,8 +284,7 @@ def _start(given: Conditionals) -> tuple[Tensor, Tensor]:
     q = given.block()
     prior, scale = normal_prior(given)
     both = torch.stack([q.mean, prior.expand_as(q.mean)])
-    best = given.log_joint(both).nan_to_num(-torch.inf).argmax(0)
-    start = both.gather(0, best[None, ..., None, None].expand_as(both[:1]))[0]
+    start = _highest(both, given.log_joint(both))
     return start, (LEAST_CURVATURE / _spread(given, scale).square()).expand_as(start)
 
 
