@@ -3,7 +3,7 @@ VENV   ?= .venv
 
 BIN     := $(abspath $(VENV))/bin
 # Always with the constraints, the versions that the tests run with. docs/install.md: the CPU build of torch.
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 # The dev installation contains the run installation, so it stamps both.
 RUN     := $(VENV)/.stamp-run
 DEV     := $(VENV)/.stamp-dev

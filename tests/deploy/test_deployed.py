@@ -82,6 +82,7 @@ def test_nodes_go_on_where_their_weights_say_nothing(tmp_path, monkeypatch):
     }
 
 
+@pytest.mark.slow
 def test_nodes_look_closely_where_they_are_asked_to(tmp_path, monkeypatch):
     """Any noise of their weights being too much, the corrected draws of θ and of each node's clients are the same."""
     monkeypatch.setattr("bayesfed.output.correction.QUIET", -1.0)

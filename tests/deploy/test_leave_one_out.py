@@ -64,7 +64,10 @@ def posteriors():
     }
 
 
-@pytest.mark.parametrize(("secure", "unit"), [(False, "client"), (True, "observation")])
+@pytest.mark.parametrize(
+    ("secure", "unit"),
+    [pytest.param(False, "client", marks=pytest.mark.slow), (True, "observation")],
+)
 def test_the_comparison_is_that_of_one_process(secure, unit, tmp_path, posteriors):
     options = {"unit": unit}
     alone, _, _ = run(tmp_path, rates, agreed("rates", **options), secure=secure)

@@ -91,6 +91,7 @@ def test_icc_of_random_intercepts_by_hand(binomial):
     np.testing.assert_allclose(found.draws[:, 0], between / (between + np.pi**2 / 3), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_icc_of_slopes_is_that_of_simulated_effects(gaussian, frame):
     posterior, draws = gaussian
     found = effects.icc(posterior, num_samples=S)

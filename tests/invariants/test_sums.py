@@ -9,6 +9,8 @@ from tests.invariants.cases import CASES, SPECIAL, federation
 from tests.scenarios import conjugate_hierarchy, ragged
 
 pytestmark = pytest.mark.usefixtures("float64")
+LONG = {"SFVI, corrected", "SFVI, flow", "SFVIAvg, mean field", "FOLA"}
+"""Cases whose sums are those of others, or are tested by chunks of clients."""
 
 
 def same(one, other, clients=slice(None)):
@@ -37,7 +39,9 @@ def test_chunks(name):
         same(whole, fit(name, data, chunk_size=chunk_size, **settings))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in CASES]
+)
 def test_order(name):
     data, order = federation(), [3, 1, 0, 2, 4]
     shuffled = data.select([data.names[i] for i in order])

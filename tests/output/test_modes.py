@@ -139,6 +139,7 @@ def test_evidence_of_densities_that_curve_at_kinks_only(name):
     assert np.abs(found - expected).max() < 0.3
 
 
+@pytest.mark.slow
 def test_a_fit_with_rows_from_laplace_distributions():
     """mu was 0.46 standard deviations off, and the fit said nothing of it.
 

@@ -59,7 +59,7 @@ def moments(federation):
     return found
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_walk_whose_steps_are_products(seed):
     federation = data()
     posterior = bf.fit(walk, federation, seed=seed, progress=False)

@@ -119,6 +119,7 @@ def log_densities(federation):
     return found
 
 
+@pytest.mark.slow
 def test_an_outlier_whose_weights_are_too_uneven():
     """Without it τ is a third as large; importance weights cannot show that, new proposals do."""
     federation = with_outlier()

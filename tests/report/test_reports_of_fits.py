@@ -124,6 +124,7 @@ def test_sensitivity_is_that_of_arviz():
             assert found[name][position] == pytest.approx(float(expected[name]), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_run_folders(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for model in ("varying_slope", "varying_intercept"):
