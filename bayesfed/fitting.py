@@ -42,7 +42,7 @@ from bayesfed.engine.stopping.held_out import HeldOut, check_clients
 from bayesfed.engine.stopping.rule import Stopping
 from bayesfed.engine.watch import warn_if_falling, warn_of_refused, warn_of_uphill
 from bayesfed.output.correction import correct
-from bayesfed.output.effort import Probed, is_large, is_probed, probe
+from bayesfed.output.effort import Probed, probe, probed_effort
 from bayesfed.output.locals_of_run import (
     fitted_cohort,
     kept_local_params,
@@ -225,9 +225,11 @@ def _try_correction(run: Run) -> None:
         return
     early = run.stopping.early
     probed = None
-    if early and is_probed(bare := make_posterior(run, {})):
-        large, mixture = is_large(bare), run.program.terms > 1
-        is_worth = partial(run.stopping.is_worth_correcting, large=large, mixture=mixture)
+    effort = probed_effort(make_posterior(run, {})) if early else None
+    if effort is not None:
+        is_worth = partial(
+            run.stopping.is_worth_correcting, large=effort.large, mixture=effort.mixture
+        )
         if not is_worth(distant=False, noisy=False):  # whatever a probe would show
             return run.stopping.withdraw()
         probed = _probe(run)

@@ -53,7 +53,7 @@ from bayesfed.engine.run import Round as Report
 from bayesfed.engine.run import Run
 from bayesfed.fitting import make_posterior, prepare_run, warn_of_flaws
 from bayesfed.output.correction import CorrectionResult, correct
-from bayesfed.output.effort import is_probed, probe
+from bayesfed.output.effort import probe, probed_effort
 from bayesfed.output.posterior import Posterior
 
 
@@ -311,7 +311,7 @@ class Coordinator:
         if run.plan.algorithm.corrected:
             early = run.stopping.early
             probed = None
-            if early and is_probed(posterior, elsewhere=True):
+            if early and probed_effort(posterior, elsewhere=True) is not None:
                 probed = probe(posterior, evaluate)
             if probed is None or run.stopping.is_worth_correcting(*probed):
                 found = correct(posterior, evaluate, probed=probed)

@@ -79,8 +79,6 @@ FURTHER, SPARE = 3, 1.1
 EACH_GLOBAL = 0.5
 """The effective sample size of the mean and of the tails of each global at which no more proposals are needed, relative
 to that of the weights: the largest weights may all be those of the tail of one of them."""
-RATE = 0.5
-"""The effective sample size of draws from a further proposal, relative to their number, that is expected."""
 SEEDS = 100
 """The difference between the seeds of the proposals of two fits whose seeds differ by one."""
 CENTRES = 500
@@ -187,10 +185,7 @@ def correct(
         weights = _assess(torch.cat(targets) - proposals.log_prob(), effort.enough)
         z = proposals.draws
         shares, rough = weights.shares, weights.size < draws / 2
-        missing = math.ceil((effort.enough - weights.size) / RATE)
-        number = effort.later if weights.size < least else min(max(missing, draws), effort.later)
-        if wide:
-            number = max(number, 2 * draws)
+        number = max(effort.further(weights.size), 2 * draws if wide else 0)
         if len(targets) == 1 and weights.size < FAR * len(z):
             laplace_locals = learns_block(fitted)
         if weights.size < least:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,9 @@ from bayesfed.output.prior_coordinates import find_prior_coordinates
 from bayesfed.output.proposal import Around, Proposals
 
 DRAWS, LATER = 2000, 6000
-"""Draws from the first proposal, and from each later one, unless that takes long."""
+"""Draws from the first proposal, and the most from each later one, unless that takes long."""
+RATE = 0.5
+"""The effective sample size of draws from a later proposal, relative to their number, that is expected."""
 FEWEST, LARGE, LARGEST = 250, 64, 200
 """The number of draws from each proposal where data are large; their largest number relative to those that are
 affordable; the largest cost of estimates without noise."""
@@ -51,11 +54,12 @@ class Effort(NamedTuple):
     Attributes:
         affordable: the number of draws from each proposal that take no longer than other work after a fit.
         draws: their number from the first proposal.
-        later: from each of the others.
+        later: the most from each of the others.
         enough: the effective sample size at which no more are needed.
         least: the effective sample size below which a mean and a covariance cannot be estimated.
         cost: the time of Laplace's estimates at the draws of the first proposal, relative to that of other work.
         slow: whether that is so long that a few draws show first whether they are needed.
+        mixture: rows are sums or integrals over latent variables.
     """
 
     affordable: int
@@ -65,11 +69,19 @@ class Effort(NamedTuple):
     least: int
     cost: float
     slow: bool
+    mixture: bool
 
     @property
     def large(self) -> bool:
         """Whether data are so large that there are few draws, which take longer than other work."""
         return self.affordable < FEWEST
+
+    def further(self, size: float) -> int:
+        """Return how many draws another proposal gives, from the effective sample size of those before."""
+        if size < self.least:
+            return self.later
+        missing = math.ceil((self.enough - size) / RATE)
+        return min(max(missing, self.draws), self.later)
 
 
 def effort_of(fitted: Fitted, elsewhere: bool = False) -> Effort | None:
@@ -94,7 +106,8 @@ def effort_of(fitted: Fitted, elsewhere: bool = False) -> Effort | None:
     computed = evaluations(draws, size, DEGREE) if large else draws
     cost = computed * COST * fitted.program.terms / affordable
     slow = large if elsewhere else cost > SLOW
-    return Effort(affordable, draws, later, int(ENOUGH * draws), least, cost, slow)
+    mixture = fitted.program.terms > 1
+    return Effort(affordable, draws, later, int(ENOUGH * draws), least, cost, slow, mixture)
 
 
 def draws_of_q(fitted: Fitted, count: int) -> Tensor:
@@ -120,20 +133,16 @@ class Probed(NamedTuple):
 
 
 @on_cpu()
-def is_probed(fitted: Fitted, elsewhere: bool = False) -> bool:
-    """Return whether a probe shows first what estimates need; arguments as :func:`effort_of`.
+def probed_effort(fitted: Fitted, elsewhere: bool = False) -> Effort | None:
+    """Return the result of :func:`effort_of` if a probe shows first what estimates need; else None.
 
     It does so where data are large, and for mixtures of rows in one process: their posteriors have several modes, which
     proposals do not find from far away.
     """
-    effort, mixture = effort_of(fitted, elsewhere), fitted.program.terms > 1 and not elsewhere
-    return effort is not None and (effort.slow or mixture) and learns_block(fitted)
-
-
-def is_large(fitted: Fitted) -> bool:
-    """Return whether data are so large that there are few draws, which take longer than other work."""
-    effort = effort_of(fitted)
-    return effort is not None and effort.large
+    effort = effort_of(fitted, elsewhere)
+    if effort is None or not learns_block(fitted):
+        return None
+    return effort if effort.slow or (effort.mixture and not elsewhere) else None
 
 
 @torch.no_grad()

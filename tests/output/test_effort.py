@@ -9,7 +9,7 @@ import torch
 
 import bayesfed as bf
 from bayesfed.output import khat
-from bayesfed.output.effort import EACH, FEWEST, PER_DIMENSION, effort_of, is_probed, probe
+from bayesfed.output.effort import EACH, FEWEST, PER_DIMENSION, effort_of, probe, probed_effort
 from tests.scenarios import conjugate_hierarchy
 
 SD = 0.5
@@ -31,7 +31,7 @@ def large(fitted, monkeypatch):
 
 
 def test_small_data_are_not_probed(fitted):
-    assert not is_probed(fitted) and not effort_of(fitted).large
+    assert probed_effort(fitted) is None and not effort_of(fitted).large
 
 
 @pytest.mark.parametrize(("affordable", "probed"), [(16_000, False), (100, True)])
@@ -41,11 +41,12 @@ def test_clients_elsewhere_are_probed_only_if_data_are_large(
     """There a probe is an exchange between machines, which takes longer than estimates for middling data."""
     draws = khat.affordable_draws(fitted, fitted.rows_read)
     monkeypatch.setattr(khat, "WORK", khat.WORK * affordable / draws)
-    assert is_probed(fitted) and is_probed(fitted, elsewhere=True) is probed
+    assert probed_effort(fitted)
+    assert (probed_effort(fitted, elsewhere=True) is not None) is probed
 
 
 def test_a_right_q_is_neither_distant_nor_noisy(large):
-    assert effort_of(large).large and is_probed(large)
+    assert effort_of(large).large and probed_effort(large)
     assert probe(large) == (False, False)
 
 
@@ -68,7 +69,7 @@ def test_a_q_of_clients_that_is_off_is_noisy(large):
 def test_data_that_would_take_too_long_have_no_draws(fitted, monkeypatch):
     draws = khat.affordable_draws(fitted, fitted.rows_read)
     monkeypatch.setattr(khat, "WORK", khat.WORK * 2 / draws)
-    assert effort_of(fitted) is None and not is_probed(fitted)
+    assert effort_of(fitted) is None and probed_effort(fitted) is None
 
 
 def test_large_data_whose_globals_are_too_many_have_no_draws(large, monkeypatch):
@@ -79,7 +80,7 @@ def test_large_data_whose_globals_are_too_many_have_no_draws(large, monkeypatch)
         draws = torch.zeros(1, size)
         monkeypatch.setattr("bayesfed.output.effort.draws_of_q", lambda *_, z=draws: z)
         assert (effort_of(large) is None) is none
-        assert is_probed(large) is not none
+        assert (probed_effort(large) is None) is none
 
 
 def kinds_of_rows(federation):
@@ -117,4 +118,4 @@ def test_mixtures_are_probed_however_small_their_data_are(fitted):
     algorithm = bf.SFVI(corrected=False)
     own = bf.fit(kinds_of_rows, fitted.federation, algorithm, rounds=1, progress=False)
     assert not effort_of(own).slow
-    assert is_probed(own) and not is_probed(own, elsewhere=True)
+    assert probed_effort(own) and probed_effort(own, elsewhere=True) is None
