@@ -16,6 +16,8 @@ LARGEST = 2.0**40
 """The largest size of a number, about 10¹²."""
 WORD = 2**48
 """The largest size of a word."""
+LEAST = -(2.0**36)
+"""The log density that stands for −∞ in a sum."""
 _HIGH, _LOW = 8, 49
 
 
@@ -54,3 +56,17 @@ def decode(total: Words) -> Tensor:
     carry = (low + WORD) >> _LOW
     value = np.ldexp((high + carry).astype(float), -_HIGH)
     return torch.as_tensor(value + np.ldexp((low - (carry << _LOW)).astype(float), -_HIGH - _LOW))
+
+
+def finite_log_densities(value: Tensor) -> Tensor:
+    """Return log densities with :data:`LEAST` in place of −∞, of what is not a number, and of lower ones.
+
+    At draws of θ far in the tails a density may be zero. Their weight is zero then, whatever other clients say.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed.deploy.fixed_point import finite_log_densities
+        >>> finite_log_densities(torch.tensor([-1.5, -torch.inf, torch.nan])).tolist()
+        [-1.5, -68719476736.0, -68719476736.0]
+    """
+    return value.nan_to_num(LEAST, LEAST, LEAST).clamp(min=LEAST)

@@ -35,6 +35,7 @@ from bayesfed.data.federation import Federation
 from bayesfed.deploy import secure
 from bayesfed.deploy.bundles import join, split
 from bayesfed.deploy.contents import broadcast_digest, check_like, read_state
+from bayesfed.deploy.fixed_point import finite_log_densities
 from bayesfed.deploy.masking import Masking, load_or_make_key, sum_id
 from bayesfed.deploy.messages import (
     Ask,
@@ -331,6 +332,8 @@ class Node:
         own = self._finished(message.run)
         theta, key = (self._to_device(own, parts.get(part, {})) for part in ("theta", "key"))
         sums, further = own.evaluate(message, theta, key.get("key", torch.zeros(1)))
+        if self.plan.secure:
+            sums = {name: finite_log_densities(value) for name, value in sums.items()}
         return self._summed(LogDensities(run=message.run), own, message, parts, sums, further)
 
     def _move_chains(

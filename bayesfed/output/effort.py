@@ -77,11 +77,14 @@ class Effort(NamedTuple):
         return self.affordable < FEWEST
 
     def further(self, size: float) -> int:
-        """Return how many draws another proposal gives, from the effective sample size of those before."""
-        if size < self.least:
+        """Return how many draws another proposal gives, from the effective sample size of those before.
+
+        They are a multiple of those from the first, so that round-off in that size does not matter.
+        """
+        if not size >= self.least:  # or not a number
             return self.later
-        missing = math.ceil((self.enough - size) / RATE)
-        return min(max(missing, self.draws), self.later)
+        missing = (self.enough - size) / RATE
+        return min(max(math.ceil(missing / self.draws), 1) * self.draws, self.later)
 
 
 def effort_of(fitted: Fitted, elsewhere: bool = False) -> Effort | None:

@@ -23,7 +23,7 @@ REFUSED = {  # by name, with what to take
     ("hospitals", "FedPer"), ("hospitals", "FedRep"), ("hospitals", "FedBABU"),
     ("hospitals", "CAFeMe"), ("curves", "CAFeMe"), ("curves", "Local"),
 }  # fmt: skip
-SLOW = {("curves", "SFVIAvg")}
+SLOW = {("curves", "SFVIAvg"), ("hospitals", "FedBE"), ("hospitals", "PVI")}
 STATES = {"mu": (0.0, 2.0), "level": (250.0, 100.0), "slope": (6.0, 5.0)}
 DEVIATIONS = {
     "hospitals": {"a": ("mu", "tau")},

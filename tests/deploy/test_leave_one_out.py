@@ -20,7 +20,8 @@ from tests.deploy.test_secure_runs import acquainted
 
 DRAWS = 2000
 COLUMNS = ["elpd", "se", "p_loo", "elpd_diff", "dse", "weight"]
-BOTH = replace(PLAN, effects=(), rounds=None)
+BOTH = replace(PLAN, effects=(), rounds=None, seed=1)
+"""With some seeds round-off in the sums chooses another centre of a proposal, and other draws with it."""
 
 
 def rates(federation):
@@ -59,8 +60,8 @@ def run(folder, one, settings, federation=CLINICS, **options):
 @pytest.fixture(scope="module")
 def posteriors():
     return {
-        "rates": bf.fit(rates, CLINICS, BOTH.algorithm),
-        "covariates": bf.fit(covariates, CLINICS, BOTH.algorithm),
+        "rates": bf.fit(rates, CLINICS, BOTH.algorithm, seed=BOTH.seed),
+        "covariates": bf.fit(covariates, CLINICS, BOTH.algorithm, seed=BOTH.seed),
     }
 
 

@@ -17,6 +17,7 @@ from bayesfed.deploy.transport import Carrier
 from bayesfed.engine.stopping import convergence
 from bayesfed.guides.fisher import prior_units
 from bayesfed.output.correction import CorrectionResult, correct
+from bayesfed.output.log_densities import sum_log_weights
 from bayesfed.rules.observed_information import PRECISE
 from tests.deploy import runs_over_nodes as deployed
 from tests.deploy.in_process import nodes_of
@@ -64,6 +65,24 @@ def test_draws_of_theta_are_weighed_in_secure_sums_too(tmp_path):
         torch.testing.assert_close(value, expected.sample(200)[name], rtol=1e-3, atol=1e-3)
     told = [unpack(r)[1] for _, p, r in at.heard if unpack(p)[0].kind == "evaluate"]
     assert told and all(set(parts) == {"masked"} for parts in told)
+
+
+def test_draws_at_which_data_are_impossible_have_no_weight(tmp_path, monkeypatch):
+    """A secure sum is of finite numbers."""
+
+    def impossible(posterior, theta, count, *rest, **how):
+        found = sum_log_weights(posterior, theta, count, *rest, **how)
+        return found.where(theta["global"][:, 0, 0, 0] < 0.5, -torch.inf)
+
+    monkeypatch.setattr("bayesfed.deploy.node_run.sum_log_weights", impossible)
+    runs = {}
+    for kind, secret in (("secure", True), ("plain", False)):
+        plan = replace(PLAN, algorithm=bf.SFVI(), rounds=None, secure=secret)
+        (tmp_path / kind).mkdir()
+        at = Wire(acquainted(nodes_of(SCHOOLS, plan, tmp_path / kind)))
+        runs[kind] = fitted(at, plan, tmp_path / kind).posterior.correction
+    assert float(runs["plain"].theta["global"][:, 0, 0, 0].max()) < 0.5
+    torch.testing.assert_close(runs["secure"].theta, runs["plain"].theta, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.slow
