@@ -17,7 +17,7 @@ LARGEST = 2.0**40
 WORD = 2**48
 """The largest size of a word."""
 LEAST = -(2.0**36)
-"""The log density that stands for −∞ in a sum."""
+"""The log density that replaces −∞ in a sum."""
 _HIGH, _LOW = 8, 49
 
 
