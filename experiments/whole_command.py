@@ -127,6 +127,8 @@ def measure(name: str, old: str, passes: int) -> list[list[list[dict[str, float]
     import runner
 
     roots = Path(old).resolve(), runner.ROOT
+    if not (roots[0] / "build/shape").exists():  # else it would be this checkout, as installed
+        raise SystemExit(f"--old: run `make -C {old} shape` first")
     with tempfile.TemporaryDirectory() as folder:
         experiment = write_experiment(name, Path(folder))
         return [[child(root, experiment) for root in roots] for _ in range(passes)]
