@@ -59,7 +59,7 @@ def decode(total: Words) -> Tensor:
 
 
 def finite_log_densities(value: Tensor) -> Tensor:
-    """Return log densities with :data:`LEAST` in place of −∞, of what is not a number, and of lower ones.
+    """Return log densities with :data:`LEAST` in place of all that are not finite, and of lower ones.
 
     At draws of θ far in the tails a density may be zero. Their weight is zero then, whatever other clients say.
 

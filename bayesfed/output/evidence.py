@@ -75,6 +75,23 @@ class Candidates(NamedTuple):
         return self.draws.gather(0, first[None, ..., None, None].expand_as(self.draws[:1]))[0]
 
 
+class _Points(NamedTuple):
+    """Points of quadrature over a standard Normal in P dimensions.
+
+    Attributes:
+        white: ``(L, 1, K or 1, 1, P)``.
+        log_weights: ``(L,)``.
+    """
+
+    white: Tensor
+    log_weights: Tensor
+
+    def of_clients(self, clients: Tensor) -> _Points:
+        """Return those of some of the clients, by position."""
+        common = self.white.shape[2] == 1
+        return self if common else self._replace(white=self.white[:, :, clients])
+
+
 def _quadrature(
     program: Program,
     params: Params,
@@ -196,8 +213,7 @@ def _by_polynomial(given: Conditionals, mode: Tensor, root: Tensor, points: _Poi
     if len(far := polynomial.far):
         evidence[far] = _by_points(given.at(far), mode[far], root[far], points)
     if len(poor := (~good).nonzero()[:, 0]):
-        rest = torch.ones_like(polynomial.is_far).index_fill_(0, torch.cat([few, far]), False)
-        others = rest.nonzero()[:, 0]
+        others = polynomial.others(torch.cat([few, far]))
         own, at = given.at(others).of_clients(poor), (others[:, None], poor)
         evidence[at] = _by_points(own, mode[at], root[at], points.of_clients(poor))
     return evidence
@@ -205,26 +221,9 @@ def _by_polynomial(given: Conditionals, mode: Tensor, root: Tensor, points: _Poi
 
 def _by_points(given: Conditionals, mode: Tensor, root: Tensor, points: _Points) -> Tensor:
     """Estimate log p(D_i | θ_s) by quadrature at all draws of θ, ``(S, K)``."""
-    fixed = given.params, given.batch, tuple(points)
+    fixed = given.params, given.batch, points
     numbers = given.width * len(points.log_weights)
     return in_blocks(_quadrature, given.program, fixed, [mode, root, given.z], numbers)[0]
-
-
-class _Points(NamedTuple):
-    """Points of quadrature over a standard Normal in P dimensions.
-
-    Attributes:
-        white: ``(L, 1, K or 1, 1, P)``.
-        log_weights: ``(L,)``.
-    """
-
-    white: Tensor
-    log_weights: Tensor
-
-    def of_clients(self, clients: Tensor) -> _Points:
-        """Return those of some of the clients, by position."""
-        common = self.white.shape[2] == 1
-        return self if common else self._replace(white=self.white[:, :, clients])
 
 
 def _pairs(size: int, keys: Tensor) -> _Points:

@@ -156,7 +156,7 @@ def _interpolated(fitted: Fitted, theta: Params, count: int, key: Tensor) -> Ten
     errors = total[tests] - values[few : few + len(tests)]
     limit = ERROR_OF_SUM * len(fitted.federation) / fitted.program.clients
     if not bool(errors.square().mean().sqrt() < limit):
-        rest = every[~torch.isin(every, some.cpu())]
+        rest = polynomial.others(some)
         total[rest] = at(rest)
     total[some] = values
     return total

@@ -65,6 +65,10 @@ class Polynomial(NamedTuple):
         """Positions of draws that are so far from the few that it is not used there."""
         return self.is_far.nonzero()[:, 0]
 
+    def others(self, some: Tensor) -> Tensor:
+        """Return the positions of the draws that are not among some, by position."""
+        return torch.ones_like(self.is_far).index_fill_(0, some, False).nonzero()[:, 0]
+
     def tests(self) -> Tensor:
         """Return positions of draws at which to test it: some of the farthest that are not too far, and others."""
         leverage, each = self.leverage, len(self.few) // TESTED

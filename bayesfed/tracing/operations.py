@@ -100,6 +100,21 @@ class Recording(NamedTuple):
     ends: list[Value]
 
 
+def new_value(shape: Sequence[int], like: Value) -> Value:
+    """Return a new value of this shape, its numbers in order."""
+    strides, size = [0] * len(shape), 1
+    for dim in reversed(range(len(shape))):
+        strides[dim] = size
+        size *= shape[dim]
+    form = like.form._replace(shape=torch.Size(shape), stride=tuple(strides), offset=0)
+    return Value(form, -1, -1)
+
+
+def constant_value(number: Tensor, form: Form) -> Value:
+    """Return the value of numbers that depend on no input."""
+    return Value(form, -1, -1, number, made=True)
+
+
 def values_in(args: Sequence[Any]) -> Iterator[Value]:
     """Yield the values among arguments, lists included."""
     for arg in args:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bayesfed.tracing.operations import Operation, Value
+from bayesfed.tracing.operations import Operation, Value, constant_value, new_value
 from bayesfed.tracing.simplify import is_dense
 
 aten = torch.ops.aten
@@ -57,8 +57,8 @@ def _matrix_product(one: Value, constant: Value, result: Value) -> list[Operatio
         return None
     matrix = constant.constant.reshape(-1, number).mT.contiguous()
     rows, at_rows = (
-        _new((*shape[:split], number), one),
-        _new((*shape[:split], matrix.shape[1]), one),
+        new_value((*shape[:split], number), one),
+        new_value((*shape[:split], matrix.shape[1]), one),
     )
     return [
         _operation(aten.view.default, [one, [*shape[:split], number]], rows),
@@ -75,9 +75,10 @@ def _one_after_another(
         return None
     operations, before = [], None
     for i in range(number):
-        own = _new(one.form.shape[:-1], one, stride=one.form.stride[:-1])
+        shape, stride, *_ = one.form
+        own = Value(one.form._replace(shape=shape[:-1], stride=stride[:-1], offset=0), -1, -1)
         entry = _constant(constant.constant.select(-1, i).contiguous(), constant)
-        value = result if i == number - 1 else _new(result.form.shape, result)
+        value = result if i == number - 1 else new_value(result.form.shape, result)
         operations.append(_operation(aten.select.int, [one, -1, i], own))
         if before is None:
             operations.append(_operation(aten.mul.Tensor, [own, entry], value))
@@ -87,15 +88,10 @@ def _one_after_another(
     return operations
 
 
-def _new(shape: Any, like: Value, stride: tuple[int, ...] | None = None) -> Value:
-    """Return a new value of this shape, its numbers in order unless strides are given."""
-    in_order = torch.empty(shape, device="meta").stride() if stride is None else stride
-    return Value(like.form._replace(shape=torch.Size(shape), stride=in_order, offset=0), -1, -1)
-
-
 def _constant(number: torch.Tensor, like: Value) -> Value:
+    """Return a constant that lies in memory as its numbers do."""
     form = like.form._replace(shape=number.shape, stride=number.stride(), offset=0)
-    return Value(form, -1, -1, number, made=True)
+    return constant_value(number, form)
 
 
 def _operation(target: Any, args: list[Any], result: Value) -> Operation:

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from bayesfed.tracing.operations import (
-    Form,
     Operation,
     Recording,
     Value,
+    constant_value,
     needed_operations,
+    new_value,
     replace_values,
 )
 from bayesfed.tracing.products import sum_of_products
@@ -64,7 +65,8 @@ def specialise(recording: Recording, numbers: Mapping[int, Tensor]) -> Recording
     operations, inputs, ends = recording
     rest = [value for place, value in enumerate(inputs) if place not in numbers]
     same = {
-        inputs[place]: _constant(number, inputs[place].form) for place, number in numbers.items()
+        inputs[place]: constant_value(number, inputs[place].form)
+        for place, number in numbers.items()
     }
     written = {value.memory for op in operations if op.changes for value in op.reads}
     kept = []
@@ -78,7 +80,7 @@ def specialise(recording: Recording, numbers: Mapping[int, Tensor]) -> Recording
         if _is_constant(operation):
             for result, number in zip(operation.results, _numbers(operation), strict=True):
                 if result is not None:
-                    same[result] = _constant(number, result.form)
+                    same[result] = constant_value(number, result.form)
             continue
         if not operation.single:
             kept.append(operation)
@@ -93,10 +95,6 @@ def specialise(recording: Recording, numbers: Mapping[int, Tensor]) -> Recording
             kept.append(new)
     ends = [same.get(value, value) for value in ends]
     return Recording(needed_operations(kept, ends), rest, ends)
-
-
-def _constant(number: Tensor, form: Form) -> Value:
-    return Value(form, -1, -1, number, made=True)
 
 
 def _is_constant(operation: Operation) -> bool:
@@ -173,7 +171,7 @@ def _before_expansion(operation: Operation, made: Mapping[Value, Operation]) -> 
         return [operation]
     if shape == result.form.shape:
         return [operation.with_values(sources)]
-    small = _value(shape, result)
+    small = new_value(shape, result)
     before = operation.with_values(sources)
     before = Operation(before.target, before.args, before.kwargs, [small], True)
     return [
@@ -192,7 +190,7 @@ def _in_order(operation: Operation) -> list[Operation]:
 
 def _copy_first(operation: Operation, argument: Value) -> list[Operation]:
     """Copy an argument, so that its numbers lie in order, before the operation."""
-    copy = _value(argument.form.shape, argument)
+    copy = new_value(argument.form.shape, argument)
     return [
         Operation(
             aten.clone.default, [argument], {"memory_format": torch.contiguous_format}, [copy], True
@@ -207,7 +205,7 @@ def _sum_before_sign(operation: Operation, made: Mapping[Value, Operation]) -> l
     (result,) = operation.results
     if first is None or first.target is not aten.neg.default or result is None:
         return [operation]
-    total = _value(result.form.shape, result)
+    total = new_value(result.form.shape, result)
     args = [first.reads[0], *operation.args[1:]]
     return [
         Operation(operation.target, args, operation.kwargs, [total], True),
@@ -224,8 +222,8 @@ def _softplus(operation: Operation) -> list[Operation] | None:
     y = _without_repetition(outcome.constant)
     if logits.form.shape != result.form.shape or not bool(((y == 0) | (y == 1)).all()):
         return None
-    sign = _constant(1 - 2 * y, outcome.form._replace(shape=y.shape))
-    signed = _value(result.form.shape, result)
+    sign = constant_value(1 - 2 * y, outcome.form._replace(shape=y.shape))
+    signed = new_value(result.form.shape, result)
     return [
         Operation(aten.mul.Tensor, [logits, sign], {}, [signed], True),
         Operation(aten.softplus.default, [signed], {}, [result], True),
@@ -238,12 +236,3 @@ def _without_repetition(x: Tensor) -> Tensor:
         if stride == 0 and x.shape[dim] > 1:
             x = x.narrow(dim, 0, 1)
     return x
-
-
-def _value(shape: torch.Size, like: Value) -> Value:
-    """Return a new value of this shape, its numbers in order."""
-    strides, size = [0] * len(shape), 1
-    for dim in reversed(range(len(shape))):
-        strides[dim] = size
-        size *= shape[dim]
-    return Value(like.form._replace(shape=shape, stride=tuple(strides), offset=0), -1, -1)

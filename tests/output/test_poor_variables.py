@@ -145,7 +145,7 @@ def test_resampled_clients_are_saved(plain, tmp_path):
     corrected = plain.corrected()
     corrected.save(tmp_path / "a.safetensors")
     loaded = bf.Posterior.load(tmp_path / "a.safetensors", square, federation(FAR))
-    assert "a" in loaded.resampled and loaded.resampled == corrected.resampled
+    assert loaded.resampled == {"a", "far"}
     torch.testing.assert_close(loaded.sample(20)["w"], corrected.sample(20)["w"])
 
 
