@@ -3,18 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 Moments = tuple[np.ndarray, np.ndarray]
 
 
+class Summary(NamedTuple):
+    """What is compared of the draws of a variable: of each of its D entries, ``(D,)``.
+
+    Attributes:
+        mean: their mean.
+        sd: their standard deviation.
+        kurtosis: the fourth central moment in units of the squared variance; 3 of a Normal.
+        quantiles: at :data:`QUANTILES`, ``(5, D)``.
+        size: the effective number of draws.
+    """
+
+    mean: np.ndarray
+    sd: np.ndarray
+    kurtosis: np.ndarray
+    quantiles: np.ndarray
+    size: np.ndarray
+
+
+def summary(draws: Any) -> Summary:
+    """Return the summary of independent draws ``(S, ...)`` of a variable; a summary is returned as it is."""
+    if isinstance(draws, Summary):
+        return draws
+    x = np.asarray(draws, dtype=np.float64).reshape(len(draws), -1)
+    mean, sd = x.mean(0), x.std(0)
+    fourth = ((x - mean) ** 4).mean(0)
+    kurtosis = fourth / np.where(sd > 0, sd, 1.0) ** 4
+    quantiles = np.quantile(x, QUANTILES, axis=0)
+    return Summary(mean, sd, kurtosis, quantiles, np.full_like(mean, len(x)))
+
+
 def moments(draws: Mapping[str, Any], names: Iterable[str]) -> Moments:
-    """Return means and standard deviations ``(D,)`` of all entries of these variables."""
-    parts = [np.asarray(draws[name], dtype=np.float64) for name in names]
-    flat = [part.reshape(len(part), -1) for part in parts]
-    mean, sd = (np.concatenate([f(x, axis=0) for x in flat] or [[]]) for f in (np.mean, np.std))
+    """Return means and standard deviations ``(D,)`` of all entries of these variables, from draws or summaries."""
+    parts = [summary(draws[name]) for name in names]
+    mean, sd = (np.concatenate([part[i] for part in parts] or [[]]) for i in (0, 1))
     return mean, sd
 
 

@@ -1,7 +1,7 @@
 """Is every posterior that is off named? Fits of many programs against NUTS on the pooled data. Makes misses.md.
 
     pip install 'bayesfed[benchmarks]'
-    python experiments/misses.py                    # an hour and a half, of which NUTS takes an hour
+    python experiments/misses.py                    # half an hour
     python experiments/misses.py seeds pumps        # two rows
 
 The programs are those of first_try.py, and generated ones (tests/invariants/programs.py). Each is fitted by SFVI with
@@ -17,9 +17,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import arviz as az
 import numpy as np
 import runner
+from distances import Summary, summary
 from first_tries import PROGRAMS, REFERENCES
 
 import bayesfed as bf
@@ -62,31 +62,29 @@ QUARTILES, OF_MEDIAN, OF_QUARTILES = 1.349, 1.25, 2.7
 variance of its interquartile range relative to that of its standard deviation."""
 
 
-def kurtosis(draws: np.ndarray) -> float:
-    """Return the fourth central moment of draws ``(S,)`` in units of their standard deviation; 3 of a Normal."""
-    return float(((draws - draws.mean()) ** 4).mean() / draws.var() ** 2)
+def location_and_spread(found: Summary, moments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return means and standard deviations ``(D,)``; without moments, medians and interquartile ranges.
+
+    The latter are in units of that of a standard Normal.
+    """
+    _, low, middle, high, _ = found.quantiles
+    spread = np.where(moments, found.sd, (high - low) / QUARTILES)
+    return np.where(moments, found.mean, middle), spread
 
 
-def location_and_spread(draws: np.ndarray, moments: bool) -> tuple[float, float]:
-    """Return mean and standard deviation, or median and interquartile range in units of that of a standard Normal."""
-    if moments:
-        return draws.mean(), draws.std()
-    low, middle, high = np.quantile(draws, [0.25, 0.5, 0.75])
-    return middle, (high - low) / QUARTILES
-
-
-def off(draws: np.ndarray, reference: np.ndarray) -> tuple[float, float, bool]:
-    """Return shift and ratio of one number, whose NUTS draws are ``(chains * draws,)``, and whether it is off."""
-    size, fourth = float(az.ess(reference[None])), kurtosis(reference)
-    moments = max(fourth, kurtosis(draws)) < HEAVY
+def off(found: Summary, reference: Summary) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return shift and ratio of each entry that varies, and whether it is off: ``(D,)`` each."""
+    moments = np.maximum(reference.kurtosis, found.kurtosis) < HEAVY
     centre, sd = location_and_spread(reference, moments)
-    location, spread = location_and_spread(draws, moments)
-    shift, ratio = abs(location - centre) / sd, spread / sd
-    fourth = fourth if moments else 1 + 2 * OF_QUARTILES
-    error = ERRORS * size**-0.5 * (1.0 if moments else OF_MEDIAN)
-    error_of_spread = ERRORS * ((fourth - 1) / (4 * size)) ** 0.5
-    far = shift - error > SHIFT or abs(np.log(ratio)) - error_of_spread > np.log(RATIO)
-    return shift, ratio, bool(far)
+    location, spread = location_and_spread(found, moments)
+    varies = reference.sd > 1e-6
+    shift, ratio = np.abs(location - centre) / sd, spread / sd
+    fourth = np.where(moments, reference.kurtosis, 1 + 2 * OF_QUARTILES)
+    error = ERRORS * reference.size**-0.5 * np.where(moments, 1.0, OF_MEDIAN)
+    error_of_spread = ERRORS * ((fourth - 1) / (4 * reference.size)) ** 0.5
+    far = shift - error > SHIFT
+    far |= np.abs(np.log(ratio)) - error_of_spread > np.log(RATIO)
+    return shift[varies], ratio[varies], far[varies]
 
 
 def measure(name: str, corrected: bool) -> list[Any]:
@@ -101,14 +99,8 @@ def measure(name: str, corrected: bool) -> list[Any]:
         return ["", "", "", "off", "named", str(error)[:160]]
     key = f"first_try_{name}" if known else name
     reference = nuts(key, REFERENCES.get(name, model), data)
-    draws, found = posterior.sample(DRAWS), []
-    for site, value in draws.items():
-        ours, theirs = (
-            np.asarray(v, np.float64).reshape(len(v), -1) for v in (value, reference[site])
-        )
-        varies = theirs.std(0) > 1e-6
-        found += [off(a, b) for a, b in zip(ours.T[varies], theirs.T[varies], strict=True)]
-    shift, ratio, far = (np.array(part) for part in zip(*found, strict=True))
+    found = [off(summary(x), reference[site]) for site, x in posterior.sample(DRAWS).items()]
+    shift, ratio, far = (np.concatenate(part) for part in zip(*found, strict=True))
     k = "" if posterior.khat is None else f"{posterior.khat:.2f}"
     caveat = posterior.caveat.replace("|", "\\|").replace("\n", " ")
     ratios = f"{ratio.min():.2f}–{ratio.max():.2f}"

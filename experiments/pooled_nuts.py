@@ -4,10 +4,15 @@ Pyro gives the potential energy of the program as it is written, with all client
 are traced into one list of operations and compiled, since Pyro's handlers take nearly all the time of so small a model.
 At random points the result is compared with Pyro's own. nutpie's NUTS samples it: a reference takes a quarter of a
 minute, where Pyro's own NUTS takes three to seven minutes.
+
+Summaries of the draws are kept in ``references``, one file per posterior, so that tables are made again without NUTS.
+A file has the potential energy of its program at a seeded random point: where a program or its data have changed since,
+that differs, and NUTS is run again.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +24,7 @@ import nutpie
 import pyro
 import pyro.distributions as dist
 import torch
+from distances import Summary, summary
 from nutpie.compiled_pyfunc import from_pyfunc
 from pyro import poutine
 from pyro.infer.mcmc.util import initialize_model
@@ -33,7 +39,9 @@ from bayesfed.elbo.sites import Site, sites
 from bayesfed.tracing.recorder import Recorder
 from bayesfed.vmap.choose import for_batches
 
-RUNS = Path(__file__).parents[1] / "runs/reference"
+REFERENCES = Path(__file__).parent / "references"
+SAME = 1e-4
+"""The largest relative difference between energies of the same program, as machines round differently."""
 CHAINS, WARMUP, DRAWS, MORE = 4, 1000, 1000, 8000
 R_HAT, ESS = 1.01, 500
 """The largest r-hat and the smallest effective sample size that chains may have."""
@@ -53,18 +61,69 @@ def nuts(
     federation: bf.Federation,
     *,
     least: float = ESS,
-) -> dict[str, np.ndarray]:
-    """Return draws ``(S, ...)`` of the program's continuous latent variables; they are stored in runs/reference.
+) -> dict[str, Summary]:
+    """Return summaries of the draws of the program's continuous latent variables, from ``references`` if they are there.
 
     Normal variables are non-centred by Pyro's LocScaleReparam, which leaves the posterior as it is. Where the chains do
     not agree then, clients may have too many rows for it: local variables are sampled as they are written, and the
     chains with the larger effective sample size are taken. Where they do not agree, or their effective sample size is
     less than ``least``, longer chains are made.
     """
-    path = RUNS / f"{name}.npz"
+    path, energy = REFERENCES / f"{name}.json", _energy(model, federation)
     if path.exists():
-        return dict(np.load(path))
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if abs(kept["energy"] - energy) <= SAME * max(abs(energy), 1.0):
+            return {
+                site: Summary(**{name: np.array(part) for name, part in parts.items()})
+                for site, parts in kept["variables"].items()
+            }
+        print(f"{name}: the program or its data have changed, NUTS is run again", flush=True)
     start = time.perf_counter()
+    chains = _chains(model, federation, least)
+    about = {
+        "seconds": round(time.perf_counter() - start),
+        "r_hat": round(r_hat(chains), 4),
+        "ess": round(ess(chains)),
+        "divergences": int(chains.sample_stats.diverging.sum()),
+    }
+    print(f"{name}: NUTS {about}", flush=True)
+    sizes = az.ess(chains)
+    found = {
+        str(site): _summary(draws.values, sizes[site].values)
+        for site, draws in chains.posterior.data_vars.items()
+    }
+    REFERENCES.mkdir(exist_ok=True)
+    path.write_text(_written(energy, about, found), encoding="utf-8")
+    return found
+
+
+def _energy(model: Callable[[Any], None], federation: bf.Federation) -> float:
+    """Return the potential energy of a program at a seeded random point."""
+    pyro.set_rng_seed(0)
+    first, potential, *_ = initialize_model(model, (federation,))
+    return float(potential(first))
+
+
+def _summary(chains: np.ndarray, size: np.ndarray) -> Summary:
+    """Return the summary of chains ``(C, S, ...)`` of a variable, whose effective sample size is ``(...)``."""
+    found = summary(chains.reshape(-1, *chains.shape[2:]))
+    return found._replace(size=np.where(found.sd > 0, np.ravel(size), found.size))
+
+
+def _written(energy: float, about: Mapping[str, Any], found: Mapping[str, Summary]) -> str:
+    """Return the text of a file of references: numbers have five digits."""
+    variables = {
+        site: {
+            name: np.vectorize(lambda x: float(f"{x:.5g}"))(part).tolist()
+            for name, part in parts._asdict().items()
+        }
+        for site, parts in found.items()
+    }
+    return json.dumps({"energy": energy, **about, "variables": variables}) + "\n"
+
+
+def _chains(model: Callable[[Any], None], federation: bf.Federation, least: float) -> Any:
+    """Return chains of NUTS of the program's continuous latent variables, as ArviZ' data."""
     found = sites(for_batches(model, federation), federation).values()
     latent = [s for s in found if not s.observed and not s.support.is_discrete]
     pyro.set_rng_seed(0)
@@ -81,18 +140,7 @@ def nuts(
             way = _Compiled(model, federation, latent, free, kinds)
             tried.append((way, way.sample(DRAWS)))
     best, chains = max(tried, key=lambda pair: ess(pair[1]))
-    if not good(chains) or ess(chains) < least:
-        chains = best.sample(MORE)
-    print(
-        f"{name}: NUTS {time.perf_counter() - start:.0f} s, r_hat {r_hat(chains):.3f}, ess {ess(chains):.0f}, "
-        f"{int(chains.sample_stats.diverging.sum())} divergences",
-        flush=True,
-    )
-    draws = {s.name: chains.posterior[s.name].values for s in latent}
-    result = {site: value.reshape(-1, *value.shape[2:]) for site, value in draws.items()}
-    RUNS.mkdir(parents=True, exist_ok=True)
-    np.savez(path, **result)
-    return result
+    return chains if good(chains) and ess(chains) >= least else best.sample(MORE)
 
 
 def good(chains: Any) -> bool:

@@ -2,7 +2,7 @@
 
     pip install 'bayesfed[benchmarks]'
     apt-get install r-base-core r-cran-rstanarm         # two data sets
-    python experiments/posteriordb.py                   # half an hour, of which NUTS takes most
+    python experiments/posteriordb.py                   # ten minutes
     python experiments/posteriordb.py seeds surgical    # two rows
 
 Programs of first_tries/posteriordb.py, by the names of github.com/stan-dev/posteriordb, fitted by `bf.fit(program,
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import runner
-from distances import cells
+from distances import Summary, cells, summary
 from first_tries.posteriordb import POSTERIORS
 
 import bayesfed as bf
@@ -69,27 +69,23 @@ def measure(name: str) -> list[str]:
     return [*about, *found, goal, runner.rounds_of(posterior), k, f"{seconds:.1f}"]
 
 
-def tails(draws: Mapping[str, Any], reference: Mapping[str, np.ndarray]) -> dict[str, float]:
+def tails(draws: Mapping[str, Any], reference: Mapping[str, Summary]) -> dict[str, float]:
     """Return the largest shift of the 5 % and 95 % quantiles of each variable, in the reference's sds."""
     found = {}
     for name, true in reference.items():
-        ends = [
-            np.quantile(np.asarray(x, dtype=float), (0.05, 0.95), axis=0)
-            for x in (draws[name], true)
-        ]
-        found[name] = float((np.abs(ends[0] - ends[1]) / true.std(0)).max())
+        shifts = np.abs(summary(draws[name]).quantiles - true.quantiles)[[0, -1]]
+        found[name] = float((shifts / true.sd).max())
     return found
 
 
 def misses(
-    draws: Mapping[str, Any], reference: Mapping[str, np.ndarray], far: Mapping[str, float]
+    draws: Mapping[str, Any], reference: Mapping[str, Summary], far: Mapping[str, float]
 ) -> Iterable[str]:
     """Return the variables that miss the goal, with the worst figure of each kind; ``far`` as :func:`tails`."""
     made = []
     for name, true in reference.items():
-        own = np.asarray(draws[name], dtype=float)
-        shift = float((np.abs(own.mean(0) - true.mean(0)) / true.std(0)).max())
-        ratio = own.std(0) / true.std(0)
+        own = summary(draws[name])
+        shift, ratio = float((np.abs(own.mean - true.mean) / true.sd).max()), own.sd / true.sd
         parts = [f"mean {shift:.2f}"] if shift > SHIFT else []
         if ratio.min() < RATIO[0] or ratio.max() > RATIO[1]:
             parts.append(f"sd {ratio.min():.2f}–{ratio.max():.2f}")

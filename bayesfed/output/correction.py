@@ -60,7 +60,13 @@ from bayesfed.output.importance import (
     truncate_weights,
 )
 from bayesfed.output.log_densities import DEGREE, Probe, SumLogWeights, sum_log_weights
-from bayesfed.output.log_target import learns_block, log_target, log_target_twice, noise_variance
+from bayesfed.output.log_target import (
+    learns_block,
+    log_target,
+    log_target_twice,
+    noise_variance,
+    weighted_noise_variance,
+)
 from bayesfed.output.polynomials import is_polynomial
 from bayesfed.output.prior_coordinates import find_prior_coordinates
 from bayesfed.output.proposal import Around, Proposals
@@ -68,8 +74,9 @@ from bayesfed.output.scaled_coordinates import find_scaled_coordinates
 
 PROPOSALS = 2, 6
 """The least and the largest number of proposals."""
-PATIENCE = 3
-"""The number of proposals after which the effective sample size must be large enough to estimate a covariance."""
+PATIENCE, QUICK_PATIENCE = 3, 5
+"""The number of proposals after which the effective sample size must be large enough to estimate a covariance: where
+log weights take long, and where they do not. Priors that are nearly improper need four or five to get there."""
 PRIOR = 2
 """The number of proposals after which one is twice as large, half of it as wide as the prior. It is left out where
 Laplace's estimates take long, as they do far from the posterior, and the log target is a polynomial in θ: there is no
@@ -94,8 +101,8 @@ FINE = 0.03
 """The largest mean variance of clients' log weights, where Laplace approximations take long, at which clients draw
 from q(w_i | θ) although θ has weights from elsewhere, or from closer estimates."""
 PROBE, QUIET = 200, 0.1
-"""Draws of θ at which the noise of log weights is measured, and the largest variance that is accepted. Noise beyond
-grows towards the tails, and hides their weight from k-hat."""
+"""Draws of θ at which the noise of log weights is measured, and the largest variance that is accepted, of nine in ten
+draws, and on average over the weights. Noise beyond grows towards the tails, and hides their weight from k-hat."""
 
 
 class CorrectionResult(NamedTuple):
@@ -148,6 +155,7 @@ def correct(
     if effort is None:
         return CorrectionResult(reliable=False, attempted=False)
     draws, least = effort.draws, effort.least
+    patience = PATIENCE if effort.slow or effort.mixture else QUICK_PATIENCE
     few = 0 if asked else min(draws // 2 if effort.large else draws, khat.DRAWS)
     key = fitted.key(0, "correction")
     own = draws_of_q(fitted, draws)
@@ -174,7 +182,9 @@ def correct(
         if targets:
             target = log_target(fitted, new, target_key, log_weights, laplace)
         else:
-            first = _first_log_target(fitted, new, few, target_key, log_weights, effort, probed)
+            first = _first_log_target(
+                fitted, proposals, few, target_key, log_weights, effort, probed
+            )
             if isinstance(first, CorrectionResult):
                 return first
             target, laplace = first
@@ -189,7 +199,7 @@ def correct(
         if len(targets) == 1 and weights.size < FAR * len(z):
             laplace_locals = learns_block(fitted)
         if weights.size < least:
-            if len(targets) >= PATIENCE:
+            if len(targets) >= patience:
                 return CorrectionResult(reliable=False)
             shares = temper_weights(weights.logs, least)
             continue
@@ -293,7 +303,7 @@ def log_weights_around(fitted: Fitted, log_weights: SumLogWeights = sum_log_weig
 
 def _first_log_target(
     fitted: Fitted,
-    z: Tensor,
+    proposals: Proposals,
     few: int,
     key: Tensor,
     log_weights: SumLogWeights,
@@ -308,7 +318,7 @@ def _first_log_target(
 
     Args:
         fitted: q without a correction.
-        z: the draws ``(S, D)``.
+        proposals: the first, with its draws ``(S, D)``.
         few: the number of draws of q(θ), 0 if it is to be corrected in any case.
         key: of the clients' noise.
         log_weights: as for :func:`correct`.
@@ -318,7 +328,7 @@ def _first_log_target(
     Returns:
         The log target ``(S,)``, and whether it is Laplace's; or the result, if there is one already.
     """
-    repeats = PROBE if learns_block(fitted) else 0
+    z, repeats = proposals.draws, PROBE if learns_block(fitted) else 0
     if repeats and effort.slow:
         probed = probed or probe_at(fitted, z[:SLOW_PROBE], key, log_weights)
         if probed.noisy:
@@ -333,7 +343,9 @@ def _first_log_target(
     target, again, at_q = found.split([len(z), repeats, len(of_q)])
     if few and _is_posterior(at_q + minus_log_q):
         return CorrectionResult(reliable=True, certain=True)
-    if noise_variance(target[:repeats], again) <= QUIET:
+    once, log_proposal = target[:repeats], proposals.log_prob()[:repeats]
+    of_weights = weighted_noise_variance(once, again, log_proposal)
+    if max(noise_variance(once, again), of_weights) <= QUIET:
         return target, False
     return log_target(fitted, z, key, log_weights, laplace=True), True
 

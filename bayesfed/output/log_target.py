@@ -59,3 +59,20 @@ def noise_variance(once: Tensor, again: Tensor) -> float:
     if not len(once):
         return 0.0
     return float((once - again).nan_to_num(0.0).square().quantile(0.9)) / 2
+
+
+def weighted_noise_variance(once: Tensor, again: Tensor, log_proposal: Tensor) -> float:
+    """Estimate the mean variance of log targets that were computed twice, over the weights of their draws; 0 of none.
+
+    The logarithm of an unbiased estimate is too small by half of its variance, if its noise is Normal: that is added.
+    Otherwise draws of a tail where q(w_i | θ) is poor seem to have no weight, and their noise hides itself.
+
+    Args:
+        once: log targets of draws, ``(S,)``.
+        again: the same with other noise.
+        log_proposal: log density of the proposal at these draws, ``(S,)``.
+    """
+    variance = (once - again).square() / 2
+    logs = (once + again + variance) / 2 - log_proposal
+    known = logs.isfinite()
+    return float(logs[known].softmax(0) @ variance[known])
