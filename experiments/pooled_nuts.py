@@ -62,7 +62,7 @@ def nuts(
     *,
     least: float = ESS,
 ) -> dict[str, Summary]:
-    """Return summaries of the draws of the program's continuous latent variables, from ``references`` if they are there.
+    """Return summaries of draws of the program's continuous latent variables, from ``references`` if they are there.
 
     Normal variables are non-centred by Pyro's LocScaleReparam, which leaves the posterior as it is. Where the chains do
     not agree then, clients may have too many rows for it: local variables are sampled as they are written, and the

@@ -225,7 +225,8 @@ def test_data_that_are_too_large_are_not_corrected(right, monkeypatch):
 
 
 def test_a_q_that_is_too_far_off_is_not_corrected_but_reported(right, monkeypatch):
-    monkeypatch.setattr(correction, "PATIENCE", 1)  # no surrogate, which would find the posterior
+    # without a surrogate, which would find the posterior
+    monkeypatch.setattr(correction, "QUICK_PATIENCE", 1)
     posterior = wrong(right, loc=30.0).corrected()
     assert posterior.correction is None
     assert posterior.khat > 0.7
