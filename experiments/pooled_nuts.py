@@ -69,7 +69,8 @@ def nuts(
     chains with the larger effective sample size are taken. Where they do not agree, or their effective sample size is
     less than ``least``, longer chains are made.
     """
-    path, energy = REFERENCES / f"{name}.json", _energy(model, federation)
+    path = REFERENCES / f"{name.replace(',', '').replace(' ', '_')}.json"
+    energy = _energy(model, federation)
     if path.exists():
         kept = json.loads(path.read_text(encoding="utf-8"))
         if abs(kept["energy"] - energy) <= SAME * max(abs(energy), 1.0):
