@@ -1,7 +1,6 @@
 """Do programs fit at the first try, as people write them? Makes first_try.md.
 
-    pip install 'bayesfed[benchmarks]'
-    python experiments/first_try.py                 # half an hour
+    python experiments/first_try.py                 # five minutes
     python experiments/first_try.py seeds pumps     # two rows
     python experiments/first_try.py --no-nuts       # only fit, without the reference: minutes
 

@@ -1,7 +1,6 @@
 """Is every posterior that is off named? Fits of many programs against NUTS on the pooled data. Makes misses.md.
 
-    pip install 'bayesfed[benchmarks]'
-    python experiments/misses.py                    # half an hour
+    python experiments/misses.py                    # a quarter of an hour
     python experiments/misses.py seeds pumps        # two rows
 
 The programs are those of first_try.py, and generated ones (tests/invariants/programs.py). Each is fitted by SFVI with

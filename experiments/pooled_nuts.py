@@ -20,12 +20,10 @@ from typing import Any
 
 import arviz as az
 import numpy as np
-import nutpie
 import pyro
 import pyro.distributions as dist
 import torch
 from distances import Summary, summary
-from nutpie.compiled_pyfunc import from_pyfunc
 from pyro import poutine
 from pyro.infer.mcmc.util import initialize_model
 from pyro.infer.reparam import LocScaleReparam, TransformReparam
@@ -199,6 +197,9 @@ class _Compiled:
 
     def sample(self, draws: int) -> Any:
         """Return chains of NUTS as ArviZ' data."""
+        import nutpie
+        from nutpie.compiled_pyfunc import from_pyfunc
+
         like = self.values(torch.zeros(self.size))
 
         def log_density(z: np.ndarray) -> tuple[float, np.ndarray]:

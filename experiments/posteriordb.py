@@ -1,6 +1,5 @@
 """Are posteriors of posteriordb right at the first try? Makes posteriordb.md.
 
-    pip install 'bayesfed[benchmarks]'
     apt-get install r-base-core r-cran-rstanarm         # two data sets
     python experiments/posteriordb.py                   # ten minutes
     python experiments/posteriordb.py seeds surgical    # two rows
