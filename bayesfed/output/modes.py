@@ -171,28 +171,51 @@ def _few(size: int) -> Tensor:
 
 
 def _secant_roots(given: Conditionals, u: Tensor, root: Tensor) -> Tensor:
-    """Return roots of the covariances that gradients some way from the mode show, of clients whose curvature fails.
+    """Return roots of the covariances, by secants in place of the curvature where that fails.
 
-    A log density with absolute values, such as Laplace's, curves nowhere but at its kinks. Of clients for whom secants
-    curve more than twice as much at some draws of θ, the precision is that of the secants between û − c L e_j and
-    û + c L e_j, for the columns of L = ``root``. It is found again with the new L until it stays, and is the curvature
-    where the density is Normal.
+    A log density with absolute values, such as Laplace's, curves nowhere but at its kinks. Clients for whom secants
+    curve more than twice as much at some draws of θ have the precision of secants. Where a density is not concave it
+    may be almost flat at its mode and steep beyond, as where the peaks of a Student-t prior and of the likelihood
+    merge. It curves less than a Normal prior there, or the prior is not Normal; these draws of θ have the precision of
+    secants, too.
     """
     few = _few(given.size).to(u.device)
-    narrow = (_secants(given.at(few), u[few], root[few]) - 1).amax((0, -3, -2, -1)) > 1
-    clients = narrow.nonzero()[:, 0]
-    if not len(clients):
-        return root
-    own, u, new = given.of_clients(clients), u[:, clients], root[:, clients]
+    kinked = _are_narrower(_secants(given.at(few), u[few], root[few])).any(0)
+    clients = kinked.nonzero()[:, 0]
+    root = root.clone()
+    if len(clients):
+        own = given.of_clients(clients)
+        root[:, clients] = _narrowed_roots(own, u[:, clients], root[:, clients])
+    scale = normal_prior(given)[1]
+    wide = (root.square().sum(-1).sqrt() > WIDER * scale) | ~scale.isfinite()
+    wide = wide.any((-2, -1)) & ~kinked
+    draws = wide.any(1).nonzero()[:, 0]
+    if len(draws):
+        own, mode, old = given.at(draws), u[draws], root[draws]
+        flat = wide[draws] & _are_narrower(_secants(own, mode, old))
+        root[draws] = _narrowed_roots(own, mode, old).where(flat[..., None, None, None], old)
+    return root
+
+
+def _are_narrower(secant: Tensor) -> Tensor:
+    """Return where precisions of secants ``(S, K, 1, P, P)`` are more than twice the curvature, ``(S, K)``."""
+    return ((secant - 1).amax((-2, -1)) > 1).squeeze(-1)
+
+
+def _narrowed_roots(given: Conditionals, u: Tensor, root: Tensor) -> Tensor:
+    """Return roots of the covariances that gradients some way from the mode show.
+
+    The precision is that of the secants between û − c L e_j and û + c L e_j, for the columns of L = ``root``. It is
+    found again with the new L until it stays, and is the curvature where the density is Normal.
+    """
+    new = root
     for _ in range(SECANTS):
-        secant = _secants(own, u, new)
+        secant = _secants(given, u, new)
         new = new @ inverse_root(newton.positive(secant, torch.full_like(u, LEAST_SECANT)))
         if bool(((secant - torch.eye(u.shape[-1]).to(u)).abs() < SAME).all()):
             break
-    root = root.clone()
     new = KINKED * new
-    root[:, clients] = new.where(new.isfinite().all((-2, -1), keepdim=True), root[:, clients])
-    return root
+    return new.where(new.isfinite().all((-2, -1), keepdim=True), root)
 
 
 def _secants(given: Conditionals, u: Tensor, root: Tensor) -> Tensor:
