@@ -63,9 +63,9 @@ def nuts(
     """Return summaries of draws of the program's continuous latent variables, from ``references`` if they are there.
 
     Normal variables are non-centred by Pyro's LocScaleReparam, which leaves the posterior as it is. Where the chains do
-    not agree then, clients may have too many rows for it: local variables are sampled as they are written, and the
-    chains with the larger effective sample size are taken. Where they do not agree, or their effective sample size is
-    less than ``least``, longer chains are made.
+    not agree then, clients may have too many rows for it: local variables are sampled as they are written, all or one
+    of them, and the chains with the largest effective sample size are taken. Where they do not agree, or their
+    effective sample size is less than ``least``, longer chains are made.
     """
     path = REFERENCES / f"{name.replace(',', '').replace(' ', '_')}.json"
     energy = _energy(model, federation)
@@ -133,9 +133,14 @@ def _chains(model: Callable[[Any], None], federation: bf.Federation, least: floa
         for name, node in nodes.items()
         if not node["is_observed"] and node["fn"].support.is_discrete
     }
+    local = [s for s in normal if s.local]
+    ways = [
+        normal,
+        *([s for s in normal if s not in some] for some in (local, *([s] for s in local))),
+    ]
     tried: list[tuple[_Compiled, Any]] = []
-    for free in (normal, [s for s in normal if not s.local]):
-        if not tried or (not good(tried[0][1]) and free != normal):
+    for number, free in enumerate(ways):
+        if not any(good(chains) for _, chains in tried) and free not in ways[:number]:
             way = _Compiled(model, federation, latent, free, kinds)
             tried.append((way, way.sample(DRAWS)))
     best, chains = max(tried, key=lambda pair: ess(pair[1]))
