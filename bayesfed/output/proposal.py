@@ -1,4 +1,4 @@
-"""Proposals of importance sampling: mixtures of Student's t around weighted draws, or around a surrogate's mode."""
+"""Proposals of importance sampling: Student's t around weighted draws, a surrogate's mode, or the largest weights."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ WIDER = 1.1
 PER_TERM, EQUATIONS = 5, 3
 """The effective number of draws, relative to (1 + D)², that a quadratic surrogate is fitted to, and the least number of
 draws relative to that of its coefficients."""
+ONE_SIDED = 1.0
+"""The distance of the mean of the largest weights from that of all, in standard deviations, above which they lie in one
+tail."""
 FLATTEST, FARTHEST = 0.1, 4.0
 """The least curvature of a surrogate and the largest distance of its mode, in units of the draws it is fitted to."""
 
@@ -139,6 +142,42 @@ def surrogate_proposal(x: Tensor, log_density: Tensor, weights: Tensor) -> Stude
     return StudentMixture((mean + root @ mode)[None], WIDER * PER_SD * width)
 
 
+def stretched_proposal(z: Tensor, weights: Tensor) -> StudentMixture | None:
+    """Return a t that reaches into the tail in which the largest weights lie; None if they lie in none.
+
+    Where a tail of the target is longer than those of the proposals so far, the few draws in it have the largest
+    weights, and what lies beyond has no draws at all, which k-hat does not show. The direction is that of the mean with
+    squared weights, which are the parts of the variance of a weighted mean. The t lies around that mean, and its
+    standard deviation along the direction is larger by the distance.
+
+    Args:
+        z: draws ``(S, D)``.
+        weights: their weights ``(S,)``.
+
+    Example:
+        >>> import torch
+        >>> from bayesfed.output.proposal import stretched_proposal
+        >>> z = torch.cat([torch.linspace(-1.0, 1.0, 100), torch.tensor([5.0])]).double()[:, None]
+        >>> weights = torch.ones(101, dtype=torch.float64)
+        >>> stretched_proposal(z, weights) is None
+        True
+        >>> weights[100] = 10.0
+        >>> round(stretched_proposal(z, weights).centres.item(), 1)
+        2.5
+    """
+    z, weights = _with_weight(z, weights)
+    mean, root = _mean_and_root(z, weights)
+    if root is None:
+        return None
+    squares = weights.square() / weights.square().sum()
+    away = squares @ z - mean
+    white = torch.linalg.solve_triangular(root, away[:, None], upper=False)
+    if not float(white.norm()) > ONE_SIDED:
+        return None
+    stretched = torch.linalg.cholesky(root @ root.mT + torch.outer(away, away))
+    return StudentMixture((mean + away)[None], WIDER * PER_SD * stretched)
+
+
 def _with_weight(x: Tensor, weights: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     """Return the finite draws that have a weight, their weights, which sum to 1, and others' entries of them."""
     kept = x.isfinite().all(1) & (weights > 0)
@@ -233,7 +272,8 @@ class Proposals:
             weights: their weights ``(S,)``.
             draws: the number of draws that it is to give.
             around: around the draws ``z``, or as wide as the prior, or both.
-            centres: number of components around the draws.
+            centres: number of components around the draws; with more than one, draws also come from a distribution
+                that reaches into the tail in which the largest weights lie, if there is one.
             log_target: the log density of the target at ``z``, all draws so far, ``(S,)``: as many draws as around
                 these come from around the mode of a surrogate of it.
 
@@ -247,6 +287,8 @@ class Proposals:
         for system, (x, log_volume) in enumerate(self._coordinates(z)):
             if "draws" in around.value:
                 mixtures.append((fit_proposal(x, weights, centres), system))
+            if centres > 1:
+                mixtures.append((stretched_proposal(x, weights), system))
             if log_target is not None:
                 mixtures.append((surrogate_proposal(x, log_target - log_volume, tempered), system))
             if "prior" in around.value:

@@ -118,7 +118,8 @@ def test_results_of_rows_are_refused_and_others_are_there(pair, moments, tmp_pat
     assert torch.equal(again.sample(10)["u"], one.sample(10)["u"])
     own = data().select(["c2"])  # at the client, who has its rows
     there = bf.Posterior.load(tmp_path / "fit.safetensors", hierarchy(), own, other_rows=True)
-    assert torch.equal(there.sample(10)["u"][:, 0], one.sample(10)["u"][:, 2])
+    here = one.sample(10)["u"][:, 2]  # Laplace's draws, of one client in place of eight: round-off
+    torch.testing.assert_close(there.sample(10)["u"][:, 0], here, rtol=0.0, atol=1e-6)
     assert there.predict(num_samples=10)["y"].shape == (10, own.rows)
 
 
