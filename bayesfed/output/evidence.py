@@ -67,8 +67,13 @@ class Candidates(NamedTuple):
         return self.log_weights.logsumexp(0) - math.log(len(self.log_weights))
 
     def resample(self, keys: Tensor) -> Tensor:
-        """Choose one of the L draws by weight, ``(S, K, 1, P)``; ``keys`` are the clients' noise streams ``(K,)``."""
-        below = self.log_weights.softmax(0).cumsum(0)
+        """Choose one of the L draws by weight, ``(S, K, 1, P)``; ``keys`` are the clients' noise streams ``(K,)``.
+
+        Draws that are not finite, or whose weights are not, are not chosen where others are.
+        """
+        usable = self.log_weights.isfinite() & self.draws.isfinite().all(-1).squeeze(-1)
+        weights = self.log_weights.where(usable, -torch.inf).softmax(0).nan_to_num(0.0)
+        below = weights.cumsum(0)
         size = below.shape[1]
         u = uniform(fold(keys, word("picked")), (size,)).mT
         first = (below < u * below[-1]).sum(0).clamp(max=len(below) - 1)

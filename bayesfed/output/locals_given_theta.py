@@ -199,7 +199,12 @@ def proposal_centre(
     batch, params = fitted.federation.batch(chunk), fitted.params_of(chunk)
     given = Conditionals(fitted.program, params, theta, batch, count)
     if fitted.laplace:
-        return _centre(*laplace_approximation(given))
+        mode, curved = laplace_approximation(given)
+        q = given.block()
+        # the curvature overflows at absurd draws of θ
+        known = curved.isfinite().all((-2, -1), keepdim=True)
+        spread = torch.diag_embed(q.stddev)
+        return _centre(mode.where(known[..., 0], q.mean), curved.where(known, spread))
     if has_block(fitted.program):
         q = given.block()
         root = getattr(q, "scale_tril", None)

@@ -176,24 +176,26 @@ def _secant_roots(given: Conditionals, u: Tensor, root: Tensor) -> Tensor:
     A log density with absolute values, such as Laplace's, curves nowhere but at its kinks. Clients for whom secants
     curve more than twice as much at some draws of θ have the precision of secants. Where a density is not concave it
     may be almost flat at its mode and steep beyond, as where the peaks of a Student-t prior and of the likelihood
-    merge. It curves less than a Normal prior there, or the prior is not Normal; these draws of θ have the precision of
-    secants, too.
+    merge. It curves less than the prior there; these draws of θ have the precision of secants, too, where a client has
+    one variable. Of several, some draws of θ far from the posterior have candidates that are no numbers by these.
     """
     few = _few(given.size).to(u.device)
-    kinked = _are_narrower(_secants(given.at(few), u[few], root[few])).any(0)
+    kinked = (_secants(given.at(few), u[few], root[few]) - 1).amax((0, -3, -2, -1)) > 1
     clients = kinked.nonzero()[:, 0]
     root = root.clone()
     if len(clients):
         own = given.of_clients(clients)
-        root[:, clients] = _narrowed_roots(own, u[:, clients], root[:, clients])
-    scale = normal_prior(given)[1]
-    wide = (root.square().sum(-1).sqrt() > WIDER * scale) | ~scale.isfinite()
-    wide = wide.any((-2, -1)) & ~kinked
+        root[:, clients] = _roots_by_secants(own, u[:, clients], root[:, clients], LEAST_SECANT)
+    if u.shape[-1] > 1:
+        return root
+    spread = _spread(given, normal_prior(given)[1])
+    wide = (root.square().sum(-1).sqrt() > WIDER * spread).any((-2, -1)) & ~kinked
     draws = wide.any(1).nonzero()[:, 0]
     if len(draws):
         own, mode, old = given.at(draws), u[draws], root[draws]
         flat = wide[draws] & _are_narrower(_secants(own, mode, old))
-        root[draws] = _narrowed_roots(own, mode, old).where(flat[..., None, None, None], old)
+        narrower = _roots_by_secants(own, mode, old, least=1.0)
+        root[draws] = narrower.where(flat[..., None, None, None], old)
     return root
 
 
@@ -202,7 +204,7 @@ def _are_narrower(secant: Tensor) -> Tensor:
     return ((secant - 1).amax((-2, -1)) > 1).squeeze(-1)
 
 
-def _narrowed_roots(given: Conditionals, u: Tensor, root: Tensor) -> Tensor:
+def _roots_by_secants(given: Conditionals, u: Tensor, root: Tensor, least: float) -> Tensor:
     """Return roots of the covariances that gradients some way from the mode show.
 
     The precision is that of the secants between û − c L e_j and û + c L e_j, for the columns of L = ``root``. It is
@@ -211,11 +213,12 @@ def _narrowed_roots(given: Conditionals, u: Tensor, root: Tensor) -> Tensor:
     new = root
     for _ in range(SECANTS):
         secant = _secants(given, u, new)
-        new = new @ inverse_root(newton.positive(secant, torch.full_like(u, LEAST_SECANT)))
+        new = new @ inverse_root(newton.positive(secant, torch.full_like(u, least)))
         if bool(((secant - torch.eye(u.shape[-1]).to(u)).abs() < SAME).all()):
             break
     new = KINKED * new
-    return new.where(new.isfinite().all((-2, -1), keepdim=True), root)
+    proper = new.isfinite().all((-2, -1)) & (new.diagonal(dim1=-2, dim2=-1) > 0).all(-1)
+    return new.where(proper[..., None, None], root)
 
 
 def _secants(given: Conditionals, u: Tensor, root: Tensor) -> Tensor:
