@@ -33,7 +33,7 @@ def summary(draws: Any) -> Summary:
     """Return the summary of independent draws ``(S, ...)`` of a variable; a summary is returned as it is."""
     if isinstance(draws, Summary):
         return draws
-    x = np.asarray(draws, dtype=np.float64).reshape(len(draws), -1)
+    x = _flat(draws)
     mean, sd = x.mean(0), x.std(0)
     fourth = ((x - mean) ** 4).mean(0)
     kurtosis = fourth / np.where(sd > 0, sd, 1.0) ** 4
@@ -41,9 +41,17 @@ def summary(draws: Any) -> Summary:
     return Summary(mean, sd, kurtosis, quantiles, np.full_like(mean, len(x)))
 
 
+def _flat(draws: Any) -> np.ndarray:
+    """Return draws ``(S, ...)`` as ``(S, D)``, in double precision."""
+    return np.asarray(draws, dtype=np.float64).reshape(len(draws), -1)
+
+
 def moments(draws: Mapping[str, Any], names: Iterable[str]) -> Moments:
     """Return means and standard deviations ``(D,)`` of all entries of these variables, from draws or summaries."""
-    parts = [summary(draws[name]) for name in names]
+    parts = []
+    for value in (draws[name] for name in names):
+        known = isinstance(value, Summary)
+        parts.append(value[:2] if known else (_flat(value).mean(0), _flat(value).std(0)))
     mean, sd = (np.concatenate([part[i] for part in parts] or [[]]) for i in (0, 1))
     return mean, sd
 

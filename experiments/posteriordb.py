@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 import runner
@@ -50,7 +49,7 @@ def measure(name: str) -> list[str]:
     except (ValueError, NotImplementedError, Stopped) as error:
         return [*about, *[""] * 6, f"error: {error}", "", "", ""]
     seconds = time.perf_counter() - start
-    draws = posterior.sample(20_000)
+    draws = {name: summary(x) for name, x in posterior.sample(20_000).items()}
     reference = {
         n: x
         for n, x in nuts(f"posteriordb_{name}", program, data(), least=EFFECTIVE).items()
@@ -68,22 +67,22 @@ def measure(name: str) -> list[str]:
     return [*about, *found, goal, runner.rounds_of(posterior), k, f"{seconds:.1f}"]
 
 
-def tails(draws: Mapping[str, Any], reference: Mapping[str, Summary]) -> dict[str, float]:
+def tails(draws: Mapping[str, Summary], reference: Mapping[str, Summary]) -> dict[str, float]:
     """Return the largest shift of the 5 % and 95 % quantiles of each variable, in the reference's sds."""
     found = {}
     for name, true in reference.items():
-        shifts = np.abs(summary(draws[name]).quantiles - true.quantiles)[[0, -1]]
+        shifts = np.abs(draws[name].quantiles - true.quantiles)[[0, -1]]
         found[name] = float((shifts / true.sd).max())
     return found
 
 
 def misses(
-    draws: Mapping[str, Any], reference: Mapping[str, Summary], far: Mapping[str, float]
+    draws: Mapping[str, Summary], reference: Mapping[str, Summary], far: Mapping[str, float]
 ) -> Iterable[str]:
     """Return the variables that miss the goal, with the worst figure of each kind; ``far`` as :func:`tails`."""
     made = []
     for name, true in reference.items():
-        own = summary(draws[name])
+        own = draws[name]
         shift, ratio = float((np.abs(own.mean - true.mean) / true.sd).max()), own.sd / true.sd
         parts = [f"mean {shift:.2f}"] if shift > SHIFT else []
         if ratio.min() < RATIO[0] or ratio.max() > RATIO[1]:

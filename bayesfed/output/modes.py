@@ -193,15 +193,11 @@ def _secant_roots(given: Conditionals, u: Tensor, root: Tensor) -> Tensor:
     draws = wide.any(1).nonzero()[:, 0]
     if len(draws):
         own, mode, old = given.at(draws), u[draws], root[draws]
-        flat = wide[draws] & _are_narrower(_secants(own, mode, old))
+        narrow = (_secants(own, mode, old) - 1).amax((-3, -2, -1)) > 1
+        flat = wide[draws] & narrow
         narrower = _roots_by_secants(own, mode, old, least=1.0)
         root[draws] = narrower.where(flat[..., None, None, None], old)
     return root
-
-
-def _are_narrower(secant: Tensor) -> Tensor:
-    """Return where precisions of secants ``(S, K, 1, P, P)`` are more than twice the curvature, ``(S, K)``."""
-    return ((secant - 1).amax((-2, -1)) > 1).squeeze(-1)
 
 
 def _roots_by_secants(given: Conditionals, u: Tensor, root: Tensor, least: float) -> Tensor:
