@@ -150,14 +150,12 @@ def correct(
         >>> correct(posterior).correction.theta["global"].shape[1:]
         torch.Size([1, 1, 2])
     """
-    asked = fitted.precision is not None
     effort = effort_of(fitted, elsewhere=log_weights is not sum_log_weights)
     if effort is None:
         return CorrectionResult(reliable=False, attempted=False)
     draws, least = effort.draws, effort.least
     patience = PATIENCE if effort.slow or effort.mixture else QUICK_PATIENCE
-    few = 0 if asked else min(draws // 2 if effort.large else draws, khat.DRAWS)
-    key = fitted.key(0, "correction")
+    estimates = _Estimates(fitted, log_weights, fitted.key(0, "correction"), effort)
     own = draws_of_q(fitted, draws)
     laplace = laplace_locals = False
     proposals = Proposals(find_prior_coordinates(fitted.program, fitted.params, own))
@@ -178,13 +176,10 @@ def correct(
             return CorrectionResult(reliable=False)
         with noise.seeded(len(targets) + SEEDS * fitted.seed):
             new = proposals.sample(own.dtype)
-        target_key = noise.fold(key, len(targets))
         if targets:
-            target = log_target(fitted, new, target_key, log_weights, laplace)
+            target = estimates.at(new, len(targets), laplace)
         else:
-            first = _first_log_target(
-                fitted, proposals, few, target_key, log_weights, effort, probed
-            )
+            first = estimates.at_first(proposals, probed)
             if isinstance(first, CorrectionResult):
                 return first
             target, laplace = first
@@ -207,12 +202,11 @@ def correct(
             proposals.others.append(found)
             scaled = True
         certain = certain or weights.are_enough
-        size = min(weights.size, least_effective_size(shares, z))
-        of_each = min(size, least_tail_size(shares, z)) > EACH_GLOBAL * effort.enough
-        few_proposals = len(targets) < PROPOSALS[0]
-        if few_proposals or (len(targets) < PROPOSALS[1] and not (weights.are_enough and of_each)):
+        if len(targets) < PROPOSALS[0]:
             continue
-        number = 0
+        if len(targets) < PROPOSALS[1] and not weights.are_enough_of_each(z):
+            continue
+        number, size = 0, weights.least_size(z)
         more = weights.have_variance and len(targets) < PROPOSALS[1] + FURTHER
         if size < fitted.draws_needed and more:
             wanted = len(z) * (SPARE * fitted.draws_needed / size - 1)
@@ -220,16 +214,10 @@ def correct(
     if not weights.are_trusted:
         return CorrectionResult(reliable=False)
     z = z[systematic_resample(shares, len(z))]
-    laplace_locals = laplace_locals or laplace
-    if laplace_locals and effort.slow:
-        some = z[:: max(1, len(z) // SLOW_PROBE)]
-        once, again = log_target_twice(fitted, some, key, log_weights)
-        variance = float((once - again).square().mean()) / 2
-        laplace_locals = not variance <= FINE * len(fitted.federation)
     correction = Correction(
         {GLOBAL: z[:, None, None]},
         weights.k,
-        laplace_locals,
+        (laplace or laplace_locals) and not estimates.suffice_for_locals(z),
         ess=size,
         log_weights=weights.logs,
     )
@@ -268,6 +256,15 @@ class _Weights(NamedTuple):
         """Whether no more draws are needed, unless a precision is asked for."""
         return self.have_variance and self.size > self.enough
 
+    def are_enough_of_each(self, z: Tensor) -> bool:
+        """Return whether they are, for the mean and the tails of each global too; draws are ``(S, D)``."""
+        size = min(self.least_size(z), least_tail_size(self.shares, z))
+        return self.are_enough and size > EACH_GLOBAL * self.enough
+
+    def least_size(self, z: Tensor) -> float:
+        """Return the smallest effective sample size, of the weights and of the mean of each global."""
+        return min(self.size, least_effective_size(self.shares, z))
+
 
 def _assess(log_weights: Tensor, enough: int) -> _Weights:
     """Assess log weights ``(S,)``."""
@@ -301,63 +298,91 @@ def log_weights_around(fitted: Fitted, log_weights: SumLogWeights = sum_log_weig
     return log_target(fitted, new, key, log_weights, laplace) - proposals.log_prob()
 
 
-def _first_log_target(
-    fitted: Fitted,
-    proposals: Proposals,
-    few: int,
-    key: Tensor,
-    log_weights: SumLogWeights,
-    effort: Effort,
-    probed: Probed | None,
-) -> tuple[Tensor, bool] | CorrectionResult:
-    """Compute the log target at draws of the first proposal, and choose how clients estimate log p(D_i | θ).
+class _Estimates(NamedTuple):
+    """The clients' estimates of the log target of one correction.
 
-    One request has these draws, those whose estimates are repeated, which shows their noise, and draws of q(θ). If the
-    noise is large, a second one has Laplace's estimates, which have none; between machines these may come with the
-    answer to the first. Where they take long, a request of few draws shows the noise before.
-
-    Args:
+    Attributes:
         fitted: q without a correction.
-        proposals: the first, with its draws ``(S, D)``.
-        few: the number of draws of q(θ), 0 if it is to be corrected in any case.
-        key: of the clients' noise.
         log_weights: as for :func:`correct`.
+        key: of the clients' noise.
         effort: how long these and other estimates take.
-        probed: as for :func:`correct`.
-
-    Returns:
-        The log target ``(S,)``, and whether it is Laplace's; or the result, if there is one already.
     """
-    z, repeats = proposals.draws, PROBE if learns_block(fitted) else 0
-    if repeats and effort.slow:
-        probed = probed or probe_at(fitted, z[:SLOW_PROBE], key, log_weights)
-        if probed.noisy:
-            if effort.cost > LARGEST:
-                return CorrectionResult(reliable=False, attempted=False)
-            return log_target(fitted, z, key, log_weights, laplace=True), True
-        repeats = 0
-    of_q, minus_log_q = _draws_of_q(fitted, few) if few else (z[:0], z[:0])
-    together = torch.cat([z, z[:repeats], of_q])
-    probe = Probe(len(z), repeats) if repeats else None
-    found = log_target(fitted, together, key, log_weights, laplace=False, probe=probe)
-    target, again, at_q = found.split([len(z), repeats, len(of_q)])
-    if few and _is_posterior(at_q + minus_log_q):
-        return CorrectionResult(reliable=True, certain=True)
-    once, log_proposal = target[:repeats], proposals.log_prob()[:repeats]
-    of_weights = weighted_noise_variance(once, again, log_proposal)
-    if max(noise_variance(once, again), of_weights) <= QUIET:
-        return target, False
-    return log_target(fitted, z, key, log_weights, laplace=True), True
+
+    fitted: Fitted
+    log_weights: SumLogWeights
+    key: Tensor
+    effort: Effort
+
+    def at(self, z: Tensor, number: int, laplace: bool, probe: Probe | None = None) -> Tensor:
+        """Compute the log target at draws ``(S, D)`` of a proposal, whose number is 0 for the first: ``(S,)``."""
+        key = noise.fold(self.key, number)
+        return log_target(self.fitted, z, key, self.log_weights, laplace, probe)
+
+    def at_first(
+        self, proposals: Proposals, probed: Probed | None
+    ) -> tuple[Tensor, bool] | CorrectionResult:
+        """Compute the log target at draws of the first proposal, and choose how clients estimate log p(D_i | θ).
+
+        One request has these draws, those whose estimates are repeated, which shows their noise, and draws of q(θ). If
+        the noise is large, a second one has Laplace's estimates, which have none; between machines these may come with
+        the answer to the first. Where they take long, a request of few draws shows the noise before.
+
+        Args:
+            proposals: the first, with its draws ``(S, D)``.
+            probed: as for :func:`correct`.
+
+        Returns:
+            The log target ``(S,)``, and whether it is Laplace's; or the result, if there is one already.
+        """
+        z, repeats = proposals.draws, PROBE if learns_block(self.fitted) else 0
+        if repeats and self.effort.slow:
+            key = noise.fold(self.key, 0)
+            probed = probed or probe_at(self.fitted, z[:SLOW_PROBE], key, self.log_weights)
+            if probed.noisy:
+                if self.effort.cost > LARGEST:
+                    return CorrectionResult(reliable=False, attempted=False)
+                return self.at(z, 0, laplace=True), True
+            repeats = 0
+        of_q, minus_log_q = self._draws_of_q(z)
+        together = torch.cat([z, z[:repeats], of_q])
+        probe = Probe(len(z), repeats) if repeats else None
+        found = self.at(together, 0, laplace=False, probe=probe)
+        target, again, at_q = found.split([len(z), repeats, len(of_q)])
+        if len(of_q) and _is_posterior(at_q + minus_log_q):
+            return CorrectionResult(reliable=True, certain=True)
+        once, log_proposal = target[:repeats], proposals.log_prob()[:repeats]
+        of_weights = weighted_noise_variance(once, again, log_proposal)
+        if max(noise_variance(once, again), of_weights) <= QUIET:
+            return target, False
+        return self.at(z, 0, laplace=True), True
+
+    def _draws_of_q(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw θ from q ``(S, D)``; return the draws with −log q(θ) ``(S,)``, in double precision.
+
+        They show whether q needs a correction. There are none where the fit has a precision, since then it does.
+
+        Args:
+            z: draws of the first proposal.
+        """
+        if self.fitted.precision is not None:
+            return z[:0], z[:0]
+        count = min(len(z) // 2 if self.effort.large else len(z), khat.DRAWS)
+        program, params = self.fitted.program, self.fitted.params
+        supplied = program.noise(self.fitted.key(0, "elbo"), count, local=False)
+        found = server_pass(program, params, supplied, count)
+        return found.theta[GLOBAL][:, 0, 0], (found.term - found.log_prior).double()
+
+    def suffice_for_locals(self, z: Tensor) -> bool:
+        """Return whether clients may draw from q(w_i | θ) at draws of the posterior, where Laplace's takes long."""
+        if not self.effort.slow:
+            return False
+        some = z[:: max(1, len(z) // SLOW_PROBE)]
+        once, again = log_target_twice(self.fitted, some, self.key, self.log_weights)
+        variance = float((once - again).square().mean()) / 2
+        return variance <= FINE * len(self.fitted.federation)
 
 
 def _is_posterior(log_weights: Tensor) -> bool:
     """Return whether weights p / q ``(S,)`` are so even that q needs no correction."""
     size = effective_sample_size((log_weights - log_weights.max()).exp())
     return size > EVEN * len(log_weights) and pareto_k(log_weights) <= khat.limit(len(log_weights))
-
-
-def _draws_of_q(fitted: Fitted, count: int) -> tuple[Tensor, Tensor]:
-    """Draw θ from q ``(S, D)``; return the draws with −log q(θ) ``(S,)``, in double precision."""
-    supplied = fitted.program.noise(fitted.key(0, "elbo"), count, local=False)
-    found = server_pass(fitted.program, fitted.params, supplied, count)
-    return found.theta[GLOBAL][:, 0, 0], (found.term - found.log_prior).double()
