@@ -39,6 +39,7 @@ from bayesfed.output import khat
 from bayesfed.output.effort import (
     DRAWS,
     LARGEST,
+    LATER,
     SLOW_PROBE,
     Effort,
     Probed,
@@ -78,9 +79,9 @@ PATIENCE, QUICK_PATIENCE = 3, 5
 """The number of proposals after which the effective sample size must be large enough to estimate a covariance: where
 log weights take long, and where they do not. Priors that are nearly improper need four or five to get there."""
 PRIOR = 2
-"""The number of proposals after which one is twice as large, half of it as wide as the prior. It is left out where
-Laplace's estimates take long, as they do far from the posterior, and the log target is a polynomial in θ: there is no
-funnel."""
+"""The number of proposals after which one is up to twice as large, a part of it as wide as the prior. It is left out
+where Laplace's estimates take long, as they do far from the posterior, and the log target is a polynomial in θ: there
+is no funnel."""
 FURTHER, SPARE = 3, 1.1
 """Where the fit has a precision: the number of proposals beyond :data:`PROPOSALS`, and the factor on their draws."""
 EACH_GLOBAL = 0.5
@@ -190,7 +191,10 @@ def correct(
         weights = _assess(torch.cat(targets) - proposals.log_prob(), effort.enough)
         z = proposals.draws
         shares, rough = weights.shares, weights.size < draws / 2
-        number = max(effort.further(weights.size), 2 * draws if wide else 0)
+        size_of_each = weights.size_of_each(z)
+        number = effort.further(size_of_each)
+        if wide:
+            number = max(2 * draws, min(2 * number, LATER))
         if len(targets) == 1 and weights.size < FAR * len(z):
             laplace_locals = learns_block(fitted)
         if weights.size < least:
@@ -204,7 +208,8 @@ def correct(
         certain = certain or weights.are_enough
         if len(targets) < PROPOSALS[0]:
             continue
-        if len(targets) < PROPOSALS[1] and not weights.are_enough_of_each(z):
+        enough = weights.are_enough and size_of_each > effort.enough
+        if len(targets) < PROPOSALS[1] and not enough:
             continue
         number, size = 0, weights.least_size(z)
         more = weights.have_variance and len(targets) < PROPOSALS[1] + FURTHER
@@ -256,10 +261,14 @@ class _Weights(NamedTuple):
         """Whether no more draws are needed, unless a precision is asked for."""
         return self.have_variance and self.size > self.enough
 
-    def are_enough_of_each(self, z: Tensor) -> bool:
-        """Return whether they are, for the mean and the tails of each global too; draws are ``(S, D)``."""
-        size = min(self.least_size(z), least_tail_size(self.shares, z))
-        return self.are_enough and size > EACH_GLOBAL * self.enough
+    def size_of_each(self, z: Tensor) -> float:
+        """Return the effective sample size, or that of the mean or tail of a global if less is left of what is enough.
+
+        Args:
+            z: the draws ``(S, D)``.
+        """
+        size = min(least_effective_size(self.shares, z), least_tail_size(self.shares, z))
+        return min(self.size, size / EACH_GLOBAL)
 
     def least_size(self, z: Tensor) -> float:
         """Return the smallest effective sample size, of the weights and of the mean of each global."""

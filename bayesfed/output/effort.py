@@ -21,8 +21,11 @@ from bayesfed.output.polynomials import evaluations
 from bayesfed.output.prior_coordinates import find_prior_coordinates
 from bayesfed.output.proposal import Around, Proposals
 
-DRAWS, LATER = 2000, 6000
+DRAWS, LATER = 2000, 8000
 """Draws from the first proposal, and the most from each later one, unless that takes long."""
+LONGER = 2
+"""The most draws from each later proposal, relative to those that are affordable. A proposal that is too small for a
+good approximation is followed by another, which takes an exchange between machines."""
 RATE = 0.5
 """The effective sample size of draws from a later proposal, relative to their number, that is expected."""
 FEWEST, LARGE, LARGEST = 250, 64, 200
@@ -105,7 +108,7 @@ def effort_of(fitted: Fitted, elsewhere: bool = False) -> Effort | None:
     least = max(LEAST, PER_DIMENSION * size)
     if large and draws < EACH * least:
         return None
-    later = draws if large else min(LATER, affordable)
+    later = draws if large else min(LATER, LONGER * affordable)
     computed = evaluations(draws, size, DEGREE) if large else draws
     cost = computed * COST * fitted.program.terms / affordable
     slow = large if elsewhere else cost > SLOW

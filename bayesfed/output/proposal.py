@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,9 +25,11 @@ SMALLEST = 2.0**-32
 """Half of the distance of neighbouring numbers of a Sobol sequence, which may be 0 but are less than 1."""
 WIDER = 1.1
 """The factor by which the t distributions are wider than the draws."""
-PER_TERM, EQUATIONS = 5, 3
+PER_TERM, EQUATIONS = 2, 3
 """The effective number of draws, relative to (1 + D)², that a quadratic surrogate is fitted to, and the least number of
 draws relative to that of its coefficients."""
+SURROGATE = 3
+"""The number of draws from around a surrogate's mode, relative to that from around the draws."""
 ONE_SIDED = 1.0
 """The distance of the mean of the largest weights from that of all, in standard deviations, above which they lie in one
 tail."""
@@ -274,33 +276,34 @@ class Proposals:
             around: around the draws ``z``, or as wide as the prior, or both.
             centres: number of components around the draws; with more than one, draws also come from a distribution
                 that reaches into the tail in which the largest weights lie, if there is one.
-            log_target: the log density of the target at ``z``, all draws so far, ``(S,)``: as many draws as around
-                these come from around the mode of a surrogate of it.
+            log_target: the log density of the target at ``z``, all draws so far, ``(S,)``: :data:`SURROGATE` times as
+                many draws as around these come from around the mode of a surrogate of it.
 
         Returns:
             False if the covariance of the draws is singular.
         """
-        mixtures: list[tuple[StudentMixture | None, int]] = []
+        mixtures: list[tuple[StudentMixture | None, int, int]] = []
         if log_target is not None:
             ratios = log_target - self.log_prob()
             tempered = temper_weights(ratios, PER_TERM * (1 + z.shape[1]) ** 2)
         for system, (x, log_volume) in enumerate(self._coordinates(z)):
             if "draws" in around.value:
-                mixtures.append((fit_proposal(x, weights, centres), system))
+                mixtures.append((fit_proposal(x, weights, centres), system, 1))
             if centres > 1:
-                mixtures.append((stretched_proposal(x, weights), system))
+                mixtures.append((stretched_proposal(x, weights), system, 1))
             if log_target is not None:
-                mixtures.append((surrogate_proposal(x, log_target - log_volume, tempered), system))
+                surrogate = surrogate_proposal(x, log_target - log_volume, tempered)
+                mixtures.append((surrogate, system, SURROGATE))
             if "prior" in around.value:
-                mixtures.append((prior_proposal(x), system))
-        found = [(mixture, system) for mixture, system in mixtures if mixture is not None]
+                mixtures.append((prior_proposal(x), system, 1))
+        found = [(part, system, share) for part, system, share in mixtures if part is not None]
         if not found:
             return False
-        ends = [draws * i // len(found) for i in range(len(found) + 1)]
-        counts = [end - start for start, end in pairwise(ends)]
+        total = list(accumulate((share for *_, share in found), initial=0))
+        ends = [draws * part // total[-1] for part in total]
         self._last = [
-            Part(mixture, system, count)
-            for (mixture, system), count in zip(found, counts, strict=True)
+            Part(mixture, system, end - start)
+            for (mixture, system, _), (start, end) in zip(found, pairwise(ends), strict=True)
         ]
         return True
 
