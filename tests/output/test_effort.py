@@ -9,7 +9,17 @@ import torch
 
 import bayesfed as bf
 from bayesfed.output import khat
-from bayesfed.output.effort import EACH, FEWEST, PER_DIMENSION, effort_of, probe, probed_effort
+from bayesfed.output.effort import (
+    DRAWS,
+    EACH,
+    FEWEST,
+    LATER,
+    LONGER,
+    PER_DIMENSION,
+    effort_of,
+    probe,
+    probed_effort,
+)
 from tests.scenarios import conjugate_hierarchy
 
 SD = 0.5
@@ -119,3 +129,13 @@ def test_mixtures_are_probed_however_small_their_data_are(fitted):
     own = bf.fit(kinds_of_rows, fitted.federation, algorithm, rounds=1, progress=False)
     assert not effort_of(own).slow
     assert probed_effort(own) and probed_effort(own, elsewhere=True) is None
+
+
+def test_later_proposals_have_up_to_twice_the_draws_that_are_affordable(fitted, monkeypatch):
+    """Another proposal is another exchange."""
+    assert effort_of(fitted).later == LATER
+    draws = khat.affordable_draws(fitted, fitted.rows_read)
+    monkeypatch.setattr(khat, "WORK", khat.WORK * 6000 / draws)
+    found = effort_of(fitted)
+    assert found.draws == found.affordable < DRAWS and found.later == LONGER * found.affordable
+    assert found.further(found.least - 1) == found.further(0.0) == found.later

@@ -4,7 +4,17 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from bayesfed.output.proposal import WIDER, StudentMixture, fit_proposal, surrogate_proposal
+from bayesfed.elbo.noise import seeded
+from bayesfed.output.effort import equal_shares
+from bayesfed.output.importance import effective_sample_size
+from bayesfed.output.proposal import (
+    WIDER,
+    Around,
+    Proposals,
+    StudentMixture,
+    fit_proposal,
+    surrogate_proposal,
+)
 
 QUARTILES = torch.tensor([-0.72669, 0.0, 0.72669])
 """Of Student's t with five degrees of freedom."""
@@ -95,3 +105,26 @@ def test_a_surrogate_that_is_flat_and_steep_beyond_round_off_is_a_proposal():
     found, _ = surrogate_of([1e20] * 5 + [1.0], 0.0)
     assert bool((found.root.diagonal() > 0).all()) and bool(found.root.isfinite().all())
     assert bool(found.log_prob(found.sample(100)).isfinite().all())
+
+
+def test_most_draws_of_a_second_proposal_are_near_a_posterior_far_away():
+    """Three of four lie around the surrogate's mode, and about as many have a weight."""
+    mean, sd = 4.0, 0.3
+    proposals = Proposals()
+    with seeded(0):
+        q = torch.randn(2000, 3).double()
+        proposals.add(q, equal_shares(q), 2000, around=Around.DRAWS, centres=1)
+        z = proposals.sample(torch.float64)
+        target = -((z - mean) / sd).square().sum(1) / 2
+        weights = (target - proposals.log_prob()).softmax(0)
+        assert effective_sample_size(weights) < 10
+        added = proposals.add(
+            z, equal_shares(z), 4000, around=Around.DRAWS, centres=1, log_target=target
+        )
+        assert added
+        new = proposals.sample(torch.float64)
+    near = ((new - mean).abs() < 4 * sd).all(1)
+    assert abs(float(near.double().mean()) - 0.75) < 0.03
+    target = -((proposals.draws - mean) / sd).square().sum(1) / 2
+    weights = (target - proposals.log_prob()).softmax(0)
+    assert effective_sample_size(weights) > 0.6 * len(new)
