@@ -25,6 +25,7 @@ from torch import Tensor
 
 from bayesfed.data.plural import plural
 from bayesfed.guides.elimination import Elimination, SparseRoot, find_elimination, sparse_root
+from bayesfed.guides.newton import pull_back
 from bayesfed.guides.precision_normal import DenseRoot, PrecisionNormal, Root
 
 LogJoint = Callable[[Tensor, Any], Tensor]
@@ -146,9 +147,8 @@ def _products(
         (grad,) = torch.autograd.grad(value, u, create_graph=True)
         grad = grad + 0.0 * u
         each = seeds.reshape(len(seeds), *[1] * (u.ndim - 1), -1).expand(len(seeds), *u.shape)
-        (found,) = torch.autograd.grad(
-            grad, u, each, create_graph=attached, retain_graph=attached, is_grads_batched=True
-        )
+        (found,) = pull_back(grad, [u], each, attached)
+        assert found is not None
     return (grad, -found) if attached else (grad.detach(), -found.detach())
 
 

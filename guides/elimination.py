@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from pyro.distributions.util import broadcast_shape
 from torch import Tensor
 
 
@@ -203,6 +204,6 @@ def _padded(x: Tensor) -> Tensor:
 def _add(x: Tensor, places: Tensor, values: Tensor) -> Tensor:
     """Add values ``(..., E)`` at places ``(E,)`` of ``(..., P + 1)``; the last place stays as it was."""
     inside = (places < x.shape[-1] - 1).to(x.dtype)
-    batch = torch.broadcast_shapes(x.shape[:-1], values.shape[:-1])
+    batch = broadcast_shape(x.shape[:-1], values.shape[:-1])
     x = x.expand(*batch, x.shape[-1])
     return x.index_add(-1, places, (values * inside).expand(*batch, len(places)))

@@ -4,13 +4,13 @@ import math
 from dataclasses import dataclass
 
 import pyro
-import pyro.distributions as dist
 import torch
 from torch import Tensor
 
 from bayesfed.guides.family import GLOBAL, Family, Params
 from bayesfed.guides.mean_field import LOC, LOG_SCALE, SLOPE
 from bayesfed.guides.sticking_the_landing import StickingTheLanding
+from bayesfed.guides.triangular import CholeskyNormal
 
 TRIL = f"{GLOBAL}.tril"
 
@@ -29,9 +29,7 @@ class FullRank(Family):
         """Sample z; returns ``(z, loc, scale)``, where scale are the marginal standard deviations."""
         loc = pyro.param(LOC, init, event_dim=1)
         tril = affine(init, self.init_scale)
-        q = StickingTheLanding(
-            lambda loc, tril: dist.MultivariateNormal(loc, scale_tril=tril), loc, tril
-        )
+        q = StickingTheLanding(CholeskyNormal, loc, tril)
         z = pyro.sample(GLOBAL, q, infer={"is_auxiliary": True})
         return z, loc, tril.square().sum(-1).sqrt()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pyro
 import torch
+from pyro.distributions.util import broadcast_shape
 from torch import Tensor
 
 from bayesfed.data.federation import Model
@@ -185,7 +186,7 @@ class Hierarchical:
             partial(self._log_joint, batch),
             values,
             fixed,
-            mode.expand(*torch.broadcast_shapes(*lead), *mode.shape),
+            mode.expand(*broadcast_shape(*lead), *mode.shape),
             self._least,
         )
         return StickingTheLanding(lambda: q)

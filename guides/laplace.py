@@ -169,7 +169,7 @@ class Laplace(Hierarchical):
             if not grad.requires_grad:
                 return torch.zeros_like(z)
             (found,) = torch.autograd.grad(
-                -grad, leaf, vector, retain_graph=True, materialize_grads=True
+                -(grad * vector).sum(), leaf, retain_graph=True, materialize_grads=True
             )
             return found
 

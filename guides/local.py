@@ -21,11 +21,12 @@ from typing import Any
 
 import pyro.distributions as dist
 import torch
+from pyro.distributions.util import broadcast_shape
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 from torch.distributions.transforms import ReshapeTransform
 
-from bayesfed.elbo.moments import base_support
+from bayesfed.elbo.moments import base_support, unconstrained_shape
 from bayesfed.guides.precision_normal import PrecisionNormal
 from bayesfed.guides.triangular import (
     TriangularNormal,
@@ -159,9 +160,9 @@ def as_vector(q: Any) -> Any:
 def on_support(prior: Any, q: Any) -> Any:
     """The distribution over the prior's support of which q, over flat u, is the unconstrained one."""
     transform = biject_to(prior.support)
-    shape = transform.inverse_shape(prior.shape())[len(prior.batch_shape) :]
+    shape = unconstrained_shape(prior.support, prior.shape())[len(prior.batch_shape) :]
     if isinstance(q, dist.Normal):
-        batch = torch.broadcast_shapes(q.loc.shape, q.scale.shape)[:-1]
+        batch = broadcast_shape(q.loc.shape, q.scale.shape)[:-1]
         loc, scale = (
             x.expand(*batch, x.shape[-1]).reshape((*batch, *shape)) for x in (q.loc, q.scale)
         )

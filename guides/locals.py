@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from bayesfed.data.batch import Batch
@@ -19,6 +18,7 @@ from bayesfed.data.federation import Federation, Model
 from bayesfed.data.plural import plural
 from bayesfed.elbo.build import build
 from bayesfed.elbo.elbo import local_priors
+from bayesfed.elbo.moments import unconstrained_shape
 from bayesfed.elbo.program import Params, Program
 from bayesfed.elbo.sites import Site, sites
 from bayesfed.guides.automatic import automatic_guide
@@ -314,7 +314,7 @@ def _chosen(size: int) -> FullRank | MeanField:
 def global_dimensions(found: Mapping[str, Site]) -> int:
     """Return D, the number of unconstrained numbers of the global latent variables."""
     return sum(
-        torch.distributions.biject_to(site.support).inverse_shape(site.event_shape).numel()
+        unconstrained_shape(site.support, site.event_shape).numel()
         for site in found.values()
         if not site.local and not site.observed
     )

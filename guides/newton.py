@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch._vmap_internals import _vmap
+from torch.autograd.graph import _engine_run_backward
 
 from bayesfed.tracing.compiler import tracing
 
@@ -115,13 +117,34 @@ def jacobians(values: Tensor, *xs: Tensor) -> list[Tensor]:
     if values.requires_grad:
         each = torch.eye(size, dtype=values.dtype, device=values.device)
         each = each.reshape(size, *[1] * (values.ndim - 1), size).expand(size, *values.shape)
-        found = torch.autograd.grad(
-            values, xs, each, create_graph=True, allow_unused=True, is_grads_batched=True
-        )
+        found = pull_back(values, xs, each)
     return [
         x.new_zeros(*x.shape[:-1], size, x.shape[-1]) if d is None else d.movedim(0, -2)
         for x, d in zip(xs, found, strict=True)
     ]
+
+
+def pull_back(
+    values: Tensor, xs: Sequence[Tensor], vectors: Tensor, attached: bool = True
+) -> Sequence[Tensor | None]:
+    """The products of C vectors, ``(C, ...)`` of the shape of values, with their derivatives in each x: ``(C, ...)``.
+
+    None where values do not depend on x. It is ``torch.autograd.grad(..., is_grads_batched=True)`` without its
+    comparison of shapes, for which that imports SymPy: 0.4 s of the first fit in a process.
+
+    Args:
+        values: what is derived.
+        xs: the variables.
+        vectors: the C vectors.
+        attached: the products can be derived again.
+    """
+
+    def product(vector: Tensor) -> Sequence[Tensor | None]:
+        return _engine_run_backward(
+            (values,), (vector,), attached, attached, tuple(xs), True, accumulate_grad=False
+        )
+
+    return _vmap(product, 0, 0, allow_none_pass_through=True)(vectors)
 
 
 def positive(precision: Tensor, least: Tensor) -> Tensor:

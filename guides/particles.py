@@ -17,6 +17,7 @@ from torch.distributions import biject_to
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.handlers import Until
+from bayesfed.elbo.moments import unconstrained_shape
 from bayesfed.elbo.program import Program
 from bayesfed.elbo.sites import Site, prior_draws
 from bayesfed.guides.laplace import INTEGRATED_UP_TO
@@ -181,14 +182,14 @@ def from_prior(
     """
     locals_ = tuple(site.name for site in sites.values() if site.local and not site.observed)
     own = {
-        name: biject_to(sites[name].support).inverse_shape(sites[name].event_shape).numel()
+        name: unconstrained_shape(sites[name].support, sites[name].event_shape).numel()
         for name in locals_
     }
     few = 0 < sum(own.values()) <= INTEGRATED_UP_TO
     integrated = integrated and few and not any(sites[name].per_row for name in locals_)
     if count is None:
         size = sum(
-            biject_to(site.support).inverse_shape(site.event_shape).numel()
+            unconstrained_shape(site.support, site.event_shape).numel()
             for site in sites.values()
             if not site.local and not site.observed
         )

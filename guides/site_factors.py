@@ -8,6 +8,7 @@ from typing import Any
 
 import pyro
 import torch
+from pyro.distributions.util import broadcast_shape
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import biject_to
@@ -81,5 +82,5 @@ def client_params(name: str, start: Params, clients: int) -> dict[str, Tensor]:
 
 def concatenate(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate vectors ``(..., P)`` along their last dimension, the leading ones broadcast."""
-    batch = torch.broadcast_shapes(*(p.shape[:-1] for p in parts))
+    batch = broadcast_shape(*(p.shape[:-1] for p in parts))
     return torch.cat([p.expand(*batch, p.shape[-1]) for p in parts], -1)

@@ -8,7 +8,6 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from torch import Tensor
-from torch.distributions import MultivariateNormal
 
 
 class StickingTheLanding(dist.TorchDistribution):
@@ -59,13 +58,8 @@ class StickingTheLanding(dist.TorchDistribution):
         return new
 
     def rsample(self, sample_shape: Sequence[int] = ()) -> Tensor:
-        """Reparameterised draws; torch's own of a MultivariateNormal import its compiler, which takes seconds."""
-        q = self.drawn
-        if not isinstance(q, MultivariateNormal):
-            return q.rsample(sample_shape)
-        shape = q._extended_shape(torch.Size(sample_shape))
-        noise = torch.randn(shape, dtype=q.loc.dtype, device=q.loc.device)
-        return q.loc + (q._unbroadcasted_scale_tril @ noise[..., None]).squeeze(-1)
+        """Reparameterised draws."""
+        return self.drawn.rsample(sample_shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """log q, without a gradient in the parameters."""

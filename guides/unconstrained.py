@@ -12,6 +12,7 @@ from torch.distributions import biject_to
 
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.handlers import is_plate, origin
+from bayesfed.elbo.moments import unconstrained_shape
 from bayesfed.elbo.sites import Site, prior_draws
 
 
@@ -29,7 +30,7 @@ def delta_at(prior: Any, u: Tensor, log_scale: Tensor | float = 0.0) -> dist.Del
         (tensor(1.6487), tensor(-0.5000))
     """
     transform = biject_to(prior.support)
-    shape = transform.inverse_shape(prior.shape())[len(prior.batch_shape) :]
+    shape = unconstrained_shape(prior.support, prior.shape())[len(prior.batch_shape) :]
     u = u.reshape((*u.shape[:-1], *shape))
     value, size = transform(u), len(prior.event_shape)
     log_det = log_abs_det(transform, u, value, size) + log_scale

@@ -10,6 +10,7 @@ import pyro.distributions as dist
 import torch
 from pyro.distributions import constraints
 from pyro.distributions.transforms import SimplexToOrderedTransform
+from pyro.distributions.util import broadcast_shape
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -102,7 +103,7 @@ class Ordered(dist.TorchDistribution):
     def __init__(
         self, location: Tensor, cutpoints: Tensor, validate_args: bool | None = None
     ) -> None:
-        shape = torch.broadcast_shapes(location.shape, cutpoints.shape[:-1])
+        shape = broadcast_shape(location.shape, cutpoints.shape[:-1])
         self.location = location.expand(shape)
         self.cutpoints = cutpoints.expand(*shape, -1)
         super().__init__(shape, validate_args=validate_args)
@@ -132,7 +133,7 @@ class Ordered(dist.TorchDistribution):
         It is computed as σ(a) − σ(b) = σ(a) σ(−b) (1 − e^(b−a)), where no factor cancels.
         """
         last = self.cutpoints.shape[-1]
-        shape = torch.broadcast_shapes(value.shape, self.batch_shape)
+        shape = broadcast_shape(value.shape, self.batch_shape)
         y = value.long().expand(shape).unsqueeze(-1)
         above, below = (
             self.cutpoints.expand(*shape, -1).gather(-1, at.clamp(0, last - 1)).squeeze(-1)

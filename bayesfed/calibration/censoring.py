@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pyro.distributions.util import broadcast_shape
 from torch import Tensor
 
 from bayesfed.data.federation import Federation
@@ -63,9 +64,7 @@ def find_event(node: Mapping[str, Any], mask: Tensor) -> Tensor | None:
     fn = innermost(node["fn"])
     if not isinstance(fn, CensoredWeibull | PiecewiseExponential):
         return None
-    return fn.event.expand(torch.broadcast_shapes(fn.event.shape, mask.shape))[..., mask].reshape(
-        -1
-    )
+    return fn.event.expand(broadcast_shape(fn.event.shape, mask.shape))[..., mask].reshape(-1)
 
 
 def find_follow_up(

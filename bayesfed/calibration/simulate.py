@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from pyro import poutine
+from pyro.distributions.util import broadcast_shape
 from torch import Tensor
 
 from bayesfed.algorithms import Algorithm
@@ -261,7 +262,7 @@ def _check_priors(fitted: Fitted) -> dict[str, Tensor]:
 def _check_rows(name: str, node: Mapping[str, Any], mask: Tensor) -> None:
     """Refuse rows that are weighted."""
     scale = torch.as_tensor(1.0 if node["scale"] is None else node["scale"])
-    if (scale.expand(torch.broadcast_shapes(scale.shape, mask.shape)) != 1).any():
+    if (scale.expand(broadcast_shape(scale.shape, mask.shape)) != 1).any():
         raise ValueError(
             f"site {name!r} has weighted rows, whose densities are not those of simulated outcomes: calibrate the "
             "model without weights"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from pyro import poutine
+from pyro.distributions.util import broadcast_shape
 from torch import Tensor
 
 from bayesfed.checks.supports import at_edge, has_density, in_support
@@ -99,7 +100,7 @@ def _check_outcomes(
                 "an end of its support, where the density is zero or infinite: no such row can come from it. Give "
                 "these rows a distribution of their own, or leave them out"
             )
-        inside = inside.expand(torch.broadcast_shapes(inside.shape, fn.batch_shape))
+        inside = inside.expand(broadcast_shape(inside.shape, fn.batch_shape))
         inside = inside.reshape(len(chunk), -1)
         if in_rows:
             inside = inside | ~batch.mask

@@ -24,6 +24,7 @@ from bayesfed.data.federation import Federation
 from bayesfed.data.moments import rows_at_hand
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.log_density import log_density
+from bayesfed.elbo.moments import unconstrained_shape
 from bayesfed.elbo.program import Params, Program
 
 DRAWS, CLIENTS, ROWS = 2, 4, 32
@@ -133,11 +134,10 @@ class _Fixed(Messenger):
             return
         fn = msg["fn"]
         if not msg["is_observed"]:
-            transform = biject_to(fn.support)
-            shape = transform.inverse_shape(fn.shape())
+            shape = unconstrained_shape(fn.support, fn.shape())
             event = shape[len(fn.batch_shape) :]
             fixed = _fixed(msg["name"], torch.Size([DRAWS, 1, 1, *event]), self.like)
-            msg["value"] = transform(fixed.expand(shape))
+            msg["value"] = biject_to(fn.support)(fixed.expand(shape))
             msg["done"] = True
         log_prob = log_density(msg)
         if hasattr(fn, "given"):  # the distribution in predictions and in personal steps counts too

@@ -8,6 +8,7 @@ from typing import Any
 
 import pyro.distributions as dist
 import torch
+from pyro.distributions.util import broadcast_shape
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import (
@@ -90,7 +91,7 @@ def of_observed_entries(fn: Any, observed: Tensor) -> Any:
         )
         return _PartlyObserved(whole, marginal)
     if isinstance(fn, Independent) and not fn.base_dist.event_dim:
-        base = fn.base_dist.expand(torch.broadcast_shapes(fn.base_dist.batch_shape, observed.shape))
+        base = fn.base_dist.expand(broadcast_shape(fn.base_dist.batch_shape, observed.shape))
         return base.mask(observed).to_event(fn.reinterpreted_batch_ndims)
     return None
 

@@ -9,6 +9,7 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
+from pyro.distributions.util import broadcast_shape
 from pyro.infer.autoguide import AutoGuide
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
@@ -225,6 +226,6 @@ def _prior_parameters(
 def _expands_to(shape: torch.Size, target: torch.Size) -> bool:
     """Return whether a tensor of one shape can be expanded to the other."""
     try:
-        return torch.broadcast_shapes(shape, target) == target
-    except RuntimeError:
+        return broadcast_shape(shape, target) == target
+    except ValueError:
         return False

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pyro
 import pyro.distributions as dist
 import torch
+from pyro.distributions.util import broadcast_shape
 from pyro.nn import PyroModule
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import _Subsample
@@ -18,7 +19,7 @@ from torch._C._functorch import is_batchedtensor
 from torch.distributions import biject_to, constraints, transform_to
 
 from bayesfed.data.batch import CLIENTS
-from bayesfed.elbo.moments import moments
+from bayesfed.elbo.moments import moments, unconstrained_shape
 from bayesfed.elbo.noise import Draw, SuppliedNoise
 
 DRAWS = "draws"
@@ -292,7 +293,7 @@ class Noise(Messenger):
             supplied = None if self.supplied is None else self.supplied[name]
             if supplied:  # each client has its own draw of a global site
                 lead = supplied[0].shape[: len(fn.batch_shape)]
-                if (shape := torch.broadcast_shapes(fn.batch_shape, lead)) != fn.batch_shape:
+                if (shape := broadcast_shape(fn.batch_shape, lead)) != fn.batch_shape:
                     msg["fn"] = fn = fn.expand(shape)
             source = SuppliedNoise(supplied, len(fn.batch_shape))
             try:
@@ -396,5 +397,4 @@ class NameReparametrised(Messenger):
 
 def origin(fn: Any) -> Tensor:
     """The value of a site whose unconstrained coordinates are all zero."""
-    transform = biject_to(fn.support)
-    return transform(torch.zeros(transform.inverse_shape(fn.shape())))
+    return biject_to(fn.support)(torch.zeros(unconstrained_shape(fn.support, fn.shape())))

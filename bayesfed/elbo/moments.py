@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pyro.distributions as dist
 import torch
 from torch import Tensor
-from torch.distributions import biject_to, constraints
+from torch.distributions import IndependentTransform, biject_to, constraints
 
 
 class Moments(NamedTuple):
@@ -59,8 +59,8 @@ def moments(fn: Any) -> Moments:
         mean, variance = torch.where(finite, mean, 1.0), torch.where(finite, variance, torch.e - 1)
         squared = (1 + variance / mean.square()).log()
         return Moments(mean.log() - squared / 2, squared.sqrt(), False)
-    transform = biject_to(fn.support)
-    loc = transform.inv(mean) if mean is not None else torch.zeros(transform.inverse_shape(shape))
+    start = torch.zeros(unconstrained_shape(fn.support, shape))
+    loc = start if mean is None else biject_to(fn.support).inv(mean)
     return Moments(loc.nan_to_num(0.0, 0.0, 0.0), torch.ones_like(loc), False)
 
 
@@ -74,3 +74,16 @@ def base_support(support: Any) -> Any:
     while isinstance(support, constraints.independent):
         support = support.base_constraint
     return support
+
+
+def unconstrained_shape(support: Any, shape: torch.Size) -> torch.Size:
+    """The shape of the unconstrained coordinates of values of some shape.
+
+    Where each number has its own transform it is the same. torch imports SymPy for that answer: 0.4 s of a first fit.
+    """
+    transform = each = biject_to(support)
+    while isinstance(each, IndependentTransform):
+        each = each.base_transform
+    if each.domain.event_dim == each.codomain.event_dim == 0:
+        return shape
+    return transform.inverse_shape(shape)

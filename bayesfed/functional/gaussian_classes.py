@@ -9,6 +9,7 @@ import pyro.distributions as dist
 import torch
 from linear_operator.utils.cholesky import psd_safe_cholesky
 from numpy.polynomial.hermite_e import hermegauss
+from pyro.distributions.util import broadcast_shape
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -48,7 +49,7 @@ class GaussianClasses(dist.TorchDistribution):
     def __init__(self, mean: Tensor, covariance: Tensor, mask: Tensor, classes: int) -> None:
         self.mean_of_f, self.covariance_of_f, self.there = mean, covariance, mask
         self.classes = classes
-        batch = torch.broadcast_shapes(mean.shape[:-1], covariance.shape[:-2], mask.shape[:-1])
+        batch = broadcast_shape(mean.shape[:-1], covariance.shape[:-2], mask.shape[:-1])
         super().__init__(batch, mean.shape[-1:], validate_args=False)
 
     @property

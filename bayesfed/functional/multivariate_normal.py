@@ -9,6 +9,7 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from linear_operator.utils.cholesky import psd_safe_cholesky
+from pyro.distributions.util import broadcast_shape
 from torch import Tensor
 
 from bayesfed.tracing.compiler import tracing
@@ -37,7 +38,7 @@ class Gaussian(dist.TorchDistribution):
 
     def __init__(self, mean: Tensor, covariance: Tensor) -> None:
         self.loc, self.covariance_matrix = mean, covariance
-        batch = torch.broadcast_shapes(mean.shape[:-1], covariance.shape[:-2])
+        batch = broadcast_shape(mean.shape[:-1], covariance.shape[:-2])
         super().__init__(batch, mean.shape[-1:], validate_args=False)
 
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> Gaussian:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from pyro.distributions.util import broadcast_shape
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
@@ -143,7 +144,7 @@ def apply(
 
     weights = weights.squeeze(-2)
     other = weights.new_zeros(1, 0) if shared is None else shared.squeeze(-2)
-    batch = torch.broadcast_shapes(weights.shape[:-2], other.shape[:-2])
+    batch = broadcast_shape(weights.shape[:-2], other.shape[:-2])
     clients, several = weights.shape[-2], other.shape[-2]
     mine, rest_of = (_flatten_draws(value, batch) for value in (weights, other))
     if clients == 1 and several == 1 and not context:  # one network for all rows

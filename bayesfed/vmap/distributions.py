@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from pyro.distributions import TorchDistribution
+from pyro.distributions.util import broadcast_shape
 from pyro.ops.gamma_gaussian import Gamma, GammaGaussian
 from pyro.ops.gaussian import AffineNormal, Gaussian
 from torch import Tensor
@@ -40,7 +41,7 @@ def batched(fn: Any, levels: Levels, layout: Layout) -> Any:
     size = own + (3 if levels.draws else 2)
     widths = layout.width, *(layout.batch[axis] for axis in layout.own)
     alone = (*[1] * (size - len(widths)), *widths)  # of a distribution without tensors
-    lead = torch.broadcast_shapes(alone, *(value.shape[:size] for value in moved.values()))
+    lead = broadcast_shape(alone, *(value.shape[:size] for value in moved.values()))
 
     def placed(value: Tensor) -> Tensor:
         new = moved.get(id(value))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from pyro.distributions import TorchDistribution
+from pyro.distributions.util import broadcast_shape
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -52,7 +53,7 @@ class Mixture(TorchDistribution):
         self.row_mask, self.copies, self.sampler = mask, copies, sampler
         self.first = components[0] if first is None else first
         shapes = [part.batch_shape for part in components] if copies == 1 else []
-        batch = torch.broadcast_shapes(log_weights.shape[:-1], *shapes)
+        batch = broadcast_shape(log_weights.shape[:-1], *shapes)
         super().__init__(batch, components[0].event_shape, validate_args=False)
 
     @property
