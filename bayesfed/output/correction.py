@@ -262,7 +262,9 @@ class _Weights(NamedTuple):
         return self.have_variance and self.size > self.enough
 
     def size_of_each(self, z: Tensor) -> float:
-        """Return the effective sample size, or that of the mean or tail of a global if less is left of what is enough.
+        """Return the smallest effective sample size: of the weights, or of the mean or a tail of a global.
+
+        Of the latter :data:`EACH_GLOBAL` times as much is enough, so that they are divided by it.
 
         Args:
             z: the draws ``(S, D)``.
