@@ -142,7 +142,7 @@ def test_a_fit_in_other_units_is_the_same_fit(frame):
     draws = []
     for text in ("y ~ x + (1 + x | hospital)", "dollars ~ grams + (1 + grams | hospital)"):
         model = bf.formula(text, rows)
-        draws.append(bf.fit(model, model.federation, rounds=3, seed=7).derived(num_samples=50))
+        draws.append(bf.fit(model, model.federation, rounds=3, seed=4).derived(num_samples=50))
     one, other = draws
     same = {"x", "x|hospital", "x|hospital_sigma", "cor(1, x)|hospital"}
     chosen = torch.zeros(50, dtype=torch.bool)
