@@ -58,7 +58,7 @@ def local_params(folder, plan):
         (replace(PLAN, clients_per_round=0.5, rounds=2), 3),
         pytest.param(
             replace(PLAN, algorithm=bf.SFVI(local_steps=2), rounds=8, seed=1),
-            1 + 8 + 3,
+            1 + 8 + 2,
             marks=pytest.mark.slow,
         ),
     ],
