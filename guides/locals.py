@@ -18,9 +18,8 @@ from bayesfed.data.federation import Federation, Model
 from bayesfed.data.plural import plural
 from bayesfed.elbo.build import build
 from bayesfed.elbo.elbo import local_priors
-from bayesfed.elbo.moments import unconstrained_shape
 from bayesfed.elbo.program import Params, Program
-from bayesfed.elbo.sites import Site, sites
+from bayesfed.elbo.sites import global_dimensions, sites
 from bayesfed.guides.automatic import automatic_guide
 from bayesfed.guides.encoders import Encoded as WithEncoder
 from bayesfed.guides.encoders import contexts
@@ -309,15 +308,6 @@ def _chosen(size: int) -> FullRank | MeanField:
         stacklevel=5,
     )
     return MeanField()
-
-
-def global_dimensions(found: Mapping[str, Site]) -> int:
-    """Return D, the number of unconstrained numbers of the global latent variables."""
-    return sum(
-        unconstrained_shape(site.support, site.event_shape).numel()
-        for site in found.values()
-        if not site.local and not site.observed
-    )
 
 
 # -- the centre of the prior ------------------------------------------------------------------------

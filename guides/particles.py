@@ -17,9 +17,8 @@ from torch.distributions import biject_to
 from bayesfed.data.batch import Batch
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.handlers import Until
-from bayesfed.elbo.moments import unconstrained_shape
 from bayesfed.elbo.program import Program
-from bayesfed.elbo.sites import Site, prior_draws
+from bayesfed.elbo.sites import Site, global_dimensions, prior_draws
 from bayesfed.guides.laplace import INTEGRATED_UP_TO
 from bayesfed.guides.laplace_marginal import marginal
 from bayesfed.guides.unconstrained import (
@@ -181,19 +180,11 @@ def from_prior(
     A model without global latent sites has particles without dimensions.
     """
     locals_ = tuple(site.name for site in sites.values() if site.local and not site.observed)
-    own = {
-        name: unconstrained_shape(sites[name].support, sites[name].event_shape).numel()
-        for name in locals_
-    }
+    own = {name: sites[name].dimensions for name in locals_}
     few = 0 < sum(own.values()) <= INTEGRATED_UP_TO
     integrated = integrated and few and not any(sites[name].per_row for name in locals_)
     if count is None:
-        size = sum(
-            unconstrained_shape(site.support, site.event_shape).numel()
-            for site in sites.values()
-            if not site.local and not site.observed
-        )
-        count = MANY if size <= FEW and (integrated or not locals_) else 4
+        count = MANY if global_dimensions(sites) <= FEW and (integrated or not locals_) else 4
     nodes = prior_draws(model, sites, federation, count, seed=torch.initial_seed())
     flat = {"": federation.batch(torch.arange(1)).scale.new_zeros(count, 0)}
     for site in sites.values():

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pyro.distributions as dist
 import torch
 from torch import Tensor
-from torch.distributions import IndependentTransform, biject_to, constraints
+from torch.distributions import biject_to, constraints
 
 
 class Moments(NamedTuple):
@@ -59,8 +59,11 @@ def moments(fn: Any) -> Moments:
         mean, variance = torch.where(finite, mean, 1.0), torch.where(finite, variance, torch.e - 1)
         squared = (1 + variance / mean.square()).log()
         return Moments(mean.log() - squared / 2, squared.sqrt(), False)
-    start = torch.zeros(unconstrained_shape(fn.support, shape))
-    loc = start if mean is None else biject_to(fn.support).inv(mean)
+    loc = (
+        torch.zeros(unconstrained_shape(fn.support, shape))
+        if mean is None
+        else unconstrained(fn, mean)
+    )
     return Moments(loc.nan_to_num(0.0, 0.0, 0.0), torch.ones_like(loc), False)
 
 
@@ -81,9 +84,7 @@ def unconstrained_shape(support: Any, shape: torch.Size) -> torch.Size:
 
     Where each number has its own transform it is the same. torch imports SymPy for that answer: 0.4 s of a first fit.
     """
-    transform = each = biject_to(support)
-    while isinstance(each, IndependentTransform):
-        each = each.base_transform
+    each = biject_to(base_support(support))
     if each.domain.event_dim == each.codomain.event_dim == 0:
         return shape
-    return transform.inverse_shape(shape)
+    return biject_to(support).inverse_shape(shape)

@@ -16,6 +16,7 @@ from torch.distributions import biject_to
 from bayesfed.data.batch import CLIENTS, OBSERVATIONS
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo import handlers, noise
+from bayesfed.elbo.moments import unconstrained_shape
 
 ENDS = 0.1
 """The largest share of draws of a prior at an end of its support, by round-off for example."""
@@ -71,6 +72,16 @@ class Site:
     conditional: bool = False
     in_training: bool = False
     terms: int = 1
+
+    @property
+    def dimensions(self) -> int:
+        """The number of unconstrained numbers of one value."""
+        return unconstrained_shape(self.support, self.event_shape).numel()
+
+
+def global_dimensions(found: Mapping[str, Site]) -> int:
+    """Return D, the number of unconstrained numbers of the global latent variables."""
+    return sum(site.dimensions for site in found.values() if not site.local and not site.observed)
 
 
 class NeedsOneClient(ValueError):
