@@ -5,7 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+import bayesfed as bf
 from tests.output.test_correction import of_grid
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
@@ -44,6 +46,36 @@ def test_eight_schools_against_an_integral_on_a_grid(pooled_nuts):
     for name, (mean, sd) in of_grid().items():
         assert abs(found[name].mean[0] - mean) < 0.033 * sd
         assert abs(found[name].sd[0] / sd - 1) < 0.05
+
+
+def test_variance_components_of_six_clients_against_an_integral_on_a_grid(pooled_nuts):
+    """NUTS' draws of the spread between the batches have 0.89 of its standard deviation."""
+    program, data = importlib.import_module("first_tries").PROGRAMS["dyes"]
+    federation = data()
+    y = federation["y"].double().reshape(6, 5)
+    between = torch.linspace(0.0005, 6.0, 3000, dtype=torch.float64)[:, None]
+    within = torch.linspace(0.2, 1.6, 700, dtype=torch.float64)[None]
+    means, variance = y.mean(1), between**2 + within**2 / 5  # of a client's mean, given mu
+    precision = 1 / 25 + 6 / variance
+    centre = means.sum() / variance / precision
+    squares = (means**2).sum() / variance - centre**2 * precision
+    rest = (y - means[:, None]).square().sum()
+    log_p = -(6 * variance.log() + precision.log() + squares + between**2 + within**2) / 2
+    log_p = log_p - 24 * within.log() - rest / (2 * within**2)
+    p = (log_p - log_p.max()).exp()
+    p = p / p.sum()
+    draws = bf.fit(program, federation, seed=1, progress=False).sample(20_000)
+    second = {"mu": 1 / precision + centre**2, "between": between**2, "within": within**2}
+    for name, first in (("mu", centre), ("between", between), ("within", within)):
+        mean = float((p * first).sum())
+        sd = (float((p * second[name]).sum()) - mean**2) ** 0.5
+        found = draws[name].double()
+        assert abs(float(found.mean()) - mean) < 0.05 * sd, name
+        assert abs(float(found.std()) / sd - 1) < 0.07, name
+        if name == "between":
+            assert abs(sd - 0.248) < 0.0005
+            reference = pooled_nuts.nuts("first_try_dyes", program, federation)[name]
+            assert abs(reference.sd[0] - 0.221) < 0.0005
 
 
 def test_other_data_need_other_chains(pooled_nuts, capsys):
