@@ -5,13 +5,13 @@ from typing import Any
 
 import pyro.distributions as dist
 import torch
-from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import biject_to
 
 from bayesfed.data.federation import Federation, Model
 from bayesfed.elbo.handlers import is_plate, origin
+from bayesfed.elbo.log_density import sum_log_density
 from bayesfed.elbo.moments import unconstrained_shape
 from bayesfed.elbo.sites import Site, prior_draws
 
@@ -86,8 +86,7 @@ class ModelAt(Messenger):
         msg["done"] = True
         if msg["is_observed"]:
             self.observed.append(name)
-            log_prob = scale_and_mask(fn.log_prob(msg["value"]), msg["scale"], msg["mask"])
-            self.log_probs[name] = log_prob.sum(-1)
+            self.log_probs[name] = sum_log_density(msg)
             return
         self.priors[name] = fn
         if name in self.values:

@@ -23,7 +23,7 @@ from torch.distributions import Independent, Normal, kl_divergence
 
 from bayesfed.data.batch import Batch
 from bayesfed.elbo import handlers
-from bayesfed.elbo.log_density import log_density
+from bayesfed.elbo.log_density import sum_log_density
 from bayesfed.elbo.moments import Moments, moments, unconstrained
 from bayesfed.tracing.compiler import traceable
 
@@ -63,7 +63,7 @@ def _log_prob(trace: Any, *, local: bool, skip: Sequence[str] = ()) -> Tensor | 
     with pyro.validation_enabled(False):
         for name, node in handlers.sample_sites(trace).items():
             if name not in skip and handlers.is_local(node) == local:
-                total = total + log_density(node).sum(-1)
+                total = total + sum_log_density(node)
     return total
 
 
@@ -225,7 +225,7 @@ def _nll(program: Program, model: Any, batch: Batch, draws: int) -> Tensor:
     nll = batch.scale.new_zeros(draws, len(batch))
     with pyro.validation_enabled(False):
         for site in program.likelihood:
-            nll = nll - log_density(model.nodes[site.name]).sum(-1)
+            nll = nll - sum_log_density(model.nodes[site.name])
     return nll.mean(0)
 
 

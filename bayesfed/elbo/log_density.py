@@ -1,4 +1,4 @@
-"""The log density of one sample site of a trace, with its mask and its scale."""
+"""The log density of one sample site of a trace, with its mask and its scale, by row and by client."""
 
 from __future__ import annotations
 
@@ -30,3 +30,27 @@ def log_density(site: Mapping[str, Any], fn: Any = None) -> Tensor:
     """
     fn = site["fn"] if fn is None else fn
     return torch.as_tensor(scale_and_mask(fn.log_prob(site["value"]), site["scale"], site["mask"]))
+
+
+def sum_log_density(site: Mapping[str, Any]) -> Tensor:
+    """Σ_b log p(y_b) of a sample site over the rows of each client: ``(S, K)``, or what is broadcast to it.
+
+    Rows that share a discrete variable of their client depend on each other. Their joint density takes one sum over the
+    values of the variable, where the density of each row given the earlier ones takes as many as there are rows.
+
+    Args:
+        site: a node of a trace or a handler's message, inside the clients plate.
+
+    Example:
+        >>> from pyro import poutine
+        >>> from bayesfed import datasets, models
+        >>> from bayesfed.elbo.log_density import sum_log_density
+        >>> trace = poutine.trace(models.eight_schools).get_trace(datasets.eight_schools())
+        >>> tuple(sum_log_density(trace.nodes["y"]).shape)
+        (8,)
+    """
+    fn, scale = site["fn"], torch.as_tensor(site["scale"])
+    by_row = scale.ndim > 0 and scale.shape[-1] > 1
+    if by_row or not hasattr(fn, "log_prob_of_rows") or fn.row_mask is not site["mask"]:
+        return log_density(site).sum(-1)
+    return (scale[..., 0] if scale.ndim else scale) * fn.log_prob_of_rows(site["value"])

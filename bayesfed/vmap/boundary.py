@@ -99,10 +99,10 @@ def weight_of(msg: Any, what: str, weight: Any, layout: Layout) -> Any:
 
 
 def weight_outside(weight: Any, levels: Levels, layout: Layout) -> Any:
-    """A mask or scale outside vmap: ``(S, K, B or 1)``, without S if there is no plate of draws."""
+    """A mask or scale outside vmap: ``(S, K, B or 1)``, 1 if rows are alike, and no S without a plate of draws."""
     if not isinstance(weight, Tensor):
         return weight
     weight = levels.leave(weight, layout)
     for _ in layout.own:
         weight = weight.select(-1, 0)
-    return weight
+    return weight if weight.stride(-1) else weight[..., :1]  # the same for all rows

@@ -215,7 +215,8 @@ class ClientMixture(Mixture):
     def rows(self, value: Tensor, kinds: int) -> Tensor:
         """log p(y_b | z, y_<k of the row), 0 for rows that do not count, repeated if z is only a part of the kinds."""
         mask = self.row_mask.unsqueeze(-1) if isinstance(self.row_mask, Tensor) else self.row_mask
-        return masked(self.each(value), mask).repeat_interleave(kinds // len(self.components), -1)
+        rows, times = masked(self.each(value), mask), kinds // len(self.components)
+        return rows if times == 1 else rows.repeat_interleave(times, -1)
 
     def evidence(self, value: Tensor) -> Tensor:
         """log p(z) p(all observed sites up to this one | z): ``(*draws, K, 1, k)``."""
@@ -231,6 +232,14 @@ class ClientMixture(Mixture):
         gaps = rows - rows.detach().amax(-1, keepdim=True)  # so that the cumulative sums stay small
         above = pad(gaps.cumsum(-2)[..., :-1, :], (0, 0, 1, 0))
         return ((self._start + above).log_softmax(-1) + rows).logsumexp(-1)
+
+    def log_prob_of_rows(self, value: Tensor) -> Tensor:
+        """Σ_b log p(y_b | y_<b) over the rows that count, ``(*draws, K)``: one sum over z for all rows together."""
+        if self.known:
+            return masked(self.log_prob(value), self.row_mask).sum(-1)
+        both = torch.cat(torch.broadcast_tensors(self.evidence(value), self._start), -2)
+        after, before = both.logsumexp(-1).unbind(-1)
+        return after - before
 
     def left_out(self, value: Tensor) -> Tensor:
         """log p(y_b | all other rows of the client), if the weights of z are given all rows, this one included."""
