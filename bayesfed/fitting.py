@@ -331,9 +331,9 @@ def fit(
         federation: the clients' data.
         algorithm: by default :class:`~bayesfed.SFVI`.
         rounds: number of rounds. By default the run stops by itself when q(θ) has converged, after 500 rounds at most:
-            see :mod:`bayesfed.engine.stopping.convergence`. This needs SFVI, SFVIAvg or PVI, without privacy; or a
-            point estimate of few numbers, by all clients with all rows, which takes quasi-Newton steps then
-            (:mod:`bayesfed.rules.quasi_newton`); or ``held_out``, with any algorithm.
+            see :mod:`bayesfed.engine.stopping.convergence`. This needs SFVI, SFVIAvg, PVI, FedBE, or FOLA of at
+            most 50 globals, without privacy; or a point estimate of few numbers, by all clients with all rows, which
+            takes quasi-Newton steps then (:mod:`bayesfed.rules.quasi_newton`); or ``held_out``, with any algorithm.
         clients_per_round: cohort size: a number of clients (int) or a fraction of them in (0, 1] (float).
             All clients take part in N / K rounds, in an order that is drawn again each time; sums over a cohort are
             scaled by N / K, so that every round's gradient is unbiased.

@@ -5,7 +5,7 @@
     python experiments/matrix.py Network --algorithms FedAvg FOLA
 
 Only the algorithm changes; it has its usual settings. Hierarchies take all clients in each round, and as many rounds as
-the stopping rule says; 200 where there is none (FOLA, whose rounds are Newton's, 20). The Gaussian process takes 200,
+the stopping rule says; 200 where there is none. The Gaussian process takes 200,
 networks 20 in minibatches of 10 rows. "refused" stands where an
 algorithm lacks what it needs of a model, with the sentence that a user gets. Three hierarchies are of no example: 12
 hospitals with one binomial row each, growth curves of 30 animals in days and grams, falls in 15 wards.
@@ -189,7 +189,7 @@ def against_own_optimum(
         return ["", ""]
     finally:
         torch.set_default_dtype(torch.float32)
-    if optimum is None:
+    if optimum is None or posterior.correction is not None:
         return ["NUTS", "NUTS"]
     made = []
     for wanted in (False, True):
@@ -307,8 +307,7 @@ def fit(case: Case, data: bf.Federation, algorithm: bf.Algorithm) -> bf.Posterio
     except ValueError as error:
         if not str(error).startswith("rounds: "):
             raise
-    rounds = 20 if algorithm.name == "FOLA" else case.rounds
-    return bf.fit(case.model(), data, algorithm, rounds=rounds, **options)
+    return bf.fit(case.model(), data, algorithm, rounds=case.rounds, **options)
 
 
 def measure(model: str, algorithm: str) -> list[str]:

@@ -347,13 +347,21 @@ SFVI = Method(
 SFVIAvg = Method(
     "SFVIAvg",
     "SFVI with several steps, free of drift, on clients' copies of a Gaussian q(θ); barycentre (Hassan et al. 2023).",
-    Algorithm(Gaussian(), Conditioned(), OwnCopy(steps=10), Barycentre(), lr_decay=0.01),
+    Algorithm(
+        Gaussian(),
+        Conditioned(),
+        OwnCopy(steps=10),
+        Barycentre(),
+        lr_decay=0.01,
+        corrected=True,
+    ),
     global_guide=Setting(("globals",), {None: Gaussian()}, (MeanField, FullRank)),
     conditioned="locals.on_globals",
     local_steps="steps.steps",
     draws="steps.draws",
     lr="steps.lr",
     local_lr="steps.local_lr",
+    corrected="corrected",
     **END,
 )
 PVI = Method(

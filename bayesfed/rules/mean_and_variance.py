@@ -23,7 +23,7 @@ from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.globals import LaplaceGaussian
 from bayesfed.guides.laplace import gaussian_params
 from bayesfed.guides.precisions import definite
-from bayesfed.rules.rule import NO_TERM, Rule, Turn, mean_of, weighted_sum
+from bayesfed.rules.rule import NO_TERM, Progress, Rule, Turn, mean_of, weighted_sum
 from bayesfed.steps.job import Job, Parts, Work
 from bayesfed.steps.optimizer import State
 from bayesfed.steps.steps import Steps
@@ -102,3 +102,7 @@ class MeanAndVariance(Rule):
         mean = mean_of(turn, total)
         variance = (mean["square"] - mean["move"].square()).clamp(min=NARROWEST**2)
         return Server(server.loc + mean["move"], variance), NO_TERM
+
+    def progress(self, turn: Turn, server: Server) -> Progress:
+        """Return the cohort's share of all clients: no rate is known at which the clients' steps approach their end."""
+        return Progress(1 / turn.scale)

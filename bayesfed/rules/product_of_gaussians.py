@@ -47,7 +47,7 @@ from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.globals import LaplaceGaussian
 from bayesfed.guides.laplace import gaussian_params
 from bayesfed.guides.precisions import definite, solve, times
-from bayesfed.rules.rule import NO_TERM, Rule, Turn
+from bayesfed.rules.rule import NO_TERM, Progress, Rule, Turn
 from bayesfed.steps.job import Job, Parts, Work
 from bayesfed.steps.losses import per_client
 from bayesfed.steps.optimizer import State
@@ -128,13 +128,17 @@ class ProductOfGaussians(Rule):
 
     def broadcast(self, turn: Turn, server: Server) -> Parts:
         """Return μ_S, Σ_S⁻¹, the number of the round, n and the damping."""
-        whole = turn.program.guide.covariance == "full" and (
-            turn.steps.kind(turn.program) == "hessian"
-        )
-        damping = self.damping or (1.0 if whole else 1 / turn.cohort)
+        damping = self._damping(turn)
         message = {"loc": server.loc, "precision": server.precision, "rows": server.rows}
         message |= {"round": server.rounds + 1, "damping": server.loc.new_tensor(damping)}
         return {"gaussian": message}
+
+    def _damping(self, turn: Turn) -> float:
+        """Return ρ."""
+        whole = turn.program.guide.covariance == "full" and (
+            turn.steps.kind(turn.program) == "hessian"
+        )
+        return self.damping or (1.0 if whole else 1 / turn.cohort)
 
     def prepare(self, job: Job) -> Parts:
         """Return the client's prior for its steps; with ``cavity`` also its parts, for :meth:`encode`."""
@@ -193,3 +197,9 @@ class ProductOfGaussians(Rule):
         pull = pull - times(likelihood, loc - server.loc)
         excess = server.excess + of_clients.get("excess", 0.0)
         return Server(loc, precision, likelihood, excess, pull, r, server.rows), NO_TERM
+
+    def progress(self, turn: Turn, server: Server) -> Progress | None:
+        """Return the cohort's share of all clients' changes, times ρ; None without ``cavity``, where steps shrink."""
+        if not self.with_cavity(turn.program):
+            return None
+        return Progress(self._damping(turn) / turn.scale)

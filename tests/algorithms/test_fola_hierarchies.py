@@ -59,11 +59,8 @@ def test_clients_variables_are_integrated_out_exactly(float64):
     torch.testing.assert_close(found, exact)
 
 
-def test_as_it_comes_it_is_laplaces_method_of_the_pooled_hierarchy(float64):
-    """Mode and curvature of log p(θ) + log p(D | θ); w_i given θ in closed form."""
-    groups = ragged_groups()
-    federation = bf.Federation.from_arrays(groups)
-    posterior = bf.fit(normal_normal, federation, bf.FOLA(), rounds=30)
+def pooled_laplace(groups):
+    """Mode and covariance of log p(θ) + log p(D | θ), by Newton's method on all rows; w_i given θ in closed form."""
 
     def pooled_density(z):
         prior = torch.distributions.Normal(0.0, 3.0).log_prob(z[0])
@@ -74,9 +71,15 @@ def test_as_it_comes_it_is_laplaces_method_of_the_pooled_hierarchy(float64):
     for _ in range(30):
         hessian = torch.autograd.functional.hessian(pooled_density, z)
         z = z - torch.linalg.solve(hessian, torch.autograd.functional.jacobian(pooled_density, z))
-    covariance = -torch.linalg.inv(torch.autograd.functional.hessian(pooled_density, z))
+    return z, -torch.linalg.inv(torch.autograd.functional.hessian(pooled_density, z))
+
+
+def test_as_it_comes_it_is_laplaces_method_of_the_pooled_hierarchy(float64):
+    groups = ragged_groups()
+    posterior = bf.fit(normal_normal, bf.Federation.from_arrays(groups), bf.FOLA(), rounds=30)
+    mode, covariance = pooled_laplace(groups)
     loc, root = posterior.program.guide.family.normal(posterior.params)
-    torch.testing.assert_close(loc, z, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(loc, mode, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(root @ root.mT, covariance, atol=1e-6, rtol=1e-6)
     draws = posterior.sample(20_000)
     mu, tau, alpha = (draws[name] for name in ("mu", "tau", "alpha"))
@@ -90,6 +93,24 @@ def test_as_it_comes_it_is_laplaces_method_of_the_pooled_hierarchy(float64):
         standard = (alpha[:, i].flatten() - centre) * h.sqrt()
         assert abs(float(standard.mean())) < 0.03
         assert abs(float(standard.std()) - 1) < 0.03
+
+
+@pytest.mark.parametrize("share", [1.0, 0.4])
+def test_it_stops_at_laplaces_method_of_the_pooled_hierarchy(float64, share):
+    """Without a number of rounds, with all clients and with two of five in a round."""
+    groups = ragged_groups()
+    posterior = bf.fit(
+        normal_normal, bf.Federation.from_arrays(groups), bf.FOLA(), clients_per_round=share
+    )
+    assert posterior.converged
+    assert len(posterior.history["elbo"]) < 20 / share
+    mode, covariance = pooled_laplace(groups)
+    loc, root = posterior.program.guide.family.normal(posterior.params)
+    sd = covariance.diagonal().sqrt()
+    torch.testing.assert_close((loc - mode) / sd, torch.zeros(2), atol=0.05, rtol=0.0)
+    torch.testing.assert_close(
+        (root @ root.mT).diagonal().sqrt() / sd, torch.ones(2), atol=0.05, rtol=0.0
+    )
 
 
 @pytest.mark.slow

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import bayesfed as bf
+from bayesfed import datasets, models
+from bayesfed.engine.stopping.convergence import Convergence
 from tests.rules.test_quasi_newton import EAGER, PROBLEMS, fit, optimum, own_optima
 from tests.scenarios import curves, deaths, falls, growth, hospitals, wards
 
@@ -69,10 +71,19 @@ def test_clients_that_are_held_near_the_others_have_an_optimum(name):
     np.testing.assert_allclose(fitted["a"], found["a"], atol=0.01)
 
 
+def test_the_mean_and_variance_of_copies_say_where_they_have_not_arrived(monkeypatch):
+    """FedBE needs no number of rounds."""
+    monkeypatch.setattr(Convergence, "bound", 30)
+    with pytest.warns(UserWarning, match="not converged after 30 rounds"):
+        posterior = bf.fit(models.eight_schools, datasets.eight_schools(), bf.FedBE())
+    assert not posterior.converged
+
+
 @pytest.mark.parametrize("problem", ["hospitals", "falls"])
 def test_copies_of_a_gaussian_agree_at_the_largest_elbo(problem):
     """Without control variates they were 1.9 and 2.0 sd away after 500 rounds, of 8 draws a step 0.06 on falls."""
-    posterior = fit(PROBLEMS[problem], "SFVIAvg")
+    program, data = PROBLEMS[problem]
+    posterior = bf.fit(program, data(), bf.SFVIAvg(corrected=False))
     assert posterior.converged
     assert len(posterior.history["elbo"]) < 15
     _, found = optimum(PROBLEMS[problem], "SFVIAvg", posterior)

@@ -43,7 +43,7 @@ SIGNATURES = {
     "PACPFL": "particles draws integrated tau lam beta new_data_clients upsilon flat lr optimizer "
     "lr_decay",
     "SFVI": "global_guide conditioned guide local_steps draws lr local_lr corrected lr_decay personal_steps",
-    "SFVIAvg": "global_guide conditioned local_steps draws lr local_lr lr_decay personal_steps",
+    "SFVIAvg": "global_guide conditioned local_steps draws lr local_lr corrected lr_decay personal_steps",
     "PVI": "conditioned damping local_steps step draws local_lr corrected lr_decay personal_steps",
 }
 SIGNATURES |= {
