@@ -49,8 +49,10 @@ def sum_log_density(site: Mapping[str, Any]) -> Tensor:
         >>> tuple(sum_log_density(trace.nodes["y"]).shape)
         (8,)
     """
-    fn, scale = site["fn"], torch.as_tensor(site["scale"])
-    by_row = scale.ndim > 0 and scale.shape[-1] > 1
-    if by_row or not hasattr(fn, "log_prob_of_rows") or fn.row_mask is not site["mask"]:
+    fn = site["fn"]
+    if not hasattr(fn, "log_prob_of_rows") or fn.row_mask is not site["mask"]:
+        return log_density(site).sum(-1)
+    scale = torch.as_tensor(site["scale"])
+    if scale.ndim and scale.shape[-1] > 1:
         return log_density(site).sum(-1)
     return (scale[..., 0] if scale.ndim else scale) * fn.log_prob_of_rows(site["value"])

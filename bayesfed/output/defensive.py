@@ -135,8 +135,7 @@ def draw_mixture(
     size = centre.mean.shape[-1]
     tail = (each, 1 if common else len(centre.mean), size + FREEDOM)
     normal = Draw("normal", tail)(fold(keys, word("defensive")), torch.float32)  # (K, L, S, .)
-    normal = normal.double()
-    normal = normal.movedim(0, 2).unsqueeze(3)
+    normal = normal.double().movedim(0, 2).unsqueeze(3)
     white, chi = normal[..., :size], normal[..., size:].square().sum(-1, keepdim=True)
     sizes = normal.new_tensor(widths) * PER_SD
     of = torch.arange(each, device=keys.device) % len(widths)

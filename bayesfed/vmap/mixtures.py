@@ -237,9 +237,7 @@ class ClientMixture(Mixture):
         """Σ_b log p(y_b | y_<b) over the rows that count, ``(*draws, K)``: one sum over z for all rows together."""
         if self.known:
             return masked(self.log_prob(value), self.row_mask).sum(-1)
-        both = torch.cat(torch.broadcast_tensors(self.evidence(value), self._start), -2)
-        after, before = both.logsumexp(-1).unbind(-1)
-        return after - before
+        return (self.evidence(value).logsumexp(-1) - self._start.logsumexp(-1)).squeeze(-1)
 
     def left_out(self, value: Tensor) -> Tensor:
         """log p(y_b | all other rows of the client), if the weights of z are given all rows, this one included."""

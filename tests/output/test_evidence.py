@@ -262,7 +262,7 @@ def test_chunks_of_clients_add_up(monkeypatch):
 def test_poor_estimates_are_made_from_more_candidates(monkeypatch):
     """p(level | mu) has two modes, of which a Laplace approximation has one: it loses up to log 2 of the evidence.
 
-    The other mode is 11 standard deviations away, which some of the candidates reach at a third of the keys.
+    The other mode is 11 standard deviations away, which candidates reach at a third of the keys, such as 1.
     """
 
     def squares(federation):
@@ -288,8 +288,8 @@ def test_poor_estimates_are_made_from_more_candidates(monkeypatch):
 
     exact = [sum(truth(at, np.array(y)) for y in clients.values()) for at in mu.tolist()]
 
-    def error(key=0):
-        found = sum_log_weights(posterior, theta, len(mu), noise.key(key), laplace=True).numpy()
+    def error():
+        found = sum_log_weights(posterior, theta, len(mu), noise.key(1), laplace=True).numpy()
         return float((found - np.array(exact)).std())  # a constant does not matter
 
     assert error() < 0.4  # all estimates are around the higher mode
@@ -301,8 +301,8 @@ def test_poor_estimates_are_made_from_more_candidates(monkeypatch):
         "laplace_approximation",
         lambda given: approximations.append(given.size) or approximate(given),
     )
-    with_more = min(error(key) for key in range(8))
-    assert approximations == [len(mu)] * 8  # one for all candidates of both kinds
+    with_more = error()
+    assert approximations == [len(mu)]  # one for all candidates of both kinds
     monkeypatch.setattr(locals_given_theta, "POOR", np.inf)
 
     assert with_more < 0.7 < error()

@@ -47,14 +47,15 @@ def given_at(fitted, theta):
     )
 
 
-def test_a_mode_is_no_plateau(float64):
-    """From the best of 200 draws of the prior gradient steps end more than 0.1 nats higher at one of 1,000 at most.
+@pytest.mark.parametrize(("first", "most"), [(5, 0.0), (0, 1e-3)])
+def test_a_mode_is_no_plateau(float64, first, most):
+    """From the best of 200 draws of the prior gradient steps end nowhere more than 0.1 nats higher, or almost nowhere.
 
     At 0 to 4 of 7,200 posteriors of a client, by the draws of θ; without the search for higher modes at 12 to 19.
     """
     fitted = bf.fit(growth, grown(), progress=False)
     generator = torch.Generator().manual_seed(0)
-    theta = {"global": fitted.correction.theta["global"][::20]}
+    theta = {"global": fitted.correction.theta["global"][first::20]}
     given = given_at(fitted, theta)
     mode, _ = laplace_approximation(given)
     reached = given.log_joint(mode[None])[0]
@@ -74,7 +75,7 @@ def test_a_mode_is_no_plateau(float64):
 
     optimiser.step(loss)
     higher = given.log_joint(u.detach())[0] - reached
-    assert float((higher > 0.1).double().mean()) < 1e-3
+    assert float((higher >= 0.1).double().mean()) <= most
 
 
 def kinked(prior):
