@@ -45,6 +45,10 @@ FURTHEST = 3.0
 """The largest distance of a from û along an axis of H, in units of the prior's spread. A flat likelihood with a slope
 would put a anywhere, so H is raised until the distance is no larger."""
 
+STEEPEST = 3.0
+"""The largest change of the logarithm of a factor's precision over a standard deviation of q(θ). Where the posterior of
+a client has two modes, the precision at one of them may change far faster with the globals than it lasts."""
+
 
 class BlockPrior(NamedTuple):
     """The Normal prior of K clients' variables u at the centre of q(θ), in units of its scaling.
@@ -149,16 +153,20 @@ def _climb(
 def _scaled_factor(
     guide: BlockGuide, params: Params, batch: Any, prior: BlockPrior, mode: Tensor
 ) -> dict[str, Tensor]:
-    """Return :func:`factor` with its weights in units of the context."""
+    """Return :func:`factor` with its weights in units of the context, those of the precision bounded."""
     found = factor(
         partial(guide.block_log_likelihood, params, batch),
         partial(guide.block_prior_at, params, batch),
         mode,
         prior.z,
     )
-    for name in ("loc_weight", "precision_weight"):
-        found[name] = found[name] * prior.unit[..., None, :]
-    return found
+    unit = prior.unit[..., None, :]  # the standard deviation of a context in its own units, too
+    steepness = (found["precision_weight"] * unit.square()).norm(dim=-1, keepdim=True)
+    bounded = (STEEPEST / steepness).clamp(max=1.0)
+    return found | {
+        "loc_weight": found["loc_weight"] * unit,
+        "precision_weight": found["precision_weight"] * unit * bounded,
+    }
 
 
 def factor(
