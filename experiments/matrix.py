@@ -318,8 +318,9 @@ def measure(model: str, algorithm: str) -> list[str]:
     given = case.data()
     train, test = given if isinstance(given, tuple) else (given, None)
     try:
-        data = train.pool() if algorithm == "Pooled" else train
-        posterior = fit(case, data, ALGORITHMS[algorithm]())
+        if algorithm == "Pooled":
+            train, test = train.pool(), None if test is None else test.pool()
+        posterior = fit(case, train, ALGORITHMS[algorithm]())
         seconds = f"{time.perf_counter() - start:.0f}"
         if case.kind == "hierarchy":
             found = against_nuts(posterior, model, algorithm)
