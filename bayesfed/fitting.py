@@ -225,8 +225,13 @@ def _try_correction(run: Run) -> None:
         return
     early = run.stopping.early
     probed = None
+    kept: Mapping[str, Tensor] | None = None
     effort = probed_effort(make_posterior(run, {})) if early else None
-    if effort is not None:
+    if effort is not None and effort.shared:
+        if not run.stopping.is_worth_correcting(distant=False, noisy=True):
+            return run.stopping.withdraw()
+        kept = kept_local_params(run, global_params(run))
+    elif effort is not None:
         is_worth = partial(
             run.stopping.is_worth_correcting, large=effort.large, mixture=effort.mixture
         )
@@ -236,7 +241,9 @@ def _try_correction(run: Run) -> None:
         if probed and not is_worth(*probed):
             return run.stopping.withdraw()
     noisy = probed is not None and probed.noisy
-    posterior = make_posterior(run, _local_params(run, NEAR_ALONE if noisy else None))
+    if kept is None:
+        kept = _local_params(run, NEAR_ALONE if noisy else None)
+    posterior = make_posterior(run, kept)
     found = correct(posterior, probed=probed)
     if found.confirms(early):
         run.confirmed = posterior, found

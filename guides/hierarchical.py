@@ -332,6 +332,19 @@ class Hierarchical:
         """log p(u, D_i | z) at S values of u, ``(S, K)``."""
         return self._block_log_prob(params, batch, u, z)
 
+    def block_log_density_of_rows(
+        self, params: Params | None, batch: Any, u: Tensor, z: Tensor
+    ) -> Tensor:
+        """log p(D_i | u, z) at S values of u, ``(S, K)``."""
+        return self._block_log_prob(params, batch, u, z, without=self.locals)
+
+    def block_log_prior(self, params: Params | None, head: Any, u: Tensor, z: Tensor) -> Tensor:
+        """log p(u | z) at S values of u, ``(S, K)``; ``head`` has a row of each client."""
+        model = ModelAt(self.block_parts(u) | self._unconstrained_globals(z), without=self.globals)
+        with given(head.device, params, noise={}), model, draws_plate(len(u)), Until(self.locals):
+            self.model(head)
+        return model.log_prob(self.locals)
+
     def _block_log_prob(
         self, params: Params | None, batch: Any, u: Tensor, z: Tensor, without: Collection[str] = ()
     ) -> Tensor:

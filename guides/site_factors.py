@@ -22,10 +22,13 @@ from bayesfed.guides.sticking_the_landing import StickingTheLanding
 class SiteFactors(Messenger):
     """The distributions of K clients' local sites, each with its own factor.
 
+    Factors depend on sites before theirs, but for those of more than :data:`~bayesfed.guides.local.FULL_UP_TO` numbers:
+    steps on a weight of each would together move a factor far more than steps on its own parameters.
+
     Attributes:
         scalings: of each local site, in order.
         conditioned: whether the factors depend on the context.
-        context: z, standardised, and the noise of the sites sampled so far.
+        context: z, standardised, and the noise of the sites sampled so far that others depend on.
         drawn_from: the distributions that these sites were drawn from, unconstrained.
         params: the parameters of each site.
     """
@@ -42,7 +45,7 @@ class SiteFactors(Messenger):
         for name, scaling in self.scalings.items():
             if self.conditioned:
                 start = local.init_conditional(scaling, size)
-                size += len(scaling.loc)
+                size += len(scaling.loc) if _is_read(scaling) else 0
             else:
                 start = local.init_independent(scaling)
             self.params[name] = client_params(name, start, clients)
@@ -64,10 +67,16 @@ class SiteFactors(Messenger):
         return StickingTheLanding(on_support, *params.values())
 
     def _pyro_post_sample(self, msg: Any) -> None:
-        if self.conditioned and msg["name"] in self.drawn_from:
-            q, u = self.drawn_from[msg["name"]], biject_to(msg["fn"].support).inv(msg["value"])
+        name = msg["name"]
+        if self.conditioned and name in self.drawn_from and _is_read(self.scalings[name]):
+            q, u = self.drawn_from[name], biject_to(msg["fn"].support).inv(msg["value"])
             u = u.reshape((*msg["value"].shape[: -msg["fn"].event_dim or None], -1))
             self.context.append(local.whiten(q, u))
+
+
+def _is_read(scaling: Scaling) -> bool:
+    """Return whether the factors of later sites depend on a site."""
+    return len(scaling.loc) <= local.FULL_UP_TO
 
 
 def client_params(name: str, start: Params, clients: int) -> dict[str, Tensor]:

@@ -346,6 +346,8 @@ class _Estimates(NamedTuple):
             The log target ``(S,)``, and whether it is Laplace's; or the result, if there is one already.
         """
         z, repeats = proposals.draws, PROBE if learns_block(self.fitted) else 0
+        if self.effort.shared:
+            return self.at(z, 0, laplace=True), True
         if repeats and self.effort.slow:
             key = noise.fold(self.key, 0)
             probed = probed or probe_at(self.fitted, z[:SLOW_PROBE], key, self.log_weights)

@@ -20,6 +20,7 @@ from bayesfed.output.log_target import learns_block, log_target_twice, noise_var
 from bayesfed.output.polynomials import evaluations
 from bayesfed.output.prior_coordinates import find_prior_coordinates
 from bayesfed.output.proposal import Around, Proposals
+from bayesfed.output.shared_points import COMPARED, share_points
 
 DRAWS, LATER = 2000, 8000
 """Draws from the first proposal, and the most from each later one, unless that takes long."""
@@ -31,6 +32,9 @@ RATE = 0.5
 FEWEST, LARGE, LARGEST = 250, 64, 200
 """The number of draws from each proposal where data are large; their largest number relative to those that are
 affordable; the largest cost of estimates without noise."""
+MORE = 1000
+"""The number of draws from each proposal of large data in place of :data:`FEWEST` where points that they share give
+estimates, of which a polynomial needs no more than there would be draws otherwise."""
 SLOW = 2.4
 """The cost of estimates without noise above which a probe shows first whether they are needed. Where clients are
 elsewhere a probe is an exchange, so that only large data are worth one."""
@@ -63,6 +67,7 @@ class Effort(NamedTuple):
         cost: the time of Laplace's estimates at the draws of the first proposal, relative to that of other work.
         slow: whether that is so long that a few draws show first whether they are needed.
         mixture: rows are sums or integrals over latent variables.
+        shared: points that all draws of θ share give estimates without noise, which take no longer than others.
     """
 
     affordable: int
@@ -73,6 +78,7 @@ class Effort(NamedTuple):
     cost: float
     slow: bool
     mixture: bool
+    shared: bool = False
 
     @property
     def large(self) -> bool:
@@ -104,7 +110,8 @@ def effort_of(fitted: Fitted, elsewhere: bool = False) -> Effort | None:
     family = fitted.program.random == (GLOBAL,)
     if not family or not khat.has_density(fitted) or draws > affordable * LARGE:
         return None
-    size = draws_of_q(fitted, 1).shape[1]
+    own = draws_of_q(fitted, COMPARED)
+    size = own.shape[1]
     least = max(LEAST, PER_DIMENSION * size)
     if large and draws < EACH * least:
         return None
@@ -113,7 +120,10 @@ def effort_of(fitted: Fitted, elsewhere: bool = False) -> Effort | None:
     cost = computed * COST * fitted.program.terms / affordable
     slow = large if elsewhere else cost > SLOW
     mixture = fitted.program.terms > 1
-    return Effort(affordable, draws, later, int(ENOUGH * draws), least, cost, slow, mixture)
+    shared = slow and not elsewhere and learns_block(fitted) and share_points(fitted, own, draws)
+    if shared and large and evaluations(MORE, size, DEGREE) <= draws:
+        draws = later = MORE
+    return Effort(affordable, draws, later, int(ENOUGH * draws), least, cost, slow, mixture, shared)
 
 
 def draws_of_q(fitted: Fitted, count: int) -> Tensor:

@@ -26,11 +26,13 @@ import torch
 from torch import Tensor
 
 from bayesfed.data.batch import Batch
+from bayesfed.data.chunks import EACH_VARIABLE, chunks, weight
 from bayesfed.elbo.elbo import Noise
 from bayesfed.elbo.noise import Draw, fold, uniform, word
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.hierarchical import LOCAL
 from bayesfed.output.conditionals import Conditionals, log_joint
+from bayesfed.output.fitted import Fitted
 from bayesfed.output.polynomials import find_polynomial
 from bayesfed.tracing.blocks import in_blocks
 
@@ -95,6 +97,20 @@ class _Points(NamedTuple):
         """Return those of some of the clients, by position."""
         common = self.white.shape[2] == 1
         return self if common else self._replace(white=self.white[:, :, clients])
+
+
+def evidence_chunks(fitted: Fitted, count: int) -> Iterator[Tensor]:
+    """Yield positions of clients, as many at a time as estimates at ``count`` draws of θ need memory for.
+
+    These have all clients' variables at all draws of θ in memory, but rows at some of them only, unless the guide reads
+    these.
+    """
+    reads_rows = getattr(fitted.program.guide, "structure", None) is not None
+    copies = EACH * count if reads_rows else count
+    federation, program = fitted.federation, fitted.program
+    own = EACH_VARIABLE * program.variables
+    size = weight(own, federation.numbers_per_row, copies, program.points)
+    return chunks(federation.lengths, *size)
 
 
 def _quadrature(

@@ -8,7 +8,7 @@ import torch
 from pyro import poutine
 from torch import Size, Tensor
 
-from bayesfed.data.chunks import EACH_VARIABLE, PASS, chunks, weight
+from bayesfed.data.chunks import PASS
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.program import Params
 from bayesfed.guides.hierarchical import LOCAL
@@ -30,6 +30,11 @@ from bayesfed.output.evidence import (
 )
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.modes import laplace_approximation
+from bayesfed.output.shared_points import (
+    evidence_by_shared_points,
+    normals_by_shared_points,
+    shared_points,
+)
 
 CHOSEN_FROM = 32
 """Number of candidates of a client's variables from which one is chosen: a draw from q(w_i | θ), and defensive ones."""
@@ -226,24 +231,48 @@ def _by_laplace(
     keys = noise.fold(key, federation.stream_ids[chunk])
     supplied = program.noise(keys, EACH // 2 * count, local=True)
     given = Conditionals(program, fitted.params_of(chunk), theta, federation.batch(chunk), count)
-    return laplace_candidates(given, *laplace_approximation(given), supplied)
+    return laplace_candidates(given, *_normals(fitted, given, chunk), supplied)
 
 
-def evidence_chunks(fitted: Fitted, count: int) -> Iterator[Tensor]:
-    """Yield positions of clients, as many at a time as :func:`evidence_by_laplace` of ``count`` draws needs memory for.
-
-    It has all clients' variables at all draws of θ in memory, but rows at some of them only, unless the guide reads
-    these.
-    """
-    reads_rows = getattr(fitted.program.guide, "structure", None) is not None
-    copies = EACH * count if reads_rows else count
-    federation, program = fitted.federation, fitted.program
-    own = EACH_VARIABLE * program.variables
-    size = weight(own, federation.numbers_per_row, copies, program.points)
-    return chunks(federation.lengths, *size)
+def _normals(fitted: Fitted, given: Conditionals, chunk: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Normals near the posteriors of some clients: locations ``(S, K, 1, P)`` and roots ``(S, K, 1, P, P)``."""
+    points = shared_points(fitted, given.z[:, 0, 0])
+    normals = points and normals_by_shared_points(points.of_clients(chunk), given)
+    if not normals:
+        return laplace_approximation(given)
+    mean, root = normals
+    poor = mean.isnan().flatten(2).any(2).any(0).nonzero()[:, 0]
+    if len(poor):
+        mean[:, poor], root[:, poor] = laplace_approximation(given.of_clients(poor))
+    return mean, root
 
 
 def evidence_by_laplace(
+    fitted: Fitted, theta: Params, count: int, chunk: Tensor, key: Tensor
+) -> Tensor:
+    """Estimate log p(D_i | θ_s) of some clients, ``(S, K)``, in double precision.
+
+    Of many rows by points that all θ_s share, where these give it; else from Laplace approximations.
+    """
+    program, federation = fitted.program, fitted.federation
+    given = Conditionals(program, fitted.params_of(chunk), theta, federation.batch(chunk), count)
+    points = shared_points(fitted, given.z[:, 0, 0])
+    if points is None:
+        return _evidence_around_modes(fitted, theta, count, chunk, key)
+    evidence = evidence_by_shared_points(points.of_clients(chunk), given)
+    missing = evidence.isnan()
+    clients, draws = missing.all(0), missing[:, ~missing.all(0)].any(1)
+    for rows, columns in ((torch.ones_like(draws), clients), (draws, ~clients)):
+        some, own = rows.nonzero()[:, 0], columns.nonzero()[:, 0]
+        if len(some) and len(own):
+            of_draws = {name: value[some] for name, value in theta.items()}
+            evidence[some[:, None], own] = _evidence_around_modes(
+                fitted, of_draws, len(some), chunk[own.to(chunk.device)], key
+            )
+    return evidence
+
+
+def _evidence_around_modes(
     fitted: Fitted, theta: Params, count: int, chunk: Tensor, key: Tensor
 ) -> Tensor:
     """Estimate log p(D_i | θ_s) of some clients from Laplace approximations, ``(S, K)``.
@@ -277,7 +306,8 @@ def evidence_by_laplace(
                     for n in (CANDIDATES, each)
                 )
                 plausible = many > many.max() - PLAUSIBLE
-                if float((few - many)[plausible].var(correction=0)) < STABLE:
+                differing = (few - many)[plausible]
+                if len(differing) and float(differing.var(correction=0)) < STABLE:
                     each = CANDIDATES
             better = _wider_evidence(fitted, theta, count, client, key, own, each=each)
             evidence[:, k] = torch.where(below[:, k], evidence[:, k], better)

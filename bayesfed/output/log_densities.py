@@ -17,10 +17,10 @@ from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.family import GLOBAL
 from bayesfed.output.conditionals import has_block, rows_width
 from bayesfed.output.draws import draw_theta
-from bayesfed.output.evidence import ERROR_OF_SUM
+from bayesfed.output.evidence import ERROR_OF_SUM, evidence_chunks
 from bayesfed.output.failing_draws import skip_failing
 from bayesfed.output.fitted import Fitted
-from bayesfed.output.locals_given_theta import evidence_by_laplace, evidence_chunks
+from bayesfed.output.locals_given_theta import evidence_by_laplace
 from bayesfed.output.polynomials import LEJA, find_polynomial
 from bayesfed.tracing.blocks import in_blocks
 

@@ -337,14 +337,16 @@ def _draws(turn: Turn, server: State) -> tuple[int, bool]:
     """Return the draws of a round: S a step, in pairs in all directions where the curvature of all is wanted.
 
     Of many rows there are half as many until a step has turned back, which shows that noise matters. Return also
-    whether the last step was long, so that what clients would learn in this round could not last.
+    whether the last step was long, so that what clients would learn in this round could not last: those that have no
+    closed form know nothing yet, and learn in any case.
     """
     steps, family, draws = turn.steps, _family(turn.program), turn.steps.draws
     if family is None:
         return steps.steps * draws, False
     size, before = len(turn.program.init[f"{GLOBAL}.loc"]), server["before"]
     newton = not turn.noise and family.takes_natural_steps(turn.rate)
-    far = newton and float(before["far"]) > FAR
+    closed = bool(turn.program.laplace_params) or not turn.program.local_params
+    far = newton and closed and float(before["far"]) > FAR
     few = turn.program.rows > MANY_ROWS and not turn.noise
     if few and not far and not float(before["turns"]):
         draws = max(2, draws // 2)
