@@ -205,3 +205,32 @@ def test_eigenvalues_of_a_batch_do_not_fail_for_one_matrix_out_of_range():
     found = newton.positive(torch.stack([wild, good]), torch.ones(2, 6))
     torch.testing.assert_close(found[1], good)
     assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0])
+def test_a_precision_changes_no_faster_than_a_bound_over_the_spread_of_the_globals(spread):
+    """Between two peaks that the globals move it is almost flat, and changes by far more than there is of it."""
+    mode, z = torch.zeros(1, 1, 1, dtype=D), torch.tensor([[[1.02, -1.02]]], dtype=D)
+
+    class Guide:
+        def block_log_likelihood(self, params, batch, u, z):
+            apart = -((u - z) ** 2).squeeze(-2) / 2
+            return torch.logaddexp(apart[..., 0], apart[..., 1])
+
+        def block_prior_at(self, params, batch, z):
+            return torch.zeros_like(mode), torch.ones_like(mode)
+
+    unit = torch.full_like(z, spread**0.5)  # c is (z - centre) / unit, of standard deviation unit
+    prior = client_factor.BlockPrior(mode, torch.ones_like(mode), z, unit)
+    found = client_factor._scaled_factor(Guide(), {}, None, prior, mode)["precision_weight"]
+    guide = Guide()
+    free = client_factor.factor(
+        lambda u, z: guide.block_log_likelihood({}, None, u, z),
+        lambda z: guide.block_prior_at({}, None, z),
+        mode,
+        z,
+    )["precision_weight"]
+    change = (free * spread).norm()
+    assert (change > client_factor.STEEPEST) == (spread == 1.0)
+    expected = free * unit * min(1.0, client_factor.STEEPEST / float(change))
+    torch.testing.assert_close(found, expected)

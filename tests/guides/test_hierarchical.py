@@ -2,12 +2,14 @@
 
 import math
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 
 import bayesfed as bf
+from bayesfed.guides import local
 
 
 def data(wards=3):
@@ -252,3 +254,23 @@ def test_a_random_walk_in_each_client_is_exact():
     # a mean of 4,000 draws is within 4 sd / √4,000 = 0.06 sd
     assert float(((found.mean(0) - mean).abs() / sd).max()) < 0.12
     assert float((found.std(0) / sd - 1).abs().max()) < 0.08
+
+
+@pytest.mark.parametrize("numbers", [local.FULL_UP_TO, local.FULL_UP_TO + 1])
+def test_a_factor_does_not_depend_on_very_many_numbers_of_another(numbers):
+    """Adam's steps on a weight of each would move it farther than those on its own parameters."""
+
+    def model(federation):
+        mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+        with federation.clients():
+            many = pyro.sample("many", dist.Gamma(torch.full((numbers,), 2.0), 1.0).to_event(1))
+            more = pyro.sample("more", dist.Gamma(torch.full((1100,), 2.0), 1.0).to_event(1))
+            with federation.observations() as obs:
+                level = mean + many.mean(-1) + more.mean(-1)
+                pyro.sample("y", dist.Normal(level, 1.0), obs=obs.get("y"))
+
+    federation = bf.Federation.from_arrays({"c": {"y": np.zeros(3)}})
+    run = bf.fitting.start(model, federation, bf.SFVI(corrected=False), rounds=1)
+    params = run.program.init_locals(federation.batch(torch.arange(1)))
+    read = numbers if numbers <= local.FULL_UP_TO else 0
+    assert params["more.loc_weight"].shape[-1] == 1 + read
