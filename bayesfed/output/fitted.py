@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -157,7 +158,7 @@ class Fitted:
         """True if clients' variables are drawn with Laplace approximations as proposals, see :class:`Correction`."""
         return self.correction is not None and self.correction.laplace
 
-    @property
+    @cached_property
     def sufficient(self) -> Self:
         """The same q, over the rows that the likelihood is computed from (:attr:`bayesfed.Federation.sufficient`)."""
         few = self.federation.moments

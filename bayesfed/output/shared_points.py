@@ -91,7 +91,7 @@ _found: WeakKeyDictionary[Fitted, SharedPoints | None] = WeakKeyDictionary()
 
 @torch.no_grad()
 def share_points(fitted: Fitted, z: Tensor, count: int) -> bool:
-    """Return whether there is a matrix M for some clients, and so many draws of θ for which shared points would pay.
+    """Return whether some clients have a matrix M and Normal priors, and shared points pay for so many draws of θ.
 
     Args:
         fitted: q, of whose clients no parameters are read.
@@ -100,16 +100,10 @@ def share_points(fitted: Fitted, z: Tensor, count: int) -> bool:
     """
     if not _pay(fitted, count):
         return False
-    program, federation = fitted.program, fitted.federation
+    program = fitted.program
     if id(program) not in _sharing:
-        scaling = program.guide.block_scaling
-        batch = federation.batch(torch.arange(min(EXAMINED, len(federation))))
-        away = NEAR * scaling.scale * _white(len(scaling.loc)).to(z)[:, None, None]
-        u = (scaling.loc + away).expand(-1, len(batch), -1, -1)
-        params = {**program.init_locals(batch), **fitted.params}
         few = z[torch.linspace(0, len(z) - 1, COMPARED, device=z.device).long(), None, None]
-        moved = _moved_by_globals(program, params, batch, u, few)
-        _sharing[id(program)] = moved is not None
+        _sharing[id(program)] = _some_share_points(fitted, few)
         weakref.finalize(program, _sharing.pop, id(program), None)
     return _sharing[id(program)]
 
@@ -148,7 +142,7 @@ def evidence_by_shared_points(points: SharedPoints, given: Conditionals) -> Tens
     (total, half, beyond), level = _sums(points, lattice, prior, which)
     found, half, beyond = total.log() + level, half.log() + level, beyond / total
     errors = (half - found).square() / 4 + BEYOND * beyond
-    poor = ~((half - found).abs().median(0).values < POOR)
+    poor = ~((half - found).abs().nanmedian(0).values < POOR)
     poor |= is_below_precision(points.mode, points.root).squeeze(-1)
     limit = ERROR_OF_SUM * len(poor) / given.program.clients
     far = ~(errors[:, ~poor].sum(1) < limit)
@@ -209,9 +203,9 @@ def _moments(points: SharedPoints, given: Conditionals) -> tuple[Tensor, Tensor]
     covariance = moments.new_empty(*moments.shape[:2], size, size)
     covariance[..., row, column] = covariance[..., column, row] = moments[..., size:]
     covariance = covariance - mean[..., :, None] * mean[..., None, :]
-    root, failed = torch.linalg.cholesky_ex(covariance)
-    poor = ~((half.log().abs().median(0).values < POOR) & (failed == 0).all(0))
-    poor |= ~root.isfinite().flatten(2).all(2).all(0)
+    root, failed = torch.linalg.cholesky_ex(covariance.nan_to_num())
+    poor = ~((half.log().abs().nanmedian(0).values < POOR) & (failed == 0).all(0))
+    poor |= ~torch.cat([mean, root.flatten(2)], 2).isfinite().all(2).all(0)
     mean[:, poor], root[:, poor] = torch.nan, torch.nan
     return mean, root
 
@@ -222,6 +216,24 @@ def _pay(fitted: Fitted, count: int) -> bool:
         return False
     guide = fitted.program.guide
     return guide.structure is None and len(guide.block_scaling.loc) in SPACING
+
+
+def _some_share_points(fitted: Fitted, z: Tensor) -> bool:
+    """Return whether some clients have a matrix M and Normal priors at draws of θ, ``(S, 1, 1, D)``."""
+    program, federation = fitted.program, fitted.federation
+    batch = federation.batch(torch.arange(min(EXAMINED, len(federation))))
+    scaling, params = program.guide.block_scaling, {**program.init_locals(batch), **fitted.params}
+    mode = scaling.loc.to(z).expand(len(batch), 1, -1)
+    root = NEAR * scaling.scale.to(z).diag().expand(len(batch), 1, -1, -1)
+    u = _around(mode[None], root[None], _white(mode.shape[-1]))
+    moved = _moved_by_globals(program, params, batch, u, z)
+    if moved is None:
+        return False
+    points = SharedPoints(moved, z[:1], mode, root, root.new_zeros(0))
+    return (
+        _quadratic_priors(points, Conditionals(program, params, {GLOBAL: z}, batch, len(z)))
+        is not None
+    )
 
 
 def _find_points(fitted: Fitted, z: Tensor) -> SharedPoints | None:
@@ -323,7 +335,8 @@ def _log_density_of_rows(
 def _quadratic_priors(points: SharedPoints, given: Conditionals) -> Tensor | None:
     """Return the coefficients of log p(u_s | θ_s) in the powers of x, v = û + H^{−½} x: ``(K, F, S)``.
 
-    They are fitted to as many points, and compared with others; None if the prior of u is no Normal.
+    They are fitted to as many points, and compared with others. They are no numbers at draws of θ where the prior is
+    not finite; None if it is no Normal.
     """
     size = points.mode.shape[-1]
     away = REACH * torch.eye(size, dtype=torch.float64, device=points.mode.device)
@@ -340,11 +353,9 @@ def _quadratic_priors(points: SharedPoints, given: Conditionals) -> Tensor | Non
     values = found.double().permute(2, 1, 0)
     coefficients = torch.linalg.solve(_powers(fitted), values[:, : len(fitted)])
     errors = _powers(others) @ coefficients - values[:, len(fitted) :]
-    return (
-        coefficients
-        if bool((errors.abs() <= SAME * (1 + values.abs().amax(1, True))).all())
-        else None
-    )
+    normal = errors.abs() <= SAME * (1 + values.abs().amax(1, keepdim=True))
+    finite = values.isfinite().all(1, keepdim=True)
+    return coefficients if bool((normal | ~finite).all()) and bool(finite.any()) else None
 
 
 def _log_priors(

@@ -210,9 +210,19 @@ def test_a_fit_shows_whether_there_are_some_before_it_has_clients_parameters(mon
 
 
 def test_other_priors_than_a_normal_have_no_estimates(monkeypatch):
-    _, _, given, points = fitted_points(heavy, monkeypatch)
-    assert evidence_by_shared_points(points, given).isnan().all()
-    assert normals_by_shared_points(points, given) is None
+    posterior, z, _, points = fitted_points(heavy, monkeypatch)
+    assert points is None
+    assert not share_points(posterior, z[:, 0, 0], DRAWS)
+
+
+def test_an_absurd_draw_of_theta_leaves_the_others_their_estimates(monkeypatch):
+    _, z, given, points = fitted_points(slopes, monkeypatch)
+    absurd = z.clone()
+    absurd[7] = torch.inf
+    found = evidence_by_shared_points(points, given._replace(theta={"global": absurd}))
+    rest = torch.arange(DRAWS) != 7
+    torch.testing.assert_close(found[rest], evidence_by_shared_points(points, given)[rest])
+    assert found[7].isnan().all()
 
 
 def test_draws_of_theta_far_from_the_points_have_other_estimates(monkeypatch):
