@@ -42,7 +42,7 @@ from bayesfed.engine.stopping.held_out import HeldOut, check_clients
 from bayesfed.engine.stopping.rule import Stopping
 from bayesfed.engine.watch import warn_if_falling, warn_of_refused, warn_of_uphill
 from bayesfed.output.correction import correct
-from bayesfed.output.effort import Probed, probe, probed_effort
+from bayesfed.output.effort import FEWEST, Probed, draws_of_q, probe, probed_effort
 from bayesfed.output.locals_of_run import (
     fitted_cohort,
     kept_local_params,
@@ -50,6 +50,7 @@ from bayesfed.output.locals_of_run import (
     make_local_params,
 )
 from bayesfed.output.posterior import Posterior
+from bayesfed.output.shared_points import with_moments
 from bayesfed.rules.rule import Robust, Turn
 from bayesfed.steps.noise_of_weights import NEAR_ALONE
 from bayesfed.tracing.compiler import Compiler
@@ -224,13 +225,12 @@ def _try_correction(run: Run) -> None:
     if not run.stopping.provisional:
         return
     early = run.stopping.early
-    probed = None
-    kept: Mapping[str, Tensor] | None = None
+    probed, posterior = None, None
     effort = probed_effort(make_posterior(run, {})) if early else None
     if effort is not None and effort.shared:
         if not run.stopping.is_worth_correcting(distant=False, noisy=True):
             return run.stopping.withdraw()
-        kept = kept_local_params(run, global_params(run))
+        posterior = _posterior_with_moments(run)
     elif effort is not None:
         is_worth = partial(
             run.stopping.is_worth_correcting, large=effort.large, mixture=effort.mixture
@@ -240,15 +240,23 @@ def _try_correction(run: Run) -> None:
         probed = _probe(run)
         if probed and not is_worth(*probed):
             return run.stopping.withdraw()
-    noisy = probed is not None and probed.noisy
-    if kept is None:
-        kept = _local_params(run, NEAR_ALONE if noisy else None)
-    posterior = make_posterior(run, kept)
+    if posterior is None:
+        near = NEAR_ALONE if probed and probed.noisy else None
+        posterior = make_posterior(run, _local_params(run, near))
     found = correct(posterior, probed=probed)
     if found.confirms(early):
         run.confirmed = posterior, found
     else:
         run.stopping.withdraw()
+
+
+def _posterior_with_moments(run: Run) -> Posterior | None:
+    """Return the posterior with clients' factors that have the moments of theirs; None if their states are not here."""
+    kept = kept_local_params(run, global_params(run))
+    if kept is None:
+        return None
+    posterior = make_posterior(run, kept)
+    return with_moments(posterior, draws_of_q(posterior, FEWEST))
 
 
 def _probe(run: Run) -> Probed | None:

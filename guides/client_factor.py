@@ -213,3 +213,36 @@ def factor(
         "loc_weight": loc_weight,
         "precision_weight": of_diagonal / precision.diagonal(dim1=-2, dim2=-1).unsqueeze(-1),
     }
+
+
+def with_moments(
+    earlier: Mapping[str, Tensor], prior: BlockPrior, mean: Tensor, root: Tensor
+) -> dict[str, Tensor]:
+    """The parameters of K clients' factors with which q(u | z̄) has given moments; it follows z as it did before.
+
+    Args:
+        earlier: the parameters, ``(K, 1, ...)``.
+        prior: the prior of u at z̄.
+        mean: the mean, in units of the scaling, ``(K, 1, P)``.
+        root: a root of the covariance, likewise, ``(K, 1, P, P)``.
+    """
+    both, of_prior = torch.cholesky_inverse(root), torch.diag_embed(prior.precision)
+    values, vectors = torch.linalg.eigh(both - of_prior)
+    precision = (vectors * values.clamp(min=WEAKEST)[..., None, :]) @ vectors.mT
+    new = torch.linalg.cholesky_ex(precision).L
+    natural = both @ mean[..., None] - (prior.precision * prior.loc)[..., None]
+    diagonal = new.diagonal(dim1=-2, dim2=-1)
+    old, weight = (earlier["log_precision"] / 2).exp(), earlier["loc_weight"]
+    if (tril := earlier.get("tril")) is None:
+        weight = diagonal[..., None] * weight / old[..., None]
+    else:
+        before = root_of_precision(old, tril)
+        weight = new.mT @ torch.linalg.solve_triangular(before.mT, weight, upper=True)
+    found = {
+        "loc": torch.cholesky_solve(natural, new).squeeze(-1),
+        "log_precision": 2 * diagonal.log(),
+        "tril": (new / diagonal[..., None]).tril(-1),
+        "loc_weight": weight,
+        "precision_weight": earlier["precision_weight"],
+    }
+    return {name: found[name] for name in earlier}

@@ -242,6 +242,26 @@ class Hierarchical:
         found = client_factor.closed_form(self, params, earlier, batch)
         return {f"{LOCAL}.{n}": value for n, value in found.items() if f"{LOCAL}.{n}" in phi}
 
+    def with_moments(
+        self, params: Params, phi: Params, batch: Any, mean: Tensor, root: Tensor
+    ) -> Params:
+        """K clients' factors with which q(u | z̄) has given moments at the centre of q(θ).
+
+        Only for a block with factors, not for Laplace's approximation.
+
+        Args:
+            params: the global parameters.
+            phi: the clients' parameters, ``(K, 1, ...)``.
+            batch: their rows.
+            mean: ``(K, 1, P)``.
+            root: a root of the covariance, ``(K, 1, P, P)``.
+        """
+        scaling, prior = self.block_scaling, self.block_prior_at_centre(params, batch)
+        earlier = {n.removeprefix(f"{LOCAL}."): phi[n] for n in self.laplace_params if n in phi}
+        scaled = (mean - scaling.loc) / scaling.scale, root / scaling.scale[:, None]
+        found = client_factor.with_moments(earlier, prior, *scaled)
+        return phi | {f"{LOCAL}.{name}": value for name, value in found.items()}
+
     def _mode(self, structure: Structure, params: Params, u: Tensor, batch: Any) -> Tensor:
         """The modes of K clients' variables at the centre of q(θ), ``(K, 1, P)``, by Newton steps from u.
 

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,8 +35,10 @@ from bayesfed.output.evidence import ERROR_OF_SUM, evidence_chunks, is_below_pre
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.modes import laplace_approximation
 from bayesfed.output.polynomials import find_polynomial
+from bayesfed.steps.optimizer import where_active
 from bayesfed.tracing.blocks import in_blocks
 
+SomeFitted = TypeVar("SomeFitted", bound=Fitted)
 SPACING, REACH = {1: 0.7, 2: 0.9}, 5.5
 """The distance between neighbours in the lattices of one or two variables, and from the mode to the farthest points, in
 standard deviations of Laplace's approximation."""
@@ -186,6 +189,39 @@ def normals_by_shared_points(
     offset = ((given.z - points.centre) @ points.moved.mT).double()
     u = points.mode + (own @ mean[:, :, None, :, None]).squeeze(-1) - offset
     return u.to(points.mode), (own @ root[:, :, None]).to(points.mode)
+
+
+@torch.no_grad()
+def with_moments(fitted: SomeFitted, z: Tensor) -> SomeFitted:
+    """Return q with clients' factors by which q(w_i | θ) has the moments of their posteriors at the centre of q(θ).
+
+    A posterior with skewness γ makes log weights of a variance of γ² / 6, by Laplace's approximation 5 γ² / 12. Clients
+    for whom the points are too few keep what they have; all do where there are none.
+
+    Args:
+        fitted: q of the clients.
+        z: draws of θ, ``(S, D)``.
+    """
+    points, guide = shared_points(fitted, z), fitted.program.guide
+    if points is None:
+        return fitted
+    parts: list[Params] = []
+    for chunk in evidence_chunks(fitted, len(points.log_densities[0])):
+        params, batch = fitted.params_of(chunk), fitted.federation.batch(chunk)
+        centre = guide.block_prior_at_centre(params, batch).z[:1, None]
+        given = Conditionals(fitted.program, params, {GLOBAL: centre}, batch, 1)
+        phi = {name: params[name] for name in fitted.local_params}
+        normals = normals_by_shared_points(points.of_clients(chunk), given)
+        if normals is None:
+            return fitted
+        mean, root = (value[0] for value in normals)
+        moved = guide.with_moments(params, phi, batch, mean, root)
+        known = torch.cat([v.flatten(1) for v in moved.values()], 1).isfinite().all(1)
+        parts.append(where_active(phi, moved, known))
+    local_params = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    found = replace(fitted, local_params=local_params)
+    _found[found] = points
+    return found
 
 
 def _moments(points: SharedPoints, given: Conditionals) -> tuple[Tensor, Tensor] | None:

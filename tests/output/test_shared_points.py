@@ -16,6 +16,7 @@ from bayesfed.output.shared_points import (
     evidence_by_shared_points,
     normals_by_shared_points,
     share_points,
+    with_moments,
 )
 
 CLIENTS, DRAWS = 6, 60
@@ -179,6 +180,41 @@ def test_evidence_and_moments_are_those_of_fine_grids(program, monkeypatch):
             assert np.abs(spread / np.outer(sd, sd) - around / np.outer(sd, sd)).max() < 0.1
             checked += 1
     assert checked == 5 * CLIENTS
+
+
+@pytest.mark.parametrize("program", [slopes, correlated])
+def test_factors_have_the_moments_of_the_posteriors_at_the_centre(program, monkeypatch):
+    """Not those of Laplace's approximation, which counts have elsewhere."""
+    posterior, z, given, _ = fitted_points(program, monkeypatch, rows=3)
+    matched = with_moments(posterior, z[:, 0, 0])
+    centre = posterior.program.guide.family.normal(posterior.params)[0].expand(1, 1, 1, -1)
+    drawn, v = globals_of(posterior, centre), grid(-6.0, 6.0, 801)
+    mu, tau = drawn["mean"][0], drawn["tau"][0]
+    rho = drawn["rho"][0] if "rho" in drawn else 0.0
+    covariance = np.outer(tau, tau) * np.array([[1, rho], [rho, 1]])
+    away = v[0] - mu
+    log_prior = -(away @ np.linalg.inv(covariance) * away).sum(1) / 2
+    distances = []
+    for fitted in (posterior, matched):
+        at = Conditionals(
+            fitted.program,
+            fitted.params_of(torch.arange(CLIENTS)),
+            {"global": centre},
+            given.batch,
+            1,
+        )
+        q = at.block()
+        for k in range(CLIENTS):
+            _, mean, around = on_grid(posterior.federation.select([f"c{k}"]), v, log_prior)
+            own = q.mean[0, k, 0].double().numpy() + (mu if program is slopes else 0.0)
+            root = q.scale_tril[0, k, 0].double().numpy()
+            sd = np.sqrt(np.diag(around))
+            of_mean = np.abs((own - mean) / sd).max()
+            of_spread = np.abs((root @ root.T - around) / np.outer(sd, sd)).max()
+            distances.append((of_mean, of_spread))
+    before, after = np.split(np.array(distances), 2)
+    assert before.max() > 0.02
+    assert after.max() < 2e-3
 
 
 def test_rows_may_depend_on_the_globals_through_the_clients_variables_alone(monkeypatch):
