@@ -34,7 +34,7 @@ FEWEST, LARGE, LARGEST = 250, 64, 200
 affordable; the largest cost of estimates without noise."""
 MORE = 1000
 """The number of draws from each proposal of large data in place of :data:`FEWEST` where points that they share give
-estimates, of which a polynomial needs no more than there would be draws otherwise."""
+estimates, if a polynomial needs as few of these as there would be draws otherwise."""
 SLOW = 2.4
 """The cost of estimates without noise above which a probe shows first whether they are needed. Where clients are
 elsewhere a probe is an exchange, so that only large data are worth one."""
