@@ -51,7 +51,7 @@ gradient; the gradient, relative to the largest in any variable, that is none.""
 POOR, BEYOND = 0.02, 0.01
 """The difference from the sum over half of the points above which a client needs others; the mass beyond the lattice,
 relative to that of its outermost points."""
-MANY, FEWEST = 1e6, 16
+MANY, FEWEST = 3e5, 16
 """The number of all clients' rows times draws of θ above which it pays to look for points that these share, and the
 least number of draws."""
 TOGETHER, DEGREE, ASIDE = 500_000, 2, 0.2
