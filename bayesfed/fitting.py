@@ -50,7 +50,7 @@ from bayesfed.output.locals_of_run import (
     make_local_params,
 )
 from bayesfed.output.posterior import Posterior
-from bayesfed.output.shared_points import with_moments
+from bayesfed.output.sums_over_points import with_moments
 from bayesfed.rules.rule import Robust, Turn
 from bayesfed.steps.noise_of_weights import NEAR_ALONE
 from bayesfed.tracing.compiler import Compiler

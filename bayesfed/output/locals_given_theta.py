@@ -30,10 +30,10 @@ from bayesfed.output.evidence import (
 )
 from bayesfed.output.fitted import Fitted
 from bayesfed.output.modes import laplace_approximation
-from bayesfed.output.shared_points import (
+from bayesfed.output.shared_points import shared_points
+from bayesfed.output.sums_over_points import (
     evidence_by_shared_points,
     normals_by_shared_points,
-    shared_points,
 )
 
 CHOSEN_FROM = 32

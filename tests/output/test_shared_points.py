@@ -12,10 +12,10 @@ from bayesfed.output import locals_given_theta, shared_points
 from bayesfed.output.conditionals import Conditionals
 from bayesfed.output.locals_given_theta import evidence_by_laplace
 from bayesfed.output.modes import laplace_approximation
-from bayesfed.output.shared_points import (
+from bayesfed.output.shared_points import share_points
+from bayesfed.output.sums_over_points import (
     evidence_by_shared_points,
     normals_by_shared_points,
-    share_points,
     with_moments,
 )
 
