@@ -44,9 +44,10 @@ and how far from the middle of the prior of u they are examined, in units of its
 SAME, NOTHING = 1e-3, 1e-5
 """The largest error of a gradient in a global by those in the client's variables, relative to the largest such
 gradient; the gradient, relative to the largest in any variable, that is none."""
-MANY, FEWEST = 3e5, 16
-"""The number of all clients' rows times draws of θ above which it pays to look for points that these share, and the
-least number of draws."""
+CLIENTS, MANY, FEWEST = 200, 3e5, 16
+"""The least number of clients for points that all θ share: of few clients θ is so uncertain that the points are too far
+from the posteriors at many draws of it, while log weights by draws from q(w_i | θ) have little noise. The number of
+rows of all clients times draws of θ above which the points pay, and the least number of draws."""
 
 
 class SharedPoints(NamedTuple):
@@ -124,8 +125,9 @@ def keep_points(fitted: Fitted, points: SharedPoints) -> None:
 
 
 def _pay(fitted: Fitted, count: int) -> bool:
-    """Return whether clients have a block of few local variables, and rows and draws of θ are many."""
-    if count < FEWEST or count * fitted.rows_read < MANY or not has_block(fitted.program):
+    """Return whether clients have a block of few local variables, and clients, rows and draws of θ are many."""
+    many = fitted.program.clients >= CLIENTS and count * fitted.rows_read >= MANY
+    if not many or count < FEWEST or not has_block(fitted.program):
         return False
     guide = fitted.program.guide
     return guide.structure is None and len(guide.block_scaling.loc) in SPACING

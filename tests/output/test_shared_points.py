@@ -104,6 +104,7 @@ def data(rows=25):
 
 def fitted_points(program, monkeypatch, rows=25):
     """Return a fit, draws of θ from q, the clients' posteriors given these, and their points."""
+    monkeypatch.setattr(shared_points, "CLIENTS", 0)
     monkeypatch.setattr(shared_points, "MANY", 0)
     posterior = bf.fit(program, data(rows), bf.SFVI(corrected=False), progress=False)
     z = locals_of(posterior, DRAWS)
@@ -300,6 +301,7 @@ def test_rough_densities_have_other_estimates(monkeypatch):
 
 def test_a_fit_is_the_same_with_and_without_them(monkeypatch):
     """Means within three Monte Carlo errors, standard deviations within four."""
+    monkeypatch.setattr(shared_points, "CLIENTS", 0)
     monkeypatch.setattr(shared_points, "MANY", 0)
     monkeypatch.setattr("bayesfed.output.effort.SLOW", 0.0)
     federation = data()
