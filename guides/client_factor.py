@@ -44,7 +44,6 @@ WEAKEST = 1e-2
 FURTHEST = 3.0
 """The largest distance of a from û along an axis of H, in units of the prior's spread. A flat likelihood with a slope
 would put a anywhere, so H is raised until the distance is no larger."""
-
 STEEPEST = 3.0
 """The largest change of the logarithm of a factor's precision over a standard deviation of q(θ). Where the posterior of
 a client has two modes, the precision at one of them may change far faster with the globals than it lasts."""

@@ -242,21 +242,18 @@ class Hierarchical:
         found = client_factor.closed_form(self, params, earlier, batch)
         return {f"{LOCAL}.{n}": value for n, value in found.items() if f"{LOCAL}.{n}" in phi}
 
-    def with_moments(
-        self, params: Params, phi: Params, batch: Any, mean: Tensor, root: Tensor
-    ) -> Params:
+    def with_moments(self, phi: Params, prior: BlockPrior, mean: Tensor, root: Tensor) -> Params:
         """K clients' factors with which q(u | z̄) has given moments at the centre of q(θ).
 
         Only for a block with factors, not for Laplace's approximation.
 
         Args:
-            params: the global parameters.
             phi: the clients' parameters, ``(K, 1, ...)``.
-            batch: their rows.
+            prior: that of :meth:`block_prior_at_centre`.
             mean: ``(K, 1, P)``.
             root: a root of the covariance, ``(K, 1, P, P)``.
         """
-        scaling, prior = self.block_scaling, self.block_prior_at_centre(params, batch)
+        scaling = self.block_scaling
         earlier = {n.removeprefix(f"{LOCAL}."): phi[n] for n in self.laplace_params if n in phi}
         scaled = (mean - scaling.loc) / scaling.scale, root / scaling.scale[:, None]
         found = client_factor.with_moments(earlier, prior, *scaled)

@@ -78,7 +78,7 @@ class Effort(NamedTuple):
     cost: float
     slow: bool
     mixture: bool
-    shared: bool = False
+    shared: bool
 
     @property
     def large(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Size, Tensor
 from bayesfed.data.chunks import PASS
 from bayesfed.elbo import handlers, noise
 from bayesfed.elbo.program import Params
+from bayesfed.guides.family import GLOBAL
 from bayesfed.guides.hierarchical import LOCAL
 from bayesfed.output.conditionals import Conditionals, has_block
 from bayesfed.output.defensive import (
@@ -254,14 +255,15 @@ def evidence_by_laplace(
 
     Of many rows by points that all θ_s share, where these give it; else from Laplace approximations.
     """
-    program, federation = fitted.program, fitted.federation
-    given = Conditionals(program, fitted.params_of(chunk), theta, federation.batch(chunk), count)
-    points = shared_points(fitted, given.z[:, 0, 0])
+    points = shared_points(fitted, theta[GLOBAL][:, 0, 0]) if GLOBAL in theta else None
     if points is None:
         return _evidence_around_modes(fitted, theta, count, chunk, key)
+    program, federation = fitted.program, fitted.federation
+    given = Conditionals(program, fitted.params_of(chunk), theta, federation.batch(chunk), count)
     evidence = evidence_by_shared_points(points.of_clients(chunk), given)
     missing = evidence.isnan()
-    clients, draws = missing.all(0), missing[:, ~missing.all(0)].any(1)
+    clients = missing.all(0)
+    draws = missing[:, ~clients].any(1)
     for rows, columns in ((torch.ones_like(draws), clients), (draws, ~clients)):
         some, own = rows.nonzero()[:, 0], columns.nonzero()[:, 0]
         if len(some) and len(own):

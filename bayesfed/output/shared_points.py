@@ -49,6 +49,9 @@ CLIENTS, MANY, FEWEST = 200, 3e5, 16
 from the posteriors at many draws of it, while log weights by draws from q(w_i | θ) have little noise. The number of
 rows of all clients times draws of θ above which the points pay, and the least number of draws."""
 
+OF_CLIENTS = ("mode", "root", "log_densities")
+"""The attributes of :class:`SharedPoints` that have a row for each client."""
+
 
 class SharedPoints(NamedTuple):
     """Points for K clients, and the densities of their rows there.
@@ -69,8 +72,7 @@ class SharedPoints(NamedTuple):
 
     def of_clients(self, clients: Tensor) -> SharedPoints:
         """Return those of some of the clients, by position."""
-        each = {name: getattr(self, name)[clients] for name in ("mode", "root", "log_densities")}
-        return self._replace(**each)
+        return self._replace(**{name: getattr(self, name)[clients] for name in OF_CLIENTS})
 
     def around(self, white: Tensor) -> Tensor:
         """Return û + H^{−½} x for x ``(L, P)``: ``(L, K, 1, P)``."""
@@ -170,8 +172,8 @@ def _find_points(fitted: Fitted, z: Tensor) -> SharedPoints | None:
             return None
         points = SharedPoints(moved, centre, mode[0], root[0], root.new_zeros(0))
         parts.append(points._replace(log_densities=_log_densities(points, given)))
-    own = ("mode", "root", "log_densities")
-    return parts[0]._replace(**{n: torch.cat([getattr(part, n) for part in parts]) for n in own})
+    together = {n: torch.cat([getattr(part, n) for part in parts]) for n in OF_CLIENTS}
+    return parts[0]._replace(**together)
 
 
 def _white(size: int) -> Tensor:

@@ -111,16 +111,15 @@ def with_moments(fitted: SomeFitted, z: Tensor) -> SomeFitted:
     if points is None:
         return fitted
     parts: list[Params] = []
-    for chunk in evidence_chunks(fitted, len(points.log_densities[0])):
+    for chunk in evidence_chunks(fitted, points.log_densities.shape[1]):
         params, batch = fitted.params_of(chunk), fitted.federation.batch(chunk)
-        centre = guide.block_prior_at_centre(params, batch).z[:1, None]
-        given = Conditionals(fitted.program, params, {GLOBAL: centre}, batch, 1)
+        prior = guide.block_prior_at_centre(params, batch)
+        given = Conditionals(fitted.program, params, {GLOBAL: prior.z[:1, None]}, batch, 1)
         phi = {name: params[name] for name in fitted.local_params}
         normals = normals_by_shared_points(points.of_clients(chunk), given)
         if normals is None:
             return fitted
-        mean, root = (value[0] for value in normals)
-        moved = guide.with_moments(params, phi, batch, mean, root)
+        moved = guide.with_moments(phi, prior, *(value[0] for value in normals))
         known = torch.cat([v.flatten(1) for v in moved.values()], 1).isfinite().all(1)
         parts.append(where_active(phi, moved, known))
     local_params = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
