@@ -79,10 +79,7 @@ class Hierarchical:
             draw = partial(pyro.sample, LOCAL, q, infer={"is_auxiliary": True})
         elif self.block:
             draw = partial(self._sample_block, self.block_prior(z, head), context, len(head))
-        sites: dict[str, Callable[[Any], Any]] = {
-            name: partial(delta_at, u=values[name], log_scale=scaling.scale.log().sum(-1))
-            for name, scaling in self.globals.items()
-        }
+        sites = self._global_sites(values)
         locals_ = SiteFactors(self.locals, self.conditioned, context)
         with plate:
             if draw is not None:
@@ -93,6 +90,13 @@ class Hierarchical:
                 sites |= {name: partial(locals_.distribution, name) for name in self.locals}
         with locals_, AsGuide(sites), Until([*self.globals, *self.locals]):
             self.model(head)
+
+    def of_globals(self, federation: Any) -> None:
+        """Sample the global sites alone, for which no client's variables are computed."""
+        z, _, _ = self.sample_globals()
+        sites = self._global_sites(self._unconstrained_globals(z))
+        with AsGuide(sites), Until(self.globals):
+            self.model(federation.head())
 
     def __str__(self) -> str:
         locals_ = "conditioned" if self.conditioned else "mean-field"
@@ -151,6 +155,13 @@ class Hierarchical:
         """The global sites' unconstrained values from z, ``(..., D)``."""
         parts = split(z, sizes(self.globals))
         return {name: s.loc + s.scale * parts[name] for name, s in self.globals.items()}
+
+    def _global_sites(self, values: Params) -> dict[str, Callable[[Any], Any]]:
+        """The distributions of the global sites, all at these unconstrained values, as functions of their priors."""
+        return {
+            name: partial(delta_at, u=values[name], log_scale=scaling.scale.log().sum(-1))
+            for name, scaling in self.globals.items()
+        }
 
     # -- distributions --------------------------------------------------------------------------------
 

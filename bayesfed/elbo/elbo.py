@@ -239,7 +239,7 @@ def local_priors(
     above, names = ([site.name for site in sites] for sites in (program.globals, program.locals))
     with handlers.given(batch.device, params, noise={}):
         with poutine.trace() as guide, handlers.Until(above):
-            program.guide(batch.head())
+            program.guide_of_globals(batch.head())
         given = {name: guide.trace.nodes[name]["value"] for name in above}
         with handlers.Until(names), handlers.Values(given), handlers.Centred() as centred:
             program.model(batch.head())
@@ -264,7 +264,7 @@ def _of_server(
     names = [site.name for site in program.globals]
     with handlers.given(device, params, noise, values, draws, own):
         with poutine.trace() as guide, handlers.Until([*program.random, *names]):
-            program.guide(program.schema)
+            program.guide_of_globals(program.schema)
         with poutine.trace() as model, handlers.Until(names):
             poutine.replay(program.model, trace=guide.trace)(program.schema)
     return guide.trace, model.trace

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -255,6 +255,11 @@ class Program:
     def workspace(self) -> int:
         """The size of what the guide computes q(w_i | θ) from, in numbers, for one client and one draw of θ."""
         return int(getattr(self.guide, "workspace", 0))
+
+    @property
+    def guide_of_globals(self) -> Callable[[Any], None]:
+        """The guide as far as its global sites: itself, unless it has a shorter way to sample them."""
+        return getattr(self.guide, "of_globals", self.guide)
 
     @property
     def learns_locals(self) -> bool:

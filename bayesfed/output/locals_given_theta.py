@@ -165,6 +165,10 @@ def _defensive_blocks(
     program, federation = fitted.program, fitted.federation
     batch, params = federation.batch(chunk), fitted.params_of(chunk)
     numbers = int(federation.lengths[chunk].max()) * federation.numbers_per_row + program.size
+    if (
+        common
+    ):  # draws do not depend on the blocks, and densities are computed in blocks of their own
+        numbers = 4 * program.variables
     together = max(1, PASS // (each * len(chunk) * numbers))
     streams, drawn = federation.stream_ids[chunk], None
     for at in range(0, count, together):

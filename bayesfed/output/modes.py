@@ -161,7 +161,7 @@ def _best_point(
 
 def _highest(points: Tensor, density: Tensor) -> Tensor:
     """Return the points ``(R, S, K, 1, P)`` of the highest density ``(R, S, K)``, ``(S, K, 1, P)``."""
-    best = density.nan_to_num(-torch.inf).argmax(0)
+    best = density.nan_to_num(-torch.inf).max(0).indices  # ten times as fast as argmax
     return points.gather(0, best[None, ..., None, None].expand_as(points[:1]))[0]
 
 

@@ -67,7 +67,7 @@ class Polynomial(NamedTuple):
 
     def others(self, some: Tensor) -> Tensor:
         """Return the positions of the draws that are not among some, by position."""
-        return torch.ones_like(self.is_far).index_fill_(0, some, False).nonzero()[:, 0]
+        return _others(len(self.features), some)
 
     def tests(self) -> Tensor:
         """Return positions of draws at which to test it: some of the farthest that are not too far, and others."""
@@ -117,8 +117,8 @@ def find_polynomial(z: Tensor, degree: int, each: float = SPREAD) -> Polynomial 
         if len(z) >= ENOUGH[each] * count:
             features, leja = _monomials(z, highest), near[:0]
             if each == LEJA:
-                order = near[torch.linalg.lu(features[near])[0].argmax(0)]
-                leja, near = order[:coefficients], order[coefficients:].sort().values
+                first = _first_pivots(features[near])
+                leja, near = near[first], near[_others(len(near), first)]
             spread = torch.linspace(0, len(near) - 1, count - len(leja), device=z.device).long()
             few = torch.cat([leja, near[spread]])
             return Polynomial(features, few, torch.linalg.pinv(features[few]))
@@ -142,6 +142,20 @@ def is_polynomial(z: Tensor, values: Tensor, degree: int, error: float) -> bool:
         return False
     errors = polynomial.fitted(values[polynomial.few, None])[:, 0] - values
     return bool(errors[~polynomial.is_far].square().mean().sqrt() < error)
+
+
+def _first_pivots(features: Tensor) -> Tensor:
+    """Return the rows of ``(S, F)`` that an LU decomposition takes as its F pivots, in order."""
+    order = list(range(len(features)))
+    for row, other in enumerate(torch.linalg.lu_factor(features)[1].tolist()):
+        order[row], order[other - 1] = order[other - 1], order[row]  # pivots count from 1
+    return torch.tensor(order[: features.shape[1]], device=features.device)
+
+
+def _others(count: int, some: Tensor) -> Tensor:
+    """Return the positions up to ``count`` that are not among some, in order."""
+    every = torch.ones(count, dtype=torch.bool, device=some.device)
+    return every.index_fill_(0, some, False).nonzero()[:, 0]
 
 
 def _monomials(z: Tensor, degree: int) -> Tensor:

@@ -95,7 +95,8 @@ def find_prior_coordinates(program: Program, params: Params, z: Tensor) -> Prior
         return None
     every = PriorCoordinates(program, params, frozenset(program.guide.globals))
     with torch.no_grad():
-        names = frozenset(every._walk(z, _Site.from_guide).changed)
+        sites = every._walk(z, _Site.from_guide).sites
+    names = frozenset(name for name, site in sites.items() if site.differs)
     return PriorCoordinates(program, params, names) if names else None
 
 
@@ -115,6 +116,13 @@ class _Site(NamedTuple):
     loc: Tensor
     scale: Tensor
     shape: _Shape | None
+
+    @property
+    def differs(self) -> bool:
+        """Return whether the change of coordinates is not the same linear function for all draws."""
+        return self.shape is not None or any(
+            bool((x != x[:1]).any()) for x in (self.loc, self.scale) if x.ndim > 1
+        )
 
     def from_guide(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return u, v and log |∂v / ∂z| of each number at z."""
@@ -144,7 +152,7 @@ class _Walk(Messenger):
     Attributes:
         found: by site, the other coordinates ``(S, 1, 1, P)``.
         log_det: the logarithm of the change of volume, ``(S, 1, 1)``.
-        changed: the sites whose change of coordinates is not the same linear function for all draws.
+        sites: those that ``names`` has and whose priors have a location and a scale, by name.
     """
 
     def __init__(
@@ -156,7 +164,7 @@ class _Walk(Messenger):
         self.points = split(points, sizes)
         self.found: list[Tensor] = []
         self.log_det = points.new_zeros(points.shape[:-1])
-        self.changed: list[str] = []
+        self.sites: dict[str, _Site] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
         name = msg["name"]
@@ -170,8 +178,7 @@ class _Walk(Messenger):
             site = _Site(scaling.loc, scaling.scale, *located, _SHAPES.get(type(_base(prior))))
             u, other, log_det = self.change(site, point)
             self.log_det = self.log_det + log_det.expand_as(point).sum(-1)
-            if site.shape or any((x != x[:1]).any() for x in located if x.ndim == point.ndim):
-                self.changed.append(name)
+            self.sites[name] = site
         self.found.append(other)
         msg["value"] = delta_at(prior, u).v
         msg["done"] = True

@@ -59,11 +59,13 @@ class Recorder(DispatchMode):
         self._outside: list[Value] = []  # inputs and constants, which live as long as the recorder
         self._offsets: list[int] = []  # offset of the first tensor in each memory
         self._written: set[int] = set()  # memory that an operation changes
+        self._varying: set[int] = set()  # memory whose numbers depend on an input or a constant
 
     def with_inputs(self, inputs: Sequence[Tensor]) -> Recorder:
         """Set the inputs of the graph, no two of which may be the same object, and return the recorder."""
         self._inputs = [self._value_of(x, self._outside) for x in inputs]
         self._outside += self._inputs
+        self._varying.update(value.memory for value in self._inputs)
         self._values.update(zip(inputs, self._inputs, strict=True))
         return self
 
@@ -80,10 +82,16 @@ class Recorder(DispatchMode):
         if isinstance(result, Tensor) and not func.is_view:
             self.bytes += result.numel() * result.element_size()
         refusal = _reason_not_to_trace(func)
-        if refusal and not _indexes_by_whole_numbers(func, args):
+        indexes = func is torch.ops.aten.index.Tensor
+        if refusal and not (indexes and self._are_fixed(_masks(args[1]))):
             raise ValueError(f"{refusal} ({func})")
         self.note(func, args, kwargs or {}, result)
         return result
+
+    def _are_fixed(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether the numbers in these tensors are computed from no input and no constant."""
+        values = [self._values.get(x) for x in tensors]
+        return all(value is not None and value.memory not in self._varying for value in values)
 
     def note(self, func: OpOverload, args: Sequence[Any], kwargs: Any, result: Any) -> None:
         """Record an operation and its result."""
@@ -94,14 +102,18 @@ class Recorder(DispatchMode):
             [],
             single=isinstance(result, Tensor),
         )
+        written: set[int] = set()
         for place, name in _places_written(func):
             changed = operation.args[place] if place < len(args) else operation.kwargs.get(name)
-            self._written |= {value.memory for value in values_in([changed])}
+            written |= {value.memory for value in values_in([changed])}
+        self._written |= written
         for part in (result,) if operation.single else result or ():
             value = None
             if isinstance(part, Tensor):
                 self._values[part] = value = self._value_of(part, operation.reads)
             operation.results.append(value)
+        if any(value.memory in self._varying for value in operation.reads):
+            self._varying |= written | {value.memory for value in operation.results if value}
         self._noted.append(operation)
 
     def recording(self, results: Sequence[Tensor]) -> Recording:
@@ -135,6 +147,7 @@ class Recorder(DispatchMode):
                 self._values[arg] = value = self._value_of(arg, self._outside)
                 value.constant = arg.detach()
                 self._outside.append(value)
+                self._varying.add(value.memory)
             return value
         return [self._to_values(part) for part in arg] if isinstance(arg, list | tuple) else arg
 
@@ -159,11 +172,10 @@ def _reason_not_to_trace(func: OpOverload) -> str:
     return ""
 
 
-def _indexes_by_whole_numbers(func: OpOverload, args: Sequence[Any]) -> bool:
-    """Return whether the operation is ``x[index]`` without masks: the shape of its result depends on shapes alone."""
-    if func is not torch.ops.aten.index.Tensor:
-        return False
-    return all(index is None or index.dtype in (torch.int64, torch.int32) for index in args[1])
+def _masks(indices: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return those of the indices in ``x[indices]`` on whose numbers the shape of the result depends."""
+    whole = torch.int64, torch.int32
+    return [index for index in indices if index is not None and index.dtype not in whole]
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from bayesfed.elbo.sites import sites
 from bayesfed.guides.automatic import automatic_guide
 from bayesfed.guides.client_laplace import find_structure, newton_step
 from bayesfed.guides.elimination import find_elimination, sparse_root
+from bayesfed.guides.family import GLOBAL
 from bayesfed.guides.full_rank import FullRank
 
 
@@ -137,6 +138,31 @@ def test_the_weights_of_an_autoregression_are_its_marginal_likelihood():
     theta = posterior.sample(20, seed=0)
     exact = sum(log_evidence(rows, **{n: theta[n] for n in PRIORS}) for rows in clients.values())
     torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-6)
+
+
+def test_the_server_computes_nothing_of_the_clients(monkeypatch):
+    """log p(θ) needs no Laplace approximation at θ: between machines nobody could compute one."""
+    from bayesfed.elbo.elbo import log_prior
+    from bayesfed.guides import hierarchical
+
+    federation = bf.Federation.from_arrays(paths())
+    posterior = bf.fit(
+        autoregression, federation, bf.SFVI(corrected=False), rounds=1, progress=False
+    )
+    monkeypatch.setattr(hierarchical.client_laplace, "laplace_at", None)
+    z = torch.tensor([[0.0, 0.0, 0.0], [0.5, -0.5, 1.0]])
+    found = log_prior(posterior.program, posterior.params, {GLOBAL: z[:, None, None]}, 2)
+    at = {
+        n: s.loc + s.scale * z[:, i]
+        for i, (n, s) in enumerate(posterior.program.guide.globals.items())
+    }
+    expected = torch.zeros(2)
+    for name, prior in PRIORS.items():
+        transform = torch.distributions.biject_to(prior.support)
+        value = transform(at[name])
+        expected += prior.log_prob(value) + transform.log_abs_det_jacobian(at[name], value)
+        expected += posterior.program.guide.globals[name].scale.log().sum()
+    torch.testing.assert_close(found, expected)
 
 
 def test_no_gradient_noise_where_the_approximation_is_exact():

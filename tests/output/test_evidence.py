@@ -16,7 +16,7 @@ from bayesfed.output import evidence, locals_given_theta, log_densities, modes
 from bayesfed.output.conditionals import has_block
 from bayesfed.output.log_densities import sum_log_weights
 from bayesfed.output.log_target import log_target
-from bayesfed.output.polynomials import LEJA, SPREAD, find_polynomial
+from bayesfed.output.polynomials import LEJA, SPREAD, _first_pivots, find_polynomial
 
 TAU, SIGMA = 0.7, 0.5
 
@@ -303,6 +303,9 @@ def test_poor_estimates_are_made_from_more_candidates(monkeypatch):
     )
     with_more = error()
     assert approximations == [len(mu)]  # one for all candidates of both kinds
+    with monkeypatch.context() as patched:  # common candidates do not depend on the blocks
+        patched.setattr(locals_given_theta, "PASS", 1)
+        assert error() == pytest.approx(with_more, rel=1e-6)
     monkeypatch.setattr(locals_given_theta, "POOR", np.inf)
 
     assert with_more < 0.7 < error()
@@ -323,6 +326,12 @@ def test_a_polynomial_is_of_the_highest_degree_that_draws_are_enough_for(each):
         values = (z @ torch.arange(1.0, 4.0, dtype=torch.float64)) ** degree
         torch.testing.assert_close(found.fitted(values[found.few, None])[:, 0], values)
     assert find_polynomial(torch.randn(400, 1000), 3, each) is None
+
+
+def test_the_first_points_of_a_polynomial_are_the_pivots_of_an_lu_decomposition():
+    features = torch.randn(60, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    permutation, _, _ = torch.linalg.lu(features)
+    assert torch.equal(_first_pivots(features), permutation.argmax(0)[:7])
 
 
 def common_level(federation):

@@ -8,7 +8,9 @@ import torch
 from scipy import stats
 
 import bayesfed as bf
+from bayesfed.output import trajectories
 from bayesfed.output.prior_coordinates import find_prior_coordinates
+from bayesfed.tracing.compiler import Compiler, using
 
 QUANTILES = np.array([0.05, 0.25, 0.5, 0.75, 0.95])
 TAU = np.exp(np.linspace(-9, 2.5, 4001))
@@ -135,6 +137,20 @@ def test_coordinates_are_changed_there_and_back_and_by_how_much_their_volume(mod
             ]
         )
         assert float((numeric / 2e-6).slogdet()[1]) == pytest.approx(float(log_det[s]), abs=1e-5)
+
+
+@pytest.mark.parametrize("model", [effects, cauchy, scales])
+def test_changes_of_coordinates_are_recorded(model):
+    """Chains change coordinates thousands of times: each through Pyro's handlers would take most of their time."""
+    posterior = bf.fit(model, kinds(), bf.SFVI(corrected=False), rounds=2, progress=False)
+    v = torch.randn(4, len(posterior.params["global.loc"]))
+    coordinates = find_prior_coordinates(posterior.program, posterior.params, v)
+    expected = trajectories._to_guide(coordinates, v)
+    with using(Compiler()) as compiler:
+        for _ in range(2):
+            torch.testing.assert_close(trajectories._to_guide(coordinates, v), expected)
+    (graph,) = compiler.graphs.values()
+    assert graph is not None
 
 
 def test_a_prior_with_constants_keeps_the_coordinates_of_the_guide():

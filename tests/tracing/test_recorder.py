@@ -63,6 +63,20 @@ def picks(x):
     return slope
 
 
+def below_the_diagonal(x):
+    """A mask that is computed from no input, and its gradient, as in the prior of a correlation matrix."""
+    rows = torch.arange(3)
+    w = x.clone().requires_grad_()
+    chosen = (w[:, None] * w * torch.arange(1.0, 4.0))[..., rows < rows[:, None]]
+    (slope,) = torch.autograd.grad(chosen.exp().sum(), w)
+    return slope
+
+
+def log_volume_of_correlations(x):
+    transform = torch.distributions.biject_to(torch.distributions.constraints.corr_cholesky)
+    return transform.log_abs_det_jacobian(x, transform(x))
+
+
 CONSTANT = torch.tensor([0.5, -0.25, 1.0])
 
 
@@ -74,6 +88,8 @@ CONSTANT = torch.tensor([0.5, -0.25, 1.0])
         differentiates,
         several,
         picks,
+        below_the_diagonal,
+        log_volume_of_correlations,
         lambda x: torch.where(x > 0, x * CONSTANT, 1.0),
         lambda x: x * 1 + x * 1.0 + x * True,
         lambda x: x,
@@ -312,6 +328,8 @@ def test_memory_is_kept_no_longer_than_needed():
         (lambda x: x + torch.randn(3), "random numbers of its own"),
         (lambda x: x if float(x[0]) > 0 else -x, "depends on numbers"),
         (lambda x: x[x > 0], "depends on numbers"),
+        (lambda x: x[CONSTANT > 0], "depends on numbers"),  # its owner may change it
+        (lambda x: x[torch.zeros(3).copy_(x) > 0], "depends on numbers"),
     ],
 )
 def test_functions_without_a_graph_are_refused(function, why):

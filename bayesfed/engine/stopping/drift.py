@@ -181,7 +181,7 @@ def _moments(
         poutine.trace() as tracer,
         handlers.Until([site.name for site in program.globals]),
     ):
-        program.guide(program.schema)
+        program.guide_of_globals(program.schema)
     found = {}
     for site in program.globals:
         u = biject_to(site.support).inv(tracer.trace.nodes[site.name]["value"])
