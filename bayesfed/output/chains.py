@@ -64,6 +64,8 @@ QUICK = 2e8
 """The largest number of rows and of clients' variables, over the same, at which chains take about twenty seconds."""
 GRADIENTS = 1000
 """Gradients that a chain takes, about; after three times as many, chains that have not mixed are given up."""
+EARLIEST = 75
+"""Draws of a chain from which on chains are given up earlier if their effective draws do not become more."""
 
 
 class Chains(NamedTuple):
@@ -219,8 +221,24 @@ def sample_chains(
                 kept = slice(min(sum(WARMUP), len(drawn) - 4), None)
                 found = _summary(drawn[kept], acceptances[kept], state.gradients, needed)
                 look(found)
-                if ended or found.mixed:
+                if ended or found.mixed or _are_stuck(found, most):
                     return found
+
+
+def _are_stuck(found: Chains, most: int) -> bool:
+    """Return whether chains that do not agree would end with too few draws at the pace of the second half so far.
+
+    The effective draws of chains that mix are in proportion to their length. Those of chains that each stay at a mode
+    of their own are as many as the modes, however long they are.
+    """
+    from bayesfed.output.arviz_compat import ess_and_rhat
+
+    draws, enough = found.z.shape[1], min(FEW, found.needed)
+    if draws < EARLIEST or found.rhat <= LARGEST_RHAT or found.ess >= enough:
+        return False
+    ess, _ = ess_and_rhat(found.z[:, : draws // 2].cpu().numpy())
+    left = draws * (most / found.gradients - 1)
+    return found.ess + (found.ess - ess) / (draws - draws // 2) * left < enough
 
 
 def draws_for_quantiles(size: int) -> float:

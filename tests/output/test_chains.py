@@ -313,3 +313,18 @@ def test_chains_that_agree_are_used_with_fewer_draws():
     assert chains.better_correction(uneven, drawn) is drawn
     assert chains.better_correction(finite, None) is finite
     assert chains.better_correction(None, drawn) is drawn
+
+
+@pytest.mark.parametrize(("shift", "lag", "stuck"), [(3.0, 0.0, True), (0.0, 0.8, False)])
+def test_chains_that_stay_at_modes_of_their_own_are_given_up(shift, lag, stuck):
+    """Chains that move slowly but everywhere go on: six times as many draws are enough."""
+    generator = np.random.default_rng(0)
+    z = np.zeros((16, 100, 2), dtype=np.float32)
+    z[:, 0] = generator.normal(size=(16, 2))
+    for t in range(1, 100):
+        z[:, t] = lag * z[:, t - 1] + (1 - lag**2) ** 0.5 * generator.normal(size=(16, 2))
+    z += shift * (np.arange(16)[:, None, None] % 2)
+    found = chains._summary([*torch.as_tensor(z).unbind(1)], [0.8], 500, chains.ENOUGH)
+    assert found.rhat > chains.LARGEST_RHAT
+    assert found.ess < chains.FEW
+    assert chains._are_stuck(found, 3000) is stuck
