@@ -30,10 +30,10 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import pyro
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from bayesfed.tracing.garbage import without_garbage_collection
 from bayesfed.tracing.recorder import Recorder
+from bayesfed.tracing.replacements import Replacements
 from bayesfed.tracing.structure import flatten, unflatten
 
 P = ParamSpec("P")
@@ -319,21 +319,9 @@ def _run_flat(key: Any, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
     """Run a function and return its results as a list, and their structure."""
     function, _, structure = key
     found: list[Tensor] = []
-    with torch.enable_grad(), pyro.validation_enabled(False), _SameStorage():
+    with torch.enable_grad(), pyro.validation_enabled(False), Replacements():
         made = flatten(function(*unflatten(structure, iter(tensors))), found)
     return [x.detach() for x in found], made
-
-
-class _SameStorage(TorchFunctionMode):
-    """Let ``torch.equal`` compare places in memory, not numbers: GPyTorch's kernels call it only to save work."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is not torch.equal:
-            return func(*args, **(kwargs or {}))
-        one, other = ((x.data_ptr(), x.shape, x.stride()) for x in args)
-        return one == other
 
 
 def agree(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> bool:

@@ -1,11 +1,13 @@
-"""Sums of products over a short last dimension, such as linear predictors of a few covariates.
+"""Sums of products: over a short last dimension, such as linear predictors of a few covariates, and of matrices.
 
 ``(x * beta).sum(-1)`` writes each product, and torch adds up two or three neighbouring numbers at a fraction of the
-speed at which it adds up columns.
+speed at which it adds up columns. For the products of one matrix with many vectors torch copies the matrix for each.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,6 +88,61 @@ def _one_after_another(
             operations.append(_operation(aten.addcmul.default, [before, own, entry], value))
         before = value
     return operations
+
+
+def product_of_copies(
+    product: Operation, made: Mapping[Value, Operation]
+) -> list[Operation] | None:
+    """Return operations with the same result as a product of copies of matrices with others, without the copies.
+
+    Args:
+        product: of B matrices with B others, ``(B, T, U)`` and ``(B, U, N)``.
+        made: earlier operations by their results.
+
+    None unless the first are R copies of S matrices, one set after another.
+    """
+    copies, others = product.args
+    copied = copies
+    for target in (aten._unsafe_view.default, aten.clone.default):
+        if copied not in made or made[copied].target is not target:
+            return None
+        copied = made[copied].reads[0]
+    (*front, rows, columns), stride = copied.form.shape, copied.form.stride
+    repeated = next((i for i, step in enumerate(stride) if step), len(stride))
+    (result,) = product.results
+    times, sets = math.prod(front[:repeated]), front[repeated:]
+    whole = copies.form.shape == (math.prod(front), rows, columns) and is_dense(others.form)
+    if result is None or not whole or len(sets) != 1 or times == 1:
+        return None
+    width, found, matrices = others.form.shape[-1], [], copied
+    for _ in range(repeated):
+        shape, steps = matrices.form.shape[1:], matrices.form.stride[1:]
+        one = Value(matrices.form._replace(shape=shape, stride=steps), -1, -1)
+        found.append(_operation(aten.select.int, [matrices, 0, 0], one))
+        matrices = one
+    beside = _reordered(others, (times, *sets, columns, width), (1, 2, 0, 3), found)
+    joined = new_value((*sets, columns, times * width), others)
+    found.append(_operation(aten.view.default, [beside, [*joined.form.shape]], joined))
+    each = new_value((*sets, rows, times * width), others)
+    found.append(_operation(aten.bmm.default, [matrices, joined], each))
+    apart = _reordered(each, (*sets, rows, times, width), (2, 0, 1, 3), found)
+    return [*found, _operation(aten.view.default, [apart, [*result.form.shape]], result)]
+
+
+def _reordered(
+    value: Value, shape: Sequence[int], order: Sequence[int], operations: list[Operation]
+) -> Value:
+    """Return a value with its dimensions in another order in memory; append the operations that make it."""
+    seen, copy = new_value(shape, value), new_value([shape[i] for i in order], value)
+    steps = tuple(seen.form.stride[i] for i in order)
+    turned = Value(copy.form._replace(stride=steps), -1, -1)
+    contiguous = {"memory_format": torch.contiguous_format}
+    operations += [
+        _operation(aten.view.default, [value, [*shape]], seen),
+        _operation(aten.permute.default, [seen, [*order]], turned),
+        Operation(aten.clone.default, [turned], contiguous, [copy], True),
+    ]
+    return copy
 
 
 def _constant(number: torch.Tensor, like: Value) -> Value:

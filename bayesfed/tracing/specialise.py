@@ -21,7 +21,7 @@ from bayesfed.tracing.operations import (
     new_value,
     replace_values,
 )
-from bayesfed.tracing.products import sum_of_products
+from bayesfed.tracing.products import product_of_copies, sum_of_products
 from bayesfed.tracing.simplify import (
     broadcast_shape,
     is_allocation,
@@ -133,6 +133,8 @@ def _faster(operation: Operation, made: Mapping[Value, Operation]) -> list[Opera
     if operation.target is aten.sum.dim_IntList:
         product = made.get(operation.reads[0])
         return sum_of_products(operation, product) or _sum_before_sign(operation, made)
+    if operation.target is aten.bmm.default:
+        return product_of_copies(operation, made) or [operation]
     if operation.target is _CROSS_ENTROPY:
         return _softplus(operation) or [operation]
     if not is_pointwise(operation.target):

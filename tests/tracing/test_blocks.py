@@ -4,6 +4,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
+from bayesfed.guides import newton
 from bayesfed.tracing import blocks
 
 
@@ -97,6 +98,33 @@ def test_products_that_are_read_elsewhere_or_summed_otherwise(draws):
         return [product.sum(-1), product.sum(1), product.exp(), product.sum(-1, keepdim=True)]
 
     check(function, Program(), (torch.randn(4, 2),), [draws[1].expand(31, 4, 2)])
+
+
+def second_derivatives(program, weights, u, z):
+    """Products of a matrix of each draw of θ with the vectors of all clients, and their Hessian in these."""
+    matrix = weights * z[:, 0, :1, None].exp()[:, None]
+    with torch.enable_grad():
+        u = u.detach().requires_grad_()
+        value = -(matrix @ u[..., None]).square().sum()
+        (slope,) = torch.autograd.grad(value, u, create_graph=True)
+        each = torch.eye(u.shape[-1])[:, None, None].expand(-1, *u.shape)
+        (products,) = newton.pull_back(slope, [u], each, attached=False)
+    return [slope.detach(), products.detach().movedim(0, -1)]
+
+
+@pytest.mark.parametrize("clients", [1, 4])
+def test_matrices_are_not_copied_for_each_vector(clients):
+    generator = torch.Generator().manual_seed(0)
+    u, z = torch.randn(31, clients, 5, generator=generator), torch.randn(31, 1, 2)
+    weights, program = torch.randn(5, 5, generator=generator), Program()
+    check(second_derivatives, program, (weights,), [u, z])
+    (kept,) = blocks._recordings[id(program)].values()
+    special = blocks.specialise(kept.recording, {0: weights})
+    large = u.shape[-1] ** 2 * 5 * len(special.inputs[0].form.shape)  # a matrix for each vector
+    copies = [op for op in special.operations if op.target is torch.ops.aten.clone.default]
+    assert all(op.results[0].form.shape.numel() < large for op in copies)
+    products = [op for op in special.operations if op.target is torch.ops.aten.bmm.default]
+    assert {op.args[0].form.shape[0] for op in products} == {3}  # as many as draws in a block
 
 
 def of_expanded(program, rows, z):

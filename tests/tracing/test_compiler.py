@@ -236,6 +236,40 @@ def test_arguments_that_were_one_tensor_may_be_two(only_traced):
     assert len(compiler.graphs) == 1
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.nn.functional.one_hot(x.long(), 3) * 0.5,
+        lambda x: torch.nn.functional.one_hot(x.long(), num_classes=4),
+        lambda x: (x[:, None, None] * torch.ones(2, 3)) @ (x * torch.ones(5, 1, 3))[..., None],
+        lambda x: torch.matmul(x * torch.ones(4, 1, 2, 3), x * torch.ones(5, 3, 3)),
+        lambda x: (torch.ones(2, 3) @ x).sum() * (torch.ones(4, 3) @ (x * torch.ones(4, 3, 3))),
+    ],
+)
+def test_functions_that_are_replaced_in_recordings_give_the_same(function, only_traced):
+    traced = traceable(lambda x: function(x))
+    with using(Compiler(True)) as compiler:
+        for x in (torch.tensor([0.0, 2.0, 1.0]), torch.tensor([1.0, 1.0, 2.0])):
+            found, expected = traced(x), function(x)
+            torch.testing.assert_close(found, expected)
+    assert all(compiler.graphs.values())
+
+
+def test_a_category_beyond_the_last_is_an_error_in_a_graph_too(only_traced):
+    traced = traceable(lambda x: torch.nn.functional.one_hot(x.long(), 3))
+    with using(Compiler(True)) as compiler:
+        traced(torch.tensor([0.0, 2.0]))
+        assert all(compiler.graphs.values())
+        with pytest.raises(RuntimeError, match="index 3 is out of bounds"):
+            traced(torch.tensor([0.0, 3.0]))
+
+
+def test_categories_that_only_numbers_give_run_eagerly(only_traced):
+    traced = traceable(lambda x: torch.nn.functional.one_hot(x.long()))
+    with using(Compiler(True)), pytest.warns(UserWarning, match="runs eagerly"):
+        assert traced(torch.tensor([0.0, 2.0])).tolist() == [[1, 0, 0], [0, 0, 1]]
+
+
 def test_what_depends_on_numbers_runs_eagerly_and_names_the_line():
     with using(Compiler(True)) as compiler:
         with pytest.warns(
