@@ -165,9 +165,7 @@ def _defensive_blocks(
     program, federation = fitted.program, fitted.federation
     batch, params = federation.batch(chunk), fitted.params_of(chunk)
     numbers = int(federation.lengths[chunk].max()) * federation.numbers_per_row + program.size
-    if (
-        common
-    ):  # draws do not depend on the blocks, and densities are computed in blocks of their own
+    if common:  # draws do not depend on the blocks, and densities have blocks of their own
         numbers = 4 * program.variables
     together = max(1, PASS // (each * len(chunk) * numbers))
     streams, drawn = federation.stream_ids[chunk], None

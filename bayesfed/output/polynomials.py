@@ -147,7 +147,8 @@ def is_polynomial(z: Tensor, values: Tensor, degree: int, error: float) -> bool:
 def _first_pivots(features: Tensor) -> Tensor:
     """Return the rows of ``(S, F)`` that an LU decomposition takes as its F pivots, in order."""
     order = list(range(len(features)))
-    for row, other in enumerate(torch.linalg.lu_factor(features)[1].tolist()):
+    pivots = torch.linalg.lu_factor_ex(features).pivots  # columns may depend on each other
+    for row, other in enumerate(pivots.tolist()):
         order[row], order[other - 1] = order[other - 1], order[row]  # pivots count from 1
     return torch.tensor(order[: features.shape[1]], device=features.device)
 

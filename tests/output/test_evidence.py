@@ -328,8 +328,12 @@ def test_a_polynomial_is_of_the_highest_degree_that_draws_are_enough_for(each):
     assert find_polynomial(torch.randn(400, 1000), 3, each) is None
 
 
-def test_the_first_points_of_a_polynomial_are_the_pivots_of_an_lu_decomposition():
+@pytest.mark.parametrize("dependent", [False, True])
+def test_the_first_points_of_a_polynomial_are_the_pivots_of_an_lu_decomposition(dependent):
     features = torch.randn(60, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    if dependent:
+        features[:, 5] = 2 * features[:, 1]
+        features[:, 6] = 0.0
     permutation, _, _ = torch.linalg.lu(features)
     assert torch.equal(_first_pivots(features), permutation.argmax(0)[:7])
 
