@@ -11,7 +11,7 @@ of 60 rows, or 40 clients of 5. Components have no order, so that a posterior ha
 nothing. Compared are densities of further rows of the same clients, as many again: "lost" is by how many nats a row the
 posterior's are below the density that the rows came from. NUTS is NumPyro's, with the sum over components written out,
 one chain of 1000 + 1000. The fit has the usual settings, and ends after 500 rounds if it has not converged. Seconds
-are those of a fit in a process that has run nothing before. In the run of November 2026 two other programs ran beside
+are those of a fit in a process that has run nothing before. In the run of November 2026 one other program ran beside
 it on the two cores. "named" is whether the caveat says that the posterior may be wrong.
 """
 
