@@ -27,6 +27,8 @@ from bayesfed.data.plural import plural
 from bayesfed.guides.elimination import Elimination, SparseRoot, find_elimination, sparse_root
 from bayesfed.guides.newton import pull_back
 from bayesfed.guides.precision_normal import DenseRoot, PrecisionNormal, Root
+from bayesfed.tracing.compiler import tracing
+from bayesfed.tracing.replacements import Replacements
 
 LogJoint = Callable[[Tensor, Any], Tensor]
 """log p(u, D_i | θ_s) of u ``(S, K, 1, P)`` and a value of θ: ``(S, K)``."""
@@ -36,6 +38,9 @@ ZERO = 1e-5
 """An entry of H below this, in units of the diagonal, is zero."""
 STEPS = 2
 """Newton steps from the mode at the centre of q(θ) to that at θ, where log p is not quadratic in u."""
+AT_ONCE = 1_000_000
+"""Numbers in all products beyond which they are computed one after another where nothing is recorded: at once, torch
+copies each matrix of the model for each of them."""
 FRACTIONS = (1.0, 0.3, 0.1, 0.01, 0.0)
 """Fractions of a Newton step that are tried."""
 
@@ -143,11 +148,13 @@ def _products(
     """∇_u log p ``(S, K, 1, P)``, and H v of C vectors, ``(C, S, K, 1, P)``."""
     with torch.enable_grad():
         u = u.detach().requires_grad_()
-        value = log_joint(u).sum() + 0.0 * u.sum()
+        with Replacements():
+            value = log_joint(u).sum() + 0.0 * u.sum()
         (grad,) = torch.autograd.grad(value, u, create_graph=True)
         grad = grad + 0.0 * u
         each = seeds.reshape(len(seeds), *[1] * (u.ndim - 1), -1).expand(len(seeds), *u.shape)
-        (found,) = pull_back(grad, [u], each, attached)
+        one_by_one = each.numel() > AT_ONCE and not attached and not tracing()
+        (found,) = pull_back(grad, [u], each, attached, one_by_one)
         assert found is not None
     return (grad, -found) if attached else (grad.detach(), -found.detach())
 

@@ -125,7 +125,11 @@ def jacobians(values: Tensor, *xs: Tensor) -> list[Tensor]:
 
 
 def pull_back(
-    values: Tensor, xs: Sequence[Tensor], vectors: Tensor, attached: bool = True
+    values: Tensor,
+    xs: Sequence[Tensor],
+    vectors: Tensor,
+    attached: bool = True,
+    one_by_one: bool = False,
 ) -> Sequence[Tensor | None]:
     """The products of C vectors, ``(C, ...)`` of the shape of values, with their derivatives in each x: ``(C, ...)``.
 
@@ -137,13 +141,19 @@ def pull_back(
         xs: the variables.
         vectors: the C vectors.
         attached: the products can be derived again.
+        one_by_one: compute the products one after another: at once, torch copies each matrix that values were
+            multiplied with for each of them.
     """
 
     def product(vector: Tensor) -> Sequence[Tensor | None]:
+        keep = attached or one_by_one
         return _engine_run_backward(
-            (values,), (vector,), attached, attached, tuple(xs), True, accumulate_grad=False
+            (values,), (vector,), keep, attached, tuple(xs), True, accumulate_grad=False
         )
 
+    if one_by_one:
+        parts = zip(*[product(vector) for vector in vectors], strict=True)
+        return [None if part[0] is None else torch.stack(part) for part in parts]
     return _vmap(product, 0, 0, allow_none_pass_through=True)(vectors)
 
 

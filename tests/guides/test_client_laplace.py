@@ -140,6 +140,17 @@ def test_the_weights_of_an_autoregression_are_its_marginal_likelihood():
     torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-6)
 
 
+def test_products_one_after_another_are_those_at_once(monkeypatch):
+    federation = bf.Federation.from_arrays(paths()).to(dtype=torch.float64)
+    posterior = bf.fit(
+        autoregression, federation, bf.SFVI(corrected=False), rounds=1, progress=False
+    )
+    at_once = posterior.sample(20)
+    monkeypatch.setattr("bayesfed.guides.client_laplace.AT_ONCE", 0)
+    for name, draws in posterior.sample(20).items():
+        torch.testing.assert_close(draws, at_once[name])
+
+
 def test_the_server_computes_nothing_of_the_clients(monkeypatch):
     """log p(θ) needs no Laplace approximation at θ: between machines nobody could compute one."""
     from bayesfed.elbo.elbo import log_prior
