@@ -25,6 +25,7 @@ from bayesfed.elbo.program import Params
 from bayesfed.guides.newton import (
     NEWTON_STEPS,
     attached_gradient,
+    highest,
     is_going,
     jacobian,
     jacobians,
@@ -123,8 +124,7 @@ def _start(
         precision = matrix @ matrix.mT + torch.diag_embed(prior.precision)
         mode = loc + torch.linalg.solve_ex(precision, pull)[0].squeeze(-1)
     tried = torch.stack([mode, centre, loc])
-    best = _log_joint(guide, params, batch, prior, tried).nan_to_num(-torch.inf).argmax(0)
-    return tried.gather(0, best[None, :, None, None].expand(1, *loc.shape))[0]
+    return highest(tried, _log_joint(guide, params, batch, prior, tried))
 
 
 def _log_joint(

@@ -69,8 +69,13 @@ def line_search(objective: Callable[[Tensor], Tensor], u: Tensor, step: Tensor) 
     """Return u after the best of the fractions :data:`FRACTIONS` of a step."""
     fractions = torch.tensor(FRACTIONS, dtype=u.dtype, device=u.device).reshape(-1, *[1] * u.ndim)
     tried = u + fractions * step
-    best = objective(tried).nan_to_num(-torch.inf).argmax(0)
-    return tried.gather(0, best[None, ..., None, None].expand(1, *u.shape))[0]
+    return highest(tried, objective(tried))
+
+
+def highest(points: Tensor, values: Tensor) -> Tensor:
+    """Return those of points ``(R, ..., K, 1, P)`` with the largest values ``(R, ..., K)``: ``(..., K, 1, P)``."""
+    best = values.nan_to_num(-torch.inf).max(0).indices  # up to ten times as fast as argmax
+    return points.gather(0, best[None, ..., None, None].expand_as(points[:1]))[0]
 
 
 def curvature(f: Callable[[Tensor], Tensor], u: Tensor) -> tuple[Tensor, Tensor]:
