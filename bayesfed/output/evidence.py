@@ -7,9 +7,12 @@ in θ; at a draw of θ far from the centre it may be a poor proposal. The Normal
 θ_s itself, found by Newton steps from the mean of q. If the likelihood is Gaussian in u, the ratio equals log p(D_i |
 θ_s) at every point. Otherwise z_l and c_l are the nodes and weights of Gauss-Hermite quadrature in one or two
 dimensions (Liu & Pierce 1994, *A note on Gauss-Hermite quadrature*; ``nAGQ`` of lme4), and beyond these draws of a
-standard Normal, in pairs around 0, which each client makes once for all θ_s. Points that are the same at all
-draws of θ make an error that is smooth in θ, most of which cancels in importance weights. The errors of points that
-are drawn anew at each θ_s add up over clients, and leave the weights of a thousand clients no information.
+mixture of Normals of several widths, in pairs around 0, which each client makes once for all θ_s: a Sobol sequence
+with a random shift (Cranley & Patterson 1976, *Randomization of number theoretic methods for multiple integration*).
+c_l is the density of a standard Normal over that of the mixture, scaled to Σ_l c_l = 1 as a control variate. Points
+that are the same at all draws of θ make an error that is smooth in θ, most of which cancels in importance weights. The
+errors of points that are drawn anew at each θ_s add up over clients, and leave the weights of a thousand clients no
+information.
 
 A draw from N(û_s, H_s⁻¹), chosen among several by its weight, is closer to a draw from the client's posterior given θ_s
 than a draw from q.
@@ -28,7 +31,7 @@ from torch import Tensor
 from bayesfed.data.batch import Batch
 from bayesfed.data.chunks import EACH_VARIABLE, chunks, weight
 from bayesfed.elbo.elbo import Noise
-from bayesfed.elbo.noise import Draw, fold, uniform, word
+from bayesfed.elbo.noise import fold, uniform, word
 from bayesfed.elbo.program import Params, Program
 from bayesfed.guides.hierarchical import LOCAL
 from bayesfed.output.conditionals import Conditionals, log_joint
@@ -38,8 +41,14 @@ from bayesfed.tracing.blocks import in_blocks
 
 EACH = 4
 """Draws of a client's variables for one of θ, in pairs, of which one is chosen; points that are evaluated at once."""
-NODES, POINTS = {1: 7, 2: 4}, 16
-"""Nodes of quadrature along each of one or two variables; the number of points of more."""
+NODES = {1: 7, 2: 4}
+"""Nodes of quadrature along each of one or two variables."""
+POINTS, MANY, ROWS = 16, 128, 2e3
+"""The number of points of more variables; the largest number, and the number of rows of all clients at which there are
+as many. In between the rows by the points are constant."""
+WIDTHS, WIDEST = (1.0, 1.0, 1.25, 2.0), 8
+"""The widths of equal shares of the points, for tails that are heavier than a Normal's, and the number of variables
+above which all have a width of 1."""
 FEWER, COMPARED, WORTH = (1, 3), 32, 1e7
 """Fewer nodes that are compared with these (more variables have one point, their mode, in place of all), the draws of θ
 at which they are, and the number of all rows' densities by all points above which that pays."""
@@ -48,6 +57,8 @@ DEGREE, ERROR, ERROR_OF_SUM = 2, 0.001, 0.02
 of all clients."""
 ROUNDING = 20
 """The least standard deviation of a variable that is apart from its mode, in units of its round-off."""
+EDGE = 1e-12
+"""The least distance of a point of the unit cube from its faces."""
 LOG_TAU = math.log(math.tau)
 COST = 8
 """Time relative to a single draw from q, about."""
@@ -87,7 +98,7 @@ class _Points(NamedTuple):
 
     Attributes:
         white: ``(L, 1, K or 1, 1, P)``.
-        log_weights: ``(L,)``.
+        log_weights: log c_l, ``(L, 1, K or 1)``.
     """
 
     white: Tensor
@@ -95,8 +106,9 @@ class _Points(NamedTuple):
 
     def of_clients(self, clients: Tensor) -> _Points:
         """Return those of some of the clients, by position."""
-        common = self.white.shape[2] == 1
-        return self if common else self._replace(white=self.white[:, :, clients])
+        if self.white.shape[2] == 1:
+            return self
+        return _Points(self.white[:, :, clients], self.log_weights[..., clients])
 
 
 def evidence_chunks(fitted: Fitted, count: int) -> Iterator[Tensor]:
@@ -128,7 +140,7 @@ def _quadrature(
     columns = zip(root.unbind(-1), white.unsqueeze(-2).unbind(-1), strict=True)
     u = mode + sum(column * number for column, number in columns)
     (found,) = log_joint(program, params, batch, u.flatten(0, 1), z.repeat(len(u), 1, 1, 1))
-    over = (log_weights[:, None, None] + white.square().sum(-1).squeeze(-1) / 2).to(found)
+    over = (log_weights + white.square().sum(-1).squeeze(-1) / 2).to(found)
     level = log_volume(root)
     total = (found.unflatten(0, u.shape[:2]) + over).nan_to_num(-torch.inf).logsumexp(0)
     return [total.double() + level.squeeze(-1)]
@@ -191,7 +203,10 @@ def _enough_points(
 ) -> Iterator[tuple[_Points, Tensor]]:
     """Yield points of quadrature, and the positions of the clients for whom they are enough."""
     size, rest = mode.shape[-1], torch.ones_like(keys, dtype=torch.bool)
-    most = _grid(size, NODES[size], keys) if size in NODES else _pairs(size, keys)
+    if size in NODES:
+        most = _grid(size, NODES[size], keys)
+    else:
+        most = _pairs(size, _number_of_points(given.program.rows), keys)
     if given.size * given.program.rows * len(most.log_weights) > WORTH:
         few = torch.linspace(0, given.size - 1, COMPARED, device=mode.device).long()
         some = given.at(few), mode[few], root[few]
@@ -247,11 +262,25 @@ def _by_points(given: Conditionals, mode: Tensor, root: Tensor, points: _Points)
     return in_blocks(_quadrature, given.program, fixed, [mode, root, given.z], numbers)[0]
 
 
-def _pairs(size: int, keys: Tensor) -> _Points:
-    """Return draws of each client, in pairs around 0."""
-    half = Draw("normal", (POINTS // 2, size))(fold(keys, word("points")), torch.float64)
-    white = torch.cat([half, -half], 1).transpose(0, 1)[:, None, :, None]
-    return _Points(white, white.new_full((POINTS,), -math.log(POINTS)))
+def _number_of_points(rows: int) -> int:
+    """Return the number of points of clients that have ``rows`` rows altogether, a power of two."""
+    most = MANY * ROWS / max(rows, 1)
+    return max(POINTS, min(MANY, 2 ** math.floor(math.log2(most))))
+
+
+def _pairs(size: int, count: int, keys: Tensor) -> _Points:
+    """Return points of each client, in pairs around 0, that cover a mixture of Normals evenly."""
+    widths = WIDTHS if size <= WIDEST else (1.0,)
+    sobol = torch.quasirandom.SobolEngine(size).draw(count // 2, dtype=torch.float64)
+    shift = uniform(fold(keys, word("points")), (size,))
+    u = (sobol.to(keys.device)[:, None] + shift).frac().clamp(EDGE, 1 - EDGE)
+    width = shift.new_tensor(widths).repeat_interleave(count // 2 // len(widths))
+    half = torch.special.ndtri(u) * width[:, None, None]
+    white = torch.cat([half, -half])
+    square = white.square().sum(-1)
+    mixture = [-square / 2 / one**2 - size * math.log(one) for one in widths]
+    log_weights = -square / 2 - torch.stack(mixture).logsumexp(0)
+    return _Points(white[:, None, :, None], log_weights.log_softmax(0)[:, None])
 
 
 def _grid(size: int, nodes: int, like: Tensor) -> _Points:
@@ -261,4 +290,4 @@ def _grid(size: int, nodes: int, like: Tensor) -> _Points:
         like.new_tensor(x, dtype=torch.float64) for x in (found, np.log(weights / weights.sum()))
     )
     white, each = (torch.cartesian_prod(*[x] * size).reshape(-1, size) for x in (axis, log_weight))
-    return _Points(white[:, None, None, None], each.sum(1))
+    return _Points(white[:, None, None, None], each.sum(1)[:, None, None])
