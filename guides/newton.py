@@ -164,10 +164,15 @@ def pull_back(
 
 def positive(precision: Tensor, least: Tensor) -> Tensor:
     """The matrix with its eigenvalues, in units of the diagonal ``least``, raised to at least 1."""
-    if bool((torch.linalg.cholesky_ex(precision - torch.diag_embed(least))[1] == 0).all()):
+    if not bool(is_below(precision, least).any()):
         return precision
     values, vectors, units = _eigen(precision, least)
     return (vectors * values.clamp(min=1.0)[..., None, :]) @ vectors.mT * units
+
+
+def is_below(precision: Tensor, least: Tensor) -> Tensor:
+    """Return whether an eigenvalue of matrices ``(..., P, P)``, in units of the diagonal ``least``, is below 1."""
+    return torch.linalg.cholesky_ex(precision - torch.diag_embed(least))[1] != 0
 
 
 def magnitude(precision: Tensor, least: Tensor) -> Tensor:

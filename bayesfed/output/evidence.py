@@ -6,13 +6,13 @@ u is the block of the client's local variables. q(u | θ) is fitted around the c
 in θ; at a draw of θ far from the centre it may be a poor proposal. The Normal used here is the Laplace approximation at
 θ_s itself, found by Newton steps from the mean of q. If the likelihood is Gaussian in u, the ratio equals log p(D_i |
 θ_s) at every point. Otherwise z_l and c_l are the nodes and weights of Gauss-Hermite quadrature in one or two
-dimensions (Liu & Pierce 1994, *A note on Gauss-Hermite quadrature*; ``nAGQ`` of lme4), and beyond these draws of a
+dimensions (Liu & Pierce 1994, *A note on Gauss-Hermite quadrature*; ``nAGQ`` of lme4), and beyond these points of a
 mixture of Normals of several widths, in pairs around 0, which each client makes once for all θ_s: a Sobol sequence
 with a random shift (Cranley & Patterson 1976, *Randomization of number theoretic methods for multiple integration*).
-c_l is the density of a standard Normal over that of the mixture, scaled to Σ_l c_l = 1 as a control variate. Points
-that are the same at all draws of θ make an error that is smooth in θ, most of which cancels in importance weights. The
-errors of points that are drawn anew at each θ_s add up over clients, and leave the weights of a thousand clients no
-information.
+c_l is the density of a standard Normal over that of the mixture, scaled to Σ_l c_l = 1, which keeps the estimate exact
+for a Normal (Owen & Zhou 2000, *Safe and effective importance sampling*). Points that are the same at all draws of θ
+make an error that is smooth in θ, most of which cancels in importance weights. The errors of points that are drawn anew
+at each θ_s add up over clients, and leave the weights of a thousand clients no information.
 
 A draw from N(û_s, H_s⁻¹), chosen among several by its weight, is closer to a draw from the client's posterior given θ_s
 than a draw from q.

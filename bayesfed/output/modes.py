@@ -83,8 +83,7 @@ def _fitted_modes(given: Conditionals) -> tuple[Tensor, Tensor] | None:
     u = polynomial.fitted(_modes(given.at(polynomial.few))[0])
     least = LEAST_CURVATURE / scale.square()
     _, gradient, hessian = _derivatives(given, u, torch.arange(given.size))
-    precision = newton.positive(-hessian, least)
-    step = torch.linalg.solve_ex(precision, gradient[..., None])[0].squeeze(-1)
+    precision, step = _newton_step(gradient, hessian, least)
     gain = (gradient * step).sum((-2, -1))
     far = (~(gain < TOLERANCE)).any(1).nonzero()[:, 0]
     u = u + step
@@ -258,9 +257,9 @@ def _climb(given: Conditionals, start: Tensor, least: Tensor) -> tuple[Tensor, T
             for value, new in zip(found, _derivatives(given, u, some), strict=True):
                 value[far] = new
         reached[moving], gradient, hessian = found
-        here = newton.positive(-hessian, least[moving])
+        here, new = _newton_step(gradient, hessian, least[moving])
+        new = new.nan_to_num(0.0)
         precision[moving] = torch.where(active[..., None, None, None], here, precision[moving])
-        new = torch.linalg.solve_ex(here, gradient[..., None])[0].squeeze(-1).nan_to_num(0.0)
         last = ~((gradient * new).sum((-2, -1)) > TOLERANCE)
         taken = active & last if number == STEPS else active
         step[moving] = torch.where(taken[..., None, None], new, 0.0)
@@ -270,6 +269,16 @@ def _climb(given: Conditionals, start: Tensor, least: Tensor) -> tuple[Tensor, T
         if not len(moving):
             break
     return u, precision, reached
+
+
+def _newton_step(gradient: Tensor, hessian: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the precision, of eigenvalues that are not below the least, and a step as :func:`newton.newton_step`."""
+    precision, below = newton.positive(-hessian, least), newton.is_below(-hessian, least)
+    step = torch.linalg.solve_ex(precision, gradient[..., None])[0].squeeze(-1)
+    if bool(below.any()):
+        shorter = newton.magnitude(-hessian[below], least.expand_as(step)[below])
+        step[below] = torch.linalg.solve_ex(shorter, gradient[below][..., None])[0].squeeze(-1)
+    return precision, step
 
 
 def _derivatives(given: Conditionals, u: Tensor, draws: Tensor) -> list[Tensor]:

@@ -248,6 +248,41 @@ def test_errors_of_common_points_cancel_in_weights():
     assert float((one - other).std()) < 0.5 < float((plain[0] - plain[1]).std())
 
 
+def three_counts(federation):
+    """Three independent counts of a client, whose logarithms are skewed where the spread is large."""
+    tau = pyro.sample("tau", dist.HalfNormal(2.0))
+    with federation.clients():
+        level = pyro.sample("level", dist.Normal(torch.zeros(3), tau[..., None]).to_event(1))
+        with federation.observations() as obs:
+            rate = dist.Poisson(level.exp()).to_event(1)
+            pyro.sample("y", rate, obs=obs["y"])
+
+
+def test_skewed_posteriors_of_several_variables():
+    """The error of log p(D | θ) hardly changes with a spread between 0.1 and 3, on which the skewness depends.
+
+    With 16 points of one width it changes by 0.05 to 0.8, by the noise of the clients.
+    """
+    counts = np.array([[0.0, 0.0, 1.0], [1.0, 0.0, 0.0], [3.0, 0.0, 1.0]])
+    clients = {f"c{i}": {"y": y[None]} for i, y in enumerate(counts)}
+    federation = bf.Federation.from_arrays(clients).to(dtype=torch.float64)
+    posterior = bf.fit(three_counts, federation, bf.SFVI(corrected=False), rounds=5)
+    taus = np.geomspace(0.1, 3.0, 9)
+    start = posterior.program.guide.globals["tau"]
+    z = (torch.as_tensor(np.log(taus)) - start.loc) / start.scale
+    u = np.linspace(-30, 10, 40_001)
+
+    def truth(tau, y):
+        density = norm(0, tau).pdf(u) * poisson.pmf(y, np.exp(u))
+        return np.log(density.sum() * (u[1] - u[0]))
+
+    expected = np.array([sum(truth(tau, y) for y in counts.flatten()) for tau in taus])
+    for seed in range(3):
+        theta = {"global": z[:, None, None, None]}
+        found = sum_log_weights(posterior, theta, len(z), noise.key(seed), laplace=True)
+        assert np.ptp(found.numpy() - expected) < 0.1
+
+
 def test_chunks_of_clients_add_up(monkeypatch):
     posterior = bf.fit(normal, data(CASES["Normal"][1]), bf.SFVI(corrected=False), rounds=2)
     theta = {"global": torch.randn(5, 1, 1, 1, dtype=torch.float64)}

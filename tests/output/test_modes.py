@@ -47,11 +47,12 @@ def given_at(fitted, theta):
     )
 
 
-@pytest.mark.parametrize(("first", "most"), [(5, 0.0), (0, 1e-3)])
-def test_a_mode_is_no_plateau(float64, first, most):
-    """From the best of 200 draws of the prior gradient steps end nowhere more than 0.1 nats higher, or almost nowhere.
+@pytest.mark.parametrize("first", [0, 5])
+def test_a_mode_is_no_plateau(float64, first):
+    """From the best of 200 draws of the prior gradient steps end nowhere more than 0.1 nats higher.
 
-    At 0 to 4 of 7,200 posteriors of a client, by the draws of θ; without the search for higher modes at 12 to 19.
+    Without the search for higher modes they do at 12 to 19 of 7,200 posteriors of a client. Where steps are as long as
+    the least curvature allows, and not as the upward one does, the search fails at 2 to 8.
     """
     fitted = bf.fit(growth, grown(), progress=False)
     generator = torch.Generator().manual_seed(0)
@@ -75,7 +76,7 @@ def test_a_mode_is_no_plateau(float64, first, most):
 
     optimiser.step(loss)
     higher = given.log_joint(u.detach())[0] - reached
-    assert float((higher >= 0.1).double().mean()) <= most
+    assert float(higher.max()) < 0.1
 
 
 def kinked(prior):
