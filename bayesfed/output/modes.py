@@ -22,6 +22,8 @@ STEPS = 10
 """Largest number of Newton steps; a likelihood that is Gaussian in u needs none from the mean of q."""
 TOLERANCE = 0.01
 """A Newton step with twice its predicted gain below this, in nats, is the last one: the draws are weighted."""
+SHORTER = 0.01
+"""How much shorter Newton steps are tried where the usual fractions of one are all too long, as near an inflection."""
 STARTS, WIDER = 32, 1.02
 """Draws from the prior at which further searches for a mode may start, of clients whose density is not concave; how
 much larger a variance than the prior's shows that."""
@@ -252,7 +254,7 @@ def _climb(given: Conditionals, start: Tensor, least: Tensor) -> tuple[Tensor, T
         far = late.any(1).nonzero()[:, 0]
         if len(far):
             some = moving[far]
-            shorter = newton.line_search(given.at(some).log_joint, u[some] - step[some], step[some])
+            shorter = _shortened(given.at(some), u[some] - step[some], step[some])
             u[some] = torch.where(late[far][..., None, None], shorter, u[some])
             for value, new in zip(found, _derivatives(given, u, some), strict=True):
                 value[far] = new
@@ -269,6 +271,15 @@ def _climb(given: Conditionals, start: Tensor, least: Tensor) -> tuple[Tensor, T
         if not len(moving):
             break
     return u, precision, reached
+
+
+def _shortened(given: Conditionals, u: Tensor, step: Tensor) -> Tensor:
+    """Return u after the best of several fractions of a step, of :data:`SHORTER` as long a one where none is better."""
+    found = newton.line_search(given.log_joint, u, step)
+    stuck = (found == u).all(-1, keepdim=True)
+    if not bool(stuck.any()):
+        return found
+    return torch.where(stuck, newton.line_search(given.log_joint, u, SHORTER * step), found)
 
 
 def _newton_step(gradient: Tensor, hessian: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:

@@ -156,10 +156,7 @@ def robust(federation):
 
 
 def test_widths_where_two_peaks_merge(float64):
-    """By curvature some are 100 times the exact standard deviation, which is found by sums over a grid.
-
-    Those of one client of two far peaks are up to 7.7 times as wide.
-    """
+    """By curvature some are 100 times the exact standard deviation, which is found by sums over a grid."""
     generator = np.random.default_rng(0)
     clients = [0.5 + 1.2 * generator.standard_t(4) + generator.normal(size=5) for _ in range(12)]
     federation = bf.Federation.from_arrays({f"c{i}": {"y": y} for i, y in enumerate(clients)})
@@ -182,7 +179,7 @@ def test_widths_where_two_peaks_merge(float64):
         mean = p @ grid
         sd = np.sqrt((p * (grid - mean[:, None]) ** 2).sum(1))
         wider = root[:, i].numpy().ravel() / sd
-        assert wider.max() < 8 and np.median(wider) < 2
+        assert wider.max() < 2
 
 
 @pytest.mark.slow
