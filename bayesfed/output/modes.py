@@ -241,7 +241,8 @@ def _climb(given: Conditionals, start: Tensor, least: Tensor) -> tuple[Tensor, T
     """Return where Newton's method ends, the precision there, and the log density a step before, ``(S, K)``.
 
     Newton steps, with a line search where a whole step makes the density lower, go on for each client and draw of θ
-    until they gain less than a tolerance, whichever other clients are there.
+    until they gain less than a tolerance, whichever other clients are there. They end likewise where the search finds
+    nothing better by that much, as at the kinks of a density with absolute values.
     """
     u, precision = start.clone(), start.new_empty(*start.shape, start.shape[-1])
     reached, step = u.new_full(u.shape[:2], -torch.inf), torch.zeros_like(u)
@@ -258,15 +259,16 @@ def _climb(given: Conditionals, start: Tensor, least: Tensor) -> tuple[Tensor, T
             u[some] = torch.where(late[far][..., None, None], shorter, u[some])
             for value, new in zip(found, _derivatives(given, u, some), strict=True):
                 value[far] = new
+        stalled = late & ~(found[0] > before + TOLERANCE)
         reached[moving], gradient, hessian = found
         here, new = _newton_step(gradient, hessian, least[moving])
         new = new.nan_to_num(0.0)
         precision[moving] = torch.where(active[..., None, None, None], here, precision[moving])
         last = ~((gradient * new).sum((-2, -1)) > TOLERANCE)
-        taken = active & last if number == STEPS else active
+        taken = active & ~stalled & (last | (number < STEPS))
         step[moving] = torch.where(taken[..., None, None], new, 0.0)
         u[moving] += step[moving]
-        ended[moving] |= last
+        ended[moving] |= last | stalled
         moving = moving[~ended[moving].all(1)]
         if not len(moving):
             break
